@@ -14,7 +14,18 @@ from jaxdp.core.carry import split_carry
 from jaxdp.core.options import first_microbatch
 from jaxdp.core.state import Transform
 from jaxdp.data import SOURCES
-from jaxdp.data.base import UNKNOWN, Dataset, as_dataset, check_dtypes, class_names, tokenizer_spec
+from jaxdp.data.base import (
+    EMPTY,
+    NO_LABELS,
+    PROBES,
+    UNKNOWN,
+    Dataset,
+    as_dataset,
+    check_dtypes,
+    class_names,
+    probes,
+    tokenizer_spec,
+)
 from jaxdp.data.example_order import ExampleOrder, Streams, order_of
 from jaxdp.data.mixture import has_test_split
 from jaxdp.data.transforms import TRANSFORMS, as_transform
@@ -79,14 +90,40 @@ def read_set(key: str, target: Target, split: str, x64: bool, sources: Mapping[s
             f"{key}.target: {target.target!r} is {type(source).__name__}, neither examples nor a function that "
             "returns them"
         )
+    asked = str(target.args.get("split", split))
+    name = f"the {asked} split of {target.target}{path_of(target.args)}"
     try:
         made = call(key, bind(key, source, target.args, {"split": split})) if callable(source) else source
+        if made is None:
+            raise UsageError(f"data: {name} is None; return the examples")
         check_dtypes(dataset := as_dataset(made), x64)
+        check_has_labels(dataset, name)
     except UsageError as error:  # sources name the key of the training data
-        raise UsageError(re.sub(r"^data\b", key, str(error))) from error.__cause__
+        text = f"{error} ({name})" if str(error) == EMPTY else str(error)
+        raise UsageError(re.sub(r"^data\b", key, text)) from error.__cause__
     if split == "test" and len(dataset) >= UNKNOWN:
         raise UsageError(f"{key}.args.size: a stream needs it to be evaluated; set it to a number of examples")
     return dataset
+
+
+def path_of(args: Mapping[str, Any]) -> str:
+    """Return " in PATH" if the arguments of a data set have a path, else ""."""
+    path = args.get("path", args.get("root"))
+    return f" in {path!r}" if isinstance(path, str) else ""
+
+
+def check_has_labels(dataset: Dataset, name: str) -> None:
+    """Raise UsageError if all labels are -1; reads all examples only if those of `probes` are. name: of the set."""
+
+    def all_missing(indices: np.ndarray) -> bool:
+        labels = dataset.read(indices).get("labels")
+        return labels is not None and np.size(labels) > 0 and bool((np.asarray(labels) == -1).all())
+
+    if len(dataset) >= UNKNOWN or not all_missing(np.zeros(1, np.int64)) or not all_missing(probes(dataset)):
+        return
+    parts = np.array_split(np.arange(len(dataset)), -(-len(dataset) // PROBES))
+    if all(map(all_missing, parts)):
+        raise UsageError(f"data: {name} {NO_LABELS}")
 
 
 def facts_of(dataset: Dataset) -> dict[str, Any]:

@@ -134,7 +134,8 @@ def cause(times: Sequence[float], rank: int, factor: float, share: float) -> str
     """
     others, text = statistics.median([*times[:rank], *times[rank + 1 :]]), ""
     if times[rank] >= 0.5 * (1.0 + factor) * others:
-        text = f": a microbatch takes {times[rank]:.3g} ms, in the others {others:.3g} ms (medians of {ROUND} measurements)"
+        text = f": a microbatch takes {times[rank]:.3g} ms, in the others {others:.3g} ms (medians of {ROUND} "
+        text += "measurements)"
     if on_cpu() and (share < 0.9 or not text):
         text += f"; it got {share:.2f} times their CPU time: it was stopped, or other programs use its cores"
     return text

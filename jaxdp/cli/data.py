@@ -1,18 +1,61 @@
-"""The verb `data`: prepare data before a run; `tokenize` converts text to shards of tokens."""
+"""The verb `data`: prepare and check data before a run.
+
+`tokenize` converts text to shards of tokens; `check` lists all files that cannot be read.
+"""
 
 import pathlib
+import sys
+from collections.abc import Iterator
+from typing import Any
 
-from jaxdp.cli import Call
-from jaxdp.data.tokenize import tokenize
+from jaxdp.cli import Call, load
+from jaxdp.data.check import Finding, check_path
+from jaxdp.data.documents import LINES
+from jaxdp.data.tokenize import held_out, tokenize
 from jaxdp.errors import UsageError, one_line
+
+USAGE = "`jaxdp data tokenize INPUT... --output DIR` or `jaxdp data check FOLDER`"
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
 
 
 def run(call: Call) -> None:
     """Run the action of the verb, and print a summary of the output."""
-    options = call.options
-    if options["action"] != "tokenize":
-        problem = "no action given" if options["action"] is None else f"unknown action {options['action']!r}"
-        raise UsageError(f"jaxdp data: {problem}; it is `jaxdp data tokenize INPUT... --output DIR`")
+    actions = {"tokenize": run_tokenize, "check": run_check}
+    action = call.options["action"]
+    if action not in actions:
+        problem = "no action given" if action is None else f"unknown action {action!r}"
+        raise UsageError(f"jaxdp data: {problem}; it is {USAGE}")
+    actions[action](call.options)
+
+
+def run_check(options: dict[str, Any]) -> None:
+    """Print what cannot be read in the data of folders, text files and configs. Raises UsageError if there is any."""
+    inputs = [*options["inputs"], *([options["config"]] if options["config"] else [])]
+    if not inputs:
+        raise UsageError("INPUT: missing; give a folder of images, a text file, or --config FILE")
+    count = 0
+    for name in inputs:
+        for finding in findings(name):
+            count += finding.problem
+            print(finding.text, flush=True)
+    if count:
+        raise UsageError(f"data check: {count:,} problem{'s' * (count > 1)}, listed above; correct them before a run")
+
+
+def findings(name: str) -> Iterator[Finding]:
+    """Yield the findings about a path or a config."""
+    if not name.lower().endswith((".yaml", ".yml")):
+        yield from check_path(pathlib.Path(name).expanduser())
+        return
+    from jaxdp.assemble.data_check import check_config  # imports JAX
+
+    if "" not in sys.path:  # a target may be a module in the folder that the command runs in
+        sys.path.insert(0, "")
+    yield from check_config(load(["--config", name])[0])
+
+
+def run_tokenize(options: dict[str, Any]) -> None:
+    """Write the tokens of text files, and print a summary."""
     inputs = [check_input(name) for name in options["inputs"]]
     if not inputs:
         raise UsageError("INPUT: missing; give .txt or .jsonl files, e.g. jaxdp data tokenize text.txt --output DIR")
@@ -26,6 +69,11 @@ def run(call: Call) -> None:
     except OSError as error:
         raise UsageError(f"--output: {str(output)!r} cannot be written ({one_line(error)}); choose another") from None
     counts = result["counts"]
+    for path in held_out(inputs):
+        print(f"for validation, as its name says, instead of a share of each file: {path}")
+    for path in inputs:
+        if not path.stat().st_size:
+            print(f"without text: {path} is empty")
     print(
         f"{counts['train']:,} tokens to train on, {counts['val']:,} for validation, in {len(result['shards'])} shards; "
         f"{options['tokenizer']}, vocabulary {result['vocabulary']:,}, {result['dtype']}\n"
@@ -38,7 +86,9 @@ def check_input(name: str) -> pathlib.Path:
     path = pathlib.Path(name).expanduser()
     if not path.is_file():
         raise UsageError(f"INPUT: no file {name!r}; give .txt or .jsonl files")
-    if path.suffix not in (".txt", ".jsonl", ".ndjson"):
+    if path.suffix.lower() in COMPRESSED:
+        raise UsageError(f"INPUT: {name!r} is compressed; decompress it first")
+    if path.suffix.lower() not in (".txt", *LINES):
         raise UsageError(f"INPUT: {name!r} ends in neither .txt nor .jsonl; rename it to what it is")
     return path
 

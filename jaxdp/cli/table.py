@@ -178,14 +178,17 @@ VERBS = {
         },
     ),
     "data": Verb(
-        "make shards of tokens from text (jaxdp data tokenize)",
+        "make shards of tokens from text (tokenize), or list what cannot be read (check)",
         "host",
         (
             "jaxdp data tokenize text.txt --output tokens --tokenizer gpt2",
             "jaxdp data tokenize a.txt b.jsonl --output tokens --tokenizer byte --split 0.05",
+            "jaxdp data check pets",
+            "jaxdp data check --config pets.yaml",
         ),
         {
             "output": Option(str, None, "the folder to make"),
+            "config": Option(str, None, "check: the config whose data is read"),
             "tokenizer": Option(str, "gpt2", "byte, char, the path of a tokenizer.json, or a name of tiktoken"),
             "split": Option(float, 0.01, "the share at the end of each input that is for validation"),
             "shard_tokens": Option(int, 100_000_000, "tokens in a shard", 1),

@@ -10,11 +10,13 @@ import numpy as np
 
 from jaxdp.data.example_order import RESET
 from jaxdp.data.parts import Part, array_part
+from jaxdp.data.split_names import check_one_split
 from jaxdp.errors import RunFailed, UsageError, check_one_of
 
 PROBES = 64  # examples in a fingerprint: enough to distinguish two data sets, few enough for slow storage
 UNKNOWN = 1 << 62  # the length of a stream whose end is unknown
 EMPTY = "data: the data set is empty; give it at least one example"
+NO_LABELS = "has no labels: all are -1; use another split, or other data (eval.data)"
 _NEEDS_X64 = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
 
 
@@ -32,6 +34,7 @@ class Dataset(Protocol):
       shuffled one.
     - `require(indices)`: is called before a batch is read, on every process, with the examples of all processes.
     - `parts() -> {name: Part}`: the arrays and files that the examples are made of; see `jaxdp.data.contents`.
+    - `inventory: str`: what was read, and what was passed over, for the summary of a run.
     """
 
     def __len__(self) -> int: ...
@@ -172,6 +175,7 @@ def as_dataset(source: Any) -> Dataset:
     if isinstance(source, Mapping):
         if wrong := [key for key in source if not isinstance(key, str)]:
             raise UsageError(f"data: the key {wrong[0]!r} is not a name; give each array one, such as 'inputs'")
+        check_one_split(source)
         return Arrays(**source)
     if (isinstance(source, tuple) and size == 2 and all(map(_is_array, source))) or (
         isinstance(source, list) and size == 2 and all(getattr(part, "shape", ()) for part in source)
@@ -226,6 +230,12 @@ def check_mask(arrays: Mapping[str, np.ndarray], indices: np.ndarray, source: st
         f"{source} has 'mask' {mask[(row, *place)]} in example {indices[row]}; set it to 0 where nothing counts, and "
         "to 1 or another positive weight elsewhere"
     )
+
+
+def check_labels(labels: np.ndarray, source: str) -> None:
+    """Raise UsageError if all labels are -1, as those of a test split whose labels are not published."""
+    if labels.size and labels.dtype.kind in "if" and (labels == -1).all():
+        raise UsageError(f"{source} {NO_LABELS}")
 
 
 def replace_masked(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

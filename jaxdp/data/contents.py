@@ -54,7 +54,7 @@ def digest_parts(size: int, parts: Mapping[str, Part]) -> dict[str, Any]:
         read |= {name} if total <= MOST else set()
     digest = hashlib.sha256()
     for name, part in parts.items():
-        digest.update(f"\n{name} {part.size}\n".encode())
+        digest.update(f"\n{name} {part.size}\n".encode(errors="surrogateescape"))
         for piece in part.pieces() if name in read else ():
             digest.update(piece)
     some = f" and {len(read):,} of {len(parts):,} files or arrays" if read else ""

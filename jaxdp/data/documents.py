@@ -11,9 +11,25 @@ from typing import BinaryIO, NamedTuple
 from jaxdp.errors import UsageError
 
 MARK = "<|endoftext|>"  # separates documents in a .txt file
+RESERVED = "which ends a document for this tokenizer; remove it, or use another tokenizer"
 BLOCK = 1 << 20  # bytes per read
 SAFE = re.compile(r"\S\n(?=\S)")  # a cut here changes no token of GPT-2-like tokenizers: none crosses a single newline
 LONGEST = 1 << 24  # characters without a safe position, after which a text is cut anywhere
+
+
+LINES = (".jsonl", ".ndjson", ".json")  # endings of files with one JSON object per line
+LINE = r"(?:\r\n|\r(?!\n)|\n)"
+BLANK_LINES = re.compile(rf"{LINE}(?:[^\S\r\n]*{LINE})+")  # the end of a line, and blank lines after it
+BOM = "\ufeff"
+OTHER_FORMATS = {  # how a file begins -> what it is, and what to do
+    b"\x1f\x8b": "compressed; decompress it with gunzip",
+    b"\x28\xb5\x2f\xfd": "compressed; decompress it with unzstd",
+    b"\xfd7zXZ": "compressed; decompress it with unxz",
+    b"BZh": "compressed; decompress it with bunzip2",
+    b"PK\x03\x04": "a zip archive; unpack it with unzip",
+    b"\xff\xfe": "UTF-16; convert it with iconv -f utf-16 -t utf-8",
+    b"\xfe\xff": "UTF-16; convert it with iconv -f utf-16 -t utf-8",
+}
 
 
 class Piece(NamedTuple):
@@ -23,44 +39,92 @@ class Piece(NamedTuple):
     ends: bool
 
 
-def pieces(path: Path, start: int = 0, stop: int | None = None, key: str = "data.args.path") -> Iterator[Piece]:
+def pieces(
+    path: Path, start: int = 0, stop: int | None = None, key: str = "data.args.path", reserved: str = ""
+) -> Iterator[Piece]:
     """Yield the text of a file between two byte positions, which are 0, the file's size, or results of `boundary`.
 
-    A .jsonl file yields the field "text" of each line as a document. Any other file yields its text in pieces cut at
-    line breaks, and ends a document at each `<|endoftext|>`. key: the prefix of error messages. Raises UsageError with
-    the position of a line or byte that cannot be read.
+    A file of `LINES` yields the field "text" of each line as a document. Any other file yields its text in pieces cut
+    at line breaks, and ends a document at each `<|endoftext|>`. key: the prefix of error messages. reserved: a
+    character that no document may contain. Raises UsageError with the position of a line or byte that cannot be read.
     """
     size = path.stat().st_size if stop is None else stop
+    check_start(path, key)
     with path.open("rb") as file:
         file.seek(start)
-        yield from _lines(file, path, size, key) if is_lines(path) else _parts(file, path, size, key)
+        yield from (_lines if is_lines(path) else _parts)(file, path, size, key, reserved)
 
 
 def is_lines(path: Path) -> bool:
-    return path.suffix in (".jsonl", ".ndjson")
+    return path.suffix.lower() in LINES
 
 
-def _lines(file: BinaryIO, path: Path, stop: int, key: str) -> Iterator[Piece]:
-    at, line = file.tell(), 0
+def check_format(head: bytes, path: str | Path, key: str) -> None:
+    """Raise UsageError if the first bytes of a file are not those of a text. key: the prefix of the message."""
+    for begins, content in OTHER_FORMATS.items():
+        if head.startswith(begins):
+            raise UsageError(f"{key}: {str(path)!r} is {content}")
+
+
+def check_start(path: Path, key: str) -> None:
+    """Raise UsageError if a file begins as no text does, or, for one of `LINES`, as an array. key: as above."""
+    with path.open("rb") as file:
+        head = file.read(1 << 12)
+    check_format(head, path, key)
+    if is_lines(path) and head.removeprefix(BOM.encode()).lstrip().startswith(b"["):
+        raise UsageError(f"{key}: {str(path)!r} is a JSON array; write one object per line, as with jq -c '.[]'")
+
+
+def text_of_line(content: bytes, reserved: str = "") -> str:
+    """Return the text of a line of a file of `LINES`. Raises ValueError with what is wrong with the line."""
+    try:
+        line = json.loads(content.decode().removeprefix(BOM))
+        text = line.get("text") if isinstance(line, dict) else None
+    except UnicodeDecodeError:
+        raise ValueError("is not UTF-8; convert it, e.g. with iconv -t utf-8") from None
+    except (ValueError, RecursionError):
+        text = None
+    if not isinstance(text, str):
+        raise ValueError('is no JSON object with a \'text\'; a line is such as {"text": "..."}')
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"has half a character, {text[error.start]!r}, in its text; replace or remove it") from None
+    if reserved and reserved in text:
+        raise ValueError(f"has {reserved!r} in its text, {RESERVED}")
+    return text
+
+
+def line_problems(path: Path, reserved: str = "") -> Iterator[str]:
+    """Yield what is wrong with each line of a file of `LINES` that cannot be read, with its number and position."""
+    at = 0
+    with path.open("rb") as file:
+        for number, content in enumerate(file, 1):
+            try:
+                if content.strip():
+                    text_of_line(content, reserved)
+            except ValueError as problem:
+                yield f"{str(path)!r}: line {number:,} at byte {at:,} {problem}"
+            at += len(content)
+
+
+def _lines(file: BinaryIO, path: Path, stop: int, key: str, reserved: str) -> Iterator[Piece]:
+    at = file.tell()
     while at < stop and (content := file.readline()):
-        line += 1
         if content.strip():
             try:
-                text = json.loads(content)["text"]
-                if not isinstance(text, str):
-                    raise TypeError
-            except (ValueError, KeyError, TypeError) as error:
-                problem = "is not UTF-8" if isinstance(error, UnicodeDecodeError) else "is no JSON object with a 'text'"
-                raise UsageError(
-                    f'{key}: {str(path)!r}: the line at byte {at:,} {problem}; a line is such as {{"text": "..."}}'
-                ) from None
+                text = text_of_line(content, reserved)
+            except ValueError as problem:
+                file.seek(0)
+                line = file.read(at).count(b"\n") + 1
+                raise UsageError(f"{key}: {str(path)!r}: line {line:,} at byte {at:,} {problem}") from None
             yield Piece(text, True)
         at += len(content)
 
 
-def _parts(file: BinaryIO, path: Path, stop: int, key: str) -> Iterator[Piece]:
+def _parts(file: BinaryIO, path: Path, stop: int, key: str, reserved: str) -> Iterator[Piece]:
     rest = ""
-    for text in _decoded(file, path, stop, key):
+    for text in _decoded(file, path, stop, key, reserved):
         *documents, rest = (rest + text).split(MARK)
         yield from (Piece(document, True) for document in documents)
         if len(rest) >= BLOCK:
@@ -81,8 +145,8 @@ def _last_safe(text: str) -> int:
     return len(text) - len(MARK) if len(text) > LONGEST else 0
 
 
-def _decoded(file: BinaryIO, path: Path, stop: int, key: str) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8")()
+def _decoded(file: BinaryIO, path: Path, stop: int, key: str, reserved: str) -> Iterator[str]:
+    decoder, starts = codecs.getincrementaldecoder("utf-8")(), file.tell() == 0
     while True:
         at = file.tell() - len(decoder.getstate()[0])
         content = file.read(min(BLOCK, stop - file.tell()))
@@ -93,8 +157,13 @@ def _decoded(file: BinaryIO, path: Path, stop: int, key: str) -> Iterator[str]:
                 f"{key}: {str(path)!r} is not UTF-8: byte {at + error.start:,} is {error.object[error.start]:#04x}; "
                 "convert it, e.g. with iconv -t utf-8"
             ) from None
+        if reserved and reserved.encode() in content:
+            position = file.tell() - len(content) + content.index(reserved.encode())
+            raise UsageError(f"{key}: {str(path)!r} has {reserved!r} at byte {position:,}, {RESERVED}")
         if not content:
             return
+        if starts and text:
+            text, starts = text.removeprefix(BOM), False
         yield text
 
 
@@ -105,8 +174,9 @@ def boundary(path: Path, fraction: float) -> int:
     if not fraction or not size:
         return size
     near = int(size * (1 - fraction))
-    marks = [b"\n"] if is_lines(path) else [MARK.encode(), b"\n"]
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        line = b"\r" if text.find(b"\n") < 0 else b"\n"
+        marks = [line] if is_lines(path) else [MARK.encode(), line]
         after = [(text.find(mark, max(0, near - len(mark))), mark) for mark in marks]
         before = [(text.rfind(mark, 0, near), mark) for mark in marks]
         positions = [at + len(mark) for at, mark in [*after, *before] if at >= 0]

@@ -1,47 +1,66 @@
 """Data sets saved to disk by Hugging Face's `datasets`, read by column."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from jaxdp.data.base import Examples, check_split, fits_int32
+from jaxdp.data.base import EMPTY, Examples, check_labels, check_split, fits_int32, probes
+from jaxdp.data.split_names import check_clear, choose_split, listed, named_split, split_names
 from jaxdp.errors import UsageError, import_optional, one_line
 
-SPLITS = {"train": ("train",), "test": ("test", "validation", "valid", "val")}
 KEYS = ("inputs", "labels")
 
 
 class HuggingFace(Examples):
     """A data set that reads the rows of a folder written by `save_to_disk`.
 
-    path: the folder of one data set, or of several by split (validation serves as test). A folder of one data set has
-    no test split: set eval.data to another. columns: {key of an example: column}, e.g. `{inputs: image, labels:
+    path: the folder of one data set, or of several by split, in any spelling (validation serves as test); splits:
+    {train: NAME, test: NAME} names them instead. A folder of one data set has no test split: set eval.data to another.
+    columns: {key of an example: column}, e.g. `{inputs: image, labels:
     label}`; by default the columns named inputs and labels. int64 becomes int32 if the values fit. `classes` is that of
     the labels' column if it is a ClassLabel. Needs the package `datasets`. Raises UsageError with the name of a missing
     column, or of a row without numbers of the first row's shape.
     """
 
-    def __init__(self, path: str, split: str = "train", columns: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        path: str,
+        split: str = "train",
+        columns: Mapping[str, str] | None = None,
+        splits: Mapping[str, str] | None = None,
+    ):
         check_split(split)
         datasets = import_optional("datasets", "data.target: HuggingFace", "datasets")
+        folder, title, names = Path(path).expanduser(), repr(path), saved_splits(path)
+        if names:
+            name = choose_set(path, names, split, splits)
+            if name is None:
+                raise UsageError(f"data.args.path: {path!r} has no split {split!r}, only {', '.join(names)}")
+            others = [other for other in names if other != name]
+            self.inventory = f"split {name}" + f"; others: {', '.join(others)}" * bool(others)
+            folder, title = folder / name, f"the split {name!r} of {path!r}"
         try:
-            loaded = datasets.load_from_disk(str(Path(path).expanduser()))
+            loaded = datasets.load_from_disk(str(folder))
+            size = len(loaded)
+        except IndexError:  # there is no file of rows
+            size = 0
         except (FileNotFoundError, ValueError, OSError) as error:
             raise UsageError(
                 f"data.args.path: cannot load {path!r} ({one_line(error)}); give a folder that save_to_disk wrote"
             ) from None
-        if isinstance(loaded, datasets.DatasetDict):
-            name = next((name for name in SPLITS[split] if name in loaded), None)
-            if name is None:
-                raise UsageError(f"data.args.path: {path!r} has no split {split!r}, only {', '.join(loaded)}")
-            loaded = loaded[name]
+        if not size:
+            raise UsageError(f"{EMPTY}; {title} has no rows")
         self.columns = dict(columns or {key: key for key in KEYS if key in loaded.column_names})
         for key, column in self.columns.items() or [("inputs", "inputs")]:
             if column not in loaded.column_names:
                 raise UsageError(
                     f"data.args.columns.{key}: no column {column!r}; it is one of {', '.join(loaded.column_names)}"
                 )
+        if "labels" in self.columns:
+            check_all_labels(loaded.select_columns(self.columns["labels"]), f"data: {title}")
         feature = loaded.features[self.columns["labels"]] if "labels" in self.columns else None
         super().__init__(loaded.select_columns([*dict.fromkeys(self.columns.values())]).with_format("numpy"))
         if isinstance(feature, datasets.ClassLabel):
@@ -51,7 +70,7 @@ class HuggingFace(Examples):
 
     @staticmethod
     def has_split(args: dict) -> bool:
-        return any((Path(args["path"]).expanduser() / name).is_dir() for name in SPLITS["test"])
+        return choose_set(args["path"], saved_splits(args["path"]), "test", args.get("splits")) is not None
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         rows = self._rows(indices.tolist()) if len(indices) else {}
@@ -65,6 +84,33 @@ class HuggingFace(Examples):
         rows = self.source[indices]
         columns = self.columns.items()
         return {key: _narrow(np.asarray(rows[column]), column, key in self.wide) for key, column in columns}
+
+
+def saved_splits(path: str) -> list[str]:
+    """Return the names of the data sets in a folder; none if it is one data set, or cannot be read."""
+    try:
+        return list(json.loads((Path(path).expanduser() / "dataset_dict.json").read_text(encoding="utf-8"))["splits"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def choose_set(path: str, names: Sequence[str], split: str, splits: Mapping[str, str] | None) -> str | None:
+    """Return the name of the data set of a split. splits: the argument of `HuggingFace`. Raises UsageError."""
+    if splits is not None:
+        return named_split(splits, split, names, path)
+    fix = f"the splits of {path!r} are {listed(names)}; choose with data.args.splits: {{train: NAME, test: NAME}}"
+    parsed = split_names(names)
+    check_clear(parsed, "data.args.splits", fix)
+    return choose_split(parsed, split, "data.args.splits", fix)
+
+
+def check_all_labels(labels: Any, source: str) -> None:
+    """Raise UsageError if all labels are -1; reads all only if those of a few rows are."""
+    (column,) = labels.column_names
+    rows = labels.with_format("numpy")
+    first = np.asarray(rows[probes(rows).tolist()][column])
+    if first.dtype.kind in "if" and (first == -1).all():
+        check_labels(np.asarray(rows[:][column]), source)
 
 
 def _narrow(value: np.ndarray, column: str, wide: bool) -> np.ndarray:

@@ -1,33 +1,41 @@
 """Images in one folder per class, decoded when they are read."""
 
+import contextlib
+import sys
 import zlib
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from jaxdp.data.base import check_split
+from jaxdp.data.image_files import FIX, describe, find_classes, find_splits
 from jaxdp.data.parts import Part, file_part
+from jaxdp.data.split_names import normalized
 from jaxdp.data.windows import check_fraction
-from jaxdp.errors import UsageError, check_sizes, import_optional, one_line
+from jaxdp.errors import UsageError, check_one_of, check_sizes, import_optional, one_line
 
+CHECK = "`jaxdp data check` lists all that cannot be read"
 READ = 4096  # of more files, only the names are compared with those of an earlier start
-ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"}
-FOLDERS = {"train": ("train",), "test": ("test", "val", "valid", "validation")}
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's training pixels in [0, 1], by channel
 
 
 class ImageFolder:
     """Images by class: "inputs" uint8 [size, size, 3], "labels" int32, the index of the class in the sorted names.
 
-    root: a folder with train/CLASS/* and test/CLASS/* (or val/CLASS/*); or with CLASS/*, of which about a
-    `test_fraction`, selected by a hash of CLASS/NAME, is the test split: adding an image does not move the others.
+    root: a folder with train/CLASS/* and test/CLASS/* (or val/CLASS/*, in any spelling; splits: {train: FOLDER, test:
+    FOLDER} names them instead, {} none); or with CLASS/*, of which about a `test_fraction`, selected by a hash of
+    CLASS/NAME, is the test split: adding an image does not move the others. Links to folders are followed; hidden files
+    and those of systems (`__MACOSX`, `Thumbs.db`) are not read. `inventory` counts the images by class, and all else.
     Images are rotated according to EXIF, converted to RGB, resized to a shorter side of `size` (bilinear, antialiased)
     and center-cropped. On the device, `transform` standardizes them by mean and std, per channel in [0, 1], ImageNet's
-    by default. augment: in training, mirror at random.
+    by default. augment: in training, mirror at random. on_error: skip gives an image that cannot be decoded a mask of
+    0, and reports it, instead of an error; the order of the examples stays that of all files.
 
-    Needs Pillow. Raises UsageError for a folder without images, for test classes missing in train, and, when it is
-    read, for an image that cannot be decoded, with its path.
+    Needs Pillow. Raises UsageError for a class without images, for test classes missing in train, and, when it is read,
+    for an image that cannot be decoded, with its path.
     """
 
     def __init__(
@@ -39,16 +47,25 @@ class ImageFolder:
         test_fraction: float = 0.1,
         mean: tuple[float, ...] = MEAN,
         std: tuple[float, ...] = STD,
+        splits: Mapping[str, str] | None = None,
+        on_error: Literal["raise", "skip"] = "raise",
     ):
         check_split(split)
         check_fraction(test_fraction)
         check_sizes("data.args", size=size)
+        check_one_of("data.args.on_error", on_error, ("raise", "skip"))
         import_pillow("Image")
-        top = Path(root).expanduser()
-        folders = {name: next((top / n for n in FOLDERS[name] if (top / n).is_dir()), None) for name in FOLDERS}
-        divided = None in folders.values()
-        by_class = images(folders["train"] or top if divided else folders[split])
-        self.class_names = sorted(by_class if divided else images(folders["train"]))
+        top, passed = Path(root).expanduser(), Counter[str]()
+        folders = find_splits(top, splits, passed) if top.is_dir() else {}
+        divided = "test" not in folders
+        if split == "train" and [*folders] == ["test"]:
+            raise UsageError(f"data.args.root: {root!r} has only {folders['test'].name!r}, nothing to train on; {FIX}")
+        training = folders.get("train") or folders.get("test") or top
+        reads_it = divided or training == folders.get(split)
+        by_class = find_classes(training, passed if reads_it else Counter(), True) if top.is_dir() else {}
+        self.class_names = sorted(by_class)
+        if not reads_it:
+            by_class = find_classes(folders[split], passed, False)
         if unknown := sorted(set(by_class) - set(self.class_names)):
             raise UsageError(f"data.args.root: {str(folders[split])!r} has class {unknown[0]!r}, which train lacks")
         files = [(path, label) for label, name in enumerate(self.class_names) for path in by_class.get(name, [])]
@@ -61,19 +78,35 @@ class ImageFolder:
         self.labels = np.array([label for _, label in files], np.int32)
         self.classes, self.input_shape = len(self.class_names), (size, size, 3)
         self.size, self.augment, self.mean, self.std = size, augment, tuple(mean), tuple(std)
+        self.inventory = describe(self.class_names, np.bincount(self.labels, minlength=self.classes).tolist(), passed)
+        self.on_error, self.skipped = on_error, set[int]()
 
     def __len__(self) -> int:
         return len(self.files)
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        inputs = np.empty((len(indices), *self.input_shape), np.uint8)
+        inputs, mask = np.zeros((len(indices), *self.input_shape), np.uint8), np.ones(len(indices), np.float32)
         for row, index in enumerate(indices.tolist()):
-            inputs[row] = decode(self.files[index], self.size)
-        return {"inputs": inputs, "labels": self.labels[indices]}
+            try:
+                inputs[row] = decode(self.files[index], self.size)
+            except UsageError as error:
+                if self.on_error == "raise":
+                    raise UsageError(f"{error}, or set data.args.on_error: skip; {CHECK}") from error.__cause__
+                mask[row] = 0
+                self._report(index, error)
+        examples = {"inputs": inputs, "labels": self.labels[indices]}
+        return {**examples, "mask": mask} if self.on_error == "skip" else examples
+
+    def _report(self, index: int, error: UsageError) -> None:
+        """Print that an image is skipped, once in this process."""
+        if index not in self.skipped:
+            self.skipped.add(index)
+            with contextlib.suppress(OSError, ValueError):  # no standard error
+                print(f"warning: skipped, with mask 0: {error}", file=sys.stderr, flush=True)
 
     def parts(self) -> dict[str, Part]:
         read = len(self.files) <= READ
-        return {path.relative_to(self.top).as_posix(): file_part(path, read) for path in self.files}
+        return {normalized(path.relative_to(self.top).as_posix()): file_part(path, read) for path in self.files}
 
     def transform(self, batch: dict[str, Any], key: Any, train: bool) -> dict[str, Any]:
         """Standardize pixels to float32 by the channels' mean and std; see `Dataset`."""
@@ -83,20 +116,9 @@ class ImageFolder:
         return {**batch, "inputs": standardize(inputs, self.mean, self.std)}
 
 
-def images(folder: Path | None) -> dict[str, list[Path]]:
-    """Return {subfolder: its image files at any depth, sorted by path} for all subfolders with images."""
-    if folder is None or not folder.is_dir():
-        return {}
-    by_class = {
-        child.name: sorted(path for path in child.rglob("*") if path.suffix.lower() in ENDINGS)
-        for child in sorted(folder.iterdir())
-        if child.is_dir() and not child.name.startswith(".")
-    }
-    return {name: paths for name, paths in by_class.items() if paths}
-
-
 def held_out(path: Path, fraction: float) -> bool:
-    return zlib.crc32(f"{path.parent.name}/{path.name}".encode()) < fraction * 2**32
+    name = normalized(f"{path.parent.name}/{path.name}")
+    return zlib.crc32(name.encode(errors="surrogateescape")) < fraction * 2**32
 
 
 def decode(path: Path, size: int) -> np.ndarray:
@@ -111,7 +133,8 @@ def decode(path: Path, size: int) -> np.ndarray:
             shape = [max(size, round(side * scale)) for side in image.size]
             image = image.resize(shape, pillow.Resampling.BILINEAR)
     except Exception as error:  # an invalid image raises many types of errors
-        raise UsageError(f"data: cannot read image {str(path)!r}: {one_line(error)}; replace or remove it") from error
+        reason = "it has 0 bytes" if path.is_file() and not path.stat().st_size else one_line(error)
+        raise UsageError(f"data: cannot read image {str(path)!r}: {reason}; replace or remove it") from error
     left, top = ((side - size) // 2 for side in image.size)
     return np.asarray(image.crop((left, top, left + size, top + size)))
 

@@ -47,6 +47,8 @@ class Mixture:
             raise UsageError(f"{KEY}: no set has a {split} split; add one that has, without an argument split")
         self.sets = [make_set(name, sets[name], split) for name in self.names]
         self._copy_facts()
+        inventories = [(name, getattr(dataset, "inventory", "")) for name, dataset in zip(self.names, self.sets)]
+        self.inventory = " | ".join(f"{name}: {text}" for name, text in inventories if text)
         sizes = [len(dataset) for dataset in self.sets]
         self.starts = np.cumsum([0, *sizes])
         self.counts = sizes

@@ -3,26 +3,29 @@
 import struct
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxdp.data.base import Arrays, check_split, fits_int32
+from jaxdp.data.base import EMPTY, Arrays, check_labels, check_split, fits_int32
 from jaxdp.data.parts import Part
+from jaxdp.data.split_names import EVALUATED, check_clear, listed, of_split, split_names
 from jaxdp.errors import UsageError, one_line
 
 FRACTION = 0.1
+MAP = "name those to train on in data.args.arrays, as in {inputs: x_train, labels: y_train}; to evaluate, set eval.data"
 
 
 class Npz(Arrays):
     """Examples of a .npz file that `np.savez` wrote, or of a folder with a file NAME.npy for each array.
 
     arrays: {key of an example: array}, such as `{inputs: x_train, labels: y_train}`; by default all arrays, by their
-    names without "_train". The test split is the arrays with "_test" instead, if there are any, else a `test_fraction`
-    of the rows, drawn with a fixed seed. int64 becomes int32 if the values fit. `classes` is the largest label + 1, if
-    labels are one integer per example. Raises UsageError for a missing file or array, and for unequal lengths.
+    names without the split, as in x_train or trainX. The test split is the arrays of the same names for testing, or for
+    validation, if there are any (see `jaxdp.data.split_names`), else a `test_fraction` of the rows, drawn with a fixed
+    seed. int64 becomes int32 if the values fit. `classes` is the largest label + 1, if labels are one integer per
+    example. Raises UsageError for a missing file or array, and for unequal lengths.
     """
 
     def __init__(
@@ -37,16 +40,22 @@ class Npz(Arrays):
             raise UsageError(f"data.args.test_fraction: {test_fraction} is not at least 0 and below 1; e.g. 0.1")
         self.arguments = path, split, arrays, test_fraction
         stored = stored_arrays(path)
-        names = dict(arrays or {n.removesuffix("_train"): n for n in stored if not n.endswith("_test")})
-        tests = {key: f"{str(name).removesuffix('_train')}_test" for key, name in names.items()}
-        has_tests = bool(stored.keys() & set(tests.values()))
-        for key, name in (tests if has_tests and split == "test" else names).items():
+        groups = arrays_by_split(path, stored, arrays)
+        has_tests = bool(groups["test"])
+        chosen = groups["test" if has_tests and split == "test" else "train"]
+        if not chosen and stored:
+            raise UsageError(f"data.args.arrays: {path!r} has only {listed(stored)}, nothing to train on; {MAP}")
+        for key, name in chosen.items():
             if name not in stored:
                 known = ", ".join(sorted(stored)) or "none"
                 raise UsageError(f"data.args.arrays.{key}: {path!r} has no array {name!r}; its arrays: {known}")
-        both = [{key: stored[n] for key, n in group.items() if n in stored} for group in (names, tests)]
+            if 0 in stored[name].shape[:1]:
+                raise UsageError(f"{EMPTY}; {name!r} of {path!r}, for its {split} split, has no rows")
+        both = [{key: stored[n] for key, n in group.items() if n in stored} for group in groups.values()]
         self.rows: np.ndarray | None = None
         super().__init__(**both[has_tests and split == "test"])
+        if "labels" in self.arrays:
+            check_labels(self.arrays["labels"], f"data: {chosen['labels']!r} of {path!r}, for its {split} split,")
         self.narrow = {key for key, x in self.arrays.items() if fits_int32(x)}
         if "inputs" in self.arrays:
             self.input_shape = self.arrays["inputs"].shape[1:]
@@ -59,10 +68,18 @@ class Npz(Arrays):
             self.rows = np.sort(order[:cut] if split == "test" else order[cut:])
             if not len(self.rows):
                 raise UsageError(f"data.args.test_fraction: {test_fraction} of {len(order)} rows: no {split} split")
+        share = f"{test_fraction:g} of the rows" if test_fraction else "none"
+        tests = ", ".join(groups["test"].values()) or share
+        unused = sorted(stored.keys() - {*groups["train"].values(), *groups["test"].values()})
+        self.inventory = f"train: {', '.join(map(str, groups['train'].values()))}; test: {tests}"
+        self.inventory += f"; not read: {', '.join(unused)}" * bool(unused)
 
     @staticmethod
     def has_split(args: Mapping[str, Any]) -> bool:
-        return args.get("test_fraction") != 0 or any(n.endswith("_test") for n in stored_arrays(args.get("path", "")))
+        if args.get("test_fraction") != 0:
+            return True
+        path = args.get("path", "")
+        return bool(arrays_by_split(path, stored_arrays(path), args.get("arrays"))["test"])
 
     def __len__(self) -> int:
         return super().__len__() if self.rows is None else len(self.rows)
@@ -76,6 +93,37 @@ class Npz(Arrays):
 
     def __reduce__(self) -> Any:  # workers open the files again
         return type(self), self.arguments
+
+
+def arrays_by_split(path: str, stored: Iterable[str], arrays: Mapping[str, str] | None) -> dict[str, dict[str, str]]:
+    """Return {"train" and "test": {key of an example: array}}; "test" is empty if no array is for testing.
+
+    arrays: the argument of `Npz`. Raises UsageError if names look like those of splits, and it is not clear which.
+    """
+    names = split_names(stored)
+    fix = f"the arrays of {path!r} are {listed(names)}; {MAP}"
+    train = dict(arrays or {})
+    if not arrays:
+        check_clear(names, "data.args.arrays", fix)
+        for name in (name for name, entry in names.items() if entry.split in ("train", "")):
+            if name != (other := train.setdefault(names[name].rest or "inputs", name)):
+                raise UsageError(f"data.args.arrays: {other!r} and {name!r} are the same array for training; {fix}")
+    entries = {key: split_names([*names, str(name)])[str(name)] for key, name in train.items()}
+    same = {key: entry.same for key, entry in entries.items() if entry.split in ("train", "")}
+    for split in EVALUATED:
+        others: dict[str, str] = {}
+        for name in (name for name, entry in names.items() if entry.split == split):
+            if name != (other := others.setdefault(names[name].same, name)) and not arrays:
+                raise UsageError(f"data.args.arrays: {other!r} and {name!r} are the same array of a split; {fix}")
+        if not train and others:
+            return {"train": {}, "test": {names[name].rest or "inputs": name for name in others.values()}}
+        if others.keys() & same.values():
+            word = {"valid": "val"}.get(split, split)
+            tests = {key: others.get(entry.same, f"{entry.rest}_{word}") for key, entry in entries.items()}
+            return {"train": train, "test": tests}
+    if not arrays and of_split(names, "test"):
+        raise UsageError(f"data.args.arrays: no array to train on is the same but for its split; {fix}")
+    return {"train": train, "test": {}}
 
 
 def stored_arrays(path: str) -> dict[str, np.ndarray]:

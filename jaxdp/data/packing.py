@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from jaxdp.data.base import Arrays, check_split
-from jaxdp.data.documents import MARK, is_lines, pieces
+from jaxdp.data.documents import BLANK_LINES, MARK, RESERVED, is_lines, pieces
 from jaxdp.data.text import read_text
-from jaxdp.data.tokenizers import make_tokenizer
+from jaxdp.data.tokenizers import make_tokenizer, reserved
 from jaxdp.data.windows import check_fraction
 from jaxdp.errors import UsageError, check_sizes
 
@@ -17,12 +17,12 @@ from jaxdp.errors import UsageError, check_sizes
 class Documents(Arrays):
     """Packed documents: "inputs", "labels", "segments" int32 [length] and "mask" float32 [length].
 
-    path: a .jsonl file, one document per line in its field "text"; or a UTF-8 text with documents separated by
-    `<|endoftext|>`, or by blank lines if it has none. Documents are packed greedily in order: each follows the one
-    before if it fits in full, else starts the next example; a document longer than `length` is split. labels are the
-    next token of the same document, and the tokenizer's end_of_text after its last token. mask is 0 on padding, and at
-    a document's last token if there is no end_of_text; segments is the document's number within the example (padding
-    has the number after the last).
+    path: a .jsonl, .ndjson or .json file, one document per line in its field "text"; or a UTF-8 text with documents
+    separated by `<|endoftext|>`, or by blank lines if it has none. Documents are packed greedily in order: each follows
+    the one before if it fits in full, else starts the next example; a document longer than `length` is split. labels
+    are the next token of the same document, and the tokenizer's end_of_text after its last token. mask is 0 on padding,
+    and at a document's last token if there is no end_of_text; segments is the document's number within the example
+    (padding has the number after the last).
 
     The last `test_fraction` of the documents is the test split. All data is in memory: 5 bytes per token for
     vocabularies up to 256, 7 up to 65,536. Raises UsageError for a file that cannot be read or has no document.
@@ -39,7 +39,7 @@ class Documents(Arrays):
         check_split(split)
         check_fraction(test_fraction)
         check_sizes("data.args", length=length)
-        texts = read_documents(path)
+        texts = read_documents(path, reserved(tokenizer))
         self.tokenizer = make_tokenizer(tokenizer, lambda: ("\n" if tokenizer == "words" else "").join(texts))
         cut = min(int(len(texts) * (1 - test_fraction)), len(texts) - 1)
         chosen = texts[cut:] if split == "test" else texts[:cut]
@@ -47,7 +47,7 @@ class Documents(Arrays):
             raise UsageError(f"data.args.path: {path!r} has {len(texts)} documents, too few for two splits; add some")
         dtype = np.min_scalar_type(self.tokenizer.size - 1)
         tokens = [self.tokenizer.encode(text).astype(dtype, copy=False) for text in chosen]
-        self.arrays = pack(tokens, length, self.tokenizer.end_of_text)
+        super().__init__(**pack(tokens, length, self.tokenizer.end_of_text))
         self.classes, self.input_shape = self.tokenizer.size, (length,)
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
@@ -57,13 +57,17 @@ class Documents(Arrays):
     parts = Arrays.parts
 
 
-def read_documents(path: str) -> list[str]:
-    """Return the non-empty documents of a file. Raises UsageError if there are none."""
+def read_documents(path: str, reserved: str = "") -> list[str]:
+    """Return the non-empty documents of a file. reserved: a character that none may contain. Raises UsageError, also if
+    there are none."""
     if is_lines(Path(path)) and Path(path).expanduser().is_file():
-        texts = [piece.text for piece in pieces(Path(path).expanduser())]
+        texts = [piece.text for piece in pieces(Path(path).expanduser(), reserved=reserved)]
     else:
         text = read_text(path)
-        texts = text.split(MARK) if MARK in text else [part.strip("\n") for part in text.split("\n\n")]
+        if reserved and reserved in text:
+            line = text.count("\n", 0, text.index(reserved)) + 1
+            raise UsageError(f"data.args.path: {path!r} has {reserved!r} in line {line:,}, {RESERVED}")
+        texts = text.split(MARK) if MARK in text else [part.strip("\r\n") for part in BLANK_LINES.split(text)]
     texts = [text for text in texts if text.strip()]
     if not texts:
         raise UsageError(f"data.args.path: {path!r} has no document")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxdp.data.base import check_split
+from jaxdp.data.documents import BOM, check_format
 from jaxdp.data.tokenizers import Words, make_tokenizer
 from jaxdp.data.windows import Windows, check_fraction
 from jaxdp.errors import UsageError, check_one_of
@@ -82,8 +83,9 @@ def read_text(path: str | Path, max_mb: float | None = None) -> str:
             content = opened.read(int(max_mb * 1e6) if max_mb is not None and is_cut else -1)
     except OSError as error:
         raise UsageError(f"data.args.path: cannot read {str(path)!r}: {error.strerror}; give a text file") from None
+    check_format(content, path, "data.args.path")
     try:
-        return codecs.getincrementaldecoder("utf-8")().decode(content, final=not is_cut)
+        return codecs.getincrementaldecoder("utf-8")().decode(content, final=not is_cut).removeprefix(BOM)
     except UnicodeDecodeError as error:
         raise UsageError(
             f"data.args.path: {str(path)!r} is not UTF-8: byte {error.start:,} is {content[error.start]:#04x}; convert "

@@ -5,7 +5,6 @@ import glob
 import json
 import math
 import mmap
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -14,6 +13,7 @@ import numpy as np
 
 from jaxdp.data.base import MappedFiles, check_split
 from jaxdp.data.parts import Part
+from jaxdp.data.split_names import EVALUATED, check_clear, listed, split_names
 from jaxdp.data.tokenizers import Tokenizer, from_spec
 from jaxdp.data.windows import SMALL, Windows, cut
 from jaxdp.errors import UsageError, check_one_of, check_sizes, one_line
@@ -25,7 +25,6 @@ MAGIC: dict[int, tuple[int, np.dtype, int]] = {  # magic: (version, dtype, vocab
     20240520: (1, np.dtype("<u2"), 50257),
     20240801: (7, np.dtype("<u4"), 128256),
 }
-WORDS = {"train": ("train",), "test": ("val", "valid", "validation", "test")}
 GPT2 = 50257
 
 
@@ -76,7 +75,10 @@ class TokenFile(Windows):
         lost = sorted(set(meta.get("shards", {})) - {file.name for file in files})
         if lost and Path(path).expanduser().is_dir():
             raise UsageError(f"data.args.path: {path!r} lacks {lost[0]!r}, which its {META} lists; copy it again")
-        files, complete = choose(files, split)
+        chosen, complete = choose(files, split)
+        others = [file.name for file in files if file not in chosen]
+        self.inventory = f"files {listed(file.name for file in chosen)}" + f"; others: {listed(others)}" * bool(others)
+        files = chosen
         stored = dtype_of(dtype or meta.get("dtype", "uint16"))
         self.files = [open_shard(file, stored, meta.get("shards", {}).get(file.name)) for file in files]
         ends = meta.get("end_of_text") if end_of_text is None else end_of_text
@@ -140,18 +142,20 @@ def find(path: str) -> list[Path]:
 
 
 def choose(files: list[Path], split: str | None) -> tuple[list[Path], bool]:
-    """Return (the files of a split, True if the split is all their tokens, False if it is a part of them)."""
+    """Return (the files of a split, True if the split is all their tokens, False if it is a part of them).
+
+    Raises UsageError for a name of two splits.
+    """
     if split is None:
         return files, True
-    kinds = {name: [file for file in files if _is(file, name)] for name in WORDS}
-    if kinds["train"] and kinds["test"]:
-        return kinds[split], True
-    return files, kinds["test"] == files
-
-
-def _is(file: Path, kind: str) -> bool:
-    """Return True if a word in the file's name is of the split: train.bin, val_000.bin, fineweb_val_000000.bin."""
-    return not {*re.split(r"[^a-z]+", file.stem.lower())}.isdisjoint(WORDS[kind])
+    names = split_names(file.stem for file in files)
+    check_clear(names, "data.args.path", "rename it, or give a pattern of the files to train on, and eval.data")
+    splits = [names[file.stem].split for file in files]
+    training = [file for file, kind in zip(files, splits) if kind == "train"]
+    held_out = [file for file, kind in zip(files, splits) if kind in EVALUATED]
+    if training and held_out:
+        return (held_out if split == "test" else training), True
+    return files, held_out == files
 
 
 def read_meta(folder: Path) -> Mapping[str, Any]:

@@ -4,16 +4,19 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 from jaxdp.data.documents import boundary, pieces
+from jaxdp.data.split_names import EVALUATED, check_clear, listed, split_names
 from jaxdp.data.token_file import FORMAT, META
-from jaxdp.data.tokenizers import Char, File, Tokenizer, make_tokenizer
+from jaxdp.data.tokenizers import Char, File, Tokenizer, make_tokenizer, reserved
 from jaxdp.errors import UsageError
+
+Ranges = list[tuple[Path, int, int]]  # (file, first byte, end)
 
 
 class Writer:
@@ -49,7 +52,8 @@ def tokenize(inputs: Sequence[Path], output: Path, tokenizer: str, split: float,
     """Write the folder `output`; return the content of its tokens.json.
 
     inputs: .txt and .jsonl files; see `documents.pieces`. The last fraction `split` of the bytes of each, from the
-    start of a line or document, is for validation. The tokenizer's end_of_text follows each document of a .jsonl file,
+    start of a line or document, is for validation; but if names show that some files are for it, all of these, and
+    nothing of the others. The tokenizer's end_of_text follows each document of a .jsonl file,
     replaces <|endoftext|> in a text, and separates two files. Tokens are little-endian uint16, or uint32 for a larger
     vocabulary. shard_tokens: tokens per shard. tokenizer: as in `make_tokenizer`; char reads the inputs twice, to
     collect its alphabet, with U+0000 as end_of_text if there are several documents.
@@ -58,11 +62,19 @@ def tokenize(inputs: Sequence[Path], output: Path, tokenizer: str, split: float,
         raise UsageError(
             "data.args.tokenizer: words is not for files of tokens; give another, or train on the text with TextFile"
         )
+    ranges = divide(inputs, split)
+    if split and any(start < stop for part in ranges.values() for _, start, stop in part):
+        check_parts({kind: sum(stop - start for _, start, stop in part) for kind, part in ranges.items()}, split)
     encoder = Char(alphabet(inputs)) if tokenizer == "char" else make_tokenizer(tokenizer)
     partial = output.parent / f".{output.name}.partial{os.getpid()}"
     partial.mkdir(parents=True)
     try:
-        meta = _write(inputs, partial, encoder, split, shard_tokens)
+        meta = _write(ranges, partial, encoder, shard_tokens, reserved(tokenizer))
+        if not any(meta["counts"].values()):
+            names = ", ".join(repr(str(path)) for path in inputs)
+            raise UsageError(f"INPUT: {names} have no text; give files that are not empty")
+        if split:
+            check_parts(meta["counts"], split)
         partial.rename(output)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -70,32 +82,63 @@ def tokenize(inputs: Sequence[Path], output: Path, tokenizer: str, split: float,
     return meta
 
 
+def held_out(inputs: Sequence[Path]) -> list[Path]:
+    """Return the files that are for validation by their names, if there are others. Raises UsageError."""
+    names = split_names(path.stem for path in inputs)
+    check_clear(names, "INPUT", "rename it")
+    splits = [names[path.stem].split for path in inputs]
+    chosen = [path for path, kind in zip(inputs, splits) if kind in EVALUATED]
+    if len(chosen) == len(inputs):
+        return []
+    if {*EVALUATED} <= {*splits}:
+        raise UsageError(
+            f"INPUT: {listed(chosen)} are both for validation and for testing by their names; give those of one split "
+            "here, and write the others to another --output"
+        )
+    return chosen
+
+
+def divide(inputs: Sequence[Path], split: float) -> dict[str, Ranges]:
+    """Return the ranges of the files for training and for validation; see `tokenize`."""
+    chosen, sizes = held_out(inputs), [path.stat().st_size for path in inputs]
+    if chosen:
+        cuts = [0 if path in chosen else size for path, size in zip(inputs, sizes)]
+    else:
+        cuts = [boundary(path, split) for path in inputs]
+    return {
+        "train": [(path, 0, cut) for path, cut in zip(inputs, cuts)],
+        "val": [(path, cut, size) for path, cut, size in zip(inputs, cuts, sizes)],
+    }
+
+
+def check_parts(sizes: Mapping[str, int], split: float) -> None:
+    """Raise UsageError if nothing is to train on, or for validation. sizes: of both parts."""
+    fix = "a file is divided between two lines or documents; give more text"
+    if not sizes["val"]:
+        raise UsageError(f"--split: {split:g} leaves nothing for validation: {fix}, a larger share, or 0 for none")
+    if not sizes["train"]:
+        raise UsageError(f"--split: {split:g} leaves nothing to train on: {fix}, or a smaller share")
+
+
 def alphabet(inputs: Sequence[Path]) -> str:
     """Return the characters of all inputs, sorted by code point; with U+0000 if a document ends before the last."""
     characters: set[str] = set()
-    for text, ends in _texts([(path, 0, path.stat().st_size) for path in inputs]):
+    for text, ends in _texts([(path, 0, path.stat().st_size) for path in inputs], reserved("char")):
         characters.update(text, "\0" * ends)
     return "".join(sorted(characters))
 
 
-def _write(inputs: Sequence[Path], folder: Path, tokenizer: Tokenizer, split: float, shard_tokens: int) -> dict:
+def _write(ranges: Mapping[str, Ranges], folder: Path, tokenizer: Tokenizer, shard_tokens: int, reserved: str) -> dict:
     dtype = np.dtype("<u2" if tokenizer.size <= 1 << 16 else "<u4")
-    cuts = [boundary(path, split) for path in inputs]
-    ranges = {
-        "train": [(path, 0, cut) for path, cut in zip(inputs, cuts)],
-        "val": [(path, cut, path.stat().st_size) for path, cut in zip(inputs, cuts)],
-    }
     end = np.array([] if tokenizer.end_of_text is None else [tokenizer.end_of_text], dtype)
     writers = {kind: Writer(folder, kind, dtype, shard_tokens) for kind in ranges}
     for kind, writer in writers.items():
         with contextlib.closing(writer):
-            for text, ends in _texts(ranges[kind]):
+            for text, ends in _texts(ranges[kind], reserved):
                 writer.write(tokenizer.encode(text))
                 if ends:
                     writer.write(end)
     counts = {kind: sum(writer.shards.values()) for kind, writer in writers.items()}
-    if not any(counts.values()):
-        raise UsageError(f"INPUT: {', '.join(map(repr, map(str, inputs)))} have no text; give files that are not empty")
     spec = tokenizer.spec()
     if isinstance(tokenizer, File):  # make the folder self-contained
         shutil.copyfile(tokenizer.path, folder / "tokenizer.json")
@@ -116,12 +159,12 @@ def _write(inputs: Sequence[Path], folder: Path, tokenizer: Tokenizer, split: fl
     return meta
 
 
-def _texts(ranges: Sequence[tuple[Path, int, int]]) -> Iterator[tuple[str, bool]]:
+def _texts(ranges: Ranges, reserved: str) -> Iterator[tuple[str, bool]]:
     """Yield (text, True if a document ends after it) for ranges of files; a document also ends between two files."""
     nonempty = [part for part in ranges if part[1] < part[2]]
     for number, (path, start, stop) in enumerate(nonempty):
         ends = True
-        for text, ends in pieces(path, start, stop, "INPUT"):
+        for text, ends in pieces(path, start, stop, "INPUT", reserved):
             yield text, ends
         if not ends and number + 1 < len(nonempty):
             yield "", True

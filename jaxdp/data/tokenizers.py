@@ -128,7 +128,7 @@ class Words:
 
 
 class File:
-    """A `tokenizer.json` of the `tokenizers` library; encodes without adding special tokens."""
+    """A `tokenizer.json` of the `tokenizers` library; encodes all of a text, without special tokens or padding."""
 
     kind: ClassVar[str] = "file"
 
@@ -142,6 +142,8 @@ class File:
             raise UsageError(f"data.args.tokenizer: no file {str(path)!r}; give the path of a tokenizer.json") from None
         except Exception as error:  # the library raises plain Exceptions for invalid files
             raise UsageError(f"data.args.tokenizer: {str(path)!r} is not a tokenizer.json: {one_line(error)}") from None
+        self._tokenizer.no_truncation()  # a file may store the settings of a model's inputs
+        self._tokenizer.no_padding()
         self.sha256 = hashlib.sha256(content).hexdigest()
         if sha256 not in (None, self.sha256):
             raise UsageError(f"data.args.tokenizer: {str(path)!r} is not the file that was used before; put it back")
@@ -195,6 +197,7 @@ class Named:
         return Named, (self.name,)
 
 
+RESERVED = {"byte": "\0", "char": "\0"}  # kind -> the character that is end_of_text, which no document may contain
 KINDS: dict[str, Callable[..., Any]] = {"byte": Byte, "char": Char, "words": Words, "file": File, "named": Named}
 
 
@@ -212,6 +215,11 @@ def make_tokenizer(name: str | Mapping[str, Any], text: Callable[[], str] | None
             raise UsageError(f"data.args.tokenizer: {name!r} needs a text to take its vocabulary from; give a spec")
         return Char.of(text()) if name == "char" else Words.of(text())
     return File(name) if name.endswith(".json") else Named(name)
+
+
+def reserved(name: str | Mapping[str, Any]) -> str:
+    """Return the character that no document may contain, "" if there is none. name: as in `make_tokenizer`."""
+    return RESERVED.get(name if isinstance(name, str) else str(name.get("kind")), "")
 
 
 def from_spec(spec: Mapping[str, Any]) -> Tokenizer:

@@ -110,6 +110,7 @@ def summary(
         "run": f"{f'resumes after step {start}' if start else 'starts'} in {directory}",
         "model": f"{config.model.target}, {layout['parameters']:,} parameters",
         "data": f"{config.data.target}, {length_of(run)}{evaluates}",
+        **inventories(run),
         "batch": f"{config.batch_size:,} examples in {config.microbatches} microbatches of "
         f"{order.examples_per_microbatch:,}",
         "optimizer": f"{rate}, {steps:,} updates{f', {per_call} a call' if per_call > 1 else ''}",
@@ -119,6 +120,12 @@ def summary(
         "layout": f"{parallel.backend}, zero {parallel.zero}{sharding(run, config)}; reduction {parallel.reduction}",
         "memory": memory_line(layout),
     }
+
+
+def inventories(run: Run) -> dict[str, str]:
+    """Return what the sets were made of, and what was passed over, of those that report it."""
+    sets = {"read": run.data.train, **{f"read {name or 'eval'}": source for name, source in run.data.eval.items()}}
+    return {name: text for name, source in sets.items() if (text := getattr(source.dataset, "inventory", ""))}
 
 
 def length_of(run: Run) -> str:

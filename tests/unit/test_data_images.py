@@ -2,16 +2,22 @@
 
 import importlib.util
 import itertools
+import os
 import pickle
+import unicodedata
 
 import numpy as np
 import pytest
 
 from jaxdp.assemble.data import make_data
-from jaxdp.cli import load
+from jaxdp.cli import Call, load, load_options
+from jaxdp.cli.data import run as data_command
 from jaxdp.data import HuggingFace, ImageFolder, Mixture
 from jaxdp.data.base import as_dataset, check_dtypes
+from jaxdp.data.contents import contents
+from jaxdp.data.example_order import order_of
 from jaxdp.data.image_folder import decode
+from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError
 
 RNG = np.random.default_rng(0)
@@ -140,6 +146,259 @@ def test_what_is_no_image_is_named_with_its_path(tmp_path, save):
         ImageFolder(str(tmp_path), size=0)
 
 
+def images(source):
+    return [path.relative_to(source.top).as_posix() for path in source.files]
+
+
+def test_hidden_files_and_those_of_systems_are_never_read(tmp_path, save):
+    for name in ("ant", "bee"):
+        save(tmp_path / "train" / name / "1.JPG", np.zeros((8, 8, 3)))
+        save(tmp_path / "train" / name / ".ipynb_checkpoints" / "1.png", np.zeros((8, 8, 3)))
+        save(tmp_path / "train" / name / "__MACOSX" / "2.png", np.zeros((8, 8, 3)))
+        for hidden in ("._1.jpg", "Thumbs.db", ".DS_Store", "desktop.ini"):
+            (tmp_path / "train" / name / hidden).write_bytes(b"no image")
+        save(tmp_path / "train" / "__MACOSX" / name / "1.png", np.zeros((8, 8, 3)))
+        save(tmp_path / "__MACOSX" / "train" / name / "1.png", np.zeros((8, 8, 3)))
+    (tmp_path / "train" / "bee" / "notes.txt").write_text("no image")
+    (tmp_path / "train" / "bee" / "README").write_text("no image")
+    (tmp_path / "labels.csv").write_text("a,b")
+    source = ImageFolder(str(tmp_path), size=8, test_fraction=1e-9)
+    assert source.class_names == ["ant", "bee"] and images(source) == ["train/ant/1.JPG", "train/bee/1.JPG"]
+    assert source.inventory == (
+        "2 images in 2 classes: ant 1, bee 1; ignored: 14 hidden, 1 .csv, 1 .txt, 1 without an ending"
+    )
+
+
+@pytest.mark.parametrize("ending", [".jfif", ".JPEG", ".avif", ".jpe"])
+def test_a_class_of_other_endings_does_not_vanish(tmp_path, save, ending):
+    features = pytest.importorskip("PIL.features")
+    if ending == ".avif" and not features.check("avif"):
+        pytest.skip("this Pillow reads no AVIF")
+    for name in ("ant", "bee", "cow"):
+        how = {"format": "AVIF" if ending == ".avif" else "JPEG"} if name == "bee" else {}
+        save(tmp_path / name / f"0{ending if name == 'bee' else '.png'}", np.full((8, 8, 3), 99), **how)
+    source = ImageFolder(str(tmp_path), size=8, test_fraction=1e-9)
+    assert source.class_names == ["ant", "bee", "cow"] and source.labels.tolist() == [0, 1, 2]
+    assert abs(int(source.read(np.array([1]))["inputs"][0, 4, 4, 0]) - 99) < 9
+
+
+def test_a_class_without_an_image_is_refused_by_name(tmp_path, save):
+    save(tmp_path / "ant" / "0.png", np.zeros((8, 8, 3)))
+    for name, file in (("bee", "0"), ("cow", "0.heic"), ("dog", None)):
+        (tmp_path / name).mkdir()
+        if file:
+            (tmp_path / name / file).write_text("an image of another kind")
+    with pytest.raises(
+        UsageError,
+        match=r"data.args.root: no image in 'bee' \(1 without an ending\), 'cow' \(1 .heic\), 'dog' \(empty\) of the",
+    ):
+        ImageFolder(str(tmp_path), size=8)
+    for i in range(30):
+        (tmp_path / f"x{i:02}").mkdir()
+    with pytest.raises(UsageError, match=r"'x04' \(empty\) and 25 more of the classes in"):
+        ImageFolder(str(tmp_path), size=8)
+    for i in range(30):
+        save(tmp_path / "train" / f"{i:02}" / "0.png", np.zeros((8, 8, 3)))
+    source = ImageFolder(str(tmp_path / "train"), size=8, test_fraction=1e-9)
+    assert source.inventory.startswith("30 images in 30 classes: 00 1, 01 1, ") and "and 22 more" in source.inventory
+    (tmp_path / "train" / "00" / "0.png").rename(tmp_path / "train" / "0.png")
+    with pytest.raises(UsageError, match=r"no image in '00' \(empty\)"):
+        ImageFolder(str(tmp_path / "train"), size=8)
+
+
+def test_links_to_folders_are_followed_and_loops_are_cut(tmp_path, save):
+    for name, count in (("elsewhere/ant", 2), ("elsewhere/more", 3), ("set/bee", 1)):
+        for i in range(count):
+            save(tmp_path / name / f"{i}.png", np.zeros((8, 8, 3)))
+    links = {
+        "set/ant": "../elsewhere/ant",  # a class
+        "set/bee/linked": "../../elsewhere/more",
+        "set/bee/again": "../../elsewhere/more",
+        "set/bee/up": "..",
+        "set/bee/self": "self",
+        "set/bee/gone.png": "nowhere",
+        "elsewhere/more/back": "../../set/bee",
+        "set/root": ".",
+    }
+    for name, target in links.items():
+        os.symlink(target, tmp_path / name)
+    source = ImageFolder(str(tmp_path / "set"), size=8, test_fraction=1e-9)
+    found = ["ant/0.png", "ant/1.png", "bee/0.png", "bee/again/0.png", "bee/again/1.png", "bee/again/2.png"]
+    assert images(source) == found and source.class_names == ["ant", "bee"]
+    assert "4 link to a folder that is read already, 2 broken link" in source.inventory
+
+
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        ("Train", "Test"),
+        ("training", "testing"),
+        ("TRAIN", "Validation"),
+        ("trn", "dev"),
+        ("my_train", "my-val"),
+        ("trainSet", "TestSet"),
+        ("trainset", "testset"),
+        ("train2017", "val2017"),
+        ("pets.training.images", "pets.eval.images"),
+    ],
+)
+def test_a_split_in_any_spelling_is_no_class(tmp_path, save, train, test):
+    for split, value in ((train, 0), (test, 9)):
+        for name in ("ant", "bee"):
+            save(tmp_path / split / name / "0.png", np.full((8, 8, 3), value))
+    (tmp_path / "other").mkdir()
+    both = [ImageFolder(str(tmp_path), split, size=8) for split in ("train", "test")]
+    for source, value in zip(both, (0, 9)):
+        assert source.class_names == ["ant", "bee"] and len(source) == 2
+        assert (source.read(np.arange(2))["inputs"] == value).all()
+        assert source.inventory.endswith("ignored: 1 folder 'other'")
+
+
+def test_folders_that_may_be_splits_or_classes_are_refused_or_chosen(tmp_path, save):
+    def tree(root, *names):
+        for name in names:
+            save(tmp_path / root / name / "0.png", np.zeros((8, 8, 3)))
+        return str(tmp_path / root)
+
+    one = {"test_fraction": 1e-9, "size": 8}
+    classes = ImageFolder(tree("vehicles", "bus", "train"), **one)  # the images are in it: a class
+    assert classes.class_names == ["bus", "train"]
+    for root, names, words in (
+        (
+            "flat",
+            ("train", "test"),
+            r"'test', 'train' in '.*flat' have images, but no folders of classes; set data.args.s",
+        ),
+        ("alone", ("Training",), r"'Training' in '.*alone' have images, but no folders of classes"),
+        ("beside", ("train/ant", "bee"), r"'train' looks like a split, but not 'bee' beside it; the folders .* are"),
+        ("two", ("train/ant", "training/ant"), r"'train', 'training' may each be the train split; the folders in"),
+        ("both", ("train_test/ant", "test/ant"), r"'train_test' may be either of two splits; the folders in"),
+        ("held", ("val/ant",), r"has only 'val', nothing to train on; set data.args.splits"),
+    ):
+        with pytest.raises(UsageError, match=f"data.args.root: .*{words}"):
+            ImageFolder(tree(root, *names), **one)
+    assert ImageFolder(str(tmp_path / "flat"), splits={}, **one).class_names == ["test", "train"]
+    assert ImageFolder(str(tmp_path / "held"), "test", size=8).class_names == ["ant"]
+    chosen = {"splits": {"train": "train_test", "test": "test"}, "size": 8}
+    assert [images(ImageFolder(str(tmp_path / "both"), split, **chosen)) for split in ("train", "test")] == [
+        ["train_test/ant/0.png"],
+        ["test/ant/0.png"],
+    ]
+    with pytest.raises(UsageError, match=r"data.args.splits.test: no 'val' in '.*both', only 'test', 'train_test'"):
+        ImageFolder(str(tmp_path / "both"), splits={"test": "val"})
+    with pytest.raises(UsageError, match=r"data.args.splits: 'dev' is not one of 'train', 'test'"):
+        ImageFolder(str(tmp_path / "both"), splits={"dev": "val"})
+    plain = ImageFolder(tree("plain", "train/ant", "test/ant", "val/ant", "test_old/ant"), "test", size=8)
+    assert images(plain) == ["test/ant/0.png"] and "1 folder 'test_old', 1 folder 'val'" in plain.inventory
+
+
+def test_classes_do_not_depend_on_the_unicode_form_of_names(tmp_path, save):
+    """An archive made on a Mac has e and an accent where others have é, which sorts elsewhere."""
+    for form in ("NFC", "NFD"):
+        for split in ("train", "test"):
+            for name in ("ez", "é", "f"):
+                for file in ("ez", "é", "f"):
+                    kind = "NFC" if split == "test" else form
+                    parts = [unicodedata.normalize(kind, part) for part in (name, f"{file}.png")]
+                    save(tmp_path / form / split / parts[0] / parts[1], np.full((4, 4, 3), ord(file[0]) % 256))
+    sets = {form: ImageFolder(str(tmp_path / form), size=4) for form in ("NFC", "NFD")}
+    for form, source in sets.items():
+        assert source.class_names == ["ez", "f", "é"] and len(ImageFolder(str(tmp_path / form), "test", size=4)) == 9
+        assert source.read(np.arange(9))["inputs"][:, 0, 0, 0].tolist() == [101, 102, 233] * 3
+    assert contents(sets["NFC"]) == contents(sets["NFD"])
+    shares = [
+        [unicodedata.normalize("NFC", x) for x in images(ImageFolder(str(tmp_path / form / "train"), size=4))]
+        for form in sets
+    ]
+    assert shares[0] == shares[1]
+    for kind in ("NFC", "NFD"):
+        save(tmp_path / "two" / unicodedata.normalize(kind, "é") / "0.png", np.zeros((4, 4, 3)))
+    with pytest.raises(UsageError, match=r"has two folders 'é', whose names differ only in their Unicode form"):
+        ImageFolder(str(tmp_path / "two"))
+
+
+def test_a_name_that_is_not_utf8_is_read(tmp_path, save):
+    save(tmp_path / os.fsdecode(b"caf\xe9") / os.fsdecode(b"\xe9.png"), np.zeros((4, 4, 3)))
+    source = ImageFolder(str(tmp_path), size=4, test_fraction=1e-9)
+    assert len(source) == 1 and contents(source)["probes"]
+
+
+@pytest.fixture
+def partly_damaged(tmp_path, save):
+    """Twelve images of two classes; 2 of them are not readable, one of which is empty."""
+    for i in range(12):
+        save(tmp_path / "set" / ("ant", "bee")[i % 2] / f"{i:02}.png", np.full((8, 8, 3), i))
+    (tmp_path / "set" / "ant" / "00.png").write_bytes(b"")
+    (tmp_path / "set" / "bee" / "05.png").write_text("no image")
+    return tmp_path / "set"
+
+
+def test_an_image_that_is_skipped_moves_no_other(partly_damaged, capsys):
+    make = lambda **args: ImageFolder(str(partly_damaged), size=8, test_fraction=1e-9, **args)
+    source = make(on_error="skip")
+    everything = source.read(np.arange(12))
+    assert (
+        everything["mask"].tolist() == [0, 1, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1] and everything["mask"].dtype == np.float32
+    )
+    said = capsys.readouterr().err
+    assert said.count("warning: skipped, with mask 0: data: cannot read image") == 2 and "it has 0 bytes" in said
+    source.read(np.arange(12))
+    assert capsys.readouterr().err == ""
+    order = order_of(source, 4, 4, 0, True)
+    whole = [read_batch(source, order, step, range(4)) for step in range(3)]
+    for part in (range(2), range(2, 4)):  # of two processes
+        for step in range(3):
+            batch = read_batch(source, order, step, part)
+            for name in ("labels", "mask"):
+                np.testing.assert_array_equal(batch[name], whole[step][name][part.start : part.stop])
+    assert sum(batch["mask"].sum() for batch in whole) == 10
+    with pytest.raises(
+        UsageError, match=r"00.png': it has 0 bytes; replace or remove it, or set data.args.on_error: sk"
+    ):
+        make().read(np.array([0]))
+    with pytest.raises(UsageError, match=r"data.args.on_error: 'ignore' is not one of 'raise', 'skip'"):
+        make(on_error="ignore")
+    assert "mask" not in make().read(np.array([1]))
+
+
+def check(*argv):
+    data_command(Call(options=load_options(["check", *map(str, argv)], "data")))
+
+
+def test_the_check_lists_all_that_cannot_be_read(partly_damaged, tmp_path, save, capsys):
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{target: CNN}}\ndata: {{target: ImageFolder, args: {{root: {partly_damaged}, size: 8}}}}\n"
+        f"eval: {{also: {{mixed: {{target: Mixture, args: {{sets: {{a: {{target: ImageFolder, args: {{root: "
+        f"{partly_damaged}, size: 8}}}}, b: Digits}}}}}}}}}}\nsteps: 1\n"
+    )
+    for argv in ((partly_damaged,), ("--config", tmp_path / "run.yaml"), (tmp_path / "run.yaml",)):
+        with pytest.raises(UsageError, match=r"data check: \d problems, listed above"):
+            check(*argv)
+        said = capsys.readouterr().out
+        assert "00.png': it has 0 bytes" in said and "05.png': cannot identify image file" in said
+        assert "12 images in 2 classes: ant 6, bee 6" in said or "--config" in argv or argv[0].suffix
+    assert "eval.also.mixed.args.sets.b: 360 of 360 examples can be read" in said
+    for name in ("ant/00.png", "bee/05.png"):
+        (partly_damaged / name).unlink()
+    from PIL import Image
+
+    for mode in ("P", "L", "1", "CMYK", "LA"):
+        ending = "tif" if mode == "CMYK" else "png"
+        Image.new(mode, (9, 9)).save(partly_damaged / "ant" / f"{mode}.{ending}")
+    frames = [Image.new("RGB", (9, 9), color) for color in ("red", "blue")]
+    frames[0].save(partly_damaged / "ant" / "moving.gif", save_all=True, append_images=frames[1:])
+    check(partly_damaged)
+    said = capsys.readouterr().out
+    assert "16 of 16 images can be read: 10 RGB" in said and "1 CMYK" in said
+    assert "animated (its first frame is read)" in said
+    (partly_damaged / "cow").mkdir()
+    with pytest.raises(UsageError, match="1 problem, listed above"):
+        check(partly_damaged)
+    for argv, words in (((), "INPUT: missing"), (("none",), "INPUT: 'none' does not exist; give a folder of images")):
+        with pytest.raises(UsageError, match=words):
+            check(*argv)
+
+
 # --- Hugging Face ----------------------------------------------------------------------------------------------------
 
 
@@ -189,6 +448,39 @@ def test_a_folder_without_a_test_split_is_not_evaluated_on(tmp_path, datasets):
         argv = ["--model.target", "MLP", "--steps", "1", "--data.target", "HuggingFace"]
         config, *_ = load([*argv, "--data.args.path", str(tmp_path / name)])
         assert len(make_data(config)[1]) == count, name
+
+
+def test_the_splits_of_a_saved_data_set_in_any_spelling(tmp_path, datasets):
+    made = lambda label: datasets.Dataset.from_dict({"inputs": [[1, 2], [3, 4]], "labels": [label, label]})
+    save = lambda name, **sets: datasets.DatasetDict({k: made(v) for k, v in sets.items()}).save_to_disk(
+        str(tmp_path / name)
+    )
+    save("spelled", Training=0, Dev=1)
+    save("mnli", train=0, validation_matched=1, validation_mismatched=2)
+    for name, split, label in (("spelled", "train", 0), ("spelled", "test", 1), ("mnli", "train", 0)):
+        assert HuggingFace(str(tmp_path / name), split).read(np.arange(2))["labels"].tolist() == [label, label]
+    assert HuggingFace.has_split({"path": str(tmp_path / "spelled")})
+    words = r"data.args.splits: 'validation_matched', 'validation_mismatched' may each be the test split; the splits of"
+    for make in (lambda path: HuggingFace(path, "test"), lambda path: HuggingFace.has_split({"path": path})):
+        with pytest.raises(UsageError, match=words):
+            make(str(tmp_path / "mnli"))
+    chosen = HuggingFace(str(tmp_path / "mnli"), "test", splits={"test": "validation_mismatched"})
+    assert chosen.read(np.arange(1))["labels"].tolist() == [2]
+    assert chosen.inventory == "split validation_mismatched; others: train, validation_matched"
+
+
+def test_a_split_without_labels_or_rows_is_refused_by_name(tmp_path, datasets):
+    """As the test splits of GLUE, whose labels are not published."""
+    columns = {"inputs": [[1, 2]] * 3, "labels": [-1] * 3}
+    made = datasets.Dataset.from_dict(columns)
+    train = datasets.Dataset.from_dict({**columns, "labels": [-1, 0, -1]})
+    sets = {"train": train, "validation": train.select([]), "test": made}
+    datasets.DatasetDict(sets).save_to_disk(str(tmp_path / "glue"))
+    assert len(HuggingFace(str(tmp_path / "glue"))) == 3
+    with pytest.raises(UsageError, match=r"data: the split 'test' of '.*glue' has no labels: all are -1; use another"):
+        HuggingFace(str(tmp_path / "glue"), "test")
+    with pytest.raises(UsageError, match=r"data: the data set is empty; .*; the split 'validation' of '.*glue' has no"):
+        HuggingFace(str(tmp_path / "glue"), "test", splits={"test": "validation"})
 
 
 def test_rows_that_differ_are_named(tmp_path, datasets):

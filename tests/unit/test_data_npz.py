@@ -9,6 +9,7 @@ import jaxdp
 from jaxdp.assemble.data import read_set
 from jaxdp.config.training import Target
 from jaxdp.data import SOURCES, Npz
+from jaxdp.data.base import as_dataset
 from jaxdp.errors import UsageError
 
 RNG = np.random.default_rng(0)
@@ -51,6 +52,77 @@ def test_arrays_for_the_test_split_are_used_in_full(tmp_path):
     assert rows(Npz(path))["x"].shape == X.shape
 
 
+@pytest.mark.parametrize("how", ["stored", "folder"])
+@pytest.mark.parametrize(
+    ("train", "test", "key"),
+    [
+        ("train_images", "test_images", "images"),
+        ("trainX", "testX", "X"),
+        ("X_TRAIN", "X_TEST", "X"),
+        ("xtrain", "xtest", "x"),
+        ("inputs", "inputs_val", "inputs"),
+        ("inputs-training", "inputs-Validation", "inputs"),
+        ("inputsTrain", "inputsDev", "inputs"),
+        ("trn.inputs", "eval.inputs", "inputs"),
+        ("train", "test", "inputs"),
+        ("x", "xtest", "x"),
+        ("train_Inputs", "testing_inputs", "Inputs"),
+    ],
+)
+def test_a_split_in_any_spelling_is_no_training_data(how, train, test, key, tmp_path):
+    if how == "folder" and train.lower() == test.lower():
+        pytest.skip("one file")
+    path = save(tmp_path, how, **{train: X, test: X[:7] + 1})
+    assert np.array_equal(rows(Npz(path))[key], X) and np.array_equal(rows(Npz(path, "test"))[key], X[:7] + 1)
+    assert Npz.has_split({"path": path, "test_fraction": 0})
+    assert Npz(path).inventory == f"train: {train}; test: {test}"
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "words"),
+    [
+        ("train_images test_pictures", "train", "no array to train on is the same but for its split; the arrays of"),
+        ("age test_score", "train", "no array to train on is the same .* are 'age', 'test_score'; name those to train"),
+        ("train_x x_train x_test", "train", "'train_x' and 'x_train' are the same array for training; the arrays of"),
+        ("x x_train x_test", "train", "'x' and 'x_train' are the same array for training"),
+        ("x_train_val x_test", "train", "'x_train_val' may be either of two splits; the arrays of"),
+        (
+            "x_test y_val",
+            "train",
+            "has only 'x_test', 'y_val', nothing to train on; name those to train on in data.arg",
+        ),
+    ],
+)
+def test_arrays_that_may_be_splits_are_refused_with_their_names(names, split, words, tmp_path):
+    path = save(tmp_path, "stored", **dict.fromkeys(names.split(), X))
+    with pytest.raises(UsageError, match=f"data.args.arrays: .*{words}"):
+        Npz(path, split)
+    first, *_ = names.split()
+    assert len(Npz(path, arrays={"inputs": first}, test_fraction=0)) == 40  # named by the argument
+
+
+def test_of_two_evaluation_splits_one_is_read_and_the_other_named(tmp_path):
+    path = save(tmp_path, "stored", x_train=X, x_val=X[:3], x_test=X[:7], y_train=Y, y_val=Y[:3], y_test=Y[:7])
+    assert len(Npz(path, "test")) == 7 and len(Npz(path)) == 40
+    assert Npz(path).inventory == "train: x_train, y_train; test: x_test, y_test; not read: x_val, y_val"
+    chosen = Npz(path, arrays={"inputs": "x_val", "labels": "y_val"}, test_fraction=0)
+    assert len(chosen) == 3
+    only = save(tmp_path, "folder", x_test=X[:7], y_test=Y[:7])
+    assert len(Npz(only, "test")) == 7
+
+
+def test_a_split_without_labels_or_rows_is_named(tmp_path):
+    path = save(tmp_path, "stored", inputs=X, labels=Y, inputs_test=X[:3], labels_test=np.full(3, -1))
+    assert len(Npz(path)) == 40
+    with pytest.raises(
+        UsageError, match=r"data: 'labels_test' of '.*npz', for its test split, has no labels: all are -1"
+    ):
+        Npz(path, "test")
+    path = save(tmp_path, "folder", inputs=X, labels=Y, inputs_val=X[:0], labels_val=Y[:0])
+    with pytest.raises(UsageError, match=r"^data: the data set is empty; .*'inputs_val' of '.*', for its test split"):
+        Npz(path, "test")
+
+
 @pytest.mark.slow
 def test_a_model_trains_on_it_by_name(tmp_path):
     path = save(tmp_path, "stored", inputs=X, labels=Y)
@@ -91,6 +163,37 @@ def test_a_damaged_file_is_one_line(tmp_path):
     for damaged in (path, str(tmp_path / "empty")):
         with pytest.raises(UsageError, match=r"data.args.path: cannot read .*; give a .npz file of numbers"):
             Npz(damaged)
+
+
+def nothing(split="train"):
+    return None if split == "test" else (X, Y)
+
+
+def unlabeled(split="train"):
+    return X[:5], np.full(5, -1) if split == "test" else Y[:5]
+
+
+def test_a_set_that_is_none_empty_or_without_labels_is_named_with_its_split():
+    """That of a function of the user's, too, which may have one label of -1."""
+    sources = {"mine": nothing, "glue": unlabeled, "empty": lambda split: [], "some": (X[:2], np.array([-1, 0]))}
+    for name, words in (
+        ("mine", "eval.also.a: the test split of mine is None; return the examples"),
+        ("glue", "eval.also.a: the test split of glue has no labels: all are -1; use another split"),
+        ("empty", r"eval.also.a: the data set is empty; give it at least one example \(the test split of empty\)"),
+    ):
+        with pytest.raises(UsageError, match=f"^{words}"):
+            read_set("eval.also.a", Target(name), "test", False, sources)
+    for name in ("mine", "glue", "some"):
+        assert len(read_set("data", Target(name), "train", False, sources)) > 1
+
+
+def test_a_dict_of_splits_is_no_example():
+    for splits in ({"train": X, "test": X}, {"xTrain": X, "xVal": X}):
+        with pytest.raises(
+            UsageError, match=r"data: a dict of several splits \('.*', '.*'\); give the examples of one"
+        ):
+            as_dataset(splits)
+    assert len(as_dataset({"inputs": X, "test_score": X})) == 40
 
 
 @pytest.mark.parametrize("key", ["data", "eval.data", "eval.also.small"])

@@ -1,5 +1,6 @@
 """Windows of tokens, tokenizers and text files: against plain slices, published splits and small files."""
 
+import gzip
 import importlib.util
 import json
 import os
@@ -16,7 +17,7 @@ from jaxdp.cli import load
 from jaxdp.data import Documents, PennTreebank, TextFile
 from jaxdp.data import windows as module
 from jaxdp.data.base import check_dtypes, fingerprint
-from jaxdp.data.packing import pack
+from jaxdp.data.packing import pack, read_documents
 from jaxdp.data.tokenizers import Byte, Char, File, Named, Words, from_spec, make_tokenizer
 from jaxdp.data.windows import Windows, cut
 from jaxdp.errors import UsageError
@@ -188,6 +189,23 @@ def test_a_tokenizer_file_is_known_by_its_content(tmp_path):
         make_tokenizer(str(tmp_path / "bad.json"))
     with pytest.raises(UsageError, match=r"no file 'none.json'; give the path"):
         make_tokenizer("none.json")
+
+
+@needs("tokenizers")
+def test_the_settings_of_a_models_inputs_cut_and_pad_nothing(tmp_path):
+    """A tokenizer.json of the hub stores the truncation and padding that it was saved with."""
+    import tokenizers
+
+    path = bpe(tmp_path)
+    plain = File(path).encode(TEXT * 20)
+    stored = tokenizers.Tokenizer.from_file(path)
+    stored.enable_truncation(5)
+    stored.enable_padding(length=4096)
+    stored.save(path)
+    made = File(path)
+    np.testing.assert_array_equal(made.encode(TEXT * 20), plain)
+    assert made.encode("to be").tolist() == from_spec(made.spec()).encode("to be").tolist() and len(plain) > 100
+    assert len(pickle.loads(pickle.dumps(made)).encode(TEXT * 20)) == len(plain)
 
 
 @needs("tiktoken")
@@ -376,7 +394,7 @@ def test_documents_of_a_jsonl_file_and_of_texts(tmp_path):
         (
             "a.jsonl",
             '{"text": "a"}\n{"txt": "b"}\n',
-            r"the line at byte 14 is no JSON object with a 'text'; a",
+            r"a.jsonl': line 2 at byte 14 is no JSON object with a 'text'; a",
         ),
         ("a.jsonl", '{"text": "a"}\n{"text": 3}\n', "at byte 14 is no JSON object with a 'text'"),
         ("a.jsonl", '{"text": "a"}\n[1\n', "at byte 14 is no JSON object"),
@@ -384,6 +402,23 @@ def test_documents_of_a_jsonl_file_and_of_texts(tmp_path):
         ("a.jsonl", "\n", "has no document"),
         ("a.txt", "\n \n", "has no document"),
         ("a.txt", "one", "has 1 documents, too few for two splits"),
+        ("a.jsonl", "", "has no document"),
+        ("a.jsonl", '\n\n{"text": "a"}\n{"text": null}\n', "line 4 at byte 16 is no JSON object with a 'text'"),
+        ("a.jsonl", '{"text": "a"}\r{"text": "b"}\r', "line 1 at byte 0 is no JSON object with a 'text'"),
+        pytest.param("a.jsonl", '{"text": ' + "[" * 100_000, "line 1 at byte 0 is no JSON object", id="nested"),
+        (
+            "a.JSONL",
+            '{"text": "a"}\n{"text": "b \\ud83d"}\n',
+            r"line 2 at byte 14 has half a character, '\\ud83d', in it",
+        ),
+        ("a.ndjson", '{"text": "a\\u0000"}\n', r"line 1 at byte 0 has '\\x00' in its text, which ends a document for"),
+        ("a.txt", "one\n\ntwo\0", r"a.txt' has '\\x00' in line 3, which ends a document for this tokenizer; remove it"),
+        ("a.json", ' \n[{"text": "a"}]', "a.json' is a JSON array; write one object per line, as with jq -c '.*'"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}', mtime=0), "a.jsonl.gz' is compressed; decompress it with"),
+        ("a.txt", gzip.compress(b"one", mtime=0), "a.txt' is compressed; decompress it with gunzip"),
+        ("a.txt", "one\n\ntwo".encode("utf-16"), "a.txt' is UTF-16; convert it with iconv"),
+        ("a.jsonl", '{"text": "a"}'.encode("utf-16"), "a.jsonl' is UTF-16; convert it with iconv"),
+        ("a.txt", b"one\n\ntw\xff", "a.txt' is not UTF-8: byte 7 is 0xff"),
     ],
 )
 def test_bad_documents_are_named(tmp_path, name, content, words):
@@ -391,3 +426,41 @@ def test_bad_documents_are_named(tmp_path, name, content, words):
         Documents(write(tmp_path / name, content), length=4)
     with pytest.raises(UsageError, match=r"cannot read 'none.jsonl': No such file"):
         Documents("none.jsonl")
+
+
+@pytest.mark.parametrize("line", ["\n", "\r\n", "\r"])
+def test_documents_end_at_a_blank_line_however_lines_end(tmp_path, line):
+    text = "\n\nfirst\nof two lines\n\n    second \n \t\nthird\n\n\n\n \n\nfourth\n\u2003\nfifth\n\f\nthe last\n\n"
+    path = write(tmp_path / "a.txt", text.replace("\n", line).encode())
+    first = f"first{line}of two lines"
+    assert read_documents(path) == [first, "    second ", "third", "fourth", "fifth", "the last"]
+    marked = write(tmp_path / "b.txt", f"one{line}{line}more<|endoftext|>two".encode())
+    assert read_documents(marked) == [f"one{line}{line}more", "two"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.JSONL", "a.ndjson", "a.json", "a.Json"])
+def test_a_file_of_lines_is_known_by_its_ending(tmp_path, name):
+    lines = '{"text": "one"}\r\n\n{"text": "two\\n\\nlines", "id": 3}\n{"text": "\\ud83d\\ude42"}'
+    for mark in (b"", b"\xef\xbb\xbf"):
+        assert read_documents(write(tmp_path / name, mark + lines.encode())) == ["one", "two\n\nlines", "🙂"]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    for name, text in (("a.txt", "one two\n\nthree four"), ("b.txt", "one two<|endoftext|>three four")):
+        with_mark, without = (
+            write(tmp_path / f"{i}{name}", mark + text.encode()) for i, mark in enumerate((b"\xef\xbb\xbf", b""))
+        )
+        assert read_documents(with_mark) == read_documents(without)
+        for tokenizer in ("byte", "char", "words"):
+            one, two = (TextFile(path, length=1, tokenizer=tokenizer) for path in (with_mark, without))
+            assert one.tokenizer.spec() == two.tokenizer.spec() and fingerprint(one) == fingerprint(two)
+
+
+@needs("tokenizers")
+def test_a_zero_byte_is_text_for_a_tokenizer_that_ends_documents_otherwise(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"text": "to\\u0000be"}\n' * 9)
+    assert len(Documents(path, length=8, tokenizer=bpe(tmp_path))) > 0
+    for tokenizer in ("char", {"kind": "byte"}, {"kind": "char", "alphabet": "\0be"}):
+        with pytest.raises(UsageError, match=r"line 1 at byte 0 has '\\x00' in its text, which ends a document"):
+            Documents(path, length=8, tokenizer=tokenizer)
+    assert TextFile(write(tmp_path / "a.txt", "a\0b" * 99), length=8).classes == 256  # no documents, no collision

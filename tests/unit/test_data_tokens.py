@@ -93,6 +93,9 @@ def test_a_folder_or_a_pattern_is_all_its_files_and_no_window_crosses(tmp_path):
         ("train_000001", "val_000000"),
         ("fineweb_train_000001", "fineweb_val_000000"),
         ("train", "test"),
+        ("Training", "Testing"),
+        ("trainSet_1", "devSet_1"),
+        ("wiki.trn", "wiki.tst"),
     ],
 )
 def test_a_split_is_its_own_files(tmp_path, train, test):
@@ -304,12 +307,13 @@ def test_the_command_makes_what_token_file_reads(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ((), "jaxdp data: no action given; it is `jaxdp data tokenize INPUT... --output DIR`"),
+        ((), "jaxdp data: no action given; it is `jaxdp data tokenize INPUT... --output DIR` or `jaxdp data check"),
         (("tokenise", "a.txt"), "jaxdp data: unknown action 'tokenise'; it is `jaxdp data tokenize"),
         (("tokenize",), "INPUT: missing; give .txt or .jsonl files"),
         (("tokenize", "none.txt"), "INPUT: no file 'none.txt'; give .txt or .jsonl files"),
         (("tokenize", "Makefile"), "INPUT: 'Makefile' ends in neither .txt nor .jsonl"),
         (("tokenize", "{poem}"), "--output: missing; name the folder to make"),
+        (("tokenize", "{poem}.gz", "--output", "{new}"), "INPUT: no file"),
         (("tokenize", "{poem}", "--output", "tests"), "--output: 'tests' already exists; choose another"),
         (("tokenize", "{poem}", "--output", "{new}", "--split", "1"), "--split: 1.0 is not in [0, 1); e.g. 0.01"),
         (("tokenize", "{poem}", "--output", "{new}", "--tokenizer", "bits"), "--tokenizer: "),
@@ -377,6 +381,75 @@ def test_documents_end_where_they_end(tmp_path):
     tokenize([lines, marked], tmp_path / "char", "char", 0.3, 1000)
     split = TokenFile(str(tmp_path / "char"), "test", 4, documents="separate")
     assert split.tokenizer.decode(np.concatenate(split.shards)) == "three\0five"
+
+
+def test_files_for_validation_by_their_names_are_not_trained_on(tmp_path, capsys):
+    parts = {"wiki.Train.txt": "training\n" * 90, "wiki.Valid.txt": "held out\n" * 9}
+    for name, text in parts.items():
+        (tmp_path / name).write_text(text)
+    files = [str(tmp_path / name) for name in parts]
+    options = load_options(["tokenize", *files, "--output", str(tmp_path / "out"), "--tokenizer", "byte"], "data")
+    data(Call(options=options))
+    for split, text in zip(("train", "test"), parts.values()):
+        assert bytes(np.concatenate(TokenFile(str(tmp_path / "out"), split, 8).shards).tolist()).decode() == text
+    assert f"for validation, as its name says, instead of a share of each file: {files[1]}" in capsys.readouterr().out
+    (tmp_path / "wiki.test.txt").write_text("test\n")
+    for names, words in (
+        ((*parts, "wiki.test.txt"), "'.*wiki.Valid.txt', '.*wiki.test.txt' are both for validation and for testing"),
+        (("train_test.txt", *parts), "INPUT: 'train_test' may be either of two splits; rename it"),
+    ):
+        (tmp_path / "train_test.txt").write_text("any\n")
+        with pytest.raises(UsageError, match=words):
+            tokenize([tmp_path / name for name in names], tmp_path / "new", "byte", 0.1, 1000)
+    (tmp_path / "wiki.test.txt").write_text("test\n" * 9)
+    meta = tokenize([tmp_path / "wiki.test.txt"], tmp_path / "alone", "byte", 0.5, 1000)  # nothing else to train on
+    assert meta["counts"] == {"train": 25, "val": 20}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "split", "words"),
+    [
+        (
+            "a.txt",
+            "a single line",
+            0.1,
+            "--split: 0.1 leaves nothing for validation: a file is divided between two lines",
+        ),
+        ("a.jsonl", '{"text": "a single document"}\n', 0.01, "--split: 0.01 leaves nothing for validation"),
+        ("a.jsonl", '{"text": "a"}\n\n\n', 0.1, "--split: 0.1 leaves nothing for validation"),
+        ("a.jsonl", '\n{"text": "a"}\n', 0.99, "--split: 0.99 leaves nothing to train on"),
+    ],
+)
+def test_a_split_without_tokens_is_refused(tmp_path, name, content, split, words):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UsageError, match=words):
+        tokenize([tmp_path / name], tmp_path / "out", "byte", split, 1000)
+    assert os.listdir(tmp_path) == [name]
+    if split < 0.9:
+        assert tokenize([tmp_path / name], tmp_path / "out", "byte", 0, 1000)["counts"]["val"] == 0
+
+
+def test_bad_lines_and_texts_are_named_with_their_position(tmp_path, capsys):
+    lines = ['{"text": "one"}', '{"txt": "b"}', '{"text": "c"}', '{"text": "\\ud83d"}', '{"text": "a\\u0000"}', "[1"]
+    (tmp_path / "a.JSONL").write_text("\n".join(lines) + "\n")
+    for split, words in ((0, "line 2 at byte 16 is no JSON object"), (0.5, "line 2 at byte 16")):
+        with pytest.raises(UsageError, match=f"INPUT: '.*a.JSONL': {words}"):
+            tokenize([tmp_path / "a.JSONL"], tmp_path / "out", "byte", split, 1000)
+    with pytest.raises(UsageError, match="data check: 3 problems, listed above"):
+        data(Call(options=load_options(["check", str(tmp_path / "a.JSONL")], "data")))
+    said = capsys.readouterr().out
+    assert "line 2 at byte 16" in said and "line 4 at byte 43 has half a character" in said and "line 6 at byte" in said
+    for tokenizer in ("byte", "char"):
+        (tmp_path / "b.txt").write_bytes(b"ab\ncd\0\nef\n" * 3)
+        with pytest.raises(UsageError, match=r"INPUT: '.*b.txt' has '\\x00' at byte 5, which ends a document"):
+            tokenize([tmp_path / "b.txt"], tmp_path / "out", tokenizer, 0.3, 1000)
+        (tmp_path / "c.jsonl").write_text('{"text": "c"}\n' * 8 + '{"text": "a\\u0000"}\n')
+        with pytest.raises(UsageError, match=r"INPUT: '.*c.jsonl': line 9 at byte 112 has '\\x00' in its text"):
+            tokenize([tmp_path / "c.jsonl"], tmp_path / "out", tokenizer, 0.1, 1000)
+    (tmp_path / "d.txt").write_bytes(b"\xef\xbb\xbfone\rtwo\rthree\r")
+    tokenize([tmp_path / "d.txt"], tmp_path / "out", "byte", 0.4, 1000)
+    texts = [bytes(np.concatenate(TokenFile(str(tmp_path / "out"), s, 4).shards).tolist()) for s in ("train", "test")]
+    assert texts == [b"one\rtwo\r", b"three\r"]
 
 
 def test_a_part_begins_with_a_line_or_a_document(tmp_path):

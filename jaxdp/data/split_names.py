@@ -1,0 +1,137 @@
+"""The one place that recognizes the names of splits: of arrays, folders, files and saved data sets.
+
+A word of a name is its split, in any case and at any position: x_train, trainX, TRAIN-images, my.test.set, val2017.
+Part of a word is, as in xtrain or testset, if another name is the same but for its split.
+"""
+
+import re
+import unicodedata
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from jaxdp.errors import UsageError, check_one_of
+
+WORDS = {
+    "train": ("train", "training", "trn"),
+    "valid": ("val", "valid", "validation", "dev", "eval", "evaluation"),
+    "test": ("test", "testing", "tst"),
+}
+SPLIT_OF = {word: split for split, words in WORDS.items() for word in words}
+EVALUATED = ("test", "valid")  # what the test split is: the first that exists
+UNCLEAR = "?"
+CAMEL = re.compile(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+SHOWN = 8  # names in a message
+
+
+class SplitName(NamedTuple):
+    """The split in a name, "" if there is none, and the name without it, such as ("test", "images")."""
+
+    split: str
+    rest: str
+
+    @property
+    def same(self) -> str:
+        """The rest without case and separators: equal for the arrays of two splits, such as trainX and x_test."""
+        return simplified(self.rest)
+
+
+def split_names(names: Iterable[str]) -> dict[str, SplitName]:
+    """Return {name: its split and rest}. The split of a name of two, such as train_test, is `UNCLEAR`."""
+    parsed = {}
+    for name in names:
+        words = _words(name)
+        splits = {i: SPLIT_OF[word.lower()] for i, word in enumerate(words) if word.lower() in SPLIT_OF}
+        for i in splits:
+            _remove(words, i)
+        split = UNCLEAR if len({*splits.values()}) > 1 else next(iter(splits.values()), "")
+        parsed[name] = SplitName(split, "".join(words).replace("\0", ""))
+    splits_of: dict[str, set[str]] = {}
+    for name, entry in parsed.items():
+        splits_of.setdefault(entry.same, set()).add(entry.split or "train")  # x beside xtest
+        for part in () if entry.split else _parts_of_words(name):
+            splits_of.setdefault(part.same, set()).add(part.split)
+    for name, entry in parsed.items():
+        paired = (part for part in _parts_of_words(name) if len(splits_of.get(part.same, ())) > 1)
+        parsed[name] = entry if entry.split else next(paired, entry)
+    return parsed
+
+
+def check_clear(names: Mapping[str, SplitName], key: str, fix: str) -> None:
+    """Raise UsageError for a name of two splits. key: the config's. fix: how to correct it."""
+    if wrong := of_split(names, UNCLEAR):
+        raise UsageError(f"{key}: {listed(wrong)} may be either of two splits; {fix}")
+
+
+def check_one_split(names: Iterable[str]) -> None:
+    """Raise UsageError if the arrays of examples in memory are of several splits by their names."""
+    parsed = split_names(names)
+    if of_split(parsed, "train") and of_split(parsed, "test"):
+        raise UsageError(f"data: a dict of several splits ({listed(parsed)}); give the examples of one, by other names")
+
+
+def of_split(names: Mapping[str, SplitName], split: str) -> list[str]:
+    """Return the names of a split; of "test", those of the first of `EVALUATED` that has any."""
+    kinds = EVALUATED if split == "test" else (split,)
+    groups = ([name for name, entry in names.items() if entry.split == kind] for kind in kinds)
+    return next(filter(None, groups), [])
+
+
+def choose_split(names: Mapping[str, SplitName], split: str, key: str, fix: str) -> str | None:
+    """Return the name of a split: the one that is nothing else, such as Train, or else the only one; None if there is
+    none. Raises UsageError if there are several."""
+    candidates = of_split(names, split)
+    candidates = [name for name in candidates if not names[name].same] or candidates
+    if len(candidates) > 1:
+        raise UsageError(f"{key}: {listed(candidates)} may each be the {split} split; {fix}")
+    return candidates[0] if candidates else None
+
+
+def named_split(splits: Mapping[str, str | None], split: str, names: Collection[str], path: str) -> str | None:
+    """Return the name of a split as the argument `splits`, {train: NAME, test: NAME}, has it, None if it has none.
+    Raises UsageError for another key, or a name that is not among `names`, those in `path`."""
+    for key, name in splits.items():
+        check_one_of("data.args.splits", key, ("train", "test"))
+        if name is not None and name not in names:
+            raise UsageError(f"data.args.splits.{key}: no {name!r} in {path!r}, only {listed(names)}")
+    return splits.get(split)
+
+
+def listed(names: Iterable[object]) -> str:
+    """Return names in a message, abbreviated if there are many."""
+    shown = [repr(str(name)) for name in names]
+    return ", ".join(shown[:SHOWN]) + (f" and {len(shown) - SHOWN:,} more" if shown[SHOWN:] else "")
+
+
+def normalized(name: str) -> str:
+    """Return a name in Unicode's form NFC: file systems and archives differ in how they store an é."""
+    return unicodedata.normalize("NFC", name)
+
+
+def simplified(name: str) -> str:
+    """Return a name without case and separators."""
+    return re.sub(r"[\W_]+", "", normalized(name)).casefold()
+
+
+def _words(name: str) -> list[str]:
+    """Return the words of a name and what separates them, alternately; U+0000 separates the words of camelCase."""
+    return re.split(r"((?:[\W_]|\d)+)", CAMEL.sub("\0", normalized(name)))
+
+
+def _remove(words: list[str], i: int) -> None:
+    """Remove word i of `_words`, and the separator before it; after it, if it is the first."""
+    words[i] = ""
+    if i:
+        words[i - 1] = re.sub(r"[\W_]+$", "", words[i - 1])
+    elif words[1:]:
+        words[1] = re.sub(r"^[\W_]+", "", words[1])
+
+
+def _parts_of_words(name: str) -> Iterator[SplitName]:
+    """Yield what a name may mean if a split begins or ends one of its words, as in xtrain or testset."""
+    words = _words(name)
+    for i in range(0, len(words), 2):
+        for part, split in SPLIT_OF.items():
+            lower = words[i].lower()
+            ends = {words[i][len(part) :]: lower.startswith(part), words[i][: -len(part)]: lower.endswith(part)}
+            for rest in (rest for rest, fits in ends.items() if fits and rest):
+                yield SplitName(split, "".join([*words[:i], rest, *words[i + 1 :]]).replace("\0", ""))
