@@ -31,11 +31,12 @@ def handled() -> list[int]:
     return [n for n in NUMBERS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 
-def listen(end_start: Callable[[str], None], interrupts: bool = False) -> None:
+def listen(end_start: Callable[[str], None] | None = None, interrupts: bool = False) -> None:
     """Start to handle the signals. Call it in the main thread. Pending signals are handled now.
 
     Args:
-        end_start: called in a thread, after the listeners, with the name of a signal before `has_started`.
+        end_start: called in a thread, after the listeners, with the name of a signal before `has_started`;
+            None: a signal never ends the process.
         interrupts: SIGINT raises KeyboardInterrupt instead, before `has_started`: a notebook must not end.
     """
     global _socket, _end_start, _interrupts
