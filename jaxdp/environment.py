@@ -54,7 +54,7 @@ def processor() -> str:
     """Return a short name (architecture and hash) for the instruction set of this host's processor."""
     flags = ""
     try:
-        with open("/proc/cpuinfo") as file:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             flags = next((line for line in file if line.startswith(("flags", "Features"))), "")
     except OSError:
         flags = platform.processor()
@@ -84,7 +84,9 @@ def tunables() -> str:
     """Return the value of GLIBC_TUNABLES that `malloc` sets."""
     settings = dict(MALLOC)
     with contextlib.suppress(OSError):
-        if "[madvise]" in pathlib.Path(HUGE_PAGES).read_text():  # else the kernel uses them always, or never
+        if "[madvise]" in pathlib.Path(HUGE_PAGES).read_text(
+            encoding="utf-8"
+        ):  # else the kernel uses them always, or never
             settings["hugetlb"] = 1  # since glibc 2.35; older versions ignore it
     return ":".join(f"glibc.malloc.{name}={value}" for name, value in settings.items())
 

@@ -78,8 +78,12 @@ def one_line(text: object) -> str:
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
-    """Return the known name that is most similar to a word, or "" if none is similar. cutoff: from 0 to 1 (equal)."""
-    return next(iter(difflib.get_close_matches(str(word), known, 1, cutoff)), "")
+    """Return the known name that is most similar to a word, in any case of letters, or "" if none is similar.
+
+    cutoff: from 0 to 1 (equal).
+    """
+    names = {name.casefold(): name for name in known}
+    return names.get(next(iter(difflib.get_close_matches(str(word).casefold(), names, 1, cutoff)), ""), "")
 
 
 def suggest(word: str, known: Iterable[str], cutoff: float = 0.5, otherwise: str = "") -> str:

@@ -18,12 +18,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
-import yaml
-
 from jaxdp import __version__
 from jaxdp.distributed import mpi
 from jaxdp.distributed.messages import parse
 from jaxdp.errors import RunFailed, UsageError
+from jaxdp.values import dump
 
 WAIT = 50.0  # seconds that an ending process may take to release the run directory; other ranks wait for 60
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "mpi4py")
@@ -51,7 +50,7 @@ def make(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
         file, problem = lock(directory)
         if not problem and not _is_of_this_job(directory):
             with replaced(directory / ".nonce") as new:
-                new.write_text(secrets.token_hex(16))
+                new.write_text(secrets.token_hex(16), encoding="utf-8")
     except OSError as error:
         return None, cannot_write(error.filename or directory, error)
     return file, problem
@@ -72,7 +71,7 @@ def no_link(path: str, flags: int) -> int:
 
 
 def nonce(directory: pathlib.Path) -> str:
-    return (directory / ".nonce").read_text()
+    return (directory / ".nonce").read_text(encoding="utf-8", errors="replace")
 
 
 def sees(file: pathlib.Path, text: str, timeout: float) -> bool:
@@ -81,7 +80,7 @@ def sees(file: pathlib.Path, text: str, timeout: float) -> bool:
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
             os.listdir(file.parent)  # makes NFS look again
-            if file.read_text() == text:
+            if file.read_text(encoding="utf-8", errors="replace") == text:
                 return True
         time.sleep(0.05)
     return False
@@ -110,7 +109,7 @@ def lock(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
     global _owner
     path, deadline, reported = directory / ".lock", time.monotonic() + WAIT, False
     while True:
-        file = open(path, "a+", errors="replace", opener=no_link)  # noqa: SIM115
+        file = open(path, "a+", encoding="utf-8", errors="replace", opener=no_link)  # noqa: SIM115
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(path.stat(), os.fstat(file.fileno())):
@@ -121,7 +120,7 @@ def lock(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
             if _is_of_this_job(directory):
                 file.close()
                 with replaced(path) as new:
-                    file = new.open("a+", errors="replace")
+                    file = new.open("a+", encoding="utf-8", errors="replace")
                     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             owner = Owner.read(file)
@@ -208,7 +207,7 @@ def not_ours(directory: pathlib.Path, overwrite: bool) -> str | None:
     if not overwrite and (directory / ".nonce").exists():
         return None
     try:
-        if "jaxdp" in json.loads((directory / "env.json").read_text())["versions"]:
+        if "jaxdp" in json.loads((directory / "env.json").read_text(encoding="utf-8"))["versions"]:
             return None
     except (OSError, ValueError, KeyError, TypeError):
         pass
@@ -239,7 +238,7 @@ def _written(directory: pathlib.Path) -> list[pathlib.Path]:
 
 
 def write_config(directory: pathlib.Path, config: dict[str, Any]) -> None:
-    write(directory / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+    write(directory / "config.yaml", dump(config))
 
 
 def write_env(directory: pathlib.Path, facts: dict[str, Any]) -> None:
@@ -251,7 +250,7 @@ def write_env(directory: pathlib.Path, facts: dict[str, Any]) -> None:
 def began(directory: pathlib.Path) -> float:
     """Return the time of the run's first start, in seconds since the epoch; the current time if unknown."""
     try:
-        return float(json.loads((directory / "env.json").read_text())["began"])
+        return float(json.loads((directory / "env.json").read_text(encoding="utf-8"))["began"])
     except (OSError, ValueError, KeyError, TypeError):
         return time.time()
 
@@ -307,7 +306,7 @@ def write(file: pathlib.Path, text: str) -> None:
     """Replace a file of the run; if the disk is full, keep that of an earlier start, or raise UsageError."""
     try:
         with replaced(file) as new:
-            new.write_text(text)
+            new.write_text(text, encoding="utf-8", errors="surrogateescape")
     except OSError as error:
         if not file.is_file():
             raise UsageError(cannot_write(file.parent, error)) from None

@@ -4,21 +4,19 @@ import contextlib
 import functools
 import importlib
 import inspect
-import numbers
 import os
 import pathlib
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 from jaxdp import user_errors
 from jaxdp.errors import UsageError, nearest, suggest
+from jaxdp.values import YAML, fits, in_words, plain, typed
 
 OF_SCRIPT = "optax"  # prefix, in a config, of the name of an Optax transformation that a script passed to `fit`
 OBJECT = " (object)"  # suffix of the name of any other object that only the script has
-NUMBERS = {bool: bool, int: numbers.Integral, float: numbers.Real}
-YAML = str | numbers.Number | list | tuple | Mapping | None  # types of the values that a config can have
-PLURALS = {int: "integers", float: "numbers", str: "texts", bool: "true or false"}
 
 
 def name_of(transformation: Any, depth: int = 3) -> str:
@@ -119,6 +117,7 @@ def bind(
 ) -> functools.partial[Any]:
     """Bind `target` to its arguments; return a function of the remaining ones.
 
+    args: of the config; the target gets them in the types of its annotations.
     extra: values for arguments of these names, if the target takes them and the config does not set them.
     Raises UsageError for an argument that the target does not take, or that has the wrong type.
     """
@@ -132,55 +131,40 @@ def bind(
             if arg not in takes:
                 hint = suggest(arg, takes, otherwise=f"it takes: {', '.join(sorted(takes)) or 'none'}")
                 raise UsageError(f"{key}.args.{arg}: {name} takes no such argument; {hint}")
-    for arg, value in args.items():
-        default = getattr(known.get(arg), "default", None)
-        if isinstance(value, str) and isinstance(default, int | float):
+    values = arguments(target, args)
+    complete = str(getattr(target, "__module__", "")).startswith(("jaxdp.", "optax."))  # annotations, which say null
+    for arg, value in values.items():
+        default: Any = getattr(known.get(arg), "default", None)
+        wanted: Any = hint_of(target, known.get(arg))
+        if isinstance(value, str) and isinstance(default, int | float) and (wanted is Any or not fits(value, wanted)):
             raise UsageError(f"{key}.args.{arg}: {value!r} is a text, unlike {name}'s default, {default!r}")
         if arg == "rngs" and isinstance(value, YAML):
             raise UsageError(f"{key}.args.rngs: leave it out; {name} gets its random numbers from the config's seed")
-        hint = hint_of(target, arg, default)
-        if not fits(value, hint):
-            raise UsageError(f"{key}.args.{arg}: {value!r} is not {in_words(hint)}, which {name} takes")
+        if complete and isinstance(default, int | float) and fits({}, wanted):  # of any type, or of an array's
+            wanted = bool | None if isinstance(default, bool) else float | None
+        if not fits(value, wanted) and (complete or value is not None):
+            quotes = "; put it in quotes" * (fits("", wanted) and isinstance(value, bool | None))
+            raise UsageError(f"{key}.args.{arg}: {value!r} is not {in_words(wanted)}, which {name} takes{quotes}")
     filled = {k: v for k, v in (extra or {}).items() if k in takes}
-    return functools.partial(target, **{**filled, **args})
+    return functools.partial(target, **{**filled, **values})
 
 
-def hint_of(target: Any, arg: str, default: Any) -> Any:
-    """Return the type of an argument of a target in this package or Optax; Any if it is not known."""
-    if not str(getattr(target, "__module__", "")).startswith(("jaxdp.", "optax.")):
+def arguments(target: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a target in the types of its annotations, unchecked."""
+    known = parameters(target)
+    return plain({arg: typed(value, hint_of(target, known.get(arg))) for arg, value in args.items()})
+
+
+def hint_of(target: Any, parameter: inspect.Parameter | None) -> Any:
+    """Return the type in the annotation of a target's parameter; Any if it has none, or one that cannot be read."""
+    if parameter is None or parameter.annotation is parameter.empty:
         return Any
+    function = getattr(target, "func", target)  # of a partial
+    function = inspect.unwrap(getattr(function, "__init__") if isinstance(function, type) else function)  # noqa: B009
+    annotated = types.SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
     with contextlib.suppress(Exception):  # a name that does not exist at run time
-        hint = get_type_hints(getattr(target, "__init__") if isinstance(target, type) else target)[arg]  # noqa: B009
-        if hint is not Any:
-            return hint
-    return bool | None if isinstance(default, bool) else float | None if isinstance(default, int | float) else Any
-
-
-def fits(value: Any, hint: Any) -> bool:
-    """Return True if a YAML value has the type `hint`, or if it is not a YAML value."""
-    kind, inside = get_origin(hint) or hint, get_args(hint)
-    if kind in (Union, types.UnionType):
-        return any(fits(value, one) for one in inside)
-    if not isinstance(value, YAML):
-        return True
-    if kind in NUMBERS:
-        return isinstance(value, NUMBERS[kind]) and isinstance(value, bool) == (kind is bool)
-    if kind in (str, types.NoneType):
-        return isinstance(value, kind)
-    if kind in (Sequence, list):
-        return isinstance(value, list | tuple) and all(fits(one, *inside[:1]) for one in value if inside)
-    return kind not in (Mapping, dict) or isinstance(value, Mapping)
-
-
-def in_words(hint: Any) -> str:
-    """Describe a type of `fits` in words."""
-    kind, inside = get_origin(hint) or hint, get_args(hint)
-    if kind in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(in_words(one) for one in inside))
-    if kind in (Sequence, list):
-        return f"a list of {PLURALS[inside[0]]}" if inside and inside[0] in PLURALS else "a list"
-    names = {bool: "true or false", int: "an integer", float: "a number", str: "a text", types.NoneType: "null"}
-    return names.get(kind, "a mapping" if kind in (Mapping, dict) else getattr(kind, "__name__", str(kind)))
+        return get_type_hints(annotated, vars(sys.modules[function.__module__]))[parameter.name]
+    return Any
 
 
 def attribute(target: Any, name: str, default: Any) -> Any:
@@ -219,7 +203,7 @@ def targets_in(key: str, entries: Sequence[Any], kind: str, example: str) -> lis
         if isinstance(entry, str):
             pairs.append((entry, {}))
         elif isinstance(entry, Mapping) and isinstance(entry.get("target"), str) and set(entry) <= {"target", "args"}:
-            pairs.append((entry["target"], dict(entry.get("args") or {})))
+            pairs.append((entry["target"], entry.get("args") or {}))
         else:
             raise UsageError(f"{key}: {entry!r} is not a {kind}; give a name such as {example}, or {{target, args}}")
     return pairs

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jsonargparse
-import yaml
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat, PositiveInt, restricted_number_type
 
 from jaxdp.analysis.hlo import Collective
 from jaxdp.errors import UsageError, one_line, suggest
+from jaxdp.values import load, read_file
 
 
 class Hardware(NamedTuple):
@@ -136,8 +136,8 @@ def load_hardware(name_or_path: str) -> Hardware:
             f"{', '.join(HARDWARE)}; or give the path of a YAML file with the fields {', '.join(Hardware._fields)}"
         )
     try:
-        fields = yaml.safe_load(file.read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        fields = load(read_file(file), name_or_path)
+    except (OSError, ValueError) as error:
         raise UsageError(f"hardware: {name_or_path!r} cannot be read: {one_line(error)}") from None
     if not isinstance(fields, dict):
         raise UsageError(f"hardware: {name_or_path!r} has no fields; write one per line, such as memory: 80e9")

@@ -256,7 +256,7 @@ def make_outer(config: Config, parts: Parts, reduction: Reduction) -> OuterRule:
     if "learning_rate" in args:
         raise UsageError("outer.optimizer.args.learning_rate: it is set by outer.optimizer.lr; set that")
     bound, blocks = bind("outer.optimizer", target, args), parts.forward.model.blocks
-    args = {"no_decay": config.optimizer.no_decay, "blocks": blocks, "roles": parts.roles, **args}
+    args = {"no_decay": config.optimizer.no_decay, "blocks": blocks, "roles": parts.roles, **bound.keywords}
     make = lambda: make_optimizer(target, lambda step: outer.optimizer.lr, **args)
     tx = checked(outer.optimizer.target, call("outer.optimizer", bound, make), "outer.optimizer")
     tx = in_state_dtype(config, tx)
@@ -302,7 +302,7 @@ def make_tx(
     for arg, key in {"learning_rate": "lr", "weight_decay": "weight_decay", "mask": "no_decay"}.items():
         if arg in opt.args:
             raise UsageError(f"optimizer.args.{arg}: it is set by optimizer.{key}; set that")
-    args = dict(opt.args)
+    args = dict(bound.keywords)
     if target is OPTIMIZERS["muon"] and (rate := args.get("adam_learning_rate")) is not None:
         args["adam_learning_rate"] = lambda step: rate * (schedule(step) / (opt.lr or 1))
     make = lambda: make_optimizer(

@@ -15,7 +15,6 @@ from jaxdp.core.options import first_microbatch
 from jaxdp.core.state import Transform
 from jaxdp.data import SOURCES
 from jaxdp.data.base import (
-    EMPTY,
     NO_LABELS,
     PROBES,
     UNKNOWN,
@@ -90,17 +89,20 @@ def read_set(key: str, target: Target, split: str, x64: bool, sources: Mapping[s
             f"{key}.target: {target.target!r} is {type(source).__name__}, neither examples nor a function that "
             "returns them"
         )
-    asked = str(target.args.get("split", split))
-    name = f"the {asked} split of {target.target}{path_of(target.args)}"
+    make = bind(key, source, target.args, {"split": split}) if callable(source) else None
+    args = make.keywords if make is not None else {}
+    asked, path = str(args.get("split", split)), path_of(args)
+    name = f"the {asked} split of {target.target}{path}"
     try:
-        made = call(key, bind(key, source, target.args, {"split": split})) if callable(source) else source
+        made = source if make is None else call(key, make)
         if made is None:
             raise UsageError(f"data: {name} is None; return the examples")
         check_dtypes(dataset := as_dataset(made), x64)
         check_has_labels(dataset, name)
     except UsageError as error:  # sources name the key of the training data
-        text = f"{error} ({name})" if str(error) == EMPTY else str(error)
-        raise UsageError(re.sub(r"^data\b", key, text)) from error.__cause__
+        text = re.sub(r"^data\b", key, str(error))
+        is_named = asked in text and path.removeprefix(" in ").strip("'") in text
+        raise UsageError(text if is_named else f"{text} ({name})") from error.__cause__
     if split == "test" and len(dataset) >= UNKNOWN:
         raise UsageError(f"{key}.args.size: a stream needs it to be evaluated; set it to a number of examples")
     return dataset

@@ -150,9 +150,11 @@ def rehearse_evaluation(config: Config, parts: Parts, state: TrainState, dataset
         number = np.zeros(1, np.int32)
         jax.eval_shape(step.evaluate, view_of_one(state), read_batch(dataset, order, 0, number), number)
     except Exception as error:
+        is_explained = isinstance(error, UsageError) or user_errors.lines(error)
+        reason = f": {one_line(error)}" if is_explained else "; make them alike"
         shapes = [", ".join(f"{k} {v.name}{list(s[1:])}" for k, (s, v) in x.items()) for x in (others, ours)]
         raise UsageError(
-            f"{key}: its examples ({shapes[0]}) do not match the training examples ({shapes[1]}): {one_line(error)}"
+            f"{key}: its examples ({shapes[0]}) do not match the training examples ({shapes[1]}){reason}"
         ) from None
 
 

@@ -183,6 +183,9 @@ def passed_before(run: Run) -> int:
 def kind_of(device: jax.Device) -> str:
     """Return the kind of a device: only those of one kind have the same bits."""
     if device.platform == "cpu":
-        with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
+        with (
+            contextlib.suppress(OSError, StopIteration),
+            open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file,
+        ):
             return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
     return device.device_kind

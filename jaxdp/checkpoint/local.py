@@ -49,10 +49,10 @@ class LocalCheckpoints(Checkpoints):
             if self.context.is_root == of_root:
                 with self._reported(), contextlib.suppress(FileExistsError):
                     self.directory.mkdir(parents=True, exist_ok=True)
-                    with mark.open("x") as file:
+                    with mark.open("x", encoding="utf-8") as file:
                         file.write(str(self.context.rank))
             self.context.barrier("writer")
-        self.writers = [int(rank) for rank in self.context.exchange("writers", mark.read_text())]
+        self.writers = [int(rank) for rank in self.context.exchange("writers", mark.read_text(encoding="utf-8"))]
         self.writes, self.facts = self.writers[self.context.rank] == self.context.rank, {**self.facts, "job": job}
         for path in self.directory.glob(".writer-*") if self.writes else ():
             path.unlink(missing_ok=True)

@@ -59,7 +59,7 @@ def write(directory: pathlib.Path, files: Mapping[str, Sequence[Any]], meta: Map
     """Write the manifest durably, by a rename; `files` must be flushed already."""
     body = {"format": FORMAT, "files": {k: list(v) for k, v in sorted(files.items())}, "meta": dict(meta)}
     with rundir.replaced(directory / NAME, durable=True) as new:
-        new.write_text(json.dumps({"sha256": _body_sha256(body), **body}, indent=1) + "\n")
+        new.write_text(json.dumps({"sha256": _body_sha256(body), **body}, indent=1) + "\n", encoding="utf-8")
     rundir.flush(directory)
     rundir.flush(directory.parent)
 
@@ -71,7 +71,7 @@ def read(directory: pathlib.Path) -> dict[str, Any]:
     another version.
     """
     try:
-        content = json.loads((directory / NAME).read_text())
+        content = json.loads((directory / NAME).read_text(encoding="utf-8"))
         body = {k: v for k, v in content.items() if k != "sha256"}
         sha256 = content["sha256"]
     except FileNotFoundError:

@@ -50,6 +50,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         faulthandler.enable()  # a signal that kills the process, such as SIGBUS, shows where
     gc.set_threshold(BETWEEN_COLLECTIONS, *gc.get_threshold()[1:])
     atexit.register(safe_print.drain)
+    safe_print.escape()
     if not argv or argv[0] in ("-h", "--help"):
         print(usage(), end="")
         sys.exit(0 if argv else 2)

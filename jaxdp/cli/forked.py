@@ -62,7 +62,7 @@ def _run(
     argv: Sequence[str], environment: Mapping[str, str], name: str, output: int | None, stdin: TextIO | None
 ) -> None:
     with contextlib.suppress(OSError):  # not on Linux
-        pathlib.Path("/proc/self/comm").write_text(name)
+        pathlib.Path("/proc/self/comm").write_text(name, encoding="utf-8")
     for number in handled():
         signal.signal(number, signal.SIG_DFL)
     multiprocessing.set_start_method(None, force=True)  # "fork" here; data of the user may choose, or use the default

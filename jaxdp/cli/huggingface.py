@@ -48,7 +48,7 @@ def write(folder: pathlib.Path, arrays: Mapping[str, np.ndarray], meta: Json) ->
     content |= gpt2_config(args) if layout is GPT2 else llama_config(args)
     folder.mkdir(exist_ok=True)
     safetensors.write(folder / "model.safetensors", tensors, {"format": "pt"})  # as transformers requires
-    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     tokenizer = write_tokenizer(folder, data.get("tokenizer") or {})
     return f"{layout.title}'s layout, {len(tensors)} tensors; {tokenizer}"
 
@@ -86,14 +86,16 @@ def write_tokenizer(folder: pathlib.Path, spec: Json) -> str:
         content["model"] = {"type": "BPE", "vocab": {c: i for i, c in enumerate(characters)}, "merges": []}
         content["pre_tokenizer"] = level if kind == "byte" else None
         content["decoder"] = level if kind == "byte" else {"type": "Fuse"}
-        file.write_text(json.dumps(content))
+        file.write_text(json.dumps(content), encoding="utf-8")
     else:
-        if settings.is_file() and settings.read_text() == SETTINGS:  # of an earlier export
+        if (
+            settings.is_file() and settings.read_text(encoding="utf-8", errors="replace") == SETTINGS
+        ):  # of an earlier export
             settings.unlink()
             file.unlink(missing_ok=True)
         source = spec.get("path") or spec.get("name") or kind
         return f"no tokenizer{f': {source} has no tokenizer.json here' if source else ''}"
-    settings.write_text(SETTINGS)
+    settings.write_text(SETTINGS, encoding="utf-8")
     return f"tokenizer: {kind}"
 
 

@@ -1,51 +1,92 @@
 """Parse command-line arguments into a checked config and a verb's options; report an error in one line."""
 
-import json
+import dataclasses
 import os
 import pathlib
 import re
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any, NoReturn, get_origin, get_type_hints
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, get_type_hints
 
+from jaxdp import values as texts
 from jaxdp.cli.table import VERBS, Option
 from jaxdp.config import Config
-from jaxdp.config.check import resolve
-from jaxdp.config.keys import WORDS, check_key, check_structure, expected, inner, known_keys
-from jaxdp.config.reading import explain, to_dataclass
+from jaxdp.config.keys import check_key, check_structure, expected, inner, known_keys, program
+from jaxdp.config.reading import from_mapping, put
 from jaxdp.errors import UsageError, one_line, suggest
 
 Options = Mapping[str, Option]
+FLAGS = ("help", "print_config")
 
 
 def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict[str, Any]]:
     """Return (the checked config, the path of the config file, the options of the verb). Raises UsageError."""
-    import argparse
-
-    options, parser = VERBS[verb].options, make_parser(verb)
-    check_arguments(argv, options)
-    argv = with_saved_config(argv) if verb == "eval" else argv
-    is_file = lambda pair: "--config" in pair or pair[1].startswith("--config=")
-    ordered = sorted(zip(["", *argv], argv), key=is_file, reverse=True)  # of an argument and the one before it
-    argv = [arg for _, arg in ordered]  # files come first: the command line overrides them
-    try:
-        others, nested = take_nested(argv)
-        space = parser.parse_args(others)
-    except (argparse.ArgumentError, TypeError, ValueError, KeyError) as error:
-        raise UsageError(unnamed(error) or explain(str(error), options)) from None
-    files = [str(file) for file in space.pop("config") or []]
-    names = dict(pairs(argv))
+    options = VERBS[verb].options
+    pairs = split_pairs(argv, options)
+    names = dict(pairs)
+    if verb == "eval" and "config" not in names:
+        pairs.append(("config", saved_config(names.get("run_dir"))))
+    files = [text for name, text in pairs if name == "config"]
+    values: dict[str, Any] = {}
+    for file in files:  # files come first: the command line overrides them
+        for key, value in read_config(file).items():
+            put(values, key, value)
+    for name, text in pairs:
+        if name not in ("config", *FLAGS, *options):
+            put(values, name, read_value(name, text))
     for key, other in (("steps", "epochs"), ("epochs", "steps")):
         if key in names and other not in names:  # the command line overrides the file
-            space[other] = None
-    values = space.as_dict()
-    put_nested(values, nested)
-    if not files and values["steps"] is values["epochs"] is None:
-        raise UsageError(f"--config: no file given; e.g. jaxdp {verb} --config configs/digits.yaml")
-    chosen = check_least({name: values.pop(name) for name in options}, options)
-    parallel = values["parallel"]
-    if chosen.get("zero", "0") not in ("0", "config") and (parallel["shard_size"] or parallel["rules"]):
-        parallel["zero"] = parallel["zero"] or 1  # `plan` replaces it by its stages, but 0 does not go with these keys
-    return resolve(to_dataclass(Config, values)), (files[-1] if files else None), chosen
+            values[other] = None
+    if not files and values.get("steps") is values.get("epochs") is None:
+        raise UsageError(f"--config: no file given; e.g. {program(verb)} --config configs/digits.yaml")
+    words = [f"--{name}" if is_flag(name, options) else f"--{name}={text}" for name, text in pairs if name in options]
+    chosen = parse_options(words, verb)
+    parallel = values.get("parallel", {})
+    if chosen.get("zero", "0") not in ("0", "config") and (parallel.get("shard_size") or parallel.get("rules")):
+        parallel["zero"] = parallel.get("zero") or 1  # `plan` replaces it by its stages, but 0 does not go with them
+    config = from_mapping(values, "command line")
+    if "print_config" in names:
+        print(texts.dump(dataclasses.asdict(config)), end="")
+        sys.exit(0)
+    return config, (files[-1] if files else None), chosen
+
+
+def split_pairs(argv: Sequence[str], options: Options) -> list[tuple[str, str]]:
+    """Return (name, text) of each `--name value` or `--name=value`; a flag has no text. Raises UsageError for an
+    unknown name, and if a text is missing."""
+    pairs, remaining = [], iter(argv)
+    for arg in remaining:
+        name, equals, text = arg.removeprefix("--").partition("=")
+        if not arg.startswith("--"):
+            raise UsageError(without_option(arg))
+        if name not in ("config", *FLAGS, *options):
+            check_key(name, "command line")
+        if equals and is_flag(name, options):
+            raise UsageError(f"--{name}: {text!r} is one argument too many; write --{name} alone")
+        if not equals and not is_flag(name, options) and (text := next(remaining, "--")).startswith("--"):
+            raise UsageError("--config: no file given" if name == "config" else f"{name}: no value given")
+        pairs.append((name, text))
+    return pairs
+
+
+def is_flag(name: str, options: Options) -> bool:
+    return name in FLAGS or (name in options and options[name].kind is bool)
+
+
+def read_value(key: str, text: str) -> Any:
+    """Return the value of a key on the command line. Raises UsageError if it does not have the key's type."""
+    value, hint = texts.argument(text), known_keys().get(key, Any)
+    section = inner(hint)
+    if section is not None and not (isinstance(value, dict) or (value is None and section is not hint)):
+        first = next(iter(get_type_hints(section)))
+        raise UsageError(f"{key}: {text!r} is not {expected(key)}; set its keys, as in --{key}.{first} VALUE")
+    if hint is not Any and isinstance(value, str):
+        value = text  # the shell has removed the quotes of a text
+    if texts.fits(texts.typed(value, hint), hint):
+        return value
+    if texts.fits(text, hint):  # such as a folder called true
+        return text
+    raise UsageError(f"{key}: {text!r} is not {expected(key)}")
 
 
 def help_of(verb: str) -> str:
@@ -55,7 +96,8 @@ def help_of(verb: str) -> str:
     words += ["--config FILE [--key value ...]" if row.has_config else "[--option value ...]"]
     words += ["COMMAND ..."] * row.command
     parser = make_parser(verb) if row.has_config else make_options_parser(verb)
-    parser.usage = "\n  ".join([" ".join(["jaxdp", verb, *words]), "", *row.examples]).replace("%", "%%")
+    lines = [" ".join([program(verb), *words]), "", *(x.replace(f"jaxdp {verb}", program(verb)) for x in row.examples)]
+    parser.usage = "\n  ".join(lines).replace("%", "%%")
     parser.description = f"{row.does[0].upper()}{row.does[1:]}."
     return str(parser.format_help())
 
@@ -88,24 +130,36 @@ def make_options_parser(verb: str) -> Any:
 
 def load_options(argv: list[str], verb: str) -> dict[str, Any]:
     """Return the options and arguments of a verb without a config. Raises UsageError."""
-    import argparse
-
     options = VERBS[verb].options
     argv, command = split_command(argv, options) if VERBS[verb].command else (argv, None)
-    for arg in argv:
-        name = arg[2:].partition("=")[0]
+    words, remaining = list[str](), [*argv]
+    while remaining:
+        arg = remaining.pop(0)
+        name = arg.removeprefix("--").partition("=")[0]
         if arg.startswith("--") and name not in ("help", *options):
             hint = suggest(name, options, otherwise=f"known: {', '.join(options)}")
             raise UsageError(f"command line: unknown option {name!r}; {hint}")
+        if arg == f"--{name}" and not is_flag(name, options) and not "".join(remaining[:1]).startswith("--"):
+            arg = "=".join([arg, *remaining[:1]])  # else argparse takes a text that begins with a dash for an option
+            del remaining[:1]
+        words.append(arg)
+    values = parse_options(words, verb)
+    return values if command is None else {**values, "command": command}
 
+
+def parse_options(words: list[str], verb: str) -> dict[str, Any]:
+    """Return the options and arguments of a verb; words: with `=` between an option and its text."""
+    import argparse
+
+    options = VERBS[verb].options
     try:
-        values = check_least(vars(make_options_parser(verb).parse_intermixed_args(argv)), options)
+        return check_least(vars(make_options_parser(verb).parse_intermixed_args(words)), options)
     except argparse.ArgumentError as error:
         wrong = re.fullmatch(r"argument --(\w+): invalid \w+ value: (.*)", str(error))
         if wrong:
-            raise UsageError(f"--{wrong[1]}: {wrong[2]} is not {WORDS[options[wrong[1]].kind]}") from None
-        raise UsageError(unnamed(error) or one_line(error)) from None
-    return values if command is None else {**values, "command": command}
+            raise UsageError(f"--{wrong[1]}: {wrong[2]} is not {texts.WORDS[options[wrong[1]].kind]}") from None
+        stray = re.match(r"unrecognized arguments: *(\S+)", str(error), re.IGNORECASE)
+        raise UsageError(without_option(stray[1]) if stray else one_line(error)) from None
 
 
 def split_command(argv: list[str], options: Options) -> tuple[list[str], list[str]]:
@@ -125,126 +179,49 @@ def check_least(values: dict[str, Any], options: Options) -> dict[str, Any]:
     return values
 
 
-def unnamed(error: Exception) -> str:
-    """Return the error message for an argument without an option, with a correction; "" for another error."""
-    stray = re.match(r"unrecognized arguments: *(\S+)", str(error), re.IGNORECASE)
-    if not stray:
-        return ""
-    name = "config" if stray[1].endswith((".yaml", ".yml")) else "run_dir" if os.path.isdir(stray[1]) else "KEY"
-    return f"command line: {stray[1]!r} belongs to no option; write --{name} {stray[1]}"
+def without_option(arg: str) -> str:
+    """Return the error message for an argument without an option, with a correction."""
+    name = "config" if arg.endswith((".yaml", ".yml")) else "run_dir" if os.path.isdir(arg) else "KEY"
+    return f"command line: {arg!r} belongs to no option; write --{name} {arg}"
 
 
 def add_options(parser: Any, options: Options) -> None:
     for name, option in options.items():
-        kwargs: dict[str, Any] = {"action": "store_true"} if option.kind is bool else {"type": option.kind}
+        kwargs: dict[str, Any] = {"action": "store_true"} if option.kind is bool else {"type": reader(option.kind)}
         parser.add_argument(f"--{name}", default=option.default, help=option.text, **kwargs)
 
 
-def with_saved_config(argv: list[str]) -> list[str]:
-    """Add the config saved in the run directory, for `eval --run_dir DIR` without --config. Raises UsageError."""
-    values = dict(pairs(argv))
-    if "config" in values or (argv and not argv[0].startswith("--")):  # the parser corrects the latter
-        return argv
-    if not (directory := values.get("run_dir")):
+def reader(kind: Any) -> Callable[[str], Any]:
+    """Return the function that reads the text of an option of a type."""
+
+    def read(text: str) -> Any:
+        value = text if kind is str else texts.typed(texts.argument(text), kind)
+        if not texts.fits(value, kind):
+            raise ValueError
+        return value
+
+    return read
+
+
+def saved_config(directory: str | None) -> str:
+    """Return the path of the config saved in a run directory. Raises UsageError if there is none."""
+    if not directory:
         raise UsageError("--run_dir: none given; e.g. jaxdp eval --run_dir runs/digits")
     saved = pathlib.Path(directory).expanduser() / "config.yaml"
     if not saved.is_file():
         raise UsageError(f"run_dir: no run in {directory!r}; give the directory of a run, such as runs/digits")
-    check_file(str(saved))
-    return ["--config", str(saved), *argv]
+    return str(saved)
 
 
-def pairs(argv: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) of each option in `--name value` or `--name=value`; a flag is followed by something else."""
-    for arg, following in zip(argv, [*argv[1:], ""]):
-        name, equals, value = arg.removeprefix("--").partition("=")
-        if arg.startswith("--"):
-            yield name, value if equals else following
-
-
-def check_arguments(argv: list[str], options: Collection[str]) -> None:
-    """Raise UsageError for an unknown key, on the command line or in a config file, with the nearest known one."""
-    for key, value in pairs(argv):
-        if key == "config":
-            check_file(value)
-        elif key not in ("help", "print_config", *options):
-            check_key(key, "command line")
-            section = inner(hint := known_keys().get(key))
-            if section is not None and not value.startswith("{") and (value != "null" or section is hint):
-                first = next(iter(get_type_hints(section)))
-                raise UsageError(f"{key}: {value!r} is not {expected(key)}; set its keys, as in --{key}.{first} VALUE")
-
-
-def check_file(path: str) -> None:
-    """Raise UsageError for a config file that is missing, is not YAML, or has an unknown key."""
-    import yaml
-
+def read_config(path: str) -> dict[str, Any]:
+    """Return the content of a config file. Raises UsageError if it is missing, is not YAML, or has an unknown key."""
     if not path:
         raise UsageError("--config: no file given")
     file = pathlib.Path(path)
     if not file.is_file():
         raise UsageError(f"--config: no file {path!r}; give the path of a YAML file, e.g. configs/digits.yaml")
-    try:
-        content = yaml.load(file.read_text(), strict_loader(path))
-        json.dumps(content, default=str, skipkeys=True)  # refuses a value that contains itself
-    except UsageError:
-        raise
-    except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:
-        raise UsageError(f"{path}: not YAML: {explain(str(error))}") from None
+    content = texts.load(texts.read_file(file), path)
     if not isinstance(content, dict):
         raise UsageError(f"{path}: a config is a YAML mapping, this is {type(content).__name__}")
     check_structure(content, path)
-
-
-def strict_loader(path: str) -> Any:
-    """Return a YAML safe loader that refuses duplicate keys, of which the last one would silently win."""
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            names = set[str]()
-            for key, _ in node.value:
-                name = key.value if isinstance(key.value, str) else repr(key.value)
-                if name in names:
-                    raise UsageError(f"{path}: line {key.start_mark.line + 1}: the key {name!r} appears twice")
-                names.add(name)
-            return super().construct_mapping(node, deep)
-
-    return Loader
-
-
-def take_nested(argv: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Return (the other arguments, {key: text} for keys in nested dicts, as in `--model.args.block.dim 64`).
-
-    jsonargparse would read each value as text, and drop the rest of the inner dict.
-    """
-    dicts = "|".join(key for key, hint in known_keys().items() if get_origin(hint) is dict)
-    others, nested, remaining = [], {}, iter(argv)
-    for arg in remaining:
-        name, equals, value = arg[2:].partition("=")
-        if not arg.startswith("--") or not re.match(rf"({dicts})\..*\.", name):
-            others.append(arg)
-        elif not equals and (value := next(remaining, "--")).startswith("--"):
-            raise UsageError(f"{name}: no value given")
-        else:
-            nested[name] = value
-    return others, nested
-
-
-def put_nested(values: dict[str, Any], nested: Mapping[str, str]) -> None:
-    """Set the keys of `take_nested`. Raises UsageError for a key inside a value that is not a dict."""
-    import jsonargparse
-    import yaml
-
-    for key, text in nested.items():
-        *path, last = key.split(".")
-        mapping: Any = values
-        for depth, part in enumerate(path, 1):
-            mapping = mapping.setdefault(part, {})
-            if not isinstance(mapping, dict):
-                above = ".".join(path[:depth])
-                raise UsageError(f"{key}: {above} is {mapping!r}, which has no keys; set {above} as a whole")
-        try:
-            mapping[last] = jsonargparse.get_loader("yaml")(text)
-        except yaml.YAMLError:
-            mapping[last] = text
+    return content

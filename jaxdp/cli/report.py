@@ -50,7 +50,7 @@ def runs_in(directory: pathlib.Path) -> list[pathlib.Path]:
 def sweep_metric(directory: pathlib.Path) -> str:
     """Return the metric of a sweep's directory; "" for another directory."""
     try:
-        return str(json.loads((directory / SWEEP).read_text())["metric"])
+        return str(json.loads((directory / SWEEP).read_text(encoding="utf-8"))["metric"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 

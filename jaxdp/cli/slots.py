@@ -134,7 +134,7 @@ def report(ended: Running, count: str) -> bool:
     directory, code, took = ended.trial.directory, ended.child.poll(), f"{time.monotonic() - ended.since:.1f} s"
     final = [r for r in read(directory / "metrics.jsonl") if r.get("split") == "final"]
     if code or not final:
-        lines = (directory / OUTPUT).read_text(errors="replace").strip().splitlines()
+        lines = (directory / OUTPUT).read_text(encoding="utf-8", errors="replace").strip().splitlines()
         print(f"[{count}] {directory.name}  exit code {code} after {took}: {(lines or [''])[-1]}", flush=True)
         return False
     numbers = [f"{name} {final[-1][name]:.4f}" for name in METRICS if isinstance(final[-1].get(name), float)]

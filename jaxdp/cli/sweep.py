@@ -21,7 +21,7 @@ from jaxdp.cli.parse import load, load_options
 from jaxdp.cli.report import read_runs
 from jaxdp.cli.slots import Trial, make_slots, run_all
 from jaxdp.cli.table import VERBS
-from jaxdp.config.keys import check_key
+from jaxdp.config.keys import check_key, known_keys
 from jaxdp.distributed import launchers
 from jaxdp.errors import UsageError
 from jaxdp.report import table
@@ -91,7 +91,7 @@ def split_arguments(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], dic
 
 
 def split_values(key: str, text: str) -> list[str]:
-    """Split at the commas outside brackets and quotes; remove quotes around a value. Repeated values count once."""
+    """Split at the commas outside brackets and quotes; remove quotes around a text. Repeated values count once."""
     parts, depth, quote = [""], 0, ""
     for char in text:
         if char in "\"'":
@@ -104,8 +104,10 @@ def split_values(key: str, text: str) -> list[str]:
     parts = [part.strip() for part in parts]
     if "" in parts:
         raise UsageError(f"{key}: {text!r} has an empty value; separate values by single commas")
-    quoted = lambda part: "," in part and part[0] in "\"'" and part.find(part[0], 1) == len(part) - 1
-    return list(dict.fromkeys(part[1:-1] if quoted(part) else part for part in parts))
+    if key in known_keys():  # YAML reads the quotes of an argument of a target
+        quoted = lambda part: "," in part and part[0] in "\"'" and part.find(part[0], 1) == len(part) - 1
+        parts = [part[1:-1] if quoted(part) else part for part in parts]
+    return list(dict.fromkeys(parts))
 
 
 def make_trials(options: Mapping[str, Any], fixed: list[str], swept: Mapping[str, list[str]]) -> list[Trial]:

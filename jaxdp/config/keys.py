@@ -2,14 +2,15 @@
 
 import dataclasses
 import functools
+import pathlib
 import reprlib
-import types
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+import sys
+from typing import Any, get_args, get_origin, get_type_hints
 
 from jaxdp.config import Config
 from jaxdp.errors import UsageError, nearest, one_line, suggest
+from jaxdp.values import in_words
 
-WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text", dict: "a mapping", list: "a list"}
 RENAMED = {"parallel.accumulator": "parallel.gradient_buffer"}  # former key -> key
 FORMER_VALUES = {
     "parallel.accumulate": "loop is now scan",
@@ -77,22 +78,21 @@ def check_key(key: str, where: str) -> None:
         meant = suggest(key, in_section, 0.85, f"did you mean {f'{section}.args.{name}'!r}?")
         raise UsageError(f"{where}: unknown key {key!r}; {meant}")
     near = nearest(key, known, 0.6) or leaf.get(nearest(name, leaf, 0.7))
-    hint = f"did you mean {near!r}?" if near else "`train.py --help` lists the keys"
+    hint = f"did you mean {near!r}?" if near else f"`{program('train')} --help` lists the keys"
     raise UsageError(f"{where}: unknown key {key!r}; {hint}")
 
 
 def expected(key: str) -> str:
     """Describe the type of a known key's value for an error message."""
-    hint = known_keys()[key]
-    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    words = []
-    for kind in kinds:
-        if get_origin(kind) is Literal:
-            former = f" ({FORMER_VALUES[key]})" if key in FORMER_VALUES else ""
-            words.append(f"one of {', '.join(get_args(kind))}{former}")
-        elif kind is not type(None):
-            words.append("a mapping" if inner(kind) else WORDS[get_origin(kind) or kind])
-    return " or ".join([*words, "null"] if type(None) in kinds else words)
+    former = f" ({FORMER_VALUES[key]})" if key in FORMER_VALUES else ""
+    return f"{in_words(known_keys()[key])}{former}"
+
+
+def program(verb: str) -> str:
+    """Return the command that runs a verb, as this program was called."""
+    script = pathlib.Path(__file__).parents[2] / "train.py"
+    is_script = verb == "train" and pathlib.Path(sys.argv[0]).resolve() == script
+    return "python train.py" if is_script else f"jaxdp {verb}"
 
 
 def check_structure(values: dict[str, Any], where: str, prefix: str = "") -> None:

@@ -1,16 +1,15 @@
 """Create a config from a user's values; report a wrong value in one line, with the expected type."""
 
 import os
-import re
-from collections.abc import Mapping
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
+from jaxdp import values as texts
 from jaxdp.config import Config
 from jaxdp.config.check import flatten, resolve
-from jaxdp.config.keys import WORDS, check_structure, expected, inner, known_keys
-from jaxdp.errors import UsageError, one_line
+from jaxdp.config.keys import check_structure, expected, inner, known_keys
+from jaxdp.errors import UsageError
 
 
 def from_mapping(values: dict[str, Any], where: str) -> Config:
@@ -18,21 +17,61 @@ def from_mapping(values: dict[str, Any], where: str) -> Config:
 
     Raises `UsageError` for an unknown key, with the nearest known one, and for a value of another type.
     """
-    import argparse
-
-    import jsonargparse
-
-    values = plain(values)
     check_structure(values, where)
-    parser = jsonargparse.ArgumentParser(exit_on_error=False, default_env=False)
-    parser.add_class_arguments(Config, None, as_group=False)
-    try:
-        space = parser.parse_object(values)
-    except (argparse.ArgumentError, TypeError, ValueError, KeyError) as error:
-        raise UsageError(explain(str(error))) from None
-    config = to_dataclass(Config, space.as_dict())
+    nested: dict[str, Any] = {}
+    for key, value in values.items():
+        put(nested, key, value)
+    config: Config = make(Config, nested)
     check_plain(config)
     return resolve(config)
+
+
+def put(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in nested dicts to a copy of a value; the keys of a section are added to those before.
+
+    Raises `UsageError` for a key inside a value that is not a dict.
+    """
+    *path, last = key.split(".")
+    mapping = values
+    for depth, part in enumerate(path, 1):
+        if mapping.get(part) is None:
+            mapping[part] = {}
+        mapping = mapping[part]
+        if not isinstance(mapping, dict):
+            above = ".".join(path[:depth])
+            raise UsageError(f"{key}: {above} is {mapping!r}, which has no keys; set {above} as a whole")
+    if isinstance(value, dict) and inner(known_keys().get(key)) is not None:
+        if mapping.get(last) is None:
+            mapping[last] = {}
+        for name, part in value.items():
+            put(values, f"{key}.{name}", part)
+    else:
+        mapping[last] = plain(value)
+
+
+def make(section: Any, values: dict[str, Any], prefix: str = "") -> Any:
+    """Return the dataclass of a section of the config. Raises `UsageError` for a value of another type."""
+    hints = get_type_hints(section)
+    return section(**{name: convert(f"{prefix}{name}", value, hints[name]) for name, value in values.items()})
+
+
+def convert(key: str, value: Any, hint: Any) -> Any:
+    """Return the value of a key in the type that the config has. Raises `UsageError` if it has another type."""
+    section = inner(hint)
+    if section is not None and isinstance(value, dict):
+        return make(section, value, f"{key}.")
+    typed = as_float(texts.typed(value, hint), hint)
+    if not texts.fits(typed, hint):
+        raise UsageError(f"{key}: {value!r} is not {expected(key)}")
+    return typed
+
+
+def as_float(value: Any, hint: Any) -> Any:
+    """Return the value of a key, with floats for integers where its type is a float."""
+    kinds = {*(get_args(hint) or [hint])}
+    if isinstance(value, dict) and get_origin(hint) is dict:
+        return {name: as_float(part, get_args(hint)[1]) for name, part in value.items()}
+    return float(value) if type(value) is int and float in kinds else value
 
 
 def plain(value: Any) -> Any:
@@ -50,25 +89,10 @@ def check_plain(config: Config) -> None:
     """Raise `UsageError` for a value that YAML cannot store, such as an array among the arguments of a target."""
     for key, value in flatten(config).items():
         try:
-            yaml.safe_dump(value)
+            texts.dump(value)
         except yaml.YAMLError as error:
             kind = type(error.args[-1]).__name__
             raise UsageError(
                 f"{key}: config.yaml cannot store a value of type {kind}; use numbers, text, lists and dicts, or pass "
                 "an object with its arguments bound, as by functools.partial, instead of target and args"
             ) from None
-
-
-def explain(text: str, options: Mapping[str, Any] = {}) -> str:
-    """Rewrite the parser's message as one line: key or option, value, and the expected type."""
-    key = re.search(r'(?:key|for) "([\w.]+)"', text)
-    value = re.search(r"(?:Got|Given) value: *(.+?) *(?:\n|$)", text)
-    if key and value and (name := key.group(1)) in {*known_keys(), *options}:
-        shown, kind = (f"--{name}", WORDS[options[name].kind]) if name in options else (name, expected(name))
-        return f"{shown}: {value.group(1)!r} is not {kind}"
-    return one_line(text.replace('in "<unicode string>", ', ""))
-
-
-def to_dataclass(cls: Any, values: dict[str, Any]) -> Any:
-    kinds = {name: inner(hint) for name, hint in get_type_hints(cls).items()}
-    return cls(**{k: to_dataclass(kinds[k], v) if kinds[k] and isinstance(v, dict) else v for k, v in values.items()})

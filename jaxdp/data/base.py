@@ -260,8 +260,9 @@ def check_dtypes(dataset: Dataset, x64: bool) -> None:
     if wide and not x64:
         listed = " and ".join(f"{key!r} is {name}" for key, name in wide.items())
         narrow = [_NEEDS_X64[name] for name in wide.values()]
+        classes = " (labels that are classes to int32)" * (wide.get("labels") == "float64")
         raise UsageError(
-            f"data: {listed}, which JAX would cut to 32 bits; cast to {' and '.join(narrow)}, as by "
+            f"data: {listed}, which JAX would cut to 32 bits; cast to {' and '.join(narrow)}{classes}, as by "
             f".astype(np.{narrow[0]}), or set precision.params: float64, which enables 64-bit"
         )
 

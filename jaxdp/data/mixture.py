@@ -10,7 +10,7 @@ import numpy as np
 from jaxdp.data.base import Dataset, as_dataset, check_split, class_names, read_examples, tokenizer_spec
 from jaxdp.data.example_order import EpochOrder, ExampleOrder, permute
 from jaxdp.errors import UsageError, check_sizes
-from jaxdp.targets import bind, call, locate, parameters, targets_in
+from jaxdp.targets import arguments, bind, call, locate, parameters, targets_in
 
 KEY = "data.args.sets"
 MEMBER = "set"  # entry [example] int32 of a batch: the number of the example's set
@@ -196,7 +196,7 @@ def takes_split(name: str, entry: Any) -> bool:
 def has_test_split(make: Any, args: Mapping[str, Any]) -> bool:
     """Return whether `make(**args)` can read a test split, too."""
     has_split = getattr(make, "has_split", lambda args: True)
-    return callable(make) and "split" in parameters(make) and "split" not in args and has_split(args)
+    return callable(make) and "split" in parameters(make) and "split" not in args and has_split(arguments(make, args))
 
 
 def check_weights(sets: Mapping[str, Any], weights: Mapping[str, float] | None) -> None:

@@ -132,12 +132,15 @@ def stored_arrays(path: str) -> dict[str, np.ndarray]:
     try:
         if where.is_dir():
             return {file.stem: np.load(file, mmap_mode="r") for file in sorted(where.glob("*.npy"))}
+        if where.is_file() and not zipfile.is_zipfile(where):
+            raise ValueError("it is not a .npz file, or its end is missing")
         with np.load(where) as content, zipfile.ZipFile(where) as archive:
             plain = {i.filename: i.header_offset for i in archive.infolist() if i.compress_type == zipfile.ZIP_STORED}
             file = lambda name: plain.get(f"{name}.npy")
             return {n: content[n] if file(n) is None else mapped(where, file(n)) for n in content.files}
     except (OSError, EOFError, ValueError, TypeError, struct.error, zlib.error, zipfile.BadZipFile) as error:
-        reason = getattr(error, "strerror", None) or one_line(error)
+        objects = "allow_pickle" in str(error) or "Python objects" in str(error)
+        reason = getattr(error, "strerror", None) or ("Python objects in it" if objects else one_line(error))
         raise UsageError(
             f"data.args.path: cannot read {path!r} ({reason}); give a .npz file of numbers or a folder of .npy files"
         ) from None

@@ -164,7 +164,7 @@ def read_meta(folder: Path) -> Mapping[str, Any]:
     if not path.is_file():
         return {}
     try:
-        meta = json.loads(path.read_text())
+        meta = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(meta, dict) or meta.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
         if wrong := [name for name, kind in KINDS.items() if not isinstance(meta.get(name), kind | None)]:

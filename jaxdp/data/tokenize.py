@@ -152,7 +152,7 @@ def _write(ranges: Mapping[str, Ranges], folder: Path, tokenizer: Tokenizer, sha
         "counts": counts,
         "shards": {name: count for writer in writers.values() for name, count in writer.shards.items()},
     }
-    with (folder / META).open("w") as file:
+    with (folder / META).open("w", encoding="utf-8") as file:
         file.write(json.dumps(meta, indent=1) + "\n")
         file.flush()
         os.fsync(file.fileno())

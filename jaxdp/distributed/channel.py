@@ -111,14 +111,18 @@ def shared_secret() -> str:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             draft = path.with_name(f"secret.{os.getpid()}.{secrets.token_hex(4)}")
             draft.touch(mode=0o600)
-            draft.write_text(secrets.token_hex(32))
+            draft.write_text(secrets.token_hex(32), encoding="utf-8")
             try:
                 os.link(draft, path)  # atomic: another process of the job may create it as well
             except FileExistsError:
                 pass
             finally:
                 draft.unlink()
-        mode, owner, secret = path.stat().st_mode, path.stat().st_uid, path.read_text().strip()
+        mode, owner, secret = (
+            path.stat().st_mode,
+            path.stat().st_uid,
+            path.read_text(encoding="utf-8", errors="replace").strip(),
+        )
     except OSError as error:
         raise UsageError(f"{path}: the job's secret cannot be stored there ({error.strerror}): {fix}") from None
     if mode & 0o077 or owner != os.getuid() or not secret:

@@ -44,11 +44,13 @@ def record(text: str) -> None:
 def append_event(log: str, text: str) -> None:
     """Append the cause of a fault to a run's events.jsonl, unless its last line contains it."""
     with contextlib.suppress(OSError, ValueError):
-        lines = pathlib.Path(log).read_text()
+        lines = pathlib.Path(log).read_text(encoding="utf-8", errors="replace")
         if text in lines.rstrip("\n").rpartition("\n")[2]:
             return
         line = json.dumps({"t": round(time.time(), 3), "kind": "failed", "reason": text})
-        with open(log, "a", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666)) as file:
+        with open(
+            log, "a", encoding="utf-8", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666)
+        ) as file:
             file.write(f"{line}\n" if lines.endswith("\n") or not lines else f"\n{line}\n")  # end a torn line
 
 

@@ -71,7 +71,7 @@ def identity() -> dict[str, Any]:
     return {
         "host": name,
         "addresses": resolve(name),
-        "boot": boot.read_text().strip() if boot.exists() else "",
+        "boot": boot.read_text(encoding="utf-8").strip() if boot.exists() else "",
         "pid": os.getpid(),
         "network": network,
     }
@@ -90,7 +90,7 @@ def outward() -> str | None:
 def free_port() -> int:
     """Return an unused port outside the range that the kernel assigns to outgoing connections."""
     try:
-        low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+        low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8").split())
     except (OSError, ValueError):
         low, high = 32768, 60999
     ports = [*range(max(high + 1, 20000), 65536)] or [*range(20000, low)]
@@ -204,11 +204,16 @@ def free_memory() -> float:
     """Return the bytes that this process can still allocate on its host or in its control groups; inf if unknown."""
     free = [math.inf]
     with contextlib.suppress(OSError):
-        free += [1024.0 * int(n) for n in re.findall(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text())]
+        free += [
+            1024.0 * int(n)
+            for n in re.findall(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"))
+        ]
     for folder in control_groups("memory"):
         for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             with contextlib.suppress(OSError, ValueError):  # ValueError: "max", which is no limit
-                free.append(int((folder / most).read_text()) - int((folder / used).read_text()))
+                free.append(
+                    int((folder / most).read_text(encoding="utf-8")) - int((folder / used).read_text(encoding="utf-8"))
+                )
     return min(free)
 
 
@@ -217,10 +222,12 @@ def core_quota() -> float:
     quotas = [math.inf]
     for folder in control_groups("cpu"):
         with contextlib.suppress(OSError, ValueError):
-            quota, period = map(int, (folder / "cpu.max").read_text().split())
+            quota, period = map(int, (folder / "cpu.max").read_text(encoding="utf-8").split())
             quotas.append(quota / period)
         with contextlib.suppress(OSError, ValueError):
-            quota, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+            quota, period = (
+                int((folder / f"cpu.cfs_{name}_us").read_text(encoding="utf-8")) for name in ("quota", "period")
+            )
             quotas += [quota / period] if quota > 0 else []
     return min(quotas)
 
@@ -234,7 +241,7 @@ def control_groups(controller: str, root: Path = Path("/")) -> list[Path]:
     mount = root / "sys/fs/cgroup"
     folders = [mount, mount / controller]
     with contextlib.suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
+        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
             _, names, path = line.split(":", 2)
             if not names or controller in names.split(","):
                 top = mount / controller if names else mount

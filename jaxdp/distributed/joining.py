@@ -139,7 +139,8 @@ def start_coordinator(settings: Settings, host: str) -> int:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,  # gRPC's log
-        text=True,
+        encoding="utf-8",
+        errors="replace",
         pass_fds=[stderr],
         start_new_session=True,  # a launcher kills the process groups of its ranks
     )

@@ -30,7 +30,9 @@ def ancestors() -> Iterator[tuple[int, Path]]:
     while pid > 1:
         try:
             yield pid, Path(f"/proc/{pid}/exe").resolve()
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            pid = int(
+                Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1]
+            )
         except (OSError, ValueError, IndexError):
             return
 

@@ -26,7 +26,9 @@ def check_gpus(dev: str = "/dev", proc: str = "/proc") -> Iterator[Check]:
     """Check NVIDIA GPUs, their driver and JAX's plug-in, each of which needs the other two, and free memory."""
     count, kinds = gpus.count({}, dev), sorted({kind for kind, _ in plugins().values() if kind in DRIVERS})
     file = pathlib.Path(proc, "driver", "nvidia", "version")
-    match = re.search(r"(\d{3,})\.(\d+)[.\d]*", file.read_text() if file.exists() else "")
+    match = re.search(
+        r"(\d{3,})\.(\d+)[.\d]*", file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+    )
     numbers = (int(match[1]), int(match[2])) if match else (0, 0)
     old = next((kind for kind in kinds if numbers < DRIVERS[kind]), "")
     present, names = f"{count} NVIDIA GPU{'s' * (count > 1)}", ", ".join(kinds)
@@ -46,7 +48,11 @@ def check_gpus(dev: str = "/dev", proc: str = "/proc") -> Iterator[Check]:
     else:
         yield ok("gpu", f"{present}, driver {match and match[0]}, plug-in {names}")
     with contextlib.suppress(FileNotFoundError):
-        usage = subprocess.run(QUERY, capture_output=True, text=True, timeout=10).stdout if count else ""
+        usage = (
+            subprocess.run(QUERY, capture_output=True, encoding="utf-8", errors="replace", timeout=10).stdout
+            if count
+            else ""
+        )
         for index, used, total in re.findall(r"^(\d+), (\d+), (\d+)$", usage, re.MULTILINE):
             if int(used) > 0.1 * int(total):
                 text = f"GPU {index}: {used} of {total} MB are in use by other programs"

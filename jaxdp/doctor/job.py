@@ -25,7 +25,7 @@ from jaxdp.errors import ReportedError, UsageError
 
 def main(directory: pathlib.Path, launcher: int) -> None:
     """Examine as a rank of the job. launcher: the id of the process that started this one's parent."""
-    out = os.fdopen(os.dup(1), "w")
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print is not a stage
     world, checks = None, list[Check]()
     try:
@@ -47,7 +47,7 @@ def main(directory: pathlib.Path, launcher: int) -> None:
     stage("ranks", 2 * timeout + LIMIT)
     facts = {**hosts.identity(), "outward": hosts.outward(), **resources.read_cores(launcher), "marker": ""}
     with contextlib.suppress(OSError):  # `check_run_dir` reports it
-        resources.marker(directory, str(rank)).write_text(text := secrets.token_hex(8))
+        resources.marker(directory, str(rank)).write_text(text := secrets.token_hex(8), encoding="utf-8")
         facts["marker"] = text
     import jax
 

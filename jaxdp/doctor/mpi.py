@@ -30,7 +30,9 @@ def check_mpirun() -> Iterator[Check]:
     env = OVERSUBSCRIBE | {name: os.environ[name] for name in os.environ if not name.startswith("JAXDP_")}
     command = [path, "-np", "2", sys.executable, "-m", "jaxdp.doctor.mpi"]
     try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS + 5)
+        done = subprocess.run(
+            command, env=env, capture_output=True, encoding="utf-8", errors="replace", timeout=SECONDS + 5
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         yield failure("mpirun", f"{path} does not run: {error}", f"{INSTALL}, or put another mpirun first on PATH")
         return

@@ -99,7 +99,9 @@ def launcher_problem(launcher: str) -> str | None:
     is unknown: Slurm does unless its administrator has set KillOnBadExit."""
     if launcher == "openmpi":
         try:
-            name, *arguments = pathlib.Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
+            name, *arguments = (
+                pathlib.Path(f"/proc/{os.getppid()}/cmdline").read_text(encoding="utf-8", errors="replace").split("\0")
+            )
         except OSError:
             return None
         if not name.endswith(("mpirun", "mpiexec", "prterun")) or any(map(RECOVERS.search, arguments)):

@@ -43,9 +43,11 @@ def check_same_run(
     if digests := difference(saved_contents(saved), now["data_contents"]):
         changed.append(f"data fingerprint: {digests}")
     if changed:
+        ends = any(line.startswith(("steps: ", "epochs: ")) for line in changed)
+        growing = ", as the schedule ends there unless optimizer.schedule_steps is set from the start" * ends
         raise UsageError(
             f"{'; '.join(changed[:8])}{f' (and {len(changed) - 8} more)' if changed[8:] else ''}: this run was trained "
-            f"to step {step} with the old value, which changes the numbers; put it back, "
+            f"to step {step} with the old value, which changes the numbers{growing}; put it back, "
             f"{FIX if objects else 'choose another --run_dir, or continue anyway with --resume.force true'}"
         )
     if any(saved.get(key) != now[key] for key in ("versions", "traced")):

@@ -67,7 +67,7 @@ def memory() -> str:
         limit = f" of {fullest['bytes_limit'] / 1e9:.1f}" if "bytes_limit" in fullest else ""
         return f"{now / 1e9:.1f}{limit} GB (most {most / 1e9:.1f})"
     with contextlib.suppress(OSError, ValueError, IndexError):
-        with open("/proc/self/statm") as file:
+        with open("/proc/self/statm", encoding="utf-8") as file:
             resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         return f"{resident / 1e9:.1f} GB of the host, by this process"
     return ""

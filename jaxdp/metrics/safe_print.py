@@ -1,6 +1,7 @@
 """Print without failing: a full disk, a broken pipe or a closed stdout never ends a run."""
 
 import contextlib
+import io
 import os
 import sys
 from typing import TextIO
@@ -14,6 +15,13 @@ def say(text: str, error: bool = False) -> None:
             print(text, file=stream, flush=True)
         except UnicodeEncodeError as problem:
             print(text.encode(problem.encoding, "replace").decode(problem.encoding), file=stream, flush=True)
+
+
+def escape() -> None:
+    """Let standard output and error print any text: as an escape, such as \\u00e9, what their encoding lacks."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def draws() -> bool:

@@ -1,6 +1,7 @@
 """A writer for Weights & Biases: one W&B run per run directory, resumed with it."""
 
 import pathlib
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,18 +27,20 @@ class WandB(Writer):
     ):
         wandb = import_optional("wandb", "log.writers: WandB", "wandb")
         file = directory / "wandb_id"
-        known = file.read_text().strip() if file.is_file() else None
+        known = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+        if wandb.run is not None:  # of the script: `init` would return it
+            others.setdefault("reinit", "create_new")
         self.run = wandb.init(
             project=project,
             name=name or directory.name,
             dir=str(directory),
             config=dict(config or {}),
-            id=known,
+            id=known or secrets.token_hex(4),  # else that of WANDB_RUN_ID, which may be another run's
             resume="allow",
             mode=mode,
             **others,
         )
-        file.write_text(f"{self.run.id}\n")
+        file.write_text(f"{self.run.id}\n", encoding="utf-8")
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")  # W&B's step cannot decrease, but ours can
 

@@ -7,12 +7,11 @@ import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import yaml
-
 from jaxdp.errors import UsageError, one_line
 from jaxdp.metrics import events as kinds
 from jaxdp.metrics.jsonl import read, sample
 from jaxdp.report import histograms, media, spent
+from jaxdp.values import load
 
 Json = dict[str, Any]
 DIGITS = 6  # significant digits of a number in the page
@@ -40,7 +39,7 @@ def read_run(directory: pathlib.Path, alive: bool | None = None, runs: int = 1) 
         page = tables(directory, records, events, alive, runs)
     except UsageError:
         raise
-    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError, yaml.YAMLError) as error:
+    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         raise UsageError(
             f"report: {str(directory)!r} has lines that this version of jaxdp cannot read "
             f"({type(error).__name__}: {one_line(error)}); use the version that its env.json names"
@@ -98,7 +97,7 @@ def check(directory: pathlib.Path) -> None:
 def is_held(directory: pathlib.Path) -> bool:
     """Return True if a process has the lock of the run directory; see `jaxdp.rundir.lock`."""
     try:
-        with (directory / ".lock").open("r") as file:
+        with (directory / ".lock").open("rb") as file:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return True
@@ -207,7 +206,7 @@ def text(file: pathlib.Path, most: int = 250_000) -> str:
 
 
 def mapping(file: pathlib.Path) -> Json:
-    """Return the mapping in a YAML or JSON file, with dates and non-finite numbers as strings; {} if it is missing.
+    """Return the mapping in a YAML or JSON file, with non-finite numbers as strings; {} if it is missing.
 
     Raises UsageError if the file is damaged.
     """
@@ -215,9 +214,9 @@ def mapping(file: pathlib.Path) -> Json:
         return {}
     try:
         text = file.read_text(encoding="utf-8")
-        content = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+        content = json.loads(text) if file.suffix == ".json" else load(text, file.name)
         if not isinstance(content, dict):
             raise ValueError("not a mapping")
         return json.loads(json.dumps(content, default=str), parse_constant=str)
-    except (RecursionError, TypeError, ValueError, yaml.YAMLError) as error:
+    except (RecursionError, TypeError, ValueError) as error:
         raise UsageError(f"report: {str(file)!r} is damaged ({one_line(error)[:200]}); restore or remove it") from None

@@ -1,6 +1,5 @@
 """Write a run's report at its end, and during the run as long as that takes a negligible share of the time."""
 
-import contextlib
 import math
 import pathlib
 import time
@@ -42,8 +41,7 @@ class Reports(Writer):
 
     def close(self) -> None:
         if self.events.ended != "regroup" and self.refresh(alive=False):  # else other processes wait for this one
-            with contextlib.suppress(OSError):  # stdout is gone; the other writers must still be closed
-                print(location(self.directory), flush=True)
+            safe_print.say(location(self.directory))
 
     def refresh(self, alive: bool) -> bool:
         """Write the report unless the run has no metrics yet; return True if it was written."""

@@ -175,7 +175,7 @@ class Watchdog:
         with contextlib.suppress(OSError):
             (self.directory / "stacks").mkdir(exist_ok=True)
             path = self.directory / "stacks" / f"rank_{self.context.rank}.txt"
-            with open(path, "w", opener=rundir.no_link) as file:
+            with open(path, "w", encoding="utf-8", opener=rundir.no_link) as file:
                 file.write(f"rank {self.context.rank} on {self.context.hosts[self.context.rank]}: {self.where}\n\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)

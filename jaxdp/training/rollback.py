@@ -99,5 +99,5 @@ def write_batches(run: Run, first: int, last: int) -> pathlib.Path:
     batches = {update: examples(update) for update in range(first, last + 1)}
     if run.checkpoints.context.is_root:
         with contextlib.suppress(OSError), rundir.replaced(file) as new:
-            new.write_text(json.dumps({"updates": batches}) + "\n")
+            new.write_text(json.dumps({"updates": batches}) + "\n", encoding="utf-8")
     return file

@@ -187,7 +187,10 @@ def test_weights_and_biases_goes_on_in_one_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "settings"))
     monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("WANDB_RUN_ID", "another")
+    monkeypatch.setenv("WANDB_RESUME", "must")
     entry = [{"target": "WandB", "args": {"mode": "offline", "project": "test"}}]
+    (tmp_path / "other").mkdir()
     for step in (1, 2):
         (writer,) = make_writers(entry, tmp_path, step - 1, {"batch_size": 64})
         writer.write({**TRAIN, "step": step})
@@ -200,6 +203,10 @@ def test_weights_and_biases_goes_on_in_one_run(tmp_path, monkeypatch):
         (log,) = run.glob("run-*.wandb")
         wait_for(lambda log=log: b"train/loss" in log.read_bytes())  # wandb's own process writes it, after finish
         assert b"batch_size" in log.read_bytes()
+    (writer,) = make_writers(entry, tmp_path / "other", 0, {})
+    writer.write({**TRAIN, "step": 1})
+    writer.close()
+    assert len({known, (tmp_path / "other" / "wandb_id").read_text().strip(), "another"}) == 3
 
 
 class Own:

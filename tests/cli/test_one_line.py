@@ -1,5 +1,6 @@
 """What is wrong around a run (memory, a platform, a signal at the start, an argument) ends it in one line."""
 
+import io
 import os
 import pathlib
 import re
@@ -22,6 +23,7 @@ from jaxdp.distributed.context import Context
 from jaxdp.errors import RunFailed, UsageError, explained
 from jaxdp.job.start import advice
 from jaxdp.job.train import train
+from jaxdp.metrics import safe_print
 from jaxdp.metrics.jsonl import JsonLines
 from jaxdp.training.callbacks import Callbacks, EarlyStopping
 from launch import mpirun
@@ -495,3 +497,27 @@ def test_an_elastic_job_with_fewer_processes_than_it_needs_is_refused(tmp_path):
     config, _, _ = cli.load([*DIGITS, "--elastic.enabled", "true", "--elastic.min_processes", "4"])
     with pytest.raises(UsageError, match=r"elastic.min_processes: 4, but the job has 1; start more of them"):
         train(config, str(tmp_path / "run"), Context())
+
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+@pytest.mark.parametrize("env", [{"PYTHONIOENCODING": "ascii"}, {**ASCII, "PYTHONIOENCODING": "cp1252"}])
+def test_no_command_fails_for_the_encoding_of_its_output_or_of_the_locale(tmp_path, env):
+    directory = tmp_path / "Ω"
+    directory.mkdir()
+    (directory / "metrics.jsonl").write_text('{"step": 1, "split": "train", "loss": 1.0, "time": 1.0}\n')
+    done = run("-m", "jaxdp", "report", directory, code=0, env=env)
+    assert (directory / "report.html").is_file() and "1 run" in done.stdout
+    (tmp_path / "config.yaml").write_text("run_dir: Ω\nsteps: 1\nmodel: {target: Ω}\n", encoding="utf-8")
+    done = run("-m", "jaxdp", "train", "--config", tmp_path / "config.yaml", "--eval.every", "Ω", code=2, env=env)
+    assert done.stderr.startswith("jaxdp: eval.every: '\\u") and done.stderr.count("\n") == 1
+
+
+def test_a_line_of_a_script_is_printed_in_any_encoding(monkeypatch):
+    buffer = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, "ascii"))
+    safe_print.say("a Ω")
+    safe_print.escape()
+    print("a Ω \udcff", flush=True)
+    assert buffer.getvalue() == b"a ?\na \\u03a9 \\udcff\n"

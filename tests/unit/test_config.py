@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import sys
 import typing
 
 import numpy as np
@@ -13,10 +14,10 @@ from hypothesis import strategies as st
 
 from cli_runs import DIGITS
 from jaxdp import config as schema
-from jaxdp.cli import load
+from jaxdp.cli import help_of, load
 from jaxdp.config import check, keys
 from jaxdp.config.reading import from_mapping
-from jaxdp.errors import UsageError
+from jaxdp.errors import UsageError, nearest
 
 CONFIGS = sorted((pathlib.Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -88,6 +89,7 @@ def test_the_command_line_overrides_the_files_wherever_it_stands(tmp_path):
         (["--log.every", "1.5"], ["log.every: '1.5' is not an integer"]),
         (["--optimizer.lr", ".nan"], ["optimizer.lr: nan is not a finite number"]),
         (["--optimizer.lr", "1e999"], ["optimizer.lr: inf is not a finite number"]),
+        (["--optimizer.no_decay", "bias"], ["optimizer.no_decay: 'bias' is not a list of texts or auto"]),
         (["--optimizer.no_decay", "['(']"], ["optimizer.no_decay: '(' is not a regular expression"]),
         (["--batch_size", "99999999999999999999"], ["batch_size: 99999999999999999999 is too large"]),
         (["--batch_size", "0"], ["batch_size: 0", "at least 1"]),
@@ -102,7 +104,7 @@ def test_the_command_line_overrides_the_files_wherever_it_stands(tmp_path):
         (["--parallel.zero", "1", "--parallel.rules", "{'(': [shard]}"], ["parallel.rules: '(' is not a regular exp"]),
         (["--parallel.rules", "{a: [shard]}"], ["parallel.rules: {'a': ['shard']} with zero: 0"]),
         (["--parallel.remat", "some"], ["parallel.remat: 'some' is not one of auto, none, full"]),
-        (["--precision.loss_scale", "often"], ["precision.loss_scale: 'often' is not a number or one of dynamic"]),
+        (["--precision.loss_scale", "often"], ["precision.loss_scale: 'often' is not a number or dynamic or null"]),
         (["--precision.loss_scale", "0"], ["precision.loss_scale: 0.0 must be greater than 0"]),
         (["--optimizer.ema", "1"], ["optimizer.ema: 1.0 must be below 1"]),
         (["--nonfinite.max_consecutive", "0"], ["nonfinite.max_consecutive: 0 is too small", "at least 1"]),
@@ -163,6 +165,32 @@ def test_bad_arguments_are_one_clear_line(argv, words):
         load([*DIGITS, *argv])
     text = str(error.value)
     assert all(w in text for w in words) and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "name"),
+    [
+        ("adamW", ["adam", "adamw"], "adamw"),
+        ("mlp", ["LSTM", "MLP"], "MLP"),
+        ("Cosin", ["cosine"], "cosine"),
+        ("x", ["a"], ""),
+    ],
+)
+def test_the_nearest_name_is_the_one_in_another_case(word, known, name):
+    assert nearest(word, known) == name
+
+
+def test_the_program_that_was_called_is_named(monkeypatch):
+    for called, name in (
+        ("train.py", "python train.py"),
+        ("elsewhere/train.py", "jaxdp train"),
+        ("bin/jaxdp", "jaxdp train"),
+    ):
+        monkeypatch.setattr(sys, "argv", [str(CONFIGS[0].parent.parent / called)])
+        with pytest.raises(UsageError, match=rf"unknown key 'zzz'; `{name} --help` lists the keys"):
+            load(["--zzz", "1"])
+        assert help_of("train").startswith(f"usage: {name} --config FILE") and f"  {name} --config" in help_of("train")
+        assert help_of("eval").startswith("usage: jaxdp eval")
 
 
 def test_the_number_of_operations_to_list_is_not_negative():

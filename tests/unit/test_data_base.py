@@ -209,8 +209,9 @@ def test_64_bit_data_needs_x64(kind):
     labels[-1] = 2**31
     dataset = as_dataset((X, labels))
     check_dtypes(dataset, x64=True)
-    with pytest.raises(UsageError, match=f"'labels' is {kind}, .*cast to .*precision.params: float64"):
+    with pytest.raises(UsageError, match=f"'labels' is {kind}, .*cast to .*precision.params: float64") as error:
         check_dtypes(dataset, x64=False)
+    assert ("labels that are classes to int32" in str(error.value)) == (kind == "float64")
     assert dataset.read(np.arange(2))["labels"].dtype == kind
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxdp.assemble.data import make_data
+from jaxdp.assemble.data import make_data, read_set
 from jaxdp.cli import load
-from jaxdp.data import Documents, PennTreebank, TextFile
+from jaxdp.config.training import Target
+from jaxdp.data import SOURCES, Documents, PennTreebank, TextFile
 from jaxdp.data import windows as module
 from jaxdp.data.base import check_dtypes, fingerprint
 from jaxdp.data.packing import pack, read_documents
@@ -464,3 +465,15 @@ def test_a_zero_byte_is_text_for_a_tokenizer_that_ends_documents_otherwise(tmp_p
         with pytest.raises(UsageError, match=r"line 1 at byte 0 has '\\x00' in its text, which ends a document"):
             Documents(path, length=8, tokenizer=tokenizer)
     assert TextFile(write(tmp_path / "a.txt", "a\0b" * 99), length=8).classes == 256  # no documents, no collision
+
+
+@pytest.mark.parametrize("key", ["data", "eval.data"])
+def test_an_error_of_a_set_names_its_split_and_its_path(tmp_path, key):
+    path = str(write(tmp_path / "a.txt", b"abc" * 9))
+    for split, args in (("train", {"length": 30}), ("test", {"length": 4, "test_fraction": 0.1})):
+        with pytest.raises(UsageError, match=rf"^{key}.args.length: .* \(the {split} split of TextFile in {path!r}\)$"):
+            read_set(key, Target("TextFile", {"path": path, **args}), split, False, SOURCES)
+    with pytest.raises(
+        UsageError, match=rf"^{key}.args.lenght: TextFile takes no such argument; did you mean 'length'\?$"
+    ):
+        read_set(key, Target("TextFile", {"path": path, "lenght": 1}), "test", False, SOURCES)

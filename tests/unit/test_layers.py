@@ -10,6 +10,7 @@ import jaxdp
 ROOT = pathlib.Path(jaxdp.__file__).parent
 LAYERS = [
     "errors",
+    "values",
     "config",
     "user_errors",
     "distributed",
@@ -134,3 +135,21 @@ def test_only_strategies_know_their_names():
     for file in ROOT.rglob("*.py"):
         if file.parent.name not in ("config", "parallel"):
             assert '"pmap"' not in file.read_text() and '"pjit"' not in file.read_text(), file
+
+
+def test_every_text_file_has_an_encoding():
+    """Not that of the locale: for files, and for what other programs print."""
+    found, missing = 0, []
+    for file in [*ROOT.rglob("*.py"), *(ROOT.parent / "examples").rglob("*.py")]:
+        calls = [node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+        for call in calls:
+            is_method = isinstance(call.func, ast.Attribute)
+            name = call.func.attr if is_method else getattr(call.func, "id", "")
+            keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+            constants = [ast.literal_eval(x) for x in call.args if isinstance(x, ast.Constant)]
+            opens = name == "fdopen" or (name == "open" and (not is_method or constants or not call.args))
+            is_text = opens and not {"rb", "wb", "ab"} & {*constants} and not ast.unparse(call).startswith("os.open(")
+            if is_text or keywords.get("text") == "True" or (is_method and name in ("read_text", "write_text")):
+                found += 1
+                missing += [f"{file}:{call.lineno}"] * ("encoding" not in keywords)
+    assert found > 30 and not missing

@@ -111,7 +111,7 @@ def test_a_job_takes_the_directory_from_its_own_stopped_rank(tmp_path, monkeypat
 def test_a_full_disk_keeps_the_files_of_an_earlier_start(tmp_path, monkeypatch):
     """A run that resumes, or the next generation of an elastic job, continues; a first start says what is wrong."""
 
-    def full(path, text):
+    def full(path, text, **how):
         path.touch()
         raise OSError(28, "No space left on device", str(path))
 
