@@ -4,6 +4,7 @@ The folder of this file must be on PYTHONPATH:
 
     model: {target: lora.LoRAGPT, args: {rank: 8, layers: 4, heads: 4, dim: 128, bias: false}}
     init_from: runs/python_gpt  # a run of GPT with scan: false, a file, or GPT-2's or Llama's published weights
+    init: {skip: [lora_]}  # only the new matrices are not in the source
     optimizer: {target: adamw, lr: 1.0e-3, frozen: ['^(?!.*lora_)']}
 
 Paths of the weights stay those of GPT (`.../query/kernel`), so that `init_from` finds them.

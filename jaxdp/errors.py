@@ -92,12 +92,20 @@ def suggest(word: str, known: Iterable[str], cutoff: float = 0.5, otherwise: str
     return f"did you mean {near!r}?" if near else otherwise
 
 
+def install(extra: str) -> str:
+    """Return the command that installs an extra of jaxdp, which is on no package index."""
+    repository = os.path.dirname(os.path.dirname(PACKAGE))
+    if os.path.isfile(os.path.join(repository, "pyproject.toml")):
+        return f"pip install -e '{repository}[{extra}]'"
+    return f"pip install -e '.[{extra}]' in a clone of jaxdp"
+
+
 def import_optional(name: str, user: str, extra: str, otherwise: str = "") -> Any:
     """Import a package that only an extra installs. Raises UsageError if it is missing; user: what needs it."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError:
-        fix = f"pip install 'jaxdp-trainer[{extra}]'{otherwise}"
+        fix = f"{install(extra)}{otherwise}"
         raise UsageError(f"{user} needs {name.partition('.')[0]}, which is not installed; {fix}") from None
 
 

@@ -17,6 +17,14 @@ def is_key(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
+def kind(dtype: Any) -> str:
+    """Return the kind of a dtype; dtypes of one kind can be cast into each other."""
+    kinds = {"float": jnp.floating, "integer": jnp.integer, "bool": jnp.bool_}
+    if isinstance(dtype, str):  # the name of a dtype that NumPy does not have
+        return dtype
+    return next((name for name, group in kinds.items() if jnp.issubdtype(dtype, group)), str(dtype))
+
+
 def cast_floats(tree: Any, dtype: Any) -> Any:
     """Cast the floating-point leaves of a tree to `dtype`, and complex ones to the complex type that contains it, at
     least complex64; integers, booleans and keys are unchanged."""

@@ -24,9 +24,14 @@ def complete(directory: pathlib.Path) -> list[int]:
     return [step for step in numbered(directory) if (directory / str(step) / manifest.NAME).is_file()]
 
 
-def newest(directory: pathlib.Path, refused: Collection[int] = ()) -> tuple[int, dict[str, Any], str]:
-    """Return (the last complete step that is not refused or 0, its manifest, the problem with that or '')."""
-    step = max((s for s in complete(directory) if s not in refused), default=0)
+def newest(
+    directory: pathlib.Path, refused: Collection[int] = (), only: int | None = None
+) -> tuple[int, dict[str, Any], str]:
+    """Return (the last complete step that is not refused or 0, its manifest, the problem with that or '').
+
+    only: the step to look for, instead of the last one.
+    """
+    step = max((s for s in complete(directory) if s not in refused and only in (None, s)), default=0)
     try:
         return step, manifest.read(directory / str(step)) if step else {}, ""
     except manifest.Damaged as error:

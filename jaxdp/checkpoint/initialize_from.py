@@ -7,28 +7,30 @@ Optimizer state and running average are computed from the loaded parameters. `ja
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxdp.checkpoint.published_config import Difference
 from jaxdp.checkpoint.weights import MODEL_STATE, Weights, named
 from jaxdp.core.average import first_statistics
 from jaxdp.core.state import TrainState
 from jaxdp.distributed.hosts import listed
 from jaxdp.errors import UsageError, nearest
 from jaxdp.parallel.strategy import Strategy
+from jaxdp.precision import kind
 from jaxdp.split import path_string
 
 Tree = Any
 
 
 class Match(NamedTuple):
-    """pairs: {our name: theirs}; missing: ours not in the source; skipped: ours not selected; unused: theirs."""
+    """pairs: {our name: theirs}; skipped: ours, not selected; unused: theirs, not selected."""
 
     pairs: dict[str, str]
-    missing: list[str]
     skipped: list[str]
     unused: list[str]
 
@@ -41,23 +43,27 @@ def match(
     rename: Mapping[str, str] | None = None,
     load: Sequence[str] = (".*",),
     skip: Sequence[str] = (),
+    absent: Mapping[str, str] = MappingProxyType({}),
+    hint: str = "",
 ) -> Match:
     """Match our arrays to theirs by name; both are {name: object with shape and dtype}. source: theirs, for messages.
 
     rename: {expression: replacement} as for `re.sub`; the first expression found in one of their names changes it.
-    load, skip: expressions; an array is loaded if one
-    of `load` matches and none of `skip`. Raises UsageError for an expression without a match, two names that become
-    equal, a different shape or kind of dtype, and if nothing is left to load.
+    load, skip: expressions; they select the names, ours and theirs, that one of `load` matches and none of `skip`.
+    absent: {our name: the tensor that it needs and the source lacks}. hint: more on why names may differ.
+
+    Raises UsageError for an expression without a match, two names that become equal, a different shape or kind of
+    dtype, if nothing is left to load, and for a selected name that is only ours or only theirs.
     """
     new_names = renamed(theirs, source, rename or {})
-    for key, patterns in (("load", load), ("skip", skip)):
+    for key, patterns, names in (("load", load, ours), ("skip", skip, {**ours, **new_names})):
         for pattern in patterns:
-            if not any(re.search(pattern, name) for name in ours):
+            if not any(re.search(pattern, name) for name in names):
                 raise UsageError(
                     f"init.{key}: {pattern!r} matches no parameter; a path is such as {near(pattern, ours)!r}"
                 )
-    matches = lambda patterns, name: any(re.search(pattern, name) for pattern in patterns)
-    selected = [name for name in ours if matches(load, name) and not matches(skip, name)]
+    is_selected = lambda name: matches(load, name) and not matches(skip, name)
+    selected = [name for name in ours if is_selected(name)]
     pairs = {name: new_names[name] for name in selected if name in new_names}
     if not pairs:
         fix = "widen init.load, or skip less"
@@ -67,13 +73,35 @@ def match(
         raise UsageError(f"init_from: {source} has none of the arrays to load; {fix}")
     label = lambda name: str(getattr(theirs[name], "label", name))
     check_fit({name: (ours[name], theirs[other], label(other)) for name, other in pairs.items()}, source)
+    lacking = [name for name in selected if name not in pairs]
+    unused = [name for name in new_names if name not in pairs and is_selected(name)]
+    if lacking or unused:
+        needed = [f"{absent[name]!r} for {name!r}" if name in absent else repr(name) for name in lacking]
+        texts = {
+            "it has no {}": needed,
+            "no parameter here is its {}": [repr(label(new_names[name])) for name in unused],
+        }
+        problems = [text.format(first_of(names)) for text, names in texts.items() if names]
+        fix = (
+            f"leave out what may differ with init.skip, such as {'^' + re.escape((lacking + unused)[0]) + '$'!r}{hint}"
+        )
+        other = "map them with init.rename, or " if lacking and unused else ""
+        raise UsageError(f"init_from: {source} does not fit the model: {', and '.join(problems)}; {other}{fix}")
     used = set(pairs.values())
     return Match(
         pairs,
-        missing=[name for name in selected if name not in pairs],
-        skipped=[name for name in ours if name not in set(selected)],
+        skipped=[name for name in ours if name not in pairs],
         unused=[name for name in theirs if name not in used],
     )
+
+
+def matches(patterns: Iterable[str], name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def first_of(names: Sequence[str]) -> str:
+    """Return the first name, and the number of the others."""
+    return f"{names[0]} (and {len(names) - 1} more)" if names[1:] else names[0]
 
 
 def renamed(names: Iterable[str], source: str, rename: Mapping[str, str]) -> dict[str, str]:
@@ -120,16 +148,24 @@ def check_fit(pairs: Mapping[str, tuple[Any, Any, str]], source: str) -> None:
         )
 
 
-def kind(dtype: Any) -> str:
-    """Return the kind of a dtype; dtypes of one kind can be cast into each other."""
-    kinds = {"float": jnp.floating, "integer": jnp.integer, "bool": jnp.bool_}
-    if isinstance(dtype, str):  # the name of a dtype that NumPy does not have
-        return dtype
-    return next((name for name, group in kinds.items() if jnp.issubdtype(dtype, group)), str(dtype))
+def check_differences(differences: Iterable[Difference], changed: Sequence[str], source: str) -> str:
+    """Return a line about the differences of the models that `init.changed` names; raise UsageError for any other, and
+    for a name that is none."""
+    first = {difference.name: difference for difference in reversed([*differences])}
+    for name in changed:
+        if name not in first:
+            raise UsageError(f"init.changed: {name!r} does not differ from {source}; leave it out")
+    if wrong := [difference for name, difference in first.items() if name not in changed]:
+        names = first_of([difference.name for difference in wrong])
+        raise UsageError(
+            f"init_from: {wrong[0].problem}, so the loaded parameters would compute something else; {wrong[0].fix}, or "
+            f"accept it with init.changed: {names}"
+        )
+    return f"  differs from the source, as init.changed says: {', '.join(changed)}" if changed else ""
 
 
 def describe(result: Match, ours: Mapping[str, Any], source: str, rows: Mapping[str, int] | None = None) -> str:
-    """Describe in text which arrays were loaded, not loaded, and not used. rows: {their name: number of loaded rows}
+    """Describe in text which arrays were loaded, skipped, and not used. rows: {their name: number of loaded rows}
     of arrays with fewer rows than ours."""
     lines, loaded = [], list(result.pairs)
     of_model = lambda names: [name for name in names if name.startswith(MODEL_STATE)]
@@ -142,7 +178,6 @@ def describe(result: Match, ours: Mapping[str, Any], source: str, rows: Mapping[
         elements += (rows or {}).get(theirs, first) * math.prod(rest)
     lines.append(f"loaded {count}, {elements:,} elements, from {source}")
     for title, names in (
-        ("left as initialized, not in the source", result.missing),
         ("left as initialized, skipped", result.skipped),
         ("not used from the source", result.unused),
     ):

@@ -58,17 +58,17 @@ class LocalCheckpoints(Checkpoints):
             path.unlink(missing_ok=True)
         return None
 
-    def latest(self, say: Say = print, tidy: bool = True, refused: Iterable[int] = ()) -> int:
+    def latest(self, say: Say = print, tidy: bool = True, refused: Iterable[int] = (), only: int | None = None) -> int:
         """Return the newest step that a host has undamaged, once all hosts have it, or 0. Raises UsageError."""
         if self.is_shared:
-            return super().latest(say, tidy, refused)
+            return super().latest(say, tidy, refused, only)
         title, rank = self.context.title, self.context.rank
         tell = say if self.context.is_root else lambda text: say(f"{title(rank)}: {text}")
         refused, tried = {*refused, *(folders.unfinished(self.directory) if self.writes else ())}, len({*refused})
         if self.writes:
             self._set_unfinished_aside(tell)
         while True:
-            own, content, problem = folders.newest(self.directory, refused) if self.writes else (0, {}, "")
+            own, content, problem = folders.newest(self.directory, refused, only) if self.writes else (0, {}, "")
             offer = [own, not problem, content["meta"].get("job") if content else None, len(refused) - tried]
             offers = [json.loads(text) for text in self.context.exchange("offers", json.dumps(offer), TIMEOUT)]
             newest, _, job, _ = max(offers, key=lambda offer: offer[:2])  # of equals, that of the lowest rank

@@ -7,16 +7,18 @@ rotary embedding pairs dims i and i + width / 2, as `GPT` does. `lm_head.weight`
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxdp.checkpoint.safetensors import Array, Part
+from jaxdp.checkpoint.safetensors import Array
+from jaxdp.precision import kind
 
 STACK, MODULES = "blocks/stack", "blocks/modules"  # the path of the blocks with scan: true, and with scan: false
 THIRDS = ("query", "key", "value")
 HEAD = "lm_head.weight"
+FREQUENCIES = "self_attn.rotary_emb.inv_freq"  # in older files: of the rotary embedding
 
 
 class Layout(NamedTuple):
@@ -28,6 +30,7 @@ class Layout(NamedTuple):
         outside, inside: {our path: published name}, of the model, and of a block.
         joined: query, key and value are thirds of one array, in which missing biases are zeros.
         redundant: names in a block that carry no parameter.
+        norm: that of its models, as in `GPT`.
     """
 
     title: str
@@ -37,6 +40,7 @@ class Layout(NamedTuple):
     inside: dict[str, str]
     joined: bool
     redundant: frozenset[str]
+    norm: str
 
     def name(self, theirs: str, prefix: str) -> str:
         return theirs if theirs == HEAD else f"{prefix}{theirs}"
@@ -75,6 +79,7 @@ GPT2 = Layout(
     },
     joined=True,
     redundant=frozenset({"attn.bias", "attn.masked_bias"}),  # the causal mask
+    norm="layer",
 )
 LINEAR = {
     **{f"attention/{ours}": f"self_attn.{ours[0]}_proj" for ours in THIRDS},
@@ -95,44 +100,76 @@ LLAMA = Layout(
         **{f"{ours}/bias": f"{theirs}.bias" for ours, theirs in LINEAR.items()},
     },
     joined=False,
-    redundant=frozenset({"self_attn.rotary_emb.inv_freq"}),
+    redundant=frozenset({FREQUENCIES}),
+    norm="rms",
 )
 LAYOUTS = {"gpt2": GPT2, "llama": LLAMA}
 
 
 def layout_of(names: Iterable[str], paths: Iterable[str]) -> Layout | None:
-    """Return the layout of the published names if the parameter paths are those of a `GPT` of its form; else None."""
-    names, paths = set(names), set(paths)
+    """Return the layout of the published names if the parameter paths are those of a `GPT` of its form; else None.
+
+    One tensor of a block tells the layout, so that an incomplete file is recognized, too.
+    """
+    names, paths = list(names), set(paths)
     for layout in LAYOUTS.values():
         kernel = "mlp/up/kernel" if layout.joined else "mlp/gate/kernel"
-        known = [*[*layout.outside.values()][:2], f"{layout.block}0.{layout.inside[kernel]}"]
-        published = any({f"{prefix}{name}" for name in known} <= names for prefix in ("", layout.prefix))
         blocks = {f"{place}/{kernel}" for place in (STACK, f"{MODULES}/0")}
         ours = "embed/embedding" in paths and ("positions" in paths) == layout.joined and paths & blocks
-        if published and ours:
+        inside = {*layout.inside.values()}
+        if ours and any(name in inside for _, name in blocks_of(layout, names)):
             return layout
     return None
+
+
+def blocks_of(layout: Layout, names: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """Yield (the number of the block, the name in it) of each tensor of a block."""
+    pattern = re.compile(rf"(?:{re.escape(layout.prefix)})?{re.escape(layout.block)}(\d+)\.(.+)")
+    for name in names:
+        if match := pattern.fullmatch(name):
+            yield int(match[1]), match[2]
+
+
+def count(layout: Layout, names: Iterable[str]) -> int:
+    """Return the number of blocks."""
+    return 1 + max((i for i, _ in blocks_of(layout, names)), default=-1)
+
+
+def sources_of(layout: Layout, names: Collection[str], stacked: bool) -> dict[str, tuple[list[str], str]]:
+    """Return {our path: (the published tensors that it consists of, their name in messages)}, also of missing ones."""
+    prefix = prefix_of(layout, names)
+    named = {ours: layout.name(theirs, prefix) for ours, theirs in layout.outside.items()}
+    sources = {ours: ([theirs], theirs) for ours, theirs in named.items()}
+    for ours, theirs in layout.inside.items():
+        blocks = [f"{prefix}{layout.block}{i}.{theirs}" for i in range(count(layout, names))]
+        if stacked:
+            sources[f"{STACK}/{ours}"] = (blocks, f"{prefix}{layout.block}*.{theirs}")
+        else:
+            sources |= {f"{MODULES}/{i}/{ours}": ([name], name) for i, name in enumerate(blocks)}
+    return sources
+
+
+def prefix_of(layout: Layout, names: Iterable[str]) -> str:
+    return layout.prefix if any(name.startswith(layout.prefix) for name in names) else ""
 
 
 def arrays_of(layout: Layout, tensors: Mapping[str, Array], stacked: bool) -> dict[str, Array]:
     """Return {our path: its array} for the published tensors of a file. stacked: the blocks are, as with scan: true.
 
-    Raises ValueError if the blocks differ in shape.
+    Raises ValueError if the blocks differ in shape or kind of dtype.
     """
-    prefix = layout.prefix if any(name.startswith(layout.prefix) for name in tensors) else ""
-    named = {ours: layout.name(theirs, prefix) for ours, theirs in layout.outside.items()}
-    sources = {ours: ([theirs], theirs) for ours, theirs in named.items()}
-    for ours, theirs in layout.inside.items():
-        blocks = [f"{prefix}{layout.block}{i}.{theirs}" for i in range(count(layout, tensors))]
-        if stacked:
-            sources[f"{STACK}/{ours}"] = (blocks, f"{prefix}{layout.block}*.{theirs}")
-        else:
-            sources |= {f"{MODULES}/{i}/{ours}": ([name], name) for i, name in enumerate(blocks)}
     return {
         ours: _array(layout, ours, [tensors[name] for name in names], label)
-        for ours, (names, label) in sources.items()
-        if names and tensors.keys() >= set(names)
+        for ours, (names, label) in sources_of(layout, tensors, stacked).items()
+        if tensors.keys() >= set(names)
     }
+
+
+def absent(layout: Layout, names: Collection[str], stacked: bool) -> dict[str, str]:
+    """Return {our path: the first of its published tensors that the file does not have}."""
+    sources = sources_of(layout, names, stacked)
+    lacking = {ours: [x for x in theirs if x not in names] for ours, (theirs, _) in sources.items()}
+    return {ours: missing[0] for ours, missing in lacking.items() if missing}
 
 
 def _array(layout: Layout, ours: str, tensors: Sequence[Array], label: str) -> Array:
@@ -140,28 +177,26 @@ def _array(layout: Layout, ours: str, tensors: Sequence[Array], label: str) -> A
     first = tensors[0]
     third = next((i for i, part in enumerate(THIRDS) if layout.joined and f"/{part}/" in ours), None)
     for other in tensors:
-        if other.shape != first.shape:
-            raise ValueError(f"{first.label!r} of {first.shape}, but {other.label!r} of {other.shape}")
+        if other.shape != first.shape or kind(other.dtype) != kind(first.dtype):
+            form = lambda x: f"{x.dtype}{list(x.shape)}"
+            raise ValueError(f"{first.label!r} of {form(first)}, but {other.label!r} of {form(other)}")
     shape, stacked, transposed = first.shape, ours.startswith(STACK), layout.transposes(ours)
     if transposed:
         shape = shape[::-1]
     if third is not None:
+        if not shape or shape[-1] % 3:
+            raise ValueError(f"{first.label!r} of {list(shape)}, which is not query, key and value of equal sizes")
         shape, label = (*shape[:-1], shape[-1] // 3), f"{label}[{THIRDS[third]}]"
-    parts = tuple(Part(tensor.label, third, transposed) for tensor in tensors)
+    parts = tuple(tensor.parts[0]._replace(third=third, transposed=transposed) for tensor in tensors)
     return Array((len(parts), *shape) if stacked else shape, first.dtype, parts, label, stacked)
 
 
-def used(layout: Layout, names: Iterable[str]) -> set[str]:
+def used(layout: Layout, names: Collection[str]) -> set[str]:
     """Return the published names that `arrays_of` can use, and the redundant ones."""
-    known = {*layout.inside.values(), *layout.redundant, *layout.outside.values()}
-    plain = lambda name: re.sub(rf"^{re.escape(layout.block)}\d+\.", "", name.removeprefix(layout.prefix))
-    return {name for name in names if plain(name) in known}
-
-
-def count(layout: Layout, names: Iterable[str]) -> int:
-    """Return the number of blocks."""
-    matches = (re.match(rf"{re.escape(layout.block)}(\d+)\.", name.removeprefix(layout.prefix)) for name in names)
-    return 1 + max((int(m[1]) for m in matches if m), default=-1)
+    prefix = prefix_of(layout, names)
+    known = {name for theirs, _ in sources_of(layout, names, False).values() for name in theirs}
+    blocks = range(count(layout, names))
+    return known | {f"{prefix}{layout.block}{i}.{name}" for i in blocks for name in layout.redundant}
 
 
 def to_published(

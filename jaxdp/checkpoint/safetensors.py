@@ -1,7 +1,9 @@
 """Reading of `.safetensors` files slice by slice, and writing them atomically."""
 
+import contextlib
+import itertools
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +14,7 @@ from safetensors.numpy import save_file
 
 from jaxdp import rundir
 
-__all__ = ["Array", "Header", "Part", "SafetensorError", "header", "read", "write"]
+__all__ = ["Array", "Header", "Part", "SafetensorError", "equal", "header", "read", "rows", "write"]
 
 DTYPES = {
     "F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16),
@@ -25,12 +27,13 @@ DTYPES = {
 class Part(NamedTuple):
     """A part of an array: a tensor, or the one of three equal parts of it along its last dim that `third` numbers.
 
-    transposed: the tensor is [out, in], the array [in, out].
+    transposed: the tensor is [out, in], the array [in, out]. file: the file that has the tensor.
     """
 
     tensor: str
     third: int | None = None
     transposed: bool = False
+    file: pathlib.Path = pathlib.Path()
 
 
 class Array(NamedTuple):
@@ -56,23 +59,23 @@ def header(path: pathlib.Path) -> Header:
     with safe_open(path, framework="np") as file:
         tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         dtype = lambda x: DTYPES.get(x.get_dtype(), x.get_dtype())
-        arrays = {k: Array(tuple(x.get_shape()), dtype(x), (Part(k),), k) for k, x in tensors.items()}
+        arrays = {k: Array(tuple(x.get_shape()), dtype(x), (Part(k, file=path),), k) for k, x in tensors.items()}
         return Header(arrays, file.metadata() or {})
 
 
-def read(
-    path: pathlib.Path, arrays: Mapping[str, Array], wanted: Mapping[str, jax.ShapeDtypeStruct]
-) -> dict[str, jax.Array]:
+def read(arrays: Mapping[str, Array], wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """Read arrays with the shapes, dtypes and shardings of `wanted`; each process reads the slices of its devices.
 
     Rows that a tensor does not have are zeros.
     """
-    with safe_open(path, framework="np") as file:
+    with contextlib.ExitStack() as stack:
+        files = {part.file for name in wanted for part in arrays[name].parts}
+        opened = {file: stack.enter_context(safe_open(file, framework="np")) for file in files}
 
         def read_part(part: Part, index: tuple[slice, ...]) -> np.ndarray:
             if part.transposed:
                 return read_part(part._replace(transposed=False), index[::-1]).T
-            stored = file.get_slice(part.tensor)
+            stored = opened[part.file].get_slice(part.tensor)
             if not index:
                 return np.asarray(stored[...])
             shape = stored.get_shape()
@@ -90,11 +93,27 @@ def read(
                 slices = tuple(slice(*dim.indices(size)[:2]) for dim, size in zip(index or (), like.shape))
                 if not array.stacked:
                     return read_part(array.parts[0], slices).astype(like.dtype)
-                return np.stack([read_part(part, slices[1:]) for part in array.parts[slices[0]]]).astype(like.dtype)
+                return np.stack([read_part(part, slices[1:]).astype(like.dtype) for part in array.parts[slices[0]]])
 
             return jax.make_array_from_callback(like.shape, like.sharding, read_slice)
 
         return {name: load(arrays[name], like) for name, like in wanted.items()}
+
+
+def rows(part: Part, number: int = 4096) -> Iterator[np.ndarray]:
+    """Yield the values of a tensor, some rows at a time."""
+    with safe_open(part.file, framework="np") as file:
+        stored = file.get_slice(part.tensor)
+        if not (shape := stored.get_shape()):
+            yield np.asarray(stored[...])
+            return
+        for first in range(0, shape[0], number):
+            yield np.asarray(stored[first : min(first + number, shape[0])])
+
+
+def equal(one: Part, other: Part) -> bool:
+    """Return whether two tensors have the same shape and values."""
+    return all(np.array_equal(x, y) for x, y in itertools.zip_longest(rows(one), rows(other)))
 
 
 def write(path: pathlib.Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:

@@ -173,18 +173,18 @@ class Checkpoints:
         self._thread = None
         return self._failure
 
-    def latest(self, say: Say = print, tidy: bool = True, refused: Iterable[int] = ()) -> int:
+    def latest(self, say: Say = print, tidy: bool = True, refused: Iterable[int] = (), only: int | None = None) -> int:
         """Return the last complete step, after verifying every byte, or 0. All processes share the reading.
 
         Damaged and unfinished checkpoints are renamed, which `say` reports on root; not if tidy is false, since the
-        directory may belong to another run. refused: steps that do not count. Raises UsageError if files cannot be
-        read.
+        directory may belong to another run. refused: steps that do not count. only: the single step that counts.
+        Raises UsageError if files cannot be read.
         """
         refused = set(refused)
         if self.writes and tidy:
             self._set_unfinished_aside(say)
         while True:
-            newest = lambda: folders.newest(self.directory, refused)[::2]
+            newest = lambda: folders.newest(self.directory, refused, only)[::2]
             step, problem = self.context.of_root("checkpoint", newest, TIMEOUT)
             if not step:
                 self.last = None

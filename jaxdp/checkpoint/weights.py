@@ -4,31 +4,38 @@ import functools
 import hashlib
 import json
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxdp.checkpoint import manifest, published, safetensors
+from jaxdp.checkpoint import manifest, published, published_files, safetensors
 from jaxdp.checkpoint.orbax import load, orbax
 from jaxdp.checkpoint.store import Checkpoints
+from jaxdp.distributed.hosts import listed
 from jaxdp.errors import UsageError, one_line
 from jaxdp.optim.evaluation import sources
+from jaxdp.precision import kind
 from jaxdp.split import path_string
 
-GIVE = "give a run directory, one of its checkpoints (.../checkpoints/STEP) or a .safetensors file"
+GIVE = "give a run directory, one of its checkpoints (.../checkpoints/STEP) or a .safetensors file, or a folder of such"
 MODEL_STATE = "model_state/"
 FORMAT = "jaxdp"  # in the metadata of files that `jaxdp export` writes
+DESCRIBED = ("config", "data")  # metadata of such files: what the run was
 
 
 class Weights(NamedTuple):
-    """title: the source. arrays: {name: object with shape and dtype}; see `named`.
+    """Arrays that can be read, and what is known of their model.
+
+    title: the source. arrays: {name: object with shape and dtype}; see `named`.
 
     read({name: target}) -> {name: array}; every process must call it. A target is a ShapeDtypeStruct with a sharding
     or, for a checkpoint, a NumPy array. facts: must be equal on every rank. rows: {name: number of rows} of arrays that
-    have fewer rows than their target. note: a line to print about the layout.
+    have fewer rows than their target. note: a line to print about the layout. meta: the "config" and "data" of the run
+    that has saved them, {} if there is none. tensors: those of files, by the names in the files. layout: of `tensors`,
+    if it is a published one, and then absent: {our name: a tensor that it needs and the files do not have}.
     """
 
     title: str
@@ -37,6 +44,10 @@ class Weights(NamedTuple):
     facts: dict[str, str]
     rows: Mapping[str, int] = MappingProxyType({})
     note: str = ""
+    meta: Mapping[str, Any] = MappingProxyType({})
+    tensors: Mapping[str, safetensors.Array] = MappingProxyType({})
+    layout: published.Layout | None = None
+    absent: Mapping[str, str] = MappingProxyType({})
 
 
 def named(params: Any, model_state: Any) -> dict[str, Any]:
@@ -51,7 +62,8 @@ def named(params: Any, model_state: Any) -> dict[str, Any]:
 
 
 def locate(path: str) -> pathlib.Path:
-    """Return the path of the checkpoint or file that `init_from` names; for a run directory, its last checkpoint."""
+    """Return the path of the checkpoint, file or folder of files that `init_from` names; for a run directory, its last
+    checkpoint."""
     source = pathlib.Path(path)
     try:
         source.stat()
@@ -59,19 +71,26 @@ def locate(path: str) -> pathlib.Path:
         problem = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be opened ({one_line(error)})"
         raise UsageError(f"init_from: {path!r} {problem}; {GIVE}") from None
     if source.is_file():
-        if source.suffix != ".safetensors":
+        if source.suffix in published_files.PYTORCH:
+            raise UsageError(f"init_from: {path!r} is a file of PyTorch; {published_files.CONVERT}")
+        if source.suffix != published_files.SUFFIX:
             raise UsageError(f"init_from: {path!r} is not a .safetensors file; {GIVE}")
         return source
     if steps := Checkpoints(source / "checkpoints").steps():
         return source / "checkpoints" / str(steps[-1])
     if (source / manifest.NAME).is_file():
         return source
+    if published_files.is_folder(source):
+        return source
+    if torch := sorted(x.name for x in source.iterdir() if x.suffix in published_files.PYTORCH):
+        raise UsageError(f"init_from: {path!r} has only files of PyTorch ({torch[0]}); {published_files.CONVERT}")
     raise UsageError(f"init_from: {path!r} contains no checkpoint; {GIVE}")
 
 
 def open_weights(path: pathlib.Path, ema: bool) -> Weights:
     """Open the weights at a path from `locate`. ema: the running average instead of the parameters."""
-    return from_checkpoint(path, ema) if path.is_dir() else from_safetensors(path, ema)
+    is_checkpoint = path.is_dir() and ((path / manifest.NAME).is_file() or not published_files.is_folder(path))
+    return from_checkpoint(path, ema) if is_checkpoint else from_safetensors(path, ema)
 
 
 def from_checkpoint(path: pathlib.Path, ema: bool, field: str = "init_from", ema_field: str = "init.ema") -> Weights:
@@ -80,7 +99,8 @@ def from_checkpoint(path: pathlib.Path, ema: bool, field: str = "init_from", ema
     field, ema_field: the names of the user's settings, for errors.
     """
     try:
-        manifest.check(path, manifest.read(path)["files"])
+        saved = manifest.read(path)
+        manifest.check(path, saved["files"])
         tree: Any = orbax().metadata(path.resolve()).metadata
         problem = None if isinstance(tree, dict) and "params" in tree else "it contains no parameters"
     except Exception as error:
@@ -121,7 +141,7 @@ def from_checkpoint(path: pathlib.Path, ema: bool, field: str = "init_from", ema
 
     arrays = {name: stored[key] for name, key in where.items()}
     title = f"the running average in {path}" if ema else str(path)
-    return Weights(title, arrays, read, facts(arrays))
+    return Weights(title, arrays, read, facts(arrays), meta=saved["meta"])
 
 
 def on_host(weights: Weights) -> dict[str, Any]:
@@ -129,42 +149,49 @@ def on_host(weights: Weights) -> dict[str, Any]:
     return weights.read({name: np.broadcast_to(np.zeros((), x.dtype), x.shape) for name, x in weights.arrays.items()})
 
 
-def from_safetensors(file: pathlib.Path, ema: bool) -> Weights:
-    """Open the weights of a file, written by `jaxdp export` or not; in the latter, names may be joined by '.'."""
-    try:
-        arrays, metadata = safetensors.header(file)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise UsageError(
-            f"init_from: {str(file)!r} cannot be read as safetensors ({one_line(error)}); {GIVE}"
-        ) from None
+def from_safetensors(source: pathlib.Path, ema: bool) -> Weights:
+    """Open the weights of a file, or a folder of files, of `jaxdp export` or of another program; in the latter, names
+    may be joined by '.'."""
+    arrays, metadata = published_files.open_all(source)
     exported = metadata.get("format") == FORMAT
     if ema and not (exported and metadata.get("ema") == "true"):
-        raise UsageError(f"init.ema: {str(file)!r} has no running average; leave it out, or write it with export --ema")
+        raise UsageError(
+            f"init.ema: {str(source)!r} has no running average; leave it out, or write it with export --ema"
+        )
     dotted = not exported and not any("/" in name for name in arrays)
     renamed = {name.replace(".", "/") if dotted else name: array for name, array in arrays.items()}
     if len(renamed) < len(arrays):
-        raise UsageError(f"init_from: {str(file)!r} has names that differ only in '.'; rename them")
-    read = functools.partial(safetensors.read, file, renamed)
-    return Weights(str(file), renamed, read, facts(renamed) | {k: v for k, v in metadata.items() if k != "config"})
+        raise UsageError(f"init_from: {str(source)!r} has names that differ only in '.'; rename them")
+    read = functools.partial(safetensors.read, renamed)
+    same = facts(renamed) | {k: v for k, v in metadata.items() if k not in DESCRIBED}
+    meta = {key: json.loads(metadata[key]) for key in DESCRIBED if exported and key in metadata}
+    return Weights(str(source), renamed, read, same, meta=meta, tensors=arrays)
 
 
-def as_published(weights: Weights, path: pathlib.Path, ours: Mapping[str, Any]) -> Weights:
-    """Map a file in a published layout to the arrays of a GPT of that form; return any other weights unchanged.
+def as_published(weights: Weights, source: pathlib.Path, ours: Mapping[str, Any]) -> Weights:
+    """Map files in a published layout to the arrays of a GPT of that form; return any other weights unchanged.
 
     ours: {path: object with shape and dtype}. Rows by which our embedding is larger than theirs stay as initialized,
-    such columns of our head become zeros; if we have fewer positions, only the first ones are read.
+    such columns of our head become zeros; if we have fewer positions, only the first ones are read. A head that repeats
+    the embedding and biases that are zero are left out, if our model has none.
     """
-    stored = {} if path.is_dir() else safetensors.header(path).arrays
-    layout = published.layout_of(stored, ours)
+    tensors = weights.tensors
+    layout = published.layout_of(tensors, ours)
     if layout is None:
         return weights
+    stacked = f"{published.STACK}/norm1/scale" in ours
     try:
-        arrays = published.arrays_of(layout, stored, f"{published.STACK}/norm1/scale" in ours)
+        if published.count(layout, tensors) > len(tensors):
+            raise ValueError(
+                f"tensors of block {published.count(layout, tensors) - 1}, but only {len(tensors)} tensors"
+            )
+        arrays = published.arrays_of(layout, tensors, stacked)
     except ValueError as error:
-        raise UsageError(f"init_from: {str(path)!r} has {error}; give a file of equal blocks") from None
-    if "head/kernel" not in ours:
-        arrays.pop("head/kernel", None)  # repeats the embedding
-    rows, notes = {}, []
+        raise UsageError(f"init_from: {str(source)!r} has {error}; give a file of equal blocks") from None
+    notes, rows = list[str](), dict[str, int]()
+    if without := redundant(arrays, ours):
+        notes.append(f"{listed(without)} left out, which changes nothing")
+        arrays = {name: array for name, array in arrays.items() if name not in without}
     for name in sorted(arrays.keys() & {"embed/embedding", "head/kernel", "positions"} & ours.keys()):
         order = -1 if name == "head/kernel" else 1
         (theirs, *rest), (number, *our_rest) = arrays[name].shape[::order], ours[name].shape[::order]
@@ -178,15 +205,27 @@ def as_published(weights: Weights, path: pathlib.Path, ours: Mapping[str, Any]) 
         else:
             notes.append(f"the first {number} of {theirs} positions")
         arrays[name] = arrays[name]._replace(shape=ours[name].shape)
-    notes.append(
-        "key biases, which cancel in the softmax, left out"
-        if layout.joined
-        else "heads, kv_heads and rotary_base are not in the file; set them as in its config.json"
-    )
-    arrays |= {name: stored[name] for name in stored.keys() - published.used(layout, stored)}
-    read = functools.partial(safetensors.read, path, arrays)
-    note = f"  in {layout.title}'s published layout: {'; '.join(notes)}"
-    return weights._replace(arrays=arrays, read=read, rows=rows, note=note)
+    if layout.joined:
+        notes.append("key biases, which cancel in the softmax, left out")
+    arrays |= {name: tensors[name] for name in tensors.keys() - published.used(layout, tensors)}
+    read = functools.partial(safetensors.read, arrays)
+    note = f"  in {layout.title}'s published layout: {'; '.join(notes) or 'complete'}"
+    absent = published.absent(layout, tensors, stacked)
+    return weights._replace(arrays=arrays, read=read, rows=rows, note=note, layout=layout, absent=absent)
+
+
+def redundant(arrays: Mapping[str, safetensors.Array], ours: Collection[str]) -> list[str]:
+    """Return the published arrays that our model lacks and does not need: a head with the values of the embedding, and
+    biases of zeros."""
+
+    def changes_nothing(name: str, array: safetensors.Array) -> bool:
+        if name == "head/kernel":
+            embedding = arrays.get("embed/embedding")
+            return embedding is not None and safetensors.equal(array.parts[0], embedding.parts[0])
+        is_bias = name.endswith("/bias") and kind(array.dtype) == "float"
+        return is_bias and not any(rows.any() for part in array.parts for rows in safetensors.rows(part))
+
+    return [name for name, array in arrays.items() if name not in ours and changes_nothing(name, array)]
 
 
 def facts(arrays: Mapping[str, Any]) -> dict[str, str]:

@@ -1,9 +1,10 @@
-"""The verb `eval`: evaluate the last checkpoint of a run directory."""
+"""The verb `eval`: evaluate a checkpoint of a run directory."""
 
 from jaxdp import config as schema
 from jaxdp.assemble.components import NOTHING
 from jaxdp.assemble.run import make_run
 from jaxdp.cli import Call
+from jaxdp.cli.export import missing_step
 from jaxdp.errors import RunFailed, UsageError
 from jaxdp.job.resume import resume_step
 from jaxdp.job.train import use_compilation_cache
@@ -16,14 +17,19 @@ from jaxdp.training.save import restore
 def run(call: Call) -> None:
     """Evaluate and print the result on root.
 
-    Raises UsageError without a checkpoint or evaluation data, and RunFailed if a loss is not finite.
+    Raises UsageError without the checkpoint or evaluation data, and RunFailed if a loss is not finite.
     """
     config, context = call.config, call.context
     directory = schema.run_dir(config, call.path)
     use_compilation_cache(config, context)
     prepared = make_run(config, directory, context)
-    step, _ = resume_step(prepared, config, context, NOTHING, tidy=False)
+    wanted = call.options["step"]
+    if wanted is not None:
+        context.agree(missing_step(directory, wanted) if context.is_root else None)
+    step, _ = resume_step(prepared, config, context, NOTHING, tidy=False, only=wanted)
     if not step:
+        if wanted is not None:
+            raise UsageError(f"--step: no undamaged checkpoint {wanted} in {str(directory)!r}; name another", rank=0)
         raise UsageError(f"run_dir: no checkpoint in {str(directory)!r}; train first, or name another", rank=0)
     if not prepared.data.eval:
         raise UsageError("eval.data: the data has no test split; name what to evaluate on", rank=0)

@@ -8,7 +8,7 @@ from typing import Any
 from jaxdp.checkpoint import manifest, safetensors
 from jaxdp.checkpoint.digest import params_sha256
 from jaxdp.checkpoint.store import Checkpoints
-from jaxdp.checkpoint.weights import FORMAT, MODEL_STATE, from_checkpoint, on_host
+from jaxdp.checkpoint.weights import DESCRIBED, FORMAT, MODEL_STATE, from_checkpoint, on_host
 from jaxdp.cli import Call, huggingface
 from jaxdp.errors import UsageError, check_one_of, one_line
 from jaxdp.metrics.numbers import size
@@ -36,7 +36,7 @@ def export(options: dict[str, Any]) -> str:
     digest = params_sha256(params)
     metadata = {"format": FORMAT, "step": str(step), "params_sha256": digest, "ema": str(options["ema"]).lower()}
     meta = manifest.read(checkpoint)["meta"]
-    metadata["config"] = json.dumps(meta["config"])
+    metadata |= {key: json.dumps(meta[key]) for key in DESCRIBED if key in meta}
     about, file = "", output / "model.safetensors" if layout == FOLDER else output
     try:
         if layout == FOLDER:
@@ -60,9 +60,17 @@ def choose_step(directory: pathlib.Path, step: int | None) -> int:
     if not steps:
         problem = "no checkpoint in it" if directory.is_dir() else "no such directory"
         raise UsageError(f"--run_dir: {str(directory)!r}: {problem}; train first, or name another")
-    if step is not None and step not in steps:
-        raise UsageError(f"--step: {step} is not in {str(directory)!r}; use one of {', '.join(map(str, steps))}")
+    if step is not None and (missing := missing_step(directory, step)):
+        raise UsageError(missing)
     return steps[-1] if step is None else step
+
+
+def missing_step(directory: pathlib.Path, step: int) -> str | None:
+    """Return the error for a step that has no checkpoint in a run directory with others, or None."""
+    steps = Checkpoints(directory / "checkpoints").steps()
+    if not steps or step in steps:
+        return None
+    return f"--step: {step} is not in {str(directory)!r}; use one of {', '.join(map(str, steps))}"
 
 
 def choose_output(directory: pathlib.Path, name: str | None, folder: bool) -> pathlib.Path:

@@ -13,7 +13,7 @@ from jaxdp.checkpoint import safetensors
 from jaxdp.checkpoint.published import GPT2, LLAMA, to_published
 from jaxdp.errors import UsageError
 from jaxdp.models import MODELS
-from jaxdp.models.gpt import EPSILON, GPT, MLPS
+from jaxdp.models.gpt import GPT, MLPS
 from jaxdp.targets import locate
 
 Json = dict[str, Any]
@@ -57,7 +57,7 @@ def gpt2_config(args: Json) -> Json:
     return {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new",
         "n_positions": args["input_shape"][0], "n_embd": args["dim"], "n_layer": args["layers"],
-        "n_head": args["heads"], "n_inner": args["hidden"], "layer_norm_epsilon": EPSILON,
+        "n_head": args["heads"], "n_inner": args["hidden"], "layer_norm_epsilon": args["epsilon"],
         "resid_pdrop": args["dropout"], "embd_pdrop": args["dropout"], "attn_pdrop": 0.0,
     }  # fmt: skip
 
@@ -68,7 +68,7 @@ def llama_config(args: Json) -> Json:
         "max_position_embeddings": args["input_shape"][0], "hidden_size": args["dim"],
         "intermediate_size": args["hidden"], "num_hidden_layers": args["layers"],
         "num_attention_heads": args["heads"], "num_key_value_heads": args["kv_heads"] or args["heads"],
-        "head_dim": args["dim"] // args["heads"], "rms_norm_eps": EPSILON, "rope_theta": args["rotary_base"],
+        "head_dim": args["dim"] // args["heads"], "rms_norm_eps": args["epsilon"], "rope_theta": args["rotary_base"],
         "rope_parameters": {"rope_type": "default", "rope_theta": args["rotary_base"]},
         "attention_bias": args["bias"], "mlp_bias": args["bias"],
     }  # fmt: skip

@@ -70,9 +70,14 @@ VERBS = {
         },
     ),
     "eval": Verb(
-        "evaluate the last checkpoint of a run directory",
+        "evaluate a checkpoint of a run directory, by default the last",
         "job",
-        ("jaxdp eval --run_dir runs/digits", "jaxdp eval --run_dir runs/digits --eval.ema true"),
+        (
+            "jaxdp eval --run_dir runs/digits",
+            "jaxdp eval --run_dir runs/digits --step 1380",
+            "jaxdp eval --run_dir runs/digits --eval.ema true",
+        ),
+        {"step": STEP},
     ),
     "plan": Verb(
         "predict the memory, communication and time of a run on N devices, without them",

@@ -132,15 +132,18 @@ class Init:
     Args:
         rename: regular expression to replacement, as in re.sub; the first expression found in a path of the source
             renames it
-        load: load parameters whose path matches one of these regular expressions, if the source has them
-        skip: do not load parameters whose path matches one of these
+        load: load parameters whose path matches one of these regular expressions; the source must have them
+        skip: do not load parameters whose path matches one of these, here or in the source
         ema: load the source's running average of the parameters
+        changed: arguments of the model, such as rotary_base, that may differ from the source's although they change
+            what the loaded parameters compute
     """
 
     rename: dict[str, str] = numbers({})
     load: list[str] = numbers([".*"])
     skip: list[str] = numbers([])
     ema: bool = numbers(False)
+    changed: list[str] = numbers([])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdp.distributed.world import World
-from jaxdp.errors import DistributedError, UsageError
+from jaxdp.errors import DistributedError, UsageError, install
 
 # The programs that start ranks, and the MPI library of each family; mpi4py loads one of them at run time.
 STARTERS = {"hydra_pmi_proxy", "mpiexec.hydra", "mpirun", "mpiexec", "mpispawn", "prterun", "prted", "orterun", "orted"}
@@ -68,7 +68,7 @@ def load(world: World) -> Any:
         return importlib.import_module("mpi4py.MPI")
     except ModuleNotFoundError:
         raise UsageError(
-            f"mpirun started {world.size} processes but mpi4py is not installed: pip install 'jaxdp-trainer[mpi]'",
+            f"mpirun started {world.size} processes but mpi4py is not installed: {install('mpi')}",
             world.speaker,
         ) from None
     except (ImportError, RuntimeError) as error:

@@ -13,6 +13,7 @@ from typing import Any
 from jaxdp.distributed import gpus, hosts
 from jaxdp.doctor.check import Check, failure, ok, warning
 from jaxdp.doctor.versions import plugins
+from jaxdp.errors import install
 from jaxdp.metrics.numbers import size
 
 # The oldest driver for each CUDA of JAX's wheels: NVIDIA's table of minor version compatibility.
@@ -40,7 +41,7 @@ def check_gpus(dev: str = "/dev", proc: str = "/proc") -> Iterator[Check]:
     elif not kinds:
         cuda = "cuda13" if numbers >= DRIVERS["cuda13"] else "cuda12"
         text = f"{present}, but JAX has no CUDA plug-in here: it would compute on the CPU"
-        yield warning("gpu", text, f"pip install 'jaxdp-trainer[{cuda}]'")
+        yield warning("gpu", text, install(cuda))
     elif old:
         driver = f"driver {match[0]} is too old for {old}" if match else f"{present}, but no driver is loaded"
         least = ".".join(map(str, DRIVERS[old]))

@@ -17,6 +17,7 @@ from jaxdp.distributed import hosts
 from jaxdp.distributed.mpi import waits_until_every_rank_calls_mpi_init
 from jaxdp.doctor.check import LIMIT, OK, Check, as_text, failure, of_text
 from jaxdp.doctor.resources import check_missing, existing, marker
+from jaxdp.errors import install
 
 SILENT = "it ended by itself"
 MPI_INIT = failure("ranks", "MPI_Init waits until every rank calls it", "see what every rank printed")
@@ -29,7 +30,7 @@ MESSAGES = (  # the most useful line of standard error: jaxdp's, XLA's fatal one
 CAUSES = (  # a pattern in "stage: error", and the fix
     ("XLA_FLAGS", "remove the flag: this jaxlib does not know it"),
     ("RESOURCE_EXHAUSTED|out of memory", "see nvidia-smi for programs that use the GPU's memory, and end them"),
-    ("JAX_PLATFORMS|initialize backend", "unset JAX_PLATFORMS; for an NVIDIA GPU: pip install 'jaxdp-trainer[cuda12]'"),
+    ("JAX_PLATFORMS|initialize backend", f"unset JAX_PLATFORMS; for an NVIDIA GPU: {install('cuda12')}"),
     ("", "see the lines on versions, gpu, host name, network and bindings"),
 )
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 from jaxdp.distributed import hosts, launchers, mpi
 from jaxdp.doctor.check import Check, failure, of_text, ok, warning
-from jaxdp.errors import ReportedError
+from jaxdp.errors import ReportedError, install
 
-INSTALL = "pip install 'jaxdp-trainer[mpi]'"
+INSTALL = install("mpi")
 # Open MPI 4 and 5 refuse more processes than cores.
 OVERSUBSCRIBE = {"OMPI_MCA_rmaps_base_oversubscribe": "1", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
 SECONDS = 10.0

@@ -107,15 +107,16 @@ def lock_run_dir(directory: pathlib.Path, context: Context, checkpoints: Checkpo
 
 
 def resume_step(
-    run: Run, config: Config, context: Context, objects: Objects, tidy: bool = True
+    run: Run, config: Config, context: Context, objects: Objects, tidy: bool = True, only: int | None = None
 ) -> tuple[int, dict[str, Any]]:
     """Return (the step of the checkpoint to resume from, its metadata), or (0, {}) without a checkpoint.
 
+    tidy, only: see `Checkpoints.latest`.
     The metadata has "changed" if `eval`, the evaluation data or `callbacks` differ from those that it was saved with.
     Raises UsageError if the config, the data or an object of a script would change the numbers, unless resume.force.
     """
     checkpoints = run.checkpoints
-    start = checkpoints.latest(safe_print.say, tidy)
+    start = checkpoints.latest(safe_print.say, tidy, only=only)
     if not start:
         return 0, {}
     saved = context.of_root("meta", lambda: checkpoints.meta(start))

@@ -26,6 +26,7 @@ from jaxdp.data.base import UNKNOWN
 from jaxdp.data.example_order import RESET
 from jaxdp.distributed import gpus
 from jaxdp.distributed.context import Context
+from jaxdp.errors import install
 from jaxdp.job import git
 from jaxdp.metrics.console import Console
 from jaxdp.metrics.jsonl import JsonLines
@@ -213,7 +214,7 @@ def advice(run: Run, config: Config) -> list[str]:
             f"the time on average; use {devices * per_device} (this changes the numbers)"
         )
     if run.strategy.devices[0].platform == "cpu" and gpus.count() and "cpu" not in os.environ.get("JAX_PLATFORMS", ""):
-        warnings.append("there is a GPU, but JAX runs on the CPU; pip install 'jaxdp-trainer[cuda12]' or: jaxdp doctor")
+        warnings.append(f"there is a GPU, but JAX runs on the CPU; {install('cuda12')} or: jaxdp doctor")
     if text := os.environ.get(FAULT):
         warnings.append(f"{FAULT}: {text!r} injects faults into this run: its numbers may be wrong")
     return warnings

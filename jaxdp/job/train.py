@@ -132,7 +132,7 @@ def train_here(
         if not start and config.init_from is not None:
             from jaxdp.assemble.initialize_from import initialize_from
 
-            run = initialize_from(run, config, context, prepared.parts.rule.tx)
+            run = initialize_from(run, config, context, prepared.parts, objects)
         return supervised(warning_of_lost_updates(run, config), config, context, began, keep)
 
 

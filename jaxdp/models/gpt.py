@@ -18,7 +18,7 @@ from jaxdp.models.nnx import Blocks
 from jaxdp.models.normalization import LayerNorm, RMSNorm
 
 DEVIATION = 0.02  # standard deviation of initial weights, except the projections into the residual stream
-EPSILON = 1e-5
+EPSILON = 1e-5  # of a norm
 
 
 class GPT(nnx.Module):
@@ -40,7 +40,7 @@ class GPT(nnx.Module):
     for the embedding and for the output of each block's branches. attention: cudnn is fused, for bfloat16 on an NVIDIA
     GPU; xla works anywhere; auto uses cudnn where it works. scan: compile one block and scan it over stacked
     parameters; false compiles every block separately: slower to compile, sometimes faster to run, and ZeRO-3 gathers
-    all blocks at once.
+    all blocks at once. epsilon: of the norms.
 
     Raises UsageError for arguments that do not fit each other.
     """
@@ -64,6 +64,7 @@ class GPT(nnx.Module):
         attention: str = "auto",
         scan: bool = True,
         vocabulary_multiple: int = 128,
+        epsilon: float = EPSILON,
         *,
         rngs: nnx.Rngs,
     ):
@@ -75,6 +76,7 @@ class GPT(nnx.Module):
         hidden = MLPS[mlp].hidden(dim) if hidden is None else hidden
         check_sizes("model.args", num_classes=num_classes, layers=layers, heads=heads, dim=dim, kv_heads=kv_heads)
         check_sizes("model.args", hidden=hidden, vocabulary_multiple=vocabulary_multiple)
+        require(epsilon >= 0, "epsilon", epsilon, f"is negative; make it at least 0, such as {EPSILON}")
         require(len(input_shape) == 1, "input_shape", input_shape, "is not (length,); use data of tokens")
         require(input_shape[0] >= 1, "input_shape", input_shape, "is too short; it must be at least 1")
         require(dim % heads == 0, "dim", dim, f"does not divide by heads: {heads}; change either")
@@ -92,9 +94,9 @@ class GPT(nnx.Module):
             # would be rounding noise, which Adam scales up to full steps.
             key = linear if rotary else functools.partial(linear, use_bias=False)
             return Block(
-                NORMS[norm](dim, bias, rngs),
+                NORMS[norm](dim, bias, epsilon, rngs),
                 Attention(dim, width, heads, kv_heads, linear, key, back, ATTENTION[attention], rngs=rngs),
-                NORMS[norm](dim, bias, rngs),
+                NORMS[norm](dim, bias, epsilon, rngs),
                 MLPS[mlp](dim, hidden, linear, back, rngs=rngs),
                 make_dropout(dropout, rngs),
             )
@@ -103,7 +105,7 @@ class GPT(nnx.Module):
         self.positions = None if rotary else nnx.Param(normal(DEVIATION)(rngs(), (*input_shape, dim), jnp.float32))
         self.dropout = make_dropout(dropout, rngs)
         self.blocks = Blocks(block, layers, rngs=rngs) if scan else Chain([block(rngs) for _ in range(layers)])
-        self.norm = NORMS[norm](dim, bias, rngs)
+        self.norm = NORMS[norm](dim, bias, epsilon, rngs)
         self.head = None if tied else linear(dim, rows, use_bias=False, rngs=rngs)
         self.width, self.base, self.classes = width, rotary_base, num_classes
 
@@ -190,7 +192,7 @@ def look_up(embedding: jax.Array, tokens: jax.Array, classes: int) -> jax.Array:
 
 
 NORMS: dict[str, Callable] = {
-    "layer": lambda dim, bias, rngs: LayerNorm(dim, epsilon=EPSILON, use_bias=bias, rngs=rngs),
-    "rms": lambda dim, bias, rngs: RMSNorm(dim, epsilon=EPSILON, rngs=rngs),
+    "layer": lambda dim, bias, epsilon, rngs: LayerNorm(dim, epsilon=epsilon, use_bias=bias, rngs=rngs),
+    "rms": lambda dim, bias, epsilon, rngs: RMSNorm(dim, epsilon=epsilon, rngs=rngs),
 }
 MLPS: dict[str, Any] = {"gelu": GELU, "swiglu": SwiGLU}

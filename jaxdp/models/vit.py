@@ -11,7 +11,7 @@ from flax import nnx
 from jaxdp.cpu import product
 from jaxdp.errors import check_sizes
 from jaxdp.models.attention import Attention, full
-from jaxdp.models.gpt import DEVIATION, GELU, NORMS, Block
+from jaxdp.models.gpt import DEVIATION, EPSILON, GELU, NORMS, Block
 from jaxdp.models.layers import make_dropout, require, require_image
 from jaxdp.models.nnx import Blocks
 
@@ -56,7 +56,7 @@ class ViT(nnx.Module):
         def block(rngs: nnx.Rngs) -> Block:
             attention = Attention(dim, dim // heads, heads, heads, linear, key, back, full, rngs=rngs)
             mlp = GELU(dim, hidden, linear, back, rngs=rngs)
-            norms = [NORMS["layer"](dim, True, rngs) for _ in range(2)]
+            norms = [NORMS["layer"](dim, True, EPSILON, rngs) for _ in range(2)]
             return Block(norms[0], attention, norms[1], mlp, make_dropout(dropout, rngs))
 
         patches = (height // patch) * (width // patch)
@@ -64,7 +64,7 @@ class ViT(nnx.Module):
         self.positions = nnx.Param(normal(DEVIATION)(rngs(), (patches, dim), jnp.float32))
         self.dropout = make_dropout(dropout, rngs)
         self.blocks = Blocks(block, layers, rngs=rngs)
-        self.norm = NORMS["layer"](dim, True, rngs)
+        self.norm = NORMS["layer"](dim, True, EPSILON, rngs)
         self.head = nnx.Linear(dim, num_classes, kernel_init=normal(DEVIATION), rngs=rngs)
         self.patch = patch
 

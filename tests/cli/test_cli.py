@@ -377,6 +377,24 @@ def test_int64_data_without_x64_is_refused(tmp_path):
     assert "'labels' is int64" in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_a_step_can_be_evaluated_and_one_that_is_not_there_lists_the_others(tmp_path):
+    run, config = tmp_path / "run", write(tmp_path, SMALL)
+    ended("train", "--config", config, "--run_dir", run, "--steps", 4, "--checkpoint.every", 2, "--eval.every", 2)
+    at_two, at_four = ({k: f"{r[k]:.4f}" for k in ("loss", "accuracy")} for r in records(run, "eval"))
+    assert at_two != at_four
+    for argv, want in ((["--step", 2], at_two), (["--step=4"], at_four), ([], at_four)):
+        out = ended("eval", "--run_dir", run, *argv).stdout
+        assert re.search(rf"loss +{want['loss']}  accuracy +{want['accuracy']}", out), out
+    for verb in ("eval", "export"):
+        refused = ended(verb, "--run_dir", run, "--step", 3, code=2).stderr
+        assert refused == f"jaxdp: --step: 3 is not in {str(run)!r}; use one of 2, 4\n"
+    assert ended("eval", "--run_dir", run, "--step", "two", code=2).stderr.startswith("jaxdp: --step: 'two' is not an ")
+    (run / "checkpoints" / "2" / "state" / "_METADATA").write_text("{")
+    done = ended("eval", "--run_dir", run, "--step", 2, code=2)
+    assert "checkpoint 2 is damaged" in done.stdout and f"no undamaged checkpoint 2 in {str(run)!r}" in done.stderr
+    assert (run / "checkpoints" / "2").is_dir() and ended("eval", "--run_dir", run, "--step", 4)
+
+
 def test_damaged_run_directories(single, tmp_path):
     """What a checkpoint is of stands in its manifest; config.yaml is for people, and written anew."""
     config = write(tmp_path, SMALL)

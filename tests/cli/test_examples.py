@@ -106,7 +106,16 @@ def test_lora_trains_its_matrices_alone(tmp_path):
     argv = [*GPT, "--steps", "6", "--log.every", "1", "--eval.every", "6", "--optimizer.warmup_steps", "0"]
     jaxdp("--config", config, *argv, "--run_dir", base)
     lora = ["--model", "{target: lora.LoRAGPT, args: {rank: 2, layers: 2, heads: 4, dim: 16, bias: false}}"]
-    frozen = ["--init_from", base, "--optimizer.frozen", "['^(?!.*lora_)']", "--data.args.max_mb", "0.2"]
+    frozen = [
+        "--init_from",
+        base,
+        "--init.skip",
+        "[lora_]",
+        "--optimizer.frozen",
+        "['^(?!.*lora_)']",
+        "--data.args.max_mb",
+        "0.2",
+    ]
     argv = [*lora, *frozen, "--data.args.length", "16", "--optimizer.lr", "0.05", *argv[len(GPT) :], "--steps", "30"]
     done = jaxdp("--config", config, *argv, "--run_dir", tmp_path / "lora", env=EXAMPLES)
     before, after = arrays(base), arrays(tmp_path / "lora")

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from covering import only
-from launch import SUPPORT, Finished, mpirun, port, processes, ranks, require
+from launch import ROOT, SUPPORT, Finished, mpirun, port, processes, ranks, require
 from two_hosts import TwoHosts
 
 pytestmark = pytest.mark.mpi
@@ -97,7 +97,7 @@ def test_mpi4py_is_missing(tmp_path, late):
     package.parent.mkdir()
     package.write_text("raise ModuleNotFoundError(\"No module named 'mpi4py'\", name='mpi4py')\n")
     job = mpirun(2, [SCRIPT], env={"PYTHONPATH": str(tmp_path)}, timeout=60)
-    want = "jaxdp: mpirun started 2 processes but mpi4py is not installed: pip install 'jaxdp-trainer[mpi]'"
+    want = f"jaxdp: mpirun started 2 processes but mpi4py is not installed: pip install -e '{ROOT}[mpi]'"
     assert job.returncode == 2 and errors(job) == [want], job.output
 
 

@@ -6,18 +6,22 @@ import importlib.util
 import os
 import pathlib
 import re
+import runpy
 import shlex
 import shutil
 import socket
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import yaml
 
+import jaxdp
 from commands import SHELL, Command, commands, shortened, trains_in
 from commands import blocks as all_blocks
 from jaxdp import cli
+from jaxdp.cli.export import export
 from jaxdp.config.keys import inner, known_keys
 from jaxdp.distributed import launchers
 from launch import environment, find
@@ -74,6 +78,39 @@ def test_the_page_of_ones_own_model_works_as_it_stands(tmp_path):
     assert "final 2/2" in run(f"jaxdp train --config spiral.yaml {loss}", tmp_path)
 
 
+NORMALIZED = """
+class Net(nnx.Module):
+    def __init__(self, width=32, num_classes=3, *, rngs):
+        self.first, self.last = nnx.Linear(2, width, rngs=rngs), nnx.Linear(width, num_classes, rngs=rngs)
+        self.norm, self.dropout = nnx.BatchNorm(width, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.dropout(nnx.relu(self.norm(self.first(x)))))
+"""
+
+
+@pytest.mark.slow
+def test_the_lines_that_load_an_export_load_the_averages_of_batchnorm_too(tmp_path, monkeypatch):
+    """The model that they load computes what the run's own evaluation does, also with BatchNorm and dropout."""
+    write_files("own_model.md", tmp_path)
+    with (tmp_path / "spiral.py").open("a") as file:
+        file.write(NORMALIZED)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "spiral", raising=False)
+    import spiral
+
+    fitted = jaxdp.fit(
+        {"target": "spiral.Net", "args": {"width": 64}}, {"target": "spiral.Spiral"}, steps=3, batch_size=60,
+        microbatches=1, parallel={"devices": 1}, run_dir="runs/spiral", optimizer={"target": "sgd", "lr": 0.1},
+    )  # fmt: skip
+    export(cli.load_options(["--run_dir", "runs/spiral"], "export"))
+    loaded = runpy.run_path("load_spiral.py")
+    inputs = np.stack([example["inputs"] for example in loaded["examples"]])
+    np.testing.assert_allclose(loaded["model"](inputs), fitted.predict(inputs), rtol=1e-5, atol=1e-5)
+    assert np.abs(fitted.model_state["norm"]["var"] - 1).max() > 0.01
+
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 COMMANDS = {page.name: commands(page) for page in PAGES}
 
@@ -92,11 +129,16 @@ def test_every_command_is_run_or_says_what_it_needs():
         if words[0] == "make":
             assert all(re.search(rf"^{target}:", text, re.MULTILINE) for target in words[1:]), command
         if words[:2] == ["pip", "install"]:
-            for name in re.findall(r"\[(\w+)\]", command.text):
+            for name in re.findall(r"\.\[(\w+)\]", command.text):
                 assert re.search(rf"^{name} = \[", extras, re.MULTILINE), command
         for word in words:
             if re.match(r"(configs|benchmarks|examples)/", word) and not command.needs:
                 assert (ROOT / word).exists(), command
+
+
+def test_no_page_installs_jaxdp_from_a_package_index():
+    """It is on none."""
+    assert not [page.name for page in PAGES if re.search(r"pip install [^`\n]*jaxdp", page.read_text())]
 
 
 @pytest.mark.parametrize("code", [0, 1])

@@ -19,13 +19,15 @@ INDENTED = r"(?<=\n\n)((?: {4}[^\n]*\n+)+)"
 SCRIPT = re.compile(r"^#!|^(?:until|for|trap|wait)\b|&$", re.MULTILINE)
 # What a command needs by what stands in it; others say it on their page.
 NEEDS = {
-    r"^(srun|sbatch|scancel|scontrol|kubectl) ": "a cluster",
-    r"--hostfile|-f hosts|node1": "a cluster",
-    r"^torchrun ": "torch",
+    r"^(sbatch|scancel|scontrol|kubectl) ": "a cluster",
     r"^tensorboard ": "somebody who looks",
 }
-# What another test runs with all its options, on something small.
-TESTED = {r"jaxdp verify .*(--exact|gpt)": "test_verify.py", r"jaxdp launch .*--elastic": "test_elastic.py"}
+# What another test runs with all its options, on something small, or on several hosts.
+TESTED = {
+    r"jaxdp verify .*(--exact|gpt)": "test_verify.py",
+    r"jaxdp launch .*--elastic": "test_elastic.py",
+    r"^(srun|torchrun) |--hostfile|-f hosts|node1": "test_several_hosts.py",
+}
 
 
 class Command(NamedTuple):
@@ -72,7 +74,7 @@ def commands(page: pathlib.Path) -> list[Command]:
             continue
         for text in texts:
             need = next((n for pattern, n in NEEDS.items() if re.search(pattern, text, re.MULTILINE)), "")
-            test = next((t for pattern, t in TESTED.items() if re.search(pattern, text)), "")
+            test = next((t for pattern, t in TESTED.items() if re.search(pattern, text, re.MULTILINE)), "")
             found.append(Command(page.name, text, **(said or {"needs": need, "tested": test})))
     return found
 

@@ -93,4 +93,4 @@ def with_transformers(script, *args):
     for python in (".venv-torch/bin/python", sys.executable):
         if os.path.exists(python) and not subprocess.run([python, "-c", "import torch, transformers"]).returncode:
             return subprocess.run([python, "-c", script, *map(str, args)], check=True, timeout=300)
-    return pytest.skip("needs transformers and torch: pip install 'jaxdp-trainer[transformers]'")
+    return pytest.skip("needs transformers and torch: pip install -e '.[transformers]'")

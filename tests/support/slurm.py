@@ -1,4 +1,4 @@
-"""A Slurm cluster of one node, this machine, for as long as a test needs it: own key, own ports, own folder."""
+"""A Slurm cluster on this machine, for as long as a test needs it: own key, own ports, own folder."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 
 import pytest
 
@@ -21,7 +22,6 @@ CONFIG = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
-SlurmdPort={node_port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -33,22 +33,29 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 MpiDefault=none
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool/%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd.%n.log
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=2
 MinJobAge=300
-NodeName={host} NodeAddr=127.0.0.1 CPUs=4 State=UNKNOWN
-PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
+{nodes}
+PartitionName=all Nodes={names} Default=YES MaxTime=INFINITE State=UP
 """
 
 
 class Slurm:
-    """A context in which `run` and `start` give commands to a cluster; whatever it started is gone afterwards."""
+    """A context in which `run` and `start` give commands to a cluster; whatever it started is gone afterwards.
+
+    names: of its nodes, all on this machine; by default one of this host's name. cpus: of each.
+    """
+
+    def __init__(self, names: Sequence[str] = (), cpus: int = 4):
+        self.host = socket.gethostname().partition(".")[0]
+        self.names, self.cpus = names or (self.host,), cpus
 
     def __enter__(self) -> Slurm:
         path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
@@ -76,19 +83,23 @@ class Slurm:
         key = folder / "munge.key"
         key.touch(0o600)
         key.write_bytes(secrets.token_bytes(128))
-        host = socket.gethostname().partition(".")[0]
-        ports = {"port": _free_port(), "node_port": _free_port()}
-        (folder / "slurm.conf").write_text(CONFIG.format(host=host, folder=folder, **ports))
+        node = "NodeName={} NodeHostname={} NodeAddr=127.0.0.1 Port={} CPUs={} State=UNKNOWN"
+        nodes = "\n".join(node.format(name, self.host, _free_port(), self.cpus) for name in self.names)
+        values = {"host": self.host, "folder": folder, "port": _free_port(), "nodes": nodes}
+        (folder / "slurm.conf").write_text(CONFIG.format(**values, names=",".join(self.names)))
         names = ("socket", "key", "pid", "seed", "log")
         options = [f"--{n}{'' if n == 'socket' else '-file'}={folder}/munge.{n}" for n in names]
         self._daemon("munged", "--foreground", "--force", "--num-threads=1", *options)
         self._wait("munged", lambda: (folder / "munge.socket").exists())
         self._daemon("slurmctld", "-D", "-i")
-        self._daemon("slurmd", "-D", "-N", host)
-        self._wait("the node", lambda: self.run("sinfo", "-h", "-o", "%T").stdout.strip() == "idle")
+        for name in self.names:
+            (folder / "spool" / name).mkdir()
+            self._daemon("slurmd", "-D", "-N", name)
+        idle = lambda: self.run("sinfo", "-h", "-N", "-o", "%T").stdout.split()
+        self._wait("the nodes", lambda: idle() == ["idle"] * len(self.names))
 
     def _daemon(self, *command: str) -> None:
-        log = (self.folder / f"{command[0]}.out").open("w")
+        log = (self.folder / f"{command[0]}{len(self.daemons)}.out").open("w")
         self.daemons.append(
             subprocess.Popen(command, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.folder)
         )
@@ -121,7 +132,7 @@ class Slurm:
         return subprocess.CompletedProcess(command, process.returncode, out, "")
 
     def __exit__(self, *args: object) -> None:
-        if len(self.daemons) == 3:
+        if len(self.daemons) == 2 + len(self.names):
             self.run("scancel", "--user=root", timeout=20)
             deadline = time.monotonic() + 15
             while self.run("squeue", "-h", timeout=20).stdout.strip() and time.monotonic() < deadline:

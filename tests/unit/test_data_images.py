@@ -28,7 +28,7 @@ RNG = np.random.default_rng(0)
 
 @pytest.fixture
 def save():
-    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed (pip install 'jaxdp-trainer[images]')")
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed (pip install -e '.[images]')")
 
     def write(path, pixels, **how):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +121,7 @@ def test_an_image_is_resized_by_its_shorter_side_and_cut_to_the_middle(tmp_path,
 
 @pytest.mark.parametrize(("dtype", "name"), [("uint16", "deep.png"), ("int32", "deep.tiff"), ("float32", "deep.tiff")])
 def test_an_image_of_more_than_8_bits_a_channel_is_refused(tmp_path, dtype, name):
-    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed (pip install 'jaxdp-trainer[images]')")
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed (pip install -e '.[images]')")
     image.fromarray(np.linspace(0, 60_000, 16).reshape(4, 4).astype(dtype)).save(tmp_path / name)
     with pytest.raises(UsageError, match=rf"cannot read image '.*{name}': .* have more than 8 bits a channel; replace"):
         decode(tmp_path / name, 4)
@@ -404,7 +404,7 @@ def test_the_check_lists_all_that_cannot_be_read(partly_damaged, tmp_path, save,
 
 @pytest.fixture
 def datasets():
-    return pytest.importorskip("datasets", reason="datasets is not installed (pip install 'jaxdp-trainer[datasets]')")
+    return pytest.importorskip("datasets", reason="datasets is not installed (pip install -e '.[datasets]')")
 
 
 def test_columns_of_a_saved_data_set_by_split(tmp_path, datasets):

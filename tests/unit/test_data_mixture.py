@@ -313,8 +313,8 @@ def test_a_stream_shorter_than_its_size_is_named():
 
 def test_iterable_sets_of_datasets_and_grain_are_streams():
     """They are in the extra `test`; without them, the test is skipped."""
-    datasets = pytest.importorskip("datasets", reason="pip install 'jaxdp-trainer[datasets]'")
-    grain = pytest.importorskip("grain", reason="pip install 'jaxdp-trainer[grain]'")
+    datasets = pytest.importorskip("datasets", reason="pip install -e '.[datasets]'")
+    grain = pytest.importorskip("grain", reason="pip install -e '.[grain]'")
     rows = datasets.Dataset.from_dict({"inputs": [*range(200)], "labels": [*range(200)]})
     of_datasets = Stream(lambda start=0: rows.to_iterable_dataset().skip(start))
     of_grain = Stream(lambda: grain.MapDataset.range(200).to_iter_dataset())

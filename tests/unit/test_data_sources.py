@@ -65,7 +65,7 @@ def write_text(folder):
 
 
 def write_images(folder):
-    pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed (pip install 'jaxdp-trainer[images]')")
+    pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed (pip install -e '.[images]')")
     for split in ("train", "test"):
         for name in ("cat", "dog"):
             (folder / split / name).mkdir(parents=True)
@@ -75,7 +75,7 @@ def write_images(folder):
 
 
 def write_hugging_face(folder):
-    datasets = pytest.importorskip("datasets", reason="pip install 'jaxdp-trainer[datasets]'")
+    datasets = pytest.importorskip("datasets", reason="pip install -e '.[datasets]'")
     features = datasets.Features({"inputs": datasets.Array2D((4, 3), "uint8"), "labels": datasets.ClassLabel(3)})
     rows = {"inputs": RNG.integers(0, 256, (8, 4, 3), np.uint8), "labels": RNG.integers(0, 3, 8)}
     made = datasets.Dataset.from_dict(rows, features=features)

@@ -30,7 +30,7 @@ real_data = pytest.mark.skipif(not REAL, reason="JAXDP_DATA does not name a fold
 
 def needs(package):
     missing = importlib.util.find_spec(package) is None
-    return pytest.mark.skipif(missing, reason=f"{package} is not installed (pip install 'jaxdp-trainer[bpe]')")
+    return pytest.mark.skipif(missing, reason=f"{package} is not installed (pip install -e '.[bpe]')")
 
 
 # --- windows ---------------------------------------------------------------------------------------------------------
