@@ -5,9 +5,12 @@ import errno
 import importlib
 import os
 import re
+import sys
 import traceback
 from collections.abc import Iterable
 from typing import Any
+
+from jaxdp import imports
 
 OUT_OF_MEMORY = re.compile(
     r"RESOURCE_EXHAUSTED|out of memory|unable to allocate|cannot allocate memory|failed to allocate|bad_alloc",
@@ -102,11 +105,20 @@ def install(extra: str) -> str:
 
 def import_optional(name: str, user: str, extra: str, otherwise: str = "") -> Any:
     """Import a package that only an extra installs. Raises UsageError if it is missing; user: what needs it."""
+    package, _, _ = name.partition(".")
+    fix = f"{install(extra)}{otherwise}"
     try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError:
-        fix = f"{install(extra)}{otherwise}"
-        raise UsageError(f"{user} needs {name.partition('.')[0]}, which is not installed; {fix}") from None
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and not f"{name}.".startswith(f"{error.name}."):
+            raise UsageError(f"{user} needs {package}, which needs {error.name}, which is not installed") from None
+        module = None
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    if file and os.path.realpath(os.path.dirname(file.removesuffix("/__init__.py"))) in imports.users_folders():
+        raise UsageError(f"{user} needs the library {package}, whose name {file} has; rename this file, and {fix}")
+    if module is None:
+        raise UsageError(f"{user} needs {package}, which is not installed; {fix}")
+    return module
 
 
 def explained(error: BaseException) -> ReportedError | None:

@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import IO, Any
 
 from jaxdp import __version__
@@ -24,6 +25,7 @@ from jaxdp.distributed.messages import parse
 from jaxdp.errors import RunFailed, UsageError
 from jaxdp.values import dump
 
+DEPTH = 200  # bytes of the longest path in `checkpoints`
 WAIT = 50.0  # seconds that an ending process may take to release the run directory; other ranks wait for 60
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "mpi4py")
 
@@ -36,14 +38,22 @@ WRITTEN = (
 # Names of checkpoints; a user's own folders in `checkpoints`, such as 100-backup, do not match.
 CHECKPOINT = re.compile(r"\d+(\.(orbax-checkpoint-tmp|pruned|damaged|suspect|unfinished).*)?")
 
+# Names of folders that TensorStore refuses: a backslash separates names for it. And Orbax takes gs: for a store.
+NOT_STORED = re.compile(r"gs:/|[/\\]\.{0,2}[/\\]|\.__lock[/\\]")
+
 _owner: "tuple[IO[str], Owner] | None" = None  # the open lock file of this process, and its owner
 _nonce = (0, "")  # (the process, the nonce) of the run directory that this process has used last
 
 
 def make(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
     """Create and lock the directory, and write a nonce into it. Return (the lock, the error message or None)."""
-    if re.search("[\ud800-\udfff]", path := str(directory.absolute())):  # bytes that Python could not decode
-        return None, f"run_dir: {path!r} is not UTF-8, so Orbax could not save there; choose another with --run_dir"
+    path, shown = os.path.realpath(directory / "checkpoints"), str(directory.absolute())[:300]
+    if re.search("[\ud800-\udfff]", path):  # bytes that Python could not decode
+        return None, f"run_dir: {shown!r} is not UTF-8, so Orbax could not save there; choose another with --run_dir"
+    if NOT_STORED.search(f"{path}/"):
+        return None, f"run_dir: {shown!r} has a name below which Orbax cannot save; choose another with --run_dir"
+    if len(path.encode()) + DEPTH > (longest := os.pathconf("/", "PC_PATH_MAX")):
+        return None, f"run_dir: {shown!r}... is too long for its files ({longest} bytes); choose a shorter one"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "checkpoints").mkdir(exist_ok=True)
@@ -59,7 +69,18 @@ def make(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
 def cannot_write(path: pathlib.Path | str, error: OSError) -> str:
     if error.errno == errno.ELOOP and os.path.islink(path):
         return f"run_dir: {str(path)!r} is a link, through which a run does not write; remove it, or choose another"
-    return f"run_dir: cannot write in {str(path)!r}: {error.strerror}; choose another with --run_dir"
+    reason = error.strerror
+    if isinstance(error, FileExistsError):
+        reason = "it is not a folder"
+        try:
+            os.stat(path)
+        except FileNotFoundError:
+            return (
+                f"run_dir: {str(path)!r} is a link to {os.readlink(path)!r}, which does not exist; create that folder"
+            )
+        except OSError as other:
+            reason = other.strerror
+    return f"run_dir: cannot write in {str(path)[:300]!r}: {reason}; choose another with --run_dir"
 
 
 def no_link(path: str, flags: int) -> int:
@@ -244,7 +265,27 @@ def write_config(directory: pathlib.Path, config: dict[str, Any]) -> None:
 def write_env(directory: pathlib.Path, facts: dict[str, Any]) -> None:
     """Write env.json: time of the first start, versions, and `facts` (devices, topology, launcher)."""
     here = {"began": began(directory), "versions": versions(), "platform": platform.platform(), "argv": sys.argv}
+    here["folder"] = os.getcwd()
     write(directory / "env.json", json.dumps(here | facts, indent=2) + "\n")
+
+
+def folder(directory: pathlib.Path) -> str | None:
+    """Return the working directory of the run's last start, to which relative paths in its config belong."""
+    try:
+        return str(json.loads((directory / "env.json").read_text())["folder"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # saved by an earlier version
+
+
+def inside(folder: str | None) -> AbstractContextManager[None]:
+    """Return a context in which `folder` is the working directory; print a line if it does not exist here."""
+    if folder is None or folder == os.getcwd():
+        return contextlib.nullcontext()
+    if os.path.isdir(folder):
+        return contextlib.chdir(folder)
+    text = f"the run was started in {folder!r}, which does not exist here: relative paths of its config are taken from"
+    sys.stderr.write(f"jaxdp: {text} {os.getcwd()!r}\n")
+    return contextlib.nullcontext()
 
 
 def began(directory: pathlib.Path) -> float:

@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_type_hints
 
-from jaxdp import user_errors
+from jaxdp import imports, user_errors
 from jaxdp.errors import UsageError, nearest, suggest
 from jaxdp.values import YAML, fits, in_words, plain, typed
 
@@ -62,7 +62,7 @@ def locate(key: str, target: str, table: Mapping[str, Any], field: str | None = 
     if not all(part.isidentifier() for part in entry.split(".")):
         raise UsageError(f"{field}: {target!r} is not a dotted path, such as package.module.Name")
     try:
-        imported: Any = importlib.import_module(module)
+        imported: Any = imports.for_user(importlib.import_module, module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise UsageError(f"{field}: {target!r} cannot be imported: it needs {error.name!r}") from error
@@ -73,9 +73,15 @@ def locate(key: str, target: str, table: Mapping[str, Any], field: str | None = 
         raise UsageError(f"{field}: {target!r} cannot be imported{user_errors.cause(error)}") from error
     if not hasattr(imported, name):
         public = [n for n, v in vars(imported).items() if not n.startswith("_") and callable(v)]
-        hint = f"; {near}" if (near := suggest(name, public)) else ""
+        hint = f"; {near}" if (near := suggest(name, public)) else _behind_library(module)
         raise UsageError(f"{field}: module {module!r} has no {name!r}{_of_script(module) or hint}")
     return getattr(imported, name)
+
+
+def _behind_library(module: str) -> str:
+    """Return advice for a module of the user's that has the name of a library, which is imported already."""
+    file = imports.hiding().get(module.partition(".")[0])
+    return f": it is a library, which comes before {file}; rename this file" if file else ""
 
 
 def _of_script(name: str) -> str:

@@ -12,8 +12,9 @@ import jax
 import numpy as np
 from jax.tree_util import Partial
 
-from jaxdp import environment, user_errors
+from jaxdp import environment, imports, user_errors
 from jaxdp.assemble.data import facts_of, is_sequential, make_data, make_order, make_transform
+from jaxdp.checkpoint.orbax import import_all
 from jaxdp.config import Config
 from jaxdp.config.training import OuterOptimizer
 from jaxdp.core.master import with_master
@@ -90,6 +91,8 @@ def set_jax(config: Config, sums: bool = True) -> None:
             raise UsageError(f"{name}: {value!r} makes numbers depend on the devices; set it to {needed!r}")
     if "" not in sys.path:  # a target may be a module in the folder that the command runs in
         sys.path.insert(0, "")
+    if problem := imports.check(import_all):
+        raise UsageError(problem)
 
 
 @contextlib.contextmanager

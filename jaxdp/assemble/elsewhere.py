@@ -22,13 +22,14 @@ from typing import Any
 
 import jax
 
-from jaxdp import user_errors
+from jaxdp import imports, user_errors
 from jaxdp.distributed import context, private_jax
 from jaxdp.environment import COUNT
 from jaxdp.errors import ReportedError
 
 SLOW = 900.0  # seconds that the other process may take longer than this one
-CODE = "from jaxdp.assemble.elsewhere import main; main()"
+CODE = "import sys; sys.path.append({!r}); import jaxdp; sys.path[:] = {!r}; "
+CODE += "from jaxdp.assemble.elsewhere import main; main()"
 MORE = 3  # what is added to a rank and to a number of processes: another parity, also of a half
 SHIFT = -(405 * 86_400 + 5 * 3_600 + 17 * 60)  # seconds: another year, month, day of the week, hour and minute
 NEW_HOST = 0x04000000  # CLONE_NEWUTS, see unshare(2)
@@ -69,14 +70,13 @@ def process(
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(COUNT)]
     variables = {k: v for k, v in os.environ.items() if not k.startswith(PIPES)}
     variables |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join([*flags, f"{COUNT}={devices}"])}
-    variables["PYTHONPATH"] = os.pathsep.join(sys.path)
     if elsewhere:
         variables |= surroundings()
     with contextlib.ExitStack() as files:
         request, answer, errors = (files.enter_context(tempfile.TemporaryFile()) for _ in range(3))
         pickle.dump((function, args, elsewhere), request)
         request.seek(0)
-        argv = [sys.executable, "-c", CODE]
+        argv = [sys.executable, "-P", "-c", CODE.format(os.path.dirname(os.path.dirname(imports.PACKAGE)), sys.path)]
         child = subprocess.Popen(argv, stdin=request, stdout=answer, stderr=errors, env=variables)
 
         def result() -> Any:
@@ -121,7 +121,7 @@ def main() -> None:
     gc.set_threshold(100_000)
     answer = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    function, args, elsewhere = pickle.load(sys.stdin.buffer)
+    function, args, elsewhere = imports.for_user(pickle.load, sys.stdin.buffer)
     if elsewhere:
         enter()
     try:

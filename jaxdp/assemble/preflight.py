@@ -1,6 +1,7 @@
 """Checks before training: trace one update of one microbatch from shapes, to report misfits early."""
 
 import collections
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -31,6 +32,7 @@ from jaxdp.split import path_string
 from jaxdp.targets import attribute, targets_in
 
 T = TypeVar("T")
+RESERVED_NAMES = ("model_state", "__metadata__")  # in files of weights
 
 
 def rehearse(config: Config, parts: Parts, step: Step, make_state: Partial) -> tuple[float, dict[str, jex.ClosedJaxpr]]:
@@ -40,19 +42,7 @@ def rehearse(config: Config, parts: Parts, step: Step, make_state: Partial) -> t
     """
     with user_errors.reported():
         first, state = jax.make_jaxpr(make_state, return_shape=True)()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        field, _, name = path_string(path).partition("/")
-        if not leaf.size and field != "exponents":
-            owner = {"params": "model: parameter", "opt_state": "optimizer: its state"}.get(field, "model: its state")
-            raise UsageError(f"{owner} {name!r} has shape {leaf.shape}; it is empty and cannot be saved; leave it out")
-    paths = collections.Counter(path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.params))
-    for name, count in paths.items():
-        if count > 1:
-            raise UsageError(f"model: {count} parameters have the path {name!r}; rename all but one")
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state.model_state):
-        if is_key(leaf):
-            raise UsageError(f"model: its state {path_string(path)!r} is a random key; use the key of the call instead")
-
+    check_leaves(state)
     trained = step.trainable(state.params)
     shapes = lambda tree: jax.tree.map(lambda x: x.shape, tree)
     updated = shapes(jax.eval_shape(parts.rule.tx.update, trained, state.opt_state, trained))
@@ -76,6 +66,26 @@ def rehearse(config: Config, parts: Parts, step: Step, make_state: Partial) -> t
     counted = model_flops(grads, lambda: jax.make_jaxpr(step.evaluate)(view_of_one(state), batch, number))
     programs = {"the initial state": first, "the gradients": grads, "the update": update}
     return counted / parts.order.examples_per_microbatch, programs
+
+
+def check_leaves(state: TrainState) -> None:
+    """Raise UsageError if an array of the state (shapes) cannot be saved, or not be found by its name."""
+    leaves = [(path_string(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)]
+    paths = collections.Counter(path for path, _ in leaves)
+    for path, leaf in leaves:
+        field, _, name = path.partition("/")
+        owner = {"params": "model: parameter", "opt_state": "optimizer: its state"}.get(field, "model: its state")
+        if not leaf.size and field != "exponents":
+            raise UsageError(f"{owner} {name!r} has shape {leaf.shape}; it is empty and cannot be saved; leave it out")
+        if paths[path] > 1:
+            several = "parameters" if field == "params" else f"arrays of {field}"
+            raise UsageError(f"model: {paths[path]} {several} have the path {name!r}; rename all but one")
+        if re.search("[\ud800-\udfff]", name):
+            raise UsageError(f"{owner} {name!r} has half a character in its name, which no file can store; rename it")
+        if field == "params" and name.partition("/")[0] in RESERVED_NAMES:
+            raise UsageError(f"{owner} {name!r} has a name that files of weights use for something else; rename it")
+        if field == "model_state" and is_key(leaf):
+            raise UsageError(f"model: its state {name!r} is a random key; use the key of the call instead")
 
 
 def view_of_one(state: TrainState) -> View:

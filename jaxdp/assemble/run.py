@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
@@ -187,6 +188,7 @@ def describe_config(config: Config, prepared: Prepared, objects: Objects) -> dic
         digests["the evaluation data"] = prepared.facts["eval data fingerprint"]
     return {
         "config": dataclasses.asdict(config),
+        "folder": os.getcwd(),
         "versions": versions(),
         "microbatches": config.microbatches,
         "programs": digests,

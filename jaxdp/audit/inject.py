@@ -126,7 +126,7 @@ class Injection:
             if fault.kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             elif fault.kind == "slow":
-                subprocess.Popen([sys.executable, "-c", PAUSES, str(os.getpid()), str(fault.factor)])
+                subprocess.Popen([sys.executable, "-P", "-c", PAUSES, str(os.getpid()), str(fault.factor)])
             elif fault.target in ("params", "opt_state"):
                 flipped = flip_copy(getattr(progress.state, fault.target), fault, run.strategy.devices[fault.device])
                 progress.state = progress.state.replace(**{fault.target: flipped})

@@ -24,7 +24,7 @@ class Commit:
     def __init__(self, context: Context):
         member = membership.current()
         self.context, self.turn = context, member.turn("save") if member else 0
-        self.attempt = f"{member.job.generation if member else 0}-{self.turn}"  # the same on all, not used before
+        self.attempt = f"{member.job.generation if member else 0}-{self.turn}"  # the same on all processes
 
     def wait_for(self, response: Any) -> None:
         """Wait until Orbax has committed on this process. Raises PeerFailed as soon as another could not.

@@ -65,6 +65,21 @@ def clean(directory: pathlib.Path, step: int | None = None) -> None:
         shutil.rmtree(directory / str(step), ignore_errors=True)
 
 
+def temporary(directory: pathlib.Path, step: int, attempt: str) -> pathlib.Path:
+    """Return the folder that Orbax saves into.
+
+    attempt: another text for each save, since in an elastic job a process may still write into the folder of a save
+    that a lost process has interrupted.
+    """
+    return directory / f"{step}{TEMPORARY}-{attempt}"
+
+
+def publish(directory: pathlib.Path, step: int, attempt: str) -> None:
+    """Give a folder that Orbax has saved the name of its step; a folder of that name is removed."""
+    remove(directory, [step])
+    temporary(directory, step, attempt).rename(directory / str(step))
+
+
 def remove(directory: pathlib.Path, steps: Iterable[int]) -> None:
     """Remove checkpoints, renaming each first, so that a partly removed one is not taken for a checkpoint."""
     for step in steps:

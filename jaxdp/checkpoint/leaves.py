@@ -2,17 +2,20 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import SequenceKey
 
 from jaxdp.core.state import TrainState
 from jaxdp.errors import UsageError
 from jaxdp.split import path_string
 
 ADDED = ("ema_state",)  # fields that a checkpoint of version 0.1 does not have
+PLAIN = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
 def fields_of(state: TrainState) -> dict[str, Any]:
@@ -30,6 +33,33 @@ def leaves_of(tree: Any) -> dict[str, Any]:
     """Return {path: [dtype, shape]}."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {path_string(path): [str(x.dtype), list(x.shape)] for path, x in leaves}
+
+
+def is_plain(tree: Any) -> bool:
+    """Return whether Orbax can name each leaf by the keys of its path, which it turns into texts and joins by dots."""
+
+    def plain(key: Any) -> bool:
+        name = getattr(key, "key", getattr(key, "name", None))
+        return isinstance(key, SequenceKey) or (isinstance(name, str) and PLAIN.fullmatch(name) is not None)
+
+    return all(plain(key) for path, _ in jax.tree_util.tree_leaves_with_path(tree) for key in path)
+
+
+def number_of(paths: Sequence[str]) -> dict[str, str]:
+    """Return {path: its number}, the names under which a checkpoint stores leaves with other keys."""
+    return {path: str(number) for number, path in enumerate(paths)}
+
+
+def by_number(tree: Any, paths: Sequence[str]) -> dict[str, Any]:
+    """Return {number of its path: leaf}."""
+    numbers = number_of(paths)
+    return {numbers[path_string(path)]: leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def path_in(meta: Mapping[str, Any]) -> Callable[[Any], str]:
+    """Return a function from the path of a leaf as Orbax has it to its path in the state. meta: of the checkpoint."""
+    numbered = meta.get("numbered")
+    return lambda path: numbered[int(path_string(path))] if numbered else path_string(path)
 
 
 @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)

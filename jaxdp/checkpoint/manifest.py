@@ -99,7 +99,11 @@ def located(directory: pathlib.Path, name: str) -> pathlib.Path:
     """
     path = directory / name
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # a link to itself, an impossible file name
-        if name.isprintable() and ".." not in path.parts and path.resolve().is_relative_to(directory.resolve()):
+        if (
+            name.isprintable()
+            and ".." not in pathlib.PurePath(name).parts
+            and path.resolve().is_relative_to(directory.resolve())
+        ):
             return path
     why = "outside of the checkpoint" if name.isprintable() else "not a file name"
     raise Damaged(f"its {NAME} names {name[:200]!r}, which is {why}")

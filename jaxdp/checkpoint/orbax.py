@@ -4,10 +4,10 @@ import functools
 import logging
 import pathlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from jaxdp.checkpoint import folders
 from jaxdp.distributed import membership
 from jaxdp.distributed.context import Context, current
 
@@ -22,24 +22,50 @@ def orbax() -> Any:
     return v1
 
 
+def import_all() -> None:
+    """Import what a save and a restore need."""
+    orbax(), literal_path()
+
+
+@functools.cache
+def literal_path() -> Any:
+    """Return the class of Orbax's paths, without the meaning that it gives to some names of folders.
+
+    A pattern is joined to the path of the folder, which is then a pattern too: "lr=[1e-3]" has a character class. And
+    /gs, /s3, /az and /hf are stores in a network, not folders.
+    """
+    from etils import epath
+
+    class LiteralPath(type(epath.Path("/"))):  # type: ignore[misc]
+        _uri_scheme = None
+
+        def glob(self, pattern: str) -> Iterator[Any]:
+            return map(type(self), pathlib.Path(self).glob(pattern))
+
+    return LiteralPath
+
+
 def options() -> Any:
-    """Return Orbax's context with our time limit, and without slices of small arrays."""
+    """Return Orbax's context with our time limit, without slices of small arrays, and with paths that are literal."""
     context = orbax().Context()
     context.asynchronous.timeout_secs = int(TIMEOUT)
     context.array.saving.min_slice_bytes_for_replica_parallel = SLICE
+    context.file.path_class = literal_path()
     return context
 
 
-def save(folder: pathlib.Path, tree: Any, attempt: str) -> Any:
-    """Start to save a tree, with all processes; return Orbax's response.
+def alone() -> Any:
+    """Return Orbax's context for this process alone, while others do not call it, or have folders of their own."""
+    rank, context = current().rank, options()
+    context.multiprocessing.primary_host = None  # each process that calls it
+    context.multiprocessing.active_processes = {rank}
+    context.multiprocessing.barrier_sync_key_prefix = f"rank_{rank}"
+    return context
 
-    attempt: the same text on all processes, and another one for each save. It is in the name of Orbax's temporary
-    folder: in an elastic job, a process may still write into that of a save which a lost process has interrupted.
-    """
-    from orbax.checkpoint._src.path import atomicity
 
-    temporary = lambda path: path.parent / f"{path.name}{folders.TEMPORARY}-{attempt}"
-    with options(), mock.patch.object(atomicity, "_get_tmp_directory", temporary, create=True):
+def save(folder: pathlib.Path, tree: Any) -> Any:
+    """Start to save a tree, with all processes; return Orbax's response."""
+    with options():
         return orbax().save_async(folder, tree, overwrite=True)
 
 
@@ -50,10 +76,7 @@ def save_alone(folder: pathlib.Path, tree: Any) -> Any:
     """
     from orbax.checkpoint.experimental.v1._src.saving import execution
 
-    rank, context = current().rank, options()
-    context.multiprocessing.primary_host = None  # each process that saves
-    context.multiprocessing.active_processes = {rank}
-    context.multiprocessing.barrier_sync_key_prefix = f"rank_{rank}"
+    context = alone()
     context.array.saving.use_replica_parallel = False  # would split an array over the processes that have it
     context.asynchronous.create_directories_asynchronously = False  # or one process could take another's signal
     # Orbax compares the paths by a collective of all processes, though some of them do not save.
@@ -64,7 +87,20 @@ def save_alone(folder: pathlib.Path, tree: Any) -> Any:
 def load(folder: pathlib.Path, targets: Any) -> Any:
     """Return the tree in a folder of Orbax, as `targets` (abstract arrays) say. All processes call it."""
     prepare(current())
-    return orbax().load(folder, targets)
+    with options():
+        return orbax().load(folder, targets)
+
+
+def load_alone(folder: pathlib.Path, targets: Any) -> Any:
+    """Return the tree in a folder of Orbax, as `targets` (NumPy arrays) say, in this process alone."""
+    with alone():
+        return orbax().load(folder, targets)
+
+
+def described(folder: pathlib.Path) -> Any:
+    """Return the tree in a folder of Orbax, with the shape and the dtype of each array."""
+    with options():
+        return orbax().metadata(folder).metadata
 
 
 def prepare(context: Context) -> None:

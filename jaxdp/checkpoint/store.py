@@ -7,6 +7,7 @@ Reading verifies the checksums first; a checkpoint that fails them is set aside,
 
 import contextlib
 import math
+import os
 import pathlib
 import threading
 import time
@@ -19,9 +20,19 @@ import numpy as np
 from jaxdp import rundir
 from jaxdp.checkpoint import folders, manifest
 from jaxdp.checkpoint.commit import Commit, PeerFailed, reason_of
-from jaxdp.checkpoint.leaves import ADDED, all_fields_of, check_same_leaves, copy, leaves_of
+from jaxdp.checkpoint.leaves import (
+    ADDED,
+    all_fields_of,
+    by_number,
+    check_same_leaves,
+    copy,
+    is_plain,
+    leaves_of,
+    number_of,
+)
 from jaxdp.checkpoint.manifest import Damaged
 from jaxdp.checkpoint.orbax import TIMEOUT, load, prepare, save, silence_orbax
+from jaxdp.checkpoint.read_back import read_back, sample
 from jaxdp.core.average import first_statistics
 from jaxdp.core.state import TrainState
 from jaxdp.distributed import membership
@@ -29,6 +40,7 @@ from jaxdp.distributed.context import Context, current
 from jaxdp.errors import UsageError
 from jaxdp.metrics.events import NoEvents
 from jaxdp.metrics.numbers import smaller_is_better
+from jaxdp.split import path_string
 
 Say = Callable[[str], None]
 
@@ -56,8 +68,9 @@ class Checkpoints:
         context: Context | None = None,
         facts: Mapping[str, Any] | None = None,
     ):
-        self.directory, self.keep, self.keep_every, self.best = directory.resolve(), keep, keep_every, best
-        self.return_every = return_every
+        self.run_directory = directory.absolute().parent  # `directory` may be a link to another disk
+        self.directory = pathlib.Path(os.path.realpath(directory))
+        self.keep, self.keep_every, self.return_every, self.best = keep, keep_every, return_every, best
         self.sign = 1 if smaller_is_better(str(best), mode) else -1  # of the metric, to look for the smallest
         self.context, self.facts = context or current(), facts or {}
         self.writes = self.context.is_root  # whether this process makes and removes the folders of checkpoints
@@ -68,12 +81,14 @@ class Checkpoints:
         self._failure: str | None = None  # why the last save has failed
         self._thread: threading.Thread | None = None
         self._copies: Any = None
+        self._sample: tuple[str, np.ndarray] | None = None  # of a save that will be read back
+        self._reads_back = True  # until a first save was right
         self._lock, self._notes = threading.Lock(), dict[int, dict[str, Any]]()
         silence_orbax()
 
     def attach(self, nonce: str) -> str | None:
         """Return why this process cannot use the run directory in which root has written `nonce`, or None."""
-        return rundir.is_shared(self.directory.parent, nonce)
+        return rundir.is_shared(self.run_directory, nonce)
 
     def steps(self) -> list[int]:
         """Return the steps that have a manifest, in order; only `latest` verifies the files."""
@@ -145,10 +160,15 @@ class Checkpoints:
         if step <= self.repeated and self.context.of_root("exists", exists):  # Orbax would remove it before it writes
             self.annotate(step, meta)
             return
-        tree = all_fields_of(state)
+        tree: dict[str, Any] = all_fields_of(state)
         meta = {"step": step, **self.facts, **meta, "state": leaves_of(tree)}
+        if self._reads_back and self.writes:
+            self._sample = sample(tree)
+        if not is_plain(tree):
+            meta["numbered"] = [*meta["state"]]
+            tree = by_number(tree, meta["numbered"])
         try:
-            response = self._start(self.directory / str(step), tree)
+            response = self._start(folders.temporary(self.directory, step, self._commit.attempt), tree)
         except (OSError, ValueError, TimeoutError) as error:
             self._give_up(step, error, say)
             return
@@ -161,7 +181,7 @@ class Checkpoints:
             old_copies = self._copies if leaves_of(self._copies) == leaves_of(tree) else None
             self._copies = tree = copy(old_copies, tree)
         prepare(self.context)
-        return save(folder, tree, self._commit.attempt)
+        return save(folder, tree)
 
     def is_saving(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
@@ -209,6 +229,7 @@ class Checkpoints:
         which then starts from the model state.
         """
         saved = self.check_fits(step, abstract)
+        numbered = self.context.of_root("numbered", lambda: self.meta(step).get("numbered"))
         fields, exponents = all_fields_of(abstract), abstract.exponents
         lacks = abstract.ema_state is not None and not any(path.startswith("ema_state") for path in saved)
         if lacks:
@@ -217,7 +238,12 @@ class Checkpoints:
         if "exponents" in saved:
             dtype, shape = saved["exponents"]
             fields["exponents"] = jax.ShapeDtypeStruct(shape, dtype, sharding=abstract.step.sharding)
-        state = load(self.directory / str(step), fields)
+        folder = self.directory / str(step)
+        if numbered:
+            leaves, numbers = load(folder, by_number(fields, numbered)), number_of(numbered)
+            state = jax.tree_util.tree_map_with_path(lambda path, _: leaves[numbers[path_string(path)]], fields)
+        else:
+            state = load(folder, fields)
         if exponents is None:
             state["exponents"] = None
         elif "exponents" not in state or state["exponents"].shape != exponents.shape:
@@ -245,6 +271,11 @@ class Checkpoints:
         """Wait in a thread for Orbax and write the manifest; on failure, tell all processes."""
         try:
             self._commit.wait_for(response)
+            if self.writes:
+                folders.publish(self.directory, step, self._commit.attempt)
+            if self._sample is not None:
+                read_back(self.directory / str(step), meta, self._sample)
+                self._sample, self._reads_back = None, False
             files = self._digests(self.directory / str(step))
             if self.writes:
                 with self._lock:

@@ -12,7 +12,8 @@ import jax
 import numpy as np
 
 from jaxdp.checkpoint import manifest, published, published_files, safetensors
-from jaxdp.checkpoint.orbax import load, orbax
+from jaxdp.checkpoint.leaves import path_in
+from jaxdp.checkpoint.orbax import described, load, orbax
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.distributed.hosts import listed
 from jaxdp.errors import UsageError, one_line
@@ -98,20 +99,23 @@ def from_checkpoint(path: pathlib.Path, ema: bool, field: str = "init_from", ema
 
     field, ema_field: the names of the user's settings, for errors.
     """
+    stored = dict[str, Any]()
+    has = lambda field: any(name == field or name.startswith(f"{field}/") for name in stored)
     try:
         saved = manifest.read(path)
         manifest.check(path, saved["files"])
-        tree: Any = orbax().metadata(path.resolve()).metadata
-        problem = None if isinstance(tree, dict) and "params" in tree else "it contains no parameters"
+        tree: Any = described(path.resolve())
+        path_of = path_in(saved["meta"])
+        stored = {path_of(key): x for key, x in jax.tree_util.tree_leaves_with_path(tree)}
+        problem = None if has("params") else "it contains no parameters"
     except Exception as error:
         problem = one_line(error)
     if problem:
         raise UsageError(f"{field}: {str(path)!r} is not a complete jaxdp checkpoint ({problem}); give another")
-    if ema and "ema" not in tree:
+    if ema and not has("ema"):
         raise UsageError(
             f"{ema_field}: {str(path)!r} has no running average; leave it out (optimizer.ema computes one)"
         )
-    stored = {path_string(key): x for key, x in jax.tree_util.tree_leaves_with_path(tree)}
     of = lambda field: {
         name[len(field) + 1 :]: name for name in stored if name == field or name.startswith(f"{field}/")
     }
@@ -129,9 +133,9 @@ def from_checkpoint(path: pathlib.Path, ema: bool, field: str = "init_from", ema
         for name in wanted.keys() & others.keys():
             counterpart, *scalars = others[name][1]
             needed |= {counterpart: wanted[name], **{key: np.zeros((), stored[key].dtype) for key in scalars}}
-        pick = lambda key, _: needed.get(path_string(key), orbax().PLACEHOLDER)
+        pick = lambda key, _: needed.get(path_of(key), orbax().PLACEHOLDER)
         restored = load(path.resolve(), jax.tree_util.tree_map_with_path(pick, tree))
-        loaded = {path_string(key): x for key, x in jax.tree_util.tree_leaves_with_path(restored)}
+        loaded = {path_of(key): x for key, x in jax.tree_util.tree_leaves_with_path(restored)}
         arrays = {name: loaded[where[name]] for name in wanted}
         for name in wanted.keys() & others.keys():
             kind, keys = others[name]

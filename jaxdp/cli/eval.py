@@ -1,10 +1,15 @@
 """The verb `eval`: evaluate a checkpoint of a run directory."""
 
+import pathlib
+
 from jaxdp import config as schema
+from jaxdp import rundir
 from jaxdp.assemble.components import NOTHING
 from jaxdp.assemble.run import make_run
 from jaxdp.cli import Call
 from jaxdp.cli.export import missing_step
+from jaxdp.config import Config
+from jaxdp.distributed.context import Context
 from jaxdp.errors import RunFailed, UsageError
 from jaxdp.job.resume import resume_step
 from jaxdp.job.train import use_compilation_cache
@@ -20,10 +25,16 @@ def run(call: Call) -> None:
     Raises UsageError without the checkpoint or evaluation data, and RunFailed if a loss is not finite.
     """
     config, context = call.config, call.context
-    directory = schema.run_dir(config, call.path)
+    directory = schema.run_dir(config, call.path).absolute()
+    is_saved = call.path is not None and pathlib.Path(call.path).absolute() == directory / "config.yaml"
+    with rundir.inside(rundir.folder(directory) if is_saved else None):
+        evaluate_step(config, directory, context, call.options["step"])
+
+
+def evaluate_step(config: Config, directory: pathlib.Path, context: Context, wanted: int | None) -> None:
+    """Evaluate the checkpoint of a step; None: the last one."""
     use_compilation_cache(config, context)
     prepared = make_run(config, directory, context)
-    wanted = call.options["step"]
     if wanted is not None:
         context.agree(missing_step(directory, wanted) if context.is_root else None)
     step, _ = resume_step(prepared, config, context, NOTHING, tidy=False, only=wanted)

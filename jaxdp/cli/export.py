@@ -25,7 +25,7 @@ def export(options: dict[str, Any]) -> str:
     """Write the file or folder and return a summary. The model is not built: the checkpoint stores names and shapes."""
     if not options["run_dir"]:
         raise UsageError("--run_dir: missing; give the directory of a run, e.g. --run_dir runs/digits")
-    layout, directory = options["layout"], pathlib.Path(options["run_dir"])
+    layout, directory = options["layout"], pathlib.Path(options["run_dir"]).expanduser()
     check_one_of("--layout", layout, LAYOUTS)
     step = choose_step(directory, options["step"])
     output = choose_output(directory, options["output"], layout == FOLDER)
@@ -75,7 +75,7 @@ def missing_step(directory: pathlib.Path, step: int) -> str | None:
 
 def choose_output(directory: pathlib.Path, name: str | None, folder: bool) -> pathlib.Path:
     """Return the path of the file or the folder to write. Raises UsageError if it cannot be one."""
-    output = pathlib.Path(name) if name else directory / (FOLDER if folder else "export.safetensors")
+    output = pathlib.Path(name).expanduser() if name else directory / (FOLDER if folder else "export.safetensors")
     if not folder and output.suffix != ".safetensors":
         raise UsageError(f"--output: {str(output)!r} does not end in .safetensors; init_from would not know it")
     wrong = output.is_file() if folder else output.is_dir()

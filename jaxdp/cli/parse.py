@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, get_type_hints
 
+from jaxdp import rundir
 from jaxdp import values as texts
 from jaxdp.cli.table import VERBS, Option
 from jaxdp.config import Config
@@ -25,7 +26,10 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
     pairs = split_pairs(argv, options)
     names = dict(pairs)
     if verb == "eval" and "config" not in names:
-        pairs.append(("config", saved_config(names.get("run_dir"))))
+        saved = saved_config(names.get("run_dir"))
+        if rundir.folder(pathlib.Path(saved).parent) not in (None, os.getcwd()):  # `eval` goes there
+            pairs = [(name, os.path.abspath(text) if is_path(name, text) else text) for name, text in pairs]
+        pairs.append(("config", saved))
     files = [text for name, text in pairs if name == "config"]
     values: dict[str, Any] = {}
     for file in files:  # files come first: the command line overrides them
@@ -211,6 +215,11 @@ def saved_config(directory: str | None) -> str:
     if not saved.is_file():
         raise UsageError(f"run_dir: no run in {directory!r}; give the directory of a run, such as runs/digits")
     return str(saved)
+
+
+def is_path(name: str, text: str) -> bool:
+    """Return whether the text of an argument of a target names a file or a folder."""
+    return ".args." in name and os.path.exists(text)
 
 
 def read_config(path: str) -> dict[str, Any]:

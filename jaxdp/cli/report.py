@@ -17,7 +17,7 @@ from jaxdp.report.writer import NAME
 def run(call: Call) -> None:
     """Write the page and print its path. Raises UsageError if a run cannot be read or the file cannot be written."""
     options = call.options
-    paths = [pathlib.Path(run) for run in options["run"]]
+    paths = [pathlib.Path(run).expanduser() for run in options["run"]]
     if not paths:
         raise UsageError("report: no run given; name run directories, e.g. jaxdp report runs/digits")
     default = (paths[0] if len(paths) == 1 else pathlib.Path()) / NAME
@@ -29,7 +29,7 @@ def run(call: Call) -> None:
     for run, name in zip(runs, names(directories)):
         run["name"] = name
     runs = ranked(runs, metric) if metric else runs
-    output = pathlib.Path(options["out"]) if options["out"] else default
+    output = pathlib.Path(options["out"]).expanduser() if options["out"] else default
     if output.is_dir():
         raise UsageError(
             f"--out: {str(output)!r} is a directory; give the path of a file, such as {str(output / NAME)!r}"

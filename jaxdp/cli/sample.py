@@ -2,16 +2,17 @@
 
 import math
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdp import rundir
 from jaxdp.assemble.components import make_model, set_jax
 from jaxdp.checkpoint import manifest
-from jaxdp.checkpoint.weights import MODEL_STATE, from_checkpoint, on_host
+from jaxdp.checkpoint.weights import MODEL_STATE, Weights, from_checkpoint, on_host
 from jaxdp.cli import Call
 from jaxdp.cli.export import choose_step
 from jaxdp.config.reading import from_mapping
@@ -41,10 +42,23 @@ def sample(options: dict[str, Any]) -> str:
     temperature = options["temperature"]
     if not 0 <= temperature < math.inf:
         raise UsageError(f"--temperature: {temperature} is not at least 0; 1 draws from what the model expects")
-    directory = pathlib.Path(options["run_dir"])
+    directory = pathlib.Path(options["run_dir"]).expanduser().absolute()
     checkpoint = directory / "checkpoints" / str(choose_step(directory, options["step"]))
     weights = from_checkpoint(checkpoint, options["ema"], "--run_dir", "--ema")
     meta = manifest.read(checkpoint)["meta"]
+    with rundir.inside(meta.get("folder")):
+        return sample_from(weights, meta, directory, checkpoint, options)
+
+
+def sample_from(
+    weights: Weights,
+    meta: Mapping[str, Any],
+    directory: pathlib.Path,
+    checkpoint: pathlib.Path,
+    options: Mapping[str, Any],
+) -> str:
+    """Build the model with the weights of a checkpoint, and generate. Raises UsageError."""
+    temperature = options["temperature"]
     data = meta.get("data") or {}
     if not data.get("tokenizer"):
         raise UsageError(f"--run_dir: {str(directory)!r} was not trained on text with a tokenizer; name another")

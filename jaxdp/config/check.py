@@ -99,6 +99,8 @@ def expanded(key: str, path: str | None) -> str | None:
         return None
     if not path.strip():
         raise UsageError(f"{key}: {path!r} is empty; give a path, or leave it out")
+    if "\0" in path:
+        raise UsageError(f"{key}: {path!r} has a null character, which no path can have; give another")
     if "://" in path:
         raise UsageError(f"{key}: {path!r} is not in the file system; mount the store there, and give that path")
     return os.path.expanduser(path)

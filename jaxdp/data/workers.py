@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxdp import imports
 from jaxdp.data.base import Dataset
 from jaxdp.data.example_order import ExampleOrder
 from jaxdp.data.prefetch import prefetch, read_batch, read_batches
@@ -147,23 +148,28 @@ def _signals_blocked() -> Iterator[None]:
 
     This process still receives them, in its other threads or after the context.
     """
+    safe = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"  # else a new process finds its first modules in the working directory
     resource_tracker.ensure_running()  # otherwise the first process starts it, which unblocks signals
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
     try:
         yield
     finally:
+        del os.environ["PYTHONSAFEPATH"]
+        os.environ |= {} if safe is None else {"PYTHONSAFEPATH": safe}
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _work(pipe: Connection, pickled: bytes, order: ExampleOrder, numbers: np.ndarray, steps: range) -> None:
     """Read and send batches until killed, or until the parent has ended; runs in a worker."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ.pop("PYTHONSAFEPATH", None)
     os.environ["JAX_PLATFORMS"] = "cpu"
     if "jax" in sys.modules:  # imported by the main module, before JAX_PLATFORMS was set
         sys.modules["jax"].config.update("jax_platforms", "cpu")
     step = None
     try:
-        dataset = pickle.loads(pickled)
+        dataset = imports.for_user(pickle.loads, pickled)
         for step in steps:
             pipe.send(read_batch(dataset, order, step, numbers))
     except BrokenPipeError:

@@ -12,8 +12,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
+from jaxdp import imports
 from jaxdp.distributed import channel, hosts, mpi
 from jaxdp.distributed.connection import Connection, Joined, join
 from jaxdp.distributed.protocol import Facts, Settings, silence
@@ -130,12 +130,10 @@ def start_coordinator(settings: Settings, host: str) -> int:
             f"rank 0's host {host} lets a process open {most} files, and the coordinator of {settings.size} processes "
             f"needs {needed}: raise the hard limit there (ulimit -Hn)"
         )
-    package = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     stderr = os.dup(settings.stderr)
     child = subprocess.Popen(
         [sys.executable, "-P", "-m", "jaxdp.distributed.coordinator_process"],
-        env={**os.environ, "PYTHONPATH": path},
+        env=imports.for_module(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,  # gRPC's log

@@ -13,6 +13,7 @@ import tempfile
 import time
 from typing import NamedTuple
 
+from jaxdp import imports
 from jaxdp.distributed import hosts
 from jaxdp.distributed.mpi import waits_until_every_rank_calls_mpi_init
 from jaxdp.doctor.check import LIMIT, OK, Check, as_text, failure, of_text
@@ -50,7 +51,7 @@ def follow(command: list[str]) -> tuple[Stage, Check | None]:
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             command,
-            env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "1"},
+            env={**imports.for_module(), "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -93,7 +94,7 @@ def problem(stage: str, how: str, printed: str) -> Check:
 
 def examine(directory: pathlib.Path) -> tuple[list[Check], list[str]] | None:
     """Run all checks; return all ranks' findings and hosts on rank 0, None on the others. directory: of the run."""
-    command = [sys.executable, "-m", "jaxdp.doctor.job", str(directory), str(os.getppid())]
+    command = [sys.executable, "-P", "-m", "jaxdp.doctor.job", str(directory), str(os.getppid())]
     (name, _, checks, rank, names), failed = follow(command)
     joined = name not in ("checks", "imports", "ranks")
     if failed and not (rank and failed.found == SILENT):  # rank 0 prints that error

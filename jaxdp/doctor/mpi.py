@@ -1,13 +1,13 @@
 """Check mpirun by a job of two processes: unless mpi4py loads the same MPI, they do not see each other."""
 
 import importlib.util
-import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 
+from jaxdp import imports
 from jaxdp.distributed import hosts, launchers, mpi
 from jaxdp.doctor.check import Check, failure, of_text, ok, warning
 from jaxdp.errors import ReportedError, install
@@ -27,8 +27,8 @@ def check_mpirun() -> Iterator[Check]:
         none = "no MPI; several processes need mpirun, srun, torchrun or JAXDP_COORDINATOR"
         yield warning("mpirun", text, INSTALL) if path or package else ok("mpirun", none)
         return
-    env = OVERSUBSCRIBE | {name: os.environ[name] for name in os.environ if not name.startswith("JAXDP_")}
-    command = [path, "-np", "2", sys.executable, "-m", "jaxdp.doctor.mpi"]
+    env = OVERSUBSCRIBE | {k: v for k, v in imports.for_module().items() if not k.startswith("JAXDP_")}
+    command = [path, "-np", "2", sys.executable, "-P", "-m", "jaxdp.doctor.mpi"]
     try:
         done = subprocess.run(
             command, env=env, capture_output=True, encoding="utf-8", errors="replace", timeout=SECONDS + 5

@@ -1,5 +1,6 @@
 """Find the checkpoint to resume from, and check that config, data and code are unchanged."""
 
+import os
 import pathlib
 import re
 from collections.abc import Collection, Mapping
@@ -10,7 +11,7 @@ from jaxdp.assemble.components import Objects
 from jaxdp.assemble.run import on_all_ranks
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.config import Config
-from jaxdp.config.check import as_saved, changed_numbers
+from jaxdp.config.check import as_saved, changed_numbers, flatten
 from jaxdp.data.contents import EARLIER, difference, partly
 from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError
@@ -41,7 +42,7 @@ def check_same_run(
     spares = config.optimizer.weight_decay and sorted(spared_by(saved)) != sorted(now["spared"])
     changed = changed_numbers(saved["config"], config, () if spares else ("optimizer.no_decay",))
     if digests := difference(saved_contents(saved), now["data_contents"]):
-        changed.append(f"data fingerprint: {digests}")
+        changed += [f"data fingerprint: {digests}", *moved(config, saved.get("folder"))]
     if changed:
         ends = any(line.startswith(("steps: ", "epochs: ")) for line in changed)
         growing = ", as the schedule ends there unless optimizer.schedule_steps is set from the start" * ends
@@ -64,6 +65,28 @@ def check_same_run(
             f"warning: {name} has changed since this run was trained to step {step}; the result may not be that of the "
             "current code (another --run_dir starts over)"
         )
+
+
+def moved(config: Config, folder: str | None, lost: bool = False) -> list[str]:
+    """Return "KEY: PATH is FILE, but was FILE" of relative paths that mean other files than where the run started.
+
+    folder: the working directory of that start, None if it is unknown. lost: only those that mean no file here.
+    """
+    texts, here = list[str](), os.getcwd()
+    for key, value in flatten(config).items():
+        if folder is None or ".args." not in key or not isinstance(value, str) or not value:
+            continue
+        old, new = (os.path.join(top, os.path.expanduser(value)) for top in (folder, here))
+        exists = os.path.exists(new)
+        if os.path.exists(old) and not (exists and (lost or os.path.samefile(old, new))):
+            texts.append(f"{key}: {value!r} is {new!r} here, but was {old!r} where the run was started ({folder!r})")
+    return texts
+
+
+def check_paths(config: Config, directory: pathlib.Path) -> None:
+    """Raise UsageError if relative paths of a run that resumes mean files that are only where it was started."""
+    if Checkpoints(directory / "checkpoints").steps() and (texts := moved(config, rundir.folder(directory), lost=True)):
+        raise UsageError(f"{'; '.join(texts)}; run the command there, or choose another --run_dir")
 
 
 def saved_contents(saved: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ from jaxdp.distributed import faults, membership, private_jax
 from jaxdp.distributed.context import SLOW, Context
 from jaxdp.errors import ReportedError, UsageError, one_line
 from jaxdp.job.elastic import in_advance, launcher_problem, missing_records, wait_for_devices
-from jaxdp.job.resume import lock_run_dir, resume_step
+from jaxdp.job.resume import check_paths, lock_run_dir, resume_step
 from jaxdp.job.start import layout_of, start_writer, warning_of_lost_updates
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.events import Events, NoEvents
@@ -91,6 +91,7 @@ def train_here(
         since = float(os.environ.get("JAXDP_BEGAN", math.inf))
         overwrite = context.of_root("overwrite", lambda: rundir.began(directory) < since)
     use_compilation_cache(config, context)
+    on_all_ranks(context, lambda: check_paths(config, directory) if context.is_root and not overwrite else None)
     prepared = prepare_on_all_ranks(config, context, objects, snapshots.prepared if snapshots is not None else None)
     if snapshots is not None:
         snapshots.prepared = prepared

@@ -189,8 +189,14 @@ def for_each_example(carry: Any, batch: dict[str, Any]) -> Any:
 
 
 def nest(pairs: Iterable[tuple[Sequence[Any], Any]]) -> dict[str, Any]:
-    """Convert (path, value) pairs to nested dicts."""
-    return unflatten_dict({tuple(map(str, path)): value for path, value in pairs})
+    """Convert (path, value) pairs to nested dicts. Raises UsageError for keys that are equal as texts, as 0 and "0"."""
+    flat: dict[tuple[str, ...], Any] = {}
+    for path, value in pairs:
+        names = tuple(map(str, path))
+        if names in flat:
+            raise UsageError(f"model: 2 of its arrays have the path {'/'.join(names)!r}; rename all but one")
+        flat[names] = value
+    return unflatten_dict(flat)
 
 
 def at(tree: dict[str, Any], path: Sequence[Any]) -> Any:

@@ -73,7 +73,7 @@ def test_small_replicated_arrays_are_saved_without_compiling(tmp_path, monkeypat
     mesh = jax.make_mesh((8,), ("data",))
     x = jax.device_put(np.zeros((8, 6)), jax.NamedSharding(mesh, jax.P()))
     with jax.log_compiles():
-        orbax.save(tmp_path / "1", {"x": x}, "first").result()
+        orbax.save(tmp_path / "1", {"x": x}).result()
     assert ("compilation of jit(slice)" in caplog.text) == compiles
 
 
@@ -135,7 +135,9 @@ def test_a_save_that_is_made_again_writes_into_another_temporary_folder(tmp_path
             checkpoints = Checkpoints(tmp_path / run, context=Context())
             checkpoints.save(7, states(1)[0], META, print)
             assert checkpoints.wait() is None
-    assert names == [f"7.orbax-checkpoint-tmp-{attempt}" for attempt in ("0-3", "0-4", "1-3", "1-4")]
+    assert names == [
+        f"7.orbax-checkpoint-tmp-{attempt}.orbax-checkpoint-tmp" for attempt in ("0-3", "0-4", "1-3", "1-4")
+    ]
 
 
 MODES = (("min", "accuracy"), ("max", "loss"))

@@ -9,6 +9,7 @@ import jaxdp
 
 ROOT = pathlib.Path(jaxdp.__file__).parent
 LAYERS = [
+    "imports",
     "errors",
     "values",
     "config",
