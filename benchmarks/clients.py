@@ -125,6 +125,7 @@ def measure(size: int, workers: int, idle: float) -> None:
     port, secret, spawn = hosts.free_port(), secrets.token_hex(16), multiprocessing.get_context("spawn")
     settings = Settings(size, secret, port, "127.0.0.1", None, TIMEOUT, TIMEOUT)
     pid, pipes = joining.start_coordinator(settings, hosts.hostname()), [spawn.Pipe() for _ in range(workers)]
+    assert pid is not None, "the coordinator was killed"
     for i, (_, pipe) in enumerate(pipes):
         spawn.Process(target=serve, args=(pipe, port, secret, range(size)[i::workers], size), daemon=True).start()
 

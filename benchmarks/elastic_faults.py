@@ -70,6 +70,45 @@ def recovery(job: Any, rng: random.Random) -> bool:
     return kill(job, rng)
 
 
+def survivor(job: Any, rng: random.Random) -> bool:
+    """All processes but one, which alone has the state then, and those that start in their place, during recovery."""
+    deadline = time.monotonic() + PATIENCE
+    while not (ranks := job.ranks()) or job.generations()[-1:] != [len(ranks)] or not job.has_trained():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    spared = rng.choice(ranks)
+    for pid in rng.sample(ranks, len(ranks)):
+        kill_one(job, pid if pid != spared else rng.choice([0, *set(job.ranks()) - {spared}]))
+        time.sleep(rng.uniform(0.0, 1.5))
+    return len(ranks) > 1
+
+
+def frozen(job: Any, rng: random.Random) -> bool:
+    """The coordinator is stopped, and continues after 5, 20 or 60 s if it still exists."""
+    pid = next(iter(job.coordinators()), 0)
+    if pid:
+        send(pid, signal.SIGSTOP)
+        threading.Timer(rng.choice([5.0, 20.0, 60.0]), send, (pid, signal.SIGCONT)).start()
+    return bool(pid)
+
+
+def flood(job: Any, rng: random.Random) -> bool:
+    """A program without the secret opens as many connections as it can for 10 s, while a process joins again."""
+    ports = [port for pid in job.coordinators() for port in listening(pid)]
+    threading.Thread(target=connect_often, args=(ports, 10.0), daemon=True).start()
+    return bool(ports) and kill(job, rng)
+
+
+def connect_often(ports: list[int], seconds: float) -> int:
+    """Open connections to ports of this host and close them again for some seconds; return how many."""
+    count, deadline = 0, time.monotonic() + seconds
+    while ports and time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", ports[count % len(ports)]), 0.1):
+            count += 1
+    return count
+
+
 Fault = Callable[[Any, random.Random], bool]
 
 
@@ -177,7 +216,7 @@ def listening(pid: int) -> list[int]:
 
 FAULTS: dict[str, Fault] = {
     **{f.__name__: f for f in (kill, first, pair, stop, coordinator, both, recovery, compilation, start, join)},
-    **{f.__name__: f for f in (damage, disk, stranger)},
+    **{f.__name__: f for f in (survivor, frozen, flood, damage, disk, stranger)},
     "save": when(touched("save")),
     "evaluation": when(touched("evaluation")),
 }

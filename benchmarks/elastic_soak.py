@@ -67,6 +67,11 @@ class Run:
         """The number of processes of each generation that has started to train."""
         return [e["processes"] for e in self.lines("events.jsonl") if e["kind"] in ("start", "resume")]
 
+    def has_trained(self) -> bool:
+        """Whether the newest generation has made an update."""
+        kinds = [e["kind"] for e in self.lines("events.jsonl") if e["kind"] in ("start", "resume", "first_update")]
+        return kinds[-1:] == ["first_update"]
+
 
 class Job(Run):
     """One way to train. again: start the command again when it ends, until `close`."""
@@ -205,6 +210,7 @@ def finish(job: Job, folder: pathlib.Path, steps: int, more: list[str]) -> dict:
         "code": code,
         "generations": len(job.generations()),
         "every_update_once": logged == list(range(10, steps + 1, 10)),
+        "from_the_first_update": [e["kind"] for e in job.lines("events.jsonl")].count("start"),
         "equal_to_one_device": final(folder / "run")["params_sha256"] == alone(folder, steps, more),
     }
 

@@ -38,8 +38,9 @@ WRITTEN = (
 # Names of checkpoints; a user's own folders in `checkpoints`, such as 100-backup, do not match.
 CHECKPOINT = re.compile(r"\d+(\.(orbax-checkpoint-tmp|pruned|damaged|suspect|unfinished).*)?")
 
-# Names of folders that TensorStore refuses: a backslash separates names for it. And Orbax takes gs: for a store.
-NOT_STORED = re.compile(r"gs:/|[/\\]\.{0,2}[/\\]|\.__lock[/\\]")
+# Names of folders below which Orbax and TensorStore would not use the same files: a backslash separates names for
+# TensorStore, gs: is a store for Orbax, and .__lock is TensorStore's own.
+NOT_STORED = re.compile(r"gs:/|\\|\.__lock/")
 
 _owner: "tuple[IO[str], Owner] | None" = None  # the open lock file of this process, and its owner
 _nonce = (0, "")  # (the process, the nonce) of the run directory that this process has used last
@@ -272,7 +273,7 @@ def write_env(directory: pathlib.Path, facts: dict[str, Any]) -> None:
 def folder(directory: pathlib.Path) -> str | None:
     """Return the working directory of the run's last start, to which relative paths in its config belong."""
     try:
-        return str(json.loads((directory / "env.json").read_text())["folder"])
+        return str(json.loads((directory / "env.json").read_text(encoding="utf-8"))["folder"])
     except (OSError, ValueError, KeyError, TypeError):
         return None  # saved by an earlier version
 

@@ -5,6 +5,8 @@ client's first message contains a second nonce. Each direction has a key derived
 each frame is numbered, so a frame recorded on another connection, or sent twice, is refused. Messages are
 authenticated, not encrypted. A message to all ranks is encoded and hashed once: the HMAC is that of its hash.
 
+A first message that is not authentic is answered by REFUSAL, so that a connection that breaks is not taken for one.
+
     frame = length (4 bytes, big-endian) | HMAC-SHA256(key, number | SHA-256(payload)) (32 bytes) | payload (JSON)
 """
 
@@ -23,6 +25,7 @@ from jaxdp.errors import UsageError
 MAGIC = b"jaxdp coordinator 2\n"
 NONCE = 32  # bytes
 HEAD = 4 + 32  # bytes before the payload
+REFUSAL = b"jaxdp refused your first message".ljust(HEAD)  # in the place of the head of a frame
 LIMIT = 1 << 26  # bytes of one payload
 FIRST_LIMIT = 1 << 16  # bytes of the first payload, before the sender is authenticated
 VARIABLE = "JAXDP_SECRET"

@@ -10,6 +10,7 @@ import asyncio
 import collections
 import contextlib
 import os
+import resource
 import secrets
 import threading
 import time
@@ -22,7 +23,7 @@ from jaxdp.distributed.messages import checked, printable
 from jaxdp.distributed.protocol import Settings
 
 FIRST_MESSAGE = 10.0  # seconds until a connection must have sent its first message
-UNAUTHENTICATED = 256  # open connections without a first message; beyond that, the oldest is closed
+UNAUTHENTICATED = 4096  # open connections without a first message, at most; beyond that, the oldest is closed
 
 
 class Coordinator:
@@ -34,6 +35,9 @@ class Coordinator:
         self.generation: Generation = ElasticGeneration(self) if settings.elastic else Generation(self)
         self.next: ElasticGeneration | None = None  # is forming
         self.unauthenticated: collections.OrderedDict[asyncio.StreamWriter, None] = collections.OrderedDict()
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        spare = files // 2 - settings.size if files != resource.RLIM_INFINITY else UNAUTHENTICATED
+        self.most = min(UNAUTHENTICATED, max(50, spare))  # the others are for ranks, here and in JAX's service
         self.reported = False
         self.services: list[Any] = []  # JAX's, one for each generation
         self.jax_loaded = threading.Thread(target=private_jax.load)
@@ -46,7 +50,7 @@ class Coordinator:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection until it closes."""
         self.unauthenticated[writer] = None
-        if len(self.unauthenticated) > UNAUTHENTICATED + self.settings.size:
+        if len(self.unauthenticated) > self.most:
             self.unauthenticated.popitem(last=False)[0].close()
         member: Member | None = None
         try:
@@ -65,6 +69,8 @@ class Coordinator:
                 message = await self.receive(reader, sealer)  # meanwhile the member may pass to another generation
                 member.generation.handle(member, message)
         except channel.Refused as error:
+            if member is None:
+                writer.write(channel.REFUSAL)
             peer = writer.get_extra_info("peername") or ["?"]
             self.refuse(f"a message from {peer[0]}", str(error))
         except (OSError, EOFError, TimeoutError):

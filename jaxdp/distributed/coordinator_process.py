@@ -19,13 +19,16 @@ from jaxdp.distributed.coordinator import Coordinator
 from jaxdp.distributed.hosts import BACKLOG, listen, raise_open_files
 from jaxdp.distributed.protocol import Settings
 
+ACCEPTED = 32  # new connections, at most, that asyncio accepts before it serves those that are open
+
 
 async def run(settings: Settings, server: socket.socket) -> None:
     coordinator = Coordinator(settings)
     loop = asyncio.get_running_loop()
     parent_gone = lambda: None if coordinator.generation.admitted else coordinator.done.set()
     threading.Thread(target=lambda: (sys.stdin.read(), loop.call_soon_threadsafe(parent_gone)), daemon=True).start()
-    listener = await asyncio.start_server(coordinator.serve, sock=server, backlog=BACKLOG)
+    listener = await asyncio.start_server(coordinator.serve, sock=server, backlog=ACCEPTED)
+    server.listen(BACKLOG)
     with contextlib.suppress(BrokenPipeError):  # rank 0 has ended
         print("ready", flush=True)
     await coordinator.watch()

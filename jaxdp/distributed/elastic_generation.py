@@ -2,9 +2,10 @@
 
 A generation ends when a rank dies or is silent, when a collective fails, or when a process waits to join. The ranks
 that report to the next generation are its survivors; they keep their order, and new processes follow. They have WINDOW
-seconds, or LATE if they still send heartbeats: a long compilation cannot be interrupted. A new process builds its run
-first, if the others can do without it, and they train for `join_after` seconds before they stop for it. There is one
-coordinator, so a cut network cannot form two generations.
+seconds, or LATE if they still send heartbeats: a long compilation cannot be interrupted. Without any process that has
+the newest state, none forms as long as one that has it sends heartbeats. A new process builds its run first, if the
+others can do without it, and they train for `join_after` seconds before they stop for it. There is one coordinator, so
+a cut network cannot form two generations.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class ElasticGeneration(Generation):
         self.waiting: list[Member] = []  # until this generation is complete
         self.preparing: list[Member] = []
         self.began = time.monotonic()  # when it was complete
-        self.ended_at: float | None = None  # seconds
+        self.waited: float | None = None  # seconds since its end that the coordinator has run; None: it has not ended
+        self.waits_for: Member | None = None  # see `wait_for`
         self.size = 0  # until it is complete
         self.survivors: set[tuple[str, int]] = set()  # after the end: who may report to the next generation
         self.code = 0  # the exit code of those that have left
@@ -66,8 +68,8 @@ class ElasticGeneration(Generation):
 
     def has_enough(self) -> bool:
         """Return whether the ranks that are left can train without another process."""
-        left = self.members if self.ended_at is None else self.survivors
-        has_quorum = self.ended_at is None or 2 * len(left) > self.size - self.dead
+        left = self.members if self.waited is None else self.survivors
+        has_quorum = self.waited is None or 2 * len(left) > self.size - self.dead
         return has_quorum and len(left) >= self.settings.min_processes and "waiting" not in self.announced
 
     def do_prepared(self, member: Member, id: Any) -> None:
@@ -82,7 +84,7 @@ class ElasticGeneration(Generation):
         facts: of the first of them. New processes that came earlier connect again, and join the next generation.
         """
         self.is_lost, self.admitted, self.number = True, True, -1
-        self.ended_at, self.reference = time.monotonic(), facts
+        self.waited, self.reference = 0.0, facts
         members, self.members = self.members, {}
         for member in members.values():
             member.writer.close()
@@ -99,21 +101,21 @@ class ElasticGeneration(Generation):
     def form(self) -> None:
         """Admit the waiting processes when all survivors have reported or WINDOW is over, if they are enough."""
         before = self.before
-        if before is None or self.admitted or before.ended_at is None:
+        if before is None or self.admitted or before.waited is None:
             return
-        waited = time.monotonic() - before.ended_at
+        waited = before.waited
         survivors = [m for m in self.waiting if identity(m) in before.survivors]
         if waited < WINDOW and len(survivors) < (before.size if before.is_lost else len(before.survivors)):
             return
-        if waited < LATE and before.has_late(survivors):
+        if waited < LATE and (before.has_late(survivors) or before.may_lack_state(self.waiting)):
+            return
+        if ahead := before.ahead(self.waiting):
+            self.wait_for(ahead[0], waited)
             return
         alive = before.size - before.dead
-        has_quorum = 2 * len(self.reachable(before, survivors)) > alive or not alive
+        has_quorum = 2 * len(self.reachable(before, survivors)) > alive or not alive or before.is_everyone(self.waiting)
         if not has_quorum or len(self.waiting) < self.settings.min_processes:
-            if self.preparing:
-                return
-            is_final = before.is_lost and not has_quorum  # who has died, and cannot come, is unknown
-            if waited > WINDOW + (0.0 if is_final else self.settings.join_timeout):
+            if not self.preparing and waited > WINDOW + self.settings.join_timeout:
                 self.give_up(len(survivors))
             return
         joiners = [m for m in self.waiting if m not in survivors]
@@ -130,11 +132,36 @@ class ElasticGeneration(Generation):
             for member in following.preparing:
                 member.generation = following
 
+    def wait_for(self, member: Member, waited: float) -> None:
+        """Report once, after WINDOW, that no generation forms without this process."""
+        if waited > WINDOW and self.waits_for is not member:
+            self.waits_for = member
+            process = f"{member.title}, process {member.facts['pid']}"
+            self.coordinator.report(f"generation {self.number} waits for {process}: it alone may have the newest state")
+
     def has_late(self, reported: list[Member]) -> bool:
         """Return whether a rank of this generation, which has ended, sends heartbeats and has not reported yet."""
-        known, since = set(map(identity, reported)), time.monotonic() - WINDOW
-        late = (m for m in self.members.values() if identity(m) in self.survivors - known)
-        return any(m.heard > since for m in late)
+        known = set(map(identity, reported))
+        return any(m.silent < WINDOW for m in self.members.values() if identity(m) in self.survivors - known)
+
+    def is_everyone(self, waiting: list[Member]) -> bool:
+        """Return whether all processes that the job has wait, so that no other one can be alive."""
+        return len(waiting) >= max(self.size, self.settings.size)
+
+    def ahead(self, waiting: list[Member]) -> list[Member]:
+        """Return the ranks of this generation, which has ended, with the state of a later one than all that wait have.
+
+        One may be alive until its connection closes, or until it has sent no heartbeat for LATE seconds.
+        """
+        known, newest = set(map(identity, waiting)), newest_state(waiting)
+        others = (m for m in self.members.values() if identity(m) not in known and m.silent < LATE)
+        return [m for m in others if newest_state([m]) > newest]
+
+    def may_lack_state(self, waiting: list[Member]) -> bool:
+        """Return whether a rank whose connection has ended with the last coordinator may come, and have a newer state
+        than all that wait: these know only that it had one."""
+        reported = max((m.facts.get("newest", -1) for m in waiting), default=-1)
+        return self.is_lost and reported > newest_state(waiting) and not self.is_everyone(waiting)
 
     def reachable(self, before: ElasticGeneration, survivors: list[Member]) -> set[tuple[str, int]]:
         """Return the ranks of the previous generation that are on this side of a cut network.
@@ -167,7 +194,7 @@ class ElasticGeneration(Generation):
         members = list(self.members.values())
         new = [m for m in waiting if identity(m) not in map(identity, members)]
         is_time = time.monotonic() - self.began >= self.settings.join_after or "waiting" in self.announced
-        if new and members and self.ended_at is None and is_time:
+        if new and members and self.waited is None and is_time:
             self.do_announce(members[0], None, "join", new[0].title)
 
     def refuse_waiting(self, text: str, code: int) -> None:
@@ -182,10 +209,14 @@ class ElasticGeneration(Generation):
         return super().do_leave(member, id, code)
 
     def handle(self, member: Member, message: dict[str, Any]) -> None:
-        if self.ended_at is not None and message.get("op") != "beat":
+        if self.waited is not None and message.get("op") != "beat":
             member.send(id=message.get("id"), ended="")  # a rank of an old generation can do nothing
         else:
             super().handle(member, message)
+
+    def do_opened(self, member: Member, id: Any) -> None:
+        """A rank has the state of this generation."""
+        member.facts["state"] = self.number
 
     def do_regroup(self, member: Member, id: Any, fault: str) -> dict[str, Any]:
         """A rank has reached the update at which all regroup, or its collective has failed."""
@@ -203,7 +234,7 @@ class ElasticGeneration(Generation):
         is_new = author is not None and self.number > 0 and "last" not in self.members[author].facts
         if (code == 2 and not is_new) or not self.admitted:
             return super().fail(text, code, author)
-        if self.ended_at is not None:
+        if self.waited is not None:
             return False
         self.coordinator.report(f"generation {self.number} ends: {text}")
         silent = {m.rank for m in self.members.values() if m.silent >= self.settings.silence}
@@ -215,8 +246,8 @@ class ElasticGeneration(Generation):
 
         The author ends its process when it gets the answer to its report; it is not told of the end before.
         """
-        if self.ended_at is None:
-            self.ended_at = time.monotonic()
+        if self.waited is None:
+            self.waited = 0.0
             self.survivors = {identity(m) for rank, m in self.members.items() if rank not in (*silent, author)}
             for rank, member in self.members.items():
                 if rank != author:
@@ -237,7 +268,7 @@ class ElasticGeneration(Generation):
                 joining.remove(member)
         if self.members.get(member.rank) is member:
             self.dead += 1
-            had_ended = self.ended_at is not None
+            had_ended = self.waited is not None
             super().disconnected(member)
             following = self.coordinator.next
             reported = {identity(m) for m in following.waiting} if following is not None else set()
@@ -252,18 +283,27 @@ class ElasticGeneration(Generation):
 
     def tick(self, elapsed: float) -> None:
         if self.before is None:
-            if self.ended_at is None:
+            if self.waited is None:
                 super().tick(elapsed)
+            else:
+                self.waited += min(elapsed, 1.0)  # a coordinator that was stopped has not waited for reports
+                for member in self.members.values():
+                    member.silent += min(elapsed, 1.0)
         else:
             for member in [*self.waiting, *self.preparing]:
                 member.silent += min(elapsed, 1.0)
                 if member.silent > QUIET + beat_interval(self.settings.size):  # it is stopped or cut off
                     self.disconnected(member)
                     member.writer.close()
-            if self.before.is_empty() and self.before.ended_at is None:
+            if self.before.is_empty() and self.before.waited is None:
                 self.refuse_waiting("the job ended before this process could join", self.before.code)
             self.before.ask_to_regroup(self.waiting)
             self.form()
+
+
+def newest_state(members: list[Member]) -> int:
+    """Return the newest generation whose state one of these has; -1 if none has any."""
+    return max((m.facts.get("state", -1) for m in members), default=-1)
 
 
 def identity(member: Member) -> tuple[str, int]:

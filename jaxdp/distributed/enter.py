@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from typing import Any, NamedTuple
@@ -81,8 +80,8 @@ def rejoin() -> Joined:
     private_jax.cancel_calls()
     limit = protocol.LATE + elastic.join_timeout + timeout
     settings = joining.coordinator_settings(world, *job.address, job.secret, timeout, elastic)
-    restart = functools.partial(joining.restart_coordinator, settings, member.local_rank)
-    joined = connection.join(*job.address, job.secret, job.last_facts, limit, restart)
+    place = joining.Place(settings, member.local_rank)
+    joined = connection.join(*job.address, job.secret, job.last_facts, limit, place.absent, None, place.silent)
     member.close()
     return joined
 
@@ -126,11 +125,15 @@ def enter(job: Joined) -> dict[str, Any]:
     if sharers > 1:  # each would reserve three quarters of the GPU
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.75 / sharers:.3f}")
     sockets.spare(job.address[1], hosts.split(job.jax_address)[1])
-    member = membership.Membership(job, local_rank, protocol.silence(timeout), parent, elastic is not None)
+    silence = protocol.silence(timeout)
+    if elastic is not None and hosts.is_own(job.address[0]):  # a cut network cannot be the cause
+        silence = max(silence, timeout)
+    member = membership.Membership(job, local_rank, silence, parent, elastic is not None)
     membership.start(member)
     if hosts.on_one_host(everyone):
         private_jax.bind_gloo("127.0.0.1")
-    private_jax.connect(job.jax_address, rank, len(everyone), job.secret, timeout, devices, elastic is not None)
+    proceed = member.check_generation if elastic else None
+    private_jax.connect(job.jax_address, rank, len(everyone), job.secret, timeout, devices, proceed)
     caches.clear()
     open_devices(member)
     return {

@@ -35,7 +35,6 @@ class Member:
         self.generation, self.facts, self.writer, self.sealer = generation, facts, writer, sealer
         self.rank: int = facts["rank"]
         self.silent = 0.0  # seconds
-        self.heard = time.monotonic()
         self.note: dict[str, Any] = {}
 
     @property
@@ -157,7 +156,7 @@ class Generation:
 
     def handle(self, member: Member, message: dict[str, Any]) -> None:
         """Do one operation for a rank. Refuse a malformed one, without ending the rank."""
-        member.silent, member.heard = 0.0, time.monotonic()
+        member.silent = 0.0
         name, fields = message.get("op"), None
         if isinstance(name, str) and name in OPERATIONS and hasattr(self, f"do_{name}"):  # regroup: if elastic
             fields = checked(message, OPERATIONS[name])
@@ -171,7 +170,7 @@ class Generation:
 
     def do_beat(self, member: Member, id: Any, note: dict[str, Any]) -> None:
         member.note = note
-        if self.admitted:  # else the rank waits for its admission
+        if self.admitted or id is not None:  # else the rank waits for its admission
             member.send_encoded(HEARD)
 
     def do_beats(self, member: Member, id: Any, suspended: bool) -> dict[str, Any]:

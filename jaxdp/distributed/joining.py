@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import resource
@@ -12,15 +13,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from jaxdp import imports
-from jaxdp.distributed import channel, hosts, mpi
-from jaxdp.distributed.connection import Connection, Joined, join
+from jaxdp.distributed import channel, frozen, hosts, mpi
+from jaxdp.distributed.connection import SILENT, Connection, Joined, has_data, join
 from jaxdp.distributed.protocol import Facts, Settings, silence
 from jaxdp.distributed.world import MPI, World
 from jaxdp.errors import UsageError
 
 BY_NAME = 3.0  # seconds that rank 0 tries to reach its coordinator at an address that its host does not have
+FIRST_RANK = 5.0  # seconds that rank 0 has to start the coordinator, before other ranks of an elastic job try it
+
+
+class PortTaken(UsageError):
+    """Another program, or another coordinator, listens on the coordinator's port."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,20 +61,26 @@ def meet(world: World, facts: Mapping[str, object], timeout: float, elastic: Ela
     if one_host and hosts.is_own(host):
         host = "127.0.0.1"
     remaining = max(1.0, timeout - (time.monotonic() - began))
-    is_there = lambda: coordinator_pid(host, port, secret)
+    is_there = lambda: coordinator_pid(host, port, secret) is not None
+    settings = coordinator_settings(world, host, port, secret, timeout, elastic)
+    settings = dataclasses.replace(settings, timeout=remaining)
     if world.rank == 0 and not (elastic and is_there()):  # it is there if this process was started again
-        settings = coordinator_settings(world, host, port, secret, timeout, elastic)
         try:
-            pid = start_coordinator(dataclasses.replace(settings, timeout=remaining), local["host"])
-            if not hosts.is_own(host) and coordinator_pid(host, port, secret) != pid:  # nor forwards to this one
+            pid = start_coordinator(settings, local["host"])
+            if (
+                pid is not None and not hosts.is_own(host) and coordinator_pid(host, port, secret) != pid
+            ):  # nor forwards to this one
                 raise UsageError(
                     f"the coordinator {hosts.join(host, port)} is not rank 0's host {local['host']} "
                     f"({', '.join(local['addresses']) or 'no address'}): give rank 0's address, or start rank 0 there"
                 )
-        except UsageError:
-            if not is_there():  # else another process has just started it, maybe also as rank 0
+        except UsageError as error:
+            may_be_ours = elastic is not None and isinstance(error, PortTaken)  # and frozen, or overloaded
+            if not may_be_ours and not is_there():  # else another process has just started it, maybe also as rank 0
                 raise
-    return join(host, port, secret, local, remaining, prepare=elastic.prepare if elastic else None)
+    place = Place(settings, world.rank and world.rank + FIRST_RANK)
+    watched: dict[str, Any] = {"absent": place.absent, "silent": place.silent} if elastic or world.rank == 0 else {}
+    return join(host, port, secret, local, remaining, prepare=elastic.prepare if elastic else None, **watched)
 
 
 def coordinator_settings(
@@ -89,15 +102,26 @@ def coordinator_settings(
     )
 
 
-def restart_coordinator(settings: Settings, local_rank: int, waited: float) -> None:
-    """Start a coordinator in the place of one that has gone, if its address is this host's.
+class Place:
+    """The place of a job's coordinator, if it is on this host: starts one where none is, and ends one that is frozen.
 
-    The processes of the host try it one by one, a second apart; the port is free for one of them. waited: seconds
-    without one.
+    The port is the lock: it is free for one coordinator. delay: seconds without one before this process starts one;
+    the processes of a host have different ones.
     """
-    if settings.jax_host is not None and waited >= local_rank:
-        with contextlib.suppress(UsageError):  # another process has just done so
-            start_coordinator(settings, hosts.hostname())
+
+    def __init__(self, settings: Settings, delay: float):
+        self.settings, self.delay = settings, delay
+        self.frozen = frozen.Frozen(settings.secret, settings.port)
+
+    def absent(self, waited: float) -> None:
+        """Start a coordinator if none has been there for `waited` seconds."""
+        if self.settings.jax_host is not None and waited >= self.delay:
+            with contextlib.suppress(UsageError):  # another process has just done so
+                start_coordinator(self.settings, hosts.hostname())
+
+    def silent(self) -> None:
+        """End the coordinator if it has not run since the last call."""
+        self.frozen.end()
 
 
 def coordinator_pid(host: str, port: int, secret: str) -> int | None:
@@ -122,8 +146,11 @@ def agree(world: World, facts: Facts, timeout: float) -> tuple[str, str]:
     return hosts.meeting_address(everyone, everyone[0]["port"]), everyone[0]["secret"]
 
 
-def start_coordinator(settings: Settings, host: str) -> int:
-    """Start the coordinator and return its process id. Raises UsageError if it cannot serve its port."""
+def start_coordinator(settings: Settings, host: str) -> int | None:
+    """Start the coordinator and return its process id; None if it was killed, or has been ended because it is frozen.
+
+    Raises UsageError if it cannot serve its port.
+    """
     most, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[1], 2 * settings.size + 100  # JAX's service is there too
     if 0 < most < needed:
         raise UsageError(
@@ -133,7 +160,7 @@ def start_coordinator(settings: Settings, host: str) -> int:
     stderr = os.dup(settings.stderr)
     child = subprocess.Popen(
         [sys.executable, "-P", "-m", "jaxdp.distributed.coordinator_process"],
-        env=imports.for_module(),
+        env={**imports.for_module(), frozen.VARIABLE: frozen.mark(settings.secret, settings.port)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,  # gRPC's log
@@ -144,12 +171,20 @@ def start_coordinator(settings: Settings, host: str) -> int:
     )
     os.close(stderr)
     assert child.stdin is not None and child.stdout is not None
-    child.stdin.write(json.dumps({**dataclasses.asdict(settings), "stderr": stderr}) + "\n")
-    child.stdin.flush()
+    with contextlib.suppress(BrokenPipeError):  # it was killed
+        child.stdin.write(json.dumps({**dataclasses.asdict(settings), "stderr": stderr}) + "\n")
+        child.stdin.flush()
+    watch = frozen.Frozen(settings.secret, settings.port)
+    while not has_data(child.stdout, SILENT):
+        watch.end()
     answer = child.stdout.readline().strip()
     if answer != "ready":
-        raise UsageError(
-            f"rank 0 cannot listen on port {settings.port} of {host} ({answer or f'code {child.wait()}'}): choose "
+        child.communicate()  # it ends
+        if child.returncode < 0:
+            return None
+        kind = PortTaken if answer == os.strerror(errno.EADDRINUSE) else UsageError
+        raise kind(
+            f"rank 0 cannot listen on port {settings.port} of {host} ({answer or f'code {child.returncode}'}): choose "
             "another coordinator port"
         )
     _children.append(child)  # its standard input stays open for as long as this process lives

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxdp.distributed import faults, hosts, private_jax, sockets
-from jaxdp.distributed.connection import Joined
+from jaxdp.distributed import faults, frozen, hosts, private_jax, sockets
+from jaxdp.distributed.connection import SILENT, Joined
 from jaxdp.distributed.messages import LONG_TEXT, checked, printable
 from jaxdp.distributed.protocol import TIMEOUT, beat_interval
 from jaxdp.errors import DistributedError, GenerationEnded, one_line
@@ -49,6 +49,8 @@ class Membership:
         self._lost: str | None = None  # why the connection to the coordinator was lost
         self._listeners: dict[str, Callable[[int, str], None]] = {}
         self._announced: dict[str, tuple[int, str]] = {}
+        self._frozen = frozen.Frozen(job.secret, job.address[1])
+        self._breaking = threading.Lock()
         self.connection.socket.settimeout(None)
 
     def start(self) -> None:
@@ -167,6 +169,12 @@ class Membership:
         if self.ended is not None:
             raise GenerationEnded(self.ended)
 
+    def report_state(self) -> None:
+        """Tell the coordinator that this process has the state of this generation, from which the job can continue."""
+        self.job.facts[self.rank]["state"] = self.job.generation
+        with contextlib.suppress(OSError):
+            self.connection.send(op="opened")
+
     def has_ended(self, seconds: float) -> bool:
         """Wait up to `seconds` for the end of this generation; return whether it has ended."""
         with self._changed:
@@ -174,7 +182,8 @@ class Membership:
 
     def close(self) -> None:
         """Leave an ended generation: close the connection, stop the threads, and free what its listeners hold."""
-        self.ending.set()
+        with self._breaking:  # else it would break off what the next generation does
+            self.ending.set()
         self.connection.socket.close()
         self._listeners.clear()
         atexit.unregister(self.leave)
@@ -236,8 +245,7 @@ class Membership:
             with self._changed:
                 self.ended = self.ended or printable(text) or "its ranks regroup"
                 self._changed.notify_all()
-            sockets.break_collectives()
-            private_jax.cancel_calls()
+            self._break_off()
         elif fault := checked(message, {"fault": str, "code": range(1, 256), "rank": (range(self.size), None)}):
             if fault["rank"] != self.rank and not self.ending.is_set():
                 time.sleep(0.3)  # the failed rank prints first
@@ -253,6 +261,13 @@ class Membership:
                 self._replies[number] = message
                 self._changed.notify_all()
 
+    def _break_off(self) -> None:
+        """Let the collectives of this process, and its calls of JAX's service, fail."""
+        with self._breaking:
+            if not self.ending.is_set():
+                sockets.break_collectives()
+                private_jax.cancel_calls()
+
     def _beat(self) -> None:
         wait = self.beat * (self.rank + 1) / self.size  # the first time: all have started at the same moment
         while not self.ending.wait(wait):
@@ -261,9 +276,13 @@ class Membership:
                 cause = f"the process that started it ({self.parent} on that host) has ended"
                 self.end_process(f"{self.name(self.rank)} ends: {cause}", 1, self.rank)
             self._unheard += self._lost is None
+            if self.elastic and self._lost is None and self._unheard * self.beat >= SILENT:
+                self._frozen.end()  # its connections close, and another one takes its place
+            if self.ended is not None:
+                self._break_off()  # what this process has begun since
             if self._unheard * self.beat > self.silence:
                 lost = f"{self.name(0)} cannot be reached for {self.silence:.0f} s"
-                text = f"{self.name(self.rank)} ends: {lost}: the network is cut, or its host is down"
+                text = f"{self.name(self.rank)} ends: {lost}: the network is cut, its host is down, or it is frozen"
                 self.end_process(text, 1, self.rank)
             with contextlib.suppress(OSError):
                 self.connection.send(op="beat", note=self.note)

@@ -16,7 +16,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxdp.distributed import certificates
@@ -25,6 +26,7 @@ from jaxdp.distributed.relay import Relay
 
 # Seconds. The coordinator detects processes that die or are cut off; JAX would abort all of a job that was suspended.
 HEARTBEAT = 7 * 86_400
+ATTEMPT = 1.0  # seconds, and 5 that JAX adds, until a rank of an elastic job looks whether the others are still there
 
 
 def load() -> None:
@@ -64,6 +66,50 @@ def start_service(address: str, size: int, secret: str, shutdown_timeout: int) -
         )
 
 
+def make_client(address: str, rank: int, secret: str, timeout: float, elastic: bool = True) -> Any:
+    """Return a client of JAX's coordination service; `connect` waits for those of all other ranks.
+
+    elastic: if that takes longer than `timeout` seconds and the 5 that JAX adds, it raises RuntimeError. JAX would
+    abort the process, and its state would be lost; it does not if it has a callback, which it then fails to call.
+    """
+    from jaxlib import _jax
+
+    with tls(secret) as options:
+        return _jax.get_distributed_runtime_client(
+            address,
+            rank,
+            init_timeout=max(1, round(timeout)),
+            use_compression=True,
+            heartbeat_timeout=HEARTBEAT,
+            shutdown_on_destruction=not elastic,
+            **({"missed_heartbeat_callback": print} if elastic else {}),
+            **options,
+        )
+
+
+def connect_client(address: str, rank: int, secret: str, timeout: float, proceed: Callable[[], None]) -> Any:
+    """Connect a client of an elastic job through a relay, and return it.
+
+    proceed: called every few seconds, since a rank or the service may be lost meanwhile. Raises what it raises, and
+    RuntimeError after `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        proceed()
+        relay = Relay(*split(address))
+        client = make_client(relay.address, rank, secret, ATTEMPT)
+        try:
+            client.connect()
+        except RuntimeError:
+            relay.close()
+            _failed.append(client)
+            if time.monotonic() > deadline:
+                raise
+        else:
+            _relays[:] = [(client, relay)]
+            return client
+
+
 def connect(
     address: str,
     rank: int,
@@ -71,7 +117,7 @@ def connect(
     secret: str,
     timeout: float,
     devices: Sequence[int] | None,
-    elastic: bool = False,
+    proceed: Callable[[], None] | None = None,
 ) -> None:
     """Connect this process to JAX's coordination service, as `jax.distributed.initialize` does on ranks above 0.
 
@@ -79,13 +125,12 @@ def connect(
         address: "host:port" of the service. secret: that of `start_service`.
         timeout: seconds.
         devices: the local GPUs of this process; None for all.
-        elastic: this process may leave without waiting for the others, and connect again. This closes its devices: all
-            arrays and compiled programs become invalid. They are closed last, so that a thread that still uses JAX
-            cannot open them for this process alone.
+        proceed: see `connect_client`, in an elastic job: this process may leave without waiting for the others, and
+            connect again. This closes its devices: all arrays and compiled programs become invalid. They are closed
+            last, so that a thread that still uses JAX cannot open them for this process alone.
     """
     import jax
     from jax._src.distributed import global_state
-    from jax._src.lib import _jax
     from jax.extend import backend
 
     settings: dict[str, Any] = {"jax_cpu_collectives_implementation": "gloo"}
@@ -95,22 +140,14 @@ def connect(
     for option, value in settings.items():
         with contextlib.suppress(AttributeError):  # an option of another release
             jax.config.update(option, value)
-    relay = Relay(*split(address)) if elastic else None
-    with tls(secret) as options:
-        client = _jax.get_distributed_runtime_client(
-            relay.address if relay else address,
-            rank,
-            init_timeout=max(1, round(timeout)),
-            use_compression=True,
-            heartbeat_timeout=HEARTBEAT,
-            shutdown_on_destruction=not elastic,
-            **options,
-        )
-    client.connect()
-    _relays[:] = [(client, relay)] if relay is not None else []
+    if proceed is not None:
+        client = connect_client(address, rank, secret, timeout, proceed)
+    else:
+        client = make_client(address, rank, secret, timeout, elastic=False)
+        client.connect()
     global_state.client, global_state.coordinator_address = client, address
     global_state.process_id, global_state.num_processes = rank, size
-    if elastic:
+    if proceed is not None:
         backend.clear_backends()
 
 
@@ -131,31 +168,25 @@ def is_connected() -> bool:
 
 def cancel_calls() -> None:
     """Leave JAX's coordination service, if connected: what waits in it, such as a barrier of Orbax, raises at once."""
-    from jax._src.distributed import global_state
-
-    if global_state.client is not None:
-        with contextlib.suppress(RuntimeError):  # has left already
-            global_state.client.shutdown()
-        for client, relay in _relays:
-            if client is global_state.client:  # else another thread has just connected it
-                relay.close()
+    while _relays:
+        client, relay = _relays.pop()
+        with contextlib.suppress(RuntimeError):  # it cannot say so
+            client.shutdown()
+        relay.close()
 
 
-_relays: list[tuple[Any, Relay]] = []  # the newest client, and its relay
+_failed: list[Any] = []  # clients that could not connect: one that is destroyed may wait for the others
+_relays: list[tuple[Any, Relay]] = []  # the client of an elastic job, and its relay, until this process leaves
 
 
 def register(address: str, rank: int, secret: str) -> Any:
     """Register in the place of a process that has died, and return the client.
 
-    `connect` in the others waits until all processes are registered, and aborts its process if one never is.
+    The others wait until all ranks are registered.
     """
-    from jaxlib import _jax
-
-    with tls(secret) as options:
-        client = _jax.get_distributed_runtime_client(
-            address, rank, init_timeout=10, shutdown_on_destruction=False, **options
-        )
-    client.connect()
+    client = make_client(address, rank, secret, 10)
+    with contextlib.suppress(RuntimeError):
+        client.connect()
     return client
 
 

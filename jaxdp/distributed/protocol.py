@@ -23,7 +23,7 @@ COMMON = {
 }
 TIMEOUT = 60.0  # seconds to wait for other ranks
 WINDOW = 10.0  # seconds that the survivors of a generation have to report to the next one
-LATE = 90.0  # seconds that a survivor has if it sends heartbeats; one that hangs ends before (`supervise.generations`)
+LATE = 90.0  # seconds that a survivor has if it sends heartbeats, or without them if it may have the only state
 Facts = dict[str, Any]
 FACTS: dict[str, Any] = {
     **dict.fromkeys(["host", "boot", "network", "jaxdp", "jax", "jaxlib", "python"], str),
@@ -33,6 +33,8 @@ FACTS: dict[str, Any] = {
     "prepares?": bool,  # whether it can build its run before it joins a running job
     "tls?": str,
     "last?": [range(1 << 31)],  # the number of the generation that this process was in before, and its size
+    "state?": range(-1, 1 << 31),  # the newest generation whose state it has, or has computed; -1: none
+    "newest?": range(-1, 1 << 31),  # the newest `state` of the members of its generation before
     "busy?": bool,  # it will report to this coordinator on another connection
     "addresses": [str],
     "outward": (str, None),
@@ -64,6 +66,7 @@ OPERATIONS: dict[str, dict[str, Any]] = {
     "leave": {"code": range(256)},
     "prepared": {},
     "regroup": {"fault": str},
+    "opened": {},
 }
 # The answer to a rank's first message.
 COLUMN = lambda kind: {"kinds": [kind], "of": [range(-1, 1 << 20)]}

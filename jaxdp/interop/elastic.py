@@ -56,6 +56,8 @@ def elastic(train: Callable[[State, Callable[[State], None]], T], state: State) 
             raise RunFailed("the copies of the state in all processes are damaged: faulty memory, or a bug in `train`")
         [(_, own)] = receive(context, found, newest.parts[WHOLE])
         newest = found.snapshot._replace(parts={WHOLE: own}).with_checksums()
+        if member is not None:
+            membership.joined().report_state()
         if not newest.step:
             sums = zip(names, map(described, arrays), newest.checksums[WHOLE])
             context.check_same("elastic: the state", {name: f"{kind}, checksum {n:x}" for name, kind, n in sums})

@@ -94,6 +94,17 @@ def missing_records(newest: Newest, context: Context, file: pathlib.Path) -> lis
     return json.loads(max(texts, key=len))
 
 
+def report_lost_updates(directory: pathlib.Path, start: int) -> None:
+    """Print that updates are made again, from a checkpoint or from the first one, if no process has their state."""
+    reached = max((record.get("step", 0) for record in read(directory / "metrics.jsonl", math.inf)), default=0)
+    if reached > start:
+        origin = f"its checkpoint of update {start}" if start else "the first update: it has no checkpoint"
+        text = (
+            f"jaxdp: elastic: no process has the state after update {reached} any more: the job continues from {origin}"
+        )
+        safe_print.say(text, error=True)
+
+
 def launcher_problem(launcher: str) -> str | None:
     """Return why the launcher will not let the other processes continue, and what to do; None if it will, or if that
     is unknown: Slurm does unless its administrator has set KillOnBadExit."""

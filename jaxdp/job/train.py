@@ -19,7 +19,7 @@ from jaxdp.core.state import TrainState
 from jaxdp.distributed import faults, membership, private_jax
 from jaxdp.distributed.context import SLOW, Context
 from jaxdp.errors import ReportedError, UsageError, one_line
-from jaxdp.job.elastic import in_advance, launcher_problem, missing_records, wait_for_devices
+from jaxdp.job.elastic import in_advance, launcher_problem, missing_records, report_lost_updates, wait_for_devices
 from jaxdp.job.resume import check_paths, lock_run_dir, resume_step
 from jaxdp.job.start import layout_of, start_writer, warning_of_lost_updates
 from jaxdp.metrics import safe_print
@@ -107,6 +107,8 @@ def train_here(
         events = run.checkpoints.events = Events(directory) if context.is_root else NoEvents()
         recovered = snapshots.recover(run, context) if snapshots is not None else None
         start, saved = recovered[:2] if recovered else resume_step(run, config, context, objects)
+        if snapshots is not None and not recovered and context.is_root:
+            report_lost_updates(directory, start)
         if start > (steps := run.options.steps):
             raise UsageError(f"steps: {steps}, but {str(directory)!r} is at step {start}; give more", rank=0)
         record = None if recovered else final_record(run, directory, context, start, saved)
@@ -130,6 +132,7 @@ def train_here(
         run = with_checks(run, config, on_all_ranks(context, of_this_process))
         if snapshots is not None:
             snapshots.start(run)
+            membership.joined().report_state()
         if not start and config.init_from is not None:
             from jaxdp.assemble.initialize_from import initialize_from
 

@@ -130,13 +130,13 @@ class Watchdog:
     def _stuck(self, idle: float) -> None:
         """End the run after `idle` seconds without progress, unless a process that still responds is suspended."""
         member = self._member
-        if member is not None:
+        if member is not None and member.ended is None:
             suspended = member.beats(suspended=True).keys()
             if suspended and suspended - set(member.silent()["silent"]):
                 return
         each = f" for each of {self._updates()} updates" if self._updates() > 1 else ""
         text = f"no progress for {idle:.0f} s (watchdog.step_timeout: {self.timeout:g}{each})"
-        if member is None:
+        if member is None or member.ended is not None:  # the others of an ended generation do not wait in this call
             self._write_stacks()
             faults.record(f"{text}: {self._position()['where']}")
             sys.stderr.write(f"jaxdp: {text}: {self._position()['where']}; stacks in {self.directory / 'stacks'}\n")

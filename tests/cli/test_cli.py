@@ -377,6 +377,7 @@ def test_int64_data_without_x64_is_refused(tmp_path):
     assert "'labels' is int64" in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_step_can_be_evaluated_and_one_that_is_not_there_lists_the_others(tmp_path):
     run, config = tmp_path / "run", write(tmp_path, SMALL)
     ended("train", "--config", config, "--run_dir", run, "--steps", 4, "--checkpoint.every", 2, "--eval.every", 2)

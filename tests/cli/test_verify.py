@@ -308,7 +308,7 @@ def test_what_depends_on_devices_time_or_chance_is_found(tmp_path, case):
     assert not any(check.name == "padding" for check in report.checks)  # noise is not blamed on a mask
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("case", ["optimizer from update 50, device_count", "order, today", "length, WORLD_SIZE"])
 def test_what_depends_on_the_surroundings_is_found(case):
     """What three updates on these devices do not show; all cases: `test_no_fault_is_missed_and_no_innocent_accused`."""

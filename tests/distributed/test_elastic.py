@@ -4,13 +4,16 @@ import contextlib
 import json
 import os
 import pathlib
+import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
+from benchmarks.elastic_faults import connect_often, listening
 from launch import launched, mpirun
 from slurm import Slurm
 from two_hosts import TwoHosts
@@ -672,18 +675,132 @@ def test_another_coordinator_takes_the_place_of_a_killed_one(tmp_path):
     assert resumed[0] >= 10 and final["params_sha256"] == alone(tmp_path)["params_sha256"]
 
 
+def first_updates(job):
+    """How often the job has begun at the first update."""
+    return [event["kind"] for event in job.lines("events.jsonl")].count("start")
+
+
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_with_its_coordinator_and_half_of_the_processes_the_job_restarts_from_its_checkpoint(tmp_path):
-    """The new coordinator cannot know that the other half is dead, and not behind a cut network."""
-    job = Job(tmp_path, 2, 3, "--checkpoint.every", "10")
-    job.until(lambda: any(event["kind"] == "saved" for event in job.lines("events.jsonl")))
+@pytest.mark.parametrize("seconds", [5, 20, 60])
+@pytest.mark.parametrize("moment", ["start", "update", "regroup"])
+def test_a_frozen_coordinator_does_not_end_the_job(tmp_path, moment, seconds):
+    """After 10 s, processes of its host end it and start another one."""
+    processes = {5: 2, 20: 3, 60: 4}[seconds]
+    job = Job(tmp_path, processes, 2, *SIMPLE)
+    if moment == "start":
+        job.until(job.coordinators)
+    else:
+        job.until(lambda: job.step() >= 20)
+    (coordinator,) = job.coordinators()
+    if moment == "regroup":
+        job.kill(1)
+        time.sleep(0.2)  # the schedule of the faults
+    os.kill(coordinator, signal.SIGSTOP)
+    time.sleep(seconds)  # the length of the fault
+    was_ended = coordinator not in job.coordinators()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(coordinator, signal.SIGCONT)
+    job.until(lambda: job.step() >= 60)
+    final, out = job.ends()
+    assert final["params_sha256"] == alone(tmp_path, *SIMPLE)["params_sha256"] and first_updates(job) == 1, out
+    assert was_ended == (seconds > 5), out
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_a_coordinator_that_is_killed_while_ranks_join_is_replaced(tmp_path):
+    """Not after JAXDP_TIMEOUT, and none of them is blamed."""
+    began = time.monotonic()
+    job = Job(tmp_path, 3, 0, *SIMPLE)
+    killed = set()
+    while len(killed) < 2:
+        for pid in set(job.coordinators()) - killed:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            killed.add(pid)
+    job.until(lambda: job.step() >= 20, 50)
+    assert time.monotonic() - began < 55
+    final, out = job.ends()
+    assert final["params_sha256"] == alone(tmp_path, *SIMPLE)["params_sha256"] and "found no rank 0" not in out
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.parametrize("processes", [2, 4])
+def test_a_flood_of_connections_does_not_end_the_job(tmp_path, processes):
+    """At the start, and while a killed process joins again."""
+    job, counts = Job(tmp_path, processes, 2, *SIMPLE), []
+
+    def flood():
+        job.until(job.coordinators)
+        ports = []
+        while not ports:
+            ports = listening(job.coordinators()[0])
+        threads = [threading.Thread(target=lambda: counts.append(connect_often(ports, 10.0))) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    threads = flood()
+    job.until(lambda: job.step() >= 20)
+    threads += flood()
+    job.kill(1)
+    job.until(lambda: job.generations()[1:][-1:] == [processes])
+    final, out = job.ends()
+    for thread in threads:
+        thread.join()
+    assert final["params_sha256"] == alone(tmp_path, *SIMPLE)["params_sha256"], out
+    assert sum(counts) > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.parametrize("processes", [2, 3, 4])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_last_process_that_has_the_state_is_waited_for(tmp_path, processes, seed):
+    """All others die while the job recovers, also those that start again; it is stopped for a while."""
+    job, rng = started(tmp_path, processes, 6, *SIMPLE), random.Random(seed)
+    pids = job.pids()
+    spared = rng.randrange(processes)
+    for rank in {*pids} - {spared}:
+        os.kill(pids[rank], signal.SIGKILL)
+        time.sleep(rng.uniform(0, 1))  # the schedule of the faults
+    os.kill(pids[spared], signal.SIGSTOP)
+    time.sleep(20)  # the length of the fault
+    os.kill(pids[spared], signal.SIGCONT)
+    job.until(lambda: job.generations()[1:][-1:] == [processes])
+    final, out = job.ends()
+    assert final["params_sha256"] == alone(tmp_path, *SIMPLE)["params_sha256"] and first_updates(job) == 1, out
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.parametrize("every", ["10", "null"])
+def test_a_job_that_has_lost_its_state_says_so(tmp_path, every):
+    job = started(tmp_path, 2, 1, *SIMPLE, "--checkpoint.every", every)
+    for pid in job.pids().values():
+        os.kill(pid, signal.SIGKILL)
+    job.until(lambda: len(job.generations()) > 1 and job.generations()[-1] == 2)
+    final, out = job.ends()
+    origin = "its checkpoint of update " if every == "10" else "the first update: it has no checkpoint"
+    assert "jaxdp: elastic: no process has the state after update" in out and f"continues from {origin}" in out, out
+    assert final["params_sha256"] == alone(tmp_path, *SIMPLE)["params_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_with_its_coordinator_and_half_of_the_processes_the_job_continues_when_all_are_started_again(tmp_path):
+    """The new coordinator cannot know that the other half is dead, and not behind a cut network, until all come."""
+    job = Job(tmp_path, 2, 3, *SIMPLE)
+    job.until(lambda: job.step() >= 20)
     job.kill(1)
     job.kill_coordinator()
     job.until(lambda: job.generations()[1:][-1:] == [2])
     final, _ = job.ends()
     resumed = [event["step"] for event in job.lines("events.jsonl") if event["kind"] == "resume"]
-    assert resumed[0] >= 10 and final["params_sha256"] == alone(tmp_path)["params_sha256"]
+    assert resumed[0] >= 10 and first_updates(job) == 1
+    assert final["params_sha256"] == alone(tmp_path, *SIMPLE)["params_sha256"]
 
 
 @pytest.mark.slow

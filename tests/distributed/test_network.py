@@ -14,7 +14,7 @@ import pytest
 import launch
 from faulty_runs import final, kept, when, written
 from jaxdp.distributed import channel, hosts, joining, messages, private_jax, protocol
-from jaxdp.distributed.connection import NOBODY, Connection
+from jaxdp.distributed.connection import NOBODY, Connection, Foreign
 from jaxdp.errors import UsageError
 from launch import port, ranks
 from two_hosts import TwoHosts
@@ -303,7 +303,8 @@ def test_a_client_needs_the_secret():
     """Without it, its certificate is refused: JAX then ends its process, so it runs in another one."""
     address = f"127.0.0.1:{port()}"
     service = private_jax.start_service(address, 1, "s" * 64, 5)
-    register = "from jaxdp.distributed import private_jax; private_jax.register(sys.argv[1], 0, sys.argv[2])"
+    connect = "private_jax.make_client(sys.argv[1], 0, sys.argv[2], 5).connect()"
+    register = f"from jaxdp.distributed import private_jax; {connect}"
 
     def code(secret):
         script = f"import os, sys; {register}; os._exit(7)"
@@ -375,7 +376,7 @@ def test_a_process_that_comes_too_late_prints_that_itself(served):
 def test_a_stranger_with_another_secret_is_refused(served):
     _, connect, errors = served
     for wrong in ("t" * 64, "", "s" * 63):
-        with pytest.raises(OSError, match="closed"):
+        with pytest.raises(Foreign, match="it has another secret"):
             connect(1, wrong).receive()
     for rank, line in enumerate([connect(rank) for rank in (0, 1)]):
         admitted(line, rank)
@@ -400,7 +401,7 @@ def test_a_recorded_message_is_refused(served):
     with socket.create_connection(("127.0.0.1", settings.port), 20.0) as replayed:
         replayed.recv(1000)
         replayed.sendall(recorded[-1])
-        assert replayed.recv(1000) == b""
+        assert replayed.recv(1000) == channel.REFUSAL and replayed.recv(1000) == b""
     assert first.receive() == {"first": True, "id": "1"}
     first.socket.sendall(recorded[-1])
     with pytest.raises(OSError):

@@ -462,6 +462,7 @@ LEARNING = [("mlp", "pmap-1"), ("blocks", "pjit-3"), ("blocks", "pmap-1"), ("mlp
 LEARNING += [("blocks", "hybrid-3")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", first(1, LEARNING), ids=str)
 def test_bfloat16_parameters_learn_and_alike_in_every_layout(case):
     model, layout = case

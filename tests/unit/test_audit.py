@@ -318,7 +318,7 @@ def test_a_slow_process_is_explained_by_what_shows_it():
     text = slow.cause([1.0, 1.5, 1.0], 1, 1.5, 1.0)
     assert text == ": a microbatch takes 1.5 ms, in the others 1 ms (medians of 7 measurements)"
     text = slow.cause([1.0, 1.001, 1.0], 1, 1.6, 0.62)
-    assert "ms" not in text and text.startswith("; it got 0.62 times their CPU time")
+    assert " ms" not in text and text.startswith("; it got 0.62 times their CPU time")
 
 
 @pytest.mark.parametrize("seconds", [0.003, 0.2])

@@ -176,6 +176,7 @@ def test_a_finished_run_with_a_loss_of_nan_is_returned_again(tmp_path):
     assert all(isinstance(loss, float) and np.isnan(loss) for loss in losses)
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_before_the_final_record_does_not_lose_the_last_loss(tmp_path):
     first = fit(eval_data=None, steps=2, run_dir=tmp_path)
     file = tmp_path / "metrics.jsonl"
