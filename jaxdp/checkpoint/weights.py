@@ -197,6 +197,8 @@ def as_published(weights: Weights, source: pathlib.Path, ours: Mapping[str, Any]
         notes.append(f"{listed(without)} left out, which changes nothing")
         arrays = {name: array for name, array in arrays.items() if name not in without}
     for name in sorted(arrays.keys() & {"embed/embedding", "head/kernel", "positions"} & ours.keys()):
+        if len(arrays[name].shape) != len(ours[name].shape):
+            continue
         order = -1 if name == "head/kernel" else 1
         (theirs, *rest), (number, *our_rest) = arrays[name].shape[::order], ours[name].shape[::order]
         if rest != our_rest or theirs == number or (theirs > number) == (name != "positions"):
@@ -223,11 +225,14 @@ def redundant(arrays: Mapping[str, safetensors.Array], ours: Collection[str]) ->
     biases of zeros."""
 
     def changes_nothing(name: str, array: safetensors.Array) -> bool:
+        if kind(array.dtype) != "float":
+            return False
         if name == "head/kernel":
-            embedding = arrays.get("embed/embedding")
-            return embedding is not None and safetensors.equal(array.parts[0], embedding.parts[0])
-        is_bias = name.endswith("/bias") and kind(array.dtype) == "float"
-        return is_bias and not any(rows.any() for part in array.parts for rows in safetensors.rows(part))
+            embedding = arrays.get("embed/embedding", array)
+            alike = embedding is not array and kind(embedding.dtype) == "float"
+            return alike and safetensors.equal(array.parts[0], embedding.parts[0])
+        is_zero = lambda part: not any(rows.any() for rows in safetensors.rows(part))
+        return name.endswith("/bias") and all(map(is_zero, array.parts))
 
     return [name for name, array in arrays.items() if name not in ours and changes_nothing(name, array)]
 

@@ -225,10 +225,12 @@ def test_biases_of_zeros_are_left_out_and_others_are_refused(folder):
         ({f"transformer.h.{i}.ln_1.bias": np.zeros((1,), np.float32) for i in range(2)}, "has shape (2, 1) in"),
         ({"transformer.h.99999999999.ln_1.bias": np.zeros(16, np.float32)}, "tensors of block 99999999999, but only"),
         ({"wpe.weight": np.zeros((8, 16), np.float32)}, "no parameter here is its 'wpe.weight'"),
+        ({"transformer.wte.weight": np.zeros((), np.float32)}, "'embed/embedding' has shape () in"),
+        ({"lm_head.weight": np.zeros((13, 16), ml_dtypes.float8_e4m3fn)}, "no parameter here is its 'lm_head.weight'"),
         ({"transformer.h.2.ln_1.bias": np.zeros(16, np.float32)}, "has shape (3, 16) in"),
     ],
     ids=["dtype of a block", "shape of a block", "integers", "float8", "not thirds", "transposed", "one element",
-         "block number", "two prefixes", "a block of one tensor"],
+         "block number", "two prefixes", "a scalar", "a head in float8", "a block of one tensor"],
 )  # fmt: skip
 def test_tensors_of_another_form_are_refused(update, words, folder):
     assert words in refused(change(folder(), update), GPT2)
@@ -332,6 +334,9 @@ def test_files_that_are_something_else_are_named(tmp_path, folder):
         ("llama", {"tie_word_embeddings": True}, "model.args.tied is False, but tie_word_embeddings: True in"),
         ("llama", {"model_type": "granite"}, "has model_type: 'granite', but GPT computes llama or mistral"),
         ("llama", {"model_type": "absent"}, "has model_type: None"),
+        ("llama", {"model_type": ["llama"]}, "has model_type: ['llama']"),
+        ("llama", {"num_attention_heads": None}, "model.args.heads is 4, but num_attention_heads: None in"),
+        ("llama", {"rope_parameters": [1]}, "has rope_parameters: [1]"),
         ("llama", {"model_type": "mistral", "sliding_window": 4}, "has sliding_window: 4, but the examples have 8"),
         ("llama", {"partial_rotary_factor": 0.5}, "has partial_rotary_factor: 0.5"),
     ],
