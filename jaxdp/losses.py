@@ -64,7 +64,7 @@ class SoftmaxCrossEntropy:
         if not soft and not jnp.issubdtype(labels.dtype, jnp.integer):
             raise UsageError(f"loss: labels are {labels.dtype}, not integers; cast them, or use MeanSquaredError")
         counts = fit_mask(batch["mask"] != 0, labels[..., 0] if soft else labels) != 0
-        outputs = _where(counts, outputs)
+        outputs = _zero_logits(counts, outputs)
         if soft:
             labels = _where(counts, labels)
         else:
@@ -248,6 +248,23 @@ def fit_mask(mask: jax.Array, losses: jax.Array) -> jax.Array:
         raise UsageError(f"loss: the data's mask {mask.shape} does not fit the losses {losses.shape}, dim by dim")
     mask = mask.reshape(mask.shape + (1,) * (losses.ndim - mask.ndim))
     return jnp.broadcast_to(mask, losses.shape).astype(losses.dtype)
+
+
+@jax.custom_vjp
+def _select_logits(counts: jax.Array, logits: jax.Array) -> jax.Array:
+    return jnp.where(counts[..., None], logits, 0)
+
+
+# The mask has made the gradient of an excluded row 0 already: its logits are 0, so 0 is multiplied by finite numbers.
+# Another select there would change how XLA fuses the backward pass, and so how it rounds, in runs without any padding.
+_select_logits.defvjp(
+    lambda counts, logits: (_select_logits(counts, logits), None), lambda _, gradient: (None, gradient)
+)
+
+
+def _zero_logits(counts: jax.Array, logits: jax.Array | Logits) -> Any:
+    """Return logits [..., classes], arrays or lazy, with zeros where `counts` [...] is False."""
+    return _where(counts, logits) if isinstance(logits, Logits) else _select_logits(counts, logits)
 
 
 def _where(counts: jax.Array, x: jax.Array | Logits) -> Any:
