@@ -5,11 +5,11 @@
     python -m benchmarks.audit slow [--repeats 20] [--updates 150] [--factor 1.3] [--cause stop] [--key value ...]
     python -m benchmarks.audit cost [--config configs/gpt_3m.yaml] [--updates 60] [--key value ...]
 
-`flips` injects single-bit flips (random kind, device, leaf, element, bit and update) one after the other, on 4 devices
-of one process, or of 4 processes with `--processes 4`; after each, the state is restored. A flip of a gradient or a
-product lasts until the next audit. `alarms` counts devices that are named in an undisturbed run. `cost` measures the
-seconds of an audit and of an update. Other arguments go to the config.
-"""
+`flips` injects single-bit flips (random kind, device, leaf, element, bit and update) one after the
+other, on 4 devices of one process, or of 4 processes with `--processes 4`; after each, the state is
+restored. A flip of a gradient or a product lasts until the next audit. `alarms` counts devices that
+are named in an undisturbed run. `cost` measures the seconds of an audit and of an update. Other
+arguments go to the config."""
 
 import argparse
 import collections
@@ -73,7 +73,9 @@ class Timed:
     def check(self, run, progress, batch):
         import jax
 
-        jax.block_until_ready(progress.state)  # the time of updates that were sent before does not count
+        jax.block_until_ready(
+            progress.state
+        )  # the time of updates that were sent before does not count
         began, args = time.perf_counter(), (run, progress, batch)
         self.inner.check(*args)
         self.seconds.append(time.perf_counter() - began)
@@ -85,11 +87,15 @@ def params_of(run, progress) -> str:
     import numpy as np
 
     leaves = jax.tree.leaves(run.strategy.export(progress.state).params)
-    return hashlib.sha256(b"".join(np.asarray(x.addressable_shards[0].data).tobytes() for x in leaves)).hexdigest()
+    return hashlib.sha256(
+        b"".join(np.asarray(x.addressable_shards[0].data).tobytes() for x in leaves)
+    ).hexdigest()
 
 
 class Restored:
-    """Restores the state of the first update, one update after each audit: a fault that repeats ends before."""
+    """Restores the state of the first update, one update after each audit: a fault that repeats
+    ends before.
+    """
 
     saved: Any = None  # a TrainState, once there is one
 
@@ -146,8 +152,12 @@ def worker(args: argparse.Namespace, more: list[str]) -> None:
     context = distributed.init()
     steps = args.updates if args.mode != "flips" else args.flips * args.every
     words = ["--config", args.config, "--steps", str(steps), "--audit.every", str(args.every)]
-    config, *_ = load([*words, "--parallel.reduction", "exact", "--optimizer.schedule", "constant", *more])
-    config = resolve(dataclasses.replace(config, watchdog=dataclasses.replace(config.watchdog, slow_factor=None)))
+    config, *_ = load(
+        [*words, "--parallel.reduction", "exact", "--optimizer.schedule", "constant", *more]
+    )
+    config = resolve(
+        dataclasses.replace(config, watchdog=dataclasses.replace(config.watchdog, slow_factor=None))
+    )
     named: list[dict] = []
 
     class Log(NoEvents):
@@ -157,7 +167,9 @@ def worker(args: argparse.Namespace, more: list[str]) -> None:
 
     folder = pathlib.Path(args.folder)
     run = make_run(config, folder, context).replace(events=Log(), log_every=10**9, eval={})
-    wanted = faults(args.flips, args.every, args.seed) if args.mode == "flips" and args.seed >= 0 else []
+    wanted = (
+        faults(args.flips, args.every, args.seed) if args.mode == "flips" and args.seed >= 0 else []
+    )
     run = with_checks(run, config, [inject.Fault("flip", **fault) for fault in wanted])
     *before, audit = run.hooks.checks
     timed = Timed(audit)
@@ -183,7 +195,11 @@ def measured(args: argparse.Namespace, more: list[str], devices: int) -> dict:
         words = [sys.executable, "-m", "benchmarks.audit", args.mode, "--folder", folder]
         for name in ("flips", "every", "seed", "updates", "config"):
             words += [f"--{name}", str(getattr(args, name))]
-        launch = [sys.executable, "-m", "jaxdp", "launch", "-n", str(args.processes)] if args.processes > 1 else []
+        launch = (
+            [sys.executable, "-m", "jaxdp", "launch", "-n", str(args.processes)]
+            if args.processes > 1
+            else []
+        )
         flags = f"--xla_force_host_platform_device_count={devices}"
         job.call([*launch, *words, *more], job.environment(XLA_FLAGS=flags), job.ROOT)
         return json.loads((pathlib.Path(folder) / "result.json").read_text())
@@ -198,12 +214,23 @@ def flips(args: argparse.Namespace, more: list[str]) -> dict:
         found = measured(args, more, 4 if args.processes == 1 else 1)
         for i, fault in enumerate(faults(args.part, args.every, part)):
             interval = range(i * args.every + 1, (i + 1) * args.every + 1)
-            devices = {e["device"] for e in found["named"] if e["kind"] == "audit_failed" and e["step"] in interval}
-            verdict = "right" if devices == {fault["device"]} else "wrong" if devices else "not named"
+            devices = {
+                e["device"]
+                for e in found["named"]
+                if e["kind"] == "audit_failed" and e["step"] in interval
+            }
+            verdict = (
+                "right" if devices == {fault["device"]} else "wrong" if devices else "not named"
+            )
             if verdict == "not named":
-                verdict += ", parameters " + ("as without" if found["digests"][i] == undisturbed[i] else "changed")
+                verdict += ", parameters " + (
+                    "as without" if found["digests"][i] == undisturbed[i] else "changed"
+                )
             if verdict != "right":
-                print(json.dumps([fault, [e for e in found["named"] if e["step"] in interval]]), file=sys.stderr)
+                print(
+                    json.dumps([fault, [e for e in found["named"] if e["step"] in interval]]),
+                    file=sys.stderr,
+                )
             counts[f"{fault['target']}: {verdict}"] += 1
         print(json.dumps(counts), flush=True)
     return dict(sorted(counts.items()))
@@ -219,14 +246,18 @@ def cost(args: argparse.Namespace, more: list[str]) -> dict:
     audit = statistics.median(found["audits"][1:])
     update = statistics.median(found["updates"][1:])
     share = audit / update / 100
-    return {"audit_ms": round(1e3 * audit, 2), "update_ms": round(1e3 * update, 2), "share_at_100": round(share, 5)}
+    return {
+        "audit_ms": round(1e3 * audit, 2),
+        "update_ms": round(1e3 * update, 2),
+        "share_at_100": round(share, 5),
+    }
 
 
 def slow(args: argparse.Namespace, more: list[str]) -> dict:
     """Two processes, each on a core; from half of the run on, rank 1 is slowed, or all are.
 
-    cause: `stop` stops a process for a share of each 10 ms; `load` runs another program on its core; `all` stops both;
-    `none` neither.
+    cause: `stop` stops a process for a share of each 10 ms; `load` runs another program on its
+    core; `all` stops both; `none` neither.
     """
     at = args.updates // 2
     ranks = {"stop": [1], "all": [0, 1]}.get(args.cause, [])
@@ -235,8 +266,25 @@ def slow(args: argparse.Namespace, more: list[str]) -> dict:
     delays, times, factors = [], [], []
     for _ in range(args.repeats):
         with tempfile.TemporaryDirectory() as folder:
-            pinned = ["sh", "-c", 'exec taskset -c $JAXDP_PROCESS_ID "$0" "$@"', sys.executable, "-m", "jaxdp", "train"]
-            words = ["--config", args.config, "--steps", str(args.updates), "--run_dir", f"{folder}/run", *SLOW, *more]
+            pinned = [
+                "sh",
+                "-c",
+                'exec taskset -c $JAXDP_PROCESS_ID "$0" "$@"',
+                sys.executable,
+                "-m",
+                "jaxdp",
+                "train",
+            ]
+            words = [
+                "--config",
+                args.config,
+                "--steps",
+                str(args.updates),
+                "--run_dir",
+                f"{folder}/run",
+                *SLOW,
+                *more,
+            ]
             env = job.environment(XLA_FLAGS="", JAXDP_FAULT=fault)
             training = subprocess.Popen(
                 [sys.executable, "-m", "jaxdp", "launch", "-n", "2", *pinned, *words],
@@ -247,18 +295,32 @@ def slow(args: argparse.Namespace, more: list[str]) -> dict:
                 while training.poll() is None and steps_of(metrics) < at:
                     time.sleep(0.05)
                 at_load = steps_of(metrics)
-                load = subprocess.Popen(["taskset", "-c", "1", sys.executable, "-c", "while True: pass"])
+                load = subprocess.Popen(
+                    ["taskset", "-c", "1", sys.executable, "-c", "while True: pass"]
+                )
             assert training.wait() == 0
             if args.cause == "load":
                 load.kill()
                 load.wait()
-            events = list(map(json.loads, (pathlib.Path(folder) / "run/events.jsonl").read_text().splitlines()))
+            events = list(
+                map(
+                    json.loads, (pathlib.Path(folder) / "run/events.jsonl").read_text().splitlines()
+                )
+            )
             named = [(e["step"], e["rank"]) for e in events if e["kind"] == "slow"]
             factors += [(e["step"], *e["ms"]) for e in events if e["kind"] == "probe"]
             lines = metrics.read_text().splitlines()
-            times += [record["step_time_ms"] for record in map(json.loads, lines) if "step_time_ms" in record]
+            times += [
+                record["step_time_ms"]
+                for record in map(json.loads, lines)
+                if "step_time_ms" in record
+            ]
         began = at_load if args.cause == "load" else at
-        after = [step - began for step, rank in named if rank == 1 and step > began and args.cause in ("stop", "load")]
+        after = [
+            step - began
+            for step, rank in named
+            if rank == 1 and step > began and args.cause in ("stop", "load")
+        ]
         counts["slow process named"] += bool(after)
         counts["within 20 updates"] += bool(after) and after[0] <= 20
         counts["other names"] += len(named) - len(after)
@@ -277,8 +339,17 @@ def steps_of(metrics: pathlib.Path) -> int:
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("mode", choices=("flips", "alarms", "cost", "slow"))
-    defaults = {"config": "configs/digits.yaml", "processes": 1, "flips": 200, "part": 25, "every": 5, "updates": 200}
-    for name, default in (defaults | {"seed": 0, "folder": "", "repeats": 20, "factor": 1.3, "cause": "stop"}).items():
+    defaults = {
+        "config": "configs/digits.yaml",
+        "processes": 1,
+        "flips": 200,
+        "part": 25,
+        "every": 5,
+        "updates": 200,
+    }
+    for name, default in (
+        defaults | {"seed": 0, "folder": "", "repeats": 20, "factor": 1.3, "cause": "stop"}
+    ).items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
     args, more = parser.parse_known_args(argv)
     if args.folder:

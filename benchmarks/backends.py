@@ -2,9 +2,9 @@
 
     python -m benchmarks.backends [--repeats 16] [--tiny] [--key value ...]
 
-Each turn is some updates of the real loop's program on one batch, ABBA; a ratio is that of neighbouring turns. Prints
-JSON: the median ratio of each config with its quartiles, and the largest difference from 1. Other arguments
-go to the config.
+Each turn is some updates of the real loop's program on one batch, ABBA; a ratio is that of
+neighbouring turns. Prints JSON: the median ratio of each config with its quartiles, and the largest
+difference from 1. Other arguments go to the config.
 """
 
 import argparse
@@ -29,15 +29,32 @@ from jaxdp.cli import load
 # config: (updates a turn, what differs)
 CASES: dict[str, tuple[int, list[str]]] = {
     "benchmarks/configs/digits_mlp.yaml": (400, []),
-    "configs/cifar10_resnet9.yaml": (40, ["--data.target", "benchmarks.data.Images", "--data.args.root", "random"]),
+    "configs/cifar10_resnet9.yaml": (
+        40,
+        ["--data.target", "benchmarks.data.Images", "--data.args.root", "random"],
+    ),
     "configs/gpt_3m.yaml": (2, []),
 }
 
 
-def turn_of(config: str, backend: str, more: list[str], updates: int, folder: str) -> Callable[[], float]:
+def turn_of(
+    config: str, backend: str, more: list[str], updates: int, folder: str
+) -> Callable[[], float]:
     """A function that makes so many updates, and gives the seconds that they took."""
-    keys = ["--parallel.backend", backend, "--microbatches", "1", "--epochs", "null", "--steps", "100", *more]
-    run = make_run(load(["--config", str(ROOT / config), *keys])[0], pathlib.Path(folder), jaxdp.init())
+    keys = [
+        "--parallel.backend",
+        backend,
+        "--microbatches",
+        "1",
+        "--epochs",
+        "null",
+        "--steps",
+        "100",
+        *more,
+    ]
+    run = make_run(
+        load(["--config", str(ROOT / config), *keys])[0], pathlib.Path(folder), jaxdp.init()
+    )
     program, state = run.strategy.compile(run.step), run.origin.begin(run)
     with run.data.train.batches(0, 1, run.strategy) as batches:
         _, batch = next(iter(batches))
@@ -54,7 +71,9 @@ def turn_of(config: str, backend: str, more: list[str], updates: int, folder: st
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=16)
     parser.add_argument("--tiny", action="store_true", help="the first config, and few updates")
     options, words = parser.parse_known_args(argv)
@@ -73,7 +92,10 @@ def main(argv: list[str]) -> None:
                 order = ["pmap", "pjit"][:: -1 if i % 2 else 1]
                 took = {name: turns[name]() for name in order}
                 ratios.append(took["pmap"] / took["pjit"])
-        found[config] = {"pmap by pjit": statistics.median(ratios), "quartiles": list(quartiles(ratios))}
+        found[config] = {
+            "pmap by pjit": statistics.median(ratios),
+            "quartiles": list(quartiles(ratios)),
+        }
     difference = max(abs(1 - own["pmap by pjit"]) for own in found.values())
     print(json.dumps({"configs": found, "difference": difference}))
 

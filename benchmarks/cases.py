@@ -9,7 +9,9 @@ TORCH = "torch_ddp.train"
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One contender of a case. args: of the config for jaxdp, of the script for the others. malloc: as jaxdp has it."""
+    """One contender of a case. args: of the config for jaxdp, of the script for the others. malloc:
+    as jaxdp has it.
+    """
 
     name: str
     script: str
@@ -19,8 +21,9 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """kind: 'speed', a at least `bound` times as fast as b; 'overhead', a at most `bound` of a share slower than b;
-    'microseconds', at most so many more an update; 'within', a share by which they may differ. None: reported only."""
+    """kind: 'speed', a at least `bound` times as fast as b; 'overhead', a at most `bound` of a
+    share slower than b; 'microseconds', at most so many more an update; 'within', a share by which
+    they may differ. None: reported only."""
 
     kind: str
     a: str
@@ -30,11 +33,12 @@ class Claim:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A config, overrides of it, who trains it, how long, and what is claimed. per_update: (number, unit).
+    """A config, overrides of it, who trains it, how long, and what is claimed. per_update: (number,
+    unit).
 
-    check: updates of which the losses must be equal to `tolerance`. Rounding grows: Adam's first steps have the size of
-    the rate where a gradient is next to nothing, so ResNet-9's curves are compared over fewer.
-    """
+    check: updates of which the losses must be equal to `tolerance`. Rounding grows: Adam's first
+    steps have the size of the rate where a gradient is next to nothing, so ResNet-9's curves are
+    compared over fewer."""
 
     name: str
     config: str
@@ -60,9 +64,12 @@ LAST = Entry("torch channels_last", TORCH, ("--layout", "channels_last"))
 COMPILED = Entry("torch compiled", TORCH, ("--compile",))
 DDP = Entry("torch DDP", TORCH)
 DDP_LAST = Entry("torch DDP channels_last", TORCH, ("--layout", "channels_last"))
-# Without those of BatchNorm, which jaxdp averages over the processes, and DDP by default sends from rank 0.
+# Without those of BatchNorm, which jaxdp averages over the processes, and DDP by default sends from
+# rank 0.
 DDP_BARE = Entry("torch DDP, no buffers", TORCH, ("--no-broadcast_buffers",))
-DDP_LAST_BARE = Entry("torch DDP channels_last, no buffers", TORCH, (*DDP_LAST.args, "--no-broadcast_buffers"))
+DDP_LAST_BARE = Entry(
+    "torch DDP channels_last, no buffers", TORCH, (*DDP_LAST.args, "--no-broadcast_buffers")
+)
 
 SIXTEEN = Entry("jaxdp, 16 a call", JAXDP, ("--steps_per_call", "16"))
 PJIT = Entry("jaxdp pjit", JAXDP, ("--parallel.backend", "pjit"))
@@ -87,7 +94,10 @@ CPU: tuple[Case, ...] = (
         "overhead_wide",
         "benchmarks/configs/wide_mlp.yaml",
         (OURS, PLAIN, TUNED),
-        (Claim("overhead", "jaxdp", "plain jit", 0.02), Claim("overhead", "jaxdp", "plain jit, malloc", 0.02)),
+        (
+            Claim("overhead", "jaxdp", "plain jit", 0.02),
+            Claim("overhead", "jaxdp", "plain jit, malloc", 0.02),
+        ),
         updates=30,
     ),
     Case(
@@ -162,8 +172,8 @@ CPU: tuple[Case, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Script:
-    """A measurement with a program of its own, which prints JSON; claims: (number in it, 'at least' or 'at most',
-    bound). root: it takes the folder of CIFAR-10."""
+    """A measurement with a program of its own, which prints JSON; claims: (number in it, 'at least'
+    or 'at most', bound). root: it takes the folder of CIFAR-10."""
 
     name: str
     command: Sequence[str]
@@ -174,7 +184,12 @@ class Script:
 
 SCRIPTS: tuple[Script, ...] = (
     Script("backends", ("-m", "benchmarks.backends"), (("difference", "at most", 0.03),)),
-    Script("small_tensors", ("benchmarks/small_tensors.py",), (("ratio", "at least", 20.0),), processes=2),
+    Script(
+        "small_tensors",
+        ("benchmarks/small_tensors.py",),
+        (("ratio", "at least", 20.0),),
+        processes=2,
+    ),
     Script(
         "feeding",
         ("-m", "benchmarks.feeding"),
@@ -195,7 +210,12 @@ SMALLEST: tuple[Case | Script, ...] = (
         check=3,
         args=(
             *("--model.args.hidden", "[8]", "--data.args.examples", "128"),
-            *("--optimizer.schedule", "cosine", "--optimizer.warmup_steps", "2"),  # every contender follows it
+            *(
+                "--optimizer.schedule",
+                "cosine",
+                "--optimizer.warmup_steps",
+                "2",
+            ),  # every contender follows it
         ),
     ),
     Script(

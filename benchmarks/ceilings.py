@@ -1,5 +1,5 @@
-"""What the device can do at best: a product of two bfloat16 matrices, and a copy of its memory; and which attention
-GPT-2's shapes get there. Prints JSON.
+"""What the device can do at best: a product of two bfloat16 matrices, and a copy of its memory; and
+which attention GPT-2's shapes get there. Prints JSON.
 
 python -m benchmarks.ceilings [--tiny]
 """

@@ -1,13 +1,14 @@
-"""How long an asynchronous save holds up the loop, against a synchronous one, which ends when the state is durable.
+"""How long an asynchronous save holds up the loop, against a synchronous one, which ends when the
+state is durable.
 
     python benchmarks/checkpoint_stall.py [--millions 50] [--repeats 5] [--width 1000] [--directory FOLDER]
 
-Two states: the parameters alone, and with Adam's two averages, three times as many numbers. In one process, in turn:
-`save` and wait until it is durable; `save`, and updates meanwhile, which are donated the arrays that are being written,
-as in the loop. A save may make the first update after it wait, or copy: what that takes longer than an update beside no
-save is part of the stall. The other updates while a save is written are compared with as many beside no save.
-Prints JSON: medians, and least and most.
-"""
+Two states: the parameters alone, and with Adam's two averages, three times as many numbers. In one
+process, in turn: `save` and wait until it is durable; `save`, and updates meanwhile, which are
+donated the arrays that are being written, as in the loop. A save may make the first update after it
+wait, or copy: what that takes longer than an update beside no save is part of the stall. The other
+updates while a save is written are compared with as many beside no save. Prints JSON: medians, and
+least and most."""
 
 import argparse
 import json
@@ -35,7 +36,10 @@ def make_state(millions: int, adam: bool, width: int) -> TrainState:
 
     def numbers(seed: int) -> dict[str, jax.Array]:
         shape = (5 * width, width)
-        return {f"w{i}": jax.random.normal(jax.random.key(100 * seed + i), shape) for i in range(max(1, millions // 5))}
+        return {
+            f"w{i}": jax.random.normal(jax.random.key(100 * seed + i), shape)
+            for i in range(max(1, millions // 5))
+        }
 
     params = numbers(0)
     count = jnp.zeros((), jnp.int32)
@@ -55,7 +59,9 @@ def work(x: jax.Array) -> jax.Array:
 
 def make_update():
     def update(state: TrainState) -> TrainState:
-        floats = lambda x: x * 0.999 if jnp.issubdtype(x.dtype, jnp.floating) else x + 1
+        def floats(x):
+            return x * 0.999 if jnp.issubdtype(x.dtype, jnp.floating) else x + 1
+
         return jax.tree.map(floats, state)
 
     return jax.jit(update, donate_argnums=0)
@@ -110,14 +116,19 @@ def measure(millions: int, adam: bool, repeats: int, directory: pathlib.Path, wi
             times["first update"].append(during[0])
             times["beside a save"] += during[1:]
             times["alone"] += [make_one() for _ in during]
-    of = lambda name: {
-        "median": round(1e3 * statistics.median(times[name])),
-        "least": round(1e3 * min(times[name])),
-        "most": round(1e3 * max(times[name])),
-    }
+
+    def of(name):
+        return {
+            "median": round(1e3 * statistics.median(times[name])),
+            "least": round(1e3 * min(times[name])),
+            "most": round(1e3 * max(times[name])),
+        }
+
     size = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state))
     alone, sync = statistics.median(times["alone"]), statistics.median(times["sync"])
-    stall = statistics.median(a + max(0.0, b - alone) for a, b in zip(times["call"], times["first update"]))
+    stall = statistics.median(
+        a + max(0.0, b - alone) for a, b in zip(times["call"], times["first update"])
+    )
     return {
         "megabytes": round(size / 1e6, 1),
         "repeats": repeats,
@@ -132,16 +143,29 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--millions", type=int, default=50, help="parameters")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--width", type=int, default=1000, help="of the arrays, and of the products of an update")
-    parser.add_argument("--directory", type=pathlib.Path, default=None, help="where to; left out, a temporary folder")
+    parser.add_argument(
+        "--width", type=int, default=1000, help="of the arrays, and of the products of an update"
+    )
+    parser.add_argument(
+        "--directory",
+        type=pathlib.Path,
+        default=None,
+        help="where to; left out, a temporary folder",
+    )
     args = parser.parse_args(argv)
     jaxdp.init()
     found = {}
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
         for name, adam in (("parameters", False), ("parameters and Adam's averages", True)):
-            found[name] = measure(args.millions, adam, args.repeats, pathlib.Path(folder) / f"{adam}", args.width)
+            found[name] = measure(
+                args.millions, adam, args.repeats, pathlib.Path(folder) / f"{adam}", args.width
+            )
     device = jax.devices()[0].device_kind
-    print(json.dumps({"device": device, "jax": jax.__version__, "millions": args.millions, "states": found}))
+    print(
+        json.dumps(
+            {"device": device, "jax": jax.__version__, "millions": args.millions, "states": found}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""The coordinator with thousands of clients: how long they take to join, to exchange texts and to hear of a death.
+"""The coordinator with thousands of clients: how long they take to join, to exchange texts and to
+hear of a death.
 
     python -m benchmarks.clients [64 256 1024 4096] [--workers 4] [--idle 10]
 
-Starts the coordinator as rank 0 does, and clients with the package's own code, three threads each, in `--workers`
-processes, with facts as of hosts with 8. Left out: networks, hosts (the clients use most of this machine's cores),
-JAX's service.
+Starts the coordinator as rank 0 does, and clients with the package's own code, three threads each,
+in `--workers` processes, with facts as of hosts with 8. Left out: networks, hosts (the clients use
+most of this machine's cores), JAX's service.
 `s`, `first_s`: until the last client, and the first, is done; `cpu_s`, `mb`: of the coordinator.
 """
 
@@ -45,15 +46,32 @@ class Client(membership.Membership):
 
 def facts(rank: int, size: int) -> Facts:
     """Return facts of the size that they have in a job."""
-    host, address = f"node{rank // 8:05}.cluster", f"10.{rank >> 19}.{rank >> 11 & 255}.{rank >> 3 & 255}"
-    names = {"host": host, "boot": f"{host}-89ab-cdef-0123-456789ab", "visible": str(rank % 8), "pid": 100_000 + rank}
+    host, address = (
+        f"node{rank // 8:05}.cluster",
+        f"10.{rank >> 19}.{rank >> 11 & 255}.{rank >> 3 & 255}",
+    )
+    names = {
+        "host": host,
+        "boot": f"{host}-89ab-cdef-0123-456789ab",
+        "visible": str(rank % 8),
+        "pid": 100_000 + rank,
+    }
     places = {"addresses": [address], "outward": address, "network": "net:[4026531840]"}
-    versions = {"jaxdp": "0.3", "jax": "0.10.2", "jaxlib": "0.10.2", "python": "3.11", "tls": "no", "config": ""}
+    versions = {
+        "jaxdp": "0.3",
+        "jax": "0.10.2",
+        "jaxlib": "0.10.2",
+        "python": "3.11",
+        "tls": "no",
+        "config": "",
+    }
     return {"rank": rank, "size": size, "gloo": False, **names, **places, **versions}
 
 
 class Clients:
-    """The clients of one worker process. The methods return times of `time.monotonic`, which all processes share."""
+    """The clients of one worker process. The methods return times of `time.monotonic`, which all
+    processes share.
+    """
 
     def __init__(self, port: int, secret: str, ranks: Sequence[int], size: int):
         self.address, self.ranks, self.size = ("127.0.0.1", port, secret), ranks, size
@@ -80,7 +98,8 @@ class Clients:
         return times
 
     def exchange(self, size: int) -> list[float]:
-        text = lambda rank: str(rank).rjust(size, "x") if size else ""  # equal ones, or different ones
+        def text(rank):
+            return str(rank).rjust(size, "x") if size else ""  # equal ones, or different ones
 
         def work(member: Client) -> None:
             texts = member.exchange(f"{size} bytes", text(member.rank), range(self.size), TIMEOUT)
@@ -97,7 +116,9 @@ class Clients:
         return [time.monotonic()]
 
     def heard(self) -> list[float]:
-        others = [member for member in self.members if member.ended_at or not member.ending.is_set()]
+        others = [
+            member for member in self.members if member.ended_at or not member.ending.is_set()
+        ]
         while not all(member.ended_at for member in others):
             time.sleep(0.05)
         return [member.ended_at for member in others]
@@ -105,7 +126,9 @@ class Clients:
 
 def serve(pipe: Any, *arguments: Any) -> None:
     threading.stack_size(1 << 18)
-    sys.setswitchinterval(0.1)  # decode one answer after the other: thousands at once need memory that no host has to
+    sys.setswitchinterval(
+        0.1
+    )  # decode one answer after the other: thousands at once need memory that no host has to
     clients = Clients(*arguments)
     while True:
         name, *more = pipe.recv()
@@ -122,12 +145,21 @@ def usage(pid: int) -> tuple[float, int]:
 
 def measure(size: int, workers: int, idle: float) -> None:
     """workers: processes for clients. idle: seconds in which heartbeats are counted."""
-    port, secret, spawn = hosts.free_port(), secrets.token_hex(16), multiprocessing.get_context("spawn")
+    port, secret, spawn = (
+        hosts.free_port(),
+        secrets.token_hex(16),
+        multiprocessing.get_context("spawn"),
+    )
     settings = Settings(size, secret, port, "127.0.0.1", None, TIMEOUT, TIMEOUT)
-    pid, pipes = joining.start_coordinator(settings, hosts.hostname()), [spawn.Pipe() for _ in range(workers)]
+    pid, pipes = (
+        joining.start_coordinator(settings, hosts.hostname()),
+        [spawn.Pipe() for _ in range(workers)],
+    )
     assert pid is not None, "the coordinator was killed"
     for i, (_, pipe) in enumerate(pipes):
-        spawn.Process(target=serve, args=(pipe, port, secret, range(size)[i::workers], size), daemon=True).start()
+        spawn.Process(
+            target=serve, args=(pipe, port, secret, range(size)[i::workers], size), daemon=True
+        ).start()
 
     def call(name: str, *more: int, of: slice = slice(None)) -> list[float]:
         for pipe, _ in pipes[of]:
@@ -136,15 +168,29 @@ def measure(size: int, workers: int, idle: float) -> None:
 
     def report(what: str, seconds: float, cpu: float, **more: float) -> None:
         now, peak = usage(pid)
-        result = {"clients": size, "what": what, "s": round(seconds, 3), "cpu_s": round(now - cpu, 2), "mb": peak}
+        result = {
+            "clients": size,
+            "what": what,
+            "s": round(seconds, 3),
+            "cpu_s": round(now - cpu, 2),
+            "mb": peak,
+        }
         print(json.dumps(result | more), flush=True)
 
     call("messages")  # all have started
-    calls: list[tuple[str, list[int]]] = [("join", []), *(("exchange", [n]) for n in BYTES if n * size**2 < LIMIT)]
+    calls: list[tuple[str, list[int]]] = [
+        ("join", []),
+        *(("exchange", [n]) for n in BYTES if n * size**2 < LIMIT),
+    ]
     for what, of in calls:
         cpu, times = usage(pid)[0], call(what, *of)
         first, *_, last = sorted(times)[workers:]
-        report(" ".join(map(str, [what, *of])), last - min(times), cpu, first_s=round(first - min(times), 3))
+        report(
+            " ".join(map(str, [what, *of])),
+            last - min(times),
+            cpu,
+            first_s=round(first - min(times), 3),
+        )
     cpu, before = usage(pid)[0], sum(call("messages"))
     time.sleep(idle)
     report("heartbeats", idle, cpu, per_s=(sum(call("messages")) - before) / idle)
@@ -155,7 +201,9 @@ def measure(size: int, workers: int, idle: float) -> None:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("clients", type=int, nargs="*", default=[64, 256, 1024, 4096])
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--idle", type=float, default=10.0)

@@ -1,9 +1,10 @@
-"""The collectives between processes, beside those of mpi4py on NumPy arrays: milliseconds of a call, by bytes.
+"""The collectives between processes, beside those of mpi4py on NumPy arrays: milliseconds of a
+call, by bytes.
 
     mpirun --bind-to none -np 2 python -m benchmarks.collectives [--repeats 15] [--bytes 4096 1048576 16777216]
 
-Every call gets the same float32 values and ends with the result in each process; the two take turns. jaxdp compares
-the ranks' arguments before each call. Prints medians, of rank 0.
+Every call gets the same float32 values and ends with the result in each process; the two take
+turns. jaxdp compares the ranks' arguments before each call. Prints medians, of rank 0.
 """
 
 import argparse
@@ -28,7 +29,9 @@ def ours(x: jax.Array, rank: int) -> dict[str, Callable[[], object]]:
         "allgather": lambda: jaxdp.allgather(x),
         "broadcast": lambda: jaxdp.broadcast(x),
         "all_to_all": lambda: jaxdp.all_to_all(x),
-        "send, recv": lambda: jaxdp.send(x, 1) if rank == 0 else jaxdp.recv(0) if rank == 1 else None,
+        "send, recv": lambda: (
+            jaxdp.send(x, 1) if rank == 0 else jaxdp.recv(0) if rank == 1 else None
+        ),
     }
 
 
@@ -42,7 +45,9 @@ def mpis(x: np.ndarray, comm: MPI.Comm) -> dict[str, Callable[[], object]]:
         "allgather": lambda: comm.Allgather(x, gathered),
         "broadcast": lambda: comm.Bcast(copy),
         "all_to_all": lambda: comm.Alltoall(x, whole),
-        "send, recv": lambda: comm.Send(x, 1) if comm.rank == 0 else comm.Recv(whole, 0) if comm.rank == 1 else None,
+        "send, recv": lambda: (
+            comm.Send(x, 1) if comm.rank == 0 else comm.Recv(whole, 0) if comm.rank == 1 else None
+        ),
     }
 
 
@@ -59,7 +64,9 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=15)
     sizes = [4 << 10, 1 << 20, 16 << 20]
-    parser.add_argument("--bytes", type=int, nargs="+", default=sizes, help="of the argument, of one rank")
+    parser.add_argument(
+        "--bytes", type=int, nargs="+", default=sizes, help="of the argument, of one rank"
+    )
     args = parser.parse_args(argv)
     context, comm = jaxdp.init(), MPI.COMM_WORLD
     for size in args.bytes:
@@ -70,10 +77,22 @@ def main(argv: list[str]) -> None:
             for repeat in range(args.repeats + 1):
                 for i in (0, 1) if repeat % 2 else (1, 0):
                     times[i].append(seconds(calls[i][name], comm))
-            first, second = (1e3 * statistics.median(t[1:]) for t in times)  # the first call compiles
+            first, second = (
+                1e3 * statistics.median(t[1:]) for t in times
+            )  # the first call compiles
             if context.is_root:
-                row = {"collective": name, "bytes": size, "processes": comm.size, "jaxdp_ms": round(first, 3)}
-                print(json.dumps({**row, "mpi_ms": round(second, 3), "ratio": round(first / second, 2)}), flush=True)
+                row = {
+                    "collective": name,
+                    "bytes": size,
+                    "processes": comm.size,
+                    "jaxdp_ms": round(first, 3),
+                }
+                print(
+                    json.dumps(
+                        {**row, "mpi_ms": round(second, 3), "ratio": round(first / second, 2)}
+                    ),
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""A contender has its place on the machine, and waits, blocked, for what the harness tells it to do.
+"""A contender has its place on the machine, and waits, blocked, for what the harness tells it to
+do.
 
     python -m benchmarks.contender MODULE [arguments]
 
-takes the place, and only then runs the module: frameworks size their pools of threads when they are imported.
-"""
+takes the place, and only then runs the module: frameworks size their pools of threads when they are
+imported."""
 
 import json
 import os
@@ -33,7 +34,9 @@ def processes() -> int:
 
 
 def take_place() -> None:
-    """Keeps this process to its cores, all of them or one for each rank, and its pools to as many threads."""
+    """Keeps this process to its cores, all of them or one for each rank, and its pools to as many
+    threads.
+    """
     cores = [int(core) for core in os.environ[CORES].split(",")]
     mine = cores if processes() == 1 else [cores[rank() % len(cores)]]
     os.sched_setaffinity(0, mine)
@@ -47,10 +50,13 @@ def serve(
 ) -> None:
     """Does what the harness asks for until it says stop.
 
-    losses(n): the loss of each of the next n updates. run(n): n updates, all of them done when it returns. memory:
-    bytes by name, asked for at the end.
+    losses(n): the loss of each of the next n updates. run(n): n updates, all of them done when it
+    returns. memory: bytes by name, asked for at the end.
     """
-    with socket.create_connection(("127.0.0.1", int(os.environ[ADDRESS]))) as line, line.makefile("rw") as file:
+    with (
+        socket.create_connection(("127.0.0.1", int(os.environ[ADDRESS]))) as line,
+        line.makefile("rw") as file,
+    ):
 
         def tell(**answer: object) -> None:
             file.write(json.dumps(answer) + "\n")
@@ -72,7 +78,10 @@ def serve(
                 found = losses(command["updates"])
                 tell(losses=found, seconds=time.perf_counter() - began)
             elif command["do"] == "memory":
-                tell(**memory(), resident_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+                tell(
+                    **memory(),
+                    resident_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+                )
             else:
                 run(command["updates"])
                 tell(seconds=time.perf_counter() - began)

@@ -1,4 +1,6 @@
-"""Data sets of a whole number of batches, so that no opponent has to think about the last one of an epoch."""
+"""Data sets of a whole number of batches, so that no opponent has to think about the last one of an
+epoch.
+"""
 
 import time
 from typing import Any
@@ -11,7 +13,9 @@ from jaxdp.data.digits import Digits
 
 
 class WholeDigits(Digits):
-    """The first 1,408 = 22 x 64 of the digits to train on; none to evaluate on. pixels: (mean, deviation, largest)."""
+    """The first 1,408 = 22 x 64 of the digits to train on; none to evaluate on. pixels: (mean,
+    deviation, largest).
+    """
 
     pixels = ((0.0,), (1.0,), 16.0)
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.elastic_cost [--config configs/gpt_3m.yaml] [--processes 2] [--repeats 3] [--key value ...]
 
-Two jobs in turn, `repeats` times; of each, the median `step_time_ms` of its records. Prints the medians over the jobs,
-their ratio, and the mean difference of the two jobs of a turn, in us, with its standard error (null for one turn).
-Other arguments go to the config.
+Two jobs in turn, `repeats` times; of each, the median `step_time_ms` of its records. Prints the
+medians over the jobs, their ratio, and the mean difference of the two jobs of a turn, in us, with
+its standard error (null for one turn). Other arguments go to the config.
 """
 
 import argparse
@@ -20,11 +20,23 @@ from benchmarks import job
 def step_time(args: argparse.Namespace, elastic: bool, more: list[str]) -> float:
     """The milliseconds of an update in a job: the median over its records."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "jaxdp", "launch", "-n", str(args.processes), "train", "--config", args.config]
+        command = [
+            sys.executable,
+            "-m",
+            "jaxdp",
+            "launch",
+            "-n",
+            str(args.processes),
+            "train",
+            "--config",
+            args.config,
+        ]
         command += ["--run_dir", f"{folder}/run", "--elastic.enabled", str(elastic).lower(), *more]
         job.call(command, job.environment(XLA_FLAGS=""), job.ROOT)
         records = job.records(pathlib.Path(folder) / "run")
-    return statistics.median(record["step_time_ms"] for record in records if "step_time_ms" in record)
+    return statistics.median(
+        record["step_time_ms"] for record in records if "step_time_ms" in record
+    )
 
 
 def main(argv: list[str]) -> None:
@@ -44,7 +56,9 @@ def main(argv: list[str]) -> None:
         "with_ms": round(with_it, 2),
         "ratio": round(with_it / without, 4),
         "difference_us": round(statistics.mean(costs)),
-        "standard_error_us": round(statistics.stdev(costs) / len(costs) ** 0.5) if args.repeats > 1 else None,
+        "standard_error_us": round(statistics.stdev(costs) / len(costs) ** 0.5)
+        if args.repeats > 1
+        else None,
     }
     print(json.dumps(result))
 

@@ -1,4 +1,6 @@
-"""Faults of an elastic job, as functions (job, rng) that return whether there was something to do them to."""
+"""Faults of an elastic job, as functions (job, rng) that return whether there was something to do
+them to.
+"""
 
 import contextlib
 import os
@@ -71,9 +73,15 @@ def recovery(job: Any, rng: random.Random) -> bool:
 
 
 def survivor(job: Any, rng: random.Random) -> bool:
-    """All processes but one, which alone has the state then, and those that start in their place, during recovery."""
+    """All processes but one, which alone has the state then, and those that start in their place,
+    during recovery.
+    """
     deadline = time.monotonic() + PATIENCE
-    while not (ranks := job.ranks()) or job.generations()[-1:] != [len(ranks)] or not job.has_trained():
+    while (
+        not (ranks := job.ranks())
+        or job.generations()[-1:] != [len(ranks)]
+        or not job.has_trained()
+    ):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)
@@ -94,17 +102,24 @@ def frozen(job: Any, rng: random.Random) -> bool:
 
 
 def flood(job: Any, rng: random.Random) -> bool:
-    """A program without the secret opens as many connections as it can for 10 s, while a process joins again."""
+    """A program without the secret opens as many connections as it can for 10 s, while a process
+    joins again.
+    """
     ports = [port for pid in job.coordinators() for port in listening(pid)]
     threading.Thread(target=connect_often, args=(ports, 10.0), daemon=True).start()
     return bool(ports) and kill(job, rng)
 
 
 def connect_often(ports: list[int], seconds: float) -> int:
-    """Open connections to ports of this host and close them again for some seconds; return how many."""
+    """Open connections to ports of this host and close them again for some seconds; return how
+    many.
+    """
     count, deadline = 0, time.monotonic() + seconds
     while ports and time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", ports[count % len(ports)]), 0.1):
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", ports[count % len(ports)]), 0.1),
+        ):
             count += 1
     return count
 
@@ -148,7 +163,9 @@ def compilation(job: Any, rng: random.Random) -> bool:
 
 
 def restarted(job: Any, rng: random.Random, earliest: float, latest: float) -> int:
-    """Kill a process; return the one that is started in its place, `earliest` to `latest` seconds later, or 0."""
+    """Kill a process; return the one that is started in its place, `earliest` to `latest` seconds
+    later, or 0.
+    """
     before, deadline = set(job.ranks()), time.monotonic() + PATIENCE
     kill(job, rng)
     while not (new := set(job.ranks()) - before):
@@ -210,26 +227,51 @@ def stranger(job: Any, rng: random.Random) -> bool:
 def listening(pid: int) -> list[int]:
     """The TCP ports that a process listens on (proc(5), /proc/net/tcp)."""
     files = [str(entry.readlink()) for entry in pathlib.Path(f"/proc/{pid}/fd").iterdir()]
-    rows = [line.split() for line in pathlib.Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
-    return [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in files]
+    rows = [
+        line.split() for line in pathlib.Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+    ]
+    return [
+        int(row[1].rpartition(":")[2], 16)
+        for row in rows
+        if row[3] == "0A" and f"socket:[{row[9]}]" in files
+    ]
 
 
 FAULTS: dict[str, Fault] = {
-    **{f.__name__: f for f in (kill, first, pair, stop, coordinator, both, recovery, compilation, start, join)},
+    **{
+        f.__name__: f
+        for f in (kill, first, pair, stop, coordinator, both, recovery, compilation, start, join)
+    },
     **{f.__name__: f for f in (survivor, frozen, flood, damage, disk, stranger)},
     "save": when(touched("save")),
     "evaluation": when(touched("evaluation")),
 }
 
 
-# Kinds of `of_hosts`: a host is killed, or loses its power; its cable is cut; the network is split. 0: the first host.
+# Kinds of `of_hosts`: a host is killed, or loses its power; its cable is cut; the network is split.
+# 0: the first host.
 OF_HOSTS = [
-    *("kill", "kill0", "power", "power0", "save", "evaluation", "recovery", "cut", "cut0", "split", "split0", "halves"),
+    *(
+        "kill",
+        "kill0",
+        "power",
+        "power0",
+        "save",
+        "evaluation",
+        "recovery",
+        "cut",
+        "cut0",
+        "split",
+        "split0",
+        "halves",
+    ),
 ]
 
 
 def of_hosts(job: Any, kind: str, rng: random.Random) -> tuple[float, bool | None]:
-    """Harm hosts or their network; return for how many seconds, and whether the job must train then (None: it may)."""
+    """Harm hosts or their network; return for how many seconds, and whether the job must train then
+    (None: it may).
+    """
     count, seconds = len(job.up), rng.uniform(2.0, 8.0)
     host = 0 if kind.endswith("0") else rng.randrange(1, count)
     if kind in ("save", "evaluation"):
@@ -244,7 +286,9 @@ def of_hosts(job: Any, kind: str, rng: random.Random) -> tuple[float, bool | Non
             job.hosts.cut(host)
         job.lose(host)
     else:
-        seconds = rng.choice([rng.uniform(3.0, 15.0), rng.uniform(18.0, 23.0), rng.uniform(50.0, 65.0)])
+        seconds = rng.choice(
+            [rng.uniform(3.0, 15.0), rng.uniform(18.0, 23.0), rng.uniform(50.0, 65.0)]
+        )
         group = [0, host] if kind == "halves" else [host]
         job.hosts.cut(host) if kind.startswith("cut") else job.hosts.split(group)
         return seconds, False if host == 0 or 2 * len(group) >= count else seconds > 40 or None

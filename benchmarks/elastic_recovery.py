@@ -1,12 +1,13 @@
-"""How soon an elastic job continues: a random one of its processes is killed, and starts again, some number of times.
+"""How soon an elastic job continues: a random one of its processes is killed, and starts again,
+some number of times.
 
     python -m benchmarks.elastic_recovery [--config configs/gpt_3m.yaml] [--processes 4] [--kills 20] [--key value ...]
 
-Prints the seconds from each kill to the next new update (at which the others continue) and until the process trains
-again, with their medians. Each kill is of a complete job that has made 10 to 30 more updates, a random number: how many
-are lost depends on the moment between two copies of the state. The first `--warm` kills fill the compilation cache, and
-are not counted. Other arguments go to the config, such as --parallel.backend pjit
---parallel.zero 3.
+Prints the seconds from each kill to the next new update (at which the others continue) and until
+the process trains again, with their medians. Each kill is of a complete job that has made 10 to 30
+more updates, a random number: how many are lost depends on the moment between two copies of the
+state. The first `--warm` kills fill the compilation cache, and are not counted. Other arguments go
+to the config, such as --parallel.backend pjit --parallel.zero 3.
 """
 
 import argparse
@@ -27,11 +28,15 @@ LIMIT = 300.0  # seconds until the job must have come so far
 
 
 def until(job: Job, condition) -> float:
-    """Wait for the condition; return the time. Raises SystemExit if the job ends, or after LIMIT seconds."""
+    """Wait for the condition; return the time. Raises SystemExit if the job ends, or after LIMIT
+    seconds.
+    """
     deadline = time.monotonic() + LIMIT
     while not condition():
         if job.launcher.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit(f"the job has ended or hangs after update {job.step()}: see {job.folder}/log")
+            raise SystemExit(
+                f"the job has ended or hangs after update {job.step()}: see {job.folder}/log"
+            )
         time.sleep(0.02)
     return time.monotonic()
 
@@ -56,9 +61,32 @@ def main(argv: list[str]) -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     args, more = parser.parse_known_args(argv)
     folder = pathlib.Path(tempfile.mkdtemp())
-    words = ["launch", "-n", str(args.processes), "--restart", "1000", "train", "--config", str(ROOT / args.config)]
-    words += ["--run_dir", "run", "--steps", "1000000", "--log.every", "1", "--elastic.enabled", "true", *more]
-    job, rng, results = Job([sys.executable, "-m", "jaxdp", *words], folder, again=False), random.Random(args.seed), []
+    words = [
+        "launch",
+        "-n",
+        str(args.processes),
+        "--restart",
+        "1000",
+        "train",
+        "--config",
+        str(ROOT / args.config),
+    ]
+    words += [
+        "--run_dir",
+        "run",
+        "--steps",
+        "1000000",
+        "--log.every",
+        "1",
+        "--elastic.enabled",
+        "true",
+        *more,
+    ]
+    job, rng, results = (
+        Job([sys.executable, "-m", "jaxdp", *words], folder, again=False),
+        random.Random(args.seed),
+        [],
+    )
     try:
         until(job, lambda: job.step() > 0)
         for number in range(args.warm + args.kills):
@@ -67,7 +95,10 @@ def main(argv: list[str]) -> None:
             results += [result] if number >= args.warm else []
     finally:
         job.close()
-    medians = {name: round(statistics.median(r[name] for r in results), 2) for name in ("update", "complete")}
+    medians = {
+        name: round(statistics.median(r[name] for r in results), 2)
+        for name in ("update", "complete")
+    }
     print(json.dumps({**vars(args), "more": more, "median": medians}))
     shutil.rmtree(folder)
 

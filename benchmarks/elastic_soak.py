@@ -1,15 +1,16 @@
-"""Training while processes are killed: the share of the updates that are made without faults in the same time.
+"""Training while processes are killed: the share of the updates that are made without faults in the
+same time.
 
     python -m benchmarks.elastic_soak [--processes 4] [--minutes 5] [--every 10] [--ways elastic,restart,torchrun]
         [--faults kill,coordinator,...|all] [--seed 0] [--healthy 15] [--steps N] [--key value ...]
 
-A small MLP, 20 ms of waiting in each update. `elastic`: jaxdp launch with elastic training. `restart`: jaxdp launch in
-a loop, which starts again from the last checkpoint. `torchrun`: PyTorch's DistributedDataParallel, restarted by its
-agent from its last checkpoint. A checkpoint is written every 100 updates. Faults: those of `elastic_faults`, of which
-`restart` and `torchrun` know kill, first, pair and stop. Prints the goodput: the updates per second with faults
-relative to those before the first fault, in `--healthy` seconds. The elastic run is then finished without faults, and
-compared with one device that ran alone. Other arguments go to jaxdp's config.
-"""
+A small MLP, 20 ms of waiting in each update. `elastic`: jaxdp launch with elastic training.
+`restart`: jaxdp launch in a loop, which starts again from the last checkpoint. `torchrun`:
+PyTorch's DistributedDataParallel, restarted by its agent from its last checkpoint. A checkpoint is
+written every 100 updates. Faults: those of `elastic_faults`, of which `restart` and `torchrun` know
+kill, first, pair and stop. Prints the goodput: the updates per second with faults relative to those
+before the first fault, in `--healthy` seconds. The elastic run is then finished without faults, and
+compared with one device that ran alone. Other arguments go to jaxdp's config."""
 
 import argparse
 import contextlib
@@ -50,7 +51,9 @@ class Run:
     folder: pathlib.Path
 
     def lines(self, name: str, last: int = 0) -> list[dict]:
-        """The lines of a file; if `last`, as many of the last ones: reading all would take a core of a long run."""
+        """The lines of a file; if `last`, as many of the last ones: reading all would take a core
+        of a long run.
+        """
         file = self.folder / "run" / name
         if not file.exists():
             return []
@@ -65,11 +68,17 @@ class Run:
 
     def generations(self) -> list[int]:
         """The number of processes of each generation that has started to train."""
-        return [e["processes"] for e in self.lines("events.jsonl") if e["kind"] in ("start", "resume")]
+        return [
+            e["processes"] for e in self.lines("events.jsonl") if e["kind"] in ("start", "resume")
+        ]
 
     def has_trained(self) -> bool:
         """Whether the newest generation has made an update."""
-        kinds = [e["kind"] for e in self.lines("events.jsonl") if e["kind"] in ("start", "resume", "first_update")]
+        kinds = [
+            e["kind"]
+            for e in self.lines("events.jsonl")
+            if e["kind"] in ("start", "resume", "first_update")
+        ]
         return kinds[-1:] == ["first_update"]
 
 
@@ -78,7 +87,11 @@ class Job(Run):
 
     def __init__(self, command: list[str], folder: pathlib.Path, again: bool):
         self.command, self.folder, self.again = command, folder, again
-        env = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": f"{ROOT}:{folder}", "JAXDP_TIMEOUT": "60"}
+        env = os.environ | {
+            "XLA_FLAGS": "",
+            "PYTHONPATH": f"{ROOT}:{folder}",
+            "JAXDP_TIMEOUT": "60",
+        }
         self.log = (folder / "log").open("ab")
         self.env = env | {"OMP_NUM_THREADS": "1"}
         self.launcher = self._start()
@@ -93,14 +106,20 @@ class Job(Run):
 
     def ranks(self) -> list[int]:
         """The processes that train."""
-        return [int(p.name) for p in pathlib.Path("/proc").glob("[0-9]*") if parent(p) == self.launcher.pid]
+        return [
+            int(p.name)
+            for p in pathlib.Path("/proc").glob("[0-9]*")
+            if parent(p) == self.launcher.pid
+        ]
 
     def coordinators(self) -> list[int]:
         """The coordinator: any rank may have started it, and may have died since."""
         found = []
         for process in pathlib.Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                is_one = b"jaxdp.distributed.coordinator_process" in (process / "cmdline").read_bytes()
+                is_one = (
+                    b"jaxdp.distributed.coordinator_process" in (process / "cmdline").read_bytes()
+                )
                 if is_one and (process / "cwd").readlink() == self.folder:
                     found.append(int(process.name))
         return found
@@ -139,11 +158,20 @@ class Progress(threading.Thread):
         return longest
 
 
-def soak(job: Job, minutes: float, every: float, faults: list[str], seed: int, healthy: float, updates: int) -> dict:
-    """Train with faults; return the updates per second before the first fault, and the share that faults leave.
+def soak(
+    job: Job,
+    minutes: float,
+    every: float,
+    faults: list[str],
+    seed: int,
+    healthy: float,
+    updates: int,
+) -> dict:
+    """Train with faults; return the updates per second before the first fault, and the share that
+    faults leave.
 
-    faults: each is chosen at random. longest: of each kind, the longest time without a new update until the next fault.
-    """
+    faults: each is chosen at random. longest: of each kind, the longest time without a new update
+    until the next fault."""
     rng = random.Random(seed)
     longest: dict[str, list[float | None]] = {}
     while job.step() < min(FIRST, updates // 10):
@@ -168,7 +196,9 @@ def soak(job: Job, minutes: float, every: float, faults: list[str], seed: int, h
         longest[kind] = [*longest.get(kind, []), seconds if done else None]
         count += done
         if seconds >= HUNG:
-            raise SystemExit(f"no progress for {HUNG} s after {kind}: see {job.folder}; its processes run")
+            raise SystemExit(
+                f"no progress for {HUNG} s after {kind}: see {job.folder}; its processes run"
+            )
     wall, reached = time.monotonic() - start, job.step()
     share = (reached - base) / wall / normal
     return {
@@ -187,12 +217,28 @@ def commands(way: str, processes: int, steps: int, more: list[str]) -> list[str]
         return [*jaxdp, "launch", "-n", str(processes), *train]
     agent = ROOT / ".venv-torch/bin/torchrun"
     script = ROOT / "benchmarks/torch_ddp/restarted.py"
-    return [str(agent), "--nproc_per_node", str(processes), "--max_restarts", "1000", str(script), str(steps)]
+    return [
+        str(agent),
+        "--nproc_per_node",
+        str(processes),
+        "--max_restarts",
+        "1000",
+        str(script),
+        str(steps),
+    ]
 
 
 def alone(folder: pathlib.Path, steps: int, more: list[str]) -> str:
     """The digest of the parameters after the same run on one device."""
-    command = [sys.executable, f"{ROOT}/train.py", "--config", f"{folder}/config.yaml", "--steps", str(steps), *more]
+    command = [
+        sys.executable,
+        f"{ROOT}/train.py",
+        "--config",
+        f"{folder}/config.yaml",
+        "--steps",
+        str(steps),
+        *more,
+    ]
     job.call([*command, "--run_dir", f"{folder}/alone"], job.environment(XLA_FLAGS=""), folder)
     return final(folder / "alone")["params_sha256"]
 
@@ -217,11 +263,25 @@ def finish(job: Job, folder: pathlib.Path, steps: int, more: list[str]) -> dict:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser()
-    for name, default in (("processes", 4), ("minutes", 5.0), ("every", 10.0), ("seed", 0), ("healthy", 15.0)):
+    for name, default in (
+        ("processes", 4),
+        ("minutes", 5.0),
+        ("every", 10.0),
+        ("seed", 0),
+        ("healthy", 15.0),
+    ):
         parser.add_argument(f"--{name}", type=type(default), default=default)
-    parser.add_argument("--steps", type=int, help="of the run; left out, what the minutes suffice for")
-    parser.add_argument("--faults", type=lambda text: [*FAULTS] if text == "all" else text.split(","), default=["kill"])
-    parser.add_argument("--ways", type=lambda text: text.split(","), default=["elastic", "restart", "torchrun"])
+    parser.add_argument(
+        "--steps", type=int, help="of the run; left out, what the minutes suffice for"
+    )
+    parser.add_argument(
+        "--faults",
+        type=lambda text: [*FAULTS] if text == "all" else text.split(","),
+        default=["kill"],
+    )
+    parser.add_argument(
+        "--ways", type=lambda text: text.split(","), default=["elastic", "restart", "torchrun"]
+    )
     args, more = parser.parse_known_args(argv)
     steps = args.steps or round(60 * args.minutes / 0.02)
     for way in args.ways:
@@ -229,7 +289,9 @@ def main(argv: list[str]) -> None:
         (folder / "config.yaml").write_text(CONFIG)
         job = Job(commands(way, args.processes, steps, more), folder, again=way == "restart")
         try:
-            result = soak(job, args.minutes, args.every, args.faults, args.seed, args.healthy, steps)
+            result = soak(
+                job, args.minutes, args.every, args.faults, args.seed, args.healthy, steps
+            )
             if way == "elastic":
                 result |= finish(job, folder, steps, more)
         finally:

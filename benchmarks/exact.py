@@ -1,12 +1,13 @@
-"""What the same bits on any number of devices cost: the exact reductions against bucket, side by side.
+"""What the same bits on any number of devices cost: the exact reductions against bucket, side by
+side.
 
     python -m benchmarks.exact --config configs/gpt_3m.yaml [--processes 2] [--devices 1] [--group 1] [--key value ...]
 
-Each way to train is a job of its own, since exact mode sets JAX's environment; all wait while one of them makes a few
-updates, in turn. Prints the medians and, of one process, the bytes that a device sends per update, as the compiled
-programs say. processes: over mpirun, or over another line of --launcher; devices: simulated, of each process; ways:
-some of `WAYS`, separated by commas (by default without xla). Other arguments go to the config.
-"""
+Each way to train is a job of its own, since exact mode sets JAX's environment; all wait while one
+of them makes a few updates, in turn. Prints the medians and, of one process, the bytes that a
+device sends per update, as the compiled programs say. processes: over mpirun, or over another line
+of --launcher; devices: simulated, of each process; ways: some of `WAYS`, separated by commas (by
+default without xla). Other arguments go to the config."""
 
 import dataclasses
 import json
@@ -31,14 +32,18 @@ UPDATES = 4
 
 
 def work(way: str, argv: list[str]) -> None:
-    """One job: compiles, then makes a few updates for every line on standard input, and prints how long they took."""
+    """One job: compiles, then makes a few updates for every line on standard input, and prints how
+    long they took.
+    """
     from jaxdp import environment
     from jaxdp.cli import load
 
     config, *_ = load(argv)
     reduction = way.partition(" ")[0]
     group = config.parallel.exact_group if reduction.startswith("exact") else 1
-    asked = dataclasses.replace(config.parallel, reduction=reduction, accumulate=WAYS[way], exact_group=group)
+    asked = dataclasses.replace(
+        config.parallel, reduction=reduction, accumulate=WAYS[way], exact_group=group
+    )
     config = dataclasses.replace(config, parallel=asked)
     if asked.exact:
         environment.exact()
@@ -48,7 +53,13 @@ def work(way: str, argv: list[str]) -> None:
 
     import jaxdp
     from jaxdp.analysis.hlo import collectives
-    from jaxdp.assemble.components import make_parts, make_strategy, make_the_step, set_jax, state_maker
+    from jaxdp.assemble.components import (
+        make_parts,
+        make_strategy,
+        make_the_step,
+        set_jax,
+        state_maker,
+    )
     from jaxdp.data.prefetch import read_batch
 
     context = jaxdp.init()
@@ -56,13 +67,20 @@ def work(way: str, argv: list[str]) -> None:
     parts = make_parts(config)
     strategy = make_strategy(config, parts, state_maker(config, parts), jax.devices())
     program, state = strategy.compile(make_the_step(config, parts)), strategy.init()
-    batch = strategy.shard_batch(read_batch(parts.dataset, parts.order, 0, strategy.local_microbatches))
+    batch = strategy.shard_batch(
+        read_batch(parts.dataset, parts.order, 0, strategy.local_microbatches)
+    )
     sent = 0.0
     for lowered in program.lowered(state, batch).values() if context.size == 1 else ():
         for c in collectives(lowered.compile().as_text(), lowered.as_text()):
             sent += c.wire * (c.group_size - 1) / c.group_size  # by ring algorithms
     state, metrics = program.update(state, batch)
-    found = {"sent": sent, "loss": float(metrics["loss"]), "devices": len(jax.devices()), "jax": jax.__version__}
+    found = {
+        "sent": sent,
+        "loss": float(metrics["loss"]),
+        "devices": len(jax.devices()),
+        "jax": jax.__version__,
+    }
     if context.is_root:
         print(json.dumps(found), flush=True)
     while True:
@@ -89,7 +107,11 @@ def take(argv: list[str], name: str, default: Any) -> Any:
 def main(argv: list[str]) -> None:
     from benchmarks import job  # `work` runs without it, on whatever host
 
-    processes, devices, group = take(argv, "processes", 1), take(argv, "devices", 1), take(argv, "group", 1)
+    processes, devices, group = (
+        take(argv, "processes", 1),
+        take(argv, "devices", 1),
+        take(argv, "group", 1),
+    )
     launcher = shlex.split(take(argv, "launcher", shlex.join(job.mpirun(processes))))
     ways, repeats = take(argv, "ways", ",".join(DEFAULT)).split(","), take(argv, "repeats", 9)
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}".strip()
@@ -100,7 +122,9 @@ def main(argv: list[str]) -> None:
         launch = launcher if processes > 1 else []
         more = ["--parallel.reduction", "exact", "--parallel.exact_group", str(group)]
         command = [*launch, sys.executable, __file__, "work", way, *argv, *more]
-        jobs[way] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        jobs[way] = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+        )
         found[way] = answer(jobs[way])
     times: dict[str, list[float]] = {way: [] for way in ways}
     for repeat in range(repeats):
@@ -117,7 +141,11 @@ def main(argv: list[str]) -> None:
         "processes": processes,
         "devices": found[ways[0]]["devices"],
         "sent_bytes": {way: round(f["sent"]) for way, f in found.items()},
-        "sent_ratio": {way: round(f["sent"] / found["bucket"]["sent"], 4) for way, f in found.items() if f["sent"]},
+        "sent_ratio": {
+            way: round(f["sent"] / found["bucket"]["sent"], 4)
+            for way, f in found.items()
+            if f["sent"]
+        },
         "loss": {way: f["loss"] for way, f in found.items()},
         "median_ms": {way: round(m, 2) for way, m in median.items()},
         "updates_per_s": {way: round(1e3 / m, 2) for way, m in median.items()},

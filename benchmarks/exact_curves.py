@@ -1,11 +1,12 @@
-"""What exact sums of fewer bytes do to training: loss curves of each reduction, side by side, of several seeds.
+"""What exact sums of fewer bytes do to training: loss curves of each reduction, side by side, of
+several seeds.
 
     python -m benchmarks.exact_curves --config configs/gpt_3m.yaml --steps 1000 [--seeds 3] [--first 0]
         [--reductions bucket,exact,exact16,exact8] [--key value ...]
 
-Prints, for each reduction, the mean of the last 50 training losses and the final loss of every seed; how far the first
-50 losses are from bucket's, relative; and the share of updates that were computed twice. Other arguments go to the
-config.
+Prints, for each reduction, the mean of the last 50 training losses and the final loss of every
+seed; how far the first 50 losses are from bucket's, relative; and the share of updates that were
+computed twice. Other arguments go to the config.
 """
 
 import json
@@ -36,11 +37,18 @@ def main(argv: list[str]) -> None:
                 updates = [record for record in records if record["split"] == "train"]
                 curves[name].append([record["loss"] for record in updates])
                 finals[name].append(next(r["loss"] for r in records if r["split"] == "final"))
-                again[name].append(statistics.mean(record.get("recomputed", 0) for record in updates))
-    apart = lambda name, seed: max(
-        abs(a / b - 1)
-        for a, b in zip(curves[name][seed - first][:50], curves["bucket"][seed - first][:50], strict=True)
-    )
+                again[name].append(
+                    statistics.mean(record.get("recomputed", 0) for record in updates)
+                )
+
+    def apart(name, seed):
+        return max(
+            abs(a / b - 1)
+            for a, b in zip(
+                curves[name][seed - first][:50], curves["bucket"][seed - first][:50], strict=True
+            )
+        )
+
     table = {
         name: {
             "last_losses": [round(statistics.mean(curve[-50:]), 5) for curve in curves[name]],

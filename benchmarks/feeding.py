@@ -1,9 +1,10 @@
-"""Whether input keeps up: what CIFAR-10's pipeline gives without a step, what the step takes, how long the loop waits.
+"""Whether input keeps up: what CIFAR-10's pipeline gives without a step, what the step takes, how
+long the loop waits.
 
     python -m benchmarks.feeding [--root FOLDER_OF_CIFAR10] [--updates 300] [--repeats 5] [--key value ...]
 
-The pipeline: batches read and put on the device by the loop's own source, and augmented there. Prints JSON. Other
-arguments go to the config.
+The pipeline: batches read and put on the device by the loop's own source, and augmented there.
+Prints JSON. Other arguments go to the config.
 """
 
 import argparse
@@ -40,15 +41,29 @@ class Waits(Writer):
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--root", default="random")
     parser.add_argument("--updates", type=int, default=300)
     parser.add_argument("--repeats", type=int, default=5)
     options, more = parser.parse_known_args(argv)
     config, *_ = load(
         [
-            *("--config", str(ROOT / "configs/cifar10_resnet9.yaml"), "--data.target", "benchmarks.data.Images"),
-            *("--data.args.root", options.root, "--data.args.augment", "true", "--microbatches", "1"),
+            *(
+                "--config",
+                str(ROOT / "configs/cifar10_resnet9.yaml"),
+                "--data.target",
+                "benchmarks.data.Images",
+            ),
+            *(
+                "--data.args.root",
+                options.root,
+                "--data.args.augment",
+                "true",
+                "--microbatches",
+                "1",
+            ),
             *("--epochs", "null", "--steps", "100000", *more),
         ]
     )
@@ -58,7 +73,10 @@ def main(argv: list[str]) -> None:
         program, at = run.strategy.compile(run.step), Progress(0, run.strategy.init())
         dataset: Any = run.data.train.dataset
         assert isinstance(dataset, CIFAR10)
-        images = lambda batch: {"inputs": batch["inputs"].reshape(-1, *dataset.input_shape)}
+
+        def images(batch):
+            return {"inputs": batch["inputs"].reshape(-1, *dataset.input_shape)}
+
         augment = jax.jit(lambda batch, key: dataset.transform(images(batch), key, True))
         key = jax.random.key(0)
 

@@ -1,4 +1,5 @@
-"""Print the FLOPs of the products of an update, as the traced program has them; nothing is compiled.
+"""Print the FLOPs of the products of an update, as the traced program has them; nothing is
+compiled.
 
 python -m benchmarks.flops --config configs/gpt_3m.yaml [--key value ...]
 """
@@ -21,7 +22,10 @@ def main(argv: list[str]) -> None:
     step, state = make_the_step(config, parts), jax.eval_shape(state_maker(config, parts))
     microbatches = np.arange(config.microbatches)
     batch = read_batch(parts.dataset, parts.order, 0, microbatches)
-    grads = lambda s, b: step.grads(s.view(step.seed), b, microbatches)
+
+    def grads(s, b):
+        return step.grads(s.view(step.seed), b, microbatches)
+
     print(count_flops(jax.make_jaxpr(grads)(state, batch)))
 
 

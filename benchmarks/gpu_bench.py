@@ -1,4 +1,6 @@
-"""The state of the GPU measurement: what was found, the time that is left, and the file that is always up to date."""
+"""The state of the GPU measurement: what was found, the time that is left, and the file that is
+always up to date.
+"""
 
 import argparse
 import dataclasses
@@ -17,7 +19,9 @@ NO_TIME = f"no time: {BUDGET:.0f} s are over"
 
 @dataclasses.dataclass
 class Bench:
-    """One measurement of everything. found: what will be in the file; device: as JAX names it, once it is known."""
+    """One measurement of everything. found: what will be in the file; device: as JAX names it, once
+    it is known.
+    """
 
     options: argparse.Namespace
     found: dict[str, Any]
@@ -50,7 +54,9 @@ class Bench:
         file.with_suffix(".part").replace(file)
 
     def run(self, name: str, part: Callable[["Bench", dict[str, Any]], None]) -> None:
-        """Fills in found[name]; what fails is named there, and so is an interruption, which ends all."""
+        """Fills in found[name]; what fails is named there, and so is an interruption, which ends
+        all.
+        """
         own = self.found[name] = {}
         began = time.monotonic()
         try:

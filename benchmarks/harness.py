@@ -1,11 +1,13 @@
-"""Measure several ways to train the same thing side by side, after a check that they do train the same thing.
+"""Measure several ways to train the same thing side by side, after a check that they do train the
+same thing.
 
-Each contender is a job of one or more processes. All are started, compile, and train a few updates from the same
-weights on the same batches. Then they take turns (ABBA): one makes some updates, after one that is not timed, while the
-others wait, blocked. The result has medians with quartiles, and ratios within one run.
+Each contender is a job of one or more processes. All are started, compile, and train a few updates
+from the same weights on the same batches. Then they take turns (ABBA): one makes some updates,
+after one that is not timed, while the others wait, blocked. The result has medians with quartiles,
+and ratios within one run.
 
-A contender that fails, hangs or trains something else is left out, with the reason; the others continue.
-"""
+A contender that fails, hangs or trains something else is left out, with the reason; the others
+continue."""
 
 import datetime
 import os
@@ -26,7 +28,10 @@ HELLO_SECONDS = 5.0  # for the first line of a connection
 TURN = 2.0  # seconds; a contender that needs longer for `updates` updates makes fewer in a turn
 LEAST_UPDATES = 2  # in a turn
 LEAST_REPEATS = 3  # also where the time is over
-STEADY_REPEATS, STEADY = 5, 0.02  # this many are enough where each one's quartiles are this close, relative
+STEADY_REPEATS, STEADY = (
+    5,
+    0.02,
+)  # this many are enough where each one's quartiles are this close, relative
 
 T = TypeVar("T")
 
@@ -38,7 +43,9 @@ class Contest:
         self.jobs: list[Job] = []
         self.left_out: dict[str, str] = {}
 
-    def start(self, contender: Contender, folder: pathlib.Path, port: int, cores: Sequence[int]) -> None:
+    def start(
+        self, contender: Contender, folder: pathlib.Path, port: int, cores: Sequence[int]
+    ) -> None:
         """Start a contender; leave it out if its command does not exist."""
         try:
             self.jobs.append(Job(contender, folder, port, cores))
@@ -60,7 +67,9 @@ class Contest:
             raise Failed("\n".join([f"no contender is left: {first}", *logs]))
 
     def each(self, call: Callable[[Job], T], order: int = 1) -> dict[str, T]:
-        """Return {name: call(job)}; a job that fails is left out. order: 1, or -1 for the last job first."""
+        """Return {name: call(job)}; a job that fails is left out. order: 1, or -1 for the last job
+        first.
+        """
         results = {}
         for job in self.jobs[::order]:
             try:
@@ -125,7 +134,10 @@ def measure(
         samples = job.facts["seconds_per_update"]
         job.facts |= {"median": statistics.median(samples), "quartiles": quartiles(samples)}
     found = {job.name: job.facts for job in contest.jobs}
-    counts = {"updates": updates, "repeats": min(len(own["seconds_per_update"]) for own in found.values())}
+    counts = {
+        "updates": updates,
+        "repeats": min(len(own["seconds_per_update"]) for own in found.values()),
+    }
     names = ("start", "compilation and losses", "turns")
     phases = {name: round(b - a, 1) for name, a, b in zip(names, ends, ends[1:])}
     where = {"phases_s": phases, "idle_cores": waiting, "cores": list(cores), **machine()}
@@ -133,10 +145,11 @@ def measure(
 
 
 def meet(server: socket.socket, contest: Contest, timeout: float) -> None:
-    """Wait until all ranks of all jobs have connected; leave out the jobs that end before, or are too late.
+    """Wait until all ranks of all jobs have connected; leave out the jobs that end before, or are
+    too late.
 
-    The jobs start at once and share the cores, so that the time limit begins again with each rank that connects.
-    """
+    The jobs start at once and share the cores, so that the time limit begins again with each rank
+    that connects."""
     deadline = time.monotonic() + timeout
     while any(not job.is_connected for job in contest.jobs):
         ready, *_ = select.select([server], [], [], 0.2)
@@ -151,7 +164,11 @@ def meet(server: socket.socket, contest: Contest, timeout: float) -> None:
                 hello = None
             name = hello.get("name") if isinstance(hello, dict) else None
             job = next((job for job in contest.jobs if job.name == name), None)
-            why = job.connect(hello, line, file) if job else "a stranger, or of a job that was left out"
+            why = (
+                job.connect(hello, line, file)
+                if job
+                else "a stranger, or of a job that was left out"
+            )
             if not why:
                 deadline = time.monotonic() + timeout
             if why:
@@ -169,7 +186,9 @@ def meet(server: socket.socket, contest: Contest, timeout: float) -> None:
 
 
 def train(job: Job, updates: int, timeout: float) -> list[float]:
-    """Return the losses of the first updates, means over the ranks. The first update is timed alone: it compiles."""
+    """Return the losses of the first updates, means over the ranks. The first update is timed
+    alone: it compiles.
+    """
     first = job.ask(timeout, do="losses", updates=1)
     more = job.ask(timeout, do="losses", updates=updates - 1)
     job.facts["first_update_s"] = max(answer["seconds"] for answer in first)
@@ -183,10 +202,13 @@ def train(job: Job, updates: int, timeout: float) -> list[float]:
 def check_losses(contest: Contest, updates: int, tolerance: float, timeout: float) -> None:
     """Train a few updates and leave out the contenders whose losses differ from the reference.
 
-    The reference is the contender with which most others agree; the first of them if there are several.
-    """
+    The reference is the contender with which most others agree; the first of them if there are
+    several."""
     losses = contest.each(lambda job: train(job, updates, timeout))
-    agreeing = {name: sum(worst(x, one) <= tolerance for x in losses.values()) for name, one in losses.items()}
+    agreeing = {
+        name: sum(worst(x, one) <= tolerance for x in losses.values())
+        for name, one in losses.items()
+    }
     first = max(losses, key=lambda name: agreeing[name])
     for job in list(contest.jobs):
         own = losses[job.name]
@@ -196,11 +218,15 @@ def check_losses(contest: Contest, updates: int, tolerance: float, timeout: floa
             contest.leave_out(job, difference(own, losses[first], first, tolerance))
 
 
-def difference(losses: Sequence[float], others: Sequence[float], name: str, tolerance: float) -> str:
+def difference(
+    losses: Sequence[float], others: Sequence[float], name: str, tolerance: float
+) -> str:
     """Return a sentence about how losses differ from those of the contender `name`."""
     if losses is others:
         return f"its losses are not finite: {', '.join(f'{x:.6g}' for x in losses)}"
-    i = next(i for i, (a, b) in enumerate(zip(losses, others)) if not abs(a - b) <= tolerance * abs(b))
+    i = next(
+        i for i, (a, b) in enumerate(zip(losses, others)) if not abs(a - b) <= tolerance * abs(b)
+    )
     return (
         f"its losses differ from those of {name} by {worst(losses, others):.1e} (at most {tolerance:.1e}); "
         f"at update {i + 1} it has {losses[i]:.6f}, not {others[i]:.6f}"
@@ -210,7 +236,9 @@ def difference(losses: Sequence[float], others: Sequence[float], name: str, tole
 def set_turn(job: Job, updates: int, timeout: float) -> None:
     """Set the number of updates of a turn: `updates`, or as many as take `TURN` seconds."""
     few = max(LEAST_UPDATES, updates // 8)
-    job.facts["updates"] = min(updates, max(LEAST_UPDATES, round(TURN * few / job.run(few, timeout))))
+    job.facts["updates"] = min(
+        updates, max(LEAST_UPDATES, round(TURN * few / job.run(few, timeout)))
+    )
 
 
 def take_turns(contest: Contest, repeats: int, deadline: float, timeout: float) -> None:
@@ -224,13 +252,17 @@ def take_turns(contest: Contest, repeats: int, deadline: float, timeout: float) 
     for repeat in range(repeats):
         if repeat >= LEAST_REPEATS and time.monotonic() > deadline:
             break
-        if repeat >= STEADY_REPEATS and all(is_steady(job.facts["seconds_per_update"]) for job in contest.jobs):
+        if repeat >= STEADY_REPEATS and all(
+            is_steady(job.facts["seconds_per_update"]) for job in contest.jobs
+        ):
             break
         contest.each(turn, -1 if repeat % 2 else 1)
 
 
 def worst(losses: Sequence[float], others: Sequence[float]) -> float:
-    """Return the largest relative difference; infinite for NaN, for no losses, and for another number of them."""
+    """Return the largest relative difference; infinite for NaN, for no losses, and for another
+    number of them.
+    """
     if not losses or len(losses) != len(others):
         return float("inf")
     errors = [abs(a - b) / max(abs(b), 1e-30) for a, b in zip(losses, others, strict=True)]
@@ -238,14 +270,18 @@ def worst(losses: Sequence[float], others: Sequence[float]) -> float:
 
 
 def leave_out_busy(contest: Contest, idle: float) -> float:
-    """Return the cores that all jobs use while they wait; leave out the busiest until that is at most `idle`."""
+    """Return the cores that all jobs use while they wait; leave out the busiest until that is at
+    most `idle`.
+    """
     while True:
         used = idleness(contest)
         if sum(used.values()) <= idle:
             return sum(used.values())
         name = max(used, key=lambda name: used[name])
         job = next(job for job in contest.jobs if job.name == name)
-        contest.leave_out(job, f"it uses {used[name]:.0%} of a core while it waits, and slows the others down")
+        contest.leave_out(
+            job, f"it uses {used[name]:.0%} of a core while it waits, and slows the others down"
+        )
 
 
 def idleness(contest: Contest, seconds: float = 1.0) -> dict[str, float]:
@@ -253,7 +289,10 @@ def idleness(contest: Contest, seconds: float = 1.0) -> dict[str, float]:
     time.sleep(0.3)
     before = contest.each(Job.cpu_seconds)
     time.sleep(seconds)
-    return {name: (after - before[name]) / seconds for name, after in contest.each(Job.cpu_seconds).items()}
+    return {
+        name: (after - before[name]) / seconds
+        for name, after in contest.each(Job.cpu_seconds).items()
+    }
 
 
 def is_steady(values: Sequence[float]) -> bool:
@@ -267,11 +306,17 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 
 def ratio(found: dict[str, Any], a: str, b: str) -> dict[str, Any]:
-    """Return how many times as fast a is as b: of the medians, and median and quartiles over the repeats."""
+    """Return how many times as fast a is as b: of the medians, and median and quartiles over the
+    repeats.
+    """
     one, other = (found["contenders"][name]["seconds_per_update"] for name in (a, b))
     each = [y / x for x, y in zip(one, other, strict=True)]
     of_medians = statistics.median(other) / statistics.median(one)
-    return {"of_medians": of_medians, "median": statistics.median(each), "quartiles": quartiles(each)}
+    return {
+        "of_medians": of_medians,
+        "median": statistics.median(each),
+        "quartiles": quartiles(each),
+    }
 
 
 def machine() -> dict[str, Any]:
@@ -284,6 +329,11 @@ def machine() -> dict[str, Any]:
             break
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": {"cpu": cpu, "cores": os.cpu_count(), "system": platform.platform(), "load": os.getloadavg()},
+        "machine": {
+            "cpu": cpu,
+            "cores": os.cpu_count(),
+            "system": platform.platform(),
+            "load": os.getloadavg(),
+        },
         "python": sys.version.split()[0],
     }

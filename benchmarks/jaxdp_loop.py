@@ -1,4 +1,5 @@
-"""jaxdp as `jaxdp train` runs it: the real loop, with its watchdog, its reader and its metrics file.
+"""jaxdp as `jaxdp train` runs it: the real loop, with its watchdog, its reader and its metrics
+file.
 
 python -m benchmarks.jaxdp_loop FOLDER --config configs/gpt_3m.yaml [--key value ...]
 """
@@ -43,7 +44,9 @@ def main(folder: str, argv: list[str]) -> None:
     if context.is_root:
         directory.mkdir(parents=True, exist_ok=True)
     run = make_run(config, directory, context)
-    watch = RunMonitor(context, directory, config.watchdog.step_timeout, config.watchdog.straggler_factor)
+    watch = RunMonitor(
+        context, directory, config.watchdog.step_timeout, config.watchdog.straggler_factor
+    )
     kept = Losses()
     lines = JsonLines(directory / "metrics.jsonl") if context.is_root else Writer()
     run = run.replace(writer=Many([lines, kept]), watch=watch)
@@ -64,7 +67,10 @@ def main(folder: str, argv: list[str]) -> None:
     def memory() -> dict[str, float]:
         device = run.strategy.devices[0]
         state = sum(
-            s.data.nbytes for x in jax.tree.leaves(at.state) for s in x.addressable_shards if s.device == device
+            s.data.nbytes
+            for x in jax.tree.leaves(at.state)
+            for s in x.addressable_shards
+            if s.device == device
         )
         return {"state_bytes": state, "peak_bytes": peak()}
 

@@ -1,7 +1,7 @@
 """A contender as a running job: its processes, and a connection to each of its ranks.
 
-A job that fails raises `Failed`, with the reason and the last lines of its log; `harness` decides what follows.
-"""
+A job that fails raises `Failed`, with the reason and the last lines of its log; `harness` decides
+what follows."""
 
 import dataclasses
 import json
@@ -22,7 +22,12 @@ from benchmarks import contender
 ROOT = pathlib.Path(__file__).parent.parent
 LOG_LINES = 6  # of a failed job's log, shown with the reason
 # Open MPI 4 and 5 refuse root without these.
-AS_ROOT = {f"{p}_ALLOW_RUN_AS_ROOT{s}": "1" for p in ("OMPI", "PRTE") for s in ("", "_CONFIRM") if os.geteuid() == 0}
+AS_ROOT = {
+    f"{p}_ALLOW_RUN_AS_ROOT{s}": "1"
+    for p in ("OMPI", "PRTE")
+    for s in ("", "_CONFIRM")
+    if os.geteuid() == 0
+}
 # What the answer to each command contains; lists are of numbers.
 ANSWERS: dict[str, dict[str, Any]] = {
     "losses": {"losses": list, "seconds": (int, float)},
@@ -38,7 +43,9 @@ class Failed(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """A command to start. launcher: none (one process), ranks (one process for each rank) or mpirun."""
+    """A command to start. launcher: none (one process), ranks (one process for each rank) or
+    mpirun.
+    """
 
     name: str
     command: Sequence[str]
@@ -48,9 +55,13 @@ class Contender:
 
 
 class Job:
-    """A started contender. facts: what it reports of itself. Raises OSError where the command does not exist."""
+    """A started contender. facts: what it reports of itself. Raises OSError where the command does
+    not exist.
+    """
 
-    def __init__(self, contender_: Contender, folder: pathlib.Path, port: int, cores: Sequence[int]):
+    def __init__(
+        self, contender_: Contender, folder: pathlib.Path, port: int, cores: Sequence[int]
+    ):
         self.name, self.contender = contender_.name, contender_
         self.log = folder / f"{self.name.replace(' ', '_').replace('/', '_')}.log"
         self.lines: dict[int, socket.socket] = {}
@@ -88,7 +99,9 @@ class Job:
             return f"it began with {str(hello)[:80]}"
         self.lines[hello["rank"]], self.answers[hello["rank"]] = line, file
         self.pids.append(hello["pid"])
-        self.facts |= {"start_s": time.perf_counter() - self.began} | {k: hello[k] for k in ("versions", "cores")}
+        self.facts |= {"start_s": time.perf_counter() - self.began} | {
+            k: hello[k] for k in ("versions", "cores")
+        }
         return ""
 
     def failed(self, why: str) -> Failed:
@@ -101,7 +114,9 @@ class Job:
         if any(process.poll() is not None for process in self.processes):
             self.wait(2.0)
             codes = [process.poll() for process in self.processes]
-            raise self.failed(f"it ended with code {codes[0] if len(codes) == 1 else codes} before it began")
+            raise self.failed(
+                f"it ended with code {codes[0] if len(codes) == 1 else codes} before it began"
+            )
 
     def send(self, **command: Any) -> None:
         """Send a command to all ranks. Raises Failed."""
@@ -113,7 +128,9 @@ class Job:
             raise self.failed(f"a process ended before `{command['do']}`") from None
 
     def ask(self, timeout: float, **command: Any) -> list[dict[str, Any]]:
-        """Send a command and return the answers of all ranks, by rank. timeout: seconds. Raises Failed."""
+        """Send a command and return the answers of all ranks, by rank. timeout: seconds. Raises
+        Failed.
+        """
         self.send(**command)
         deadline, answers, waiting = time.monotonic() + timeout, {}, dict(self.lines)
         while waiting:
@@ -124,7 +141,9 @@ class Job:
                 try:
                     text = self.answers[rank].readline()
                 except TimeoutError:  # of a line that has begun
-                    raise self.failed(f"no answer to `{command['do']}` within {timeout:.0f} s") from None
+                    raise self.failed(
+                        f"no answer to `{command['do']}` within {timeout:.0f} s"
+                    ) from None
                 except OSError:
                     text = ""
                 if not text:
@@ -158,7 +177,9 @@ class Job:
     def wait(self, seconds: float) -> None:
         """Wait until all processes have ended, at most so long."""
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
+        while time.monotonic() < deadline and any(
+            process.poll() is None for process in self.processes
+        ):
             time.sleep(0.05)
 
     def end(self) -> None:
@@ -184,8 +205,12 @@ def read(text: str) -> Any:
 
 
 def has(message: Any, fields: dict[str, Any]) -> bool:
-    """Return whether a message has these fields, of these types; the elements of a list must be numbers."""
-    if not isinstance(message, dict) or any(not isinstance(message.get(name), kind) for name, kind in fields.items()):
+    """Return whether a message has these fields, of these types; the elements of a list must be
+    numbers.
+    """
+    if not isinstance(message, dict) or any(
+        not isinstance(message.get(name), kind) for name, kind in fields.items()
+    ):
         return False
     numbers = (x for name, kind in fields.items() if kind is list for x in message[name])
     return all(isinstance(x, (int, float)) for x in numbers)
@@ -199,7 +224,9 @@ def start(
     command: Sequence[str], env: dict[str, str], cwd: pathlib.Path = ROOT, **files: Any
 ) -> "subprocess.Popen[Any]":
     """Start a command in a session of its own, so that `kill` reaches what it starts."""
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, cwd=cwd, env=env, start_new_session=True, **files)
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, cwd=cwd, env=env, start_new_session=True, **files
+    )
 
 
 def kill(pids: Sequence[int]) -> None:
@@ -213,8 +240,12 @@ def kill(pids: Sequence[int]) -> None:
 
 
 def output(command: Sequence[str], timeout: float, env: dict[str, str] | None = None) -> str:
-    """Run a command and return its stdout. Raises Failed if it fails, or runs longer than `timeout` seconds."""
-    process = start(command, env or environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    """Run a command and return its stdout. Raises Failed if it fails, or runs longer than `timeout`
+    seconds.
+    """
+    process = start(
+        command, env or environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     try:
         out, error = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -228,21 +259,34 @@ def output(command: Sequence[str], timeout: float, env: dict[str, str] | None = 
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return this process's environment, in which `benchmarks` can be imported and mpirun starts, and `more`."""
+    """Return this process's environment, in which `benchmarks` can be imported and mpirun starts,
+    and `more`.
+    """
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, **AS_ROOT, "PYTHONPATH": path, **more}
 
 
 def mpirun(processes: int) -> list[str]:
-    """Return the words that start a command in so many processes: of the mpirun beside this Python, or on PATH."""
-    beside = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    """Return the words that start a command in so many processes: of the mpirun beside this Python,
+    or on PATH.
+    """
+    beside = (
+        f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    )
     program = shutil.which("mpirun", path=beside) or "mpirun"
     return [program, "-np", str(processes), "--bind-to", "none", "--oversubscribe"]
 
 
-def train(words: Sequence[str], folder: pathlib.Path, launcher: Sequence[str] = (), **env: str) -> list[dict[str, Any]]:
-    """Run `train.py WORDS` in a job of its own; return the records of its metrics file. Raises CalledProcessError."""
-    call([*launcher, sys.executable, str(ROOT / "train.py"), *words, "--run_dir", str(folder)], environment(**env))
+def train(
+    words: Sequence[str], folder: pathlib.Path, launcher: Sequence[str] = (), **env: str
+) -> list[dict[str, Any]]:
+    """Run `train.py WORDS` in a job of its own; return the records of its metrics file. Raises
+    CalledProcessError.
+    """
+    call(
+        [*launcher, sys.executable, str(ROOT / "train.py"), *words, "--run_dir", str(folder)],
+        environment(**env),
+    )
     return records(folder)
 
 

@@ -1,10 +1,11 @@
-"""The manifest of a checkpoint by thousands of processes: what root does alone, and what every process does.
+"""The manifest of a checkpoint by thousands of processes: what root does alone, and what every
+process does.
 
     python -m benchmarks.manifest [--processes 64 1024 4096]
 
-Writes as many files as Orbax does, each of a few bytes, into a temporary folder: the times are those of names, not of
-data. Prints JSON lines: seconds, and the calls of the file system if strace is installed.
-"""
+Writes as many files as Orbax does, each of a few bytes, into a temporary folder: the times are
+those of names, not of data. Prints JSON lines: seconds, and the calls of the file system if strace
+is installed."""
 
 import argparse
 import json
@@ -20,7 +21,11 @@ from typing import Any
 
 from jaxdp.checkpoint import manifest
 
-FILES = ["array_metadatas/process_{}", "ocdbt.process_{}/manifest.ocdbt", "ocdbt.process_{}/d/{:032x}"]
+FILES = [
+    "array_metadatas/process_{}",
+    "ocdbt.process_{}/manifest.ocdbt",
+    "ocdbt.process_{}/d/{:032x}",
+]
 SHARED = ["_METADATA", "_sharding", "manifest.ocdbt", f"d/{0:032x}"]
 
 
@@ -38,7 +43,10 @@ def share(folder: pathlib.Path, processes: int) -> None:
 
 
 def write(folder: pathlib.Path, processes: int) -> None:
-    files = {name: (1000, f"{i:064x}") for i, name in enumerate(json.loads((folder.parent / "names").read_text()))}
+    files = {
+        name: (1000, f"{i:064x}")
+        for i, name in enumerate(json.loads((folder.parent / "names").read_text()))
+    }
     files |= manifest.digests(folder, [*files][1::processes])
     manifest.write(folder, files, {})
 
@@ -56,15 +64,33 @@ def calls(folder: pathlib.Path, processes: int, phase: str) -> int:
     """Return the number of calls of the file system in a phase, without those of an empty start."""
     count = []
     for what in ("", phase):
-        command = [sys.executable, "-m", __spec__.name, "--phase", what, str(folder), str(processes)]
-        trace = ["strace", "-f", "-qq", "-e", "trace=%file,fsync,getdents64", "-o", str(folder.parent / "trace")]
+        command = [
+            sys.executable,
+            "-m",
+            __spec__.name,
+            "--phase",
+            what,
+            str(folder),
+            str(processes),
+        ]
+        trace = [
+            "strace",
+            "-f",
+            "-qq",
+            "-e",
+            "trace=%file,fsync,getdents64",
+            "-o",
+            str(folder.parent / "trace"),
+        ]
         subprocess.run([*trace, *command], check=True)
         count.append(len((folder.parent / "trace").read_text().splitlines()))
     return count[1] - count[0]
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--processes", type=int, nargs="+", default=[64, 1024, 4096])
     parser.add_argument("--phase", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -81,12 +107,19 @@ def main(argv: list[str]) -> None:
             for phase, work in PHASES.items():
                 began = time.perf_counter()
                 work(folder, processes)
-                result = {"processes": processes, "what": phase, "s": round(time.perf_counter() - began, 4)}
+                result = {
+                    "processes": processes,
+                    "what": phase,
+                    "s": round(time.perf_counter() - began, 4),
+                }
                 if shutil.which("strace"):
                     result["calls"] = calls(folder, processes, phase)
                 print(json.dumps(result), flush=True)
             size = os.path.getsize(folder / manifest.NAME)
-            print(json.dumps({"processes": processes, "files": len(names), "manifest_bytes": size}), flush=True)
+            print(
+                json.dumps({"processes": processes, "files": len(names), "manifest_bytes": size}),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

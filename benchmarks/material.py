@@ -1,10 +1,11 @@
-"""What all opponents are given: the same weights, the same examples, the same batches, the same rates.
+"""What all opponents are given: the same weights, the same examples, the same batches, the same
+rates.
 
     python -m benchmarks.material FOLDER UPDATES --config configs/gpt_3m.yaml --microbatches 1
 
-FOLDER: weights.npz, arrays by path; inputs.npy and labels.npy [example, ...]; order.npy [update, microbatch, place],
-the examples of each batch; rates.npy [update]; case.json. `Material` reads it, with NumPy alone.
-"""
+FOLDER: weights.npz, arrays by path; inputs.npy and labels.npy [example, ...]; order.npy [update,
+microbatch, place], the examples of each batch; rates.npy [update]; case.json. `Material` reads it,
+with NumPy alone."""
 
 import json
 import pathlib
@@ -24,7 +25,9 @@ class Material:
         self.inputs, self.labels = np.load(root / "inputs.npy"), np.load(root / "labels.npy")
         order = np.load(root / "order.npy")
         if order.shape[1] != processes:
-            raise ValueError(f"{order.shape[1]} microbatches for {processes} processes; make the material anew")
+            raise ValueError(
+                f"{order.shape[1]} microbatches for {processes} processes; make the material anew"
+            )
         self.order, self.rates = order[:, rank], np.load(root / "rates.npy")
 
     def batch(self, update: int) -> tuple[np.ndarray, np.ndarray]:
@@ -59,7 +62,9 @@ def main(folder: str, updates: int, argv: list[str]) -> None:
     everything = parts.dataset.read(np.arange(len(parts.dataset)))
     slots = np.arange(config.microbatches)
     rows = [parts.order.rows(step, slots) for step in range(updates)]
-    assert all(mask.all() for _, mask in rows), "a batch is not full: take a data set of benchmarks.data"
+    assert all(mask.all() for _, mask in rows), (
+        "a batch is not full: take a data set of benchmarks.data"
+    )
     order = np.stack([indices for indices, _ in rows])
     np.save(root / "order.npy", order.astype(np.int32))
     for name in ("inputs", "labels"):
@@ -69,7 +74,13 @@ def main(folder: str, updates: int, argv: list[str]) -> None:
     rates = jax.vmap(lambda step: jax.numpy.float32(rate(step)))(jax.numpy.arange(updates))
     np.save(root / "rates.npy", np.asarray(rates, np.float64))
     opt = dataclasses.asdict(config.optimizer)
-    schedule = [opt["schedule"], opt["lr"], opt["schedule_steps"] or updates, opt["warmup_steps"], opt["final_lr"]]
+    schedule = [
+        opt["schedule"],
+        opt["lr"],
+        opt["schedule_steps"] or updates,
+        opt["warmup_steps"],
+        opt["final_lr"],
+    ]
     case = {
         "model": dataclasses.asdict(config.model),
         "input_shape": facts["input_shape"],

@@ -1,4 +1,6 @@
-"""Published training runs, with the addresses of what was read: sizes, hardware, layouts and rates, as data."""
+"""Published training runs, with the addresses of what was read: sizes, hardware, layouts and rates,
+as data.
+"""
 
 from typing import NamedTuple, TypedDict
 
@@ -19,14 +21,15 @@ SOURCES = {  # all read in November 2026
 
 
 class Run(NamedTuple):
-    """A published run. unit: of `published`: tokens/s or TFLOP/s of one device, or the scaling efficiency.
+    """A published run. unit: of `published`: tokens/s or TFLOP/s of one device, or the scaling
+    efficiency.
 
-    hardware: a row of HARDWARE; inter: its bytes/s between hosts per device, where the run's network differs.
-    params: all; outside: those of an embedding, which is in no product. sequences: of a microbatch on one device.
-    recompute: FLOPs with rematerialization over those without. shard: devices that share the state; 1: replicated.
-    model: devices that split a replica (tensor, pipeline), which the plan takes as free of traffic.
-    reduce: bytes of a gradient on the wire. alone: seconds of an update on one device, published, instead of FLOPs.
-    """
+    hardware: a row of HARDWARE; inter: its bytes/s between hosts per device, where the run's
+    network differs. params: all; outside: those of an embedding, which is in no product. sequences:
+    of a microbatch on one device. recompute: FLOPs with rematerialization over those without.
+    shard: devices that share the state; 1: replicated. model: devices that split a replica (tensor,
+    pipeline), which the plan takes as free of traffic. reduce: bytes of a gradient on the wire.
+    alone: seconds of an update on one device, published, instead of FLOPs."""
 
     source: str
     name: str
@@ -64,14 +67,20 @@ class Shape(TypedDict):
 
 
 H100, A100 = "h100-nvlink-ib400", "a100-nvlink-ib200"
-LLAMA3_8B: Shape = {"layers": 32, "width": 4096, "length": 8192, "outside": 128256 * 4096}  # [vocabulary, width]
+LLAMA3_8B: Shape = {
+    "layers": 32,
+    "width": 4096,
+    "length": 8192,
+    "outside": 128256 * 4096,
+}  # [vocabulary, width]
 LLAMA2_7B: Shape = {"layers": 32, "width": 4096, "length": 4096, "outside": 32000 * 4096}
 MPT = {  # parameters, layers, width; layers and width follow from the table's FLOPs and parameters
     "1b": (1315950592, 24, 2048), "3b": (2651837440, 32, 2560), "7b": (6658859008, 32, 4096),
     "13b": (12853954560, 40, 5120), "30b": (29975214080, 48, 7168), "70b": (64862437376, 80, 8192),
 }  # fmt: skip
-# Rows with 2,048-token sequences, from 1b up in bfloat16 on H100, from 7b up on A100 40GB, in the tables' order:
-# GPUs, sequences of a microbatch, microbatches, activation checkpointing, tokens/s of a GPU.
+# Rows with 2,048-token sequences, from 1b up in bfloat16 on H100, from 7b up on A100 40GB, in the
+# tables' order: GPUs, sequences of a microbatch, microbatches, activation checkpointing, tokens/s
+# of a GPU.
 FOUNDRY = {
     H100: [
         ("70b", 64, 8, 4, 1, 1039), ("70b", 32, 2, 16, 1, 882),
@@ -93,7 +102,9 @@ FOUNDRY = {
 }  # fmt: skip
 
 
-def foundry(hardware: str, size: str, devices: int, sequences: int, steps: int, remat: int, rate: int) -> Run:
+def foundry(
+    hardware: str, size: str, devices: int, sequences: int, steps: int, remat: int, rate: int
+) -> Run:
     params, layers, width = MPT[size]
     return Run(
         "llm-foundry", f"MPT {size}, {hardware[:4].upper()}", hardware, devices, params, rate, "tokens/s", layers,
@@ -103,13 +114,16 @@ def foundry(hardware: str, size: str, devices: int, sequences: int, steps: int, 
 
 def convolutional(name: str, params: float, images_per_second: float, efficiency: float) -> Run:
     alone = 64 / images_per_second
-    return Run("Horovod", name, "p100-pcie-roce25", 512, params, efficiency, "efficiency", alone=alone)
+    return Run(
+        "Horovod", name, "p100-pcie-roce25", 512, params, efficiency, "efficiency", alone=alone
+    )
 
 
-# Between hosts: an A3 High of Google Cloud has four 200 Gbit/s cards for eight GPUs, an A3 Mega eight; fms-fsdp's hosts
-# share 400 and 800 Gbit/s. torchtitan's "selective" recomputes every other product, OLMo 2 feed-forward (84 % of all
-# products); fms-fsdp's other runs recompute a share that is not given. MaxText's 16B is counted without attention.
-# ResNet-101 is not in the P100's table: the mean time of ResNet-50 and -152, with as many blocks less and more.
+# Between hosts: an A3 High of Google Cloud has four 200 Gbit/s cards for eight GPUs, an A3 Mega
+# eight; fms-fsdp's hosts share 400 and 800 Gbit/s. torchtitan's "selective" recomputes every other
+# product, OLMo 2 feed-forward (84 % of all products); fms-fsdp's other runs recompute a share that
+# is not given. MaxText's 16B is counted without attention. ResNet-101 is not in the P100's table:
+# the mean time of ResNet-50 and -152, with as many blocks less and more.
 RUNS = [
     Run("torchtitan", "Llama 3.1 8B", H100, 8, 8.03e9, 6667, sequences=2, recompute=7 / 6, shard=8, **LLAMA3_8B),
     Run("torchtitan", "Llama 3.1 8B", H100, 128, 8.03e9, 6514, sequences=2, recompute=7 / 6, shard=128, **LLAMA3_8B),

@@ -2,9 +2,9 @@
 
     python -m benchmarks.run [--only NAME ...] [--repeats 7] [--minutes 12] [--root FOLDER_OF_CIFAR10] [--markdown FILE]
 
-PyTorch is taken from the Python that JAXDP_BENCH_TORCH names, else from .venv-torch. A contender or a case that fails
-is left out, with the reason; claims about it are not judged, all else is measured. Exit codes: 0 all was measured, 1
-something is missing.
+PyTorch is taken from the Python that JAXDP_BENCH_TORCH names, else from .venv-torch. A contender or
+a case that fails is left out, with the reason; claims about it are not judged, all else is
+measured. Exit codes: 0 all was measured, 1 something is missing.
 """
 
 import argparse
@@ -24,24 +24,37 @@ from jaxdp.environment import tunables
 
 ROOT = job.ROOT
 TORCH = "JAXDP_BENCH_TORCH"
-SCRIPT_SECONDS, MOST_SECONDS = 40.0, 1200.0  # that a script takes, to share out the time; and when it is ended
+SCRIPT_SECONDS, MOST_SECONDS = (
+    40.0,
+    1200.0,
+)  # that a script takes, to share out the time; and when it is ended
 
 
 def main(argv: list[str], cases: tuple[Case | Script, ...] = (*CPU, *SCRIPTS)) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=[case.name for case in cases])
-    parser.add_argument("--smallest", action="store_true", help="instead, in seconds: does everything run?")
+    parser.add_argument(
+        "--smallest", action="store_true", help="instead, in seconds: does everything run?"
+    )
     parser.add_argument("--repeats", type=int, default=7, help="at most; at least 3")
-    parser.add_argument("--minutes", type=float, default=12.0, help="repeats are left out as this time runs out")
+    parser.add_argument(
+        "--minutes", type=float, default=12.0, help="repeats are left out as this time runs out"
+    )
     parser.add_argument("--root", default="random", help="of CIFAR-10; left out, random images")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--markdown", type=pathlib.Path, metavar="FILE", help="write the results as one table")
+    parser.add_argument(
+        "--markdown", type=pathlib.Path, metavar="FILE", help="write the results as one table"
+    )
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     end, missing = time.monotonic() + 60 * options.minutes, []
     results: list[tuple[Case | Script, dict[str, Any]]] = []
     cases = (
-        SMALLEST if options.smallest else tuple(case for case in cases if not options.only or case.name in options.only)
+        SMALLEST
+        if options.smallest
+        else tuple(case for case in cases if not options.only or case.name in options.only)
     )
     for i, case in enumerate(cases):
         began = time.monotonic()
@@ -54,37 +67,66 @@ def main(argv: list[str], cases: tuple[Case | Script, ...] = (*CPU, *SCRIPTS)) -
                 found = measure(case, options.repeats, options.root, seconds)
                 text = table(case, found)
         except Exception as error:  # whatever it is, the other cases are measured
-            found = {"failed": str(error) if isinstance(error, job.Failed) else f"{type(error).__name__}: {error}"}
+            found = {
+                "failed": str(error)
+                if isinstance(error, job.Failed)
+                else f"{type(error).__name__}: {error}"
+            }
             text = f"\n{case.name}: not measured: {found['failed']}"
             missing.append(f"{case.name}: not measured: {job.first_line(found['failed'])}")
-        missing += [f"{case.name}: {name}: {job.first_line(why)}" for name, why in found.get("left_out", {}).items()]
+        missing += [
+            f"{case.name}: {name}: {job.first_line(why)}"
+            for name, why in found.get("left_out", {}).items()
+        ]
         found |= {"case": case.name, "took_s": time.monotonic() - began}
         results.append((case, found))
         (options.out / f"{case.name}.json").write_text(json.dumps(found, indent=1) + "\n")
         if options.markdown:
             options.markdown.write_text(markdown(results))
         print(text, flush=True)
-    print("\n" + "\n  ".join(["missing:", *missing] if missing else [f"all of {len(cases)} cases were measured"]))
+    print(
+        "\n"
+        + "\n  ".join(
+            ["missing:", *missing] if missing else [f"all of {len(cases)} cases were measured"]
+        )
+    )
     return 1 if missing else 0
 
 
 def measure(case: Case, repeats: int, root: str, seconds: float = float("inf")) -> dict[str, Any]:
-    """Return the figures of a case, and a verdict on each claim whose contenders were measured. Raises Failed.
+    """Return the figures of a case, and a verdict on each claim whose contenders were measured.
+    Raises Failed.
 
     seconds: after which no repeat begins, except the first few.
     """
     began, torch = time.monotonic(), torch_python()
     total = case.check + (repeats + 1) * (case.updates + 1)
-    no_torch = {e.name: f"there is no PyTorch; {TORCH} names its Python" for e in case.contenders if is_torch(e)}
+    no_torch = {
+        e.name: f"there is no PyTorch; {TORCH} names its Python"
+        for e in case.contenders
+        if is_torch(e)
+    }
     left_out = {} if torch else no_torch
-    config = ["--config", str(ROOT / case.config), "--microbatches", str(case.processes), *case.args]
+    config = [
+        "--config",
+        str(ROOT / case.config),
+        "--microbatches",
+        str(case.processes),
+        *case.args,
+    ]
     if "benchmarks.data.Images" in case.args:
         config += ["--data.args.root", root]
     with tempfile.TemporaryDirectory() as folder:
         material = pathlib.Path(folder) / "material"
         make_material(material, total, config)
         contenders = [
-            contender_of(case, entry, material, pathlib.Path(folder) / f"run{i}", [*config, "--steps", str(total)])
+            contender_of(
+                case,
+                entry,
+                material,
+                pathlib.Path(folder) / f"run{i}",
+                [*config, "--steps", str(total)],
+            )
             for i, entry in enumerate(case.contenders)
             if entry.name not in left_out
         ]
@@ -99,11 +141,18 @@ def measure(case: Case, repeats: int, root: str, seconds: float = float("inf")) 
         )
     found["left_out"] = {**left_out, **found["left_out"]}
     claims = [c for c in case.claims if {c.a, c.b} <= set(found["contenders"])]
-    return {**found, "claims": [judge(c, found) for c in claims], "not_judged": len(case.claims) - len(claims)}
+    return {
+        **found,
+        "claims": [judge(c, found) for c in claims],
+        "not_judged": len(case.claims) - len(claims),
+    }
 
 
 def make_material(folder: pathlib.Path, updates: int, config: list[str]) -> None:
-    job.output([sys.executable, "-m", "benchmarks.material", str(folder), str(updates), *config], timeout=300)
+    job.output(
+        [sys.executable, "-m", "benchmarks.material", str(folder), str(updates), *config],
+        timeout=300,
+    )
 
 
 def is_torch(entry: Entry) -> bool:
@@ -120,7 +169,9 @@ def contender_of(
         python, launcher = str(torch_python()), "ranks"
     command = [python, "-m", "benchmarks.contender", f"benchmarks.{entry.script}", *words]
     env = {"GLIBC_TUNABLES": tunables()} if entry.malloc else {}
-    return job.Contender(entry.name, command, case.processes, launcher if case.processes > 1 else "none", env)
+    return job.Contender(
+        entry.name, command, case.processes, launcher if case.processes > 1 else "none", env
+    )
 
 
 def torch_python() -> str | None:
@@ -130,7 +181,9 @@ def torch_python() -> str | None:
 
 
 def run_script(case: Script, root: str) -> tuple[dict[str, Any], str]:
-    """Return what a script printed as JSON, and the same as text with a verdict on its claims. Raises Failed."""
+    """Return what a script printed as JSON, and the same as text with a verdict on its claims.
+    Raises Failed.
+    """
     launch = job.mpirun(case.processes) if case.processes > 1 else []
     command = [*launch, sys.executable, *case.command, *(["--root", root] if case.root else [])]
     lines = [x for x in job.output(command, MOST_SECONDS).splitlines() if x.startswith("{")]
@@ -146,7 +199,9 @@ def run_script(case: Script, root: str) -> tuple[dict[str, Any], str]:
         if not isinstance(number, (int, float)) or not math.isfinite(number):
             raise job.Failed(f"it printed no number `{name}`: {number!r}")
         holds = number >= bound if word == "at least" else number <= bound
-        found["claims"].append({"name": name, "number": number, "asked": f"{word} {bound}", "holds": holds})
+        found["claims"].append(
+            {"name": name, "number": number, "asked": f"{word} {bound}", "holds": holds}
+        )
         text.append(f"  {name}: {number:.3f}; {asked(f'{word} {bound}', holds)}")
     return found, "\n".join(text)
 
@@ -161,7 +216,13 @@ def judge(claim: Claim, found: dict[str, Any]) -> dict[str, Any]:
         "microseconds": 1e6 * (a - b),
         "within": abs(a / b - 1),
     }[claim.kind]
-    holds = None if claim.bound is None else number >= claim.bound if claim.kind == "speed" else number <= claim.bound
+    holds = (
+        None
+        if claim.bound is None
+        else number >= claim.bound
+        if claim.kind == "speed"
+        else number <= claim.bound
+    )
     fields = {"kind": claim.kind, "a": claim.a, "b": claim.b, "bound": claim.bound}
     return {**fields, "speed": speed, "number": number, "holds": holds}
 
@@ -181,7 +242,11 @@ def shown(claim: dict[str, Any]) -> str:
 
 def verdict(claim: dict[str, Any]) -> str:
     """Return what is asked and whether it holds; nothing for a claim without a bound."""
-    return "" if claim["holds"] is None else asked(SHOWN[claim["kind"]][1].format(**claim), claim["holds"])
+    return (
+        ""
+        if claim["holds"] is None
+        else asked(SHOWN[claim["kind"]][1].format(**claim), claim["holds"])
+    )
 
 
 def asked(bound: str, holds: bool) -> str:
@@ -189,12 +254,18 @@ def asked(bound: str, holds: bool) -> str:
 
 
 def table(case: Case, found: dict[str, Any]) -> str:
-    """Return a line for each contender, one for each claim, and one for each contender that was left out."""
+    """Return a line for each contender, one for each claim, and one for each contender that was
+    left out.
+    """
     units, unit = case.per_update
     processes = f"{case.processes} process{'es' * (case.processes > 1)}"
     phases = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in found["phases_s"].items())
-    lines = [f"\n{case.name}: {case.config}, {processes}, {found['repeats']} repeats, {found['date']} ({phases})"]
-    lines.append(f"  {'':28} {'ms/update':>10} {'quartiles':>19} {unit + '/s':>12} {'first':>8} {'loss error':>11}")
+    lines = [
+        f"\n{case.name}: {case.config}, {processes}, {found['repeats']} repeats, {found['date']} ({phases})"
+    ]
+    lines.append(
+        f"  {'':28} {'ms/update':>10} {'quartiles':>19} {unit + '/s':>12} {'first':>8} {'loss error':>11}"
+    )
     for name, own in found["contenders"].items():
         low, high = (1e3 * x for x in own["quartiles"])
         lines.append(
@@ -205,7 +276,10 @@ def table(case: Case, found: dict[str, Any]) -> str:
         low, high = claim["speed"]["quartiles"]
         each = f"each repeat {claim['speed']['median']:.3f}x, quartiles {low:.3f} to {high:.3f}"
         lines.append("; ".join([f"  {shown(claim)} ({each})", *filter(None, [verdict(claim)])]))
-    lines += [f"  left out: {name}: {why}".replace("\n", "\n  ") for name, why in found["left_out"].items()]
+    lines += [
+        f"  left out: {name}: {why}".replace("\n", "\n  ")
+        for name, why in found["left_out"].items()
+    ]
     if found["not_judged"]:
         lines.append(
             f"  not judged, because a contender is left out: {found['not_judged']} of {len(case.claims)} claims"
@@ -214,13 +288,18 @@ def table(case: Case, found: dict[str, Any]) -> str:
 
 
 def markdown(results: Sequence[tuple[Case | Script, dict[str, Any]]]) -> str:
-    """Return date, machine and versions, and one table: a row for each contender, each claim and each failure."""
+    """Return date, machine and versions, and one table: a row for each contender, each claim and
+    each failure.
+    """
     machine = harness.machine()
     versions: dict[str, str] = {}
     for _, found in results:
         for own in found.get("contenders", {}).values():
             versions |= own["versions"]
-    where, packages = machine["machine"], ", ".join(f"{name} {version}" for name, version in versions.items())
+    where, packages = (
+        machine["machine"],
+        ", ".join(f"{name} {version}" for name, version in versions.items()),
+    )
     lines = [
         f"{machine['date']}; {where['cpu']}, {where['cores']} cores, {where['system']}; "
         + (packages or f"python {machine['python']}"),
@@ -238,15 +317,40 @@ def markdown(results: Sequence[tuple[Case | Script, dict[str, Any]]]) -> str:
         for claim in found.get("claims", ()):
             if isinstance(case, Script):
                 rows.append(
-                    (claim["name"], f"{claim['number']:.3f}", "", "", "", asked(claim["asked"], claim["holds"]))
+                    (
+                        claim["name"],
+                        f"{claim['number']:.3f}",
+                        "",
+                        "",
+                        "",
+                        asked(claim["asked"], claim["holds"]),
+                    )
                 )
             else:
                 low, high = claim["speed"]["quartiles"]
                 of_repeats = f"{low:.3f} to {high:.3f}x"
-                rows.append((shown(claim), f"{claim['speed']['of_medians']:.3f}x", of_repeats, "", "", verdict(claim)))
-        left_out = {**found.get("left_out", {}), **({"": found["failed"]} if "failed" in found else {})}
-        rows += [(name, "", "", "", "", f"not measured: {job.first_line(why)}") for name, why in left_out.items()]
-        lines += [f"| {' | '.join(cell.replace('|', '/') for cell in (case.name, *row))} |" for row in rows]
+                rows.append(
+                    (
+                        shown(claim),
+                        f"{claim['speed']['of_medians']:.3f}x",
+                        of_repeats,
+                        "",
+                        "",
+                        verdict(claim),
+                    )
+                )
+        left_out = {
+            **found.get("left_out", {}),
+            **({"": found["failed"]} if "failed" in found else {}),
+        }
+        rows += [
+            (name, "", "", "", "", f"not measured: {job.first_line(why)}")
+            for name, why in left_out.items()
+        ]
+        lines += [
+            f"| {' | '.join(cell.replace('|', '/') for cell in (case.name, *row))} |"
+            for row in rows
+        ]
     return "\n".join(lines) + "\n"
 
 

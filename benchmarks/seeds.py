@@ -1,12 +1,13 @@
-"""Needle's two models: ResNet-9 on CIFAR-10 and an LSTM on the Penn Treebank, on several numbers of processes.
+"""Needle's two models: ResNet-9 on CIFAR-10 and an LSTM on the Penn Treebank, on several numbers of
+processes.
 
     python -m benchmarks.seeds resnet9 --root FOLDER_OF_CIFAR10 [--processes 1,2,4] [--epochs 2] [--key value ...]
     python -m benchmarks.seeds lstm --root FOLDER [--processes 1,2] [--epochs 13] [--key value ...]
 
-FOLDER has ptb.train.txt, ptb.valid.txt and ptb.test.txt. Evaluates after each epoch. Prints for each number of
-processes, one after the other: the seconds of an epoch of training (the median, without the first, which compiles),
-the test metrics after each epoch, and the digest of the final parameters. Other arguments go to the config.
-"""
+FOLDER has ptb.train.txt, ptb.valid.txt and ptb.test.txt. Evaluates after each epoch. Prints for
+each number of processes, one after the other: the seconds of an epoch of training (the median,
+without the first, which compiles), the test metrics after each epoch, and the digest of the final
+parameters. Other arguments go to the config."""
 
 import argparse
 import json
@@ -42,7 +43,9 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model", choices=sorted(MODELS))
     parser.add_argument("--root", required=True)
-    parser.add_argument("--processes", type=lambda text: [int(x) for x in text.split(",")], default=[1, 2, 4])
+    parser.add_argument(
+        "--processes", type=lambda text: [int(x) for x in text.split(",")], default=[1, 2, 4]
+    )
     parser.add_argument("--epochs", type=int, default=2)
     args, more = parser.parse_known_args(argv)
     name, metric, batch_size = MODELS[args.model]
@@ -51,7 +54,9 @@ def main(argv: list[str]) -> None:
     options += ["--eval.every", str(updates), "--log.every", str(updates), *more]
     for processes in args.processes:
         records = train(processes, f"{job.ROOT}/configs/{name}.yaml", options)
-        times = [r["step_time_ms"] for r in records if r["split"] == "train" and "step_time_ms" in r]
+        times = [
+            r["step_time_ms"] for r in records if r["split"] == "train" and "step_time_ms" in r
+        ]
         final = next(r for r in reversed(records) if r["split"] == "final")
         result = {
             "model": args.model,

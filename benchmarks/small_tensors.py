@@ -1,9 +1,10 @@
-"""400 gradient tensors of 1,000 floats summed over two processes: packed into a bucket against `lax.psum` of the tree.
+"""400 gradient tensors of 1,000 floats summed over two processes: packed into a bucket against
+`lax.psum` of the tree.
 
     mpirun -np 2 python benchmarks/small_tensors.py [--tensors 400] [--repeats 15]
 
-Both are the same jitted program but for the reduction. Prints the operands of each program's all-reduces and the
-medians of interleaved repeats.
+Both are the same jitted program but for the reduction. Prints the operands of each program's
+all-reduces and the medians of interleaved repeats.
 """
 
 import argparse
@@ -28,7 +29,9 @@ SIZE = 1000
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tensors", type=int, default=400)
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args(argv)
@@ -38,7 +41,9 @@ def main(argv: list[str]) -> None:
     rng = np.random.default_rng(context.rank)
     local = jax.local_device_count()
     tree = [
-        jax.make_array_from_process_local_data(split, rng.normal(size=(local, SIZE)).astype(np.float32))
+        jax.make_array_from_process_local_data(
+            split, rng.normal(size=(local, SIZE)).astype(np.float32)
+        )
         for _ in range(options.tensors)
     ]
 
@@ -54,7 +59,9 @@ def main(argv: list[str]) -> None:
     programs = {name: program(name) for name in ("bucket", "xla")}
     sums = {name: f(tree) for name, f in programs.items()}
     for a, b in zip(sums["bucket"], sums["xla"], strict=True):
-        np.testing.assert_allclose(a.addressable_data(0), b.addressable_data(0), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            a.addressable_data(0), b.addressable_data(0), rtol=1e-5, atol=1e-5
+        )
 
     times: dict[str, list[float]] = {name: [] for name in programs}
     for repeat in range(options.repeats):
@@ -78,7 +85,9 @@ def main(argv: list[str]) -> None:
 
 def operands(text: str) -> list[int]:
     """The number of operands of each all-reduce in a compiled program."""
-    return [m.group(1).count(",") + 1 for m in re.finditer(r" all-reduce(?:-start)?\(([^)]*)\)", text)]
+    return [
+        m.group(1).count(",") + 1 for m in re.finditer(r" all-reduce(?:-start)?\(([^)]*)\)", text)
+    ]
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""One run, killed again and again at random moments, against the same run left alone: the same bits, nothing lost.
+"""One run, killed again and again at random moments, against the same run left alone: the same
+bits, nothing lost.
 
     python -m benchmarks.soak [--kills 100] [--launcher openmpi|mpich|hand] [--processes 2] [--seed 0]
         [--json FILE] [--work FOLDER]
 
-A life is: start the command, wait for a random moment, kill -9 one rank or all processes, wait until every process of
-the job is gone. Moments are of three kinds: in the middle of training (most), while it starts, while it saves. How long
-a life trains is drawn so that the kills spread evenly over the updates. Then the run is let to its end.
-Exits with 1 where anything is not as it should be.
-"""
+A life is: start the command, wait for a random moment, kill -9 one rank or all processes, wait
+until every process of the job is gone. Moments are of three kinds: in the middle of training
+(most), while it starts, while it saves. How long a life trains is drawn so that the kills spread
+evenly over the updates. Then the run is let to its end. Exits with 1 where anything is not as it
+should be."""
 
 import argparse
 import collections
@@ -42,9 +43,10 @@ checkpoint: {{every: {save_every}, asynchronous: {asynchronous}}}
 
 @dataclasses.dataclass
 class Kill:
-    """moment: the wanted one; found: in which it was; begun: after which update the life went on, None where it was
-    killed before it knew; said: the last step that any life said to be saved; reached: the last update made; on_disk:
-    the step that the next life goes on after; gone: seconds from the kill until every process had ended."""
+    """moment: the wanted one; found: in which it was; begun: after which update the life went on,
+    None where it was killed before it knew; said: the last step that any life said to be saved;
+    reached: the last update made; on_disk: the step that the next life goes on after; gone: seconds
+    from the kill until every process had ended."""
 
     moment: str
     victim: str
@@ -76,13 +78,15 @@ class Soak:
         train += ["--run_dir", str(self.folder / name)]
         program, *options = mpirun(self.args.processes)
         program = self.args.mpirun or program
-        before = {"openmpi": [program, *options], "mpich": [program, *options[:2]], "hand": []}[self.args.launcher]
+        before = {"openmpi": [program, *options], "mpich": [program, *options[:2]], "hand": []}[
+            self.args.launcher
+        ]
         self.job = Job([*before, *train], self.folder, self.args.launcher, self.args.processes)
         return self.job
 
     def left_alone(self):
-        """The uninterrupted run; (seconds until its first update was made, of an update, in all; updates that are made
-        while a save is written, median and most)."""
+        """The uninterrupted run; (seconds until its first update was made, of an update, in all;
+        updates that are made while a save is written, median and most)."""
         began = time.monotonic()
         job = self.start("alone")
         job.wait_end()
@@ -92,7 +96,11 @@ class Soak:
         made = 0
         for _, line in job.lines:
             if found := re.match(r"(train|saved step) +(\d+)", line):
-                made, lags = (int(found[2]), lags) if found[1] == "train" else (made, [*lags, made - int(found[2])])
+                made, lags = (
+                    (int(found[2]), lags)
+                    if found[1] == "train"
+                    else (made, [*lags, made - int(found[2])])
+                )
         return updates[0] - job.began, seconds, time.monotonic() - began, spread(lags)
 
     def life(self, kills_left, starting, update):
@@ -100,7 +108,9 @@ class Soak:
         moment = self.random.choices(list(MOMENTS), list(MOMENTS.values()))[0]
         victim = self.random.choices(list(VICTIMS), list(VICTIMS.values()))[0]
         on, share = self.on_disk(), self.random.random()
-        mean = (self.args.steps - on) / kills_left + self.args.save_every / 2  # of them half an interval is lost
+        mean = (
+            self.args.steps - on
+        ) / kills_left + self.args.save_every / 2  # of them half an interval is lost
         wait = share * min(2 * mean, 0.8 * (self.args.steps - on)) * update
         job = self.start("killed")
         first = None
@@ -126,7 +136,9 @@ class Soak:
         for _, line in list(job.lines):
             if saved := re.match(r"saved step (\d+)", line):
                 self.said = int(saved[1])
-        steps = [line["step"] for line in records(self.folder / "killed") if line["split"] == "train"]
+        steps = [
+            line["step"] for line in records(self.folder / "killed") if line["split"] == "train"
+        ]
         reached = max(steps, default=0) if begun is not None else on
         found = "starting" if reached == on else "saving" if self.saves() else "training"
         trained = when - first if first else 0.0
@@ -135,10 +147,15 @@ class Soak:
     def on_disk(self):
         """The last step with a manifest."""
         folders = (self.folder / "killed" / "checkpoints").glob("[0-9]*")
-        return max((int(p.name) for p in folders if p.name.isdecimal() and (p / "manifest.json").exists()), default=0)
+        return max(
+            (int(p.name) for p in folders if p.name.isdecimal() and (p / "manifest.json").exists()),
+            default=0,
+        )
 
     def saves(self):
-        """Whether a save is under way, or was when the job died: a directory of one that is no checkpoint yet."""
+        """Whether a save is under way, or was when the job died: a directory of one that is no
+        checkpoint yet.
+        """
         folders = list((self.folder / "killed" / "checkpoints").glob("[0-9]*"))
         written = [p for p in folders if p.name.isdecimal() and not (p / "manifest.json").exists()]
         return bool(written) or any("orbax-checkpoint-tmp" in p.name for p in folders)
@@ -150,13 +167,19 @@ class Soak:
             self.args.save_every if self.args.wait else 2 * self.args.save_every - 1
         )  # a save waits for the one before
         if kill.on_disk < kill.said:
-            raise Wrong(f"step {kill.said} was said to be saved, and {kill.on_disk} is the last that is there")
+            raise Wrong(
+                f"step {kill.said} was said to be saved, and {kill.on_disk} is the last that is there"
+            )
         if kill.begun is not None and kill.reached - kill.on_disk > most:
-            raise Wrong(f"update {kill.reached} was made, and {kill.on_disk} is the last checkpoint")
+            raise Wrong(
+                f"update {kill.reached} was made, and {kill.on_disk} is the last checkpoint"
+            )
 
     def run(self):
         starting, update, alone, lags = self.left_alone()
-        show(f"left alone: {alone:.1f} s, {starting:.1f} s to the first update, {1e3 * update:.1f} ms an update")
+        show(
+            f"left alone: {alone:.1f} s, {starting:.1f} s to the first update, {1e3 * update:.1f} ms an update"
+        )
         began = time.monotonic()
         kills: list[Kill] = []
         while len(kills) < self.args.kills:
@@ -202,11 +225,18 @@ class Soak:
 
 
 def compare(run_dir, reference, steps):
-    """(the digest that both end in, what is wrong): every line once and in order, and the same losses, bit for bit."""
+    """(the digest that both end in, what is wrong): every line once and in order, and the same
+    losses, bit for bit.
+    """
     ours, theirs = records(run_dir), records(reference)
     problems = []
-    key = lambda line: (line["step"], line["split"])
-    if [key(x) for x in theirs if x["split"] == "train"] != [(s, "train") for s in range(1, steps + 1)]:
+
+    def key(line):
+        return (line["step"], line["split"])
+
+    if [key(x) for x in theirs if x["split"] == "train"] != [
+        (s, "train") for s in range(1, steps + 1)
+    ]:
         problems.append("the uninterrupted run itself has not every step once")
     count, want = collections.Counter(map(key, ours)), collections.Counter(map(key, theirs))
     if count != want:
@@ -219,7 +249,10 @@ def compare(run_dir, reference, steps):
     differ = [key(x) for x in ours if losses.get(key(x)) != x["loss"]]
     if differ:
         problems.append(f"{len(differ)} losses differ, the first at {differ[0]}")
-    digests = [next((x["params_sha256"] for x in lines if x["split"] == "final"), None) for lines in (ours, theirs)]
+    digests = [
+        next((x["params_sha256"] for x in lines if x["split"] == "final"), None)
+        for lines in (ours, theirs)
+    ]
     if digests[0] != digests[1] or digests[0] is None:
         problems.append(f"params_sha256 {digests[0]} instead of {digests[1]}")
     return digests[0], problems
@@ -236,7 +269,11 @@ def records(run_dir):
 
 
 def spread(values):
-    return {"median": round(statistics.median(values), 2), "max": round(max(values), 2)} if values else {}
+    return (
+        {"median": round(statistics.median(values), 2), "max": round(max(values), 2)}
+        if values
+        else {}
+    )
 
 
 def show(text):
@@ -248,14 +285,20 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--steps", type=int, default=None, help="of the run; left out, 120 a kill")
     parser.add_argument("--save_every", type=int, default=100)
-    parser.add_argument("--wait", action="store_true", help="for every save: checkpoint.asynchronous: false")
+    parser.add_argument(
+        "--wait", action="store_true", help="for every save: checkpoint.asynchronous: false"
+    )
     parser.add_argument("--sleep_ms", type=float, default=8.0, help="that reading a batch takes")
     parser.add_argument("--launcher", choices=["openmpi", "mpich", "hand"], default="openmpi")
-    parser.add_argument("--mpirun", default=None, help="its path; left out, the one beside this Python")
+    parser.add_argument(
+        "--mpirun", default=None, help="its path; left out, the one beside this Python"
+    )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=pathlib.Path, default=None, help="file for the result")
-    parser.add_argument("--work", type=pathlib.Path, default=None, help="folder to keep; left out, a temporary one")
+    parser.add_argument(
+        "--work", type=pathlib.Path, default=None, help="folder to keep; left out, a temporary one"
+    )
     args = parser.parse_args(argv)
     args.steps = args.steps or 120 * args.kills
     with contextlib.ExitStack() as stack:

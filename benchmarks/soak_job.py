@@ -1,4 +1,6 @@
-"""A job that `soak` kills: its processes, found by a mark in their environment, and the lines that they printed."""
+"""A job that `soak` kills: its processes, found by a mark in their environment, and the lines that
+they printed.
+"""
 
 import contextlib
 import os
@@ -23,15 +25,23 @@ class Wrong(Exception):
 
 
 class Job:
-    """A life of the run: its processes, found by a mark in their environment, and what they have printed, and when."""
+    """A life of the run: its processes, found by a mark in their environment, and what they have
+    printed, and when.
+    """
 
     def __init__(self, command, folder, launcher, processes):
         self.mark, self.began = uuid.uuid4().hex, time.monotonic()
         self.lines: list[tuple[float, str]] = []
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "PRTE_", "JAXDP_", "SLURM_"))}
+        env = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("OMPI_", "PMI", "PRTE_", "JAXDP_", "SLURM_"))
+        }
         env |= AS_ROOT
         env |= {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", "SOAK_JOB": self.mark}
-        env["PYTHONPATH"] = os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])
+        env["PYTHONPATH"] = os.pathsep.join(
+            [str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        )
         envs = [env]
         if launcher == "hand":
             with socket.socket() as free:
@@ -69,10 +79,15 @@ class Job:
                 environ = (entry / "environ").read_bytes()
                 if state in "ZX" or f"SOAK_JOB={self.mark}".encode() not in environ:
                     continue
-                words = dict(x.partition("=")[::2] for x in environ.decode(errors="replace").split("\0"))
+                words = dict(
+                    x.partition("=")[::2] for x in environ.decode(errors="replace").split("\0")
+                )
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
                 rank = next((int(words[name]) for name in RANKS if name in words), None)
-                alive[int(entry.name)] = (rank if "train.py" in command and "mpirun" not in command else None, command)
+                alive[int(entry.name)] = (
+                    rank if "train.py" in command and "mpirun" not in command else None,
+                    command,
+                )
         return alive
 
     def ended(self):

@@ -4,12 +4,12 @@
         [--folder DIR]
     python benchmarks/token_file.py --file train.bin        # a file on a disk; its pages are dropped before each repeat
 
-The file is sparse and in a temporary folder: it takes no room, and its pages are zeros that the kernel makes when they
-are first looked at. Prints how long the data set takes to start (with its fingerprint), and medians of interleaved
-repeats, of windows that are new (`cold`), of the same windows once more (`again`) and a third time (`warm`). Bytes a
-second are those of the file's tokens (`read`) and those of the int32 inputs and labels (`delivered`), each also as a
-ratio to copying as many bytes, which are in none of the caches, into an array that is there already.
-"""
+The file is sparse and in a temporary folder: it takes no room, and its pages are zeros that the
+kernel makes when they are first looked at. Prints how long the data set takes to start (with its
+fingerprint), and medians of interleaved repeats, of windows that are new (`cold`), of the same
+windows once more (`again`) and a third time (`warm`). Bytes a second are those of the file's tokens
+(`read`) and those of the int32 inputs and labels (`delivered`), each also as a ratio to copying as
+many bytes, which are in none of the caches, into an array that is there already."""
 
 import argparse
 import json
@@ -65,7 +65,9 @@ def measure(path: pathlib.Path, options: argparse.Namespace, drop: bool = False)
         indices = rng.integers(0, len(tokens), (batches, batch))
         for kind, size in counted.items():
             at = rng.integers(0, MEMORY - size)
-            took[kind].append(seconds(lambda size=size, at=at: np.copyto(target[:size], source[at : at + size])))
+            took[kind].append(
+                seconds(lambda size=size, at=at: np.copyto(target[:size], source[at : at + size]))
+            )
         drop_pages(path, drop)
         for name in names:
             took[name].append(seconds(lambda indices=indices: read(tokens, indices)))
@@ -87,7 +89,9 @@ def measure(path: pathlib.Path, options: argparse.Namespace, drop: bool = False)
 
 
 def drop_pages(path: pathlib.Path, drop: bool) -> None:
-    """Those of the file that are in memory and not mapped; a data set that maps them is not to be there yet."""
+    """Those of the file that are in memory and not mapped; a data set that maps them is not to be
+    there yet.
+    """
     if drop:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

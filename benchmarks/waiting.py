@@ -8,8 +8,9 @@ import numpy as np
 
 
 class Wait:
-    """Wait `pause` seconds in each update until a file `finish` exists; touch a file before a save or an evaluation;
-    flip a bit of a snapshot where a file asks for it. All files are in the current folder."""
+    """Wait `pause` seconds in each update until a file `finish` exists; touch a file before a save
+    or an evaluation; flip a bit of a snapshot where a file asks for it. All files are in the
+    current folder."""
 
     def __init__(self, pause: float = 0.02, save: int = 100, evaluation: int = 50):
         self.pause, self.every = pause, {"save": save, "evaluation": evaluation}

@@ -2,9 +2,9 @@
 
     python benchmarks/workers.py [--workers 2] [--images 512] [--batch 32] [--repeats 7]
 
-Makes images of noise, 400 x 300, in a temporary folder. Prints medians of interleaved repeats: images a second by
-thread and by workers, each from the second batch on, and their ratio; and GB a second of ready batches that one worker
-sends.
+Makes images of noise, 400 x 300, in a temporary folder. Prints medians of interleaved repeats:
+images a second by thread and by workers, each from the second batch on, and their ratio; and GB a
+second of ready batches that one worker sends.
 """
 
 import argparse
@@ -40,8 +40,12 @@ def main(argv: list[str]) -> None:
         rates: dict[str, list[float]] = {"thread": [], "workers": [], "pipe": []}
         for _ in range(options.repeats):
             rates["thread"].append(options.batch * batches_per_s(images, options.batch, 0))
-            rates["workers"].append(options.batch * batches_per_s(images, options.batch, options.workers))
-            rates["pipe"].append(sent.arrays["inputs"].nbytes * batches_per_s(sent, options.batch, 1))
+            rates["workers"].append(
+                options.batch * batches_per_s(images, options.batch, options.workers)
+            )
+            rates["pipe"].append(
+                sent.arrays["inputs"].nbytes * batches_per_s(sent, options.batch, 1)
+            )
     median = {name: statistics.median(rate) for name, rate in rates.items()}
     result = {
         "images_per_s": {name: round(median[name]) for name in ("thread", "workers")},
@@ -56,7 +60,9 @@ def write(folder: pathlib.Path, count: int) -> None:
     folder.mkdir()
     rng = np.random.default_rng(0)
     for number in range(count):
-        Image.fromarray(rng.integers(0, 256, (300, 400, 3), np.uint8)).save(folder / f"{number}.jpg", quality=80)
+        Image.fromarray(rng.integers(0, 256, (300, 400, 3), np.uint8)).save(
+            folder / f"{number}.jpg", quality=80
+        )
 
 
 def batches_per_s(dataset, batch: int, workers: int) -> float:

@@ -1,4 +1,6 @@
-"""Write the pages in docs/reference: keys of a config, commands, and Python's public names. `make docs` runs it."""
+"""Write the pages in docs/reference: keys of a config, commands, and Python's public names. `make
+docs` runs it.
+"""
 
 import dataclasses
 import inspect
@@ -21,10 +23,19 @@ SECTIONS: dict[str, tuple[str, list[str]]] = {
         "`loss.target` is one of these, or anything of the same shape: sums and a weight, never a mean.",
         [
             f"jaxdp.losses.{n}"
-            for n in ("SoftmaxCrossEntropy", "CausalLM", "MeanSquaredError", "Contrastive", "MultiTask")
+            for n in (
+                "SoftmaxCrossEntropy",
+                "CausalLM",
+                "MeanSquaredError",
+                "Contrastive",
+                "MultiTask",
+            )
         ],
     ),
-    "Results": ("What `jaxdp.fit` returns ([Notebooks](../notebook.md)).", ["jaxdp.job.fitted.Fitted"]),
+    "Results": (
+        "What `jaxdp.fit` returns ([Notebooks](../notebook.md)).",
+        ["jaxdp.job.fitted.Fitted"],
+    ),
     "Optimizers": (
         "`optimizer.target` is sgd, adam, adamw, lamb, adafactor, lion, muon, or a function that returns an Optax "
         "transformation.",
@@ -111,15 +122,30 @@ def config_page() -> str:
         "**speed**: it changes only how fast, where, or what is written about it, and may differ from start to start.",
     ]
     for group in groups():
-        lines += ["", f"## {group.name or 'The run'}", "", _linked(group.text), "", *_table(group.keys)]
+        lines += [
+            "",
+            f"## {group.name or 'The run'}",
+            "",
+            _linked(group.text),
+            "",
+            *_table(group.keys),
+        ]
     return "\n".join(lines) + "\n"
 
 
 def _table(keys: Iterable["Key"]) -> list[str]:
     rows = ["| key | type | default | decides | |", "|---|---|---|---|---|"]
     for key in keys:
-        default = f"`{shown(key.default)}`" if shown(key.default) else "null" if key.default is None else ""
-        rows.append(f"| `{key.name}` | {key.kind} | {default} | {key.decides} | {_linked(_escaped(key.text))} |")
+        default = (
+            f"`{shown(key.default)}`"
+            if shown(key.default)
+            else "null"
+            if key.default is None
+            else ""
+        )
+        rows.append(
+            f"| `{key.name}` | {key.kind} | {default} | {key.decides} | {_linked(_escaped(key.text))} |"
+        )
     return rows
 
 
@@ -168,16 +194,25 @@ def _escaped(text: str) -> str:
 
 def _linked(text: str) -> str:
     return re.sub(
-        r"docs/(\w+)(?:\\_(\w+))?\.md", lambda m: f"[{m[0]}](../{'_'.join(filter(None, m.groups()))}.md)", text
+        r"docs/(\w+)(?:\\_(\w+))?\.md",
+        lambda m: f"[{m[0]}](../{'_'.join(filter(None, m.groups()))}.md)",
+        text,
     )
 
 
-KINDS = {bool: "true or false", int: "integer", float: "number", str: "text", dict: "mapping", list: "list"}
+KINDS = {
+    bool: "true or false",
+    int: "integer",
+    float: "number",
+    str: "text",
+    dict: "mapping",
+    list: "list",
+}
 
 
 class Key(NamedTuple):
-    """A key. name: dotted, as on the command line. choices: the allowed values, if they can be listed. decides:
-    'numbers' or 'speed'."""
+    """A key. name: dotted, as on the command line. choices: the allowed values, if they can be
+    listed. decides: 'numbers' or 'speed'."""
 
     name: str
     kind: str
@@ -229,7 +264,9 @@ def _keys(part: Any, prefix: str) -> list[Key]:
 
 
 def _key(part: Any, field: "dataclasses.Field[Any]", prefix: str) -> Key:
-    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    default = (
+        field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    )
     hint = get_type_hints(part)[field.name]
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     words: list[str] = []
@@ -244,7 +281,9 @@ def _key(part: Any, field: "dataclasses.Field[Any]", prefix: str) -> Key:
     if type(None) in kinds:
         words.append("null")
     name = f"{prefix}{field.name}"
-    return Key(name, ", ".join(words), choices, default, decides(name), arguments(part).get(field.name, ""))
+    return Key(
+        name, ", ".join(words), choices, default, decides(name), arguments(part).get(field.name, "")
+    )
 
 
 def shown(default: Any) -> str:
@@ -257,5 +296,9 @@ def shown(default: Any) -> str:
 if __name__ == "__main__":
     folder = pathlib.Path(__file__).parent / "reference"
     folder.mkdir(exist_ok=True)
-    for name, page in {"config": config_page, "commands": commands_page, "python": python_page}.items():
+    for name, page in {
+        "config": config_page,
+        "commands": commands_page,
+        "python": python_page,
+    }.items():
         (folder / f"{name}.md").write_text(page())

@@ -1,7 +1,8 @@
-"""Makes the pictures of the documentation, in docs/img, from runs of a minute: `python docs/screenshots.py [NAME ...]`.
+"""Makes the pictures of the documentation, in docs/img, from runs of a minute: `python
+docs/screenshots.py [NAME ...]`.
 
-It takes chromium, pillow, tensorboard and tensorboardX. Names: report, console, tensorboard; all of them by itself.
-"""
+It takes chromium, pillow, tensorboard and tensorboardX. Names: report, console, tensorboard; all of
+them by itself."""
 
 import contextlib
 import json
@@ -30,7 +31,12 @@ KEYS = ["--epochs", "180", "--eval.every", "230", "--checkpoint.every", "690", "
 REPORTS = {
     "report_light": (["digits"], (1280, 1560), False, "0"),
     "report_dark": (["digits"], (1280, 1560), True, "0"),
-    "report_runs": (["digits", "slower", "sharded"], (1280, 1440), False, "smooth(0.9), hover(0, 1500)"),
+    "report_runs": (
+        ["digits", "slower", "sharded"],
+        (1280, 1440),
+        False,
+        "smooth(0.9), hover(0, 1500)",
+    ),
     "report_phone_light": (["digits"], (390, 844), False, "0"),
     "report_phone_dark": (["digits"], (390, 844), True, "scrollTo(0, 560)"),
 }
@@ -41,9 +47,15 @@ hover = (i, x) => { jaxdp.view.over = jaxdp.view.charts[i]; jaxdp.view.hover = x
 """
 
 
-def train(folder: pathlib.Path, name: str, *more: str, devices: int = 1, interrupt: int | None = None) -> None:
+def train(
+    folder: pathlib.Path, name: str, *more: str, devices: int = 1, interrupt: int | None = None
+) -> None:
     """A run; interrupt: preempted once that update was made, and then started again."""
-    env = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
+    env = {
+        **os.environ,
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "JAX_PLATFORMS": "cpu",
+    }
     command = [*TRAIN, *KEYS, "--run_dir", str(folder / name), *more]
     if interrupt is not None:
         process = subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.DEVNULL)
@@ -93,12 +105,32 @@ def reports(folder: pathlib.Path, page: Browser) -> None:
 def console(folder: pathlib.Path, page: Browser) -> None:
     """The panel on a terminal of 80 columns, as it stands a third through a run."""
     config = str(ROOT / "configs" / "python_gpt.yaml")
-    command = [sys.executable, str(ROOT / "train.py"), "--config", config, "--run_dir", "runs/python_gpt"]
-    command += ["--steps", "1000", "--log.every", "10", "--eval.every", "200", "--checkpoint.every", "200"]
+    command = [
+        sys.executable,
+        str(ROOT / "train.py"),
+        "--config",
+        config,
+        "--run_dir",
+        "runs/python_gpt",
+    ]
+    command += [
+        "--steps",
+        "1000",
+        "--log.every",
+        "10",
+        "--eval.every",
+        "200",
+        "--checkpoint.every",
+        "200",
+    ]
 
     def drawn(screen: Screen) -> bool:
         last = str(screen.shown()[-1])
-        return made(folder / "runs" / "python_gpt") >= 320 and last.startswith("╰") and last.endswith("╯")
+        return (
+            made(folder / "runs" / "python_gpt") >= 320
+            and last.startswith("╰")
+            and last.endswith("╯")
+        )
 
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     file = folder / "console.html"
@@ -116,7 +148,15 @@ def tensorboard(folder: pathlib.Path, page: Browser) -> None:
         train(folder, f"boards/{name}", *writers, "--optimizer.lr", rate)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", "boards", "--host", "127.0.0.1"]
+    command = [
+        sys.executable,
+        "-m",
+        "tensorboard.main",
+        "--logdir",
+        "boards",
+        "--host",
+        "127.0.0.1",
+    ]
     server = subprocess.Popen(
         [*command, "--port", str(port), "--load_fast", "false"], cwd=folder,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -127,7 +167,10 @@ def tensorboard(folder: pathlib.Path, page: Browser) -> None:
             "Emulation.setDeviceMetricsOverride", width=1440, height=720, deviceScaleFactor=1, mobile=False
         )  # fmt: skip
         tags = "%5E(eval%7Ctrain)%2F(accuracy%7Closs%7Clr%7Cgrad)"
-        page.call("Page.navigate", url=f"http://127.0.0.1:{port}/#scalars&_smoothingWeight=0&tagFilter={tags}")
+        page.call(
+            "Page.navigate",
+            url=f"http://127.0.0.1:{port}/#scalars&_smoothingWeight=0&tagFilter={tags}",
+        )
         wait(lambda: page(CURVES) >= 12)  # six tags of two runs
         time.sleep(2)  # they move into their places
         shoot(page, "tensorboard")

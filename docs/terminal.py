@@ -1,4 +1,6 @@
-"""What a terminal shows of a command, as HTML: what it writes on a pseudo-terminal, drawn as it would be there."""
+"""What a terminal shows of a command, as HTML: what it writes on a pseudo-terminal, drawn as it
+would be there.
+"""
 
 import codecs
 import fcntl
@@ -33,7 +35,9 @@ TOKEN = re.compile(r"\x1b\[(\d*)A|(\x1b\[2K)|\x1b\[\?25[lh]|(\x1b\[[\d;]*m)|(\n)
 
 
 class Screen:
-    """The rows of a terminal, each with its colours as they were written; all that is known of it is what rich asks."""
+    """The rows of a terminal, each with its colours as they were written; all that is known of it
+    is what rich asks.
+    """
 
     def __init__(self, rows: int, columns: int):
         self.size = (rows, columns)
@@ -66,7 +70,9 @@ class Screen:
         return [Text.from_ansi(line) for line in lines[-self.size[0] :]]
 
     def html(self) -> str:
-        console = Console(record=True, file=io.StringIO(), width=self.size[1], color_system="truecolor")
+        console = Console(
+            record=True, file=io.StringIO(), width=self.size[1], color_system="truecolor"
+        )
         for line in self.shown():
             assert line.cell_len <= self.size[1], line.plain
             console.print(line, no_wrap=True, crop=False, highlight=False)
@@ -84,17 +90,23 @@ def watch(
     cwd: pathlib.Path | None = None,
     seconds: float = 300.0,
 ) -> Screen:
-    """Runs a command in a terminal until its screen is as wanted, stops it, and returns the screen as it was."""
+    """Runs a command in a terminal until its screen is as wanted, stops it, and returns the screen
+    as it was.
+    """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     env = {k: v for k, v in env.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
     env |= {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
-    process = subprocess.Popen(command, env=env, cwd=cwd, stdin=theirs, stdout=theirs, stderr=theirs)
+    process = subprocess.Popen(
+        command, env=env, cwd=cwd, stdin=theirs, stdout=theirs, stderr=theirs
+    )
     os.close(theirs)
     screen, deadline = Screen(rows, columns), time.monotonic() + seconds
     try:
         while not until(screen):
-            assert time.monotonic() < deadline and process.poll() is None, "\n".join(map(str, screen.shown()))
+            assert time.monotonic() < deadline and process.poll() is None, "\n".join(
+                map(str, screen.shown())
+            )
             if select.select([ours], [], [], 1.0)[0]:
                 screen.feed(os.read(ours, 1 << 16))
         return screen

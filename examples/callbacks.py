@@ -1,4 +1,5 @@
-"""Callbacks, and a loss with the accuracy of each class; the folder of this file must be on PYTHONPATH.
+"""Callbacks, and a loss with the accuracy of each class; the folder of this file must be on
+PYTHONPATH.
 
 PYTHONPATH=examples jaxdp train --config configs/digits.yaml --loss.target callbacks.PerClass \
   --callbacks '[callbacks.WorstClasses]' --run_dir runs/per_class
@@ -18,7 +19,9 @@ from jaxdp.losses import SoftmaxCrossEntropy
 
 
 class PerClass(SoftmaxCrossEntropy):
-    """Cross-entropy with a metric `accuracy/3` for each class: a pair of the hits and the examples of the class."""
+    """Cross-entropy with a metric `accuracy/3` for each class: a pair of the hits and the examples
+    of the class.
+    """
 
     reads_logits = False
 
@@ -39,13 +42,20 @@ class WorstClasses:
         self.count = count
 
     def on_eval(self, step, metrics):
-        classes = sorted((value, name) for name, value in metrics.items() if name.startswith("accuracy/"))
+        classes = sorted(
+            (value, name) for name, value in metrics.items() if name.startswith("accuracy/")
+        )
         if jaxdp.current().is_root:
-            print(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for value, name in classes[: self.count]))
+            print(
+                f"step {step}: "
+                + ", ".join(f"{name} {value:.3f}" for value, name in classes[: self.count])
+            )
 
 
 class Histograms:
-    """Record histograms of the parameters in the last checkpoint, after each evaluation, for the report."""
+    """Record histograms of the parameters in the last checkpoint, after each evaluation, for the
+    report.
+    """
 
     def __init__(self, bins: int = 32):
         self.bins, self.last = bins, None
@@ -60,16 +70,24 @@ class Histograms:
         if (last := checkpoints.steps()[-1]) == self.last:
             return
         self.last = last
-        for name, array in on_host(from_checkpoint(checkpoints.directory / str(last), ema=False)).items():
+        for name, array in on_host(
+            from_checkpoint(checkpoints.directory / str(last), ema=False)
+        ).items():
             values = np.asarray(array, np.float32)
             if (values := values[np.isfinite(values)]).size:
                 counts, edges = np.histogram(values, self.bins)
-                facts = {"low": float(edges[0]), "high": float(edges[-1]), "counts": counts.tolist()}
+                facts = {
+                    "low": float(edges[0]),
+                    "high": float(edges[-1]),
+                    "counts": counts.tolist(),
+                }
                 self.run.log.events.note("histogram", last, name=name, **facts)
 
 
 class Pictures:
-    """Write the first inputs of the training data as one picture after each evaluation; needs Pillow."""
+    """Write the first inputs of the training data as one picture after each evaluation; needs
+    Pillow.
+    """
 
     def __init__(self, count: int = 8):
         self.count = count
@@ -81,7 +99,9 @@ class Pictures:
         import PIL.Image
 
         if jaxdp.current().is_root:  # one rank writes
-            pixels = self.run.data.train.dataset.read(np.arange(self.count))["inputs"][..., 0].astype(float)
+            pixels = self.run.data.train.dataset.read(np.arange(self.count))["inputs"][
+                ..., 0
+            ].astype(float)
             row = np.hstack(255 * pixels / pixels.max()).astype(np.uint8)
             media = self.run.log.directory / "media"
             media.mkdir(exist_ok=True)
@@ -89,7 +109,9 @@ class Pictures:
 
 
 class TextSamples:
-    """Print text from the last checkpoint after each evaluation, as `jaxdp sample` does, and show it in the report."""
+    """Print text from the last checkpoint after each evaluation, as `jaxdp sample` does, and show
+    it in the report.
+    """
 
     def __init__(self, prompt: str = "\n", tokens: int = 64):
         defaults = {name: option.default for name, option in VERBS["sample"].options.items()}
@@ -99,10 +121,16 @@ class TextSamples:
         self.run = run
 
     def on_eval(self, step, metrics):
-        if self.run.checkpoints.wait() is None and self.run.checkpoints.steps() and jaxdp.current().is_root:
+        if (
+            self.run.checkpoints.wait() is None
+            and self.run.checkpoints.steps()
+            and jaxdp.current().is_root
+        ):
             last = self.run.checkpoints.steps()[-1]
             text = sample({**self.options, "run_dir": self.run.log.directory, "step": last})
             print(f"step {last}: {text!r}")
-            media = self.run.log.directory / "media"  # where the report looks for STEP-NAME.txt and STEP-NAME.png
+            media = (
+                self.run.log.directory / "media"
+            )  # where the report looks for STEP-NAME.txt and STEP-NAME.png
             media.mkdir(exist_ok=True)
             (media / f"{last}-sample.txt").write_text(text, encoding="utf-8")

@@ -1,11 +1,12 @@
-"""Match the halves of a digit with a contrastive loss over the whole batch, equal on any number of devices.
+"""Match the halves of a digit with a contrastive loss over the whole batch, equal on any number of
+devices.
 
     python examples/contrastive.py
     mpirun -np 2 python examples/contrastive.py runs/contrastive_two
 
-Each half is embedded separately. The loss pulls a left half to its own right half and away from the others of the 120
-examples in the batch, on any device. The accuracy is that of choosing one half among 120, because the 360 examples of
-the test split form batches of 120. Chance is 0.008.
+Each half is embedded separately. The loss pulls a left half to its own right half and away from the
+others of the 120 examples in the batch, on any device. The accuracy is that of choosing one half
+among 120, because the 360 examples of the test split form batches of 120. Chance is 0.008.
 """
 
 import sys
@@ -22,10 +23,12 @@ class Halves(nnx.Module):
     """Embed the halves of image[example, 8, 8, 1]: return (left, right), each [example, dim]."""
 
     def __init__(self, width: int = 128, dim: int = 32, *, rngs: nnx.Rngs):
-        tower = lambda: nnx.Sequential(
-            nnx.Linear(32, width, rngs=rngs), nnx.relu, nnx.Linear(width, width, rngs=rngs), nnx.relu,
-            nnx.Linear(width, dim, rngs=rngs),
-        )  # fmt: skip
+        def tower():
+            return nnx.Sequential(
+                    nnx.Linear(32, width, rngs=rngs), nnx.relu, nnx.Linear(width, width, rngs=rngs), nnx.relu,
+                    nnx.Linear(width, dim, rngs=rngs),
+                )  # fmt: skip
+
         self.left, self.right = tower(), tower()
 
     def __call__(self, image: jax.Array) -> tuple[jax.Array, jax.Array]:

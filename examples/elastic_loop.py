@@ -2,8 +2,8 @@
 
     jaxdp launch -n 3 --restart 5 python examples/elastic_loop.py
 
-Kill a process of it (not the one that launches): the others continue within seconds, and it joins them again.
-"""
+Kill a process of it (not the one that launches): the others continue within seconds, and it joins
+them again."""
 
 import functools
 
@@ -15,11 +15,17 @@ import jaxdp
 from jaxdp.data import Digits
 
 data = Digits().read(np.arange(1437))
-images, labels, tx = data["inputs"].reshape(-1, 64) / np.float32(16), data["labels"], optax.adam(1e-2)
+images, labels, tx = (
+    data["inputs"].reshape(-1, 64) / np.float32(16),
+    data["labels"],
+    optax.adam(1e-2),
+)
 
 
 def loss_of(params, x, y):
-    return optax.softmax_cross_entropy_with_integer_labels(x @ params["kernel"] + params["bias"], y).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        x @ params["kernel"] + params["bias"], y
+    ).mean()
 
 
 def train(state, commit):
@@ -33,12 +39,16 @@ def train(state, commit):
 
     params, moments = state["params"], state["moments"]
     for step in range(state["step"], 600):
-        rows = np.random.default_rng(step).permutation(len(labels))[:60]  # depends on the step alone
+        rows = np.random.default_rng(step).permutation(len(labels))[
+            :60
+        ]  # depends on the step alone
         mine = np.array_split(rows, context.size)[context.rank].reshape(devices, -1)
         loss, params, moments = update(params, moments, images[mine], labels[mine])
         if context.is_root and step % 100 == 99:
             print(f"update {step + 1}  loss {loss:.4f}  {context.size} processes", flush=True)
-        commit({"step": step + 1, "params": params, "moments": moments})  # last: it may end this call of train()
+        commit(
+            {"step": step + 1, "params": params, "moments": moments}
+        )  # last: it may end this call of train()
 
 
 jaxdp.init(elastic=jaxdp.ElasticOptions())

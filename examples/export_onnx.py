@@ -31,7 +31,17 @@ if __name__ == "__main__":
     forward, names, example = make_forward(meta, arrays)
     params = [arrays[name] for name in names]
     inputs = jax.ShapeDtypeStruct(("n", *example.shape[1:]), example.dtype)
-    options = {"return_mode": "file", "output_path": sys.argv[2] if sys.argv[2:] else str(run_dir / "forward.onnx")}
+    options = {
+        "return_mode": "file",
+        "output_path": sys.argv[2] if sys.argv[2:] else str(run_dir / "forward.onnx"),
+    }
     double = jax.config.jax_enable_x64
-    to_onnx(without_unused(lambda x: forward(params, x)), [inputs], enable_double_precision=double, **options)
-    print(f"{options['output_path']}: inputs {example.dtype}[n, {', '.join(map(str, example.shape[1:]))}]")
+    to_onnx(
+        without_unused(lambda x: forward(params, x)),
+        [inputs],
+        enable_double_precision=double,
+        **options,
+    )
+    print(
+        f"{options['output_path']}: inputs {example.dtype}[n, {', '.join(map(str, example.shape[1:]))}]"
+    )

@@ -1,4 +1,5 @@
-"""Export the forward pass of a run as a program that JAX alone runs, with its parameters and a script.
+"""Export the forward pass of a run as a program that JAX alone runs, with its parameters and a
+script.
 
 Needs flatbuffers, for the files of jax.export: pip install flatbuffers
 
@@ -50,15 +51,20 @@ np.save(sys.argv[2], np.asarray(outputs, np.result_type(np.float32, outputs.dtyp
 def write(folder: pathlib.Path, meta: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
     """Write forward.stablehlo, params.npz and run.py; return a line about them.
 
-    The program maps (parameters, inputs [example, ...]) to the model's outputs, as an evaluation computes them, for any
-    number of examples if the model can be traced so, else for one.
+    The program maps (parameters, inputs [example, ...]) to the model's outputs, as an evaluation
+    computes them, for any number of examples if the model can be traced so, else for one.
     """
     forward, names, example = make_forward(meta, arrays)
     params = [jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in names]
-    shape = lambda examples: jax.ShapeDtypeStruct((examples, *example.shape[1:]), example.dtype)
+
+    def shape(examples):
+        return jax.ShapeDtypeStruct((examples, *example.shape[1:]), example.dtype)
+
     examples = "any number of examples"
     try:
-        program = export.export(jax.jit(forward), platforms=PLATFORMS)(params, shape(export.symbolic_shape("n")[0]))
+        program = export.export(jax.jit(forward), platforms=PLATFORMS)(
+            params, shape(export.symbolic_shape("n")[0])
+        )
     except Exception as error:  # the model's code may ask for the number of examples
         examples = f"1 example at a time ({one_line(error)[:100]})"
         program = export.export(jax.jit(forward), platforms=PLATFORMS)(params, shape(1))
@@ -75,37 +81,62 @@ def read(run_dir: str | pathlib.Path) -> tuple[dict[str, Any], Mapping[str, np.n
     return manifest.read(checkpoint)["meta"], on_host(from_checkpoint(checkpoint, ema=False))
 
 
-def make_forward(meta: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> tuple[Any, list[str], np.ndarray]:
-    """Return (forward(parameters in the order of the names, inputs), the names, inputs of an example).
+def make_forward(
+    meta: dict[str, Any], arrays: Mapping[str, np.ndarray]
+) -> tuple[Any, list[str], np.ndarray]:
+    """Return (forward(parameters in the order of the names, inputs), the names, inputs of an
+    example).
 
     A carried state starts at zero in every call.
     """
     config = from_mapping(meta["config"], "the checkpoint")
-    # No reduction is in the program, and the exact ones need flags in the environment of the process.
-    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, reduction="auto"))
+    # No reduction is in the program, and the exact ones need flags in the environment of the
+    # process.
+    config = dataclasses.replace(
+        config, parallel=dataclasses.replace(config.parallel, reduction="auto")
+    )
     set_jax(config)
     parts = make_parts(config)
     options, dataset = parts.forward, next(iter(parts.eval_sets.values()), parts.dataset)
-    example = {name: x for name, x in dataset.read(np.zeros(1, np.int64)).items() if name != "labels"}
+    example = {
+        name: x for name, x in dataset.read(np.zeros(1, np.int64)).items() if name != "labels"
+    }
     example["mask"] = np.ones(1, bool)
-    prepare = lambda batch: (
-        batch if options.eval_transform is None else options.eval_transform(batch, jax.random.key(0), False)
+
+    def prepare(batch):
+        return (
+            batch
+            if options.eval_transform is None
+            else options.eval_transform(batch, jax.random.key(0), False)
+        )
+
+    like = jax.eval_shape(
+        lambda: options.model.init(jax.random.key(0), options.policy.inputs(prepare(example)))
     )
-    like = jax.eval_shape(lambda: options.model.init(jax.random.key(0), options.policy.inputs(prepare(example))))
     state, carry = split_carry(like[1])
     trees, names = (like[0], state), [*arrays]
 
     def forward(values: list[jax.Array], inputs: jax.Array) -> Any:
         stored = dict(zip(names, values))
-        fill = lambda tree, prefix: jax.tree_util.tree_map_with_path(
-            lambda path, _: stored[prefix + path_string(path)], tree
-        )
+
+        def fill(tree, prefix):
+            return jax.tree_util.tree_map_with_path(
+                lambda path, _: stored[prefix + path_string(path)], tree
+            )
+
         params, state = fill(trees[0], ""), fill(trees[1], MODEL_STATE)
         if carry is not None:
-            state = {**state, CARRY: jax.tree.map(lambda x: jnp.zeros((inputs.shape[0], *x.shape[1:]), x.dtype), carry)}
+            state = {
+                **state,
+                CARRY: jax.tree.map(
+                    lambda x: jnp.zeros((inputs.shape[0], *x.shape[1:]), x.dtype), carry
+                ),
+            }
         batch = prepare({"inputs": inputs, "mask": jnp.ones(inputs.shape[:1], bool)})
         params = cast_floats(params, options.policy.compute)
-        outputs, _ = options.model.apply(params, state, options.policy.inputs(batch), jax.random.key(0), False)
+        outputs, _ = options.model.apply(
+            params, state, options.policy.inputs(batch), jax.random.key(0), False
+        )
         return options.policy.outputs(compute_logits(outputs))
 
     return forward, names, np.asarray(example["inputs"])

@@ -36,10 +36,25 @@ class LoRALinear(nnx.Linear):
 
 
 class LoRAGPT(GPT):
-    """A GPT whose projections named in `layers_of` have matrices of this rank beside them; other arguments: of GPT."""
+    """A GPT whose projections named in `layers_of` have matrices of this rank beside them; other
+    arguments: of GPT.
+    """
 
-    def __init__(self, input_shape, num_classes, rank=8, layers_of=("query", "value"), *, rngs: nnx.Rngs, **args):
+    def __init__(
+        self,
+        input_shape,
+        num_classes,
+        rank=8,
+        layers_of=("query", "value"),
+        *,
+        rngs: nnx.Rngs,
+        **args,
+    ):
         super().__init__(input_shape, num_classes, scan=False, rngs=rngs, **args)
         for block in self.blocks.modules:
             for name in layers_of:
-                setattr(block.attention, name, LoRALinear.around(getattr(block.attention, name), rank, rngs))
+                setattr(
+                    block.attention,
+                    name,
+                    LoRALinear.around(getattr(block.attention, name), rank, rngs),
+                )

@@ -1,10 +1,12 @@
-"""Train the ResNet-9 of the Needle course project on CIFAR-10 for one epoch, in a hand-written loop.
+"""Train the ResNet-9 of the Needle course project on CIFAR-10 for one epoch, in a hand-written
+loop.
 
     python examples/needle_resnet9.py cifar-10-batches-py
     mpirun -np 2 --bind-to none python examples/needle_resnet9.py cifar-10-batches-py        (--fake needs no files)
 
-It uses four calls: `init`, `partition_dataset`, `broadcast_parameters` and `distributed_optimizer`. BatchNorm uses each
-rank's part of a batch. After an epoch, rank 0 broadcasts its running averages, like DDP's buffers in PyTorch.
+It uses four calls: `init`, `partition_dataset`, `broadcast_parameters` and `distributed_optimizer`.
+BatchNorm uses each rank's part of a batch. After an epoch, rank 0 broadcasts its running averages,
+like DDP's buffers in PyTorch.
 
     epoch 0: 8.9 s, test accuracy 0.5175        # one process on 2 CPU cores, including 2 s of compilation
 """
@@ -28,7 +30,13 @@ model = as_model(lambda rngs: ResNet9(rngs=rngs))  # (init, apply): a Flax modul
 
 
 def logits_of(params, averages, batch, train):
-    return model.apply(params, averages, {"inputs": standardize(batch["inputs"], MEAN, STD)}, jax.random.key(0), train)
+    return model.apply(
+        params,
+        averages,
+        {"inputs": standardize(batch["inputs"], MEAN, STD)},
+        jax.random.key(0),
+        train,
+    )
 
 
 @jax.jit
@@ -67,7 +75,9 @@ def main() -> None:
     train = jaxdp.partition_dataset(read(args.folder, "train"), BATCH)
     test = jaxdp.partition_dataset(read(args.folder, "test"), 1000, shuffle=False)
     params, averages = jaxdp.broadcast_parameters(model.init(jax.random.key(0), {}))
-    adamw = optax.adamw(optax.linear_schedule(1e-2, 0.0, args.epochs * len(train)), weight_decay=1e-2)
+    adamw = optax.adamw(
+        optax.linear_schedule(1e-2, 0.0, args.epochs * len(train)), weight_decay=1e-2
+    )
     tx = jaxdp.distributed_optimizer(adamw)
     state, apply_updates = tx.init(params), jax.jit(optax.apply_updates)
 
@@ -80,7 +90,9 @@ def main() -> None:
         jax.block_until_ready(params)
         seconds = time.monotonic() - began
         averages = jaxdp.broadcast_parameters(averages)
-        counts = np.array([(right(params, averages, batch), len(batch["labels"])) for batch in test]).sum(0)
+        counts = np.array(
+            [(right(params, averages, batch), len(batch["labels"])) for batch in test]
+        ).sum(0)
         mean = jaxdp.allreduce_metrics({"accuracy": counts[0] / counts[1]}, weight=counts[1])
         if context.is_root:
             print(f"epoch {epoch}: {seconds:.1f} s, test accuracy {mean['accuracy']:.4f}")

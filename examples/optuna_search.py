@@ -1,4 +1,5 @@
-"""Search with Optuna (pip install optuna): unpromising runs end at an evaluation. `jaxdp sweep` needs no library.
+"""Search with Optuna (pip install optuna): unpromising runs end at an evaluation. `jaxdp sweep`
+needs no library.
 
 python examples/optuna_search.py
 """
@@ -10,7 +11,9 @@ from jaxdp.training.callbacks import StopTraining
 
 
 class Prune:
-    """Report the accuracy of each evaluation to Optuna, and end a run that it considers unpromising."""
+    """Report the accuracy of each evaluation to Optuna, and end a run that it considers
+    unpromising.
+    """
 
     def __init__(self, trial):
         self.trial = trial

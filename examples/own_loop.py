@@ -2,8 +2,8 @@
 
     python examples/own_loop.py        mpirun -np 2 python examples/own_loop.py        (srun, torchrun, ... as well)
 
-A batch has 50 examples over all processes; the last of an epoch has one. The losses do not depend on the number of
-processes:
+A batch has 50 examples over all processes; the last of an epoch has one. The losses do not depend
+on the number of processes:
 
     update   0  loss 2.353443  accuracy 0.1600
     update  25  loss 1.544138  accuracy 0.6600
@@ -41,16 +41,22 @@ def main() -> None:
     rngs = nnx.Rngs(context.rank)  # different weights on each rank, until 3
     model = nnx.Sequential(nnx.Linear(64, 64, rngs=rngs), nnx.relu, nnx.Linear(64, 10, rngs=rngs))
     nnx.update(model, jaxdp.broadcast_parameters(nnx.state(model)))  # 3
-    optimizer = nnx.Optimizer(model, jaxdp.distributed_optimizer(optax.adam(3e-3)), wrt=nnx.Param)  # 4
+    optimizer = nnx.Optimizer(
+        model, jaxdp.distributed_optimizer(optax.adam(3e-3)), wrt=nnx.Param
+    )  # 4
     update = 0
     for _ in range(EPOCHS):
         for x, y in batches:
             (loss, accuracy), grads = backward(model, x, y)
             optimizer.update(model, grads, weight=len(y))  # 4
             if update % 25 == 0:
-                mean = jaxdp.allreduce_metrics({"loss": loss, "accuracy": accuracy}, weight=len(y))  # 5
+                mean = jaxdp.allreduce_metrics(
+                    {"loss": loss, "accuracy": accuracy}, weight=len(y)
+                )  # 5
                 if context.is_root:  # 1
-                    print(f"update {update:3d}  loss {mean['loss']:.6f}  accuracy {mean['accuracy']:.4f}")
+                    print(
+                        f"update {update:3d}  loss {mean['loss']:.6f}  accuracy {mean['accuracy']:.4f}"
+                    )
             update += 1
 
 

@@ -1,4 +1,6 @@
-"""jaxdp: a data-parallel trainer for JAX. The config decides the numbers; the hardware only decides the speed."""
+"""jaxdp: a data-parallel trainer for JAX. The config decides the numbers; the hardware only decides
+the speed.
+"""
 
 from jaxdp import imports  # noqa: F401  # first: other imports go through its finder
 

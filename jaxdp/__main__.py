@@ -4,12 +4,24 @@ import signal
 import sys
 from typing import NoReturn
 
-HELD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)  # until `jaxdp.supervise.signals` takes them
-COMPUTING = ("train", "eval", "profile", "launch", "sweep")  # verbs whose time is that of the programs
+HELD = (
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGHUP,
+    signal.SIGINT,
+)  # until `jaxdp.supervise.signals` takes them
+COMPUTING = (
+    "train",
+    "eval",
+    "profile",
+    "launch",
+    "sweep",
+)  # verbs whose time is that of the programs
 
 
 def command(argv: list[str] | None = None) -> NoReturn:
-    """Run `jaxdp.cli.main` as a command, in a process that may be replaced by one with another malloc.
+    """Run `jaxdp.cli.main` as a command, in a process that may be replaced by one with another
+    malloc.
 
     Signals that come meanwhile stay pending, in the new process too.
     """

@@ -40,28 +40,32 @@ def fit(
     overwrite: bool = False,
     **config: Any,
 ) -> "Fitted":
-    """Train like `jaxdp train` on all devices of all processes; resume the run in `run_dir`, if any.
+    """Train like `jaxdp train` on all devices of all processes; resume the run in `run_dir`, if
+    any.
 
         jaxdp.fit(Net, (images, labels), steps=1000, batch_size=64, optimizer={"target": "adamw", "lr": 3e-4},
                   run_dir="runs/net")
 
-    model: a Flax or Equinox class, a function that returns a module, a Linen module, or a pair of functions (init,
-    apply). data: a pair (inputs, labels) of arrays, a dict of arrays, a sized sequence of examples, or a Dataset. loss:
-    a function or object (outputs, batch) -> (sum, weight, metric sums). optimizer: an Optax transformation. Each of
-    them may also be a name as in a config, or {"target": name or object, "args": {...}, ...}. eval_data: the evaluation
-    set; by default the dataset's test split, if it has one. transform: see `data.transform`. callbacks: objects with
-    methods of `jaxdp.training.callbacks`, or entries as in a config. The other arguments are keys of a config, with
-    dicts for its sections: steps or epochs, batch_size, microbatches, parallel={"zero": 1}, eval={"every": 100}
-    (docs/own_model.md; `jaxdp train --help` lists all).
+    model: a Flax or Equinox class, a function that returns a module, a Linen module, or a pair of
+    functions (init, apply). data: a pair (inputs, labels) of arrays, a dict of arrays, a sized
+    sequence of examples, or a Dataset. loss: a function or object (outputs, batch) -> (sum, weight,
+    metric sums). optimizer: an Optax transformation. Each of them may also be a name as in a
+    config, or {"target": name or object, "args": {...}, ...}. eval_data: the evaluation set; by
+    default the dataset's test split, if it has one. transform: see `data.transform`. callbacks:
+    objects with methods of `jaxdp.training.callbacks`, or entries as in a config. The other
+    arguments are keys of a config, with dicts for its sections: steps or epochs, batch_size,
+    microbatches, parallel={"zero": 1}, eval={"every": 100} (docs/own_model.md; `jaxdp train --help`
+    lists all).
 
-    run_dir: the directory of all output; None: a temporary one, removed when the process ends. An existing run is
-    resumed, or returned if it has finished, if it has the same config and objects: objects are compared by what they
-    compute; those that differ raise UsageError. overwrite: remove an existing run and start again.
+    run_dir: the directory of all output; None: a temporary one, removed when the process ends. An
+    existing run is resumed, or returned if it has finished, if it has the same config and objects:
+    objects are compared by what they compute; those that differ raise UsageError. overwrite: remove
+    an existing run and start again.
 
-    Returns a `jaxdp.job.fitted.Fitted`: predict, evaluate, model, history, params. Under mpirun every process calls
-    `fit`. Raises UsageError for arguments that do not fit, before training starts.
-    SIGTERM, SIGUSR1 and SIGHUP end the script with exit code 75, after a save; so does SIGINT, which in a single
-    process raises KeyboardInterrupt instead.
+    Returns a `jaxdp.job.fitted.Fitted`: predict, evaluate, model, history, params. Under mpirun
+    every process calls `fit`. Raises UsageError for arguments that do not fit, before training
+    starts. SIGTERM, SIGUSR1 and SIGHUP end the script with exit code 75, after a save; so does
+    SIGINT, which in a single process raises KeyboardInterrupt instead.
     """
     objects: dict[str, dict[str, Any]] = {}
     values = dict(config)
@@ -70,18 +74,30 @@ def fit(
     if eval_data is not None and isinstance(section := values.get("eval", {}), Mapping):
         values["eval"] = {**section, "data": name_it(objects, "eval.data", eval_data)}
     if transform is not None:
-        values["data"] = {**values["data"], "transform": name_it(objects, "data.transform", transform)}
+        values["data"] = {
+            **values["data"],
+            "transform": name_it(objects, "data.transform", transform),
+        }
     if callbacks:
         if isinstance(callbacks, str) or not isinstance(callbacks, Sequence):
-            raise UsageError(f"callbacks: {callbacks!r} is not a list; give one, such as [EarlyStopping()]")
-        named = lambda i, c: c if isinstance(c, str | Mapping) else f"{type(c).__qualname__} {i}{OBJECT}"
+            raise UsageError(
+                f"callbacks: {callbacks!r} is not a list; give one, such as [EarlyStopping()]"
+            )
+
+        def named(i, c):
+            return c if isinstance(c, str | Mapping) else f"{type(c).__qualname__} {i}{OBJECT}"
+
         values["callbacks"] = [named(i, c) for i, c in enumerate(callbacks)]
-        objects["callbacks"] = {name: c for name, c in zip(values["callbacks"], callbacks) if name is not c}
+        objects["callbacks"] = {
+            name: c for name, c in zip(values["callbacks"], callbacks) if name is not c
+        }
     values["run_dir"] = run_dir
     return run(from_mapping(values, "fit"), objects, overwrite)
 
 
-def run(config: Config, objects: Mapping[str, Mapping[str, Any]], overwrite: bool = False) -> "Fitted":
+def run(
+    config: Config, objects: Mapping[str, Mapping[str, Any]], overwrite: bool = False
+) -> "Fitted":
     """Train a config with the objects of a script, {section: {name: object}}."""
     set_threads(config)
     ignored_flags = environment.use_preset(config.parallel.xla_preset, config.parallel.devices)
@@ -115,7 +131,9 @@ def run(config: Config, objects: Mapping[str, Mapping[str, Any]], overwrite: boo
             signals.restore()
 
 
-def join(config: Config | None, objects: Mapping[str, Mapping[str, Any]] | None = None) -> "Context":
+def join(
+    config: Config | None, objects: Mapping[str, Mapping[str, Any]] | None = None
+) -> "Context":
     """Join the job."""
     import jaxdp
     from jaxdp.job.elastic import settings
@@ -124,7 +142,8 @@ def join(config: Config | None, objects: Mapping[str, Mapping[str, Any]] | None 
 
 
 def end_start(name: str) -> None:
-    """End this process, and its job, after a signal before the first update: there is nothing to save.
+    """End this process, and its job, after a signal before the first update: there is nothing to
+    save.
 
     Runs in a thread, since the main thread may wait for something that never comes.
     """
@@ -136,7 +155,8 @@ def end_start(name: str) -> None:
 
 
 def set_threads(config: Config | None, simulated: bool = True, exact: bool = False) -> None:
-    """Set the environment variables for threads, exact reductions and slow networks before JAX starts.
+    """Set the environment variables for threads, exact reductions and slow networks before JAX
+    starts.
 
     Args:
         simulated: whether programs run on simulated devices.
@@ -147,7 +167,9 @@ def set_threads(config: Config | None, simulated: bool = True, exact: bool = Fal
     if simulated:
         environment.enough_threads()
     if config is not None and config.outer.replicas > 1:
-        os.environ.setdefault("JAXDP_SILENCE", "120")  # seconds without a sign of life: the network may be cut
+        os.environ.setdefault(
+            "JAXDP_SILENCE", "120"
+        )  # seconds without a sign of life: the network may be cut
 
 
 def temporary() -> str:

@@ -5,12 +5,18 @@ from typing import NamedTuple
 import jax
 
 DATA = "data"  # one entry per device: every replica's share of the batch
-OUTER = "outer"  # the logical replicas of local updates (`jaxdp.parallel.outer`); inside one of them, DATA
-REPLICA, SHARD = "replica", "shard"  # the devices in groups: state is split inside a group and replicated over groups
+# the logical replicas of local updates (`jaxdp.parallel.outer`); inside one of them, DATA
+OUTER = "outer"
+REPLICA, SHARD = (
+    "replica",
+    "shard",
+)  # the devices in groups: state is split inside a group and replicated over groups
 
 
 class Axes(NamedTuple):
-    """shard: the axis over which state is split; replica: the axis over which it is replicated, or None."""
+    """shard: the axis over which state is split; replica: the axis over which it is replicated, or
+    None.
+    """
 
     shard: str = DATA
     replica: str | None = None
@@ -24,7 +30,9 @@ FLAT = Axes()
 
 
 def data_axes(replicas: bool = False) -> str | tuple[str, ...] | None:
-    """Return the axes of all devices (of one replica, unless `replicas`) inside a strategy's program; None outside."""
+    """Return the axes of all devices (of one replica, unless `replicas`) inside a strategy's
+    program; None outside.
+    """
     over_replicas: list[str | tuple[str, ...]] = [(OUTER, DATA)] if replicas else []
     for axes in (*over_replicas, DATA, (REPLICA, SHARD)):
         try:

@@ -1,4 +1,6 @@
-"""Errors that end a run with one line: bad input, the failure of another process, or of the run itself."""
+"""Errors that end a run with one line: bad input, the failure of another process, or of the run
+itself.
+"""
 
 import difflib
 import errno
@@ -20,7 +22,14 @@ SETTINGS = "jax/_src/config.py"  # reads JAX's environment variables when JAX is
 BYTES = re.compile(r"(?:allocat\w+|memory of size) (\d+)(?: bytes)?(?![\d.])")
 PACKAGE = os.path.dirname(__file__) + os.sep
 # Errors of a wrong path.
-OF_A_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EROFS)
+OF_A_PATH = (
+    errno.ENAMETOOLONG,
+    errno.EACCES,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+    errno.EROFS,
+)
 PREEMPTED = 75  # exit code that asks the scheduler to start the job again (sysexits.h: EX_TEMPFAIL)
 INTERRUPTED = 130  # exit code of a shell for a command that was ended by Ctrl-C
 
@@ -28,8 +37,8 @@ INTERRUPTED = 130  # exit code of a shell for a command that was ended by Ctrl-C
 class ReportedError(Exception):
     """An error that one rank prints for all.
 
-    rank: the rank that prints it, if every rank raises the same error; None if only one rank raises it.
-    """
+    rank: the rank that prints it, if every rank raises the same error; None if only one rank raises
+    it."""
 
     def __init__(self, message: str, rank: int | None = None):
         super().__init__(message)
@@ -41,11 +50,14 @@ class UsageError(ReportedError, ValueError):
 
 
 class TooManyDevices(UsageError):
-    """More devices than can share the work: in an elastic job, the processes that have joined last end."""
+    """More devices than can share the work: in an elastic job, the processes that have joined last
+    end.
+    """
 
 
 class DistributedError(ReportedError, RuntimeError):
-    """A process that did not join, ended early, or disagreed during a run; the message names the rank. Exit code 1.
+    """A process that did not join, ended early, or disagreed during a run; the message names the
+    rank. Exit code 1.
 
     texts: rank -> text, of the ranks that took part in a failed exchange.
     """
@@ -63,7 +75,9 @@ class RunFailed(ReportedError, RuntimeError):
 
 
 def check_sizes(section: str, **sizes: int | None) -> None:
-    """Raise UsageError for the first size below 1, by its key in a section of the config; None is not checked."""
+    """Raise UsageError for the first size below 1, by its key in a section of the config; None is
+    not checked.
+    """
     for name, size in sizes.items():
         if size is not None and size < 1:
             raise UsageError(f"{section}.{name}: {size} is too small; it must be at least 1")
@@ -81,16 +95,21 @@ def one_line(text: object) -> str:
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
-    """Return the known name that is most similar to a word, in any case of letters, or "" if none is similar.
+    """Return the known name that is most similar to a word, in any case of letters, or "" if none
+    is similar.
 
     cutoff: from 0 to 1 (equal).
     """
     names = {name.casefold(): name for name in known}
-    return names.get(next(iter(difflib.get_close_matches(str(word).casefold(), names, 1, cutoff)), ""), "")
+    return names.get(
+        next(iter(difflib.get_close_matches(str(word).casefold(), names, 1, cutoff)), ""), ""
+    )
 
 
 def suggest(word: str, known: Iterable[str], cutoff: float = 0.5, otherwise: str = "") -> str:
-    """Return "did you mean NAME?" with the most similar of the known names, or `otherwise` if none is similar."""
+    """Return "did you mean NAME?" with the most similar of the known names, or `otherwise` if none
+    is similar.
+    """
     near = nearest(word, known, cutoff)
     return f"did you mean {near!r}?" if near else otherwise
 
@@ -104,30 +123,46 @@ def install(extra: str) -> str:
 
 
 def import_optional(name: str, user: str, extra: str, otherwise: str = "") -> Any:
-    """Import a package that only an extra installs. Raises UsageError if it is missing; user: what needs it."""
+    """Import a package that only an extra installs. Raises UsageError if it is missing; user: what
+    needs it.
+    """
     package, _, _ = name.partition(".")
     fix = f"{install(extra)}{otherwise}"
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and not f"{name}.".startswith(f"{error.name}."):
-            raise UsageError(f"{user} needs {package}, which needs {error.name}, which is not installed") from None
+            raise UsageError(
+                f"{user} needs {package}, which needs {error.name}, which is not installed"
+            ) from None
         module = None
     file = getattr(sys.modules.get(package), "__file__", None) or ""
-    if file and os.path.realpath(os.path.dirname(file.removesuffix("/__init__.py"))) in imports.users_folders():
-        raise UsageError(f"{user} needs the library {package}, whose name {file} has; rename this file, and {fix}")
+    if (
+        file
+        and os.path.realpath(os.path.dirname(file.removesuffix("/__init__.py")))
+        in imports.users_folders()
+    ):
+        raise UsageError(
+            f"{user} needs the library {package}, whose name {file} has; rename this file, and {fix}"
+        )
     if module is None:
         raise UsageError(f"{user} needs {package}, which is not installed; {fix}")
     return module
 
 
 def explained(error: BaseException) -> ReportedError | None:
-    """Return the one-line error for an exception of known cause (memory, a path, a JAX platform), else None."""
+    """Return the one-line error for an exception of known cause (memory, a path, a JAX platform),
+    else None.
+    """
     text = f"{type(error).__name__}: {one_line(error)}"
-    libraries = type(error).__module__.startswith(("jax", "numpy")) or isinstance(error, MemoryError | OSError)
+    libraries = type(error).__module__.startswith(("jax", "numpy")) or isinstance(
+        error, MemoryError | OSError
+    )
     if isinstance(error, MemoryError) or (libraries and OUT_OF_MEMORY.search(text)):
         size = BYTES.search(text)
-        cause = f"{int(size[1]):,} bytes could not be allocated" if size else text[:200].rstrip(". ")
+        cause = (
+            f"{int(size[1]):,} bytes could not be allocated" if size else text[:200].rstrip(". ")
+        )
         if notes := [
             note for note in getattr(error, "__notes__", ()) if "\n" not in note
         ]:  # of the data set, on a host
@@ -141,16 +176,31 @@ def explained(error: BaseException) -> ReportedError | None:
         )
     frames = traceback.extract_tb(error.__traceback__)
     callers = [frame.filename for frame in frames if "pathlib" not in frame.filename]
-    if isinstance(error, OSError) and error.errno in OF_A_PATH and callers and callers[-1].startswith(PACKAGE):
-        return UsageError(f"{str(error.filename)[:300]!r} cannot be used: {error.strerror}; give another path")
-    of_jax = isinstance(error, RuntimeError | AssertionError) and "local topologies" not in text  # of other processes
+    if (
+        isinstance(error, OSError)
+        and error.errno in OF_A_PATH
+        and callers
+        and callers[-1].startswith(PACKAGE)
+    ):
+        return UsageError(
+            f"{str(error.filename)[:300]!r} cannot be used: {error.strerror}; give another path"
+        )
+    of_jax = (
+        isinstance(error, RuntimeError | AssertionError) and "local topologies" not in text
+    )  # of other processes
     if of_jax and frames and frames[-1].filename.endswith("xla_bridge.py"):
-        reason = re.sub(r" *\(set JAX_PLATFORMS.*?\)|^Unable to initialize backend '\w*': ", "", one_line(error))
+        reason = re.sub(
+            r" *\(set JAX_PLATFORMS.*?\)|^Unable to initialize backend '\w*': ", "", one_line(error)
+        )
         setting = os.environ.get("JAX_PLATFORMS", "")
         return UsageError(
             f"JAX_PLATFORMS: {setting!r} cannot be used{': ' if reason else ''}{reason.rstrip('. ')}; unset it to use "
             "the available devices, set it to cpu, or see what is installed with `jaxdp doctor`"
         )
-    if isinstance(error, ValueError) and any(f.name == "<module>" and f.filename.endswith(SETTINGS) for f in frames):
-        return UsageError(f"{one_line(error)}; give another value to this environment variable, or unset it")
+    if isinstance(error, ValueError) and any(
+        f.name == "<module>" and f.filename.endswith(SETTINGS) for f in frames
+    ):
+        return UsageError(
+            f"{one_line(error)}; give another value to this environment variable, or unset it"
+        )
     return None

@@ -1,12 +1,13 @@
 """Imports: a library finds libraries, whatever modules lie in the user's folder.
 
-Python looks first in the folder of the script, or in the working directory. A module there that has the name of a
-library (`humanize.py`, `secrets.py`) hides it from all others, and some libraries are imported late: by the first save,
-in a worker, in a thread. So an import in the code of a library looks last in these folders (`LibrariesFirst`), and
-`check` finds what is hidden all the same before a run trains.
+Python looks first in the folder of the script, or in the working directory. A module there that has
+the name of a library (`humanize.py`, `secrets.py`) hides it from all others, and some libraries are
+imported late: by the first save, in a worker, in a thread. So an import in the code of a library
+looks last in these folders (`LibrariesFirst`), and `check` finds what is hidden all the same before
+a run trains.
 
-This module is imported before any other one of the package, so it needs only modules that Python's start imports.
-"""
+This module is imported before any other one of the package, so it needs only modules that Python's
+start imports."""
 
 import os
 import sys
@@ -20,18 +21,24 @@ PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 STANDARD = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _MACHINERY = {"importlib", "_frozen_importlib", "_frozen_importlib_external"}
 _IN_ANY = {"__init__.py", "__pycache__"}
-_checked = set[tuple[str, ...]]()  # the working directories, with the path, in which `check` found nothing
+_checked = set[
+    tuple[str, ...]
+]()  # the working directories, with the path, in which `check` found nothing
 
 
 class LibrariesFirst:
-    """A finder that lets the code of libraries and of jaxdp find modules outside of the user's folders first."""
+    """A finder that lets the code of libraries and of jaxdp find modules outside of the user's
+    folders first.
+    """
 
     @staticmethod
     def find_spec(name: str, path: "Any" = None, target: "Any" = None) -> "Any":
         if path is not None or _imports_for_user(sys._getframe(1)):
             return None
         folders, finder = users_folders(), _path_finder()
-        spec = finder.find_spec(name, [x for x in sys.path if x and os.path.realpath(x) not in folders])
+        spec = finder.find_spec(
+            name, [x for x in sys.path if x and os.path.realpath(x) not in folders]
+        )
         if spec is None and _is_statement(sys._getframe(1)) and finder.find_spec(name) is not None:
             raise ModuleNotFoundError(f"No module named {name!r} among the libraries", name=name)
         return spec
@@ -44,7 +51,9 @@ def install() -> None:
 
 
 def for_user(call: "Callable[..., Any]", *args: "Any") -> "Any":
-    """Call a function that imports modules which the user names: his folders come first, as for a script."""
+    """Call a function that imports modules which the user names: his folders come first, as for a
+    script.
+    """
     return call(*args)
 
 
@@ -65,7 +74,8 @@ def _importer(frame: "Any") -> "Any":
 
 
 def _is_statement(frame: "Any") -> bool:
-    """Return whether an `import` statement imports, which in a library means a library, and not a call as of pickle.
+    """Return whether an `import` statement imports, which in a library means a library, and not a
+    call as of pickle.
 
     Libraries try to import others, which need not be installed; the user's may have their names.
     """
@@ -76,11 +86,15 @@ def _is_statement(frame: "Any") -> bool:
 
 def is_installed(path: str) -> bool:
     """Return whether a file or a folder is of Python or of an installed package."""
-    return f"{path}{os.sep}".startswith(STANDARD) or bool({"site-packages", "dist-packages"} & {*path.split(os.sep)})
+    return f"{path}{os.sep}".startswith(STANDARD) or bool(
+        {"site-packages", "dist-packages"} & {*path.split(os.sep)}
+    )
 
 
 def users_folders() -> set[str]:
-    """Return the folders that Python, or jaxdp, adds to the path for the user: of the script, and the current one."""
+    """Return the folders that Python, or jaxdp, adds to the path for the user: of the script, and
+    the current one.
+    """
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     folders = [_START, current_folder(), os.path.dirname(os.path.abspath(script)) if script else ""]
     return {os.path.realpath(folder) for folder in folders if folder}
@@ -92,20 +106,29 @@ def current_folder() -> str:
 
 
 def for_module() -> dict[str, str]:
-    """Return the environment of a `python -P -m jaxdp.MODULE`, which does not look in the working directory."""
+    """Return the environment of a `python -P -m jaxdp.MODULE`, which does not look in the working
+    directory.
+    """
     path = [os.path.dirname(os.path.dirname(PACKAGE)), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def hiding() -> dict[str, str]:
-    """Return {name: file} of modules in the user's part of the path that have the name of a library."""
+    """Return {name: file} of modules in the user's part of the path that have the name of a
+    library.
+    """
     found: dict[str, str] = {}
     libraries = [entry for entry in sys.path if is_installed(entry)]
     for entry in dict.fromkeys(entry or "." for entry in sys.path if not is_installed(entry)):
         for child in os.scandir(entry) if os.path.isdir(entry) else ():
             name, ending = os.path.splitext(child.name)
             file = os.path.join(child.path, "__init__.py") if not ending else child.path
-            if ending not in ("", ".py") or not name.isidentifier() or name in found or not os.path.isfile(file):
+            if (
+                ending not in ("", ".py")
+                or not name.isidentifier()
+                or name in found
+                or not os.path.isfile(file)
+            ):
                 continue
             spec = _path_finder().find_spec(name, libraries)
             if (name in sys.stdlib_module_names or spec is not None) and not _is_copy(file, spec):
@@ -117,7 +140,9 @@ def _is_copy(file: str, spec: "Any") -> bool:
     """Return whether a package is another version of a library, as in a checkout of its repository."""
     folders = getattr(spec, "submodule_search_locations", None) or ()
     inside = {name for folder in folders if os.path.isdir(folder) for name in os.listdir(folder)}
-    return os.path.basename(file) == "__init__.py" and bool(inside & {*os.listdir(os.path.dirname(file))} - _IN_ANY)
+    return os.path.basename(file) == "__init__.py" and bool(
+        inside & {*os.listdir(os.path.dirname(file))} - _IN_ANY
+    )
 
 
 def is_module_of(module: "Any", file: str) -> bool:
@@ -126,10 +151,11 @@ def is_module_of(module: "Any", file: str) -> bool:
 
 
 def check(import_late: "Callable[[], Any]") -> str:
-    """Return a message if a module of the user's hides a library that jaxdp or another library uses, or "".
+    """Return a message if a module of the user's hides a library that jaxdp or another library
+    uses, or "".
 
-    import_late: imports what a run needs later; called only if there is a module that may hide some of it.
-    """
+    import_late: imports what a run needs later; called only if there is a module that may hide some
+    of it."""
     state, reason = (current_folder(), *sys.path), ""
     if state in _checked or not (names := hiding()):
         _checked.add(state)
@@ -138,21 +164,33 @@ def check(import_late: "Callable[[], Any]") -> str:
         import_late()
     except Exception as error:
         reason = f" ({type(error).__name__}: {' '.join(str(error).split())})"
-    users = {name: file for name, file in names.items() if is_module_of(sys.modules.get(name), file)}
+    users = {
+        name: file for name, file in names.items() if is_module_of(sys.modules.get(name), file)
+    }
     for name, file in users.items():
         module = sys.modules[name]
-        others = [m for m in [*sys.modules.values()] if is_installed(getattr(m, "__file__", None) or "")]
+        others = [
+            m for m in [*sys.modules.values()] if is_installed(getattr(m, "__file__", None) or "")
+        ]
         others += [m for key, m in [*sys.modules.items()] if key.startswith("jaxdp.")]
-        if reason or any(value is module for other in others for value in [*getattr(other, "__dict__", {}).values()]):
+        if reason or any(
+            value is module
+            for other in others
+            for value in [*getattr(other, "__dict__", {}).values()]
+        ):
             return f"{file} hides the library {name!r}, which a run needs{reason}; rename this file"
     if reason:
-        return f"{', '.join(names.values())}: a library cannot be imported{reason}; rename these files"
+        return (
+            f"{', '.join(names.values())}: a library cannot be imported{reason}; rename these files"
+        )
     _checked.add(state)
     return ""
 
 
 def _path_finder() -> "Any":
-    return next(finder for finder in sys.meta_path if getattr(finder, "__name__", "") == "PathFinder")
+    return next(
+        finder for finder in sys.meta_path if getattr(finder, "__name__", "") == "PathFinder"
+    )
 
 
 _START, _STATEMENT = current_folder(), -1

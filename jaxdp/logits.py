@@ -11,15 +11,18 @@ from flax import struct
 from jaxdp.cpu import on_cpu
 
 AT_ONCE = 2**24  # logits in memory at a time on CPU: 64 MB in float32
-ON_ACCELERATORS = 2**28  # 1 GB: larger chunks, since each reads the full kernel and adds to its full gradient
+ON_ACCELERATORS = (
+    2**28
+)  # 1 GB: larger chunks, since each reads the full kernel and adds to its full gradient
 TILE = 128  # the number of rows of a chunk is a multiple of this on accelerators
 
 
 class Logits(struct.PyTreeNode):
-    """The lazy product x[..., dim] kernel[row, dim]': the last step of a model, left to its loss to compute.
+    """The lazy product x[..., dim] kernel[row, dim]': the last step of a model, left to its loss to
+    compute.
 
-    classes: the size of the vocabulary; kernel rows beyond it are padding that makes the product faster.
-    """
+    classes: the size of the vocabulary; kernel rows beyond it are padding that makes the product
+    faster."""
 
     x: jax.Array
     kernel: jax.Array
@@ -34,17 +37,23 @@ class Logits(struct.PyTreeNode):
         return wide_einsum("...d,vd->...v", self.x, self.kernel)[..., : self.classes]
 
     def map(self, f: Callable[..., Any], *more: jax.Array) -> Any:
-        """Apply f(logits[row, classes], *more[row]) -> tree of [row] to all rows, in chunks; return a tree of [...].
+        """Apply f(logits[row, classes], *more[row]) -> tree of [row] to all rows, in chunks; return
+        a tree of [...].
 
         The backward pass recomputes the logits chunk by chunk.
         """
         rows, lead = self.x.reshape(-1, self.x.shape[-1]), self.x.shape[:-1]
         more = tuple(x.reshape(-1) for x in more)
-        restore_shape = lambda tree: jax.tree.map(lambda x: x.reshape(lead), tree)
+
+        def restore_shape(tree):
+            return jax.tree.map(lambda x: x.reshape(lead), tree)
+
         size = rows_at_once(len(self.kernel), on_cpu())
         if len(rows) <= size:
             return restore_shape(f(self.compute().reshape(-1, self.classes), *more))
-        kernel = self.kernel.astype(wide(self.kernel.dtype))  # accumulate its gradient over the chunks in float32
+        kernel = self.kernel.astype(
+            wide(self.kernel.dtype)
+        )  # accumulate its gradient over the chunks in float32
 
         @jax.checkpoint
         def apply_to_chunk(args: tuple[jax.Array, ...]) -> Any:
@@ -52,7 +61,10 @@ class Logits(struct.PyTreeNode):
             return f(Logits(x, kernel.astype(self.kernel.dtype), self.classes).compute(), *rest)
 
         pad = -len(rows) % size
-        chunked = lambda x: jnp.pad(x, ((0, pad), *[(0, 0)] * (x.ndim - 1))).reshape(-1, size, *x.shape[1:])
+
+        def chunked(x):
+            return jnp.pad(x, ((0, pad), *[(0, 0)] * (x.ndim - 1))).reshape(-1, size, *x.shape[1:])
+
         results = jax.lax.map(apply_to_chunk, (chunked(rows), *map(chunked, more)))
         return restore_shape(jax.tree.map(lambda x: x.reshape(-1)[: len(rows)], results))
 
@@ -67,21 +79,30 @@ def rows_at_once(classes: int, cpu: bool) -> int:
 
 def compute_logits(outputs: Any) -> Any:
     """Return a model's outputs with every lazy `Logits` computed."""
-    is_leaf = lambda x: isinstance(x, Logits)
+
+    def is_leaf(x):
+        return isinstance(x, Logits)
+
     return jax.tree.map(lambda x: x.compute() if is_leaf(x) else x, outputs, is_leaf=is_leaf)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def wide_einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return `jnp.einsum` in at least float32. Gradients are products in the dtype of x and y, which are faster."""
+    """Return `jnp.einsum` in at least float32. Gradients are products in the dtype of x and y,
+    which are faster.
+    """
     return jnp.einsum(equation, x, y, preferred_element_type=wide(x.dtype))
 
 
 @wide_einsum.defjvp
-def _(equation: str, primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]) -> tuple:
+def _(
+    equation: str, primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple:
     (x, y), (dx, dy) = primals, tangents
     tangent = jnp.einsum(equation, dx, y) + jnp.einsum(equation, x, dy)
-    return jnp.einsum(equation, x, y, preferred_element_type=wide(x.dtype)), tangent.astype(wide(x.dtype))
+    return jnp.einsum(equation, x, y, preferred_element_type=wide(x.dtype)), tangent.astype(
+        wide(x.dtype)
+    )
 
 
 def wide(dtype: Any) -> Any:

@@ -1,18 +1,21 @@
-"""Built-in losses. A loss returns sums and a weight, never a mean; one division over all devices follows.
+"""Built-in losses. A loss returns sums and a weight, never a mean; one division over all devices
+follows.
 
     (outputs, batch) -> (loss_sum [], weight [], {metric: sum [] or (sum [], its own weight [])})
 
-`batch["mask"]` is 1.0 for a real example (or token) and 0.0 for padding. 0 times NaN is NaN, so a loss selects before
-it multiplies: jnp.where(mask != 0, losses, 0) * mask. A metric that is a sum is divided by the loss's weight, a pair by
-its own: the accuracy of a class is (its hits, its examples). A loss may have attributes:
+`batch["mask"]` is 1.0 for a real example (or token) and 0.0 for padding. 0 times NaN is NaN, so a
+loss selects before it multiplies: jnp.where(mask != 0, losses, 0) * mask. A metric that is a sum is
+divided by the loss's weight, a pair by its own: the accuracy of a class is (its hits, its
+examples). A loss may have attributes:
 
-- `scope`: "example" (the default), or "global" if an example's loss depends on the other examples. A global loss gets
-  the full batch of an update, gathered from all devices, and must use the mask to exclude padding.
+- `scope`: "example" (the default), or "global" if an example's loss depends on the other examples.
+  A global loss gets the full batch of an update, gathered from all devices, and must use the mask
+  to exclude padding.
 - `reads_logits`: True if the loss accepts lazy `Logits`; otherwise it gets computed logits.
-- `derive(means) -> {name: float}`: returns additional numbers to report, from the means over a batch or a data set.
-  The mean of a metric whose own weight is 0 is NaN.
-- `check(outputs, batch)`: raises UsageError if examples of the data (NumPy arrays) do not fit outputs of these shapes;
-  called on a few examples before a run.
+- `derive(means) -> {name: float}`: returns additional numbers to report, from the means over a
+  batch or a data set. The mean of a metric whose own weight is 0 is NaN.
+- `check(outputs, batch)`: raises UsageError if examples of the data (NumPy arrays) do not fit
+  outputs of these shapes; called on a few examples before a run.
 """
 
 import math
@@ -32,44 +35,61 @@ LossFn = Callable[[Any, dict[str, jax.Array]], tuple[jax.Array, jax.Array, dict[
 
 
 class SoftmaxCrossEntropy:
-    """Cross-entropy in nats, with accuracy; label smoothing adds the metric `cross_entropy`, the unsmoothed loss.
+    """Cross-entropy in nats, with accuracy; label smoothing adds the metric `cross_entropy`, the
+    unsmoothed loss.
 
-    outputs: logits [..., classes], or `Logits`; batch["labels"]: integers [...], or probabilities [..., classes], as
-    `Mixup` returns (accuracy compares with the largest); batch["mask"]: [...] or its leading dims. A label outside
-    [0, classes) makes the loss NaN, except where the mask is 0 (-100 is a common label for ignored examples).
-    label_smoothing: the share of probability spread evenly over all classes (Szegedy et al., arXiv 1512.00567).
-    top_k: each k adds the metric top{k}_accuracy, the fraction of labels among the k largest logits.
-    """
+    outputs: logits [..., classes], or `Logits`; batch["labels"]: integers [...], or probabilities
+    [..., classes], as `Mixup` returns (accuracy compares with the largest); batch["mask"]: [...] or
+    its leading dims. A label outside [0, classes) makes the loss NaN, except where the mask is 0
+    (-100 is a common label for ignored examples). label_smoothing: the share of probability spread
+    evenly over all classes (Szegedy et al., arXiv 1512.00567). top_k: each k adds the metric
+    top{k}_accuracy, the fraction of labels among the k largest logits."""
 
     reads_logits = True
 
     def __init__(self, label_smoothing: float = 0.0, top_k: Sequence[int] = ()):
         if not 0 <= label_smoothing < 1:
-            raise UsageError(f"loss.args.label_smoothing: {label_smoothing} is not in [0, 1); make it smaller")
+            raise UsageError(
+                f"loss.args.label_smoothing: {label_smoothing} is not in [0, 1); make it smaller"
+            )
         if isinstance(top_k, int) or not all(isinstance(k, int) and k >= 1 for k in top_k):
-            raise UsageError(f"loss.args.top_k: {top_k!r} is not a list of positive integers, such as [1, 5]")
+            raise UsageError(
+                f"loss.args.top_k: {top_k!r} is not a list of positive integers, such as [1, 5]"
+            )
         self.label_smoothing, self.top_k = label_smoothing, tuple(top_k)
 
     def __call__(self, outputs: jax.Array | Logits, batch: dict[str, jax.Array]):
         labels, shape = jnp.asarray(_labels(batch)), _array(outputs).shape
-        soft = jnp.issubdtype(labels.dtype, jnp.floating) and labels.shape == shape and labels.ndim > 1
+        soft = (
+            jnp.issubdtype(labels.dtype, jnp.floating) and labels.shape == shape and labels.ndim > 1
+        )
         if not soft and shape[:-1] != labels.shape:
-            single = ", or the labels drop their last dim" if labels.shape == (*shape[:-1], 1) else ""
+            single = (
+                ", or the labels drop their last dim" if labels.shape == (*shape[:-1], 1) else ""
+            )
             if labels.shape == shape:
-                single = ", or one-hot labels must be floats" if labels.ndim > 1 else ", or use MeanSquaredError"
+                single = (
+                    ", or one-hot labels must be floats"
+                    if labels.ndim > 1
+                    else ", or use MeanSquaredError"
+                )
             raise UsageError(
                 f"loss: outputs {shape} do not fit labels {labels.shape}; the model must return logits "
                 f"[{', '.join(map(str, labels.shape))}, classes]{single}"
             )
         if not soft and not jnp.issubdtype(labels.dtype, jnp.integer):
-            raise UsageError(f"loss: labels are {labels.dtype}, not integers; cast them, or use MeanSquaredError")
+            raise UsageError(
+                f"loss: labels are {labels.dtype}, not integers; cast them, or use MeanSquaredError"
+            )
         counts = fit_mask(batch["mask"] != 0, labels[..., 0] if soft else labels) != 0
         outputs = _zero_logits(counts, outputs)
         if soft:
             labels = _where(counts, labels)
         else:
             labels = jnp.where(counts, labels.astype(jnp.int32), 0)
-            labels = jnp.where(labels < 0, shape[-1], labels)  # a negative index would count from the end
+            labels = jnp.where(
+                labels < 0, shape[-1], labels
+            )  # a negative index would count from the end
         if isinstance(outputs, Logits) and not soft:
             terms = outputs.map(self._terms, labels)
         else:
@@ -102,10 +122,17 @@ class SoftmaxCrossEntropy:
         terms = {"loss": losses, "accuracy": right.astype(losses.dtype)}
         if self.label_smoothing:
             uniform = log_sum - jnp.mean(logits, axis=-1)
-            terms |= {"loss": losses + self.label_smoothing * (uniform - losses), "cross_entropy": losses}
+            terms |= {
+                "loss": losses + self.label_smoothing * (uniform - losses),
+                "cross_entropy": losses,
+            }
         if self.top_k:
-            # Of equal logits the first class is ahead, as in argmax. The logit of an invalid label is NaN: no hit.
-            target, first = _label_logits(logits, labels)[..., None], jnp.arange(logits.shape[-1]) < labels[..., None]
+            # Of equal logits the first class is ahead, as in argmax. The logit of an invalid label
+            # is NaN: no hit.
+            target, first = (
+                _label_logits(logits, labels)[..., None],
+                jnp.arange(logits.shape[-1]) < labels[..., None],
+            )
             ahead = jnp.sum(~(logits <= target) | ((logits == target) & first), axis=-1)
             terms |= {f"top{k}_accuracy": (ahead < k).astype(losses.dtype) for k in self.top_k}
         return terms
@@ -115,7 +142,9 @@ class CausalLM(SoftmaxCrossEntropy):
     """Next-token cross-entropy in nats per token, with perplexity; labels [example, token]."""
 
     def derive(self, means: Mapping[str, float]) -> Numbers:
-        """Return {"perplexity"}: the exponential of the unsmoothed cross-entropy; infinite where a float overflows."""
+        """Return {"perplexity"}: the exponential of the unsmoothed cross-entropy; infinite where a
+        float overflows.
+        """
         nats = means.get("cross_entropy", means["loss"])
         return {"perplexity": math.inf if nats >= 709 else math.exp(nats)}
 
@@ -138,24 +167,33 @@ class MeanSquaredError:
 
 
 class Contrastive:
-    """CLIP's contrastive loss: match each example's two embeddings within the full batch (arXiv 2103.00020).
+    """CLIP's contrastive loss: match each example's two embeddings within the full batch (arXiv
+    2103.00020).
 
-    outputs: a pair of arrays [example, dim], normalized to unit length; batch["mask"]: [example]. The loss is the mean
-    of both directions' cross-entropies, in nats, over cosines / temperature; accuracy is the fraction of embeddings
-    whose nearest one is their match. The negatives are all other examples of the update, on all devices.
-    """
+    outputs: a pair of arrays [example, dim], normalized to unit length; batch["mask"]: [example].
+    The loss is the mean of both directions' cross-entropies, in nats, over cosines / temperature;
+    accuracy is the fraction of embeddings whose nearest one is their match. The negatives are all
+    other examples of the update, on all devices."""
 
     scope = "global"
 
     def __init__(self, temperature: float = 0.07):
         if not temperature > 0:
-            raise UsageError(f"loss.args.temperature: {temperature} must be greater than 0, such as 0.07")
+            raise UsageError(
+                f"loss.args.temperature: {temperature} must be greater than 0, such as 0.07"
+            )
         self.temperature = temperature
 
     def __call__(self, outputs: tuple[jax.Array, jax.Array], batch: dict[str, jax.Array]):
-        if not isinstance(outputs, tuple | list) or len(outputs) != 2 or outputs[0].shape != outputs[1].shape:
+        if (
+            not isinstance(outputs, tuple | list)
+            or len(outputs) != 2
+            or outputs[0].shape != outputs[1].shape
+        ):
             shapes = jax.tree.map(jnp.shape, outputs)
-            raise UsageError(f"loss: outputs {shapes} are no pair of embeddings [example, dim]; return two such arrays")
+            raise UsageError(
+                f"loss: outputs {shapes} are no pair of embeddings [example, dim]; return two such arrays"
+            )
         mask = batch["mask"]
         first, second = (_direction(_where(mask != 0, x)) for x in outputs)
         cosines = first @ second.T / self.temperature
@@ -165,7 +203,9 @@ class Contrastive:
         for scores in (logits, jnp.where(mask != 0, cosines.T, -jnp.inf)):
             matching = jnp.where(mask != 0, jnp.diagonal(cosines), 0)
             log_sum = jax.nn.logsumexp(scores, axis=-1)
-            losses += 0.5 * jnp.where(mask != 0, log_sum - matching, 0)  # -inf without any real example
+            losses += 0.5 * jnp.where(
+                mask != 0, log_sum - matching, 0
+            )  # -inf without any real example
             hits += 0.5 * ((jnp.argmax(scores, axis=-1) == right) & ~jnp.isnan(log_sum))
         return jnp.sum(losses * mask), jnp.sum(mask), {"accuracy": jnp.sum(hits * mask)}
 
@@ -173,12 +213,12 @@ class Contrastive:
 class MultiTask:
     """Weighted sum of several losses of one model.
 
-    tasks: {name: {target, args, weight, outputs, labels}}. A task's loss gets outputs[outputs] of the model's output
-    dict, and batch[labels] as labels; both keys default to the task's name, and weight defaults to 1. Each task's
-    loss is averaged over its own elements in each microbatch (one or several per example; without any, it is 0). This
-    is the average over the batch only if all microbatches have the same share of them. Metrics are NAME_loss,
-    NAME_accuracy and so on, each a mean over the task's own elements.
-    """
+    tasks: {name: {target, args, weight, outputs, labels}}. A task's loss gets outputs[outputs] of
+    the model's output dict, and batch[labels] as labels; both keys default to the task's name, and
+    weight defaults to 1. Each task's loss is averaged over its own elements in each microbatch (one
+    or several per example; without any, it is 0). This is the average over the batch only if all
+    microbatches have the same share of them. Metrics are NAME_loss, NAME_accuracy and so on, each a
+    mean over the task's own elements."""
 
     def __init__(self, tasks: Mapping[str, Mapping[str, Any]]):
         if not tasks:
@@ -187,16 +227,27 @@ class MultiTask:
         for name, task in tasks.items():
             key = f"loss.args.tasks.{name}"
             if not isinstance(task, Mapping) or "target" not in task:
-                raise UsageError(f"{key}: {task!r} has no target; give a loss, such as {{target: SoftmaxCrossEntropy}}")
+                raise UsageError(
+                    f"{key}: {task!r} has no target; give a loss, such as {{target: SoftmaxCrossEntropy}}"
+                )
             if unknown := task.keys() - {"target", "args", "weight", "outputs", "labels"}:
-                raise UsageError(f"{key}.{min(unknown)}: not known; use target, args, weight, outputs, labels")
+                raise UsageError(
+                    f"{key}.{min(unknown)}: not known; use target, args, weight, outputs, labels"
+                )
             loss = make_loss(task["target"], task.get("args", {}), key)
             if attribute(loss, "scope", "example") == "global":
-                raise UsageError(f"{key}.target: {task['target']} couples examples; it cannot be one of several tasks")
+                raise UsageError(
+                    f"{key}.target: {task['target']} couples examples; it cannot be one of several tasks"
+                )
             weight = task.get("weight", 1.0)
             if not isinstance(weight, int | float):
                 raise UsageError(f"{key}.weight: {weight!r} is not a number")
-            self.tasks[name] = (loss, float(weight), task.get("outputs", name), task.get("labels", name))
+            self.tasks[name] = (
+                loss,
+                float(weight),
+                task.get("outputs", name),
+                task.get("labels", name),
+            )
 
     def __call__(self, outputs: Mapping[str, Any], batch: dict[str, jax.Array]):
         weight = jnp.sum(batch["mask"])
@@ -204,14 +255,22 @@ class MultiTask:
         for name, (loss, factor, output, labels) in self.tasks.items():
             if not isinstance(outputs, Mapping) or output not in outputs:
                 has = sorted(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
-                raise UsageError(f"loss.args.tasks.{name}: no outputs {output!r}; the model returns {has}")
+                raise UsageError(
+                    f"loss.args.tasks.{name}: no outputs {output!r}; the model returns {has}"
+                )
             if labels not in batch:
-                raise UsageError(f"loss.args.tasks.{name}: no labels {labels!r}; the data has {sorted(batch)}")
-            loss_sum, elements, more = apply_loss(loss, outputs[output], {**batch, "labels": batch[labels]})
+                raise UsageError(
+                    f"loss.args.tasks.{name}: no labels {labels!r}; the data has {sorted(batch)}"
+                )
+            loss_sum, elements, more = apply_loss(
+                loss, outputs[output], {**batch, "labels": batch[labels]}
+            )
             share = weight / jnp.where(elements > 0, elements, 1)
             total += jnp.where(elements != 0, factor * share * loss_sum, 0)
             for key, value in {"loss": loss_sum, **more}.items():
-                metrics[f"{name}_{key}"] = value if isinstance(value, tuple | list) else (value, elements)
+                metrics[f"{name}_{key}"] = (
+                    value if isinstance(value, tuple | list) else (value, elements)
+                )
         return total, weight, metrics
 
     def check(self, outputs: Mapping[str, Any], batch: Mapping[str, Any]) -> None:
@@ -224,28 +283,38 @@ class MultiTask:
 
 
 def check(loss: LossFn, outputs: Any, batch: Mapping[str, Any]) -> None:
-    """Call the loss's own `check`, which raises UsageError if the examples do not fit outputs of these shapes."""
+    """Call the loss's own `check`, which raises UsageError if the examples do not fit outputs of
+    these shapes.
+    """
     attribute(loss, "check", lambda outputs, batch: None)(outputs, batch)
 
 
 def apply_loss(loss: LossFn, outputs: Any, batch: dict[str, jax.Array]) -> Any:
     """Return loss(outputs, batch); compute lazy `Logits` first unless the loss reads them."""
-    return loss(outputs if attribute(loss, "reads_logits", False) else compute_logits(outputs), batch)
+    return loss(
+        outputs if attribute(loss, "reads_logits", False) else compute_logits(outputs), batch
+    )
 
 
 def make_loss(
     target: str, args: Mapping[str, Any], key: str = "loss", table: Mapping[str, Any] | None = None
 ) -> LossFn:
-    """Return the loss named by `target`: an instance of a class, or a function with `args` bound. Raises UsageError."""
+    """Return the loss named by `target`: an instance of a class, or a function with `args` bound.
+    Raises UsageError.
+    """
     factory = locate(key, target, LOSSES if table is None else table)
     bound = bind(key, factory, args)
     return call(key, bound) if isinstance(factory, type) else bound
 
 
 def fit_mask(mask: jax.Array, losses: jax.Array) -> jax.Array:
-    """Broadcast mask [example] or [example, token] to the shape and dtype of `losses`. Raises UsageError."""
+    """Broadcast mask [example] or [example, token] to the shape and dtype of `losses`. Raises
+    UsageError.
+    """
     if mask.shape != losses.shape[: mask.ndim]:
-        raise UsageError(f"loss: the data's mask {mask.shape} does not fit the losses {losses.shape}, dim by dim")
+        raise UsageError(
+            f"loss: the data's mask {mask.shape} does not fit the losses {losses.shape}, dim by dim"
+        )
     mask = mask.reshape(mask.shape + (1,) * (losses.ndim - mask.ndim))
     return jnp.broadcast_to(mask, losses.shape).astype(losses.dtype)
 
@@ -255,10 +324,12 @@ def _select_logits(counts: jax.Array, logits: jax.Array) -> jax.Array:
     return jnp.where(counts[..., None], logits, 0)
 
 
-# The mask has made the gradient of an excluded row 0 already: its logits are 0, so 0 is multiplied by finite numbers.
-# Another select there would change how XLA fuses the backward pass, and so how it rounds, in runs without any padding.
+# The mask has made the gradient of an excluded row 0 already: its logits are 0, so 0 is multiplied
+# by finite numbers. Another select there would change how XLA fuses the backward pass, and so how
+# it rounds, in runs without any padding.
 _select_logits.defvjp(
-    lambda counts, logits: (_select_logits(counts, logits), None), lambda _, gradient: (None, gradient)
+    lambda counts, logits: (_select_logits(counts, logits), None),
+    lambda _, gradient: (None, gradient),
 )
 
 
@@ -268,8 +339,8 @@ def _zero_logits(counts: jax.Array, logits: jax.Array | Logits) -> Any:
 
 
 def _where(counts: jax.Array, x: jax.Array | Logits) -> Any:
-    """Return x[..., dim], arrays or lazy `Logits`, with zeros where `counts` [...] is False: neither the loss nor its
-    gradient then depends on what is there."""
+    """Return x[..., dim], arrays or lazy `Logits`, with zeros where `counts` [...] is False:
+    neither the loss nor its gradient then depends on what is there."""
     if isinstance(x, Logits):
         return x.replace(x=_where(counts, x.x))
     return jnp.where(counts[..., None], x, 0)
@@ -277,7 +348,9 @@ def _where(counts: jax.Array, x: jax.Array | Logits) -> Any:
 
 def _labels(batch: dict[str, jax.Array]) -> jax.Array:
     if "labels" not in batch:
-        raise UsageError(f"loss: it needs 'labels', and the data has {sorted(batch)}; rename one, or use another loss")
+        raise UsageError(
+            f"loss: it needs 'labels', and the data has {sorted(batch)}; rename one, or use another loss"
+        )
     return batch["labels"]
 
 
@@ -285,9 +358,13 @@ def _array(outputs: Any) -> Any:
     """Return the model's outputs. Raises UsageError unless they are one array."""
     if not hasattr(outputs, "shape"):
         shapes = (
-            {k: jnp.shape(v) for k, v in outputs.items()} if isinstance(outputs, Mapping) else type(outputs).__name__
+            {k: jnp.shape(v) for k, v in outputs.items()}
+            if isinstance(outputs, Mapping)
+            else type(outputs).__name__
         )
-        raise UsageError(f"loss: the model returns {shapes}, not one array; return that alone, or use MultiTask")
+        raise UsageError(
+            f"loss: the model returns {shapes}, not one array; return that alone, or use MultiTask"
+        )
     return outputs
 
 

@@ -1,4 +1,6 @@
-"""Mixed precision: the dtypes of parameters, computation and reductions, casts between them, and loss scaling."""
+"""Mixed precision: the dtypes of parameters, computation and reductions, casts between them, and
+loss scaling.
+"""
 
 import math
 from typing import Any, NamedTuple
@@ -26,8 +28,8 @@ def kind(dtype: Any) -> str:
 
 
 def cast_floats(tree: Any, dtype: Any) -> Any:
-    """Cast the floating-point leaves of a tree to `dtype`, and complex ones to the complex type that contains it, at
-    least complex64; integers, booleans and keys are unchanged."""
+    """Cast the floating-point leaves of a tree to `dtype`, and complex ones to the complex type
+    that contains it, at least complex64; integers, booleans and keys are unchanged."""
 
     def cast(x: Any) -> Any:
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -53,11 +55,18 @@ class Policy(NamedTuple):
         return cast_floats(batch, self.compute)
 
     def outputs(self, outputs: Any) -> Any:
-        """Cast the model's outputs for the loss, those that are arrays; lazy `Logits` are cast when the loss computes
-        them."""
-        unchanged = lambda x: isinstance(x, Logits) or not hasattr(x, "dtype")
-        lazy = lambda x: isinstance(x, Logits)
-        return jax.tree.map(lambda x: x if unchanged(x) else cast_floats(x, self.state), outputs, is_leaf=lazy)
+        """Cast the model's outputs for the loss, those that are arrays; lazy `Logits` are cast when
+        the loss computes them."""
+
+        def unchanged(x):
+            return isinstance(x, Logits) or not hasattr(x, "dtype")
+
+        def lazy(x):
+            return isinstance(x, Logits)
+
+        return jax.tree.map(
+            lambda x: x if unchanged(x) else cast_floats(x, self.state), outputs, is_leaf=lazy
+        )
 
 
 def policy(params: str, compute: str, reduce: str) -> Policy:
@@ -66,19 +75,22 @@ def policy(params: str, compute: str, reduce: str) -> Policy:
 
 
 class LossScale(struct.PyTreeNode):
-    """value []: the factor of the loss; good []: the number of updates without overflow since it last changed."""
+    """value []: the factor of the loss; good []: the number of updates without overflow since it
+    last changed.
+    """
 
     value: jax.Array
     good: jax.Array
 
 
 class LossScaling(NamedTuple):
-    """Loss scaling, so that gradients do not underflow in float16 (Micikevicius et al., arXiv 1710.03740).
+    """Loss scaling, so that gradients do not underflow in float16 (Micikevicius et al., arXiv
+    1710.03740).
 
-    The scale applies to the mean loss: sums are divided by `weight`, the constant number of examples or tokens per
-    update, so that overflow does not depend on the batch size. An update whose gradients overflow is skipped. If
-    `dynamic`, the scale is then halved, at least 1, and doubled after `interval` updates without overflow.
-    """
+    The scale applies to the mean loss: sums are divided by `weight`, the constant number of
+    examples or tokens per update, so that overflow does not depend on the batch size. An update
+    whose gradients overflow is skipped. If `dynamic`, the scale is then halved, at least 1, and
+    doubled after `interval` updates without overflow."""
 
     initial: float = 2.0**15
     dynamic: bool = True
@@ -89,7 +101,9 @@ class LossScaling(NamedTuple):
         return LossScale(jnp.asarray(self.initial, jnp.float32), jnp.zeros((), jnp.int32))
 
     def factor(self, value: jax.Array) -> jax.Array:
-        """Return the factor of a sum of losses: the scale's value times a power of two, so that nothing is rounded."""
+        """Return the factor of a sum of losses: the scale's value times a power of two, so that
+        nothing is rounded.
+        """
         return value * 2.0 ** -round(math.log2(self.weight))
 
     def adjust(self, scale: LossScale, finite: jax.Array) -> LossScale:
@@ -101,5 +115,7 @@ class LossScaling(NamedTuple):
         return LossScale(jnp.clip(value, MIN_SCALE, 2.0**126), jnp.where(grown, 0, good))
 
     def can_fall(self, scale: LossScale) -> jax.Array:
-        """Return True if an overflow lowers the scale and so is expected; a fixed scale should not overflow."""
+        """Return True if an overflow lowers the scale and so is expected; a fixed scale should not
+        overflow.
+        """
         return (scale.value > MIN_SCALE) & self.dynamic

@@ -1,4 +1,6 @@
-"""The run directory, shared by all processes: its lock, and the files that record the config and the versions."""
+"""The run directory, shared by all processes: its lock, and the files that record the config and
+the versions.
+"""
 
 import contextlib
 import dataclasses
@@ -26,20 +28,35 @@ from jaxdp.errors import RunFailed, UsageError
 from jaxdp.values import dump
 
 DEPTH = 200  # bytes of the longest path in `checkpoints`
-WAIT = 50.0  # seconds that an ending process may take to release the run directory; other ranks wait for 60
+# seconds that an ending process may take to release the run directory; other ranks wait for 60
+WAIT = 50.0
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "mpi4py")
 
 # Patterns of the files that a run writes; last env.json, which identifies the directory of a run.
 WRITTEN = (
-    *("checkpoints/[0-9]*", "metrics.jsonl", "events.jsonl", "config.yaml", "layout.json", "report.html", "git.diff"),
-    *("halted.json", "media/[0-9]*-*", "wandb_id", "tensorboard/events.out.tfevents.*", "profile/plugins"),
+    *(
+        "checkpoints/[0-9]*",
+        "metrics.jsonl",
+        "events.jsonl",
+        "config.yaml",
+        "layout.json",
+        "report.html",
+        "git.diff",
+    ),
+    *(
+        "halted.json",
+        "media/[0-9]*-*",
+        "wandb_id",
+        "tensorboard/events.out.tfevents.*",
+        "profile/plugins",
+    ),
     *("stacks/rank_*.txt", "model.txt", "env.json"),
 )
 # Names of checkpoints; a user's own folders in `checkpoints`, such as 100-backup, do not match.
 CHECKPOINT = re.compile(r"\d+(\.(orbax-checkpoint-tmp|pruned|damaged|suspect|unfinished).*)?")
 
-# Names of folders below which Orbax and TensorStore would not use the same files: a backslash separates names for
-# TensorStore, gs: is a store for Orbax, and .__lock is TensorStore's own.
+# Names of folders below which Orbax and TensorStore would not use the same files: a backslash
+# separates names for TensorStore, gs: is a store for Orbax, and .__lock is TensorStore's own.
 NOT_STORED = re.compile(r"gs:/|\\|\.__lock/")
 
 _owner: "tuple[IO[str], Owner] | None" = None  # the open lock file of this process, and its owner
@@ -47,14 +64,25 @@ _nonce = (0, "")  # (the process, the nonce) of the run directory that this proc
 
 
 def make(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
-    """Create and lock the directory, and write a nonce into it. Return (the lock, the error message or None)."""
+    """Create and lock the directory, and write a nonce into it. Return (the lock, the error message
+    or None).
+    """
     path, shown = os.path.realpath(directory / "checkpoints"), str(directory.absolute())[:300]
     if re.search("[\ud800-\udfff]", path):  # bytes that Python could not decode
-        return None, f"run_dir: {shown!r} is not UTF-8, so Orbax could not save there; choose another with --run_dir"
+        return (
+            None,
+            f"run_dir: {shown!r} is not UTF-8, so Orbax could not save there; choose another with --run_dir",
+        )
     if NOT_STORED.search(f"{path}/"):
-        return None, f"run_dir: {shown!r} has a name below which Orbax cannot save; choose another with --run_dir"
+        return (
+            None,
+            f"run_dir: {shown!r} has a name below which Orbax cannot save; choose another with --run_dir",
+        )
     if len(path.encode()) + DEPTH > (longest := os.pathconf("/", "PC_PATH_MAX")):
-        return None, f"run_dir: {shown!r}... is too long for its files ({longest} bytes); choose a shorter one"
+        return (
+            None,
+            f"run_dir: {shown!r}... is too long for its files ({longest} bytes); choose a shorter one",
+        )
     try:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "checkpoints").mkdir(exist_ok=True)
@@ -76,16 +104,16 @@ def cannot_write(path: pathlib.Path | str, error: OSError) -> str:
         try:
             os.stat(path)
         except FileNotFoundError:
-            return (
-                f"run_dir: {str(path)!r} is a link to {os.readlink(path)!r}, which does not exist; create that folder"
-            )
+            target = os.readlink(path)
+            return f"run_dir: {str(path)!r} is a link to {target!r}, which does not exist; create that folder"
         except OSError as other:
             reason = other.strerror
     return f"run_dir: cannot write in {str(path)[:300]!r}: {reason}; choose another with --run_dir"
 
 
 def no_link(path: str, flags: int) -> int:
-    """Open a file, but not through a link, which another user of a shared folder may have made: an `opener` of `open`.
+    """Open a file, but not through a link, which another user of a shared folder may have made: an
+    `opener` of `open`.
 
     Raises OSError (ELOOP) for a link.
     """
@@ -97,7 +125,9 @@ def nonce(directory: pathlib.Path) -> str:
 
 
 def sees(file: pathlib.Path, text: str, timeout: float) -> bool:
-    """Wait until this rank sees a file with this text (network file systems lag); return whether it does."""
+    """Wait until this rank sees a file with this text (network file systems lag); return whether it
+    does.
+    """
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
@@ -121,13 +151,14 @@ def is_shared(directory: pathlib.Path, nonce: str, timeout: float = 10.0) -> str
 
 
 def lock(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
-    """Lock the directory until this process ends. Return (the lock, to keep open, None) or (None, the error message).
+    """Lock the directory until this process ends. Return (the lock, to keep open, None) or (None,
+    the error message).
 
-    It is a POSIX lock: the kernel releases it with the process, NFS supports it, and a forked child does not inherit
-    it. Wait for an owner that is ending, or whose launcher has ended; fail at once for any other. But take the
-    directory from an owner that led this process's own job in its last generation: it is stopped or cut off, and may
-    keep its lock for as long as it lives. That lock is then of a file that no longer has the name.
-    """
+    It is a POSIX lock: the kernel releases it with the process, NFS supports it, and a forked child
+    does not inherit it. Wait for an owner that is ending, or whose launcher has ended; fail at once
+    for any other. But take the directory from an owner that led this process's own job in its last
+    generation: it is stopped or cut off, and may keep its lock for as long as it lives. That lock
+    is then of a file that no longer has the name."""
     global _owner
     path, deadline, reported = directory / ".lock", time.monotonic() + WAIT, False
     while True:
@@ -151,7 +182,9 @@ def lock(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
                 file.close()
                 return None, f"{problem}; wait for its end, or choose another --run_dir"
             if not reported:
-                sys.stderr.write(f"jaxdp: {problem}, which is ending: waiting for it, {WAIT:g} s at most\n")
+                sys.stderr.write(
+                    f"jaxdp: {problem}, which is ending: waiting for it, {WAIT:g} s at most\n"
+                )
             reported = True
             time.sleep(0.2)
         except OSError:  # a file system without locks
@@ -165,15 +198,25 @@ def lock(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
 
 
 def _is_of_this_job(directory: pathlib.Path) -> bool:
-    """Return whether the directory was last used by a job that this process, and not its parent, belongs to."""
-    return _nonce[0] == os.getpid() and (directory / ".nonce").exists() and nonce(directory) == _nonce[1]
+    """Return whether the directory was last used by a job that this process, and not its parent,
+    belongs to.
+    """
+    return (
+        _nonce[0] == os.getpid()
+        and (directory / ".nonce").exists()
+        and nonce(directory) == _nonce[1]
+    )
 
 
 def mark_ending() -> None:
-    """Write into the lock file, if this process has locked a run directory, that it is about to end."""
+    """Write into the lock file, if this process has locked a run directory, that it is about to
+    end.
+    """
     if _owner is not None:
         file, owner = _owner
-        with contextlib.suppress(OSError, ValueError):  # the directory may be gone, or the file closed
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # the directory may be gone, or the file closed
             dataclasses.replace(owner, ending=True).write(file)
 
 
@@ -181,8 +224,8 @@ def mark_ending() -> None:
 class Owner:
     """The process that has locked a run directory, as stored in the lock file.
 
-    starters: ids of its ancestors on `host` that are mpirun's processes; if one has ended, the job is dead.
-    """
+    starters: ids of its ancestors on `host` that are mpirun's processes; if one has ended, the job
+    is dead."""
 
     name: str = "another process"
     host: str = ""
@@ -202,12 +245,18 @@ class Owner:
         return cls(**parse(file.read(), shape) or {})
 
     def is_ending(self) -> bool:
-        """Return whether the owner is ending, or its mpirun has ended, which is visible on the same host only."""
-        return self.ending or (self.host == socket.gethostname() and not all(map(mpi.is_starter, self.starters)))
+        """Return whether the owner is ending, or its mpirun has ended, which is visible on the same
+        host only.
+        """
+        return self.ending or (
+            self.host == socket.gethostname() and not all(map(mpi.is_starter, self.starters))
+        )
 
 
 def require(file: pathlib.Path, stream: IO[Any]) -> None:
-    """Raise RunFailed if a file of the run directory was removed, or is no longer the one that `stream` writes to."""
+    """Raise RunFailed if a file of the run directory was removed, or is no longer the one that
+    `stream` writes to.
+    """
     try:
         if os.path.samestat(file.stat(), os.fstat(stream.fileno())):
             return
@@ -222,7 +271,8 @@ def require(file: pathlib.Path, stream: IO[Any]) -> None:
 
 
 def not_ours(directory: pathlib.Path, overwrite: bool) -> str | None:
-    """Return an error message if the directory has files that look like a run's, but were not written by jaxdp.
+    """Return an error message if the directory has files that look like a run's, but were not
+    written by jaxdp.
 
     overwrite: a run that ended before it wrote env.json does not count either.
     """
@@ -250,13 +300,19 @@ def clear(directory: pathlib.Path) -> str | None:
             else:
                 path.unlink(missing_ok=True)
     except OSError as error:
-        return f"run_dir: cannot overwrite {str(error.filename)!r}: {error.strerror}; choose another"
+        return (
+            f"run_dir: cannot overwrite {str(error.filename)!r}: {error.strerror}; choose another"
+        )
     return None
 
 
 def _written(directory: pathlib.Path) -> list[pathlib.Path]:
     paths = [path for pattern in WRITTEN for path in sorted(directory.glob(pattern))]
-    return [path for path in paths if path.parent.name != "checkpoints" or CHECKPOINT.fullmatch(path.name)]
+    return [
+        path
+        for path in paths
+        if path.parent.name != "checkpoints" or CHECKPOINT.fullmatch(path.name)
+    ]
 
 
 def write_config(directory: pathlib.Path, config: dict[str, Any]) -> None:
@@ -265,13 +321,20 @@ def write_config(directory: pathlib.Path, config: dict[str, Any]) -> None:
 
 def write_env(directory: pathlib.Path, facts: dict[str, Any]) -> None:
     """Write env.json: time of the first start, versions, and `facts` (devices, topology, launcher)."""
-    here = {"began": began(directory), "versions": versions(), "platform": platform.platform(), "argv": sys.argv}
+    here = {
+        "began": began(directory),
+        "versions": versions(),
+        "platform": platform.platform(),
+        "argv": sys.argv,
+    }
     here["folder"] = os.getcwd()
     write(directory / "env.json", json.dumps(here | facts, indent=2) + "\n")
 
 
 def folder(directory: pathlib.Path) -> str | None:
-    """Return the working directory of the run's last start, to which relative paths in its config belong."""
+    """Return the working directory of the run's last start, to which relative paths in its config
+    belong.
+    """
     try:
         return str(json.loads((directory / "env.json").read_text(encoding="utf-8"))["folder"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -279,7 +342,9 @@ def folder(directory: pathlib.Path) -> str | None:
 
 
 def inside(folder: str | None) -> AbstractContextManager[None]:
-    """Return a context in which `folder` is the working directory; print a line if it does not exist here."""
+    """Return a context in which `folder` is the working directory; print a line if it does not
+    exist here.
+    """
     if folder is None or folder == os.getcwd():
         return contextlib.nullcontext()
     if os.path.isdir(folder):
@@ -290,7 +355,9 @@ def inside(folder: str | None) -> AbstractContextManager[None]:
 
 
 def began(directory: pathlib.Path) -> float:
-    """Return the time of the run's first start, in seconds since the epoch; the current time if unknown."""
+    """Return the time of the run's first start, in seconds since the epoch; the current time if
+    unknown.
+    """
     try:
         return float(json.loads((directory / "env.json").read_text(encoding="utf-8"))["began"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -304,7 +371,11 @@ def write_layout(directory: pathlib.Path, facts: dict[str, Any]) -> None:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of Python and of the packages that affect the results."""
-    return {"python": platform.python_version(), "jaxdp": __version__, **{p: installed(p) for p in PACKAGES}}
+    return {
+        "python": platform.python_version(),
+        "jaxdp": __version__,
+        **{p: installed(p) for p in PACKAGES},
+    }
 
 
 def installed(package: str) -> str | None:
@@ -316,11 +387,14 @@ def installed(package: str) -> str | None:
 
 
 @contextlib.contextmanager
-def replaced(file: pathlib.Path, durable: bool = False, private: bool = False) -> Iterator[pathlib.Path]:
-    """Replace a file atomically: yield a path to write to, which then gets its name; remove it if writing fails.
+def replaced(
+    file: pathlib.Path, durable: bool = False, private: bool = False
+) -> Iterator[pathlib.Path]:
+    """Replace a file atomically: yield a path to write to, which then gets its name; remove it if
+    writing fails.
 
-    A link is replaced too, and not followed. durable: flush the new file to disk first. private: only this user may
-    read it.
+    A link is replaced too, and not followed. durable: flush the new file to disk first. private:
+    only this user may read it.
     """
     new = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     try:
@@ -345,7 +419,9 @@ def flush(path: pathlib.Path) -> None:
 
 
 def write(file: pathlib.Path, text: str) -> None:
-    """Replace a file of the run; if the disk is full, keep that of an earlier start, or raise UsageError."""
+    """Replace a file of the run; if the disk is full, keep that of an earlier start, or raise
+    UsageError.
+    """
     try:
         with replaced(file) as new:
             new.write_text(text, encoding="utf-8", errors="surrogateescape")

@@ -1,8 +1,9 @@
-"""The sharding rule: split a leaf along its largest dim that the number of parts divides; else pad a dim, or replicate.
+"""The sharding rule: split a leaf along its largest dim that the number of parts divides; else pad
+a dim, or replicate.
 
-Nothing is flattened, so every optimizer that works on arrays of any shape works on slices, and masks by path keep their
-meaning. The dims of a tree are a tree of the same structure, with an integer for every leaf: the dim, or `WHOLE`.
-A padded leaf has zeros at the end of its dim.
+Nothing is flattened, so every optimizer that works on arrays of any shape works on slices, and
+masks by path keep their meaning. The dims of a tree are a tree of the same structure, with an
+integer for every leaf: the dim, or `WHOLE`. A padded leaf has zeros at the end of its dim.
 """
 
 import math
@@ -24,16 +25,17 @@ def path_string(path: Any) -> str:
 
 
 def is_stacked(path: Any, blocks: Iterable[str]) -> bool:
-    """Return whether a leaf is below one of these paths (a/b), anywhere in its own: optimizer state contains trees like
-    the parameters."""
+    """Return whether a leaf is below one of these paths (a/b), anywhere in its own: optimizer state
+    contains trees like the parameters."""
     return any(f"/{block}/" in f"/{path_string(path)}/" for block in blocks)
 
 
 def split_dim(shape: tuple[int, ...], parts: int, stacked: bool = False, pad: bool = False) -> int:
-    """Return the largest dim that `parts` divides, the first of equals; never the first dim of stacked blocks.
+    """Return the largest dim that `parts` divides, the first of equals; never the first dim of
+    stacked blocks.
 
-    pad: if there is none, return the dim that needs the least padding, unless the leaf is `SMALL` or more than doubles.
-    """
+    pad: if there is none, return the dim that needs the least padding, unless the leaf is `SMALL`
+    or more than doubles."""
     candidates = [d for d in range(int(stacked), len(shape)) if shape[d]] if parts > 1 else []
     dims = [d for d in candidates if shape[d] % parts == 0]
     if dims:
@@ -44,9 +46,12 @@ def split_dim(shape: tuple[int, ...], parts: int, stacked: bool = False, pad: bo
 
 
 def split_dims(tree: Tree, parts: int, blocks: Iterable[str] = (), pad: bool = False) -> Tree:
-    """Return the dims of a tree of arrays (or shapes). blocks: paths (a/b) below which leaves are stacked [block, ...].
-    pad: see `split_dim`."""
-    dim = lambda path, x: split_dim(x.shape, parts, is_stacked(path, blocks), pad)
+    """Return the dims of a tree of arrays (or shapes). blocks: paths (a/b) below which leaves are
+    stacked [block, ...]. pad: see `split_dim`."""
+
+    def dim(path, x):
+        return split_dim(x.shape, parts, is_stacked(path, blocks), pad)
+
     return jax.tree_util.tree_map_with_path(dim, tree)
 
 
@@ -68,7 +73,9 @@ def fit(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return x with each dim cut, or padded with zeros, at its end."""
     if x.shape == tuple(shape):
         return x
-    return jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, new - old, 0) for old, new in zip(x.shape, shape)])
+    return jax.lax.pad(
+        x, jnp.zeros((), x.dtype), [(0, new - old, 0) for old, new in zip(x.shape, shape)]
+    )
 
 
 def spec(dim: int, axis: Any) -> P:

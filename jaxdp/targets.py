@@ -1,4 +1,6 @@
-"""Targets: built-in names or dotted paths with arguments; each argument is checked against the signature."""
+"""Targets: built-in names or dotted paths with arguments; each argument is checked against the
+signature.
+"""
 
 import contextlib
 import functools
@@ -15,26 +17,40 @@ from jaxdp import imports, user_errors
 from jaxdp.errors import UsageError, nearest, suggest
 from jaxdp.values import YAML, fits, in_words, plain, typed
 
-OF_SCRIPT = "optax"  # prefix, in a config, of the name of an Optax transformation that a script passed to `fit`
+# prefix, in a config, of the name of an Optax transformation that a script passed to `fit`
+OF_SCRIPT = "optax"
 OBJECT = " (object)"  # suffix of the name of any other object that only the script has
 
 
 def name_of(transformation: Any, depth: int = 3) -> str:
-    """Return a name for an Optax transformation, which has none, from its functions: chain(scale_by_adam, scale)."""
+    """Return a name for an Optax transformation, which has none, from its functions:
+    chain(scale_by_adam, scale).
+    """
     update = getattr(transformation, "update", transformation)
-    name = getattr(update, "__qualname__", type(update).__name__).partition(".<locals>")[0].removesuffix(".update")
+    name = (
+        getattr(update, "__qualname__", type(update).__name__)
+        .partition(".<locals>")[0]
+        .removesuffix(".update")
+    )
     parts: list[Any] = []
     for cell in (getattr(update, "__closure__", None) or ()) if depth else ():
         with contextlib.suppress(ValueError):  # an empty cell
-            parts += cell.cell_contents if type(cell.cell_contents) in (tuple, list) else [cell.cell_contents]
-    inner = [x for x in parts if hasattr(x, "init") or (inspect.isfunction(x) and "update" in x.__name__)]
+            parts += (
+                cell.cell_contents
+                if type(cell.cell_contents) in (tuple, list)
+                else [cell.cell_contents]
+            )
+    inner = [
+        x for x in parts if hasattr(x, "init") or (inspect.isfunction(x) and "update" in x.__name__)
+    ]
     if name == "with_extra_args_support" and inner:
         return name_of(inner[0], depth)
     return f"{name}({', '.join(name_of(x, depth - 1) for x in inner)})" if inner else name
 
 
 def locate(key: str, target: str, table: Mapping[str, Any], field: str | None = None) -> Any:
-    """Import the object that a target names: a row of `table` (an object or its dotted path), or a dotted path.
+    """Import the object that a target names: a row of `table` (an object or its dotted path), or a
+    dotted path.
 
     field: the config's key for messages, if it is not `key`.target.
     """
@@ -65,12 +81,18 @@ def locate(key: str, target: str, table: Mapping[str, Any], field: str | None = 
         imported: Any = imports.for_user(importlib.import_module, module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise UsageError(f"{field}: {target!r} cannot be imported: it needs {error.name!r}") from error
+            raise UsageError(
+                f"{field}: {target!r} cannot be imported: it needs {error.name!r}"
+            ) from error
         local = [file.stem for file in pathlib.Path().glob("*.py")]
         hint = suggest(error.name, local, 0.6, "is it installed, or its folder on PYTHONPATH?")
-        raise UsageError(f"{field}: {target!r} cannot be imported: no module {error.name!r}; {hint}") from None
+        raise UsageError(
+            f"{field}: {target!r} cannot be imported: no module {error.name!r}; {hint}"
+        ) from None
     except Exception as error:
-        raise UsageError(f"{field}: {target!r} cannot be imported{user_errors.cause(error)}") from error
+        raise UsageError(
+            f"{field}: {target!r} cannot be imported{user_errors.cause(error)}"
+        ) from error
     if not hasattr(imported, name):
         public = [n for n, v in vars(imported).items() if not n.startswith("_") and callable(v)]
         hint = f"; {near}" if (near := suggest(name, public)) else _behind_library(module)
@@ -79,7 +101,9 @@ def locate(key: str, target: str, table: Mapping[str, Any], field: str | None = 
 
 
 def _behind_library(module: str) -> str:
-    """Return advice for a module of the user's that has the name of a library, which is imported already."""
+    """Return advice for a module of the user's that has the name of a library, which is imported
+    already.
+    """
     file = imports.hiding().get(module.partition(".")[0])
     return f": it is a library, which comes before {file}; rename this file" if file else ""
 
@@ -96,7 +120,9 @@ def _of_script(name: str) -> str:
 
 
 def _in_module(target: str) -> str:
-    """Return advice for a target that is not a dotted path: a colon instead of a dot, or a module's name."""
+    """Return advice for a target that is not a dotted path: a colon instead of a dot, or a module's
+    name.
+    """
     module, colon, name = target.partition(":")
     if colon and name:
         return f"; with a dot: {module}.{name}"
@@ -105,16 +131,25 @@ def _in_module(target: str) -> str:
 
 
 def parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the unbound parameters; for a class, those of __init__, since a metaclass may hide them."""
+    """Return the unbound parameters; for a class, those of __init__, since a metaclass may hide
+    them.
+    """
     if isinstance(target, functools.partial):
         unbound = list(parameters(target.func).items())[len(target.args) :]
         return {n: p for n, p in unbound if n not in target.keywords}
     if isinstance(target, type):
         make = getattr(target, "__init__")  # noqa: B009  # mypy takes target.__init__ for an instance's
-        return dict(list(inspect.signature(make).parameters.items())[1:]) if make is not object.__init__ else {}
+        return (
+            dict(list(inspect.signature(make).parameters.items())[1:])
+            if make is not object.__init__
+            else {}
+        )
     try:
         return dict(inspect.signature(target).parameters)
-    except (TypeError, ValueError):  # not callable; or written in C, as some functions without a signature
+    except (
+        TypeError,
+        ValueError,
+    ):  # not callable; or written in C, as some functions without a signature
         return {}
 
 
@@ -124,33 +159,51 @@ def bind(
     """Bind `target` to its arguments; return a function of the remaining ones.
 
     args: of the config; the target gets them in the types of its annotations.
-    extra: values for arguments of these names, if the target takes them and the config does not set them.
-    Raises UsageError for an argument that the target does not take, or that has the wrong type.
-    """
+    extra: values for arguments of these names, if the target takes them and the config does not set
+    them. Raises UsageError for an argument that the target does not take, or that has the wrong
+    type."""
     name = getattr(target, "__name__", str(target))
     if not callable(target):
-        raise UsageError(f"{key}.target: it is an object of type {type(target).__name__}, not a class or a function")
+        raise UsageError(
+            f"{key}.target: it is an object of type {type(target).__name__}, not a class or a function"
+        )
     known = parameters(target)
     takes = {n for n, p in known.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
         for arg in args:
             if arg not in takes:
-                hint = suggest(arg, takes, otherwise=f"it takes: {', '.join(sorted(takes)) or 'none'}")
+                hint = suggest(
+                    arg, takes, otherwise=f"it takes: {', '.join(sorted(takes)) or 'none'}"
+                )
                 raise UsageError(f"{key}.args.{arg}: {name} takes no such argument; {hint}")
     values = arguments(target, args)
-    complete = str(getattr(target, "__module__", "")).startswith(("jaxdp.", "optax."))  # annotations, which say null
+    complete = str(getattr(target, "__module__", "")).startswith(
+        ("jaxdp.", "optax.")
+    )  # annotations, which say null
     for arg, value in values.items():
         default: Any = getattr(known.get(arg), "default", None)
         wanted: Any = hint_of(target, known.get(arg))
-        if isinstance(value, str) and isinstance(default, int | float) and (wanted is Any or not fits(value, wanted)):
-            raise UsageError(f"{key}.args.{arg}: {value!r} is a text, unlike {name}'s default, {default!r}")
+        if (
+            isinstance(value, str)
+            and isinstance(default, int | float)
+            and (wanted is Any or not fits(value, wanted))
+        ):
+            raise UsageError(
+                f"{key}.args.{arg}: {value!r} is a text, unlike {name}'s default, {default!r}"
+            )
         if arg == "rngs" and isinstance(value, YAML):
-            raise UsageError(f"{key}.args.rngs: leave it out; {name} gets its random numbers from the config's seed")
-        if complete and isinstance(default, int | float) and fits({}, wanted):  # of any type, or of an array's
+            raise UsageError(
+                f"{key}.args.rngs: leave it out; {name} gets its random numbers from the config's seed"
+            )
+        if (
+            complete and isinstance(default, int | float) and fits({}, wanted)
+        ):  # of any type, or of an array's
             wanted = bool | None if isinstance(default, bool) else float | None
         if not fits(value, wanted) and (complete or value is not None):
             quotes = "; put it in quotes" * (fits("", wanted) and isinstance(value, bool | None))
-            raise UsageError(f"{key}.args.{arg}: {value!r} is not {in_words(wanted)}, which {name} takes{quotes}")
+            raise UsageError(
+                f"{key}.args.{arg}: {value!r} is not {in_words(wanted)}, which {name} takes{quotes}"
+            )
     filled = {k: v for k, v in (extra or {}).items() if k in takes}
     return functools.partial(target, **{**filled, **values})
 
@@ -158,15 +211,21 @@ def bind(
 def arguments(target: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a target in the types of its annotations, unchecked."""
     known = parameters(target)
-    return plain({arg: typed(value, hint_of(target, known.get(arg))) for arg, value in args.items()})
+    return plain(
+        {arg: typed(value, hint_of(target, known.get(arg))) for arg, value in args.items()}
+    )
 
 
 def hint_of(target: Any, parameter: inspect.Parameter | None) -> Any:
-    """Return the type in the annotation of a target's parameter; Any if it has none, or one that cannot be read."""
+    """Return the type in the annotation of a target's parameter; Any if it has none, or one that
+    cannot be read.
+    """
     if parameter is None or parameter.annotation is parameter.empty:
         return Any
     function = getattr(target, "func", target)  # of a partial
-    function = inspect.unwrap(getattr(function, "__init__") if isinstance(function, type) else function)  # noqa: B009
+    if isinstance(function, type):
+        function = getattr(function, "__init__")  # noqa: B009  # mypy takes it for an instance's
+    function = inspect.unwrap(function)
     annotated = types.SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
     with contextlib.suppress(Exception):  # a name that does not exist at run time
         return get_type_hints(annotated, vars(sys.modules[function.__module__]))[parameter.name]
@@ -179,7 +238,9 @@ def attribute(target: Any, name: str, default: Any) -> Any:
 
 
 def call(key: str, bound: Callable[..., Any], make: Callable[[], Any] | None = None) -> Any:
-    """Call a bound target (or `make` instead). Raises UsageError if it rejects an argument or its own code fails."""
+    """Call a bound target (or `make` instead). Raises UsageError if it rejects an argument or its
+    own code fails.
+    """
     if make is None:
         require(key, bound)
     try:
@@ -195,21 +256,37 @@ def call(key: str, bound: Callable[..., Any], make: Callable[[], Any] | None = N
 
 
 def require(key: str, make: Callable[..., Any], *provided: str) -> None:
-    """Raise UsageError for the first argument of a bound target that has no value and is not in `provided`."""
+    """Raise UsageError for the first argument of a bound target that has no value and is not in
+    `provided`.
+    """
     for arg, p in parameters(make).items():
-        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and arg not in provided:
+        if (
+            p.default is p.empty
+            and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+            and arg not in provided
+        ):
             name = getattr(getattr(make, "func", make), "__name__", str(make))
             raise UsageError(f"{key}.args.{arg}: {name} needs it; set {key}.args.{arg}")
 
 
-def targets_in(key: str, entries: Sequence[Any], kind: str, example: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return (target, args) of each entry of a list: a name, or {target, args}. Raises UsageError for anything else."""
+def targets_in(
+    key: str, entries: Sequence[Any], kind: str, example: str
+) -> list[tuple[str, dict[str, Any]]]:
+    """Return (target, args) of each entry of a list: a name, or {target, args}. Raises UsageError
+    for anything else.
+    """
     pairs: list[tuple[str, dict[str, Any]]] = []
     for entry in entries:
         if isinstance(entry, str):
             pairs.append((entry, {}))
-        elif isinstance(entry, Mapping) and isinstance(entry.get("target"), str) and set(entry) <= {"target", "args"}:
+        elif (
+            isinstance(entry, Mapping)
+            and isinstance(entry.get("target"), str)
+            and set(entry) <= {"target", "args"}
+        ):
             pairs.append((entry["target"], entry.get("args") or {}))
         else:
-            raise UsageError(f"{key}: {entry!r} is not a {kind}; give a name such as {example}, or {{target, args}}")
+            raise UsageError(
+                f"{key}: {entry!r} is not a {kind}; give a name such as {example}, or {{target, args}}"
+            )
     return pairs

@@ -1,8 +1,9 @@
-"""Values of a config: YAML 1.2 text to Python values and back, and the types that annotations ask for.
+"""Values of a config: YAML 1.2 text to Python values and back, and the types that annotations ask
+for.
 
-PyYAML reads YAML 1.1, in which `no` is false, `0123` is 83 and `16:9` is 969. Here, as in the core schema of YAML 1.2,
-they are texts. A number remembers how it was written, because the parameter that it is for may be a text: `1.10`.
-"""
+PyYAML reads YAML 1.1, in which `no` is false, `0123` is 83 and `16:9` is 969. Here, as in the core
+schema of YAML 1.2, they are texts. A number remembers how it was written, because the parameter
+that it is for may be a text: `1.10`."""
 
 import dataclasses
 import inspect
@@ -20,8 +21,8 @@ import yaml
 from jaxdp.errors import UsageError, one_line
 
 TAG = "tag:yaml.org,2002:"
-# Tag -> (the unquoted texts that have it, their first characters), as in the core schema of YAML 1.2, except that a
-# number has no leading zeros: `0123` is a code, or octal elsewhere.
+# Tag -> (the unquoted texts that have it, their first characters), as in the core schema of YAML
+# 1.2, except that a number has no leading zeros: `0123` is a code, or octal elsewhere.
 CORE = {
     "null": (r"null|Null|NULL|~|", ["n", "N", "~", ""]),
     "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -32,10 +33,27 @@ CORE = {
     ),
     "merge": (r"<<", ["<"]),  # of YAML 1.1, and in use
 }
-PLAIN_TYPES = (types.NoneType, bool, int, float, str, list, tuple, dict)  # that YAML's core schema stores
-YAML = str | numbers.Number | list | tuple | Mapping | None  # types of the values that a config can have
+PLAIN_TYPES = (
+    types.NoneType,
+    bool,
+    int,
+    float,
+    str,
+    list,
+    tuple,
+    dict,
+)  # that YAML's core schema stores
+YAML = (
+    str | numbers.Number | list | tuple | Mapping | None
+)  # types of the values that a config can have
 NUMBERS = {bool: bool, int: numbers.Integral, float: numbers.Real}
-WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text", types.NoneType: "null"}
+WORDS = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a text",
+    types.NoneType: "null",
+}
 PLURALS = {int: "integers", float: "numbers", str: "texts", bool: "true or false"}
 
 
@@ -46,7 +64,9 @@ class Int(int):
 
 
 class Float(float):
-    """A number written in another way than Python writes it, such as 1e-3 or 1.10. text: as written."""
+    """A number written in another way than Python writes it, such as 1e-3 or 1.10. text: as
+    written.
+    """
 
     text: str
 
@@ -80,10 +100,14 @@ class Dumper(yaml.SafeDumper):
     """Write `PLAIN_TYPES`, and quote a text that YAML 1.1 or 1.2 would read as something else."""
 
     yaml_implicit_resolvers = {k: [*v] for k, v in yaml.SafeDumper.yaml_implicit_resolvers.items()}
-    yaml_representers = {kind: yaml.SafeDumper.yaml_representers[kind] for kind in (*PLAIN_TYPES, None)}
+    yaml_representers = {
+        kind: yaml.SafeDumper.yaml_representers[kind] for kind in (*PLAIN_TYPES, None)
+    }
 
     def represent_number(self, data: Any) -> Any:
-        return self.represent_scalar(f"{TAG}{'int' if isinstance(data, int) else 'float'}", data.text)
+        return self.represent_scalar(
+            f"{TAG}{'int' if isinstance(data, int) else 'float'}", data.text
+        )
 
 
 for _tag, (_pattern, _first) in CORE.items():
@@ -100,7 +124,9 @@ for _number in (Int, Float):
 
 
 def read_file(file: pathlib.Path) -> str:
-    """Return the text of a file, which is UTF-8 whatever the locale. Raises UsageError if it is not."""
+    """Return the text of a file, which is UTF-8 whatever the locale. Raises UsageError if it is
+    not.
+    """
     content = file.read_bytes()
     try:
         return content.decode("utf-8-sig")
@@ -115,7 +141,9 @@ def read_file(file: pathlib.Path) -> str:
 
 
 def load(text: str, where: str) -> Any:
-    """Return the value of a YAML text. where: name of its source in an error. Raises UsageError if it is not YAML."""
+    """Return the value of a YAML text. where: name of its source in an error. Raises UsageError if
+    it is not YAML.
+    """
     try:
         content = yaml.load(text, Loader)
         json.dumps(content, default=str, skipkeys=True)  # refuses a value that contains itself
@@ -133,7 +161,9 @@ def dump(value: Any) -> str:
 
 
 def argument(text: str) -> Any:
-    """Return the value of an argument of the command line: YAML in quotes or brackets, else an unquoted scalar."""
+    """Return the value of an argument of the command line: YAML in quotes or brackets, else an
+    unquoted scalar.
+    """
     if text.startswith(("[", "{", '"', "'")):
         try:
             return load(text, "")
@@ -142,26 +172,35 @@ def argument(text: str) -> Any:
     if not text:
         return text
     loader = Loader("")
-    return loader.construct_object(yaml.ScalarNode(loader.resolve(yaml.ScalarNode, text, (True, False)), text))
+    return loader.construct_object(
+        yaml.ScalarNode(loader.resolve(yaml.ScalarNode, text, (True, False)), text)
+    )
 
 
 def plain(value: Any) -> Any:
-    """Return a value with Python's numbers instead of `Int` and `Float`; args of a nested target are left to it."""
+    """Return a value with Python's numbers instead of `Int` and `Float`; args of a nested target
+    are left to it.
+    """
     if type(value) is dict:
-        return {plain(name): part if name == "args" else plain(part) for name, part in value.items()}
+        return {
+            plain(name): part if name == "args" else plain(part) for name, part in value.items()
+        }
     if type(value) in (list, tuple):
         return type(value)(map(plain, value))
     return int(value) if type(value) is Int else float(value) if type(value) is Float else value
 
 
 def typed(value: Any, hint: Any) -> Any:
-    """Return a value in the type of an annotation; unchanged if it has another type, or any is allowed.
+    """Return a value in the type of an annotation; unchanged if it has another type, or any is
+    allowed.
 
     A number for a text becomes the text that was written.
     """
     kind, inside = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, types.UnionType):
-        options = sorted(inside, key=lambda one: one not in PLAIN_TYPES or not isinstance(value, one))
+        options = sorted(
+            inside, key=lambda one: one not in PLAIN_TYPES or not isinstance(value, one)
+        )
         return next((new for one in options if fits(new := typed(value, one), one)), value)
     if isinstance(value, int | float) and not isinstance(value, bool):
         text = getattr(value, "text", str(value))
@@ -169,7 +208,11 @@ def typed(value: Any, hint: Any) -> Any:
             return text
         return plain(value) if kind in (int, float) else value
     if type(value) in (list, tuple) and inside and kind in (Sequence, list, tuple):
-        hints = inside if kind is tuple and len(inside) == len(value) and ... not in inside else inside[:1] * len(value)
+        hints = (
+            inside
+            if kind is tuple and len(inside) == len(value) and ... not in inside
+            else inside[:1] * len(value)
+        )
         return type(value)(map(typed, value, hints))
     if type(value) is dict and inside and kind in (Mapping, dict):
         return {name: typed(part, inside[1]) for name, part in value.items()}
@@ -197,7 +240,9 @@ def fits(value: Any, hint: Any) -> bool:
     if is_text(kind):
         return isinstance(value, str)
     if kind in (Sequence, list):
-        return isinstance(value, list | tuple) and all(fits(one, *inside[:1]) for one in value if inside)
+        return isinstance(value, list | tuple) and all(
+            fits(one, *inside[:1]) for one in value if inside
+        )
     return kind not in (Mapping, dict) or isinstance(value, Mapping)
 
 

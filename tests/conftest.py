@@ -1,4 +1,6 @@
-"""Eight simulated devices, a persistent compilation cache, warnings as errors: set before JAX starts."""
+"""Eight simulated devices, a persistent compilation cache, warnings as errors: set before JAX
+starts.
+"""
 
 import collections
 import gc
@@ -11,12 +13,18 @@ import tempfile
 
 import pytest
 
-CACHE = pathlib.Path(os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{tempfile.gettempdir()}/jaxdp-test-cache"))
+CACHE = pathlib.Path(
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{tempfile.gettempdir()}/jaxdp-test-cache")
+)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ["JAX_PLATFORMS"] = "cpu"
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jobs and their children ignore it
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+    )
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a shell's background jobs and their children ignore it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 MAPS = pathlib.Path("/proc/self/maps")
 TESTS = itertools.count()
@@ -25,10 +33,11 @@ os.environ.setdefault("NPROC", "32")  # threads: see `jaxdp.environment.enough_t
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Mark the cases beyond the first n of `quick(n)` as slow; count the slow tests before `-m` removes them.
+    """Mark the cases beyond the first n of `quick(n)` as slow; count the slow tests before `-m`
+    removes them.
 
-    Of the quick ones, jobs of several processes come first, one at a time; one worker runs the tests of a file.
-    """
+    Of the quick ones, jobs of several processes come first, one at a time; one worker runs the
+    tests of a file."""
     cases = collections.Counter()
     for item in items:
         if (mark := item.get_closest_marker("quick")) and not item.get_closest_marker("slow"):
@@ -56,14 +65,20 @@ def pytest_terminal_summary(terminalreporter, config):
     """Tell how many tests `make test` leaves to `make test-all`."""
     if "not slow" in config.option.markexpr and getattr(config, "slow_tests", 0):
         passed = len(terminalreporter.stats.get("passed", ()))
-        terminalreporter.write_line(f"{passed} passed; {config.slow_tests} slow tests are left to `make test-all`")
+        terminalreporter.write_line(
+            f"{passed} passed; {config.slow_tests} slow tests are left to `make test-all`"
+        )
 
 
 @pytest.fixture(autouse=True)
 def room_for_programs():
-    """Each compiled program takes tens of memory maps, and the kernel gives a process 65,530: beyond, XLA crashes."""
+    """Each compiled program takes tens of memory maps, and the kernel gives a process 65,530:
+    beyond, XLA crashes.
+    """
     yield
-    if next(TESTS) % 8 or "jax" not in sys.modules or not MAPS.exists():  # it takes tens of milliseconds to read
+    if (
+        next(TESTS) % 8 or "jax" not in sys.modules or not MAPS.exists()
+    ):  # it takes tens of milliseconds to read
         return
     if MAPS.read_bytes().count(b"\n") > 20_000:
         sys.modules["jax"].clear_caches()
@@ -72,7 +87,9 @@ def room_for_programs():
 
 @pytest.fixture(autouse=True, scope="module")
 def usual_lowering_of_a_module():
-    """Fixtures of exact sums change how this process lowers products from then on; tests of other modules follow."""
+    """Fixtures of exact sums change how this process lowers products from then on; tests of other
+    modules follow.
+    """
     from jaxdp.distributed import private_jax
 
     with private_jax.usual_lowerings():

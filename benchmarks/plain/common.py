@@ -1,4 +1,5 @@
-"""What the loops written by hand share: the user's model, and an optimizer, a loss and batches of their own.
+"""What the loops written by hand share: the user's model, and an optimizer, a loss and batches of
+their own.
 
 Of jaxdp there is the model's class, which here is the user's, and nothing else.
 """
@@ -46,7 +47,11 @@ def make_optimizer(material: Material) -> optax.GradientTransformation:
         tx = optax.chain(decay, optax.sgd(schedule, **own["args"]))
     else:
         tx = optax.adamw(schedule, weight_decay=own["weight_decay"], mask=decayed, **own["args"])
-    return tx if own["clip_norm"] is None else optax.chain(optax.clip_by_global_norm(own["clip_norm"]), tx)
+    return (
+        tx
+        if own["clip_norm"] is None
+        else optax.chain(optax.clip_by_global_norm(own["clip_norm"]), tx)
+    )
 
 
 def make_schedule(name: str, lr: float, steps: int, warmup: int, final: float) -> Callable:
@@ -57,12 +62,19 @@ def make_schedule(name: str, lr: float, steps: int, warmup: int, final: float) -
         "linear": lambda: optax.linear_schedule(lr, lr * final, left),
         "one_cycle": lambda: optax.linear_onecycle_schedule(left, lr),
     }[name]()
-    return optax.join_schedules([optax.linear_schedule(0.0, lr, warmup), main], [warmup]) if warmup else main
+    return (
+        optax.join_schedules([optax.linear_schedule(0.0, lr, warmup), main], [warmup])
+        if warmup
+        else main
+    )
 
 
 def decayed(params: Any) -> Any:
     """True for what is neither a bias nor a norm's scale."""
-    kept = lambda path, _: not {"bias", "scale"} & {getattr(key, "key", None) for key in path}
+
+    def kept(path, _):
+        return not {"bias", "scale"} & {getattr(key, "key", None) for key in path}
+
     return jax.tree_util.tree_map_with_path(kept, params)
 
 
@@ -92,7 +104,9 @@ def make_inputs(case: dict[str, Any]) -> Callable[[jax.Array], jax.Array]:
     if case["pixels"] is None:
         return lambda tokens: tokens.astype(jnp.int32)
     mean, deviation, top = (np.asarray(x, np.float32) for x in case["pixels"])
-    return lambda images: ((images.astype(jnp.float32) - top * mean) / (top * deviation)).astype(compute)
+    return lambda images: ((images.astype(jnp.float32) - top * mean) / (top * deviation)).astype(
+        compute
+    )
 
 
 def as_computed(params: Any, case: dict[str, Any]) -> Any:
@@ -101,7 +115,9 @@ def as_computed(params: Any, case: dict[str, Any]) -> Any:
 
 
 def serve(update: Callable[[int], tuple[Any, ...]]) -> None:
-    """update(i) -> (loss, accuracy, state) of update i, which may still be computed when it returns."""
+    """update(i) -> (loss, accuracy, state) of update i, which may still be computed when it
+    returns.
+    """
     at = 0
 
     def run(updates: int) -> Any:
@@ -112,7 +128,9 @@ def serve(update: Callable[[int], tuple[Any, ...]]) -> None:
         return jax.block_until_ready(last)
 
     def memory() -> dict[str, float]:
-        return {"peak_bytes": (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)}
+        return {
+            "peak_bytes": (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+        }
 
     contender.serve(lambda updates: [float(run(1)[0]) for _ in range(updates)], run, memory)
     os._exit(0)

@@ -1,4 +1,5 @@
-"""The loop of Flax's own examples: nnx.jit, nnx.Optimizer and a metric that adds up (examples/mnist of flax).
+"""The loop of Flax's own examples: nnx.jit, nnx.Optimizer and a metric that adds up (examples/mnist
+of flax).
 
 python -m benchmarks.plain.nnx_loop MATERIAL
 """
@@ -18,7 +19,9 @@ def main(folder: str) -> None:
     prepare, judge = common.make_inputs(material.case), common.make_loss(material.case)
     model = common.make_model(material)
     optimizer = nnx.Optimizer(model, common.make_optimizer(material), wrt=nnx.Param)
-    metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"), accuracy=nnx.metrics.Average("accuracy"))
+    metrics = nnx.MultiMetric(
+        loss=nnx.metrics.Average("loss"), accuracy=nnx.metrics.Average("accuracy")
+    )
 
     @nnx.jit
     def step(model, optimizer, metrics, inputs, labels):

@@ -1,9 +1,10 @@
-"""The loop that an expert writes by hand for many devices: `shard_map` over a mesh, and `pmean` of the gradients.
+"""The loop that an expert writes by hand for many devices: `shard_map` over a mesh, and `pmean` of
+the gradients.
 
     python -m benchmarks.plain.shard_map_loop MATERIAL [--reduce leaves|packed]
 
-leaves: one operand for each of them, as XLA combines it; packed: all of them, and the metrics, in one.
-"""
+leaves: one operand for each of them, as XLA combines it; packed: all of them, and the metrics, in
+one."""
 
 import argparse
 import functools
@@ -49,7 +50,9 @@ def main() -> None:
     params, rng, rest = states
 
     @functools.partial(jax.jit, donate_argnums=(0,))
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
+    )
     def step(state, batch):
         params, rest, opt_state = state
         inputs, labels = batch

@@ -1,4 +1,6 @@
-"""The same models in PyTorch, as its users write them, with the names of the weights that they begin with."""
+"""The same models in PyTorch, as its users write them, with the names of the weights that they
+begin with.
+"""
 
 import itertools
 import math
@@ -13,7 +15,9 @@ Weights = Mapping[str, np.ndarray]
 
 
 class MLP(nn.Module):
-    """x[example, ...] -> logits [example, class]: linear and ReLU for each hidden layer, and a linear classifier."""
+    """x[example, ...] -> logits [example, class]: linear and ReLU for each hidden layer, and a
+    linear classifier.
+    """
 
     def __init__(self, inputs: int, classes: int, hidden: list[int]):
         super().__init__()
@@ -34,7 +38,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """nanoGPT's block: x + attention(norm(x)), and to that its MLP(norm(.)). query, key and value in one product."""
+    """nanoGPT's block: x + attention(norm(x)), and to that its MLP(norm(.)). query, key and value
+    in one product.
+    """
 
     def __init__(self, dim: int, heads: int):
         super().__init__()
@@ -56,7 +62,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """tokens[example, token] -> logits [example, token, vocabulary row]: GPT-2's shape, logits by the embedding."""
+    """tokens[example, token] -> logits [example, token, vocabulary row]: GPT-2's shape, logits by
+    the embedding.
+    """
 
     def __init__(self, length: int, rows: int, layers: int, heads: int, dim: int):
         super().__init__()
@@ -77,11 +85,16 @@ class GPT(nn.Module):
         copy(self.positions.weight, weights["positions"])
         norm(self.norm, weights, "norm")
         for i, block in enumerate(self.blocks):
-            own = part(weights, f"blocks/modules/{i}") or {k: v[i] for k, v in part(weights, "blocks/stack").items()}
+            own = part(weights, f"blocks/modules/{i}") or {
+                k: v[i] for k, v in part(weights, "blocks/stack").items()
+            }
             for name in ("norm1", "norm2"):
                 norm(getattr(block, name), own, name)
             kernels = [own[f"attention/{name}/kernel"] for name in ("query", "key", "value")]
-            biases = [own.get(f"attention/{n}/bias", np.zeros(len(kernels[0]))) for n in ("query", "key", "value")]
+            biases = [
+                own.get(f"attention/{n}/bias", np.zeros(len(kernels[0])))
+                for n in ("query", "key", "value")
+            ]
             copy(block.attend.weight, np.concatenate(kernels, 1).T)
             copy(block.attend.bias, np.concatenate(biases))
             linear(block.back, own, "attention/back")
@@ -121,20 +134,40 @@ class Residual(nn.Module):
 
 
 class ResNet9(nn.Module):
-    """images[example, channel, height, width] -> logits [example, class]; variants as jaxdp's model has them."""
+    """images[example, channel, height, width] -> logits [example, class]; variants as jaxdp's model
+    has them.
+    """
 
     def __init__(self, classes: int, variant: str, width: int | None):
         super().__init__()
         if variant == "needle":
             w = width or 16
-            body = [ConvBN(3, w, 7, 4), ConvBN(w, 2 * w, 3, 2), Residual(2 * w), ConvBN(2 * w, 4 * w, 3, 2)]
+            body = [
+                ConvBN(3, w, 7, 4),
+                ConvBN(w, 2 * w, 3, 2),
+                Residual(2 * w),
+                ConvBN(2 * w, 4 * w, 3, 2),
+            ]
             body += [ConvBN(4 * w, 8 * w, 3, 2), Residual(8 * w), nn.Flatten()]
             head = [nn.Linear(8 * w, 8 * w), nn.ReLU(), nn.Linear(8 * w, classes)]
             self.scale = 1.0
         else:
             w, pool = width or 64, lambda: nn.MaxPool2d(2)
-            body = [ConvBN(3, w), ConvBN(w, 2 * w), pool(), Residual(2 * w), ConvBN(2 * w, 4 * w), pool()]
-            body += [ConvBN(4 * w, 8 * w), pool(), Residual(8 * w), nn.AdaptiveMaxPool2d(1), nn.Flatten()]
+            body = [
+                ConvBN(3, w),
+                ConvBN(w, 2 * w),
+                pool(),
+                Residual(2 * w),
+                ConvBN(2 * w, 4 * w),
+                pool(),
+            ]
+            body += [
+                ConvBN(4 * w, 8 * w),
+                pool(),
+                Residual(8 * w),
+                nn.AdaptiveMaxPool2d(1),
+                nn.Flatten(),
+            ]
             head = [nn.Linear(8 * w, classes, bias=False)]
             self.scale = 0.125
         self.body, self.head = nn.Sequential(*body), nn.Sequential(*head)
@@ -165,7 +198,9 @@ def make(case: dict, weights: Weights) -> nn.Module:
 
 
 def part(weights: Weights, prefix: str) -> dict[str, np.ndarray]:
-    return {name[len(prefix) + 1 :]: x for name, x in weights.items() if name.startswith(f"{prefix}/")}
+    return {
+        name[len(prefix) + 1 :]: x for name, x in weights.items() if name.startswith(f"{prefix}/")
+    }
 
 
 def copy(parameter: torch.Tensor, array: np.ndarray) -> None:

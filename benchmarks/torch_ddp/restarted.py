@@ -1,4 +1,5 @@
-"""A small MLP under DistributedDataParallel, which saves every 100 updates and is started again by torchrun.
+"""A small MLP under DistributedDataParallel, which saves every 100 updates and is started again by
+torchrun.
 
 torchrun --nproc_per_node N --max_restarts R restarted.py STEPS      (in the folder of the run)
 """

@@ -1,1 +1,3 @@
-"""What a run costs before it runs: memory, FLOPs, bytes on the wire, and how this compares with a trace."""
+"""What a run costs before it runs: memory, FLOPs, bytes on the wire, and how this compares with a
+trace.
+"""

@@ -1,8 +1,9 @@
-"""A hardware model for the time of an update: latency and bandwidth of two kinds of link, and published peaks.
+"""A hardware model for the time of an update: latency and bandwidth of two kinds of link, and
+published peaks.
 
-It ranks layouts and measures nothing. It assumes links at data-sheet speed without other traffic, and that collectives
-inside a host and between hosts do not overlap. The alpha-beta costs are those of Thakur, Rabenseifner & Gropp (2005)
-and of Patarasuk & Yuan (2009).
+It ranks layouts and measures nothing. It assumes links at data-sheet speed without other traffic,
+and that collectives inside a host and between hosts do not overlap. The alpha-beta costs are those
+of Thakur, Rabenseifner & Gropp (2005) and of Patarasuk & Yuan (2009).
 """
 
 import argparse
@@ -21,14 +22,15 @@ from jaxdp.values import load, read_file
 
 
 class Hardware(NamedTuple):
-    """A cluster of equal hosts; bandwidths in bytes/s per device and in one direction, latencies in s per step.
+    """A cluster of equal hosts; bandwidths in bytes/s per device and in one direction, latencies in
+    s per step.
 
-    flops: dtype of the operands -> dense peak, FLOP/s. "float32" is without tensor cores; "tensorfloat32" is what JAX's
-    default matmul precision uses for float32 on GPUs that have it.
+    flops: dtype of the operands -> dense peak, FLOP/s. "float32" is without tensor cores;
+    "tensorfloat32" is what JAX's default matmul precision uses for float32 on GPUs that have it.
     memory: bytes per device; memory_bandwidth: bytes/s.
-    intra: between the devices of a host; inter: between hosts, each device over its own share of the network.
-    efficiency: the share of the peak that a model's products reach (EFFICIENCY). source: the origin of the figures.
-    """
+    intra: between the devices of a host; inter: between hosts, each device over its own share of
+    the network. efficiency: the share of the peak that a model's products reach (EFFICIENCY).
+    source: the origin of the figures."""
 
     name: str
     flops: dict[str, float]
@@ -50,17 +52,30 @@ _TYPES: dict[str, Any] = {  # of the fields in a file; PositiveFloat otherwise
     **dict.fromkeys(("intra_latency", "inter_latency"), NonNegativeFloat),
     "efficiency": restricted_number_type("Share", float, [(">", 0), ("<=", 1)]),
 }
-# Fitted to half of the published runs in benchmarks/published.py: `python -m benchmarks.published --fit`.
-EFFICIENCY = {"a100": 0.675, "h100": 0.45, "tpu": 0.775}  # share of the peak that products reach; else 0.5, not fitted
+# Fitted to half of the published runs in benchmarks/published.py: `python -m benchmarks.published
+# --fit`.
+EFFICIENCY = {
+    "a100": 0.675,
+    "h100": 0.45,
+    "tpu": 0.775,
+}  # share of the peak that products reach; else 0.5, not fitted
 NETWORK = 0.7  # share of a link's bandwidth that collectives reach
 OVERLAP = 0.9  # share of the shorter of computation and communication that the longer one hides
 _Pair = tuple[float, float]
 
 
 def _row(
-    name: str, tflops: tuple[float, ...], memory: _Pair, intra: _Pair, inter: float, sheets: str, share: float = 0.5
+    name: str,
+    tflops: tuple[float, ...],
+    memory: _Pair,
+    intra: _Pair,
+    inter: float,
+    sheets: str,
+    share: float = 0.5,
 ) -> Hardware:
-    """Build a host of eight: TFLOP/s in (bfloat16, tensorfloat32, float32), (bytes, bytes/s), (bytes/s, s), bytes/s."""
+    """Build a host of eight: TFLOP/s in (bfloat16, tensorfloat32, float32), (bytes, bytes/s),
+    (bytes/s, s), bytes/s.
+    """
     bf16, tf32, f32 = (1e12 * peak for peak in tflops)
     flops = {"bfloat16": bf16, "float16": bf16, "tensorfloat32": tf32, "float32": f32}
     source = f"NVIDIA data sheets: {sheets}; latencies: NCCL 2.18, src/graph/tuning.cc"
@@ -68,18 +83,29 @@ def _row(
 
 
 def _tpu(version: str, memory: _Pair, pod: int, links: float, per_host: int) -> Hardware:
-    """Build a pod, in the place of a host: (bytes, bytes/s), chips, bytes/s of a chip; a host sends 25e9 bytes/s."""
+    """Build a pod, in the place of a host: (bytes, bytes/s), chips, bytes/s of a chip; a host sends
+    25e9 bytes/s.
+    """
     flops = dict.fromkeys(("bfloat16", "tensorfloat32"), _TPU[version])
     rates, source = (links, 1e-6, 25e9 / per_host, 4e-6), "jax-ml.github.io/scaling-book/tpus"
     return Hardware(f"tpu-{version}", flops, *memory, pod, *rates, EFFICIENCY["tpu"], source)
 
 
-# Peaks of TPUs, which by default compute float32 products in bfloat16: cloud.google.com/tpu/docs, by version.
-_TPU = {"v4": 275e12, "v5 lite": 197e12, "v5e": 197e12, "v5": 459e12, "v5p": 459e12, "v6 lite": 918e12, "v6e": 918e12}
+# Peaks of TPUs, which by default compute float32 products in bfloat16: cloud.google.com/tpu/docs,
+# by version.
+_TPU = {
+    "v4": 275e12,
+    "v5 lite": 197e12,
+    "v5e": 197e12,
+    "v5": 459e12,
+    "v5p": 459e12,
+    "v6 lite": 918e12,
+    "v6e": 918e12,
+}
 # Dense peaks: where the sheets' tensor-core figures include sparsity, they are halved.
-# NVLink and PCIe: one direction, half the sheets' sum of both. A DGX has one network card per GPU; the L4s of a cloud
-# host share one. The latency of a step is NCCL's, for a ring with protocol LL128: NVLink 1.9, PCIe 2.5, network 4
-# microseconds.
+# NVLink and PCIe: one direction, half the sheets' sum of both. A DGX has one network card per GPU;
+# the L4s of a cloud host share one. The latency of a step is NCCL's, for a ring with protocol
+# LL128: NVLink 1.9, PCIe 2.5, network 4 microseconds.
 _HOPPER = (989.4, 494.7, 66.9)
 _NVLINK4 = (450e9, 1.9e-6)
 _TABLE = [
@@ -104,29 +130,39 @@ _KINDS = {
     r"NVIDIA A100-.*": HARDWARE["a100-nvlink-ib200"].flops,
     r"NVIDIA B200": HARDWARE["b200-nvlink-ib400"].flops,
     r"NVIDIA L4": HARDWARE["l4-pcie-eth100"].flops,
-    **{rf"TPU {version}": {"bfloat16": peak, "tensorfloat32": peak} for version, peak in _TPU.items()},
+    **{
+        rf"TPU {version}": {"bfloat16": peak, "tensorfloat32": peak}
+        for version, peak in _TPU.items()
+    },
 }
 
 
 def peak_flops(kind: str, compute: str, matmul: str = "default") -> float | None:
-    """Return the dense peak of one device, FLOP/s, for products of `compute` operands, or None if unknown.
+    """Return the dense peak of one device, FLOP/s, for products of `compute` operands, or None if
+    unknown.
 
-    kind: JAX's `device_kind`. matmul: jax_default_matmul_precision, which applies to float32 products.
-    """
+    kind: JAX's `device_kind`. matmul: jax_default_matmul_precision, which applies to float32
+    products."""
     peaks = next((peaks for name, peaks in _KINDS.items() if re.fullmatch(name, kind)), {})
     return peaks.get(rate(compute, matmul, peaks))
 
 
 def rate(compute: str, matmul: str, peaks: Mapping[str, float]) -> str:
-    """Return the key of `peaks` for products of `compute` operands: by default TF32 for float32, if there is a peak."""
-    return "tensorfloat32" if compute == "float32" and matmul == "default" and "tensorfloat32" in peaks else compute
+    """Return the key of `peaks` for products of `compute` operands: by default TF32 for float32, if
+    there is a peak.
+    """
+    return (
+        "tensorfloat32"
+        if compute == "float32" and matmul == "default" and "tensorfloat32" in peaks
+        else compute
+    )
 
 
 def load_hardware(name_or_path: str) -> Hardware:
     """Load a row of HARDWARE by its name, or a YAML file with all fields of `Hardware`.
 
-    Raises UsageError for an unknown name, a file that cannot be read, and a missing, unknown or invalid field.
-    """
+    Raises UsageError for an unknown name, a file that cannot be read, and a missing, unknown or
+    invalid field."""
     if name_or_path in HARDWARE:
         return HARDWARE[name_or_path]
     file = pathlib.Path(name_or_path)
@@ -140,7 +176,9 @@ def load_hardware(name_or_path: str) -> Hardware:
     except (OSError, ValueError) as error:
         raise UsageError(f"hardware: {name_or_path!r} cannot be read: {one_line(error)}") from None
     if not isinstance(fields, dict):
-        raise UsageError(f"hardware: {name_or_path!r} has no fields; write one per line, such as memory: 80e9")
+        raise UsageError(
+            f"hardware: {name_or_path!r} has no fields; write one per line, such as memory: 80e9"
+        )
     parser = jsonargparse.ArgumentParser(exit_on_error=False, default_env=False)
     for field in Hardware._fields:
         parser.add_argument(f"--{field}", type=_TYPES.get(field, PositiveFloat), required=True)
@@ -164,11 +202,15 @@ def _share(link: _Link, size: float) -> float:
 
 
 def _all_reduce(link: _Link, size: float) -> float:
-    return 2 * math.ceil(math.log2(link.n)) * link.alpha + 2 * (link.n - 1) / link.n * size * link.beta
+    return (
+        2 * math.ceil(math.log2(link.n)) * link.alpha + 2 * (link.n - 1) / link.n * size * link.beta
+    )
 
 
 def _two_levels(ring: Callable[[_Link, float], float]) -> Callable[[_Link, _Link, float], float]:
-    """Apply `ring` inside a host, then between hosts on 1/g of the array, as each of the host's g devices has 1/g."""
+    """Apply `ring` inside a host, then between hosts on 1/g of the array, as each of the host's g
+    devices has 1/g.
+    """
     return lambda intra, inter, size: ring(intra, size) + ring(inter, size / intra.n)
 
 
@@ -199,12 +241,18 @@ _COST: dict[str, Callable[[_Link, _Link, float], float]] = {
 
 
 def collective_seconds(
-    hw: Hardware, kind: str, bytes: float, group_size: int, devices_in_group_per_host: int | None = None
+    hw: Hardware,
+    kind: str,
+    bytes: float,
+    group_size: int,
+    devices_in_group_per_host: int | None = None,
 ) -> float:
-    """Return the seconds of a collective without other traffic, for a group of n devices, g on each of h = n/g hosts.
+    """Return the seconds of a collective without other traffic, for a group of n devices, g on each
+    of h = n/g hosts.
 
-    kind, bytes: as in `Collective`: the full array. devices_in_group_per_host: g, by default a host's devices.
-    With alpha the latency and B the bandwidth of a link, and a group inside one host:
+    kind, bytes: as in `Collective`: the full array. devices_in_group_per_host: g, by default a
+    host's devices. With alpha the latency and B the bandwidth of a link, and a group inside one
+    host:
 
         reduce-scatter, all-gather  (n - 1) alpha + (n - 1)/n bytes/B                 ring
         all-reduce                  2 ceil(log2 n) alpha + 2 (n - 1)/n bytes/B        see below
@@ -212,17 +260,24 @@ def collective_seconds(
         collective-permute          alpha + bytes/B
         collective-broadcast        ceil(log2 n) alpha + bytes/B                      pipelined tree
 
-    An all-reduce has the bandwidth of a ring and the latency of NCCL's double binary trees, which never exceeds the
-    ring's 2 (n - 1) steps, since NCCL chooses the faster. Across hosts, the first three work in two levels, one after
-    the other: inside the host (n := g), and between hosts (n := h) with bytes/g, since each of the g devices sends its
-    part over its own network card. An all-to-all's n - g peers on other hosts, a permute, and a broadcast's bytes use
-    the network's rate. A group of one takes 0 s. Raises ValueError for an unknown kind or an impossible group.
+    An all-reduce has the bandwidth of a ring and the latency of NCCL's double binary trees, which
+    never exceeds the ring's 2 (n - 1) steps, since NCCL chooses the faster. Across hosts, the first
+    three work in two levels, one after the other: inside the host (n := g), and between hosts (n :=
+    h) with bytes/g, since each of the g devices sends its part over its own network card. An
+    all-to-all's n - g peers on other hosts, a permute, and a broadcast's bytes use the network's
+    rate. A group of one takes 0 s. Raises ValueError for an unknown kind or an impossible group.
     """
     if kind not in _COST:
         raise ValueError(f"kind: {kind!r} is no collective; known: {', '.join(_COST)}")
-    g = min(hw.devices_per_host, group_size) if devices_in_group_per_host is None else devices_in_group_per_host
+    g = (
+        min(hw.devices_per_host, group_size)
+        if devices_in_group_per_host is None
+        else devices_in_group_per_host
+    )
     if not 1 <= g <= group_size:
-        raise ValueError(f"devices_in_group_per_host: {g} of a group of {group_size}; give 1 to {group_size}")
+        raise ValueError(
+            f"devices_in_group_per_host: {g} of a group of {group_size}; give 1 to {group_size}"
+        )
     if group_size == 1:
         return 0.0
     intra = _Link(g, hw.intra_latency, 1 / hw.intra_bandwidth)
@@ -230,19 +285,28 @@ def collective_seconds(
     return _COST[kind](intra, inter, bytes)
 
 
-def expected_seconds(compute: float, sent: float, network: float = NETWORK, overlap: float = OVERLAP) -> float:
-    """Return the seconds of an update: links reach `network` of their rate, `overlap` of the shorter part is hidden."""
+def expected_seconds(
+    compute: float, sent: float, network: float = NETWORK, overlap: float = OVERLAP
+) -> float:
+    """Return the seconds of an update: links reach `network` of their rate, `overlap` of the
+    shorter part is hidden.
+    """
     return compute + sent / network - overlap * min(compute, sent / network)
 
 
 def update_seconds(
-    hw: Hardware, flops: float, dtype: str, collectives: Sequence[tuple[Collective, int]], traffic: float = 0.0
+    hw: Hardware,
+    flops: float,
+    dtype: str,
+    collectives: Sequence[tuple[Collective, int]],
+    traffic: float = 0.0,
 ) -> dict[str, float]:
     """Return the seconds of one update: its parts, an upper and a lower bound, and an estimate.
 
-    flops: of one device, in products of `dtype` operands, at hw.efficiency of its peak. collectives: each with the
-    devices of a group that share a host (`Collective.per_block(hw.devices_per_host)`). traffic: bytes of device memory
-    read and written outside of products, such as by the optimizer.
+    flops: of one device, in products of `dtype` operands, at hw.efficiency of its peak.
+    collectives: each with the devices of a group that share a host
+    (`Collective.per_block(hw.devices_per_host)`). traffic: bytes of device memory read and written
+    outside of products, such as by the optimizer.
 
         compute         flops/(peak efficiency) + traffic/memory_bandwidth
         communication   the collectives, one after the other
@@ -253,10 +317,13 @@ def update_seconds(
     Raises UsageError if the hardware has no peak for `dtype`.
     """
     if dtype not in hw.flops:
-        raise UsageError(f"hardware.flops.{dtype}: {hw.name!r} has no peak for it; it has: {', '.join(hw.flops)}")
+        raise UsageError(
+            f"hardware.flops.{dtype}: {hw.name!r} has no peak for it; it has: {', '.join(hw.flops)}"
+        )
     compute = flops / (hw.flops[dtype] * hw.efficiency) + traffic / hw.memory_bandwidth
     communication = sum(
-        c.count * collective_seconds(hw, c.kind, c.bytes, c.group_size, per_host) for c, per_host in collectives
+        c.count * collective_seconds(hw, c.kind, c.bytes, c.group_size, per_host)
+        for c, per_host in collectives
     )
     return {
         "compute": compute,

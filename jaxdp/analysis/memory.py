@@ -1,4 +1,6 @@
-"""Memory of a run on a device and traffic between devices: from shapes, and from the compiled program."""
+"""Memory of a run on a device and traffic between devices: from shapes, and from the compiled
+program.
+"""
 
 import contextlib
 import math
@@ -17,14 +19,20 @@ from jaxdp.parallel.strategy import Program, Strategy
 from jaxdp.split import WHOLE, padded_shape
 
 
-def bytes_by_tree(strategy: Strategy, step: Step, batch: Mapping[str, Any], split_grads: bool) -> dict[str, float]:
-    """Return the bytes of each tree on one device; batch: shapes of a full batch {name: [microbatch, example, ...]}.
+def bytes_by_tree(
+    strategy: Strategy, step: Step, batch: Mapping[str, Any], split_grads: bool
+) -> dict[str, float]:
+    """Return the bytes of each tree on one device; batch: shapes of a full batch {name:
+    [microbatch, example, ...]}.
 
     split_grads: gradients are sharded while they accumulate.
     """
     dims, shapes, n = strategy.dims, strategy.shapes, strategy.parts
     devices = strategy.assignment.shape[0]
-    wide = lambda x: jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+
+    def wide(x):
+        return jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+
     grads = jax.tree.map(wide, step.trainable(shapes.params))  # as they are summed
     return {
         "params": local_bytes(shapes.params, dims.params, n),
@@ -37,31 +45,47 @@ def bytes_by_tree(strategy: Strategy, step: Step, batch: Mapping[str, Any], spli
 
 
 def local_bytes(tree: Any, dims: Any, parts: int) -> int:
-    """Return the bytes of one device's part of a tree of shapes, split along `dims` into `parts`; None: replicated."""
+    """Return the bytes of one device's part of a tree of shapes, split along `dims` into `parts`;
+    None: replicated.
+    """
     dims = jax.tree.map(lambda _: WHOLE, tree) if dims is None else dims
-    size = lambda x, d: math.prod(padded_shape(x.shape, d, parts)) * x.dtype.itemsize // (1 if d == WHOLE else parts)
+
+    def size(x, d):
+        return (
+            math.prod(padded_shape(x.shape, d, parts))
+            * x.dtype.itemsize
+            // (1 if d == WHOLE else parts)
+        )
+
     return sum(jax.tree.leaves(jax.tree.map(size, tree, dims)))
 
 
-def of_compiled(lowered: Mapping[str, Any], devices: int, updates: int = 1) -> dict[str, Any] | None:
-    """Return the compiler's report on an update that has run: bytes per device beside the trees, collectives by kind.
+def of_compiled(
+    lowered: Mapping[str, Any], devices: int, updates: int = 1
+) -> dict[str, Any] | None:
+    """Return the compiler's report on an update that has run: bytes per device beside the trees,
+    collectives by kind.
 
-    lowered: the update's parts, lowered again in a millisecond, since JAX caches them and their executables. Returns
-    None if an executable is not in the cache: this never compiles. updates: the number of updates in one call. A single
-    device sends nothing, even if its program has collectives.
-    """
+    lowered: the update's parts, lowered again in a millisecond, since JAX caches them and their
+    executables. Returns None if an executable is not in the cache: this never compiles. updates:
+    the number of updates in one call. A single device sends nothing, even if its program has
+    collectives."""
     if not all(is_compiled(part) for part in lowered.values()):
         return None
     compiled = {name: part.compile() for name, part in lowered.items()}
     used = [part.memory_analysis() for part in compiled.values()]
     texts = [(compiled[name].as_text(), lowered[name].as_text()) for name in lowered if devices > 1]
     totals = summarize([c for text in texts for c in collectives(*text)])
-    per_update = lambda n: n / updates if n % updates else n // updates
+
+    def per_update(n):
+        return n / updates if n % updates else n // updates
+
     return {
         "temporaries": max(u.temp_size_in_bytes for u in used),
         "peak": max(peak(u) for u in used),
         "collectives": {
-            kind: {name: per_update(value) for name, value in total._asdict().items()} for kind, total in totals.items()
+            kind: {name: per_update(value) for name, value in total._asdict().items()}
+            for kind, total in totals.items()
         },
     }
 
@@ -75,13 +99,17 @@ def record(
     batch: Batch,
     updates: int,
 ) -> None:
-    """Write layout.json again, with the compiler's report on the program, after the program's first call.
+    """Write layout.json again, with the compiler's report on the program, after the program's first
+    call.
 
     updates: the number of updates in that call.
     """
     with contextlib.suppress(Exception):  # without the compiler's report, keep the old file
         lowered = program.lowered(state, batch, updates > 1)
-        rundir.write_layout(directory, {**layout, "program": of_compiled(lowered, len(strategy.assignment), updates)})
+        rundir.write_layout(
+            directory,
+            {**layout, "program": of_compiled(lowered, len(strategy.assignment), updates)},
+        )
 
 
 def peak(used: Any) -> int:
@@ -91,5 +119,7 @@ def peak(used: Any) -> int:
 
 
 def is_compiled(lowered: Any) -> bool:
-    """Return True if `lowered.compile()` only looks up an executable; False if this version of JAX does not tell."""
+    """Return True if `lowered.compile()` only looks up an executable; False if this version of JAX
+    does not tell.
+    """
     return getattr(getattr(lowered, "_lowering", None), "_executable", None) is not None

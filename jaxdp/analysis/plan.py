@@ -1,4 +1,5 @@
-"""The plan of one update on simulated devices: memory and traffic from the compiler, time from a hardware model.
+"""The plan of one update on simulated devices: memory and traffic from the compiler, time from a
+hardware model.
 
 Programs are compiled for simulated CPU devices from shapes alone: no parameter is allocated.
 """
@@ -19,7 +20,9 @@ from jaxdp.parallel.strategy import Strategy
 
 
 class Case(NamedTuple):
-    """A strategy over simulated devices and its step; example: the shapes of a microbatch {name: [example, ...]}."""
+    """A strategy over simulated devices and its step; example: the shapes of a microbatch {name:
+    [example, ...]}.
+    """
 
     strategy: Strategy
     step: Step
@@ -28,7 +31,9 @@ class Case(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Bytes per device. activations: the compiler's temporaries without the gradients; peak: the total."""
+    """Bytes per device. activations: the compiler's temporaries without the gradients; peak: the
+    total.
+    """
 
     params: float
     grads: float
@@ -40,7 +45,9 @@ class Memory(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The figures of an update in one ZeRO stage. per_device: microbatches of a device; flops: of its products."""
+    """The figures of an update in one ZeRO stage. per_device: microbatches of a device; flops: of
+    its products.
+    """
 
     zero: int
     devices: int
@@ -78,13 +85,16 @@ def make_plan(case: Case, zero: int) -> Plan:
 
 
 def predict(plan: Plan, hardware: Hardware, dtype: str) -> dict[str, float]:
-    """Return the seconds of one update on the hardware (`update_seconds`), and the scaling efficiency.
+    """Return the seconds of one update on the hardware (`update_seconds`), and the scaling
+    efficiency.
 
-    efficiency: the time of the computation alone over that of an update without overlap; efficiency_overlap: over that
-    of an update whose communication is hidden as far as possible; efficiency_expected: over that of the estimate.
-    """
+    efficiency: the time of the computation alone over that of an update without overlap;
+    efficiency_overlap: over that of an update whose communication is hidden as far as possible;
+    efficiency_expected: over that of the estimate."""
     memory = plan.memory
-    traffic = 2 * (memory.params + memory.opt_state) + memory.grads  # state: read and written; gradients: read
+    traffic = (
+        2 * (memory.params + memory.opt_state) + memory.grads
+    )  # state: read and written; gradients: read
     calls = [(c, c.per_block(hardware.devices_per_host)) for c in plan.collectives]
     calls = [(c, min(g, hardware.devices_per_host, c.group_size)) for c, g in calls]
     seconds = update_seconds(hardware, plan.flops, dtype, calls, traffic)

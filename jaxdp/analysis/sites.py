@@ -1,4 +1,6 @@
-"""Traffic and time of training over a slow network: of an all-reduce between sites, every so many updates."""
+"""Traffic and time of training over a slow network: of an all-reduce between sites, every so many
+updates.
+"""
 
 import re
 from typing import NamedTuple
@@ -10,7 +12,9 @@ UNITS = {"KBIT": 1e3, "MBIT": 1e6, "GBIT": 1e9}
 
 
 class Network(NamedTuple):
-    """The network of a site: bits per second, in each direction, and the seconds that a message takes."""
+    """The network of a site: bits per second, in each direction, and the seconds that a message
+    takes.
+    """
 
     rate: float
     latency: float
@@ -24,10 +28,13 @@ def read_network(text: str) -> Network:
     return Network(float(match[1]) * UNITS[match[2]], float(match[3] or 0) / 1e3)
 
 
-def describe(sites: int, data: float, every: int, compute: float | None, network: Network | None) -> list[str]:
+def describe(
+    sites: int, data: float, every: int, compute: float | None, network: Network | None
+) -> list[str]:
     """Return lines on the traffic of a site and the time that it takes, without overlap.
 
-    The all-reduce is a ring: each site sends 2 (sites - 1) messages, in all 2 (sites - 1) / sites of the data.
+    The all-reduce is a ring: each site sends 2 (sites - 1) messages, in all 2 (sites - 1) / sites
+    of the data.
 
     Args:
         data: bytes that are summed, once in `every` updates.

@@ -1,4 +1,6 @@
-"""Analysis of a profiler's trace: a device's time for computation, communication and idling, and by operation."""
+"""Analysis of a profiler's trace: a device's time for computation, communication and idling, and by
+operation.
+"""
 
 import collections
 import pathlib
@@ -9,13 +11,15 @@ from typing import NamedTuple
 from jaxdp.analysis.hlo import WIRE
 from jaxdp.errors import UsageError
 
-OUTER = re.compile(r"^(jit\([^)]*\)/|shard_map/|while/body/|closed_call/|vmap\(\)/)+")  # prefixes without information
+OUTER = re.compile(
+    r"^(jit\([^)]*\)/|shard_map/|while/body/|closed_call/|vmap\(\)/)+"
+)  # prefixes without information
 ANNOTATION = "jaxdp update"  # the name of an update in a trace
 
 
 class Operation(NamedTuple):
-    """One execution of an instruction of a compiled program. device: its plane or ordinal; lane: a sequence of
-    operations that follow or enclose each other; start, end: ns."""
+    """One execution of an instruction of a compiled program. device: its plane or ordinal; lane: a
+    sequence of operations that follow or enclose each other; start, end: ns."""
 
     device: str
     lane: str
@@ -25,7 +29,9 @@ class Operation(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """A device's time in a window, ns. hidden: communication that overlaps computation; it counts as computation."""
+    """A device's time in a window, ns. hidden: communication that overlaps computation; it counts
+    as computation.
+    """
 
     device: str
     window: float
@@ -39,7 +45,9 @@ class Shares(NamedTuple):
 
 
 class Row(NamedTuple):
-    """An instruction: its time in ns, without enclosed operations, over all devices, and its number of executions."""
+    """An instruction: its time in ns, without enclosed operations, over all devices, and its number
+    of executions.
+    """
 
     name: str
     time: float
@@ -47,15 +55,18 @@ class Row(NamedTuple):
 
 
 def read(directory: pathlib.Path) -> tuple[list[Operation], list[tuple[float, float]]]:
-    """Read the newest trace below a folder: return (its operations, the intervals of updates on the host).
+    """Read the newest trace below a folder: return (its operations, the intervals of updates on the
+    host).
 
-    Raises UsageError if there is none. The format is XPlane (https://openxla.org/xprof), read by JAX.
-    """
+    Raises UsageError if there is none. The format is XPlane (https://openxla.org/xprof), read by
+    JAX."""
     import jax
 
     files = sorted(directory.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
     if not files:
-        raise UsageError(f"profile: no trace in {str(directory)!r}; give the folder of one, such as RUN/profile")
+        raise UsageError(
+            f"profile: no trace in {str(directory)!r}; give the folder of one, such as RUN/profile"
+        )
     data = jax.profiler.ProfileData.from_file(str(files[-1]))
     operations, updates = [], []
     for plane in data.planes:
@@ -66,14 +77,24 @@ def read(directory: pathlib.Path) -> tuple[list[Operation], list[tuple[float, fl
                     continue
                 stats = dict(event.stats)
                 if "hlo_op" in stats:
-                    device = plane.name if plane.name.startswith("/device") else f"cpu:{stats.get('device_ordinal', 0)}"
+                    device = (
+                        plane.name
+                        if plane.name.startswith("/device")
+                        else f"cpu:{stats.get('device_ordinal', 0)}"
+                    )
                     lane = f"{plane.name} {line.name}"
-                    operations.append(Operation(device, lane, str(stats["hlo_op"]), event.start_ns, event.end_ns))
+                    operations.append(
+                        Operation(device, lane, str(stats["hlo_op"]), event.start_ns, event.end_ns)
+                    )
     return operations, sorted(updates)
 
 
-def shares(operations: Iterable[Operation], window: tuple[float, float], kinds: Mapping[str, str]) -> list[Shares]:
-    """Return each device's use of a window of time; kinds: instruction -> opcode of the programs (`opcodes`)."""
+def shares(
+    operations: Iterable[Operation], window: tuple[float, float], kinds: Mapping[str, str]
+) -> list[Shares]:
+    """Return each device's use of a window of time; kinds: instruction -> opcode of the programs
+    (`opcodes`).
+    """
     by_device: dict[str, list[Operation]] = collections.defaultdict(list)
     for operation in operations:
         if operation.end > window[0] and operation.start < window[1]:
@@ -85,7 +106,15 @@ def shares(operations: Iterable[Operation], window: tuple[float, float], kinds: 
         busy = union([(o.start, o.end) for o in leaves if not is_collective(o.name, kinds)], window)
         both = union([*moving, *busy], window)
         compute, communication, total = length(busy), length(moving), length(both)
-        result.append(Shares(device, window[1] - window[0], compute, total - compute, compute + communication - total))
+        result.append(
+            Shares(
+                device,
+                window[1] - window[0],
+                compute,
+                total - compute,
+                compute + communication - total,
+            )
+        )
     return result
 
 
@@ -111,7 +140,9 @@ def top(operations: Iterable[Operation], window: tuple[float, float]) -> list[Ro
     return sorted(rows, key=lambda row: -row.time)
 
 
-def union(intervals: Iterable[tuple[float, float]], window: tuple[float, float]) -> list[tuple[float, float]]:
+def union(
+    intervals: Iterable[tuple[float, float]], window: tuple[float, float]
+) -> list[tuple[float, float]]:
     """Merge intervals, clipped to a window, into disjoint ones in order."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(intervals):

@@ -1,1 +1,3 @@
-"""Build a run from a config: the only package that knows both. Everything below it takes plain arguments."""
+"""Build a run from a config: the only package that knows both. Everything below it takes plain
+arguments.
+"""

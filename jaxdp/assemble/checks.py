@@ -1,4 +1,6 @@
-"""The checks of the devices between two updates that a config asks for, and the faults of `JAXDP_FAULT`."""
+"""The checks of the devices between two updates that a config asks for, and the faults of
+`JAXDP_FAULT`.
+"""
 
 import os
 from typing import Any
@@ -32,7 +34,9 @@ def with_checks(run: Run, config: Config, faults: list[Fault]) -> Run:
 
 
 def has_cores(run: Run) -> bool:
-    """Return whether every CPU device of all processes has a core; else their processes slow each other down."""
+    """Return whether every CPU device of all processes has a core; else their processes slow each
+    other down.
+    """
     context, devices = run.checkpoints.context, run.strategy.devices
     local = sum(context.hosts[d.process_index] == context.hosts[context.rank] for d in devices)
     lacks = devices[0].platform == "cpu" and local > (os.cpu_count() or 1)

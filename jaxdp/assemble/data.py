@@ -38,7 +38,9 @@ from jaxdp.targets import bind, call, locate, targets_in
 def make_data(
     config: Config, sources: Mapping[str, Any] = SOURCES, eval_sources: Mapping[str, Any] = SOURCES
 ) -> tuple[Dataset, dict[str, Dataset]]:
-    """Return (the training set, the evaluation sets by name; "" is that of `eval.data`, or of the training data)."""
+    """Return (the training set, the evaluation sets by name; "" is that of `eval.data`, or of the
+    training data).
+    """
     x64 = config.precision.params == "float64"
     dataset = read_set("data", config.data, "train", x64, sources)
     sets: dict[str, Dataset] = {}
@@ -59,11 +61,15 @@ def eval_key(name: str) -> str:
 
 
 def check_meaning(key: str, dataset: Dataset, other: Dataset) -> None:
-    """Raise UsageError if an evaluation set has other ids for the same text, or labels for the same classes."""
+    """Raise UsageError if an evaluation set has other ids for the same text, or labels for the same
+    classes.
+    """
     names, others = map(class_names, (dataset, other))
     for label, its in enumerate(others if names else []):
         if (name := names[label] if label < len(names) else None) != its:
-            raise UsageError(f"{key}: label {label} is {its!r}, but {name!r} in the training data; make them alike")
+            raise UsageError(
+                f"{key}: label {label} is {its!r}, but {name!r} in the training data; make them alike"
+            )
     one, two = ({**(tokenizer_spec(x) or {}), "path": None} for x in (dataset, other))
     if one != two and len(one) > 1 < len(two):
         raise UsageError(
@@ -76,12 +82,19 @@ def named_sets(config: Config) -> dict[str, Target]:
     """Return the targets of `eval.also`. Raises UsageError if an entry or its name is malformed."""
     for name in config.eval.also:
         if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name):
-            raise UsageError(f"eval.also: {name!r} is not a name; use letters, digits, - and _, such as valid")
-    entries = {k: targets_in(f"eval.also.{k}", [v], "data set", "Digits") for k, v in config.eval.also.items()}
+            raise UsageError(
+                f"eval.also: {name!r} is not a name; use letters, digits, - and _, such as valid"
+            )
+    entries = {
+        k: targets_in(f"eval.also.{k}", [v], "data set", "Digits")
+        for k, v in config.eval.also.items()
+    }
     return {name: Target(*entry) for name, [entry] in entries.items()}
 
 
-def read_set(key: str, target: Target, split: str, x64: bool, sources: Mapping[str, Any]) -> Dataset:
+def read_set(
+    key: str, target: Target, split: str, x64: bool, sources: Mapping[str, Any]
+) -> Dataset:
     """Return the dataset of a target: a callable that returns one, or a sized sequence of examples."""
     source = locate(key, target.target, sources)
     if not callable(source) and not hasattr(source, "__len__"):
@@ -104,7 +117,9 @@ def read_set(key: str, target: Target, split: str, x64: bool, sources: Mapping[s
         is_named = asked in text and path.removeprefix(" in ").strip("'") in text
         raise UsageError(text if is_named else f"{text} ({name})") from error.__cause__
     if split == "test" and len(dataset) >= UNKNOWN:
-        raise UsageError(f"{key}.args.size: a stream needs it to be evaluated; set it to a number of examples")
+        raise UsageError(
+            f"{key}.args.size: a stream needs it to be evaluated; set it to a number of examples"
+        )
     return dataset
 
 
@@ -115,13 +130,19 @@ def path_of(args: Mapping[str, Any]) -> str:
 
 
 def check_has_labels(dataset: Dataset, name: str) -> None:
-    """Raise UsageError if all labels are -1; reads all examples only if those of `probes` are. name: of the set."""
+    """Raise UsageError if all labels are -1; reads all examples only if those of `probes` are.
+    name: of the set.
+    """
 
     def all_missing(indices: np.ndarray) -> bool:
         labels = dataset.read(indices).get("labels")
         return labels is not None and np.size(labels) > 0 and bool((np.asarray(labels) == -1).all())
 
-    if len(dataset) >= UNKNOWN or not all_missing(np.zeros(1, np.int64)) or not all_missing(probes(dataset)):
+    if (
+        len(dataset) >= UNKNOWN
+        or not all_missing(np.zeros(1, np.int64))
+        or not all_missing(probes(dataset))
+    ):
         return
     parts = np.array_split(np.arange(len(dataset)), -(-len(dataset) // PROBES))
     if all(map(all_missing, parts)):
@@ -129,7 +150,9 @@ def check_has_labels(dataset: Dataset, name: str) -> None:
 
 
 def facts_of(dataset: Dataset) -> dict[str, Any]:
-    """Return facts about the data that a model may need, as JSON: input_shape, num_classes, the tokenizer's spec."""
+    """Return facts about the data that a model may need, as JSON: input_shape, num_classes, the
+    tokenizer's spec.
+    """
     first = dataset.read(np.zeros(1, np.int64))
     shape = first.get("inputs", next(iter(first.values()))).shape[1:]
     spec = tokenizer_spec(dataset)
@@ -152,8 +175,12 @@ def make_transform(config: Config, table: Mapping[str, Any] = TRANSFORMS) -> Tra
     return as_transform(call("data.transform", bound) if isinstance(target, type) else bound)
 
 
-def is_sequential(config: Config, model: Model, dataset: Dataset, transform: Transform | None, casts: Policy) -> bool:
-    """Return True if rows continue from batch to batch: by the config's order, else if the model has a carry."""
+def is_sequential(
+    config: Config, model: Model, dataset: Dataset, transform: Transform | None, casts: Policy
+) -> bool:
+    """Return True if rows continue from batch to batch: by the config's order, else if the model
+    has a carry.
+    """
     if config.data.order is not None:
         return config.data.order == "sequential"
     example = dataset.read(np.zeros(1, np.int64))
@@ -166,11 +193,15 @@ def is_sequential(config: Config, model: Model, dataset: Dataset, transform: Tra
     return split_carry(jax.eval_shape(init)[1])[1] is not None
 
 
-def make_order(config: Config, dataset: Dataset, sequential: bool, shuffle: bool = True) -> ExampleOrder:
+def make_order(
+    config: Config, dataset: Dataset, sequential: bool, shuffle: bool = True
+) -> ExampleOrder:
     """Return the order: which examples each microbatch of each step contains."""
     unknown = len(dataset) >= UNKNOWN
     if unknown and config.epochs is not None:
-        raise UsageError(f"epochs: {config.epochs}, but the stream's length is unknown; set steps, or data.args.size")
+        raise UsageError(
+            f"epochs: {config.epochs}, but the stream's length is unknown; set steps, or data.args.size"
+        )
     if not sequential:
         return order_of(dataset, config.batch_size, config.microbatches, config.seed, shuffle)
     if unknown or (shuffle and hasattr(dataset, "example_order")):
@@ -178,7 +209,13 @@ def make_order(config: Config, dataset: Dataset, sequential: bool, shuffle: bool
             f"data.order: {config.data.target} defines its own order, not the sequential one that the model's "
             "carried state needs; set it to shuffled, and give the examples a true 'reset' to begin at zero"
         )
-    if config.data.order is None and isinstance(dataset, Windows) and dataset.stride != dataset.length:
+    if (
+        config.data.order is None
+        and isinstance(dataset, Windows)
+        and dataset.stride != dataset.length
+    ):
         fix = f"for a model with carried state, set it to length: {dataset.length}"
-        raise UsageError(f"data.args.stride: {dataset.stride}: windows do not follow one another in the text; {fix}")
+        raise UsageError(
+            f"data.args.stride: {dataset.stride}: windows do not follow one another in the text; {fix}"
+        )
     return Streams(len(dataset), config.batch_size, config.microbatches)

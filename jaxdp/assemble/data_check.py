@@ -30,7 +30,11 @@ def check_target(key: str, target: Target, split: str) -> Iterator[Finding]:
         source = locate(key, target.target, SOURCES)
         sets = target.args.get("sets") if source is Mixture else None
         if not isinstance(sets, dict):
-            examples = call(key, bind(key, source, target.args, {"split": split})) if callable(source) else source
+            examples = (
+                call(key, bind(key, source, target.args, {"split": split}))
+                if callable(source)
+                else source
+            )
             yield from check_dataset(as_dataset(examples), key)
             return
         for name, entry in sets.items():
@@ -39,5 +43,9 @@ def check_target(key: str, target: Target, split: str) -> Iterator[Finding]:
             [parts] = targets_in(f"{key}.args.sets.{name}", [entry], "data set", "Digits")
             yield from check_target(f"{key}.args.sets.{name}", Target(*parts), split)
     except Exception as error:
-        text = one_line(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {one_line(error)}"
+        text = (
+            one_line(error)
+            if isinstance(error, UsageError)
+            else f"{type(error).__name__}: {one_line(error)}"
+        )
         yield Finding(f"{key}: {text.removeprefix('data: ')}")

@@ -1,4 +1,6 @@
-"""Warnings at the start about data that does not suit the model: padding, few rows for BatchNorm, unscaled pixels."""
+"""Warnings at the start about data that does not suit the model: padding, few rows for BatchNorm,
+unscaled pixels.
+"""
 
 from typing import Any
 
@@ -19,9 +21,15 @@ from jaxdp.data.example_order import RESET
 from jaxdp.models.base import CARRY
 from jaxdp.precision import cast_floats
 
-FEW = 8  # warn if BatchNorm normalizes by the statistics of fewer rows (Wu and He, arXiv 1803.08494, figure 1)
+# warn if BatchNorm normalizes by the statistics of fewer rows (Wu and He, arXiv 1803.08494, figure
+# 1)
+FEW = 8
 EXAMPLES = 8  # examples whose values are looked at
-BRIGHT, WHITE, PIXELS = 100, 255, 64  # pixels exceed 100, not 255, and are at least 64 in an example
+BRIGHT, WHITE, PIXELS = (
+    100,
+    255,
+    64,
+)  # pixels exceed 100, not 255, and are at least 64 in an example
 NOT_INPUTS = ("labels", "mask", "segments", RESET)
 MOVES = {  # operations that change no value of their first operand
     "broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "gather", "pad", "reduce_precision", "reshape",
@@ -56,7 +64,9 @@ def warnings_of_state(config: Config, parts: Parts, state: TrainState, devices: 
         return []
     warnings = []
     if (ragged or batch % count) and not masked:
-        where = [f"{batch} examples are {count} microbatches of {order.examples_per_microbatch}"] * bool(batch % count)
+        where = [
+            f"{batch} examples are {count} microbatches of {order.examples_per_microbatch}"
+        ] * bool(batch % count)
         where += [f"the last batch of an epoch has {ragged} of {batch} examples"] * bool(ragged)
         warnings.append(
             f"model: its state, such as the averages of BatchNorm, counts padding ({' and '.join(where)}); give the "
@@ -78,8 +88,8 @@ def warnings_of_state(config: Config, parts: Parts, state: TrainState, devices: 
 
 
 def trace(parts: Parts, state: TrainState, train: bool) -> tuple[jex.Jaxpr, list[str]]:
-    """Return the program (mask, other entries of a microbatch, model state, carry, parameters) -> (new model state,
-    outputs) of the transform and the model, and the names of the entries."""
+    """Return the program (mask, other entries of a microbatch, model state, carry, parameters) ->
+    (new model state, outputs) of the transform and the model, and the names of the entries."""
     mask, batch = microbatch(parts)
     carry = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.carry)
 
@@ -87,22 +97,28 @@ def trace(parts: Parts, state: TrainState, train: bool) -> tuple[jex.Jaxpr, list
         model_state = model_state if carry is None else {**model_state, CARRY: carry}
         inputs = parts.forward.policy.inputs({**transformed(parts, batch, mask), "mask": mask})
         params = cast_floats(params, parts.forward.policy.compute)
-        outputs, new = parts.forward.model.apply(params, model_state, inputs, jax.random.key(0), train)
+        outputs, new = parts.forward.model.apply(
+            params, model_state, inputs, jax.random.key(0), train
+        )
         return split_carry(new)[0], outputs
 
-    return jax.make_jaxpr(apply)(mask, batch, state.model_state, carry, state.params).jaxpr, sorted(batch)
+    return jax.make_jaxpr(apply)(mask, batch, state.model_state, carry, state.params).jaxpr, sorted(
+        batch
+    )
 
 
 def microbatch(parts: Parts) -> tuple[Any, dict[str, Any]]:
-    """Return the shapes of a microbatch's mask, and of its other entries by name, before the transform."""
+    """Return the shapes of a microbatch's mask, and of its other entries by name, before the
+    transform.
+    """
     example, size = parts.dataset.read(np.zeros(1, np.int64)), parts.order.examples_per_microbatch
     batch = jax.eval_shape(lambda: first_microbatch(example, size, None))
     return jax.ShapeDtypeStruct(batch.pop("mask").shape, bool), batch
 
 
 def transformed(parts: Parts, batch: dict[str, Any], mask: Any) -> dict[str, Any]:
-    """Return a microbatch as the transform leaves it, which sees no padding: what depends on `mask` does so in the
-    model."""
+    """Return a microbatch as the transform leaves it, which sees no padding: what depends on `mask`
+    does so in the model."""
     transform, batch = parts.forward.transform, {**batch, "mask": jnp.ones(mask.shape, bool)}
     return batch if transform is None else transform(batch, jax.random.key(0), True)
 
@@ -112,19 +128,32 @@ def warnings_of_scale(parts: Parts, state: TrainState) -> list[str]:
     if tokenizer_spec(parts.dataset) is not None:
         return []
     index = probes(parts.dataset)
-    examples = {k: np.asarray(x) for k, x in parts.dataset.read(index[:: -(-len(index) // EXAMPLES)]).items()}
+    examples = {
+        k: np.asarray(x)
+        for k, x in parts.dataset.read(index[:: -(-len(index) // EXAMPLES)]).items()
+    }
     names = [name for name, x in examples.items() if name not in NOT_INPUTS and is_pixels(x)]
-    if names and parts.forward.transform is not None:  # most transforms scale them, which is seen at once
+    if (
+        names and parts.forward.transform is not None
+    ):  # most transforms scale them, which is seen at once
         mask, batch = microbatch(parts)
         program = jax.make_jaxpr(lambda batch: transformed(parts, batch, mask))(batch).jaxpr
-        names = [name for name in names if any(follow(program, [key == name for key in sorted(batch)])[0])]
+        names = [
+            name
+            for name in names
+            if any(follow(program, [key == name for key in sorted(batch)])[0])
+        ]
     warnings = []
     for name in names:
         program, entries = trace(parts, state, True)
         marks = [False, *(key == name for key in entries)]
         if follow(program, marks + [False] * (len(program.invars) - len(marks)))[1]:
             values = examples[name]
-            fix = "in the transform" if parts.forward.transform else "as with data.transform: {target: Scale}"
+            fix = (
+                "in the transform"
+                if parts.forward.transform
+                else "as with data.transform: {target: Scale}"
+            )
             warnings.append(
                 f"data: the model multiplies {name!r} ({values.dtype} up to {values.max():g}) by its weights as it is, "
                 f"which trains poorly; divide it by 255, {fix}"
@@ -136,18 +165,27 @@ def is_pixels(values: np.ndarray) -> bool:
     """Return whether values [example, ...] look like pixels from 0 to 255."""
     if values.dtype in (np.uint8, np.int8):
         return bool(values.size) and values.max() > BRIGHT
-    if not jnp.issubdtype(values.dtype, jnp.number) or jnp.iscomplexobj(values) or values[0].size < PIXELS:
+    if (
+        not jnp.issubdtype(values.dtype, jnp.number)
+        or jnp.iscomplexobj(values)
+        or values[0].size < PIXELS
+    ):
         return False
-    return bool(values.min() >= 0 and BRIGHT < values.max() <= WHITE and (values == np.floor(values)).all())
+    return bool(
+        values.min() >= 0 and BRIGHT < values.max() <= WHITE and (values == np.floor(values)).all()
+    )
 
 
 def follow(jaxpr: jex.Jaxpr, marks: list[bool]) -> tuple[list[bool], bool]:
     """Follow the marked arguments through operations that do not change their values.
 
-    Return which results are such values, and whether a matrix product or convolution has one as an operand.
-    """
+    Return which results are such values, and whether a matrix product or convolution has one as an
+    operand."""
     marked, product = {v for v, mark in zip(jaxpr.invars, marks, strict=True) if mark}, False
-    is_marked = lambda v: not isinstance(v, jex.Literal) and v in marked
+
+    def is_marked(v):
+        return not isinstance(v, jex.Literal) and v in marked
+
     for eqn in jaxpr.eqns:
         operands = [is_marked(v) for v in eqn.invars]
         if not any(operands):

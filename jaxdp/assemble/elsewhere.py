@@ -1,8 +1,8 @@
 """Call a function in a fresh process beside this one, with the same or with other surroundings.
 
-What a config computes must not depend on the surroundings: the number of devices, the rank and the number of processes,
-variables of launchers, the date, the time zone, the host's name, the order of hashes. So `jaxdp verify` computes it in
-a process in which all of these are others, and compares.
+What a config computes must not depend on the surroundings: the number of devices, the rank and the
+number of processes, variables of launchers, the date, the time zone, the host's name, the order of
+hashes. So `jaxdp verify` computes it in a process in which all of these are others, and compares.
 """
 
 import contextlib
@@ -31,7 +31,9 @@ SLOW = 900.0  # seconds that the other process may take longer than this one
 CODE = "import sys; sys.path.append({!r}); import jaxdp; sys.path[:] = {!r}; "
 CODE += "from jaxdp.assemble.elsewhere import main; main()"
 MORE = 3  # what is added to a rank and to a number of processes: another parity, also of a half
-SHIFT = -(405 * 86_400 + 5 * 3_600 + 17 * 60)  # seconds: another year, month, day of the week, hour and minute
+SHIFT = -(
+    405 * 86_400 + 5 * 3_600 + 17 * 60
+)  # seconds: another year, month, day of the week, hour and minute
 NEW_HOST = 0x04000000  # CLONE_NEWUTS, see unshare(2)
 RANKS = """
 RANK LOCAL_RANK GROUP_RANK ROLE_RANK NODE_RANK PROCESS_ID OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_RANK
@@ -50,7 +52,8 @@ SLURM_GPUS_ON_NODE SLURM_CPUS_ON_NODE SLURM_CPUS_PER_TASK FLUX_JOB_SIZE FLUX_JOB
 JSM_NAMESPACE_LOCAL_SIZE HOROVOD_SIZE HOROVOD_LOCAL_SIZE JAX_PROCESS_COUNT JAX_NUM_PROCESSES JAXDP_NUM_PROCESSES
 JAXDP_LOCAL_SIZE PYTHON_CPU_COUNT
 """
-# Variables that connect this process to its launcher, by their beginnings: the other process is not part of its job.
+# Variables that connect this process to its launcher, by their beginnings: the other process is not
+# part of its job.
 PIPES = ("PMI_FD", "PMI_PORT", "PMIX_NAMESPACE", "PMIX_SERVER")
 
 
@@ -60,7 +63,8 @@ def process(
 ) -> Iterator[Callable[[], Any]]:
     """Call a function in another process, on simulated CPU devices, until the context ends.
 
-    Yields a function that waits for the result and returns it, or a text that tells why there is none.
+    Yields a function that waits for the result and returns it, or a text that tells why there is
+    none.
 
     Args:
         function, args: pickled, so of a module.
@@ -76,7 +80,12 @@ def process(
         request, answer, errors = (files.enter_context(tempfile.TemporaryFile()) for _ in range(3))
         pickle.dump((function, args, elsewhere), request)
         request.seek(0)
-        argv = [sys.executable, "-P", "-c", CODE.format(os.path.dirname(os.path.dirname(imports.PACKAGE)), sys.path)]
+        argv = [
+            sys.executable,
+            "-P",
+            "-c",
+            CODE.format(os.path.dirname(os.path.dirname(imports.PACKAGE)), sys.path),
+        ]
         child = subprocess.Popen(argv, stdin=request, stdout=answer, stderr=errors, env=variables)
 
         def result() -> Any:
@@ -99,7 +108,9 @@ def process(
 
 
 def other_count(devices: int) -> int:
-    """Return another number of devices: smaller, with another parity, on the other side of usual limits."""
+    """Return another number of devices: smaller, with another parity, on the other side of usual
+    limits.
+    """
     return 1 if devices > 1 else 8
 
 
@@ -110,10 +121,19 @@ def surroundings() -> dict[str, str]:
         value = os.environ.get(name, "")
         return str((int(value) if value.isdigit() else least) + MORE)
 
-    changed = {name: other(name, least) for least, names in enumerate((RANKS, SIZES)) for name in names.split()}
+    changed = {
+        name: other(name, least)
+        for least, names in enumerate((RANKS, SIZES))
+        for name in names.split()
+    }
     hashes = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     names = dict.fromkeys(("HOSTNAME", "HOST", "SLURMD_NODENAME"), "elsewhere")
-    return {**changed, **names, "PYTHONHASHSEED": hashes, "TZ": "OTHER-23:59"}  # ahead of UTC: another local date
+    return {
+        **changed,
+        **names,
+        "PYTHONHASHSEED": hashes,
+        "TZ": "OTHER-23:59",
+    }  # ahead of UTC: another local date
 
 
 def main() -> None:
@@ -141,7 +161,9 @@ def enter() -> None:
         if ctypes.CDLL(None).unshare(NEW_HOST) == 0:  # only root may
             socket.sethostname("elsewhere")
     private_jax.number_process(MORE, MORE + 1)
-    context._current = context.Context(MORE, MORE + 1, MORE, MORE + 1, "none", ("",) * MORE + ("elsewhere",))
+    context._current = context.Context(
+        MORE, MORE + 1, MORE, MORE + 1, "none", ("",) * MORE + ("elsewhere",)
+    )
     jax.devices()  # XLA's threads decide how sums are rounded, so it reads the old number of them
     os.environ["NPROC"] = str(int(os.environ.get("NPROC") or 1) + MORE)
     shift_clock()
@@ -150,17 +172,22 @@ def enter() -> None:
 def shift_clock() -> None:
     """Let Python tell another date.
 
-    This is the one place where functions of others are replaced: a process cannot be given a clock. Nothing but the
-    computation to compare runs in this process. Other modules of the standard library take the time from these.
-    """
+    This is the one place where functions of others are replaced: a process cannot be given a clock.
+    Nothing but the computation to compare runs in this process. Other modules of the standard
+    library take the time from these."""
 
     def shifted(function: Callable[..., Any], by: int) -> Callable[..., Any]:
         return functools.wraps(function)(lambda *args: function(*args) + by)
 
     def by_default(function: Callable[..., Any], number: int) -> Callable[..., Any]:
         """Pass the shifted time as argument `number`, the last one, if it is left out."""
-        local = lambda: time.localtime() if function.__name__ in ("strftime", "asctime") else time.time()
-        return functools.wraps(function)(lambda *args: function(*args, *[local()] * (len(args) <= number)))
+
+        def local():
+            return time.localtime() if function.__name__ in ("strftime", "asctime") else time.time()
+
+        return functools.wraps(function)(
+            lambda *args: function(*args, *[local()] * (len(args) <= number))
+        )
 
     real = datetime.datetime
 
@@ -179,7 +206,13 @@ def shift_clock() -> None:
 
     for name, by in {"time": SHIFT, "time_ns": SHIFT * 10**9}.items():
         setattr(time, name, shifted(getattr(time, name), by))
-    for name, number in {"localtime": 0, "gmtime": 0, "ctime": 0, "asctime": 0, "strftime": 1}.items():
+    for name, number in {
+        "localtime": 0,
+        "gmtime": 0,
+        "ctime": 0,
+        "asctime": 0,
+        "strftime": 1,
+    }.items():
         setattr(time, name, by_default(getattr(time, name), number))
     Shifted.__name__ = Shifted.__qualname__ = "datetime"
     Shifted.__module__ = "datetime"

@@ -13,7 +13,9 @@ from jaxdp.data.base import Dataset
 
 
 def facts(config: Config, data: str) -> dict[str, str]:
-    """Return the values that must be equal on every rank: config keys, the package's code, the data's fingerprint."""
+    """Return the values that must be equal on every rank: config keys, the package's code, the
+    data's fingerprint.
+    """
     keys = {k: repr(v) for k, v in flatten(config).items()}
     code = hashlib.sha256()
     for file in sorted(pathlib.Path(__file__).parent.parent.rglob("*.py")):
@@ -24,7 +26,9 @@ def facts(config: Config, data: str) -> dict[str, str]:
 
 def has_own_code(config: Config, objects: Objects) -> bool:
     """Return whether a script passed objects, or the config names code by a dotted path."""
-    return bool(objects) or any("." in str(v) for k, v in flatten(config).items() if k.endswith(("target", "schedule")))
+    return bool(objects) or any(
+        "." in str(v) for k, v in flatten(config).items() if k.endswith(("target", "schedule"))
+    )
 
 
 def shapes_of(dataset: Dataset) -> dict[str, tuple[tuple[int, ...], np.dtype]]:

@@ -1,4 +1,6 @@
-"""Initialization of a run from another run's parameters; misfits are reported before anything is read."""
+"""Initialization of a run from another run's parameters; misfits are reported before anything is
+read.
+"""
 
 import pathlib
 from collections.abc import Mapping
@@ -7,7 +9,14 @@ from typing import Any, NamedTuple
 from jaxdp.assemble.components import Objects, Parts
 from jaxdp.assemble.run import on_all_ranks
 from jaxdp.assemble.source_model import compare
-from jaxdp.checkpoint.initialize_from import Match, begin_with, check_differences, describe, match, matches
+from jaxdp.checkpoint.initialize_from import (
+    Match,
+    begin_with,
+    check_differences,
+    describe,
+    match,
+    matches,
+)
 from jaxdp.checkpoint.weights import Weights, as_published, locate, named, open_weights
 from jaxdp.config import Config
 from jaxdp.core.state import TrainState
@@ -19,32 +28,45 @@ from jaxdp.training.run import Run
 
 
 class Fitting(NamedTuple):
-    """Weights that fit the model. matched: their names and ours. text: what is loaded, and what is not, in lines."""
+    """Weights that fit the model. matched: their names and ours. text: what is loaded, and what is
+    not, in lines.
+    """
 
     weights: Weights
     matched: Match
     text: str
 
 
-def initialize_from(run: Run, config: Config, context: Context, parts: Parts, objects: Objects) -> Run:
-    """Return the run with the initial state of `init_from` and `init`. parts, objects: of the run. Raises UsageError on
-    every rank."""
+def initialize_from(
+    run: Run, config: Config, context: Context, parts: Parts, objects: Objects
+) -> Run:
+    """Return the run with the initial state of `init_from` and `init`. parts, objects: of the run.
+    Raises UsageError on every rank."""
     path, strategy = config.init_from, run.strategy
     assert path is not None
     local = on_all_ranks(context, lambda: str(locate(path)))
-    source = pathlib.Path(context.of_root("init_from", lambda: local))  # ranks may differ while its run is going on
+    source = pathlib.Path(
+        context.of_root("init_from", lambda: local)
+    )  # ranks may differ while its run is going on
     weights = on_all_ranks(context, lambda: open_weights(source, config.init.ema))
     context.check_same("init_from", weights.facts)
     shapes = named(strategy.shapes.params, strategy.shapes.model_state)
-    weights, matched, text = on_all_ranks(context, lambda: fitted(config, parts, objects, weights, source, shapes))
+    weights, matched, text = on_all_ranks(
+        context, lambda: fitted(config, parts, objects, weights, source, shapes)
+    )
 
     def begin(run: Run) -> TrainState:
         run.log.writer.say(text)
         tx, trainable, strategy = parts.rule.tx, run.step.trainable, run.strategy
         if not isinstance(strategy, Replicas):
             return begin_with(strategy, weights, matched.pairs, tx, trainable)
-        one = lambda state: remembering(lambda: state, trainable)() if config.parallel.exact else state
-        complete = lambda state: with_replicas(one(state), strategy.rule)
+
+        def one(state):
+            return remembering(lambda: state, trainable)() if config.parallel.exact else state
+
+        def complete(state):
+            return with_replicas(one(state), strategy.rule)
+
         return begin_with(strategy, weights, matched.pairs, tx, trainable, complete)
 
     return run.replace(begin=begin)
@@ -58,10 +80,11 @@ def fitted(
     source: pathlib.Path,
     shapes: Mapping[str, Any],
 ) -> Fitting:
-    """Match weights with our parameters, and their model with ours. shapes: {our name: object with shape and dtype}.
+    """Match weights with our parameters, and their model with ours. shapes: {our name: object with
+    shape and dtype}.
 
-    Raises UsageError if an array that `init` selects is missing, does not fit or is not used, and if the models differ
-    in an argument that changes the outputs.
+    Raises UsageError if an array that `init` selects is missing, does not fit or is not used, and
+    if the models differ in an argument that changes the outputs.
     """
     init, ours = config.init, {name: x for name, x in shapes.items() if not is_key(x)}
     if not init.rename:  # expressions apply to the file's own names
@@ -77,7 +100,11 @@ def fitted(
         absent=weights.absent,
         hint=compared.hint,
     )
-    differences = [x for x in compared.differences if x.name != "tied" or not matches(init.skip, "head/kernel")]
+    differences = [
+        x for x in compared.differences if x.name != "tied" or not matches(init.skip, "head/kernel")
+    ]
     accepted = check_differences(differences, init.changed, weights.title)
     loaded = describe(matched, ours, weights.title, weights.rows)
-    return Fitting(weights, matched, "\n".join(filter(None, [loaded, weights.note, accepted, compared.note])))
+    return Fitting(
+        weights, matched, "\n".join(filter(None, [loaded, weights.note, accepted, compared.note]))
+    )

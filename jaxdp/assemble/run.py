@@ -62,10 +62,10 @@ T = TypeVar("T")
 class Prepared(NamedTuple):
     """What a run needs on any number of devices.
 
-    contents: of the training set and of the evaluation sets by key, to compare on resume (`jaxdp.data.contents`).
-    facts: what all processes must have alike. flops: of an example, forward and backward. programs: digests of those
-    that `rehearse` traces, if they are to be compared.
-    """
+    contents: of the training set and of the evaluation sets by key, to compare on resume
+    (`jaxdp.data.contents`). facts: what all processes must have alike. flops: of an example,
+    forward and backward. programs: digests of those that `rehearse` traces, if they are to be
+    compared."""
 
     parts: Parts
     contents: dict[str, dict[str, Any]]
@@ -76,23 +76,31 @@ class Prepared(NamedTuple):
 
 
 def prepare(config: Config, objects: Objects = NOTHING, several: bool = False) -> Prepared:
-    """Build and check what does not depend on the devices. several: there are other processes to compare with.
+    """Build and check what does not depend on the devices. several: there are other processes to
+    compare with.
 
     Raises UsageError if the config, the data or the model is wrong, or they do not fit.
     """
     parts = make_parts(config, objects)
     sets = {"data": parts.dataset, **{eval_key(name): x for name, x in parts.eval_sets.items()}}
     with user_errors.reported():
-        found = {key: contents(x, ("data" if key == "data" else "eval.data") in objects) for key, x in sets.items()}
+        found = {
+            key: contents(x, ("data" if key == "data" else "eval.data") in objects)
+            for key, x in sets.items()
+        }
     data, *evaluated = [content["probes"] for content in found.values()]
     same = {**facts(config, data), "eval data fingerprint": " ".join(evaluated)}
-    same |= {f"{key} digest": str(found[key]["all"]) for key, x in sets.items() if has_parts(x)}  # no time decides it
+    same |= {
+        f"{key} digest": str(found[key]["all"]) for key, x in sets.items() if has_parts(x)
+    }  # no time decides it
     same |= {"XLA_FLAGS": environment.flags_of_numbers()}
     same |= {"local devices": str(jax.local_device_count())} if several else {}
     make_state = state_maker(config, parts)
     flops, programs = rehearse(config, parts, make_the_step(config, parts), make_state)
     compared = several or has_own_code(config, objects)
-    digests = {name: digest(lines(program)) for name, program in programs.items()} if compared else {}
+    digests = (
+        {name: digest(lines(program)) for name, program in programs.items()} if compared else {}
+    )
     return Prepared(parts, found, same, flops, digests, make_state)
 
 
@@ -101,8 +109,8 @@ def prepare_on_all_ranks(
 ) -> Prepared:
     """Return the result of `prepare`, after all ranks have compared theirs.
 
-    before: that of an earlier generation of an elastic job, which is not made again. Raises UsageError on every rank.
-    """
+    before: that of an earlier generation of an elastic job, which is not made again. Raises
+    UsageError on every rank."""
     set_jax(config)
     jax.devices()  # opening them waits for the other processes, so do it outside of `on_all_ranks`
     several = context.size > 1 or config.elastic.enabled  # others may join, and compare theirs
@@ -137,9 +145,13 @@ def make_run(
     step = make_the_step(config, parts, is_padded(config, parts, assignment, offset))
     strategy = on_all_ranks(context, lambda: make_strategy(config, parts, make_state, devices))
     on_all_ranks(context, lambda: check_optimizer(config, strategy, parts.rule.tx, step))
-    training, evaluation = on_all_ranks(context, lambda: make_sources(config, parts, strategy, step))
+    training, evaluation = on_all_ranks(
+        context, lambda: make_sources(config, parts, strategy, step)
+    )
     spike = config.spike
-    rollback_every = spike.every if spike.factor is not None and spike.action == "rollback" else None
+    rollback_every = (
+        spike.every if spike.factor is not None and spike.action == "rollback" else None
+    )
     checkpoints = (LocalCheckpoints if config.checkpoint.local else Checkpoints)(
         directory / "checkpoints",
         config.checkpoint.keep,
@@ -150,17 +162,27 @@ def make_run(
         context=context,
         facts={
             **describe_config(config, prepared, objects),
-            "spared": spared(config, parts, strategy.shapes.params) if config.optimizer.weight_decay else [],
+            "spared": spared(config, parts, strategy.shapes.params)
+            if config.optimizer.weight_decay
+            else [],
             "data_fingerprint": prepared.contents["data"]["probes"],
             "data_contents": prepared.contents["data"],
-            "eval_contents": {key: content for key, content in prepared.contents.items() if key != "data"},
+            "eval_contents": {
+                key: content for key, content in prepared.contents.items() if key != "data"
+            },
             "data": facts_of(parts.dataset),
-            "saved_by": {"processes": context.size, "devices": len(devices), "backend": config.parallel.backend},
+            "saved_by": {
+                "processes": context.size,
+                "devices": len(devices),
+                "backend": config.parallel.backend,
+            },
         },
     )
     options = LoopOptions(
         parts.steps,
-        steps_per_call=config.steps_per_call if len(parts.dataset) < UNKNOWN else 1,  # it may end within a call
+        steps_per_call=config.steps_per_call
+        if len(parts.dataset) < UNKNOWN
+        else 1,  # it may end within a call
         log_every=config.log.every,
         eval_every=config.eval.every,
         save_every=config.checkpoint.every,
@@ -175,15 +197,22 @@ def make_run(
         speed=speed(config, parts, prepared.flops, devices),
         follows_schedule=lambda: follows_schedule(parts, state_shapes(make_state)),
         directory=directory,
-        groups=describe_groups(config, parts, strategy.shapes.params, {**OPTIMIZERS, **objects.get("optimizer", {})}),
+        groups=describe_groups(
+            config, parts, strategy.shapes.params, {**OPTIMIZERS, **objects.get("optimizer", {})}
+        ),
     )
-    return Run(strategy, step, Data(training, evaluation, config.eval.ema), checkpoints, options, log)
+    return Run(
+        strategy, step, Data(training, evaluation, config.eval.ema), checkpoints, options, log
+    )
 
 
 def describe_config(config: Config, prepared: Prepared, objects: Objects) -> dict[str, Any]:
-    """Return what a checkpoint stores to compare on resume: the config, digests of what it computes, and what these
-    depend on although the numbers do not."""
-    model, digests = prepared.parts.forward.model, {name: total for name, (total, _) in prepared.programs.items()}
+    """Return what a checkpoint stores to compare on resume: the config, digests of what it
+    computes, and what these depend on although the numbers do not."""
+    model, digests = (
+        prepared.parts.forward.model,
+        {name: total for name, (total, _) in prepared.programs.items()},
+    )
     if objects:
         digests["the evaluation data"] = prepared.facts["eval data fingerprint"]
     return {
@@ -196,7 +225,9 @@ def describe_config(config: Config, prepared: Prepared, objects: Objects) -> dic
     }
 
 
-def make_sources(config: Config, parts: Parts, strategy: Strategy, step: Step) -> tuple[Source, dict[str, Source]]:
+def make_sources(
+    config: Config, parts: Parts, strategy: Strategy, step: Step
+) -> tuple[Source, dict[str, Source]]:
     """Return the source for training, and those for evaluation by name. Raises UsageError."""
     checked = attribute(parts.forward.loss, "check", None) is not None
     same = config.outer.replicas == 1  # else each process sees the loss of its own replica
@@ -207,18 +238,26 @@ def make_sources(config: Config, parts: Parts, strategy: Strategy, step: Step) -
         resident = Resident(dataset, strategy) if config.data.on_device else None
         known = checked and (same or not train)
         check = functools.partial(check_examples, own, strategy.shapes, train) if known else None
-        evaluation = lambda: strategy.compile(step._replace(evaluate=make_the_step(config, own).evaluate))
+
+        def evaluation():
+            return strategy.compile(step._replace(evaluate=make_the_step(config, own).evaluate))
+
         shared = train or getattr(dataset, "transform", None) == first
         program = None if shared else functools.cache(evaluation)
         return Source(dataset, order, config.data.workers, resident, check, program)
 
     training = source(parts.dataset, parts.order, True)
-    order = lambda dataset: make_order(config, dataset, parts.sequential, shuffle=False)
+
+    def order(dataset):
+        return make_order(config, dataset, parts.sequential, shuffle=False)
+
     return training, {name: source(x, order(x), False) for name, x in parts.eval_sets.items()}
 
 
 def follows_schedule(parts: Parts, state: TrainState) -> bool:
-    """Return whether the optimizer computes its updates with the rate of the config's schedule. state: shapes."""
+    """Return whether the optimizer computes its updates with the rate of the config's schedule.
+    state: shapes.
+    """
     params = parts.rule.trainable(state.params)
     rate = functools.partial(scheduled_rate, parts.rule.tx)
     return jax.eval_shape(rate, params, state.opt_state, params) is not None
@@ -233,13 +272,17 @@ def changes_for(parallel: Parallel, zero: int) -> dict[str, Any]:
 
 
 def make_case(config: Config, parts: Parts, zero: int, per_device: int, devices: int) -> Case:
-    """Build the case that `plan` compiles: a ZeRO stage on `devices` devices with `per_device` microbatches each."""
+    """Build the case that `plan` compiles: a ZeRO stage on `devices` devices with `per_device`
+    microbatches each.
+    """
     parallel = dataclasses.replace(config.parallel, zero=zero, **changes_for(config.parallel, zero))
     if devices > config.microbatches:
         config = dataclasses.replace(config, microbatches=per_device * devices)
     config = dataclasses.replace(config, parallel=parallel)
     if devices > len(jax.devices()):
-        raise UsageError(f"--devices: {devices}, but only {len(jax.devices())} can be simulated; plan for fewer")
+        raise UsageError(
+            f"--devices: {devices}, but only {len(jax.devices())} can be simulated; plan for fewer"
+        )
     strategy = make_strategy(config, parts, state_maker(config, parts), jax.devices()[:devices])
     step = make_the_step(config, parts)
     check_optimizer(config, strategy, parts.rule.tx, step)
@@ -247,20 +290,30 @@ def make_case(config: Config, parts: Parts, zero: int, per_device: int, devices:
     first = parts.dataset.read(np.zeros(1, np.int64))
     example = {k: jax.ShapeDtypeStruct((size, *v.shape[1:]), v.dtype) for k, v in first.items()}
     example.setdefault("mask", jax.ShapeDtypeStruct((size,), np.dtype(np.float32)))
-    return Case(strategy, step, cast(Any, example), zero > 1 and parallel.gradient_buffer == "sharded")
+    return Case(
+        strategy, step, cast(Any, example), zero > 1 and parallel.gradient_buffer == "sharded"
+    )
 
 
-def speed(config: Config, parts: Parts, flops: float, devices: Sequence[jax.Device]) -> Callable[[float], Record]:
-    """Return a function from an update's milliseconds to throughput and device utilization. flops: per example."""
+def speed(
+    config: Config, parts: Parts, flops: float, devices: Sequence[jax.Device]
+) -> Callable[[float], Record]:
+    """Return a function from an update's milliseconds to throughput and device utilization. flops:
+    per example.
+    """
     shape, dtype = shapes_of(parts.dataset).get("inputs", ((), np.dtype(float)))
     tokens = shape[1] if len(shape) == 2 and np.issubdtype(dtype, np.integer) else None
     dtypes = config.precision
     peak = peak_flops(devices[0].device_kind, dtypes.compute or dtypes.params, dtypes.matmul)
-    return throughput(parts.order.examples_per_step, tokens, flops or None, peak and peak * len(devices))
+    return throughput(
+        parts.order.examples_per_step, tokens, flops or None, peak and peak * len(devices)
+    )
 
 
 def make_profile(config: Config, directory: pathlib.Path, start: int, steps: int) -> Profile:
-    """Return the window of updates to trace, if it lies after `start`; a signal can request another."""
+    """Return the window of updates to trace, if it lies after `start`; a signal can request
+    another.
+    """
     first, traces = config.profile.start, str(folder(directory))
     if first is None or not start <= first < steps:
         return Profile(traces, steps=config.profile.steps)
@@ -280,11 +333,13 @@ def on_all_ranks(context: Context, make: Callable[[], T]) -> T:
 def is_padded(config: Config, parts: Parts, assignment: np.ndarray, offset: int = 0) -> bool:
     """Return True if a batch of this run may have padding or a mask.
 
-    Exact mode always has masks, so that its operations do not depend on the run's length; a run that may be rolled back
-    reads batches that are not known beforehand.
+    Exact mode always has masks, so that its operations do not depend on the run's length; a run
+    that may be rolled back reads batches that are not known beforehand.
     """
     order = parts.order
-    full_batches = order.size % order.batch_size == 0 or parts.steps + offset <= order.size // order.batch_size
+    full_batches = (
+        order.size % order.batch_size == 0 or parts.steps + offset <= order.size // order.batch_size
+    )
     even_split = order.batch_size % order.microbatches == 0 and (assignment >= 0).all()
     always = config.parallel.exact or config.spike.action == "rollback"
     return not full_batches or not even_split or always or "mask" in shapes_of(parts.dataset)
@@ -296,8 +351,11 @@ def choose_devices(config: Config, context: Context) -> list[jax.Device]:
         return devices
     if context.size > 1 and wanted != len(devices):
         raise UsageError(
-            f"parallel.devices: {wanted}, but {context.size} processes use all {len(devices)}; leave it null", rank=0
+            f"parallel.devices: {wanted}, but {context.size} processes use all {len(devices)}; leave it null",
+            rank=0,
         )
     if wanted > len(devices):
-        raise UsageError(f"parallel.devices: {wanted}, but there are {len(devices)}; make it smaller")
+        raise UsageError(
+            f"parallel.devices: {wanted}, but there are {len(devices)}; make it smaller"
+        )
     return devices[:wanted]

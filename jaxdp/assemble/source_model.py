@@ -1,4 +1,6 @@
-"""Compare the model of a source of parameters with ours: arguments that change the outputs, and not the shapes."""
+"""Compare the model of a source of parameters with ours: arguments that change the outputs, and not
+the shapes.
+"""
 
 import dataclasses
 import functools
@@ -33,8 +35,8 @@ ABSENT = object()
 
 
 class Comparison(NamedTuple):
-    """differences: those that change the outputs. note: a line about what was not compared. hint: more for an error
-    about names or shapes."""
+    """differences: those that change the outputs. note: a line about what was not compared. hint:
+    more for an error about names or shapes."""
 
     differences: list[Difference] = []
     note: str = ""
@@ -42,14 +44,21 @@ class Comparison(NamedTuple):
 
 
 def compare(
-    config: Config, parts: Parts, objects: Objects, weights: Weights, source: pathlib.Path, shapes: Mapping[str, Any]
+    config: Config,
+    parts: Parts,
+    objects: Objects,
+    weights: Weights,
+    source: pathlib.Path,
+    shapes: Mapping[str, Any],
 ) -> Comparison:
     """Compare the model of the source with ours. shapes: of our parameters by path."""
     if weights.layout is not None:
         return with_published(parts, weights, source, shapes)
     saved = (weights.meta.get("config") or {}).get("model")
     if not saved:
-        return Comparison(note=not_compared("the arguments of its model, which the source does not have"))
+        return Comparison(
+            note=not_compared("the arguments of its model, which the source does not have")
+        )
     table = {**MODELS, **objects.get("model", {})}
     ours = locate("model", config.model.target, table)
     try:
@@ -57,11 +66,17 @@ def compare(
     except UsageError:
         theirs = None
     if theirs is None or is_given(theirs) or is_given(ours):
-        return Comparison(note=not_compared(f"the arguments of its model, the object {saved['target']!r} of a script"))
+        return Comparison(
+            note=not_compared(
+                f"the arguments of its model, the object {saved['target']!r} of a script"
+            )
+        )
     comparison = with_saved(config, parts, ours, theirs, saved.get("args") or {}, weights)
     note = ""
     if theirs is not ours:
-        note = not_compared(f"{saved['target']} with {config.model.target}, but for arguments of equal names")
+        note = not_compared(
+            f"{saved['target']} with {config.model.target}, but for arguments of equal names"
+        )
     elif saved["target"].endswith(OBJECT):
         note = not_compared(f"the code of {saved['target']}, which only a script has")
     return comparison._replace(note="\n".join(filter(None, [comparison.note, note])))
@@ -71,24 +86,41 @@ def not_compared(what: str) -> str:
     return f"  not compared: {what}"
 
 
-def with_published(parts: Parts, weights: Weights, source: pathlib.Path, shapes: Mapping[str, Any]) -> Comparison:
+def with_published(
+    parts: Parts, weights: Weights, source: pathlib.Path, shapes: Mapping[str, Any]
+) -> Comparison:
     """Compare published weights, and the config.json beside them, with our GPT."""
     layout, make = weights.layout, parts.forward.model.module
     assert layout is not None
     modules: list[Any] = []
     if make is not None:
-        jax.eval_shape(lambda *state: modules.append(make(*state)), *state_of(parts, parts.forward.model))
+        jax.eval_shape(
+            lambda *state: modules.append(make(*state)), *state_of(parts, parts.forward.model)
+        )
     if not modules or not isinstance(modules[0], GPT):
-        return Comparison(note=not_compared("heads, epsilon and rotary_base, since the model is no GPT of jaxdp"))
+        return Comparison(
+            note=not_compared("heads, epsilon and rotary_base, since the model is no GPT of jaxdp")
+        )
     ours = published_config.arguments_of(modules[0], shapes)
-    found = [*published_config.of_tensors(layout, weights.tensors, weights.arrays, ours, weights.title)]
+    found = [
+        *published_config.of_tensors(layout, weights.tensors, weights.arrays, ours, weights.title)
+    ]
     file = (source if source.is_dir() else source.parent) / "config.json"
     if not file.exists():
-        names = ["heads", *(() if layout.joined else ("kv_heads", "rotary_base")), "epsilon", "the activation"]
-        return Comparison(found, not_compared(f"{', '.join(names)}: there is no config.json beside the weights"))
+        names = [
+            "heads",
+            *(() if layout.joined else ("kv_heads", "rotary_base")),
+            "epsilon",
+            "the activation",
+        ]
+        return Comparison(
+            found, not_compared(f"{', '.join(names)}: there is no config.json beside the weights")
+        )
     length = facts_of(parts.dataset)["input_shape"][0]
     described = published_files.read_json(file)
-    return Comparison([*published_config.differences(layout, described, ours, length, str(file)), *found])
+    return Comparison(
+        [*published_config.differences(layout, described, ours, length, str(file)), *found]
+    )
 
 
 def with_saved(
@@ -96,9 +128,9 @@ def with_saved(
 ) -> Comparison:
     """Compare the arguments that a run has saved with ours.
 
-    An argument counts if our model with their value of it has the same arrays, and another program in evaluation. So
-    the rate of dropout does not count, and a size does not: the shapes show it. ours, theirs: the targets.
-    """
+    An argument counts if our model with their value of it has the same arrays, and another program
+    in evaluation. So the rate of dropout does not count, and a size does not: the shapes show it.
+    ours, theirs: the targets."""
     facts = facts_of(parts.dataset)
     here = arguments(ours, config.model.args, facts)
     there = arguments(theirs, saved, weights.meta.get("data") or {})
@@ -127,10 +159,22 @@ def with_saved(
     own = program(parts, parts.forward.model)
     single = {name: attempt(functools.partial(swapped, [name])) for name in names}
     both = attempt(functools.partial(swapped, [name for name in names if name != "input_shape"]))
-    joint = both is not None and both.arrays == own.arrays and both.digest != own.digest  # two may cancel in the shapes
-    shown = lambda its: its is not None and its.digest != own.digest and (joint or its.arrays == own.arrays)
+    joint = (
+        both is not None and both.arrays == own.arrays and both.digest != own.digest
+    )  # two may cancel in the shapes
+
+    def shown(its):
+        return its is not None and its.digest != own.digest and (joint or its.arrays == own.arrays)
+
     count = [name for name, its in single.items() if shown(its)] or (names if joint else [])
-    place = lambda name: f"{there[name]!r} in {weights.title}" if name in there else f"not set in {weights.title}"
+
+    def place(name):
+        return (
+            f"{there[name]!r} in {weights.title}"
+            if name in there
+            else f"not set in {weights.title}"
+        )
+
     failed = [name for name, its in single.items() if its is None]
     return Comparison(
         [argument(name, there.get(name), here.get(name), place(name)) for name in count],
@@ -139,9 +183,15 @@ def with_saved(
     )
 
 
-def arguments(target: Callable[..., Any], args: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a target is called with, as JSON: defaults, facts of the data, those of the config."""
-    defaults = {name: p.default for name, p in parameters(target).items() if p.default is not p.empty}
+def arguments(
+    target: Callable[..., Any], args: Mapping[str, Any], data: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments that a target is called with, as JSON: defaults, facts of the data,
+    those of the config.
+    """
+    defaults = {
+        name: p.default for name, p in parameters(target).items() if p.default is not p.empty
+    }
     known = {name: data[name] for name in OF_DATA if name in parameters(target) and data.get(name)}
     values: dict[str, Any] = json.loads(json.dumps({**defaults, **known, **args}, default=str))
     return values
@@ -149,7 +199,9 @@ def arguments(target: Callable[..., Any], args: Mapping[str, Any], data: Mapping
 
 def is_built_in(target: Any) -> bool:
     """Return whether a target is one of jaxdp's models, or a class derived from one."""
-    return any(x.__module__.startswith("jaxdp.models.") for x in getattr(target, "__mro__", [target]))
+    return any(
+        x.__module__.startswith("jaxdp.models.") for x in getattr(target, "__mro__", [target])
+    )
 
 
 class Program(NamedTuple):
@@ -166,8 +218,13 @@ def program(parts: Parts, model: Model) -> Program:
 
     def outputs(params: Any, model_state: Any) -> Any:
         batch = first_microbatch(example, 2, None)
-        batch = casts.inputs(batch if transform is None else transform(batch, jax.random.key(0), False))
-        params, model_state = cast_floats(params, casts.compute), cast_floats(model_state, casts.state)
+        batch = casts.inputs(
+            batch if transform is None else transform(batch, jax.random.key(0), False)
+        )
+        params, model_state = (
+            cast_floats(params, casts.compute),
+            cast_floats(model_state, casts.state),
+        )
         return compute_logits(model.apply(params, model_state, batch, jax.random.key(0), False)[0])
 
     state = state_of(parts, model)
@@ -178,7 +235,12 @@ def program(parts: Parts, model: Model) -> Program:
 def state_of(parts: Parts, model: Model) -> tuple[Any, Any]:
     """Return the shapes of a model's parameters and of its state."""
     example, transform = parts.dataset.read(np.zeros(1, np.int64)), parts.forward.transform
-    init = lambda: model.init(jax.random.key(0), parts.forward.policy.inputs(first_microbatch(example, 2, transform)))
+
+    def init():
+        return model.init(
+            jax.random.key(0), parts.forward.policy.inputs(first_microbatch(example, 2, transform))
+        )
+
     params, model_state = jax.eval_shape(init)
     return params, model_state
 

@@ -1,1 +1,3 @@
-"""Checks of the devices between two updates: which one computes wrongly, which one slowly; and faults to test them."""
+"""Checks of the devices between two updates: which one computes wrongly, which one slowly; and
+faults to test them.
+"""

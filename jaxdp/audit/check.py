@@ -1,8 +1,9 @@
-"""The audit: every so many updates, all devices compute the same microbatch, and those that differ are named.
+"""The audit: every so many updates, all devices compute the same microbatch, and those that differ
+are named.
 
-It runs between two updates, on the state that the next one will use. Fingerprints of gradients and of the copies of the
-state are compared through the coordinator; where two differ, all devices compute again, and the majority is right.
-"""
+It runs between two updates, on the state that the next one will use. Fingerprints of gradients and
+of the copies of the state are compared through the coordinator; where two differ, all devices
+compute again, and the majority is right."""
 
 import base64
 import contextlib
@@ -27,14 +28,18 @@ WAIT = 60.0  # seconds for the end of a generation that a process leaves
 
 
 class Audit:
-    """every: updates between two audits; there is one after the last update too. action: see the config's `audit`."""
+    """every: updates between two audits; there is one after the last update too. action: see the
+    config's `audit`.
+    """
 
     def __init__(self, probe: Probe, every: int, action: str):
         self.probe, self.every, self.action = probe, every, action
         self.last: int | None = None  # the update after which the last audit was made
         self.named: set[Any] = set()
         self.failed = False  # then a later audit that passes does not make the state right
-        self.measure: Callable[..., np.ndarray] = self._measure  # one object: the monitor knows what it has compiled
+        self.measure: Callable[..., np.ndarray] = (
+            self._measure
+        )  # one object: the monitor knows what it has compiled
         self._titles: list[str] = []
         self._groups: list[Groups] = []
 
@@ -45,13 +50,20 @@ class Audit:
         return self.every > 0 and (not 0 <= passed < self.every or (last and passed > 0))
 
     def check(self, run: Run, progress: Progress, batch: Batch) -> None:
-        """Audit the devices after an update. Raises RunFailed if the action is to end this process or all."""
+        """Audit the devices after an update. Raises RunFailed if the action is to end this process
+        or all.
+        """
         step = self.last = progress.step
         if not self._titles:
             self._describe(run)
         name = f"the audit after update {step}"
-        compute = lambda: run.hooks.watch.run_step(name, self.measure, run, progress.state, batch)
-        runs = [compute() for _ in range(2 if len(self._titles) == 1 else 1)]  # one device is compared in time
+
+        def compute():
+            return run.hooks.watch.run_step(name, self.measure, run, progress.state, batch)
+
+        runs = [
+            compute() for _ in range(2 if len(self._titles) == 1 else 1)
+        ]  # one device is compared in time
         state = len(self._groups)
         groups = [*self._groups, *[self._same_kind] * (len(runs[0][0]) - state)]
         verdict = judge(runs, groups, state)
@@ -92,14 +104,28 @@ class Audit:
         """Exchange the names and kinds of all devices; warn of leaves that have one copy only."""
         context, devices = run.checkpoints.context, self.probe.strategy.devices
         local = [devices[i] for i in of_this_process(devices)]
-        own = [[kind_of(d), d.local_hardware_id, getattr(d, "uuid", None)] for d in local]  # unknown to the others
-        facts = [fact for text in context.exchange("devices", json.dumps(own), SLOW) for fact in json.loads(text)]
+        own = [
+            [kind_of(d), d.local_hardware_id, getattr(d, "uuid", None)] for d in local
+        ]  # unknown to the others
+        facts = [
+            fact
+            for text in context.exchange("devices", json.dumps(own), SLOW)
+            for fact in json.loads(text)
+        ]
         kinds = [kind for kind, *_ in facts]
-        self._same_kind = [[i for i, k in enumerate(kinds) if k == kind] for kind in dict.fromkeys(kinds)]
+        self._same_kind = [
+            [i for i, k in enumerate(kinds) if k == kind] for kind in dict.fromkeys(kinds)
+        ]
         for device, (_, number, serial) in zip(devices, facts):
             rank = device.process_index
-            owner = f"{context.title(rank)}, process {context.pids[rank]}" if context.size > 1 else "this process"
-            name = f"{device.device_kind} {number} of {owner}{f', serial {serial}' if serial else ''}"
+            owner = (
+                f"{context.title(rank)}, process {context.pids[rank]}"
+                if context.size > 1
+                else "this process"
+            )
+            name = (
+                f"{device.device_kind} {number} of {owner}{f', serial {serial}' if serial else ''}"
+            )
             self._titles.append(f"device {len(self._titles)} ({name})")
         shapes = jax.tree.leaves(self.probe.strategy.abstract(padded=True).replace(carry=None))
         single = 0
@@ -157,7 +183,11 @@ class Audit:
             which = "their copies" if state else "their results"
             return f"{names} differ: {which} of {path}; with no majority, it is unknown which of them is wrong"
         if verdict.unstable:
-            also = " (or an operation of the model is not deterministic)" if len(self._titles) == 1 else ""
+            also = (
+                " (or an operation of the model is not deterministic)"
+                if len(self._titles) == 1
+                else ""
+            )
             return f"{names} computes wrongly: {path} differs between repetitions on the same input{also}"
         verb = "differ" if len(verdict.devices) > 1 else "differs"
         if state:
@@ -173,10 +203,17 @@ class Audit:
 
 
 def passed_before(run: Run) -> int:
-    """Return the last update that an audit had passed before this run, as its checkpoints store, or 0."""
-    if run.origin.recovered is not None and run.hooks.snapshots.audited:  # only such states were copied
+    """Return the last update that an audit had passed before this run, as its checkpoints store, or
+    0.
+    """
+    if (
+        run.origin.recovered is not None and run.hooks.snapshots.audited
+    ):  # only such states were copied
         return run.origin.start
-    stored = lambda: [meta.get("audited", 0) for meta in run.checkpoints.metas().values()]
+
+    def stored():
+        return [meta.get("audited", 0) for meta in run.checkpoints.metas().values()]
+
     return max(run.checkpoints.context.of_root("audited", stored, SLOW), default=0)
 
 
@@ -187,5 +224,7 @@ def kind_of(device: jax.Device) -> str:
             contextlib.suppress(OSError, StopIteration),
             open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file,
         ):
-            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+            return next(
+                line.partition(":")[2].strip() for line in file if line.startswith("model name")
+            )
     return device.device_kind

@@ -1,4 +1,5 @@
-"""Faults on purpose, for tests and drills: `JAXDP_FAULT`, read at the start of a run; see docs/audit.md.
+"""Faults on purpose, for tests and drills: `JAXDP_FAULT`, read at the start of a run; see
+docs/audit.md.
 
 JAXDP_FAULT=flip:grads:rank=1:step=50:bit=20:repeat=true      several: separated by commas
 """
@@ -26,7 +27,11 @@ from jaxdp.parallel.rounding import BITS, fusion_barrier, opaque_true
 from jaxdp.training.run import Progress, Run
 
 NAME = "JAXDP_FAULT"
-TARGETS = {"kill": ("",), "slow": ("",), "flip": ("grads", "output", "params", "opt_state", "snapshot")}
+TARGETS = {
+    "kill": ("",),
+    "slow": ("",),
+    "flip": ("grads", "output", "params", "opt_state", "snapshot"),
+}
 OPTIONS: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("rank", "device", "step", "until", "leaf", "index", "bit"), int),
     "repeat": {"true": True, "false": False}.__getitem__,
@@ -44,11 +49,12 @@ while os.getppid() == pid:
 
 @dataclasses.dataclass
 class Fault:
-    """A fault. step: the update after which it occurs (a flip of `grads` or `output`: during which), from then on until
-    update `until` if `repeat`. device: among those of all processes; else the first one of `rank`.
+    """A fault. step: the update after which it occurs (a flip of `grads` or `output`: during
+    which), from then on until update `until` if `repeat`. device: among those of all processes;
+    else the first one of `rank`.
 
-    leaf, index, bit: what to flip, each modulo the number there is. factor: of the time of all computation.
-    """
+    leaf, index, bit: what to flip, each modulo the number there is. factor: of the time of all
+    computation."""
 
     kind: str
     target: str = ""
@@ -76,7 +82,9 @@ def _parse(text: str) -> Fault:
     target = words.pop(0) if words and "=" not in words[0] else ""
     try:
         values = {name: OPTIONS[name](value) for name, value in (word.split("=") for word in words)}
-        if target in TARGETS[kind] and all(value >= (name == "factor") for name, value in values.items()):
+        if target in TARGETS[kind] and all(
+            value >= (name == "factor") for name, value in values.items()
+        ):
             return Fault(kind, target, **values)
     except (KeyError, ValueError):
         pass
@@ -93,30 +101,47 @@ def of_this_process() -> list[Fault]:
 
 
 class Injection:
-    """The faults of a run. `flips` is for the step; the others occur as a check of the loop, between two updates."""
+    """The faults of a run. `flips` is for the step; the others occur as a check of the loop,
+    between two updates.
+    """
 
     def __init__(self, run: Run, faults: list[Fault]):
         context, devices, self.faults = run.checkpoints.context, run.strategy.devices, faults
-        of = lambda rank: [i for i, d in enumerate(devices) if d.process_index == rank]
+
+        def of(rank):
+            return [i for i, d in enumerate(devices) if d.process_index == rank]
+
         for fault in faults:
             if fault.mine is None:  # in later generations of an elastic job the ranks are others
-                if not run.origin.start and (fault.rank >= context.size or fault.device >= len(devices)):
+                if not run.origin.start and (
+                    fault.rank >= context.size or fault.device >= len(devices)
+                ):
                     raise UsageError(
                         f"{NAME}: rank {fault.rank}, device {fault.device}, but there are {context.size} ranks with "
                         f"{len(devices)} devices; count from 0",
                         rank=0,
                     )
-                rank = devices[fault.device].process_index if 0 <= fault.device < len(devices) else fault.rank
-                fault.mine = context.rank == rank and (fault.repeat or run.origin.start < fault.step)
+                rank = (
+                    devices[fault.device].process_index
+                    if 0 <= fault.device < len(devices)
+                    else fault.rank
+                )
+                fault.mine = context.rank == rank and (
+                    fault.repeat or run.origin.start < fault.step
+                )
                 fault.local = of(rank).index(fault.device) if fault.device in of(rank) else 0
-        texts = context.exchange("faults", json.dumps([fault.local if fault.mine else None for fault in faults]))
+        texts = context.exchange(
+            "faults", json.dumps([fault.local if fault.mine else None for fault in faults])
+        )
         for i, fault in enumerate(faults):
             locals_ = {rank: json.loads(text)[i] for rank, text in enumerate(texts)}
             places = [of(rank)[local] for rank, local in locals_.items() if local is not None]
             fault.device = places[0] if places else -1
 
     def is_due(self, run: Run, progress: Progress, last: bool = False) -> bool:
-        return not last and any(fault.mine and not fault.done and progress.step >= fault.step for fault in self.faults)
+        return not last and any(
+            fault.mine and not fault.done and progress.step >= fault.step for fault in self.faults
+        )
 
     def check(self, run: Run, progress: Progress, batch: Batch) -> None:
         for fault in self.faults:
@@ -126,9 +151,13 @@ class Injection:
             if fault.kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             elif fault.kind == "slow":
-                subprocess.Popen([sys.executable, "-P", "-c", PAUSES, str(os.getpid()), str(fault.factor)])
+                subprocess.Popen(
+                    [sys.executable, "-P", "-c", PAUSES, str(os.getpid()), str(fault.factor)]
+                )
             elif fault.target in ("params", "opt_state"):
-                flipped = flip_copy(getattr(progress.state, fault.target), fault, run.strategy.devices[fault.device])
+                flipped = flip_copy(
+                    getattr(progress.state, fault.target), fault, run.strategy.devices[fault.device]
+                )
                 progress.state = progress.state.replace(**{fault.target: flipped})
             elif fault.target == "snapshot" and run.hooks.snapshots is not None:
                 fault.done = run.hooks.snapshots.newest is not None
@@ -138,13 +167,21 @@ class Injection:
                     arrays[i] = flipped_array(arrays[i], fault)
 
     def flips(self, step: Step, once: bool = True) -> Step:
-        """Return the step with the flips of gradients and products. once: also those that do not repeat."""
-        faults = [f for f in self.faults if f.target in ("grads", "output") and f.device >= 0 and (once or f.repeat)]
+        """Return the step with the flips of gradients and products. once: also those that do not
+        repeat.
+        """
+        faults = [
+            f
+            for f in self.faults
+            if f.target in ("grads", "output") and f.device >= 0 and (once or f.repeat)
+        ]
         if not faults:
             return step
 
         def grads(view: Any, batch: Batch, slots: jax.Array, *hooks: Callable) -> Sums:
-            f = lambda view, batch, slots: step.grads(view, batch, slots, *hooks)
+            def f(view, batch, slots):
+                return step.grads(view, batch, slots, *hooks)
+
             if outputs := [fault for fault in faults if fault.target == "output"]:
                 f = flip_products(f, outputs)
             sums = fusion_barrier(f(view, batch, slots), opaque_true(view.step))
@@ -159,7 +196,9 @@ class Injection:
 
 
 def flip(x: jax.Array, fault: Fault, step: jax.Array) -> jax.Array:
-    """Flip the fault's bit inside a program, if this is its device and update; `step`: of the updates before it."""
+    """Flip the fault's bit inside a program, if this is its device and update; `step`: of the
+    updates before it.
+    """
     axes = data_axes(replicas=True)
     if axes is None:  # a rehearsal
         return x
@@ -178,12 +217,16 @@ def flip_products(f: Callable, faults: Sequence[Fault]) -> Callable:
     def run(view: Any, *args: Any) -> Any:
         count = number_of_products(f, view, *args)
         if not count:
-            raise UsageError(f"{NAME}: flip:output, but the gradient has no product; use flip:grads")
+            raise UsageError(
+                f"{NAME}: flip:output, but the gradient has no product; use flip:grads"
+            )
 
         def visit(number: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
             for fault in faults:
                 if fault.leaf % count == number:
-                    x = mark_replaced(flip(fusion_barrier(x, opaque_true(view.step)), fault, view.step))
+                    x = mark_replaced(
+                        flip(fusion_barrier(x, opaque_true(view.step)), fault, view.step)
+                    )
             return x, jnp.uint32(0)
 
         return visit_products(f, visit)(view, *args)[0]
@@ -192,13 +235,17 @@ def flip_products(f: Callable, faults: Sequence[Fault]) -> Callable:
 
 
 def flip_copy(tree: Any, fault: Fault, device: jax.Device) -> Any:
-    """Flip the fault's bit in the copy, or the shard, that one device of this process has of a float leaf."""
+    """Flip the fault's bit in the copy, or the shard, that one device of this process has of a
+    float leaf.
+    """
     leaves, treedef = jax.tree.flatten(tree)
     floats = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
     i = floats[fault.leaf % len(floats)]
     x = leaves[i]
     parts = [
-        jax.device_put(flipped_array(np.asarray(s.data), fault), device) if s.device == device else s.data
+        jax.device_put(flipped_array(np.asarray(s.data), fault), device)
+        if s.device == device
+        else s.data
         for s in x.addressable_shards
     ]
     leaves[i] = jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)

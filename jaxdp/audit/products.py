@@ -1,7 +1,7 @@
 """Look at the output of each matrix product and convolution of a function, or replace it.
 
-An output that is masked later, by a ReLU or dropout, or rounded away, leaves no trace in the gradients.
-"""
+An output that is masked later, by a ReLU or dropout, or rounded away, leaves no trace in the
+gradients."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,14 +14,17 @@ from jaxdp.core.interpreter import Rule, bind, evaluate, interpret, scan_counts
 
 Visit = Callable[[int, jax.Array], tuple[jax.Array, jax.Array]]
 PRODUCTS = ("dot_general", "conv_general_dilated")
-REPLACED = "replaced_product"  # the name of an output that a visit replaced: it is the one to look at
+REPLACED = (
+    "replaced_product"  # the name of an output that a visit replaced: it is the one to look at
+)
 
 
 def visit_products(f: Callable, visit: Visit) -> Callable:
-    """Wrap f: return (its result, the second results of visit(number, output) -> (output, uint32 []) of all products).
+    """Wrap f: return (its result, the second results of visit(number, output) -> (output, uint32
+    []) of all products).
 
-    In a scan, a product is visited in each iteration, and its results are summed. Other loops are not entered.
-    """
+    In a scan, a product is visited in each iteration, and its results are summed. Other loops are
+    not entered."""
 
     def run(*args: Any) -> tuple[Any, list[jax.Array]]:
         results: list[jax.Array] = []
@@ -35,7 +38,11 @@ def mark_replaced(x: jax.Array) -> jax.Array:
 
 
 def number_of_products(f: Callable, *args: Any) -> int:
-    return len(jax.eval_shape(lambda *args: visit_products(f, lambda i, x: (x, jnp.uint32(0)))(*args)[1], *args))
+    return len(
+        jax.eval_shape(
+            lambda *args: visit_products(f, lambda i, x: (x, jnp.uint32(0)))(*args)[1], *args
+        )
+    )
 
 
 def _rule(visit: Visit, results: list[jax.Array]) -> Rule:

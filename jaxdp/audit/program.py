@@ -1,8 +1,9 @@
-"""One microbatch, computed by every device alike: a fingerprint of each gradient, and of each leaf of the state.
+"""One microbatch, computed by every device alike: a fingerprint of each gradient, and of each leaf
+of the state.
 
-A fingerprint is 32 bits, made on the device. Each word of a leaf is mixed with its position by a bijection (the
-finalizer of MurmurHash3), and the results are summed, so every flipped bit changes it.
-"""
+A fingerprint is 32 bits, made on the device. Each word of a leaf is mixed with its position by a
+bijection (the finalizer of MurmurHash3), and the results are summed, so every flipped bit changes
+it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,22 +26,34 @@ from jaxdp.precision import is_key
 from jaxdp.split import fit, path_string
 
 SMALL = 1024  # elements
-BITS: dict[int, Any] = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}  # of 8 bytes: two words
+BITS: dict[int, Any] = {
+    1: jnp.uint8,
+    2: jnp.uint16,
+    4: jnp.uint32,
+    8: jnp.uint32,
+}  # of 8 bytes: two words
 
 
 class Probe:
-    """The program of a strategy's devices. ndim: {entry of a batch: its number of dims in one microbatch}."""
+    """The program of a strategy's devices. ndim: {entry of a batch: its number of dims in one
+    microbatch}.
+    """
 
     def __init__(self, strategy: Strategy, step: Step, ndim: dict[str, int]):
         self.strategy, self.step, self.ndim = strategy, step, ndim
         self.names: list[str] = []  # of the fingerprints: first those of the state
         self.axes = strategy.mesh.axis_names
-        shardings = jax.tree.map(lambda x: x.sharding, strategy.abstract(padded=True).replace(carry=None))
+        shardings = jax.tree.map(
+            lambda x: x.sharding, strategy.abstract(padded=True).replace(carry=None)
+        )
         self.specs = jax.tree.map(lambda x: x.spec, shardings).replace(carry=P())
         params = enumerate(jax.tree.leaves(shardings.params))
         self.sharded = [i for i, sharding in params if not sharding.is_fully_replicated]
         shapes = jax.tree.leaves(strategy.shapes.params)
-        unpadded = lambda leaves: {i: fit(x, shapes[i].shape) for i, x in leaves.items()}
+
+        def unpadded(leaves):
+            return {i: fit(x, shapes[i].shape) for i, x in leaves.items()}
+
         self._gather = jax.jit(unpadded, out_shardings=NamedSharding(strategy.mesh, P()))
         self._compute = jax.jit(self._fingerprints, static_argnums=(0, 1))
 
@@ -53,25 +66,38 @@ class Probe:
     def fingerprints(
         self, state: TrainState, full: dict[int, jax.Array], batch: Batch, alone: bool = False
     ) -> jax.Array:
-        """Return uint32[device, leaf], each row on its device: of the device's own state, and of its gradients.
+        """Return uint32[device, leaf], each row on its device: of the device's own state, and of
+        its gradients.
 
-        All devices compute one microbatch, another one after each update. alone: each computes the first of its own
-        instead, and no device waits for another.
+        All devices compute one microbatch, another one after each update. alone: each computes the
+        first of its own instead, and no device waits for another.
         """
         key = next(key for key in self.ndim if key in batch)
-        dims = np.ndim(batch[key]) - self.ndim[key]  # before those of an example: device, update, local microbatch
-        spec = lambda x: getattr(getattr(x, "sharding", None), "spec", P())
+        dims = (
+            np.ndim(batch[key]) - self.ndim[key]
+        )  # before those of an example: device, update, local microbatch
+
+        def spec(x):
+            return getattr(getattr(x, "sharding", None), "spec", P())
+
         specs = tuple((name, spec(x)) for name, x in sorted(batch.items()))
         return self._compute((dims, specs), alone, state, full, batch)
 
     def _fingerprints(
-        self, form: tuple[int, tuple], alone: bool, state: TrainState, full: dict[int, jax.Array], batch: Batch
+        self,
+        form: tuple[int, tuple],
+        alone: bool,
+        state: TrainState,
+        full: dict[int, jax.Array],
+        batch: Batch,
     ) -> jax.Array:
         dims, specs = form
         order, local = order_of(self.strategy.assignment), self.strategy.assignment.shape[1]
 
         def compute(state: TrainState, full: dict[int, jax.Array], batch: Batch) -> jax.Array:
-            number = jnp.int32(0) if alone else (fingerprint(state.step) % len(order)).astype(jnp.int32)
+            number = (
+                jnp.int32(0) if alone else (fingerprint(state.step) % len(order)).astype(jnp.int32)
+            )
             device, position = jnp.divmod(jnp.asarray(order, jnp.int32)[number], local)
 
             def select(x: jax.Array) -> jax.Array:
@@ -84,23 +110,46 @@ class Probe:
             view = state.view(self.step.seed)._replace(params=params, carry=carry, exponents=None)
             visit = visit_products(self.step.grads, lambda _, x: (x, fingerprint(x)))
             sums, products = visit(view, jax.tree.map(select, batch), number[None])
-            results = {"grads": sums.grads, "loss": sums.loss, "metrics": sums.metrics, "state": sums.model_state}
-            flat = [x for tree in (state.replace(carry=None), results) for x in tree_flatten_with_path(tree)[0]]
-            self.names = [path_string(path) for path, _ in flat] + [f"product {i}" for i in range(len(products))]
-            return jnp.concatenate([fingerprints([x for _, x in flat]), jnp.array(products, jnp.uint32)])[None]
+            results = {
+                "grads": sums.grads,
+                "loss": sums.loss,
+                "metrics": sums.metrics,
+                "state": sums.model_state,
+            }
+            flat = [
+                x
+                for tree in (state.replace(carry=None), results)
+                for x in tree_flatten_with_path(tree)[0]
+            ]
+            self.names = [path_string(path) for path, _ in flat] + [
+                f"product {i}" for i in range(len(products))
+            ]
+            return jnp.concatenate(
+                [fingerprints([x for _, x in flat]), jnp.array(products, jnp.uint32)]
+            )[None]
 
         mesh, in_specs, out_specs = self.strategy.mesh, (self.specs, P(), dict(specs)), P(self.axes)
-        mapped = jax.shard_map(compute, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        mapped = jax.shard_map(
+            compute, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
         return mapped(state, full, batch)
 
 
 def fingerprints(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Return the fingerprint of each array; one operation makes those of small ones of the same shape."""
+    """Return the fingerprint of each array; one operation makes those of small ones of the same
+    shape.
+    """
     groups: dict[Any, list[int]] = {}
     for i, x in enumerate(arrays):
         groups.setdefault((x.shape, x.dtype) if x.size <= SMALL else i, []).append(i)
-    several = lambda group: jax.vmap(fingerprint)(jnp.stack([arrays[i] for i in group]))
-    prints = [several(group) if len(group) > 1 else fingerprint(arrays[group[0]])[None] for group in groups.values()]
+
+    def several(group):
+        return jax.vmap(fingerprint)(jnp.stack([arrays[i] for i in group]))
+
+    prints = [
+        several(group) if len(group) > 1 else fingerprint(arrays[group[0]])[None]
+        for group in groups.values()
+    ]
     return jnp.concatenate(prints)[np.argsort(np.concatenate([*groups.values()]))]
 
 
@@ -111,11 +160,15 @@ def fingerprint(x: jax.Array) -> jax.Array:
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag])
     x = x.astype(jnp.uint8) if x.dtype == bool else x
-    kind = BITS[x.dtype.itemsize] if x.dtype.itemsize < 4 else jnp.uint32  # 8 bytes become two words
+    kind = (
+        BITS[x.dtype.itemsize] if x.dtype.itemsize < 4 else jnp.uint32
+    )  # 8 bytes become two words
     words = jax.lax.bitcast_convert_type(x, kind).astype(jnp.uint32).reshape(-1)
     words = words + jax.lax.iota(jnp.uint32, words.size) * np.uint32(0x9E3779B9)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         words = (words ^ words >> shift) * np.uint32(factor)
     if words.size > WINDOW:  # XLA on CPU fuses short sums with what computes their inputs
-        words = jnp.pad(words, (0, -words.size % WINDOW)).reshape(-1, WINDOW).sum(1, dtype=jnp.uint32)
+        words = (
+            jnp.pad(words, (0, -words.size % WINDOW)).reshape(-1, WINDOW).sum(1, dtype=jnp.uint32)
+        )
     return words.sum(dtype=jnp.uint32)

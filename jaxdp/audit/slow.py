@@ -1,8 +1,8 @@
 """Name the processes that compute slowly: each times a microbatch of its own, without collectives.
 
-A slow device delays all alike, so the time of an update does not show which one it is, but it shows when to measure:
-rank 0 watches it, and asks all processes to measure when it rises, and now and then without a rise.
-"""
+A slow device delays all alike, so the time of an update does not show which one it is, but it shows
+when to measure: rank 0 watches it, and asks all processes to measure when it rises, and now and
+then without a rise."""
 
 import collections
 import contextlib
@@ -22,8 +22,14 @@ from jaxdp.training.run import Progress, Run
 RISE, RECENT, BEFORE = 1.1, 5, 50  # the factor of a rise, from BEFORE updates to RECENT ones
 ENOUGH = 20  # updates before the first rise
 PAUSE = 60.0  # the least seconds from one measurement to the next without a rise
-MOST, SHARE = 40, 0.005  # what measurements may take: the time of so many updates at once, then a share of the time
-BLOCK, BLOCKS = 0.05, 3  # the least of three means over 50 ms each: longer than a scheduler's pauses
+MOST, SHARE = (
+    40,
+    0.005,
+)  # what measurements may take: the time of so many updates at once, then a share of the time
+BLOCK, BLOCKS = (
+    0.05,
+    3,
+)  # the least of three means over 50 ms each: longer than a scheduler's pauses
 ROUND = 7  # measurements that name a process, one after each update
 
 
@@ -32,12 +38,18 @@ class SlowDevices:
 
     def __init__(self, probe: Probe, factor: float):
         self.probe, self.factor = probe, factor
-        self.times: collections.deque[float] = collections.deque(maxlen=BEFORE + RECENT)  # seconds, of updates
+        self.times: collections.deque[float] = collections.deque(
+            maxlen=BEFORE + RECENT
+        )  # seconds, of updates
         self.before: tuple[int, float] | None = None  # (update, time)
         self.debt = 0.0  # seconds that measurements took beyond their share of the time
         self.next = time.perf_counter() + PAUSE  # when to measure without a rise
-        self.round: list[list[float]] = []  # the factors of all ranks, in each of the last measurements
-        self.measured: collections.deque[list[float]] = collections.deque(maxlen=ROUND)  # their times
+        self.round: list[
+            list[float]
+        ] = []  # the factors of all ranks, in each of the last measurements
+        self.measured: collections.deque[list[float]] = collections.deque(
+            maxlen=ROUND
+        )  # their times
         self.spent = 0.0  # seconds, on this round
         self.named: dict[int, float] = {}  # {rank: the factor with which it was named last}
 
@@ -54,7 +66,9 @@ class SlowDevices:
         return not last and (run.hooks.watch.is_asked("probe") or bool(self.round))
 
     def add_time(self, seconds: float) -> None:
-        """Add the time of an update, unless the loop only dispatched it, as it does after each pause."""
+        """Add the time of an update, unless the loop only dispatched it, as it does after each
+        pause.
+        """
         if not self.times or seconds > 0.25 * statistics.median(self.times):
             self.times.append(seconds)
 
@@ -73,7 +87,9 @@ class SlowDevices:
             times, shares = self._measure(run, progress.state, batch)
         self.measured.append(times)
         factors = with_shares(times, shares) if on_cpu() else relative(times)
-        run.log.events.note("probe", progress.step, ms=[round(1e3 * t, 3) for t in times], factors=factors)
+        run.log.events.note(
+            "probe", progress.step, ms=[round(1e3 * t, 3) for t in times], factors=factors
+        )
         for rank in self.judge(factors):
             self._name(run, progress.step, rank, shares)
         self.before = None
@@ -83,30 +99,40 @@ class SlowDevices:
             self.debt += now - began
         if not self.round:
             self.next, self.spent = now + max(PAUSE, 2 * self.spent / SHARE), 0.0
-            for _ in range(min(RECENT, len(self.times))):  # a rise is one of the updates that follow
+            for _ in range(
+                min(RECENT, len(self.times))
+            ):  # a rise is one of the updates that follow
                 self.times.pop()
 
     def judge(self, factors: list[float]) -> list[int]:
         """Add a measurement to the round; return the ranks to name, and reset the round at its end.
 
-        A rank is slow if the median of ROUND measurements says so, since a single one errs by some percent, and by more
-        while another program runs for a moment. The round ends earlier if most find less than half of the excess.
-        """
+        A rank is slow if the median of ROUND measurements says so, since a single one errs by some
+        percent, and by more while another program runs for a moment. The round ends earlier if most
+        find less than half of the excess."""
         self.round.append(factors)
         half, count = 0.5 + 0.5 * self.factor, len(self.round)
         ranks = range(len(factors))
-        if count < ROUND and (count < 2 or any(2 * sum(f[rank] > half for f in self.round) >= count for rank in ranks)):
+        if count < ROUND and (
+            count < 2 or any(2 * sum(f[rank] > half for f in self.round) >= count for rank in ranks)
+        ):
             return []
         medians = [statistics.median(f[rank] for f in self.round) for rank in ranks]
         self.round = []
-        self.named = {rank: f for rank, f in self.named.items() if medians[rank] > half}  # else it has recovered
-        slow = [r for r in ranks if count == ROUND and medians[r] > self.factor * self.named.get(r, 1.0)]
+        self.named = {
+            rank: f for rank, f in self.named.items() if medians[rank] > half
+        }  # else it has recovered
+        slow = [
+            r for r in ranks if count == ROUND and medians[r] > self.factor * self.named.get(r, 1.0)
+        ]
         self.named |= {rank: medians[rank] for rank in slow}
         return slow
 
     def _name(self, run: Run, step: int, rank: int, shares: list[float]) -> None:
         context, factor = run.checkpoints.context, self.named[rank]
-        facts = context.exchange("state of the devices", condition() if context.rank == rank else "")[rank]
+        facts = context.exchange(
+            "state of the devices", condition() if context.rank == rank else ""
+        )[rank]
         share = 1 / relative([1 / s for s in shares])[rank]
         times = [1e3 * statistics.median(of_rank) for of_rank in zip(*self.measured)]
         name = f"{context.title(rank)}, process {context.pids[rank]}"
@@ -114,21 +140,31 @@ class SlowDevices:
         run.log.events.note("slow", step, rank=rank, factor=round(factor, 3), reason=text)
         run.log.writer.say(f"warning: {text}")
 
-    def _measure(self, run: Run, state: TrainState, batch: Batch) -> tuple[list[float], list[float]]:
-        """Return (the seconds in which each process computes a microbatch, its share of CPU time meanwhile)."""
+    def _measure(
+        self, run: Run, state: TrainState, batch: Batch
+    ) -> tuple[list[float], list[float]]:
+        """Return (the seconds in which each process computes a microbatch, its share of CPU time
+        meanwhile).
+        """
         inputs = self.probe.inputs(state)
-        compute = lambda: jax.block_until_ready(self.probe.fingerprints(*inputs, batch, alone=True))
+
+        def compute():
+            return jax.block_until_ready(self.probe.fingerprints(*inputs, batch, alone=True))
+
         compute()
         run.checkpoints.context.barrier("measurement", SLOW)
         began, used = time.perf_counter(), time.process_time()
         seconds = min(mean_time(compute) for _ in range(BLOCKS))
         share = (time.process_time() - used) / (time.perf_counter() - began)
-        texts = run.checkpoints.context.exchange("measurement", f"{seconds!r} {max(share, 1e-3)!r}", SLOW)
+        texts = run.checkpoints.context.exchange(
+            "measurement", f"{seconds!r} {max(share, 1e-3)!r}", SLOW
+        )
         return tuple([float(text.split()[i]) for text in texts] for i in range(2))  # type: ignore[return-value]
 
 
 def cause(times: Sequence[float], rank: int, factor: float, share: float) -> str:
-    """Return what was measured of a slow process: the times if they show it, and its CPU time if that does.
+    """Return what was measured of a slow process: the times if they show it, and its CPU time if
+    that does.
 
     times: milliseconds, of each rank. share: of the CPU time that the others got.
     """
@@ -157,12 +193,19 @@ def low(times: Sequence[float]) -> float:
 
 def relative(times: Sequence[float]) -> list[float]:
     """Return the time of each rank, relative to the median of the others."""
-    return [t / statistics.median([*times[:rank], *times[rank + 1 :]]) for rank, t in enumerate(times)]
+    return [
+        t / statistics.median([*times[:rank], *times[rank + 1 :]]) for rank, t in enumerate(times)
+    ]
 
 
 def with_shares(times: Sequence[float], shares: Sequence[float]) -> list[float]:
-    """Return the relative times; for a rank that takes longer, its lack of CPU time, which varies less, if larger."""
-    return [max(t, lack) if t > 1 else t for t, lack in zip(relative(times), relative([1 / s for s in shares]))]
+    """Return the relative times; for a rank that takes longer, its lack of CPU time, which varies
+    less, if larger.
+    """
+    return [
+        max(t, lack) if t > 1 else t
+        for t, lack in zip(relative(times), relative([1 / s for s in shares]))
+    ]
 
 
 def condition() -> str:
@@ -176,6 +219,8 @@ def condition() -> str:
             gpu = pynvml.nvmlDeviceGetHandleByIndex(device.local_hardware_id)
             now = pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM)
             most = pynvml.nvmlDeviceGetMaxClockInfo(gpu, pynvml.NVML_CLOCK_SM)
-            words.append(f"{now} of {most} MHz, {pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU)} C")
+            words.append(
+                f"{now} of {most} MHz, {pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU)} C"
+            )
         return f"; its GPUs: {'; '.join(words)}"
     return ""

@@ -1,4 +1,6 @@
-"""Decide from fingerprints which device computes wrongly: the majority is right, if each device agrees with itself."""
+"""Decide from fingerprints which device computes wrongly: the majority is right, if each device
+agrees with itself.
+"""
 
 import collections
 from collections.abc import Sequence
@@ -10,10 +12,11 @@ Groups = Sequence[Sequence[int]]  # the devices that must have equal fingerprint
 
 
 class Verdict(NamedTuple):
-    """devices: {device: the first leaf that differs}. certain: False if no majority shows which of them are right.
+    """devices: {device: the first leaf that differs}. certain: False if no majority shows which of
+    them are right.
 
-    unstable: the devices whose results differ when they compute them again. software: several are unstable, or the only
-    device is in each run, so it is the program that is not deterministic.
+    unstable: the devices whose results differ when they compute them again. software: several are
+    unstable, or the only device is in each run, so it is the program that is not deterministic.
     """
 
     devices: dict[int, int]
@@ -28,7 +31,9 @@ def vote(prints: np.ndarray, groups: Sequence[Groups]) -> Verdict:
     undecided: dict[int, int] = {}
     for leaf in np.flatnonzero((prints != prints[0]).any(0)).tolist():
         for group in groups[leaf]:
-            (value, most), *others = collections.Counter(prints[list(group), leaf].tolist()).most_common()
+            (value, most), *others = collections.Counter(
+                prints[list(group), leaf].tolist()
+            ).most_common()
             if others:
                 outvoted = [d for d in group if 2 * most <= len(group) or prints[d, leaf] != value]
                 for device in outvoted:
@@ -37,10 +42,11 @@ def vote(prints: np.ndarray, groups: Sequence[Groups]) -> Verdict:
 
 
 def judge(runs: Sequence[np.ndarray], groups: Sequence[Groups], state_leaves: int) -> Verdict:
-    """Return the verdict on several runs of one computation, each [device, leaf]; the first leaves are the state's.
+    """Return the verdict on several runs of one computation, each [device, leaf]; the first leaves
+    are the state's.
 
-    A copy of the state that differs explains why its device computes other gradients, so it is judged first.
-    """
+    A copy of the state that differs explains why its device computes other gradients, so it is
+    judged first."""
     state = vote(runs[-1][:, :state_leaves], groups[:state_leaves])
     if state.devices and state.certain:
         return state
@@ -50,7 +56,11 @@ def judge(runs: Sequence[np.ndarray], groups: Sequence[Groups], state_leaves: in
     software = len(unstable) > 1 or one_device
     if unstable:
         first = {device: int(np.argmax(changed[device])) for device in unstable}
-        return state if state.devices and software else Verdict({} if software else first, True, unstable, software)
+        return (
+            state
+            if state.devices and software
+            else Verdict({} if software else first, True, unstable, software)
+        )
     result = vote(runs[0][:, state_leaves:], groups[state_leaves:])
     found = Verdict({d: state_leaves + leaf for d, leaf in result.devices.items()}, result.certain)
     return state if state.devices and not (found.devices and found.certain) else found

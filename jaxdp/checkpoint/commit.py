@@ -18,16 +18,19 @@ class PeerFailed(Exception):
 
 
 class Commit:
-    """The messages of one save between root and the other processes: each sends and receives a number that does not
-    grow with the number of processes."""
+    """The messages of one save between root and the other processes: each sends and receives a
+    number that does not grow with the number of processes."""
 
     def __init__(self, context: Context):
         member = membership.current()
         self.context, self.turn = context, member.turn("save") if member else 0
-        self.attempt = f"{member.job.generation if member else 0}-{self.turn}"  # the same on all processes
+        self.attempt = (
+            f"{member.job.generation if member else 0}-{self.turn}"  # the same on all processes
+        )
 
     def wait_for(self, response: Any) -> None:
-        """Wait until Orbax has committed on this process. Raises PeerFailed as soon as another could not.
+        """Wait until Orbax has committed on this process. Raises PeerFailed as soon as another
+        could not.
 
         response: Orbax's; None if this process writes nothing.
         """
@@ -38,14 +41,18 @@ class Commit:
                 response.result(timeout=0.2)
                 return
             except TimeoutError:
-                if time.monotonic() - asked < 0.1:  # Orbax's timeout: it uses the wall clock, which may be changed
+                if (
+                    time.monotonic() - asked < 0.1
+                ):  # Orbax's timeout: it uses the wall clock, which may be changed
                     raise
                 self._raise_if_failed()
                 if time.monotonic() > deadline:
                     raise
 
     def scatter(self, name: str, texts: Sequence[str]) -> str:
-        """Return root's text for this process; texts: one for each process, on root. Raises PeerFailed."""
+        """Return root's text for this process; texts: one for each process, on root. Raises
+        PeerFailed.
+        """
         if self.context.size == 1:
             return texts[0]
         if self.context.is_root:
@@ -58,17 +65,26 @@ class Commit:
         if self.context.size == 1:
             return [text]
         membership.joined().put(self._key(f"{name}/{self.context.rank}"), text)
-        return [self._get(f"{name}/{rank}") for rank in range(self.context.size if self.context.is_root else 0)]
+        return [
+            self._get(f"{name}/{rank}")
+            for rank in range(self.context.size if self.context.is_root else 0)
+        ]
 
     def digests(self, folder: pathlib.Path) -> manifest.Files:
-        """Return on root the sizes and checksums of the files in a folder that all see; each process reads a share."""
+        """Return on root the sizes and checksums of the files in a folder that all see; each
+        process reads a share.
+        """
         size = self.context.size
         names = manifest.list_files(folder) if self.context.is_root else []
         share = json.loads(self.scatter("files", [json.dumps(names[r::size]) for r in range(size)]))
         digests = manifest.digests(folder, share)
         manifest.flush(folder, share)
         parts = self.gather("digests", json.dumps(digests))
-        return {name: (size, sha256) for part in parts for name, (size, sha256) in json.loads(part).items()}
+        return {
+            name: (size, sha256)
+            for part in parts
+            for name, (size, sha256) in json.loads(part).items()
+        }
 
     def wait_for_all(self, name: str) -> None:
         """Wait for all processes. Raises PeerFailed as soon as one could not save."""
@@ -83,7 +99,9 @@ class Commit:
     def _get(self, name: str) -> str:
         """Wait for the text under a name. All processes together ask at most 1,000 times a second."""
         deadline = time.monotonic() + TIMEOUT
-        while (text := membership.joined().get(self._key(name), max(0.2, self.context.size / 1000))) is None:
+        while (
+            text := membership.joined().get(self._key(name), max(0.2, self.context.size / 1000))
+        ) is None:
             self._raise_if_failed()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{name} of the save has not arrived after {TIMEOUT:g} s")

@@ -12,7 +12,8 @@ from jaxdp.split import path_string
 
 
 def params_sha256(params: Any) -> str:
-    """Return the SHA-256 over the leaves in path order, each as path, dtype, shape and little-endian bytes.
+    """Return the SHA-256 over the leaves in path order, each as path, dtype, shape and
+    little-endian bytes.
 
     params: global arrays, replicated or split, or NumPy arrays. Every process must call this.
     """
@@ -21,12 +22,16 @@ def params_sha256(params: Any) -> str:
     for path, leaf in sorted((path_string(path), leaf) for path, leaf in leaves):
         value = host(leaf)
         digest.update(json.dumps([path, str(value.dtype), list(value.shape)]).encode())
-        digest.update(np.ascontiguousarray(value.astype(value.dtype.newbyteorder("<"), copy=False)).tobytes())
+        digest.update(
+            np.ascontiguousarray(value.astype(value.dtype.newbyteorder("<"), copy=False)).tobytes()
+        )
     return digest.hexdigest()
 
 
 def host(leaf: Any) -> np.ndarray:
-    """Return the full array on the host (the data of a PRNG key); all processes gather one that is split over them."""
+    """Return the full array on the host (the data of a PRNG key); all processes gather one that is
+    split over them.
+    """
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf)
     if is_key(leaf):

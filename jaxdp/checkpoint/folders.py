@@ -16,22 +16,31 @@ _REMOVED = ".pruned"
 def numbered(directory: pathlib.Path) -> list[int]:
     """Return the steps that have a folder, in order."""
     entries = directory.iterdir() if directory.is_dir() else iter(())
-    return sorted(int(p.name) for p in entries if p.name.isdecimal() and str(int(p.name)) == p.name and p.is_dir())
+    return sorted(
+        int(p.name)
+        for p in entries
+        if p.name.isdecimal() and str(int(p.name)) == p.name and p.is_dir()
+    )
 
 
 def complete(directory: pathlib.Path) -> list[int]:
     """Return the steps whose checkpoint has a manifest, in order."""
-    return [step for step in numbered(directory) if (directory / str(step) / manifest.NAME).is_file()]
+    return [
+        step for step in numbered(directory) if (directory / str(step) / manifest.NAME).is_file()
+    ]
 
 
 def newest(
     directory: pathlib.Path, refused: Collection[int] = (), only: int | None = None
 ) -> tuple[int, dict[str, Any], str]:
-    """Return (the last complete step that is not refused or 0, its manifest, the problem with that or '').
+    """Return (the last complete step that is not refused or 0, its manifest, the problem with that
+    or '').
 
     only: the step to look for, instead of the last one.
     """
-    step = max((s for s in complete(directory) if s not in refused and only in (None, s)), default=0)
+    step = max(
+        (s for s in complete(directory) if s not in refused and only in (None, s)), default=0
+    )
     try:
         return step, manifest.read(directory / str(step)) if step else {}, ""
     except manifest.Damaged as error:
@@ -68,8 +77,8 @@ def clean(directory: pathlib.Path, step: int | None = None) -> None:
 def temporary(directory: pathlib.Path, step: int, attempt: str) -> pathlib.Path:
     """Return the folder that Orbax saves into.
 
-    attempt: another text for each save, since in an elastic job a process may still write into the folder of a save
-    that a lost process has interrupted.
+    attempt: another text for each save, since in an elastic job a process may still write into the
+    folder of a save that a lost process has interrupted.
     """
     return directory / f"{step}{TEMPORARY}-{attempt}"
 
@@ -81,7 +90,9 @@ def publish(directory: pathlib.Path, step: int, attempt: str) -> None:
 
 
 def remove(directory: pathlib.Path, steps: Iterable[int]) -> None:
-    """Remove checkpoints, renaming each first, so that a partly removed one is not taken for a checkpoint."""
+    """Remove checkpoints, renaming each first, so that a partly removed one is not taken for a
+    checkpoint.
+    """
     for step in steps:
         with contextlib.suppress(OSError):
             renamed = (directory / str(step)).rename(directory / f"{step}{_REMOVED}")

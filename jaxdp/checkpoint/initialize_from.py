@@ -1,8 +1,9 @@
-"""Initialize a run from arrays of another run or file: match them by name, load them, and rebuild what follows.
+"""Initialize a run from arrays of another run or file: match them by name, load them, and rebuild
+what follows.
 
-Optimizer state and running average are computed from the loaded parameters. `jaxdp.checkpoint.weights` opens a source;
-`jaxdp.assemble.initialize_from` applies this to the config's `init_from` and `init`.
-"""
+Optimizer state and running average are computed from the loaded parameters.
+`jaxdp.checkpoint.weights` opens a source; `jaxdp.assemble.initialize_from` applies this to the
+config's `init_from` and `init`."""
 
 import math
 import re
@@ -46,15 +47,17 @@ def match(
     absent: Mapping[str, str] = MappingProxyType({}),
     hint: str = "",
 ) -> Match:
-    """Match our arrays to theirs by name; both are {name: object with shape and dtype}. source: theirs, for messages.
+    """Match our arrays to theirs by name; both are {name: object with shape and dtype}. source:
+    theirs, for messages.
 
-    rename: {expression: replacement} as for `re.sub`; the first expression found in one of their names changes it.
-    load, skip: expressions; they select the names, ours and theirs, that one of `load` matches and none of `skip`.
-    absent: {our name: the tensor that it needs and the source lacks}. hint: more on why names may differ.
+    rename: {expression: replacement} as for `re.sub`; the first expression found in one of their
+    names changes it. load, skip: expressions; they select the names, ours and theirs, that one of
+    `load` matches and none of `skip`. absent: {our name: the tensor that it needs and the source
+    lacks}. hint: more on why names may differ.
 
-    Raises UsageError for an expression without a match, two names that become equal, a different shape or kind of
-    dtype, if nothing is left to load, and for a selected name that is only ours or only theirs.
-    """
+    Raises UsageError for an expression without a match, two names that become equal, a different
+    shape or kind of dtype, if nothing is left to load, and for a selected name that is only ours or
+    only theirs."""
     new_names = renamed(theirs, source, rename or {})
     for key, patterns, names in (("load", load, ours), ("skip", skip, {**ours, **new_names})):
         for pattern in patterns:
@@ -62,7 +65,10 @@ def match(
                 raise UsageError(
                     f"init.{key}: {pattern!r} matches no parameter; a path is such as {near(pattern, ours)!r}"
                 )
-    is_selected = lambda name: matches(load, name) and not matches(skip, name)
+
+    def is_selected(name):
+        return matches(load, name) and not matches(skip, name)
+
     selected = [name for name in ours if is_selected(name)]
     pairs = {name: new_names[name] for name in selected if name in new_names}
     if not pairs:
@@ -71,22 +77,30 @@ def match(
             other = near(selected[0], new_names) if new_names else "none at all"
             fix = f"a path here is {selected[0]!r}, there {other!r}; map them with init.rename"
         raise UsageError(f"init_from: {source} has none of the arrays to load; {fix}")
-    label = lambda name: str(getattr(theirs[name], "label", name))
-    check_fit({name: (ours[name], theirs[other], label(other)) for name, other in pairs.items()}, source)
+
+    def label(name):
+        return str(getattr(theirs[name], "label", name))
+
+    check_fit(
+        {name: (ours[name], theirs[other], label(other)) for name, other in pairs.items()}, source
+    )
     lacking = [name for name in selected if name not in pairs]
     unused = [name for name in new_names if name not in pairs and is_selected(name)]
     if lacking or unused:
-        needed = [f"{absent[name]!r} for {name!r}" if name in absent else repr(name) for name in lacking]
+        needed = [
+            f"{absent[name]!r} for {name!r}" if name in absent else repr(name) for name in lacking
+        ]
         texts = {
             "it has no {}": needed,
             "no parameter here is its {}": [repr(label(new_names[name])) for name in unused],
         }
         problems = [text.format(first_of(names)) for text, names in texts.items() if names]
-        fix = (
-            f"leave out what may differ with init.skip, such as {'^' + re.escape((lacking + unused)[0]) + '$'!r}{hint}"
-        )
+        pattern = "^" + re.escape((lacking + unused)[0]) + "$"
+        fix = f"leave out what may differ with init.skip, such as {pattern!r}{hint}"
         other = "map them with init.rename, or " if lacking and unused else ""
-        raise UsageError(f"init_from: {source} does not fit the model: {', and '.join(problems)}; {other}{fix}")
+        raise UsageError(
+            f"init_from: {source} does not fit the model: {', and '.join(problems)}; {other}{fix}"
+        )
     used = set(pairs.values())
     return Match(
         pairs,
@@ -105,7 +119,9 @@ def first_of(names: Sequence[str]) -> str:
 
 
 def renamed(names: Iterable[str], source: str, rename: Mapping[str, str]) -> dict[str, str]:
-    """Return {new name: name}. Raises UsageError for an expression without a match, and names that become equal."""
+    """Return {new name: name}. Raises UsageError for an expression without a match, and names that
+    become equal.
+    """
     names = list(names)
     for pattern in rename:
         if not any(re.search(pattern, name) for name in names):
@@ -131,12 +147,16 @@ def renamed(names: Iterable[str], source: str, rename: Mapping[str, str]) -> dic
 
 
 def check_fit(pairs: Mapping[str, tuple[Any, Any, str]], source: str) -> None:
-    """Raise UsageError for the first of {our name: (ours, theirs, their name)} with another shape or kind of dtype."""
+    """Raise UsageError for the first of {our name: (ours, theirs, their name)} with another shape
+    or kind of dtype.
+    """
     wrong = []
     for name, (ours, theirs, their_name) in pairs.items():
         origin = f"{source} as {their_name!r}" if their_name != name else source
         if tuple(ours.shape) != tuple(theirs.shape):
-            wrong.append((name, f"has shape {tuple(theirs.shape)} in {origin}, but {tuple(ours.shape)} here"))
+            wrong.append(
+                (name, f"has shape {tuple(theirs.shape)} in {origin}, but {tuple(ours.shape)} here")
+            )
         elif kind(ours.dtype) != kind(theirs.dtype):
             wrong.append((name, f"is {theirs.dtype} in {origin}, but {ours.dtype} here"))
     if wrong:
@@ -148,9 +168,11 @@ def check_fit(pairs: Mapping[str, tuple[Any, Any, str]], source: str) -> None:
         )
 
 
-def check_differences(differences: Iterable[Difference], changed: Sequence[str], source: str) -> str:
-    """Return a line about the differences of the models that `init.changed` names; raise UsageError for any other, and
-    for a name that is none."""
+def check_differences(
+    differences: Iterable[Difference], changed: Sequence[str], source: str
+) -> str:
+    """Return a line about the differences of the models that `init.changed` names; raise UsageError
+    for any other, and for a name that is none."""
     first = {difference.name: difference for difference in reversed([*differences])}
     for name in changed:
         if name not in first:
@@ -161,14 +183,21 @@ def check_differences(differences: Iterable[Difference], changed: Sequence[str],
             f"init_from: {wrong[0].problem}, so the loaded parameters would compute something else; {wrong[0].fix}, or "
             f"accept it with init.changed: {names}"
         )
-    return f"  differs from the source, as init.changed says: {', '.join(changed)}" if changed else ""
+    return (
+        f"  differs from the source, as init.changed says: {', '.join(changed)}" if changed else ""
+    )
 
 
-def describe(result: Match, ours: Mapping[str, Any], source: str, rows: Mapping[str, int] | None = None) -> str:
-    """Describe in text which arrays were loaded, skipped, and not used. rows: {their name: number of loaded rows}
-    of arrays with fewer rows than ours."""
+def describe(
+    result: Match, ours: Mapping[str, Any], source: str, rows: Mapping[str, int] | None = None
+) -> str:
+    """Describe in text which arrays were loaded, skipped, and not used. rows: {their name: number
+    of loaded rows} of arrays with fewer rows than ours."""
     lines, loaded = [], list(result.pairs)
-    of_model = lambda names: [name for name in names if name.startswith(MODEL_STATE)]
+
+    def of_model(names):
+        return [name for name in names if name.startswith(MODEL_STATE)]
+
     count = f"{len(loaded) - len(of_model(loaded))} of {len(ours) - len(of_model(ours))} parameters"
     if of_model(ours):
         count += f", {len(of_model(loaded))} of {len(of_model(ours))} arrays of the model state"
@@ -200,11 +229,12 @@ def begin_with(
     trainable: Callable[[Tree], Tree],
     complete: Callable[[TrainState], TrainState] = lambda state: state,
 ) -> TrainState:
-    """Return the initial state, with the arrays in `pairs` {our name: theirs} loaded, sharded and cast to our dtypes.
+    """Return the initial state, with the arrays in `pairs` {our name: theirs} loaded, sharded and
+    cast to our dtypes.
 
-    The other arrays are initialized as usual, and so are the rows that an array of `weights.rows` does not have.
-    Optimizer state and running average are computed from the resulting parameters. complete: what the strategy needs
-    beside those of ordinary training.
+    The other arrays are initialized as usual, and so are the rows that an array of `weights.rows`
+    does not have. Optimizer state and running average are computed from the resulting parameters.
+    complete: what the strategy needs beside those of ordinary training.
     """
     abstract, rows = strategy.abstract(), weights.rows
     state = strategy.export(strategy.init()).replace(opt_state=None, ema=None, ema_state=None)
@@ -215,21 +245,38 @@ def begin_with(
     like = named(abstract.params, abstract.model_state)
     loaded = weights.read({theirs: like[ours] for ours, theirs in pairs.items()})
     for ours, theirs in pairs.items():
-        values[ours] = _merge_rows(rows[theirs], loaded[theirs], values[ours]) if theirs in rows else loaded[theirs]
-    fill = lambda tree, prefix="": jax.tree_util.tree_map_with_path(
-        lambda path, _: values[prefix + path_string(path)], tree
+        values[ours] = (
+            _merge_rows(rows[theirs], loaded[theirs], values[ours])
+            if theirs in rows
+            else loaded[theirs]
+        )
+
+    def fill(tree, prefix=""):
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: values[prefix + path_string(path)], tree
+        )
+
+    state = state.replace(
+        params=fill(abstract.params), model_state=fill(abstract.model_state, MODEL_STATE)
     )
-    state = state.replace(params=fill(abstract.params), model_state=fill(abstract.model_state, MODEL_STATE))
 
     def derive(state: TrainState) -> tuple[Tree, Tree, Tree]:
-        state = jax.tree.map(jnp.copy, state)  # an update donates all of the state, so no two arrays may share memory
+        state = jax.tree.map(
+            jnp.copy, state
+        )  # an update donates all of the state, so no two arrays may share memory
         params, like = state.params, abstract.ema
-        average = None if like is None else jax.tree.map(lambda p, e: p.astype(e.dtype), params, like)
+        average = (
+            None if like is None else jax.tree.map(lambda p, e: p.astype(e.dtype), params, like)
+        )
         statistics = None if like is None else first_statistics(state.model_state)
-        state = complete(state.replace(opt_state=tx.init(trainable(params)), ema=average, ema_state=statistics))
+        state = complete(
+            state.replace(opt_state=tx.init(trainable(params)), ema=average, ema_state=statistics)
+        )
         return state.opt_state, state.ema, state.ema_state
 
-    shardings = jax.tree.map(lambda x: x.sharding, (abstract.opt_state, abstract.ema, abstract.ema_state))
+    shardings = jax.tree.map(
+        lambda x: x.sharding, (abstract.opt_state, abstract.ema, abstract.ema_state)
+    )
     opt_state, ema, ema_state = jax.jit(derive, out_shardings=shardings)(state)
     return strategy.adopt(state.replace(opt_state=opt_state, ema=ema, ema_state=ema_state))
 

@@ -19,7 +19,9 @@ PLAIN = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
 def fields_of(state: TrainState) -> dict[str, Any]:
-    """Return {name: tree} of the fields that are in use and that every checkpoint with such a state has."""
+    """Return {name: tree} of the fields that are in use and that every checkpoint with such a state
+    has.
+    """
     return {name: tree for name, tree in all_fields_of(state).items() if name not in ADDED}
 
 
@@ -36,11 +38,15 @@ def leaves_of(tree: Any) -> dict[str, Any]:
 
 
 def is_plain(tree: Any) -> bool:
-    """Return whether Orbax can name each leaf by the keys of its path, which it turns into texts and joins by dots."""
+    """Return whether Orbax can name each leaf by the keys of its path, which it turns into texts
+    and joins by dots.
+    """
 
     def plain(key: Any) -> bool:
         name = getattr(key, "key", getattr(key, "name", None))
-        return isinstance(key, SequenceKey) or (isinstance(name, str) and PLAIN.fullmatch(name) is not None)
+        return isinstance(key, SequenceKey) or (
+            isinstance(name, str) and PLAIN.fullmatch(name) is not None
+        )
 
     return all(plain(key) for path, _ in jax.tree_util.tree_leaves_with_path(tree) for key in path)
 
@@ -53,11 +59,15 @@ def number_of(paths: Sequence[str]) -> dict[str, str]:
 def by_number(tree: Any, paths: Sequence[str]) -> dict[str, Any]:
     """Return {number of its path: leaf}."""
     numbers = number_of(paths)
-    return {numbers[path_string(path)]: leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return {
+        numbers[path_string(path)]: leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
 
 
 def path_in(meta: Mapping[str, Any]) -> Callable[[Any], str]:
-    """Return a function from the path of a leaf as Orbax has it to its path in the state. meta: of the checkpoint."""
+    """Return a function from the path of a leaf as Orbax has it to its path in the state. meta: of
+    the checkpoint.
+    """
     numbered = meta.get("numbered")
     return lambda path: numbered[int(path_string(path))] if numbered else path_string(path)
 
@@ -68,9 +78,16 @@ def copy(old_copies: Any, tree: Any) -> Any:
     return jax.tree.map(jnp.copy, tree)
 
 
-def check_same_leaves(step: int, saved: Mapping[str, Any], ours: Mapping[str, Any], rank: int) -> None:
-    """Raise UsageError, printed by `rank`, for the first leaf that differs; exponents of exact sums may differ."""
-    describe = lambda path, leaves: f"{path} {leaves[path][0]}{leaves[path][1]}" if path in leaves else f"no {path}"
+def check_same_leaves(
+    step: int, saved: Mapping[str, Any], ours: Mapping[str, Any], rank: int
+) -> None:
+    """Raise UsageError, printed by `rank`, for the first leaf that differs; exponents of exact sums
+    may differ.
+    """
+
+    def describe(path, leaves):
+        return f"{path} {leaves[path][0]}{leaves[path][1]}" if path in leaves else f"no {path}"
+
     for path in sorted({**saved, **ours}.keys() - {"exponents"}):
         if saved.get(path) != ours.get(path):
             raise UsageError(

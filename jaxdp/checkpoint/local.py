@@ -1,8 +1,9 @@
-"""Checkpoints of hosts that share no file system: every host keeps the full state in its own run directory.
+"""Checkpoints of hosts that share no file system: every host keeps the full state in its own run
+directory.
 
-Of the processes that see the same directory, one is its writer. A save gathers the state, and each writer writes all of
-it. A restore agrees on the newest step that any host has undamaged, copies its files to the hosts that lack it, and
-then each process reads those of its own host.
+Of the processes that see the same directory, one is its writer. A save gathers the state, and each
+writer writes all of it. A restore agrees on the newest step that any host has undamaged, copies its
+files to the hosts that lack it, and then each process reads those of its own host.
 """
 
 import contextlib
@@ -31,9 +32,9 @@ CHUNK = 1 << 22  # bytes of a file in one broadcast
 class LocalCheckpoints(Checkpoints):
     """The checkpoints of a run whose directory may be a different one on each host.
 
-    writers[rank]: the process that writes into the directory which that rank sees. If it is the same one for all, they
-    work like `Checkpoints`. facts["job"]: a random text; checkpoints of one step and one job have the same state.
-    """
+    writers[rank]: the process that writes into the directory which that rank sees. If it is the
+    same one for all, they work like `Checkpoints`. facts["job"]: a random text; checkpoints of one
+    step and one job have the same state."""
 
     writers: Sequence[int] = ()
 
@@ -42,7 +43,9 @@ class LocalCheckpoints(Checkpoints):
         return len(set(self.writers)) < 2
 
     def attach(self, nonce: str) -> str | None:
-        """Choose the writer of each directory: root in its own, elsewhere the first process that makes a file there."""
+        """Choose the writer of each directory: root in its own, elsewhere the first process that
+        makes a file there.
+        """
         job = self.context.of_root("job", lambda: secrets.token_hex(8))
         mark = self.directory / f".writer-{job}"
         for of_root in (True, False):
@@ -52,26 +55,54 @@ class LocalCheckpoints(Checkpoints):
                     with mark.open("x", encoding="utf-8") as file:
                         file.write(str(self.context.rank))
             self.context.barrier("writer")
-        self.writers = [int(rank) for rank in self.context.exchange("writers", mark.read_text(encoding="utf-8"))]
-        self.writes, self.facts = self.writers[self.context.rank] == self.context.rank, {**self.facts, "job": job}
+        self.writers = [
+            int(rank) for rank in self.context.exchange("writers", mark.read_text(encoding="utf-8"))
+        ]
+        self.writes, self.facts = (
+            self.writers[self.context.rank] == self.context.rank,
+            {**self.facts, "job": job},
+        )
         for path in self.directory.glob(".writer-*") if self.writes else ():
             path.unlink(missing_ok=True)
         return None
 
-    def latest(self, say: Say = print, tidy: bool = True, refused: Iterable[int] = (), only: int | None = None) -> int:
-        """Return the newest step that a host has undamaged, once all hosts have it, or 0. Raises UsageError."""
+    def latest(
+        self,
+        say: Say = print,
+        tidy: bool = True,
+        refused: Iterable[int] = (),
+        only: int | None = None,
+    ) -> int:
+        """Return the newest step that a host has undamaged, once all hosts have it, or 0. Raises
+        UsageError.
+        """
         if self.is_shared:
             return super().latest(say, tidy, refused, only)
         title, rank = self.context.title, self.context.rank
         tell = say if self.context.is_root else lambda text: say(f"{title(rank)}: {text}")
-        refused, tried = {*refused, *(folders.unfinished(self.directory) if self.writes else ())}, len({*refused})
+        refused, tried = (
+            {*refused, *(folders.unfinished(self.directory) if self.writes else ())},
+            len({*refused}),
+        )
         if self.writes:
             self._set_unfinished_aside(tell)
         while True:
-            own, content, problem = folders.newest(self.directory, refused, only) if self.writes else (0, {}, "")
-            offer = [own, not problem, content["meta"].get("job") if content else None, len(refused) - tried]
-            offers = [json.loads(text) for text in self.context.exchange("offers", json.dumps(offer), TIMEOUT)]
-            newest, _, job, _ = max(offers, key=lambda offer: offer[:2])  # of equals, that of the lowest rank
+            own, content, problem = (
+                folders.newest(self.directory, refused, only) if self.writes else (0, {}, "")
+            )
+            offer = [
+                own,
+                not problem,
+                content["meta"].get("job") if content else None,
+                len(refused) - tried,
+            ]
+            offers = [
+                json.loads(text)
+                for text in self.context.exchange("offers", json.dumps(offer), TIMEOUT)
+            ]
+            newest, _, job, _ = max(
+                offers, key=lambda offer: offer[:2]
+            )  # of equals, that of the lowest rank
             if not newest:
                 if self.context.is_root and any(count for *_, count in offers):
                     say("no host has a complete checkpoint: the run starts from the beginning")
@@ -82,17 +113,23 @@ class LocalCheckpoints(Checkpoints):
                 problem = "another job has saved it" if offer[2] != job else problem
             if problem.startswith("cannot read"):
                 raise UsageError(f"run_dir: {title(rank)} {problem}; fix that first")
-            sound = self.context.exchange("sound", json.dumps(own == newest and not problem), TIMEOUT)
+            sound = self.context.exchange(
+                "sound", json.dumps(own == newest and not problem), TIMEOUT
+            )
             if problem:
                 refused.add(own)
                 self.set_aside(own, "damaged", f"checkpoint {own} is damaged: {problem}", tell)
-            if (source := next((r for r in sorted({*self.writers}) if json.loads(sound[r])), None)) is not None:
+            if (
+                source := next((r for r in sorted({*self.writers}) if json.loads(sound[r])), None)
+            ) is not None:
                 targets = [r for r in sorted({*self.writers}) if not json.loads(sound[r])]
                 with self._reported():
                     self._copy(newest, source, targets)
                 if self.context.is_root and targets:
                     self.events.note("checkpoint_copied", newest, source=source, targets=targets)
-                    say(f"checkpoint {newest} copied from {title(source)} to {', '.join(map(title, targets))}")
+                    say(
+                        f"checkpoint {newest} copied from {title(source)} to {', '.join(map(title, targets))}"
+                    )
                 self.last = newest
                 return newest
 
@@ -100,7 +137,11 @@ class LocalCheckpoints(Checkpoints):
         """Copy a checkpoint from the directory of one writer to those of others."""
         rank, folder = self.context.rank, self.directory / str(step)
         text = json.dumps(manifest.read(folder)) if rank == source else ""
-        content = json.loads(self.context.exchange("manifest", text)[source]) if targets else {"files": {}}
+        content = (
+            json.loads(self.context.exchange("manifest", text)[source])
+            if targets
+            else {"files": {}}
+        )
         files, copy = content["files"], folder.with_name(f"{step}{folders.TEMPORARY}-copy")
         for name, (size, _) in files.items():
             for start in range(0, max(size, 1), CHUNK):
@@ -122,11 +163,15 @@ class LocalCheckpoints(Checkpoints):
         self.context.barrier("copied", TIMEOUT)
 
     def _start(self, folder: pathlib.Path, tree: dict[str, Any]) -> Any:
-        """Gather the state, one array after the other, and start to write it if this process is a writer."""
+        """Gather the state, one array after the other, and start to write it if this process is a
+        writer.
+        """
         if self.is_shared:
             return super()._start(folder, tree)
         first = {device.process_index: device for device in reversed(jax.devices())}
-        kind = None if jax.default_backend() == "cpu" else "pinned_host"  # the device may lack the memory for all
+        kind = (
+            None if jax.default_backend() == "cpu" else "pinned_host"
+        )  # the device may lack the memory for all
         mesh = Mesh([first[writer] for writer in sorted({*self.writers})], ("host",))
         replicated = NamedSharding(mesh, P(), memory_kind=kind)
         own = SingleDeviceSharding(first[self.context.rank], memory_kind=kind)
@@ -158,4 +203,6 @@ class LocalCheckpoints(Checkpoints):
             yield
         except OSError as error:
             name = f"{self.context.title(self.context.rank)} cannot use {str(error.filename or self.directory)!r}"
-            raise UsageError(f"run_dir: {name}: {error.strerror}; fix that, or choose another") from None
+            raise UsageError(
+                f"run_dir: {name}: {error.strerror}; fix that, or choose another"
+            ) from None

@@ -1,7 +1,8 @@
-"""The manifest that makes a checkpoint complete: the size and SHA-256 of every file, and the metadata of the save.
+"""The manifest that makes a checkpoint complete: the size and SHA-256 of every file, and the
+metadata of the save.
 
-It is written last, under a temporary name, and renamed: a directory without a manifest is not a checkpoint. It contains
-a digest of itself, which detects a flipped bit in the manifest too.
+It is written last, under a temporary name, and renamed: a directory without a manifest is not a
+checkpoint. It contains a digest of itself, which detects a flipped bit in the manifest too.
 """
 
 import contextlib
@@ -23,17 +24,27 @@ Files = dict[str, tuple[int, str]]  # relative path to (bytes, SHA-256)
 
 
 class Damaged(ValueError):
-    """A checkpoint that differs from the one that was saved; the message names the file and the difference."""
+    """A checkpoint that differs from the one that was saved; the message names the file and the
+    difference.
+    """
 
 
 def list_files(directory: pathlib.Path) -> list[str]:
     """List the relative paths of all files under `directory`, sorted, without the manifest."""
-    names = (os.path.join(folder, name) for folder, _, names in os.walk(directory) for name in names)  # without stat
-    return sorted(os.path.relpath(name, directory) for name in names if not os.path.basename(name).startswith(NAME))
+    names = (
+        os.path.join(folder, name) for folder, _, names in os.walk(directory) for name in names
+    )  # without stat
+    return sorted(
+        os.path.relpath(name, directory)
+        for name in names
+        if not os.path.basename(name).startswith(NAME)
+    )
 
 
 def digest(file: pathlib.Path, wait: float = 0.0) -> tuple[int, str]:
-    """Return (bytes, SHA-256) of a file; wait: seconds to wait for it to appear on a slow network file system."""
+    """Return (bytes, SHA-256) of a file; wait: seconds to wait for it to appear on a slow network
+    file system.
+    """
     deadline = time.monotonic() + wait
     while True:
         try:
@@ -50,16 +61,29 @@ def digests(directory: pathlib.Path, names: Sequence[str], wait: float = 10.0) -
 
 
 def flush(directory: pathlib.Path, names: Collection[str]) -> None:
-    """Flush files and their directories to disk, before the manifest lists them: each process some of them."""
-    for path in [*(directory / name for name in names), *sorted({(directory / name).parent for name in names})]:
+    """Flush files and their directories to disk, before the manifest lists them: each process some
+    of them.
+    """
+    for path in [
+        *(directory / name for name in names),
+        *sorted({(directory / name).parent for name in names}),
+    ]:
         rundir.flush(path)
 
 
-def write(directory: pathlib.Path, files: Mapping[str, Sequence[Any]], meta: Mapping[str, Any]) -> None:
+def write(
+    directory: pathlib.Path, files: Mapping[str, Sequence[Any]], meta: Mapping[str, Any]
+) -> None:
     """Write the manifest durably, by a rename; `files` must be flushed already."""
-    body = {"format": FORMAT, "files": {k: list(v) for k, v in sorted(files.items())}, "meta": dict(meta)}
+    body = {
+        "format": FORMAT,
+        "files": {k: list(v) for k, v in sorted(files.items())},
+        "meta": dict(meta),
+    }
     with rundir.replaced(directory / NAME, durable=True) as new:
-        new.write_text(json.dumps({"sha256": _body_sha256(body), **body}, indent=1) + "\n", encoding="utf-8")
+        new.write_text(
+            json.dumps({"sha256": _body_sha256(body), **body}, indent=1) + "\n", encoding="utf-8"
+        )
     rundir.flush(directory)
     rundir.flush(directory.parent)
 
@@ -67,8 +91,8 @@ def write(directory: pathlib.Path, files: Mapping[str, Sequence[Any]], meta: Map
 def read(directory: pathlib.Path) -> dict[str, Any]:
     """Read the manifest's `files` and `meta`.
 
-    Raises Damaged if there is none, or it has changed; OSError if it cannot be read; UsageError if its format is of
-    another version.
+    Raises Damaged if there is none, or it has changed; OSError if it cannot be read; UsageError if
+    its format is of another version.
     """
     try:
         content = json.loads((directory / NAME).read_text(encoding="utf-8"))
@@ -76,7 +100,14 @@ def read(directory: pathlib.Path) -> dict[str, Any]:
         sha256 = content["sha256"]
     except FileNotFoundError:
         raise Damaged(f"it has no {NAME}: the save was not finished") from None
-    except (ValueError, AttributeError, KeyError, TypeError, IsADirectoryError, RecursionError) as error:
+    except (
+        ValueError,
+        AttributeError,
+        KeyError,
+        TypeError,
+        IsADirectoryError,
+        RecursionError,
+    ) as error:
         raise Damaged(f"its {NAME} cannot be read: {str(error) or type(error).__name__}") from None
     if sha256 != _body_sha256(body):
         raise Damaged(f"its {NAME} has changed since it was written")
@@ -86,19 +117,30 @@ def read(directory: pathlib.Path) -> dict[str, Any]:
             "use the version that it was saved with"
         )
     files, meta = body.get("files"), body.get("meta")
-    is_entry = lambda x: isinstance(x, list) and [*map(type, x)] == [int, str]
-    if not (isinstance(meta, dict) and isinstance(files, dict) and files and all(map(is_entry, files.values()))):
+
+    def is_entry(x):
+        return isinstance(x, list) and [*map(type, x)] == [int, str]
+
+    if not (
+        isinstance(meta, dict)
+        and isinstance(files, dict)
+        and files
+        and all(map(is_entry, files.values()))
+    ):
         raise Damaged(f"its {NAME} does not list the sizes and checksums of its files, and meta")
     return body
 
 
 def located(directory: pathlib.Path, name: str) -> pathlib.Path:
-    """Return the path of a checkpoint's file. Raises Damaged for a name, or a link, that leads outside of it.
+    """Return the path of a checkpoint's file. Raises Damaged for a name, or a link, that leads
+    outside of it.
 
-    It asks the file system about each folder of the path, so only the process that reads a file calls it.
-    """
+    It asks the file system about each folder of the path, so only the process that reads a file
+    calls it."""
     path = directory / name
-    with contextlib.suppress(OSError, RuntimeError, ValueError):  # a link to itself, an impossible file name
+    with contextlib.suppress(
+        OSError, RuntimeError, ValueError
+    ):  # a link to itself, an impossible file name
         if (
             name.isprintable()
             and ".." not in pathlib.PurePath(name).parts
@@ -122,7 +164,9 @@ def check(directory: pathlib.Path, files: Mapping[str, Sequence[Any]], wait: flo
         except OSError as error:
             if error.errno != errno.ENAMETOOLONG:
                 raise
-            raise Damaged(f"its {NAME} names {name[:80]!r}..., which is too long for a file") from None
+            raise Damaged(
+                f"its {NAME} names {name[:80]!r}..., which is too long for a file"
+            ) from None
         if actual[0] != size:
             raise Damaged(f"{name} has {actual[0]:,} bytes instead of {size:,}")
         if actual[1] != sha256:
@@ -130,7 +174,9 @@ def check(directory: pathlib.Path, files: Mapping[str, Sequence[Any]], wait: flo
 
 
 def problem(directory: pathlib.Path, rank: int = 0, size: int = 1, wait: float = 0.0) -> str:
-    """Return why the manifest, or a file of this process's part of the checkpoint, fails `check`, or ''."""
+    """Return why the manifest, or a file of this process's part of the checkpoint, fails `check`,
+    or ''.
+    """
     try:
         digest(directory / NAME, wait)  # waits for it
         check(directory, dict([*read(directory)["files"].items()][rank::size]), wait)

@@ -12,7 +12,9 @@ from jaxdp.distributed import membership
 from jaxdp.distributed.context import Context, current
 
 TIMEOUT = 1200.0  # seconds for the files of one save
-SLICE = 16 << 20  # bytes: smaller slices of replicated arrays are not made, since each is a program to compile
+SLICE = (
+    16 << 20
+)  # bytes: smaller slices of replicated arrays are not made, since each is a program to compile
 
 
 def orbax() -> Any:
@@ -29,10 +31,11 @@ def import_all() -> None:
 
 @functools.cache
 def literal_path() -> Any:
-    """Return the class of Orbax's paths, without the meaning that it gives to some names of folders.
+    """Return the class of Orbax's paths, without the meaning that it gives to some names of
+    folders.
 
-    A pattern is joined to the path of the folder, which is then a pattern too: "lr=[1e-3]" has a character class. And
-    /gs, /s3, /az and /hf are stores in a network, not folders.
+    A pattern is joined to the path of the folder, which is then a pattern too: "lr=[1e-3]" has a
+    character class. And /gs, /s3, /az and /hf are stores in a network, not folders.
     """
     from etils import epath
 
@@ -46,7 +49,9 @@ def literal_path() -> Any:
 
 
 def options() -> Any:
-    """Return Orbax's context with our time limit, without slices of small arrays, and with paths that are literal."""
+    """Return Orbax's context with our time limit, without slices of small arrays, and with paths
+    that are literal.
+    """
     context = orbax().Context()
     context.asynchronous.timeout_secs = int(TIMEOUT)
     context.array.saving.min_slice_bytes_for_replica_parallel = SLICE
@@ -55,7 +60,9 @@ def options() -> Any:
 
 
 def alone() -> Any:
-    """Return Orbax's context for this process alone, while others do not call it, or have folders of their own."""
+    """Return Orbax's context for this process alone, while others do not call it, or have folders
+    of their own.
+    """
     rank, context = current().rank, options()
     context.multiprocessing.primary_host = None  # each process that calls it
     context.multiprocessing.active_processes = {rank}
@@ -70,22 +77,34 @@ def save(folder: pathlib.Path, tree: Any) -> Any:
 
 
 def save_alone(folder: pathlib.Path, tree: Any) -> Any:
-    """Start to save a tree from this process alone, while others save into folders of the same name on other hosts.
+    """Start to save a tree from this process alone, while others save into folders of the same name
+    on other hosts.
 
     tree: arrays that are replicated over one device of each process that saves.
     """
     from orbax.checkpoint.experimental.v1._src.saving import execution
 
     context = alone()
-    context.array.saving.use_replica_parallel = False  # would split an array over the processes that have it
-    context.asynchronous.create_directories_asynchronously = False  # or one process could take another's signal
+    context.array.saving.use_replica_parallel = (
+        False  # would split an array over the processes that have it
+    )
+    context.asynchronous.create_directories_asynchronously = (
+        False  # or one process could take another's signal
+    )
     # Orbax compares the paths by a collective of all processes, though some of them do not save.
-    with mock.patch.object(execution, "_check_directory_consistency", lambda path: None, create=True), context:
+    with (
+        mock.patch.object(
+            execution, "_check_directory_consistency", lambda path: None, create=True
+        ),
+        context,
+    ):
         return orbax().save_async(folder, tree, overwrite=True)
 
 
 def load(folder: pathlib.Path, targets: Any) -> Any:
-    """Return the tree in a folder of Orbax, as `targets` (abstract arrays) say. All processes call it."""
+    """Return the tree in a folder of Orbax, as `targets` (abstract arrays) say. All processes call
+    it.
+    """
     prepare(current())
     with options():
         return orbax().load(folder, targets)
@@ -104,15 +123,18 @@ def described(folder: pathlib.Path) -> Any:
 
 
 def prepare(context: Context) -> None:
-    """Let Orbax work in this generation of an elastic job, though it began in another one, or not on all processes.
+    """Let Orbax work in this generation of an elastic job, though it began in another one, or not
+    on all processes.
 
-    It keeps a client of JAX's service, which an earlier generation has left. The names of its barriers have a count of
-    its operations; each process counts its own, so a process that has joined would wait in other barriers.
-    """
+    It keeps a client of JAX's service, which an earlier generation has left. The names of its
+    barriers have a count of its operations; each process counts its own, so a process that has
+    joined would wait in other barriers."""
     from orbax.checkpoint._src.futures.signaling_client import get_signaling_client
     from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator as Operations
 
-    if membership.current():  # else the client is this process's own, and another save may wait for its signals
+    if (
+        membership.current()
+    ):  # else the client is this process's own, and another save may wait for its signals
         get_signaling_client.cache_clear()
     counts = context.exchange("operations of Orbax", Operations.get_current_operation_id())
     while int(Operations.get_current_operation_id()) < max(map(int, counts)):
@@ -121,9 +143,13 @@ def prepare(context: Context) -> None:
 
 @functools.cache
 def silence_orbax() -> None:
-    """Drop Orbax's tracebacks of a failed write and of its closed event loop: we report the failure in one line."""
+    """Drop Orbax's tracebacks of a failed write and of its closed event loop: we report the failure
+    in one line.
+    """
     noise = ("_SignalingThread", "Global object size")
-    logging.getLogger("absl").addFilter(lambda record: not any(words in str(record.msg) for words in noise))
+    logging.getLogger("absl").addFilter(
+        lambda record: not any(words in str(record.msg) for words in noise)
+    )
     previous = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:

@@ -1,10 +1,11 @@
-"""Conversion between published weights and the parameters of `GPT`: pure functions of names and arrays.
+"""Conversion between published weights and the parameters of `GPT`: pure functions of names and
+arrays.
 
-A `Layout` is a table of names. GPT-2's is that of huggingface.co/openai-community/gpt2 (Radford et al. 2019): kernels
-are [in, out], and query, key and value share one kernel [dim, 3 dim]. `GPT` has no key bias: it shifts all scores of a
-query equally, which softmax cancels. Llama's is that of `transformers` (`LlamaForCausalLM`): kernels are [out, in], and
-rotary embedding pairs dims i and i + width / 2, as `GPT` does. `lm_head.weight` repeats the embedding of a tied model.
-"""
+A `Layout` is a table of names. GPT-2's is that of huggingface.co/openai-community/gpt2 (Radford et
+al. 2019): kernels are [in, out], and query, key and value share one kernel [dim, 3 dim]. `GPT` has
+no key bias: it shifts all scores of a query equally, which softmax cancels. Llama's is that of
+`transformers` (`LlamaForCausalLM`): kernels are [out, in], and rotary embedding pairs dims i and i
++ width / 2, as `GPT` does. `lm_head.weight` repeats the embedding of a tied model."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,10 @@ import numpy as np
 from jaxdp.checkpoint.safetensors import Array
 from jaxdp.precision import kind
 
-STACK, MODULES = "blocks/stack", "blocks/modules"  # the path of the blocks with scan: true, and with scan: false
+STACK, MODULES = (
+    "blocks/stack",
+    "blocks/modules",
+)  # the path of the blocks with scan: true, and with scan: false
 THIRDS = ("query", "key", "value")
 HEAD = "lm_head.weight"
 FREQUENCIES = "self_attn.rotary_emb.inv_freq"  # in older files: of the rotary embedding
@@ -107,7 +111,8 @@ LAYOUTS = {"gpt2": GPT2, "llama": LLAMA}
 
 
 def layout_of(names: Iterable[str], paths: Iterable[str]) -> Layout | None:
-    """Return the layout of the published names if the parameter paths are those of a `GPT` of its form; else None.
+    """Return the layout of the published names if the parameter paths are those of a `GPT` of its
+    form; else None.
 
     One tensor of a block tells the layout, so that an incomplete file is recognized, too.
     """
@@ -115,7 +120,11 @@ def layout_of(names: Iterable[str], paths: Iterable[str]) -> Layout | None:
     for layout in LAYOUTS.values():
         kernel = "mlp/up/kernel" if layout.joined else "mlp/gate/kernel"
         blocks = {f"{place}/{kernel}" for place in (STACK, f"{MODULES}/0")}
-        ours = "embed/embedding" in paths and ("positions" in paths) == layout.joined and paths & blocks
+        ours = (
+            "embed/embedding" in paths
+            and ("positions" in paths) == layout.joined
+            and paths & blocks
+        )
         inside = {*layout.inside.values()}
         if ours and any(name in inside for _, name in blocks_of(layout, names)):
             return layout
@@ -135,8 +144,12 @@ def count(layout: Layout, names: Iterable[str]) -> int:
     return 1 + max((i for i, _ in blocks_of(layout, names)), default=-1)
 
 
-def sources_of(layout: Layout, names: Collection[str], stacked: bool) -> dict[str, tuple[list[str], str]]:
-    """Return {our path: (the published tensors that it consists of, their name in messages)}, also of missing ones."""
+def sources_of(
+    layout: Layout, names: Collection[str], stacked: bool
+) -> dict[str, tuple[list[str], str]]:
+    """Return {our path: (the published tensors that it consists of, their name in messages)}, also
+    of missing ones.
+    """
     prefix = prefix_of(layout, names)
     named = {ours: layout.name(theirs, prefix) for ours, theirs in layout.outside.items()}
     sources = {ours: ([theirs], theirs) for ours, theirs in named.items()}
@@ -154,7 +167,8 @@ def prefix_of(layout: Layout, names: Iterable[str]) -> str:
 
 
 def arrays_of(layout: Layout, tensors: Mapping[str, Array], stacked: bool) -> dict[str, Array]:
-    """Return {our path: its array} for the published tensors of a file. stacked: the blocks are, as with scan: true.
+    """Return {our path: its array} for the published tensors of a file. stacked: the blocks are, as
+    with scan: true.
 
     Raises ValueError if the blocks differ in shape or kind of dtype.
     """
@@ -173,21 +187,34 @@ def absent(layout: Layout, names: Collection[str], stacked: bool) -> dict[str, s
 
 
 def _array(layout: Layout, ours: str, tensors: Sequence[Array], label: str) -> Array:
-    """Return the array of our path `ours`: one tensor or a stack of them, or a third of each, or their transposes."""
+    """Return the array of our path `ours`: one tensor or a stack of them, or a third of each, or
+    their transposes.
+    """
     first = tensors[0]
-    third = next((i for i, part in enumerate(THIRDS) if layout.joined and f"/{part}/" in ours), None)
+    third = next(
+        (i for i, part in enumerate(THIRDS) if layout.joined and f"/{part}/" in ours), None
+    )
     for other in tensors:
         if other.shape != first.shape or kind(other.dtype) != kind(first.dtype):
-            form = lambda x: f"{x.dtype}{list(x.shape)}"
-            raise ValueError(f"{first.label!r} of {form(first)}, but {other.label!r} of {form(other)}")
+
+            def form(x):
+                return f"{x.dtype}{list(x.shape)}"
+
+            raise ValueError(
+                f"{first.label!r} of {form(first)}, but {other.label!r} of {form(other)}"
+            )
     shape, stacked, transposed = first.shape, ours.startswith(STACK), layout.transposes(ours)
     if transposed:
         shape = shape[::-1]
     if third is not None:
         if not shape or shape[-1] % 3:
-            raise ValueError(f"{first.label!r} of {list(shape)}, which is not query, key and value of equal sizes")
+            raise ValueError(
+                f"{first.label!r} of {list(shape)}, which is not query, key and value of equal sizes"
+            )
         shape, label = (*shape[:-1], shape[-1] // 3), f"{label}[{THIRDS[third]}]"
-    parts = tuple(tensor.parts[0]._replace(third=third, transposed=transposed) for tensor in tensors)
+    parts = tuple(
+        tensor.parts[0]._replace(third=third, transposed=transposed) for tensor in tensors
+    )
     return Array((len(parts), *shape) if stacked else shape, first.dtype, parts, label, stacked)
 
 
@@ -196,7 +223,9 @@ def used(layout: Layout, names: Collection[str]) -> set[str]:
     prefix = prefix_of(layout, names)
     known = {name for theirs, _ in sources_of(layout, names, False).values() for name in theirs}
     blocks = range(count(layout, names))
-    return known | {f"{prefix}{layout.block}{i}.{name}" for i in blocks for name in layout.redundant}
+    return known | {
+        f"{prefix}{layout.block}{i}.{name}" for i in blocks for name in layout.redundant
+    }
 
 
 def to_published(
@@ -204,7 +233,8 @@ def to_published(
 ) -> dict[str, np.ndarray]:
     """Convert {our path: array} to {published name: array}.
 
-    In GPT-2's layout, key biases and the biases of a model without any become zeros, which do not change the outputs.
+    In GPT-2's layout, key biases and the biases of a model without any become zeros, which do not
+    change the outputs.
 
     Args:
         params: the parameters of a `GPT`; its embedding and head may have padding rows.
@@ -221,7 +251,10 @@ def to_published(
     blocks = {int(name.split("/")[2]) for name in params if name.startswith(f"{MODULES}/")}
     names = {ours: layout.name(theirs, prefix) for ours, theirs in layout.outside.items()}
     for i in blocks:
-        names |= {f"{MODULES}/{i}/{k}": f"{prefix}{layout.block}{i}.{name}" for k, name in layout.inside.items()}
+        names |= {
+            f"{MODULES}/{i}/{k}": f"{prefix}{layout.block}{i}.{name}"
+            for k, name in layout.inside.items()
+        }
     optional = {name for name in names if name.endswith("/bias")} | {"head/kernel"}
     if wrong := sorted((params.keys() - names.keys()) | (names.keys() - params.keys() - optional)):
         raise ValueError(f"it is not {layout.title}'s model: {wrong[0]!r} is in only one of them")
@@ -230,16 +263,22 @@ def to_published(
         if ours in params:
             return params[ours][:, :vocabulary].T if ours == "head/kernel" else params[ours]
         scale = ours.replace("/bias", "/scale")
-        return np.zeros_like(params[scale] if scale in params else params[ours.replace("/bias", "/kernel")][0])
+        return np.zeros_like(
+            params[scale] if scale in params else params[ours.replace("/bias", "/kernel")][0]
+        )
 
     tensors: dict[str, np.ndarray] = {}
     for ours, theirs in names.items():
         if layout.joined and "/attention/query/" in ours:
             parts = [read(ours.replace("/query/", f"/{part}/")) for part in THIRDS]
             if parts[0].shape != parts[1].shape:
-                raise ValueError(f"it is not {layout.title}'s model: it has fewer heads of keys than of queries")
+                raise ValueError(
+                    f"it is not {layout.title}'s model: it has fewer heads of keys than of queries"
+                )
             tensors[theirs] = np.concatenate(parts, -1)
-        elif theirs not in tensors and (ours in params or (layout.joined and ours != "head/kernel")):
+        elif theirs not in tensors and (
+            ours in params or (layout.joined and ours != "head/kernel")
+        ):
             x = read(ours)
             flip = layout.transposes(ours) and ours != "head/kernel"
             tensors[theirs] = x[:vocabulary] if ours == "embed/embedding" else x.T if flip else x

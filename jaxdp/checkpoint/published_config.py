@@ -1,4 +1,6 @@
-"""The config.json of published weights, compared with a `GPT`: what changes the outputs, and not the shapes."""
+"""The config.json of published weights, compared with a `GPT`: what changes the outputs, and not
+the shapes.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -15,7 +17,8 @@ Json = Mapping[str, Any]
 
 
 class Difference(NamedTuple):
-    """A difference between the source's model and ours. name: the argument of our model, or the key of config.json.
+    """A difference between the source's model and ours. name: the argument of our model, or the key
+    of config.json.
 
     problem: names both values. fix: what makes them equal.
     """
@@ -26,7 +29,9 @@ class Difference(NamedTuple):
 
 
 class Key(NamedTuple):
-    """A key of config.json. default: what `transformers` takes if it is left out, as it leaves out its defaults."""
+    """A key of config.json. default: what `transformers` takes if it is left out, as it leaves out
+    its defaults.
+    """
 
     name: str
     default: Any
@@ -50,7 +55,9 @@ KEYS = {  # title of a layout -> model_type -> {argument of GPT: key of config.j
     "GPT-2": {"gpt2": GPT2_KEYS},
     "Llama": {"llama": LLAMA_KEYS, "mistral": MISTRAL_KEYS},
 }
-FIXED: dict[str, dict[str, tuple[Any, ...]]] = {  # values that a GPT computes; the first is the default
+FIXED: dict[
+    str, dict[str, tuple[Any, ...]]
+] = {  # values that a GPT computes; the first is the default
     "GPT-2": {
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
         "scale_attn_weights": (True,),
@@ -61,7 +68,9 @@ FIXED: dict[str, dict[str, tuple[Any, ...]]] = {  # values that a GPT computes; 
 
 
 def arguments_of(model: GPT, shapes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a model that change its outputs and not the shapes. shapes: of its parameters by path."""
+    """Return the arguments of a model that change its outputs and not the shapes. shapes: of its
+    parameters by path.
+    """
     (key, *_) = [x for name, x in shapes.items() if name.endswith("attention/key/kernel")]
     return {
         "heads": shapes["embed/embedding"].shape[-1] // model.width,
@@ -75,14 +84,18 @@ def arguments_of(model: GPT, shapes: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def differences(layout: Layout, config: Json, ours: Mapping[str, Any], length: int, file: str) -> Iterator[Difference]:
+def differences(
+    layout: Layout, config: Json, ours: Mapping[str, Any], length: int, file: str
+) -> Iterator[Difference]:
     """Yield the differences between a config.json and our arguments, from `arguments_of`.
 
     length: the number of tokens of our examples. file: the name of config.json in messages.
     """
 
     def unlike(key: str, value: Any) -> Difference:
-        return Difference(key, f"{file} has {key}: {value!r}, which GPT does not compute", "take other weights")
+        return Difference(
+            key, f"{file} has {key}: {value!r}, which GPT does not compute", "take other weights"
+        )
 
     types = KEYS[layout.title]
     model_type = config.get("model_type")
@@ -103,14 +116,20 @@ def differences(layout: Layout, config: Json, ours: Mapping[str, Any], length: i
         yield from of_positions(config, ours, length, file)
 
 
-def of_positions(config: Json, ours: Mapping[str, Any], length: int, file: str) -> Iterator[Difference]:
+def of_positions(
+    config: Json, ours: Mapping[str, Any], length: int, file: str
+) -> Iterator[Difference]:
     """Yield the differences in rotary positions, and in how far a token sees."""
     base = config.get("rope_theta", 10_000.0)
     for name in ("rope_scaling", "rope_parameters"):
         rope = config.get(name) or {}
         plain = isinstance(rope, Mapping) and rope.get("partial_rotary_factor", 1.0) == 1.0
         if not plain or rope.get("rope_type", rope.get("type", "default")) != "default":
-            yield Difference(name, f"{file} has {name}: {rope!r}, which GPT does not compute", "take other weights")
+            yield Difference(
+                name,
+                f"{file} has {name}: {rope!r}, which GPT does not compute",
+                "take other weights",
+            )
         elif "rope_theta" in rope:
             base = rope["rope_theta"]
     if base != ours["rotary_base"]:
@@ -118,35 +137,54 @@ def of_positions(config: Json, ours: Mapping[str, Any], length: int, file: str) 
     window = config.get("sliding_window", 4096 if config.get("model_type") == "mistral" else None)
     if window is not None and (not isinstance(window, int) or window < length):
         problem = (
-            f"{file} has sliding_window: {window!r}, but the examples have {length} tokens, and GPT attends to all"
+            f"{file} has sliding_window: {window!r}, but the examples have {length} tokens, and GPT "
+            "attends to all"
         )
         yield Difference("sliding_window", problem, f"shorten the examples to {window}")
 
 
 def of_tensors(
-    layout: Layout, tensors: Mapping[str, Array], arrays: Mapping[str, Array], ours: Mapping[str, Any], source: str
+    layout: Layout,
+    tensors: Mapping[str, Array],
+    arrays: Mapping[str, Array],
+    ours: Mapping[str, Any],
+    source: str,
 ) -> Iterator[Difference]:
     """Yield the differences that the tensors themselves show. arrays: {our path: array}."""
     if layout.norm != ours["norm"]:
-        yield argument("norm", layout.norm, ours["norm"], f"{layout.norm!r} in {layout.title}'s layout")
+        yield argument(
+            "norm", layout.norm, ours["norm"], f"{layout.norm!r} in {layout.title}'s layout"
+        )
     embedding = arrays.get("embed/embedding")
     if embedding is not None:
         name = embedding.parts[0].tensor
         for number in tensors[name].shape[:1]:
             if number != ours["num_classes"]:
-                yield argument("num_classes", number, ours["num_classes"], f"{name!r} has {number} rows in {source}")
+                yield argument(
+                    "num_classes",
+                    number,
+                    ours["num_classes"],
+                    f"{name!r} has {number} rows in {source}",
+                )
     for name, tensor in tensors.items():
         if name.endswith(f".{FREQUENCIES}"):
             expected = ours["rotary_base"] ** (-np.arange(0, ours["width"], 2) / ours["width"])
             alike = tensor.shape == expected.shape and kind(tensor.dtype) == "float"
-            if not alike or not np.allclose(np.concatenate([*rows(tensor.parts[0])]), expected, rtol=0.02):
+            if not alike or not np.allclose(
+                np.concatenate([*rows(tensor.parts[0])]), expected, rtol=0.02
+            ):
                 problem = (
-                    f"{name!r} in {source} is not that of heads: {ours['heads']} and rotary_base: {ours['rotary_base']}"
+                    f"{name!r} in {source} is not that of heads: {ours['heads']} and "
+                    f"rotary_base: {ours['rotary_base']}"
                 )
-                yield Difference("rotary_base", problem, "set both as in the config.json of the weights")
+                yield Difference(
+                    "rotary_base", problem, "set both as in the config.json of the weights"
+                )
             return
 
 
 def argument(name: str, theirs: Any, ours: Any, place: str) -> Difference:
     """Return the difference of an argument of the model. place: says their value, and where it is."""
-    return Difference(name, f"model.args.{name} is {ours!r}, but {place}", f"set model.args.{name} to {theirs!r}")
+    return Difference(
+        name, f"model.args.{name} is {ours!r}, but {place}", f"set model.args.{name} to {theirs!r}"
+    )

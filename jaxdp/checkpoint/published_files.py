@@ -1,4 +1,6 @@
-"""The `.safetensors` files of a source: one file, or all parts of a published folder; nothing of it may be missing."""
+"""The `.safetensors` files of a source: one file, or all parts of a published folder; nothing of it
+may be missing.
+"""
 
 import json
 import pathlib
@@ -25,7 +27,9 @@ def is_folder(path: pathlib.Path) -> bool:
 
 
 def files_of(source: pathlib.Path) -> list[pathlib.Path]:
-    """Return the files of a source: the file itself, or those of a folder. Raises UsageError if one is missing."""
+    """Return the files of a source: the file itself, or those of a folder. Raises UsageError if one
+    is missing.
+    """
     if not source.is_dir():
         numbered = PART.fullmatch(source.name)
         if numbered and int(numbered["count"]) > 1:
@@ -43,19 +47,28 @@ def files_of(source: pathlib.Path) -> list[pathlib.Path]:
     parts = [PART.fullmatch(file.name) for file in files]
     first = parts[0] if parts else None
     if first and all(part and part["stem"] == first["stem"] for part in parts):
-        number = lambda i: f"{first['stem']}-{i:0{len(first['number'])}d}-of-{first['count']}{SUFFIX}"
+
+        def number(i):
+            return f"{first['stem']}-{i:0{len(first['number'])}d}-of-{first['count']}{SUFFIX}"
+
         return present(source, [number(i + 1) for i in range(int(first["count"]))], files[0].name)
     if len(files) != 1 or indexes:
         names = ", ".join(file.name for file in indexes or files)
-        raise UsageError(f"init_from: {str(source)!r} has several sets of weights ({names}); give one of the files")
+        raise UsageError(
+            f"init_from: {str(source)!r} has several sets of weights ({names}); give one of the files"
+        )
     return files
 
 
 def present(folder: pathlib.Path, names: Sequence[str], by: str) -> list[pathlib.Path]:
-    """Return the paths of the files. by: the file that names them. Raises UsageError for the first that is missing."""
+    """Return the paths of the files. by: the file that names them. Raises UsageError for the first
+    that is missing.
+    """
     for name in names:
         if not (folder / name).is_file():
-            raise UsageError(f"init_from: {str(folder)!r} has no {name!r}, which {by} names; download all parts")
+            raise UsageError(
+                f"init_from: {str(folder)!r} has no {name!r}, which {by} names; download all parts"
+            )
     return [folder / name for name in names]
 
 
@@ -68,7 +81,9 @@ def weight_map(index: pathlib.Path) -> dict[str, str]:
         and all(isinstance(x, str) and x == pathlib.Path(x).name for x in names.values())
     ):
         return names
-    raise UsageError(f"init_from: {str(index)!r} has no weight_map of tensors to the names of files; download it again")
+    raise UsageError(
+        f"init_from: {str(index)!r} has no weight_map of tensors to the names of files; download it again"
+    )
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:
@@ -79,15 +94,17 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         problem = reason(file, error)
     if problem:
-        raise UsageError(f"init_from: {str(file)!r} is not a JSON mapping ({problem}); download it again")
+        raise UsageError(
+            f"init_from: {str(file)!r} is not a JSON mapping ({problem}); download it again"
+        )
     return content
 
 
 def open_all(source: pathlib.Path) -> safetensors.Header:
     """Return the tensors of all files of a source, and the metadata of a single file.
 
-    Raises UsageError for a file that is missing or unreadable, and for files that contradict each other.
-    """
+    Raises UsageError for a file that is missing or unreadable, and for files that contradict each
+    other."""
     files = files_of(source)
     tensors: dict[str, safetensors.Array] = {}
     metadata: dict[str, str] = {}
@@ -96,10 +113,14 @@ def open_all(source: pathlib.Path) -> safetensors.Header:
             header = safetensors.header(file)
         except (OSError, safetensors.SafetensorError) as error:
             why = reason(file, error)
-            raise UsageError(f"init_from: {str(file)!r} cannot be read as safetensors ({why}); give another") from None
+            raise UsageError(
+                f"init_from: {str(file)!r} cannot be read as safetensors ({why}); give another"
+            ) from None
         if repeated := sorted(header.arrays.keys() & tensors.keys()):
             other = tensors[repeated[0]].parts[0].file.name
-            raise UsageError(f"init_from: {str(source)!r} has {repeated[0]!r} in {other} and in {file.name}; keep one")
+            raise UsageError(
+                f"init_from: {str(source)!r} has {repeated[0]!r} in {other} and in {file.name}; keep one"
+            )
         tensors |= header.arrays
         metadata = header.metadata if len(files) == 1 else {}
     if len(files) > 1:
@@ -112,7 +133,9 @@ def check_index(index: pathlib.Path, tensors: dict[str, safetensors.Array]) -> N
     """Raise UsageError for a tensor that is not in the file that the index names."""
     for name, file in weight_map(index).items():
         if name not in tensors or tensors[name].parts[0].file.name != file:
-            raise UsageError(f"init_from: {str(index)!r} names {name!r} in {file}, which lacks it; download all parts")
+            raise UsageError(
+                f"init_from: {str(index)!r} names {name!r} in {file}, which lacks it; download all parts"
+            )
 
 
 def reason(file: pathlib.Path, error: Exception) -> str:
@@ -124,4 +147,6 @@ def reason(file: pathlib.Path, error: Exception) -> str:
         return one_line(error)
     if not beginning:
         return "it is empty"
-    return next((text for start, text in BEGINNINGS.items() if beginning.startswith(start)), one_line(error))
+    return next(
+        (text for start, text in BEGINNINGS.items() if beginning.startswith(start)), one_line(error)
+    )

@@ -25,7 +25,8 @@ DTYPES = {
 
 
 class Part(NamedTuple):
-    """A part of an array: a tensor, or the one of three equal parts of it along its last dim that `third` numbers.
+    """A part of an array: a tensor, or the one of three equal parts of it along its last dim that
+    `third` numbers.
 
     transposed: the tensor is [out, in], the array [in, out]. file: the file that has the tensor.
     """
@@ -58,13 +59,22 @@ def header(path: pathlib.Path) -> Header:
     """Read the file's header. Raises OSError or SafetensorError if it cannot be read."""
     with safe_open(path, framework="np") as file:
         tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        dtype = lambda x: DTYPES.get(x.get_dtype(), x.get_dtype())
-        arrays = {k: Array(tuple(x.get_shape()), dtype(x), (Part(k, file=path),), k) for k, x in tensors.items()}
+
+        def dtype(x):
+            return DTYPES.get(x.get_dtype(), x.get_dtype())
+
+        arrays = {
+            k: Array(tuple(x.get_shape()), dtype(x), (Part(k, file=path),), k)
+            for k, x in tensors.items()
+        }
         return Header(arrays, file.metadata() or {})
 
 
-def read(arrays: Mapping[str, Array], wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Read arrays with the shapes, dtypes and shardings of `wanted`; each process reads the slices of its devices.
+def read(
+    arrays: Mapping[str, Array], wanted: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    """Read arrays with the shapes, dtypes and shardings of `wanted`; each process reads the slices
+    of its devices.
 
     Rows that a tensor does not have are zeros.
     """
@@ -86,14 +96,23 @@ def read(arrays: Mapping[str, Array], wanted: Mapping[str, jax.ShapeDtypeStruct]
             rows = rows if rows.start < rows.stop else slice(0, 0)
             values = np.asarray(stored[(rows, *index[1:])])
             missing = index[0].stop - index[0].start - len(values)
-            return np.pad(values, [(0, missing)] + [(0, 0)] * (values.ndim - 1)) if missing else values
+            return (
+                np.pad(values, [(0, missing)] + [(0, 0)] * (values.ndim - 1)) if missing else values
+            )
 
         def load(array: Array, like: jax.ShapeDtypeStruct) -> jax.Array:
             def read_slice(index: tuple[slice, ...] | None) -> np.ndarray:
-                slices = tuple(slice(*dim.indices(size)[:2]) for dim, size in zip(index or (), like.shape))
+                slices = tuple(
+                    slice(*dim.indices(size)[:2]) for dim, size in zip(index or (), like.shape)
+                )
                 if not array.stacked:
                     return read_part(array.parts[0], slices).astype(like.dtype)
-                return np.stack([read_part(part, slices[1:]).astype(like.dtype) for part in array.parts[slices[0]]])
+                return np.stack(
+                    [
+                        read_part(part, slices[1:]).astype(like.dtype)
+                        for part in array.parts[slices[0]]
+                    ]
+                )
 
             return jax.make_array_from_callback(like.shape, like.sharding, read_slice)
 
@@ -116,7 +135,13 @@ def equal(one: Part, other: Part) -> bool:
     return all(np.array_equal(x, y) for x, y in itertools.zip_longest(rows(one), rows(other)))
 
 
-def write(path: pathlib.Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
-    """Write a file atomically, by a rename. Raises OSError or SafetensorError, and leaves no file then."""
+def write(
+    path: pathlib.Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]
+) -> None:
+    """Write a file atomically, by a rename. Raises OSError or SafetensorError, and leaves no file
+    then.
+    """
     with rundir.replaced(path, durable=True) as new:
-        save_file({name: np.asarray(x, order="C") for name, x in arrays.items()}, new, dict(metadata))
+        save_file(
+            {name: np.asarray(x, order="C") for name, x in arrays.items()}, new, dict(metadata)
+        )

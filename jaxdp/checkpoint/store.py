@@ -1,9 +1,10 @@
-"""Checkpoints: the logical state under checkpoints/STEP, written by Orbax, complete once it has a manifest.
+"""Checkpoints: the logical state under checkpoints/STEP, written by Orbax, complete once it has a
+manifest.
 
-Saving is asynchronous: the caller waits for the copy to the host, every process writes its shards, Orbax commits by a
-rename, and then the manifest, with a checksum of every file, is renamed into place. Only then "saved" is printed.
-Reading verifies the checksums first; a checkpoint that fails them is set aside, and the previous one is used.
-"""
+Saving is asynchronous: the caller waits for the copy to the host, every process writes its shards,
+Orbax commits by a rename, and then the manifest, with a checksum of every file, is renamed into
+place. Only then "saved" is printed. Reading verifies the checksums first; a checkpoint that fails
+them is set aside, and the previous one is used."""
 
 import contextlib
 import math
@@ -46,14 +47,15 @@ Say = Callable[[str], None]
 
 
 class Checkpoints:
-    """The checkpoints of one run directory, shared by all processes, which must make the same calls.
+    """The checkpoints of one run directory, shared by all processes, which must make the same
+    calls.
 
-    keep: the number of last checkpoints to keep; keep_every: also keep multiples of this step; return_every: also keep
-    the last multiple of this step; best: also keep the best one by this metric of the evaluation, of which `mode` is
-    best ('min', 'max'; None: see `smaller_is_better`).
-    context: the processes, by default the current ones. facts: JSON to store with every state. `events`: a log of the
-    saves. `audited`: the last update at which no device was found wrong (`jaxdp.audit`), so that the last checkpoint up
-    to it is kept too.
+    keep: the number of last checkpoints to keep; keep_every: also keep multiples of this step;
+    return_every: also keep the last multiple of this step; best: also keep the best one by this
+    metric of the evaluation, of which `mode` is best ('min', 'max'; None: see `smaller_is_better`).
+    context: the processes, by default the current ones. facts: JSON to store with every state.
+    `events`: a log of the saves. `audited`: the last update at which no device was found wrong
+    (`jaxdp.audit`), so that the last checkpoint up to it is kept too.
     """
 
     def __init__(
@@ -68,15 +70,29 @@ class Checkpoints:
         context: Context | None = None,
         facts: Mapping[str, Any] | None = None,
     ):
-        self.run_directory = directory.absolute().parent  # `directory` may be a link to another disk
+        self.run_directory = (
+            directory.absolute().parent
+        )  # `directory` may be a link to another disk
         self.directory = pathlib.Path(os.path.realpath(directory))
-        self.keep, self.keep_every, self.return_every, self.best = keep, keep_every, return_every, best
-        self.sign = 1 if smaller_is_better(str(best), mode) else -1  # of the metric, to look for the smallest
+        self.keep, self.keep_every, self.return_every, self.best = (
+            keep,
+            keep_every,
+            return_every,
+            best,
+        )
+        self.sign = (
+            1 if smaller_is_better(str(best), mode) else -1
+        )  # of the metric, to look for the smallest
         self.context, self.facts = context or current(), facts or {}
-        self.writes = self.context.is_root  # whether this process makes and removes the folders of checkpoints
-        self.last: int | None = None  # the last step whose save was started, or that is known to exist
+        self.writes = (
+            self.context.is_root
+        )  # whether this process makes and removes the folders of checkpoints
+        self.last: int | None = (
+            None  # the last step whose save was started, or that is known to exist
+        )
         self.audited: int | None = None
-        self.repeated = 0  # the last step that an elastic job has saved before, and whose updates it makes again
+        # the last step that an elastic job has saved before, and whose updates it makes again
+        self.repeated = 0
         self.events = NoEvents()
         self._failure: str | None = None  # why the last save has failed
         self._thread: threading.Thread | None = None
@@ -87,7 +103,9 @@ class Checkpoints:
         silence_orbax()
 
     def attach(self, nonce: str) -> str | None:
-        """Return why this process cannot use the run directory in which root has written `nonce`, or None."""
+        """Return why this process cannot use the run directory in which root has written `nonce`,
+        or None.
+        """
         return rundir.is_shared(self.run_directory, nonce)
 
     def steps(self) -> list[int]:
@@ -108,7 +126,10 @@ class Checkpoints:
         if self.best is None or not math.isfinite(metrics.get(self.best, math.nan)):
             return False
         value = metrics[self.best] * self.sign
-        better = lambda: all(value < other * self.sign for other in self._values().values())
+
+        def better():
+            return all(value < other * self.sign for other in self._values().values())
+
         return self.context.of_root("best", better)
 
     def metas(self) -> dict[int, dict[str, Any]]:
@@ -121,14 +142,22 @@ class Checkpoints:
         return metas
 
     def _values(self) -> dict[int, float]:
-        """Return {step: the metric named by `best`} of all checkpoints that have it, durable yet or not."""
+        """Return {step: the metric named by `best`} of all checkpoints that have it, durable yet or
+        not.
+        """
         if self.best is None:
             return {}
-        values = {step: meta.get("metrics", {}).get(self.best) for step, meta in self.metas().items()}
-        return {step: x for step, x in values.items() if isinstance(x, int | float) and math.isfinite(x)}
+        values = {
+            step: meta.get("metrics", {}).get(self.best) for step, meta in self.metas().items()
+        }
+        return {
+            step: x for step, x in values.items() if isinstance(x, int | float) and math.isfinite(x)
+        }
 
     def annotate(self, step: int, more: Mapping[str, Any]) -> None:
-        """Add metadata to the checkpoint of `step`, durable yet or not; do nothing if there is none."""
+        """Add metadata to the checkpoint of `step`, durable yet or not; do nothing if there is
+        none.
+        """
         if step != self.last or self._failure is not None or not self.writes:
             return
         folder = self.directory / str(step)
@@ -144,11 +173,12 @@ class Checkpoints:
         self._prune(step)  # the best step may have changed
 
     def save(self, step: int, state: TrainState, meta: Mapping[str, Any], say: Say = print) -> None:
-        """Start to save an exported state; return once it is copied, so that the state may be donated.
+        """Start to save an exported state; return once it is copied, so that the state may be
+        donated.
 
-        Waits first for a save that is still running. meta: JSON to store with the state. say: called on root with a
-        line when the checkpoint is durable or has failed. `wait` returns the result.
-        """
+        Waits first for a save that is still running. meta: JSON to store with the state. say:
+        called on root with a line when the checkpoint is durable or has failed. `wait` returns the
+        result."""
         self.wait()
         if step == self.last and self._failure is None:
             return
@@ -156,8 +186,13 @@ class Checkpoints:
         self._commit = Commit(self.context)
         if self.writes:
             folders.clean(self.directory)
-        exists = lambda: folders.has(self.directory, step, meta.get("offset"))
-        if step <= self.repeated and self.context.of_root("exists", exists):  # Orbax would remove it before it writes
+
+        def exists():
+            return folders.has(self.directory, step, meta.get("offset"))
+
+        if step <= self.repeated and self.context.of_root(
+            "exists", exists
+        ):  # Orbax would remove it before it writes
             self.annotate(step, meta)
             return
         tree: dict[str, Any] = all_fields_of(state)
@@ -168,16 +203,24 @@ class Checkpoints:
             meta["numbered"] = [*meta["state"]]
             tree = by_number(tree, meta["numbered"])
         try:
-            response = self._start(folders.temporary(self.directory, step, self._commit.attempt), tree)
+            response = self._start(
+                folders.temporary(self.directory, step, self._commit.attempt), tree
+            )
         except (OSError, ValueError, TimeoutError) as error:
             self._give_up(step, error, say)
             return
-        self._thread = threading.Thread(None, self._finish, "checkpoint", (step, response, meta, say), daemon=True)
+        self._thread = threading.Thread(
+            None, self._finish, "checkpoint", (step, response, meta, say), daemon=True
+        )
         self._thread.start()
 
     def _start(self, folder: pathlib.Path, tree: dict[str, Any]) -> Any:
-        """Start to write the state into a folder; return Orbax's response, or None if this process writes nothing."""
-        if jax.default_backend() == "cpu":  # Orbax would read the buffers in place, so the next update would copy them
+        """Start to write the state into a folder; return Orbax's response, or None if this process
+        writes nothing.
+        """
+        if (
+            jax.default_backend() == "cpu"
+        ):  # Orbax would read the buffers in place, so the next update would copy them
             old_copies = self._copies if leaves_of(self._copies) == leaves_of(tree) else None
             self._copies = tree = copy(old_copies, tree)
         prepare(self.context)
@@ -193,26 +236,42 @@ class Checkpoints:
         self._thread = None
         return self._failure
 
-    def latest(self, say: Say = print, tidy: bool = True, refused: Iterable[int] = (), only: int | None = None) -> int:
-        """Return the last complete step, after verifying every byte, or 0. All processes share the reading.
+    def latest(
+        self,
+        say: Say = print,
+        tidy: bool = True,
+        refused: Iterable[int] = (),
+        only: int | None = None,
+    ) -> int:
+        """Return the last complete step, after verifying every byte, or 0. All processes share the
+        reading.
 
-        Damaged and unfinished checkpoints are renamed, which `say` reports on root; not if tidy is false, since the
-        directory may belong to another run. refused: steps that do not count. only: the single step that counts.
-        Raises UsageError if files cannot be read.
+        Damaged and unfinished checkpoints are renamed, which `say` reports on root; not if tidy is
+        false, since the directory may belong to another run. refused: steps that do not count.
+        only: the single step that counts. Raises UsageError if files cannot be read.
         """
         refused = set(refused)
         if self.writes and tidy:
             self._set_unfinished_aside(say)
         while True:
-            newest = lambda: folders.newest(self.directory, refused, only)[::2]
+
+            def newest():
+                return folders.newest(self.directory, refused, only)[::2]
+
             step, problem = self.context.of_root("checkpoint", newest, TIMEOUT)
             if not step:
                 self.last = None
                 return 0
             if not problem:
-                rank, size, wait = self.context.rank, self.context.size, 0.0 if self.context.is_root else 10.0
+                rank, size, wait = (
+                    self.context.rank,
+                    self.context.size,
+                    0.0 if self.context.is_root else 10.0,
+                )
                 local = manifest.problem(self.directory / str(step), rank, size, wait)
-                problem = next(filter(None, self.context.exchange("checked", local, timeout=TIMEOUT)), "")
+                problem = next(
+                    filter(None, self.context.exchange("checked", local, timeout=TIMEOUT)), ""
+                )
             if problem.startswith("cannot read"):
                 raise UsageError(f"run_dir: {problem}; fix that first", rank=self.context.root_rank)
             if not problem:
@@ -220,49 +279,72 @@ class Checkpoints:
                 return step
             refused.add(step)
             if self.context.is_root:
-                self.set_aside(step, "damaged" if tidy else None, f"checkpoint {step} is damaged: {problem}", say)
+                self.set_aside(
+                    step,
+                    "damaged" if tidy else None,
+                    f"checkpoint {step} is damaged: {problem}",
+                    say,
+                )
 
     def restore(self, step: int, abstract: TrainState, say: Say = print) -> TrainState:
-        """Restore the state saved at `step`, with the shardings of `abstract`. Raises UsageError if leaves differ.
+        """Restore the state saved at `step`, with the shardings of `abstract`. Raises UsageError if
+        leaves differ.
 
-        Exponents of exact sums may be missing: the next update determines them. So may the average of the model state,
-        which then starts from the model state.
+        Exponents of exact sums may be missing: the next update determines them. So may the average
+        of the model state, which then starts from the model state.
         """
         saved = self.check_fits(step, abstract)
         numbered = self.context.of_root("numbered", lambda: self.meta(step).get("numbered"))
         fields, exponents = all_fields_of(abstract), abstract.exponents
-        lacks = abstract.ema_state is not None and not any(path.startswith("ema_state") for path in saved)
+        lacks = abstract.ema_state is not None and not any(
+            path.startswith("ema_state") for path in saved
+        )
         if lacks:
             fields.pop("ema_state")
         fields.pop("exponents", None)
         if "exponents" in saved:
             dtype, shape = saved["exponents"]
-            fields["exponents"] = jax.ShapeDtypeStruct(shape, dtype, sharding=abstract.step.sharding)
+            fields["exponents"] = jax.ShapeDtypeStruct(
+                shape, dtype, sharding=abstract.step.sharding
+            )
         folder = self.directory / str(step)
         if numbered:
             leaves, numbers = load(folder, by_number(fields, numbered)), number_of(numbered)
-            state = jax.tree_util.tree_map_with_path(lambda path, _: leaves[numbers[path_string(path)]], fields)
+            state = jax.tree_util.tree_map_with_path(
+                lambda path, _: leaves[numbers[path_string(path)]], fields
+            )
         else:
             state = load(folder, fields)
         if exponents is None:
             state["exponents"] = None
         elif "exponents" not in state or state["exponents"].shape != exponents.shape:
             state["exponents"] = jax.make_array_from_callback(
-                exponents.shape, exponents.sharding, lambda part: np.zeros(exponents.shape, exponents.dtype)[part]
+                exponents.shape,
+                exponents.sharding,
+                lambda part: np.zeros(exponents.shape, exponents.dtype)[part],
             )
             if self.context.is_root:
-                say(f"checkpoint {step} has no exponents for exact sums: the next update is computed twice")
+                say(
+                    f"checkpoint {step} has no exponents for exact sums: the next update is computed twice"
+                )
         if lacks:
             state["ema_state"] = first_statistics(state["model_state"])
             if self.context.is_root:
-                say(f"checkpoint {step} has no running average of the model state: it starts from the model state")
+                say(
+                    f"checkpoint {step} has no running average of the model state: it starts from the model state"
+                )
         return abstract.replace(**state)
 
     def check_fits(self, step: int, abstract: TrainState) -> dict[str, Any]:
-        """Return {path: [dtype, shape]} of the state saved at `step`. Raises UsageError if `abstract` differs."""
+        """Return {path: [dtype, shape]} of the state saved at `step`. Raises UsageError if
+        `abstract` differs.
+        """
         saved = self.context.of_root("state", lambda: self.meta(step)["state"])
         ours = leaves_of(all_fields_of(abstract))
-        added = lambda path: path.startswith(ADDED) and path not in saved
+
+        def added(path):
+            return path.startswith(ADDED) and path not in saved
+
         ours = {path: leaf for path, leaf in ours.items() if not added(path)}
         check_same_leaves(step, saved, ours, self.context.root_rank)
         return saved
@@ -279,21 +361,31 @@ class Checkpoints:
             files = self._digests(self.directory / str(step))
             if self.writes:
                 with self._lock:
-                    manifest.write(self.directory / str(step), files, {**meta, **self._notes.get(step, {})})
+                    manifest.write(
+                        self.directory / str(step), files, {**meta, **self._notes.get(step, {})}
+                    )
                     self._notes.pop(step, None)
                 self._prune(step)
             self._commit.wait_for_all("durable")
-            with contextlib.suppress(Exception):  # standard output may be closed; the checkpoint is saved
+            with contextlib.suppress(
+                Exception
+            ):  # standard output may be closed; the checkpoint is saved
                 if self.context.is_root:
-                    self.events.note("saved", step, seconds=round(time.monotonic() - self._began, 3))
+                    self.events.note(
+                        "saved", step, seconds=round(time.monotonic() - self._began, 3)
+                    )
                     say(f"saved step {step}")
         except PeerFailed as failure:
             self._failed(step, str(failure), say)
-        except BaseException as error:  # on any error the run continues, and the next save tries again
+        except (
+            BaseException
+        ) as error:  # on any error the run continues, and the next save tries again
             self._give_up(step, error, say)
 
     def _digests(self, folder: pathlib.Path) -> manifest.Files:
-        """Return on a writer the sizes and checksums of the files, once all processes have written theirs."""
+        """Return on a writer the sizes and checksums of the files, once all processes have written
+        theirs.
+        """
         return self._commit.digests(folder)
 
     def _give_up(self, step: int, error: BaseException, say: Say) -> None:
@@ -308,19 +400,32 @@ class Checkpoints:
         with self._lock:
             self._notes.pop(step, None)
         member = membership.current()
-        if self.writes and (member is None or member.ended is None):  # else others may be writing this step
+        if self.writes and (
+            member is None or member.ended is None
+        ):  # else others may be writing this step
             folders.clean(self.directory, step)
         if self.context.is_root:
             self.events.note("save_failed", step, reason=reason)
-            earlier = f"the last one is {steps[-1]}" if (steps := self.steps()) else "there is none yet"
+            earlier = (
+                f"the last one is {steps[-1]}" if (steps := self.steps()) else "there is none yet"
+            )
             say(f"{self._failure}; {earlier}, and the next save tries again")
 
     def _prune(self, saved: int) -> None:
-        """Remove checkpoints that need not be kept; ignore steps after `saved`, from which no run resumes."""
+        """Remove checkpoints that need not be kept; ignore steps after `saved`, from which no run
+        resumes.
+        """
         steps = [step for step in self.steps() if step <= saved]
-        retained = set(steps[-self.keep :]) | {s for s in steps if self.keep_every and s % self.keep_every == 0}
-        retained |= {self.best_step() or 0, max((s for s in steps if s <= (self.audited or 0)), default=0)}
-        retained |= {max((s for s in steps if self.return_every and s % self.return_every == 0), default=0)}
+        retained = set(steps[-self.keep :]) | {
+            s for s in steps if self.keep_every and s % self.keep_every == 0
+        }
+        retained |= {
+            self.best_step() or 0,
+            max((s for s in steps if s <= (self.audited or 0)), default=0),
+        }
+        retained |= {
+            max((s for s in steps if self.return_every and s % self.return_every == 0), default=0)
+        }
         folders.remove(self.directory, set(steps) - retained)
 
     def remove(self, steps: Iterable[int]) -> None:
@@ -331,7 +436,9 @@ class Checkpoints:
         with contextlib.suppress(OSError):
             folders.clean(self.directory)
         for step in folders.unfinished(self.directory):
-            self.set_aside(step, "unfinished", f"checkpoint {step} was not finished: no {manifest.NAME}", say)
+            self.set_aside(
+                step, "unfinished", f"checkpoint {step} was not finished: no {manifest.NAME}", say
+            )
 
     def set_aside(self, step: int, word: str | None, why: str, say: Say) -> None:
         self.events.note("checkpoint_refused", step, reason=why)

@@ -1,4 +1,6 @@
-"""Weights: named arrays in a checkpoint or in a `.safetensors` file, read directly into their shardings."""
+"""Weights: named arrays in a checkpoint or in a `.safetensors` file, read directly into their
+shardings.
+"""
 
 import functools
 import hashlib
@@ -33,11 +35,11 @@ class Weights(NamedTuple):
     title: the source. arrays: {name: object with shape and dtype}; see `named`.
 
     read({name: target}) -> {name: array}; every process must call it. A target is a ShapeDtypeStruct with a sharding
-    or, for a checkpoint, a NumPy array. facts: must be equal on every rank. rows: {name: number of rows} of arrays that
-    have fewer rows than their target. note: a line to print about the layout. meta: the "config" and "data" of the run
-    that has saved them, {} if there is none. tensors: those of files, by the names in the files. layout: of `tensors`,
-    if it is a published one, and then absent: {our name: a tensor that it needs and the files do not have}.
-    """
+    or, for a checkpoint, a NumPy array. facts: must be equal on every rank. rows: {name: number of
+    rows} of arrays that have fewer rows than their target. note: a line to print about the layout.
+    meta: the "config" and "data" of the run that has saved them, {} if there is none. tensors:
+    those of files, by the names in the files. layout: of `tensors`, if it is a published one, and
+    then absent: {our name: a tensor that it needs and the files do not have}."""
 
     title: str
     arrays: dict[str, Any]
@@ -52,8 +54,9 @@ class Weights(NamedTuple):
 
 
 def named(params: Any, model_state: Any) -> dict[str, Any]:
-    """Return {name: leaf} of both trees. A name is a path (a/b/c); those of the model state (BatchNorm's running
-    averages) begin with `model_state/`, so that the same expressions apply to both."""
+    """Return {name: leaf} of both trees. A name is a path (a/b/c); those of the model state
+    (BatchNorm's running averages) begin with `model_state/`, so that the same expressions apply to
+    both."""
     trees = (("", params), (MODEL_STATE, model_state))
     return {
         f"{prefix}{path_string(path)}": leaf
@@ -63,13 +66,17 @@ def named(params: Any, model_state: Any) -> dict[str, Any]:
 
 
 def locate(path: str) -> pathlib.Path:
-    """Return the path of the checkpoint, file or folder of files that `init_from` names; for a run directory, its last
-    checkpoint."""
+    """Return the path of the checkpoint, file or folder of files that `init_from` names; for a run
+    directory, its last checkpoint."""
     source = pathlib.Path(path)
     try:
         source.stat()
     except (OSError, ValueError) as error:
-        problem = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be opened ({one_line(error)})"
+        problem = (
+            "does not exist"
+            if isinstance(error, FileNotFoundError)
+            else f"cannot be opened ({one_line(error)})"
+        )
         raise UsageError(f"init_from: {path!r} {problem}; {GIVE}") from None
     if source.is_file():
         if source.suffix in published_files.PYTORCH:
@@ -84,23 +91,33 @@ def locate(path: str) -> pathlib.Path:
     if published_files.is_folder(source):
         return source
     if torch := sorted(x.name for x in source.iterdir() if x.suffix in published_files.PYTORCH):
-        raise UsageError(f"init_from: {path!r} has only files of PyTorch ({torch[0]}); {published_files.CONVERT}")
+        raise UsageError(
+            f"init_from: {path!r} has only files of PyTorch ({torch[0]}); {published_files.CONVERT}"
+        )
     raise UsageError(f"init_from: {path!r} contains no checkpoint; {GIVE}")
 
 
 def open_weights(path: pathlib.Path, ema: bool) -> Weights:
     """Open the weights at a path from `locate`. ema: the running average instead of the parameters."""
-    is_checkpoint = path.is_dir() and ((path / manifest.NAME).is_file() or not published_files.is_folder(path))
+    is_checkpoint = path.is_dir() and (
+        (path / manifest.NAME).is_file() or not published_files.is_folder(path)
+    )
     return from_checkpoint(path, ema) if is_checkpoint else from_safetensors(path, ema)
 
 
-def from_checkpoint(path: pathlib.Path, ema: bool, field: str = "init_from", ema_field: str = "init.ema") -> Weights:
-    """Open the weights of a checkpoint directory; its own metadata lists the arrays, which are read in parts.
+def from_checkpoint(
+    path: pathlib.Path, ema: bool, field: str = "init_from", ema_field: str = "init.ema"
+) -> Weights:
+    """Open the weights of a checkpoint directory; its own metadata lists the arrays, which are read
+    in parts.
 
     field, ema_field: the names of the user's settings, for errors.
     """
     stored = dict[str, Any]()
-    has = lambda field: any(name == field or name.startswith(f"{field}/") for name in stored)
+
+    def has(field):
+        return any(name == field or name.startswith(f"{field}/") for name in stored)
+
     try:
         saved = manifest.read(path)
         manifest.check(path, saved["files"])
@@ -111,29 +128,48 @@ def from_checkpoint(path: pathlib.Path, ema: bool, field: str = "init_from", ema
     except Exception as error:
         problem = one_line(error)
     if problem:
-        raise UsageError(f"{field}: {str(path)!r} is not a complete jaxdp checkpoint ({problem}); give another")
+        raise UsageError(
+            f"{field}: {str(path)!r} is not a complete jaxdp checkpoint ({problem}); give another"
+        )
     if ema and not has("ema"):
         raise UsageError(
             f"{ema_field}: {str(path)!r} has no running average; leave it out (optimizer.ema computes one)"
         )
-    of = lambda field: {
-        name[len(field) + 1 :]: name for name in stored if name == field or name.startswith(f"{field}/")
-    }
+
+    def of(field):
+        return {
+            name[len(field) + 1 :]: name
+            for name in stored
+            if name == field or name.startswith(f"{field}/")
+        }
+
     where = of("ema" if ema else "params")  # {our name: path in the checkpoint}
     where |= {
-        f"{MODEL_STATE}{name}": key for name, key in (of("model_state") | (of("ema_state") if ema else {})).items()
+        f"{MODEL_STATE}{name}": key
+        for name, key in (of("model_state") | (of("ema_state") if ema else {})).items()
     }
     state = of("opt_state")
     others = (
-        {} if ema else {name: (kind, [state[key] for key in keys]) for name, (kind, keys) in sources(state).items()}
+        {}
+        if ema
+        else {
+            name: (kind, [state[key] for key in keys])
+            for name, (kind, keys) in sources(state).items()
+        }
     )
 
     def read(wanted: Mapping[str, Any]) -> dict[str, Any]:
         needed = {where[name]: target for name, target in wanted.items()}
         for name in wanted.keys() & others.keys():
             counterpart, *scalars = others[name][1]
-            needed |= {counterpart: wanted[name], **{key: np.zeros((), stored[key].dtype) for key in scalars}}
-        pick = lambda key, _: needed.get(path_of(key), orbax().PLACEHOLDER)
+            needed |= {
+                counterpart: wanted[name],
+                **{key: np.zeros((), stored[key].dtype) for key in scalars},
+            }
+
+        def pick(key, _):
+            return needed.get(path_of(key), orbax().PLACEHOLDER)
+
         restored = load(path.resolve(), jax.tree_util.tree_map_with_path(pick, tree))
         loaded = {path_of(key): x for key, x in jax.tree_util.tree_leaves_with_path(restored)}
         arrays = {name: loaded[where[name]] for name in wanted}
@@ -150,12 +186,17 @@ def from_checkpoint(path: pathlib.Path, ema: bool, field: str = "init_from", ema
 
 def on_host(weights: Weights) -> dict[str, Any]:
     """Read all arrays of a checkpoint as NumPy arrays."""
-    return weights.read({name: np.broadcast_to(np.zeros((), x.dtype), x.shape) for name, x in weights.arrays.items()})
+    return weights.read(
+        {
+            name: np.broadcast_to(np.zeros((), x.dtype), x.shape)
+            for name, x in weights.arrays.items()
+        }
+    )
 
 
 def from_safetensors(source: pathlib.Path, ema: bool) -> Weights:
-    """Open the weights of a file, or a folder of files, of `jaxdp export` or of another program; in the latter, names
-    may be joined by '.'."""
+    """Open the weights of a file, or a folder of files, of `jaxdp export` or of another program; in
+    the latter, names may be joined by '.'."""
     arrays, metadata = published_files.open_all(source)
     exported = metadata.get("format") == FORMAT
     if ema and not (exported and metadata.get("ema") == "true"):
@@ -165,7 +206,9 @@ def from_safetensors(source: pathlib.Path, ema: bool) -> Weights:
     dotted = not exported and not any("/" in name for name in arrays)
     renamed = {name.replace(".", "/") if dotted else name: array for name, array in arrays.items()}
     if len(renamed) < len(arrays):
-        raise UsageError(f"init_from: {str(source)!r} has names that differ only in '.'; rename them")
+        raise UsageError(
+            f"init_from: {str(source)!r} has names that differ only in '.'; rename them"
+        )
     read = functools.partial(safetensors.read, renamed)
     same = facts(renamed) | {k: v for k, v in metadata.items() if k not in DESCRIBED}
     meta = {key: json.loads(metadata[key]) for key in DESCRIBED if exported and key in metadata}
@@ -173,12 +216,13 @@ def from_safetensors(source: pathlib.Path, ema: bool) -> Weights:
 
 
 def as_published(weights: Weights, source: pathlib.Path, ours: Mapping[str, Any]) -> Weights:
-    """Map files in a published layout to the arrays of a GPT of that form; return any other weights unchanged.
+    """Map files in a published layout to the arrays of a GPT of that form; return any other weights
+    unchanged.
 
-    ours: {path: object with shape and dtype}. Rows by which our embedding is larger than theirs stay as initialized,
-    such columns of our head become zeros; if we have fewer positions, only the first ones are read. A head that repeats
-    the embedding and biases that are zero are left out, if our model has none.
-    """
+    ours: {path: object with shape and dtype}. Rows by which our embedding is larger than theirs
+    stay as initialized, such columns of our head become zeros; if we have fewer positions, only the
+    first ones are read. A head that repeats the embedding and biases that are zero are left out, if
+    our model has none."""
     tensors = weights.tensors
     layout = published.layout_of(tensors, ours)
     if layout is None:
@@ -191,16 +235,23 @@ def as_published(weights: Weights, source: pathlib.Path, ours: Mapping[str, Any]
             )
         arrays = published.arrays_of(layout, tensors, stacked)
     except ValueError as error:
-        raise UsageError(f"init_from: {str(source)!r} has {error}; give a file of equal blocks") from None
+        raise UsageError(
+            f"init_from: {str(source)!r} has {error}; give a file of equal blocks"
+        ) from None
     notes, rows = list[str](), dict[str, int]()
     if without := redundant(arrays, ours):
         notes.append(f"{listed(without)} left out, which changes nothing")
         arrays = {name: array for name, array in arrays.items() if name not in without}
-    for name in sorted(arrays.keys() & {"embed/embedding", "head/kernel", "positions"} & ours.keys()):
+    for name in sorted(
+        arrays.keys() & {"embed/embedding", "head/kernel", "positions"} & ours.keys()
+    ):
         if len(arrays[name].shape) != len(ours[name].shape):
             continue
         order = -1 if name == "head/kernel" else 1
-        (theirs, *rest), (number, *our_rest) = arrays[name].shape[::order], ours[name].shape[::order]
+        (theirs, *rest), (number, *our_rest) = (
+            arrays[name].shape[::order],
+            ours[name].shape[::order],
+        )
         if rest != our_rest or theirs == number or (theirs > number) == (name != "positions"):
             continue
         if name == "head/kernel":
@@ -217,12 +268,14 @@ def as_published(weights: Weights, source: pathlib.Path, ours: Mapping[str, Any]
     read = functools.partial(safetensors.read, arrays)
     note = f"  in {layout.title}'s published layout: {'; '.join(notes) or 'complete'}"
     absent = published.absent(layout, tensors, stacked)
-    return weights._replace(arrays=arrays, read=read, rows=rows, note=note, layout=layout, absent=absent)
+    return weights._replace(
+        arrays=arrays, read=read, rows=rows, note=note, layout=layout, absent=absent
+    )
 
 
 def redundant(arrays: Mapping[str, safetensors.Array], ours: Collection[str]) -> list[str]:
-    """Return the published arrays that our model lacks and does not need: a head with the values of the embedding, and
-    biases of zeros."""
+    """Return the published arrays that our model lacks and does not need: a head with the values of
+    the embedding, and biases of zeros."""
 
     def changes_nothing(name: str, array: safetensors.Array) -> bool:
         if kind(array.dtype) != "float":
@@ -231,10 +284,15 @@ def redundant(arrays: Mapping[str, safetensors.Array], ours: Collection[str]) ->
             embedding = arrays.get("embed/embedding", array)
             alike = embedding is not array and kind(embedding.dtype) == "float"
             return alike and safetensors.equal(array.parts[0], embedding.parts[0])
-        is_zero = lambda part: not any(rows.any() for rows in safetensors.rows(part))
+
+        def is_zero(part):
+            return not any(rows.any() for rows in safetensors.rows(part))
+
         return name.endswith("/bias") and all(map(is_zero, array.parts))
 
-    return [name for name, array in arrays.items() if name not in ours and changes_nothing(name, array)]
+    return [
+        name for name, array in arrays.items() if name not in ours and changes_nothing(name, array)
+    ]
 
 
 def facts(arrays: Mapping[str, Any]) -> dict[str, str]:

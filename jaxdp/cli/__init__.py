@@ -1,4 +1,6 @@
-"""The command line: `jaxdp VERB --config FILE [--key value ...]`. JAX is imported only after the config is checked."""
+"""The command line: `jaxdp VERB --config FILE [--key value ...]`. JAX is imported only after the
+config is checked.
+"""
 
 import atexit
 import contextlib
@@ -17,12 +19,21 @@ from jaxdp.cli.parse import help_of, load, load_options, split_command
 from jaxdp.cli.table import VERBS
 from jaxdp.config import Config
 from jaxdp.distributed import launchers
-from jaxdp.errors import INTERRUPTED, PREEMPTED, DistributedError, ReportedError, UsageError, explained, suggest
+from jaxdp.errors import (
+    INTERRUPTED,
+    PREEMPTED,
+    DistributedError,
+    ReportedError,
+    UsageError,
+    explained,
+    suggest,
+)
 from jaxdp.metrics import safe_print
 from jaxdp.supervise import signals
 
 __all__ = ["PREEMPTED", "VERBS", "Call", "help_of", "load", "load_options", "main", "set_threads"]
-# Objects created between two garbage collections. With Python's 700, collections took 12 % of a start.
+# Objects created between two garbage collections. With Python's 700, collections took 12 % of a
+# start.
 BETWEEN_COLLECTIONS = 100_000
 USAGE = """usage: jaxdp VERB [--config FILE] [--key value ...]
 
@@ -35,7 +46,9 @@ USAGE = """usage: jaxdp VERB [--config FILE] [--key value ...]
 
 
 class Call(NamedTuple):
-    """The arguments of a verb. config, path: None for verbs without a config. context: only for verbs in a job."""
+    """The arguments of a verb. config, path: None for verbs without a config. context: only for
+    verbs in a job.
+    """
 
     config: Any = None
     path: str | None = None
@@ -44,7 +57,9 @@ class Call(NamedTuple):
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
-    """Run a command and exit: 0 done, 2 bad usage or config, 75 preempted and saved, 130 interrupted, 1 otherwise."""
+    """Run a command and exit: 0 done, 2 bad usage or config, 75 preempted and saved, 130
+    interrupted, 1 otherwise.
+    """
     argv = sys.argv[1:] if argv is None else argv
     with contextlib.suppress(OSError, RuntimeError):  # no stderr
         faulthandler.enable()  # a signal that kills the process, such as SIGBUS, shows where
@@ -61,11 +76,18 @@ def main(argv: list[str] | None = None) -> NoReturn:
         hint = suggest(argv[0], VERBS, otherwise=f"known: {', '.join(VERBS)}")
         _refuse(UsageError(f"unknown verb {argv[0]!r}; {hint}"))
     try:
-        if argv[0] in ("launch", "sweep"):  # until they send signals on to the processes that they start
+        if argv[0] in (
+            "launch",
+            "sweep",
+        ):  # until they send signals on to the processes that they start
             signals.end_at_once(PREEMPTED)
         if argv[0] != "train":  # `train` saves its state on a signal
             signals.deliver()
-        own = split_command(argv[1:], VERBS[argv[0]].options)[0] if VERBS[argv[0]].command else argv[1:]
+        own = (
+            split_command(argv[1:], VERBS[argv[0]].options)[0]
+            if VERBS[argv[0]].command
+            else argv[1:]
+        )
         if {"-h", "--help"} & {*own}:
             print(help_of(argv[0]), end="")
         else:
@@ -87,7 +109,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
 def usage() -> str:
     verbs = "\n".join(f"  {name:10} {verb.does}" for name, verb in VERBS.items())
-    examples = "\n".join(f"  {line}" for verb in VERBS.values() for line in verb.examples[: verb.featured])
+    examples = "\n".join(
+        f"  {line}" for verb in VERBS.values() for line in verb.examples[: verb.featured]
+    )
     return USAGE.format(verbs=verbs, examples=examples)
 
 
@@ -112,7 +136,9 @@ def run_alone(name: str, argv: list[str]) -> None:
     if name in ("plan", "summary"):  # they run nothing
         environment.use_cpu()
     if name == "plan":  # the devices need not exist: compile for CPU, without optimization
-        flags = re.sub(r"--xla_force_host_platform_device_count=\S*", "", os.environ.get("XLA_FLAGS", ""))
+        flags = re.sub(
+            r"--xla_force_host_platform_device_count=\S*", "", os.environ.get("XLA_FLAGS", "")
+        )
         os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
     environment.simulate(options.get("devices", 1))
     set_threads(config, name == "verify", options.get("exact", False))
@@ -130,12 +156,18 @@ def run_in_job(name: str, argv: list[str]) -> None:
     except UsageError as problem:
         if launchers.discover().size == 1:
             raise
-        error = str(problem)  # the other ranks may have a valid config: `agree` sends them this error
+        error = str(
+            problem
+        )  # the other ranks may have a valid config: `agree` sends them this error
     set_threads(config, exact=options.get("exact", False))
     if name == "profile":
         environment.trace_operations()
-    left_out = config and environment.use_preset(config.parallel.xla_preset, config.parallel.devices)
-    verb = _module(name)  # imported before the job is joined: the others of an elastic job wait for what comes after
+    left_out = config and environment.use_preset(
+        config.parallel.xla_preset, config.parallel.devices
+    )
+    verb = _module(
+        name
+    )  # imported before the job is joined: the others of an elastic job wait for what comes after
     gc.freeze()  # modules stay alive: to scan them takes 0.1 s, in each generation too
     context = join(config)
     signals.act()
@@ -160,12 +192,16 @@ def _module(name: str) -> Any:
 
 
 def _context() -> Any:
-    """Return the module `jaxdp.distributed.context`; None if it was not imported, and so no job was joined."""
+    """Return the module `jaxdp.distributed.context`; None if it was not imported, and so no job was
+    joined.
+    """
     return sys.modules.get("jaxdp.distributed.context")
 
 
 def _refuse(error: ReportedError, code: int | None = None) -> NoReturn:
-    """Print the error on its rank and exit with `code`, or with 2 for bad input and 1 for any other failure."""
+    """Print the error on its rank and exit with `code`, or with 2 for bad input and 1 for any other
+    failure.
+    """
     context = _context()
     if context is not None and not context.alone():
         context.fail(error, code)
@@ -178,7 +214,9 @@ def _exit_alone(error: SystemExit) -> NoReturn:
     context = _context()
     if context is not None and not context.alone():
         code = error.code if isinstance(error.code, int) and error.code else 1
-        context.fail(DistributedError(f"rank {context.process().rank} called sys.exit({error.code!r})"), code)
+        context.fail(
+            DistributedError(f"rank {context.process().rank} called sys.exit({error.code!r})"), code
+        )
     raise error
 
 

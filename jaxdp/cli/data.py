@@ -29,7 +29,9 @@ def run(call: Call) -> None:
 
 
 def run_check(options: dict[str, Any]) -> None:
-    """Print what cannot be read in the data of folders, text files and configs. Raises UsageError if there is any."""
+    """Print what cannot be read in the data of folders, text files and configs. Raises UsageError
+    if there is any.
+    """
     inputs = [*options["inputs"], *([options["config"]] if options["config"] else [])]
     if not inputs:
         raise UsageError("INPUT: missing; give a folder of images, a text file, or --config FILE")
@@ -39,7 +41,9 @@ def run_check(options: dict[str, Any]) -> None:
             count += finding.problem
             print(finding.text, flush=True)
     if count:
-        raise UsageError(f"data check: {count:,} problem{'s' * (count > 1)}, listed above; correct them before a run")
+        raise UsageError(
+            f"data check: {count:,} problem{'s' * (count > 1)}, listed above; correct them before a run"
+        )
 
 
 def findings(name: str) -> Iterator[Finding]:
@@ -58,16 +62,22 @@ def run_tokenize(options: dict[str, Any]) -> None:
     """Write the tokens of text files, and print a summary."""
     inputs = [check_input(name) for name in options["inputs"]]
     if not inputs:
-        raise UsageError("INPUT: missing; give .txt or .jsonl files, e.g. jaxdp data tokenize text.txt --output DIR")
+        raise UsageError(
+            "INPUT: missing; give .txt or .jsonl files, e.g. jaxdp data tokenize text.txt --output DIR"
+        )
     if not 0 <= options["split"] < 1:
         raise UsageError(f"--split: {options['split']} is not in [0, 1); e.g. 0.01")
     output = choose_output(options["output"])
     try:
-        result = tokenize(inputs, output, options["tokenizer"], options["split"], options["shard_tokens"])
+        result = tokenize(
+            inputs, output, options["tokenizer"], options["split"], options["shard_tokens"]
+        )
     except UsageError as error:
         raise UsageError(str(error).replace("data.args.tokenizer", "--tokenizer", 1)) from error
     except OSError as error:
-        raise UsageError(f"--output: {str(output)!r} cannot be written ({one_line(error)}); choose another") from None
+        raise UsageError(
+            f"--output: {str(output)!r} cannot be written ({one_line(error)}); choose another"
+        ) from None
     counts = result["counts"]
     for path in held_out(inputs):
         print(f"for validation, as its name says, instead of a share of each file: {path}")
@@ -89,7 +99,9 @@ def check_input(name: str) -> pathlib.Path:
     if path.suffix.lower() in COMPRESSED:
         raise UsageError(f"INPUT: {name!r} is compressed; decompress it first")
     if path.suffix.lower() not in (".txt", *LINES):
-        raise UsageError(f"INPUT: {name!r} ends in neither .txt nor .jsonl; rename it to what it is")
+        raise UsageError(
+            f"INPUT: {name!r} ends in neither .txt nor .jsonl; rename it to what it is"
+        )
     return path
 
 

@@ -14,7 +14,9 @@ from jaxdp.doctor.examine import examine
 def run(call: Call) -> NoReturn:
     """Print the findings on rank 0, and end with code 1 if a check fails."""
     examined = examine(pathlib.Path(call.options["run_dir"]))
-    if examined is None:  # on a code other than 0, mpirun would end rank 0 before it has printed its list
+    if (
+        examined is None
+    ):  # on a code other than 0, mpirun would end rank 0 before it has printed its list
         leave(0)
     print(json.dumps(as_json(*examined), indent=1) if call.options["json"] else as_text(*examined))
     leave(int(any(check.status == FAILURE for check in examined[0])))

@@ -22,16 +22,20 @@ from jaxdp.training.save import restore
 def run(call: Call) -> None:
     """Evaluate and print the result on root.
 
-    Raises UsageError without the checkpoint or evaluation data, and RunFailed if a loss is not finite.
-    """
+    Raises UsageError without the checkpoint or evaluation data, and RunFailed if a loss is not
+    finite."""
     config, context = call.config, call.context
     directory = schema.run_dir(config, call.path).absolute()
-    is_saved = call.path is not None and pathlib.Path(call.path).absolute() == directory / "config.yaml"
+    is_saved = (
+        call.path is not None and pathlib.Path(call.path).absolute() == directory / "config.yaml"
+    )
     with rundir.inside(rundir.folder(directory) if is_saved else None):
         evaluate_step(config, directory, context, call.options["step"])
 
 
-def evaluate_step(config: Config, directory: pathlib.Path, context: Context, wanted: int | None) -> None:
+def evaluate_step(
+    config: Config, directory: pathlib.Path, context: Context, wanted: int | None
+) -> None:
     """Evaluate the checkpoint of a step; None: the last one."""
     use_compilation_cache(config, context)
     prepared = make_run(config, directory, context)
@@ -40,8 +44,13 @@ def evaluate_step(config: Config, directory: pathlib.Path, context: Context, wan
     step, _ = resume_step(prepared, config, context, NOTHING, tidy=False, only=wanted)
     if not step:
         if wanted is not None:
-            raise UsageError(f"--step: no undamaged checkpoint {wanted} in {str(directory)!r}; name another", rank=0)
-        raise UsageError(f"run_dir: no checkpoint in {str(directory)!r}; train first, or name another", rank=0)
+            raise UsageError(
+                f"--step: no undamaged checkpoint {wanted} in {str(directory)!r}; name another",
+                rank=0,
+            )
+        raise UsageError(
+            f"run_dir: no checkpoint in {str(directory)!r}; train first, or name another", rank=0
+        )
     if not prepared.data.eval:
         raise UsageError("eval.data: the data has no test split; name what to evaluate on", rank=0)
     open_collectives(context)

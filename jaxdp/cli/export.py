@@ -22,9 +22,13 @@ def run(call: Call) -> None:
 
 
 def export(options: dict[str, Any]) -> str:
-    """Write the file or folder and return a summary. The model is not built: the checkpoint stores names and shapes."""
+    """Write the file or folder and return a summary. The model is not built: the checkpoint stores
+    names and shapes.
+    """
     if not options["run_dir"]:
-        raise UsageError("--run_dir: missing; give the directory of a run, e.g. --run_dir runs/digits")
+        raise UsageError(
+            "--run_dir: missing; give the directory of a run, e.g. --run_dir runs/digits"
+        )
     layout, directory = options["layout"], pathlib.Path(options["run_dir"]).expanduser()
     check_one_of("--layout", layout, LAYOUTS)
     step = choose_step(directory, options["step"])
@@ -34,7 +38,12 @@ def export(options: dict[str, Any]) -> str:
     arrays = on_host(weights)
     params = {name: x for name, x in arrays.items() if not name.startswith(MODEL_STATE)}
     digest = params_sha256(params)
-    metadata = {"format": FORMAT, "step": str(step), "params_sha256": digest, "ema": str(options["ema"]).lower()}
+    metadata = {
+        "format": FORMAT,
+        "step": str(step),
+        "params_sha256": digest,
+        "ema": str(options["ema"]).lower(),
+    }
     meta = manifest.read(checkpoint)["meta"]
     metadata |= {key: json.dumps(meta[key]) for key in DESCRIBED if key in meta}
     about, file = "", output / "model.safetensors" if layout == FOLDER else output
@@ -44,7 +53,9 @@ def export(options: dict[str, Any]) -> str:
         else:
             safetensors.write(output, arrays, metadata)
     except (OSError, safetensors.SafetensorError) as error:
-        raise UsageError(f"--output: {str(output)!r} cannot be written ({one_line(error)}); choose another") from None
+        raise UsageError(
+            f"--output: {str(output)!r} cannot be written ({one_line(error)}); choose another"
+        ) from None
     elements = sum(math.prod(x.shape) for x in params.values())
     state = len(weights.arrays) - len(params)
     return (
@@ -55,7 +66,9 @@ def export(options: dict[str, Any]) -> str:
 
 
 def choose_step(directory: pathlib.Path, step: int | None) -> int:
-    """Return `step`, by default the last checkpoint's. Raises UsageError if the directory has no such checkpoint."""
+    """Return `step`, by default the last checkpoint's. Raises UsageError if the directory has no
+    such checkpoint.
+    """
     steps = Checkpoints(directory / "checkpoints").steps()
     if not steps:
         problem = "no checkpoint in it" if directory.is_dir() else "no such directory"
@@ -75,12 +88,20 @@ def missing_step(directory: pathlib.Path, step: int) -> str | None:
 
 def choose_output(directory: pathlib.Path, name: str | None, folder: bool) -> pathlib.Path:
     """Return the path of the file or the folder to write. Raises UsageError if it cannot be one."""
-    output = pathlib.Path(name).expanduser() if name else directory / (FOLDER if folder else "export.safetensors")
+    output = (
+        pathlib.Path(name).expanduser()
+        if name
+        else directory / (FOLDER if folder else "export.safetensors")
+    )
     if not folder and output.suffix != ".safetensors":
-        raise UsageError(f"--output: {str(output)!r} does not end in .safetensors; init_from would not know it")
+        raise UsageError(
+            f"--output: {str(output)!r} does not end in .safetensors; init_from would not know it"
+        )
     wrong = output.is_file() if folder else output.is_dir()
     if wrong or not output.parent.is_dir():
         kinds = ("file", "folder") if folder else ("directory", "file")
-        problem = f"is a {kinds[0]}" if wrong else f"is in {str(output.parent)!r}, which does not exist"
+        problem = (
+            f"is a {kinds[0]}" if wrong else f"is in {str(output.parent)!r}, which does not exist"
+        )
         raise UsageError(f"--output: {str(output)!r} {problem}; give the path of a {kinds[1]}")
     return output

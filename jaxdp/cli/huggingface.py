@@ -1,4 +1,6 @@
-"""`jaxdp export --layout huggingface`: a folder that `transformers` loads, with the config and the tokenizer."""
+"""`jaxdp export --layout huggingface`: a folder that `transformers` loads, with the config and the
+tokenizer.
+"""
 
 import inspect
 import json
@@ -18,21 +20,30 @@ from jaxdp.targets import locate
 
 Json = dict[str, Any]
 SETTINGS = '{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
-FORMS = {("layer", "gelu", "learned"): GPT2, ("rms", "swiglu", "rotary"): LLAMA}  # norm, mlp, positions
+FORMS = {
+    ("layer", "gelu", "learned"): GPT2,
+    ("rms", "swiglu", "rotary"): LLAMA,
+}  # norm, mlp, positions
 
 
 def write(folder: pathlib.Path, arrays: Mapping[str, np.ndarray], meta: Json) -> str:
-    """Write model.safetensors, config.json and the tokenizer; return a line about them. meta: of the checkpoint.
+    """Write model.safetensors, config.json and the tokenizer; return a line about them. meta: of
+    the checkpoint.
 
-    Raises UsageError for a model without a published layout; OSError or SafetensorError if it cannot write.
-    """
+    Raises UsageError for a model without a published layout; OSError or SafetensorError if it
+    cannot write."""
     data, model = meta.get("data") or {}, meta["config"]["model"]
     forms = " or ".join(f"{', '.join(form)} ({layout.title})" for form, layout in FORMS.items())
     use = f"huggingface is for a GPT of norm, mlp, positions {forms}; use the layout jaxdp"
     if locate("model", model["target"], MODELS) is not locate("model", "GPT", MODELS):
         raise UsageError(f"--layout: {model['target']!r} has no published layout; {use}")
-    args = {name: parameter.default for name, parameter in inspect.signature(GPT.__init__).parameters.items()}
-    args |= {name: data.get(name) for name in ("num_classes", "input_shape")} | (model.get("args") or {})
+    args = {
+        name: parameter.default
+        for name, parameter in inspect.signature(GPT.__init__).parameters.items()
+    }
+    args |= {name: data.get(name) for name in ("num_classes", "input_shape")} | (
+        model.get("args") or {}
+    )
     form = (args["norm"], args["mlp"], args["positions"])
     if form not in FORMS:
         raise UsageError(f"--layout: a GPT of {', '.join(form)} has no published layout; {use}")
@@ -43,11 +54,17 @@ def write(folder: pathlib.Path, arrays: Mapping[str, np.ndarray], meta: Json) ->
         raise UsageError(f"--layout: huggingface does not fit this GPT: {error}; {use}") from None
     args["hidden"] = args["hidden"] or MLPS[args["mlp"]].hidden(args["dim"])
     dtype = str(next(iter(tensors.values())).dtype)
-    content = {"vocab_size": args["num_classes"], "tie_word_embeddings": args["tied"], "dtype": dtype}
+    content = {
+        "vocab_size": args["num_classes"],
+        "tie_word_embeddings": args["tied"],
+        "dtype": dtype,
+    }
     content |= {"torch_dtype": dtype, "bos_token_id": None, "eos_token_id": None}
     content |= gpt2_config(args) if layout is GPT2 else llama_config(args)
     folder.mkdir(exist_ok=True)
-    safetensors.write(folder / "model.safetensors", tensors, {"format": "pt"})  # as transformers requires
+    safetensors.write(
+        folder / "model.safetensors", tensors, {"format": "pt"}
+    )  # as transformers requires
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     tokenizer = write_tokenizer(folder, data.get("tokenizer") or {})
     return f"{layout.title}'s layout, {len(tensors)} tensors; {tokenizer}"
@@ -75,21 +92,42 @@ def llama_config(args: Json) -> Json:
 
 
 def write_tokenizer(folder: pathlib.Path, spec: Json) -> str:
-    """Write tokenizer.json, if the spec of `jaxdp.data.tokenizers` can be one; return what was done."""
-    file, settings, kind = folder / "tokenizer.json", folder / "tokenizer_config.json", spec.get("kind")
+    """Write tokenizer.json, if the spec of `jaxdp.data.tokenizers` can be one; return what was
+    done.
+    """
+    file, settings, kind = (
+        folder / "tokenizer.json",
+        folder / "tokenizer_config.json",
+        spec.get("kind"),
+    )
     if kind == "file" and pathlib.Path(spec["path"]).is_file():
         shutil.copyfile(spec["path"], file)
     elif kind in ("byte", "char"):
         characters = byte_characters() if kind == "byte" else spec["alphabet"]
-        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-        content: Json = {"version": "1.0", "added_tokens": [], "normalizer": None, "post_processor": None}
-        content["model"] = {"type": "BPE", "vocab": {c: i for i, c in enumerate(characters)}, "merges": []}
+        level = {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": False,
+            "use_regex": False,
+        }
+        content: Json = {
+            "version": "1.0",
+            "added_tokens": [],
+            "normalizer": None,
+            "post_processor": None,
+        }
+        content["model"] = {
+            "type": "BPE",
+            "vocab": {c: i for i, c in enumerate(characters)},
+            "merges": [],
+        }
         content["pre_tokenizer"] = level if kind == "byte" else None
         content["decoder"] = level if kind == "byte" else {"type": "Fuse"}
         file.write_text(json.dumps(content), encoding="utf-8")
     else:
         if (
-            settings.is_file() and settings.read_text(encoding="utf-8", errors="replace") == SETTINGS
+            settings.is_file()
+            and settings.read_text(encoding="utf-8", errors="replace") == SETTINGS
         ):  # of an earlier export
             settings.unlink()
             file.unlink(missing_ok=True)
@@ -100,7 +138,9 @@ def write_tokenizer(folder: pathlib.Path, spec: Json) -> str:
 
 
 def byte_characters() -> str:
-    """Return the character that stands for each byte in GPT-2's byte-level vocabulary (`bytes_to_unicode`)."""
+    """Return the character that stands for each byte in GPT-2's byte-level vocabulary
+    (`bytes_to_unicode`).
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return "".join(chr(i if i in printable else next(others)) for i in range(256))

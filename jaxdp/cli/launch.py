@@ -36,12 +36,16 @@ class Process:
         environment = self.environment | {"JAXDP_RESTARTS": str(self.restarts)}
         self.child: Forked | subprocess.Popen[bytes]
         if self.words[0] in VERBS:
-            self.child = Forked(self.words, environment, f"jaxdp rank {environment['JAXDP_PROCESS_ID']}")
+            self.child = Forked(
+                self.words, environment, f"jaxdp rank {environment['JAXDP_PROCESS_ID']}"
+            )
         else:
             self.child = subprocess.Popen(self.words, env=environment)
 
     def code(self) -> int | None:
-        """Return the exit code, or None if the process runs or is to run again; start it again when that is due."""
+        """Return the exit code, or None if the process runs or is to run again; start it again when
+        that is due.
+        """
         code = self.child.poll()
         if self.restart_at is None and code not in (None, *FINAL) and self.restarts > 0:
             self.restarts -= 1
@@ -52,7 +56,9 @@ class Process:
         if (restart_at := self.restart_at) is None:
             return code
         if time.monotonic() >= restart_at:
-            with contextlib.suppress(OSError):  # not enough memory, for example: this has cost a restart
+            with contextlib.suppress(
+                OSError
+            ):  # not enough memory, for example: this has cost a restart
                 self.environment["JAXDP_BEGAN"] = str(self.began)
                 self.start()
         return None
@@ -65,12 +71,14 @@ class Process:
 def run(call: Call) -> None:
     """Start the processes, wait for their end, and exit with the code of the job.
 
-    The command is a verb of jaxdp or a program. Each process gets its rank, the number of processes, the coordinator's
-    address and the job's secret in its environment. Raises UsageError if there is no command.
-    """
+    The command is a verb of jaxdp or a program. Each process gets its rank, the number of
+    processes, the coordinator's address and the job's secret in its environment. Raises UsageError
+    if there is no command."""
     command, count = call.options["command"], call.options["processes"]
     if not command:
-        raise UsageError("launch: no command given; e.g. jaxdp launch -n 2 train --config configs/digits.yaml")
+        raise UsageError(
+            "launch: no command given; e.g. jaxdp launch -n 2 train --config configs/digits.yaml"
+        )
     if command[0] in VERBS and VERBS[command[0]].where == "job":
         preload()
     environment = {
@@ -80,7 +88,9 @@ def run(call: Call) -> None:
         "JAXDP_LOCAL_SIZE": str(count),
         "JAXDP_SECRET": os.environ.get("JAXDP_SECRET") or secrets.token_hex(32),
     }
-    ranks = [{"JAXDP_PROCESS_ID": str(rank), "JAXDP_LOCAL_RANK": str(rank)} for rank in range(count)]
+    ranks = [
+        {"JAXDP_PROCESS_ID": str(rank), "JAXDP_LOCAL_RANK": str(rank)} for rank in range(count)
+    ]
     processes, asked = list[Process](), list[int]()
 
     def send(process: Process, number: int) -> None:
@@ -115,7 +125,9 @@ def run(call: Call) -> None:
 
 
 def is_elastic(command: list[str]) -> bool:
-    """Return whether a job may lose processes and succeed: a script says so in its name or its arguments."""
+    """Return whether a job may lose processes and succeed: a script says so in its name or its
+    arguments.
+    """
     if command[0] == "train":
         with contextlib.suppress(UsageError):  # the processes report it
             config = load(command[1:], "train")[0]
@@ -124,10 +136,11 @@ def is_elastic(command: list[str]) -> bool:
 
 
 def wait(processes: list[Process], elastic: bool) -> int:
-    """Wait until no process runs or is to run again; return the code of the job: 0, 2, 75, 130 or 1.
+    """Wait until no process runs or is to run again; return the code of the job: 0, 2, 75, 130 or
+    1.
 
-    The job has succeeded if all processes have. elastic: it may be an elastic job, which may have lost some before the
-    first one succeeded; of the others, more than half must have succeeded.
+    The job has succeeded if all processes have. elastic: it may be an elastic job, which may have
+    lost some before the first one succeeded; of the others, more than half must have succeeded.
     """
     last, ended = processes, dict[int, float]()
     while None in (codes := [process.code() for process in processes]):
@@ -137,11 +150,16 @@ def wait(processes: list[Process], elastic: bool) -> int:
         else:
             last = [process for process, code in zip(processes, codes) if code is None]
         for rank, code in enumerate(codes):
-            if code not in (None, 0, PREEMPTED) and ended.setdefault(rank, time.monotonic()) < time.monotonic() - ALONE:
+            if (
+                code not in (None, 0, PREEMPTED)
+                and ended.setdefault(rank, time.monotonic()) < time.monotonic() - ALONE
+            ):
                 ended[rank] = math.inf
                 how = f"with code {code}" if code > 0 else f"by {signal.Signals(-code).name}"
                 print(f"jaxdp: launch: rank {rank} has ended {how}; others run", file=sys.stderr)
         time.sleep(0.1)
-    if set(codes) == {0} or (elastic and 2 * [process.code() for process in last].count(0) > len(last)):
+    if set(codes) == {0} or (
+        elastic and 2 * [process.code() for process in last].count(0) > len(last)
+    ):
         return 0
     return next((code for code in (*FINAL[1:], INTERRUPTED) if code in codes), 1)

@@ -1,4 +1,6 @@
-"""Parse command-line arguments into a checked config and a verb's options; report an error in one line."""
+"""Parse command-line arguments into a checked config and a verb's options; report an error in one
+line.
+"""
 
 import dataclasses
 import os
@@ -21,14 +23,22 @@ FLAGS = ("help", "print_config")
 
 
 def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict[str, Any]]:
-    """Return (the checked config, the path of the config file, the options of the verb). Raises UsageError."""
+    """Return (the checked config, the path of the config file, the options of the verb). Raises
+    UsageError.
+    """
     options = VERBS[verb].options
     pairs = split_pairs(argv, options)
     names = dict(pairs)
     if verb == "eval" and "config" not in names:
         saved = saved_config(names.get("run_dir"))
-        if rundir.folder(pathlib.Path(saved).parent) not in (None, os.getcwd()):  # `eval` goes there
-            pairs = [(name, os.path.abspath(text) if is_path(name, text) else text) for name, text in pairs]
+        if rundir.folder(pathlib.Path(saved).parent) not in (
+            None,
+            os.getcwd(),
+        ):  # `eval` goes there
+            pairs = [
+                (name, os.path.abspath(text) if is_path(name, text) else text)
+                for name, text in pairs
+            ]
         pairs.append(("config", saved))
     files = [text for name, text in pairs if name == "config"]
     values: dict[str, Any] = {}
@@ -42,12 +52,22 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
         if key in names and other not in names:  # the command line overrides the file
             values[other] = None
     if not files and values.get("steps") is values.get("epochs") is None:
-        raise UsageError(f"--config: no file given; e.g. {program(verb)} --config configs/digits.yaml")
-    words = [f"--{name}" if is_flag(name, options) else f"--{name}={text}" for name, text in pairs if name in options]
+        raise UsageError(
+            f"--config: no file given; e.g. {program(verb)} --config configs/digits.yaml"
+        )
+    words = [
+        f"--{name}" if is_flag(name, options) else f"--{name}={text}"
+        for name, text in pairs
+        if name in options
+    ]
     chosen = parse_options(words, verb)
     parallel = values.get("parallel", {})
-    if chosen.get("zero", "0") not in ("0", "config") and (parallel.get("shard_size") or parallel.get("rules")):
-        parallel["zero"] = parallel.get("zero") or 1  # `plan` replaces it by its stages, but 0 does not go with them
+    if chosen.get("zero", "0") not in ("0", "config") and (
+        parallel.get("shard_size") or parallel.get("rules")
+    ):
+        parallel["zero"] = (
+            parallel.get("zero") or 1
+        )  # `plan` replaces it by its stages, but 0 does not go with them
     config = from_mapping(values, "command line")
     if "print_config" in names:
         print(texts.dump(dataclasses.asdict(config)), end="")
@@ -56,8 +76,8 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
 
 
 def split_pairs(argv: Sequence[str], options: Options) -> list[tuple[str, str]]:
-    """Return (name, text) of each `--name value` or `--name=value`; a flag has no text. Raises UsageError for an
-    unknown name, and if a text is missing."""
+    """Return (name, text) of each `--name value` or `--name=value`; a flag has no text. Raises
+    UsageError for an unknown name, and if a text is missing."""
     pairs, remaining = [], iter(argv)
     for arg in remaining:
         name, equals, text = arg.removeprefix("--").partition("=")
@@ -67,8 +87,14 @@ def split_pairs(argv: Sequence[str], options: Options) -> list[tuple[str, str]]:
             check_key(name, "command line")
         if equals and is_flag(name, options):
             raise UsageError(f"--{name}: {text!r} is one argument too many; write --{name} alone")
-        if not equals and not is_flag(name, options) and (text := next(remaining, "--")).startswith("--"):
-            raise UsageError("--config: no file given" if name == "config" else f"{name}: no value given")
+        if (
+            not equals
+            and not is_flag(name, options)
+            and (text := next(remaining, "--")).startswith("--")
+        ):
+            raise UsageError(
+                "--config: no file given" if name == "config" else f"{name}: no value given"
+            )
         pairs.append((name, text))
     return pairs
 
@@ -78,12 +104,18 @@ def is_flag(name: str, options: Options) -> bool:
 
 
 def read_value(key: str, text: str) -> Any:
-    """Return the value of a key on the command line. Raises UsageError if it does not have the key's type."""
+    """Return the value of a key on the command line. Raises UsageError if it does not have the
+    key's type.
+    """
     value, hint = texts.argument(text), known_keys().get(key, Any)
     section = inner(hint)
-    if section is not None and not (isinstance(value, dict) or (value is None and section is not hint)):
+    if section is not None and not (
+        isinstance(value, dict) or (value is None and section is not hint)
+    ):
         first = next(iter(get_type_hints(section)))
-        raise UsageError(f"{key}: {text!r} is not {expected(key)}; set its keys, as in --{key}.{first} VALUE")
+        raise UsageError(
+            f"{key}: {text!r} is not {expected(key)}; set its keys, as in --{key}.{first} VALUE"
+        )
     if hint is not Any and isinstance(value, str):
         value = text  # the shell has removed the quotes of a text
     if texts.fits(texts.typed(value, hint), hint):
@@ -96,11 +128,18 @@ def read_value(key: str, text: str) -> Any:
 def help_of(verb: str) -> str:
     """Return the text of `jaxdp VERB --help`: usage, examples, options, keys of the config."""
     row = VERBS[verb]
-    words = [f"[{argument.upper()}{' ...' * (count == '*')}]" for argument, count in row.arguments.items()]
+    words = [
+        f"[{argument.upper()}{' ...' * (count == '*')}]"
+        for argument, count in row.arguments.items()
+    ]
     words += ["--config FILE [--key value ...]" if row.has_config else "[--option value ...]"]
     words += ["COMMAND ..."] * row.command
     parser = make_parser(verb) if row.has_config else make_options_parser(verb)
-    lines = [" ".join([program(verb), *words]), "", *(x.replace(f"jaxdp {verb}", program(verb)) for x in row.examples)]
+    lines = [
+        " ".join([program(verb), *words]),
+        "",
+        *(x.replace(f"jaxdp {verb}", program(verb)) for x in row.examples),
+    ]
     parser.usage = "\n  ".join(lines).replace("%", "%%")
     parser.description = f"{row.does[0].upper()}{row.does[1:]}."
     return str(parser.format_help())
@@ -111,7 +150,9 @@ def make_parser(verb: str) -> Any:
     import jsonargparse
 
     parser = jsonargparse.ArgumentParser(exit_on_error=False, default_env=False)
-    parser.add_argument("--config", action=jsonargparse.ActionConfigFile, help="the YAML file of the run")
+    parser.add_argument(
+        "--config", action=jsonargparse.ActionConfigFile, help="the YAML file of the run"
+    )
     add_options(parser, VERBS[verb].options)
     parser.add_class_arguments(Config, None, as_group=False)
     return parser
@@ -143,8 +184,14 @@ def load_options(argv: list[str], verb: str) -> dict[str, Any]:
         if arg.startswith("--") and name not in ("help", *options):
             hint = suggest(name, options, otherwise=f"known: {', '.join(options)}")
             raise UsageError(f"command line: unknown option {name!r}; {hint}")
-        if arg == f"--{name}" and not is_flag(name, options) and not "".join(remaining[:1]).startswith("--"):
-            arg = "=".join([arg, *remaining[:1]])  # else argparse takes a text that begins with a dash for an option
+        if (
+            arg == f"--{name}"
+            and not is_flag(name, options)
+            and not "".join(remaining[:1]).startswith("--")
+        ):
+            arg = "=".join(
+                [arg, *remaining[:1]]
+            )  # else argparse takes a text that begins with a dash for an option
             del remaining[:1]
         words.append(arg)
     values = parse_options(words, verb)
@@ -161,7 +208,9 @@ def parse_options(words: list[str], verb: str) -> dict[str, Any]:
     except argparse.ArgumentError as error:
         wrong = re.fullmatch(r"argument --(\w+): invalid \w+ value: (.*)", str(error))
         if wrong:
-            raise UsageError(f"--{wrong[1]}: {wrong[2]} is not {texts.WORDS[options[wrong[1]].kind]}") from None
+            raise UsageError(
+                f"--{wrong[1]}: {wrong[2]} is not {texts.WORDS[options[wrong[1]].kind]}"
+            ) from None
         stray = re.match(r"unrecognized arguments: *(\S+)", str(error), re.IGNORECASE)
         raise UsageError(without_option(stray[1]) if stray else one_line(error)) from None
 
@@ -172,26 +221,34 @@ def split_command(argv: list[str], options: Options) -> tuple[list[str], list[st
     while i < len(argv) and argv[i].startswith("-") and argv[i] != "--":
         i += 1 if "=" in argv[i] else 2
     first, command = f"--{next(iter(options))}", argv[i:]
-    return [first if arg == "-n" else arg for arg in argv[:i]], command[1:] if command[:1] == ["--"] else command
+    return [first if arg == "-n" else arg for arg in argv[:i]], command[1:] if command[:1] == [
+        "--"
+    ] else command
 
 
 def check_least(values: dict[str, Any], options: Options) -> dict[str, Any]:
     """Return the values unchanged. Raises UsageError if one is too small."""
     for name, option in options.items():
         if option.least is not None and values[name] is not None and values[name] < option.least:
-            raise UsageError(f"--{name}: {values[name]} is too small; it must be at least {option.least}")
+            raise UsageError(
+                f"--{name}: {values[name]} is too small; it must be at least {option.least}"
+            )
     return values
 
 
 def without_option(arg: str) -> str:
     """Return the error message for an argument without an option, with a correction."""
-    name = "config" if arg.endswith((".yaml", ".yml")) else "run_dir" if os.path.isdir(arg) else "KEY"
+    name = (
+        "config" if arg.endswith((".yaml", ".yml")) else "run_dir" if os.path.isdir(arg) else "KEY"
+    )
     return f"command line: {arg!r} belongs to no option; write --{name} {arg}"
 
 
 def add_options(parser: Any, options: Options) -> None:
     for name, option in options.items():
-        kwargs: dict[str, Any] = {"action": "store_true"} if option.kind is bool else {"type": reader(option.kind)}
+        kwargs: dict[str, Any] = (
+            {"action": "store_true"} if option.kind is bool else {"type": reader(option.kind)}
+        )
         parser.add_argument(f"--{name}", default=option.default, help=option.text, **kwargs)
 
 
@@ -213,7 +270,9 @@ def saved_config(directory: str | None) -> str:
         raise UsageError("--run_dir: none given; e.g. jaxdp eval --run_dir runs/digits")
     saved = pathlib.Path(directory).expanduser() / "config.yaml"
     if not saved.is_file():
-        raise UsageError(f"run_dir: no run in {directory!r}; give the directory of a run, such as runs/digits")
+        raise UsageError(
+            f"run_dir: no run in {directory!r}; give the directory of a run, such as runs/digits"
+        )
     return str(saved)
 
 
@@ -223,12 +282,16 @@ def is_path(name: str, text: str) -> bool:
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """Return the content of a config file. Raises UsageError if it is missing, is not YAML, or has an unknown key."""
+    """Return the content of a config file. Raises UsageError if it is missing, is not YAML, or has
+    an unknown key.
+    """
     if not path:
         raise UsageError("--config: no file given")
     file = pathlib.Path(path)
     if not file.is_file():
-        raise UsageError(f"--config: no file {path!r}; give the path of a YAML file, e.g. configs/digits.yaml")
+        raise UsageError(
+            f"--config: no file {path!r}; give the path of a YAML file, e.g. configs/digits.yaml"
+        )
     content = texts.load(texts.read_file(file), path)
     if not isinstance(content, dict):
         raise UsageError(f"{path}: a config is a YAML mapping, this is {type(content).__name__}")

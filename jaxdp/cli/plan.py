@@ -20,7 +20,17 @@ from jaxdp.errors import UsageError
 from jaxdp.metrics.numbers import size, table
 from jaxdp.parallel.pjit import group_size
 
-UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+UNITS = {
+    "": 1,
+    "KB": 1e3,
+    "MB": 1e6,
+    "GB": 1e9,
+    "TB": 1e12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 
 
 def run(call: Call) -> None:
@@ -37,12 +47,20 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
     group_size(config.parallel.shard_size, devices)
     stages = read_stages(options["zero"], config.parallel.zero)
     if config.outer.replicas > 1 and stages != [0]:
-        raise UsageError(f"--zero: {options['zero']}, but a run with outer.replicas has stage 0 only; leave it out")
+        raise UsageError(
+            f"--zero: {options['zero']}, but a run with outer.replicas has stage 0 only; leave it out"
+        )
     make_state = state_maker(config, parts)
     rehearse(config, parts, make_the_step(config, parts), make_state)
     per_device = math.ceil(max(config.microbatches, devices) / devices)
-    key = lambda name, value: f"parallel.{name}: {json.dumps(value)}".replace('"', "")
-    needs = {z: ", ".join(key(*change) for change in changes_for(config.parallel, z).items()) for z in stages}
+
+    def key(name, value):
+        return f"parallel.{name}: {json.dumps(value)}".replace('"', "")
+
+    needs = {
+        z: ", ".join(key(*change) for change in changes_for(config.parallel, z).items())
+        for z in stages
+    }
     plans, notes = list[Plan](), list[str]()
     for zero in stages:
         try:
@@ -51,19 +69,35 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
             if zero == stages[0]:
                 raise
             notes.append(f"zero {zero} is left out, since a run would refuse it: {error}")
-    dtype = rate(config.precision.compute or config.precision.params, config.precision.matmul, hardware.flops)
+    dtype = rate(
+        config.precision.compute or config.precision.params, config.precision.matmul, hardware.flops
+    )
     seconds = [predict(p, hardware, dtype) if dtype in hardware.flops else None for p in plans]
     best, tried_all = recommend(plans, limit), len(stages) > 1 or config.outer.replicas > 1
-    enough, uneven = devices <= config.microbatches, 0 < config.microbatches % devices < config.microbatches
-    examples = config.batch_size if enough else per_device * devices * parts.order.examples_per_microbatch
+    enough, uneven = (
+        devices <= config.microbatches,
+        0 < config.microbatches % devices < config.microbatches,
+    )
+    examples = (
+        config.batch_size if enough else per_device * devices * parts.order.examples_per_microbatch
+    )
     notes += [f"zero {p.zero} needs {needs[p.zero]}" for p in plans if needs[p.zero]]
     notes += remarks(config, plans, hardware, dtype, per_device, devices, examples)
     shapes, outer = jax.eval_shape(make_state), config.outer
     if outer.replicas > 1 or network is not None:
-        data = sent(parts.rule.trainable(shapes.params), outer.reduction or config.parallel.reduction)
-        sites, every = (min(outer.replicas, devices), outer.every) if outer.replicas > 1 else (devices, 1)
-        notes += describe(sites, data, every, seconds[0]["compute"] if seconds[0] else None, network)
-    count, dtypes = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes.params)), config.precision
+        data = sent(
+            parts.rule.trainable(shapes.params), outer.reduction or config.parallel.reduction
+        )
+        sites, every = (
+            (min(outer.replicas, devices), outer.every) if outer.replicas > 1 else (devices, 1)
+        )
+        notes += describe(
+            sites, data, every, seconds[0]["compute"] if seconds[0] else None, network
+        )
+    count, dtypes = (
+        sum(math.prod(x.shape) for x in jax.tree.leaves(shapes.params)),
+        config.precision,
+    )
     title = (
         f"{config.model.target} {count:,} parameters; {config.data.target}; {config.optimizer.target}; "
         f"{' parameters, '.join(dict.fromkeys((dtypes.params, dtypes.state or dtypes.widest)))} state, "
@@ -73,12 +107,30 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
     )
     if options["json"]:
         stage_plans = [
-            {**as_dict(p), "needs": needs[p.zero], "seconds": s, "examples_per_s": s and examples / s["expected"]}
+            {
+                **as_dict(p),
+                "needs": needs[p.zero],
+                "seconds": s,
+                "examples_per_s": s and examples / s["expected"],
+            }
             for p, s in zip(plans, seconds)
         ]
-        setup = {"model": config.model.target, "parameters": count, "devices": devices, "hardware": hardware._asdict()}
-        setup |= {"examples": examples, "microbatches_per_device": per_device, "memory": limit, "plans": stage_plans}
-        return json.dumps({**setup, "recommended": best.zero if best and tried_all else None, "notes": notes}, indent=1)
+        setup = {
+            "model": config.model.target,
+            "parameters": count,
+            "devices": devices,
+            "hardware": hardware._asdict(),
+        }
+        setup |= {
+            "examples": examples,
+            "microbatches_per_device": per_device,
+            "memory": limit,
+            "plans": stage_plans,
+        }
+        return json.dumps(
+            {**setup, "recommended": best.zero if best and tried_all else None, "notes": notes},
+            indent=1,
+        )
     last = verdict(plans, best, limit, tried_all)
     last += f"; it needs {needs[best.zero]}" if best and needs[best.zero] else ""
     return "\n".join([*title, "", *figures(plans, seconds, examples), "", last, "", *notes])
@@ -86,7 +138,9 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
 
 def sent(gradients: Any, reduction: str) -> float:
     """Return the bytes that a reduction sends for gradients of these shapes."""
-    width = {"exact": lambda n: max(n, 4), "exact16": lambda n: 2, "exact8": lambda n: 1}.get(reduction, lambda n: n)
+    width = {"exact": lambda n: max(n, 4), "exact16": lambda n: 2, "exact8": lambda n: 1}.get(
+        reduction, lambda n: n
+    )
     return sum(math.prod(x.shape) * width(x.dtype.itemsize) for x in jax.tree.leaves(gradients))
 
 
@@ -94,12 +148,23 @@ def figures(plans: list[Plan], seconds: list[Any], examples: int) -> list[str]:
     """Return the lines of a table with one column for each stage."""
     kinds = sorted({kind for p in plans for kind in summarize(list(p.collectives))})
     totals = [summarize(list(p.collectives)) for p in plans]
-    collective = lambda t, kind: f"{t[kind].count} x, {size(t[kind].bytes)}" if kind in t else "-"
-    ms = lambda s, key: f"{1e3 * s[key]:.3g} ms" if s else "-"
+
+    def collective(t, kind):
+        return f"{t[kind].count} x, {size(t[kind].bytes)}" if kind in t else "-"
+
+    def ms(s, key):
+        return f"{1e3 * s[key]:.3g} ms" if s else "-"
+
     rows = [
         ("per device", [f"zero {p.zero}" for p in plans]),
-        ("  split", [f"{100 * p.share.split_bytes / max(p.share.total_bytes, 1):.1f} %" for p in plans]),
-        *((f"  {name}", [size(getattr(p.memory, name)) for p in plans]) for name in plans[0].memory._fields[:-1]),
+        (
+            "  split",
+            [f"{100 * p.share.split_bytes / max(p.share.total_bytes, 1):.1f} %" for p in plans],
+        ),
+        *(
+            (f"  {name}", [size(getattr(p.memory, name)) for p in plans])
+            for name in plans[0].memory._fields[:-1]
+        ),
         ("  peak", [size(p.memory.peak) for p in plans]),
         ("an update moves", [""] * len(plans)),
         *((f"  {kind}", [collective(t, kind) for t in totals]) for kind in kinds),
@@ -110,7 +175,13 @@ def figures(plans: list[Plan], seconds: list[Any], examples: int) -> list[str]:
         ("  overlapped", [ms(s, "full_overlap") for s in seconds]),
         ("  expected", [ms(s, "expected") for s in seconds]),
         ("  examples/s", [f"{examples / s['expected']:,.0f}" if s else "-" for s in seconds]),
-        ("  efficiency", [f"{s['efficiency']:.2f} to {s['efficiency_overlap']:.2f}" if s else "-" for s in seconds]),
+        (
+            "  efficiency",
+            [
+                f"{s['efficiency']:.2f} to {s['efficiency_overlap']:.2f}" if s else "-"
+                for s in seconds
+            ],
+        ),
     ]
     return table([[name, *cells] for name, cells in rows], ">")
 
@@ -118,7 +189,11 @@ def figures(plans: list[Plan], seconds: list[Any], examples: int) -> list[str]:
 def verdict(plans: list[Plan], best: Plan | None, limit: float, tried_all: bool) -> str:
     if best is None:
         least = min(plans, key=lambda p: p.memory.peak)
-        failed, other = ("nothing fits", "") if tried_all else (f"zero {least.zero} does not fit", "--zero all, ")
+        failed, other = (
+            ("nothing fits", "")
+            if tried_all
+            else (f"zero {least.zero} does not fit", "--zero all, ")
+        )
         return (
             f"{failed} {size(limit)}: zero {least.zero} needs {size(least.memory.peak)}; try {other}more devices, "
             "parallel.accumulate scan with more microbatches, parallel.remat full, or smaller batches"
@@ -128,7 +203,13 @@ def verdict(plans: list[Plan], best: Plan | None, limit: float, tried_all: bool)
 
 
 def remarks(
-    config: Config, plans: list[Plan], hardware: Hardware, dtype: str, per_device: int, devices: int, examples: int
+    config: Config,
+    plans: list[Plan],
+    hardware: Hardware,
+    dtype: str,
+    per_device: int,
+    devices: int,
+    examples: int,
 ) -> list[str]:
     """Return notes on the accuracy of the figures."""
     notes = [
@@ -146,19 +227,32 @@ def remarks(
         )
     for p in plans:
         if p.gathered_whole:
-            notes.append("zero 3: this model does not scan blocks, so all its parameters are gathered at once")
+            notes.append(
+                "zero 3: this model does not scan blocks, so all its parameters are gathered at once"
+            )
         if p.zero and p.share.replicated_bytes > 0.01 * p.share.total_bytes:
             replicated = f"{p.share.replicated} leaves of {size(p.share.replicated_bytes)}"
             group = max(k for k in range(1, hardware.devices_per_host + 1) if devices % k == 0)
-            hint = f"; parallel.shard_size {group} shards over smaller groups" if 1 < group < devices else ""
-            notes.append(f"zero {p.zero}: {replicated} stay replicated, since none of their dims divides evenly{hint}")
+            hint = (
+                f"; parallel.shard_size {group} shards over smaller groups"
+                if 1 < group < devices
+                else ""
+            )
+            notes.append(
+                f"zero {p.zero}: {replicated} stay replicated, since none of their dims divides evenly{hint}"
+            )
     return notes
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
     total = {kind: t._asdict() for kind, t in summarize(list(plan.collectives)).items()}
-    share = {**plan.share._asdict(), "split": plan.share.split_bytes / max(plan.share.total_bytes, 1)}
-    simple = {k: v for k, v in plan._asdict().items() if k not in ("collectives", "memory", "share")}
+    share = {
+        **plan.share._asdict(),
+        "split": plan.share.split_bytes / max(plan.share.total_bytes, 1),
+    }
+    simple = {
+        k: v for k, v in plan._asdict().items() if k not in ("collectives", "memory", "share")
+    }
     return {**simple, "memory": plan.memory._asdict(), "share": share, "collectives": total}
 
 
@@ -172,7 +266,9 @@ def read_stages(text: str, default: int) -> list[int]:
 
 def read_bytes(text: str) -> float:
     """Parse a number of bytes such as 80GB, 80 GiB or 80e9."""
-    match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)\s*([KMGT]?I?B)?", text.strip().upper().replace("E", "e"))
+    match = re.fullmatch(
+        r"(\d+(?:\.\d*)?(?:e\d+)?)\s*([KMGT]?I?B)?", text.strip().upper().replace("E", "e")
+    )
     if not match or not 0 < float(match[1]) < math.inf:
         raise UsageError(f"--memory: {text!r} is not a number of bytes, such as 80GB")
     return float(match[1]) * UNITS[match[2] if match[2] and match[2] != "B" else ""]

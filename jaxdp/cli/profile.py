@@ -26,10 +26,14 @@ def run(call: Call) -> None:
 
 
 def profile(config: Config, path: str | None, context: Context, options: dict[str, Any]) -> str:
-    """Trace some updates of a config into its run directory; return a text on the time of this process's devices."""
+    """Trace some updates of a config into its run directory; return a text on the time of this
+    process's devices.
+    """
     updates, rows = options["updates"], options["top"]
     directory = schema.run_dir(config, path)
-    (directory / "profile").mkdir(parents=True, exist_ok=True)  # JAX would say only after the trace that it cannot
+    (directory / "profile").mkdir(
+        parents=True, exist_ok=True
+    )  # JAX would say only after the trace that it cannot
     run, directory = make_run(config, directory, context), folder(directory)
     open_collectives(context)
     program, strategy = run.strategy.compile(run.step), run.strategy
@@ -78,14 +82,21 @@ def _shares(devices: list[trace.Shares]) -> list[str]:
     for s in devices:
         communication = s.communication + s.hidden
         shares = [f"{part / s.window:.1%}" for part in (s.compute, s.communication, s.idle)]
-        rows.append([s.device, *shares, f"{s.hidden / communication:.0%}" if communication else "-"])
+        rows.append(
+            [s.device, *shares, f"{s.hidden / communication:.0%}" if communication else "-"]
+        )
     return table(rows, ">")
 
 
-def _top(rows: list[trace.Row], origins: dict[str, str], kinds: dict[str, str], updates: int, most: int) -> list[str]:
+def _top(
+    rows: list[trace.Row], origins: dict[str, str], kinds: dict[str, str], updates: int, most: int
+) -> list[str]:
     """Return the lines of a table of the first `most` rows; updates: of each device, added up."""
     total = sum(row.time for row in rows) or 1.0
-    figures = lambda time: [f"{time / updates / 1e6:.3f}", f"{time / total:.1%}"]
+
+    def figures(time):
+        return [f"{time / updates / 1e6:.3f}", f"{time / total:.1%}"]
+
     lines = [["operation", "ms/update", "share", "runs"]]
     for row in rows[:most]:
         kind, where = kinds.get(row.name, "fusion"), origins.get(row.name, "")
@@ -93,5 +104,7 @@ def _top(rows: list[trace.Row], origins: dict[str, str], kinds: dict[str, str], 
         text = text if len(text) <= WIDTH else f"{text[: WIDTH - 1]}…"
         lines.append([text, *figures(row.time), str(row.count // updates)])
     if len(rows) > most:
-        lines.append([f"{len(rows) - most} more (--top)", *figures(sum(row.time for row in rows[most:])), ""])
+        lines.append(
+            [f"{len(rows) - most} more (--top)", *figures(sum(row.time for row in rows[most:])), ""]
+        )
     return table(lines, ">")

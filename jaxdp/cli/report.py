@@ -15,15 +15,21 @@ from jaxdp.report.writer import NAME
 
 
 def run(call: Call) -> None:
-    """Write the page and print its path. Raises UsageError if a run cannot be read or the file cannot be written."""
+    """Write the page and print its path. Raises UsageError if a run cannot be read or the file
+    cannot be written.
+    """
     options = call.options
     paths = [pathlib.Path(run).expanduser() for run in options["run"]]
     if not paths:
-        raise UsageError("report: no run given; name run directories, e.g. jaxdp report runs/digits")
+        raise UsageError(
+            "report: no run given; name run directories, e.g. jaxdp report runs/digits"
+        )
     default = (paths[0] if len(paths) == 1 else pathlib.Path()) / NAME
     metrics = [sweep_metric(path) for path in paths]
     metric = options["metric"] or (metrics[0] if len({*metrics}) == 1 else "")
-    paths = [run for path, sweep in zip(paths, metrics) for run in (sweep and runs_in(path)) or [path]]
+    paths = [
+        run for path, sweep in zip(paths, metrics) for run in (sweep and runs_in(path)) or [path]
+    ]
     run_by_path = read_runs(paths)
     directories, runs = list(run_by_path), list(run_by_path.values())
     for run, name in zip(runs, names(directories)):
@@ -37,10 +43,14 @@ def run(call: Call) -> None:
     try:
         html.write(output, html.render(runs, flat(dataclasses.asdict(Config()))))
     except OSError as error:
-        raise UsageError(f"--out: {str(output)!r} cannot be written ({error.strerror}); choose another file") from None
+        raise UsageError(
+            f"--out: {str(output)!r} cannot be written ({error.strerror}); choose another file"
+        ) from None
     if metric:
         print(table(runs, metric))
-    print(f"{output}  {output.stat().st_size / 1e3:,.0f} kB, {len(runs)} run{'s' * (len(runs) > 1)}")
+    print(
+        f"{output}  {output.stat().st_size / 1e3:,.0f} kB, {len(runs)} run{'s' * (len(runs) > 1)}"
+    )
 
 
 def runs_in(directory: pathlib.Path) -> list[pathlib.Path]:
@@ -56,8 +66,8 @@ def sweep_metric(directory: pathlib.Path) -> str:
 
 
 def read_runs(directories: list[pathlib.Path]) -> dict[pathlib.Path, Json]:
-    """Return the runs by directory. Of several paths, as from `runs/*`, skip those that are not runs, with a message.
-    Raises UsageError if no run remains, or for a path that does not exist."""
+    """Return the runs by directory. Of several paths, as from `runs/*`, skip those that are not
+    runs, with a message. Raises UsageError if no run remains, or for a path that does not exist."""
     runs: dict[pathlib.Path, Json] = {}
     for directory in directories:
         try:

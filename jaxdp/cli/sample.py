@@ -1,4 +1,6 @@
-"""The verb `sample`: generate text from a checkpoint, which stores the config of its model and tokenizer."""
+"""The verb `sample`: generate text from a checkpoint, which stores the config of its model and
+tokenizer.
+"""
 
 import math
 import pathlib
@@ -35,13 +37,17 @@ def run(call: Call) -> None:
 
 
 def sample(options: dict[str, Any]) -> str:
-    """Return the prompt and its continuation. Raises UsageError if there is no checkpoint of a language model, or if
-    its tokenizer cannot encode the prompt."""
+    """Return the prompt and its continuation. Raises UsageError if there is no checkpoint of a
+    language model, or if its tokenizer cannot encode the prompt."""
     if not options["run_dir"]:
-        raise UsageError("--run_dir: missing; give the directory of a run, e.g. --run_dir runs/python_gpt")
+        raise UsageError(
+            "--run_dir: missing; give the directory of a run, e.g. --run_dir runs/python_gpt"
+        )
     temperature = options["temperature"]
     if not 0 <= temperature < math.inf:
-        raise UsageError(f"--temperature: {temperature} is not at least 0; 1 draws from what the model expects")
+        raise UsageError(
+            f"--temperature: {temperature} is not at least 0; 1 draws from what the model expects"
+        )
     directory = pathlib.Path(options["run_dir"]).expanduser().absolute()
     checkpoint = directory / "checkpoints" / str(choose_step(directory, options["step"]))
     weights = from_checkpoint(checkpoint, options["ema"], "--run_dir", "--ema")
@@ -61,7 +67,9 @@ def sample_from(
     temperature = options["temperature"]
     data = meta.get("data") or {}
     if not data.get("tokenizer"):
-        raise UsageError(f"--run_dir: {str(directory)!r} was not trained on text with a tokenizer; name another")
+        raise UsageError(
+            f"--run_dir: {str(directory)!r} was not trained on text with a tokenizer; name another"
+        )
     config = from_mapping(meta["config"], str(checkpoint))
     set_jax(config, sums=False)
     tokenizer = from_spec(data["tokenizer"])
@@ -69,7 +77,9 @@ def sample_from(
         prompt = tokenizer.encode(options["prompt"])
     except UsageError as error:
         reason = str(error).removeprefix("data.args.tokenizer: ").split("; ")[0]
-        raise UsageError(f"--prompt: {reason}, which the run was trained on; leave it out") from None
+        raise UsageError(
+            f"--prompt: {reason}, which the run was trained on; leave it out"
+        ) from None
     if not len(prompt):
         raise UsageError("--prompt: '' has no tokens; give at least one character")
     model = make_model(config, locate("model", config.model.target, MODELS), data)
@@ -96,7 +106,9 @@ def sample_from(
     if carry is not None:
         state = {**state, CARRY: jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), carry)}
     draw = drawing(temperature, options["top_k"])
-    tokens = generate(model, params, state, prompt.tolist(), options["tokens"], context, draw, options["seed"])
+    tokens = generate(
+        model, params, state, prompt.tolist(), options["tokens"], context, draw, options["seed"]
+    )
     return tokenizer.decode([*prompt.tolist(), *tokens])
 
 
@@ -112,13 +124,15 @@ def generate(
 ) -> list[int]:
     """Return `count` generated tokens that continue the prompt, which has at least one token.
 
-    A model with carried state, which is zero at first, reads one token at a time. Any other model rereads the last
-    `context` tokens for each new one: its outputs [example, token, vocabulary] must be causal. Both are compiled once.
-    """
+    A model with carried state, which is zero at first, reads one token at a time. Any other model
+    rereads the last `context` tokens for each new one: its outputs [example, token, vocabulary]
+    must be causal. Both are compiled once."""
     key = jax.random.key(seed)
 
     @jax.jit
-    def next_token(params: Tree, state: Tree, tokens: jax.Array, position: int, i: int) -> tuple[jax.Array, Tree]:
+    def next_token(
+        params: Tree, state: Tree, tokens: jax.Array, position: int, i: int
+    ) -> tuple[jax.Array, Tree]:
         batch = {"inputs": tokens[None], "mask": jnp.ones(1, bool)}
         outputs, state = model.apply(params, state, batch, key, False)
         return draw(at(outputs, position), jax.random.fold_in(key, i)), state
@@ -147,7 +161,9 @@ def at(outputs: Any, position: int) -> jax.Array:
 
 
 def drawing(temperature: float = 1.0, top_k: int | None = None) -> Draw:
-    """Return a sampler from softmax(logits / temperature) over the `top_k` largest or all; 0 selects the largest."""
+    """Return a sampler from softmax(logits / temperature) over the `top_k` largest or all; 0
+    selects the largest.
+    """
 
     def draw(logits: jax.Array, key: jax.Array) -> jax.Array:
         if not temperature:

@@ -30,7 +30,8 @@ class Trial(NamedTuple):
     config: Config
 
     def is_finished(self) -> bool:
-        """Return True if this run is complete, with the same data and evaluation; else its training continues it.
+        """Return True if this run is complete, with the same data and evaluation; else its training
+        continues it.
 
         Raises UsageError if its directory has a run of another config.
         """
@@ -48,7 +49,9 @@ class Trial(NamedTuple):
         old, new = map(flatten, as_saved(saved, self.config))
         keys = [key for key in {**old, **new} if re.match(r"(steps|epochs)$|(data|eval)\.", key)]
         same = not changed and all(old.get(key) == new.get(key) for key in keys)
-        return same and any(record.get("split") == "final" for record in read(self.directory / "metrics.jsonl"))
+        return same and any(
+            record.get("split") == "final" for record in read(self.directory / "metrics.jsonl")
+        )
 
 
 class Running(NamedTuple):
@@ -58,30 +61,40 @@ class Running(NamedTuple):
 
 
 def make_slots(jobs: int | None, devices: int | None, count: int) -> list[dict[str, str]]:
-    """Divide the devices of this host among at most `count` runs; return the variables of each run's process.
+    """Divide the devices of this host among at most `count` runs; return the variables of each
+    run's process.
 
-    jobs: runs at once; None: one for each GPU, or for `devices` of them, and without GPUs one for each core. devices:
-    GPUs of a run (`parallel.devices`). Raises UsageError if there are too few GPUs.
-    """
+    jobs: runs at once; None: one for each GPU, or for `devices` of them, and without GPUs one for
+    each core. devices: GPUs of a run (`parallel.devices`). Raises UsageError if there are too few
+    GPUs."""
     cores = max(1, int(min(len(os.sched_getaffinity(0)), hosts.core_quota())))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = gpus.listed(visible) if visible and gpus.count() else [str(i) for i in range(gpus.count())]
+    names = (
+        gpus.listed(visible) if visible and gpus.count() else [str(i) for i in range(gpus.count())]
+    )
     each = devices or (max(1, len(names) // jobs) if jobs else 1)
     jobs = jobs or max(1, len(names) // each if names else cores)
     if names and jobs * each > len(names):
-        raise UsageError(f"--jobs: {jobs} runs on {each} GPUs each, but there are {len(names)}; give a smaller number")
+        raise UsageError(
+            f"--jobs: {jobs} runs on {each} GPUs each, but there are {len(names)}; give a smaller number"
+        )
     jobs = max(1, min(jobs, count))
     if names:
-        return [{"CUDA_VISIBLE_DEVICES": ",".join(names[i * each : (i + 1) * each])} for i in range(jobs)]
+        return [
+            {"CUDA_VISIBLE_DEVICES": ",".join(names[i * each : (i + 1) * each])}
+            for i in range(jobs)
+        ]
     return [{}] * jobs  # not tied to cores, which other programs may use
 
 
-def run_all(trials: Sequence[Trial], slots: Sequence[dict[str, str]]) -> tuple[int, list[pathlib.Path]]:
+def run_all(
+    trials: Sequence[Trial], slots: Sequence[dict[str, str]]
+) -> tuple[int, list[pathlib.Path]]:
     """Train each in a process, with its output in `output.txt`, and print a line about each.
 
-    SIGTERM, SIGUSR1 and SIGHUP are sent on to the processes, which save and end. A run that another process trains
-    waits for it. Returns the exit code (0, 1 if a run failed, 75 or 130 after a signal), and the directories that
-    failed.
+    SIGTERM, SIGUSR1 and SIGHUP are sent on to the processes, which save and end. A run that another
+    process trains waits for it. Returns the exit code (0, 1 if a run failed, 75 or 130 after a
+    signal), and the directories that failed.
     """
     waiting, running, failed, done = list(trials), dict[int, Running](), list[pathlib.Path](), 0
     received: list[int] = []
@@ -106,7 +119,9 @@ def run_all(trials: Sequence[Trial], slots: Sequence[dict[str, str]]) -> tuple[i
                     if not report(ended, f"{done}/{len(trials)}"):
                         failed.append(ended.trial.directory)
                 free = i not in running and not received
-                trial = next((t for t in waiting if not is_held(t.directory)), None) if free else None
+                trial = (
+                    next((t for t in waiting if not is_held(t.directory)), None) if free else None
+                )
                 if trial is not None:
                     waiting.remove(trial)
                     if trial.is_finished():  # meanwhile, by another process
@@ -125,18 +140,33 @@ def run_all(trials: Sequence[Trial], slots: Sequence[dict[str, str]]) -> tuple[i
 def start(trial: Trial, slot: dict[str, str]) -> Running:
     trial.directory.mkdir(parents=True, exist_ok=True)
     with open(trial.directory / OUTPUT, "ab", opener=rundir.no_link) as output:
-        child = Forked(["train", *trial.arguments], os.environ | slot, "jaxdp trial", output.fileno())
+        child = Forked(
+            ["train", *trial.arguments], os.environ | slot, "jaxdp trial", output.fileno()
+        )
     return Running(trial, child, time.monotonic())
 
 
 def report(ended: Running, count: str) -> bool:
     """Print the result of a run; return True if it finished."""
-    directory, code, took = ended.trial.directory, ended.child.poll(), f"{time.monotonic() - ended.since:.1f} s"
+    directory, code, took = (
+        ended.trial.directory,
+        ended.child.poll(),
+        f"{time.monotonic() - ended.since:.1f} s",
+    )
     final = [r for r in read(directory / "metrics.jsonl") if r.get("split") == "final"]
     if code or not final:
-        lines = (directory / OUTPUT).read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        print(f"[{count}] {directory.name}  exit code {code} after {took}: {(lines or [''])[-1]}", flush=True)
+        lines = (
+            (directory / OUTPUT).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        )
+        print(
+            f"[{count}] {directory.name}  exit code {code} after {took}: {(lines or [''])[-1]}",
+            flush=True,
+        )
         return False
-    numbers = [f"{name} {final[-1][name]:.4f}" for name in METRICS if isinstance(final[-1].get(name), float)]
+    numbers = [
+        f"{name} {final[-1][name]:.4f}"
+        for name in METRICS
+        if isinstance(final[-1].get(name), float)
+    ]
     print("  ".join([f"[{count}] {directory.name}", *numbers, took]), flush=True)
     return True

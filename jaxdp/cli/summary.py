@@ -17,7 +17,12 @@ def run(call: Call) -> None:
     rows = summary.arrays(shapes, config.optimizer.frozen)
     groups = describe_groups(config, parts, shapes.params)
     if call.options["json"]:
-        facts = {"model": config.model.target, **summary.totals(rows), "groups": groups, "arrays": rows}
+        facts = {
+            "model": config.model.target,
+            **summary.totals(rows),
+            "groups": groups,
+            "arrays": rows,
+        }
         print(json.dumps(facts, indent=1))
     else:
         print(summary.text(config.model.target, rows))

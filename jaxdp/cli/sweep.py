@@ -1,7 +1,8 @@
-"""The verb `sweep`: train a config with several values of its keys, in a grid or a random sample of it.
+"""The verb `sweep`: train a config with several values of its keys, in a grid or a random sample of
+it.
 
-Each run is a `jaxdp train` of its own, in a directory named by its values, so that a sweep that is started again only
-trains what is not finished. `jaxdp.cli.slots` runs several at once.
+Each run is a `jaxdp train` of its own, in a directory named by its values, so that a sweep that is
+started again only trains what is not finished. `jaxdp.cli.slots` runs several at once.
 """
 
 import itertools
@@ -30,10 +31,14 @@ OWN = VERBS["sweep"].options
 
 
 def run(call: Call) -> None:
-    """Check all runs, train those that are not finished, print a table, and exit with the code of `run_all`."""
+    """Check all runs, train those that are not finished, print a table, and exit with the code of
+    `run_all`.
+    """
     options, fixed, swept = split_arguments(call.options["argv"])
     if launchers.discover().size > 1:
-        raise UsageError("sweep: started in several processes; start it once: each run is a process of its own")
+        raise UsageError(
+            "sweep: started in several processes; start it once: each run is a process of its own"
+        )
     trials = make_trials(options, fixed, swept)
     mine, directory = trials[array_part(os.environ)], trials[0].directory.parent
     pending = [trial for trial in mine if not trial.is_finished()]
@@ -53,7 +58,9 @@ def run(call: Call) -> None:
         try:
             runs = [*read_runs(begun).values()]
             for run in runs:
-                if pathlib.Path(run["path"]) in failed and run["state"]["word"] == "finished":  # before this sweep
+                if (
+                    pathlib.Path(run["path"]) in failed and run["state"]["word"] == "finished"
+                ):  # before this sweep
                     run["state"]["word"] = "failed"
             print(table.table(table.ranked(runs, options["metric"]), options["metric"]))
         except UsageError as error:  # the runs are trained: `jaxdp report --metric` makes the table
@@ -72,11 +79,15 @@ def split_arguments(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], dic
     for arg in remaining:
         name, equals, value = arg.removeprefix("--").partition("=")
         if not arg.startswith("--"):
-            raise UsageError(f"command line: {arg!r} belongs to no option; values with spaces need quotes")
+            raise UsageError(
+                f"command line: {arg!r} belongs to no option; values with spaces need quotes"
+            )
         if name not in ("config", *OWN):
             check_key(name, "command line")
         if name in swept or (name != "config" and f"--{name}" in [*own, *fixed]):
-            raise UsageError(f"{name}: given twice; give it once, with commas between several values")
+            raise UsageError(
+                f"{name}: given twice; give it once, with commas between several values"
+            )
         value = value if equals else next(remaining, "")
         if not value or (not equals and value.startswith("--")):
             raise UsageError(f"{name}: no value given")
@@ -86,12 +97,16 @@ def split_arguments(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], dic
         else:
             (own if name in OWN else fixed).extend((f"--{name}", *values))
     if not swept:
-        raise UsageError("sweep: no key has several values; give one, such as --optimizer.lr 1e-3,3e-3 or --seed 0,1,2")
+        raise UsageError(
+            "sweep: no key has several values; give one, such as --optimizer.lr 1e-3,3e-3 or --seed 0,1,2"
+        )
     return load_options(own, "sweep"), fixed, swept
 
 
 def split_values(key: str, text: str) -> list[str]:
-    """Split at the commas outside brackets and quotes; remove quotes around a text. Repeated values count once."""
+    """Split at the commas outside brackets and quotes; remove quotes around a text. Repeated values
+    count once.
+    """
     parts, depth, quote = [""], 0, ""
     for char in text:
         if char in "\"'":
@@ -105,13 +120,19 @@ def split_values(key: str, text: str) -> list[str]:
     if "" in parts:
         raise UsageError(f"{key}: {text!r} has an empty value; separate values by single commas")
     if key in known_keys():  # YAML reads the quotes of an argument of a target
-        quoted = lambda part: "," in part and part[0] in "\"'" and part.find(part[0], 1) == len(part) - 1
+
+        def quoted(part):
+            return "," in part and part[0] in "\"'" and part.find(part[0], 1) == len(part) - 1
+
         parts = [part[1:-1] if quoted(part) else part for part in parts]
     return list(dict.fromkeys(parts))
 
 
-def make_trials(options: Mapping[str, Any], fixed: list[str], swept: Mapping[str, list[str]]) -> list[Trial]:
-    """Return the runs: the grid, or a random sample of it, of which a larger one contains the smaller.
+def make_trials(
+    options: Mapping[str, Any], fixed: list[str], swept: Mapping[str, list[str]]
+) -> list[Trial]:
+    """Return the runs: the grid, or a random sample of it, of which a larger one contains the
+    smaller.
 
     Raises UsageError for the first run with a wrong config.
     """
@@ -125,23 +146,35 @@ def make_trials(options: Mapping[str, Any], fixed: list[str], swept: Mapping[str
         base = schema.run_dir(config, path)
         base = base if config.run_dir else base.with_name(f"{base.name}_sweep")
         if (base / "metrics.jsonl").exists():
-            raise UsageError(f"run_dir: {str(base)!r} is a run; give a directory for all runs of the sweep")
+            raise UsageError(
+                f"run_dir: {str(base)!r} is a run; give a directory for all runs of the sweep"
+            )
         directory = base / name_of(values)
         if directory in trials:
-            raise UsageError(f"sweep: two runs have the name {directory.name!r}; change the text of one of the values")
+            raise UsageError(
+                f"sweep: two runs have the name {directory.name!r}; change the text of one of the values"
+            )
         trials[directory] = Trial(directory, [*arguments, f"--run_dir={directory}"], config)
     return [*trials.values()]
 
 
 def name_of(values: Mapping[str, str]) -> str:
     """Return the name of a run's directory, such as `optimizer.lr=1e-3,seed=0`."""
-    plain = lambda value: re.sub(r"[^\w.+-]+", "_", value).strip("_")
+
+    def plain(value):
+        return re.sub(r"[^\w.+-]+", "_", value).strip("_")
+
     return ",".join(f"{key}={plain(value)}" for key, value in values.items())[:200]
 
 
 def array_part(env: Mapping[str, str]) -> slice:
-    """Return the part of a Slurm array's task: every n-th run. Raises UsageError for variables that do not fit."""
-    number = lambda name, default: int(env.get(f"SLURM_ARRAY_TASK_{name}") or default)
+    """Return the part of a Slurm array's task: every n-th run. Raises UsageError for variables that
+    do not fit.
+    """
+
+    def number(name, default):
+        return int(env.get(f"SLURM_ARRAY_TASK_{name}") or default)
+
     try:
         count, step = number("COUNT", 1), number("STEP", 1)
         rank, remainder = divmod(number("ID", 0) - number("MIN", 0), step)
@@ -149,5 +182,7 @@ def array_part(env: Mapping[str, str]) -> slice:
             raise ValueError
     except (ValueError, ZeroDivisionError):
         shown = {name: env[name] for name in sorted(env) if name.startswith("SLURM_ARRAY_TASK_")}
-        raise UsageError(f"sweep: {shown} is not a task of a Slurm array; submit it as --array=0-3") from None
+        raise UsageError(
+            f"sweep: {shown} is not a task of a Slurm array; submit it as --array=0-3"
+        ) from None
     return slice(rank, None, count)

@@ -1,4 +1,6 @@
-"""The verbs of the command line: description, options and examples. Imports neither JAX nor a parser."""
+"""The verbs of the command line: description, options and examples. Imports neither JAX nor a
+parser.
+"""
 
 import dataclasses
 from typing import Any, Literal, NamedTuple
@@ -19,9 +21,9 @@ class Verb:
 
     Attributes:
         does: a line for the help.
-        where: "job", in all processes of a job, on their devices; "alone", in one process, on simulated devices if
-            there are no real ones; "host", without devices and without the keys of a config; "runs", in processes that
-            it starts.
+        where: "job", in all processes of a job, on their devices; "alone", in one process, on
+            simulated devices if there are no real ones; "host", without devices and without the
+            keys of a config; "runs", in processes that it starts.
         arguments: name -> argparse's nargs, of positional arguments.
         command: what follows the options is a command with options of its own.
         featured: the number of examples that `jaxdp --help` shows.
@@ -63,8 +65,15 @@ VERBS = {
             f"jaxdp sweep {DIGITS} --optimizer.lr 1e-3,2e-3,3e-3 --batch_size 32,64,128 --sample 5 --jobs 2",
         ),
         {
-            "jobs": Option(int, None, "runs at once; by default one for each GPU, without GPUs one for each core", 1),
-            "sample": Option(int, None, "train a random sample of this size; by default all combinations", 1),
+            "jobs": Option(
+                int,
+                None,
+                "runs at once; by default one for each GPU, without GPUs one for each core",
+                1,
+            ),
+            "sample": Option(
+                int, None, "train a random sample of this size; by default all combinations", 1
+            ),
             "sample_seed": Option(int, 0, "the seed of the sample"),
             "metric": Option(str, "loss", "the metric that sorts the table"),
         },
@@ -89,9 +98,15 @@ VERBS = {
         {
             "devices": Option(int, 8, "the number of devices to plan for", 1),
             "zero": Option(str, "config", "the ZeRO stage: 0 to 3, all, or the one of the config"),
-            "memory": Option(str, None, "memory of one device, such as 80GB; by default that of the hardware"),
-            "hardware": Option(str, "h100-nvlink-ib400", "the name of a built-in hardware, or a YAML file"),
-            "network": Option(str, None, "between the sites of local updates (outer), such as 100mbit:40ms"),
+            "memory": Option(
+                str, None, "memory of one device, such as 80GB; by default that of the hardware"
+            ),
+            "hardware": Option(
+                str, "h100-nvlink-ib400", "the name of a built-in hardware, or a YAML file"
+            ),
+            "network": Option(
+                str, None, "between the sites of local updates (outer), such as 100mbit:40ms"
+            ),
             "json": JSON,
         },
     ),
@@ -113,7 +128,10 @@ VERBS = {
         ),
         {
             "devices": Option(
-                int, 8, "simulate this many CPU devices if there are fewer real ones; under mpirun, use all", 1
+                int,
+                8,
+                "simulate this many CPU devices if there are fewer real ones; under mpirun, use all",
+                1,
             ),
             "updates": Option(int, 3, "the number of updates to compare", 1),
             "exact": Option(
@@ -122,7 +140,9 @@ VERBS = {
                 "compare bits instead, with reduction: exact on 1, 2, 3 and all devices; under mpirun, on 1 and on all",
             ),
             "tolerance": Option(
-                float, None, "largest relative error allowed; by default 1e-10 in float64, 1e-5 in float32"
+                float,
+                None,
+                "largest relative error allowed; by default 1e-10 in float64, 1e-5 in float32",
             ),
             "json": JSON,
         },
@@ -133,8 +153,14 @@ VERBS = {
         "host",
         ("jaxdp report runs/digits runs/other", "jaxdp report runs/digits_sweep --metric accuracy"),
         {
-            "out": Option(str, None, "the file to write; by default report.html in the run, or here for several"),
-            "metric": Option(str, None, "sort the runs by this metric and print a table; a sweep has its own"),
+            "out": Option(
+                str,
+                None,
+                "the file to write; by default report.html in the run, or here for several",
+            ),
+            "metric": Option(
+                str, None, "sort the runs by this metric and print a table; a sweep has its own"
+            ),
         },
         {"run": "*"},
     ),
@@ -148,7 +174,9 @@ VERBS = {
         ),
         {
             "run_dir": Option(str, None, "the directory of the run"),
-            "output": Option(str, None, "by default export.safetensors, or huggingface, in the run directory"),
+            "output": Option(
+                str, None, "by default export.safetensors, or huggingface, in the run directory"
+            ),
             "step": STEP,
             "ema": Option(bool, False, "write the running average of the parameters instead"),
             "layout": Option(str, "jaxdp", "jaxdp: a file; huggingface: a folder for transformers"),
@@ -175,8 +203,12 @@ VERBS = {
             "run_dir": Option(str, None, "the directory of the run"),
             "prompt": Option(str, "\n", "the text to continue"),
             "tokens": Option(int, 256, "the number of tokens to generate", 1),
-            "temperature": Option(float, 0.8, "logits are divided by it; 0 takes the most probable token"),
-            "top_k": Option(int, None, "sample from the k most probable tokens; by default from all", 1),
+            "temperature": Option(
+                float, 0.8, "logits are divided by it; 0 takes the most probable token"
+            ),
+            "top_k": Option(
+                int, None, "sample from the k most probable tokens; by default from all", 1
+            ),
             "seed": Option(int, 0, "seed of the sampling"),
             "step": STEP,
             "ema": Option(bool, False, "use the running average of the parameters"),
@@ -194,8 +226,12 @@ VERBS = {
         {
             "output": Option(str, None, "the folder to make"),
             "config": Option(str, None, "check: the config whose data is read"),
-            "tokenizer": Option(str, "gpt2", "byte, char, the path of a tokenizer.json, or a name of tiktoken"),
-            "split": Option(float, 0.01, "the share at the end of each input that is for validation"),
+            "tokenizer": Option(
+                str, "gpt2", "byte, char, the path of a tokenizer.json, or a name of tiktoken"
+            ),
+            "split": Option(
+                float, 0.01, "the share at the end of each input that is for validation"
+            ),
             "shard_tokens": Option(int, 100_000_000, "tokens in a shard", 1),
         },
         {"action": "?", "inputs": "*"},
@@ -220,7 +256,12 @@ VERBS = {
         ),
         {
             "processes": Option(int, 2, "the number of processes; also -n", 1),
-            "restart": Option(int, 0, "how many times a process that dies is started again, with a growing pause", 0),
+            "restart": Option(
+                int,
+                0,
+                "how many times a process that dies is started again, with a growing pause",
+                0,
+            ),
         },
         command=True,
     ),

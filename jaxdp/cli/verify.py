@@ -7,7 +7,13 @@ import jax
 
 from jaxdp import user_errors
 from jaxdp.assemble.components import set_jax
-from jaxdp.assemble.verification import ALONE, QUICK_COMPILATION, exactly, make_problem, verify_exactly
+from jaxdp.assemble.verification import (
+    ALONE,
+    QUICK_COMPILATION,
+    exactly,
+    make_problem,
+    verify_exactly,
+)
 from jaxdp.cli import Call
 from jaxdp.distributed.context import SLOW
 from jaxdp.environment import add_flag
@@ -15,15 +21,20 @@ from jaxdp.verify import as_json, as_text, verify
 
 
 def run(call: Call) -> None:
-    """Print the report on root. Exit with code 1 if several devices do not reproduce single-device training."""
+    """Print the report on root. Exit with code 1 if several devices do not reproduce single-device
+    training.
+    """
     config, options, context = call.config, call.options, call.context or ALONE
-    show = lambda text: print(text, file=sys.stderr, flush=True) if context.is_root else None
+
+    def show(text):
+        return print(text, file=sys.stderr, flush=True) if context.is_root else None
+
     with user_errors.reported():
         if options["exact"]:
             report = verify_exactly(exactly(config), options["devices"], options["updates"], show)
         else:
-            # A verification compiles much and computes little. Processor time with level 1, all and no optimizations:
-            # 33, 42 and 27 s for a GPT, 27, 38 and 61 s for a CNN.
+            # A verification compiles much and computes little. Processor time with level 1, all and
+            # no optimizations: 33, 42 and 27 s for a GPT, 27, 38 and 61 s for a CNN.
             add_flag(QUICK_COMPILATION)
             set_jax(config)
             report = verify(
@@ -39,13 +50,19 @@ def run(call: Call) -> None:
     for part, args in {"model": config.verify.model_args, "data": config.verify.data_args}.items():
         title += f"; {part}.args with {args}" if args else ""
     if context.is_root:
-        print(json.dumps(as_json(report, title), indent=1) if options["json"] else as_text(report, title), flush=True)
+        print(
+            json.dumps(as_json(report, title), indent=1)
+            if options["json"]
+            else as_text(report, title),
+            flush=True,
+        )
     if not all(context.exchange("verified", "yes" if report.verified else "", SLOW)):
         sys.exit(1)
 
 
 def choose_devices(number: int, microbatches: int) -> list[jax.Device]:
-    """Return this number of real devices, or of simulated ones if there are fewer; at most one per microbatch.
+    """Return this number of real devices, or of simulated ones if there are fewer; at most one per
+    microbatch.
 
     In a job of several processes: all devices of all processes.
     """

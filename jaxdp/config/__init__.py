@@ -1,14 +1,24 @@
 """The config: a tree of typed dataclasses, which is the only schema.
 
-A field that changes the numbers of a run (loss curve, parameters) is created with `numbers`, one that changes only
-speed, memory or output with `speed`; `config.check` reads these marks. This module does not import JAX.
-"""
+A field that changes the numbers of a run (loss curve, parameters) is created with `numbers`, one
+that changes only speed, memory or output with `speed`; `config.check` reads these marks. This
+module does not import JAX."""
 
 import dataclasses
 import pathlib
 from typing import Any
 
-from jaxdp.config.operation import Audit, Checkpoint, Elastic, Eval, Log, Profile, Resume, Verify, Watchdog
+from jaxdp.config.operation import (
+    Audit,
+    Checkpoint,
+    Elastic,
+    Eval,
+    Log,
+    Profile,
+    Resume,
+    Verify,
+    Watchdog,
+)
 from jaxdp.config.training import (
     DataTarget,
     Init,
@@ -31,19 +41,23 @@ class Config:
 
     Args:
         seed: seed of initialization, data order, dropout and augmentation
-        run_dir: the directory for all output; null means runs/NAME of the config. Another start there resumes the run
+        run_dir: the directory for all output; null means runs/NAME of the config. Another start
+            there resumes the run
         steps: the number of updates (or give epochs)
         epochs: passes over the training data (or give steps)
         batch_size: examples per update, over all devices
-        microbatches: the number of microbatches that a batch is split into; at least the number of devices
-        compilation_cache: the folder that stores compiled programs for the next start, auto for one in the user's cache
-            directory, or null for none; JAX_COMPILATION_CACHE_DIR takes precedence (docs/performance.md)
-        steps_per_call: updates in one compiled call, for small models; evaluations and saves that are due inside a call
-            are reached by single updates, and a stream of unknown length is read by them
-        callbacks: objects that the loop calls at defined points: EarlyStopping, or {target, args} with the dotted path
-            of your own (docs/callbacks.md)
-        init_from: start from the parameters of another run's directory, of one of its checkpoints, or of a .safetensors
-            file (docs/finetune.md); null initializes them
+        microbatches: the number of microbatches that a batch is split into; at least the number of
+            devices
+        compilation_cache: the folder that stores compiled programs for the next start, auto for one
+            in the user's cache directory, or null for none; JAX_COMPILATION_CACHE_DIR takes
+            precedence (docs/performance.md)
+        steps_per_call: updates in one compiled call, for small models; evaluations and saves that
+            are due inside a call are reached by single updates, and a stream of unknown length is
+            read by them
+        callbacks: objects that the loop calls at defined points: EarlyStopping, or {target, args}
+            with the dotted path of your own (docs/callbacks.md)
+        init_from: start from the parameters of another run's directory, of one of its checkpoints,
+            or of a .safetensors file (docs/finetune.md); null initializes them
     """
 
     seed: int = numbers(0, least=0, most=2**32 - 1)

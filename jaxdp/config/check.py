@@ -19,12 +19,21 @@ LIMITS = {  # limit: (whether a value violates it, the message)
     "above": (operator.le, "must be greater than {}"),
     "below": (operator.ge, "must be below {}"),
 }
-PATHS = ("data.args.root", "data.args.path")  # ignored in comparisons: the fingerprint of the data is compared instead
+PATHS = (
+    "data.args.root",
+    "data.args.path",
+)  # ignored in comparisons: the fingerprint of the data is compared instead
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Return {dotted key: value} of a config or of a dict; nested dicts of arguments are flattened too."""
-    items = dataclasses.asdict(tree) if dataclasses.is_dataclass(tree) and not isinstance(tree, type) else tree
+    """Return {dotted key: value} of a config or of a dict; nested dicts of arguments are flattened
+    too.
+    """
+    items = (
+        dataclasses.asdict(tree)
+        if dataclasses.is_dataclass(tree) and not isinstance(tree, type)
+        else tree
+    )
     flat: dict[str, Any] = {}
     for name, value in items.items():
         key = f"{prefix}{name}"
@@ -35,28 +44,44 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 def decides(key: str) -> str:
     """Return whether a dotted key changes 'numbers' or only 'speed'."""
     fields = known_fields()
-    key = "eval" if key.startswith("eval.") else key  # also the target and the arguments of its data
+    key = (
+        "eval" if key.startswith("eval.") else key
+    )  # also the target and the arguments of its data
     while key and key not in fields:  # an argument of a target
         key = key.rpartition(".")[0]
     return fields[key].metadata["decides"] if key else "numbers"
 
 
-def changed_numbers(before: dict[str, Any], after: Config, ignored: Iterable[str] = ()) -> list[str]:
+def changed_numbers(
+    before: dict[str, Any], after: Config, ignored: Iterable[str] = ()
+) -> list[str]:
     """Return a line `key: before -> after` for each key that differs and changes the numbers.
 
-    ignored: keys that do not count. The number of steps does not count if the schedule does not depend on it.
-    """
+    ignored: keys that do not count. The number of steps does not count if the schedule does not
+    depend on it."""
     trees = as_saved(before, after)
     for tree in trees:  # a parameter has the factor of the first expression that it matches
         tree["optimizer"]["lr_scale"] = [*tree["optimizer"]["lr_scale"].items()]
     old, new = map(flatten, trees)
     ignored = {*PATHS, *RENAMED, *ignored}
-    opt = after.optimizer  # the name of a script's Optax transformation, which has its own schedule, has a space
-    if opt.schedule == "constant" or opt.schedule_steps is not None or opt.target.startswith("optax "):
+    opt = (
+        after.optimizer
+    )  # the name of a script's Optax transformation, which has its own schedule, has a space
+    if (
+        opt.schedule == "constant"
+        or opt.schedule_steps is not None
+        or opt.target.startswith("optax ")
+    ):
         ignored |= {"steps", "epochs"}
     if "data.order" not in flatten(before) and new["data.order"] != "sequential":
-        ignored.add("data.order")  # a run older than this key was shuffled; `resume_step` refuses a recurrent model
-    keys = [k for k in {**old, **new} if k not in ignored and decides(k) == "numbers" and old.get(k) != new.get(k)]
+        ignored.add(
+            "data.order"
+        )  # a run older than this key was shuffled; `resume_step` refuses a recurrent model
+    keys = [
+        k
+        for k in {**old, **new}
+        if k not in ignored and decides(k) == "numbers" and old.get(k) != new.get(k)
+    ]
     reductions = [values.get("parallel.reduction") for values in (old, new)]
     if len(set(reductions)) > 1 and set(reductions) & {"exact16", "exact8"}:
         keys.append("parallel.reduction")
@@ -64,17 +89,23 @@ def changed_numbers(before: dict[str, Any], after: Config, ignored: Iterable[str
 
 
 def as_saved(before: dict[str, Any], after: Config) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a saved config, with defaults for newer keys, and another as it would be saved, with lists for tuples."""
+    """Return a saved config, with defaults for newer keys, and another as it would be saved, with
+    lists for tuples.
+    """
     now = json.loads(json.dumps(dataclasses.asdict(after), default=str))
     old = filled(before, dataclasses.asdict(Config()))
-    old["precision"]["state"] = old["precision"]["state"] or old["precision"]["params"]  # a run older than this key
+    old["precision"]["state"] = (
+        old["precision"]["state"] or old["precision"]["params"]
+    )  # a run older than this key
     return old, now
 
 
 def filled(saved: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """Return a saved config with defaults for the keys that did not exist when it was saved."""
     values = {
-        k: filled(v, defaults[k]) if isinstance(v, dict) and isinstance(defaults.get(k), dict) else v
+        k: filled(v, defaults[k])
+        if isinstance(v, dict) and isinstance(defaults.get(k), dict)
+        else v
         for k, v in saved.items()
     }
     return {**{k: v for k, v in defaults.items() if k not in saved}, **values}
@@ -88,28 +119,41 @@ def resolve(config: Config) -> Config:
     half = "float16" in (compute, reduce)
     state = dtypes.state or dtypes.widest
     scale = "dynamic" if half and dtypes.loss_scale is None else dtypes.loss_scale
-    dtypes = dataclasses.replace(dtypes, compute=compute, reduce=reduce, state=state, loss_scale=scale)
-    run_dir, init_from = expanded("run_dir", config.run_dir), expanded("init_from", config.init_from)
+    dtypes = dataclasses.replace(
+        dtypes, compute=compute, reduce=reduce, state=state, loss_scale=scale
+    )
+    run_dir, init_from = (
+        expanded("run_dir", config.run_dir),
+        expanded("init_from", config.init_from),
+    )
     return dataclasses.replace(config, precision=dtypes, run_dir=run_dir, init_from=init_from)
 
 
 def expanded(key: str, path: str | None) -> str | None:
-    """Return a path with `~` replaced by the home directory. Raises `UsageError` if it is empty or a URL."""
+    """Return a path with `~` replaced by the home directory. Raises `UsageError` if it is empty or
+    a URL.
+    """
     if path is None:
         return None
     if not path.strip():
         raise UsageError(f"{key}: {path!r} is empty; give a path, or leave it out")
     if "\0" in path:
-        raise UsageError(f"{key}: {path!r} has a null character, which no path can have; give another")
+        raise UsageError(
+            f"{key}: {path!r} has a null character, which no path can have; give another"
+        )
     if "://" in path:
-        raise UsageError(f"{key}: {path!r} is not in the file system; mount the store there, and give that path")
+        raise UsageError(
+            f"{key}: {path!r} is not in the file system; mount the store there, and give that path"
+        )
     return os.path.expanduser(path)
 
 
 def check(config: Config) -> None:
     """Raise `UsageError` for the first field with an invalid value."""
     if (config.steps is None) == (config.epochs is None):
-        raise UsageError(f"steps: {config.steps} with epochs: {config.epochs}; give one of the two, e.g. steps: 1000")
+        raise UsageError(
+            f"steps: {config.steps} with epochs: {config.epochs}; give one of the two, e.g. steps: 1000"
+        )
     flat = flatten(config)
     for key, value in flat.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -118,9 +162,19 @@ def check(config: Config) -> None:
         check_limits(key, flat.get(key), field.metadata["limits"])
     for key in ("model", "data", "loss", "optimizer"):
         if not flat[f"{key}.target"]:
-            raise UsageError(f"{key}.target: missing; name a built-in or a dotted path, e.g. {key}: {{target: ...}}")
-    if config.compilation_cache is not None and config.compilation_cache.lower() in ("", "off", "no", "none", "false"):
-        raise UsageError(f"compilation_cache: {config.compilation_cache!r} is not a folder; null disables the cache")
+            raise UsageError(
+                f"{key}.target: missing; name a built-in or a dotted path, e.g. {key}: {{target: ...}}"
+            )
+    if config.compilation_cache is not None and config.compilation_cache.lower() in (
+        "",
+        "off",
+        "no",
+        "none",
+        "false",
+    ):
+        raise UsageError(
+            f"compilation_cache: {config.compilation_cache!r} is not a folder; null disables the cache"
+        )
     if "://" in (config.compilation_cache or ""):
         raise UsageError(
             f"compilation_cache: {config.compilation_cache!r} is not a folder; for a store that JAX itself writes to, "
@@ -129,7 +183,11 @@ def check(config: Config) -> None:
     opt, parallel = config.optimizer, config.parallel
     check_patterns(config, "optimizer", "no_decay", "frozen", "lr_scale")
     for pattern, factor in opt.lr_scale.items():
-        if not isinstance(factor, int | float) or isinstance(factor, bool) or not 0 <= factor < math.inf:
+        if (
+            not isinstance(factor, int | float)
+            or isinstance(factor, bool)
+            or not 0 <= factor < math.inf
+        ):
             raise UsageError(
                 f"optimizer.lr_scale: {pattern!r} has {factor!r}; give a factor of at least 0, such as 0.1"
             )
@@ -138,12 +196,16 @@ def check(config: Config) -> None:
     if config.eval.ema and opt.ema is None:
         raise UsageError("eval.ema: True, but no average is kept; set optimizer.ema, such as 0.999")
     if parallel.shard_size is not None and not parallel.zero:
-        raise UsageError(f"parallel.shard_size: {parallel.shard_size} with zero: 0, which splits nothing; set zero")
+        raise UsageError(
+            f"parallel.shard_size: {parallel.shard_size} with zero: 0, which splits nothing; set zero"
+        )
     check_rules(config)
     if parallel.backend == "pmap" and (parallel.zero > 1 or parallel.shard_size is not None):
         name = "zero" if parallel.zero > 1 else "shard_size"
         value = getattr(parallel, name)
-        raise UsageError(f"parallel.{name}: {value} does not work under pmap; set parallel.backend to pjit")
+        raise UsageError(
+            f"parallel.{name}: {value} does not work under pmap; set parallel.backend to pjit"
+        )
     if config.data.on_device and config.data.workers:
         raise UsageError(
             f"data.workers: {config.data.workers} read nothing where data.on_device is true; set one of the two"
@@ -162,14 +224,22 @@ def check(config: Config) -> None:
             "checkpoint.local: true with elastic.enabled: true, whose processes may move to another rank 0 while its "
             "files stay on a lost host; set one of them to false"
         )
-    if "float64" in (config.precision.compute, config.precision.reduce) and config.precision.params != "float64":
-        raise UsageError(f"precision.params: {config.precision.params!r} with float64 elsewhere; set it to float64 too")
+    if (
+        "float64" in (config.precision.compute, config.precision.reduce)
+        and config.precision.params != "float64"
+    ):
+        raise UsageError(
+            f"precision.params: {config.precision.params!r} with float64 elsewhere; set it to float64 too"
+        )
     check_state(config.precision)
 
 
 def check_state(dtypes: Precision) -> None:
     """Raise `UsageError` for an optimizer state that does not go with the parameters."""
-    if dtypes.state not in (None, dtypes.params) and (dtypes.params, dtypes.state) != ("bfloat16", "float32"):
+    if dtypes.state not in (None, dtypes.params) and (dtypes.params, dtypes.state) != (
+        "bfloat16",
+        "float32",
+    ):
         raise UsageError(
             f"precision.state: {dtypes.state} with precision.params: {dtypes.params}; leave it null, or set it to "
             f"{dtypes.params}{' or float32' if dtypes.params == 'bfloat16' else ''}"
@@ -192,7 +262,9 @@ def check_audit(config: Config) -> None:
             "parallel.reduction to exact, or audit.every to null"
         )
     if config.audit.every is None and config.audit.action != Audit().action:
-        raise UsageError(f"audit.action: {config.audit.action}, but audit.every is null; set it, such as 100")
+        raise UsageError(
+            f"audit.action: {config.audit.action}, but audit.every is null; set it, such as 100"
+        )
     if config.audit.action == "expel" and not config.elastic.enabled:
         raise UsageError(
             "audit.action: expel, but no process can leave this job; set elastic.enabled to true, or use stop"
@@ -207,19 +279,27 @@ def check_patterns(config: Config, section: str, *names: str) -> None:
             try:
                 re.compile(pattern)
             except (re.error, TypeError) as error:
-                raise UsageError(f"{section}.{name}: {pattern!r} is not a regular expression: {error}") from None
+                raise UsageError(
+                    f"{section}.{name}: {pattern!r} is not a regular expression: {error}"
+                ) from None
 
 
 def check_rules(config: Config) -> None:
     check_patterns(config, "parallel", "rules")
     for pattern, entries in config.parallel.rules.items():
-        if not isinstance(entries, list) or set(map(str, entries)) - {"None", "shard"} or entries.count("shard") > 1:
+        if (
+            not isinstance(entries, list)
+            or set(map(str, entries)) - {"None", "shard"}
+            or entries.count("shard") > 1
+        ):
             raise UsageError(
                 f"parallel.rules: {pattern!r} has {entries!r}; give a list with null for each dim, and shard for the "
                 "one to shard, such as [null, shard]"
             )
     if config.parallel.rules and not config.parallel.zero:
-        raise UsageError(f"parallel.rules: {config.parallel.rules} with zero: 0, which splits nothing; set zero")
+        raise UsageError(
+            f"parallel.rules: {config.parallel.rules} with zero: 0, which splits nothing; set zero"
+        )
 
 
 def check_init(config: Config) -> None:
@@ -227,7 +307,9 @@ def check_init(config: Config) -> None:
     check_patterns(config, "init", "rename", "load", "skip")
     for pattern, replacement in config.init.rename.items():
         if not isinstance(replacement, str):
-            raise UsageError(f"init.rename: {pattern!r} has {replacement!r}; give a text to replace it by")
+            raise UsageError(
+                f"init.rename: {pattern!r} has {replacement!r}; give a text to replace it by"
+            )
     if config.init_from is None and config.init != Init():
         name, value = next((k, v) for k, v in vars(config.init).items() if v != getattr(Init(), k))
         raise UsageError(f"init.{name}: {value!r}, but nothing is loaded; set init_from")
@@ -238,7 +320,11 @@ def check_outer(config: Config) -> None:
     replicas, every = config.outer.replicas, config.outer.every
     group = replicas * config.parallel.exact_group
     if config.microbatches % group:
-        grouped = f" in groups of {config.parallel.exact_group}" if config.parallel.exact_group > 1 else ""
+        grouped = (
+            f" in groups of {config.parallel.exact_group}"
+            if config.parallel.exact_group > 1
+            else ""
+        )
         raise UsageError(
             f"outer.replicas: {replicas} cannot share microbatches: {config.microbatches}{grouped} evenly; set "
             f"microbatches to a multiple of {group}"
@@ -268,7 +354,9 @@ def check_outer(config: Config) -> None:
 
 
 def summands_of(reduction: str) -> tuple[int, int]:
-    """Return the bits of an exact reduction's sums without their sign, and how many summands leave 3 for each."""
+    """Return the bits of an exact reduction's sums without their sign, and how many summands leave
+    3 for each.
+    """
     bits = {"exact": 31, "exact16": 15, "exact8": 7}[reduction]
     return bits, (2**bits - 1) // 7
 
@@ -288,7 +376,9 @@ def check_exact(config: Config) -> None:
         )
     group, summands = parallel.exact_group, config.microbatches // max(1, parallel.exact_group)
     if group < 1 or config.microbatches % group:
-        raise UsageError(f"parallel.exact_group: {group} does not divide microbatches: {config.microbatches}")
+        raise UsageError(
+            f"parallel.exact_group: {group} does not divide microbatches: {config.microbatches}"
+        )
     bits, most = summands_of(parallel.reduction)
     if summands > most:
         raise UsageError(

@@ -60,10 +60,13 @@ ELSEWHERE = {
 
 
 def check_key(key: str, where: str) -> None:
-    """Raise `UsageError` with the nearest known key if `key` is unknown; after `args`, any name is allowed."""
+    """Raise `UsageError` with the nearest known key if `key` is unknown; after `args`, any name is
+    allowed.
+    """
     known = known_keys()
     if key in known or any(
-        get_origin(hint) is dict and key.startswith(f"{k}.") and key[-1] != "." for k, hint in known.items()
+        get_origin(hint) is dict and key.startswith(f"{k}.") and key[-1] != "."
+        for k, hint in known.items()
     ):
         return
     if key in RENAMED:
@@ -96,12 +99,16 @@ def program(verb: str) -> str:
 
 
 def check_structure(values: dict[str, Any], where: str, prefix: str = "") -> None:
-    """Raise `UsageError` for an unknown key, or if a value is a mapping, list or scalar where another is expected."""
+    """Raise `UsageError` for an unknown key, or if a value is a mapping, list or scalar where
+    another is expected.
+    """
     known = known_keys()
     for name, value in values.items():
         key = f"{prefix}{name}"
         if not isinstance(name, str) or ("." in name and name not in known):
-            raise UsageError(f"{where}: {key!r} is not a key; nest its words, as in parallel: {{zero: 1}}")
+            raise UsageError(
+                f"{where}: {key!r} is not a key; nest its words, as in parallel: {{zero: 1}}"
+            )
         section, _, leaf = name.partition(".")
         if leaf and section in values:
             raise UsageError(f"{where}: {name!r} is beside {section!r}; write {leaf} inside of it")
@@ -109,15 +116,26 @@ def check_structure(values: dict[str, Any], where: str, prefix: str = "") -> Non
         hint = known[key]
         if value is None and type(None) in get_args(hint):
             continue
-        if isinstance(value, dict | list) and any(get_origin(kind) is type(value) for kind in get_args(hint)):
+        if isinstance(value, dict | list) and any(
+            get_origin(kind) is type(value) for kind in get_args(hint)
+        ):
             continue
-        mapping, listing = inner(hint) is not None or get_origin(hint) is dict, get_origin(hint) is list
-        if value is None or isinstance(value, dict) != mapping or isinstance(value, list) != listing:
+        mapping, listing = (
+            inner(hint) is not None or get_origin(hint) is dict,
+            get_origin(hint) is list,
+        )
+        if (
+            value is None
+            or isinstance(value, dict) != mapping
+            or isinstance(value, list) != listing
+        ):
             keys = (
                 f"; set its keys, as in {name}: {{{next(iter(get_type_hints(inner(hint))))}: ...}}"
                 if inner(hint)
                 else ""
             )
-            raise UsageError(f"{where}: {key}: {one_line(reprlib.repr(value))} is not {expected(key)}{keys}")
+            raise UsageError(
+                f"{where}: {key}: {one_line(reprlib.repr(value))} is not {expected(key)}{keys}"
+            )
         if inner(hint) is not None:
             check_structure(value, where, f"{key}.")

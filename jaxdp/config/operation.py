@@ -29,8 +29,8 @@ class Log:
 
     Args:
         every: updates between two records
-        writers: further outputs besides the console and metrics.jsonl: TensorBoard, WandB, or {target, args} with the
-            dotted path of your own (docs/monitoring.md)
+        writers: further outputs besides the console and metrics.jsonl: TensorBoard, WandB, or
+            {target, args} with the dotted path of your own (docs/monitoring.md)
     """
 
     every: int = speed(50, least=1)
@@ -39,7 +39,8 @@ class Log:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """A trace for TensorBoard or Perfetto, in the run directory; SIGUSR2 starts one at the next updates.
+    """A trace for TensorBoard or Perfetto, in the run directory; SIGUSR2 starts one at the next
+    updates.
 
     Args:
         start: the first update to trace; null traces none
@@ -57,13 +58,15 @@ class Checkpoint:
     Args:
         every: updates between two checkpoints; null saves only the last one
         every_minutes: minutes between two checkpoints, in addition to `every`
-        asynchronous: write while training continues; else training waits until the checkpoint is complete
+        asynchronous: write while training continues; else training waits until the checkpoint is
+            complete
         keep: the number of latest checkpoints to keep
         keep_every: keep those at multiples of this number of updates too, such as 10000
         best: keep the best one by this metric of the evaluation too, such as accuracy
-        mode: whether that metric is best at its min or its max; null means min if its name contains loss, perplexity,
-            error, entropy, mse or mae, else max
-        local: hosts share no file system: each keeps all of the state in its own run directory (docs/hosts.md)
+        mode: whether that metric is best at its min or its max; null means min if its name contains
+            loss, perplexity, error, entropy, mse or mae, else max
+        local: hosts share no file system: each keeps all of the state in its own run directory
+            (docs/hosts.md)
     """
 
     every: int | None = speed(None, least=1)
@@ -89,13 +92,15 @@ class Resume:
 
 @dataclasses.dataclass(frozen=True)
 class Elastic:
-    """Continue in the same processes when one of several is lost, and admit others while training (docs/elastic.md).
+    """Continue in the same processes when one of several is lost, and admit others while training
+    (docs/elastic.md).
 
     Args:
         enabled: a lost process does not end the others
         min_processes: fewer processes wait for others, and end with code 75 after join_timeout
-        snapshot_every: updates between two copies of the state in memory, those since the last one being repeated; auto
-            is as many as make the copies take a hundredth of the time, and at least those of 0.4 s
+        snapshot_every: updates between two copies of the state in memory, those since the last one
+            being repeated; auto is as many as make the copies take a hundredth of the time, and at
+            least those of 0.4 s
         join_timeout: seconds to wait for enough processes
         join_after: seconds of training before the processes stop for others that wait to join them
     """
@@ -112,12 +117,12 @@ class Watchdog:
     """A watchdog that ends a run without progress, and names slow processes.
 
     Args:
-        step_timeout: seconds that an update may take (without compilation; for several in one call, each) before all
-            processes write their stacks and the run ends; null waits for ever
-        straggler_factor: name a process in the metrics if its own work between updates, such as waiting for its data,
-            takes this many times as long as that of the others
-        slow_factor: name a process whose devices take this many times as long as those of the others to compute a
-            microbatch; null never measures it (docs/audit.md)
+        step_timeout: seconds that an update may take (without compilation; for several in one call,
+            each) before all processes write their stacks and the run ends; null waits for ever
+        straggler_factor: name a process in the metrics if its own work between updates, such as
+            waiting for its data, takes this many times as long as that of the others
+        slow_factor: name a process whose devices take this many times as long as those of the
+            others to compute a microbatch; null never measures it (docs/audit.md)
     """
 
     step_timeout: float | None = speed(600.0, above=0)
@@ -127,12 +132,13 @@ class Watchdog:
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """Let all devices compute the same microbatch, and name those that compute wrongly (docs/audit.md).
+    """Let all devices compute the same microbatch, and name those that compute wrongly
+    (docs/audit.md).
 
     Args:
         every: updates between two audits; null makes none
-        action: on a wrong device, warn; stop the job; or expel its process, and continue without it from the last
-            audited state (needs elastic.enabled)
+        action: on a wrong device, warn; stop the job; or expel its process, and continue without it
+            from the last audited state (needs elastic.enabled)
     """
 
     every: int | None = speed(None, least=1)
@@ -146,7 +152,8 @@ class Verify:
     Args:
         model_args: arguments that replace those in model.args, such as layers and dim
         data_args: arguments that replace those in data.args, such as length
-        strategies: the number of strategies to try, the config's own first; null tries all that are needed
+        strategies: the number of strategies to try, the config's own first; null tries all that are
+            needed
     """
 
     model_args: dict[str, Any] = speed({})

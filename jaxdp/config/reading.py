@@ -13,10 +13,11 @@ from jaxdp.errors import UsageError
 
 
 def from_mapping(values: dict[str, Any], where: str) -> Config:
-    """Return the checked config of nested dicts, as in a YAML file. where: name of their source in an error.
+    """Return the checked config of nested dicts, as in a YAML file. where: name of their source in
+    an error.
 
-    Raises `UsageError` for an unknown key, with the nearest known one, and for a value of another type.
-    """
+    Raises `UsageError` for an unknown key, with the nearest known one, and for a value of another
+    type."""
     check_structure(values, where)
     nested: dict[str, Any] = {}
     for key, value in values.items():
@@ -27,7 +28,8 @@ def from_mapping(values: dict[str, Any], where: str) -> Config:
 
 
 def put(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key in nested dicts to a copy of a value; the keys of a section are added to those before.
+    """Set a dotted key in nested dicts to a copy of a value; the keys of a section are added to
+    those before.
 
     Raises `UsageError` for a key inside a value that is not a dict.
     """
@@ -39,7 +41,9 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
         mapping = mapping[part]
         if not isinstance(mapping, dict):
             above = ".".join(path[:depth])
-            raise UsageError(f"{key}: {above} is {mapping!r}, which has no keys; set {above} as a whole")
+            raise UsageError(
+                f"{key}: {above} is {mapping!r}, which has no keys; set {above} as a whole"
+            )
     if isinstance(value, dict) and inner(known_keys().get(key)) is not None:
         if mapping.get(last) is None:
             mapping[last] = {}
@@ -50,13 +54,19 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def make(section: Any, values: dict[str, Any], prefix: str = "") -> Any:
-    """Return the dataclass of a section of the config. Raises `UsageError` for a value of another type."""
+    """Return the dataclass of a section of the config. Raises `UsageError` for a value of another
+    type.
+    """
     hints = get_type_hints(section)
-    return section(**{name: convert(f"{prefix}{name}", value, hints[name]) for name, value in values.items()})
+    return section(
+        **{name: convert(f"{prefix}{name}", value, hints[name]) for name, value in values.items()}
+    )
 
 
 def convert(key: str, value: Any, hint: Any) -> Any:
-    """Return the value of a key in the type that the config has. Raises `UsageError` if it has another type."""
+    """Return the value of a key in the type that the config has. Raises `UsageError` if it has
+    another type.
+    """
     section = inner(hint)
     if section is not None and isinstance(value, dict):
         return make(section, value, f"{key}.")
@@ -75,7 +85,9 @@ def as_float(value: Any, hint: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return the value with Python numbers instead of scalars of NumPy and JAX, and texts instead of paths."""
+    """Return the value with Python numbers instead of scalars of NumPy and JAX, and texts instead
+    of paths.
+    """
     if isinstance(value, dict):
         return {name: plain(part) for name, part in value.items()}
     if type(value) in (list, tuple):
@@ -86,7 +98,9 @@ def plain(value: Any) -> Any:
 
 
 def check_plain(config: Config) -> None:
-    """Raise `UsageError` for a value that YAML cannot store, such as an array among the arguments of a target."""
+    """Raise `UsageError` for a value that YAML cannot store, such as an array among the arguments
+    of a target.
+    """
     for key, value in flatten(config).items():
         try:
             texts.dump(value)

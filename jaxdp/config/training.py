@@ -15,8 +15,8 @@ def _field(decides: str, default: Any, limits: dict[str, float]) -> Any:
 def numbers(default: Any, **limits: float) -> Any:
     """Create a field that changes the numbers of a run.
 
-    limits: of a number; `least` and `most` are allowed, `above` and `below` are not. example: a value, for the message.
-    """
+    limits: of a number; `least` and `most` are allowed, `above` and `below` are not. example: a
+    value, for the message."""
     return _field("numbers", default, limits)
 
 
@@ -43,8 +43,9 @@ class ModelTarget(Target):
     """The model.
 
     Args:
-        target: MLP, CNN, ResNet9, ViT, LSTM, RNN, GPT, or the dotted path of any Flax (NNX or Linen) or Equinox module,
-            a function that returns one, or a pair of functions (init, apply)
+        target: MLP, CNN, ResNet9, ViT, LSTM, RNN, GPT, or the dotted path of any Flax (NNX or
+            Linen) or Equinox module, a function that returns one, or a pair of functions (init,
+            apply)
         args: its arguments, checked against its signature; --model.args.NAME VALUE sets one
     """
 
@@ -54,16 +55,19 @@ class DataTarget(Target):
     """The training data.
 
     Args:
-        target: Digits (embedded), PythonSource (that of the standard library), CIFAR10, MNIST, FashionMNIST, Npz,
-            TextFile, TokenFile, PackedTokens, PennTreebank, Documents, ImageFolder, HuggingFace, Mixture (of several
-            sets), Stream (an iterable), or the dotted path of any sized sequence of examples (docs/data.md)
+        target: Digits (embedded), PythonSource (that of the standard library), CIFAR10, MNIST,
+            FashionMNIST, Npz, TextFile, TokenFile, PackedTokens, PennTreebank, Documents,
+            ImageFolder, HuggingFace, Mixture (of several sets), Stream (an iterable), or the dotted
+            path of any sized sequence of examples (docs/data.md)
         args: its arguments, e.g. root, the folder of the files; --data.args.NAME VALUE sets one
-        order: shuffled, differently in each epoch, or sequential: each row of a batch continues in the same row of the
-            next, for models that carry state between batches; null means sequential for such models, else shuffled
-        transform: runs on the device: Mixup, or the dotted path of a function (example, key) -> example for training
-            examples, or (example, key, train) -> example for all
+        order: shuffled, differently in each epoch, or sequential: each row of a batch continues in
+            the same row of the next, for models that carry state between batches; null means
+            sequential for such models, else shuffled
+        transform: runs on the device: Mixup, or the dotted path of a function (example, key) ->
+            example for training examples, or (example, key, train) -> example for all
         workers: the number of processes that read the data; 0 reads it in a thread
-        on_device: store the full data set on every device, and gather batches there; for small data sets
+        on_device: store the full data set on every device, and gather batches there; for small data
+            sets
     """
 
     order: Literal["shuffled", "sequential"] | None = numbers(None)
@@ -77,8 +81,8 @@ class LossTarget(Target):
     """The loss.
 
     Args:
-        target: SoftmaxCrossEntropy, CausalLM (with perplexity), MeanSquaredError, Contrastive, MultiTask, or the dotted
-            path of a class or function
+        target: SoftmaxCrossEntropy, CausalLM (with perplexity), MeanSquaredError, Contrastive,
+            MultiTask, or the dotted path of a class or function
         args: its arguments; --loss.args.NAME VALUE sets one
     """
 
@@ -90,23 +94,25 @@ class Optimizer:
     """The optimizer and its learning-rate schedule.
 
     Args:
-        target: sgd, adam, adamw, lamb, adafactor, lion, muon, or the dotted path of a function that returns
-            an Optax transformation
+        target: sgd, adam, adamw, lamb, adafactor, lion, muon, or the dotted path of a function that
+            returns an Optax transformation
         lr: the peak learning rate
-        schedule: the learning rate after the warm-up; constant, cosine, linear, one_cycle, or {target, args} with the
-            dotted path of a function that returns an Optax schedule (docs/own_model.md)
+        schedule: the learning rate after the warm-up; constant, cosine, linear, one_cycle, or
+            {target, args} with the dotted path of a function that returns an Optax schedule
+            (docs/own_model.md)
         warmup_steps: updates of linear warm-up from zero
         schedule_steps: the update at which the schedule ends; null means the last one
         final_lr: the learning rate at the end of the schedule, as a fraction of lr
         weight_decay: the coefficient of weight decay
-        no_decay: parameters whose path matches one of these regular expressions are not decayed; auto: by their role in
-            the model, kernels and tables are, biases, scales, shifts and other vectors are not (docs/models.md)
+        no_decay: parameters whose path matches one of these regular expressions are not decayed;
+            auto: by their role in the model, kernels and tables are, biases, scales, shifts and
+            other vectors are not (docs/models.md)
         clip_norm: gradients are scaled down to this global norm; null disables clipping
         frozen: parameters whose path matches one of these regular expressions are not updated
-        lr_scale: regular expression to factor; the learning rate of a parameter is multiplied by the factor of the
-            first one that its path matches
-        ema: decay of a running average of the parameters and of the floats of the model state (BatchNorm), such as
-            0.999; null for no average (see eval.ema)
+        lr_scale: regular expression to factor; the learning rate of a parameter is multiplied by
+            the factor of the first one that its path matches
+        ema: decay of a running average of the parameters and of the floats of the model state
+            (BatchNorm), such as 0.999; null for no average (see eval.ema)
         args: more arguments of the target (momentum, b1, b2, eps, ...)
     """
 
@@ -127,16 +133,18 @@ class Optimizer:
 
 @dataclasses.dataclass(frozen=True)
 class Init:
-    """The parameters to load from init_from, selected by path. BatchNorm's averages are below model_state/.
+    """The parameters to load from init_from, selected by path. BatchNorm's averages are below
+    model_state/.
 
     Args:
-        rename: regular expression to replacement, as in re.sub; the first expression found in a path of the source
-            renames it
-        load: load parameters whose path matches one of these regular expressions; the source must have them
+        rename: regular expression to replacement, as in re.sub; the first expression found in a
+            path of the source renames it
+        load: load parameters whose path matches one of these regular expressions; the source must
+            have them
         skip: do not load parameters whose path matches one of these, here or in the source
         ema: load the source's running average of the parameters
-        changed: arguments of the model, such as rotary_base, that may differ from the source's although they change
-            what the loaded parameters compute
+        changed: arguments of the model, such as rotary_base, that may differ from the source's
+            although they change what the loaded parameters compute
     """
 
     rename: dict[str, str] = numbers({})
@@ -152,28 +160,33 @@ class Parallel:
 
     Args:
         backend: pmap, or jit over a mesh
-        zero: ZeRO stage: 1 splits the optimizer state over the devices, 2 the gradients too, 3 the parameters too;
-            pmap has 0 and 1
-        reduction: xla sums leaf by leaf, bucket packs leaves into few large operands; auto selects bucket between
-            processes on CPU, else xla; exact gives the same bits on any number of devices (docs/exact.md); exact16 and
-            exact8 do so with 2 and 1 bytes an element and stochastic rounding, which changes the numbers; or the
-            dotted path of your own (docs/reductions.md)
-        exact_group: number of microbatches that the exact reductions compute at once; this changes the numbers
+        zero: ZeRO stage: 1 splits the optimizer state over the devices, 2 the gradients too, 3 the
+            parameters too; pmap has 0 and 1
+        reduction: xla sums leaf by leaf, bucket packs leaves into few large operands; auto selects
+            bucket between processes on CPU, else xla; exact gives the same bits on any number of
+            devices (docs/exact.md); exact16 and exact8 do so with 2 and 1 bytes an element and
+            stochastic rounding, which changes the numbers; or the dotted path of your own
+            (docs/reductions.md)
+        exact_group: number of microbatches that the exact reductions compute at once; this changes
+            the numbers
         bucket_mb: size of a bucket in MB
-        shard_size: number of devices over which the state is sharded, such as those of a host; null means all
-        rules: 'shard' or null for each dim of the parameters whose path an expression matches, such as
-            {'^embed/': [null, shard]}: shard them along that dim; all null: replicate them. By default jaxdp selects it
-        gradient_buffer: stages 2 and 3 reduce gradients after each microbatch, into shards (sharded), or once, after
-            all (replicated: fewer bytes to send under accumulate: scan, more memory)
-        remat: what the backward pass recomputes in each block: none, full, all but matrix products (dots), all but
-            those with weights (dots_no_batch); auto is none, or dots_no_batch if stage 3 gathers blocks or the
-            reduction is exact and there are blocks
-        accumulate: compute a device's microbatches all at once (vmap) or one after the other (scan, with the memory of
-            one); auto is vmap. The exact reductions compute exact_group of them at once, and computations in 16 bits
-            always one after the other
+        shard_size: number of devices over which the state is sharded, such as those of a host; null
+            means all
+        rules: 'shard' or null for each dim of the parameters whose path an expression matches, such
+            as {'^embed/': [null, shard]}: shard them along that dim; all null: replicate them. By
+            default jaxdp selects it
+        gradient_buffer: stages 2 and 3 reduce gradients after each microbatch, into shards
+            (sharded), or once, after all (replicated: fewer bytes to send under accumulate: scan,
+            more memory)
+        remat: what the backward pass recomputes in each block: none, full, all but matrix products
+            (dots), all but those with weights (dots_no_batch); auto is none, or dots_no_batch if
+            stage 3 gathers blocks or the reduction is exact and there are blocks
+        accumulate: compute a device's microbatches all at once (vmap) or one after the other (scan,
+            with the memory of one); auto is vmap. The exact reductions compute exact_group of them
+            at once, and computations in 16 bits always one after the other
         devices: use only this many devices of a single process; null uses all
-        xla_preset: overlap sets XLA flags that let collectives overlap with the backward pass on several GPUs; default
-            leaves XLA_FLAGS unchanged (docs/performance.md)
+        xla_preset: overlap sets XLA flags that let collectives overlap with the backward pass on
+            several GPUs; default leaves XLA_FLAGS unchanged (docs/performance.md)
     """
 
     backend: Literal["pmap", "pjit"] = speed("pmap")
@@ -202,7 +215,8 @@ class Parallel:
 
 @dataclasses.dataclass(frozen=True)
 class OuterOptimizer(Target):
-    """The optimizer of the outer step; its gradient is the mean parameter change of the replicas, negated.
+    """The optimizer of the outer step; its gradient is the mean parameter change of the replicas,
+    negated.
 
     Args:
         target: a name as in optimizer.target
@@ -217,13 +231,16 @@ class OuterOptimizer(Target):
 
 @dataclasses.dataclass(frozen=True)
 class Outer:
-    """Local updates for slow networks: replicas train alone, and average their parameter changes (docs/outer.md).
+    """Local updates for slow networks: replicas train alone, and average their parameter changes
+    (docs/outer.md).
 
     Args:
-        replicas: the number of logical replicas, which divides microbatches; 1 means ordinary training
+        replicas: the number of logical replicas, which divides microbatches; 1 means ordinary
+            training
         every: updates between two outer steps
         optimizer: the optimizer of the outer step
-        reduction: how the differences between replicas are sent; by default as in parallel.reduction
+        reduction: how the differences between replicas are sent; by default as in
+            parallel.reduction
     """
 
     replicas: int = numbers(1, least=1)
@@ -239,13 +256,15 @@ class Precision:
     Args:
         params: dtype of parameters
         compute: dtype of the forward and backward pass; by default that of params
-        reduce: dtype of the gradient reduction over devices; by default that of params, at least float32; a narrower
-            one rounds by the number of devices
-        state: dtype of the optimizer's state; by default that of params, at least float32: an update too small for
-            bfloat16 parameters is added to the lower halves of a float32 copy, which the state has (docs/models.md)
+        reduce: dtype of the gradient reduction over devices; by default that of params, at least
+            float32; a narrower one rounds by the number of devices
+        state: dtype of the optimizer's state; by default that of params, at least float32: an
+            update too small for bfloat16 parameters is added to the lower halves of a float32 copy,
+            which the state has (docs/models.md)
         matmul: jax_default_matmul_precision
-        loss_scale: factor of the mean loss; an update that overflows is skipped. A number stays constant; dynamic is
-            halved after an overflow, and grows; by default dynamic if compute or reduce is float16, else none
+        loss_scale: factor of the mean loss; an update that overflows is skipped. A number stays
+            constant; dynamic is halved after an overflow, and grows; by default dynamic if compute
+            or reduce is float16, else none
         loss_scale_interval: updates without overflow after which a dynamic scale doubles
     """
 
@@ -279,13 +298,14 @@ class Spike:
     """Updates whose loss is finite but too large.
 
     Args:
-        factor: a loss above this factor times the running mean of earlier losses is a spike; null disables the check.
-            Not suitable for losses that pass through zero
+        factor: a loss above this factor times the running mean of earlier losses is a spike; null
+            disables the check. Not suitable for losses that pass through zero
         decay: decay of the running mean
         after: good updates before the first loss that can be a spike
-        action: skip skips the update; rollback returns to an earlier state and skips the batches since then
-        every: updates between two states that a rollback can return to, each saved as a checkpoint; before the first
-            one it returns to the start
+        action: skip skips the update; rollback returns to an earlier state and skips the batches
+            since then
+        every: updates between two states that a rollback can return to, each saved as a checkpoint;
+            before the first one it returns to the start
         max_rollbacks: the number of rollbacks allowed; one more ends the run
     """
 

@@ -1,1 +1,3 @@
-"""The training step: pure functions without strategy, collective, backend or logging; read `step` first."""
+"""The training step: pure functions without strategy, collective, backend or logging; read `step`
+first.
+"""

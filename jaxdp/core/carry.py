@@ -1,4 +1,6 @@
-"""State of examples, not of the model: the hidden state that a recurrent network carries from batch to batch."""
+"""State of examples, not of the model: the hidden state that a recurrent network carries from batch
+to batch.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,7 +15,9 @@ Tree = Any
 
 
 class Carried(NamedTuple):
-    """after: the carry after the update. reset[local, example]: True where the carry starts at zero; None: nowhere."""
+    """after: the carry after the update. reset[local, example]: True where the carry starts at
+    zero; None: nowhere.
+    """
 
     after: Tree
     reset: jax.Array | None
@@ -30,7 +34,10 @@ def reset_carry(carry: Tree, reset: jax.Array | None) -> Tree:
     """Zero leaves [..., example, ...] where reset[..., example] is true; None resets nothing."""
     if reset is None:
         return carry
-    wide = lambda x: reset.reshape(*reset.shape, *(1,) * (x.ndim - reset.ndim)) != 0
+
+    def wide(x):
+        return reset.reshape(*reset.shape, *(1,) * (x.ndim - reset.ndim)) != 0
+
     return jax.tree.map(lambda x: jnp.where(wide(x), jnp.zeros_like(x), x), carry)
 
 
@@ -45,14 +52,18 @@ def carry_of_examples(mask: jax.Array, old: Tree, new: Tree) -> Tree:
 
 
 def with_carry(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `Step.apply` to store the new carry; a skipped update keeps the old one, but still applies its resets."""
+    """Wrap `Step.apply` to store the new carry; a skipped update keeps the old one, but still
+    applies its resets.
+    """
 
     def run(state: Any, sums: Any, *total: Any) -> Any:
         new, metrics = apply(state, sums, *total)
         if state.carry is None:
             return new, metrics
         after, reset = sums.carry
-        before = reset_carry(state.carry, None if reset is None else (reset != 0) & (state.guard.halted == 0))
+        before = reset_carry(
+            state.carry, None if reset is None else (reset != 0) & (state.guard.halted == 0)
+        )
         return new.replace(carry=skip.where(metrics["skipped"] == 0, after, before)), metrics
 
     return run

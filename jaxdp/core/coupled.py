@@ -1,8 +1,8 @@
 """A loss that couples all examples of a batch (contrastive learning), in two passes.
 
-The first pass computes the outputs of all microbatches, joins them over replicas and differentiates the loss with
-respect to them; the second computes each microbatch again with these cotangents for its loss (GradCache, Gao et al.,
-arXiv 2101.06983).
+The first pass computes the outputs of all microbatches, joins them over replicas and differentiates
+the loss with respect to them; the second computes each microbatch again with these cotangents for
+its loss (GradCache, Gao et al., arXiv 2101.06983).
 """
 
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ Tree = Any
 
 
 class Coupled(NamedTuple):
-    """The result of a loss over the full batch for each local microbatch [local, ...]: its share of the sums, and the
-    derivatives by its outputs."""
+    """The result of a loss over the full batch for each local microbatch [local, ...]: its share of
+    the sums, and the derivatives by its outputs."""
 
     loss: jax.Array
     weight: jax.Array
@@ -42,15 +42,22 @@ def couple(loss: LossFn, outputs: Tree, batch: Tree, numbers: jax.Array, train: 
         return total, (weight, metrics)
 
     if train:
-        (total, (weight, metrics)), grads = jax.value_and_grad(batch_loss, has_aux=True, allow_int=True)(outputs)
+        (total, (weight, metrics)), grads = jax.value_and_grad(
+            batch_loss, has_aux=True, allow_int=True
+        )(outputs)
         cotangents = jax.tree.map(lambda x, c: c if _is_float(x) else x, outputs, grads)
     else:
         (total, (weight, metrics)), cotangents = batch_loss(outputs), None
     index = jnp.maximum(numbers, 0)
     fraction = (rows / jnp.maximum(rows.sum(), 1))[index].astype(total.dtype)
-    share = lambda x: x.astype(total.dtype) * fraction
+
+    def share(x):
+        return x.astype(total.dtype) * fraction
+
     cotangents = jax.tree.map(lambda x: x[index], cotangents)
-    return jax.lax.stop_gradient(Coupled(share(total), share(weight), jax.tree.map(share, metrics), cotangents))
+    return jax.lax.stop_gradient(
+        Coupled(share(total), share(weight), jax.tree.map(share, metrics), cotangents)
+    )
 
 
 def surrogate_loss(outputs: Tree, cotangents: Tree) -> jax.Array:

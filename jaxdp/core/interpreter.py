@@ -1,4 +1,6 @@
-"""Evaluate a function operation by operation, some of them by a rule ("Writing custom interpreters in JAX")."""
+"""Evaluate a function operation by operation, some of them by a rule ("Writing custom interpreters
+in JAX").
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -6,28 +8,46 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-CALLS = {"jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat", "remat2"}
-# (equation, inputs) -> its outputs; None: compute it as it is written, and enter it if it is one of CALLS
+CALLS = {
+    "jit",
+    "closed_call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "checkpoint",
+    "remat",
+    "remat2",
+}
+# (equation, inputs) -> its outputs; None: compute it as it is written, and enter it if it is one of
+# CALLS
 Rule = Callable[[Any, list[Any]], Sequence[Any] | None]
 
 
 def interpret(f: Callable, args: Sequence[Any], rule: Rule) -> Any:
     """Return f(*args)."""
     closed, shape = jax.make_jaxpr(f, return_shape=True)(*args)
-    return jax.tree.unflatten(jax.tree.structure(shape), evaluate(closed, jax.tree.leaves(args), rule))
+    return jax.tree.unflatten(
+        jax.tree.structure(shape), evaluate(closed, jax.tree.leaves(args), rule)
+    )
 
 
 def evaluate(closed: Any, args: Sequence[Any], rule: Rule) -> list[Any]:
     """Return the outputs of a jaxpr, which may be without its constants if it has none."""
     jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
-    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-    read = lambda x: x.val if isinstance(x, Literal) else values[x]
+    values: dict[Any, Any] = dict(
+        zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True)
+    )
+
+    def read(x):
+        return x.val if isinstance(x, Literal) else values[x]
+
     for equation in jaxpr.eqns:
         inputs = [read(x) for x in equation.invars]
         out = rule(equation, inputs)
         if out is None and equation.primitive.name in CALLS:
             params = equation.params
-            out = evaluate(params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"], inputs, rule)
+            out = evaluate(
+                params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"], inputs, rule
+            )
         elif out is None:
             out = bind(equation, inputs)
         values.update(zip(equation.outvars, out, strict=True))
@@ -36,7 +56,10 @@ def evaluate(closed: Any, args: Sequence[Any], rule: Rule) -> list[Any]:
 
 def needed(jaxpr: Jaxpr, outputs: Sequence[Any]) -> tuple[list[JaxprEqn], set[Any]]:
     """Return the operations that decide the outputs, and all values that they read."""
-    is_variable = lambda x: not isinstance(x, Literal)
+
+    def is_variable(x):
+        return not isinstance(x, Literal)
+
     eqns, read = [], set(filter(is_variable, outputs))
     for eqn in reversed(jaxpr.eqns):
         if read.intersection(eqn.outvars):

@@ -1,8 +1,9 @@
-"""Bfloat16 parameters that learn: the optimizer updates a float32 master copy, of which its state has the lower halves.
+"""Bfloat16 parameters that learn: the optimizer updates a float32 master copy, of which its state
+has the lower halves.
 
-An update of less than half of a parameter's last digit would be rounded away. A parameter is the upper half of the
-master copy's bits, rounded to the nearest; the rest is exact, so the master copy takes two bytes a parameter.
-"""
+An update of less than half of a parameter's last digit would be rounded away. A parameter is the
+upper half of the master copy's bits, rounded to the nearest; the rest is exact, so the master copy
+takes two bytes a parameter."""
 
 from typing import Any, NamedTuple
 
@@ -17,15 +18,18 @@ HALF = 16  # bits
 
 
 class Master(NamedTuple):
-    """The state of an optimizer that updates a master copy. inner: its own. low: the lower halves, int16, like the
-    parameters; None: the parameters are not bfloat16, and are their own master copy."""
+    """The state of an optimizer that updates a master copy. inner: its own. low: the lower halves,
+    int16, like the parameters; None: the parameters are not bfloat16, and are their own master
+    copy."""
 
     inner: Tree
     low: Tree
 
 
 def with_master(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Return the optimizer with a float32 master copy of bfloat16 parameters, and with its own state in float32."""
+    """Return the optimizer with a float32 master copy of bfloat16 parameters, and with its own
+    state in float32.
+    """
     inner = optax.with_extra_args_support(tx)
 
     def init(params: Tree) -> Master:
@@ -33,7 +37,9 @@ def with_master(tx: optax.GradientTransformation) -> optax.GradientTransformatio
         low = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.int16), params) if is_narrow else None
         return Master(inner.init(params if low is None else join(params, low)), low)
 
-    def update(grads: Tree, state: Master, params: Tree = None, **extra: Any) -> tuple[Tree, Master]:
+    def update(
+        grads: Tree, state: Master, params: Tree = None, **extra: Any
+    ) -> tuple[Tree, Master]:
         if state.low is None:
             updates, new = inner.update(grads, state.inner, params, **extra)
             return updates, Master(new, None)
@@ -41,7 +47,9 @@ def with_master(tx: optax.GradientTransformation) -> optax.GradientTransformatio
         updates, new = inner.update(cast_floats(grads, jnp.float32), state.inner, copy, **extra)
         high, low = split(optax.apply_updates(copy, updates))
         # the difference of two bfloat16 is added in float32 and rounded to the new one
-        moves = jax.tree.map(lambda x, y: x.astype(jnp.float32) - y.astype(jnp.float32), high, params)
+        moves = jax.tree.map(
+            lambda x, y: x.astype(jnp.float32) - y.astype(jnp.float32), high, params
+        )
         return moves, Master(new, low)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -54,10 +62,18 @@ def master_copy(params: Tree, opt_state: Any) -> Tree:
 
 
 def moving_share(params: Tree, size: float) -> jax.Array:
-    """Return the share [] of bfloat16 elements that an update of this size changes; rounding loses it in the others."""
+    """Return the share [] of bfloat16 elements that an update of this size changes; rounding loses
+    it in the others.
+    """
     leaves = [x.astype(jnp.float32) for x in jax.tree.leaves(params)]
-    bits = lambda x: jax.lax.bitcast_convert_type(split(x)[0], jnp.int16)
-    moves = [jnp.sum((bits(x + size) != bits(x)) | (bits(x - size) != bits(x)), dtype=jnp.float32) for x in leaves]
+
+    def bits(x):
+        return jax.lax.bitcast_convert_type(split(x)[0], jnp.int16)
+
+    moves = [
+        jnp.sum((bits(x + size) != bits(x)) | (bits(x - size) != bits(x)), dtype=jnp.float32)
+        for x in leaves
+    ]
     return sum(moves) / sum(x.size for x in leaves)
 
 
@@ -72,7 +88,9 @@ def join(high: Tree, low: Tree) -> Tree:
 
 
 def split(copy: Tree) -> tuple[Tree, Tree]:
-    """Return float32 values rounded to bfloat16, and the rest of their bits, positive or negative, as int16."""
+    """Return float32 values rounded to bfloat16, and the rest of their bits, positive or negative,
+    as int16.
+    """
     bits = jax.tree.map(lambda x: jax.lax.bitcast_convert_type(x, jnp.int32), copy)
     upper = jax.tree.map(lambda x: (x + (1 << HALF - 1) >> HALF).astype(jnp.int16), bits)
     high = jax.tree.map(lambda x: jax.lax.bitcast_convert_type(x, jnp.bfloat16), upper)

@@ -1,9 +1,10 @@
-"""The model state (BatchNorm's averages, counters) as sums over microbatches: floats by weight, integers by change.
+"""The model state (BatchNorm's averages, counters) as sums over microbatches: floats by weight,
+integers by change.
 
-Complex numbers are floats with a leading dim for the real and imaginary part. An array that no microbatch changes, such
-as a table of constants, is not averaged, since that would round it in each update. The change of an integer is summed
-byte by byte, so that no sum overflows, whatever the width of the integer.
-"""
+Complex numbers are floats with a leading dim for the real and imaginary part. An array that no
+microbatch changes, such as a table of constants, is not averaged, since that would round it in each
+update. The change of an integer is summed byte by byte, so that no sum overflows, whatever the
+width of the integer."""
 
 from typing import Any, NamedTuple
 
@@ -14,18 +15,20 @@ Tree = Any
 
 
 class Average(NamedTuple):
-    """Floats: the sum of values times the weight, and the number [] of microbatches that changed any of them."""
+    """Floats: the sum of values times the weight, and the number [] of microbatches that changed
+    any of them.
+    """
 
     sum: jax.Array
     changes: jax.Array
 
 
 class Change(NamedTuple):
-    """The bytes [..., byte] of an integer's change, over all microbatches that have examples: the number of these
-    microbatches, the sum, the sum of squares.
+    """The bytes [..., byte] of an integer's change, over all microbatches that have examples: the
+    number of these microbatches, the sum, the sum of squares.
 
-    The microbatches agree if and only if number x squares = sum^2 (equality in the Cauchy-Schwarz inequality).
-    """
+    The microbatches agree if and only if number x squares = sum^2 (equality in the Cauchy-Schwarz
+    inequality)."""
 
     number: jax.Array
     sum: jax.Array
@@ -33,12 +36,18 @@ class Change(NamedTuple):
 
 
 def weighted_state(old: Tree, new: Tree, weight: jax.Array, real: jax.Array) -> Tree:
-    """Return the model state of one microbatch in a form that can be summed; real []: the microbatch has examples."""
+    """Return the model state of one microbatch in a form that can be summed; real []: the
+    microbatch has examples.
+    """
 
     def weigh(old: jax.Array, new: jax.Array) -> Average | Change:
         if jnp.issubdtype(old.dtype, jnp.inexact):
-            value = jnp.where(weight != 0, _parts(new).astype(weight.dtype), 0)  # 0 times infinity is NaN
-            return Average(value * weight, ((weight != 0) & jnp.any(new != old)).astype(weight.dtype))
+            value = jnp.where(
+                weight != 0, _parts(new).astype(weight.dtype), 0
+            )  # 0 times infinity is NaN
+            return Average(
+                value * weight, ((weight != 0) & jnp.any(new != old)).astype(weight.dtype)
+            )
         change = jax.lax.bitcast_convert_type(_wide(new) - _wide(old), jnp.uint8).astype(jnp.int32)
         change = jnp.where(real, change, 0)
         return Change(real.astype(jnp.int32), change, change * change)
@@ -47,7 +56,9 @@ def weighted_state(old: Tree, new: Tree, weight: jax.Array, real: jax.Array) -> 
 
 
 def mean_state(old: Tree, sums: Tree, weight: jax.Array) -> tuple[Tree, jax.Array | None]:
-    """Return (the model state after the update, the number of integers on which microbatches disagree or None)."""
+    """Return (the model state after the update, the number of integers on which microbatches
+    disagree or None).
+    """
     disagreeing = []
 
     def mean(old: jax.Array, new: Average | Change) -> jax.Array:
@@ -58,7 +69,9 @@ def mean_state(old: Tree, sums: Tree, weight: jax.Array) -> tuple[Tree, jax.Arra
         differ = new.number * new.squares != new.sum * new.sum
         disagreeing.append(jnp.sum(jnp.any(differ, axis=-1)))
         change = (new.sum // jnp.maximum(new.number, 1)).astype(jnp.uint8)
-        return (_wide(old) + jax.lax.bitcast_convert_type(change, _wide(old).dtype)).astype(old.dtype)
+        return (_wide(old) + jax.lax.bitcast_convert_type(change, _wide(old).dtype)).astype(
+            old.dtype
+        )
 
     new = jax.tree.map(mean, old, sums)
     return new, (sum(disagreeing, jnp.zeros((), jnp.int32)) if disagreeing else None)

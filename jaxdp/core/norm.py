@@ -14,16 +14,21 @@ Tree = Any
 def plain_total(tree: Tree) -> jax.Array:
     """Return [2]: the sum of squares and the number of non-finite elements, in at least float32.
 
-    On CPU, small leaves are concatenated, since starting an operation costs more than running it, and elements are
-    counted only if the sum of squares is not finite.
+    On CPU, small leaves are concatenated, since starting an operation costs more than running it,
+    and elements are counted only if the sum of squares is not finite.
     """
     if not on_cpu():
         return _squares_and_nonfinite(tree)
-    leaves = [x.astype(jnp.promote_types(x.dtype, jnp.float32)).reshape(-1) for x in jax.tree.leaves(tree)]
+    leaves = [
+        x.astype(jnp.promote_types(x.dtype, jnp.float32)).reshape(-1) for x in jax.tree.leaves(tree)
+    ]
     small = [x for x in leaves if x.size <= SMALL]
     vectors = [x for x in leaves if x.size > SMALL] + ([jnp.concatenate(small)] if small else [])
     squares = sum((jnp.dot(x, x) for x in vectors), jnp.zeros((), jnp.float32))
-    no_count = lambda _: jnp.stack([squares, jnp.zeros_like(squares)])
+
+    def no_count(_):
+        return jnp.stack([squares, jnp.zeros_like(squares)])
+
     return jax.lax.cond(jnp.isfinite(squares), no_count, _squares_and_nonfinite, leaves)
 
 
@@ -31,7 +36,9 @@ def _squares_and_nonfinite(tree: Tree) -> jax.Array:
     leaves = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in jax.tree.leaves(tree)]
     zero = jnp.zeros((), jnp.float32)
     squares = sum((jnp.sum(jnp.square(x)) for x in leaves), zero)
-    return jnp.stack([squares, sum((jnp.sum(~jnp.isfinite(x)) for x in leaves), zero).astype(squares.dtype)])
+    return jnp.stack(
+        [squares, sum((jnp.sum(~jnp.isfinite(x)) for x in leaves), zero).astype(squares.dtype)]
+    )
 
 
 def clip(grads: Tree, norm: jax.Array, max_norm: float) -> Tree:

@@ -22,9 +22,9 @@ class Forward(NamedTuple):
     """The forward pass of a microbatch, up to its loss.
 
     seed: an int or a uint32 [], the root of all random keys.
-    remat: the values that the backward pass recomputes (`jaxdp.models.scan.REMAT`), block by block if there are blocks.
-    transform, eval_transform: change the batch before the model, in training and evaluation.
-    """
+    remat: the values that the backward pass recomputes (`jaxdp.models.scan.REMAT`), block by block
+    if there are blocks. transform, eval_transform: change the batch before the model, in training
+    and evaluation."""
 
     model: Model
     loss: LossFn
@@ -41,10 +41,10 @@ class UpdateRule(NamedTuple):
 
     frozen: expressions; parameters whose path matches one have no gradient and no optimizer state.
     ema_decay: of the running average of the parameters; None: there is none.
-    schedule: the learning rate by applied update, to report as `lr` if the optimizer names none (`jaxdp.core.rate`).
-    max_nonfinite: halt training after this many consecutive updates with a non-finite loss or gradient; each of them is
-    skipped (`jaxdp.core.skip`). spike: how to detect and treat a loss that is too large.
-    """
+    schedule: the learning rate by applied update, to report as `lr` if the optimizer names none
+    (`jaxdp.core.rate`). max_nonfinite: halt training after this many consecutive updates with a
+    non-finite loss or gradient; each of them is skipped (`jaxdp.core.skip`). spike: how to detect
+    and treat a loss that is too large."""
 
     tx: optax.GradientTransformation
     clip_norm: float | None = None

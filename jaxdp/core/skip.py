@@ -1,8 +1,9 @@
-"""Skipped updates: the decision on the device, its counters, and an optimizer update that can be skipped in place.
+"""Skipped updates: the decision on the device, its counters, and an optimizer update that can be
+skipped in place.
 
-The decision depends only on sums over all devices, so all devices agree without asking the host. Once training has
-halted, further updates leave the state unchanged, so the host may notice the halt a few updates later.
-"""
+The decision depends only on sums over all devices, so all devices agree without asking the host.
+Once training has halted, further updates leave the state unchanged, so the host may notice the halt
+a few updates later."""
 
 from typing import Any, NamedTuple
 
@@ -25,9 +26,9 @@ def _zero() -> jax.Array:
 class Spike(NamedTuple):
     """A loss far above the running mean of earlier losses: loss - mean > (factor - 1) x |mean|.
 
-    A plain multiple of the mean would fail for losses that pass through zero. decay: of the running mean. after: the
-    number of updates before a loss can be a spike. action: 'skip' skips the update, 'rollback' halts training.
-    """
+    A plain multiple of the mean would fail for losses that pass through zero. decay: of the running
+    mean. after: the number of updates before a loss can be a spike. action: 'skip' skips the
+    update, 'rollback' halts training."""
 
     factor: float
     decay: float = 0.98
@@ -36,7 +37,9 @@ class Spike(NamedTuple):
 
 
 class Level(struct.PyTreeNode):
-    """The running mean of losses. mean []: decayed; weight []: the sum of their weights; good []: their number."""
+    """The running mean of losses. mean []: decayed; weight []: the sum of their weights; good []:
+    their number.
+    """
 
     mean: jax.Array = struct.field(default_factory=lambda: jnp.zeros((), jnp.float32))
     weight: jax.Array = struct.field(default_factory=lambda: jnp.zeros((), jnp.float32))
@@ -46,11 +49,11 @@ class Level(struct.PyTreeNode):
 class Guard(struct.PyTreeNode):
     """Counters []; updates are numbered from 1, and 0 means none.
 
-    in_a_row: the number of consecutive non-finite updates; since: the first of them. skipped: all skipped updates;
-    spikes: those skipped because the loss was too large. halted: the cause (NONFINITE, SPIKE, DISAGREEING); halted_at:
-    the update; except for NONFINITE `since` is that update too. Of several replicas, the first and the last of these
-    updates. level: None without `Spike`.
-    """
+    in_a_row: the number of consecutive non-finite updates; since: the first of them. skipped: all
+    skipped updates; spikes: those skipped because the loss was too large. halted: the cause
+    (NONFINITE, SPIKE, DISAGREEING); halted_at: the update; except for NONFINITE `since` is that
+    update too. Of several replicas, the first and the last of these updates. level: None without
+    `Spike`."""
 
     in_a_row: jax.Array = struct.field(default_factory=_zero)
     since: jax.Array = struct.field(default_factory=_zero)
@@ -67,9 +70,16 @@ def start_guard(spike: Spike | None = None) -> Guard:
 
 
 def decide(
-    guard: Guard, update: jax.Array, loss: jax.Array, finite: jax.Array, overflow: Any, limit: int, spike: Spike | None
+    guard: Guard,
+    update: jax.Array,
+    loss: jax.Array,
+    finite: jax.Array,
+    overflow: Any,
+    limit: int,
+    spike: Spike | None,
 ) -> tuple[jax.Array, Guard]:
-    """Decide whether to apply update number `update`; return (the decision [], the counters after the update).
+    """Decide whether to apply update number `update`; return (the decision [], the counters after
+    the update).
 
     Args:
         finite: the loss and all gradients are finite.
@@ -96,23 +106,31 @@ def decide(
         halted_at=jnp.where(halted != 0, update, 0),
         level=level,
     )
-    return running & good, jax.tree.map(lambda after, before: jnp.where(running, after, before), new, guard)
+    return running & good, jax.tree.map(
+        lambda after, before: jnp.where(running, after, before), new, guard
+    )
 
 
 def halt_if_disagreeing(
     guard: Guard, update: jax.Array, apply_update: jax.Array, disagreeing: jax.Array
 ) -> tuple[jax.Array, Guard]:
-    """Halt at an update that would be applied, but whose microbatches disagree on integers of the model state."""
+    """Halt at an update that would be applied, but whose microbatches disagree on integers of the
+    model state.
+    """
     bad = apply_update & (disagreeing > 0)
-    new = guard.replace(halted=jnp.full_like(guard.halted, DISAGREEING), halted_at=update, since=update)
+    new = guard.replace(
+        halted=jnp.full_like(guard.halted, DISAGREEING), halted_at=update, since=update
+    )
     return apply_update & ~bad, where(bad, new, guard)
 
 
-def _detect_spike(level: Level, spike: Spike, loss: jax.Array, finite: jax.Array) -> tuple[jax.Array, Level]:
+def _detect_spike(
+    level: Level, spike: Spike, loss: jax.Array, finite: jax.Array
+) -> tuple[jax.Array, Level]:
     """Return (True if the loss is a spike, the level after it).
 
-    A spike enters the mean as the largest loss that is not a spike. If losses stay higher, the mean rises to them, so
-    the run does not skip updates forever.
+    A spike enters the mean as the largest loss that is not a spike. If losses stay higher, the mean
+    rises to them, so the run does not skip updates forever.
     """
     loss = loss.astype(jnp.float32)
     above = (spike.factor - 1) * jnp.abs(level.mean)
@@ -122,24 +140,33 @@ def _detect_spike(level: Level, spike: Spike, loss: jax.Array, finite: jax.Array
     mean = level.mean + jnp.where(spiked, above, loss - level.mean) * rate
     accepted = finite & jnp.isfinite(mean)
     new = Level(mean, weight, level.good + 1)
-    return spiked, jax.tree.map(lambda after, before: jnp.where(accepted, after, before), new, level)
+    return spiked, jax.tree.map(
+        lambda after, before: jnp.where(accepted, after, before), new, level
+    )
 
 
 def where(condition: jax.Array, yes: Tree, no: Tree) -> Tree:
-    """Select one tree or the other; a leaf that is the same array in both is returned without a selection."""
+    """Select one tree or the other; a leaf that is the same array in both is returned without a
+    selection.
+    """
     return jax.tree.map(lambda a, b: a if a is b else jnp.where(condition, a, b), yes, no)
 
 
 def update(
-    tx: optax.GradientTransformation, apply_update: jax.Array, grads: Tree, state: Tree, params: Tree
+    tx: optax.GradientTransformation,
+    apply_update: jax.Array,
+    grads: Tree,
+    state: Tree,
+    params: Tree,
 ) -> tuple[Tree, Tree]:
     """Apply an optimizer update conditionally without keeping a second copy of the state.
 
-    Returns tx.update(grads, state, params) if `apply_update` [], else the old state and updates without meaning.
+    Returns tx.update(grads, state, params) if `apply_update` [], else the old state and updates
+    without meaning.
 
-    If the selection came last, the new value of a leaf would have two readers: the selection and any other operation
-    on it. The compiler would then compute it twice and copy the old value. So each leaf is selected where it is
-    computed, and all later operations read the selected value.
+    If the selection came last, the new value of a leaf would have two readers: the selection and
+    any other operation on it. The compiler would then compute it twice and copy the old value. So
+    each leaf is selected where it is computed, and all later operations read the selected value.
     """
     closed, shapes = jax.make_jaxpr(tx.update, return_shape=True)(grads, state, params)
     old, last = jax.tree.leaves(state), closed.jaxpr.outvars
@@ -150,11 +177,22 @@ def update(
     def rule(equation: Any, inputs: list[Any]) -> list[Any]:
         results = bind(equation, inputs)
         selected.update(equation.outvars)
-        select = lambda x, value: jnp.where(apply_update, value, old_value[x]) if x in old_value else value
+
+        def select(x, value):
+            return jnp.where(apply_update, value, old_value[x]) if x in old_value else value
+
         return [select(x, value) for x, value in zip(equation.outvars, results, strict=True)]
 
     results = evaluate(closed, jax.tree.leaves((grads, state, params)), rule)
-    done = [isinstance(x, Var) and x in selected and old_value[x] is y for x, y in zip(out, old, strict=True)]
+    done = [
+        isinstance(x, Var) and x in selected and old_value[x] is y
+        for x, y in zip(out, old, strict=True)
+    ]
     updates, new = jax.tree.unflatten(jax.tree.structure(shapes), results)
-    finish = lambda done, a, b: a if done else where(apply_update, a, b)  # not done: arguments, shared values
-    return updates, jax.tree.map(finish, jax.tree.unflatten(jax.tree.structure(state), done), new, state)
+
+    def finish(done, a, b):
+        return a if done else where(apply_update, a, b)  # not done: arguments, shared values
+
+    return updates, jax.tree.map(
+        finish, jax.tree.unflatten(jax.tree.structure(state), done), new, state
+    )

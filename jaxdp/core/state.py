@@ -1,4 +1,6 @@
-"""The inputs and outputs of a step: the train state, a replica's view of it, and the sums of its microbatches."""
+"""The inputs and outputs of a step: the train state, a replica's view of it, and the sums of its
+microbatches.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,9 +18,20 @@ from jaxdp.models.scan import BlockGather, as_they_are
 from jaxdp.precision import LossScale, cast_floats
 from jaxdp.split import path_string
 
-__all__ = ["Batch", "Gather", "Join", "Sums", "Total", "TrainState", "Transform", "View", "init_state"]
+__all__ = [
+    "Batch",
+    "Gather",
+    "Join",
+    "Sums",
+    "Total",
+    "TrainState",
+    "Transform",
+    "View",
+    "init_state",
+]
 Tree = Any
-# (parameters, compute dtype) -> (full parameters of that dtype, the function that gathers a block in `scan_blocks`)
+# (parameters, compute dtype) -> (full parameters of that dtype, the function that gathers a block
+# in `scan_blocks`)
 Gather = Callable[[Tree, Any], tuple[Tree, BlockGather]]
 # leaves [local, ...] of a replica -> leaves [microbatch, ...] of all replicas
 Join = Callable[[Tree], Tree]
@@ -27,11 +40,12 @@ Total = Callable[[Tree], jax.Array]
 
 
 class TrainState(struct.PyTreeNode):
-    """Everything that an update changes, in logical shapes: step [], trees, and carry[microbatch, example, ...].
+    """Everything that an update changes, in logical shapes: step [], trees, and carry[microbatch,
+    example, ...].
 
-    ema: the running average of the parameters; ema_state: that of the floats of the model state. `ema`, `ema_state`,
-    `loss_scale`, `carry` and `exponents` (`jaxdp.parallel.fixed_point`) are None when not in use. step: counts all
-    updates; guard: the skipped ones of them.
+    ema: the running average of the parameters; ema_state: that of the floats of the model state.
+    `ema`, `ema_state`, `loss_scale`, `carry` and `exponents` (`jaxdp.parallel.fixed_point`) are
+    None when not in use. step: counts all updates; guard: the skipped ones of them.
     """
 
     step: jax.Array
@@ -47,11 +61,15 @@ class TrainState(struct.PyTreeNode):
 
     def view(self, seed: Any) -> "View":
         scale = None if self.loss_scale is None else self.loss_scale.value
-        return View(seed, self.step, self.params, self.model_state, scale, self.carry, self.exponents)
+        return View(
+            seed, self.step, self.params, self.model_state, scale, self.carry, self.exponents
+        )
 
 
 class View(NamedTuple):
-    """The part of the state that a replica needs to compute its sums; loss_scale [] or None, carry[local, ...]."""
+    """The part of the state that a replica needs to compute its sums; loss_scale [] or None,
+    carry[local, ...].
+    """
 
     seed: Any
     step: jax.Array
@@ -63,10 +81,11 @@ class View(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over microbatches and replicas. Only `carry` is not summed: it stays with its microbatches.
+    """Sums over microbatches and replicas. Only `carry` is not summed: it stays with its
+    microbatches.
 
-    model_state: floats as `Average`, integers as `Change`. carry: a `Carried` from `Step.grads`, the tree itself
-    from `Step.evaluate`. exponents: the reduction's own state.
+    model_state: floats as `Average`, integers as `Change`. carry: a `Carried` from `Step.grads`,
+    the tree itself from `Step.evaluate`. exponents: the reduction's own state.
     """
 
     grads: Tree
@@ -89,7 +108,9 @@ def plain_join(tree: Tree) -> Tree:
 
 
 def microbatch_key(seed: jax.Array, step: jax.Array, microbatch: jax.Array) -> jax.Array:
-    """Return fold_in(fold_in(key(seed), step), microbatch): the key of everything random in one microbatch."""
+    """Return fold_in(fold_in(key(seed), step), microbatch): the key of everything random in one
+    microbatch.
+    """
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), microbatch)
 
 
@@ -105,9 +126,16 @@ def init_state(forward: Forward, rule: UpdateRule, microbatches: int, example: B
     params = cast_floats(jax.tree.map(jnp.asarray, params), policy.params)
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            parts, state = "store its real and imaginary parts as two arrays", "make it part of the model's state"
-            fix = parts if jnp.issubdtype(x.dtype, jnp.complexfloating) else f"{state}, or a constant"
-            raise UsageError(f"model: parameter {path_string(path)!r} is {x.dtype}, and only floats are trained; {fix}")
+            parts, state = (
+                "store its real and imaginary parts as two arrays",
+                "make it part of the model's state",
+            )
+            fix = (
+                parts if jnp.issubdtype(x.dtype, jnp.complexfloating) else f"{state}, or a constant"
+            )
+            raise UsageError(
+                f"model: parameter {path_string(path)!r} is {x.dtype}, and only floats are trained; {fix}"
+            )
     model_state, carry = split_carry(cast_floats(model_state, policy.state))
     if carry is not None:
         carry = jax.tree.map(lambda x: jnp.broadcast_to(x, (microbatches, *x.shape)), carry)
@@ -117,7 +145,9 @@ def init_state(forward: Forward, rule: UpdateRule, microbatches: int, example: B
         model_state,
         rule.tx.init(rule.trainable(params)),
         # small steps need precision
-        ema=None if rule.ema_decay is None else jax.tree.map(jnp.copy, cast_floats(params, policy.state)),
+        ema=None
+        if rule.ema_decay is None
+        else jax.tree.map(jnp.copy, cast_floats(params, policy.state)),
         loss_scale=forward.loss_scaling.init() if forward.loss_scaling else None,
         carry=carry,
         guard=start_guard(rule.spike),

@@ -13,7 +13,8 @@ from jaxdp.data.parts import Part, array_part
 from jaxdp.data.split_names import check_one_split
 from jaxdp.errors import RunFailed, UsageError, check_one_of
 
-PROBES = 64  # examples in a fingerprint: enough to distinguish two data sets, few enough for slow storage
+# examples in a fingerprint: enough to distinguish two data sets, few enough for slow storage
+PROBES = 64
 UNKNOWN = 1 << 62  # the length of a stream whose end is unknown
 EMPTY = "data: the data set is empty; give it at least one example"
 NO_LABELS = "has no labels: all are -1; use another split, or other data (eval.data)"
@@ -21,27 +22,30 @@ _NEEDS_X64 = {"int64": "int32", "uint64": "uint32", "float64": "float32", "compl
 
 
 class Dataset(Protocol):
-    """A random-access source of examples. Called from one thread at a time, not always the main thread.
+    """A random-access source of examples. Called from one thread at a time, not always the main
+    thread.
 
     Optional attributes:
 
-    - `transform(batch, key, train) -> batch`: runs on the device on one microbatch, a dict of arrays[example, ...].
-      Normalizes in both modes; augments if `train` is true, with randomness from the microbatch's `key`, which
-      in evaluation is the same in each batch. Must be traceable by JAX.
-    - `classes: int`, the number of labels; `class_names: list[str]`, the name of each label, in order; `input_shape:
-      tuple[int, ...]`, the shape of one example's inputs.
-    - `example_order(batch_size, microbatches, seed) -> ExampleOrder`: the order of training examples, instead of a
-      shuffled one.
-    - `require(indices)`: is called before a batch is read, on every process, with the examples of all processes.
-    - `parts() -> {name: Part}`: the arrays and files that the examples are made of; see `jaxdp.data.contents`.
+    - `transform(batch, key, train) -> batch`: runs on the device on one microbatch, a dict of
+      arrays[example, ...]. Normalizes in both modes; augments if `train` is true, with randomness
+      from the microbatch's `key`, which in evaluation is the same in each batch. Must be traceable by JAX.
+    - `classes: int`, the number of labels; `class_names: list[str]`, the name of each label, in
+      order; `input_shape: tuple[int, ...]`, the shape of one example's inputs.
+    - `example_order(batch_size, microbatches, seed) -> ExampleOrder`: the order of training
+      examples, instead of a shuffled one.
+    - `require(indices)`: is called before a batch is read, on every process, with the examples of
+      all processes.
+    - `parts() -> {name: Part}`: the arrays and files that the examples are made of; see
+      `jaxdp.data.contents`.
     - `inventory: str`: what was read, and what was passed over, for the summary of a run.
     """
 
     def __len__(self) -> int: ...
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the examples at indices[k] int64 (may repeat) as {name: [k, ...]}; standard names are "inputs" and
-        "labels". The same index must always return the same example."""
+        """Return the examples at indices[k] int64 (may repeat) as {name: [k, ...]}; standard names
+        are "inputs" and "labels". The same index must always return the same example."""
         ...
 
 
@@ -69,7 +73,9 @@ class MappedFiles:
 
 
 class Arrays:
-    """Examples in memory: `Arrays(inputs=x, labels=y)`. Raises UsageError unless the arrays have one length, not 0."""
+    """Examples in memory: `Arrays(inputs=x, labels=y)`. Raises UsageError unless the arrays have
+    one length, not 0.
+    """
 
     def __init__(self, **arrays: Any):
         self.arrays = {key: _array(repr(key), value) for key, value in arrays.items()}
@@ -77,10 +83,14 @@ class Arrays:
         if not shapes or not all(shapes.values()):
             raise UsageError(f"data: arrays with one entry an example are needed, not {shapes}")
         if len({shape[0] for shape in shapes.values()}) > 1:
-            raise UsageError(f"data: arrays differ in their number of examples: {shapes}; give each the same length")
+            raise UsageError(
+                f"data: arrays differ in their number of examples: {shapes}; give each the same length"
+            )
         if not len(self):
             raise UsageError(EMPTY)
-        self.files = MappedFiles(value.filename for value in arrays.values() if isinstance(value, np.memmap))
+        self.files = MappedFiles(
+            value.filename for value in arrays.values() if isinstance(value, np.memmap)
+        )
         if not isinstance(arrays.get("mask"), np.memmap):
             check_mask(self.arrays, np.arange(len(self)), "data: an array")
 
@@ -93,16 +103,20 @@ class Arrays:
 
     def parts(self, rows: np.ndarray | None = None) -> dict[str, Part]:
         """Return the arrays, or some rows of them; see `jaxdp.data.contents`."""
-        return {f"{k} {x.dtype.name} {x.shape[1:]}": array_part(x, rows) for k, x in sorted(self.arrays.items())}
+        return {
+            f"{k} {x.dtype.name} {x.shape[1:]}": array_part(x, rows)
+            for k, x in sorted(self.arrays.items())
+        }
 
 
 class Examples:
-    """A data set that stacks the examples of a sized sequence: a list of dicts, a map-style data set, a mapped array.
+    """A data set that stacks the examples of a sized sequence: a list of dicts, a map-style data
+    set, a mapped array.
 
-    source[i] is a dict, a pair (inputs, labels), or one array. int64 becomes int32 if the values fit, see `widen`.
-    Every example must have the keys, shapes and dtypes of the first; UsageError names the first that differs. Copies
-    `source.classes` if it is an int; ignores `source.transform`, which has another meaning in other libraries.
-    """
+    source[i] is a dict, a pair (inputs, labels), or one array. int64 becomes int32 if the values
+    fit, see `widen`. Every example must have the keys, shapes and dtypes of the first; UsageError
+    names the first that differs. Copies `source.classes` if it is an int; ignores
+    `source.transform`, which has another meaning in other libraries."""
 
     def __init__(self, source: Any):
         self.source, self.wide = source, set[str]()
@@ -114,17 +128,26 @@ class Examples:
         return len(self.source)
 
     def widen(self) -> None:
-        """Return int64 unchanged where it does not fit into int32 in some of the first or evenly spread examples."""
+        """Return int64 unchanged where it does not fit into int32 in some of the first or evenly
+        spread examples.
+        """
         examples = map(self._example, probes(self).tolist())
-        self.wide |= {key for example in examples for key, value in example.items() if value.dtype == np.int64}
+        self.wide |= {
+            key for example in examples for key, value in example.items() if value.dtype == np.int64
+        }
         self.spec |= {key: (self.spec[key][0], np.dtype(np.int64)) for key in self.wide}
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        stacked = {key: np.empty((len(indices), *shape), dtype) for key, (shape, dtype) in self.spec.items()}
+        stacked = {
+            key: np.empty((len(indices), *shape), dtype)
+            for key, (shape, dtype) in self.spec.items()
+        }
         for row, index in enumerate(indices.tolist()):
             example = self._example(index)
             if example.keys() != self.spec.keys():
-                raise UsageError(f"data: example {index} has keys {sorted(example)}, example 0 has {sorted(self.spec)}")
+                raise UsageError(
+                    f"data: example {index} has keys {sorted(example)}, example 0 has {sorted(self.spec)}"
+                )
             for key, value in example.items():
                 if (value.shape, value.dtype) != self.spec[key]:
                     shape, dtype = self.spec[key]
@@ -143,11 +166,15 @@ class Examples:
             raise
         if isinstance(item, tuple):
             if len(item) != 2:
-                raise UsageError(f"data: example {index} is a tuple of {len(item)}; give (inputs, labels) or a dict")
+                raise UsageError(
+                    f"data: example {index} is a tuple of {len(item)}; give (inputs, labels) or a dict"
+                )
             item = dict(zip(("inputs", "labels"), item))
         elif not isinstance(item, Mapping):
             item = {"inputs": item}
-        return {k: _array(f"{k!r} of example {index}", v, k not in self.wide) for k, v in item.items()}
+        return {
+            k: _array(f"{k!r} of example {index}", v, k not in self.wide) for k, v in item.items()
+        }
 
 
 def check_split(split: str) -> None:
@@ -155,12 +182,13 @@ def check_split(split: str) -> None:
 
 
 def as_dataset(source: Any) -> Dataset:
-    """Return `source` as a `Dataset`: itself if it has `read`, else wrapped as `Arrays` or `Examples`.
+    """Return `source` as a `Dataset`: itself if it has `read`, else wrapped as `Arrays` or
+    `Examples`.
 
-    A dict of arrays, a pair (inputs, labels) of arrays, or one array (inputs) becomes `Arrays`; the first dim is the
-    example. Any other sized sequence becomes `Examples`. Raises UsageError for anything else, for an empty source, and
-    for an ambiguous list of two arrays (a pair, or two examples).
-    """
+    A dict of arrays, a pair (inputs, labels) of arrays, or one array (inputs) becomes `Arrays`; the
+    first dim is the example. Any other sized sequence becomes `Examples`. Raises UsageError for
+    anything else, for an empty source, and for an ambiguous list of two arrays (a pair, or two
+    examples)."""
     try:
         size = len(source)
     except (TypeError, ValueError):  # no length, or a negative one
@@ -174,22 +202,37 @@ def as_dataset(source: Any) -> Dataset:
         return source
     if isinstance(source, Mapping):
         if wrong := [key for key in source if not isinstance(key, str)]:
-            raise UsageError(f"data: the key {wrong[0]!r} is not a name; give each array one, such as 'inputs'")
+            raise UsageError(
+                f"data: the key {wrong[0]!r} is not a name; give each array one, such as 'inputs'"
+            )
         check_one_split(source)
         return Arrays(**source)
     if (isinstance(source, tuple) and size == 2 and all(map(_is_array, source))) or (
-        isinstance(source, list) and size == 2 and all(getattr(part, "shape", ()) for part in source)
+        isinstance(source, list)
+        and size == 2
+        and all(getattr(part, "shape", ()) for part in source)
     ):
-        inputs, labels = (_array(name, part) for name, part in zip(("'inputs'", "'labels'"), source))
-        if isinstance(source, list) and (inputs.shape, inputs.dtype) == (labels.shape, labels.dtype):
+        inputs, labels = (
+            _array(name, part) for name, part in zip(("'inputs'", "'labels'"), source)
+        )
+        if isinstance(source, list) and (inputs.shape, inputs.dtype) == (
+            labels.shape,
+            labels.dtype,
+        ):
             raise UsageError(
                 f"data: a list of two arrays {inputs.dtype}{list(inputs.shape)} may be a pair or two examples; give a "
                 "tuple (inputs, labels), or np.stack(...) of two examples"
             )
         return Arrays(inputs=inputs, labels=labels)
-    if hasattr(source, "__dlpack__"):  # an array in memory; array-like objects backed by a file become `Examples`
+    if hasattr(
+        source, "__dlpack__"
+    ):  # an array in memory; array-like objects backed by a file become `Examples`
         return Arrays(inputs=source)
-    shapes = [getattr(part, "shape", ()) for part in source] if isinstance(source, tuple | list) and size < 9 else []
+    shapes = (
+        [getattr(part, "shape", ()) for part in source]
+        if isinstance(source, tuple | list) and size < 9
+        else []
+    )
     if all(shapes) and len({*shapes}) > 1:
         raise UsageError(
             f"data: a {type(source).__name__} of {size} arrays of different shapes; give a pair (inputs, labels), or a "
@@ -197,16 +240,26 @@ def as_dataset(source: Any) -> Dataset:
         )
     if hasattr(source, "__getitem__"):
         return Examples(source)
-    raise UsageError(f"data: {type(source).__name__} has neither read nor __getitem__; give it one of them")
+    raise UsageError(
+        f"data: {type(source).__name__} has neither read nor __getitem__; give it one of them"
+    )
 
 
-def read_examples(dataset: Dataset, indices: np.ndarray, key: str = "data") -> dict[str, np.ndarray]:
-    """Return `dataset.read(indices)`. Raises UsageError unless it is a dict of arrays with one entry per index, and a
-    mask in it is 0 or more."""
+def read_examples(
+    dataset: Dataset, indices: np.ndarray, key: str = "data"
+) -> dict[str, np.ndarray]:
+    """Return `dataset.read(indices)`. Raises UsageError unless it is a dict of arrays with one
+    entry per index, and a mask in it is 0 or more."""
     values, name = dataset.read(indices), type(dataset).__name__
-    if not isinstance(values, Mapping) or not values or not all(isinstance(entry, str) for entry in values):
+    if (
+        not isinstance(values, Mapping)
+        or not values
+        or not all(isinstance(entry, str) for entry in values)
+    ):
         keys = f" with the keys {list(values)}" if isinstance(values, Mapping) else ""
-        raise UsageError(f"data: {name}.read gave a {type(values).__name__}{keys}; return a dict of arrays by name")
+        raise UsageError(
+            f"data: {name}.read gave a {type(values).__name__}{keys}; return a dict of arrays by name"
+        )
     for entry, value in values.items():
         shape = getattr(value, "shape", None)
         if shape is None or shape[:1] != indices.shape:
@@ -221,7 +274,9 @@ def read_examples(dataset: Dataset, indices: np.ndarray, key: str = "data") -> d
 
 
 def check_mask(arrays: Mapping[str, np.ndarray], indices: np.ndarray, source: str) -> None:
-    """Raise UsageError if the mask of an example is negative or not finite: a sum would subtract the example."""
+    """Raise UsageError if the mask of an example is negative or not finite: a sum would subtract
+    the example.
+    """
     mask = arrays.get("mask", np.zeros(0, bool))
     if mask.dtype.kind in "bu" or not mask.size or (mask.min() >= 0 and mask.max() < np.inf):
         return
@@ -233,14 +288,17 @@ def check_mask(arrays: Mapping[str, np.ndarray], indices: np.ndarray, source: st
 
 
 def check_labels(labels: np.ndarray, source: str) -> None:
-    """Raise UsageError if all labels are -1, as those of a test split whose labels are not published."""
+    """Raise UsageError if all labels are -1, as those of a test split whose labels are not
+    published.
+    """
     if labels.size and labels.dtype.kind in "if" and (labels == -1).all():
         raise UsageError(f"{source} {NO_LABELS}")
 
 
 def replace_masked(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return arrays [row, ...] with the first real example in the place of each whose mask is 0: its contents may be
-    anything, and a microbatch of nothing else is still computed, with weight 0."""
+    """Return arrays [row, ...] with the first real example in the place of each whose mask is 0:
+    its contents may be anything, and a microbatch of nothing else is still computed, with weight 0.
+    """
     mask = arrays.get("mask", np.ones(1))
     real = (mask != 0).reshape(len(mask), -1).any(1)
     if real.all() or not real.any():
@@ -250,8 +308,9 @@ def replace_masked(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def check_dtypes(dataset: Dataset, x64: bool) -> None:
-    """Raise UsageError if the first example has values that are not numbers, or 64-bit values that JAX would truncate
-    to 32 bits (`x64` is false); with `x64`, let the data set return int64 where it is needed."""
+    """Raise UsageError if the first example has values that are not numbers, or 64-bit values that
+    JAX would truncate to 32 bits (`x64` is false); with `x64`, let the data set return int64 where
+    it is needed."""
     if x64 and hasattr(dataset, "widen"):
         dataset.widen()
     first = read_examples(dataset, np.zeros(1, np.int64))
@@ -268,7 +327,9 @@ def check_dtypes(dataset: Dataset, x64: bool) -> None:
 
 
 def probes(dataset: Dataset) -> np.ndarray:
-    """Return the indices of at most 64 evenly spread examples; of a stream, those of its first examples."""
+    """Return the indices of at most 64 evenly spread examples; of a stream, those of its first
+    examples.
+    """
     size = getattr(dataset, "read_ahead", len(dataset))
     count = min(PROBES, size)
     return np.arange(count, dtype=np.int64) * size // count
@@ -281,7 +342,9 @@ def class_names(dataset: Dataset) -> list[str]:
 
 
 def tokenizer_spec(dataset: Dataset) -> dict[str, Any] | None:
-    """Return the spec of the dataset's tokenizer as JSON, or None; without building one that is made on demand."""
+    """Return the spec of the dataset's tokenizer as JSON, or None; without building one that is
+    made on demand.
+    """
     spec = getattr(dataset, "tokenizer_spec", None)
     if spec is None and getattr(dataset, "tokenizer", None) is not None:
         spec = dataset.tokenizer.spec()  # type: ignore[attr-defined]
@@ -289,15 +352,20 @@ def tokenizer_spec(dataset: Dataset) -> dict[str, Any] | None:
 
 
 def fingerprint(dataset: Dataset, whole: bool = False) -> str:
-    """Return 16 hex digits of a SHA-256 over the class name, the length, and the keys, dtypes, shapes and little-endian
-    bytes of at most 64 evenly spread examples. Equal for two runs that read the same data.
+    """Return 16 hex digits of a SHA-256 over the class name, the length, and the keys, dtypes,
+    shapes and little-endian bytes of at most 64 evenly spread examples. Equal for two runs that
+    read the same data.
 
     whole: read all examples of arrays in memory.
     """
-    digest = hashlib.sha256(f"{type(getattr(dataset, 'source', dataset)).__name__} {len(dataset)}".encode())
+    digest = hashlib.sha256(
+        f"{type(getattr(dataset, 'source', dataset)).__name__} {len(dataset)}".encode()
+    )
     examples = dict(dataset.read(probes(dataset)))
     if whole and isinstance(dataset, Arrays):
-        examples |= {key: value for key, value in dataset.arrays.items() if not isinstance(value, np.memmap)}
+        examples |= {
+            key: value for key, value in dataset.arrays.items() if not isinstance(value, np.memmap)
+        }
     update(digest, examples)
     return digest.hexdigest()[:16]
 
@@ -318,24 +386,34 @@ def _is_array(part: Any) -> bool:
 
 
 def _array(name: str, value: Any, narrow: bool = True) -> np.ndarray:
-    """Return `value` as an array of numbers; int64 becomes int32 if all values fit and `narrow`. Raises UsageError."""
+    """Return `value` as an array of numbers; int64 becomes int32 if all values fit and `narrow`.
+    Raises UsageError.
+    """
     try:
         array = np.asarray(value)
     except ValueError:
         raise UsageError(f"data: {name} is ragged; pad it to one shape before it is read") from None
     if np.ma.is_masked(value):
-        raise UsageError(f"data: {name} has masked entries; fill them, as by .filled(0), and give a loss their mask")
+        raise UsageError(
+            f"data: {name} has masked entries; fill them, as by .filled(0), and give a loss their mask"
+        )
     in_file = isinstance(value, np.memmap)  # may be larger than the memory
-    array = _check_numbers(name, array if in_file else array.astype(array.dtype.newbyteorder("="), copy=False))
+    array = _check_numbers(
+        name, array if in_file else array.astype(array.dtype.newbyteorder("="), copy=False)
+    )
     return array.astype(np.int32) if narrow and not in_file and fits_int32(array) else array
 
 
 def _check_numbers(name: str, array: np.ndarray) -> np.ndarray:
     """Return the array. Raises UsageError if it has another dtype than a number's."""
-    if array.dtype.kind not in "biufc" and not array.dtype.name.startswith(("bfloat16", "float", "int", "uint")):
+    if array.dtype.kind not in "biufc" and not array.dtype.name.startswith(
+        ("bfloat16", "float", "int", "uint")
+    ):
         raise UsageError(f"data: {name} is {array.dtype}, not numbers; encode it before it is read")
     if not array.dtype.isnative or array.dtype.name in ("float128", "complex256"):
-        raise UsageError(f"data: {name} is {array.dtype.str}, which JAX lacks; cast it, as by .astype(np.float32)")
+        raise UsageError(
+            f"data: {name} is {array.dtype.str}, which JAX lacks; cast it, as by .astype(np.float32)"
+        )
     return array
 
 

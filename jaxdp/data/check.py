@@ -27,7 +27,9 @@ class Finding(NamedTuple):
 
 
 def check_path(path: Path) -> Iterator[Finding]:
-    """Yield the findings about a text file, a folder of text files, or a folder of images as `ImageFolder` reads it."""
+    """Yield the findings about a text file, a folder of text files, or a folder of images as
+    `ImageFolder` reads it.
+    """
     if path.is_file() and path.suffix.lower() in TEXTS:
         yield from check_text(path)
     elif not path.is_dir():
@@ -45,7 +47,11 @@ def check_path(path: Path) -> Iterator[Finding]:
 def text_files(folder: Path) -> list[Path]:
     """Return the text files of a folder; none if there is a folder in it, as in a folder of images."""
     children = sorted(folder.iterdir())
-    return [] if any(map(Path.is_dir, children)) else [child for child in children if child.suffix.lower() in TEXTS]
+    return (
+        []
+        if any(map(Path.is_dir, children))
+        else [child for child in children if child.suffix.lower() in TEXTS]
+    )
 
 
 def check_folder(top: Path) -> Iterator[Finding]:
@@ -69,12 +75,16 @@ def check_folder(top: Path) -> Iterator[Finding]:
         if not files:
             yield Finding(f"{folder}: no folder of images in it")
             continue
-        yield Finding(f"{folder}: {describe([*by_class], [*map(len, by_class.values())], passed)}", False)
+        yield Finding(
+            f"{folder}: {describe([*by_class], [*map(len, by_class.values())], passed)}", False
+        )
         yield from check_images(files, SIZE, str(folder))
 
 
 def check_images(files: Sequence[Path], size: int, name: str) -> Iterator[Finding]:
-    """Yield a finding for each image that cannot be decoded, and one about the modes of the others. name: the set's."""
+    """Yield a finding for each image that cannot be decoded, and one about the modes of the others.
+    name: the set's.
+    """
 
     def examine(path: Path) -> tuple[str, str]:
         """Return (what is wrong with an image, its mode)."""
@@ -83,7 +93,10 @@ def check_images(files: Sequence[Path], size: int, name: str) -> Iterator[Findin
         except UsageError as error:
             return str(error).removeprefix("data: "), ""
         with import_pillow("Image").open(path) as image:
-            return "", f"{image.mode}{' animated (its first frame is read)' * getattr(image, 'is_animated', False)}"
+            return (
+                "",
+                f"{image.mode}{' animated (its first frame is read)' * getattr(image, 'is_animated', False)}",
+            )
 
     modes = Counter[str]()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -92,11 +105,16 @@ def check_images(files: Sequence[Path], size: int, name: str) -> Iterator[Findin
                 yield Finding(problem)
             else:
                 modes[mode] += 1
-    yield Finding(f"{name}: {sum(modes.values()):,} of {len(files):,} images can be read: {counted(modes)}", False)
+    yield Finding(
+        f"{name}: {sum(modes.values()):,} of {len(files):,} images can be read: {counted(modes)}",
+        False,
+    )
 
 
 def check_text(path: Path) -> Iterator[Finding]:
-    """Yield the findings about a text file: all lines of one of documents that cannot be read, else the first error."""
+    """Yield the findings about a text file: all lines of one of documents that cannot be read, else
+    the first error.
+    """
     try:
         check_start(path, "text")
         if is_lines(path):
@@ -110,7 +128,9 @@ def check_text(path: Path) -> Iterator[Finding]:
     except (UsageError, OSError) as error:
         problems = [one_line(error)]
     yield from map(Finding, problems)
-    yield Finding(f"{path}: {'all of it can' if not problems else 'not all of it can'} be read", False)
+    yield Finding(
+        f"{path}: {'all of it can' if not problems else 'not all of it can'} be read", False
+    )
 
 
 def check_dataset(dataset: Dataset, name: str) -> Iterator[Finding]:
@@ -134,5 +154,7 @@ def check_dataset(dataset: Dataset, name: str) -> Iterator[Finding]:
                     dataset.read(rows[index - first : index - first + 1])
                 except Exception as error:
                     count += 1
-                    yield Finding(f"{name}: example {index}: {type(error).__name__}: {one_line(error)}")
+                    yield Finding(
+                        f"{name}: example {index}: {type(error).__name__}: {one_line(error)}"
+                    )
     yield Finding(f"{name}: {size - count:,} of {size:,} examples can be read", False)

@@ -1,7 +1,6 @@
 """CIFAR-10 from its published Python batches."""
 
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ FILES = {"train": tuple(f"data_batch_{number}" for number in range(1, 6)), "test
 # Mean and standard deviation of the training pixels in [0, 1], by channel.
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
-# What a pickle of arrays, lists, dicts, strings and numbers may name, of Python 2 or 3 and NumPy 1 or 2.
+# What a pickle of arrays, lists, dicts, strings and numbers may name, of Python 2 or 3 and NumPy 1
+# or 2.
 NAMED = {"numpy.ndarray", "numpy.dtype", "_codecs.encode", "numpy._core.numeric._frombuffer"}
 NAMED |= {"numpy._core.multiarray._reconstruct", "numpy._core.multiarray.scalar"}
 
@@ -24,10 +24,10 @@ class CIFAR10(Arrays):
     """50,000 and 10,000 images: "inputs" uint8 [32, 32, 3], "labels" int32 in [0, 10).
 
     A. Krizhevsky 2009, "Learning Multiple Layers of Features from Tiny Images",
-    https://www.cs.toronto.edu/~kriz/cifar.html. root: the folder `cifar-10-batches-py`, or the one above it.
-    augment: in training, random crops of the image padded by 4 zeros, and mirroring. Raises UsageError with the name of
-    a file that is missing, damaged, or contains anything but arrays and numbers; never executes code from a file.
-    """
+    https://www.cs.toronto.edu/~kriz/cifar.html. root: the folder `cifar-10-batches-py`, or the one
+    above it. augment: in training, random crops of the image padded by 4 zeros, and mirroring.
+    Raises UsageError with the name of a file that is missing, damaged, or contains anything but
+    arrays and numbers; never executes code from a file."""
 
     classes = 10
     input_shape = (32, 32, 3)
@@ -38,14 +38,21 @@ class CIFAR10(Arrays):
         batches = [_read_batch(folder / name) for name in FILES[split]]
         images = np.empty((sum(len(labels) for _, labels in batches), *self.input_shape), np.uint8)
         filled = 0
-        for planes, labels in batches:  # each row of `planes` is the red, green and blue plane of an image
-            images[filled : filled + len(labels)] = planes.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+        for (
+            planes,
+            labels,
+        ) in batches:  # each row of `planes` is the red, green and blue plane of an image
+            images[filled : filled + len(labels)] = planes.reshape(-1, 3, 32, 32).transpose(
+                0, 2, 3, 1
+            )
             filled += len(labels)
         super().__init__(inputs=images, labels=np.concatenate([labels for _, labels in batches]))
         self.augment = augment
 
     def transform(self, batch: dict[str, Any], key: Any, train: bool) -> dict[str, Any]:
-        """Standardize pixels to float32 with mean 0 and variance 1 by channel over the training set; see `Dataset`."""
+        """Standardize pixels to float32 with mean 0 and variance 1 by channel over the training
+        set; see `Dataset`.
+        """
         from jax import random
 
         from jaxdp.data.augment import random_crop, random_flip, standardize
@@ -73,12 +80,16 @@ def _find(root: str, names: tuple[str, ...]) -> Path:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Refuses everything that could run code: https://docs.python.org/3/library/pickle.html#restricting-globals."""
+    """Refuses everything that could run code:
+    https://docs.python.org/3/library/pickle.html#restricting-globals.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         current = module.replace("numpy.core.", "numpy._core.")
         if f"{current}.{name}" not in NAMED:
-            raise ValueError(f"it asks for {module}.{name}; only arrays, lists, dicts, strings and numbers are read")
+            raise ValueError(
+                f"it asks for {module}.{name}; only arrays, lists, dicts, strings and numbers are read"
+            )
         return super().find_class(current, name)
 
 
@@ -88,16 +99,27 @@ def _read_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
         with path.open("rb") as file:
             content = _Unpickler(file, encoding="bytes").load()
     except Exception as error:  # an invalid pickle raises many types of errors
-        cause = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
-        raise UsageError(f"data.args.root: cannot read {path}: {cause}; fetch the file again") from error
+        cause = (
+            f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
+        )
+        raise UsageError(
+            f"data.args.root: cannot read {path}: {cause}; fetch the file again"
+        ) from error
     entries = content if isinstance(content, dict) else {}
-    entry: Callable[[str], Any] = lambda name: entries.get(name, entries.get(name.encode()))
+
+    def entry(name: str) -> Any:
+        return entries.get(name, entries.get(name.encode()))
+
     planes, labels = entry("data"), entry("labels")
-    images = isinstance(planes, np.ndarray) and planes.dtype == np.uint8 and planes.shape[1:] == (3072,)
+    images = (
+        isinstance(planes, np.ndarray) and planes.dtype == np.uint8 and planes.shape[1:] == (3072,)
+    )
     numbers = isinstance(labels, list | tuple | np.ndarray) and all(
         isinstance(x, int | np.integer) and 0 <= x < 10 for x in labels
     )
     if not (images and numbers and len(planes) == len(labels)):
         needed = "'data' must be [n, 3072] uint8, 'labels' a list of n integers from 0 to 9"
-        raise UsageError(f"data.args.root: {path} is not a CIFAR-10 batch: {needed}; fetch the file again")
+        raise UsageError(
+            f"data.args.root: {path} is not a CIFAR-10 batch: {needed}; fetch the file again"
+        )
     return planes, np.array(labels, np.int32)

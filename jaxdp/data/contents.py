@@ -1,8 +1,9 @@
-"""What is compared of a data set when a run resumes: digests of everything that is cheap to read at a start.
+"""What is compared of a data set when a run resumes: digests of everything that is cheap to read at
+a start.
 
-A data set may have a method `parts() -> {name: Part}`: the arrays and files that its examples are made of. Of a set
-without it, or with a `read` that is more derived, the examples themselves are read if that takes less than `SECONDS`.
-"""
+A data set may have a method `parts() -> {name: Part}`: the arrays and files that its examples are
+made of. Of a set without it, or with a `read` that is more derived, the examples themselves are
+read if that takes less than `SECONDS`."""
 
 import hashlib
 import time
@@ -22,8 +23,8 @@ EARLIER = {"all": None, "partly": "64 examples, since it was saved by an earlier
 def contents(dataset: Dataset, whole: bool = False) -> dict[str, Any]:
     """Return what a checkpoint stores of a data set, as JSON.
 
-    probes: its `fingerprint`; all: a digest of everything that is cheap to read, or None; partly: what these two cover,
-    in words, "" if that is all. whole: as in `fingerprint`.
+    probes: its `fingerprint`; all: a digest of everything that is cheap to read, or None; partly:
+    what these two cover, in words, "" if that is all. whole: as in `fingerprint`.
     """
     began = time.perf_counter()
     result = {"probes": fingerprint(dataset, whole), "all": None, "partly": ""}
@@ -36,18 +37,22 @@ def contents(dataset: Dataset, whole: bool = False) -> dict[str, Any]:
     cheap = not hasattr(dataset, "read_ahead") and seconds * size / PROBES < SECONDS
     if cheap and (everything := digest_examples(dataset, began + 4 * SECONDS)):
         return result | {"all": everything}
-    return result | {"partly": f"{len(probes(dataset))} {'examples' if size >> 60 else f'of {size:,} examples'}"}
+    return result | {
+        "partly": f"{len(probes(dataset))} {'examples' if size >> 60 else f'of {size:,} examples'}"
+    }
 
 
 def has_parts(dataset: Any) -> bool:
-    """Return whether the data set has `parts`, and no subclass has another `read` without other parts."""
+    """Return whether the data set has `parts`, and no subclass has another `read` without other
+    parts.
+    """
     derived = next((c for c in type(dataset).__mro__ if {"read", "parts"} & vars(c).keys()), object)
     return "parts" in vars(derived)
 
 
 def digest_parts(size: int, parts: Mapping[str, Part]) -> dict[str, Any]:
-    """Return the digest of the parts of a set of `size` examples, smallest first, up to MOST bytes; and of all names
-    and sizes."""
+    """Return the digest of the parts of a set of `size` examples, smallest first, up to MOST bytes;
+    and of all names and sizes."""
     read, total = set[str](), 0.0
     for name, part in sorted(parts.items(), key=lambda item: item[1].size):
         total += part.size
@@ -58,17 +63,25 @@ def digest_parts(size: int, parts: Mapping[str, Part]) -> dict[str, Any]:
         for piece in part.pieces() if name in read else ():
             digest.update(piece)
     some = f" and {len(read):,} of {len(parts):,} files or arrays" if read else ""
-    return {"all": digest.hexdigest()[:16], "partly": f"{PROBES} of {size:,} examples{some}" * (len(read) < len(parts))}
+    return {
+        "all": digest.hexdigest()[:16],
+        "partly": f"{PROBES} of {size:,} examples{some}" * (len(read) < len(parts)),
+    }
 
 
 def digest_examples(dataset: Dataset, until: float) -> str | None:
-    """Return the digest of all examples; None if one cannot be read, or not until then (of `time.perf_counter`)."""
+    """Return the digest of all examples; None if one cannot be read, or not until then (of
+    `time.perf_counter`).
+    """
     digest = hashlib.sha256()
     try:
         for first in range(0, len(dataset), PROBES):
             if time.perf_counter() > until:
                 return None
-            update(digest, dataset.read(np.arange(PROBES, dtype=np.int64) + min(first, len(dataset) - PROBES)))
+            update(
+                digest,
+                dataset.read(np.arange(PROBES, dtype=np.int64) + min(first, len(dataset) - PROBES)),
+            )
     except Exception:  # training reports it if it reads that example
         return None
     return digest.hexdigest()[:16]
@@ -77,7 +90,9 @@ def digest_examples(dataset: Dataset, until: float) -> str | None:
 def difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """Return "old -> new" of the first digest that differs, None if none does."""
     comparable = ("probes", "all") if saved["partly"] == now["partly"] else ("probes",)
-    return next((f"{saved[key]} -> {now[key]}" for key in comparable if saved[key] != now[key]), None)
+    return next(
+        (f"{saved[key]} -> {now[key]}" for key in comparable if saved[key] != now[key]), None
+    )
 
 
 def partly(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:

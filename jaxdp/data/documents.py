@@ -1,4 +1,6 @@
-"""Documents from text files, the lines of a .jsonl file or the parts of a .txt file, read in pieces of bounded size."""
+"""Documents from text files, the lines of a .jsonl file or the parts of a .txt file, read in pieces
+of bounded size.
+"""
 
 import codecs
 import json
@@ -13,13 +15,17 @@ from jaxdp.errors import UsageError
 MARK = "<|endoftext|>"  # separates documents in a .txt file
 RESERVED = "which ends a document for this tokenizer; remove it, or use another tokenizer"
 BLOCK = 1 << 20  # bytes per read
-SAFE = re.compile(r"\S\n(?=\S)")  # a cut here changes no token of GPT-2-like tokenizers: none crosses a single newline
+SAFE = re.compile(
+    r"\S\n(?=\S)"
+)  # a cut here changes no token of GPT-2-like tokenizers: none crosses a single newline
 LONGEST = 1 << 24  # characters without a safe position, after which a text is cut anywhere
 
 
 LINES = (".jsonl", ".ndjson", ".json")  # endings of files with one JSON object per line
 LINE = r"(?:\r\n|\r(?!\n)|\n)"
-BLANK_LINES = re.compile(rf"{LINE}(?:[^\S\r\n]*{LINE})+")  # the end of a line, and blank lines after it
+BLANK_LINES = re.compile(
+    rf"{LINE}(?:[^\S\r\n]*{LINE})+"
+)  # the end of a line, and blank lines after it
 BOM = "\ufeff"
 OTHER_FORMATS = {  # how a file begins -> what it is, and what to do
     b"\x1f\x8b": "compressed; decompress it with gunzip",
@@ -40,14 +46,19 @@ class Piece(NamedTuple):
 
 
 def pieces(
-    path: Path, start: int = 0, stop: int | None = None, key: str = "data.args.path", reserved: str = ""
+    path: Path,
+    start: int = 0,
+    stop: int | None = None,
+    key: str = "data.args.path",
+    reserved: str = "",
 ) -> Iterator[Piece]:
-    """Yield the text of a file between two byte positions, which are 0, the file's size, or results of `boundary`.
+    """Yield the text of a file between two byte positions, which are 0, the file's size, or results
+    of `boundary`.
 
-    A file of `LINES` yields the field "text" of each line as a document. Any other file yields its text in pieces cut
-    at line breaks, and ends a document at each `<|endoftext|>`. key: the prefix of error messages. reserved: a
-    character that no document may contain. Raises UsageError with the position of a line or byte that cannot be read.
-    """
+    A file of `LINES` yields the field "text" of each line as a document. Any other file yields its
+    text in pieces cut at line breaks, and ends a document at each `<|endoftext|>`. key: the prefix
+    of error messages. reserved: a character that no document may contain. Raises UsageError with
+    the position of a line or byte that cannot be read."""
     size = path.stat().st_size if stop is None else stop
     check_start(path, key)
     with path.open("rb") as file:
@@ -60,23 +71,31 @@ def is_lines(path: Path) -> bool:
 
 
 def check_format(head: bytes, path: str | Path, key: str) -> None:
-    """Raise UsageError if the first bytes of a file are not those of a text. key: the prefix of the message."""
+    """Raise UsageError if the first bytes of a file are not those of a text. key: the prefix of the
+    message.
+    """
     for begins, content in OTHER_FORMATS.items():
         if head.startswith(begins):
             raise UsageError(f"{key}: {str(path)!r} is {content}")
 
 
 def check_start(path: Path, key: str) -> None:
-    """Raise UsageError if a file begins as no text does, or, for one of `LINES`, as an array. key: as above."""
+    """Raise UsageError if a file begins as no text does, or, for one of `LINES`, as an array. key:
+    as above.
+    """
     with path.open("rb") as file:
         head = file.read(1 << 12)
     check_format(head, path, key)
     if is_lines(path) and head.removeprefix(BOM.encode()).lstrip().startswith(b"["):
-        raise UsageError(f"{key}: {str(path)!r} is a JSON array; write one object per line, as with jq -c '.[]'")
+        raise UsageError(
+            f"{key}: {str(path)!r} is a JSON array; write one object per line, as with jq -c '.[]'"
+        )
 
 
 def text_of_line(content: bytes, reserved: str = "") -> str:
-    """Return the text of a line of a file of `LINES`. Raises ValueError with what is wrong with the line."""
+    """Return the text of a line of a file of `LINES`. Raises ValueError with what is wrong with the
+    line.
+    """
     try:
         line = json.loads(content.decode().removeprefix(BOM))
         text = line.get("text") if isinstance(line, dict) else None
@@ -89,14 +108,18 @@ def text_of_line(content: bytes, reserved: str = "") -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"has half a character, {text[error.start]!r}, in its text; replace or remove it") from None
+        raise ValueError(
+            f"has half a character, {text[error.start]!r}, in its text; replace or remove it"
+        ) from None
     if reserved and reserved in text:
         raise ValueError(f"has {reserved!r} in its text, {RESERVED}")
     return text
 
 
 def line_problems(path: Path, reserved: str = "") -> Iterator[str]:
-    """Yield what is wrong with each line of a file of `LINES` that cannot be read, with its number and position."""
+    """Yield what is wrong with each line of a file of `LINES` that cannot be read, with its number
+    and position.
+    """
     at = 0
     with path.open("rb") as file:
         for number, content in enumerate(file, 1):
@@ -117,7 +140,9 @@ def _lines(file: BinaryIO, path: Path, stop: int, key: str, reserved: str) -> It
             except ValueError as problem:
                 file.seek(0)
                 line = file.read(at).count(b"\n") + 1
-                raise UsageError(f"{key}: {str(path)!r}: line {line:,} at byte {at:,} {problem}") from None
+                raise UsageError(
+                    f"{key}: {str(path)!r}: line {line:,} at byte {at:,} {problem}"
+                ) from None
             yield Piece(text, True)
         at += len(content)
 
@@ -137,7 +162,9 @@ def _parts(file: BinaryIO, path: Path, stop: int, key: str, reserved: str) -> It
 
 
 def _last_safe(text: str) -> int:
-    """Return the last position where a text may be cut, never inside a partial mark; 0 if there is none yet."""
+    """Return the last position where a text may be cut, never inside a partial mark; 0 if there is
+    none yet.
+    """
     for first in (len(text) - (1 << 14), 0):  # search near the end first
         positions = [match.end() for match in SAFE.finditer(text, max(first, 0))]
         if positions:
@@ -159,7 +186,9 @@ def _decoded(file: BinaryIO, path: Path, stop: int, key: str, reserved: str) -> 
             ) from None
         if reserved and reserved.encode() in content:
             position = file.tell() - len(content) + content.index(reserved.encode())
-            raise UsageError(f"{key}: {str(path)!r} has {reserved!r} at byte {position:,}, {RESERVED}")
+            raise UsageError(
+                f"{key}: {str(path)!r} has {reserved!r} at byte {position:,}, {RESERVED}"
+            )
         if not content:
             return
         if starts and text:
@@ -168,8 +197,9 @@ def _decoded(file: BinaryIO, path: Path, stop: int, key: str, reserved: str) -> 
 
 
 def boundary(path: Path, fraction: float) -> int:
-    """Return the byte position before the last `fraction` of a file, moved to the next start of a line or document, or
-    to the previous one if there is no next; the file's size if there is none."""
+    """Return the byte position before the last `fraction` of a file, moved to the next start of a
+    line or document, or to the previous one if there is no next; the file's size if there is none.
+    """
     size = path.stat().st_size
     if not fraction or not size:
         return size

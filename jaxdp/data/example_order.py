@@ -1,8 +1,8 @@
 """The order of examples: each batch is a pure function of (seed, step).
 
-No iterator stores a position: a resume needs only a step number. Changing the number of processes neither skips nor
-repeats an example, because the rows that a process reads depend only on the microbatches assigned to it.
-"""
+No iterator stores a position: a resume needs only a step number. Changing the number of processes
+neither skips nor repeats an example, because the rows that a process reads depend only on the
+microbatches assigned to it."""
 
 import functools
 from collections.abc import Sequence
@@ -13,23 +13,29 @@ import numpy as np
 
 from jaxdp.errors import UsageError
 
-RESET = "reset"  # batch entry [example] bool: True where the model's carried state is reset to zeros
+RESET = (
+    "reset"  # batch entry [example] bool: True where the model's carried state is reset to zeros
+)
 _WORD = (1 << 64) - 1
-# A Feistel network is a permutation with any number of rounds; ten, as in NIST SP 800-38G (FF1), make small and odd
-# domains look uniform too.
+# A Feistel network is a permutation with any number of rounds; ten, as in NIST SP 800-38G (FF1),
+# make small and odd domains look uniform too.
 _ROUNDS = 10
 _SPAN = 4096  # positions of an epoch's order that are computed together and cached
 
 
 def _mix(words: np.ndarray) -> np.ndarray:
-    """Apply splitmix64's finalizer (Steele, Lea & Flood 2014) to each element of uint64 of any shape."""
+    """Apply splitmix64's finalizer (Steele, Lea & Flood 2014) to each element of uint64 of any
+    shape.
+    """
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
 
 
 def _round_keys(seed: int, epoch: int) -> np.ndarray:
-    """Return one key per round, uint64[_ROUNDS]; hashes seed, then epoch, so that (1, 2) and (2, 1) differ."""
+    """Return one key per round, uint64[_ROUNDS]; hashes seed, then epoch, so that (1, 2) and (2, 1)
+    differ.
+    """
     key = np.zeros(1, np.uint64)  # an array, because NumPy warns when a scalar overflows
     for word in (seed, epoch):
         key = _mix((key ^ np.uint64(int(word) & _WORD)) + np.uint64(0x9E3779B97F4A7C15))
@@ -37,7 +43,9 @@ def _round_keys(seed: int, epoch: int) -> np.ndarray:
 
 
 def _feistel(values: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
-    """Permute values in [0, 2**bits), uint64 of any shape, by a keyed bijection; the halves may differ by one bit."""
+    """Permute values in [0, 2**bits), uint64 of any shape, by a keyed bijection; the halves may
+    differ by one bit.
+    """
     low_bits = np.uint64((bits + 1) // 2)
     high_bits = np.uint64(bits // 2)
     low_mask, high_mask = (np.uint64((1 << int(n)) - 1) for n in (low_bits, high_bits))
@@ -51,12 +59,13 @@ def _feistel(values: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
 
 
 def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
-    """Map positions in an epoch's order, int64 of any shape in [0, size), to examples: a bijection of [0, size).
+    """Map positions in an epoch's order, int64 of any shape in [0, size), to examples: a bijection
+    of [0, size).
 
-    Takes constant time and memory per position, whatever `size` is: no permutation is stored. A Feistel network
-    permutes the next power of two and is repeated until the value is below `size`: less than two passes on average
-    (Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains", https://eprint.iacr.org/2001/012).
-    """
+    Takes constant time and memory per position, whatever `size` is: no permutation is stored. A
+    Feistel network permutes the next power of two and is repeated until the value is below `size`:
+    less than two passes on average (Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains",
+    https://eprint.iacr.org/2001/012)."""
     bits = (int(size) - 1).bit_length()
     keys = _round_keys(seed, epoch)
     values = _feistel(positions.astype(np.uint64), bits, keys)
@@ -67,7 +76,9 @@ def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarr
 
 @functools.lru_cache(maxsize=8)
 def _span(number: int, size: int, seed: int, epoch: int) -> np.ndarray:
-    """Return `permute` of the _SPAN positions from `number` * _SPAN; one batch at a time is ten times slower."""
+    """Return `permute` of the _SPAN positions from `number` * _SPAN; one batch at a time is ten
+    times slower.
+    """
     return permute(np.arange(number * _SPAN, min((number + 1) * _SPAN, size)), size, seed, epoch)
 
 
@@ -75,10 +86,10 @@ def _span(number: int, size: int, seed: int, epoch: int) -> np.ndarray:
 class ExampleOrder:
     """The assignment of examples to the microbatches of each step.
 
-    sequential: row r of a batch continues row r of the batch before. size: examples in the set. batch_size: examples
-    per update over all devices. microbatches: a batch is split into this many, round-robin: row r becomes row
-    `r // microbatches` of microbatch `r % microbatches`. The last batch of an epoch may be smaller. Raises UsageError.
-    """
+    sequential: row r of a batch continues row r of the batch before. size: examples in the set.
+    batch_size: examples per update over all devices. microbatches: a batch is split into this many,
+    round-robin: row r becomes row `r // microbatches` of microbatch `r % microbatches`. The last
+    batch of an epoch may be smaller. Raises UsageError."""
 
     size: int
     batch_size: int
@@ -91,7 +102,9 @@ class ExampleOrder:
             raise UsageError("data: the data set is empty; give it at least one example")
         for name in ("batch_size", "microbatches"):
             if getattr(self, name) < 1:
-                raise UsageError(f"{name}: {getattr(self, name)} is not positive; set it to 1 or more")
+                raise UsageError(
+                    f"{name}: {getattr(self, name)} is not positive; set it to 1 or more"
+                )
 
     @property
     def steps_per_epoch(self) -> int:
@@ -99,16 +112,22 @@ class ExampleOrder:
 
     @property
     def examples_per_step(self) -> float:
-        """Return the average number of real rows per batch: the last batch of an epoch may have fewer."""
+        """Return the average number of real rows per batch: the last batch of an epoch may have
+        fewer.
+        """
         return self.size / self.steps_per_epoch
 
     @property
     def examples_per_microbatch(self) -> int:
-        """Return E, the padded size of a microbatch: the size of the largest microbatch of a full batch."""
+        """Return E, the padded size of a microbatch: the size of the largest microbatch of a full
+        batch.
+        """
         return -(-self.batch_size // self.microbatches)
 
     def examples(self, step: int) -> int:
-        """Return the number of real rows in this step's batch: `batch_size`, or fewer in the last batch of an epoch."""
+        """Return the number of real rows in this step's batch: `batch_size`, or fewer in the last
+        batch of an epoch.
+        """
         return min(self.batch_size, self.size - self._batch(step)[1])
 
     def begins(self, step: int) -> bool:
@@ -116,15 +135,18 @@ class ExampleOrder:
         return not self._batch(step)[1]
 
     def rows(self, step: int, numbers: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the examples of the local microbatches: (indices[local, E] int64, mask[local, E] bool).
+        """Return the examples of the local microbatches: (indices[local, E] int64, mask[local, E]
+        bool).
 
-        numbers: of the microbatches, in [0, microbatches), or -1 for none. Padding rows repeat the example of the
-        batch's first row with mask False, so padding is always a real, finite example. A microbatch of padding alone
-        repeats microbatch 0: the gradient of a deviation between equal examples would be NaN.
-        """
+        numbers: of the microbatches, in [0, microbatches), or -1 for none. Padding rows repeat the
+        example of the batch's first row with mask False, so padding is always a real, finite
+        example. A microbatch of padding alone repeats microbatch 0: the gradient of a deviation
+        between equal examples would be NaN."""
         numbers = np.asarray(numbers, np.int64).reshape(-1, 1)
         if ((numbers < -1) | (numbers >= self.microbatches)).any():
-            raise ValueError(f"microbatch numbers {numbers[:, 0].tolist()} are not all in [-1, {self.microbatches})")
+            raise ValueError(
+                f"microbatch numbers {numbers[:, 0].tolist()} are not all in [-1, {self.microbatches})"
+            )
         first = np.arange(self.examples_per_microbatch) * self.microbatches
         mask = (numbers >= 0) & (first + numbers < self.examples(step))
         row = first + np.where(mask[:, :1], numbers, 0)
@@ -148,7 +170,9 @@ class ExampleOrder:
 
 @dataclass(frozen=True)
 class EpochOrder(ExampleOrder):
-    """Batches in a new random order each epoch, derived from the seed; with shuffle=False in the data set's order."""
+    """Batches in a new random order each epoch, derived from the seed; with shuffle=False in the
+    data set's order.
+    """
 
     seed: int = 0
     shuffle: bool = True
@@ -158,7 +182,9 @@ class EpochOrder(ExampleOrder):
         position = first + rows
         if not self.shuffle:
             return position
-        if self.batch_size > _SPAN // 4:  # large batches gain nothing from spans, which cover other processes' rows too
+        if (
+            self.batch_size > _SPAN // 4
+        ):  # large batches gain nothing from spans, which cover other processes' rows too
             return permute(position, self.size, self.seed, epoch)
         start, end = first // _SPAN, (first + self.examples(step) - 1) // _SPAN
         span = _span(start, self.size, self.seed, epoch)
@@ -169,10 +195,11 @@ class EpochOrder(ExampleOrder):
 
 @dataclass(frozen=True)
 class Streams(ExampleOrder):
-    """Batches for models with carried state: row r reads part r of `batch_size` consecutive parts of the set, in order.
+    """Batches for models with carried state: row r reads part r of `batch_size` consecutive parts
+    of the set, in order.
 
-    This is truncated back-propagation through time. The lengths of the parts differ by at most one example, longer
-    parts first; each epoch reads every example once.
+    This is truncated back-propagation through time. The lengths of the parts differ by at most one
+    example, longer parts first; each epoch reads every example once.
     """
 
     sequential: ClassVar[bool] = True
@@ -182,9 +209,11 @@ class Streams(ExampleOrder):
         return rows * length + np.minimum(rows, longer) + self._batch(step)[1] // self.batch_size
 
 
-def order_of(dataset: Any, batch_size: int, microbatches: int, seed: int, shuffle: bool = True) -> ExampleOrder:
-    """Return the dataset's `example_order(batch_size, microbatches, seed)` if it has one, else an `EpochOrder`.
-    shuffle: False for an evaluation, which reads the examples by index, each once."""
+def order_of(
+    dataset: Any, batch_size: int, microbatches: int, seed: int, shuffle: bool = True
+) -> ExampleOrder:
+    """Return the dataset's `example_order(batch_size, microbatches, seed)` if it has one, else an
+    `EpochOrder`. shuffle: False for an evaluation, which reads the examples by index, each once."""
     make = getattr(dataset, "example_order", None)
     if shuffle and make is not None:
         return make(batch_size, microbatches, seed)

@@ -17,13 +17,13 @@ KEYS = ("inputs", "labels")
 class HuggingFace(Examples):
     """A data set that reads the rows of a folder written by `save_to_disk`.
 
-    path: the folder of one data set, or of several by split, in any spelling (validation serves as test); splits:
-    {train: NAME, test: NAME} names them instead. A folder of one data set has no test split: set eval.data to another.
-    columns: {key of an example: column}, e.g. `{inputs: image, labels:
-    label}`; by default the columns named inputs and labels. int64 becomes int32 if the values fit. `classes` is that of
-    the labels' column if it is a ClassLabel. Needs the package `datasets`. Raises UsageError with the name of a missing
-    column, or of a row without numbers of the first row's shape.
-    """
+    path: the folder of one data set, or of several by split, in any spelling (validation serves as
+    test); splits: {train: NAME, test: NAME} names them instead. A folder of one data set has no
+    test split: set eval.data to another. columns: {key of an example: column}, e.g. `{inputs:
+    image, labels: label}`; by default the columns named inputs and labels. int64 becomes int32 if
+    the values fit. `classes` is that of the labels' column if it is a ClassLabel. Needs the package
+    `datasets`. Raises UsageError with the name of a missing column, or of a row without numbers of
+    the first row's shape."""
 
     def __init__(
         self,
@@ -38,7 +38,9 @@ class HuggingFace(Examples):
         if names:
             name = choose_set(path, names, split, splits)
             if name is None:
-                raise UsageError(f"data.args.path: {path!r} has no split {split!r}, only {', '.join(names)}")
+                raise UsageError(
+                    f"data.args.path: {path!r} has no split {split!r}, only {', '.join(names)}"
+                )
             others = [other for other in names if other != name]
             self.inventory = f"split {name}" + f"; others: {', '.join(others)}" * bool(others)
             folder, title = folder / name, f"the split {name!r} of {path!r}"
@@ -62,7 +64,9 @@ class HuggingFace(Examples):
         if "labels" in self.columns:
             check_all_labels(loaded.select_columns(self.columns["labels"]), f"data: {title}")
         feature = loaded.features[self.columns["labels"]] if "labels" in self.columns else None
-        super().__init__(loaded.select_columns([*dict.fromkeys(self.columns.values())]).with_format("numpy"))
+        super().__init__(
+            loaded.select_columns([*dict.fromkeys(self.columns.values())]).with_format("numpy")
+        )
         if isinstance(feature, datasets.ClassLabel):
             self.classes, self.class_names = feature.num_classes, feature.names
         if "inputs" in self.spec:
@@ -70,11 +74,16 @@ class HuggingFace(Examples):
 
     @staticmethod
     def has_split(args: dict) -> bool:
-        return choose_set(args["path"], saved_splits(args["path"]), "test", args.get("splits")) is not None
+        return (
+            choose_set(args["path"], saved_splits(args["path"]), "test", args.get("splits"))
+            is not None
+        )
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         rows = self._rows(indices.tolist()) if len(indices) else {}
-        alike = rows and all((value.shape[1:], value.dtype) == self.spec[key] for key, value in rows.items())
+        alike = rows and all(
+            (value.shape[1:], value.dtype) == self.spec[key] for key, value in rows.items()
+        )
         return rows if alike else super().read(indices)  # one by one, to name the row that differs
 
     def _example(self, index: int) -> dict[str, np.ndarray]:
@@ -83,19 +92,30 @@ class HuggingFace(Examples):
     def _rows(self, indices: list[int]) -> dict[str, np.ndarray]:
         rows = self.source[indices]
         columns = self.columns.items()
-        return {key: _narrow(np.asarray(rows[column]), column, key in self.wide) for key, column in columns}
+        return {
+            key: _narrow(np.asarray(rows[column]), column, key in self.wide)
+            for key, column in columns
+        }
 
 
 def saved_splits(path: str) -> list[str]:
     """Return the names of the data sets in a folder; none if it is one data set, or cannot be read."""
     try:
-        return list(json.loads((Path(path).expanduser() / "dataset_dict.json").read_text(encoding="utf-8"))["splits"])
+        return list(
+            json.loads((Path(path).expanduser() / "dataset_dict.json").read_text(encoding="utf-8"))[
+                "splits"
+            ]
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
 
-def choose_set(path: str, names: Sequence[str], split: str, splits: Mapping[str, str] | None) -> str | None:
-    """Return the name of the data set of a split. splits: the argument of `HuggingFace`. Raises UsageError."""
+def choose_set(
+    path: str, names: Sequence[str], split: str, splits: Mapping[str, str] | None
+) -> str | None:
+    """Return the name of the data set of a split. splits: the argument of `HuggingFace`. Raises
+    UsageError.
+    """
     if splits is not None:
         return named_split(splits, split, names, path)
     fix = f"the splits of {path!r} are {listed(names)}; choose with data.args.splits: {{train: NAME, test: NAME}}"
@@ -115,5 +135,7 @@ def check_all_labels(labels: Any, source: str) -> None:
 
 def _narrow(value: np.ndarray, column: str, wide: bool) -> np.ndarray:
     if value.dtype.kind not in "biufO" and value.dtype.name != "bfloat16":
-        raise UsageError(f"data.args.columns: {column!r} has {value.dtype}, not numbers; encode it with `map` first")
+        raise UsageError(
+            f"data.args.columns: {column!r} has {value.dtype}, not numbers; encode it with `map` first"
+        )
     return value.astype(np.int32) if not wide and fits_int32(value) else value

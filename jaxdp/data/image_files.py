@@ -5,7 +5,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from jaxdp.data.split_names import check_clear, choose_split, listed, named_split, normalized, split_names
+from jaxdp.data.split_names import (
+    check_clear,
+    choose_split,
+    listed,
+    named_split,
+    normalized,
+    split_names,
+)
 from jaxdp.errors import UsageError
 
 ENDINGS = {
@@ -13,7 +20,15 @@ ENDINGS = {
     ".tga", ".tif", ".tiff", ".webp",
 }  # fmt: skip
 # What systems and archivers write beside the files of a user; names in lower case.
-OF_SYSTEMS = {"__macosx", "@eadir", "$recycle.bin", "lost+found", "thumbs.db", "ehthumbs.db", "desktop.ini"}
+OF_SYSTEMS = {
+    "__macosx",
+    "@eadir",
+    "$recycle.bin",
+    "lost+found",
+    "thumbs.db",
+    "ehthumbs.db",
+    "desktop.ini",
+}
 FIX = "set data.args.splits: {train: FOLDER, test: FOLDER}, or {} if the folders are classes"
 LOOP = "link to a folder that is read already"
 SHOWN = 8  # classes, or kinds of files, in a line
@@ -21,18 +36,22 @@ SHOWN = 8  # classes, or kinds of files, in a line
 Images = dict[str, list[Path]]  # by class
 
 
-def find_splits(top: Path, splits: Mapping[str, str | None] | None, passed: Counter[str]) -> dict[str, Path]:
+def find_splits(
+    top: Path, splits: Mapping[str, str | None] | None, passed: Counter[str]
+) -> dict[str, Path]:
     """Return {split: its folder}; {} if the folders in `top` are classes.
 
-    splits: the names of the folders, by default what they look like: a folder is a split by its name if it contains
-    folders of images. Adds to `passed` the folders that are neither split. Raises UsageError.
-    """
+    splits: the names of the folders, by default what they look like: a folder is a split by its
+    name if it contains folders of images. Adds to `passed` the folders that are neither split.
+    Raises UsageError."""
     beside = Counter[str]()
     children = {child.name: child for child in subfolders(top, beside)}
     if splits is None:
         chosen = guess_splits(top, children)
     else:
-        names = {split: named_split(splits, split, children, str(top)) for split in ("train", "test")}
+        names = {
+            split: named_split(splits, split, children, str(top)) for split in ("train", "test")
+        }
         chosen = {split: name for split, name in names.items() if name is not None}
     if chosen:
         passed.update(beside)
@@ -41,33 +60,47 @@ def find_splits(top: Path, splits: Mapping[str, str | None] | None, passed: Coun
 
 
 def guess_splits(top: Path, children: Mapping[str, Path]) -> dict[str, str]:
-    """Return {split: the name of a folder}, {} if the folders are classes. Raises UsageError if this is not clear."""
+    """Return {split: the name of a folder}, {} if the folders are classes. Raises UsageError if
+    this is not clear.
+    """
     key = "data.args.root"
     names = {name: entry for name, entry in split_names(children).items() if entry.split}
-    nested = {name: entry for name, entry in names.items() if any(map(contains_images, subfolders(children[name])))}
+    nested = {
+        name: entry
+        for name, entry in names.items()
+        if any(map(contains_images, subfolders(children[name])))
+    }
     flat = [name for name in names if name not in nested and contains_images(children[name])]
     if not nested:
         kinds = {names[name].split for name in flat}
         if len(kinds) > 1 or len(flat) == len(children) > 0:
-            raise UsageError(f"{key}: {listed(flat)} in {str(top)!r} have images, but no folders of classes; {FIX}")
+            raise UsageError(
+                f"{key}: {listed(flat)} in {str(top)!r} have images, but no folders of classes; {FIX}"
+            )
         return {}
     fix = f"the folders in {str(top)!r} are {listed(children)}; {FIX}"
     check_clear(nested, key, fix)
     candidates = {split: choose_split(nested, split, key, fix) for split in ("train", "test")}
     chosen = {split: name for split, name in candidates.items() if name is not None}
-    others = [name for name, child in children.items() if name not in chosen.values() and contains_images(child)]
+    others = [
+        name
+        for name, child in children.items()
+        if name not in chosen.values() and contains_images(child)
+    ]
     if len(chosen) < 2 and others:
         (name,) = chosen.values()
-        raise UsageError(f"{key}: {name!r} looks like a split, but not {listed(others)} beside it; {fix}")
+        raise UsageError(
+            f"{key}: {name!r} looks like a split, but not {listed(others)} beside it; {fix}"
+        )
     return chosen
 
 
 def find_classes(folder: Path, passed: Counter[str], complete: bool) -> Images:
-    """Return {class: its images at any depth, in the order of their paths}. The names and the order do not depend on
-    the Unicode form of names.
+    """Return {class: its images at any depth, in the order of their paths}. The names and the order
+    do not depend on the Unicode form of names.
 
-    complete: raise UsageError that names the classes without an image, whose absence would change labels.
-    """
+    complete: raise UsageError that names the classes without an image, whose absence would change
+    labels."""
     by_class: Images = {}
     empty = list[str]()
     for child in subfolders(folder, passed):
@@ -91,10 +124,11 @@ def find_classes(folder: Path, passed: Counter[str], complete: bool) -> Images:
 
 
 def walk(folder: Path, passed: Counter[str]) -> Iterator[Path]:
-    """Yield the images in a folder at any depth, also in linked folders, each folder once; count the other files.
+    """Yield the images in a folder at any depth, also in linked folders, each folder once; count
+    the other files.
 
-    Links are followed after all real folders, so that a link inside the folder never replaces what it leads to.
-    """
+    Links are followed after all real folders, so that a link inside the folder never replaces what
+    it leads to."""
     visited, pending, links = ancestors(folder), [folder], list[Path]()
     while pending or links:
         current = pending.pop() if pending else links.pop(0)
@@ -114,7 +148,9 @@ def walk(folder: Path, passed: Counter[str]) -> Iterator[Path]:
 
 
 def subfolders(folder: Path, passed: Counter[str] | None = None) -> list[Path]:
-    """Return the folders in a folder in the order of their names, but no link back; count its other entries."""
+    """Return the folders in a folder in the order of their names, but no link back; count its other
+    entries.
+    """
     folders, above = [], ancestors(folder) | {identity(folder)}
     for entry in entries(folder):
         kind, path = kind_of(entry), Path(entry.path)
@@ -132,7 +168,9 @@ def contains_images(folder: Path) -> bool:
 
 
 def kind_of(entry: os.DirEntry[str]) -> str:
-    """Return "folder", "image", or in words what else an entry of a folder is. Hidden entries are never read."""
+    """Return "folder", "image", or in words what else an entry of a folder is. Hidden entries are
+    never read.
+    """
     if entry.name.startswith(".") or entry.name.lower() in OF_SYSTEMS:
         return "hidden"
     try:
@@ -153,7 +191,9 @@ def entries(folder: Path) -> list[os.DirEntry[str]]:
         with os.scandir(folder) as scanned:
             return list(scanned)
     except OSError as error:
-        raise UsageError(f"data.args.root: cannot read the folder {str(folder)!r}: {error.strerror}") from None
+        raise UsageError(
+            f"data.args.root: cannot read the folder {str(folder)!r}: {error.strerror}"
+        ) from None
 
 
 def identity(folder: Path) -> tuple[int, int]:
@@ -163,19 +203,28 @@ def identity(folder: Path) -> tuple[int, int]:
 
 
 def ancestors(folder: Path) -> set[tuple[int, int]]:
-    """Return the identities of the folders that a folder is in, by its path and by that without links."""
+    """Return the identities of the folders that a folder is in, by its path and by that without
+    links.
+    """
     return {identity(path) for path in (*folder.absolute().parents, *folder.resolve().parents)}
 
 
 def path_key(path: Path) -> tuple[str, ...]:
-    """Return a key that sorts paths in an order that does not depend on the Unicode form of their names."""
+    """Return a key that sorts paths in an order that does not depend on the Unicode form of their
+    names.
+    """
     return tuple(map(normalized, path.parts))
 
 
 def counted(passed: Counter[str]) -> str:
     """Return in words what was passed over, the most frequent first."""
-    shown = [f"{count:,} {what}" for what, count in sorted(passed.items(), key=lambda item: (-item[1], item[0]))]
-    return ", ".join(shown[:SHOWN]) + f" and {len(shown) - SHOWN} other kinds" * (len(shown) > SHOWN)
+    shown = [
+        f"{count:,} {what}"
+        for what, count in sorted(passed.items(), key=lambda item: (-item[1], item[0]))
+    ]
+    return ", ".join(shown[:SHOWN]) + f" and {len(shown) - SHOWN} other kinds" * (
+        len(shown) > SHOWN
+    )
 
 
 def describe(names: Sequence[str], counts: Sequence[int], passed: Counter[str]) -> str:

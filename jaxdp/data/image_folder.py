@@ -19,23 +19,29 @@ from jaxdp.errors import UsageError, check_one_of, check_sizes, import_optional,
 
 CHECK = "`jaxdp data check` lists all that cannot be read"
 READ = 4096  # of more files, only the names are compared with those of an earlier start
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's training pixels in [0, 1], by channel
+MEAN, STD = (
+    (0.485, 0.456, 0.406),
+    (0.229, 0.224, 0.225),
+)  # of ImageNet's training pixels in [0, 1], by channel
 
 
 class ImageFolder:
-    """Images by class: "inputs" uint8 [size, size, 3], "labels" int32, the index of the class in the sorted names.
+    """Images by class: "inputs" uint8 [size, size, 3], "labels" int32, the index of the class in
+    the sorted names.
 
-    root: a folder with train/CLASS/* and test/CLASS/* (or val/CLASS/*, in any spelling; splits: {train: FOLDER, test:
-    FOLDER} names them instead, {} none); or with CLASS/*, of which about a `test_fraction`, selected by a hash of
-    CLASS/NAME, is the test split: adding an image does not move the others. Links to folders are followed; hidden files
-    and those of systems (`__MACOSX`, `Thumbs.db`) are not read. `inventory` counts the images by class, and all else.
-    Images are rotated according to EXIF, converted to RGB, resized to a shorter side of `size` (bilinear, antialiased)
-    and center-cropped. On the device, `transform` standardizes them by mean and std, per channel in [0, 1], ImageNet's
-    by default. augment: in training, mirror at random. on_error: skip gives an image that cannot be decoded a mask of
-    0, and reports it, instead of an error; the order of the examples stays that of all files.
+    root: a folder with train/CLASS/* and test/CLASS/* (or val/CLASS/*, in any spelling; splits:
+    {train: FOLDER, test: FOLDER} names them instead, {} none); or with CLASS/*, of which about a
+    `test_fraction`, selected by a hash of CLASS/NAME, is the test split: adding an image does not
+    move the others. Links to folders are followed; hidden files and those of systems (`__MACOSX`,
+    `Thumbs.db`) are not read. `inventory` counts the images by class, and all else. Images are
+    rotated according to EXIF, converted to RGB, resized to a shorter side of `size` (bilinear,
+    antialiased) and center-cropped. On the device, `transform` standardizes them by mean and std,
+    per channel in [0, 1], ImageNet's by default. augment: in training, mirror at random. on_error:
+    skip gives an image that cannot be decoded a mask of 0, and reports it, instead of an error; the
+    order of the examples stays that of all files.
 
-    Needs Pillow. Raises UsageError for a class without images, for test classes missing in train, and, when it is read,
-    for an image that cannot be decoded, with its path.
+    Needs Pillow. Raises UsageError for a class without images, for test classes missing in train,
+    and, when it is read, for an image that cannot be decoded, with its path.
     """
 
     def __init__(
@@ -59,39 +65,60 @@ class ImageFolder:
         folders = find_splits(top, splits, passed) if top.is_dir() else {}
         divided = "test" not in folders
         if split == "train" and [*folders] == ["test"]:
-            raise UsageError(f"data.args.root: {root!r} has only {folders['test'].name!r}, nothing to train on; {FIX}")
+            raise UsageError(
+                f"data.args.root: {root!r} has only {folders['test'].name!r}, nothing to train on; {FIX}"
+            )
         training = folders.get("train") or folders.get("test") or top
         reads_it = divided or training == folders.get(split)
-        by_class = find_classes(training, passed if reads_it else Counter(), True) if top.is_dir() else {}
+        by_class = (
+            find_classes(training, passed if reads_it else Counter(), True) if top.is_dir() else {}
+        )
         self.class_names = sorted(by_class)
         if not reads_it:
             by_class = find_classes(folders[split], passed, False)
         if unknown := sorted(set(by_class) - set(self.class_names)):
-            raise UsageError(f"data.args.root: {str(folders[split])!r} has class {unknown[0]!r}, which train lacks")
-        files = [(path, label) for label, name in enumerate(self.class_names) for path in by_class.get(name, [])]
+            raise UsageError(
+                f"data.args.root: {str(folders[split])!r} has class {unknown[0]!r}, which train lacks"
+            )
+        files = [
+            (path, label)
+            for label, name in enumerate(self.class_names)
+            for path in by_class.get(name, [])
+        ]
         if divided:
-            files = [file for file in files if held_out(file[0], test_fraction) == (split == "test")]
+            files = [
+                file for file in files if held_out(file[0], test_fraction) == (split == "test")
+            ]
         if not files:
             what = f"no image for {split} in its classes" if by_class else "no folder of images"
-            raise UsageError(f"data.args.root: {what} in {root!r}; images are in {root}/CLASS or {root}/{split}/CLASS")
+            raise UsageError(
+                f"data.args.root: {what} in {root!r}; images are in {root}/CLASS or {root}/{split}/CLASS"
+            )
         self.files, self.top = [path for path, _ in files], top
         self.labels = np.array([label for _, label in files], np.int32)
         self.classes, self.input_shape = len(self.class_names), (size, size, 3)
         self.size, self.augment, self.mean, self.std = size, augment, tuple(mean), tuple(std)
-        self.inventory = describe(self.class_names, np.bincount(self.labels, minlength=self.classes).tolist(), passed)
+        self.inventory = describe(
+            self.class_names, np.bincount(self.labels, minlength=self.classes).tolist(), passed
+        )
         self.on_error, self.skipped = on_error, set[int]()
 
     def __len__(self) -> int:
         return len(self.files)
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        inputs, mask = np.zeros((len(indices), *self.input_shape), np.uint8), np.ones(len(indices), np.float32)
+        inputs, mask = (
+            np.zeros((len(indices), *self.input_shape), np.uint8),
+            np.ones(len(indices), np.float32),
+        )
         for row, index in enumerate(indices.tolist()):
             try:
                 inputs[row] = decode(self.files[index], self.size)
             except UsageError as error:
                 if self.on_error == "raise":
-                    raise UsageError(f"{error}, or set data.args.on_error: skip; {CHECK}") from error.__cause__
+                    raise UsageError(
+                        f"{error}, or set data.args.on_error: skip; {CHECK}"
+                    ) from error.__cause__
                 mask[row] = 0
                 self._report(index, error)
         examples = {"inputs": inputs, "labels": self.labels[indices]}
@@ -106,7 +133,10 @@ class ImageFolder:
 
     def parts(self) -> dict[str, Part]:
         read = len(self.files) <= READ
-        return {normalized(path.relative_to(self.top).as_posix()): file_part(path, read) for path in self.files}
+        return {
+            normalized(path.relative_to(self.top).as_posix()): file_part(path, read)
+            for path in self.files
+        }
 
     def transform(self, batch: dict[str, Any], key: Any, train: bool) -> dict[str, Any]:
         """Standardize pixels to float32 by the channels' mean and std; see `Dataset`."""
@@ -134,7 +164,9 @@ def decode(path: Path, size: int) -> np.ndarray:
             image = image.resize(shape, pillow.Resampling.BILINEAR)
     except Exception as error:  # an invalid image raises many types of errors
         reason = "it has 0 bytes" if path.is_file() and not path.stat().st_size else one_line(error)
-        raise UsageError(f"data: cannot read image {str(path)!r}: {reason}; replace or remove it") from error
+        raise UsageError(
+            f"data: cannot read image {str(path)!r}: {reason}; replace or remove it"
+        ) from error
     left, top = ((side - size) // 2 for side in image.size)
     return np.asarray(image.crop((left, top, left + size, top + size)))
 

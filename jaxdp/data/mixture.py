@@ -1,4 +1,6 @@
-"""A mixture of data sets: in each epoch, a fixed number of examples of each set, in one random order."""
+"""A mixture of data sets: in each epoch, a fixed number of examples of each set, in one random
+order.
+"""
 
 import math
 from collections.abc import Mapping
@@ -7,7 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.base import Dataset, as_dataset, check_split, class_names, read_examples, tokenizer_spec
+from jaxdp.data.base import (
+    Dataset,
+    as_dataset,
+    check_split,
+    class_names,
+    read_examples,
+    tokenizer_spec,
+)
 from jaxdp.data.example_order import EpochOrder, ExampleOrder, permute
 from jaxdp.errors import UsageError, check_sizes
 from jaxdp.targets import arguments, bind, call, locate, parameters, targets_in
@@ -19,16 +28,17 @@ MEMBER = "set"  # entry [example] int32 of a batch: the number of the example's 
 class Mixture:
     """Several sets as one, with `weights`: the share of each in the examples of an epoch.
 
-    sets: {name: {target, args}, a target, or data as in `as_dataset`}. Sets are ordered by name. weights: {name: a
-    positive number}, in any unit; default: the sizes, so that an epoch reads each example once. size: the examples of
-    an epoch, by default those of all sets. split: passed to the targets that accept it; the test split has the sets
-    whose target does, each example once and without weights.
+    sets: {name: {target, args}, a target, or data as in `as_dataset`}. Sets are ordered by name.
+    weights: {name: a positive number}, in any unit; default: the sizes, so that an epoch reads each
+    example once. size: the examples of an epoch, by default those of all sets. split: passed to the
+    targets that accept it; the test split has the sets whose target does, each example once and
+    without weights.
 
-    An epoch has round(size x weight / sum) examples of each set (largest remainder), randomly interleaved. The draws
-    from a set continue over the epochs: it is read to its end, in a random order, before any of its examples comes
-    again. All sets must have the same keys, shapes and dtypes, number of classes and tokenizer; each keeps its own
-    transform. Raises UsageError that names the set.
-    """
+    An epoch has round(size x weight / sum) examples of each set (largest remainder), randomly
+    interleaved. The draws from a set continue over the epochs: it is read to its end, in a random
+    order, before any of its examples comes again. All sets must have the same keys, shapes and
+    dtypes, number of classes and tokenizer; each keeps its own transform. Raises UsageError that
+    names the set."""
 
     def __init__(
         self,
@@ -42,12 +52,19 @@ class Mixture:
             raise UsageError(f"{KEY}: {sets!r} has no set; give {{name: {{target, args}}, ...}}")
         check_sizes("data.args", size=size)
         check_weights(sets, weights)
-        self.names = [name for name in sorted(sets) if split == "train" or takes_split(name, sets[name])]
+        self.names = [
+            name for name in sorted(sets) if split == "train" or takes_split(name, sets[name])
+        ]
         if not self.names:
-            raise UsageError(f"{KEY}: no set has a {split} split; add one that has, without an argument split")
+            raise UsageError(
+                f"{KEY}: no set has a {split} split; add one that has, without an argument split"
+            )
         self.sets = [make_set(name, sets[name], split) for name in self.names]
         self._copy_facts()
-        inventories = [(name, getattr(dataset, "inventory", "")) for name, dataset in zip(self.names, self.sets)]
+        inventories = [
+            (name, getattr(dataset, "inventory", ""))
+            for name, dataset in zip(self.names, self.sets)
+        ]
         self.inventory = " | ".join(f"{name}: {text}" for name, text in inventories if text)
         sizes = [len(dataset) for dataset in self.sets]
         self.starts = np.cumsum([0, *sizes])
@@ -65,7 +82,9 @@ class Mixture:
     @staticmethod
     def has_split(args: Mapping[str, Any]) -> bool:
         sets = args.get("sets")
-        return isinstance(sets, Mapping) and any(takes_split(name, entry) for name, entry in sets.items())
+        return isinstance(sets, Mapping) and any(
+            takes_split(name, entry) for name, entry in sets.items()
+        )
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -82,7 +101,9 @@ class Mixture:
             rows = owners == member
             for key, value in self.sets[member].read(indices[rows] - self.starts[member]).items():
                 value = np.asarray(value)
-                batch.setdefault(key, np.empty((len(indices), *value.shape[1:]), value.dtype))[rows] = value
+                batch.setdefault(key, np.empty((len(indices), *value.shape[1:]), value.dtype))[
+                    rows
+                ] = value
         return {**batch, MEMBER: owners.astype(np.int32)} if self.transform is not None else batch
 
     def example_order(self, batch_size: int, microbatches: int, seed: int) -> ExampleOrder:
@@ -96,25 +117,41 @@ class Mixture:
 
         batch = dict(batch)
         if (owner := batch.pop(MEMBER, None)) is None:
-            raise UsageError(f"{KEY}: the sets have transforms; give {MEMBER!r}, the number of each example's set, too")
+            raise UsageError(
+                f"{KEY}: the sets have transforms; give {MEMBER!r}, the number of each example's set, too"
+            )
         transforms = [getattr(dataset, "transform", None) for dataset in self.sets]
-        each = [batch if transform is None else transform(batch, key, train) for transform in transforms]
+        each = [
+            batch if transform is None else transform(batch, key, train) for transform in transforms
+        ]
         shapes = [{k: (v.shape, v.dtype) for k, v in out.items()} for out in each]
         for name, shape in zip(self.names, shapes):
             if shape != shapes[0]:
-                raise UsageError(f"{KEY}: the transform of {name} gives {shape}, that of {self.names[0]} {shapes[0]}")
-        select = lambda k: lambda x, i: jnp.where((owner == i).reshape(-1, *[1] * (x.ndim - 1)), each[i][k], x)
+                raise UsageError(
+                    f"{KEY}: the transform of {name} gives {shape}, that of {self.names[0]} {shapes[0]}"
+                )
+
+        def select(k):
+            return lambda x, i: jnp.where(
+                (owner == i).reshape(-1, *[1] * (x.ndim - 1)), each[i][k], x
+            )
+
         result = each[0]
         for i in range(1, len(each)):
             result = {k: select(k)(x, i) for k, x in result.items()}
         return result
 
     def _copy_facts(self) -> None:
-        """Copy what all sets must have in common. Raises UsageError that names the first set that differs."""
+        """Copy what all sets must have in common. Raises UsageError that names the first set that
+        differs.
+        """
         first = [read_examples(dataset, np.zeros(1, np.int64)) for dataset in self.sets]
         named = next(filter(None, map(class_names, self.sets)), [])
         facts: dict[str, list[Any]] = {
-            "examples of": [{k: (v.shape[1:], np.asarray(v).dtype.name) for k, v in sorted(x.items())} for x in first],
+            "examples of": [
+                {k: (v.shape[1:], np.asarray(v).dtype.name) for k, v in sorted(x.items())}
+                for x in first
+            ],
             "classes": [getattr(dataset, "classes", None) for dataset in self.sets],
             "class names": [class_names(dataset) or named for dataset in self.sets],
             "the tokenizer": [tokenizer_spec(dataset) for dataset in self.sets],
@@ -122,15 +159,22 @@ class Mixture:
         for fact, values in facts.items():
             for name, value in zip(self.names, values):
                 if value != values[0]:
-                    shown = [str(v) if len(str(v)) < 200 else f"{str(v)[:200]}..." for v in (value, values[0])]
+                    shown = [
+                        str(v) if len(str(v)) < 200 else f"{str(v)[:200]}..."
+                        for v in (value, values[0])
+                    ]
                     raise UsageError(
                         f"{KEY}.{name}: {fact} {shown[0]}, unlike {shown[1]} of {self.names[0]}; make them alike"
                     )
         self.class_names = named
         for fact in ("classes", "input_shape", "tokenizer", "tokenizer_spec"):
-            if fact in dir(self.sets[0]) and (fact != "tokenizer" or not hasattr(self.sets[0], "tokenizer_spec")):
+            if fact in dir(self.sets[0]) and (
+                fact != "tokenizer" or not hasattr(self.sets[0], "tokenizer_spec")
+            ):
                 setattr(self, fact, getattr(self.sets[0], fact))
-        any_transform = any(getattr(dataset, "transform", None) is not None for dataset in self.sets)
+        any_transform = any(
+            getattr(dataset, "transform", None) is not None for dataset in self.sets
+        )
         self.transform = self._apply_transforms if any_transform else None
         if any_transform and MEMBER in first[0]:
             raise UsageError(
@@ -140,10 +184,11 @@ class Mixture:
 
 @dataclass(frozen=True)
 class MixedOrder(EpochOrder):
-    """Batches of a mixture: counts[i] of the examples of an epoch are from set i, which has sizes[i].
+    """Batches of a mixture: counts[i] of the examples of an epoch are from set i, which has
+    sizes[i].
 
-    Position p of an epoch is a random one of its draws; draw d of a set is example d % size of pass d // size over it.
-    """
+    Position p of an epoch is a random one of its draws; draw d of a set is example d % size of pass
+    d // size over it."""
 
     sizes: tuple[int, ...] = ()
     counts: tuple[int, ...] = ()
@@ -153,12 +198,16 @@ class MixedOrder(EpochOrder):
         sizes, counts = np.array(self.sizes), np.array(self.counts)
         starts, ends = np.cumsum(sizes) - sizes, np.cumsum(counts)
         owners = np.searchsorted(ends, places, side="right")
-        passes, positions = np.divmod(epoch * counts[owners] + places - (ends - counts)[owners], sizes[owners])
+        passes, positions = np.divmod(
+            epoch * counts[owners] + places - (ends - counts)[owners], sizes[owners]
+        )
         indices = np.empty_like(places)
         turns = passes * len(sizes) + owners  # a number for each pass over each set
         for turn in np.unique(turns).tolist():
             chosen, member = turns == turn, turn % len(sizes)
-            order = permute(positions[chosen], self.sizes[member], ~self.seed, turn)  # another key than the epoch's
+            order = permute(
+                positions[chosen], self.sizes[member], ~self.seed, turn
+            )  # another key than the epoch's
             indices[chosen] = starts[member] + order
         return indices
 
@@ -174,12 +223,16 @@ def make_set(name: str, entry: Any, split: str) -> Dataset:
     except UsageError as error:
         raise UsageError(f"{key}: {error}") from None
     if hasattr(dataset, "require"):
-        raise UsageError(f"{key}: a stream is read in its order, and a mixture reads by index; write files from it")
+        raise UsageError(
+            f"{key}: a stream is read in its order, and a mixture reads by index; write files from it"
+        )
     return dataset
 
 
 def is_target(entry: Any) -> bool:
-    return isinstance(entry, str) or (isinstance(entry, Mapping) and isinstance(entry.get("target"), str))
+    return isinstance(entry, str) or (
+        isinstance(entry, Mapping) and isinstance(entry.get("target"), str)
+    )
 
 
 def locate_target(name: str, entry: Any) -> tuple[Any, dict[str, Any]]:
@@ -196,24 +249,41 @@ def takes_split(name: str, entry: Any) -> bool:
 def has_test_split(make: Any, args: Mapping[str, Any]) -> bool:
     """Return whether `make(**args)` can read a test split, too."""
     has_split = getattr(make, "has_split", lambda args: True)
-    return callable(make) and "split" in parameters(make) and "split" not in args and has_split(arguments(make, args))
+    return (
+        callable(make)
+        and "split" in parameters(make)
+        and "split" not in args
+        and has_split(arguments(make, args))
+    )
 
 
 def check_weights(sets: Mapping[str, Any], weights: Mapping[str, float] | None) -> None:
     """Raise UsageError unless there is one finite, positive weight for each set."""
     for name in [] if weights is None else [*sets, *weights]:
         if name not in sets:
-            raise UsageError(f"data.args.weights.{name}: there is no such set; it is one of {', '.join(sets)}")
+            raise UsageError(
+                f"data.args.weights.{name}: there is no such set; it is one of {', '.join(sets)}"
+            )
         weight = weights.get(name)  # type: ignore[union-attr]
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-            hint = "give it one" if weight is None else "give a positive number, or leave the set out"
+        if (
+            isinstance(weight, bool)
+            or not isinstance(weight, int | float)
+            or not 0 < weight < math.inf
+        ):
+            hint = (
+                "give it one" if weight is None else "give a positive number, or leave the set out"
+            )
             raise UsageError(f"data.args.weights.{name}: {weight!r} is no weight; {hint}")
     if weights is not None and math.isinf(sum(weights.values())):
-        raise UsageError(f"data.args.weights: the sum of {[*weights.values()]} is not finite; make them smaller")
+        raise UsageError(
+            f"data.args.weights: the sum of {[*weights.values()]} is not finite; make them smaller"
+        )
 
 
 def split_by_weight(size: int, weights: list[float]) -> list[int]:
-    """Split `size` in proportion to weights: the largest remainders are rounded up, so that the parts add to size."""
+    """Split `size` in proportion to weights: the largest remainders are rounded up, so that the
+    parts add to size.
+    """
     exact = [size * (weight / math.fsum(weights)) for weight in weights]
     counts = [math.floor(x) for x in exact]
     by_remainder = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])

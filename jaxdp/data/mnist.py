@@ -12,7 +12,8 @@ from jaxdp.errors import UsageError
 
 
 def read_idx(path: Path, dims: int) -> np.ndarray:
-    """Read a uint8 array with `dims` dims from an IDX file (big-endian; format: http://yann.lecun.com/exdb/mnist).
+    """Read a uint8 array with `dims` dims from an IDX file (big-endian; format:
+    http://yann.lecun.com/exdb/mnist).
 
     Raises UsageError with the name of a file that is not an IDX file, is cut short or too long.
     """
@@ -20,7 +21,9 @@ def read_idx(path: Path, dims: int) -> np.ndarray:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             data = file.read()
     except (OSError, EOFError, zlib.error) as error:
-        raise UsageError(f"data.args.root: cannot read {path}: {error}; fetch the file again") from error
+        raise UsageError(
+            f"data.args.root: cannot read {path}: {error}; fetch the file again"
+        ) from error
     magic = bytes([0, 0, 8, dims])
     header = 4 + 4 * dims
     if len(data) < header or data[:4] != magic:
@@ -41,9 +44,9 @@ def read_idx(path: Path, dims: int) -> np.ndarray:
 class MNIST(Arrays):
     """60,000 and 10,000 images: "inputs" uint8 [28, 28, 1], "labels" int32 in [0, 10).
 
-    Y. LeCun, C. Cortes, C. Burges, http://yann.lecun.com/exdb/mnist. root: the folder with the four files, or the
-    one above it. augment: random shifts by up to two pixels in training. Raises UsageError with the name of a file that
-    is missing, damaged, or does not match the other.
+    Y. LeCun, C. Cortes, C. Burges, http://yann.lecun.com/exdb/mnist. root: the folder with the four
+    files, or the one above it. augment: random shifts by up to two pixels in training. Raises
+    UsageError with the name of a file that is missing, damaged, or does not match the other.
     """
 
     classes = 10
@@ -51,24 +54,33 @@ class MNIST(Arrays):
     title: ClassVar[str] = "MNIST"
     home: ClassVar[str] = "https://storage.googleapis.com/cvdf-datasets/mnist"
     folders: ClassVar[tuple[str, ...]] = ("", "mnist", "MNIST/raw", "raw")
-    mean: ClassVar[float] = 0.1307  # of the training pixels in [0, 1], as published with PyTorch's examples
+    mean: ClassVar[float] = (
+        0.1307  # of the training pixels in [0, 1], as published with PyTorch's examples
+    )
     std: ClassVar[float] = 0.3081
     flips: ClassVar[bool] = False
 
     def __init__(self, root: str, split: str = "train", augment: bool = False):
         check_split(split)
         stem = {"train": "train", "test": "t10k"}[split]
-        image_file, label_file = self._find(root, f"{stem}-images", 3), self._find(root, f"{stem}-labels", 1)
+        image_file, label_file = (
+            self._find(root, f"{stem}-images", 3),
+            self._find(root, f"{stem}-labels", 1),
+        )
         images, labels = read_idx(image_file, 3), read_idx(label_file, 1)
         if images.shape[1:] != self.input_shape[:2]:
-            raise UsageError(f"data.args.root: {image_file} has images of {images.shape[1:]}, not (28, 28)")
+            raise UsageError(
+                f"data.args.root: {image_file} has images of {images.shape[1:]}, not (28, 28)"
+            )
         if len(images) != len(labels):
             raise UsageError(
                 f"data.args.root: {image_file} has {len(images):,} images, {label_file} {len(labels):,} labels; "
                 "they are not of one set"
             )
         if labels.size and labels.max() >= self.classes:
-            raise UsageError(f"data.args.root: {label_file} has label {labels.max()}; labels are 0 to 9")
+            raise UsageError(
+                f"data.args.root: {label_file} has label {labels.max()}; labels are 0 to 9"
+            )
         super().__init__(inputs=images[..., None], labels=labels.astype(np.int32))
         self.augment = augment
 
@@ -85,7 +97,9 @@ class MNIST(Arrays):
         )
 
     def transform(self, batch: dict[str, Any], key: Any, train: bool) -> dict[str, Any]:
-        """Standardize pixels to float32 with mean 0 and variance 1 over the training set; see `Dataset`."""
+        """Standardize pixels to float32 with mean 0 and variance 1 over the training set; see
+        `Dataset`.
+        """
         from jax import random
 
         from jaxdp.data.augment import random_crop, random_flip, standardize
@@ -101,8 +115,8 @@ class MNIST(Arrays):
 class FashionMNIST(MNIST):
     """Fashion-MNIST: like `MNIST`, with articles of clothing; augment also mirrors the images.
 
-    H. Xiao, K. Rasul, R. Vollgraf 2017, "Fashion-MNIST", https://github.com/zalandoresearch/fashion-mnist.
-    """
+    H. Xiao, K. Rasul, R. Vollgraf 2017, "Fashion-MNIST",
+    https://github.com/zalandoresearch/fashion-mnist."""
 
     title = "Fashion-MNIST"
     home = "https://github.com/zalandoresearch/fashion-mnist"

@@ -1,4 +1,6 @@
-"""Arrays of a .npz file, or of a folder of .npy files; if not compressed, they stay on disk until they are read."""
+"""Arrays of a .npz file, or of a folder of .npy files; if not compressed, they stay on disk until
+they are read.
+"""
 
 import struct
 import zipfile
@@ -19,14 +21,15 @@ MAP = "name those to train on in data.args.arrays, as in {inputs: x_train, label
 
 
 class Npz(Arrays):
-    """Examples of a .npz file that `np.savez` wrote, or of a folder with a file NAME.npy for each array.
+    """Examples of a .npz file that `np.savez` wrote, or of a folder with a file NAME.npy for each
+    array.
 
-    arrays: {key of an example: array}, such as `{inputs: x_train, labels: y_train}`; by default all arrays, by their
-    names without the split, as in x_train or trainX. The test split is the arrays of the same names for testing, or for
-    validation, if there are any (see `jaxdp.data.split_names`), else a `test_fraction` of the rows, drawn with a fixed
-    seed. int64 becomes int32 if the values fit. `classes` is the largest label + 1, if labels are one integer per
-    example. Raises UsageError for a missing file or array, and for unequal lengths.
-    """
+    arrays: {key of an example: array}, such as `{inputs: x_train, labels: y_train}`; by default all
+    arrays, by their names without the split, as in x_train or trainX. The test split is the arrays
+    of the same names for testing, or for validation, if there are any (see
+    `jaxdp.data.split_names`), else a `test_fraction` of the rows, drawn with a fixed seed. int64
+    becomes int32 if the values fit. `classes` is the largest label + 1, if labels are one integer
+    per example. Raises UsageError for a missing file or array, and for unequal lengths."""
 
     def __init__(
         self,
@@ -37,37 +40,54 @@ class Npz(Arrays):
     ):
         check_split(split)
         if not 0 <= test_fraction < 1:
-            raise UsageError(f"data.args.test_fraction: {test_fraction} is not at least 0 and below 1; e.g. 0.1")
+            raise UsageError(
+                f"data.args.test_fraction: {test_fraction} is not at least 0 and below 1; e.g. 0.1"
+            )
         self.arguments = path, split, arrays, test_fraction
         stored = stored_arrays(path)
         groups = arrays_by_split(path, stored, arrays)
         has_tests = bool(groups["test"])
         chosen = groups["test" if has_tests and split == "test" else "train"]
         if not chosen and stored:
-            raise UsageError(f"data.args.arrays: {path!r} has only {listed(stored)}, nothing to train on; {MAP}")
+            raise UsageError(
+                f"data.args.arrays: {path!r} has only {listed(stored)}, nothing to train on; {MAP}"
+            )
         for key, name in chosen.items():
             if name not in stored:
                 known = ", ".join(sorted(stored)) or "none"
-                raise UsageError(f"data.args.arrays.{key}: {path!r} has no array {name!r}; its arrays: {known}")
+                raise UsageError(
+                    f"data.args.arrays.{key}: {path!r} has no array {name!r}; its arrays: {known}"
+                )
             if 0 in stored[name].shape[:1]:
-                raise UsageError(f"{EMPTY}; {name!r} of {path!r}, for its {split} split, has no rows")
-        both = [{key: stored[n] for key, n in group.items() if n in stored} for group in groups.values()]
+                raise UsageError(
+                    f"{EMPTY}; {name!r} of {path!r}, for its {split} split, has no rows"
+                )
+        both = [
+            {key: stored[n] for key, n in group.items() if n in stored} for group in groups.values()
+        ]
         self.rows: np.ndarray | None = None
         super().__init__(**both[has_tests and split == "test"])
         if "labels" in self.arrays:
-            check_labels(self.arrays["labels"], f"data: {chosen['labels']!r} of {path!r}, for its {split} split,")
+            check_labels(
+                self.arrays["labels"],
+                f"data: {chosen['labels']!r} of {path!r}, for its {split} split,",
+            )
         self.narrow = {key for key, x in self.arrays.items() if fits_int32(x)}
         if "inputs" in self.arrays:
             self.input_shape = self.arrays["inputs"].shape[1:]
         labels = [group["labels"] for group in both if "labels" in group]
-        if labels and all(x.ndim == 1 and x.dtype.kind in "iu" and x.size and x.min() >= 0 for x in labels):
+        if labels and all(
+            x.ndim == 1 and x.dtype.kind in "iu" and x.size and x.min() >= 0 for x in labels
+        ):
             self.classes = int(max(x.max() for x in labels)) + 1
         if not has_tests:
             order = np.random.default_rng(0).permutation(len(self))
             cut = round(test_fraction * len(order))
             self.rows = np.sort(order[:cut] if split == "test" else order[cut:])
             if not len(self.rows):
-                raise UsageError(f"data.args.test_fraction: {test_fraction} of {len(order)} rows: no {split} split")
+                raise UsageError(
+                    f"data.args.test_fraction: {test_fraction} of {len(order)} rows: no {split} split"
+                )
         share = f"{test_fraction:g} of the rows" if test_fraction else "none"
         tests = ", ".join(groups["test"].values()) or share
         unused = sorted(stored.keys() - {*groups["train"].values(), *groups["test"].values()})
@@ -95,11 +115,14 @@ class Npz(Arrays):
         return type(self), self.arguments
 
 
-def arrays_by_split(path: str, stored: Iterable[str], arrays: Mapping[str, str] | None) -> dict[str, dict[str, str]]:
-    """Return {"train" and "test": {key of an example: array}}; "test" is empty if no array is for testing.
+def arrays_by_split(
+    path: str, stored: Iterable[str], arrays: Mapping[str, str] | None
+) -> dict[str, dict[str, str]]:
+    """Return {"train" and "test": {key of an example: array}}; "test" is empty if no array is for
+    testing.
 
-    arrays: the argument of `Npz`. Raises UsageError if names look like those of splits, and it is not clear which.
-    """
+    arrays: the argument of `Npz`. Raises UsageError if names look like those of splits, and it is
+    not clear which."""
     names = split_names(stored)
     fix = f"the arrays of {path!r} are {listed(names)}; {MAP}"
     train = dict(arrays or {})
@@ -107,22 +130,34 @@ def arrays_by_split(path: str, stored: Iterable[str], arrays: Mapping[str, str] 
         check_clear(names, "data.args.arrays", fix)
         for name in (name for name, entry in names.items() if entry.split in ("train", "")):
             if name != (other := train.setdefault(names[name].rest or "inputs", name)):
-                raise UsageError(f"data.args.arrays: {other!r} and {name!r} are the same array for training; {fix}")
+                raise UsageError(
+                    f"data.args.arrays: {other!r} and {name!r} are the same array for training; {fix}"
+                )
     entries = {key: split_names([*names, str(name)])[str(name)] for key, name in train.items()}
     same = {key: entry.same for key, entry in entries.items() if entry.split in ("train", "")}
     for split in EVALUATED:
         others: dict[str, str] = {}
         for name in (name for name, entry in names.items() if entry.split == split):
             if name != (other := others.setdefault(names[name].same, name)) and not arrays:
-                raise UsageError(f"data.args.arrays: {other!r} and {name!r} are the same array of a split; {fix}")
+                raise UsageError(
+                    f"data.args.arrays: {other!r} and {name!r} are the same array of a split; {fix}"
+                )
         if not train and others:
-            return {"train": {}, "test": {names[name].rest or "inputs": name for name in others.values()}}
+            return {
+                "train": {},
+                "test": {names[name].rest or "inputs": name for name in others.values()},
+            }
         if others.keys() & same.values():
             word = {"valid": "val"}.get(split, split)
-            tests = {key: others.get(entry.same, f"{entry.rest}_{word}") for key, entry in entries.items()}
+            tests = {
+                key: others.get(entry.same, f"{entry.rest}_{word}")
+                for key, entry in entries.items()
+            }
             return {"train": train, "test": tests}
     if not arrays and of_split(names, "test"):
-        raise UsageError(f"data.args.arrays: no array to train on is the same but for its split; {fix}")
+        raise UsageError(
+            f"data.args.arrays: no array to train on is the same but for its split; {fix}"
+        )
     return {"train": train, "test": {}}
 
 
@@ -135,24 +170,50 @@ def stored_arrays(path: str) -> dict[str, np.ndarray]:
         if where.is_file() and not zipfile.is_zipfile(where):
             raise ValueError("it is not a .npz file, or its end is missing")
         with np.load(where) as content, zipfile.ZipFile(where) as archive:
-            plain = {i.filename: i.header_offset for i in archive.infolist() if i.compress_type == zipfile.ZIP_STORED}
-            file = lambda name: plain.get(f"{name}.npy")
-            return {n: content[n] if file(n) is None else mapped(where, file(n)) for n in content.files}
-    except (OSError, EOFError, ValueError, TypeError, struct.error, zlib.error, zipfile.BadZipFile) as error:
+            plain = {
+                i.filename: i.header_offset
+                for i in archive.infolist()
+                if i.compress_type == zipfile.ZIP_STORED
+            }
+
+            def file(name):
+                return plain.get(f"{name}.npy")
+
+            return {
+                n: content[n] if file(n) is None else mapped(where, file(n)) for n in content.files
+            }
+    except (
+        OSError,
+        EOFError,
+        ValueError,
+        TypeError,
+        struct.error,
+        zlib.error,
+        zipfile.BadZipFile,
+    ) as error:
         objects = "allow_pickle" in str(error) or "Python objects" in str(error)
-        reason = getattr(error, "strerror", None) or ("Python objects in it" if objects else one_line(error))
+        reason = getattr(error, "strerror", None) or (
+            "Python objects in it" if objects else one_line(error)
+        )
         raise UsageError(
             f"data.args.path: cannot read {path!r} ({reason}); give a .npz file of numbers or a folder of .npy files"
         ) from None
 
 
 def mapped(path: Path, offset: Any) -> np.ndarray:
-    """Return the array of an uncompressed member of a zip file, mapped into memory. offset: of the member's header."""
+    """Return the array of an uncompressed member of a zip file, mapped into memory. offset: of the
+    member's header.
+    """
     with path.open("rb") as file:
         file.seek(offset + 26)
-        file.seek(offset + 30 + sum(struct.unpack("<HH", file.read(4))))  # skip its name and extra field
+        file.seek(
+            offset + 30 + sum(struct.unpack("<HH", file.read(4)))
+        )  # skip its name and extra field
         version = np.lib.format.read_magic(file)
-        read_header = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}[version[0]]
+        read_header = {
+            1: np.lib.format.read_array_header_1_0,
+            2: np.lib.format.read_array_header_2_0,
+        }[version[0]]
         shape, fortran, dtype = read_header(file)
         if dtype.hasobject:
             raise ValueError("it contains Python objects")

@@ -10,7 +10,9 @@ PIECE = 1 << 24  # bytes that are read at once
 
 
 class Part(NamedTuple):
-    """The number of bytes of an array or a file, infinite if it must not be read, and a function that reads them."""
+    """The number of bytes of an array or a file, infinite if it must not be read, and a function
+    that reads them.
+    """
 
     size: float
     pieces: Callable[[], Iterator[Any]]
@@ -23,7 +25,12 @@ def array_part(array: np.ndarray, rows: np.ndarray | None = None) -> Part:
     def pieces() -> Iterator[Any]:
         for i in range(0, count, step := max(1, PIECE // each)):
             piece = array[i : i + step] if rows is None else array[rows[i : i + step]]
-            yield np.ascontiguousarray(piece, piece.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data
+            yield (
+                np.ascontiguousarray(piece, piece.dtype.newbyteorder("<"))
+                .reshape(-1)
+                .view(np.uint8)
+                .data
+            )
 
     return Part(count * each, pieces)
 

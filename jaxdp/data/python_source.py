@@ -18,22 +18,27 @@ BUILT = ("config-", "_sysconfigdata", "sitecustomize")
 
 
 class PythonSource(Windows):
-    """The bytes of the standard library's .py files: "inputs" and "labels" int32 [length] in [0, 256), one byte apart.
+    """The bytes of the standard library's .py files: "inputs" and "labels" int32 [length] in [0,
+    256), one byte apart.
 
-    About one file in 20, selected by a hash of its path, is the test split. The files of a split are joined in order of
-    their paths, with zero bytes between them; example i is bytes length i to length (i + 1), its labels are one byte
-    later. Drops the last bytes, too few for another example. About 10 MB; the text and all results differ between
-    Python versions. max_mb: read only the first max_mb MB (10^6 bytes). Raises UsageError if there is no source.
-    """
+    About one file in 20, selected by a hash of its path, is the test split. The files of a split
+    are joined in order of their paths, with zero bytes between them; example i is bytes length i to
+    length (i + 1), its labels are one byte later. Drops the last bytes, too few for another
+    example. About 10 MB; the text and all results differ between Python versions. max_mb: read only
+    the first max_mb MB (10^6 bytes). Raises UsageError if there is no source."""
 
     def __init__(self, split: str = "train", length: int = 128, max_mb: float | None = None):
         check_split(split)
         if max_mb is not None and not max_mb > 0:
             raise UsageError(f"data.args.max_mb: {max_mb} must be greater than 0, or null for all")
         root = Path(sysconfig.get_paths()["stdlib"])
-        files = [path for path in _files(root) if _in_test(path.relative_to(root)) == (split == "test")]
+        files = [
+            path for path in _files(root) if _in_test(path.relative_to(root)) == (split == "test")
+        ]
         if not files:
-            raise UsageError(f"data: no Python source in {str(root)!r}; use a Python whose library is not packed")
+            raise UsageError(
+                f"data: no Python source in {str(root)!r}; use a Python whose library is not packed"
+            )
         text = np.frombuffer(b"\0".join(path.read_bytes() for path in files), np.uint8)
         text = text[: None if max_mb is None else int(max_mb * 1e6)]
         self.tokenizer = Byte()

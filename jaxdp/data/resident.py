@@ -1,4 +1,6 @@
-"""Resident data sets: replicate a small data set on the devices, send only indices, and gather batches there."""
+"""Resident data sets: replicate a small data set on the devices, send only indices, and gather
+batches there.
+"""
 
 import functools
 import os
@@ -15,7 +17,8 @@ from jaxdp.data.example_order import RESET, ExampleOrder
 from jaxdp.data.prefetch import prefetch, read_batches
 from jaxdp.errors import UsageError
 
-SHARE = 0.5  # the largest fraction of a device's free memory, or of the host's, that the data set may take
+# the largest fraction of a device's free memory, or of the host's, that the data set may take
+SHARE = 0.5
 PIECE = 1 << 16  # examples per `read`
 INDEX = "index"
 
@@ -29,7 +32,10 @@ class Resident:
     def __init__(self, dataset: Dataset, strategy: Any):
         check_size(dataset, strategy.devices)
         size = len(dataset)
-        pieces = [read_examples(dataset, np.arange(i, min(i + PIECE, size))) for i in range(0, size, PIECE)]
+        pieces = [
+            read_examples(dataset, np.arange(i, min(i + PIECE, size)))
+            for i in range(0, size, PIECE)
+        ]
         arrays = {key: np.concatenate([p[key] for p in pieces]) for key in pieces[0]}
         self.arrays = strategy.replicate(arrays)
         self.strategy = strategy
@@ -39,16 +45,22 @@ class Resident:
         if "mask" in arrays:  # of whole examples: those that it excludes are replaced
             indices["mask"] = (arrays["mask"] != 0).reshape(size, -1).any(1)
         self.indices = Arrays(**indices)
-        self.gather = functools.cache(lambda to: jax.jit(gather, out_shardings=to) if to else jax.jit(gather))
+        self.gather = functools.cache(
+            lambda to: jax.jit(gather, out_shardings=to) if to else jax.jit(gather)
+        )
 
     @contextmanager
     def batches(self, order: ExampleOrder, groups: Iterable[range]) -> Iterator[Iterator[Any]]:
-        """Iterate over (steps, their batch, or batches[step, ...] if they are several), gathered ahead of use."""
+        """Iterate over (steps, their batch, or batches[step, ...] if they are several), gathered
+        ahead of use.
+        """
 
         def make(steps: range) -> tuple[range, dict[str, jax.Array]]:
             several = len(steps) > 1
             selection = read_batches(self.indices, order, steps, self.strategy.local_microbatches)
-            at = self.strategy.shard_batch(selection if several else {k: x[0] for k, x in selection.items()}, several)
+            at = self.strategy.shard_batch(
+                selection if several else {k: x[0] for k, x in selection.items()}, several
+            )
             return steps, self.gather(getattr(at[INDEX], "sharding", None))(self.arrays, at)
 
         with prefetch(make, groups) as batches:
@@ -56,12 +68,16 @@ class Resident:
 
 
 def gather(arrays: dict[str, jax.Array], at: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return the batch that `read_batches` would return: arrays[example, ...] at at["index"], masked by at["mask"]."""
+    """Return the batch that `read_batches` would return: arrays[example, ...] at at["index"],
+    masked by at["mask"].
+    """
     batch = {key: x.at[at[INDEX]].get(mode="promise_in_bounds") for key, x in arrays.items()}
     mask, data_mask = at["mask"], batch.get("mask")
     if data_mask is not None:
         dtype = data_mask.dtype if jnp.issubdtype(data_mask.dtype, jnp.floating) else jnp.float32
-        mask = data_mask.astype(dtype) * mask.reshape(*mask.shape, *[1] * (data_mask.ndim - mask.ndim)).astype(dtype)
+        mask = data_mask.astype(dtype) * mask.reshape(
+            *mask.shape, *[1] * (data_mask.ndim - mask.ndim)
+        ).astype(dtype)
     if RESET in at:
         batch[RESET] = at[RESET]
     return {**batch, "mask": mask}

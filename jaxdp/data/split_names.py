@@ -1,8 +1,8 @@
 """The one place that recognizes the names of splits: of arrays, folders, files and saved data sets.
 
-A word of a name is its split, in any case and at any position: x_train, trainX, TRAIN-images, my.test.set, val2017.
-Part of a word is, as in xtrain or testset, if another name is the same but for its split.
-"""
+A word of a name is its split, in any case and at any position: x_train, trainX, TRAIN-images,
+my.test.set, val2017. Part of a word is, as in xtrain or testset, if another name is the same but
+for its split."""
 
 import re
 import unicodedata
@@ -24,23 +24,31 @@ SHOWN = 8  # names in a message
 
 
 class SplitName(NamedTuple):
-    """The split in a name, "" if there is none, and the name without it, such as ("test", "images")."""
+    """The split in a name, "" if there is none, and the name without it, such as ("test",
+    "images").
+    """
 
     split: str
     rest: str
 
     @property
     def same(self) -> str:
-        """The rest without case and separators: equal for the arrays of two splits, such as trainX and x_test."""
+        """The rest without case and separators: equal for the arrays of two splits, such as trainX
+        and x_test.
+        """
         return simplified(self.rest)
 
 
 def split_names(names: Iterable[str]) -> dict[str, SplitName]:
-    """Return {name: its split and rest}. The split of a name of two, such as train_test, is `UNCLEAR`."""
+    """Return {name: its split and rest}. The split of a name of two, such as train_test, is
+    `UNCLEAR`.
+    """
     parsed = {}
     for name in names:
         words = _words(name)
-        splits = {i: SPLIT_OF[word.lower()] for i, word in enumerate(words) if word.lower() in SPLIT_OF}
+        splits = {
+            i: SPLIT_OF[word.lower()] for i, word in enumerate(words) if word.lower() in SPLIT_OF
+        }
         for i in splits:
             _remove(words, i)
         split = UNCLEAR if len({*splits.values()}) > 1 else next(iter(splits.values()), "")
@@ -66,7 +74,9 @@ def check_one_split(names: Iterable[str]) -> None:
     """Raise UsageError if the arrays of examples in memory are of several splits by their names."""
     parsed = split_names(names)
     if of_split(parsed, "train") and of_split(parsed, "test"):
-        raise UsageError(f"data: a dict of several splits ({listed(parsed)}); give the examples of one, by other names")
+        raise UsageError(
+            f"data: a dict of several splits ({listed(parsed)}); give the examples of one, by other names"
+        )
 
 
 def of_split(names: Mapping[str, SplitName], split: str) -> list[str]:
@@ -77,8 +87,8 @@ def of_split(names: Mapping[str, SplitName], split: str) -> list[str]:
 
 
 def choose_split(names: Mapping[str, SplitName], split: str, key: str, fix: str) -> str | None:
-    """Return the name of a split: the one that is nothing else, such as Train, or else the only one; None if there is
-    none. Raises UsageError if there are several."""
+    """Return the name of a split: the one that is nothing else, such as Train, or else the only
+    one; None if there is none. Raises UsageError if there are several."""
     candidates = of_split(names, split)
     candidates = [name for name in candidates if not names[name].same] or candidates
     if len(candidates) > 1:
@@ -86,13 +96,18 @@ def choose_split(names: Mapping[str, SplitName], split: str, key: str, fix: str)
     return candidates[0] if candidates else None
 
 
-def named_split(splits: Mapping[str, str | None], split: str, names: Collection[str], path: str) -> str | None:
-    """Return the name of a split as the argument `splits`, {train: NAME, test: NAME}, has it, None if it has none.
-    Raises UsageError for another key, or a name that is not among `names`, those in `path`."""
+def named_split(
+    splits: Mapping[str, str | None], split: str, names: Collection[str], path: str
+) -> str | None:
+    """Return the name of a split as the argument `splits`, {train: NAME, test: NAME}, has it, None
+    if it has none. Raises UsageError for another key, or a name that is not among `names`, those in
+    `path`."""
     for key, name in splits.items():
         check_one_of("data.args.splits", key, ("train", "test"))
         if name is not None and name not in names:
-            raise UsageError(f"data.args.splits.{key}: no {name!r} in {path!r}, only {listed(names)}")
+            raise UsageError(
+                f"data.args.splits.{key}: no {name!r} in {path!r}, only {listed(names)}"
+            )
     return splits.get(split)
 
 
@@ -113,7 +128,9 @@ def simplified(name: str) -> str:
 
 
 def _words(name: str) -> list[str]:
-    """Return the words of a name and what separates them, alternately; U+0000 separates the words of camelCase."""
+    """Return the words of a name and what separates them, alternately; U+0000 separates the words
+    of camelCase.
+    """
     return re.split(r"((?:[\W_]|\d)+)", CAMEL.sub("\0", normalized(name)))
 
 
@@ -127,11 +144,18 @@ def _remove(words: list[str], i: int) -> None:
 
 
 def _parts_of_words(name: str) -> Iterator[SplitName]:
-    """Yield what a name may mean if a split begins or ends one of its words, as in xtrain or testset."""
+    """Yield what a name may mean if a split begins or ends one of its words, as in xtrain or
+    testset.
+    """
     words = _words(name)
     for i in range(0, len(words), 2):
         for part, split in SPLIT_OF.items():
             lower = words[i].lower()
-            ends = {words[i][len(part) :]: lower.startswith(part), words[i][: -len(part)]: lower.endswith(part)}
+            ends = {
+                words[i][len(part) :]: lower.startswith(part),
+                words[i][: -len(part)]: lower.endswith(part),
+            }
             for rest in (rest for rest, fits in ends.items() if fits and rest):
-                yield SplitName(split, "".join([*words[:i], rest, *words[i + 1 :]]).replace("\0", ""))
+                yield SplitName(
+                    split, "".join([*words[:i], rest, *words[i + 1 :]]).replace("\0", "")
+                )

@@ -1,8 +1,9 @@
-"""Streams: examples in the order of an iterable, addressed by their position, so that a run can resume at any update.
+"""Streams: examples in the order of an iterable, addressed by their position, so that a run can
+resume at any update.
 
-Position p is row p % batch_size of update p // batch_size, whose microbatch and device are those of any data set. Every
-process iterates over the records of all; only the process that computes a row decodes it.
-"""
+Position p is row p % batch_size of update p // batch_size, whose microbatch and device are those of
+any data set. Every process iterates over the records of all; only the process that computes a row
+decodes it."""
 
 import functools
 import itertools
@@ -26,15 +27,17 @@ class StreamEnded(UsageError):
 class Stream(Examples):
     """The examples of an iterable of unknown length.
 
-    source: a function, a class or its dotted path; a call with `args` returns an iterable of examples (dicts, pairs or
-    arrays), the same ones in each call. If it has an argument `start`, it is called with a position and must begin
-    there; otherwise the examples before it are read and dropped. decode: a function, or its dotted path, that turns
-    what the iterable yields into an example; each process applies it to its own rows only. shuffle: permute each block
-    of this many examples; each process has up to two blocks, not decoded, in memory. size: the examples of an epoch,
-    after which the stream begins again; None: it is read once. split: passed to the source if it accepts it.
+    source: a function, a class or its dotted path; a call with `args` returns an iterable of
+    examples (dicts, pairs or arrays), the same ones in each call. If it has an argument `start`, it
+    is called with a position and must begin there; otherwise the examples before it are read and
+    dropped. decode: a function, or its dotted path, that turns what the iterable yields into an
+    example; each process applies it to its own rows only. shuffle: permute each block of this many
+    examples; each process has up to two blocks, not decoded, in memory. size: the examples of an
+    epoch, after which the stream begins again; None: it is read once. split: passed to the source
+    if it accepts it.
 
-    A batch that the stream cannot fill ends the training; it is not used. Raises UsageError for a source that is empty,
-    not iterable, or shorter than `size`.
+    A batch that the stream cannot fill ends the training; it is not used. Raises UsageError for a
+    source that is empty, not iterable, or shorter than `size`.
     """
 
     def __init__(
@@ -75,20 +78,34 @@ class Stream(Examples):
             return super().read(indices)
 
     def require(self, indices: np.ndarray) -> None:
-        """Raise StreamEnded if the stream ends before any of the examples of a batch, those of all processes."""
+        """Raise StreamEnded if the stream ends before any of the examples of a batch, those of all
+        processes.
+        """
         with self.records.lock:
             self.records.fetch(int(indices.min()), int(indices.max()))
             self.records.check(int(indices.max()))
 
     def example_order(self, batch_size: int, microbatches: int, seed: int) -> ExampleOrder:
-        return StreamOrder(len(self), batch_size, microbatches, seed, shuffle=self.block > 1, block=self.block)
+        return StreamOrder(
+            len(self), batch_size, microbatches, seed, shuffle=self.block > 1, block=self.block
+        )
 
 
 class Records:
-    """A window of an iterable's records, which moves forward; opens the iterable again to move back."""
+    """A window of an iterable's records, which moves forward; opens the iterable again to move
+    back.
+    """
 
-    def __init__(self, make: Callable[..., Any], has_start: bool, decode: Any, size: int | None, block: int):
-        self.make, self.has_start, self.decode, self.size, self.block = make, has_start, decode, size, block
+    def __init__(
+        self, make: Callable[..., Any], has_start: bool, decode: Any, size: int | None, block: int
+    ):
+        self.make, self.has_start, self.decode, self.size, self.block = (
+            make,
+            has_start,
+            decode,
+            size,
+            block,
+        )
         self.iterator: Iterator[Any] | None = None
         self.buffer: list[Any] = []
         self.first = 0  # the position of buffer[0]
@@ -108,13 +125,22 @@ class Records:
         """Raise StreamEnded, or UsageError if a size was set, if the iterable ended before `index`."""
         if index >= (end := self.first + len(self.buffer)):
             if self.size is not None:
-                raise UsageError(f"data.args.size: {self.size:,}, but the stream ends after {end:,}; make it smaller")
+                raise UsageError(
+                    f"data.args.size: {self.size:,}, but the stream ends after {end:,}; make it smaller"
+                )
             raise StreamEnded(f"data: the stream ends after {end:,} examples")
 
     def fetch(self, first: int, last: int) -> None:
-        """Move the window to the blocks of positions first to last; it is shorter if the iterable ends before."""
-        first, stop = first // self.block * self.block, min((last // self.block + 1) * self.block, len(self))
-        resumes = self.has_start and not self.first and first > len(self.buffer)  # only the first examples were read
+        """Move the window to the blocks of positions first to last; it is shorter if the iterable
+        ends before.
+        """
+        first, stop = (
+            first // self.block * self.block,
+            min((last // self.block + 1) * self.block, len(self)),
+        )
+        resumes = (
+            self.has_start and not self.first and first > len(self.buffer)
+        )  # only the first examples were read
         if self.iterator is None or first < self.first or resumes:
             self.iterator, self.first, self.buffer = self._open(first), first, []
         stale = min(first - self.first, len(self.buffer))
@@ -126,9 +152,13 @@ class Records:
             self.buffer += itertools.islice(self.iterator, max(0, stop - first - len(self.buffer)))
 
     def _open(self, start: int) -> Iterator[Any]:
-        iterable = call("data.args", functools.partial(self.make, start=start) if self.has_start else self.make)
+        iterable = call(
+            "data.args", functools.partial(self.make, start=start) if self.has_start else self.make
+        )
         if not isinstance(iterable, Iterable):
-            raise UsageError(f"data.args.source: it returned a {type(iterable).__name__}, which is not iterable")
+            raise UsageError(
+                f"data.args.source: it returned a {type(iterable).__name__}, which is not iterable"
+            )
         return itertools.islice(iterable, 0 if self.has_start else start, None)
 
     def __getstate__(self) -> dict[str, Any]:

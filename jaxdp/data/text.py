@@ -1,4 +1,6 @@
-"""Text files as windows of tokens: one file split into train and test, or the three files of the Penn Treebank."""
+"""Text files as windows of tokens: one file split into train and test, or the three files of the
+Penn Treebank.
+"""
 
 import codecs
 import os
@@ -18,12 +20,12 @@ from jaxdp.errors import UsageError, check_one_of
 class TextFile(Windows):
     """A UTF-8 text: "inputs" and "labels" int32 [length], one token apart; see `Windows`.
 
-    The last `test_fraction` of its characters is the test split, as in nanoGPT's `shakespeare_char`. tokenizer: byte,
-    char (the characters of this file), words, the path of a tokenizer.json, a tiktoken name, or a spec; see
-    `jaxdp.data.tokenizers`. max_mb: read only the first max_mb MB (10^6 bytes). Attributes: `tokenizer`, and `classes`,
-    the size of its vocabulary. Raises UsageError for a file that is missing, empty, not UTF-8 (with the position of the
-    byte), or shorter than one example.
-    """
+    The last `test_fraction` of its characters is the test split, as in nanoGPT's
+    `shakespeare_char`. tokenizer: byte, char (the characters of this file), words, the path of a
+    tokenizer.json, a tiktoken name, or a spec; see `jaxdp.data.tokenizers`. max_mb: read only the
+    first max_mb MB (10^6 bytes). Attributes: `tokenizer`, and `classes`, the size of its
+    vocabulary. Raises UsageError for a file that is missing, empty, not UTF-8 (with the position of
+    the byte), or shorter than one example."""
 
     def __init__(
         self,
@@ -49,13 +51,14 @@ class TextFile(Windows):
 
 
 class PennTreebank(Windows):
-    """The Penn Treebank for language models: "inputs" and "labels" int32 [length] in [0, 10,000), one word apart.
+    """The Penn Treebank for language models: "inputs" and "labels" int32 [length] in [0, 10,000),
+    one word apart.
 
-    Files ptb.train.txt, ptb.valid.txt and ptb.test.txt as T. Mikolov prepared them (http://www.fit.vutbr.cz/~imikolov/
-    rnnlm): the vocabulary is the train file's, in order of appearance; <eos> ends each line, and <unk> replaces rare
-    words. root: the folder of the files, or a folder above it. vocabulary: a list of words to use instead, for a folder
-    without the train file. Raises UsageError that names a missing file.
-    """
+    Files ptb.train.txt, ptb.valid.txt and ptb.test.txt as T. Mikolov prepared them
+    (http://www.fit.vutbr.cz/~imikolov/ rnnlm): the vocabulary is the train file's, in order of
+    appearance; <eos> ends each line, and <unk> replaces rare words. root: the folder of the files,
+    or a folder above it. vocabulary: a list of words to use instead, for a folder without the train
+    file. Raises UsageError that names a missing file."""
 
     def __init__(
         self,
@@ -66,15 +69,21 @@ class PennTreebank(Windows):
         vocabulary: list[str] | None = None,
     ):
         check_one_of("data.args.split", split, ("train", "valid", "test"))
-        self.tokenizer = Words(vocabulary) if vocabulary else Words.of(read_text(_ptb(root, "train")))
+        self.tokenizer = (
+            Words(vocabulary) if vocabulary else Words.of(read_text(_ptb(root, "train")))
+        )
         path = _ptb(root, split)
-        tokens = self.tokenizer.encode(read_text(path)).astype(np.min_scalar_type(self.tokenizer.size - 1))
+        tokens = self.tokenizer.encode(read_text(path)).astype(
+            np.min_scalar_type(self.tokenizer.size - 1)
+        )
         stride = stride if split == "train" else None
         super().__init__([tokens], length, stride, self.tokenizer.size, [str(path)])
 
 
 def read_text(path: str | Path, max_mb: float | None = None) -> str:
-    """Read a UTF-8 file, at most `max_mb` MB (10^6 bytes), dropping a character cut off there. Raises UsageError."""
+    """Read a UTF-8 file, at most `max_mb` MB (10^6 bytes), dropping a character cut off there.
+    Raises UsageError.
+    """
     if max_mb is not None and not max_mb > 0:
         raise UsageError(f"data.args.max_mb: {max_mb} must be greater than 0, or null for all")
     try:
@@ -82,10 +91,16 @@ def read_text(path: str | Path, max_mb: float | None = None) -> str:
             is_cut = max_mb is not None and max_mb * 1e6 < os.fstat(opened.fileno()).st_size
             content = opened.read(int(max_mb * 1e6) if max_mb is not None and is_cut else -1)
     except OSError as error:
-        raise UsageError(f"data.args.path: cannot read {str(path)!r}: {error.strerror}; give a text file") from None
+        raise UsageError(
+            f"data.args.path: cannot read {str(path)!r}: {error.strerror}; give a text file"
+        ) from None
     check_format(content, path, "data.args.path")
     try:
-        return codecs.getincrementaldecoder("utf-8")().decode(content, final=not is_cut).removeprefix(BOM)
+        return (
+            codecs.getincrementaldecoder("utf-8")()
+            .decode(content, final=not is_cut)
+            .removeprefix(BOM)
+        )
     except UnicodeDecodeError as error:
         raise UsageError(
             f"data.args.path: {str(path)!r} is not UTF-8: byte {error.start:,} is {content[error.start]:#04x}; convert "

@@ -1,4 +1,6 @@
-"""Memory-mapped token files: a data set of any size opens at once and uses memory only for the pages it reads."""
+"""Memory-mapped token files: a data set of any size opens at once and uses memory only for the
+pages it reads.
+"""
 
 import functools
 import glob
@@ -19,8 +21,13 @@ from jaxdp.data.windows import SMALL, Windows, cut
 from jaxdp.errors import UsageError, check_one_of, check_sizes, one_line
 
 KINDS = {"shards": dict, "dtype": str, "end_of_text": int, "vocabulary": int, "tokenizer": dict}
-META, FORMAT = "tokens.json", 1  # the metadata file that `jaxdp data tokenize` writes beside its shards
-HEADER = 256 * 4  # llm.c's header: 256 int32; the first three are magic, version and number of tokens
+META, FORMAT = (
+    "tokens.json",
+    1,
+)  # the metadata file that `jaxdp data tokenize` writes beside its shards
+HEADER = (
+    256 * 4
+)  # llm.c's header: 256 int32; the first three are magic, version and number of tokens
 MAGIC: dict[int, tuple[int, np.dtype, int]] = {  # magic: (version, dtype, vocabulary)
     20240520: (1, np.dtype("<u2"), 50257),
     20240801: (7, np.dtype("<u4"), 128256),
@@ -29,7 +36,9 @@ GPT2 = 50257
 
 
 class Shard(NamedTuple):
-    """The tokens of a file: `size` tokens from byte `offset`; vocabulary: that of the format, 0 if unknown."""
+    """The tokens of a file: `size` tokens from byte `offset`; vocabulary: that of the format, 0 if
+    unknown.
+    """
 
     path: Path
     dtype: np.dtype
@@ -39,21 +48,24 @@ class Shard(NamedTuple):
 
 
 class TokenFile(Windows):
-    """Tokens from binary files: "inputs" and "labels" int32 [length], one token apart; see `Windows`.
+    """Tokens from binary files: "inputs" and "labels" int32 [length], one token apart; see
+    `Windows`.
 
-    path: a file, a folder of .bin files, or a pattern such as `shards/*.bin`. Each file has nanoGPT's format (raw
-    little-endian uint16, or uint32 according to dtype or the tokens.json beside it) or llm.c's (256 int32, starting
-    with 20240520, 1 and the number of uint16 that follow; or 20240801, 7 and uint32; `dev/data/data_common.py`).
-    No window crosses a file boundary, and no file is read in full.
+    path: a file, a folder of .bin files, or a pattern such as `shards/*.bin`. Each file has
+    nanoGPT's format (raw little-endian uint16, or uint32 according to dtype or the tokens.json
+    beside it) or llm.c's (256 int32, starting with 20240520, 1 and the number of uint16 that
+    follow; or 20240801, 7 and uint32; `dev/data/data_common.py`). No window crosses a file
+    boundary, and no file is read in full.
 
-    split: if there are files of both kinds, named train... and val... (or test...), the files of that split; if all are
-    val files, all of them; otherwise the last `test_fraction` of the tokens is the test split. None: all tokens.
-    vocabulary: its size; defaults to that of tokens.json or of the format, else GPT-2's 50,257. documents: `separate`
-    adds "segments" and "mask", so that nothing is learned across the end of a document. end_of_text: the token that
-    ends a document, by default that of tokens.json. `tokenizer` is that of tokens.json, or None.
+    split: if there are files of both kinds, named train... and val... (or test...), the files of
+    that split; if all are val files, all of them; otherwise the last `test_fraction` of the tokens
+    is the test split. None: all tokens. vocabulary: its size; defaults to that of tokens.json or of
+    the format, else GPT-2's 50,257. documents: `separate` adds "segments" and "mask", so that
+    nothing is learned across the end of a document. end_of_text: the token that ends a document, by
+    default that of tokens.json. `tokenizer` is that of tokens.json, or None.
 
-    Raises UsageError with the name of a file that is missing, torn, of another format, or shorter than one example.
-    """
+    Raises UsageError with the name of a file that is missing, torn, of another format, or shorter
+    than one example."""
 
     def __init__(
         self,
@@ -74,13 +86,20 @@ class TokenFile(Windows):
         meta = read_meta(files[0].parent)
         lost = sorted(set(meta.get("shards", {})) - {file.name for file in files})
         if lost and Path(path).expanduser().is_dir():
-            raise UsageError(f"data.args.path: {path!r} lacks {lost[0]!r}, which its {META} lists; copy it again")
+            raise UsageError(
+                f"data.args.path: {path!r} lacks {lost[0]!r}, which its {META} lists; copy it again"
+            )
         chosen, complete = choose(files, split)
         others = [file.name for file in files if file not in chosen]
-        self.inventory = f"files {listed(file.name for file in chosen)}" + f"; others: {listed(others)}" * bool(others)
+        self.inventory = (
+            f"files {listed(file.name for file in chosen)}"
+            + f"; others: {listed(others)}" * bool(others)
+        )
         files = chosen
         stored = dtype_of(dtype or meta.get("dtype", "uint16"))
-        self.files = [open_shard(file, stored, meta.get("shards", {}).get(file.name)) for file in files]
+        self.files = [
+            open_shard(file, stored, meta.get("shards", {}).get(file.name)) for file in files
+        ]
         ends = meta.get("end_of_text") if end_of_text is None else end_of_text
         if documents == "separate" and ends is None:
             raise UsageError(
@@ -89,32 +108,51 @@ class TokenFile(Windows):
         self.part = None if complete else (test_fraction, split == "test")
         self.tokenizer_spec: dict[str, Any] | None = meta.get("tokenizer")
         if self.tokenizer_spec and "path" in self.tokenizer_spec:  # relative to the metadata
-            tokenizer_path = (files[0].parent / Path(self.tokenizer_spec["path"]).expanduser()).absolute()
+            tokenizer_path = (
+                files[0].parent / Path(self.tokenizer_spec["path"]).expanduser()
+            ).absolute()
             self.tokenizer_spec = {**self.tokenizer_spec, "path": str(tokenizer_path)}
         check_sizes("data.args", vocabulary=vocabulary)
-        classes = vocabulary or meta.get("vocabulary") or max(shard.vocabulary for shard in self.files) or GPT2
+        classes = (
+            vocabulary
+            or meta.get("vocabulary")
+            or max(shard.vocabulary for shard in self.files)
+            or GPT2
+        )
         if ends is not None and not 0 <= ends < classes:
-            raise UsageError(f"data.args.end_of_text: {ends} is not in the vocabulary of {classes:,}; change either")
+            raise UsageError(
+                f"data.args.end_of_text: {ends} is not in the vocabulary of {classes:,}; change either"
+            )
         names = [str(file) for file in files]
         stride = None if split == "test" else stride
-        super().__init__(self._map(), length, stride, classes, names, ends if documents == "separate" else None)
+        super().__init__(
+            self._map(), length, stride, classes, names, ends if documents == "separate" else None
+        )
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """Return the tokenizer, made on first use: training needs neither a tokenizer library nor a network."""
+        """Return the tokenizer, made on first use: training needs neither a tokenizer library nor a
+        network.
+        """
         return None if self.tokenizer_spec is None else from_spec(self.tokenizer_spec)
 
     def parts(self) -> dict[str, Part]:
-        every = super().parts()  # of a large set only the names: its files are read at random, which is slow in full
+        every = (
+            super().parts()
+        )  # of a large set only the names: its files are read at random, which is slow in full
         read = sum(map(len, self.shards)) <= SMALL
-        return {name: part if read else part._replace(size=math.inf) for name, part in every.items()}
+        return {
+            name: part if read else part._replace(size=math.inf) for name, part in every.items()
+        }
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         self.mapped.check()
         return super().read(indices)
 
     def _map(self) -> list[np.ndarray]:
-        random = sum(shard.size for shard in self.files) > SMALL  # smaller sets are read in full and in order
+        random = (
+            sum(shard.size for shard in self.files) > SMALL
+        )  # smaller sets are read in full and in order
         shards = [map_tokens(shard, random) for shard in self.files]
         self.mapped = MappedFiles(shard.path for shard in self.files)
         return shards if self.part is None else cut(shards, *self.part)
@@ -129,7 +167,9 @@ class TokenFile(Windows):
 
 
 def find(path: str) -> list[Path]:
-    """Return the files of a path, a folder or a pattern, sorted by name. Raises UsageError if there are none."""
+    """Return the files of a path, a folder or a pattern, sorted by name. Raises UsageError if there
+    are none.
+    """
     location = Path(path).expanduser()
     if location.is_file():
         return [location]
@@ -137,19 +177,26 @@ def find(path: str) -> list[Path]:
     files = sorted(file for file in matches if file.is_file())
     if not files:
         problem = "no .bin file in" if location.is_dir() else "no such file, folder or pattern:"
-        raise UsageError(f"data.args.path: {problem} {path!r}; `jaxdp data tokenize` makes such files from text")
+        raise UsageError(
+            f"data.args.path: {problem} {path!r}; `jaxdp data tokenize` makes such files from text"
+        )
     return files
 
 
 def choose(files: list[Path], split: str | None) -> tuple[list[Path], bool]:
-    """Return (the files of a split, True if the split is all their tokens, False if it is a part of them).
+    """Return (the files of a split, True if the split is all their tokens, False if it is a part of
+    them).
 
     Raises UsageError for a name of two splits.
     """
     if split is None:
         return files, True
     names = split_names(file.stem for file in files)
-    check_clear(names, "data.args.path", "rename it, or give a pattern of the files to train on, and eval.data")
+    check_clear(
+        names,
+        "data.args.path",
+        "rename it, or give a pattern of the files to train on, and eval.data",
+    )
     splits = [names[file.stem].split for file in files]
     training = [file for file, kind in zip(files, splits) if kind == "train"]
     held_out = [file for file, kind in zip(files, splits) if kind in EVALUATED]
@@ -167,10 +214,14 @@ def read_meta(folder: Path) -> Mapping[str, Any]:
         meta = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(meta, dict) or meta.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
-        if wrong := [name for name, kind in KINDS.items() if not isinstance(meta.get(name), kind | None)]:
+        if wrong := [
+            name for name, kind in KINDS.items() if not isinstance(meta.get(name), kind | None)
+        ]:
             raise ValueError(f"its {wrong[0]} is {meta[wrong[0]]!r}")
     except (OSError, ValueError) as error:
-        raise UsageError(f"data.args.path: cannot read {str(path)!r}: {one_line(error)}; write it again") from None
+        raise UsageError(
+            f"data.args.path: cannot read {str(path)!r}: {one_line(error)}; write it again"
+        ) from None
     return meta
 
 
@@ -180,7 +231,9 @@ def dtype_of(name: str) -> np.dtype:
 
 
 def open_shard(path: Path, dtype: np.dtype, stated: int | None = None) -> Shard:
-    """Return a file's `Shard`. dtype: of a raw file. stated: the expected number of tokens. Raises UsageError."""
+    """Return a file's `Shard`. dtype: of a raw file. stated: the expected number of tokens. Raises
+    UsageError.
+    """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -191,7 +244,9 @@ def open_shard(path: Path, dtype: np.dtype, stated: int | None = None) -> Shard:
     if size >= HEADER and int(head[0]) in MAGIC:
         version, dtype, vocabulary = MAGIC[int(head[0])]
         if head[1] != version:
-            raise UsageError(f"data.args.path: {str(path)!r} is llm.c's version {head[1]}; only {version} is supported")
+            raise UsageError(
+                f"data.args.path: {str(path)!r} is llm.c's version {head[1]}; only {version} is supported"
+            )
         offset, stated = HEADER, int(head[2])
     count, torn = divmod(size - offset, dtype.itemsize)
     if torn:
@@ -200,19 +255,25 @@ def open_shard(path: Path, dtype: np.dtype, stated: int | None = None) -> Shard:
             "it again, or set data.args.dtype"
         )
     if stated not in (None, count):
-        raise UsageError(f"data.args.path: {str(path)!r} has {count:,} tokens, instead of {stated:,}; write it again")
+        raise UsageError(
+            f"data.args.path: {str(path)!r} has {count:,} tokens, instead of {stated:,}; write it again"
+        )
     return Shard(path, dtype, offset, count, vocabulary)
 
 
 def map_tokens(shard: Shard, random: bool) -> np.ndarray:
-    """Map a shard's tokens into memory. random: disable readahead, of many times a window. Raises UsageError."""
+    """Map a shard's tokens into memory. random: disable readahead, of many times a window. Raises
+    UsageError.
+    """
     if not shard.size:
         return np.zeros(0, shard.dtype)
     try:
         with shard.path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
-        raise UsageError(f"data.args.path: cannot map {str(shard.path)!r}: {one_line(error)}") from None
+        raise UsageError(
+            f"data.args.path: cannot map {str(shard.path)!r}: {one_line(error)}"
+        ) from None
     if random and hasattr(mmap, "MADV_RANDOM"):
         mapped.madvise(mmap.MADV_RANDOM)
     return np.frombuffer(mapped, shard.dtype, shard.size, shard.offset)

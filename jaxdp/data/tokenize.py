@@ -1,4 +1,6 @@
-"""Tokenize text into shards: stream the input, write to a temporary folder, and rename it when complete."""
+"""Tokenize text into shards: stream the input, write to a temporary folder, and rename it when
+complete.
+"""
 
 import contextlib
 import json
@@ -20,7 +22,9 @@ Ranges = list[tuple[Path, int, int]]  # (file, first byte, end)
 
 
 class Writer:
-    """Write tokens to files KIND_000000.bin, KIND_000001.bin, ... of `size` tokens each; the last may have fewer."""
+    """Write tokens to files KIND_000000.bin, KIND_000001.bin, ... of `size` tokens each; the last
+    may have fewer.
+    """
 
     def __init__(self, folder: Path, kind: str, dtype: np.dtype, size: int):
         self.folder, self.kind, self.dtype, self.size = folder, kind, dtype, size
@@ -48,23 +52,28 @@ class Writer:
             self._file = None
 
 
-def tokenize(inputs: Sequence[Path], output: Path, tokenizer: str, split: float, shard_tokens: int) -> dict[str, Any]:
+def tokenize(
+    inputs: Sequence[Path], output: Path, tokenizer: str, split: float, shard_tokens: int
+) -> dict[str, Any]:
     """Write the folder `output`; return the content of its tokens.json.
 
-    inputs: .txt and .jsonl files; see `documents.pieces`. The last fraction `split` of the bytes of each, from the
-    start of a line or document, is for validation; but if names show that some files are for it, all of these, and
-    nothing of the others. The tokenizer's end_of_text follows each document of a .jsonl file,
-    replaces <|endoftext|> in a text, and separates two files. Tokens are little-endian uint16, or uint32 for a larger
-    vocabulary. shard_tokens: tokens per shard. tokenizer: as in `make_tokenizer`; char reads the inputs twice, to
-    collect its alphabet, with U+0000 as end_of_text if there are several documents.
-    """
+    inputs: .txt and .jsonl files; see `documents.pieces`. The last fraction `split` of the bytes of
+    each, from the start of a line or document, is for validation; but if names show that some files
+    are for it, all of these, and nothing of the others. The tokenizer's end_of_text follows each
+    document of a .jsonl file, replaces <|endoftext|> in a text, and separates two files. Tokens are
+    little-endian uint16, or uint32 for a larger vocabulary. shard_tokens: tokens per shard.
+    tokenizer: as in `make_tokenizer`; char reads the inputs twice, to collect its alphabet, with
+    U+0000 as end_of_text if there are several documents."""
     if tokenizer == "words":
         raise UsageError(
             "data.args.tokenizer: words is not for files of tokens; give another, or train on the text with TextFile"
         )
     ranges = divide(inputs, split)
     if split and any(start < stop for part in ranges.values() for _, start, stop in part):
-        check_parts({kind: sum(stop - start for _, start, stop in part) for kind, part in ranges.items()}, split)
+        check_parts(
+            {kind: sum(stop - start for _, start, stop in part) for kind, part in ranges.items()},
+            split,
+        )
     encoder = Char(alphabet(inputs)) if tokenizer == "char" else make_tokenizer(tokenizer)
     partial = output.parent / f".{output.name}.partial{os.getpid()}"
     partial.mkdir(parents=True)
@@ -83,7 +92,9 @@ def tokenize(inputs: Sequence[Path], output: Path, tokenizer: str, split: float,
 
 
 def held_out(inputs: Sequence[Path]) -> list[Path]:
-    """Return the files that are for validation by their names, if there are others. Raises UsageError."""
+    """Return the files that are for validation by their names, if there are others. Raises
+    UsageError.
+    """
     names = split_names(path.stem for path in inputs)
     check_clear(names, "INPUT", "rename it")
     splits = [names[path.stem].split for path in inputs]
@@ -115,20 +126,32 @@ def check_parts(sizes: Mapping[str, int], split: float) -> None:
     """Raise UsageError if nothing is to train on, or for validation. sizes: of both parts."""
     fix = "a file is divided between two lines or documents; give more text"
     if not sizes["val"]:
-        raise UsageError(f"--split: {split:g} leaves nothing for validation: {fix}, a larger share, or 0 for none")
+        raise UsageError(
+            f"--split: {split:g} leaves nothing for validation: {fix}, a larger share, or 0 for none"
+        )
     if not sizes["train"]:
-        raise UsageError(f"--split: {split:g} leaves nothing to train on: {fix}, or a smaller share")
+        raise UsageError(
+            f"--split: {split:g} leaves nothing to train on: {fix}, or a smaller share"
+        )
 
 
 def alphabet(inputs: Sequence[Path]) -> str:
-    """Return the characters of all inputs, sorted by code point; with U+0000 if a document ends before the last."""
+    """Return the characters of all inputs, sorted by code point; with U+0000 if a document ends
+    before the last.
+    """
     characters: set[str] = set()
     for text, ends in _texts([(path, 0, path.stat().st_size) for path in inputs], reserved("char")):
         characters.update(text, "\0" * ends)
     return "".join(sorted(characters))
 
 
-def _write(ranges: Mapping[str, Ranges], folder: Path, tokenizer: Tokenizer, shard_tokens: int, reserved: str) -> dict:
+def _write(
+    ranges: Mapping[str, Ranges],
+    folder: Path,
+    tokenizer: Tokenizer,
+    shard_tokens: int,
+    reserved: str,
+) -> dict:
     dtype = np.dtype("<u2" if tokenizer.size <= 1 << 16 else "<u4")
     end = np.array([] if tokenizer.end_of_text is None else [tokenizer.end_of_text], dtype)
     writers = {kind: Writer(folder, kind, dtype, shard_tokens) for kind in ranges}
@@ -150,7 +173,9 @@ def _write(ranges: Mapping[str, Ranges], folder: Path, tokenizer: Tokenizer, sha
         "dtype": dtype.name,
         "end_of_text": tokenizer.end_of_text,
         "counts": counts,
-        "shards": {name: count for writer in writers.values() for name, count in writer.shards.items()},
+        "shards": {
+            name: count for writer in writers.values() for name, count in writer.shards.items()
+        },
     }
     with (folder / META).open("w", encoding="utf-8") as file:
         file.write(json.dumps(meta, indent=1) + "\n")
@@ -160,7 +185,9 @@ def _write(ranges: Mapping[str, Ranges], folder: Path, tokenizer: Tokenizer, sha
 
 
 def _texts(ranges: Ranges, reserved: str) -> Iterator[tuple[str, bool]]:
-    """Yield (text, True if a document ends after it) for ranges of files; a document also ends between two files."""
+    """Yield (text, True if a document ends after it) for ranges of files; a document also ends
+    between two files.
+    """
     nonempty = [part for part in ranges if part[1] < part[2]]
     for number, (path, start, stop) in enumerate(nonempty):
         ends = True

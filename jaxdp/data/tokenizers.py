@@ -1,4 +1,6 @@
-"""Tokenizers: convert text to token ids and back; a tokenizer's spec, a JSON object, is enough to rebuild it."""
+"""Tokenizers: convert text to token ids and back; a tokenizer's spec, a JSON object, is enough to
+rebuild it.
+"""
 
 import hashlib
 import re
@@ -10,14 +12,21 @@ import numpy as np
 
 from jaxdp.errors import UsageError, import_optional, one_line, suggest
 
-ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # names of end_of_text in known vocabularies
+ENDS = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "[SEP]",
+)  # names of end_of_text in known vocabularies
 
 
 class Tokenizer(Protocol):
-    """The tokenizer interface. size: of the vocabulary; ids are below it. end_of_text: the token that ends a document.
+    """The tokenizer interface. size: of the vocabulary; ids are below it. end_of_text: the token
+    that ends a document.
 
-    encode(text) returns integers [token]; decode(ids) returns the text; spec() returns the argument of `from_spec`.
-    """
+    encode(text) returns integers [token]; decode(ids) returns the text; spec() returns the argument
+    of `from_spec`."""
 
     size: int
     end_of_text: int | None
@@ -57,7 +66,9 @@ class Char:
 
     def __init__(self, alphabet: str):
         if not alphabet:
-            raise UsageError("data.args.tokenizer: char has an empty alphabet; give it a text that is not empty")
+            raise UsageError(
+                "data.args.tokenizer: char has an empty alphabet; give it a text that is not empty"
+            )
         self.alphabet, self.size = alphabet, len(alphabet)
         codes = _codes(alphabet)
         self._order = np.argsort(codes, kind="stable")
@@ -66,7 +77,9 @@ class Char:
 
     @classmethod
     def of(cls, text: str) -> "Char":
-        """Return the tokenizer of a text's characters, sorted by code point as in nanoGPT's `shakespeare_char`."""
+        """Return the tokenizer of a text's characters, sorted by code point as in nanoGPT's
+        `shakespeare_char`.
+        """
         return cls("".join(map(chr, np.unique(_codes(text)).tolist())))
 
     def encode(self, text: str) -> np.ndarray:
@@ -89,10 +102,11 @@ class Char:
 
 
 class Words:
-    """One token per word between spaces, and <eos> at the end of each line; vocabulary: the words, in the order of ids.
+    """One token per word between spaces, and <eos> at the end of each line; vocabulary: the words,
+    in the order of ids.
 
-    The usual reading of the Penn Treebank (Mikolov et al. 2010; PyTorch's `word_language_model`). A word outside the
-    vocabulary becomes <unk>, or raises UsageError if the vocabulary has no <unk>.
+    The usual reading of the Penn Treebank (Mikolov et al. 2010; PyTorch's `word_language_model`). A
+    word outside the vocabulary becomes <unk>, or raises UsageError if the vocabulary has no <unk>.
     """
 
     kind: ClassVar[str] = "words"
@@ -128,7 +142,9 @@ class Words:
 
 
 class File:
-    """A `tokenizer.json` of the `tokenizers` library; encodes all of a text, without special tokens or padding."""
+    """A `tokenizer.json` of the `tokenizers` library; encodes all of a text, without special tokens
+    or padding.
+    """
 
     kind: ClassVar[str] = "file"
 
@@ -139,16 +155,24 @@ class File:
             content = self.path.read_bytes()
             self._tokenizer = library.Tokenizer.from_str(content.decode())
         except FileNotFoundError:
-            raise UsageError(f"data.args.tokenizer: no file {str(path)!r}; give the path of a tokenizer.json") from None
+            raise UsageError(
+                f"data.args.tokenizer: no file {str(path)!r}; give the path of a tokenizer.json"
+            ) from None
         except Exception as error:  # the library raises plain Exceptions for invalid files
-            raise UsageError(f"data.args.tokenizer: {str(path)!r} is not a tokenizer.json: {one_line(error)}") from None
+            raise UsageError(
+                f"data.args.tokenizer: {str(path)!r} is not a tokenizer.json: {one_line(error)}"
+            ) from None
         self._tokenizer.no_truncation()  # a file may store the settings of a model's inputs
         self._tokenizer.no_padding()
         self.sha256 = hashlib.sha256(content).hexdigest()
         if sha256 not in (None, self.sha256):
-            raise UsageError(f"data.args.tokenizer: {str(path)!r} is not the file that was used before; put it back")
+            raise UsageError(
+                f"data.args.tokenizer: {str(path)!r} is not the file that was used before; put it back"
+            )
         self.size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)  # ids may have gaps
-        self.end_of_text = next((i for name in ENDS if (i := self._tokenizer.token_to_id(name)) is not None), None)
+        self.end_of_text = next(
+            (i for name in ENDS if (i := self._tokenizer.token_to_id(name)) is not None), None
+        )
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
@@ -164,7 +188,9 @@ class File:
 
 
 class Named:
-    """A vocabulary of the `tiktoken` library by its name, such as gpt2; downloaded once, then cached by tiktoken."""
+    """A vocabulary of the `tiktoken` library by its name, such as gpt2; downloaded once, then
+    cached by tiktoken.
+    """
 
     kind: ClassVar[str] = "named"
 
@@ -172,8 +198,14 @@ class Named:
         library = _library("tiktoken")
         known = library.list_encoding_names()
         if name not in known:
-            hint = suggest(name, ["byte", "char", "words", *known], otherwise="give byte, char, a tokenizer.json")
-            raise UsageError(f"data.args.tokenizer: {name!r} is not known; {hint} or one of {', '.join(known)}")
+            hint = suggest(
+                name,
+                ["byte", "char", "words", *known],
+                otherwise="give byte, char, a tokenizer.json",
+            )
+            raise UsageError(
+                f"data.args.tokenizer: {name!r} is not known; {hint} or one of {', '.join(known)}"
+            )
         try:
             self._encoding = library.get_encoding(name)
         except Exception as error:  # network errors have many types
@@ -197,28 +229,44 @@ class Named:
         return Named, (self.name,)
 
 
-RESERVED = {"byte": "\0", "char": "\0"}  # kind -> the character that is end_of_text, which no document may contain
-KINDS: dict[str, Callable[..., Any]] = {"byte": Byte, "char": Char, "words": Words, "file": File, "named": Named}
+RESERVED = {
+    "byte": "\0",
+    "char": "\0",
+}  # kind -> the character that is end_of_text, which no document may contain
+KINDS: dict[str, Callable[..., Any]] = {
+    "byte": Byte,
+    "char": Char,
+    "words": Words,
+    "file": File,
+    "named": Named,
+}
 
 
-def make_tokenizer(name: str | Mapping[str, Any], text: Callable[[], str] | None = None) -> Tokenizer:
-    """Return the tokenizer named byte, char or words, of a `tokenizer.json`, of a tiktoken name, or of a spec.
+def make_tokenizer(
+    name: str | Mapping[str, Any], text: Callable[[], str] | None = None
+) -> Tokenizer:
+    """Return the tokenizer named byte, char or words, of a `tokenizer.json`, of a tiktoken name, or
+    of a spec.
 
-    text: returns the text from which char and words build their vocabulary; UsageError if they need it and it is None.
-    """
+    text: returns the text from which char and words build their vocabulary; UsageError if they need
+    it and it is None."""
     if not isinstance(name, str):
         return from_spec(name)
     if name == "byte":
         return Byte()
     if name in ("char", "words"):
         if text is None:
-            raise UsageError(f"data.args.tokenizer: {name!r} needs a text to take its vocabulary from; give a spec")
+            raise UsageError(
+                f"data.args.tokenizer: {name!r} needs a text to take its vocabulary from; give a spec"
+            )
         return Char.of(text()) if name == "char" else Words.of(text())
     return File(name) if name.endswith(".json") else Named(name)
 
 
 def reserved(name: str | Mapping[str, Any]) -> str:
-    """Return the character that no document may contain, "" if there is none. name: as in `make_tokenizer`."""
+    """Return the character that no document may contain, "" if there is none. name: as in
+    `make_tokenizer`.
+    """
     return RESERVED.get(name if isinstance(name, str) else str(name.get("kind")), "")
 
 

@@ -1,7 +1,7 @@
 """Transforms of examples on the device: per example, each with its own key, or per microbatch.
 
-Keys depend only on the microbatch and the row in it, so that results do not depend on the number of devices.
-"""
+Keys depend only on the microbatch and the row in it, so that results do not depend on the number of
+devices."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,20 +19,25 @@ NOT_OF_EXAMPLES = ("mask", RESET)
 
 
 class Mixup:
-    """Mixup: blend every example's inputs and labels with those of the example before it (arXiv 1710.09412).
+    """Mixup: blend every example's inputs and labels with those of the example before it (arXiv
+    1710.09412).
 
-    inputs <- a inputs + (1 - a) other inputs, with one a ~ Beta(alpha, alpha) per microbatch; labels become
-    probabilities [example, classes], NaN for a label outside [0, classes). classes: the number of labels. Padding is
-    not mixed.
+    inputs <- a inputs + (1 - a) other inputs, with one a ~ Beta(alpha, alpha) per microbatch;
+    labels become probabilities [example, classes], NaN for a label outside [0, classes). classes:
+    the number of labels. Padding is not mixed.
     """
 
     batched = True
 
     def __init__(self, classes: int, alpha: float = 0.2):
         if not alpha > 0:
-            raise UsageError(f"data.transform.args.alpha: {alpha} must be greater than 0, such as 0.2")
+            raise UsageError(
+                f"data.transform.args.alpha: {alpha} must be greater than 0, such as 0.2"
+            )
         if classes < 1:
-            raise UsageError(f"data.transform.args.classes: {classes} must be the number of labels, at least 1")
+            raise UsageError(
+                f"data.transform.args.classes: {classes} must be the number of labels, at least 1"
+            )
         self.classes, self.alpha = classes, alpha
 
     def __call__(self, batch: Batch, key: jax.Array, train: bool) -> Batch:
@@ -40,39 +45,55 @@ class Mixup:
             return batch
         inputs = batch["inputs"]
         if not jnp.issubdtype(inputs.dtype, jnp.floating):
-            raise UsageError(f"data.transform: Mixup mixes floats, not {inputs.dtype}; scale the inputs before")
-        share = jax.random.beta(key, self.alpha, self.alpha, dtype=jnp.promote_types(inputs.dtype, jnp.float32))
+            raise UsageError(
+                f"data.transform: Mixup mixes floats, not {inputs.dtype}; scale the inputs before"
+            )
+        share = jax.random.beta(
+            key, self.alpha, self.alpha, dtype=jnp.promote_types(inputs.dtype, jnp.float32)
+        )
         # Each real example is mixed with the real one before it, the first with the last.
         real = batch["mask"].reshape(len(inputs), -1).any(-1)
         before = (jnp.cumsum(real) - 2) % jnp.maximum(real.sum(), 1)
         other = jnp.where(real, jnp.argsort(~real)[before], jnp.arange(len(inputs)))
-        mix = lambda x: share.astype(x.dtype) * x + (1 - share).astype(x.dtype) * x[other]
+
+        def mix(x):
+            return share.astype(x.dtype) * x + (1 - share).astype(x.dtype) * x[other]
+
         labels, mask = batch["labels"], batch["mask"]
         mask = mask.reshape(mask.shape + (1,) * (labels.ndim - mask.ndim))
         wrong = ((labels < 0) | (labels >= self.classes)) & (mask != 0)
-        shares = jnp.where(wrong[..., None], jnp.nan, jax.nn.one_hot(labels, self.classes, dtype=inputs.dtype))
+        shares = jnp.where(
+            wrong[..., None], jnp.nan, jax.nn.one_hot(labels, self.classes, dtype=inputs.dtype)
+        )
         return {**batch, "inputs": mix(inputs), "labels": mix(shares)}
 
 
 class Scale:
-    """Divide an entry of the examples, such as uint8 pixels, by a number, also in evaluation; the result is floats."""
+    """Divide an entry of the examples, such as uint8 pixels, by a number, also in evaluation; the
+    result is floats.
+    """
 
     batched = True
 
     def __init__(self, divisor: float = 255.0, name: str = "inputs"):
         if not divisor > 0:
-            raise UsageError(f"data.transform.args.divisor: {divisor} must be greater than 0, such as 255")
+            raise UsageError(
+                f"data.transform.args.divisor: {divisor} must be greater than 0, such as 255"
+            )
         self.divisor, self.name = divisor, name
 
     def __call__(self, batch: Batch, key: jax.Array, train: bool) -> Batch:
         if (x := batch.get(self.name)) is None:
-            raise UsageError(f"data.transform.args.name: no {self.name!r}; the data has {sorted(batch)}; name another")
+            raise UsageError(
+                f"data.transform.args.name: no {self.name!r}; the data has {sorted(batch)}; name another"
+            )
         dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.result_type(float)
         return {**batch, self.name: x.astype(dtype) * (1 / self.divisor)}
 
 
 def as_transform(f: Callable[..., Any]) -> Transform:
-    """Map a function of one example over a microbatch; return `f` unchanged if its attribute `batched` is true.
+    """Map a function of one example over a microbatch; return `f` unchanged if its attribute
+    `batched` is true.
 
     f(example, key) -> example runs on training examples only, f with an argument `train` on all; example: {name: array}
     without "mask". Raises UsageError for another signature.
@@ -97,12 +118,19 @@ def as_transform(f: Callable[..., Any]) -> Transform:
         examples = {name: x for name, x in batch.items() if name not in untouched}
         count = next(iter(examples.values())).shape[0]
         keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count))
-        run = lambda example, key: f(example, key, **({"train": train} if named else {}))
+
+        def run(example, key):
+            return f(example, key, **({"train": train} if named else {}))
+
         result = jax.vmap(run)(examples, keys)
         if not isinstance(result, dict):
-            raise UsageError(f"data.transform: it returned {type(result).__name__}; return a dict of arrays")
+            raise UsageError(
+                f"data.transform: it returned {type(result).__name__}; return a dict of arrays"
+            )
         if "mask" in result:
-            raise UsageError("data.transform: it returned 'mask', which only the data can set; add it to the examples")
+            raise UsageError(
+                "data.transform: it returned 'mask', which only the data can set; add it to the examples"
+            )
         return {**result, **untouched}
 
     return transform
@@ -114,7 +142,9 @@ def both(first: Transform | None, second: Transform | None) -> Transform | None:
         return first or second
 
     def transform(batch: Batch, key: jax.Array, train: bool) -> Batch:
-        second_key = jax.random.fold_in(key, 1 << 31)  # rows and the parts of a split key have smaller numbers
+        second_key = jax.random.fold_in(
+            key, 1 << 31
+        )  # rows and the parts of a split key have smaller numbers
         return second(first(batch, key, train), second_key, train)
 
     return transform

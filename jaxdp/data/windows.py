@@ -1,4 +1,6 @@
-"""Windows of tokens: an example is a window of a long token array; its labels are the window one token later."""
+"""Windows of tokens: an example is a window of a long token array; its labels are the window one
+token later.
+"""
 
 from collections.abc import Sequence
 
@@ -7,21 +9,24 @@ import numpy as np
 from jaxdp.data.parts import Part, array_part
 from jaxdp.errors import UsageError, check_sizes
 
-SMALL = 1 << 24  # up to this many tokens are checked at once in the beginning; otherwise each window when it is read
+SMALL = (
+    1 << 24
+)  # up to this many tokens are checked at once in the beginning; otherwise each window when it is read
 
 
 class Windows:
     """A data set of token windows: "inputs" and "labels" int32 [length], one token apart.
 
-    shards: arrays of tokens uint8, uint16, uint32 or int32, in memory or memory-mapped; no window crosses a shard
-    boundary. Example i of a shard is `tokens[i * stride : i * stride + length + 1]`; drops the last tokens, too few for
-    another example. stride: tokens between the starts of two examples, `length` by default; text data sets use it for
-    training only, so that an evaluation counts each token once. classes: the size of the vocabulary; raises UsageError
-    with the position of a token beyond it. names: the shards' names in this error.
+    shards: arrays of tokens uint8, uint16, uint32 or int32, in memory or memory-mapped; no window
+    crosses a shard boundary. Example i of a shard is `tokens[i * stride : i * stride + length +
+    1]`; drops the last tokens, too few for another example. stride: tokens between the starts of
+    two examples, `length` by default; text data sets use it for training only, so that an
+    evaluation counts each token once. classes: the size of the vocabulary; raises UsageError with
+    the position of a token beyond it. names: the shards' names in this error.
 
-    end_of_text: the token that ends a document and belongs to it. If set, examples also have "segments" int32 [length],
-    the number of the document within the window, and "mask" float32 [length], 0 where the label is the first token of
-    the next document.
+    end_of_text: the token that ends a document and belongs to it. If set, examples also have
+    "segments" int32 [length], the number of the document within the window, and "mask" float32
+    [length], 0 where the label is the first token of the next document.
     """
 
     def __init__(
@@ -42,7 +47,9 @@ class Windows:
         self.starts = np.cumsum([0, *counts])
         if not self.starts[-1]:
             longest = max(map(len, self.shards), default=0)
-            raise UsageError(f"data.args.length: {length}, but there are {longest:,} {unit}; make it smaller")
+            raise UsageError(
+                f"data.args.length: {length}, but there are {longest:,} {unit}; make it smaller"
+            )
         if sum(map(len, self.shards)) <= SMALL:
             for shard, tokens in enumerate(self.shards):
                 self._check(tokens[None], np.zeros(1, np.int64), shard)
@@ -60,7 +67,9 @@ class Windows:
         return batch
 
     def parts(self) -> dict[str, Part]:
-        return {f"{i} {tokens.dtype.name}": array_part(tokens) for i, tokens in enumerate(self.shards)}
+        return {
+            f"{i} {tokens.dtype.name}": array_part(tokens) for i, tokens in enumerate(self.shards)
+        }
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
         """Return the windows at indices[k] as int32 [k, length + 1]."""
@@ -76,13 +85,21 @@ class Windows:
 
     def _windows(self, shard: int, firsts: np.ndarray) -> np.ndarray:
         """Return the windows [k, length + 1] of a shard from the positions firsts[k]."""
-        windows = np.lib.stride_tricks.sliding_window_view(self.shards[shard], self.length + 1)[firsts]
+        windows = np.lib.stride_tricks.sliding_window_view(self.shards[shard], self.length + 1)[
+            firsts
+        ]
         self._check(windows, firsts, shard)
         return windows
 
     def _check(self, windows: np.ndarray, firsts: np.ndarray, shard: int) -> None:
-        """Raise UsageError for a token outside the vocabulary; a model would look up another token's weights for it."""
-        if not self.classes or self.classes > np.iinfo(windows.dtype).max or windows.max(initial=0) < self.classes:
+        """Raise UsageError for a token outside the vocabulary; a model would look up another
+        token's weights for it.
+        """
+        if (
+            not self.classes
+            or self.classes > np.iinfo(windows.dtype).max
+            or windows.max(initial=0) < self.classes
+        ):
             return
         row, column = np.argwhere(windows >= self.classes)[0]
         prefix, token = f"{self.names[shard]}: " if self.names else "", windows[row, column]
@@ -93,7 +110,9 @@ class Windows:
 
 
 def cut(shards: Sequence[np.ndarray], fraction: float, test: bool) -> list[np.ndarray]:
-    """Return views of all but the last `fraction` of the tokens, or of the last `fraction` for the test split."""
+    """Return views of all but the last `fraction` of the tokens, or of the last `fraction` for the
+    test split.
+    """
     check_fraction(fraction)
     boundary = int(sum(map(len, shards)) * (1 - fraction))
     parts = []

@@ -1,8 +1,9 @@
-"""Worker processes that prefetch: worker w of N reads every N-th batch, so batches stay a pure function of the step.
+"""Worker processes that prefetch: worker w of N reads every N-th batch, so batches stay a pure
+function of the step.
 
-Uses plain processes and pipes instead of grain's `mp_prefetch` (0.2.18): grain's workers outlive a killed parent, print
-and leak shared memory on a SIGTERM to the process group, each import jax, and need absl's flags parsed in the parent.
-"""
+Uses plain processes and pipes instead of grain's `mp_prefetch` (0.2.18): grain's workers outlive a
+killed parent, print and leak shared memory on a SIGTERM to the process group, each import jax, and
+need absl's flags parsed in the parent."""
 
 import atexit
 import contextlib
@@ -41,22 +42,27 @@ def prefetch_in_workers(
     then: Callable[[range, Batch], Any] = lambda steps, batch: batch,
     groups: Iterable[range] | None = None,
 ) -> Iterator[Iterator[Any]]:
-    """Prefetch `read_batch(dataset, order, step, numbers)` in `workers` processes; 0 prefetches in a thread.
+    """Prefetch `read_batch(dataset, order, step, numbers)` in `workers` processes; 0 prefetches in
+    a thread.
 
-    Each worker is a new interpreter (spawn) with a pickled copy of the dataset; pickling is cheap if the dataset
-    reopens its files when it is unpickled. A worker keeps one batch ready; more are received ahead (`prefetch`). The
-    iterator raises a worker's exception after the batches before it, with the worker's traceback as a note, and
-    RunFailed for a killed worker. Workers ignore the signals that ask a run to end, are killed when the context is
-    left, exit when this process dies, and never use an accelerator.
+    Each worker is a new interpreter (spawn) with a pickled copy of the dataset; pickling is cheap
+    if the dataset reopens its files when it is unpickled. A worker keeps one batch ready; more are
+    received ahead (`prefetch`). The iterator raises a worker's exception after the batches before
+    it, with the worker's traceback as a note, and RunFailed for a killed worker. Workers ignore the
+    signals that ask a run to end, are killed when the context is left, exit when this process dies,
+    and never use an accelerator.
 
-    groups: the `steps` in order, in ranges, by default of one each; a range of several becomes one item, as returned by
-    `read_batches`. then(steps, batch): applied to each item in this process, also ahead of use.
+    groups: the `steps` in order, in ranges, by default of one each; a range of several becomes one
+    item, as returned by `read_batches`. then(steps, batch): applied to each item in this process,
+    also ahead of use.
 
     Raises UsageError if the dataset cannot be pickled.
     """
     items = single_steps(steps) if groups is None else groups
     if workers < 1:
-        with prefetch(lambda steps: then(steps, _read(dataset, order, steps, numbers)), items) as batches:
+        with prefetch(
+            lambda steps: then(steps, _read(dataset, order, steps, numbers)), items
+        ) as batches:
             yield batches
         return
     with (
@@ -85,14 +91,20 @@ def _read(dataset: Dataset, order: ExampleOrder, steps: range, numbers: Any) -> 
 
 def _receive_steps(receive: Callable[[int], Batch], steps: range) -> Batch:
     batches = [receive(step) for step in steps]
-    return {key: np.stack([batch[key] for batch in batches]) for key in batches[0]} if len(steps) > 1 else batches[0]
+    return (
+        {key: np.stack([batch[key] for batch in batches]) for key in batches[0]}
+        if len(steps) > 1
+        else batches[0]
+    )
 
 
 @contextmanager
 def _pool(
     dataset: bytes, order: ExampleOrder, numbers: Any, steps: range, workers: int
 ) -> Iterator[tuple[Callable[[int], Batch], Callable[[], None]]]:
-    """Start the workers; yield (a function that receives the batch of a step, a function that kills all workers)."""
+    """Start the workers; yield (a function that receives the batch of a step, a function that kills
+    all workers).
+    """
     context = multiprocessing.get_context("spawn")
     count = min(workers, len(steps))
     processes: list[Any] = []
@@ -121,13 +133,17 @@ def _pool(
         for process in processes:
             process.kill()
 
-    atexit.register(end)  # runs before multiprocessing terminates the workers, a signal they ignore, and joins them
+    atexit.register(
+        end
+    )  # runs before multiprocessing terminates the workers, a signal they ignore, and joins them
     try:
         with _signals_blocked():
             for worker in range(count):
                 pipe, far = context.Pipe(duplex=False)
                 args = (far, dataset, order, np.asarray(numbers), steps[worker::count])
-                process = context.Process(target=_work, args=args, name=f"jaxdp-worker-{worker}", daemon=True)
+                process = context.Process(
+                    target=_work, args=args, name=f"jaxdp-worker-{worker}", daemon=True
+                )
                 process.start()
                 far.close()  # so that the pipe closes when the worker ends
                 processes.append(process)
@@ -144,13 +160,17 @@ def _pool(
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block the signals that ask a run to end in processes started inside: a child inherits the signal mask.
+    """Block the signals that ask a run to end in processes started inside: a child inherits the
+    signal mask.
 
     This process still receives them, in its other threads or after the context.
     """
     safe = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"  # else a new process finds its first modules in the working directory
-    resource_tracker.ensure_running()  # otherwise the first process starts it, which unblocks signals
+    os.environ["PYTHONSAFEPATH"] = (
+        "1"  # else a new process finds its first modules in the working directory
+    )
+    # otherwise the first process starts it, which unblocks signals
+    resource_tracker.ensure_running()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
     try:
         yield
@@ -160,7 +180,9 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _work(pipe: Connection, pickled: bytes, order: ExampleOrder, numbers: np.ndarray, steps: range) -> None:
+def _work(
+    pipe: Connection, pickled: bytes, order: ExampleOrder, numbers: np.ndarray, steps: range
+) -> None:
     """Read and send batches until killed, or until the parent has ended; runs in a worker."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.pop("PYTHONSAFEPATH", None)
@@ -175,10 +197,13 @@ def _work(pipe: Connection, pickled: bytes, order: ExampleOrder, numbers: np.nda
     except BrokenPipeError:
         pass
     except BaseException as error:
-        error.add_note(f"in {multiprocessing.current_process().name}, at step {step}:\n{traceback.format_exc()}")
+        error.add_note(
+            f"in {multiprocessing.current_process().name}, at step {step}:\n{traceback.format_exc()}"
+        )
         with contextlib.suppress(BrokenPipeError):
             pipe.send_bytes(_dumps_error(error))
-    threading.Event().wait()  # everything is sent but perhaps not yet received: wait for the parent to kill this worker
+    # everything is sent but perhaps not yet received: wait for the parent to kill this worker
+    threading.Event().wait()
 
 
 def _end_with_parent() -> None:

@@ -1,11 +1,14 @@
-"""Authenticated messages between the ranks and their coordinator: JSON objects in frames, each with an HMAC.
+"""Authenticated messages between the ranks and their coordinator: JSON objects in frames, each with
+an HMAC.
 
-The processes of a job share a secret. The coordinator opens a connection with a magic line and a random nonce; the
-client's first message contains a second nonce. Each direction has a key derived from the secret and the nonces, and
-each frame is numbered, so a frame recorded on another connection, or sent twice, is refused. Messages are
-authenticated, not encrypted. A message to all ranks is encoded and hashed once: the HMAC is that of its hash.
+The processes of a job share a secret. The coordinator opens a connection with a magic line and a
+random nonce; the client's first message contains a second nonce. Each direction has a key derived
+from the secret and the nonces, and each frame is numbered, so a frame recorded on another
+connection, or sent twice, is refused. Messages are authenticated, not encrypted. A message to all
+ranks is encoded and hashed once: the HMAC is that of its hash.
 
-A first message that is not authentic is answered by REFUSAL, so that a connection that breaks is not taken for one.
+A first message that is not authentic is answered by REFUSAL, so that a connection that breaks is
+not taken for one.
 
     frame = length (4 bytes, big-endian) | HMAC-SHA256(key, number | SHA-256(payload)) (32 bytes) | payload (JSON)
 """
@@ -61,10 +64,14 @@ class Sealer:
 
     def seal(self, message: Encoded) -> bytes:
         """Return the frame of a message."""
-        return len(message.payload).to_bytes(4, "big") + self._digest(message.sha256) + message.payload
+        return (
+            len(message.payload).to_bytes(4, "big") + self._digest(message.sha256) + message.payload
+        )
 
     def open(self, head: bytes, payload: bytes) -> dict[str, Any]:
-        """Return the message of a frame. Raises Refused if it was not sealed with this key and number."""
+        """Return the message of a frame. Raises Refused if it was not sealed with this key and
+        number.
+        """
         if not hmac.compare_digest(self._digest(hashlib.sha256(payload).digest()), head[4:]):
             raise Refused("wrong secret")
         try:
@@ -95,7 +102,9 @@ def to_rank(secret: str, nonce: bytes, rank_nonce: bytes) -> Sealer:
 
 
 def secret_file() -> pathlib.Path:
-    """Return the path of the user's secret, for launchers that cannot pass one: ~/.config/jaxdp/secret."""
+    """Return the path of the user's secret, for launchers that cannot pass one:
+    ~/.config/jaxdp/secret.
+    """
     config = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
     return pathlib.Path(config).expanduser() / "jaxdp" / "secret"
 
@@ -127,7 +136,11 @@ def shared_secret() -> str:
             path.read_text(encoding="utf-8", errors="replace").strip(),
         )
     except OSError as error:
-        raise UsageError(f"{path}: the job's secret cannot be stored there ({error.strerror}): {fix}") from None
+        raise UsageError(
+            f"{path}: the job's secret cannot be stored there ({error.strerror}): {fix}"
+        ) from None
     if mode & 0o077 or owner != os.getuid() or not secret:
-        raise UsageError(f"{path}: others can read this secret, or it is empty: remove it, or {fix}")
+        raise UsageError(
+            f"{path}: others can read this secret, or it is empty: remove it, or {fix}"
+        )
     return secret

@@ -24,7 +24,13 @@ SILENT = 5.0  # seconds without a message after which a coordinator may be froze
 PATIENCE = 10.0  # seconds beyond the timeout, so that the coordinator's deadline comes first
 REACTION = 1.0  # seconds that another program has to answer a line that is not of its protocol
 # No program has answered.
-NOBODY = (errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ETIMEDOUT)
+NOBODY = (
+    errno.ECONNREFUSED,
+    errno.ENETUNREACH,
+    errno.EHOSTUNREACH,
+    errno.ENETDOWN,
+    errno.ETIMEDOUT,
+)
 
 
 def has_data(source: socket.socket | IO[str], seconds: float) -> bool:
@@ -35,10 +41,11 @@ def has_data(source: socket.socket | IO[str], seconds: float) -> bool:
 
 
 class Foreign(ConnectionError):
-    """The greeting is that of another program, or the coordinator of another job has refused the first message.
+    """The greeting is that of another program, or the coordinator of another job has refused the
+    first message.
 
-    A connection that is closed, or on which nothing arrives, says nothing about the program behind it.
-    """
+    A connection that is closed, or on which nothing arrives, says nothing about the program behind
+    it."""
 
 
 class Connection:
@@ -67,11 +74,17 @@ class Connection:
         self.send(nonce=rank_nonce, **first)
 
     def _greeting(self, timeout: float) -> bytes:
-        """Return the nonce of the coordinator's greeting. A program that waits for a request gets a wrong one."""
+        """Return the nonce of the coordinator's greeting. A program that waits for a request gets a
+        wrong one.
+        """
         if is_late := not has_data(self.socket, timeout):
-            self.socket.sendall(channel.MAGIC)  # not a message: this connection can no longer be used
+            self.socket.sendall(
+                channel.MAGIC
+            )  # not a message: this connection can no longer be used
             if not has_data(self.socket, REACTION):
-                raise TimeoutError("it accepts connections, but sends nothing: frozen, overloaded or another program")
+                raise TimeoutError(
+                    "it accepts connections, but sends nothing: frozen, overloaded or another program"
+                )
         data = b""
         while len(data) < len(channel.MAGIC) + channel.NONCE:
             data += self._read(1)
@@ -90,7 +103,9 @@ class Connection:
             self.socket.sendall(self._out.seal(channel.encode(message)))
 
     def receive(self) -> dict[str, Any]:
-        """Wait for the next message. Raises OSError if the coordinator has ended or belongs to another job."""
+        """Wait for the next message. Raises OSError if the coordinator has ended or belongs to
+        another job.
+        """
         head = self._read(channel.HEAD)
         if head == channel.REFUSAL:
             raise Foreign("it has another secret")
@@ -100,9 +115,9 @@ class Connection:
             raise Foreign(str(error)) from None
 
     def answer(self, timeout: float, interval: float, silent: Callable[[], None]) -> dict[str, Any]:
-        """Return the next message that is not the answer to a heartbeat. Raises TimeoutError after `timeout` seconds
-        without any message; meanwhile `silent` is called every few seconds. interval: seconds between two heartbeats.
-        """
+        """Return the next message that is not the answer to a heartbeat. Raises TimeoutError after
+        `timeout` seconds without any message; meanwhile `silent` is called every few seconds.
+        interval: seconds between two heartbeats."""
         heard, pause = time.monotonic(), max(SILENT, 2 * interval)
         while time.monotonic() - heard < timeout:
             if not has_data(self.socket, min(pause, timeout)):
@@ -122,9 +137,13 @@ class Connection:
         def beat() -> None:
             with contextlib.suppress(OSError):
                 while not done.wait(interval):
-                    self.send(op="beat", id="", note={})  # with an id, the coordinator answers before the admission
+                    self.send(
+                        op="beat", id="", note={}
+                    )  # with an id, the coordinator answers before the admission
 
-        thread = threading.Thread(target=beat, name="heartbeats of a process that joins", daemon=True)
+        thread = threading.Thread(
+            target=beat, name="heartbeats of a process that joins", daemon=True
+        )
         thread.start()
         try:
             yield
@@ -136,7 +155,9 @@ class Connection:
         """Call `prepare`, and tell the coordinator that it has returned."""
         os.register_at_fork(after_in_child=self.socket.close)  # a worker may outlive this process
         prepare()
-        with contextlib.suppress(OSError):  # the coordinator has ended; its last message can still be read
+        with contextlib.suppress(
+            OSError
+        ):  # the coordinator has ended; its last message can still be read
             self.send(op="prepared", id="")
 
     def _read(self, count: int) -> bytes:
@@ -150,10 +171,11 @@ class Connection:
 
 @dataclass(frozen=True)
 class Joined:
-    """A joined job. connection: to the coordinator. facts[rank]. jax_address: "host:port" of JAX's service.
+    """A joined job. connection: to the coordinator. facts[rank]. jax_address: "host:port" of JAX's
+    service.
 
-    rank: this process's, in this generation of the job. address: (host, port) of the coordinator. secret: the job's.
-    """
+    rank: this process's, in this generation of the job. address: (host, port) of the coordinator.
+    secret: the job's."""
 
     connection: Connection
     facts: list[Facts]
@@ -167,11 +189,19 @@ class Joined:
     def last_facts(self) -> Facts:
         """Return the facts of this process for the generation after this one."""
         newest = max(facts.get("state", -1) for facts in self.facts)
-        return {**self.facts[self.rank], "last": [self.generation, len(self.facts)], "newest": newest}
+        return {
+            **self.facts[self.rank],
+            "last": [self.generation, len(self.facts)],
+            "newest": newest,
+        }
 
     def reconnect(self) -> Connection:
-        """Connect to another coordinator at the address, for the heartbeats of this process while it is busy."""
-        connection = Connection(*self.address, self.secret, 5.0, facts={**self.last_facts, "busy": True})
+        """Connect to another coordinator at the address, for the heartbeats of this process while
+        it is busy.
+        """
+        connection = Connection(
+            *self.address, self.secret, 5.0, facts={**self.last_facts, "busy": True}
+        )
         connection.socket.settimeout(None)
         return connection
 
@@ -186,13 +216,14 @@ def join(
     prepare: Callable[[], None] | None = None,
     silent: Callable[[], None] = lambda: None,
 ) -> Joined:
-    """Join the job at its coordinator, or the next generation of an elastic one, retrying until it answers.
+    """Join the job at its coordinator, or the next generation of an elastic one, retrying until it
+    answers.
 
-    absent: called with the seconds since the start while no coordinator is there; silent: called every few seconds
-    while one is there, but sends nothing. prepare: called if the job runs, and this process is asked to build its run
-    first. Raises UsageError (foreign program at the address, other secret, other facts) or DistributedError (a missing
-    rank or coordinator; too few processes to continue an elastic job).
-    """
+    absent: called with the seconds since the start while no coordinator is there; silent: called
+    every few seconds while one is there, but sends nothing. prepare: called if the job runs, and
+    this process is asked to build its run first. Raises UsageError (foreign program at the address,
+    other secret, other facts) or DistributedError (a missing rank or coordinator; too few processes
+    to continue an elastic job)."""
     title, began, problem = hosts.title(facts["rank"], facts["host"]), time.monotonic(), "not tried"
     foreign, greeted, interval = 0, False, beat_interval(facts["size"])
     while (remaining := began + timeout - time.monotonic()) > 0:

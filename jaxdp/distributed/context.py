@@ -1,4 +1,6 @@
-"""The context of a process in its job: its rank, the number of ranks, and small exchanges between them."""
+"""The context of a process in its job: its rank, the number of ranks, and small exchanges between
+them.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,21 @@ from jaxdp.distributed.launchers import discover
 from jaxdp.distributed.world import World
 from jaxdp.errors import INTERRUPTED, DistributedError, ReportedError, UsageError, one_line
 
-SLOW = 600.0  # seconds that one process may take longer than another, such as to compile or to read its data
-GRACE, LATE = 2.0, 8.0  # seconds that an ending process waits for the others, and for the one that prints for it
+# seconds that one process may take longer than another, such as to compile or to read its data
+SLOW = 600.0
+GRACE, LATE = (
+    2.0,
+    8.0,
+)  # seconds that an ending process waits for the others, and for the one that prints for it
 
 
 @dataclasses.dataclass(frozen=True)
 class Context:
     """One process of a job.
 
-    local_rank, local_size: rank and number of the processes on this host. root_rank: the rank that prints and saves.
-    hosts[rank]: host names; pids[rank]: process ids. launcher: the program that started the processes; "none" for a
-    single process.
+    local_rank, local_size: rank and number of the processes on this host. root_rank: the rank that
+    prints and saves. hosts[rank]: host names; pids[rank]: process ids. launcher: the program that
+    started the processes; "none" for a single process.
     """
 
     rank: int = 0
@@ -51,27 +57,40 @@ class Context:
         return hosts.title(rank, self.hosts[rank])
 
     def exchange(self, name: str, text: str, timeout: float = 60.0) -> list[str]:
-        """Return every rank's short `text`, by rank. Raises DistributedError that names the ranks that time out."""
+        """Return every rank's short `text`, by rank. Raises DistributedError that names the ranks
+        that time out.
+        """
         if self.size == 1:
             return [text]
         return membership.joined().exchange(name, text, range(self.size), timeout)
 
     def of_root(self, name: str, make: Callable[[], Any], timeout: float = 60.0) -> Any:
-        """Run `make` on root and return its result (JSON) on every rank, so that all share root's view of the files."""
-        return json.loads(self.exchange(name, json.dumps(make()) if self.is_root else "", timeout)[self.root_rank])
+        """Run `make` on root and return its result (JSON) on every rank, so that all share root's
+        view of the files.
+        """
+        return json.loads(
+            self.exchange(name, json.dumps(make()) if self.is_root else "", timeout)[self.root_rank]
+        )
 
     def barrier(self, name: str = "", timeout: float = 60.0) -> None:
-        """Wait for every rank. Raises DistributedError, with the missing ranks, after `timeout` seconds."""
+        """Wait for every rank. Raises DistributedError, with the missing ranks, after `timeout`
+        seconds.
+        """
         self.exchange(f"barrier {name}".strip(), "", timeout)
 
     def agree(self, error: str | None, timeout: float = 60.0) -> None:
-        """Raise UsageError on every rank if any rank passes an error: that of the lowest such rank, which prints it."""
+        """Raise UsageError on every rank if any rank passes an error: that of the lowest such rank,
+        which prints it.
+        """
         for rank, text in enumerate(self.exchange("agree", error or "", timeout)):
             if text:
-                raise UsageError(f"{self.title(rank)}: {text}" if self.size > 1 else text, rank=rank)
+                raise UsageError(
+                    f"{self.title(rank)}: {text}" if self.size > 1 else text, rank=rank
+                )
 
     def check_same(self, name: str, facts: Mapping[str, str], timeout: float = 60.0) -> None:
-        """Raise UsageError on every rank, for rank 0 to print, if a rank's `facts` differ from those of rank 0.
+        """Raise UsageError on every rank, for rank 0 to print, if a rank's `facts` differ from
+        those of rank 0.
 
         The error names the first such rank, the fact and both values.
         """
@@ -115,10 +134,14 @@ def process() -> membership.Membership | Context | World:
 
 
 def joined() -> Context:
-    """Return the current context. Raises UsageError if a launcher started several processes and `init` did not run."""
+    """Return the current context. Raises UsageError if a launcher started several processes and
+    `init` did not run.
+    """
     if _current is None and (size := discover().size) > 1:
         _hook()
-        raise UsageError(f"call jaxdp.init() first: there are {size} processes, and each would train alone")
+        raise UsageError(
+            f"call jaxdp.init() first: there are {size} processes, and each would train alone"
+        )
     return current()
 
 
@@ -132,24 +155,27 @@ def init(
     timeout: float | None = None,
     elastic: ElasticOptions | None = None,
 ) -> Context:
-    """Join the job that this process belongs to, and open its devices together with the other processes; call it before
-    anything touches a device.
+    """Join the job that this process belongs to, and open its devices together with the other
+    processes; call it before anything touches a device.
 
-    Rank and size come from the arguments, else from the launcher's variables (`launchers.discover`); a process without
-    either is alone, and `jax.distributed` stays untouched. coordinator: "host:port" of rank 0; init_method:
-    "tcp://host:port" or "env://", as in torch.distributed. timeout: seconds, for the rendezvous and for detecting a
-    dead process; by default JAXDP_TIMEOUT, or 60. elastic: the death of a process does not end the others, and others
-    may join (`regroup`). A second call returns the same context.
+    Rank and size come from the arguments, else from the launcher's variables
+    (`launchers.discover`); a process without either is alone, and `jax.distributed` stays
+    untouched. coordinator: "host:port" of rank 0; init_method: "tcp://host:port" or "env://", as in
+    torch.distributed. timeout: seconds, for the rendezvous and for detecting a dead process; by
+    default JAXDP_TIMEOUT, or 60. elastic: the death of a process does not end the others, and
+    others may join (`regroup`). A second call returns the same context.
 
-    Raises UsageError (wrong or different variables, addresses, host names, versions or sizes; other arguments in a
-    second call) and DistributedError (a process did not come). In a job of several processes, an uncaught exception
-    then ends this process at once: JAX would wait for the others, and they for it.
-    """
+    Raises UsageError (wrong or different variables, addresses, host names, versions or sizes; other
+    arguments in a second call) and DistributedError (a process did not come). In a job of several
+    processes, an uncaught exception then ends this process at once: JAX would wait for the others,
+    and they for it."""
     global _current, _joining, _arguments
     arguments = {k: v for k, v in locals().items() if v is not None}
     if _current is not None:
         if arguments and arguments != _arguments:
-            raise UsageError(f"init({arguments}), but this process already joined with init({_arguments})")
+            raise UsageError(
+                f"init({arguments}), but this process already joined with init({_arguments})"
+            )
         return _current
     _hook()
     world = discover(**{k: v for k, v in arguments.items() if k not in ("timeout", "elastic")})
@@ -170,8 +196,8 @@ def init(
 def regroup() -> Context:
     """Join the next generation of an elastic job, and return the context of this process in it.
 
-    All arrays and compiled programs of this process become invalid. Raises DistributedError if too few processes are
-    left, or the coordinator has gone.
+    All arrays and compiled programs of this process become invalid. Raises DistributedError if too
+    few processes are left, or the coordinator has gone.
     """
     global _current
     _current = dataclasses.replace(current(), **enter.regroup())
@@ -179,7 +205,9 @@ def regroup() -> Context:
 
 
 def _hook() -> None:
-    """End this process at once on an uncaught exception: JAX would wait for the others at exit, and they for it."""
+    """End this process at once on an uncaught exception: JAX would wait for the others at exit, and
+    they for it.
+    """
     global _hooked
     if _hooked:
         return
@@ -200,7 +228,8 @@ def _hook() -> None:
 
 
 def crash(error: BaseException) -> NoReturn:
-    """End this process after an unexpected error; print its rank, host and traceback once for the job.
+    """End this process after an unexpected error; print its rank, host and traceback once for the
+    job.
 
     If the error is a consequence of another rank's fault, print that fault instead.
     """
@@ -211,11 +240,17 @@ def crash(error: BaseException) -> NoReturn:
     text = f"{member.name(member.rank)} failed: {type(error).__name__}: {one_line(error)[:300]}"
     if faults.is_consequence(error):
         with contextlib.suppress(DistributedError):
-            reply = member.silent()  # meanwhile the reader thread ends this process if the coordinator knows the cause
+            reply = (
+                member.silent()
+            )  # meanwhile the reader thread ends this process if the coordinator knows the cause
             if ranks := reply["silent"] or reply["left"]:
                 has = "has" if len(ranks) == 1 else "have"
                 text, trace = f"{member.name(*ranks)} {has} gone: killed, stopped, or cut off", ""
-                text = text if reply["silent"] else f"{member.name(*ranks)} {has} ended before the others"
+                text = (
+                    text
+                    if reply["silent"]
+                    else f"{member.name(*ranks)} {has} ended before the others"
+                )
     if member.report_fault(text) or member.elastic:
         member.ending.set()
         if not trace:
@@ -227,7 +262,9 @@ def crash(error: BaseException) -> NoReturn:
 
 
 def fail(error: BaseException, code: int | None = None) -> NoReturn:
-    """Print `error` on its rank and end this process with `code`, or with 2 for UsageError and 1 otherwise."""
+    """Print `error` on its rank and end this process with `code`, or with 2 for UsageError and 1
+    otherwise.
+    """
     speaker, text = error.rank if isinstance(error, ReportedError) else None, str(error)
     codes = code, getattr(error, "code", None), 2 if isinstance(error, UsageError) else 1
     code = next(code for code in codes if code is not None)
@@ -237,7 +274,9 @@ def fail(error: BaseException, code: int | None = None) -> NoReturn:
         name, speaker = member.name(rank), None
         text = f"{name}: {text.removeprefix(f'{name}: ')}"
         if not member.report_fault(text, code) and not member.elastic:
-            time.sleep(2.0)  # the reader thread prints the cause, that of another rank, and ends this process
+            time.sleep(
+                2.0
+            )  # the reader thread prints the cause, that of another rank, and ends this process
     if isinstance(error, ReportedError) and speaker in (None, rank):
         sys.stderr.write(f"jaxdp: {text}\n")  # in one piece, among what other ranks write
     leave(code, speaker)
@@ -257,9 +296,9 @@ def shutdown() -> None:
 def leave(code: int, speaker: int | None = None) -> NoReturn:
     """Flush the output and end this process now, without waiting in JAX's barrier at exit.
 
-    speaker: a rank that prints for all; the others wait for it, at most GRACE seconds, or LATE under mpirun, which
-    kills all ranks when one has ended, the speaker too, and may then report the kill instead of `code`.
-    """
+    speaker: a rank that prints for all; the others wait for it, at most GRACE seconds, or LATE
+    under mpirun, which kills all ranks when one has ended, the speaker too, and may then report the
+    kill instead of `code`."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -274,7 +313,9 @@ def leave(code: int, speaker: int | None = None) -> NoReturn:
             with contextlib.suppress(DistributedError):
                 member.exchange("leave", "", range(size), GRACE)
         common_end = time.monotonic() + 0.1
-        member.leave(code if speaker in (None, rank) else 0)  # once the cause is printed, ranks in other calls may end
+        member.leave(
+            code if speaker in (None, rank) else 0
+        )  # once the cause is printed, ranks in other calls may end
         if speaker is not None:
             time.sleep(max(0.0, common_end - time.monotonic()))
     os._exit(code)

@@ -1,7 +1,8 @@
-"""The coordinator: a small process on rank 0's host that every rank connects to; no rank's death ends it.
+"""The coordinator: a small process on rank 0's host that every rank connects to; no rank's death
+ends it.
 
-It authenticates connections and passes their messages to the current `Generation` of ranks. Messages are those of
-`channel` and `protocol`; `coordinator_process` runs it.
+It authenticates connections and passes their messages to the current `Generation` of ranks.
+Messages are those of `channel` and `protocol`; `coordinator_process` runs it.
 """
 
 from __future__ import annotations
@@ -23,21 +24,31 @@ from jaxdp.distributed.messages import checked, printable
 from jaxdp.distributed.protocol import Settings
 
 FIRST_MESSAGE = 10.0  # seconds until a connection must have sent its first message
-UNAUTHENTICATED = 4096  # open connections without a first message, at most; beyond that, the oldest is closed
+UNAUTHENTICATED = (
+    4096  # open connections without a first message, at most; beyond that, the oldest is closed
+)
 
 
 class Coordinator:
-    """The connections of a job, and its generations of ranks: the current one, and in an elastic job the next."""
+    """The connections of a job, and its generations of ranks: the current one, and in an elastic
+    job the next.
+    """
 
     def __init__(self, settings: Settings):
         self.settings = settings
         self.done = asyncio.Event()
-        self.generation: Generation = ElasticGeneration(self) if settings.elastic else Generation(self)
+        self.generation: Generation = (
+            ElasticGeneration(self) if settings.elastic else Generation(self)
+        )
         self.next: ElasticGeneration | None = None  # is forming
-        self.unauthenticated: collections.OrderedDict[asyncio.StreamWriter, None] = collections.OrderedDict()
+        self.unauthenticated: collections.OrderedDict[asyncio.StreamWriter, None] = (
+            collections.OrderedDict()
+        )
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         spare = files // 2 - settings.size if files != resource.RLIM_INFINITY else UNAUTHENTICATED
-        self.most = min(UNAUTHENTICATED, max(50, spare))  # the others are for ranks, here and in JAX's service
+        self.most = min(
+            UNAUTHENTICATED, max(50, spare)
+        )  # the others are for ranks, here and in JAX's service
         self.reported = False
         self.services: list[Any] = []  # JAX's, one for each generation
         self.jax_loaded = threading.Thread(target=private_jax.load)
@@ -61,12 +72,18 @@ class Coordinator:
                 first = await self.receive(reader, sealer, channel.FIRST_LIMIT)
             if probe := checked(first, {"nonce": str, "probe": True}):
                 nonces = nonce, probe["nonce"].encode()
-                writer.write(channel.to_rank(self.settings.secret, *nonces).seal(channel.encode({"pid": os.getpid()})))
+                writer.write(
+                    channel.to_rank(self.settings.secret, *nonces).seal(
+                        channel.encode({"pid": os.getpid()})
+                    )
+                )
                 return
             member = self.admitting().join(first, nonce, writer)
             self.unauthenticated.pop(writer, None)
             while True:
-                message = await self.receive(reader, sealer)  # meanwhile the member may pass to another generation
+                message = await self.receive(
+                    reader, sealer
+                )  # meanwhile the member may pass to another generation
                 member.generation.handle(member, message)
         except channel.Refused as error:
             if member is None:
@@ -82,7 +99,9 @@ class Coordinator:
             writer.close()
 
     def admitting(self) -> Generation:
-        """Return the generation that a new process joins: the current one until it is complete, then the next."""
+        """Return the generation that a new process joins: the current one until it is complete,
+        then the next.
+        """
         current = self.generation
         if not isinstance(current, ElasticGeneration) or not current.admitted:
             return current

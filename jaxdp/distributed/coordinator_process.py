@@ -25,8 +25,13 @@ ACCEPTED = 32  # new connections, at most, that asyncio accepts before it serves
 async def run(settings: Settings, server: socket.socket) -> None:
     coordinator = Coordinator(settings)
     loop = asyncio.get_running_loop()
-    parent_gone = lambda: None if coordinator.generation.admitted else coordinator.done.set()
-    threading.Thread(target=lambda: (sys.stdin.read(), loop.call_soon_threadsafe(parent_gone)), daemon=True).start()
+
+    def parent_gone():
+        return None if coordinator.generation.admitted else coordinator.done.set()
+
+    threading.Thread(
+        target=lambda: (sys.stdin.read(), loop.call_soon_threadsafe(parent_gone)), daemon=True
+    ).start()
     listener = await asyncio.start_server(coordinator.serve, sock=server, backlog=ACCEPTED)
     server.listen(BACKLOG)
     with contextlib.suppress(BrokenPipeError):  # rank 0 has ended
@@ -38,11 +43,15 @@ async def run(settings: Settings, server: socket.socket) -> None:
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # launchers send them to all their processes, but mean the ranks
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # launchers send them to all their processes, but mean the ranks
     raise_open_files()
     settings = Settings(**json.loads(sys.stdin.readline()))
     try:
-        server = listen(settings.address or ("::" if socket.has_dualstack_ipv6() else "0.0.0.0"), settings.port)
+        server = listen(
+            settings.address or ("::" if socket.has_dualstack_ipv6() else "0.0.0.0"), settings.port
+        )
     except OSError as error:
         print(os.strerror(error.errno) if error.errno else error, flush=True)
         os._exit(1)
@@ -50,7 +59,10 @@ def main() -> None:
         asyncio.run(run(settings, server))
     except BaseException as error:
         with contextlib.suppress(OSError):
-            os.write(settings.stderr, f"jaxdp: the coordinator failed: {type(error).__name__}: {error}\n".encode())
+            os.write(
+                settings.stderr,
+                f"jaxdp: the coordinator failed: {type(error).__name__}: {error}\n".encode(),
+            )
     os._exit(0)
 
 

@@ -1,12 +1,13 @@
-"""A generation of an elastic job: a lost rank ends the generation, and the job continues in the next one.
+"""A generation of an elastic job: a lost rank ends the generation, and the job continues in the
+next one.
 
-A generation ends when a rank dies or is silent, when a collective fails, or when a process waits to join. The ranks
-that report to the next generation are its survivors; they keep their order, and new processes follow. They have WINDOW
-seconds, or LATE if they still send heartbeats: a long compilation cannot be interrupted. Without any process that has
-the newest state, none forms as long as one that has it sends heartbeats. A new process builds its run first, if the
-others can do without it, and they train for `join_after` seconds before they stop for it. There is one coordinator, so
-a cut network cannot form two generations.
-"""
+A generation ends when a rank dies or is silent, when a collective fails, or when a process waits to
+join. The ranks that report to the next generation are its survivors; they keep their order, and new
+processes follow. They have WINDOW seconds, or LATE if they still send heartbeats: a long
+compilation cannot be interrupted. Without any process that has the newest state, none forms as long
+as one that has it sends heartbeats. A new process builds its run first, if the others can do
+without it, and they train for `join_after` seconds before they stop for it. There is one
+coordinator, so a cut network cannot form two generations."""
 
 from __future__ import annotations
 
@@ -33,12 +34,17 @@ class ElasticGeneration(Generation):
         self.waiting: list[Member] = []  # until this generation is complete
         self.preparing: list[Member] = []
         self.began = time.monotonic()  # when it was complete
-        self.waited: float | None = None  # seconds since its end that the coordinator has run; None: it has not ended
+        self.waited: float | None = (
+            None  # seconds since its end that the coordinator has run; None: it has not ended
+        )
         self.waits_for: Member | None = None  # see `wait_for`
         self.size = 0  # until it is complete
-        self.survivors: set[tuple[str, int]] = set()  # after the end: who may report to the next generation
+        self.survivors: set[tuple[str, int]] = (
+            set()
+        )  # after the end: who may report to the next generation
         self.code = 0  # the exit code of those that have left
-        self.dead = 0  # ranks whose connection has closed; a rank that is silent may be alive behind a cut network
+        # ranks whose connection has closed; a rank that is silent may be alive behind a cut network
+        self.dead = 0
 
     # Joining
 
@@ -70,7 +76,11 @@ class ElasticGeneration(Generation):
         """Return whether the ranks that are left can train without another process."""
         left = self.members if self.waited is None else self.survivors
         has_quorum = self.waited is None or 2 * len(left) > self.size - self.dead
-        return has_quorum and len(left) >= self.settings.min_processes and "waiting" not in self.announced
+        return (
+            has_quorum
+            and len(left) >= self.settings.min_processes
+            and "waiting" not in self.announced
+        )
 
     def do_prepared(self, member: Member, id: Any) -> None:
         """A new process has built its run."""
@@ -79,10 +89,11 @@ class ElasticGeneration(Generation):
             self.waiting.append(member)
 
     def stand_for_last(self, facts: Facts) -> None:
-        """Stand for the last generation of a job whose coordinator has gone: those who report `last` are its survivors.
+        """Stand for the last generation of a job whose coordinator has gone: those who report
+        `last` are its survivors.
 
-        facts: of the first of them. New processes that came earlier connect again, and join the next generation.
-        """
+        facts: of the first of them. New processes that came earlier connect again, and join the
+        next generation."""
         self.is_lost, self.admitted, self.number = True, True, -1
         self.waited, self.reference = 0.0, facts
         members, self.members = self.members, {}
@@ -99,13 +110,17 @@ class ElasticGeneration(Generation):
             self.survivors.add(identity(member))
 
     def form(self) -> None:
-        """Admit the waiting processes when all survivors have reported or WINDOW is over, if they are enough."""
+        """Admit the waiting processes when all survivors have reported or WINDOW is over, if they
+        are enough.
+        """
         before = self.before
         if before is None or self.admitted or before.waited is None:
             return
         waited = before.waited
         survivors = [m for m in self.waiting if identity(m) in before.survivors]
-        if waited < WINDOW and len(survivors) < (before.size if before.is_lost else len(before.survivors)):
+        if waited < WINDOW and len(survivors) < (
+            before.size if before.is_lost else len(before.survivors)
+        ):
             return
         if waited < LATE and (before.has_late(survivors) or before.may_lack_state(self.waiting)):
             return
@@ -113,7 +128,11 @@ class ElasticGeneration(Generation):
             self.wait_for(ahead[0], waited)
             return
         alive = before.size - before.dead
-        has_quorum = 2 * len(self.reachable(before, survivors)) > alive or not alive or before.is_everyone(self.waiting)
+        has_quorum = (
+            2 * len(self.reachable(before, survivors)) > alive
+            or not alive
+            or before.is_everyone(self.waiting)
+        )
         if not has_quorum or len(self.waiting) < self.settings.min_processes:
             if not self.preparing and waited > WINDOW + self.settings.join_timeout:
                 self.give_up(len(survivors))
@@ -137,47 +156,65 @@ class ElasticGeneration(Generation):
         if waited > WINDOW and self.waits_for is not member:
             self.waits_for = member
             process = f"{member.title}, process {member.facts['pid']}"
-            self.coordinator.report(f"generation {self.number} waits for {process}: it alone may have the newest state")
+            self.coordinator.report(
+                f"generation {self.number} waits for {process}: it alone may have the newest state"
+            )
 
     def has_late(self, reported: list[Member]) -> bool:
-        """Return whether a rank of this generation, which has ended, sends heartbeats and has not reported yet."""
+        """Return whether a rank of this generation, which has ended, sends heartbeats and has not
+        reported yet.
+        """
         known = set(map(identity, reported))
-        return any(m.silent < WINDOW for m in self.members.values() if identity(m) in self.survivors - known)
+        return any(
+            m.silent < WINDOW
+            for m in self.members.values()
+            if identity(m) in self.survivors - known
+        )
 
     def is_everyone(self, waiting: list[Member]) -> bool:
         """Return whether all processes that the job has wait, so that no other one can be alive."""
         return len(waiting) >= max(self.size, self.settings.size)
 
     def ahead(self, waiting: list[Member]) -> list[Member]:
-        """Return the ranks of this generation, which has ended, with the state of a later one than all that wait have.
+        """Return the ranks of this generation, which has ended, with the state of a later one than
+        all that wait have.
 
-        One may be alive until its connection closes, or until it has sent no heartbeat for LATE seconds.
-        """
+        One may be alive until its connection closes, or until it has sent no heartbeat for LATE
+        seconds."""
         known, newest = set(map(identity, waiting)), newest_state(waiting)
         others = (m for m in self.members.values() if identity(m) not in known and m.silent < LATE)
         return [m for m in others if newest_state([m]) > newest]
 
     def may_lack_state(self, waiting: list[Member]) -> bool:
-        """Return whether a rank whose connection has ended with the last coordinator may come, and have a newer state
-        than all that wait: these know only that it had one."""
+        """Return whether a rank whose connection has ended with the last coordinator may come, and
+        have a newer state than all that wait: these know only that it had one."""
         reported = max((m.facts.get("newest", -1) for m in waiting), default=-1)
         return self.is_lost and reported > newest_state(waiting) and not self.is_everyone(waiting)
 
     def reachable(self, before: ElasticGeneration, survivors: list[Member]) -> set[tuple[str, int]]:
         """Return the ranks of the previous generation that are on this side of a cut network.
 
-        They are the survivors, and ranks that may be alive on a host from which another process has come: the network
-        was healed after they were declared dead.
+        They are the survivors, and ranks that may be alive on a host from which another process has
+        come: the network was healed after they were declared dead.
         """
         present = {hosts.key(m.facts) for m in [*self.waiting, *self.preparing]}
-        return {identity(m) for m in [*survivors, *before.members.values()] if hosts.key(m.facts) in present}
+        return {
+            identity(m)
+            for m in [*survivors, *before.members.values()]
+            if hosts.key(m.facts) in present
+        }
 
     def admit(self) -> None:
-        self.size, self.reference, self.began = len(self.members), self.members[0].facts, time.monotonic()
+        self.size, self.reference, self.began = (
+            len(self.members),
+            self.members[0].facts,
+            time.monotonic(),
+        )
         super().admit()
         if self.before is not None:
             for member in self.before.members.values():
-                member.writer.close()  # a survivor has a new connection; whoever has none is expelled
+                # a survivor has a new connection; whoever has none is expelled
+                member.writer.close()
             self.before = None
 
     def give_up(self, survivors: int) -> None:
@@ -186,14 +223,20 @@ class ElasticGeneration(Generation):
             f"too few processes to continue: {len(self.waiting)}, with {survivors} of the {self.before.size} before "
             f"(elastic.min_processes: {self.settings.min_processes}, and more than half of those that may be alive)"
         )
-        self.refuse_waiting(text, 1 if self.before.is_lost else PREEMPTED)  # 1: a launcher starts it again
+        self.refuse_waiting(
+            text, 1 if self.before.is_lost else PREEMPTED
+        )  # 1: a launcher starts it again
         self.coordinator.done.set()
 
     def ask_to_regroup(self, waiting: list[Member]) -> None:
-        """Announce to the ranks of this generation that a process waits to join, once they have trained for a while."""
+        """Announce to the ranks of this generation that a process waits to join, once they have
+        trained for a while.
+        """
         members = list(self.members.values())
         new = [m for m in waiting if identity(m) not in map(identity, members)]
-        is_time = time.monotonic() - self.began >= self.settings.join_after or "waiting" in self.announced
+        is_time = (
+            time.monotonic() - self.began >= self.settings.join_after or "waiting" in self.announced
+        )
         if new and members and self.waited is None and is_time:
             self.do_announce(members[0], None, "join", new[0].title)
 
@@ -210,7 +253,9 @@ class ElasticGeneration(Generation):
 
     def handle(self, member: Member, message: dict[str, Any]) -> None:
         if self.waited is not None and message.get("op") != "beat":
-            member.send(id=message.get("id"), ended="")  # a rank of an old generation can do nothing
+            member.send(
+                id=message.get("id"), ended=""
+            )  # a rank of an old generation can do nothing
         else:
             super().handle(member, message)
 
@@ -227,10 +272,11 @@ class ElasticGeneration(Generation):
         return {}
 
     def fail(self, text: str, code: int = 1, author: int | None = None) -> bool:
-        """End the generation, or with `code` 2 (a usage error, which every rank would repeat) the job.
+        """End the generation, or with `code` 2 (a usage error, which every rank would repeat) the
+        job.
 
-        A usage error of a process that has just joined ends the generation: the others are those of a valid job.
-        """
+        A usage error of a process that has just joined ends the generation: the others are those of
+        a valid job."""
         is_new = author is not None and self.number > 0 and "last" not in self.members[author].facts
         if (code == 2 and not is_new) or not self.admitted:
             return super().fail(text, code, author)
@@ -242,13 +288,16 @@ class ElasticGeneration(Generation):
         return True
 
     def end(self, text: str, silent: Collection[int] = (), author: int | None = None) -> None:
-        """End the generation: its ranks, but the `silent` and the `author` of the fault, may report to the next one.
+        """End the generation: its ranks, but the `silent` and the `author` of the fault, may report
+        to the next one.
 
-        The author ends its process when it gets the answer to its report; it is not told of the end before.
-        """
+        The author ends its process when it gets the answer to its report; it is not told of the end
+        before."""
         if self.waited is None:
             self.waited = 0.0
-            self.survivors = {identity(m) for rank, m in self.members.items() if rank not in (*silent, author)}
+            self.survivors = {
+                identity(m) for rank, m in self.members.items() if rank not in (*silent, author)
+            }
             for rank, member in self.members.items():
                 if rank != author:
                     member.send(ended=text)
@@ -256,10 +305,19 @@ class ElasticGeneration(Generation):
             self.register(set(range(self.size)) - kept)
 
     def register(self, lost: set[int]) -> None:
-        """Register lost ranks with JAX's service: others that are about to connect would wait for them."""
-        services, address, secret = self.coordinator.services, self.jax_address, self.settings.secret
+        """Register lost ranks with JAX's service: others that are about to connect would wait for
+        them.
+        """
+        services, address, secret = (
+            self.coordinator.services,
+            self.jax_address,
+            self.settings.secret,
+        )
         for rank in lost if address else ():  # none, if the coordinator of that service has gone
-            work = lambda rank=rank: services.append(private_jax.register(address, rank, secret))
+
+            def work(rank=rank):
+                return services.append(private_jax.register(address, rank, secret))
+
             threading.Thread(target=work, daemon=True).start()
 
     def disconnected(self, member: Member) -> None:
@@ -272,7 +330,11 @@ class ElasticGeneration(Generation):
             super().disconnected(member)
             following = self.coordinator.next
             reported = {identity(m) for m in following.waiting} if following is not None else set()
-            if had_ended and self.coordinator.generation is self and identity(member) not in reported:
+            if (
+                had_ended
+                and self.coordinator.generation is self
+                and identity(member) not in reported
+            ):
                 self.survivors.discard(identity(member))
                 self.register({member.rank})
                 if following is not None:
@@ -286,17 +348,23 @@ class ElasticGeneration(Generation):
             if self.waited is None:
                 super().tick(elapsed)
             else:
-                self.waited += min(elapsed, 1.0)  # a coordinator that was stopped has not waited for reports
+                self.waited += min(
+                    elapsed, 1.0
+                )  # a coordinator that was stopped has not waited for reports
                 for member in self.members.values():
                     member.silent += min(elapsed, 1.0)
         else:
             for member in [*self.waiting, *self.preparing]:
                 member.silent += min(elapsed, 1.0)
-                if member.silent > QUIET + beat_interval(self.settings.size):  # it is stopped or cut off
+                if member.silent > QUIET + beat_interval(
+                    self.settings.size
+                ):  # it is stopped or cut off
                     self.disconnected(member)
                     member.writer.close()
             if self.before.is_empty() and self.before.waited is None:
-                self.refuse_waiting("the job ended before this process could join", self.before.code)
+                self.refuse_waiting(
+                    "the job ended before this process could join", self.before.code
+                )
             self.before.ask_to_regroup(self.waiting)
             self.form()
 

@@ -1,4 +1,6 @@
-"""Enter a job, or the next generation of an elastic one: its coordinator, then JAX's coordination service."""
+"""Enter a job, or the next generation of an elastic one: its coordinator, then JAX's coordination
+service.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,17 @@ import jax
 import jaxlib
 
 import jaxdp
-from jaxdp.distributed import caches, connection, gpus, hosts, joining, membership, private_jax, protocol, sockets
+from jaxdp.distributed import (
+    caches,
+    connection,
+    gpus,
+    hosts,
+    joining,
+    membership,
+    private_jax,
+    protocol,
+    sockets,
+)
 from jaxdp.distributed.connection import Joined
 from jaxdp.distributed.joining import ElasticOptions
 from jaxdp.distributed.world import MPI, World
@@ -20,7 +32,9 @@ NO_MPI = (
     "jax_cpu_collectives_implementation: mpi does not work: JAX uses its MPI communicators after MPI_Finalize, so that "
     "Open MPI and MPICH end a finished job with an error, and a process with several devices hangs; use gloo"
 )
-VERDICT = 5.0  # seconds that the coordinator has to report the lost process that something has failed by
+VERDICT = (
+    5.0  # seconds that the coordinator has to report the lost process that something has failed by
+)
 
 
 class Entered(NamedTuple):
@@ -36,7 +50,9 @@ _entered: Entered | None = None
 
 
 def join(world: World, timeout: float | None, elastic: ElasticOptions | None) -> dict[str, Any]:
-    """Join the job of `world`, and return the fields of this process's `Context`. timeout: see `default_timeout`."""
+    """Join the job of `world`, and return the fields of this process's `Context`. timeout: see
+    `default_timeout`.
+    """
     global _entered
     hosts.raise_open_files()
     problem = ""
@@ -59,13 +75,17 @@ def join(world: World, timeout: float | None, elastic: ElasticOptions | None) ->
         "problem": problem,
         "prepares": elastic is not None and elastic.prepare is not None and not gpus.count(),
     }
-    parent = os.getppid() if world.launcher in MPI or "JAXDP_RESTARTS" in os.environ else None  # of `jaxdp launch`
+    parent = (
+        os.getppid() if world.launcher in MPI or "JAXDP_RESTARTS" in os.environ else None
+    )  # of `jaxdp launch`
     _entered = Entered(world, timeout, elastic, parent)
     return enter_until_formed(joining.meet(world, facts, timeout, elastic))
 
 
 def regroup() -> dict[str, Any]:
-    """Leave the generation that has ended, join the next one, and return the fields of this process's `Context`."""
+    """Leave the generation that has ended, join the next one, and return the fields of this
+    process's `Context`.
+    """
     return enter_until_formed(rejoin())
 
 
@@ -81,7 +101,9 @@ def rejoin() -> Joined:
     limit = protocol.LATE + elastic.join_timeout + timeout
     settings = joining.coordinator_settings(world, *job.address, job.secret, timeout, elastic)
     place = joining.Place(settings, member.local_rank)
-    joined = connection.join(*job.address, job.secret, job.last_facts, limit, place.absent, None, place.silent)
+    joined = connection.join(
+        *job.address, job.secret, job.last_facts, limit, place.absent, None, place.silent
+    )
     member.close()
     return joined
 
@@ -96,11 +118,11 @@ def enter_until_formed(job: Joined) -> dict[str, Any]:
 
 
 def open_devices(member: membership.Membership) -> None:
-    """Open the devices of all processes together. Raises GenerationEnded if one is lost meanwhile, UsageError if JAX
-    finds none of the platform that JAX_PLATFORMS names.
+    """Open the devices of all processes together. Raises GenerationEnded if one is lost meanwhile,
+    UsageError if JAX finds none of the platform that JAX_PLATFORMS names.
 
-    Opening waits for the others, JAX for 2 minutes: one that opened them later could wait for one that waits for it.
-    """
+    Opening waits for the others, JAX for 2 minutes: one that opened them later could wait for one
+    that waits for it."""
     member.check_generation()
     try:
         jax.local_devices()

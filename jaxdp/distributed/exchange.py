@@ -26,7 +26,9 @@ class Exchange:
         self.replies: list[Reply] = []
 
     def answer(self, result: dict[str, Any]) -> Answer:
-        """Send the result to all, encoded once for all requests with the same id; return what encodes it."""
+        """Send the result to all, encoded once for all requests with the same id; return what
+        encodes it.
+        """
         answer = functools.cache(lambda id: encode({"id": id, **result}))
         for reply in self.replies:
             reply(answer)
@@ -34,7 +36,8 @@ class Exchange:
 
 
 class Exchanges:
-    """The open exchanges: each member adds a text, and all members receive all texts once they are complete.
+    """The open exchanges: each member adds a text, and all members receive all texts once they are
+    complete.
 
     departed: the ranks that have left the job.
     """
@@ -55,7 +58,9 @@ class Exchanges:
         timeout: float,
         await_responsive: bool,
     ) -> None:
-        """Add a rank's text; the replies are {kinds, of}, {missing, texts} at the deadline, or {left: ranks}."""
+        """Add a rank's text; the replies are {kinds, of}, {missing, texts} at the deadline, or
+        {left: ranks}.
+        """
         key = (name, members, turn)
         if key in self.failed:
             reply(self.failed[key])
@@ -68,7 +73,9 @@ class Exchanges:
         exchange.replies.append(reply)
         if not exchange.missing:
             del self.open[key]
-            kinds = {text: i for i, text in enumerate(dict.fromkeys(exchange.texts.values()))}  # most are equal
+            kinds = {
+                text: i for i, text in enumerate(dict.fromkeys(exchange.texts.values()))
+            }  # most are equal
             exchange.answer({"kinds": [*kinds], "of": [kinds[exchange.texts[m]] for m in members]})
         elif absent := exchange.missing.intersection(self.departed) if self.departed else ():
             self.fail(key, {"left": sorted(absent)})
@@ -88,7 +95,9 @@ class Exchanges:
         now = time.monotonic()
         for key, exchange in list(self.open.items()):
             late = now > exchange.deadline
-            if late and not (exchange.await_responsive and all(map(is_responsive, exchange.missing))):
+            if late and not (
+                exchange.await_responsive and all(map(is_responsive, exchange.missing))
+            ):
                 self.fail(key, {"missing": sorted(exchange.missing), "texts": exchange.texts})
 
 
@@ -97,7 +106,9 @@ class Keys:
 
     def __init__(self) -> None:
         self.texts: collections.OrderedDict[str, str] = collections.OrderedDict()
-        self.waiting: dict[str, list[tuple[float, Callable[[str | None], None]]]] = {}  # {key: (deadline, reply)}
+        self.waiting: dict[
+            str, list[tuple[float, Callable[[str | None], None]]]
+        ] = {}  # {key: (deadline, reply)}
 
     def put(self, key: str, text: str) -> None:
         self.texts[key] = text

@@ -1,4 +1,6 @@
-"""Faults that end this process: record the cause, and recognize errors that another process's fault has caused."""
+"""Faults that end this process: record the cause, and recognize errors that another process's fault
+has caused.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,25 @@ from collections.abc import Callable
 from jaxdp.errors import DistributedError
 
 RECORDING = 1.0  # seconds: a hanging file system must not keep a process from ending
-# Words in JAX's errors on a process whose collective, or coordination service, has lost another process.
-CONSEQUENCES = ("gloo", "nccl", "connection", "coordination", "peer", "socket", "heartbeat", "unhealthy")
+# Words in JAX's errors on a process whose collective, or coordination service, has lost another
+# process.
+CONSEQUENCES = (
+    "gloo",
+    "nccl",
+    "connection",
+    "coordination",
+    "peer",
+    "socket",
+    "heartbeat",
+    "unhealthy",
+)
 _listeners: list[Callable[[str], None]] = []
 
 
 def subscribe(listener: Callable[[str], None]) -> None:
-    """Call `listener` with the cause before a fault ends this process, in a thread, for RECORDING seconds at most."""
+    """Call `listener` with the cause before a fault ends this process, in a thread, for RECORDING
+    seconds at most.
+    """
     _listeners.append(listener)
 
 
@@ -49,9 +63,14 @@ def append_event(log: str, text: str) -> None:
             return
         line = json.dumps({"t": round(time.time(), 3), "kind": "failed", "reason": text})
         with open(
-            log, "a", encoding="utf-8", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666)
+            log,
+            "a",
+            encoding="utf-8",
+            opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666),
         ) as file:
-            file.write(f"{line}\n" if lines.endswith("\n") or not lines else f"\n{line}\n")  # end a torn line
+            file.write(
+                f"{line}\n" if lines.endswith("\n") or not lines else f"\n{line}\n"
+            )  # end a torn line
 
 
 def is_consequence(error: BaseException) -> bool:
@@ -61,4 +80,6 @@ def is_consequence(error: BaseException) -> bool:
     text = str(error).lower()
     if isinstance(error, ValueError):  # JAX's kind for a status of UNKNOWN
         return "gloo" in text
-    return isinstance(error, jax.errors.JaxRuntimeError | DistributedError) and any(w in text for w in CONSEQUENCES)
+    return isinstance(error, jax.errors.JaxRuntimeError | DistributedError) and any(
+        w in text for w in CONSEQUENCES
+    )

@@ -1,4 +1,5 @@
-"""End a coordinator of this job on this host that does not run: stopped by a signal, or in a frozen control group.
+"""End a coordinator of this job on this host that does not run: stopped by a signal, or in a frozen
+control group.
 
 It would keep the job's port, and might continue later, when another one has taken its place.
 """
@@ -19,14 +20,16 @@ VARIABLE = "JAXDP_COORDINATOR_OF"  # in a coordinator's environment, which other
 
 def mark(secret: str, port: int) -> str:
     """Return the value of VARIABLE: what identifies the coordinators of a job."""
-    return hmac.digest(secret.encode(), f"coordinator at port {port}".encode(), hashlib.sha256).hex()
+    return hmac.digest(
+        secret.encode(), f"coordinator at port {port}".encode(), hashlib.sha256
+    ).hex()
 
 
 class Frozen:
     """Finds the coordinators of a job on this host (and in this network namespace) that do not run.
 
-    A coordinator that runs wakes up every tenth of a second, and one that is overloaded uses the CPU.
-    """
+    A coordinator that runs wakes up every tenth of a second, and one that is overloaded uses the
+    CPU."""
 
     def __init__(self, secret: str, port: int):
         self.entry = f"{VARIABLE}={mark(secret, port)}".encode()
@@ -34,7 +37,9 @@ class Frozen:
         self.checked_at = -math.inf
 
     def end(self) -> None:
-        """End each coordinator that has not run since the last call; do nothing if that was a moment ago."""
+        """End each coordinator that has not run since the last call; do nothing if that was a
+        moment ago.
+        """
         if time.monotonic() - self.checked_at < APART:
             return
         now = {}
@@ -51,6 +56,11 @@ class Frozen:
 
 
 def activity(process: pathlib.Path) -> list[str]:
-    """Return the CPU time and the context switches of the main thread of a process, which change while it runs."""
+    """Return the CPU time and the context switches of the main thread of a process, which change
+    while it runs.
+    """
     times = (process / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[11:13]
-    return [*times, *re.findall(r"ctxt_switches:\s*(\d+)", (process / "status").read_text(encoding="utf-8"))]
+    return [
+        *times,
+        *re.findall(r"ctxt_switches:\s*(\d+)", (process / "status").read_text(encoding="utf-8")),
+    ]

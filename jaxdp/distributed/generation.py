@@ -1,9 +1,10 @@
-"""One generation of a job: the ranks that train together, from the first to join until the last has left.
+"""One generation of a job: the ranks that train together, from the first to join until the last has
+left.
 
-It admits the ranks and compares their facts, runs JAX's coordination service, exchanges texts between ranks, stores a
-few keys, and detects dead ranks: a closed connection, or missing heartbeats. The first fault ends the job, and every
-rank receives its cause. In an elastic job (`elastic_generation`) it ends only the generation.
-"""
+It admits the ranks and compares their facts, runs JAX's coordination service, exchanges texts
+between ranks, stores a few keys, and detects dead ranks: a closed connection, or missing
+heartbeats. The first fault ends the job, and every rank receives its cause. In an elastic job
+(`elastic_generation`) it ends only the generation."""
 
 from __future__ import annotations
 
@@ -20,18 +21,28 @@ from jaxdp.distributed.relay import Relay
 from jaxdp.errors import PREEMPTED, UsageError
 
 TICK = 0.1  # seconds between two checks of deadlines and silent ranks
-QUIET = 5.0  # seconds: if all ranks are silent for longer, the job is suspended, and no rank is declared dead
-GRPC_SILENCE = 20.0  # seconds after which JAX's service closes a connection that the network does not answer on
+# seconds: if all ranks are silent for longer, the job is suspended, and no rank is declared dead
+QUIET = 5.0
+# seconds after which JAX's service closes a connection that the network does not answer on
+GRPC_SILENCE = 20.0
 HEARD = channel.encode({"beat": True})
 OTHERS = 5.0  # seconds that ranks have to come, and hear why the job does not start
-ALONE = 10.0  # seconds after which the others of a rank that left with an error end too: it may be an error of all
+# seconds after which the others of a rank that left with an error end too: it may be an error of
+# all
+ALONE = 10.0
 LINGER = 20.0  # seconds that the coordinator runs after a fault, at most
 
 
 class Member:
     """A rank that has joined: its facts and its connection."""
 
-    def __init__(self, generation: Generation, facts: Facts, writer: asyncio.StreamWriter, sealer: channel.Sealer):
+    def __init__(
+        self,
+        generation: Generation,
+        facts: Facts,
+        writer: asyncio.StreamWriter,
+        sealer: channel.Sealer,
+    ):
         self.generation, self.facts, self.writer, self.sealer = generation, facts, writer, sealer
         self.rank: int = facts["rank"]
         self.silent = 0.0  # seconds
@@ -73,7 +84,9 @@ class Generation:
     # Joining
 
     def greet(self, message: dict[str, Any], nonce: bytes, writer: asyncio.StreamWriter) -> Member:
-        """Return the process of a first message. Raises channel.Refused if the message is malformed."""
+        """Return the process of a first message. Raises channel.Refused if the message is
+        malformed.
+        """
         first = checked(message, {"nonce": str, "facts": FACTS})
         if first is None or first["facts"]["rank"] >= first["facts"]["size"]:
             raise channel.Refused("its first message is malformed")
@@ -99,7 +112,9 @@ class Generation:
             error = next(filter(None, errors), None)
         if error and not self.refusal:
             self.refusal = {"error": error}
-            self.deadline = min(self.deadline, time.monotonic() + OTHERS)  # they would wait for those who have left
+            self.deadline = min(
+                self.deadline, time.monotonic() + OTHERS
+            )  # they would wait for those who have left
         if len(self.members) == self.settings.size and self.refusal:
             self.refuse_all(**self.refusal)
         elif len(self.members) == self.settings.size:
@@ -129,7 +144,9 @@ class Generation:
                 self.settings.secret,
                 shutdown_timeout=max(1, min(20, round(self.settings.timeout))),
             )
-            self.coordinator.services.append(service)  # a client of an earlier one aborts its process if that one ends
+            self.coordinator.services.append(
+                service
+            )  # a client of an earlier one aborts its process if that one ends
             self.jax_address = address
         except (UsageError, RuntimeError) as error:
             self.refuse_all(error=str(error))
@@ -158,7 +175,9 @@ class Generation:
         """Do one operation for a rank. Refuse a malformed one, without ending the rank."""
         member.silent = 0.0
         name, fields = message.get("op"), None
-        if isinstance(name, str) and name in OPERATIONS and hasattr(self, f"do_{name}"):  # regroup: if elastic
+        if (
+            isinstance(name, str) and name in OPERATIONS and hasattr(self, f"do_{name}")
+        ):  # regroup: if elastic
             fields = checked(message, OPERATIONS[name])
         if fields is None or not isinstance(message.get("id"), int | str | None):
             self.coordinator.refuse(f"an operation of rank {member.rank}", str(name))
@@ -175,18 +194,31 @@ class Generation:
 
     def do_beats(self, member: Member, id: Any, suspended: bool) -> dict[str, Any]:
         notes = {m.rank: m.note for m in self.members.values()}
-        return {"beats": {rank: note for rank, note in notes.items() if note.get("suspended") or not suspended}}
+        return {
+            "beats": {
+                rank: note for rank, note in notes.items() if note.get("suspended") or not suspended
+            }
+        }
 
     def do_silent(self, member: Member, id: Any, seconds: float) -> None:
         def answer() -> None:
-            silent = [m.rank for m in self.members.values() if m.silent >= seconds - TICK and m is not member]
+            silent = [
+                m.rank
+                for m in self.members.values()
+                if m.silent >= seconds - TICK and m is not member
+            ]
             member.send(id=id, silent=silent, left=sorted(self.left))
 
         asyncio.get_running_loop().call_later(min(seconds, 60.0), answer)
 
-    def do_exchange(self, member: Member, id: Any, members: list[int] | None, **fields: Any) -> None:
+    def do_exchange(
+        self, member: Member, id: Any, members: list[int] | None, **fields: Any
+    ) -> None:
         group = range(self.size) if members is None else tuple(members)
-        reply = lambda answer: member.send_encoded(answer(id))
+
+        def reply(answer):
+            return member.send_encoded(answer(id))
+
         self.exchanges.add(member.rank, group, reply, **fields)
 
     def do_put(self, member: Member, id: Any, key: str, text: str) -> dict[str, Any]:
@@ -225,7 +257,9 @@ class Generation:
     # Faults
 
     def fail(self, text: str, code: int = 1, author: int | None = None) -> bool:
-        """Fail with this cause: end the job, unless another fault came first; return whether this one is the cause."""
+        """Fail with this cause: end the job, unless another fault came first; return whether this
+        one is the cause.
+        """
         if self.fault is not None:
             return False
         self.fault = {"fault": text, "code": code, "rank": author}
@@ -240,12 +274,18 @@ class Generation:
             return
         del self.members[member.rank]
         if self.admitted and member.rank not in self.left:
-            # Launchers kill all ranks some milliseconds after the first has died, and may blame another one.
+            # Launchers kill all ranks some milliseconds after the first has died, and may blame
+            # another one.
             process = f"{member.title}, process {member.facts['pid']}"
             self.fail(f"{process}, ended first, without an error: killed or crashed")
             self.left.add(member.rank)
             self.exchanges.remove_rank(member.rank)
-        if member.rank == 0 and self.fault is not None and self.fault["rank"] is None and self.log is not None:
+        if (
+            member.rank == 0
+            and self.fault is not None
+            and self.fault["rank"] is None
+            and self.log is not None
+        ):
             faults.append_event(self.log, self.fault["fault"])  # in case rank 0 could not
 
     def is_empty(self) -> bool:
@@ -255,7 +295,9 @@ class Generation:
     def tick(self, elapsed: float) -> None:
         """Check deadlines and silent ranks. elapsed: seconds since the last call."""
         recent = 1.5 * beat_interval(self.size)
-        self.exchanges.expire(lambda rank: rank in self.members and self.members[rank].silent < recent)
+        self.exchanges.expire(
+            lambda rank: rank in self.members and self.members[rank].silent < recent
+        )
         self.keys.expire()
         if not self.admitted and time.monotonic() > self.deadline:
             size, waited = self.settings.size, round(self.settings.timeout, 1)
@@ -269,14 +311,22 @@ class Generation:
             self.check_silence(elapsed)
 
     def check_silence(self, elapsed: float) -> None:
-        """Add up the silence of each rank, at most 1 s for each check, so that a suspended job blames no rank."""
+        """Add up the silence of each rank, at most 1 s for each check, so that a suspended job
+        blames no rank.
+        """
         active = [m for m in self.members.values() if m.rank not in self.left]
         was_suspended = self.suspended
         self.suspended = bool(active) and all(m.silent > QUIET for m in active)
         for member in active:
-            member.silent = 0.0 if was_suspended and not self.suspended else member.silent + min(elapsed, 1.0)
-        if not self.suspended and (silent := [m for m in active if m.silent >= self.settings.silence]):
+            member.silent = (
+                0.0 if was_suspended and not self.suspended else member.silent + min(elapsed, 1.0)
+            )
+        if not self.suspended and (
+            silent := [m for m in active if m.silent >= self.settings.silence]
+        ):
             names = hosts.listed(m.title for m in silent)
             verb = "has" if len(silent) == 1 else "have"
             silence = self.settings.silence
-            self.fail(f"{names} {verb} not been heard from for {silence:.0f} s: killed, stopped, or cut off")
+            self.fail(
+                f"{names} {verb} not been heard from for {silence:.0f} s: killed, stopped, or cut off"
+            )

@@ -1,4 +1,6 @@
-"""Host names, addresses and memory, and the address at which the processes of a job reach each other."""
+"""Host names, addresses and memory, and the address at which the processes of a job reach each
+other.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def outward() -> str | None:
 def free_port() -> int:
     """Return an unused port outside the range that the kernel assigns to outgoing connections."""
     try:
-        low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8").split())
+        low, high = map(
+            int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8").split()
+        )
     except (OSError, ValueError):
         low, high = 32768, 60999
     ports = [*range(max(high + 1, 20000), 65536)] or [*range(20000, low)]
@@ -101,13 +105,19 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
-    raise UsageError(f"rank 0 found no free port among {ports[0]} to {ports[-1]} on {socket.gethostname()}")
+    raise UsageError(
+        f"rank 0 found no free port among {ports[0]} to {ports[-1]} on {socket.gethostname()}"
+    )
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Return a socket that listens on an address of this host, or on all of them ("::"). Raises OSError."""
+    """Return a socket that listens on an address of this host, or on all of them ("::"). Raises
+    OSError.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, port), family=family, backlog=BACKLOG, dualstack_ipv6=address == "::")
+    return socket.create_server(
+        (address, port), family=family, backlog=BACKLOG, dualstack_ipv6=address == "::"
+    )
 
 
 def own_addresses(host: str) -> list[str]:
@@ -130,11 +140,12 @@ def _can_bind(addr: str) -> bool:
 
 
 def listening_address(host: str, one_host: bool) -> str | None:
-    """Return the address that rank 0 listens on when other ranks connect to `host`; None for all addresses.
+    """Return the address that rank 0 listens on when other ranks connect to `host`; None for all
+    addresses.
 
-    It is None if `host` is not an address of rank 0's host (a forwarded port, a Kubernetes service), or if it is a name
-    that resolves to the loopback on rank 0 (127.0.1.1, as on Debian) and may resolve to another address elsewhere.
-    """
+    It is None if `host` is not an address of rank 0's host (a forwarded port, a Kubernetes
+    service), or if it is a name that resolves to the loopback on rank 0 (127.0.1.1, as on Debian)
+    and may resolve to another address elsewhere."""
     addresses = own_addresses(host)
     if not addresses:
         return None
@@ -143,27 +154,38 @@ def listening_address(host: str, one_host: bool) -> str | None:
 
 
 def key(facts: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the identity of a host: name and boot id, since cloned machines share a name and pods share a kernel."""
+    """Return the identity of a host: name and boot id, since cloned machines share a name and pods
+    share a kernel.
+    """
     return facts["host"], facts["boot"]
 
 
 def on_one_host(ranks: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether all ranks share one host and its network namespace, and so its loopback address."""
+    """Return whether all ranks share one host and its network namespace, and so its loopback
+    address.
+    """
     return len({(key(facts), facts.get("network")) for facts in ranks}) == 1
 
 
 def meeting_address(ranks: Sequence[dict[str, Any]], port: int) -> str:
-    """Return the "host:port" at which all ranks reach rank 0: the loopback on one host, else an address of its name."""
+    """Return the "host:port" at which all ranks reach rank 0: the loopback on one host, else an
+    address of its name.
+    """
     if on_one_host(ranks):
         return f"127.0.0.1:{port}"
     usable = [a for a in ranks[0]["addresses"] if not is_loopback(a)] + [ranks[0].get("outward")]
     if not usable[0]:
-        raise UsageError(f"rank 0's host {ranks[0]['host']} has no address that the other hosts can reach", rank=0)
+        raise UsageError(
+            f"rank 0's host {ranks[0]['host']} has no address that the other hosts can reach",
+            rank=0,
+        )
     return join(usable[0], port)
 
 
 def check_reachable(ranks: Sequence[dict[str, Any]]) -> None:
-    """Raise UsageError if Gloo (collectives on CPU) would advertise a host name that the other ranks cannot use."""
+    """Raise UsageError if Gloo (collectives on CPU) would advertise a host name that the other
+    ranks cannot use.
+    """
     several = not on_one_host(ranks)
     for rank, facts in enumerate(ranks):
         host, addresses = facts["host"], facts["addresses"]
@@ -184,7 +206,9 @@ def check_reachable(ranks: Sequence[dict[str, Any]]) -> None:
 
 
 def local_ranks(ranks: Sequence[dict[str, Any]], rank: int) -> tuple[int, int]:
-    """Return (local_rank, local_size) of `rank` by counting the ranks on its host. ranks: the facts of each rank."""
+    """Return (local_rank, local_size) of `rank` by counting the ranks on its host. ranks: the facts
+    of each rank.
+    """
     local = [r for r, facts in enumerate(ranks) if key(facts) == key(ranks[rank])]
     return local.index(rank), len(local)
 
@@ -192,8 +216,8 @@ def local_ranks(ranks: Sequence[dict[str, Any]], rank: int) -> tuple[int, int]:
 def raise_open_files() -> None:
     """Let this process open as many files as its hard limit allows, up to 65,536.
 
-    The coordinator has a connection to each process, and Gloo keeps one for each pair of devices and each clique.
-    """
+    The coordinator has a connection to each process, and Gloo keeps one for each pair of devices
+    and each clique."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = min(hard, 1 << 16) if hard != resource.RLIM_INFINITY else 1 << 16
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -201,18 +225,26 @@ def raise_open_files() -> None:
 
 
 def free_memory() -> float:
-    """Return the bytes that this process can still allocate on its host or in its control groups; inf if unknown."""
+    """Return the bytes that this process can still allocate on its host or in its control groups;
+    inf if unknown.
+    """
     free = [math.inf]
     with contextlib.suppress(OSError):
         free += [
             1024.0 * int(n)
-            for n in re.findall(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"))
+            for n in re.findall(
+                r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8")
+            )
         ]
     for folder in control_groups("memory"):
-        for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        for most, used in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
             with contextlib.suppress(OSError, ValueError):  # ValueError: "max", which is no limit
                 free.append(
-                    int((folder / most).read_text(encoding="utf-8")) - int((folder / used).read_text(encoding="utf-8"))
+                    int((folder / most).read_text(encoding="utf-8"))
+                    - int((folder / used).read_text(encoding="utf-8"))
                 )
     return min(free)
 
@@ -226,17 +258,19 @@ def core_quota() -> float:
             quotas.append(quota / period)
         with contextlib.suppress(OSError, ValueError):
             quota, period = (
-                int((folder / f"cpu.cfs_{name}_us").read_text(encoding="utf-8")) for name in ("quota", "period")
+                int((folder / f"cpu.cfs_{name}_us").read_text(encoding="utf-8"))
+                for name in ("quota", "period")
             )
             quotas += [quota / period] if quota > 0 else []
     return min(quotas)
 
 
 def control_groups(controller: str, root: Path = Path("/")) -> list[Path]:
-    """Return the folders of this process's control group and of those around it, of version 2 and of version 1.
+    """Return the folders of this process's control group and of those around it, of version 2 and
+    of version 1.
 
-    Inside a container the group's path may be that of the host, which is not mounted: then only the top is there.
-    root: see cgroups(7) for the files below it.
+    Inside a container the group's path may be that of the host, which is not mounted: then only the
+    top is there. root: see cgroups(7) for the files below it.
     """
     mount = root / "sys/fs/cgroup"
     folders = [mount, mount / controller]

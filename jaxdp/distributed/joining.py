@@ -22,8 +22,10 @@ from jaxdp.distributed.protocol import Facts, Settings, silence
 from jaxdp.distributed.world import MPI, World
 from jaxdp.errors import UsageError
 
-BY_NAME = 3.0  # seconds that rank 0 tries to reach its coordinator at an address that its host does not have
-FIRST_RANK = 5.0  # seconds that rank 0 has to start the coordinator, before other ranks of an elastic job try it
+# seconds that rank 0 tries to reach its coordinator at an address that its host does not have
+BY_NAME = 3.0
+# seconds that rank 0 has to start the coordinator, before other ranks of an elastic job try it
+FIRST_RANK = 5.0
 
 
 class PortTaken(UsageError):
@@ -34,8 +36,8 @@ class PortTaken(UsageError):
 class ElasticOptions:
     """Settings of a job whose processes may come and go; see `jaxdp.config.Elastic`.
 
-    config: a digest of what all processes must agree on. prepare: called by a process that joins a running job, before
-    the others stop for it; it may open devices, which are closed again.
+    config: a digest of what all processes must agree on. prepare: called by a process that joins a
+    running job, before the others stop for it; it may open devices, which are closed again.
     """
 
     min_processes: int = 1
@@ -45,42 +47,71 @@ class ElasticOptions:
     prepare: Callable[[], None] | None = dataclasses.field(default=None, compare=False, repr=False)
 
 
-def meet(world: World, facts: Mapping[str, object], timeout: float, elastic: ElasticOptions | None = None) -> Joined:
+def meet(
+    world: World, facts: Mapping[str, object], timeout: float, elastic: ElasticOptions | None = None
+) -> Joined:
     """Join the job of `world` within about `timeout` seconds.
 
-    facts: versions and properties of this rank; `gloo`: whether its collectives run over Gloo. elastic: processes may
-    come and go; if the job is running already, this process joins it. Raises UsageError (port
-    in use, wrong address or secret, different facts, a host name that other ranks cannot use) or DistributedError (a
-    rank did not come); rank=0 if all ranks raise the same.
+    facts: versions and properties of this rank; `gloo`: whether its collectives run over Gloo.
+    elastic: processes may come and go; if the job is running already, this process joins it. Raises
+    UsageError (port in use, wrong address or secret, different facts, a host name that other ranks
+    cannot use) or DistributedError (a rank did not come); rank=0 if all ranks raise the same.
     """
     began = time.monotonic()
-    local: Facts = {"rank": world.rank, "size": world.size, **hosts.identity(), "outward": hosts.outward(), **facts}
+    local: Facts = {
+        "rank": world.rank,
+        "size": world.size,
+        **hosts.identity(),
+        "outward": hosts.outward(),
+        **facts,
+    }
     address, secret = agree(world, local, timeout)
     host, port = hosts.split(address)
     one_host = world.local_size == world.size
     if one_host and hosts.is_own(host):
         host = "127.0.0.1"
     remaining = max(1.0, timeout - (time.monotonic() - began))
-    is_there = lambda: coordinator_pid(host, port, secret) is not None
+
+    def is_there():
+        return coordinator_pid(host, port, secret) is not None
+
     settings = coordinator_settings(world, host, port, secret, timeout, elastic)
     settings = dataclasses.replace(settings, timeout=remaining)
-    if world.rank == 0 and not (elastic and is_there()):  # it is there if this process was started again
+    if world.rank == 0 and not (
+        elastic and is_there()
+    ):  # it is there if this process was started again
         try:
             pid = start_coordinator(settings, local["host"])
             if (
-                pid is not None and not hosts.is_own(host) and coordinator_pid(host, port, secret) != pid
+                pid is not None
+                and not hosts.is_own(host)
+                and coordinator_pid(host, port, secret) != pid
             ):  # nor forwards to this one
                 raise UsageError(
                     f"the coordinator {hosts.join(host, port)} is not rank 0's host {local['host']} "
                     f"({', '.join(local['addresses']) or 'no address'}): give rank 0's address, or start rank 0 there"
                 )
         except UsageError as error:
-            may_be_ours = elastic is not None and isinstance(error, PortTaken)  # and frozen, or overloaded
-            if not may_be_ours and not is_there():  # else another process has just started it, maybe also as rank 0
+            may_be_ours = elastic is not None and isinstance(
+                error, PortTaken
+            )  # and frozen, or overloaded
+            if (
+                not may_be_ours and not is_there()
+            ):  # else another process has just started it, maybe also as rank 0
                 raise
     place = Place(settings, world.rank and world.rank + FIRST_RANK)
-    watched: dict[str, Any] = {"absent": place.absent, "silent": place.silent} if elastic or world.rank == 0 else {}
-    return join(host, port, secret, local, remaining, prepare=elastic.prepare if elastic else None, **watched)
+    watched: dict[str, Any] = (
+        {"absent": place.absent, "silent": place.silent} if elastic or world.rank == 0 else {}
+    )
+    return join(
+        host,
+        port,
+        secret,
+        local,
+        remaining,
+        prepare=elastic.prepare if elastic else None,
+        **watched,
+    )
 
 
 def coordinator_settings(
@@ -103,10 +134,11 @@ def coordinator_settings(
 
 
 class Place:
-    """The place of a job's coordinator, if it is on this host: starts one where none is, and ends one that is frozen.
+    """The place of a job's coordinator, if it is on this host: starts one where none is, and ends
+    one that is frozen.
 
-    The port is the lock: it is free for one coordinator. delay: seconds without one before this process starts one;
-    the processes of a host have different ones.
+    The port is the lock: it is free for one coordinator. delay: seconds without one before this
+    process starts one; the processes of a host have different ones.
     """
 
     def __init__(self, settings: Settings, delay: float):
@@ -135,11 +167,15 @@ def coordinator_pid(host: str, port: int, secret: str) -> int | None:
 
 
 def agree(world: World, facts: Facts, timeout: float) -> tuple[str, str]:
-    """Return the coordinator's "host:port" and the job's secret. If MPI started the ranks, exchange both over MPI."""
+    """Return the coordinator's "host:port" and the job's secret. If MPI started the ranks, exchange
+    both over MPI.
+    """
     if world.coordinator is not None:
         return world.coordinator, channel.shared_secret()
     if world.launcher not in MPI:
-        raise UsageError(f"{world.size} processes have no coordinator: set JAXDP_COORDINATOR to rank 0's host:port")
+        raise UsageError(
+            f"{world.size} processes have no coordinator: set JAXDP_COORDINATOR to rank 0's host:port"
+        )
     offer = {"port": hosts.free_port(), "secret": secrets.token_hex(32)} if world.rank == 0 else {}
     everyone = mpi.exchange(world, {**facts, **offer}, timeout)
     hosts.check_reachable(everyone)
@@ -147,11 +183,15 @@ def agree(world: World, facts: Facts, timeout: float) -> tuple[str, str]:
 
 
 def start_coordinator(settings: Settings, host: str) -> int | None:
-    """Start the coordinator and return its process id; None if it was killed, or has been ended because it is frozen.
+    """Start the coordinator and return its process id; None if it was killed, or has been ended
+    because it is frozen.
 
     Raises UsageError if it cannot serve its port.
     """
-    most, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[1], 2 * settings.size + 100  # JAX's service is there too
+    most, needed = (
+        resource.getrlimit(resource.RLIMIT_NOFILE)[1],
+        2 * settings.size + 100,
+    )  # JAX's service is there too
     if 0 < most < needed:
         raise UsageError(
             f"rank 0's host {host} lets a process open {most} files, and the coordinator of {settings.size} processes "

@@ -1,4 +1,6 @@
-"""Compiled collectives: functions of one replica's buffers, run with shard_map over the participating ranks only."""
+"""Compiled collectives: functions of one replica's buffers, run with shard_map over the
+participating ranks only.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ Transfer = Callable[[Array], Array]  # buffer[rows, element] -> buffer[rows', el
 
 
 def accumulator(dtype: jnp.dtype) -> jnp.dtype:
-    """Return the dtype to reduce in: 32 bits for smaller floats and integers, which round or wrap at the end."""
+    """Return the dtype to reduce in: 32 bits for smaller floats and integers, which round or wrap
+    at the end.
+    """
     if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
         return jnp.dtype(jnp.float32)
     if jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize < 4:
@@ -36,8 +40,14 @@ def of_member(groups: Partition, axis: Any, value: Callable[[tuple[int, ...], in
 
 
 def _divided(total: Array, axis: Any, groups: Partition | None) -> Array:
-    """Divide by the number of members. XLA would multiply by the reciprocal of a scalar, which rounds 5/3 wrongly."""
-    members = lax.axis_size(axis) if groups is None else of_member(groups, axis, lambda group, index: len(group))
+    """Divide by the number of members. XLA would multiply by the reciprocal of a scalar, which
+    rounds 5/3 wrongly.
+    """
+    members = (
+        lax.axis_size(axis)
+        if groups is None
+        else of_member(groups, axis, lambda group, index: len(group))
+    )
     return total / lax.optimization_barrier(jnp.full_like(total, members))
 
 
@@ -59,7 +69,9 @@ def _extreme(native: Callable[..., Array]) -> Callable[[Array, Any, Partition | 
             return native(x, axis, axis_index_groups=groups)
         is_nan = jnp.isnan(x)
         best = native(jnp.where(is_nan, jnp.zeros_like(x), x), axis, axis_index_groups=groups)
-        return jnp.where(lax.pmax(is_nan.astype(jnp.int32), axis, axis_index_groups=groups) > 0, jnp.nan, best)
+        return jnp.where(
+            lax.pmax(is_nan.astype(jnp.int32), axis, axis_index_groups=groups) > 0, jnp.nan, best
+        )
 
     return reduce
 
@@ -67,16 +79,25 @@ def _extreme(native: Callable[..., Array]) -> Callable[[Array, Any, Partition | 
 # op -> (accumulator, axis, groups or None for all members) -> result; bool is reduced as 0 and 1.
 REDUCTIONS: dict[str, Callable[[Array, Any, Partition | None], Array]] = {
     "sum": lambda x, axis, groups: lax.psum(x, axis, axis_index_groups=groups),
-    "avg": lambda x, axis, groups: _divided(lax.psum(x, axis, axis_index_groups=groups), axis, groups),
+    "avg": lambda x, axis, groups: _divided(
+        lax.psum(x, axis, axis_index_groups=groups), axis, groups
+    ),
     "prod": _product,
     "min": _extreme(lax.pmin),
     "max": _extreme(lax.pmax),
 }
-BOOLEAN = {"sum": "max", "prod": "min", "min": "min", "max": "max"}  # or, and, and, or: as NumPy adds and multiplies
+BOOLEAN = {
+    "sum": "max",
+    "prod": "min",
+    "min": "min",
+    "max": "max",
+}  # or, and, and, or: as NumPy adds and multiplies
 
 
 def axis_size(axis_name: Any) -> int:
-    """Return the number of devices along a mapped axis, or several. Raises UsageError if it is not mapped here."""
+    """Return the number of devices along a mapped axis, or several. Raises UsageError if it is not
+    mapped here.
+    """
     try:
         return lax.axis_size(axis_name)
     except NameError:
@@ -91,7 +112,9 @@ def check_op(op: str, dtypes: Iterable[Any]) -> None:
         raise UsageError(f"op={op!r} is not one of {', '.join(REDUCTIONS)}")
     for dtype in dtypes:
         if op == "avg" and not jnp.issubdtype(dtype, jnp.inexact):
-            raise UsageError(f"the average of {dtype} is a fraction: cast it to a float, or take the sum")
+            raise UsageError(
+                f"the average of {dtype} is a fraction: cast it to a float, or take the sum"
+            )
         if op in ("min", "max") and jnp.issubdtype(dtype, jnp.complexfloating):
             raise UsageError(f"{dtype} has no order: op={op!r} is for real numbers")
 
@@ -105,16 +128,23 @@ def reduced(op: str, x: Array, transfer: Callable[[str, Array], Array]) -> Array
 
 def scattered(op: str, x: Array, axis: Any = AXIS, groups: Partition | None = None) -> Array:
     """Reduce x[member, ...] and return the current member's row. groups: of equal sizes."""
-    # Over Gloo, reduce-scatter dies after 30 s whatever the timeout (jax#40831) and was wrong at 24 devices (#40830).
+    # Over Gloo, reduce-scatter dies after 30 s whatever the timeout (jax#40831) and was wrong at 24
+    # devices (#40830).
     if op in ("sum", "avg") and jax.default_backend() != "cpu":
         row = lax.psum_scatter(x, axis, axis_index_groups=groups)
         return _divided(row, axis, groups) if op == "avg" else row
-    row = lax.axis_index(axis) if groups is None else of_member(groups, axis, lambda group, index: index)
+    row = (
+        lax.axis_index(axis)
+        if groups is None
+        else of_member(groups, axis, lambda group, index: index)
+    )
     return lax.dynamic_index_in_dim(REDUCTIONS[op](x, axis, groups), row, keepdims=False)
 
 
 def _moved(buffer: Array, transfer: Transfer) -> Array:
-    """Apply `transfer` to the bits of the buffer; if it is complex, to those of real and imaginary part."""
+    """Apply `transfer` to the bits of the buffer; if it is complex, to those of real and imaginary
+    part.
+    """
     bits = to_bits(buffer)
     moved = transfer(bits) if bits.ndim == 2 else jnp.stack([transfer(part) for part in bits])
     return from_bits(moved, buffer.dtype)
@@ -149,7 +179,9 @@ def _split(x: Part, members: int, axis: int) -> Part:
 
 
 def _join(part: Part, members: int, shape: tuple[int, ...], axis: int) -> Part:
-    """Concatenate part[n, element], the members' arrays of `shape`, to [..., n * k, ...]; scalars become [n]."""
+    """Concatenate part[n, element], the members' arrays of `shape`, to [..., n * k, ...]; scalars
+    become [n].
+    """
     shape = shape or (1,)
     axis %= len(shape)
     arrays = part.reshape(members, *shape)
@@ -160,7 +192,10 @@ def _join(part: Part, members: int, shape: tuple[int, ...], axis: int) -> Part:
 @cached
 def ranks_mesh(members: tuple[int, ...]) -> Mesh:
     """Return the mesh of the first device of each of these ranks, along AXIS."""
-    first = {r: min((d for d in jax.devices() if d.process_index == r), key=lambda d: d.id) for r in members}
+    first = {
+        r: min((d for d in jax.devices() if d.process_index == r), key=lambda d: d.id)
+        for r in members
+    }
     return Mesh(np.array([first[r] for r in members]), (AXIS,))
 
 
@@ -170,19 +205,28 @@ def _program(name: str, argument: Any, members: tuple[int, ...]) -> Any:
         return [KERNELS[name](b, argument) for b in buffers]
 
     spec = PartitionSpec(AXIS)
-    # Results differ between members, but only the local shard is read, so the output needs no dim for the axis.
-    mapped = jax.shard_map(replica, mesh=ranks_mesh(members), in_specs=spec, out_specs=PartitionSpec(), check_vma=False)
+    # Results differ between members, but only the local shard is read, so the output needs no dim
+    # for the axis.
+    mapped = jax.shard_map(
+        replica, mesh=ranks_mesh(members), in_specs=spec, out_specs=PartitionSpec(), check_vma=False
+    )
     return jax.jit(mapped)
 
 
 def run(
-    name: str, argument: Any, arrays: Sequence[Part], rank: int, members: tuple[int, ...], split: int = 0, join: int = 0
+    name: str,
+    argument: Any,
+    arrays: Sequence[Part],
+    rank: int,
+    members: tuple[int, ...],
+    split: int = 0,
+    join: int = 0,
 ) -> list[Array]:
     """Run collective `name` on all `members` together, and return this rank's results.
 
-    argument: the operation of a reduction, or the index of the root in `members`. arrays: this rank's, of the same
-    shapes and dtypes as every member's. split, join: the dims along which to split the input and join the parts. Each
-    rank uses its first device.
+    argument: the operation of a reduction, or the index of the root in `members`. arrays: this
+    rank's, of the same shapes and dtypes as every member's. split, join: the dims along which to
+    split the input and join the parts. Each rank uses its first device.
     """
     mesh, n, as_bytes = ranks_mesh(members), len(members), name not in REDUCING
     device, chunked = mesh.devices.flat[members.index(rank)], name in CHUNKED
@@ -193,7 +237,10 @@ def run(
     rows = n if chunked else 1
     sharding = NamedSharding(mesh, PartitionSpec(AXIS))
     local = jax.device_put(pack(arrays, rows, device, as_bytes), device)
-    sharded = [jax.make_array_from_single_device_arrays((n * rows, b.shape[1]), sharding, [b]) for b in local]
+    sharded = [
+        jax.make_array_from_single_device_arrays((n * rows, b.shape[1]), sharding, [b])
+        for b in local
+    ]
     results = [y.addressable_data(0) for y in _program(name, argument, members)(sharded)]
 
     def finish(part: Part, shape: tuple[int, ...]) -> Part:

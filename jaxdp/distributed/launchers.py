@@ -10,29 +10,49 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import SupportsIndex
 
-from jaxdp.distributed.world import MPI, Env, Variables, World, address, integer, optional, partners, within
+from jaxdp.distributed.world import (
+    MPI,
+    Env,
+    Variables,
+    World,
+    address,
+    integer,
+    optional,
+    partners,
+    within,
+)
 from jaxdp.errors import UsageError
 
 PORT = 12355  # of pod 0, in Kubernetes
 
 
 def _under_srun(env: Env) -> bool:
-    """Return whether srun --mpi=pmi2 set PMI_RANK; there is no mpirun then, and Slurm is the launcher."""
+    """Return whether srun --mpi=pmi2 set PMI_RANK; there is no mpirun then, and Slurm is the
+    launcher.
+    """
     return "MPI_LOCALRANKID" not in env and env.get("SLURM_STEP_NUM_TASKS") == env.get("PMI_SIZE")
 
 
 def _elastic(env: Env) -> str:
-    """Return the coordinator under torchrun. Its agent's store may occupy MASTER_PORT; then use the next port."""
+    """Return the coordinator under torchrun. Its agent's store may occupy MASTER_PORT; then use the
+    next port.
+    """
     port = integer(env, "MASTER_PORT", 1) + (env.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
     host = env["MASTER_ADDR"]
-    return address(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", "MASTER_ADDR:MASTER_PORT")
+    return address(
+        f"[{host}]:{port}" if ":" in host else f"{host}:{port}", "MASTER_ADDR:MASTER_PORT"
+    )
 
 
 def first_host(nodelist: str) -> str:
-    """Return the first host of a Slurm node list: node003 of `node[003-007,9],login`, r1n3 of `r[1-2]n[3,4]`."""
+    """Return the first host of a Slurm node list: node003 of `node[003-007,9],login`, r1n3 of
+    `r[1-2]n[3,4]`.
+    """
     first = re.match(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodelist)
     if not first or nodelist.count("[") != nodelist.count("]"):
-        raise UsageError(f"SLURM_STEP_NODELIST={nodelist!r} is not a node list such as node[003-007,9]")
+        raise UsageError(
+            f"SLURM_STEP_NODELIST={nodelist!r} is not a node list such as node[003-007,9]"
+        )
     return re.sub(r"\[([^,\]-]*)[^\]]*\]", r"\1", first[0])
 
 
@@ -48,7 +68,9 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def slurm(env: Env) -> World | None:
-    """Detect `srun`: only inside a job step, since a batch script alone is one process regardless of --ntasks."""
+    """Detect `srun`: only inside a job step, since a batch script alone is one process regardless
+    of --ntasks.
+    """
     if not env.get("SLURM_STEP_NUM_TASKS"):
         return None
     partners(env, "slurm", ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"))
@@ -59,17 +81,25 @@ def slurm(env: Env) -> World | None:
     partners(env, "slurm", ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_JOB_ID"))
     local_size = None
     if env.get("SLURM_STEP_TASKS_PER_NODE") and env.get("SLURM_NODEID"):
-        counts, node = tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"]), integer(env, "SLURM_NODEID")
-        within(node, "SLURM_NODEID", len(counts), "the number of nodes in SLURM_STEP_TASKS_PER_NODE")
+        counts, node = (
+            tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"]),
+            integer(env, "SLURM_NODEID"),
+        )
+        within(
+            node, "SLURM_NODEID", len(counts), "the number of nodes in SLURM_STEP_TASKS_PER_NODE"
+        )
         local_size = counts[node]
-    # Ports above 61000 are not handed out to outgoing connections; two steps of a job get different ones.
+    # Ports above 61000 are not handed out to outgoing connections; two steps of a job get different
+    # ones.
     port = 61440 + (integer(env, "SLURM_JOB_ID") * 8 + (optional(env, "SLURM_STEP_ID") or 0)) % 4096
     host = first_host(env["SLURM_STEP_NODELIST"])
     return World(rank, size, optional(env, "SLURM_LOCALID"), local_size, "slurm", f"{host}:{port}")
 
 
 def kubernetes(env: Env) -> World | None:
-    """Detect an Indexed Job, or a Job of a JobSet, of JAXDP_NUM_PROCESSES pods: pod i is <job>-<i>, pod 0 is rank 0."""
+    """Detect an Indexed Job, or a Job of a JobSet, of JAXDP_NUM_PROCESSES pods: pod i is <job>-<i>,
+    pod 0 is rank 0.
+    """
     if not env.get("JOB_COMPLETION_INDEX") or not env.get("JAXDP_NUM_PROCESSES"):
         return None
     rank, size = integer(env, "JOB_COMPLETION_INDEX"), integer(env, "JAXDP_NUM_PROCESSES", 1)
@@ -97,12 +127,15 @@ TORCHRUN = Variables(
     "LOCAL_WORLD_SIZE",
     also=("MASTER_ADDR", "MASTER_PORT"),
     coordinator=_elastic,
-    # Some clusters export MASTER_ADDR, RANK or WORLD_SIZE for every process: one of them alone proves nothing.
-    unless=lambda env: sum(bool(env.get(n)) for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")) < 2,
+    # Some clusters export MASTER_ADDR, RANK or WORLD_SIZE for every process: one of them alone
+    # proves nothing.
+    unless=lambda env: (
+        sum(bool(env.get(n)) for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")) < 2
+    ),
 )
 
-# In order of precedence, innermost first: if mpirun or torchrun's agent runs inside a Slurm step, it started this
-# process, and the step's variables describe something else.
+# In order of precedence, innermost first: if mpirun or torchrun's agent runs inside a Slurm step,
+# it started this process, and the step's variables describe something else.
 LAUNCHERS: tuple[Callable[[Env], World | None], ...] = (
     Variables(
         "jaxdp",
@@ -110,7 +143,9 @@ LAUNCHERS: tuple[Callable[[Env], World | None], ...] = (
         "JAXDP_NUM_PROCESSES",
         "JAXDP_LOCAL_RANK",
         "JAXDP_LOCAL_SIZE",
-        unless=lambda env: bool(env.get("JOB_COMPLETION_INDEX")) and not env.get("JAXDP_PROCESS_ID"),
+        unless=lambda env: (
+            bool(env.get("JOB_COMPLETION_INDEX")) and not env.get("JAXDP_PROCESS_ID")
+        ),
     ).detect,
     replace(TORCHRUN, trigger=("TORCHELASTIC_RUN_ID",)).detect,
     Variables(
@@ -127,14 +162,18 @@ LAUNCHERS: tuple[Callable[[Env], World | None], ...] = (
         "MV2_COMM_WORLD_LOCAL_RANK",
         "MV2_COMM_WORLD_LOCAL_SIZE",
     ).detect,
-    Variables("hydra", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", unless=_under_srun).detect,
+    Variables(
+        "hydra", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", unless=_under_srun
+    ).detect,
     slurm,
     TORCHRUN.detect,
     kubernetes,
 )
 
 
-def _explicit(rank: int | None, size: int | None, local_rank: int | None, local_size: int | None) -> World | None:
+def _explicit(
+    rank: int | None, size: int | None, local_rank: int | None, local_size: int | None
+) -> World | None:
     if rank is None and size is None:
         return None
     if rank is None or size is None:
@@ -146,7 +185,9 @@ def _explicit(rank: int | None, size: int | None, local_rank: int | None, local_
 
 def _whole(name: str, value: object) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, SupportsIndex)):
-        raise UsageError(f"init({name}={value!r}): not a whole number; give one, such as int({value!r})")
+        raise UsageError(
+            f"init({name}={value!r}): not a whole number; give one, such as int({value!r})"
+        )
     return value if value is None else operator.index(value)
 
 
@@ -154,7 +195,9 @@ def _check_local(local_rank: int | None, local_size: int | None, size: int) -> N
     most = size if local_size is None else local_size
     if not 0 < most <= size or not 0 <= (local_rank or 0) < most:
         text = f"init(local_rank={local_rank}, local_size={local_size})"
-        raise UsageError(f"{text}: local ranks run from 0 to local_size - 1, and local_size to the {size} processes")
+        raise UsageError(
+            f"{text}: local ranks run from 0 to local_size - 1, and local_size to the {size} processes"
+        )
 
 
 def discover(
@@ -167,11 +210,12 @@ def discover(
     local_size: int | None = None,
     init_method: str | None = None,
 ) -> World:
-    """Return this process's World: from the arguments, else from the first launcher detected, else a single process.
+    """Return this process's World: from the arguments, else from the first launcher detected, else
+    a single process.
 
-    coordinator, init_method="tcp://host:port", JAXDP_COORDINATOR: address of rank 0, overriding the launcher's.
-    init_method="env://": use torchrun's variables and no others. Raises UsageError on malformed or partial variables.
-    """
+    coordinator, init_method="tcp://host:port", JAXDP_COORDINATOR: address of rank 0, overriding the
+    launcher's. init_method="env://": use torchrun's variables and no others. Raises UsageError on
+    malformed or partial variables."""
     env = os.environ if env is None else env
     explicit = coordinator and address(coordinator, "coordinator")
     rank, size = _whole("rank", rank), _whole("size", size)
@@ -183,7 +227,9 @@ def discover(
             explicit = explicit or _elastic(env)
         world = world or TORCHRUN.detect(env)
         if world is None:
-            raise UsageError("init_method='env://', but RANK and WORLD_SIZE are not set: start it with torchrun")
+            raise UsageError(
+                "init_method='env://', but RANK and WORLD_SIZE are not set: start it with torchrun"
+            )
     elif isinstance(init_method, str) and init_method.startswith("tcp://"):
         explicit = explicit or address(init_method, "init_method")
     elif init_method is not None:
@@ -199,7 +245,9 @@ def discover(
     world = world or World(0, 1)
     if world.size > 1 and not (explicit or world.coordinator or world.launcher in MPI):
         fix = "init(coordinator=...)" if world.launcher == "explicit" else "JAXDP_COORDINATOR"
-        raise UsageError(f"{world.size} processes ({world.launcher}) need rank 0's address: set {fix} to its host:port")
+        raise UsageError(
+            f"{world.size} processes ({world.launcher}) need rank 0's address: set {fix} to its host:port"
+        )
     if local_rank is not None or local_size is not None:
         _check_local(local_rank, local_size, world.size)
     return replace(

@@ -13,7 +13,9 @@ LONG_TEXT = object()  # kind of a string of any length; its line breaks are not 
 
 
 def printable(text: object, most: int = TEXT) -> str:
-    """Return a text without control characters (terminal escapes, line breaks), cut at `most` characters."""
+    """Return a text without control characters (terminal escapes, line breaks), cut at `most`
+    characters.
+    """
     return "".join(c if c.isprintable() else "?" for c in str(text)[:most])
 
 
@@ -21,9 +23,10 @@ def parse(text: str | bytes | None, shape: dict[str, Any]) -> dict[str, Any] | N
     """Return the JSON object in `text`, or None if it does not have this shape.
 
     Args:
-        shape: name -> kind of its value: `str`, `bool`, `float` (finite, not negative), `object` (anything), a
-            `range`, None, True, a string, LONG_TEXT, a tuple of alternatives, or a dict or one-element list of these. A
-            name that ends in `?` may be absent. Other names are dropped; strings are made printable.
+        shape: name -> kind of its value: `str`, `bool`, `float` (finite, not negative), `object`
+            (anything), a `range`, None, True, a string, LONG_TEXT, a tuple of alternatives, or a
+            dict or one-element list of these. A name that ends in `?` may be absent. Other names
+            are dropped; strings are made printable.
     """
     try:
         return _checked(json.loads(text), shape) if text and len(text) <= LIMIT else None
@@ -32,7 +35,9 @@ def parse(text: str | bytes | None, shape: dict[str, Any]) -> dict[str, Any] | N
 
 
 def checked(message: Any, shape: dict[str, Any]) -> dict[str, Any] | None:
-    """Check a decoded JSON message as `parse` does, and return its values; None if it has another shape."""
+    """Check a decoded JSON message as `parse` does, and return its values; None if it has another
+    shape.
+    """
     try:
         return _checked(message, shape)
     except ValueError:
@@ -54,12 +59,22 @@ def _checked(value: Any, kind: Any) -> Any:
     if kind is object:
         return value
     if kind is LONG_TEXT and isinstance(value, str):
-        return value if value.isprintable() else "\n".join(printable(line, len(line)) for line in value.split("\n"))
+        return (
+            value
+            if value.isprintable()
+            else "\n".join(printable(line, len(line)) for line in value.split("\n"))
+        )
     match value:
         case dict() if isinstance(kind, dict):
-            present = {name.rstrip("?"): k for name, k in kind.items() if name[-1] != "?" or name[:-1] in value}
+            present = {
+                name.rstrip("?"): k
+                for name, k in kind.items()
+                if name[-1] != "?" or name[:-1] in value
+            }
             return {name: _checked(value.get(name), k) for name, k in present.items()}
-        case list() if isinstance(kind, list) and isinstance(kind[0], range) and {*map(type, value)} == {int}:
+        case list() if (
+            isinstance(kind, list) and isinstance(kind[0], range) and {*map(type, value)} == {int}
+        ):
             if min(value) in kind[0] and max(value) in kind[0]:  # long lists, so not one by one
                 return value
         case list() if isinstance(kind, list):
@@ -68,7 +83,9 @@ def _checked(value: Any, kind: Any) -> Any:
             return printable(value)
         case bool() if kind is bool:
             return value
-        case int() | float() if kind is float and not isinstance(value, bool) and 0 <= value < math.inf:
+        case int() | float() if (
+            kind is float and not isinstance(value, bool) and 0 <= value < math.inf
+        ):
             return value
         case int() if isinstance(kind, range) and not isinstance(value, bool) and value in kind:
             return value

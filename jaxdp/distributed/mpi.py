@@ -1,4 +1,6 @@
-"""One exchange over MPI, by which the ranks of mpirun agree on a coordinator address; MPI is finalized afterwards."""
+"""One exchange over MPI, by which the ranks of mpirun agree on a coordinator address; MPI is
+finalized afterwards.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,37 @@ from typing import Any
 from jaxdp.distributed.world import World
 from jaxdp.errors import DistributedError, UsageError, install
 
-# The programs that start ranks, and the MPI library of each family; mpi4py loads one of them at run time.
-STARTERS = {"hydra_pmi_proxy", "mpiexec.hydra", "mpirun", "mpiexec", "mpispawn", "prterun", "prted", "orterun", "orted"}
+# The programs that start ranks, and the MPI library of each family; mpi4py loads one of them at run
+# time.
+STARTERS = {
+    "hydra_pmi_proxy",
+    "mpiexec.hydra",
+    "mpirun",
+    "mpiexec",
+    "mpispawn",
+    "prterun",
+    "prted",
+    "orterun",
+    "orted",
+}
 LIBRARY = {"openmpi": "libmpi.so.40", "mvapich": "libmpi.so.12", "hydra": "libmpi.so.12"}
 FAMILY = {"openmpi": "Open MPI", "mvapich": "MVAPICH", "hydra": "MPICH or Intel MPI"}
 SLOT = 2048  # bytes that each rank contributes to the exchange
 
 
 def ancestors() -> Iterator[tuple[int, Path]]:
-    """Yield (process id, executable) of this process's ancestors, nearest first, as far as /proc shows them."""
+    """Yield (process id, executable) of this process's ancestors, nearest first, as far as /proc
+    shows them.
+    """
     pid = os.getppid()
     while pid > 1:
         try:
             yield pid, Path(f"/proc/{pid}/exe").resolve()
             pid = int(
-                Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1]
+                Path(f"/proc/{pid}/stat")
+                .read_text(encoding="utf-8", errors="replace")
+                .rpartition(")")[2]
+                .split()[1]
             )
         except (OSError, ValueError, IndexError):
             return
@@ -43,26 +61,36 @@ def is_starter(pid: int) -> bool:
 
 
 def beside_mpirun(soname: str) -> Path | None:
-    """Return the MPI library installed next to the mpirun that started this process; None if there is none."""
+    """Return the MPI library installed next to the mpirun that started this process; None if there
+    is none.
+    """
     starters = [p for _, p in ancestors() if p.name in STARTERS]
     starters += [Path(p).resolve() for name in ("mpirun", "mpiexec") if (p := shutil.which(name))]
     for starter in starters:
         lib = starter.parent.parent / "lib"
-        for folder in (lib, lib / "release", lib.with_name("lib64"), *sorted(lib.glob("*-linux-gnu"))):
+        for folder in (
+            lib,
+            lib / "release",
+            lib.with_name("lib64"),
+            *sorted(lib.glob("*-linux-gnu")),
+        ):
             if (folder / soname).exists():
                 return folder / soname
     return None
 
 
 def load(world: World) -> Any:
-    """Import mpi4py.MPI with the library of this mpirun. Raises UsageError if either cannot be loaded."""
+    """Import mpi4py.MPI with the library of this mpirun. Raises UsageError if either cannot be
+    loaded.
+    """
     # One process per host prints an error, since all of them have the same installation.
     soname = LIBRARY[world.launcher]
     if "MPI4PY_LIBMPI" not in os.environ and (path := beside_mpirun(soname)):
         os.environ["MPI4PY_LIBMPI"] = str(path)
     try:
         if "mpi4py.MPI" not in sys.modules:
-            # `exchange` initializes MPI, under a deadline, and finalizes it: at exit that could hang.
+            # `exchange` initializes MPI, under a deadline, and finalizes it: at exit that could
+            # hang.
             rc = importlib.import_module("mpi4py").rc
             rc.initialize = rc.finalize = False
         return importlib.import_module("mpi4py.MPI")
@@ -81,11 +109,13 @@ def load(world: World) -> Any:
 
 
 def exchange(world: World, facts: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
-    """Return every rank's `facts`, by rank. Finalizes MPI afterwards unless the program had initialized it.
+    """Return every rank's `facts`, by rank. Finalizes MPI afterwards unless the program had
+    initialized it.
 
-    Raises UsageError if mpi4py is missing or loads another MPI than mpirun's, DistributedError after `timeout` seconds.
-    """
-    # Loading and MPI_Init are C code that may block for ever: this timer ends the process without the interpreter.
+    Raises UsageError if mpi4py is missing or loads another MPI than mpirun's, DistributedError
+    after `timeout` seconds."""
+    # Loading and MPI_Init are C code that may block for ever: this timer ends the process without
+    # the interpreter.
     faulthandler.dump_traceback_later(timeout + 2.0, exit=True)
     try:
         mpi = load(world)
@@ -102,15 +132,21 @@ def exchange(world: World, facts: dict[str, Any], timeout: float) -> list[dict[s
 
 
 def waits_until_every_rank_calls_mpi_init(mpi: Any) -> None:
-    """Call MPI_Init. If the deadline passes, the timer's traceback shows this function's name to the user."""
+    """Call MPI_Init. If the deadline passes, the timer's traceback shows this function's name to
+    the user.
+    """
     # Open MPI's component for one-sided access takes 1 s to start, and is not used here.
     os.environ.setdefault("OMPI_MCA_btl", "^ofi")
-    with warnings.catch_warnings():  # about another MPI's variables: `_allgather` has a better message
+    with (
+        warnings.catch_warnings()
+    ):  # about another MPI's variables: `_allgather` has a better message
         warnings.simplefilter("ignore", RuntimeWarning)
         mpi.Init_thread(mpi.THREAD_SERIALIZED)
 
 
-def _allgather(mpi: Any, world: World, facts: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
+def _allgather(
+    mpi: Any, world: World, facts: dict[str, Any], timeout: float
+) -> list[dict[str, Any]]:
     everyone = mpi.COMM_WORLD
     if everyone.size != world.size:
         library = mpi.Get_library_version().splitlines()[0].strip(" \0")

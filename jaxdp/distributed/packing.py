@@ -1,8 +1,9 @@
-"""Pack many arrays into few buffers: one for each element type to reduce them, one of raw bytes to move them.
+"""Pack many arrays into few buffers: one for each element type to reduce them, one of raw bytes to
+move them.
 
-Packing is done outside the compiled program: XLA on CPU takes 8 s to compile a concatenation of 400 arrays, and its
-copies of a bfloat16 quiet signaling NaNs. NumPy copies bytes. Only a single array on another platform is not copied.
-"""
+Packing is done outside the compiled program: XLA on CPU takes 8 s to compile a concatenation of 400
+arrays, and its copies of a bfloat16 quiet signaling NaNs. NumPy copies bytes. Only a single array
+on another platform is not copied."""
 
 from __future__ import annotations
 
@@ -29,12 +30,15 @@ def _assign_buffers(arrays: Sequence[Part], as_bytes: bool) -> list[list[int]]:
 
 
 def stays(arrays: Sequence[Part], device: jax.Device) -> bool:
-    """Return whether the arrays stay on their device: a single one needs no packing, and a copy to the host is slow."""
+    """Return whether the arrays stay on their device: a single one needs no packing, and a copy to
+    the host is slow.
+    """
     return len(arrays) == 1 and device.platform != "cpu"
 
 
 def pack(arrays: Sequence[Part], rows: int, device: jax.Device, as_bytes: bool) -> list[Part]:
-    """Return buffers[rows, element]; dim 0 of each array is split over the rows. as_bytes: one buffer, of uint32.
+    """Return buffers[rows, element]; dim 0 of each array is split over the rows. as_bytes: one
+    buffer, of uint32.
 
     The buffers are copies, since JAX may read the memory while the caller writes to the arrays.
     """
@@ -42,7 +46,10 @@ def pack(arrays: Sequence[Part], rows: int, device: jax.Device, as_bytes: bool) 
         return [jnp.reshape(x, (rows, x.size // rows)) for x in arrays]
     flat = [np.ascontiguousarray(x).reshape(rows, x.size // rows) for x in arrays]
     if not as_bytes:
-        return [np.concatenate([flat[i] for i in indices], 1) for indices in _assign_buffers(arrays, False)]
+        return [
+            np.concatenate([flat[i] for i in indices], 1)
+            for indices in _assign_buffers(arrays, False)
+        ]
     if not flat:
         return []
     flat = [x.view(np.uint8) for x in flat]
@@ -58,7 +65,9 @@ def unpack(
     as_bytes: bool,
     finish: Callable[[Part, tuple[int, ...]], Part],
 ) -> list[Part]:
-    """Return `finish(part[rows', element], shape)` for each of the `arrays` that were packed in `rows` rows."""
+    """Return `finish(part[rows', element], shape)` for each of the `arrays` that were packed in
+    `rows` rows.
+    """
     if stays(arrays, device):
         return [finish(b, x.shape) for b, x in zip(buffers, arrays)]
     out: list[Part] = [None] * len(arrays)
@@ -75,8 +84,8 @@ def unpack(
 
 
 def to_bits(x: Array) -> Array:
-    """Return the bits of x[...] as unsigned integers of its width, those of float32 for numbers of less than 8 bits; a
-    complex x gets a leading dim of size 2."""
+    """Return the bits of x[...] as unsigned integers of its width, those of float32 for numbers of
+    less than 8 bits; a complex x gets a leading dim of size 2."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return jnp.stack([to_bits(x.real), to_bits(x.imag)])
     if x.dtype == jnp.bool_ or _is_narrow(x.dtype):
@@ -96,5 +105,7 @@ def from_bits(bits: Array, dtype: Any) -> Array:
 
 
 def _is_narrow(dtype: Any) -> bool:
-    """Return whether a number of this type has less than 8 bits; then float32 has its values, and its -0.0."""
+    """Return whether a number of this type has less than 8 bits; then float32 has its values, and
+    its -0.0.
+    """
     return jax.dtypes.itemsize_bits(dtype) < 8

@@ -1,14 +1,18 @@
 """The private parts of JAX that jaxdp uses, all of them, each with its reason.
 
-- `_jax.get_distributed_runtime_service`: JAX starts its coordination service inside rank 0, whose death then aborts
-  all other ranks. jaxdp runs it in the coordinator's process.
-- `_jax.get_distributed_runtime_client`, `distributed.global_state`: `jax.distributed.initialize` on rank 0 starts that
-  service too, so the client is created here. `verify` sets the number of a process that is not connected at all.
-- `_jax.make_gloo_tcp_collectives`: Gloo listens on the address that the host's name resolves to, and JAX has no option
-  for another one. Without this, a job on one host could be reached from the network.
+- `_jax.get_distributed_runtime_service`: JAX starts its coordination service inside rank 0, whose
+  death then aborts all other ranks. jaxdp runs it in the coordinator's process.
+- `_jax.get_distributed_runtime_client`, `distributed.global_state`: `jax.distributed.initialize` on
+  rank 0 starts that service too, so the client is created here. `verify` sets the number of a
+  process that is not connected at all.
+- `_jax.make_gloo_tcp_collectives`: Gloo listens on the address that the host's name resolves to,
+  and JAX has no option for another one. Without this, a job on one host could be reached from the
+  network.
 - `lax._dot_general_lower`: exact sums change how products are lowered for CPU, then call this.
-- `mlir._platform_specific_lowerings`: the table that this changes, to restore it; JAX has no function for that.
-- `xla_bridge.backends_are_initialized`: whether it is too late to join other processes; there is no public function.
+- `mlir._platform_specific_lowerings`: the table that this changes, to restore it; JAX has no
+  function for that.
+- `xla_bridge.backends_are_initialized`: whether it is too late to join other processes; there is no
+  public function.
 """
 
 from __future__ import annotations
@@ -24,9 +28,12 @@ from jaxdp.distributed import certificates
 from jaxdp.distributed.hosts import split
 from jaxdp.distributed.relay import Relay
 
-# Seconds. The coordinator detects processes that die or are cut off; JAX would abort all of a job that was suspended.
+# Seconds. The coordinator detects processes that die or are cut off; JAX would abort all of a job
+# that was suspended.
 HEARTBEAT = 7 * 86_400
-ATTEMPT = 1.0  # seconds, and 5 that JAX adds, until a rank of an elastic job looks whether the others are still there
+# seconds, and 5 that JAX adds, until a rank of an elastic job looks whether the others are still
+# there
+ATTEMPT = 1.0
 
 
 def load() -> None:
@@ -35,7 +42,9 @@ def load() -> None:
 
 
 def service_has_tls() -> bool:
-    """Return whether JAX's coordination service uses mutual TLS: from JAX 0.12 on, with the package cryptography."""
+    """Return whether JAX's coordination service uses mutual TLS: from JAX 0.12 on, with the package
+    cryptography.
+    """
     from jaxlib import _jax
 
     installed = importlib.util.find_spec("cryptography") is not None
@@ -48,11 +57,12 @@ def tls(secret: str) -> contextlib.AbstractContextManager[dict[str, str]]:
 
 
 def start_service(address: str, size: int, secret: str, shutdown_timeout: int) -> Any:
-    """Start JAX's coordination service at "host:port"; it ends when the object is deleted. Timeout in seconds.
+    """Start JAX's coordination service at "host:port"; it ends when the object is deleted. Timeout
+    in seconds.
 
-    secret: clients prove that they have it, if JAX supports it. The coordinator detects processes that die. To JAX that
-    is no error (`recoverable`): a process that ends would wait 20 s for the others, and then abort them.
-    """
+    secret: clients prove that they have it, if JAX supports it. The coordinator detects processes
+    that die. To JAX that is no error (`recoverable`): a process that ends would wait 20 s for the
+    others, and then abort them."""
     from jaxlib import _jax
 
     with tls(secret) as options:
@@ -69,9 +79,9 @@ def start_service(address: str, size: int, secret: str, shutdown_timeout: int) -
 def make_client(address: str, rank: int, secret: str, timeout: float, elastic: bool = True) -> Any:
     """Return a client of JAX's coordination service; `connect` waits for those of all other ranks.
 
-    elastic: if that takes longer than `timeout` seconds and the 5 that JAX adds, it raises RuntimeError. JAX would
-    abort the process, and its state would be lost; it does not if it has a callback, which it then fails to call.
-    """
+    elastic: if that takes longer than `timeout` seconds and the 5 that JAX adds, it raises
+    RuntimeError. JAX would abort the process, and its state would be lost; it does not if it has a
+    callback, which it then fails to call."""
     from jaxlib import _jax
 
     with tls(secret) as options:
@@ -87,11 +97,13 @@ def make_client(address: str, rank: int, secret: str, timeout: float, elastic: b
         )
 
 
-def connect_client(address: str, rank: int, secret: str, timeout: float, proceed: Callable[[], None]) -> Any:
+def connect_client(
+    address: str, rank: int, secret: str, timeout: float, proceed: Callable[[], None]
+) -> Any:
     """Connect a client of an elastic job through a relay, and return it.
 
-    proceed: called every few seconds, since a rank or the service may be lost meanwhile. Raises what it raises, and
-    RuntimeError after `timeout` seconds.
+    proceed: called every few seconds, since a rank or the service may be lost meanwhile. Raises
+    what it raises, and RuntimeError after `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -119,15 +131,17 @@ def connect(
     devices: Sequence[int] | None,
     proceed: Callable[[], None] | None = None,
 ) -> None:
-    """Connect this process to JAX's coordination service, as `jax.distributed.initialize` does on ranks above 0.
+    """Connect this process to JAX's coordination service, as `jax.distributed.initialize` does on
+    ranks above 0.
 
     Args:
         address: "host:port" of the service. secret: that of `start_service`.
         timeout: seconds.
         devices: the local GPUs of this process; None for all.
-        proceed: see `connect_client`, in an elastic job: this process may leave without waiting for the others, and
-            connect again. This closes its devices: all arrays and compiled programs become invalid. They are closed
-            last, so that a thread that still uses JAX cannot open them for this process alone.
+        proceed: see `connect_client`, in an elastic job: this process may leave without waiting for
+            the others, and connect again. This closes its devices: all arrays and compiled programs
+            become invalid. They are closed last, so that a thread that still uses JAX cannot open
+            them for this process alone.
     """
     import jax
     from jax._src.distributed import global_state
@@ -152,22 +166,26 @@ def connect(
 
 
 def number_process(rank: int, size: int) -> None:
-    """Let JAX open its devices as process `rank` of `size`, without a connection to others: `verify` asks how numbers
-    depend on it. Programs of one device work as usual."""
+    """Let JAX open its devices as process `rank` of `size`, without a connection to others:
+    `verify` asks how numbers depend on it. Programs of one device work as usual."""
     from jax._src.distributed import global_state
 
     global_state.process_id, global_state.num_processes = rank, size
 
 
 def is_connected() -> bool:
-    """Return whether this process is a client of a coordination service, started by jaxdp or by the program."""
+    """Return whether this process is a client of a coordination service, started by jaxdp or by the
+    program.
+    """
     from jax._src.distributed import global_state
 
     return global_state.client is not None
 
 
 def cancel_calls() -> None:
-    """Leave JAX's coordination service, if connected: what waits in it, such as a barrier of Orbax, raises at once."""
+    """Leave JAX's coordination service, if connected: what waits in it, such as a barrier of Orbax,
+    raises at once.
+    """
     while _relays:
         client, relay = _relays.pop()
         with contextlib.suppress(RuntimeError):  # it cannot say so
@@ -175,8 +193,12 @@ def cancel_calls() -> None:
         relay.close()
 
 
-_failed: list[Any] = []  # clients that could not connect: one that is destroyed may wait for the others
-_relays: list[tuple[Any, Relay]] = []  # the client of an elastic job, and its relay, until this process leaves
+_failed: list[
+    Any
+] = []  # clients that could not connect: one that is destroyed may wait for the others
+_relays: list[
+    tuple[Any, Relay]
+] = []  # the client of an elastic job, and its relay, until this process leaves
 
 
 def register(address: str, rank: int, secret: str) -> Any:
@@ -194,9 +216,9 @@ def register(address: str, rank: int, secret: str) -> Any:
 def store_programs() -> Iterator[None]:
     """Let this process write what it compiles for CPU inside this context to the compilation cache.
 
-    JAX lets process 0 alone write, but on CPU the keys differ by process, so the others would always compile again.
-    Nothing else may read the number of this process meanwhile, as Orbax does while it saves.
-    """
+    JAX lets process 0 alone write, but on CPU the keys differ by process, so the others would
+    always compile again. Nothing else may read the number of this process meanwhile, as Orbax does
+    while it saves."""
     import jax
     from jax._src.distributed import global_state
 
@@ -219,7 +241,9 @@ def bind_gloo(hostname: str) -> None:
     """Make Gloo's collectives listen on this address only."""
     from jax._src.lib import _jax
 
-    _jax.make_gloo_tcp_collectives = functools.partial(_jax.make_gloo_tcp_collectives, hostname=hostname)
+    _jax.make_gloo_tcp_collectives = functools.partial(
+        _jax.make_gloo_tcp_collectives, hostname=hostname
+    )
 
 
 def lower_dot(ctx: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
@@ -231,7 +255,9 @@ def lower_dot(ctx: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
 
 @contextlib.contextmanager
 def usual_lowerings() -> Iterator[None]:
-    """Restore at the end how JAX lowers products and sums for CPU: `jaxdp.parallel.products` changes it."""
+    """Restore at the end how JAX lowers products and sums for CPU: `jaxdp.parallel.products`
+    changes it.
+    """
     from jax import lax
     from jax._src.interpreters import mlir
 

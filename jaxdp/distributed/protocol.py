@@ -1,4 +1,6 @@
-"""The protocol between the ranks and their coordinator: the facts of a rank, the operations, and their fields."""
+"""The protocol between the ranks and their coordinator: the facts of a rank, the operations, and
+their fields.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ COMMON = {
 }
 TIMEOUT = 60.0  # seconds to wait for other ranks
 WINDOW = 10.0  # seconds that the survivors of a generation have to report to the next one
-LATE = 90.0  # seconds that a survivor has if it sends heartbeats, or without them if it may have the only state
+# seconds that a survivor has if it sends heartbeats, or without them if it may have the only state
+LATE = 90.0
 Facts = dict[str, Any]
 FACTS: dict[str, Any] = {
     **dict.fromkeys(["host", "boot", "network", "jaxdp", "jax", "jaxlib", "python"], str),
@@ -32,8 +35,12 @@ FACTS: dict[str, Any] = {
     "problem?": str,  # why the process cannot take part; it joins to tell the others
     "prepares?": bool,  # whether it can build its run before it joins a running job
     "tls?": str,
-    "last?": [range(1 << 31)],  # the number of the generation that this process was in before, and its size
-    "state?": range(-1, 1 << 31),  # the newest generation whose state it has, or has computed; -1: none
+    "last?": [
+        range(1 << 31)
+    ],  # the number of the generation that this process was in before, and its size
+    "state?": range(
+        -1, 1 << 31
+    ),  # the newest generation whose state it has, or has computed; -1: none
     "newest?": range(-1, 1 << 31),  # the newest `state` of the members of its generation before
     "busy?": bool,  # it will report to this coordinator on another connection
     "addresses": [str],
@@ -68,11 +75,18 @@ OPERATIONS: dict[str, dict[str, Any]] = {
     "regroup": {"fault": str},
     "opened": {},
 }
+
+
 # The answer to a rank's first message.
-COLUMN = lambda kind: {"kinds": [kind], "of": [range(-1, 1 << 20)]}
+def COLUMN(kind):
+    return {"kinds": [kind], "of": [range(-1, 1 << 20)]}
+
+
 ADMISSION: dict[str, Any] = {
     "members?": {f"{name.rstrip('?')}?": COLUMN(kind) for name, kind in FACTS.items()},
-    "rank?": range(1 << 20),  # with a code: the rank that prints the error; without, it is for one process alone
+    "rank?": range(
+        1 << 20
+    ),  # with a code: the rank that prints the error; without, it is for one process alone
     "generation?": range(1 << 31),
     "jax?": str,
     "prepare?": bool,  # build the run, answer, and wait
@@ -83,14 +97,15 @@ ADMISSION: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Settings of the coordinator. size: ranks. timeout, silence: seconds until all must have joined, or one is dead.
+    """Settings of the coordinator. size: ranks. timeout, silence: seconds until all must have
+    joined, or one is dead.
 
-    address: where to listen; None for all addresses of this host. jax_host: the host of JAX's service as other ranks
-    reach it; None to choose one by the facts of the ranks. stderr: the file descriptor of rank 0's standard error.
-    elastic: a lost rank ends a generation instead of the job; then min_processes is the smallest number of ranks to
-    continue with, join_timeout the seconds to wait for that many, and join_after those that the ranks train before they
-    stop for others that wait to join.
-    """
+    address: where to listen; None for all addresses of this host. jax_host: the host of JAX's
+    service as other ranks reach it; None to choose one by the facts of the ranks. stderr: the file
+    descriptor of rank 0's standard error. elastic: a lost rank ends a generation instead of the
+    job; then min_processes is the smallest number of ranks to continue with, join_timeout the
+    seconds to wait for that many, and join_after those that the ranks train before they stop for
+    others that wait to join."""
 
     size: int
     secret: str
@@ -107,14 +122,18 @@ class Settings:
 
 
 def pack(facts: Sequence[Facts]) -> dict[str, Any]:
-    """Return {field: its distinct values, and the index of each rank's, -1 for none}; most are equal, or per host.
+    """Return {field: its distinct values, and the index of each rank's, -1 for none}; most are
+    equal, or per host.
 
     The indices are left out if there is one value, or a different one of each rank.
     """
     columns = {}
     for field in dict.fromkeys(field for one in facts for field in one):
         texts = [json.dumps(one[field]) if field in one else None for one in facts]
-        index = {text: i for i, text in enumerate(dict.fromkeys(text for text in texts if text is not None))}
+        index = {
+            text: i
+            for i, text in enumerate(dict.fromkeys(text for text in texts if text is not None))
+        }
         of = [-1 if text is None else index[text] for text in texts]
         obvious = of in ([0] * len(facts), [*range(len(facts))])
         columns[field] = {"kinds": [*map(json.loads, index)], "of": [] if obvious else of}
@@ -128,14 +147,18 @@ def unpack(columns: dict[str, Any]) -> list[Facts]:
         kinds = [*column["kinds"], absent]  # -1 is the last
         of = column["of"] or ([0] * size if len(kinds) == 2 else range(size))
         values.append([kinds[i] for i in of])
-    return [{field: x for field, x in zip(columns, row) if x is not absent} for row in zip(*values, strict=True)]
+    return [
+        {field: x for field, x in zip(columns, row) if x is not absent}
+        for row in zip(*values, strict=True)
+    ]
 
 
 def difference(first: Facts, other: Facts, elastic: bool = False) -> str | None:
-    """Return a line on the problem of one, or the first fact in which `other` differs from rank 0; None if they agree.
+    """Return a line on the problem of one, or the first fact in which `other` differs from rank 0;
+    None if they agree.
 
-    elastic: compare a process that joins a running job. The number of processes may differ, but not the config, which
-    otherwise is compared later, key by key.
+    elastic: compare a process that joins a running job. The number of processes may differ, but not
+    the config, which otherwise is compared later, key by key.
     """
     for facts in (first, other):
         if problem := facts.get("problem"):
@@ -151,7 +174,9 @@ def difference(first: Facts, other: Facts, elastic: bool = False) -> str | None:
 
 
 def beat_interval(size: int) -> float:
-    """Return the seconds between two heartbeats of a rank: 1, or more so that all send at most 1,024 a second."""
+    """Return the seconds between two heartbeats of a rank: 1, or more so that all send at most
+    1,024 a second.
+    """
     return max(1.0, size / 1024)
 
 
@@ -164,5 +189,7 @@ def silence(timeout: float, elastic: bool = False) -> float:
 
 
 def default_timeout(timeout: float | None = None) -> float:
-    """Return the seconds to wait for other ranks: `timeout`, else JAXDP_TIMEOUT, else 60. Raises UsageError."""
+    """Return the seconds to wait for other ranks: `timeout`, else JAXDP_TIMEOUT, else 60. Raises
+    UsageError.
+    """
     return seconds_of("JAXDP_TIMEOUT", TIMEOUT, timeout)

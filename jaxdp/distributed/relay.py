@@ -1,8 +1,9 @@
-"""Relay connections to JAX's coordination service: its end, or a cut of the network, must not end a process.
+"""Relay connections to JAX's coordination service: its end, or a cut of the network, must not end a
+process.
 
-JAX aborts a process 5 ms after that connection has closed. The relay of a process of an elastic job leaves it open
-until the process has left the service. The relay beside the service lets the network be cut for as long as TCP tries
-again: gRPC's server closes a connection of its own after 20 s.
+JAX aborts a process 5 ms after that connection has closed. The relay of a process of an elastic job
+leaves it open until the process has left the service. The relay beside the service lets the network
+be cut for as long as TCP tries again: gRPC's server closes a connection of its own after 20 s.
 """
 
 import contextlib
@@ -13,7 +14,9 @@ from jaxdp.distributed import hosts
 
 
 class Relay:
-    """A relay to a port, from an address of this host or, without one, from a name. address: the one to connect to."""
+    """A relay to a port, from an address of this host or, without one, from a name. address: the
+    one to connect to.
+    """
 
     def __init__(self, host: str, port: int, listen: tuple[str, int] | None = None):
         self.target = (host, port)
@@ -29,7 +32,9 @@ class Relay:
         threading.Thread(target=self._accept, name="relay", daemon=True).start()
 
     def close(self) -> None:
-        """Close the relay after this process has left the service: calls that wait for an answer fail."""
+        """Close the relay after this process has left the service: calls that wait for an answer
+        fail.
+        """
         for connection in self.sockets:
             with contextlib.suppress(OSError):  # it is closed
                 connection.shutdown(socket.SHUT_RDWR)
@@ -39,7 +44,9 @@ class Relay:
             while True:
                 client = self.server.accept()[0]
                 self.sockets.append(client)
-                threading.Thread(target=self._connect, args=(client,), name="relay", daemon=True).start()
+                threading.Thread(
+                    target=self._connect, args=(client,), name="relay", daemon=True
+                ).start()
 
     def _connect(self, client: socket.socket) -> None:
         """Relay a connection until this process closes it."""
@@ -47,9 +54,13 @@ class Relay:
             service = socket.create_connection(self.target)
             service.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError:
-            service = socket.socket()  # the service has ended: nothing is received, and what is sent is lost
+            service = (
+                socket.socket()
+            )  # the service has ended: nothing is received, and what is sent is lost
         with client, service:
-            threading.Thread(target=_copy, args=(service, client), name="relay", daemon=True).start()
+            threading.Thread(
+                target=_copy, args=(service, client), name="relay", daemon=True
+            ).start()
             _copy(client, service)
             with contextlib.suppress(OSError):
                 service.shutdown(socket.SHUT_RDWR)

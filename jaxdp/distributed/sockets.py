@@ -16,10 +16,10 @@ def spare(*ports: int) -> None:
 def break_collectives() -> None:
     """Shut down this process's TCP connections for reading, but those to the job's services.
 
-    A collective over Gloo then fails at once. Otherwise it waits as long as the connections to a lost process are open:
-    those of a process that is stopped, cut off, or waits itself. A connection that is shut down for writing would make
-    Gloo forget a send: it queues what could not be written, and its error reaches receivers only (gloo/transport/tcp,
-    Pair::signalException).
+    A collective over Gloo then fails at once. Otherwise it waits as long as the connections to a
+    lost process are open: those of a process that is stopped, cut off, or waits itself. A
+    connection that is shut down for writing would make Gloo forget a send: it queues what could not
+    be written, and its error reaches receivers only (gloo/transport/tcp, Pair::signalException).
     """
     for entry in pathlib.Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError, ValueError):

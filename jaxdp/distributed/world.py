@@ -1,4 +1,6 @@
-"""Read the rank and the number of processes from a launcher's environment variables, and check them."""
+"""Read the rank and the number of processes from a launcher's environment variables, and check
+them.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,9 @@ MPI = ("openmpi", "mvapich", "hydra")  # launchers whose ranks agree on rank 0's
 class World:
     """The rank of this process and the size of its job.
 
-    local_rank, local_size: rank and number of the processes on this host; None if the launcher does not set them.
-    coordinator: "host:port" of rank 0; None if the processes agree on it in another way (MPI).
-    """
+    local_rank, local_size: rank and number of the processes on this host; None if the launcher does
+    not set them. coordinator: "host:port" of rank 0; None if the processes agree on it in another
+    way (MPI)."""
 
     rank: int
     size: int
@@ -37,9 +39,13 @@ def integer(env: Env, name: str, least: int = 0) -> int:
     try:
         number = int(env[name])
     except ValueError:
-        raise UsageError(f"{name}={env[name]!r} is not a whole number: set it to one, or unset it") from None
+        raise UsageError(
+            f"{name}={env[name]!r} is not a whole number: set it to one, or unset it"
+        ) from None
     if number < least:
-        raise UsageError(f"{name}={number} is less than {least}: set it to {least} or more, or unset it")
+        raise UsageError(
+            f"{name}={number} is less than {least}: set it to {least} or more, or unset it"
+        )
     return number
 
 
@@ -51,21 +57,29 @@ def partners(env: Env, launcher: str, names: tuple[str, ...]) -> None:
     missing = [n for n in names if not env.get(n)]
     if missing:
         present = ", ".join(f"{n}={env[n]}" for n in names if env.get(n))
-        raise UsageError(f"{', '.join(missing)} is not set, but {present} is ({launcher}): set all of them, or none")
+        raise UsageError(
+            f"{', '.join(missing)} is not set, but {present} is ({launcher}): set all of them, or none"
+        )
 
 
 def within(rank: int, rank_name: str, size: int, size_name: str) -> None:
     if rank >= size:
-        raise UsageError(f"{rank_name}={rank}, but {size_name}={size}: ranks run from 0 to {size - 1}")
+        raise UsageError(
+            f"{rank_name}={rank}, but {size_name}={size}: ranks run from 0 to {size - 1}"
+        )
 
 
 def address(text: str, name: str) -> str:
-    """Return `text` ("host:port", "tcp://host:port", "[v6]:port") as "host:port". Raises UsageError naming `name`."""
+    """Return `text` ("host:port", "tcp://host:port", "[v6]:port") as "host:port". Raises UsageError
+    naming `name`.
+    """
     plain = str(text).removeprefix("tcp://").rstrip("/")
     host, _, port = plain.rpartition(":")
     v6 = host.startswith("[") and host.endswith("]")
     if not host or "/" in plain or (":" in host and not v6):
-        raise UsageError(f"{name}={text!r} has no port: write it as host:port, such as 10.0.0.1:12355")
+        raise UsageError(
+            f"{name}={text!r} has no port: write it as host:port, such as 10.0.0.1:12355"
+        )
     if not port.isdecimal() or not 0 < int(port) < 65536:
         raise UsageError(f"{name}={text!r}: the port {port!r} is not a number from 1 to 65535")
     return plain
@@ -73,7 +87,9 @@ def address(text: str, name: str) -> str:
 
 @dataclass(frozen=True)
 class Variables:
-    """A launcher that sets one variable for each value. `trigger`: any of these variables identifies the launcher."""
+    """A launcher that sets one variable for each value. `trigger`: any of these variables
+    identifies the launcher.
+    """
 
     name: str
     rank: str
@@ -98,7 +114,8 @@ class Variables:
 
 
 def seconds_of(variable: str, default: float, value: float | None = None) -> float:
-    """Return `value`, else the environment variable's, else the default. Raises UsageError if it is not above 0.
+    """Return `value`, else the environment variable's, else the default. Raises UsageError if it is
+    not above 0.
 
     Infinity becomes 30 years, since JAX counts in whole seconds.
     """

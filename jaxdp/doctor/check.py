@@ -1,4 +1,6 @@
-"""Findings: the functions that yield them, of which one that raises or hangs is a finding too; their text and JSON."""
+"""Findings: the functions that yield them, of which one that raises or hangs is a finding too;
+their text and JSON.
+"""
 
 import functools
 import threading
@@ -16,7 +18,9 @@ LIMIT = 20.0  # seconds for a check of this machine, for importing JAX, and for 
 
 
 class Check(NamedTuple):
-    """A finding. fix: what the user should do; empty if nothing. ranks: whose it is; none if it is the job's."""
+    """A finding. fix: what the user should do; empty if nothing. ranks: whose it is; none if it is
+    the job's.
+    """
 
     name: str
     found: str
@@ -33,17 +37,25 @@ failure = functools.partial(Check, status=FAILURE)
 
 def graded(name: str, value: float, least: float, enough: float, found: str, fix: str) -> Check:
     """Return a failure if `value` is below `least`, a warning if it is below `enough`, else ok."""
-    return ok(name, found) if value >= enough else (failure if value < least else warning)(name, found, fix)
+    return (
+        ok(name, found)
+        if value >= enough
+        else (failure if value < least else warning)(name, found, fix)
+    )
 
 
 def of_text(name: str, text: str) -> Check:
-    """Return an error message of jaxdp as a failure. Such a message ends in the fix, after a colon or a semicolon."""
+    """Return an error message of jaxdp as a failure. Such a message ends in the fix, after a colon
+    or a semicolon.
+    """
     at = max(text.rfind(": "), text.rfind("; "))
     return failure(name, text[:at], text[at + 2 :]) if at > 0 else failure(name, text, "")
 
 
 def run_checks(checks: Mapping[str, Checker], seconds: float = LIMIT) -> list[Check]:
-    """Run checks concurrently, and return their findings in order. A check that is not done in time is a failure."""
+    """Run checks concurrently, and return their findings in order. A check that is not done in time
+    is a failure.
+    """
     slow = f"no answer within {seconds:g} s", "see what it waits for: a name server, a file system"
     results = {name: [failure(name, *slow)] for name in checks}
 
@@ -69,7 +81,11 @@ def run_checks(checks: Mapping[str, Checker], seconds: float = LIMIT) -> list[Ch
 
 def as_json(checks: Sequence[Check], hosts: Sequence[str]) -> dict[str, Any]:
     """Return {checks: [{name, found, fix, status, ranks}], ...}. hosts: the name of each rank's."""
-    return {"jaxdp": jaxdp.__version__, "hosts": [*hosts], "checks": [check._asdict() for check in checks]}
+    return {
+        "jaxdp": jaxdp.__version__,
+        "hosts": [*hosts],
+        "checks": [check._asdict() for check in checks],
+    }
 
 
 def as_text(checks: Sequence[Check], hosts: Sequence[str]) -> str:

@@ -1,4 +1,6 @@
-"""Check GPUs, NVIDIA's driver, JAX's plug-in, the devices that JAX opens, and an all-reduce over them."""
+"""Check GPUs, NVIDIA's driver, JAX's plug-in, the devices that JAX opens, and an all-reduce over
+them.
+"""
 
 import contextlib
 import os
@@ -20,15 +22,25 @@ from jaxdp.metrics.numbers import size
 DRIVERS = {"cuda12": (525, 60), "cuda13": (580, 0)}
 SMALL, LARGE = 1 << 20, 1 << 24  # float32 per device, on CPU and GPU, where latency would dominate
 SLOW = 6e6  # bytes per second that any all-reduce should reach: a twentieth of gigabit Ethernet
-QUERY = ["nvidia-smi", "--query-gpu=index,memory.used,memory.total", "--format=csv,noheader,nounits"]
+QUERY = [
+    "nvidia-smi",
+    "--query-gpu=index,memory.used,memory.total",
+    "--format=csv,noheader,nounits",
+]
 
 
 def check_gpus(dev: str = "/dev", proc: str = "/proc") -> Iterator[Check]:
-    """Check NVIDIA GPUs, their driver and JAX's plug-in, each of which needs the other two, and free memory."""
-    count, kinds = gpus.count({}, dev), sorted({kind for kind, _ in plugins().values() if kind in DRIVERS})
+    """Check NVIDIA GPUs, their driver and JAX's plug-in, each of which needs the other two, and
+    free memory.
+    """
+    count, kinds = (
+        gpus.count({}, dev),
+        sorted({kind for kind, _ in plugins().values() if kind in DRIVERS}),
+    )
     file = pathlib.Path(proc, "driver", "nvidia", "version")
     match = re.search(
-        r"(\d{3,})\.(\d+)[.\d]*", file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+        r"(\d{3,})\.(\d+)[.\d]*",
+        file.read_text(encoding="utf-8", errors="replace") if file.exists() else "",
     )
     numbers = (int(match[1]), int(match[2])) if match else (0, 0)
     old = next((kind for kind in kinds if numbers < DRIVERS[kind]), "")
@@ -43,21 +55,33 @@ def check_gpus(dev: str = "/dev", proc: str = "/proc") -> Iterator[Check]:
         text = f"{present}, but JAX has no CUDA plug-in here: it would compute on the CPU"
         yield warning("gpu", text, install(cuda))
     elif old:
-        driver = f"driver {match[0]} is too old for {old}" if match else f"{present}, but no driver is loaded"
+        driver = (
+            f"driver {match[0]} is too old for {old}"
+            if match
+            else f"{present}, but no driver is loaded"
+        )
         least = ".".join(map(str, DRIVERS[old]))
-        yield failure("gpu", driver, f"install NVIDIA's driver {least} or later, or the plug-in of an older CUDA")
+        yield failure(
+            "gpu",
+            driver,
+            f"install NVIDIA's driver {least} or later, or the plug-in of an older CUDA",
+        )
     else:
         yield ok("gpu", f"{present}, driver {match and match[0]}, plug-in {names}")
     with contextlib.suppress(FileNotFoundError):
         usage = (
-            subprocess.run(QUERY, capture_output=True, encoding="utf-8", errors="replace", timeout=10).stdout
+            subprocess.run(
+                QUERY, capture_output=True, encoding="utf-8", errors="replace", timeout=10
+            ).stdout
             if count
             else ""
         )
         for index, used, total in re.findall(r"^(\d+), (\d+), (\d+)$", usage, re.MULTILINE):
             if int(used) > 0.1 * int(total):
                 text = f"GPU {index}: {used} of {total} MB are in use by other programs"
-                yield warning("gpu", text, "see nvidia-smi; end them, or hide it by CUDA_VISIBLE_DEVICES")
+                yield warning(
+                    "gpu", text, "see nvidia-smi; end them, or hide it by CUDA_VISIBLE_DEVICES"
+                )
 
 
 def open_devices() -> tuple[Check, list[str]]:
@@ -76,8 +100,12 @@ def open_devices() -> tuple[Check, list[str]]:
     return ok("devices", text), []
 
 
-def check_sharing(facts: Sequence[Mapping[str, Any]], opened: Sequence[Sequence[str]]) -> list[Check]:
-    """Check that no two processes of a host opened one GPU. facts, opened: of each rank, and its GPUs."""
+def check_sharing(
+    facts: Sequence[Mapping[str, Any]], opened: Sequence[Sequence[str]]
+) -> list[Check]:
+    """Check that no two processes of a host opened one GPU. facts, opened: of each rank, and its
+    GPUs.
+    """
     users = Counter((hosts.key(fact), gpu) for fact, own in zip(facts, opened) for gpu in own)
     text = "{0} processes use one GPU of host {1}: each gets 1/{0} of its memory and its time"
     fix = "start as many processes on a host as it has GPUs"
@@ -86,18 +114,30 @@ def check_sharing(facts: Sequence[Mapping[str, Any]], opened: Sequence[Sequence[
 
 
 def all_reduce() -> dict[str, Any]:
-    """Return the best seconds of an all-reduce over all devices, their number, and whether each local sum is right."""
+    """Return the best seconds of an all-reduce over all devices, their number, and whether each
+    local sum is right.
+    """
     import jax
     import numpy as np
     from jax.sharding import NamedSharding, PartitionSpec
 
     count, size = jax.device_count(), SMALL if jax.devices()[0].platform == "cpu" else LARGE
     mesh, split = jax.make_mesh((count,), ("all",)), PartitionSpec("all")
-    one = lambda index: np.full((1, size), index[0].start + 1, np.float32)
+
+    def one(index):
+        return np.full((1, size), index[0].start + 1, np.float32)
+
     x = jax.make_array_from_callback((count, size), NamedSharding(mesh, split), one)
-    total = lambda x: jax.lax.psum(x, "all")
-    reduce = jax.jit(jax.shard_map(total, mesh=mesh, in_specs=split, out_specs=PartitionSpec(), check_vma=False))
-    right = all((np.asarray(s.data) == count * (count + 1) / 2).all() for s in reduce(x).addressable_shards)
+
+    def total(x):
+        return jax.lax.psum(x, "all")
+
+    reduce = jax.jit(
+        jax.shard_map(total, mesh=mesh, in_specs=split, out_specs=PartitionSpec(), check_vma=False)
+    )
+    right = all(
+        (np.asarray(s.data) == count * (count + 1) / 2).all() for s in reduce(x).addressable_shards
+    )
     seconds = min(timeit.repeat(lambda: reduce(x).block_until_ready(), number=1, repeat=5))
     return {"seconds": seconds, "devices": count, "nbytes": 4 * size, "right": right}
 
@@ -106,7 +146,11 @@ def check_all_reduce(seconds: float, devices: int, nbytes: int, right: bool) -> 
     """Check what `all_reduce` measured."""
     text = f"{nbytes / 1e6:.3g} MB over {devices} devices in {1e3 * seconds:.3g} ms"
     if not right:
-        return failure("all-reduce", f"{text}: the sum is wrong", "see jaxdp verify; a device or a cable is broken")
+        return failure(
+            "all-reduce",
+            f"{text}: the sum is wrong",
+            "see jaxdp verify; a device or a cable is broken",
+        )
     if nbytes / seconds < SLOW:
         fix = "see the line on bindings, what else uses the hosts and the network; on GPU, what NCCL_DEBUG=INFO prints"
         return warning("all-reduce", f"{text}: less than {SLOW / 1e6:g} MB/s", fix)

@@ -1,4 +1,6 @@
-"""Examine a machine or a job: start a process that joins the job and checks it, and follow that process to its end."""
+"""Examine a machine or a job: start a process that joins the job and checks it, and follow that
+process to its end.
+"""
 
 import contextlib
 import json
@@ -21,8 +23,11 @@ from jaxdp.doctor.resources import check_missing, existing, marker
 from jaxdp.errors import install
 
 SILENT = "it ended by itself"
-MPI_INIT = failure("ranks", "MPI_Init waits until every rank calls it", "see what every rank printed")
-MESSAGES = (  # the most useful line of standard error: jaxdp's, XLA's fatal one, an exception's, else the last
+MPI_INIT = failure(
+    "ranks", "MPI_Init waits until every rank calls it", "see what every rank printed"
+)
+# the most useful line of standard error: jaxdp's, XLA's fatal one, an exception's, else the last
+MESSAGES = (
     r"^jaxdp: (?:rank \d+ \(host \S+\) ends: )?(.+)",
     r"^F\d{4} .*?\] (.+)",
     r"^((?:[\w.]*(?:Error|Exception)|Fatal Python error): .+)",
@@ -30,14 +35,22 @@ MESSAGES = (  # the most useful line of standard error: jaxdp's, XLA's fatal one
 )
 CAUSES = (  # a pattern in "stage: error", and the fix
     ("XLA_FLAGS", "remove the flag: this jaxlib does not know it"),
-    ("RESOURCE_EXHAUSTED|out of memory", "see nvidia-smi for programs that use the GPU's memory, and end them"),
-    ("JAX_PLATFORMS|initialize backend", f"unset JAX_PLATFORMS; for an NVIDIA GPU: {install('cuda12')}"),
+    (
+        "RESOURCE_EXHAUSTED|out of memory",
+        "see nvidia-smi for programs that use the GPU's memory, and end them",
+    ),
+    (
+        "JAX_PLATFORMS|initialize backend",
+        f"unset JAX_PLATFORMS; for an NVIDIA GPU: {install('cuda12')}",
+    ),
     ("", "see the lines on versions, gpu, host name, network and bindings"),
 )
 
 
 class Stage(NamedTuple):
-    """What the process `jaxdp.doctor.job` wrote last. name: what it does, for at most `seconds`; "" at its end."""
+    """What the process `jaxdp.doctor.job` wrote last. name: what it does, for at most `seconds`; ""
+    at its end.
+    """
 
     name: str
     seconds: float
@@ -47,15 +60,22 @@ class Stage(NamedTuple):
 
 
 def follow(command: list[str]) -> tuple[Stage, Check | None]:
-    """Follow a process to its end: what it opens may block or kill it. Return its last stage, and how it failed."""
+    """Follow a process to its end: what it opens may block or kill it. Return its last stage, and
+    how it failed.
+    """
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             command,
-            env={**imports.for_module(), "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "1"},
+            env={
+                **imports.for_module(),
+                "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+                "TF_CPP_MIN_LOG_LEVEL": "1",
+            },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
-            close_fds=False,  # MPICH's mpirun talks to its ranks through a file descriptor that they inherit
+            # MPICH's mpirun talks to its ranks through a file descriptor that they inherit
+            close_fds=False,
         )
         stages = process.stdout
         assert stages is not None
@@ -64,7 +84,9 @@ def follow(command: list[str]) -> tuple[Stage, Check | None]:
             if not select.select([stages], [], [], stage.seconds)[0]:
                 process.kill()
                 how = f"no answer within {stage.seconds:g} s"
-            elif text := os.read(stages.fileno(), 1 << 16):  # not a whole line, for the rest of which it might wait
+            elif text := os.read(
+                stages.fileno(), 1 << 16
+            ):  # not a whole line, for the rest of which it might wait
                 *lines, rest = (rest + text).split(b"\n")
                 for line in lines:
                     with contextlib.suppress(ValueError, TypeError):  # printed by a library
@@ -85,15 +107,23 @@ def problem(stage: str, how: str, printed: str) -> Check:
     """Return the failure of the process, from what it printed."""
     if waits_until_every_rank_calls_mpi_init.__name__ in printed:  # in the traceback of a deadline
         return MPI_INIT
-    match = next(filter(None, (re.search(pattern, printed, re.MULTILINE) for pattern in MESSAGES)), None)
-    if match and match[0].startswith("jaxdp: ") and " failed: " not in match[1]:  # no traceback's last line
+    match = next(
+        filter(None, (re.search(pattern, printed, re.MULTILINE) for pattern in MESSAGES)), None
+    )
+    if (
+        match and match[0].startswith("jaxdp: ") and " failed: " not in match[1]
+    ):  # no traceback's last line
         return of_text(stage, match[1])
     error = f"{how}: {match[1][:400]}" if match else how
-    return failure(stage, error, next(fix for p, fix in CAUSES if re.search(p, f"{stage}: {error}")))
+    return failure(
+        stage, error, next(fix for p, fix in CAUSES if re.search(p, f"{stage}: {error}"))
+    )
 
 
 def examine(directory: pathlib.Path) -> tuple[list[Check], list[str]] | None:
-    """Run all checks; return all ranks' findings and hosts on rank 0, None on the others. directory: of the run."""
+    """Run all checks; return all ranks' findings and hosts on rank 0, None on the others.
+    directory: of the run.
+    """
     command = [sys.executable, "-P", "-m", "jaxdp.doctor.job", str(directory), str(os.getppid())]
     (name, _, checks, rank, names), failed = follow(command)
     joined = name not in ("checks", "imports", "ranks")
@@ -107,7 +137,9 @@ def examine(directory: pathlib.Path) -> tuple[list[Check], list[str]] | None:
     if rank and bad and not joined:
         sys.stderr.write(f"{as_text(bad, names)}\n")
     if len(names) > 1 and not joined:
-        time.sleep(2.0 if rank else 1.0)  # rank 0 looks for markers, and ends after the others have printed
+        time.sleep(
+            2.0 if rank else 1.0
+        )  # rank 0 looks for markers, and ends after the others have printed
     for file in existing(directory).glob(marker(directory, "*" if rank == 0 else str(rank)).name):
         file.unlink(missing_ok=True)
     return None if rank else (checks, names)

@@ -1,7 +1,8 @@
-"""Check this process's machine, join the job, and check it: `python -m jaxdp.doctor.job DIRECTORY LAUNCHER`.
+"""Check this process's machine, join the job, and check it: `python -m jaxdp.doctor.job DIRECTORY
+LAUNCHER`.
 
-Before each stage it prints its name, the seconds it may take, the findings so far, rank, and the hosts: see `Stage`.
-"""
+Before each stage it prints its name, the seconds it may take, the findings so far, rank, and the
+hosts: see `Stage`."""
 
 import contextlib
 import functools
@@ -30,7 +31,11 @@ def main(directory: pathlib.Path, launcher: int) -> None:
     world, checks = None, list[Check]()
     try:
         world = launchers.discover()
-        text = "a single process" if world.launcher == "none" else f"{world.launcher}, {world.size} processes"
+        text = (
+            "a single process"
+            if world.launcher == "none"
+            else f"{world.launcher}, {world.size} processes"
+        )
         checks.append(ok("launcher", text))
     except UsageError as error:
         checks.append(of_text("launcher", str(error)))
@@ -45,9 +50,16 @@ def main(directory: pathlib.Path, launcher: int) -> None:
     checks += versions.check_imports()
     timeout = protocol.default_timeout(None if os.environ.get("JAXDP_TIMEOUT") else 30.0)
     stage("ranks", 2 * timeout + LIMIT)
-    facts = {**hosts.identity(), "outward": hosts.outward(), **resources.read_cores(launcher), "marker": ""}
+    facts = {
+        **hosts.identity(),
+        "outward": hosts.outward(),
+        **resources.read_cores(launcher),
+        "marker": "",
+    }
     with contextlib.suppress(OSError):  # `check_run_dir` reports it
-        resources.marker(directory, str(rank)).write_text(text := secrets.token_hex(8), encoding="utf-8")
+        resources.marker(directory, str(rank)).write_text(
+            text := secrets.token_hex(8), encoding="utf-8"
+        )
         facts["marker"] = text
     import jax
 
@@ -57,23 +69,31 @@ def main(directory: pathlib.Path, launcher: int) -> None:
         context = contexts.init(timeout=timeout) if world else contexts.Context()
     except ReportedError as error:
         if world and error.rank not in (None, world.rank):
-            os._exit(2)  # the doctor of that rank prints it; this one has its own findings, and ends soon
+            os._exit(
+                2
+            )  # the doctor of that rank prints it; this one has its own findings, and ends soon
         raise
     names = [*context.hosts] if size > 1 else names
     stage("network", 3 * LIMIT + timeout)
     with socket.create_server(("", 0), backlog=128) as listener:
         everyone = exchange(context, "facts", {**facts, "port": listener.getsockname()[1]})
         checks += check_between(context, directory, everyone) if size > 1 else []
-    checks = merge(everyone, exchange(context, "checks", checks)) + resources.check_bindings(everyone)
+    checks = merge(everyone, exchange(context, "checks", checks)) + resources.check_bindings(
+        everyone
+    )
     stage("devices", LIMIT)
-    context.barrier("devices")  # a rank that fails from now on ends all, and rank 0 has sent its findings
+    context.barrier(
+        "devices"
+    )  # a rank that fails from now on ends all, and rank 0 has sent its findings
     check, opened = devices.open_devices()
     timed = list[Check]()
     if jax.device_count() > 1:
         stage("all-reduce", LIMIT)
         reports = exchange(context, "all-reduce", devices.all_reduce())
         wrong = tuple(rank for rank, report in enumerate(reports) if not report["right"])
-        timed = [devices.check_all_reduce(**reports[0] | {"right": not wrong})._replace(ranks=wrong)]
+        timed = [
+            devices.check_all_reduce(**reports[0] | {"right": not wrong})._replace(ranks=wrong)
+        ]
     checks += merge(everyone, exchange(context, "opened", [check]))
     checks += devices.check_sharing(everyone, exchange(context, "devices", opened)) + timed
     stage("", 0)
@@ -91,18 +111,28 @@ def local_checks(world: World | None, directory: pathlib.Path) -> dict[str, Chec
         "run_dir": lambda: [resources.check_run_dir(directory)],
         "host name": network.check_name,
     }
-    alone = world is None or (size == 1 and world.launcher in ("none", "jaxdp"))  # mpirun does not start mpirun
+    alone = world is None or (
+        size == 1 and world.launcher in ("none", "jaxdp")
+    )  # mpirun does not start mpirun
     return checks | {"mpirun": mpi.check_mpirun} if alone else checks
 
 
-def check_between(context: Any, directory: pathlib.Path, everyone: list[dict[str, Any]]) -> list[Check]:
-    """Check what lies between the ranks. everyone: the facts of each rank, with the port of a listener."""
-    checks: dict[str, Checker] = {"network": functools.partial(network.check_reach, context.rank, everyone)}
+def check_between(
+    context: Any, directory: pathlib.Path, everyone: list[dict[str, Any]]
+) -> list[Check]:
+    """Check what lies between the ranks. everyone: the facts of each rank, with the port of a
+    listener.
+    """
+    checks: dict[str, Checker] = {
+        "network": functools.partial(network.check_reach, context.rank, everyone)
+    }
     if text := everyone[0]["marker"]:
         checks["run_dir"] = functools.partial(resources.check_shared, directory, text)
     findings = run_checks(checks)
     try:
-        context.check_same("packages", {name: str(version) for name, version in rundir.versions().items()})
+        context.check_same(
+            "packages", {name: str(version) for name, version in rundir.versions().items()}
+        )
     except UsageError as error:
         findings += [of_text("versions", str(error))] * (context.rank == 0)
     context.barrier("network")  # until then, the listener is open
@@ -114,7 +144,9 @@ def exchange(context: Any, name: str, value: Any) -> list[Any]:
 
 
 def merge(everyone: Sequence[dict[str, Any]], reports: Sequence[Sequence[Any]]) -> list[Check]:
-    """Return every rank's findings once, with their ranks. On a host, those that are ok may differ in numbers."""
+    """Return every rank's findings once, with their ranks. On a host, those that are ok may differ
+    in numbers.
+    """
     merged, same = dict[Check, list[int]](), dict[tuple[object, ...], Check]()
     for rank, report in enumerate(reports):
         for check in (Check(*fields[:4]) for fields in report):

@@ -11,7 +11,9 @@ HOSTS = 16  # other hosts that each host connects to, at most
 
 
 def check_name() -> Iterator[Check]:
-    """Check this host's name, which Gloo and MPI advertise to other hosts. A job that spans hosts checks it again."""
+    """Check this host's name, which Gloo and MPI advertise to other hosts. A job that spans hosts
+    checks it again.
+    """
     name, outward = hosts.hostname(), hosts.outward()
     addresses = hosts.resolve(name)
     text = f"{name} resolves to {', '.join(addresses) or 'no address'}"
@@ -19,18 +21,24 @@ def check_name() -> Iterator[Check]:
         yield ok("host name", text)
     else:
         fix = f"in /etc/hosts, give {name} its network address{f' ({outward})' if outward else ''}"
-        yield warning("host name", f"{text}, and collectives on CPU would advertise that to other hosts", fix)
+        yield warning(
+            "host name", f"{text}, and collectives on CPU would advertise that to other hosts", fix
+        )
 
 
 def check_reach(rank: int, facts: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
-    """Check TCP to the next HOSTS other hosts, to the first rank of each. facts: of each rank, with a `port`."""
+    """Check TCP to the next HOSTS other hosts, to the first rank of each. facts: of each rank, with
+    a `port`.
+    """
     firsts = {hosts.key(fact): r for r, fact in reversed(list(enumerate(facts)))}
     firsts.pop(hosts.key(facts[rank]))
     others = sorted(firsts.values(), key=lambda other: (other - rank) % len(facts))[:HOSTS]
     failures = []
     for other in others:
         fact = facts[other]
-        addresses = [a for a in hosts.resolve(fact["host"]) or fact["addresses"] if not hosts.is_loopback(a)]
+        addresses = [
+            a for a in hosts.resolve(fact["host"]) or fact["addresses"] if not hosts.is_loopback(a)
+        ]
         address = (addresses or [fact["outward"] or "no address"])[0]
         try:
             socket.create_connection((address, fact["port"]), 5.0).close()

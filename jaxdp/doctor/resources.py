@@ -1,4 +1,6 @@
-"""Check what a run needs of its host: open files, memory, space on disks (by a test write), and cores."""
+"""Check what a run needs of its host: open files, memory, space on disks (by a test write), and
+cores.
+"""
 
 import contextlib
 import math
@@ -21,29 +23,52 @@ BIND = "mpirun --bind-to none (Open MPI), -bind-to none (MPICH), or srun --cpus-
 
 
 def check_memory(size: int = 1, local_size: int = 1) -> Iterator[Check]:
-    """Check open files, free memory (also the control group's), and shared memory for Open MPI, NCCL and data workers.
+    """Check open files, free memory (also the control group's), and shared memory for Open MPI,
+    NCCL and data workers.
 
-    size, local_size: processes of the job, to each of which rank 0 has a connection, and of this host.
-    """
+    size, local_size: processes of the job, to each of which rank 0 has a connection, and of this
+    host."""
     need = 512 + 4 * size
-    soft, hard = (need if limit < 0 else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
+    soft, hard = (
+        need if limit < 0 else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
     fix = "raise the hard limit (limits.conf, LimitNOFILE=, docker run --ulimit nofile=65536)"
     text = f"{soft} at most{f'; a run may need {need}' * (soft < need)}"
-    yield graded("open files", soft, 128, need, text, f"ulimit -n {min(65536, hard)}" if hard >= need else fix)
+    yield graded(
+        "open files",
+        soft,
+        128,
+        need,
+        text,
+        f"ulimit -n {min(65536, hard)}" if hard >= need else fix,
+    )
     if (free := hosts.free_memory()) < math.inf:
         fix = "end other programs, or raise the container's memory limit"
         yield graded("memory", free, 256 * MB, GB, f"{shown(free)} free", fix)
     if not os.access("/dev/shm", os.W_OK):
-        yield warning("shared memory", "/dev/shm cannot be written to", "mount it, or chmod 1777 /dev/shm")
+        yield warning(
+            "shared memory", "/dev/shm cannot be written to", "mount it, or chmod 1777 /dev/shm"
+        )
         return
     total, _, free = shutil.disk_usage("/dev/shm")
-    enough = 64 * MB * min(local_size, 4) if total > 64 * MB else math.inf  # 64 MB is a container's default
+    enough = (
+        64 * MB * min(local_size, 4) if total > 64 * MB else math.inf
+    )  # 64 MB is a container's default
     fix = "mount a larger /dev/shm: docker run --shm-size=8g, or an emptyDir of medium Memory in Kubernetes"
-    yield graded("shared memory", free, 16 * MB, enough, f"/dev/shm has {shown(free)} free of {shown(total)}", fix)
+    yield graded(
+        "shared memory",
+        free,
+        16 * MB,
+        enough,
+        f"/dev/shm has {shown(free)} free of {shown(total)}",
+        fix,
+    )
 
 
 def check_run_dir(directory: pathlib.Path) -> Check:
-    """Check space and permission for checkpoints, in the run directory or the folder that it would be made in."""
+    """Check space and permission for checkpoints, in the run directory or the folder that it would
+    be made in.
+    """
     name, other, folder = "run_dir", "choose another --run_dir", existing(directory)
     if not folder.is_dir():
         return failure(name, f"{directory}: {folder} is no directory", other)
@@ -76,7 +101,9 @@ def check_shared(directory: pathlib.Path, text: str) -> Iterator[Check]:
     if sees(file, text, 5.0):
         yield ok("run_dir", "shared by all ranks")
     else:
-        fix = "use a --run_dir on a file system that all hosts share, or set checkpoint.local to true"
+        fix = (
+            "use a --run_dir on a file system that all hosts share, or set checkpoint.local to true"
+        )
         yield failure("run_dir", f"{file.parent} is not the folder that rank 0 writes to", fix)
 
 
@@ -85,11 +112,17 @@ def check_missing(directory: pathlib.Path, size: int) -> Iterator[Check]:
     missing = [str(rank) for rank in range(size) if not marker(directory, str(rank)).exists()]
     if 0 < len(missing) < size:
         text = f"rank {hosts.listed(missing)} did not report in {existing(directory)}"
-        yield failure("ranks", text, "see whether it was started, what it printed, and whether it has that folder")
+        yield failure(
+            "ranks",
+            text,
+            "see whether it was started, what it printed, and whether it has that folder",
+        )
 
 
 def read_cores(launcher: int) -> dict[str, Any]:
-    """Return the cores of this process, the number of its launcher's (a process id), and the container's limit."""
+    """Return the cores of this process, the number of its launcher's (a process id), and the
+    container's limit.
+    """
     affinity = getattr(os, "sched_getaffinity", lambda pid: range(os.cpu_count() or 1))
     facts: dict[str, Any] = {"cores": sorted(affinity(0)), "launcher_cores": 0, "limit": None}
     with contextlib.suppress(OSError):
@@ -100,7 +133,9 @@ def read_cores(launcher: int) -> dict[str, Any]:
 
 
 def check_bindings(facts: Sequence[Mapping[str, Any]]) -> list[Check]:
-    """Check on every host that its ranks have enough cores, and that bindings leave none idle. facts: of each rank."""
+    """Check on every host that its ranks have enough cores, and that bindings leave none idle.
+    facts: of each rank.
+    """
     by_host: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
     for rank, fact in enumerate(facts):
         by_host.setdefault(hosts.key(fact), {})[rank] = fact
@@ -124,5 +159,10 @@ def check_host(host: str, facts: Mapping[int, Mapping[str, Any]]) -> Check:
         return warning("bindings", f"{ranks} are bound to {used} of {available} cores", BIND)
     if limit < max(0.75 * used, min(used, len(facts))):
         text = f"{ranks} see {used} cores, but the control group allows {limit:g} processors' worth of time"
-        return warning("bindings", text, "raise the container's CPU limit, or start fewer ranks or threads")
-    return ok("bindings", f"{ranks}, {used} core{'s' * (used > 1)}{' in all' * (used > 1 and len(facts) > 1)}")
+        return warning(
+            "bindings", text, "raise the container's CPU limit, or start fewer ranks or threads"
+        )
+    return ok(
+        "bindings",
+        f"{ranks}, {used} core{'s' * (used > 1)}{' in all' * (used > 1 and len(facts) > 1)}",
+    )

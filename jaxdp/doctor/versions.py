@@ -1,4 +1,6 @@
-"""Check that every installed package has the versions it asks for: pip's own rule, for what a run imports."""
+"""Check that every installed package has the versions it asks for: pip's own rule, for what a run
+imports.
+"""
 
 import importlib
 import importlib.metadata
@@ -18,9 +20,15 @@ PLUGIN = re.compile(r"jax-(cuda\d+|rocm\d+)-(plugin|pjrt)")
 
 
 def check_versions() -> Iterator[Check]:
-    """Check every package that jaxdp needs, directly or not, against the bounds of those that need it."""
+    """Check every package that jaxdp needs, directly or not, against the bounds of those that need
+    it.
+    """
     if installed(JAXDP) is None:
-        yield warning(JAXDP, "not installed, so its requirements are not known", "pip install -e . in its source tree")
+        yield warning(
+            JAXDP,
+            "not installed, so its requirements are not known",
+            "pip install -e . in its source tree",
+        )
         return
     yield ok("python", platform.python_version())
     wrong = unmet(importlib.metadata.requires(JAXDP) or [])
@@ -33,7 +41,9 @@ def check_versions() -> Iterator[Check]:
 
 
 def unmet(requirements: list[str]) -> dict[str, tuple[str, str]]:
-    """Return {package: (what is wrong, the fix)} for requirements and, recursively, theirs. Extras may be absent."""
+    """Return {package: (what is wrong, the fix)} for requirements and, recursively, theirs. Extras
+    may be absent.
+    """
     wrong: dict[str, tuple[str, str]] = {}
     queue, seen = [("jaxdp", text) for text in requirements], set()
     for parent, text in queue:  # which grows
@@ -55,8 +65,13 @@ def unmet(requirements: list[str]) -> dict[str, tuple[str, str]]:
 
 def plugins() -> dict[str, tuple[str, str]]:
     """Return {package: (kind, version)} of JAX's GPU plug-ins. kind: cuda12, cuda13, rocm7."""
-    packages = {canonicalize_name(d.metadata["Name"] or ""): d.version for d in importlib.metadata.distributions()}
-    return {name: (match[1], packages[name]) for name in packages if (match := PLUGIN.fullmatch(name))}
+    packages = {
+        canonicalize_name(d.metadata["Name"] or ""): d.version
+        for d in importlib.metadata.distributions()
+    }
+    return {
+        name: (match[1], packages[name]) for name in packages if (match := PLUGIN.fullmatch(name))
+    }
 
 
 def check_plugins() -> Iterator[Check]:
@@ -67,15 +82,23 @@ def check_plugins() -> Iterator[Check]:
             yield ok(name, version)
         else:
             fix = f"pip install -U 'jax[{kind}]=={installed('jax') or jaxlib}'"
-            yield failure(name, f"{version}, but jaxlib is {jaxlib}: JAX would leave the GPU out", fix)
+            yield failure(
+                name, f"{version}, but jaxlib is {jaxlib}: JAX would leave the GPU out", fix
+            )
 
 
 def check_imports() -> Iterator[Check]:
-    """Import what a run imports, and check that it is what is installed, not a folder elsewhere on the path."""
+    """Import what a run imports, and check that it is what is installed, not a folder elsewhere on
+    the path.
+    """
     for name in PACKAGES[:5]:
         package, version = importlib.import_module(name.replace("-", ".")), installed(name)
         imported = getattr(package, "__version__", "0")
         if version is not None and Version(version).public != Version(imported).public:
             text = f"Python imports {name} {imported} from {package.__file__ or package.__path__}, not {version}"
-            yield warning("imports", text, f"see PYTHONPATH and the working directory: {name} is in two folders")
+            yield warning(
+                "imports",
+                text,
+                f"see PYTHONPATH and the working directory: {name} is in two folders",
+            )
     yield ok("imports", f"{', '.join(PACKAGES[:5])} can be imported")

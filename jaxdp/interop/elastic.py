@@ -22,29 +22,38 @@ State = Any  # a pytree of arrays and numbers
 
 
 def elastic(train: Callable[[State, Callable[[State], None]], T], state: State) -> T:
-    """Return `train(state, commit)`, which is called again when processes are lost, and when others join.
+    """Return `train(state, commit)`, which is called again when processes are lost, and when others
+    join.
 
-    Call `jaxdp.init(elastic=jaxdp.ElasticOptions())` first, and start the processes with `jaxdp launch --restart`.
-    state: a pytree of arrays and numbers, the same on all processes. In each generation of the job, `train` gets the
-    newest state that any process has committed, as NumPy arrays; `jaxdp.current()` gives its rank and size. It must
-    make all of its device arrays and compiled functions again, and all collectives belong inside it.
+    Call `jaxdp.init(elastic=jaxdp.ElasticOptions())` first, and start the processes with `jaxdp
+    launch --restart`. state: a pytree of arrays and numbers, the same on all processes. In each
+    generation of the job, `train` gets the newest state that any process has committed, as NumPy
+    arrays; `jaxdp.current()` gives its rank and size. It must make all of its device arrays and
+    compiled functions again, and all collectives belong inside it.
 
-    `commit(state)` copies a replicated state to host memory, waiting for it. All processes call it equally often: after
-    each update, or each few updates, which are then made again. It raises when the processes must regroup.
+    `commit(state)` copies a replicated state to host memory, waiting for it. All processes call it
+    equally often: after each update, or each few updates, which are then made again. It raises when
+    the processes must regroup.
 
-    The model is Horovod's `hvd.elastic.run`. Raises UsageError if a leaf is not an array or a number,
-    and for several processes that are not elastic.
+    The model is Horovod's `hvd.elastic.run`. Raises UsageError if a leaf is not an array or a
+    number, and for several processes that are not elastic.
     """
     member = membership.current()
     if member is not None and not member.elastic:
-        raise UsageError("elastic: this job is not elastic; first call jaxdp.init(elastic=jaxdp.ElasticOptions())")
+        raise UsageError(
+            "elastic: this job is not elastic; first call jaxdp.init(elastic=jaxdp.ElasticOptions())"
+        )
     paths, structure = jax.tree_util.tree_flatten_with_path(state)
     names, leaves = [path_string(path) or "state" for path, _ in paths], [leaf for _, leaf in paths]
     for name, x in zip(names, leaves):
-        is_number = isinstance(x, np.ndarray | np.generic | jax.Array | int | float) and not is_key(x)
+        is_number = isinstance(x, np.ndarray | np.generic | jax.Array | int | float) and not is_key(
+            x
+        )
         if not is_number or isinstance(x, np.ma.MaskedArray) or np.asarray(x).dtype == object:
             kind = "key (give its jax.random.key_data)" if is_key(x) else type(x).__name__
-            raise UsageError(f"elastic: {name!r} of the state is a {kind}; give arrays, and numbers of at most 64 bits")
+            raise UsageError(
+                f"elastic: {name!r} of the state is a {kind}; give arrays, and numbers of at most 64 bits"
+            )
     arrays = [native(x) for x in leaves]
     newest = with_checksums(0, arrays)
 
@@ -53,23 +62,31 @@ def elastic(train: Callable[[State, Callable[[State], None]], T], state: State) 
         agreement = Agreement(context)
         found = find(context, [newest], 0)
         if found is None:
-            raise RunFailed("the copies of the state in all processes are damaged: faulty memory, or a bug in `train`")
+            raise RunFailed(
+                "the copies of the state in all processes are damaged: faulty memory, or a bug in `train`"
+            )
         [(_, own)] = receive(context, found, newest.parts[WHOLE])
         newest = found.snapshot._replace(parts={WHOLE: own}).with_checksums()
         if member is not None:
             membership.joined().report_state()
         if not newest.step:
             sums = zip(names, map(described, arrays), newest.checksums[WHOLE])
-            context.check_same("elastic: the state", {name: f"{kind}, checksum {n:x}" for name, kind, n in sums})
+            context.check_same(
+                "elastic: the state", {name: f"{kind}, checksum {n:x}" for name, kind, n in sums}
+            )
 
         def commit(state: State) -> None:
             nonlocal newest
             if cast(Any, jax.tree.structure(state)) != structure:
-                raise UsageError(f"commit: the state is {jax.tree.structure(state)}, but elastic() got {structure}")
+                raise UsageError(
+                    f"commit: the state is {jax.tree.structure(state)}, but elastic() got {structure}"
+                )
             now = [native(x) for x in jax.tree.leaves(state)]
             for name, x, first in zip(names, now, arrays):
                 if described(x) != described(first):
-                    raise UsageError(f"commit: {name!r} is {described(x)}, but elastic() got {described(first)}")
+                    raise UsageError(
+                        f"commit: {name!r} is {described(x)}, but elastic() got {described(first)}"
+                    )
             newest = with_checksums(newest.step + 1, now)
             if (request := agreement.point()) is not None:
                 raise Stopped(**request)
@@ -83,7 +100,9 @@ def elastic(train: Callable[[State, Callable[[State], None]], T], state: State) 
 
 
 def with_checksums(step: int, arrays: list[np.ndarray]) -> Snapshot:
-    """Return a snapshot with a copy of each array as uint8, which collectives can send whatever the dtype."""
+    """Return a snapshot with a copy of each array as uint8, which collectives can send whatever the
+    dtype.
+    """
     leaves = [np.frombuffer(x.tobytes(), np.uint8) for x in arrays]
     return Snapshot(step, {WHOLE: leaves}, "", [WHOLE] * len(leaves)).with_checksums()
 

@@ -15,16 +15,18 @@ from jaxdp.split import path_string
 
 
 def allreduce_metrics(metrics: Any, weight: Any = 1.0) -> Any:
-    """Return the weighted mean over the ranks of each number in `metrics`, as Python floats, bit-equal on every rank.
+    """Return the weighted mean over the ranks of each number in `metrics`, as Python floats,
+    bit-equal on every rank.
 
-    metrics: a dict, or any pytree, of scalars (JAX, NumPy or Python), with the same names on all ranks. weight: the
-    weight of this rank, usually its number of examples; or a tree like `metrics`, with a weight for each metric (for
-    the accuracy of a class, its examples). A rank of weight 0 is ignored, even with NaN; if all weights are 0, the mean
-    is NaN. The values are exchanged as text in double precision, and the call blocks: call it on all ranks together,
-    where metrics are printed.
+    metrics: a dict, or any pytree, of scalars (JAX, NumPy or Python), with the same names on all
+    ranks. weight: the weight of this rank, usually its number of examples; or a tree like
+    `metrics`, with a weight for each metric (for the accuracy of a class, its examples). A rank of
+    weight 0 is ignored, even with NaN; if all weights are 0, the mean is NaN. The values are
+    exchanged as text in double precision, and the call blocks: call it on all ranks together, where
+    metrics are printed.
 
-    Raises UsageError on every rank if names differ or a value is not a number; DistributedError if a rank does not call
-    it within JAXDP_TIMEOUT seconds (60).
+    Raises UsageError on every rank if names differ or a value is not a number; DistributedError if
+    a rank does not call it within JAXDP_TIMEOUT seconds (60).
     """
     context = joined()
     paths: Any = []
@@ -32,7 +34,9 @@ def allreduce_metrics(metrics: Any, weight: Any = 1.0) -> Any:
     try:
         paths, structure = jax.tree_util.tree_flatten_with_path(metrics)
         message["names"] = [path_string(path) or "metrics" for path, _ in paths]
-        message["values"] = [_scalar(name, value) for name, (_, value) in zip(message["names"], paths)]
+        message["values"] = [
+            _scalar(name, value) for name, (_, value) in zip(message["names"], paths)
+        ]
         message["weights"] = [_weight(value) for value in _weights(weight, structure)]
     except (UsageError, ValueError) as error:  # names that cannot be sorted
         message["error"] = one_line(error)
@@ -40,7 +44,9 @@ def allreduce_metrics(metrics: Any, weight: Any = 1.0) -> Any:
     ranks = [json.loads(text) for text in texts]
     for rank, received in enumerate(ranks):
         if "error" in received:
-            raise UsageError(f"allreduce_metrics: {context.title(rank)}: {received['error']}", rank=rank)
+            raise UsageError(
+                f"allreduce_metrics: {context.title(rank)}: {received['error']}", rank=rank
+            )
         if received["names"] != ranks[0]["names"]:
             raise UsageError(
                 f"allreduce_metrics: {context.title(rank)} has {', '.join(received['names']) or 'none'}, but "
@@ -52,16 +58,24 @@ def allreduce_metrics(metrics: Any, weight: Any = 1.0) -> Any:
 
 
 def _mean(terms: list[tuple[float, float]]) -> float:
-    """Return the mean of (weight, value) pairs with one rounding, ignoring weight 0; NaN if nothing is left."""
+    """Return the mean of (weight, value) pairs with one rounding, ignoring weight 0; NaN if nothing
+    is left.
+    """
     counted = [(Fraction(weight), value) for weight, value in terms if weight]
     if not all(math.isfinite(value) for _, value in counted):
         return sum(value for _, value in counted if not math.isfinite(value))
     total = sum(weight for weight, _ in counted)
-    return float(sum(weight * Fraction(value) for weight, value in counted) / total) if counted else math.nan
+    return (
+        float(sum(weight * Fraction(value) for weight, value in counted) / total)
+        if counted
+        else math.nan
+    )
 
 
 def _weights(weight: Any, structure: Any) -> list[Any]:
-    """Return the weight of each metric. Raises UsageError unless there is one weight for all, or one for each."""
+    """Return the weight of each metric. Raises UsageError unless there is one weight for all, or
+    one for each.
+    """
     leaves, treedef = jax.tree.flatten(weight)
     if treedef == structure:
         return leaves
@@ -87,7 +101,11 @@ def _scalar(name: str, value: Any) -> float:
             raise TypeError("give a real number")
         array = np.asarray(value, np.float64)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise UsageError(f"{name!r} is {type(value).__name__}, not a number: {one_line(error)}") from None
+        raise UsageError(
+            f"{name!r} is {type(value).__name__}, not a number: {one_line(error)}"
+        ) from None
     if array.size != 1:
-        raise UsageError(f"{name!r} has shape {array.shape}, not one number; take its mean first ([0] of pmap's)")
+        raise UsageError(
+            f"{name!r} has shape {array.shape}, not one number; take its mean first ([0] of pmap's)"
+        )
     return float(array.reshape(()))

@@ -1,4 +1,6 @@
-"""An optimizer wrapper that averages gradients over the ranks, weighted by their numbers of examples."""
+"""An optimizer wrapper that averages gradients over the ranks, weighted by their numbers of
+examples.
+"""
 
 from __future__ import annotations
 
@@ -29,38 +31,47 @@ Tree = Any
 def distributed_optimizer(
     tx: optax.GradientTransformation, axis_name: Any = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Wrap `tx` to update with the gradients' mean over all ranks: the same optimizer step as in a single process.
+    """Wrap `tx` to update with the gradients' mean over all ranks: the same optimizer step as in a
+    single process.
 
         updates, state = tx.update(grads, state, params, weight=len(labels))
 
-    weight: the weight of this rank's gradients, the number of examples in their mean; by default all ranks have equal
-    weight. A rank of weight 0 is ignored, even if its gradients are NaN; if all weights are 0, the gradients are zeros.
-    16-bit floats are summed in float32. Leaves that are not floats are not changed. Other arguments are passed to `tx`
-    and must be equal on all ranks: a loss (`value`) as `allreduce_metrics` returns it, no function to evaluate.
+    weight: the weight of this rank's gradients, the number of examples in their mean; by default
+    all ranks have equal weight. A rank of weight 0 is ignored, even if its gradients are NaN; if
+    all weights are 0, the gradients are zeros. 16-bit floats are summed in float32. Leaves that are
+    not floats are not changed. Other arguments are passed to `tx` and must be equal on all ranks: a
+    loss (`value`) as `allreduce_metrics` returns it, no function to evaluate.
 
-    axis_name None: call update outside jit, on all ranks together; one program packs and averages the gradients between
-    the processes, and `tx` is compiled. One or several axes: call update inside a function that `pmap`, or `shard_map`
-    with check_vma=False, maps over all devices of all processes; weight is then that of the device. In both cases wrap
-    the complete `tx`, including a chain or MultiSteps.
+    axis_name None: call update outside jit, on all ranks together; one program packs and averages
+    the gradients between the processes, and `tx` is compiled. One or several axes: call update
+    inside a function that `pmap`, or `shard_map` with check_vma=False, maps over all devices of all
+    processes; weight is then that of the device. In both cases wrap the complete `tx`, including a
+    chain or MultiSteps.
 
-    Raises UsageError if update is called in the wrong context, or a weight is not 0 or more (a traced one makes the
-    update NaN); DistributedError if the ranks' gradients differ in shape, or a rank does not call it. Like Horovod's
-    DistributedOptimizer; buckets as in PyTorch's DistributedDataParallel (Li et al. 2020, arXiv 2006.15704).
-    """
+    Raises UsageError if update is called in the wrong context, or a weight is not 0 or more (a
+    traced one makes the update NaN); DistributedError if the ranks' gradients differ in shape, or a
+    rank does not call it. Like Horovod's DistributedOptimizer; buckets as in PyTorch's
+    DistributedDataParallel (Li et al. 2020, arXiv 2006.15704)."""
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         name = getattr(tx, "__name__", type(tx).__name__)
         raise UsageError(
             f"distributed_optimizer: {name} is not an Optax transformation; give one, such as optax.adam(1e-3)"
         )
-    of_steps = isinstance(getattr(tx.update, "__self__", None), optax.MultiSteps)  # takes them, but does not say so
+    of_steps = isinstance(
+        getattr(tx.update, "__self__", None), optax.MultiSteps
+    )  # takes them, but does not say so
     inner = tx if of_steps else optax.with_extra_args_support(tx)
     compiled = jax.jit(inner.update)
 
-    def update(grads: Tree, state: Tree, params: Tree = None, *, weight: Any = None, **extra: Any) -> tuple[Tree, Tree]:
+    def update(
+        grads: Tree, state: Tree, params: Tree = None, *, weight: Any = None, **extra: Any
+    ) -> tuple[Tree, Tree]:
         if axis_name is not None:
             _check_weight(weight)
             return inner.update(mean_over_axis(grads, weight, axis_name), state, params, **extra)
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((grads, state, params, weight))):
+        if any(
+            isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((grads, state, params, weight))
+        ):
             raise UsageError(
                 "distributed_optimizer: update is called inside jit, where processes cannot meet; call it outside, "
                 "around the whole optimizer, or give axis_name and call it inside pmap or shard_map"
@@ -71,13 +82,17 @@ def distributed_optimizer(
                 "that the ranks' parameters would differ; use an optimizer without one"
             )
         plain = line_search or any(map(callable, jax.tree.leaves(params)))  # a module's activation
-        return (inner.update if plain else compiled)(mean_over_ranks(grads, weight), state, params, **extra)
+        return (inner.update if plain else compiled)(
+            mean_over_ranks(grads, weight), state, params, **extra
+        )
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def mean_over_axis(grads: Tree, weight: Any, axis_name: Any) -> Tree:
-    """Return the weighted mean of each float leaf over a mapped axis, with one operand per bucket of 25 MB."""
+    """Return the weighted mean of each float leaf over a mapped axis, with one operand per bucket
+    of 25 MB.
+    """
     kernels.axis_size(axis_name)  # raises UsageError if there is no such axis
     index = lax.axis_index(axis_name)
     leaves, structure, floats = _flatten(grads)
@@ -87,7 +102,9 @@ def mean_over_axis(grads: Tree, weight: Any, axis_name: Any) -> Tree:
             "check_vma=False"
         )
     weight = jnp.asarray(1.0 if weight is None else weight, float)
-    weight = jnp.where(weight >= 0, weight, jnp.nan)  # a traced weight cannot be checked: let the update be NaN
+    weight = jnp.where(
+        weight >= 0, weight, jnp.nan
+    )  # a traced weight cannot be checked: let the update be NaN
     scaled = [_scaled(leaves[i], weight) for i in floats]
     total, *sums = make_reduction("bucket").reduce([weight, *scaled], axis_name)
     for i, x in zip(floats, sums):
@@ -97,7 +114,9 @@ def mean_over_axis(grads: Tree, weight: Any, axis_name: Any) -> Tree:
 
 
 def mean_over_ranks(grads: Tree, weight: Any) -> Tree:
-    """Return the weighted mean of each float leaf over the processes, on the devices of this process's leaves."""
+    """Return the weighted mean of each float leaf over the processes, on the devices of this
+    process's leaves.
+    """
     context, arrays, number, error = joined(), [], None, None
     leaves, structure, floats = _flatten(grads)
     try:
@@ -109,12 +128,18 @@ def mean_over_ranks(grads: Tree, weight: Any) -> Tree:
     if context.size == 1:
         if error:
             raise UsageError(error)
-        return jax.tree.unflatten(structure, [jnp.zeros_like(x) if number == 0 and _is_float(x) else x for x in leaves])
+        return jax.tree.unflatten(
+            structure, [jnp.zeros_like(x) if number == 0 and _is_float(x) else x for x in leaves]
+        )
     label = "distributed_optimizer" if weight is None else "distributed_optimizer with weights"
     members = tuple(range(context.size))
-    signature = Signature(f"{label} on {_names(grads, structure)}", [described(x) for x in arrays], True, error)
+    signature = Signature(
+        f"{label} on {_names(grads, structure)}", [described(x) for x in arrays], True, error
+    )
     compare(context.rank, members, signature)
-    for i, mean in zip(floats, _all_reduce(arrays, 1.0 if number is None else number, context.rank, members)):
+    for i, mean in zip(
+        floats, _all_reduce(arrays, 1.0 if number is None else number, context.rank, members)
+    ):
         x = leaves[i]
         elsewhere = isinstance(x, jax.Array) and x.sharding != mean.sharding
         leaves[i] = placed(x, mean) if elsewhere else mean
@@ -125,7 +150,9 @@ def _check_weight(weight: Any) -> None:
     if weight is None:
         return
     if jnp.shape(weight) != ():
-        raise UsageError(f"weight: of shape {jnp.shape(weight)}; give one number, for this rank or device")
+        raise UsageError(
+            f"weight: of shape {jnp.shape(weight)}; give one number, for this rank or device"
+        )
     if not isinstance(weight, jax.core.Tracer):
         number, range_ = float(weight), np.finfo(np.float32)
         if not (number == 0 or float(range_.tiny) <= number <= float(range_.max)):
@@ -136,19 +163,30 @@ _known_names: dict[Any, str] = {}
 
 
 def _names(tree: Tree, structure: Any) -> str:
-    """Return the first names in a tree, and a digest of all: trees of equal shapes may have different parameters."""
+    """Return the first names in a tree, and a digest of all: trees of equal shapes may have
+    different parameters.
+    """
     if structure not in _known_names:
-        text = ", ".join(path_string(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0])
+        text = ", ".join(
+            path_string(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]
+        )
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-        _known_names[structure] = f"{text[:60] + '...' if len(text) > 60 else text} (names {digest})"
+        _known_names[structure] = (
+            f"{text[:60] + '...' if len(text) > 60 else text} (names {digest})"
+        )
     return _known_names[structure]
 
 
-def _all_reduce(arrays: list[Any], weight: float, rank: int, members: tuple[int, ...]) -> list[jax.Array]:
+def _all_reduce(
+    arrays: list[Any], weight: float, rank: int, members: tuple[int, ...]
+) -> list[jax.Array]:
     mesh = kernels.ranks_mesh(members)
     sharding, device = NamedSharding(mesh, P(kernels.AXIS)), mesh.devices.flat[rank]
     rows: list[jax.Array] = _as_rows(jax.device_put([*arrays, jnp.asarray(weight, float)], device))
-    stacked = [jax.make_array_from_single_device_arrays((len(members), *x.shape[1:]), sharding, [x]) for x in rows]
+    stacked = [
+        jax.make_array_from_single_device_arrays((len(members), *x.shape[1:]), sharding, [x])
+        for x in rows
+    ]
     return [x.addressable_data(0) for x in _program(members)(stacked)]
 
 
@@ -167,13 +205,19 @@ def _program(members: tuple[int, ...]) -> Callable[[Sequence[jax.Array]], list[j
         return mean_over_axis(grads, weight, kernels.AXIS)
 
     mapped = jax.shard_map(
-        replica, mesh=kernels.ranks_mesh(members), in_specs=P(kernels.AXIS), out_specs=P(), check_vma=False
+        replica,
+        mesh=kernels.ranks_mesh(members),
+        in_specs=P(kernels.AXIS),
+        out_specs=P(),
+        check_vma=False,
     )
     return jax.jit(mapped)
 
 
 def _flatten(grads: Tree) -> tuple[list[Any], Any, list[int]]:
-    """Return the leaves, Python floats as arrays, the structure, and the numbers of the leaves that are floats."""
+    """Return the leaves, Python floats as arrays, the structure, and the numbers of the leaves that
+    are floats.
+    """
     leaves, structure = jax.tree.flatten(grads)
     leaves = [jnp.asarray(x) if type(x) in (float, complex) else x for x in leaves]
     return leaves, structure, [i for i, x in enumerate(leaves) if _is_float(x)]
@@ -191,5 +235,7 @@ def _scaled(g: jax.Array, weight: jax.Array) -> jax.Array:
 def _varies(x: Any) -> bool:
     """Return True if shard_map tracks which values vary between devices, and x varies."""
     kind = jax.typeof(x)
-    mat = getattr(kind, "mat", None)  # JAX has moved this attribute more than once; without it, only the error is lost
+    mat = getattr(
+        kind, "mat", None
+    )  # JAX has moved this attribute more than once; without it, only the error is lost
     return bool(getattr(kind, "vma", None) or getattr(mat, "varying", None))

@@ -19,21 +19,25 @@ NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
 def broadcast_parameters(tree: Tree, root_rank: int = 0) -> Tree:
-    """Broadcast the numbers in rank `root_rank`'s `tree` to every rank, bit for bit; return the tree.
+    """Broadcast the numbers in rank `root_rank`'s `tree` to every rank, bit for bit; return the
+    tree.
 
-    tree: parameters, optimizer state, a Flax NNX module or its state, any pytree of JAX and NumPy arrays of any dtype,
-    PRNG keys and Python numbers; other leaves (such as an activation function) are not changed. Each leaf keeps its
-    type and devices. A leaf that `pmap` replicated is sent with its leading dim for this process's devices, so all
-    ranks must have the same number of devices.
+    tree: parameters, optimizer state, a Flax NNX module or its state, any pytree of JAX and NumPy
+    arrays of any dtype, PRNG keys and Python numbers; other leaves (such as an activation function)
+    are not changed. Each leaf keeps its type and devices. A leaf that `pmap` replicated is sent
+    with its leading dim for this process's devices, so all ranks must have the same number of
+    devices.
 
-    All ranks call it together. Raises UsageError with rank, path and both shapes if the trees differ, and if a leaf is
-    split over processes. Replaces Horovod's `broadcast_parameters` and `broadcast_optimizer_state`.
-    """
+    All ranks call it together. Raises UsageError with rank, path and both shapes if the trees
+    differ, and if a leaf is split over processes. Replaces Horovod's `broadcast_parameters` and
+    `broadcast_optimizer_state`."""
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
     leaves = [leaf for _, leaf in paths]
     # In the order of paths, which does not depend on the ranks' containers.
     names = [path_string(path) for path, _ in paths]
-    sent = sorted((i for i, x in enumerate(leaves) if isinstance(x, NUMBERS)), key=names.__getitem__)
+    sent = sorted(
+        (i for i, x in enumerate(leaves) if isinstance(x, NUMBERS)), key=names.__getitem__
+    )
     kinds = {names[i]: _kind(leaves[i]) for i in sent}
     joined().check_same("broadcast_parameters", kinds, protocol.default_timeout())
     received = broadcast([_bits(names[i], leaves[i]) for i in sent], root_rank)
@@ -48,15 +52,23 @@ def _kind(x: Any) -> str:
 
 
 def _bits(name: str, x: Any) -> Any:
-    """Convert x for collectives: a key to its data, and 64-bit numbers to 32-bit words if JAX would truncate them."""
+    """Convert x for collectives: a key to its data, and 64-bit numbers to 32-bit words if JAX would
+    truncate them.
+    """
     if is_key(x):
         return jax.random.key_data(x)
     if isinstance(x, jax.Array):
         return x
     array = native(x)
-    if isinstance(x, np.ma.MaskedArray) or array.dtype.kind not in "biufcV" or array.dtype.char in "gG":  # long doubles
+    if (
+        isinstance(x, np.ma.MaskedArray)
+        or array.dtype.kind not in "biufcV"
+        or array.dtype.char in "gG"
+    ):  # long doubles
         kind = f"{type(x).__name__} of {array.dtype}"
-        raise UsageError(f"broadcast_parameters: {name!r} is a {kind}; give arrays of the numbers that JAX has")
+        raise UsageError(
+            f"broadcast_parameters: {name!r} is a {kind}; give arrays of the numbers that JAX has"
+        )
     if array.dtype != jax.dtypes.canonicalize_dtype(array.dtype):
         return array.reshape(-1).view(np.uint32)
     return as_array(array)
@@ -65,11 +77,19 @@ def _bits(name: str, x: Any) -> Any:
 def _from_bits(x: Any, bits: jax.Array) -> Any:
     """Convert received `bits` back to the type and devices of x."""
     if is_key(x):
-        return placed(x, jax.random.wrap_key_data(jnp.asarray(np.asarray(bits)), impl=jax.random.key_impl(x)))
+        return placed(
+            x, jax.random.wrap_key_data(jnp.asarray(np.asarray(bits)), impl=jax.random.key_impl(x))
+        )
     if isinstance(x, jax.Array):
         return placed(x, np.asarray(bits))
     like = np.asarray(x)
-    array = np.array(bits).reshape(-1).view(like.dtype.newbyteorder("=")).astype(like.dtype).reshape(like.shape)
+    array = (
+        np.array(bits)
+        .reshape(-1)
+        .view(like.dtype.newbyteorder("="))
+        .astype(like.dtype)
+        .reshape(like.shape)
+    )
     if isinstance(x, np.ndarray):
         return array
     return array[()] if isinstance(x, np.generic) else array.item()

@@ -1,4 +1,6 @@
-"""Partitioning of batches over the ranks row by row, so that together they see the batches of one process."""
+"""Partitioning of batches over the ranks row by row, so that together they see the batches of one
+process.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,11 +34,17 @@ class Partition:
             self.dataset.widen()
         self.form = _form(dataset, self.dataset)
         if len(self.dataset) >= UNKNOWN:
-            raise UsageError("dataset: a stream needs a size to be partitioned by epoch; give Stream(..., size=N)")
+            raise UsageError(
+                "dataset: a stream needs a size to be partitioned by epoch; give Stream(..., size=N)"
+            )
         self.order = order_of(self.dataset, batch_size, context.size * local, seed, shuffle)
         self.numbers = context.rank * local + np.arange(local)
         self.per_device = devices is not None
-        self.share = None if sizes is None else check_sizes(sizes, context.size, batch_size)[context.rank :][:2]
+        self.share = (
+            None
+            if sizes is None
+            else check_sizes(sizes, context.size, batch_size)[context.rank :][:2]
+        )
         self.epoch = 0
 
     def __len__(self) -> int:
@@ -63,9 +71,13 @@ class Partition:
         indices, mask = self.order.rows(step, self.numbers)
         if self.per_device:
             rows = self.dataset.read(indices.reshape(-1))
-            return self.form({key: x.reshape(*indices.shape, *x.shape[1:]) for key, x in rows.items()}), mask
+            return self.form(
+                {key: x.reshape(*indices.shape, *x.shape[1:]) for key, x in rows.items()}
+            ), mask
         local = indices[mask]
-        rows = self.dataset.read(local if len(local) else indices[0, :1])  # never read zero rows from a dataset
+        rows = self.dataset.read(
+            local if len(local) else indices[0, :1]
+        )  # never read zero rows from a dataset
         return self.form({key: x[: len(local)] for key, x in rows.items()})
 
 
@@ -78,39 +90,59 @@ def partition_dataset(
     devices: int | None = None,
     sizes: Sequence[float] | None = None,
 ) -> Partition:
-    """Return an iterable over this rank's rows of each batch of `batch_size` examples over all ranks, epoch by epoch.
+    """Return an iterable over this rank's rows of each batch of `batch_size` examples over all
+    ranks, epoch by epoch.
 
-    dataset: a pair (inputs, labels) of arrays, a dict of arrays, one array, a sized sequence of examples, or a
-    `jaxdp.data.base.Dataset`. A batch is stacked NumPy arrays[row, ...] in the structure of an example: a pair, a dict
-    or one array. Row r of the batch goes to rank r % size: all ranks together see the batches that one process sees
-    with the same seed, each example once per epoch. If size does not divide the rows, ranks differ by one row, and may
-    have none in an epoch's last batch (arrays of 0 rows): weight each rank by its rows, `weight=len(labels)`.
+    dataset: a pair (inputs, labels) of arrays, a dict of arrays, one array, a sized sequence of
+    examples, or a `jaxdp.data.base.Dataset`. A batch is stacked NumPy arrays[row, ...] in the
+    structure of an example: a pair, a dict or one array. Row r of the batch goes to rank r % size:
+    all ranks together see the batches that one process sees with the same seed, each example once
+    per epoch. If size does not divide the rows, ranks differ by one row, and may have none in an
+    epoch's last batch (arrays of 0 rows): weight each rank by its rows, `weight=len(labels)`.
 
-    Each iteration is the next epoch, with a new order; `set_epoch` selects another. So iterate equally often on every
-    rank. devices: split the batch over this number of devices on every rank, for `pmap`: the iterable then yields
-    (batch[device, row, ...], mask[device, row]), always of the same shape; rows where the mask is False are padding.
+    Each iteration is the next epoch, with a new order; `set_epoch` selects another. So iterate
+    equally often on every rank. devices: split the batch over this number of devices on every rank,
+    for `pmap`: the iterable then yields (batch[device, row, ...], mask[device, row]), always of the
+    same shape; rows where the mask is False are padding.
 
-    sizes: the share of each rank, such as [0.7, 0.2, 0.1]: rank r gets that part of each batch's rows, next to those of
-    rank r - 1, instead of every size-th row. This is the PyTorch tutorial's DataPartitioner, batch by batch.
+    sizes: the share of each rank, such as [0.7, 0.2, 0.1]: rank r gets that part of each batch's
+    rows, next to those of rank r - 1, instead of every size-th row. This is the PyTorch tutorial's
+    DataPartitioner, batch by batch.
 
-    All ranks call it together. Raises UsageError if their arguments differ (with rank and values), or 64 examples of
-    arrays in memory, or the shapes and dtypes of other examples; or if a number is not positive. The partitioning of
-    Horovod's and PyTorch's samplers, without repeated examples.
-    """
-    check_integers({"batch_size": batch_size, "seed": seed, "devices": 1 if devices is None else devices})
+    All ranks call it together. Raises UsageError if their arguments differ (with rank and values),
+    or 64 examples of arrays in memory, or the shapes and dtypes of other examples; or if a number
+    is not positive. The partitioning of Horovod's and PyTorch's samplers, without repeated
+    examples."""
+    check_integers(
+        {"batch_size": batch_size, "seed": seed, "devices": 1 if devices is None else devices}
+    )
     if devices is not None and devices < 1:
         raise UsageError(f"devices: {devices} is not positive; set it to jax.local_device_count()")
     if devices is not None and sizes is not None:
         raise UsageError("sizes: the devices of a rank have equal shares; give sizes or devices")
     partition = Partition(dataset, batch_size, seed, shuffle, devices, sizes)
     first = {
-        k: f"{x.dtype}{list(x.shape[1:])}" for k, x in sorted(partition.dataset.read(np.zeros(1, np.int64)).items())
+        k: f"{x.dtype}{list(x.shape[1:])}"
+        for k, x in sorted(partition.dataset.read(np.zeros(1, np.int64)).items())
     }
-    facts = {"examples": len(partition.dataset), "an example": first, "batch_size": batch_size, "seed": seed}
-    facts |= {"shuffle": shuffle, "devices": devices, "sizes": None if sizes is None else [*map(float, sizes)]}
-    if isinstance(partition.dataset, Arrays):  # another data set may augment its examples when they are read
+    facts = {
+        "examples": len(partition.dataset),
+        "an example": first,
+        "batch_size": batch_size,
+        "seed": seed,
+    }
+    facts |= {
+        "shuffle": shuffle,
+        "devices": devices,
+        "sizes": None if sizes is None else [*map(float, sizes)],
+    }
+    if isinstance(
+        partition.dataset, Arrays
+    ):  # another data set may augment its examples when they are read
         facts["the arrays' fingerprint"] = fingerprint(partition.dataset)
-    joined().check_same("partition_dataset", {k: str(v) for k, v in facts.items()}, protocol.default_timeout())
+    joined().check_same(
+        "partition_dataset", {k: str(v) for k, v in facts.items()}, protocol.default_timeout()
+    )
     return partition
 
 
@@ -121,22 +153,32 @@ def check_integers(values: Mapping[str, Any]) -> None:
 
 
 def check_sizes(sizes: Sequence[float], ranks: int, batch_size: int) -> np.ndarray:
-    """Return the fractions of a batch where the ranks' parts begin, then 1. Raises UsageError that names the rank."""
+    """Return the fractions of a batch where the ranks' parts begin, then 1. Raises UsageError that
+    names the rank.
+    """
     try:
         sizes = [*map(float, sizes)]
     except (TypeError, ValueError):
-        raise UsageError(f"sizes: {sizes!r} is not a list of numbers; give the share of each rank") from None
+        raise UsageError(
+            f"sizes: {sizes!r} is not a list of numbers; give the share of each rank"
+        ) from None
     if len(sizes) != ranks:
-        raise UsageError(f"sizes: {list(sizes)} has {len(sizes)} entries for {ranks} ranks; give one for each rank")
+        raise UsageError(
+            f"sizes: {list(sizes)} has {len(sizes)} entries for {ranks} ranks; give one for each rank"
+        )
     for rank, size in enumerate(sizes):
         if not 0 < size <= 1:
-            raise UsageError(f"sizes[{rank}]: {size:g} is not a part of a batch; give a number above 0, at most 1")
+            raise UsageError(
+                f"sizes[{rank}]: {size:g} is not a part of a batch; give a number above 0, at most 1"
+            )
     if abs(sum(sizes) - 1) > 1e-6:
         raise UsageError(f"sizes: {list(sizes)} add up to {sum(sizes):g}; they must add up to 1")
     bounds = np.array([0, *np.cumsum(sizes)[:-1], 1])
     for rank, rows in enumerate(np.diff(np.round(bounds * batch_size))):
         if not rows:
-            raise UsageError(f"sizes[{rank}]: {sizes[rank]} of {batch_size} examples is no row; make the batch larger")
+            raise UsageError(
+                f"sizes[{rank}]: {sizes[rank]} of {batch_size} examples is no row; make the batch larger"
+            )
     return bounds
 
 

@@ -1,4 +1,6 @@
-"""Train in an elastic job: with the processes that are left when one is lost, and with those that join."""
+"""Train in an elastic job: with the processes that are left when one is lost, and with those that
+join.
+"""
 
 import contextlib
 import functools
@@ -31,18 +33,24 @@ ALL_END = {  # launcher: what it does when one process ends, and the alternative
     "hydra": "this mpirun ends all processes when one is lost; use jaxdp launch, Open MPI or srun",
     "torchrun": "torchrun restarts all processes when one is lost; use jaxdp launch",
 }
-RECOVERS = re.compile(r"^--?(enable-recovery|continuous)$|^ft_enable$|ulfm")  # arguments of Open MPI's mpirun
+RECOVERS = re.compile(
+    r"^--?(enable-recovery|continuous)$|^ft_enable$|ulfm"
+)  # arguments of Open MPI's mpirun
 
 
 def settings(config: Config | None, objects: Objects = NOTHING) -> ElasticOptions | None:
     """Return the argument `elastic` of `jaxdp.init`; None if it is off. objects: see `make_parts`."""
     if config is None or not config.elastic.enabled:
         return None
-    alike = {k: v for k, v in flatten(config).items() if decides(k) == "numbers" or k.startswith("eval.")}
+    alike = {
+        k: v for k, v in flatten(config).items() if decides(k) == "numbers" or k.startswith("eval.")
+    }
     text = json.dumps({**alike, "run_dir": config.run_dir}, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     options, build = config.elastic, functools.partial(prepare_in_advance, config, objects)
-    return ElasticOptions(options.min_processes, options.join_timeout, options.join_after, digest, build)
+    return ElasticOptions(
+        options.min_processes, options.join_timeout, options.join_after, digest, build
+    )
 
 
 in_advance: list[Prepared] = []  # at most one, until this process trains
@@ -59,10 +67,11 @@ def prepare_in_advance(config: Config, objects: Objects) -> None:
 
 
 def wait_for_devices(replicas: int, context: Context, timeout: float) -> None:
-    """Wait for another process if the devices that are left cannot share `replicas` replicas (`outer`).
+    """Wait for another process if the devices that are left cannot share `replicas` replicas
+    (`outer`).
 
-    Raises Stopped if one joins, GenerationEnded if one is lost, DistributedError with code 75 after `timeout` seconds.
-    """
+    Raises Stopped if one joins, GenerationEnded if one is lost, DistributedError with code 75 after
+    `timeout` seconds."""
     devices = jax.device_count()
     if not replicas % devices or not devices % replicas:
         return
@@ -85,9 +94,12 @@ def wait_for_devices(replicas: int, context: Context, timeout: float) -> None:
 def missing_records(newest: Newest, context: Context, file: pathlib.Path) -> list[Record]:
     """Return the newest records of the process that has most of those that are not in root's file.
 
-    An update that a lost process has interrupted may have succeeded in some processes, and failed on root.
-    """
-    key = lambda record: [record.get("step"), record.get("split")]
+    An update that a lost process has interrupted may have succeeded in some processes, and failed
+    on root."""
+
+    def key(record):
+        return [record.get("step"), record.get("split")]
+
     written = context.of_root("written records", lambda: [*map(key, read(file, math.inf))])
     missing = [record for record in newest.records if key(record) not in written]
     texts = context.exchange("missing records", json.dumps(missing))
@@ -95,26 +107,39 @@ def missing_records(newest: Newest, context: Context, file: pathlib.Path) -> lis
 
 
 def report_lost_updates(directory: pathlib.Path, start: int) -> None:
-    """Print that updates are made again, from a checkpoint or from the first one, if no process has their state."""
-    reached = max((record.get("step", 0) for record in read(directory / "metrics.jsonl", math.inf)), default=0)
+    """Print that updates are made again, from a checkpoint or from the first one, if no process has
+    their state.
+    """
+    reached = max(
+        (record.get("step", 0) for record in read(directory / "metrics.jsonl", math.inf)), default=0
+    )
     if reached > start:
-        origin = f"its checkpoint of update {start}" if start else "the first update: it has no checkpoint"
+        origin = (
+            f"its checkpoint of update {start}"
+            if start
+            else "the first update: it has no checkpoint"
+        )
         text = (
-            f"jaxdp: elastic: no process has the state after update {reached} any more: the job continues from {origin}"
+            f"jaxdp: elastic: no process has the state after update {reached} any more: the job "
+            f"continues from {origin}"
         )
         safe_print.say(text, error=True)
 
 
 def launcher_problem(launcher: str) -> str | None:
-    """Return why the launcher will not let the other processes continue, and what to do; None if it will, or if that
-    is unknown: Slurm does unless its administrator has set KillOnBadExit."""
+    """Return why the launcher will not let the other processes continue, and what to do; None if it
+    will, or if that is unknown: Slurm does unless its administrator has set KillOnBadExit."""
     if launcher == "openmpi":
         try:
             name, *arguments = (
-                pathlib.Path(f"/proc/{os.getppid()}/cmdline").read_text(encoding="utf-8", errors="replace").split("\0")
+                pathlib.Path(f"/proc/{os.getppid()}/cmdline")
+                .read_text(encoding="utf-8", errors="replace")
+                .split("\0")
             )
         except OSError:
             return None
-        if not name.endswith(("mpirun", "mpiexec", "prterun")) or any(map(RECOVERS.search, arguments)):
+        if not name.endswith(("mpirun", "mpiexec", "prterun")) or any(
+            map(RECOVERS.search, arguments)
+        ):
             return None
     return ALL_END.get(launcher)

@@ -25,14 +25,19 @@ def name_it(objects: dict[str, dict[str, Any]], section: str, value: Any) -> dic
     name = f"{named.__module__}.{named.__qualname__}".removeprefix("builtins.")
     if section == "optimizer":
         if not hasattr(value, "update"):
-            raise UsageError(f"optimizer: {name} is not an Optax transformation; give one, such as optax.adam(1e-3)")
+            raise UsageError(
+                f"optimizer: {name} is not an Optax transformation; give one, such as optax.adam(1e-3)"
+            )
         for key in {"lr", "schedule", "warmup_steps", "schedule_steps", "final_lr"} & {*rest}:
             raise UsageError(
                 f"optimizer.{key}: {rest[key]!r}, but an Optax transformation has its own learning rate; set it there"
             )
         name = f"{OF_SCRIPT} {name_of(value)}"
         transformation: Any = value
-        value = lambda learning_rate: transformation  # has its own
+
+        def value(learning_rate):
+            return transformation  # has its own
+
         value.__name__ = name
     elif not importable(named, value):
         name += OBJECT

@@ -1,4 +1,6 @@
-"""The output of a run before its first update: files in its directory, a summary on the console, and warnings."""
+"""The output of a run before its first update: files in its directory, a summary on the console,
+and warnings.
+"""
 
 import dataclasses
 import math
@@ -43,11 +45,19 @@ from jaxdp.training.callbacks import EarlyStopping
 from jaxdp.training.run import Run
 
 EMPTY, IDLE = 0.05, 0.1  # warn above these shares of padding in a batch, and of idle device time
-TREES = {"params": "parameters", "grads": "gradients", "opt_state": "optimizer", "model_state": "model state"}
+TREES = {
+    "params": "parameters",
+    "grads": "gradients",
+    "opt_state": "optimizer",
+    "model_state": "model state",
+}
 
 
-def start_writer(directory: pathlib.Path, config: Config, context: Context, run: Run, layout: dict[str, Any]) -> Writer:
-    """Write config.yaml, env.json and model.txt, open the writers, and print the summary. On root only.
+def start_writer(
+    directory: pathlib.Path, config: Config, context: Context, run: Run, layout: dict[str, Any]
+) -> Writer:
+    """Write config.yaml, env.json and model.txt, open the writers, and print the summary. On root
+    only.
 
     layout: the result of `layout_of`.
     """
@@ -56,7 +66,11 @@ def start_writer(directory: pathlib.Path, config: Config, context: Context, run:
     rundir.write_env(
         directory,
         {
-            "devices": {"count": len(devices), "kind": devices[0].device_kind, "platform": devices[0].platform},
+            "devices": {
+                "count": len(devices),
+                "kind": devices[0].device_kind,
+                "platform": devices[0].platform,
+            },
             "topology": {
                 "processes": context.size,
                 "local_processes": context.local_size,
@@ -77,7 +91,12 @@ def start_writer(directory: pathlib.Path, config: Config, context: Context, run:
     console.advised = config.data.on_device  # the console would advise to set it
     writer = Many(
         [
-            JsonLines(directory / "metrics.jsonl", start, run.origin.evaluated, run.evaluation_is_due(start)),
+            JsonLines(
+                directory / "metrics.jsonl",
+                start,
+                run.origin.evaluated,
+                run.evaluation_is_due(start),
+            ),
             console,
             Reports(directory, flat(dataclasses.asdict(Config())), run.checkpoints.events),
             *make_writers(config.log.writers, directory, start, dataclasses.asdict(config)),
@@ -95,9 +114,16 @@ def summary(
     run: Run, config: Config, context: Context, directory: pathlib.Path, layout: dict[str, Any]
 ) -> dict[str, str]:
     """Return the lines of a run's summary by name."""
-    devices, parallel, order, opt = run.strategy.devices, config.parallel, run.data.train.order, config.optimizer
+    devices, parallel, order, opt = (
+        run.strategy.devices,
+        config.parallel,
+        run.data.train.order,
+        config.optimizer,
+    )
     start, steps, per_call = run.origin.start, run.options.steps, run.options.steps_per_call
-    sizes = [f"{len(x.dataset):,}{f' ({name})' if name else ''}" for name, x in run.data.eval.items()]
+    sizes = [
+        f"{len(x.dataset):,}{f' ({name})' if name else ''}" for name, x in run.data.eval.items()
+    ]
     evaluates = f"; evaluates on {' and '.join(sizes)}" if sizes else ""
     hosts = f" on {len(set(context.hosts))} hosts" if len(set(context.hosts)) > 1 else ""
     schedule = opt.schedule if isinstance(opt.schedule, str) else opt.schedule.get("target")
@@ -125,8 +151,15 @@ def summary(
 
 def inventories(run: Run) -> dict[str, str]:
     """Return what the sets were made of, and what was passed over, of those that report it."""
-    sets = {"read": run.data.train, **{f"read {name or 'eval'}": source for name, source in run.data.eval.items()}}
-    return {name: text for name, source in sets.items() if (text := getattr(source.dataset, "inventory", ""))}
+    sets = {
+        "read": run.data.train,
+        **{f"read {name or 'eval'}": source for name, source in run.data.eval.items()},
+    }
+    return {
+        name: text
+        for name, source in sets.items()
+        if (text := getattr(source.dataset, "inventory", ""))
+    }
 
 
 def length_of(run: Run) -> str:
@@ -140,14 +173,24 @@ def sharding(run: Run, config: Config) -> str:
     share = run.strategy.share()
     if run.strategy.parts < 2 or not config.parallel.zero:
         return ""
-    replicated = f", {share.replicated} leaves that do not divide stay replicated" if share.replicated else ""
+    replicated = (
+        f", {share.replicated} leaves that do not divide stay replicated"
+        if share.replicated
+        else ""
+    )
     sharded = share.split_bytes / max(share.total_bytes, 1)
     return f": {sharded:.1%} of the state in {run.strategy.parts} shards{replicated}"
 
 
 def memory_line(layout: dict[str, Any]) -> str:
-    """Format the bytes per device of each tree; layout.json has activations, once the program is compiled."""
-    sizes = {TREES[name]: count for name, count in layout["bytes_per_device"].items() if name in TREES and count}
+    """Format the bytes per device of each tree; layout.json has activations, once the program is
+    compiled.
+    """
+    sizes = {
+        TREES[name]: count
+        for name, count in layout["bytes_per_device"].items()
+        if name in TREES and count
+    }
     total = sum(sizes.values())
     each = ", ".join(f"{name} {size(count)}" for name, count in sizes.items())
     return f"{size(total)} a device, without activations: {each}"
@@ -169,19 +212,29 @@ def advice(run: Run, config: Config) -> list[str]:
             f"batch_size: {batch} is beyond the {size} examples of the data: every update takes all of them, and "
             f"the other {batch - size} are padding; make it {size} or smaller"
         )
-    if config.outer.replicas > 1 and run.data.eval and (run.options.eval_every or 0) % config.outer.every:
+    if (
+        config.outer.replicas > 1
+        and run.data.eval
+        and (run.options.eval_every or 0) % config.outer.every
+    ):
         warnings.append(
             f"eval.every: {run.options.eval_every} is no multiple of outer.every: {config.outer.every}: an evaluation, "
             "or a callback that ends training then, sees the parameters of the last outer step; make it a multiple"
         )
     data, carry = run.data.train, run.strategy.abstract().carry
-    if carry is not None and not data.order.sequential and RESET not in data.dataset.read(np.zeros(1, np.int64)):
+    if (
+        carry is not None
+        and not data.order.sequential
+        and RESET not in data.dataset.read(np.zeros(1, np.int64))
+    ):
         warnings.append(
             "data.order: shuffled: the model carries state, and each example starts with that of an unrelated one; "
             "give the examples a true 'reset', or set order to sequential"
         )
     if not reads(run, "segments"):
-        warnings.append("data: the model ignores its segments and reads across documents; use one such as GPT instead")
+        warnings.append(
+            "data: the model ignores its segments and reads across documents; use one such as GPT instead"
+        )
     warnings += run.log.advise()
     opt, steps = config.optimizer, run.options.steps
     horizon = min(steps, opt.schedule_steps or steps)
@@ -192,9 +245,13 @@ def advice(run: Run, config: Config) -> list[str]:
             f"there, at {horizon / opt.warmup_steps:.0%} of lr; make it shorter"
         )
     if opt.final_lr and opt.schedule in ("constant", "one_cycle"):
-        warnings.append(f"optimizer.final_lr: {opt.final_lr} has no effect with the schedule {opt.schedule}")
+        warnings.append(
+            f"optimizer.final_lr: {opt.final_lr} has no effect with the schedule {opt.schedule}"
+        )
     if opt.warmup_steps and opt.schedule == "one_cycle":
-        warnings.append("optimizer.warmup_steps: one_cycle begins with its own warm-up; set it to 0 to have only one")
+        warnings.append(
+            "optimizer.warmup_steps: one_cycle begins with its own warm-up; set it to 0 to have only one"
+        )
     warnings += rate_advice(run, config)
     shapes = run.strategy.shapes
     if evaluation_arrays(shapes.opt_state) and jax.tree.leaves(floats(shapes.model_state)):
@@ -202,7 +259,9 @@ def advice(run: Run, config: Config) -> list[str]:
             f"optimizer.target: {opt.target} evaluates other parameters than it trains, but the model's statistics, as "
             "of BatchNorm, belong to the latter; use a norm without statistics"
         )
-    waiting = [type(x).__name__ for x in run.hooks.callbacks.callbacks if isinstance(x, EarlyStopping)]
+    waiting = [
+        type(x).__name__ for x in run.hooks.callbacks.callbacks if isinstance(x, EarlyStopping)
+    ]
     waiting += ["checkpoint.best"] * (config.checkpoint.best is not None)
     if steps > 1 and ((every := run.options.eval_every) or steps) >= steps:
         unused = f"eval.every: {every or 'null'} gives {{}} only the last evaluation; set it below {steps}"
@@ -213,15 +272,23 @@ def advice(run: Run, config: Config) -> list[str]:
             f"microbatches: {microbatches} do not divide evenly over {devices} devices, which are idle {idle:.0%} of "
             f"the time on average; use {devices * per_device} (this changes the numbers)"
         )
-    if run.strategy.devices[0].platform == "cpu" and gpus.count() and "cpu" not in os.environ.get("JAX_PLATFORMS", ""):
-        warnings.append(f"there is a GPU, but JAX runs on the CPU; {install('cuda12')} or: jaxdp doctor")
+    if (
+        run.strategy.devices[0].platform == "cpu"
+        and gpus.count()
+        and "cpu" not in os.environ.get("JAX_PLATFORMS", "")
+    ):
+        warnings.append(
+            f"there is a GPU, but JAX runs on the CPU; {install('cuda12')} or: jaxdp doctor"
+        )
     if text := os.environ.get(FAULT):
         warnings.append(f"{FAULT}: {text!r} injects faults into this run: its numbers may be wrong")
     return warnings
 
 
 def rate_advice(run: Run, config: Config) -> list[str]:
-    """Return a warning if the optimizer does not use the config's rate, or if the schedule ends before the run."""
+    """Return a warning if the optimizer does not use the config's rate, or if the schedule ends
+    before the run.
+    """
     opt, start, steps = config.optimizer, run.origin.start, run.options.steps
     if opt.target.startswith(f"{OF_SCRIPT} "):
         return []
@@ -231,9 +298,18 @@ def rate_advice(run: Run, config: Config) -> list[str]:
             "one in optimizer.args (lr is recorded only if the optimizer's state has it)"
         ]
     ended = (opt.schedule_steps or steps) < steps
-    paths = [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(run.strategy.shapes.opt_state)]
-    several = any(path.endswith("mini_step") for path in paths)  # optax.MultiSteps counts fewer updates
-    if not opt.lr or several or (opt.schedule in SCHEDULES and (not ended or opt.schedule == "constant")):
+    paths = [
+        path_string(path)
+        for path, _ in jax.tree_util.tree_leaves_with_path(run.strategy.shapes.opt_state)
+    ]
+    several = any(
+        path.endswith("mini_step") for path in paths
+    )  # optax.MultiSteps counts fewer updates
+    if (
+        not opt.lr
+        or several
+        or (opt.schedule in SCHEDULES and (not ended or opt.schedule == "constant"))
+    ):
         return []
     first, last = constant_from(jax.jit(schedule_of(config, steps)), start, steps)
     last = last if abs(last) > 1e-6 * opt.lr else 0.0  # a line may end at a rounding error
@@ -244,14 +320,20 @@ def rate_advice(run: Run, config: Config) -> list[str]:
         if ended
         else f"schedule: {opt.schedule if isinstance(opt.schedule, str) else opt.schedule.get('target')}"
     )
-    fix = f"set schedule_steps to {steps}, or final_lr to what the rest needs" if ended else "let it end with the run"
+    fix = (
+        f"set schedule_steps to {steps}, or final_lr to what the rest needs"
+        if ended
+        else "let it end with the run"
+    )
     nothing = "" if last else ", which changes no parameter"
     rate = f"the learning rate {last:.3g} ({last / opt.lr:.0%} of lr){nothing}"
     return [f"optimizer.{cause}: updates {first + 1} to {steps} have {rate}; {fix}"]
 
 
 def constant_from(schedule: Callable[[int], Any], start: int, steps: int) -> tuple[int, float]:
-    """Return (the count, at least `start`, from which a schedule stays at its last value, that value)."""
+    """Return (the count, at least `start`, from which a schedule stays at its last value, that
+    value).
+    """
     last, count, back = float(schedule(steps - 1)), steps - 1, 1
     while count > start:
         earlier = max(start, count - back)
@@ -265,7 +347,9 @@ def constant_from(schedule: Callable[[int], Any], start: int, steps: int) -> tup
 
 
 def warning_of_lost_updates(run: Run, config: Config) -> Run:
-    """Return a run that warns, as soon as it has parameters, if its optimizer rounds small updates away."""
+    """Return a run that warns, as soon as it has parameters, if its optimizer rounds small updates
+    away.
+    """
     lr, begin = config.optimizer.lr, run.origin.begin
     if config.precision.state != "bfloat16":
         return run
@@ -283,11 +367,21 @@ def warning_of_lost_updates(run: Run, config: Config) -> Run:
 
 
 def reads(run: Run, name: str) -> bool:
-    """Return False if the examples have an entry `name` that changes nothing in the evaluation of a microbatch."""
+    """Return False if the examples have an entry `name` that changes nothing in the evaluation of a
+    microbatch.
+    """
     if name not in (first := run.data.train.dataset.read(np.zeros(1, np.int64))):
         return True
-    batch = {k: x[None] for k, x in first_microbatch(first, run.data.train.order.examples_per_microbatch, None).items()}
-    evaluate = lambda entry, view: run.step.evaluate(view, {**batch, name: entry}, np.zeros(1, np.int32))
+    batch = {
+        k: x[None]
+        for k, x in first_microbatch(
+            first, run.data.train.order.examples_per_microbatch, None
+        ).items()
+    }
+
+    def evaluate(entry, view):
+        return run.step.evaluate(view, {**batch, name: entry}, np.zeros(1, np.int32))
+
     program = jax.make_jaxpr(evaluate)(batch[name], view_of_one(run.strategy.shapes)).jaxpr
     return dce_jaxpr(program, [True] * len(program.outvars))[1][0]
 
@@ -297,7 +391,9 @@ def layout_of(run: Run, config: Config) -> dict[str, Any]:
     strategy, order = run.strategy, run.data.train.order
     first = run.data.train.dataset.read(np.zeros(1, np.int64))
     rows = (config.microbatches, order.examples_per_microbatch)
-    batch = {name: jax.ShapeDtypeStruct((*rows, *x.shape[1:]), x.dtype) for name, x in first.items()}
+    batch = {
+        name: jax.ShapeDtypeStruct((*rows, *x.shape[1:]), x.dtype) for name, x in first.items()
+    }
     batch.setdefault("mask", jax.ShapeDtypeStruct(rows, np.dtype(bool)))
     shard_gradients = config.parallel.zero > 1 and config.parallel.gradient_buffer == "sharded"
     sizes = memory.bytes_by_tree(strategy, run.step, batch, shard_gradients)

@@ -19,7 +19,13 @@ from jaxdp.core.state import TrainState
 from jaxdp.distributed import faults, membership, private_jax
 from jaxdp.distributed.context import SLOW, Context
 from jaxdp.errors import ReportedError, UsageError, one_line
-from jaxdp.job.elastic import in_advance, launcher_problem, missing_records, report_lost_updates, wait_for_devices
+from jaxdp.job.elastic import (
+    in_advance,
+    launcher_problem,
+    missing_records,
+    report_lost_updates,
+    wait_for_devices,
+)
 from jaxdp.job.resume import check_paths, lock_run_dir, resume_step
 from jaxdp.job.start import layout_of, start_writer, warning_of_lost_updates
 from jaxdp.metrics import safe_print
@@ -38,7 +44,13 @@ from jaxdp.training.callbacks import make_callbacks
 from jaxdp.training.run import Run
 from jaxdp.training.snapshots import Snapshots
 
-RESUMED = ("evaluated", "metrics", "stopped", "offset", "rollbacks")  # metadata of a checkpoint that `Origin` has
+RESUMED = (
+    "evaluated",
+    "metrics",
+    "stopped",
+    "offset",
+    "rollbacks",
+)  # metadata of a checkpoint that `Origin` has
 
 
 def train(
@@ -57,7 +69,10 @@ def train(
         overwrite: remove an existing run from the directory first.
     """
     if config.elastic.enabled and context.size < (least := config.elastic.min_processes):
-        raise UsageError(f"elastic.min_processes: {least}, but the job has {context.size}; start more of them", rank=0)
+        raise UsageError(
+            f"elastic.min_processes: {least}, but the job has {context.size}; start more of them",
+            rank=0,
+        )
     if not config.elastic.enabled or membership.current() is None:
         return train_here(config, path, context, objects, keep, overwrite)
     if context.is_root and (problem := launcher_problem(context.launcher)) is not None:
@@ -70,7 +85,9 @@ def train(
         generation = membership.joined().job.generation
         if generation:
             wait_for_devices(config.outer.replicas, context, config.elastic.join_timeout)
-        return train_here(config, path, context, objects, keep, overwrite and not generation, snapshots)
+        return train_here(
+            config, path, context, objects, keep, overwrite and not generation, snapshots
+        )
 
     return run_generations(train_generation, context, snapshots.end_generation)
 
@@ -91,13 +108,20 @@ def train_here(
         since = float(os.environ.get("JAXDP_BEGAN", math.inf))
         overwrite = context.of_root("overwrite", lambda: rundir.began(directory) < since)
     use_compilation_cache(config, context)
-    on_all_ranks(context, lambda: check_paths(config, directory) if context.is_root and not overwrite else None)
-    prepared = prepare_on_all_ranks(config, context, objects, snapshots.prepared if snapshots is not None else None)
+    on_all_ranks(
+        context,
+        lambda: check_paths(config, directory) if context.is_root and not overwrite else None,
+    )
+    prepared = prepare_on_all_ranks(
+        config, context, objects, snapshots.prepared if snapshots is not None else None
+    )
     if snapshots is not None:
         snapshots.prepared = prepared
     run = make_run(config, directory, context, objects, prepared=prepared)
     on_all_ranks(context, lambda: check_writers(config.log.writers))
-    callbacks = on_all_ranks(context, lambda: make_callbacks(config.callbacks, objects.get("callbacks", {}), context))
+    callbacks = on_all_ranks(
+        context, lambda: make_callbacks(config.callbacks, objects.get("callbacks", {}), context)
+    )
     check = context.is_root and (overwrite or not run.checkpoints.steps())
     context.agree(rundir.not_ours(directory, overwrite) if check else None)
     with lock_run_dir(directory, context, run.checkpoints) or contextlib.nullcontext():
@@ -110,13 +134,19 @@ def train_here(
         if snapshots is not None and not recovered and context.is_root:
             report_lost_updates(directory, start)
         if start > (steps := run.options.steps):
-            raise UsageError(f"steps: {steps}, but {str(directory)!r} is at step {start}; give more", rank=0)
+            raise UsageError(
+                f"steps: {steps}, but {str(directory)!r} is at step {start}; give more", rank=0
+            )
         record = None if recovered else final_record(run, directory, context, start, saved)
         if record is not None:
             return record, run.checkpoints.restore(start, run.strategy.abstract()) if keep else None
         if offset := saved.get("offset", 0):
-            run = make_run(config, directory, context, objects, offset, prepared).replace(checkpoints=run.checkpoints)
-        if snapshots is not None:  # the next generation may start from nothing, with the same objects of a script
+            run = make_run(config, directory, context, objects, offset, prepared).replace(
+                checkpoints=run.checkpoints
+            )
+        if (
+            snapshots is not None
+        ):  # the next generation may start from nothing, with the same objects of a script
             snapshots.callbacks = snapshots.callbacks or callbacks.state()
         callbacks.load(saved or (snapshots.callbacks if snapshots is not None else {}))
         run = run.replace(
@@ -140,22 +170,40 @@ def train_here(
         return supervised(warning_of_lost_updates(run, config), config, context, began, keep)
 
 
-def final_record(run: Run, directory: pathlib.Path, context: Context, start: int, saved: Record) -> Record | None:
-    """Return the final record of a run that has finished already, and report this on root; None for any other run."""
-    is_final = lambda record: record.get("split") == "final" and {"step", "params_sha256"} <= record.keys()
-    records = lambda: [*filter(is_final, read(directory / "metrics.jsonl"))]
+def final_record(
+    run: Run, directory: pathlib.Path, context: Context, start: int, saved: Record
+) -> Record | None:
+    """Return the final record of a run that has finished already, and report this on root; None for
+    any other run.
+    """
+
+    def is_final(record):
+        return record.get("split") == "final" and {"step", "params_sha256"} <= record.keys()
+
+    def records():
+        return [*filter(is_final, read(directory / "metrics.jsonl"))]
+
     final = context.of_root("final", lambda: [as_numbers(record) for record in records()[-1:]])
     if not final or final[-1]["step"] != start or (run.data.eval and "changed" in saved):
         return None
-    end = lambda: run.data.train.end(start + saved.get("offset", 0)) if start < run.options.steps else ""
-    reason = ("changed" not in saved and final[-1].get("stopped")) or context.of_root("the next batch", end, SLOW)
+
+    def end():
+        return (
+            run.data.train.end(start + saved.get("offset", 0)) if start < run.options.steps else ""
+        )
+
+    reason = ("changed" not in saved and final[-1].get("stopped")) or context.of_root(
+        "the next batch", end, SLOW
+    )
     if reason is None:
         return None
     run.checkpoints.check_fits(start, run.strategy.abstract())
     if context.is_root:
         step = f"{start} ({reason})" if reason else start
         restart = "another --run_dir starts over"
-        safe_print.say(f"finished: {directory} is at its last step {step}; nothing to do ({restart})")
+        safe_print.say(
+            f"finished: {directory} is at its last step {step}; nothing to do ({restart})"
+        )
         safe_print.say(summary(final[-1], directory))
         if (directory / report_file.NAME).is_file():
             safe_print.say(report_file.location(directory))
@@ -165,9 +213,13 @@ def final_record(run: Run, directory: pathlib.Path, context: Context, start: int
 
 @contextlib.contextmanager
 def compiling(run: Run, config: Config) -> Iterator[None]:
-    """Store what is compiled in this context. Raises UsageError if user code that can be traced cannot be mapped."""
+    """Store what is compiled in this context. Raises UsageError if user code that can be traced
+    cannot be mapped.
+    """
     scan = "; to call it for one microbatch at a time, set parallel.accumulate: scan"
-    store = contextlib.nullcontext() if run.checkpoints.is_saving() else private_jax.store_programs()
+    store = (
+        contextlib.nullcontext() if run.checkpoints.is_saving() else private_jax.store_programs()
+    )
     with user_errors.reported(lambda key: scan * (choose_accumulate(config) == "vmap")), store:
         yield
 
@@ -182,8 +234,15 @@ def use_compilation_cache(config: Config, context: Context) -> None:
 def supervised(
     run: Run, config: Config, context: Context, began: float, keep: bool
 ) -> tuple[Record, TrainState | None]:
-    """Train with writers, a monitor and signals. began: the start of the command, in seconds since 1970."""
-    directory, events, snapshots, start = run.log.directory, run.log.events, run.hooks.snapshots, run.origin.start
+    """Train with writers, a monitor and signals. began: the start of the command, in seconds since
+    1970.
+    """
+    directory, events, snapshots, start = (
+        run.log.directory,
+        run.log.events,
+        run.hooks.snapshots,
+        run.origin.start,
+    )
     writer = Writer()
     if snapshots is not None:
         snapshots.records.rewind(start, run.origin.evaluated)
@@ -199,13 +258,26 @@ def supervised(
         if snapshots is None or not snapshots.generations:
             rundir.write_layout(directory, layout)
             run = run.replace(layout=layout)
-    facts = {"devices": len(run.strategy.devices), "processes": context.size, "steps": run.options.steps}
+    facts = {
+        "devices": len(run.strategy.devices),
+        "processes": context.size,
+        "steps": run.options.steps,
+    }
     if snapshots is not None and snapshots.reached > start:
         facts["again"] = snapshots.reached - start
     events.note("resume" if start else "start", start, t=round(began, 3), **facts)
-    limits = config.watchdog.step_timeout, config.watchdog.straggler_factor, config.checkpoint.every_minutes
+    limits = (
+        config.watchdog.step_timeout,
+        config.watchdog.straggler_factor,
+        config.checkpoint.every_minutes,
+    )
     watch = RunMonitor(context, directory, *limits, last_save=snapshots and snapshots.last_save)
-    account = lambda: context.of_root("goodput", lambda: goodput(directory / "metrics.jsonl", rundir.began(directory)))
+
+    def account():
+        return context.of_root(
+            "goodput", lambda: goodput(directory / "metrics.jsonl", rundir.began(directory))
+        )
+
     run = run.replace(writer=writer, watch=watch, account=account)
 
     def on_signal(name: str) -> None:
@@ -235,10 +307,13 @@ def supervised(
 def log_failure(events: NoEvents, alone: bool, elastic: bool) -> Iterator[None]:
     """Log an event if training ends by an error of this process or of another.
 
-    alone: whether this is the only process. Otherwise the fault of another one may be reported after this error.
-    elastic: the loss of another process is not a failure.
+    alone: whether this is the only process. Otherwise the fault of another one may be reported
+    after this error. elastic: the loss of another process is not a failure.
     """
-    log = lambda text: events.note("failed", reason=text.rstrip(": "))
+
+    def log(text):
+        return events.note("failed", reason=text.rstrip(": "))
+
     faults.subscribe(log)
     unsubscribe = True
     try:
@@ -262,8 +337,14 @@ def log_failure(events: NoEvents, alone: bool, elastic: bool) -> Iterator[None]:
 
 
 def summary(final: Record, directory: pathlib.Path) -> str:
-    """Return the line that ends a run: its final metrics, a digest of the parameters, and the directory."""
-    numbers = [f"{name} {final[name]:.4f}" for name in ("loss", "accuracy", "perplexity") if name in final]
+    """Return the line that ends a run: its final metrics, a digest of the parameters, and the
+    directory.
+    """
+    numbers = [
+        f"{name} {final[name]:.4f}" for name in ("loss", "accuracy", "perplexity") if name in final
+    ]
     if "loss_of" in final:
         numbers[0] += f" (of {final['loss_of']}: no evaluation data)"
-    return "  ".join([*numbers, f"params_sha256 {final['params_sha256'][:16]}", f"files in {directory}"])
+    return "  ".join(
+        [*numbers, f"params_sha256 {final['params_sha256'][:16]}", f"files in {directory}"]
+    )

@@ -1,4 +1,6 @@
-"""A background writer: if the wrapped writer fails or hangs, training continues without it after one warning."""
+"""A background writer: if the wrapped writer fails or hangs, training continues without it after
+one warning.
+"""
 
 import queue
 import threading
@@ -16,10 +18,11 @@ WAITING = 10_000  # the capacity of the call queue
 
 
 class BackgroundWriter(Writer):
-    """A writer that makes another writer and forwards calls to it in a separate thread, until that raises or hangs.
+    """A writer that makes another writer and forwards calls to it in a separate thread, until that
+    raises or hangs.
 
-    If `make` takes longer than START seconds, calls wait in the queue. Raises the UsageError of `make`.
-    """
+    If `make` takes longer than START seconds, calls wait in the queue. Raises the UsageError of
+    `make`."""
 
     def __init__(self, name: str, make: Callable[[], Writer]):
         self.name, self.failed = name, False
@@ -27,10 +30,14 @@ class BackgroundWriter(Writer):
         self.began = time.monotonic()  # the start of the current call
         self.refused: UsageError | None = None
         ready = threading.Event()
-        self.thread = threading.Thread(target=self._work, args=(make, ready), name=f"writer {name}", daemon=True)
+        self.thread = threading.Thread(
+            target=self._work, args=(make, ready), name=f"writer {name}", daemon=True
+        )
         self.thread.start()
         if not ready.wait(START):
-            self._warn(f"is not ready after {START:g} s; training continues, and records are queued for it")
+            self._warn(
+                f"is not ready after {START:g} s; training continues, and records are queued for it"
+            )
         if self.refused is not None:
             raise self.refused
 

@@ -26,14 +26,17 @@ WIDTH = 9  # the column width of all other numbers
 
 
 class Console(Writer):
-    """A writer that prints lines with the remaining time; on a terminal they scroll above a live panel.
+    """A writer that prints lines with the remaining time; on a terminal they scroll above a live
+    panel.
 
-    steps: the last update of the run; start: the update it resumes after. panel: show the panel if standard output is a
-    terminal; set it to false for an evaluation only, and under a launcher (Open MPI 5 gives each process a
-    pseudo-terminal). facts: lines about the run for the panel, by name.
-    """
+    steps: the last update of the run; start: the update it resumes after. panel: show the panel if
+    standard output is a terminal; set it to false for an evaluation only, and under a launcher
+    (Open MPI 5 gives each process a pseudo-terminal). facts: lines about the run for the panel, by
+    name."""
 
-    def __init__(self, steps: int, start: int = 0, panel: bool = True, facts: Mapping[str, str] | None = None):
+    def __init__(
+        self, steps: int, start: int = 0, panel: bool = True, facts: Mapping[str, str] | None = None
+    ):
         self.steps = steps
         self.clock = Clock(steps, start)
         self.advised = False
@@ -47,8 +50,14 @@ class Console(Writer):
             self.panel.write(record)
             if split == "train":
                 return
-        parts = [f"{NAMES.get(k, k)} {number(k, record[k]):>{WIDTHS.get(k, WIDTH)}}" for k in SHOWN if k in record]
-        parts += [f"{k} {number('loss', record[k])}" for k in record if k.endswith("/loss")]  # of named evaluation sets
+        parts = [
+            f"{NAMES.get(k, k)} {number(k, record[k]):>{WIDTHS.get(k, WIDTH)}}"
+            for k in SHOWN
+            if k in record
+        ]
+        parts += [
+            f"{k} {number('loss', record[k])}" for k in record if k.endswith("/loss")
+        ]  # of named evaluation sets
         if record.get("input_wait", 0.0) > TOO_LONG and not self.advised:
             self.advised = True
             self.say(

@@ -1,4 +1,6 @@
-"""events.jsonl: the events of a run with their times, one JSON object per line, appended across all restarts."""
+"""events.jsonl: the events of a run with their times, one JSON object per line, appended across all
+restarts.
+"""
 
 import contextlib
 import pathlib
@@ -16,25 +18,28 @@ ENDS = ("finished", "preempted", "failed", "regroup")
 
 
 class NoEvents:
-    """An event log that writes nothing: for ranks other than root, and for a loop without a run directory.
+    """An event log that writes nothing: for ranks other than root, and for a loop without a run
+    directory.
 
-    tell: a callback that gets the kind and the step of each event. ended: the newest one of ENDS, or "".
-    """
+    tell: a callback that gets the kind and the step of each event. ended: the newest one of ENDS,
+    or ""."""
 
     ended = ""
     tell: Callable[[str, int | None], None] = staticmethod(lambda kind, step: None)
 
     def note(self, kind: str, step: int | None = None, **more: Any) -> None:
-        """Log `start`, `resume`, `first_update`, `evaluation`, `saved`, `save_failed`, `rolled_back`, `stopped_early`,
-        or one of ENDS.
+        """Log `start`, `resume`, `first_update`, `evaluation`, `saved`, `save_failed`,
+        `rolled_back`, `stopped_early`, or one of ENDS.
 
-        step: the number of completed updates. more: JSON, such as `seconds`, the duration, and `blocked`, the seconds
-        of it that blocked the training loop, and `again`, the updates that a resume makes again.
-        """
+        step: the number of completed updates. more: JSON, such as `seconds`, the duration, and
+        `blocked`, the seconds of it that blocked the training loop, and `again`, the updates that a
+        resume makes again."""
 
 
 class Events(NoEvents):
-    """Append events to `directory`/events.jsonl, from any thread; after a full disk, retry with the next event."""
+    """Append events to `directory`/events.jsonl, from any thread; after a full disk, retry with the
+    next event.
+    """
 
     def __init__(self, directory: pathlib.Path):
         self.path = directory / NAME

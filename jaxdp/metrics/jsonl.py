@@ -1,4 +1,6 @@
-"""metrics.jsonl: one JSON object per line, flushed as written; a resumed run continues after its checkpoint's step."""
+"""metrics.jsonl: one JSON object per line, flushed as written; a resumed run continues after its
+checkpoint's step.
+"""
 
 import collections
 import contextlib
@@ -17,14 +19,17 @@ ENOUGH = 2 * KEPT  # records of earlier updates, before which there is none of a
 
 
 class JsonLines(Writer):
-    """A writer that appends to `path`, after dropping a torn last line and all lines of steps after `keep_until`.
+    """A writer that appends to `path`, after dropping a torn last line and all lines of steps after
+    `keep_until`.
 
-    evaluated: True if the evaluation after update `keep_until` already ran; its line is kept. due: it was due, so it
-    gets a line if only a final record has it. Each record gets its `time` in seconds since the epoch. If the disk is
-    full, records are written later. `write` raises RunFailed if the file is no longer at `path`.
-    """
+    evaluated: True if the evaluation after update `keep_until` already ran; its line is kept. due:
+    it was due, so it gets a line if only a final record has it. Each record gets its `time` in
+    seconds since the epoch. If the disk is full, records are written later. `write` raises
+    RunFailed if the file is no longer at `path`."""
 
-    def __init__(self, path: pathlib.Path, keep_until: int = 0, evaluated: bool = True, due: bool = False):
+    def __init__(
+        self, path: pathlib.Path, keep_until: int = 0, evaluated: bool = True, due: bool = False
+    ):
         self.path, self.pending = path, b""
         self.file: IO[bytes] | None = None
         self.rewind(keep_until, evaluated, due)
@@ -35,11 +40,20 @@ class JsonLines(Writer):
         last = {"final": 0, "eval": step if evaluated else step - 1}
         earlier, records = divide(self.path, step)
         if evaluated and due:
-            without = lambda x: {k: v for k, v in x.items() if k not in ("params_sha256", "goodput")}
-            records = [without(x) | {"split": "eval"} if is_evaluation(x, records) else x for x in records]
+
+            def without(x):
+                return {k: v for k, v in x.items() if k not in ("params_sha256", "goodput")}
+
+            records = [
+                without(x) | {"split": "eval"} if is_evaluation(x, records) else x for x in records
+            ]
         steps = [(x.get("step"), last.get(str(x.get("split")), step), x) for x in records]
-        valid = [line for number, end, line in steps if isinstance(number, int) and 0 < number <= end]
-        rundir.write(self.path, "".join([*earlier, *map(dump, valid)]))  # if the disk is full, the outdated lines stay
+        valid = [
+            line for number, end, line in steps if isinstance(number, int) and 0 < number <= end
+        ]
+        rundir.write(
+            self.path, "".join([*earlier, *map(dump, valid)])
+        )  # if the disk is full, the outdated lines stay
         self.file = open(self.path, "ab", buffering=0, opener=rundir.no_link)  # noqa: SIM115
 
     def write(self, record: Record) -> None:
@@ -59,11 +73,15 @@ def is_evaluation(record: Record, records: list[Record]) -> bool:
     """Return whether a final record is the only one of its evaluation, as at the end of a run."""
     if record.get("split") != "final" or {"stopped", "loss_of"} & record.keys():
         return False
-    return not any(x.get("split") == "eval" and x.get("step") == record.get("step") for x in records)
+    return not any(
+        x.get("split") == "eval" and x.get("step") == record.get("step") for x in records
+    )
 
 
 def read(path: pathlib.Path, since: float = 0) -> list[dict[str, Any]]:
-    """Return the records of a metrics file since an update, and ENOUGH before it; no torn lines; [] without a file."""
+    """Return the records of a metrics file since an update, and ENOUGH before it; no torn lines; []
+    without a file.
+    """
     return divide(path, since)[1]
 
 
@@ -72,7 +90,11 @@ def divide(path: pathlib.Path, since: float) -> tuple[list[str], list[dict[str, 
 
     Only the lines of these records are parsed: a long run must not wait for those of its beginning.
     """
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(True) if path.is_file() else []
+    lines = (
+        path.read_text(encoding="utf-8", errors="replace").splitlines(True)
+        if path.is_file()
+        else []
+    )
     records, earlier = collections.deque[dict[str, Any]](), 0
     while lines and earlier < ENOUGH:
         if (record := parse(lines.pop())) is not None:
@@ -83,10 +105,11 @@ def divide(path: pathlib.Path, since: float) -> tuple[list[str], list[dict[str, 
 
 
 def sample(path: pathlib.Path, most: int) -> tuple[list[dict[str, Any]], int]:
-    """Return (records of a metrics file, the number of its lines): all, or evenly spaced ones of each split.
+    """Return (records of a metrics file, the number of its lines): all, or evenly spaced ones of
+    each split.
 
-    most: up to twice as many lines of a split are returned, and the last one. Memory is bounded by them, and only they
-    are parsed.
+    most: up to twice as many lines of a split are returned, and the last one. Memory is bounded by
+    them, and only they are parsed.
     """
     lines: dict[bytes, list[tuple[int, bytes]]] = {}  # of each split, with their numbers
     last: dict[bytes, tuple[int, bytes]] = {}
@@ -130,5 +153,7 @@ def as_numbers(record: Record) -> Record:
 def dump(record: Record) -> str:
     """Return a record as a line of JSON."""
     # JSON has no NaN or infinity: write them as strings, which float() reads back.
-    clean = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    clean = {
+        k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()
+    }
     return json.dumps(clean) + "\n"

@@ -1,4 +1,6 @@
-"""The meter: convert device metrics to records in a separate thread, so that the loop does not wait for the device."""
+"""The meter: convert device metrics to records in a separate thread, so that the loop does not wait
+for the device.
+"""
 
 import contextlib
 import queue
@@ -19,8 +21,8 @@ AHEAD = 2  # log intervals that the loop may run ahead of the device
 
 
 class Totals(NamedTuple):
-    """Totals of the loop: seconds waited for data; updates in the first call of each program; the seconds of these
-    calls, including compilation, and of pauses."""
+    """Totals of the loop: seconds waited for data; updates in the first call of each program; the
+    seconds of these calls, including compilation, and of pauses."""
 
     waited: float = 0.0
     first: int = 0
@@ -30,11 +32,11 @@ class Totals(NamedTuple):
 class Meter:
     """Write a train record every `every` updates and at update `last`.
 
-    examples: per update on average, for the throughput. more(milliseconds per update) and derive(means) return
-    additional entries. The time per update is measured from one record's completion on the device to the next. It
-    excludes the first call of each program, which compiles, and the time between `pause` and the wait for the next
-    update's data. `input_wait` is an upper bound of the fraction of it in which the device idled, waiting for data.
-    """
+    examples: per update on average, for the throughput. more(milliseconds per update) and
+    derive(means) return additional entries. The time per update is measured from one record's
+    completion on the device to the next. It excludes the first call of each program, which
+    compiles, and the time between `pause` and the wait for the next update's data. `input_wait` is
+    an upper bound of the fraction of it in which the device idled, waiting for data."""
 
     def __init__(
         self,
@@ -47,7 +49,9 @@ class Meter:
     ):
         self.writer, self.every, self.last, self.examples = writer, every, last, examples
         self.more, self.derive = more, derive
-        self.since: tuple[int, float] | None = None  # (update, its completion time): the start of the current interval
+        self.since: tuple[int, float] | None = (
+            None  # (update, its completion time): the start of the current interval
+        )
         self.sent: Any = None  # a result of the last call
         self.step = 0  # the last update of that call
         self.paused: float | None = None  # the start of a pause
@@ -67,26 +71,34 @@ class Meter:
             deadline = time.monotonic() + LAST_WORDS
             while self.queue.unfinished_tasks and time.monotonic() < deadline:
                 time.sleep(0.01)
-        with contextlib.suppress(queue.Full):  # a device that hangs must not block the end of the run
+        with contextlib.suppress(
+            queue.Full
+        ):  # a device that hangs must not block the end of the run
             self.queue.put(None, timeout=1.0)
 
     def reading(self, items: Iterable[tuple[range, T]]) -> Iterator[tuple[range, T]]:
-        """Yield (the updates of a call, their data); add the wait for data to the totals, unless the device is busy
-        until the data arrives."""
+        """Yield (the updates of a call, their data); add the wait for data to the totals, unless
+        the device is busy until the data arrives."""
         iterator = iter(items)
         while True:
             began = time.perf_counter()
             if self.paused is not None:
-                self.totals = self.totals._replace(excluded=self.totals.excluded + began - self.paused)
+                self.totals = self.totals._replace(
+                    excluded=self.totals.excluded + began - self.paused
+                )
                 self.paused = None
             try:
                 item = next(iterator)
             except StopIteration:
                 return
             if self.sent is None or self.sent.is_ready():
-                self.totals = self.totals._replace(waited=self.totals.waited + time.perf_counter() - began)
+                self.totals = self.totals._replace(
+                    waited=self.totals.waited + time.perf_counter() - began
+                )
             if len(item[0]) not in self.lengths:
-                jax.block_until_ready(self.sent)  # otherwise the rest of earlier calls would count as compilation
+                jax.block_until_ready(
+                    self.sent
+                )  # otherwise the rest of earlier calls would count as compilation
                 self.flush()
                 self.called = time.perf_counter()
                 if self.since is not None:  # everything before is complete: start a new interval
@@ -94,9 +106,13 @@ class Meter:
             yield item
 
     def update(self, steps: range, metrics: dict[str, jax.Array]) -> None:
-        """Take the metrics of one device call for updates `steps`: [] for one update, [step] for several."""
+        """Take the metrics of one device call for updates `steps`: [] for one update, [step] for
+        several.
+        """
         if len(steps) not in self.lengths:
-            jax.block_until_ready(metrics)  # compilation and first run: excluded from the time per update
+            jax.block_until_ready(
+                metrics
+            )  # compilation and first run: excluded from the time per update
             self.lengths.add(len(steps))
             took = time.perf_counter() - self.called
             waited, first, excluded = self.totals
@@ -135,7 +151,9 @@ class Meter:
                 self.queue.task_done()
 
     def _records(self, steps: range, metrics: dict[str, Any], totals: Totals) -> None:
-        """Write the records that are due among the updates of one call; they share the call's timing."""
+        """Write the records that are due among the updates of one call; they share the call's
+        timing.
+        """
         now = time.perf_counter()
         assert self.since is not None
         timing: Record = {}
@@ -153,7 +171,12 @@ class Meter:
 
     def _record(self, step: int, metrics: dict[str, Any], timing: Record) -> None:
         means = {k: float(v) for k, v in sorted(metrics.items())}
-        record: Record = {"step": step, "split": "train", **make_record(means, self.derive), **timing}
+        record: Record = {
+            "step": step,
+            "split": "train",
+            **make_record(means, self.derive),
+            **timing,
+        }
         for name in ("weight", "halted", "disagreeing_state"):
             record.pop(name, None)
         self.writer.write(record)

@@ -4,11 +4,20 @@ import datetime
 from collections.abc import Sequence
 from typing import Any
 
-SMALLER = ("loss", "perplexity", "error", "entropy", "mse", "mae")  # in the names of metrics that are better if smaller
+SMALLER = (
+    "loss",
+    "perplexity",
+    "error",
+    "entropy",
+    "mse",
+    "mae",
+)  # in the names of metrics that are better if smaller
 
 
 def smaller_is_better(metric: str, mode: str | None = None) -> bool:
-    """Return whether a metric, such as valid/loss, is better if smaller: by the mode 'min' or 'max', or by its name."""
+    """Return whether a metric, such as valid/loss, is better if smaller: by the mode 'min' or
+    'max', or by its name.
+    """
     return mode == "min" if mode else any(word in metric for word in SMALLER)
 
 
@@ -18,7 +27,9 @@ def duration(seconds: float | None) -> str:
 
 
 def number(name: str, value: Any) -> str:
-    """Format a metric: rates as whole numbers, fractions in percent, losses with four decimals if in range."""
+    """Format a metric: rates as whole numbers, fractions in percent, losses with four decimals if
+    in range.
+    """
     if not isinstance(value, int | float):
         return str(value)
     if name in ("examples_per_s", "tokens_per_s"):
@@ -50,8 +61,13 @@ def scaled(n: float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], align: str = "<") -> list[str]:
-    """Return aligned lines, one for each row; the first column is aligned left, the others by `align`, "<" or ">"."""
+    """Return aligned lines, one for each row; the first column is aligned left, the others by
+    `align`, "<" or ">".
+    """
     widths = [max(map(len, column)) for column in zip(*rows)]
     aligns = ["<", *align * (len(widths) - 1)]
-    line = lambda row: "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, aligns, widths))
+
+    def line(row):
+        return "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, aligns, widths))
+
     return [line(row).rstrip() for row in rows]

@@ -26,7 +26,9 @@ SPEED = {
 
 
 class Clock:
-    """The progress of a run and its estimated remaining time, from the speed since it started (or was rolled back)."""
+    """The progress of a run and its estimated remaining time, from the speed since it started (or
+    was rolled back).
+    """
 
     def __init__(self, steps: int, start: int = 0):
         self.steps, self.start, self.step = steps, start, start
@@ -35,9 +37,13 @@ class Clock:
         self.pace: float | None = None
 
     def at(self, step: int, ms: float | None = None) -> None:
-        """Record that update `step` is done; ms: recent milliseconds per update, for `left` until the second record."""
+        """Record that update `step` is done; ms: recent milliseconds per update, for `left` until
+        the second record.
+        """
         self.pace = ms
-        if self.first and self.step > self.start:  # exclude the time before the first record: it includes compilation
+        if (
+            self.first and self.step > self.start
+        ):  # exclude the time before the first record: it includes compilation
             self.start, self.paced, self.first = self.step, self.seen, False
         self.step, self.seen = step, time.monotonic()
 
@@ -57,7 +63,9 @@ class Clock:
 
 
 def memory() -> str:
-    """Return the use of the fullest device, such as "12.3 of 141.0 GB (most 14.0)", else of the process, else ""."""
+    """Return the use of the fullest device, such as "12.3 of 141.0 GB (most 14.0)", else of the
+    process, else "".
+    """
     import jax
 
     stats = [s for s in (device.memory_stats() for device in jax.local_devices()) if s]
@@ -74,10 +82,11 @@ def memory() -> str:
 
 
 class Panel:
-    """The live panel of one run. facts: lines below the numbers, by name; `title` becomes the panel's title.
+    """The live panel of one run. facts: lines below the numbers, by name; `title` becomes the
+    panel's title.
 
-    console: the Rich console to draw on, standard output by default; in_use: returns a text about the memory in use.
-    """
+    console: the Rich console to draw on, standard output by default; in_use: returns a text about
+    the memory in use."""
 
     def __init__(
         self,
@@ -102,7 +111,9 @@ class Panel:
         if record["split"] == "train":
             self.train = record
             self.losses.append(float(record["loss"]))
-        elif record["split"] == "eval" or self.eval:  # without an evaluation, the final record is of an update
+        elif (
+            record["split"] == "eval" or self.eval
+        ):  # without an evaluation, the final record is of an update
             self.eval = record
 
     def saved(self, step: int) -> None:
@@ -131,13 +142,21 @@ class Panel:
         from rich.text import Text
 
         clock, train = self.clock, self.train
-        flow = lambda parts: Columns(map(Text.assemble, parts), padding=(0, 2))  # texts, in which no markup is read
+
+        def flow(parts):
+            return Columns(
+                map(Text.assemble, parts), padding=(0, 2)
+            )  # texts, in which no markup is read
+
         head = Table.grid(expand=True, padding=(0, 1))
         head.add_column(ratio=1)
         head.add_column(justify="right", no_wrap=True)
         done = f"{clock.step:,} of {clock.steps:,}  {clock.step / max(clock.steps, 1):.0%}"
         bar = ProgressBar(
-            total=max(clock.steps, 1), completed=clock.step, complete_style="cyan", finished_style="green"
+            total=max(clock.steps, 1),
+            completed=clock.step,
+            complete_style="cyan",
+            finished_style="green",
         )
         head.add_row(bar, done)
         left = duration(clock.left()) if clock.step < clock.steps else duration(0)
@@ -150,20 +169,34 @@ class Panel:
             if metrics := [f"{k} {number(k, v)}" for k, v in train.items() if k not in RESERVED]:
                 rows.add_row("metrics", flow(metrics))
             names = {"lr": "lr", "grad_norm": "|grad|"}
-            rows.add_row("update", flow([f"{name} {number(k, train[k])}" for k, name in names.items() if k in train]))
+            rows.add_row(
+                "update",
+                flow([f"{name} {number(k, train[k])}" for k, name in names.items() if k in train]),
+            )
             if train.get("skipped_updates"):
-                rows.add_row("skipped", Text(f"{train['skipped_updates']:.0f} updates", style="yellow"))
-            if speed := [text.format(number(k, train[k])) for k, text in SPEED.items() if k in train]:
+                rows.add_row(
+                    "skipped", Text(f"{train['skipped_updates']:.0f} updates", style="yellow")
+                )
+            if speed := [
+                text.format(number(k, train[k])) for k, text in SPEED.items() if k in train
+            ]:
                 rows.add_row("speed", flow(speed))
         else:
-            rows.add_row("", Text("compiling; the first numbers follow after the first interval", style="dim"))
+            rows.add_row(
+                "",
+                Text("compiling; the first numbers follow after the first interval", style="dim"),
+            )
         if self.eval:
             hidden = ("step", "split", "time", "goodput", "params_sha256")
             ordered = sorted((k for k in self.eval if k not in hidden), key=lambda k: k != "loss")
             after = Text(f"after {self.eval['step']:,}", style="dim")
-            rows.add_row("evaluated", flow([*(f"{k} {number(k, self.eval[k])}" for k in ordered), after]))
+            rows.add_row(
+                "evaluated", flow([*(f"{k} {number(k, self.eval[k])}" for k in ordered), after])
+            )
         if self.save is not None:
-            rows.add_row("saved", f"step {self.save[0]:,}, {duration(time.monotonic() - self.save[1])} ago")
+            rows.add_row(
+                "saved", f"step {self.save[0]:,}, {duration(time.monotonic() - self.save[1])} ago"
+            )
         if in_use := self.in_use():
             rows.add_row("in use", in_use)
         lines = {name: text for name, text in facts.items() if name != "title"}
@@ -183,7 +216,9 @@ class Panel:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return one character per value, the lowest ▁ and the highest █; a blank for a non-finite value."""
+    """Return one character per value, the lowest ▁ and the highest █; a blank for a non-finite
+    value.
+    """
     finite = [v for v in values if abs(v) < float("inf")]
     if not finite:
         return ""

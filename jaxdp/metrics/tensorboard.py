@@ -1,4 +1,6 @@
-"""Curves for TensorBoard, written by tensorboardX: one tag per number, such as train/loss and eval/loss."""
+"""Curves for TensorBoard, written by tensorboardX: one tag per number, such as train/loss and
+eval/loss.
+"""
 
 import pathlib
 
@@ -9,11 +11,17 @@ from jaxdp.metrics.writer import Record, Writer
 class TensorBoard(Writer):
     """A writer of TensorBoard event files.
 
-    directory: the run directory; start: the update that the run resumes after (later points are purged); folder: a
-    subfolder of the directory; flush_secs: seconds between writes. Raises UsageError if tensorboardX is not installed.
-    """
+    directory: the run directory; start: the update that the run resumes after (later points are
+    purged); folder: a subfolder of the directory; flush_secs: seconds between writes. Raises
+    UsageError if tensorboardX is not installed."""
 
-    def __init__(self, directory: pathlib.Path, start: int = 0, folder: str = "tensorboard", flush_secs: float = 10):
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        start: int = 0,
+        folder: str = "tensorboard",
+        flush_secs: float = 10,
+    ):
         library = import_optional("tensorboardX", "log.writers: TensorBoard", "tensorboard")
         self.make = lambda purge: library.SummaryWriter(
             str(directory / folder), purge_step=purge, flush_secs=flush_secs, write_to_disk=True

@@ -1,4 +1,6 @@
-"""Throughput: tokens per second, model FLOP/s and MFU of a log interval, and the goodput of the full run."""
+"""Throughput: tokens per second, model FLOP/s and MFU of a log interval, and the goodput of the
+full run.
+"""
 
 import pathlib
 import time
@@ -13,8 +15,9 @@ def throughput(
 ) -> Callable[[float], Record]:
     """Return a function from the milliseconds per update to the throughput entries of a record.
 
-    examples: per update, on average. tokens: per example, or None. flops: the model's forward and backward FLOPs per
-    example (`jaxdp.analysis.flops.model_flops`), or None. peak: total FLOP/s of all devices, or None.
+    examples: per update, on average. tokens: per example, or None. flops: the model's forward and
+    backward FLOPs per example (`jaxdp.analysis.flops.model_flops`), or None. peak: total FLOP/s of
+    all devices, or None.
 
         tokens_per_s        tokens x examples per second
         model_flops_per_s   flops x examples per second
@@ -38,12 +41,13 @@ def throughput(
 
 
 def goodput(metrics: pathlib.Path, began: float) -> Record:
-    """Return {"goodput"}: the fraction of the time since a run's first start spent on updates that were kept.
+    """Return {"goodput"}: the fraction of the time since a run's first start spent on updates that
+    were kept.
 
-    metrics: the path of metrics.jsonl, which has no lost updates. began: the first start, in seconds since the epoch.
-    Startup, compilation, evaluation, saving, downtime and lost updates reduce it, as in MegaScale (arXiv 2402.15627)
-    and Google's ML Goodput. Empty if no update was timed.
-    """
+    metrics: the path of metrics.jsonl, which has no lost updates. began: the first start, in
+    seconds since the epoch. Startup, compilation, evaluation, saving, downtime and lost updates
+    reduce it, as in MegaScale (arXiv 2402.15627) and Google's ML Goodput. Empty if no update was
+    timed."""
     productive, step = 0.0, 0
     for record in read(metrics):
         if record.get("split") == "train":

@@ -10,11 +10,12 @@ from jaxdp.metrics.writer import Record, Writer
 
 
 class WandB(Writer):
-    """A writer that logs to Weights & Biases; mode: offline works without a network, for a later `wandb sync`.
+    """A writer that logs to Weights & Biases; mode: offline works without a network, for a later
+    `wandb sync`.
 
-    directory: the run directory, which stores the W&B run's id in wandb_id; config: the config to show; project, name,
-    mode and others: as in `wandb.init`. Raises UsageError if wandb is not installed.
-    """
+    directory: the run directory, which stores the W&B run's id in wandb_id; config: the config to
+    show; project, name, mode and others: as in `wandb.init`. Raises UsageError if wandb is not
+    installed."""
 
     def __init__(
         self,
@@ -35,7 +36,8 @@ class WandB(Writer):
             name=name or directory.name,
             dir=str(directory),
             config=dict(config or {}),
-            id=known or secrets.token_hex(4),  # else that of WANDB_RUN_ID, which may be another run's
+            id=known
+            or secrets.token_hex(4),  # else that of WANDB_RUN_ID, which may be another run's
             resume="allow",
             mode=mode,
             **others,
@@ -46,7 +48,9 @@ class WandB(Writer):
 
     def write(self, record: Record) -> None:
         numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "step"}
-        self.run.log({"step": record["step"], **{f"{record['split']}/{k}": v for k, v in numbers.items()}})
+        self.run.log(
+            {"step": record["step"], **{f"{record['split']}/{k}": v for k, v in numbers.items()}}
+        )
         if record["split"] == "final":
             self.run.summary.update({k: v for k, v in record.items() if k not in ("step", "split")})
 

@@ -35,7 +35,9 @@ class Writer:
 
 
 class Newest(Writer):
-    """Keeps the newest records of a rank of an elastic job: rank 0 may be lost before it has written them."""
+    """Keeps the newest records of a rank of an elastic job: rank 0 may be lost before it has
+    written them.
+    """
 
     def __init__(self) -> None:
         self.records: collections.deque[Record] = collections.deque(maxlen=KEPT)
@@ -44,7 +46,9 @@ class Newest(Writer):
         self.records.append(record)
 
     def rewind(self, step: int, evaluated: bool = True) -> None:
-        """Discard the records after update `step`; its evaluation too if it is made again: not `evaluated`."""
+        """Discard the records after update `step`; its evaluation too if it is made again: not
+        `evaluated`.
+        """
         last = {"train": step, "eval": step if evaluated else step - 1}
         kept = [record for record in self.records if record["step"] <= last.get(record["split"], 0)]
         self.records = collections.deque(kept, KEPT)

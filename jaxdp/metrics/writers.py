@@ -1,4 +1,6 @@
-"""The writers of `log.writers`, in addition to the console and metrics.jsonl: built-in, or any class by its path."""
+"""The writers of `log.writers`, in addition to the console and metrics.jsonl: built-in, or any
+class by its path.
+"""
 
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -15,8 +17,8 @@ KEY = "log.writers"
 
 
 def bound_writers(entries: Sequence[Any], available: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return (target, function that makes the writer) of each. Raises UsageError if one is unknown, or does not accept
-    its arguments."""
+    """Return (target, function that makes the writer) of each. Raises UsageError if one is unknown,
+    or does not accept its arguments."""
     writers = []
     for target, args in targets_in(KEY, entries, "writer", "TensorBoard"):
         make = bind(KEY, locate(KEY, target, WRITERS), args, available)
@@ -33,10 +35,11 @@ def check_writers(entries: Sequence[Any]) -> None:
 def make_writers(
     entries: Sequence[Any], directory: pathlib.Path, start: int, config: Mapping[str, Any]
 ) -> list[Writer]:
-    """Return the configured writers; a writer that fails or hangs, at the start or later, is dropped with a warning.
+    """Return the configured writers; a writer that fails or hangs, at the start or later, is
+    dropped with a warning.
 
-    If a writer's class or function declares directory (of the run), start (the update that the run resumes after) or
-    config (a dict), jaxdp passes them in.
+    If a writer's class or function declares directory (of the run), start (the update that the run
+    resumes after) or config (a dict), jaxdp passes them in.
     """
     available = {"directory": directory, "start": start, "config": config}
     return [BackgroundWriter(target, make) for target, make in bound_writers(entries, available)]

@@ -1,4 +1,6 @@
-"""Built-in models by name, and `as_model`, which converts modules and functions of several libraries to a `Model`."""
+"""Built-in models by name, and `as_model`, which converts modules and functions of several
+libraries to a `Model`.
+"""
 
 import sys
 from typing import Any
@@ -21,8 +23,9 @@ USABLE = (
 
 
 def as_model(target: Any) -> Any:
-    """Convert a Flax Linen module, a pair of functions (init, apply), an Equinox class or factory with an argument
-    `key`, or a Flax NNX class or factory with an argument `rngs` to a `Model`; return a `Model` unchanged.
+    """Convert a Flax Linen module, a pair of functions (init, apply), an Equinox class or factory
+    with an argument `key`, or a Flax NNX class or factory with an argument `rngs` to a `Model`;
+    return a `Model` unchanged.
 
     Raises UsageError for anything else.
     """
@@ -75,5 +78,7 @@ def is_module(target: Any) -> bool:
     """Return True for an initialized Flax NNX or Equinox module."""
     from flax import nnx
 
-    equinox = sys.modules.get("equinox")  # if it was never imported, `target` cannot be one of its modules
+    equinox = sys.modules.get(
+        "equinox"
+    )  # if it was never imported, `target` cannot be one of its modules
     return isinstance(target, (nnx.Module, equinox.Module) if equinox else nnx.Module)

@@ -1,7 +1,7 @@
 """Causal and full attention, with a table of implementations.
 
-segments[example, token]: the number of the packed document of a token; tokens attend only within their segment.
-"""
+segments[example, token]: the number of the packed document of a token; tokens attend only within
+their segment."""
 
 import contextlib
 import math
@@ -17,7 +17,10 @@ from jaxdp.cpu import on_cpu
 from jaxdp.errors import UsageError
 from jaxdp.logits import wide_einsum
 
-PIECES, SHORTEST = 4, 128  # `causal` splits queries into at most PIECES chunks of at least SHORTEST tokens
+PIECES, SHORTEST = (
+    4,
+    128,
+)  # `causal` splits queries into at most PIECES chunks of at least SHORTEST tokens
 Rotation = tuple[jax.Array, jax.Array]  # cosines and sines [token, 1, half the width of a head]
 
 
@@ -43,7 +46,9 @@ class Attention(nnx.Module):
         self.back = back(heads * width, dim, rngs=rngs)
         self.width, self.attend = width, attend
 
-    def __call__(self, x: jax.Array, turn: Rotation | None = None, segments: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, turn: Rotation | None = None, segments: jax.Array | None = None
+    ) -> jax.Array:
         query, key, value = (
             y.reshape(*x.shape[:2], y.shape[2] // self.width, self.width)
             for y in (self.query(x), self.key(x), self.value(x))
@@ -55,7 +60,9 @@ class Attention(nnx.Module):
 
 
 def rotation(tokens: int, width: int, base: float, dtype: Any) -> Rotation:
-    """Return the cosines and sines of rotary embedding: the angle of token t in pair i is t / base^(2i / width)."""
+    """Return the cosines and sines of rotary embedding: the angle of token t in pair i is t /
+    base^(2i / width).
+    """
     if not base > 0:
         raise UsageError(f"model.args.rotary_base: {base} must be greater than 0, such as 10000")
     angles = np.outer(np.arange(tokens), base ** (-np.arange(0, width, 2) / width))[:, None]
@@ -63,18 +70,26 @@ def rotation(tokens: int, width: int, base: float, dtype: Any) -> Rotation:
 
 
 def rotate(x: jax.Array, turn: Rotation) -> jax.Array:
-    """Rotate dims i and i + width / 2 of x[example, token, head, width] as a pair, as GPT-NeoX does."""
+    """Rotate dims i and i + width / 2 of x[example, token, head, width] as a pair, as GPT-NeoX
+    does.
+    """
     cosine, sine = turn
     first, second = jnp.split(x.astype(cosine.dtype), 2, -1)
-    return jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], -1).astype(x.dtype)
+    return jnp.concatenate(
+        [first * cosine - second * sine, second * cosine + first * sine], -1
+    ).astype(x.dtype)
 
 
-def full(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+def full(
+    query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None = None
+) -> jax.Array:
     """Compute `softmax` attention over all tokens of the same segment."""
     return softmax(query, key, value, None if segments is None else same(segments)[:, None])
 
 
-def causal(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+def causal(
+    query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None = None
+) -> jax.Array:
     """Compute `softmax` attention over each token and the tokens before it in the same segment.
 
     On CPU it processes the queries in chunks, to skip most of the masked scores.
@@ -92,40 +107,53 @@ def causal(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Arr
     return outputs[0] if pieces == 1 else jnp.concatenate(outputs, 1)
 
 
-def fused(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None = None) -> jax.Array:
-    """Compute `causal` attention by cuDNN's fused kernel, which never stores all scores (Dao et al., arXiv 2205.14135).
-    Raises UsageError unless the query is bfloat16 on an NVIDIA GPU."""
+def fused(
+    query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None = None
+) -> jax.Array:
+    """Compute `causal` attention by cuDNN's fused kernel, which never stores all scores (Dao et
+    al., arXiv 2205.14135). Raises UsageError unless the query is bfloat16 on an NVIDIA GPU."""
     if query.dtype != jnp.bfloat16 or jax.default_backend() != "gpu":
         raise UsageError(
             f"model.args.attention: 'cudnn' needs bfloat16 on an NVIDIA GPU, not {query.dtype} on "
             f"{jax.default_backend()}; use xla, or precision.compute: bfloat16"
         )
     mask = None if segments is None else same(segments)
-    return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True, implementation="cudnn")
+    return jax.nn.dot_product_attention(
+        query, key, value, mask=mask, is_causal=True, implementation="cudnn"
+    )
 
 
-def either(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None = None) -> jax.Array:
-    """Compute `fused` attention for bfloat16 on an NVIDIA GPU if its kernel supports the arrays, else `causal`."""
+def either(
+    query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None = None
+) -> jax.Array:
+    """Compute `fused` attention for bfloat16 on an NVIDIA GPU if its kernel supports the arrays,
+    else `causal`.
+    """
     if query.dtype == jnp.bfloat16 and jax.default_backend() == "gpu":
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
             return fused(query, key, value, segments)
     return causal(query, key, value, segments)
 
 
-def softmax(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """Return softmax(query key' / sqrt(width)) value over the unmasked tokens, with the softmax in at least float32.
+def softmax(
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None
+) -> jax.Array:
+    """Return softmax(query key' / sqrt(width)) value over the unmasked tokens, with the softmax in
+    at least float32.
 
-    query[example, token, head, width]; key and value: their number of heads divides that of the query; mask: booleans
-    [(example, 1, 1,) token, token of the keys], True to attend, or None for all -> shape of query. Unlike
-    `jax.nn.dot_product_attention`, float64 inputs get a float64 softmax. Heads are moved before tokens, so that each
-    head's matrices are contiguous for the products.
-    """
+    query[example, token, head, width]; key and value: their number of heads divides that of the
+    query; mask: booleans [(example, 1, 1,) token, token of the keys], True to attend, or None for
+    all -> shape of query. Unlike `jax.nn.dot_product_attention`, float64 inputs get a float64
+    softmax. Heads are moved before tokens, so that each head's matrices are contiguous for the
+    products."""
     example, tokens, heads, width = query.shape
     groups, keys = (example, key.shape[2], heads // key.shape[2]), key.shape[1]
     rows = groups[2] * tokens
     query = query.swapaxes(1, 2).reshape(*groups[:2], rows, width)
     key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
-    scores = wide_einsum("ektw,eksw->ekts", query, key).reshape(*groups, tokens, keys) / math.sqrt(width)
+    scores = wide_einsum("ektw,eksw->ekts", query, key).reshape(*groups, tokens, keys) / math.sqrt(
+        width
+    )
     if mask is not None:
         scores = jnp.where(mask, scores, -jnp.inf)
     weights = shares(scores).astype(value.dtype).reshape(*groups[:2], rows, keys)
@@ -135,8 +163,8 @@ def softmax(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array 
 
 @jax.custom_jvp
 def shares(scores: jax.Array) -> jax.Array:
-    """Return the softmax over the last dim, with a derivative computed from the result: JAX's own derivative of the
-    quotient takes 2 more passes over the scores."""
+    """Return the softmax over the last dim, with a derivative computed from the result: JAX's own
+    derivative of the quotient takes 2 more passes over the scores."""
     return jax.nn.softmax(scores)
 
 

@@ -1,14 +1,15 @@
-"""The model interface: two pure functions, which adapters build from Flax or Equinox modules or plain functions.
+"""The model interface: two pure functions, which adapters build from Flax or Equinox modules or
+plain functions.
 
     init(key, batch) -> (params, model_state)
     apply(params, model_state, batch, key, train) -> (outputs, model_state)
 
-batch: one microbatch, {name: [example, ...]}; "inputs" goes to the module's first argument, and "mask" [example]
-(True for real examples) or any other entry to an argument of that name. model_state is a nested dict: floats and
-complex numbers are averaged over microbatches by weight, integers must agree, and arrays under the top-level key
-"carry" ([example, ...]) belong to the examples. A module declares carry for one example; its adapter broadcasts it to
-[example, ...]. Carry starts as zeros, and a step resets it to zeros where a new sequence starts.
-"""
+batch: one microbatch, {name: [example, ...]}; "inputs" goes to the module's first argument, and
+"mask" [example] (True for real examples) or any other entry to an argument of that name.
+model_state is a nested dict: floats and complex numbers are averaged over microbatches by weight,
+integers must agree, and arrays under the top-level key "carry" ([example, ...]) belong to the
+examples. A module declares carry for one example; its adapter broadcasts it to [example, ...].
+Carry starts as zeros, and a step resets it to zeros where a new sequence starts."""
 
 import inspect
 import re
@@ -26,7 +27,13 @@ from jaxdp.errors import UsageError
 from jaxdp.precision import cast_floats
 
 CARRY = "carry"
-TRAINING = ("train", "training", "is_training", "is_train", "enable_dropout")  # arguments that are true in training
+TRAINING = (
+    "train",
+    "training",
+    "is_training",
+    "is_train",
+    "enable_dropout",
+)  # arguments that are true in training
 EVALUATION = ("deterministic", "inference", "use_running_average", "eval_mode")
 UNBOUND, MESH = r"unbound axis name: (\w+)", (DATA, REPLICA, SHARD)
 RANDOM = re.compile(r"(\w+_)?(rngs?|key)")
@@ -35,9 +42,9 @@ RANDOM = re.compile(r"(\w+_)?(rngs?|key)")
 class Model(NamedTuple):
     """A model as pure functions.
 
-    blocks: paths (a/b) of the parameters stacked [block, ...] for `scan_blocks`. module(params, model_state): return a
-    module of the user's library with these values, in evaluation mode, its carry at zero; None: there is no such thing.
-    """
+    blocks: paths (a/b) of the parameters stacked [block, ...] for `scan_blocks`. module(params,
+    model_state): return a module of the user's library with these values, in evaluation mode, its
+    carry at zero; None: there is no such thing."""
 
     init: Callable[..., tuple[Any, Any]]
     apply: Callable[..., tuple[Any, Any]]
@@ -50,13 +57,17 @@ def modes(train: bool) -> dict[str, bool]:
     return {**dict.fromkeys(TRAINING, train), **dict.fromkeys(EVALUATION, not train)}
 
 
-def call_arguments(call: Callable, batch: dict[str, Any], train: bool, key: jax.Array) -> tuple[tuple, dict[str, Any]]:
-    """Return the (positional, keyword) arguments for a bound `__call__(x, mask, train, ...)`, matched by name.
+def call_arguments(
+    call: Callable, batch: dict[str, Any], train: bool, key: jax.Array
+) -> tuple[tuple, dict[str, Any]]:
+    """Return the (positional, keyword) arguments for a bound `__call__(x, mask, train, ...)`,
+    matched by name.
 
-    An argument gets the batch entry of its name; `TRAINING` and `EVALUATION` arguments get the mode; an argument
-    annotated or named as randomness (`nnx.Rngs`, `rngs`, `key`, `z_rng`) gets a key derived from `key` and its name,
-    but keeps its default in evaluation if it has one. The first of the others gets "inputs"; the rest keep their
-    defaults, or get None if the annotation allows it.
+    An argument gets the batch entry of its name; `TRAINING` and `EVALUATION` arguments get the
+    mode; an argument annotated or named as randomness (`nnx.Rngs`, `rngs`, `key`, `z_rng`) gets a
+    key derived from `key` and its name, but keeps its default in evaluation if it has one. The
+    first of the others gets "inputs"; the rest keep their defaults, or get None if the annotation
+    allows it.
 
     Raises:
         UsageError: an argument has no source.
@@ -103,12 +114,15 @@ def call_arguments(call: Callable, batch: dict[str, Any], train: bool, key: jax.
 
 def is_random(p: inspect.Parameter) -> bool:
     """Return True if an argument's annotation or name asks for a source of randomness."""
-    return bool(re.search(r"\bRng(s|Stream)\b|PRNGKey", str(p.annotation)) or RANDOM.fullmatch(p.name))
+    return bool(
+        re.search(r"\bRng(s|Stream)\b|PRNGKey", str(p.annotation)) or RANDOM.fullmatch(p.name)
+    )
 
 
 def randomness(p: inspect.Parameter, key: jax.Array) -> Any:
-    """Return an argument's source of randomness: `key` itself if the argument is named key, else a key folded with its
-    name; wrapped in `nnx.Rngs` if annotated so, or if named rngs without an annotation."""
+    """Return an argument's source of randomness: `key` itself if the argument is named key, else a
+    key folded with its name; wrapped in `nnx.Rngs` if annotated so, or if named rngs without an
+    annotation."""
     key = key if p.name == "key" else jax.random.fold_in(key, zlib.crc32(p.name.encode()))
     if "RngStream" in str(p.annotation):
         return nnx.Rngs(key).default
@@ -117,10 +131,12 @@ def randomness(p: inspect.Parameter, key: jax.Array) -> Any:
 
 
 def bind_axes(model: Model) -> Model:
-    """Return the model with every mapped axis that it names bound with size 1 around each microbatch.
+    """Return the model with every mapped axis that it names bound with size 1 around each
+    microbatch.
 
-    `pmean(x, "batch")` then returns x: statistics are per microbatch, whatever the number of devices. The axis names
-    come from JAX's "unbound axis name" error when the model is first traced.
+    `pmean(x, "batch")` then returns x: statistics are per microbatch, whatever the number of
+    devices. The axis names come from JAX's "unbound axis name" error when the model is first
+    traced.
 
     Raises:
         UsageError: the model names an axis of the device mesh.
@@ -167,9 +183,11 @@ def _inside(name: str, f: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def rehearse(call: Callable[[Any, Any], Any], params: Any, model_state: Any, batch: dict[str, Any]) -> None:
-    """Trace call(params, model_state) once, to discover the axes and RNG streams that it uses before the real trace,
-    which then reports the error if there is one."""
+def rehearse(
+    call: Callable[[Any, Any], Any], params: Any, model_state: Any, batch: dict[str, Any]
+) -> None:
+    """Trace call(params, model_state) once, to discover the axes and RNG streams that it uses
+    before the real trace, which then reports the error if there is one."""
     dtypes = (jnp.asarray(x).dtype for x in batch.values())
     dtype = next((x for x in dtypes if jnp.issubdtype(x, jnp.floating)), jnp.dtype(jnp.float32))
     state = cast_floats(model_state, jnp.promote_types(dtype, jnp.float32))
@@ -189,12 +207,16 @@ def for_each_example(carry: Any, batch: dict[str, Any]) -> Any:
 
 
 def nest(pairs: Iterable[tuple[Sequence[Any], Any]]) -> dict[str, Any]:
-    """Convert (path, value) pairs to nested dicts. Raises UsageError for keys that are equal as texts, as 0 and "0"."""
+    """Convert (path, value) pairs to nested dicts. Raises UsageError for keys that are equal as
+    texts, as 0 and "0".
+    """
     flat: dict[tuple[str, ...], Any] = {}
     for path, value in pairs:
         names = tuple(map(str, path))
         if names in flat:
-            raise UsageError(f"model: 2 of its arrays have the path {'/'.join(names)!r}; rename all but one")
+            raise UsageError(
+                f"model: 2 of its arrays have the path {'/'.join(names)!r}; rename all but one"
+            )
         flat[names] = value
     return unflatten_dict(flat)
 
@@ -207,7 +229,8 @@ def at(tree: dict[str, Any], path: Sequence[Any]) -> Any:
 
 
 def keep_dtypes(old: Any, new: Any) -> Any:
-    """Cast `new` to the dtypes of `old`: running averages keep their stored dtype, whatever the compute dtype.
+    """Cast `new` to the dtypes of `old`: running averages keep their stored dtype, whatever the
+    compute dtype.
 
     Raises UsageError if the cast would drop a fraction or an imaginary part, or if a shape changes.
     """
@@ -215,8 +238,12 @@ def keep_dtypes(old: Any, new: Any) -> Any:
     def cast(path: Any, old: Any, new: Any) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if old.shape != new.shape:
-            raise UsageError(f"model: its state {name!r} changes from shape {old.shape} to {new.shape}; keep its shape")
-        fraction = jnp.issubdtype(new.dtype, jnp.inexact) and not jnp.issubdtype(old.dtype, jnp.inexact)
+            raise UsageError(
+                f"model: its state {name!r} changes from shape {old.shape} to {new.shape}; keep its shape"
+            )
+        fraction = jnp.issubdtype(new.dtype, jnp.inexact) and not jnp.issubdtype(
+            old.dtype, jnp.inexact
+        )
         if fraction or jnp.iscomplexobj(new) > jnp.iscomplexobj(old):
             raise UsageError(
                 f"model: its state {name!r} changes from {old.dtype} to {new.dtype}; initialize it with "

@@ -11,10 +11,11 @@ from jaxdp.models.layers import ConvBN, make_dropout, require_image
 
 
 class CNN(nnx.Module):
-    """A CNN: 3x3 ConvBN blocks (all but the first halve the image), mean over pixels, dropout, a linear classifier.
+    """A CNN: 3x3 ConvBN blocks (all but the first halve the image), mean over pixels, dropout, a
+    linear classifier.
 
-    x[example, height, width, channel] -> logits [example, class]. input_shape and num_classes come from the data.
-    """
+    x[example, height, width, channel] -> logits [example, class]. input_shape and num_classes come
+    from the data."""
 
     def __init__(
         self,
@@ -30,7 +31,9 @@ class CNN(nnx.Module):
         check_sizes("model.args", widths=min(widths, default=1))
         channels = [input_shape[-1], *widths]
         pairs = enumerate(itertools.pairwise(channels))
-        self.blocks = nnx.List([ConvBN(a, b, 3, 1 if i == 0 else 2, sync=sync, rngs=rngs) for i, (a, b) in pairs])
+        self.blocks = nnx.List(
+            [ConvBN(a, b, 3, 1 if i == 0 else 2, sync=sync, rngs=rngs) for i, (a, b) in pairs]
+        )
         self.dropout = make_dropout(dropout, rngs)
         self.head = nnx.Linear(channels[-1], num_classes, rngs=rngs)
 

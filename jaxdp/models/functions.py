@@ -1,4 +1,6 @@
-"""The adapter for a pair of plain functions; their argument names select the entries of a microbatch."""
+"""The adapter for a pair of plain functions; their argument names select the entries of a
+microbatch.
+"""
 
 import functools
 import inspect
@@ -12,13 +14,14 @@ from jaxdp.models.base import Model, call_arguments, keep_dtypes, rehearse
 
 
 def from_functions(init: Callable, apply: Callable) -> Model:
-    """Return the `Model` of init(key, inputs, ...) -> params and apply(params, inputs, ...) -> outputs.
+    """Return the `Model` of init(key, inputs, ...) -> params and apply(params, inputs, ...) ->
+    outputs.
 
-    The first argument is the key, or the parameters; the second gets "inputs" unless it has another entry's name;
-    further arguments get by name an entry of the batch (such as mask), `key`, `train` (see `call_arguments`) or
-    `state`. If apply takes `state`, init must return (params, state), and apply (outputs, state), with a dict as in
-    `jaxdp.models.base`, whose entry "carry" is [example, ...]. Raises UsageError for other return values.
-    """
+    The first argument is the key, or the parameters; the second gets "inputs" unless it has another
+    entry's name; further arguments get by name an entry of the batch (such as mask), `key`, `train`
+    (see `call_arguments`) or `state`. If apply takes `state`, init must return (params, state), and
+    apply (outputs, state), with a dict as in `jaxdp.models.base`, whose entry "carry" is [example,
+    ...]. Raises UsageError for other return values."""
     stateful = "state" in inspect.signature(apply).parameters
 
     def as_pair(name: str, result: Any, what: str) -> Any:
@@ -34,10 +37,14 @@ def from_functions(init: Callable, apply: Callable) -> Model:
     def init_(key: jax.Array, batch: dict[str, Any]) -> tuple[Any, Any]:
         args, kwargs = call_arguments(functools.partial(init, key), batch, False, key)
         params, state = as_pair("init", init(key, *args, **kwargs), "params")
-        rehearse(lambda params, state: apply_(params, state, batch, key, True), params, state, batch)
+        rehearse(
+            lambda params, state: apply_(params, state, batch, key, True), params, state, batch
+        )
         return params, state
 
-    def apply_(params: Any, model_state: Any, batch: dict[str, Any], key: jax.Array, train: bool) -> tuple[Any, Any]:
+    def apply_(
+        params: Any, model_state: Any, batch: dict[str, Any], key: jax.Array, train: bool
+    ) -> tuple[Any, Any]:
         entries = {**batch, **({"state": model_state} if stateful else {})}
         args, kwargs = call_arguments(functools.partial(apply, params), entries, train, key)
         outputs, state = as_pair("apply", apply(params, *args, **kwargs), "outputs")

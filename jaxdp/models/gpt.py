@@ -17,30 +17,36 @@ from jaxdp.models.layers import make_dropout, require
 from jaxdp.models.nnx import Blocks
 from jaxdp.models.normalization import LayerNorm, RMSNorm
 
-DEVIATION = 0.02  # standard deviation of initial weights, except the projections into the residual stream
+DEVIATION = (
+    0.02  # standard deviation of initial weights, except the projections into the residual stream
+)
 EPSILON = 1e-5  # of a norm
 
 
 class GPT(nnx.Module):
-    """A causal language model: tokens[example, token] integers -> `Logits` [example, token, vocabulary].
+    """A causal language model: tokens[example, token] integers -> `Logits` [example, token,
+    vocabulary].
 
-    If the data has segments[example, token], integers that number the documents packed into an example, tokens attend
-    only within their segment.
+    If the data has segments[example, token], integers that number the documents packed into an
+    example, tokens attend only within their segment.
 
-    The defaults are the smallest GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"):
-    pre-norm blocks, weights normal(0.02), divided by sqrt(2 layers) in the projections into the residual stream. Llama
-    (Touvron et al., arXiv 2302.13971) is norm: rms, mlp: swiglu, positions: rotary, tied: false, bias: false.
+    The defaults are the smallest GPT-2 (Radford et al. 2019, "Language Models are Unsupervised
+    Multitask Learners"): pre-norm blocks, weights normal(0.02), divided by sqrt(2 layers) in the
+    projections into the residual stream. Llama (Touvron et al., arXiv 2302.13971) is norm: rms,
+    mlp: swiglu, positions: rotary, tied: false, bias: false.
 
-    input_shape: (length,), the context, and num_classes, the vocabulary, default to those of the data.
-    vocabulary_multiple: pads the rows of the embedding (and of an untied head) to a multiple of it, as 50304 = 393 x
-    128 for GPT-2's 50257 tokens, since products of such sizes are faster; padding rows have no logits. kv_heads: heads
-    of keys and values; fewer than heads is grouped-query attention (Ainslie et al., arXiv 2305.13245). hidden: width of
-    the MLP; by default 4 dim, for swiglu 8/3 dim rounded up to a multiple of 256. positions: learned, or rotary (Su et
-    al., arXiv 2104.09864), which has no longest context. tied: compute logits with the embedding matrix. dropout: rate
-    for the embedding and for the output of each block's branches. attention: cudnn is fused, for bfloat16 on an NVIDIA
-    GPU; xla works anywhere; auto uses cudnn where it works. scan: compile one block and scan it over stacked
-    parameters; false compiles every block separately: slower to compile, sometimes faster to run, and ZeRO-3 gathers
-    all blocks at once. epsilon: of the norms.
+    input_shape: (length,), the context, and num_classes, the vocabulary, default to those of the
+    data. vocabulary_multiple: pads the rows of the embedding (and of an untied head) to a multiple
+    of it, as 50304 = 393 x 128 for GPT-2's 50257 tokens, since products of such sizes are faster;
+    padding rows have no logits. kv_heads: heads of keys and values; fewer than heads is
+    grouped-query attention (Ainslie et al., arXiv 2305.13245). hidden: width of the MLP; by default
+    4 dim, for swiglu 8/3 dim rounded up to a multiple of 256. positions: learned, or rotary (Su et
+    al., arXiv 2104.09864), which has no longest context. tied: compute logits with the embedding
+    matrix. dropout: rate for the embedding and for the output of each block's branches. attention:
+    cudnn is fused, for bfloat16 on an NVIDIA GPU; xla works anywhere; auto uses cudnn where it
+    works. scan: compile one block and scan it over stacked parameters; false compiles every block
+    separately: slower to compile, sometimes faster to run, and ZeRO-3 gathers all blocks at once.
+    epsilon: of the norms.
 
     Raises UsageError for arguments that do not fit each other.
     """
@@ -74,52 +80,96 @@ class GPT(nnx.Module):
         check_one_of("model.args.attention", attention, ATTENTION)
         kv_heads = heads if kv_heads is None else kv_heads
         hidden = MLPS[mlp].hidden(dim) if hidden is None else hidden
-        check_sizes("model.args", num_classes=num_classes, layers=layers, heads=heads, dim=dim, kv_heads=kv_heads)
+        check_sizes(
+            "model.args",
+            num_classes=num_classes,
+            layers=layers,
+            heads=heads,
+            dim=dim,
+            kv_heads=kv_heads,
+        )
         check_sizes("model.args", hidden=hidden, vocabulary_multiple=vocabulary_multiple)
-        require(epsilon >= 0, "epsilon", epsilon, f"is negative; make it at least 0, such as {EPSILON}")
-        require(len(input_shape) == 1, "input_shape", input_shape, "is not (length,); use data of tokens")
-        require(input_shape[0] >= 1, "input_shape", input_shape, "is too short; it must be at least 1")
+        require(
+            epsilon >= 0, "epsilon", epsilon, f"is negative; make it at least 0, such as {EPSILON}"
+        )
+        require(
+            len(input_shape) == 1,
+            "input_shape",
+            input_shape,
+            "is not (length,); use data of tokens",
+        )
+        require(
+            input_shape[0] >= 1, "input_shape", input_shape, "is too short; it must be at least 1"
+        )
         require(dim % heads == 0, "dim", dim, f"does not divide by heads: {heads}; change either")
-        require(heads % kv_heads == 0, "heads", heads, f"does not divide by kv_heads: {kv_heads}; change either")
+        require(
+            heads % kv_heads == 0,
+            "heads",
+            heads,
+            f"does not divide by kv_heads: {kv_heads}; change either",
+        )
         width, rotary = dim // heads, positions == "rotary"
-        require(not rotary or width % 2 == 0, "heads", heads, f"of {width} dims cannot rotate by pairs; change it")
+        require(
+            not rotary or width % 2 == 0,
+            "heads",
+            heads,
+            f"of {width} dims cannot rotate by pairs; change it",
+        )
 
         rows = -(-num_classes // vocabulary_multiple) * vocabulary_multiple
         normal = nnx.initializers.normal
-        linear = functools.partial(nnx.Linear, use_bias=bias, kernel_init=normal(DEVIATION), dot_general=product)
+        linear = functools.partial(
+            nnx.Linear, use_bias=bias, kernel_init=normal(DEVIATION), dot_general=product
+        )
         back = functools.partial(linear, kernel_init=normal(DEVIATION / math.sqrt(2 * layers)))
 
         def block(rngs: nnx.Rngs) -> Block:
-            # Without rotation, a key bias shifts all scores of a query equally, which softmax cancels: its gradient
-            # would be rounding noise, which Adam scales up to full steps.
+            # Without rotation, a key bias shifts all scores of a query equally, which softmax
+            # cancels: its gradient would be rounding noise, which Adam scales up to full steps.
             key = linear if rotary else functools.partial(linear, use_bias=False)
             return Block(
                 NORMS[norm](dim, bias, epsilon, rngs),
-                Attention(dim, width, heads, kv_heads, linear, key, back, ATTENTION[attention], rngs=rngs),
+                Attention(
+                    dim, width, heads, kv_heads, linear, key, back, ATTENTION[attention], rngs=rngs
+                ),
                 NORMS[norm](dim, bias, epsilon, rngs),
                 MLPS[mlp](dim, hidden, linear, back, rngs=rngs),
                 make_dropout(dropout, rngs),
             )
 
         self.embed = nnx.Embed(rows, dim, embedding_init=normal(DEVIATION), rngs=rngs)
-        self.positions = None if rotary else nnx.Param(normal(DEVIATION)(rngs(), (*input_shape, dim), jnp.float32))
+        self.positions = (
+            None
+            if rotary
+            else nnx.Param(normal(DEVIATION)(rngs(), (*input_shape, dim), jnp.float32))
+        )
         self.dropout = make_dropout(dropout, rngs)
-        self.blocks = Blocks(block, layers, rngs=rngs) if scan else Chain([block(rngs) for _ in range(layers)])
+        self.blocks = (
+            Blocks(block, layers, rngs=rngs)
+            if scan
+            else Chain([block(rngs) for _ in range(layers)])
+        )
         self.norm = NORMS[norm](dim, bias, epsilon, rngs)
         self.head = None if tied else linear(dim, rows, use_bias=False, rngs=rngs)
         self.width, self.base, self.classes = width, rotary_base, num_classes
 
     def __call__(self, tokens: jax.Array, segments: jax.Array | None = None) -> Logits:
         if segments is not None and segments.shape != tokens.shape:
-            raise UsageError(f"model: segments{list(segments.shape)} do not fit tokens{list(tokens.shape)}")
+            raise UsageError(
+                f"model: segments{list(segments.shape)} do not fit tokens{list(tokens.shape)}"
+            )
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-            raise UsageError(f"model: GPT reads integers [example, token], not {tokens.dtype}{list(tokens.shape)}")
+            raise UsageError(
+                f"model: GPT reads integers [example, token], not {tokens.dtype}{list(tokens.shape)}"
+            )
         x = look_up(self.embed.embedding[...], tokens, self.classes)
         turn = None
         if self.positions is None:
             turn = rotation(tokens.shape[1], self.width, self.base, wide(x.dtype))
         elif tokens.shape[1] > len(self.positions):
-            raise UsageError(f"model: {tokens.shape[1]} tokens, but learned positions for {len(self.positions)}")
+            raise UsageError(
+                f"model: {tokens.shape[1]} tokens, but learned positions for {len(self.positions)}"
+            )
         else:
             x = x + self.positions[: tokens.shape[1]]
         x = self.norm(self.blocks(self.dropout(x), turn, segments))
@@ -128,12 +178,29 @@ class GPT(nnx.Module):
 
 
 class Block(nnx.Module):
-    """A pre-norm block on x[example, token, dim]: y = x + attention(norm1(x)), then y + mlp(norm2(y))."""
+    """A pre-norm block on x[example, token, dim]: y = x + attention(norm1(x)), then y +
+    mlp(norm2(y)).
+    """
 
-    def __init__(self, norm1: Callable, attention: Callable, norm2: Callable, mlp: Callable, dropout: Callable):
-        self.norm1, self.attention, self.norm2, self.mlp, self.dropout = norm1, attention, norm2, mlp, dropout
+    def __init__(
+        self,
+        norm1: Callable,
+        attention: Callable,
+        norm2: Callable,
+        mlp: Callable,
+        dropout: Callable,
+    ):
+        self.norm1, self.attention, self.norm2, self.mlp, self.dropout = (
+            norm1,
+            attention,
+            norm2,
+            mlp,
+            dropout,
+        )
 
-    def __call__(self, x: jax.Array, turn: Rotation | None = None, segments: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, turn: Rotation | None = None, segments: jax.Array | None = None
+    ) -> jax.Array:
         x = x + self.dropout(self.attention(self.norm1(x), turn, segments))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
@@ -180,11 +247,12 @@ class SwiGLU(nnx.Module):
 
 
 def look_up(embedding: jax.Array, tokens: jax.Array, classes: int) -> jax.Array:
-    """Look up tokens [...] in embedding[row, dim] -> [..., dim]; accumulate the gradient in at least float32.
+    """Look up tokens [...] in embedding[row, dim] -> [..., dim]; accumulate the gradient in at
+    least float32.
 
     A token that is not in [0, classes) becomes NaN.
-    In bfloat16 the gradient of a token seen 2,500 times was 18 % off: a sum stops growing at 256 times its terms.
-    """
+    In bfloat16 the gradient of a token seen 2,500 times was 18 % off: a sum stops growing at 256
+    times its terms."""
     tokens = tokens.astype(jnp.int32)
     tokens = jnp.where((tokens >= 0) & (tokens < classes), tokens, len(embedding))
     rows = jnp.take(embedding.astype(wide(embedding.dtype)), tokens, axis=0)
@@ -192,7 +260,9 @@ def look_up(embedding: jax.Array, tokens: jax.Array, classes: int) -> jax.Array:
 
 
 NORMS: dict[str, Callable] = {
-    "layer": lambda dim, bias, epsilon, rngs: LayerNorm(dim, epsilon=epsilon, use_bias=bias, rngs=rngs),
+    "layer": lambda dim, bias, epsilon, rngs: LayerNorm(
+        dim, epsilon=epsilon, use_bias=bias, rngs=rngs
+    ),
     "rms": lambda dim, bias, epsilon, rngs: RMSNorm(dim, epsilon=epsilon, rngs=rngs),
 }
 MLPS: dict[str, Any] = {"gelu": GELU, "swiglu": SwiGLU}

@@ -1,4 +1,6 @@
-"""Dropout, residual blocks, and Conv-BatchNorm-ReLU blocks that exclude padding examples from the statistics."""
+"""Dropout, residual blocks, and Conv-BatchNorm-ReLU blocks that exclude padding examples from the
+statistics.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,23 +21,43 @@ def require(fits: bool, argument: str, value: Any, problem: str) -> None:
 
 def require_image(shape: Sequence[int]) -> None:
     """Raise UsageError unless the shape of an example is that of an image with channels."""
-    require(len(shape) == 3, "input_shape", shape, "is not (height, width, channels); add an axis: images[..., None]")
+    require(
+        len(shape) == 3,
+        "input_shape",
+        shape,
+        "is not (height, width, channels); add an axis: images[..., None]",
+    )
 
 
 def make_dropout(rate: float, rngs: nnx.Rngs) -> nnx.Dropout:
     """Return a dropout layer. Raises UsageError unless the rate is in [0, 1)."""
-    require(0 <= rate < 1, "dropout", rate, f"is not in [0, 1); make it {'0' if rate < 0 else 'smaller'}")
+    require(
+        0 <= rate < 1,
+        "dropout",
+        rate,
+        f"is not in [0, 1); make it {'0' if rate < 0 else 'smaller'}",
+    )
     return nnx.Dropout(rate, rngs=rngs)
 
 
 class ConvBN(nnx.Module):
-    """relu(norm(conv(x))) of x[example, height, width, channel]; mask[example] is True for real examples.
+    """relu(norm(conv(x))) of x[example, height, width, channel]; mask[example] is True for real
+    examples.
 
-    The convolution has no bias: the norm cancels it, and its gradient would be rounding noise. sync: average
-    statistics over a microbatch of each device, with equal weights whatever the padding; they depend on the devices.
-    """
+    The convolution has no bias: the norm cancels it, and its gradient would be rounding noise.
+    sync: average statistics over a microbatch of each device, with equal weights whatever the
+    padding; they depend on the devices."""
 
-    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1, *, sync: bool = False, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        kernel: int,
+        stride: int = 1,
+        *,
+        sync: bool = False,
+        rngs: nnx.Rngs,
+    ):
         pad = (kernel - 1) // 2
         self.conv = nnx.Conv(
             inputs,
@@ -54,7 +76,9 @@ class ConvBN(nnx.Module):
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         if self.sync:
             self.norm.axis_name = data_axes()  # type: ignore[assignment]  # several names are as good as one
-        return nnx.relu(self.norm(self.conv(x), mask=None if mask is None else mask.reshape(-1, 1, 1, 1)))
+        return nnx.relu(
+            self.norm(self.conv(x), mask=None if mask is None else mask.reshape(-1, 1, 1, 1))
+        )
 
 
 class Residual(nnx.Module):

@@ -16,8 +16,8 @@ from jaxdp.models.layers import make_dropout
 class MLP(nnx.Module):
     """An MLP: linear, ReLU and dropout per hidden layer, then a linear classifier.
 
-    x[example, ...] -> logits [example, class]. input_shape and num_classes default to those of the data.
-    """
+    x[example, ...] -> logits [example, class]. input_shape and num_classes default to those of the
+    data."""
 
     def __init__(
         self,
@@ -31,7 +31,10 @@ class MLP(nnx.Module):
         check_sizes("model.args", hidden=min(hidden, default=1))
         widths = [int(np.prod(input_shape)), *hidden]
         self.layers = nnx.List(
-            [nnx.Linear(a, b, dot_general=product, rngs=rngs) for a, b in itertools.pairwise(widths)]
+            [
+                nnx.Linear(a, b, dot_general=product, rngs=rngs)
+                for a, b in itertools.pairwise(widths)
+            ]
         )
         self.head = nnx.Linear(widths[-1], num_classes, dot_general=product, rngs=rngs)
         self.dropout = make_dropout(dropout, rngs)

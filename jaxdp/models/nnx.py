@@ -11,20 +11,31 @@ from flax.nnx.nn import dtypes
 
 from jaxdp import user_errors
 from jaxdp.errors import UsageError
-from jaxdp.models.base import CARRY, Model, at, call_arguments, for_each_example, keep_dtypes, modes, nest, rehearse
+from jaxdp.models.base import (
+    CARRY,
+    Model,
+    at,
+    call_arguments,
+    for_each_example,
+    keep_dtypes,
+    modes,
+    nest,
+    rehearse,
+)
 from jaxdp.models.scan import scan_blocks
 
 
 class Carry(nnx.Variable):
-    """Per-example state, such as an LSTM's: declare it for one example, as `Carry(jnp.zeros(width))`; in a training or
-    evaluation call it is [example, ...]."""
+    """Per-example state, such as an LSTM's: declare it for one example, as
+    `Carry(jnp.zeros(width))`; in a training or evaluation call it is [example, ...]."""
 
 
 class Blocks(nnx.Module):
-    """A chain of `count` modules of the same shape, x -> module(x, *args), each with its own parameters.
+    """A chain of `count` modules of the same shape, x -> module(x, *args), each with its own
+    parameters.
 
-    make: a function of `nnx.Rngs` that returns one module. The variables are stacked [block, ...] and scanned: only one
-    block is compiled, and ZeRO-3 gathers one block at a time (`scan_blocks`).
+    make: a function of `nnx.Rngs` that returns one module. The variables are stacked [block, ...]
+    and scanned: only one block is compiled, and ZeRO-3 gathers one block at a time (`scan_blocks`).
     """
 
     def __init__(self, make: Callable[[nnx.Rngs], nnx.Module], count: int, *, rngs: nnx.Rngs):
@@ -47,16 +58,18 @@ class Blocks(nnx.Module):
 def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
     """Return the `Model` of an NNX module class, or of a function from `nnx.Rngs` to an NNX module.
 
-    params and model_state are nested dicts by attribute path. Each call reseeds every RNG stream of the module from the
-    microbatch's key. What a call sows is dropped. Raises UsageError for a sown loss, or if `make` makes no NNX module.
-    """
+    params and model_state are nested dicts by attribute path. Each call reseeds every RNG stream of
+    the module from the microbatch's key. What a call sows is dropped. Raises UsageError for a sown
+    loss, or if `make` makes no NNX module."""
     graphs: dict[bool, Any] = {}
     stacks: list[tuple] = []  # paths of stacked blocks
 
     @jax.jit  # `init` reuses the trace of the `eval_shape` below
     def make_state(key: jax.Array) -> Any:
         module = _make_module(make, nnx.Rngs(key))
-        stacks[:] = [(*path, "stack") for path, part in nnx.iter_modules(module) if isinstance(part, Blocks)]
+        stacks[:] = [
+            (*path, "stack") for path, part in nnx.iter_modules(module) if isinstance(part, Blocks)
+        ]
         for path, part in nnx.iter_modules(module):
             if isinstance(part, Blocks):
                 part.path = "/".join(map(str, (*path, "stack")))
@@ -66,7 +79,10 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         return state
 
     state = jax.eval_shape(make_state, jax.eval_shape(lambda: jax.random.key(0)))
-    kinds = [nnx.to_flat_state(part) for part in nnx.split_state(state, nnx.Param, nnx.RngState, Carry, ...)]
+    kinds = [
+        nnx.to_flat_state(part)
+        for part in nnx.split_state(state, nnx.Param, nnx.RngState, Carry, ...)
+    ]
     params_kind, rng_kind, carry_kind, rest_kind = kinds
     known = {path for kind in kinds for path, _ in kind}
 
@@ -74,53 +90,84 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         states = nnx.split_state(make_state(key), nnx.Param, nnx.RngState, Carry, ...)
         params, _, carry, rest = (_to_dict(nnx.to_flat_state(state)) for state in states)
         model_state = {**rest, CARRY: for_each_example(carry, batch)} if carry_kind else rest
-        rehearse(lambda params, state: apply(params, state, batch, key, True), params, model_state, batch)
+        rehearse(
+            lambda params, state: apply(params, state, batch, key, True), params, model_state, batch
+        )
         return params, model_state
 
     def swap_dims(path: tuple, x: jax.Array) -> jax.Array:
-        """Swap the first two dims of stacked blocks' carry: [example, block, ...] to and from [block, example, ...]."""
+        """Swap the first two dims of stacked blocks' carry: [example, block, ...] to and from
+        [block, example, ...].
+        """
         return x.swapaxes(0, 1) if any(path[: len(stack)] == stack for stack in stacks) else x
 
     def merge(params: Any, model_state: Any, carry: list[Any], key: jax.Array, train: bool) -> Any:
         rngs = [(path, v.replace(_restart(v, key, i))) for i, (path, v) in enumerate(rng_kind)]
-        states = (_to_state(params_kind, params), nnx.from_flat_state(rngs), nnx.from_flat_state(carry))
+        states = (
+            _to_state(params_kind, params),
+            nnx.from_flat_state(rngs),
+            nnx.from_flat_state(carry),
+        )
         return nnx.merge(graphs[train], *states, _to_state(rest_kind, model_state), copy=True)
 
     def trained(params: Any, model_state: Any) -> Any:
-        carry = [(path, v.replace(jnp.zeros(v.get_value().shape, v.get_value().dtype))) for path, v in carry_kind]
+        carry = [
+            (path, v.replace(jnp.zeros(v.get_value().shape, v.get_value().dtype)))
+            for path, v in carry_kind
+        ]
         return merge(params, model_state, carry, jax.random.key(0), False)
 
-    def apply(params: Any, model_state: Any, batch: dict[str, jax.Array], key: jax.Array, train: bool):
-        carry = [(path, v.replace(swap_dims(path, at(model_state[CARRY], path)))) for path, v in carry_kind]
+    def apply(
+        params: Any, model_state: Any, batch: dict[str, jax.Array], key: jax.Array, train: bool
+    ):
+        carry = [
+            (path, v.replace(swap_dims(path, at(model_state[CARRY], path))))
+            for path, v in carry_kind
+        ]
         module = merge(params, model_state, carry, key, train)
         args, kwargs = call_arguments(module.__call__, batch, train, key)
         outputs = module(*args, **kwargs)
         new = dict(nnx.to_flat_state(nnx.state(module)))
         sown = ((p, v) for p, v in new.items() if p not in known or isinstance(v, nnx.Intermediate))
-        user_errors.refuse_losses(("/".join(map(str, path)), getattr(v, "type", type(v)).__name__) for path, v in sown)
+        user_errors.refuse_losses(
+            ("/".join(map(str, path)), getattr(v, "type", type(v)).__name__) for path, v in sown
+        )
         rest = _to_dict([(path, new[path]) for path, _ in rest_kind])
         if carry_kind:
-            rest[CARRY] = nest((path, swap_dims(path, new[path].get_value())) for path, _ in carry_kind)
+            rest[CARRY] = nest(
+                (path, swap_dims(path, new[path].get_value())) for path, _ in carry_kind
+            )
         return outputs, keep_dtypes(model_state, rest)
 
     return Model(init, apply, tuple("/".join(map(str, path)) for path in stacks), trained)
 
 
 def _make_module(make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:
-    """Make the module, and let its `nnx.Embed`s and `nnx.BatchNorm`s compute in their input's dtype, like other layers:
-    Flax fixes it to the dtype of the parameters (Embed), or of the averages, which stay float32 (BatchNorm)."""
+    """Make the module, and let its `nnx.Embed`s and `nnx.BatchNorm`s compute in their input's
+    dtype, like other layers: Flax fixes it to the dtype of the parameters (Embed), or of the
+    averages, which stay float32 (BatchNorm)."""
     module: Any = make(rngs)
     if not isinstance(module, nnx.Module):
-        raise UsageError(f"model: a factory that takes rngs must return a Flax NNX module, not {type(module).__name__}")
+        raise UsageError(
+            f"model: a factory that takes rngs must return a Flax NNX module, not {type(module).__name__}"
+        )
     if not callable(module):
-        raise UsageError(f"model: {type(module).__name__} has no __call__; define it, as __call__(self, x)")
+        raise UsageError(
+            f"model: {type(module).__name__} has no __call__; define it, as __call__(self, x)"
+        )
     for _, part in list(nnx.iter_modules(module)):
         for name, value in list(vars(part).items()):
-            if isinstance(value, jax.core.Tracer):  # Flax recognizes arrays as data, but not tracers
+            if isinstance(
+                value, jax.core.Tracer
+            ):  # Flax recognizes arrays as data, but not tracers
                 setattr(part, name, nnx.data(value))
         if isinstance(part, nnx.Embed) and part.dtype == part.param_dtype:
             part.dtype = None
-        if isinstance(part, nnx.BatchNorm) and part.dtype is None and part.promote_dtype is dtypes.promote_dtype:
+        if (
+            isinstance(part, nnx.BatchNorm)
+            and part.dtype is None
+            and part.promote_dtype is dtypes.promote_dtype
+        ):
             part.promote_dtype = _as_they_are
     return module
 
@@ -155,5 +202,8 @@ def _to_dict(flat: Any) -> dict[str, Any]:
 
 def _to_state(kinds: Any, tree: dict[str, Any]) -> nnx.State:
     return nnx.from_flat_state(
-        [(path, x.replace(at(tree, path)) if isinstance(x, nnx.Variable) else at(tree, path)) for path, x in kinds]
+        [
+            (path, x.replace(at(tree, path)) if isinstance(x, nnx.Variable) else at(tree, path))
+            for path, x in kinds
+        ]
     )

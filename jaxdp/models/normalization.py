@@ -1,7 +1,8 @@
-"""Normalization over the last dim, with a derivative computed from the result, like `attention.shares`.
+"""Normalization over the last dim, with a derivative computed from the result, like
+`attention.shares`.
 
-The variance is the mean squared deviation from the mean. Flax's default, the mean square less the squared mean, loses
-all digits in float32 if the mean is a thousand times the standard deviation.
+The variance is the mean squared deviation from the mean. Flax's default, the mean square less the
+squared mean, loses all digits in float32 if the mean is a thousand times the standard deviation.
 """
 
 import functools
@@ -15,17 +16,25 @@ from jaxdp.logits import wide
 
 
 class LayerNorm(nnx.LayerNorm):
-    """Flax's LayerNorm (Ba et al., arXiv 1607.06450) over the last dim of x[..., dim], in at least float32."""
+    """Flax's LayerNorm (Ba et al., arXiv 1607.06450) over the last dim of x[..., dim], in at least
+    float32.
+    """
 
     def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
-        return _scaled(standardize(x.astype(wide(x.dtype)), self.epsilon, True), self.scale, self.bias, x)
+        return _scaled(
+            standardize(x.astype(wide(x.dtype)), self.epsilon, True), self.scale, self.bias, x
+        )
 
 
 class RMSNorm(nnx.RMSNorm):
-    """Flax's RMSNorm (Zhang and Sennrich, arXiv 1910.07467) over the last dim of x[..., dim], in at least float32."""
+    """Flax's RMSNorm (Zhang and Sennrich, arXiv 1910.07467) over the last dim of x[..., dim], in at
+    least float32.
+    """
 
     def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
-        return _scaled(standardize(x.astype(wide(x.dtype)), self.epsilon, False), self.scale, None, x)
+        return _scaled(
+            standardize(x.astype(wide(x.dtype)), self.epsilon, False), self.scale, None, x
+        )
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
@@ -53,7 +62,9 @@ def _mean(x: jax.Array) -> jax.Array:
     return jnp.mean(x, -1, keepdims=True)
 
 
-def _scaled(y: jax.Array, scale: nnx.Param | None, bias: nnx.Param | None, x: jax.Array) -> jax.Array:
+def _scaled(
+    y: jax.Array, scale: nnx.Param | None, bias: nnx.Param | None, x: jax.Array
+) -> jax.Array:
     if scale is not None:
         y = y * scale[...]
     if bias is not None:

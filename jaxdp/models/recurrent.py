@@ -1,7 +1,8 @@
-"""Recurrent language models: a layer's hidden state is carried from batch to batch, without its gradient.
+"""Recurrent language models: a layer's hidden state is carried from batch to batch, without its
+gradient.
 
-A text is read as streams, one per row of a batch; each batch continues where the last one ended: truncated
-back-propagation through time (Werbos 1990). A stream starts with a carry of zeros.
+A text is read as streams, one per row of a batch; each batch continues where the last one ended:
+truncated back-propagation through time (Werbos 1990). A stream starts with a carry of zeros.
 """
 
 import abc
@@ -22,13 +23,14 @@ NONLINEARITIES = {"tanh": nnx.tanh, "relu": nnx.relu}
 
 
 class Recurrent(nnx.Module):
-    """A recurrent language model: tokens[example, token] integers -> logits [example, token, vocabulary].
+    """A recurrent language model: tokens[example, token] integers -> logits [example, token,
+    vocabulary].
 
-    An embedding, recurrent layers, a linear head. input_shape: (length,) of any length, and num_classes, the
-    vocabulary, come from the data. dim: width of the embedding; hidden: width of every layer. dropout: rate for the
-    inputs and outputs of the layers, not for the state between tokens. tied: compute logits with the embedding matrix
-    (Press and Wolf, arXiv 1608.05859); requires hidden = dim. Raises UsageError for inconsistent arguments.
-    """
+    An embedding, recurrent layers, a linear head. input_shape: (length,) of any length, and
+    num_classes, the vocabulary, come from the data. dim: width of the embedding; hidden: width of
+    every layer. dropout: rate for the inputs and outputs of the layers, not for the state between
+    tokens. tied: compute logits with the embedding matrix (Press and Wolf, arXiv 1608.05859);
+    requires hidden = dim. Raises UsageError for inconsistent arguments."""
 
     def __init__(
         self,
@@ -43,10 +45,22 @@ class Recurrent(nnx.Module):
         rngs: nnx.Rngs,
     ):
         check_sizes("model.args", num_classes=num_classes, dim=dim, hidden=hidden, layers=layers)
-        require(len(input_shape) == 1, "input_shape", input_shape, "is not (length,); use data of tokens")
-        require(not tied or dim == hidden, "hidden", hidden, f"is not dim, {dim}, as tied requires; make them equal")
+        require(
+            len(input_shape) == 1,
+            "input_shape",
+            input_shape,
+            "is not (length,); use data of tokens",
+        )
+        require(
+            not tied or dim == hidden,
+            "hidden",
+            hidden,
+            f"is not dim, {dim}, as tied requires; make them equal",
+        )
         self.embed = nnx.Embed(num_classes, dim, rngs=rngs)
-        self.layers = nnx.List([self.layer(dim if i == 0 else hidden, hidden, rngs) for i in range(layers)])
+        self.layers = nnx.List(
+            [self.layer(dim if i == 0 else hidden, hidden, rngs) for i in range(layers)]
+        )
         self.dropout = make_dropout(dropout, rngs)
         self.head = None if tied else nnx.Linear(hidden, num_classes, rngs=rngs)
 
@@ -57,7 +71,9 @@ class Recurrent(nnx.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             name = type(self).__name__
-            raise UsageError(f"model: {name} reads integers [example, token], not {tokens.dtype}{list(tokens.shape)}")
+            raise UsageError(
+                f"model: {name} reads integers [example, token], not {tokens.dtype}{list(tokens.shape)}"
+            )
         x = look_up(self.embed.embedding[...], tokens, self.embed.num_embeddings)
         for layer in self.layers:
             x = layer(self.dropout(x))
@@ -66,8 +82,8 @@ class Recurrent(nnx.Module):
 
 
 class LSTM(Recurrent):
-    """An LSTM language model, regularized as in Zaremba et al. (arXiv 1409.2329): the model that the Needle course
-    project (CMU 10-414, homework 4) trains on Penn Treebank.
+    """An LSTM language model, regularized as in Zaremba et al. (arXiv 1409.2329): the model that
+    the Needle course project (CMU 10-414, homework 4) trains on Penn Treebank.
     """
 
     def layer(self, width: int, hidden: int, rngs: nnx.Rngs) -> nnx.Module:
@@ -75,7 +91,9 @@ class LSTM(Recurrent):
 
 
 class RNN(Recurrent):
-    """An RNN language model: h = tanh or relu of W x + U h + b (Elman 1990, "Finding structure in time")."""
+    """An RNN language model: h = tanh or relu of W x + U h + b (Elman 1990, "Finding structure in
+    time").
+    """
 
     def __init__(
         self,
@@ -99,7 +117,9 @@ class RNN(Recurrent):
 
 
 class LSTMLayer(nnx.Module):
-    """An LSTM layer with Flax's weights; before the scan, one product computes the gates' input part for all tokens."""
+    """An LSTM layer with Flax's weights; before the scan, one product computes the gates' input
+    part for all tokens.
+    """
 
     def __init__(self, width: int, hidden: int, rngs: nnx.Rngs):
         self.weights = nnx.OptimizedLSTMCell(width, hidden, rngs=rngs)
@@ -139,12 +159,16 @@ class RNNLayer(nnx.Module):
 
 
 def begin(carry: Carry, x: jax.Array, dtype: Any) -> jax.Array:
-    """Return the carry of the last batch, or the initial one, as [example, hidden] without its gradient."""
+    """Return the carry of the last batch, or the initial one, as [example, hidden] without its
+    gradient.
+    """
     last = jax.lax.stop_gradient(carry[...]).astype(dtype)
     return jnp.broadcast_to(last, (x.shape[0], last.shape[-1]))
 
 
 def unroll(step: Callable, start: Any, x: jax.Array) -> tuple[Any, jax.Array]:
-    """Scan step(state, x[example, ...]) -> (state, output) over the tokens of x; return (last state, outputs)."""
+    """Scan step(state, x[example, ...]) -> (state, output) over the tokens of x; return (last
+    state, outputs).
+    """
     last, outputs = jax.lax.scan(step, start, x.swapaxes(0, 1))
     return last, outputs.swapaxes(0, 1)

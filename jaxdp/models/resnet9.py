@@ -1,4 +1,6 @@
-"""ResNet-9 for 32x32 images, in two variants: the Needle course project's and the DAWNBench entries'."""
+"""ResNet-9 for 32x32 images, in two variants: the Needle course project's and the DAWNBench
+entries'.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,11 +16,11 @@ from jaxdp.models.layers import ConvBN, Residual, make_dropout, require_image
 class ResNet9(nnx.Module):
     """A ResNet-9: x[example, height, width, channel] -> logits [example, class].
 
-    variant 'needle': ConvBN 16 (7x7, stride 4), 32 (stride 2), residual 32 x2, 64 (stride 2), 128 (stride 2), residual
-    128 x2, linear 128, linear: strides make it cheap (CMU 10-414 homework 4). 'dawnbench': ConvBN w, 2w with pooling
-    and a residual, 4w with pooling, 8w with pooling and a residual, global max pooling, linear, logits / 8 (David Page,
-    "How to train your ResNet", 2018). width: of the first block, 16 or 64 by default. dropout: before the first linear.
-    """
+    variant 'needle': ConvBN 16 (7x7, stride 4), 32 (stride 2), residual 32 x2, 64 (stride 2), 128
+    (stride 2), residual 128 x2, linear 128, linear: strides make it cheap (CMU 10-414 homework 4).
+    'dawnbench': ConvBN w, 2w with pooling and a residual, 4w with pooling, 8w with pooling and a
+    residual, global max pooling, linear, logits / 8 (David Page, "How to train your ResNet", 2018).
+    width: of the first block, 16 or 64 by default. dropout: before the first linear."""
 
     def __init__(
         self,
@@ -38,7 +40,9 @@ class ResNet9(nnx.Module):
         def block(inputs: int, outputs: int, kernel: int = 3, stride: int = 1) -> ConvBN:
             return ConvBN(inputs, outputs, kernel, stride, sync=sync, rngs=rngs)
 
-        self.body, self.head, self.scale = VARIANTS[variant](block, tuple(input_shape), num_classes, width, rngs)
+        self.body, self.head, self.scale = VARIANTS[variant](
+            block, tuple(input_shape), num_classes, width, rngs
+        )
         self.dropout = make_dropout(dropout, rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
@@ -50,7 +54,9 @@ class ResNet9(nnx.Module):
         return self.head[-1](x) * self.scale
 
 
-def _needle(block: Callable, shape: tuple[int, ...], classes: int, width: int | None, rngs: nnx.Rngs):
+def _needle(
+    block: Callable, shape: tuple[int, ...], classes: int, width: int | None, rngs: nnx.Rngs
+):
     w = width or 16
     body = [
         block(shape[-1], w, 7, 4),
@@ -65,7 +71,9 @@ def _needle(block: Callable, shape: tuple[int, ...], classes: int, width: int | 
     return nnx.List(body), nnx.List(head), 1.0
 
 
-def _dawnbench(block: Callable, shape: tuple[int, ...], classes: int, width: int | None, rngs: nnx.Rngs):
+def _dawnbench(
+    block: Callable, shape: tuple[int, ...], classes: int, width: int | None, rngs: nnx.Rngs
+):
     w = width or 64
     body = [
         block(shape[-1], w),
@@ -83,8 +91,9 @@ def _dawnbench(block: Callable, shape: tuple[int, ...], classes: int, width: int
 
 
 def halve(x: jax.Array) -> jax.Array:
-    """Return the maximum over 2x2 pixels, dropping a last odd row or column; among equal pixels the first gets the
-    gradient. Replaces `nnx.max_pool`, whose gradient on CPU scans every window and is 16 times slower."""
+    """Return the maximum over 2x2 pixels, dropping a last odd row or column; among equal pixels the
+    first gets the gradient. Replaces `nnx.max_pool`, whose gradient on CPU scans every window and
+    is 16 times slower."""
     height, width = x.shape[1] // 2, x.shape[2] // 2
     x = x[:, : 2 * height, : 2 * width].reshape(x.shape[0], height, 2, width, 2, x.shape[3])
     largest = x[:, :, 0, :, 0]

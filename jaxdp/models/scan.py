@@ -1,8 +1,9 @@
-"""Scan over stacked blocks: compile one body for all blocks, and gather one block's parameters at a time.
+"""Scan over stacked blocks: compile one body for all blocks, and gather one block's parameters at a
+time.
 
-The parameters of the blocks are stacked along a first dim [block, ...]. The training step sets hooks that gather a
-block's parameters and select what its backward pass saves; without hooks, `scan_blocks` is `jax.lax.scan`.
-"""
+The parameters of the blocks are stacked along a first dim [block, ...]. The training step sets
+hooks that gather a block's parameters and select what its backward pass saves; without hooks,
+`scan_blocks` is `jax.lax.scan`."""
 
 import contextlib
 import contextvars
@@ -12,7 +13,8 @@ from typing import Any
 import jax
 
 Tree = Any
-# stacked parameters -> (the tree to scan instead, a function from one slice of it to a block's full parameters)
+# stacked parameters -> (the tree to scan instead, a function from one slice of it to a block's full
+# parameters)
 BlockGather = Callable[[Tree], tuple[Tree, Callable[[Tree], Tree]]]
 
 
@@ -27,14 +29,20 @@ REMAT: dict[str, Any] = {
     "dots": policies.dots_saveable,
     "dots_no_batch": policies.dots_with_no_batch_dims_saveable,
 }
-"""What a backward pass recomputes: nothing; everything; all but matrix products; all but products with weights."""
+"""What a backward pass recomputes: nothing; everything; all but matrix products; all but products
+with weights.
+"""
 
 
-def remat(name: str, f: Callable, in_scan: bool = False, static_argnums: tuple[int, ...] = ()) -> Callable:
+def remat(
+    name: str, f: Callable, in_scan: bool = False, static_argnums: tuple[int, ...] = ()
+) -> Callable:
     """Return `f` with a backward pass that recomputes what the named policy does not save."""
     if name == "none":
         return f
-    return jax.checkpoint(f, policy=REMAT[name], prevent_cse=not in_scan, static_argnums=static_argnums)
+    return jax.checkpoint(
+        f, policy=REMAT[name], prevent_cse=not in_scan, static_argnums=static_argnums
+    )
 
 
 _hooks: contextvars.ContextVar[tuple[BlockGather, str]]
@@ -43,7 +51,9 @@ _hooks = contextvars.ContextVar("hooks", default=(as_they_are, "none"))
 
 @contextlib.contextmanager
 def block_hooks(gather: BlockGather, remat: str) -> Iterator[None]:
-    """Set the gather function of blocks' parameters and the name of the remat policy for models traced inside."""
+    """Set the gather function of blocks' parameters and the name of the remat policy for models
+    traced inside.
+    """
     token = _hooks.set((gather, remat))
     try:
         yield
@@ -56,9 +66,9 @@ def scan_blocks(
 ) -> tuple[Tree, Tree]:
     """Apply x, y = block(params[i], x, xs[i]) for each block i; return (the last x, all y stacked).
 
-    params, xs: leaves [block, ...]. One block at a time is gathered if a `Model` lists the path of params in `blocks`
-    and passes them on unchanged; parameters that were modified first, or come out of a nested jit, are all gathered.
-    """
+    params, xs: leaves [block, ...]. One block at a time is gathered if a `Model` lists the path of
+    params in `blocks` and passes them on unchanged; parameters that were modified first, or come
+    out of a nested jit, are all gathered."""
     gather, policy = _hooks.get()
     stack, gather_block = gather(params)
 

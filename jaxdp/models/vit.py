@@ -19,13 +19,13 @@ from jaxdp.models.nnx import Blocks
 class ViT(nnx.Module):
     """A vision transformer: x[example, height, width, channel] -> logits [example, class].
 
-    Dosovitskiy et al., "An Image is Worth 16x16 Words" (arXiv 2010.11929): linear patch embedding, learned positions,
-    pre-norm blocks; the classifier reads the mean over the patches instead of a class token, as in Beyer et al. (arXiv
-    2205.01580). input_shape and num_classes come from the data. The defaults are DeiT's tiny model (Touvron et al.,
-    arXiv 2012.12877) with patches for small images. patch: side in pixels. hidden: width of the MLP, 4 dim by default.
-    dropout: rate for the embedding and for the output of each block's branches. Raises UsageError for arguments that do
-    not fit each other.
-    """
+    Dosovitskiy et al., "An Image is Worth 16x16 Words" (arXiv 2010.11929): linear patch embedding,
+    learned positions, pre-norm blocks; the classifier reads the mean over the patches instead of a
+    class token, as in Beyer et al. (arXiv 2205.01580). input_shape and num_classes come from the
+    data. The defaults are DeiT's tiny model (Touvron et al., arXiv 2012.12877) with patches for
+    small images. patch: side in pixels. hidden: width of the MLP, 4 dim by default. dropout: rate
+    for the embedding and for the output of each block's branches. Raises UsageError for arguments
+    that do not fit each other."""
 
     def __init__(
         self,
@@ -54,7 +54,9 @@ class ViT(nnx.Module):
         key = functools.partial(linear, use_bias=False)  # softmax cancels a key bias, as in GPT
 
         def block(rngs: nnx.Rngs) -> Block:
-            attention = Attention(dim, dim // heads, heads, heads, linear, key, back, full, rngs=rngs)
+            attention = Attention(
+                dim, dim // heads, heads, heads, linear, key, back, full, rngs=rngs
+            )
             mlp = GELU(dim, hidden, linear, back, rngs=rngs)
             norms = [NORMS["layer"](dim, True, EPSILON, rngs) for _ in range(2)]
             return Block(norms[0], attention, norms[1], mlp, make_dropout(dropout, rngs))
@@ -74,7 +76,9 @@ class ViT(nnx.Module):
 
 
 def patches(x: jax.Array, side: int) -> jax.Array:
-    """Split x[example, height, width, channel] into patches [example, patch, side x side x channel], row by row."""
+    """Split x[example, height, width, channel] into patches [example, patch, side x side x
+    channel], row by row.
+    """
     example, height, width, channels = x.shape
     x = x.reshape(example, height // side, side, width // side, side, channels).swapaxes(2, 3)
     return x.reshape(example, (height // side) * (width // side), side * side * channels)

@@ -1,8 +1,8 @@
 """Optimizers: Optax transformations, listed in a table and driven by one learning-rate schedule.
 
-Weight decay and Muon select parameters by their role in the model, learning-rate factors by path. `zero1` shards the
-optimizer state in any pmapped loop; it updates slices of leaves, so it rejects optimizers that need full leaves.
-"""
+Weight decay and Muon select parameters by their role in the model, learning-rate factors by path.
+`zero1` shards the optimizer state in any pmapped loop; it updates slices of leaves, so it rejects
+optimizers that need full leaves."""
 
 from jaxdp.optim.elementwise import check_elementwise
 from jaxdp.optim.roles import find_roles

@@ -1,8 +1,9 @@
-"""Check that an optimizer is elementwise: that updating slices of the parameters equals updating the full arrays.
+"""Check that an optimizer is elementwise: that updating slices of the parameters equals updating
+the full arrays.
 
-The update is traced for full leaves and for slices, and the two programs are compared operation by operation. A value
-whose shape differs between them belongs to a split leaf: only elementwise operations may read it.
-"""
+The update is traced for full leaves and for slices, and the two programs are compared operation by
+operation. A value whose shape differs between them belongs to a split leaf: only elementwise
+operations may read it."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -43,36 +44,55 @@ def check_elementwise(
     *,
     pad: bool = False,
 ) -> None:
-    """Raise UsageError if `tx` updates slices of `params` differently from the full arrays, or fails on slices.
+    """Raise UsageError if `tx` updates slices of `params` differently from the full arrays, or
+    fails on slices.
 
-    params: arrays, tracers or ShapeDtypeStructs; only their paths, shapes and dtypes are used, and which of their dims
-    are split over `parts` (see `split_dims`, also for blocks and pad). Rejects LAMB, LARS, Adafactor, Muon, clipping by
-    a norm, gradient noise, skipping of non-finite updates, and any update with another operation than `ELEMENTWISE` on
-    a split leaf, or with operations or constants that depend on its shape. Parts of the optimizer's state that no
-    update reads do not count. An update that takes `value` gets 1.0; an update that needs another argument is rejected.
+    params: arrays, tracers or ShapeDtypeStructs; only their paths, shapes and dtypes are used, and
+    which of their dims are split over `parts` (see `split_dims`, also for blocks and pad). Rejects
+    LAMB, LARS, Adafactor, Muon, clipping by a norm, gradient noise, skipping of non-finite updates,
+    and any update with another operation than `ELEMENTWISE` on a split leaf, or with operations or
+    constants that depend on its shape. Parts of the optimizer's state that no update reads do not
+    count. An update that takes `value` gets 1.0; an update that needs another argument is rejected.
     """
     dims = split_dims(params, parts, blocks, pad)
     if all(dim == WHOLE for dim in jax.tree.leaves(dims)):
         return
-    padded = lambda shape, dim: padded_shape(shape, dim, parts)
-    part = lambda shape, dim: tuple(n // parts if d == dim else n for d, n in enumerate(padded(shape, dim)))
-    plain = lambda shape, dim: shape
+
+    def padded(shape, dim):
+        return padded_shape(shape, dim, parts)
+
+    def part(shape, dim):
+        return tuple(n // parts if d == dim else n for d, n in enumerate(padded(shape, dim)))
+
+    def plain(shape, dim):
+        return shape
 
     def programs(resize: Callable[[Shape, int], Shape]) -> list[Program]:
-        return trace(tx, jax.tree.map(lambda x, dim: jax.ShapeDtypeStruct(resize(x.shape, dim), x.dtype), params, dims))
+        return trace(
+            tx,
+            jax.tree.map(
+                lambda x, dim: jax.ShapeDtypeStruct(resize(x.shape, dim), x.dtype), params, dims
+            ),
+        )
 
-    paths = {tuple(x.shape): path_string(path) for path, x in jax.tree_util.tree_leaves_with_path(params)}
+    paths = {
+        tuple(x.shape): path_string(path) for path, x in jax.tree_util.tree_leaves_with_path(params)
+    }
     try:
         sliced, wholes = programs(part), [programs(plain), *([programs(padded)] if pad else [])]
         problems = [difference(*pair, paths) for whole in wholes for pair in zip(whole, sliced)]
     except Exception as error:
-        problems = [f"it fails on slices of the parameters: {type(error).__name__}: {one_line(error)}"]
+        problems = [
+            f"it fails on slices of the parameters: {type(error).__name__}: {one_line(error)}"
+        ]
     if problem := next(filter(None, problems), None):
         raise UsageError(f"optimizer: {problem}; {advice}")
 
 
 def trace(tx: optax.GradientTransformation, params: Tree) -> list[Program]:
-    """Return the programs of init and of update, each with the outputs that decide the updates, now or later."""
+    """Return the programs of init and of update, each with the outputs that decide the updates, now
+    or later.
+    """
     extra, state = optax.with_extra_args_support(tx), jax.eval_shape(tx.init, params)
     init = jax.make_jaxpr(tx.init)(params)
     update = jax.make_jaxpr(lambda *args: extra.update(*args, value=1.0))(params, state, params)
@@ -81,13 +101,20 @@ def trace(tx: optax.GradientTransformation, params: Tree) -> list[Program]:
     live = more = jaxpr.outvars[:count]
     while more:  # also the part of the new state that a later update reads
         read = needed(jaxpr, live)[1]
-        more = [y for x, y in zip(old, new, strict=True) if x in read and not any(y is z for z in live)]
+        more = [
+            y for x, y in zip(old, new, strict=True) if x in read and not any(y is z for z in live)
+        ]
         live = [*live, *more]
-    return [(init, [y for x, y in zip(old, init.jaxpr.outvars, strict=True) if x in read]), (update, live)]
+    return [
+        (init, [y for x, y in zip(old, init.jaxpr.outvars, strict=True) if x in read]),
+        (update, live),
+    ]
 
 
 def difference(whole: Program, part: Program, paths: Mapping[Shape, str]) -> str:
-    """Return why the program for slices computes something else than the one for full arrays, or ""."""
+    """Return why the program for slices computes something else than the one for full arrays, or
+    "".
+    """
     (closed, outputs), (closed_part, part_outputs) = whole, part
     eqns, part_eqns = needed(closed.jaxpr, outputs)[0], needed(closed_part.jaxpr, part_outputs)[0]
     depends = "it is not elementwise: its operations or constants depend on the shape of a parameter that is split"
@@ -108,9 +135,8 @@ def difference(whole: Program, part: Program, paths: Mapping[Shape, str]) -> str
                     return problem
         elif not fits:
             x = (split or one.outvars)[0].aval
-            return (
-                f"it is not elementwise: {name} of {paths.get(x.shape, 'an array')} {x.str_short()} differs on slices"
-            )
+            array = f"{paths.get(x.shape, 'an array')} {x.str_short()}"
+            return f"it is not elementwise: {name} of {array} differs on slices"
         elif name != FILL and one.params != other.params:
             return depends
         if repr(literals(one)) != repr(literals(other)):
@@ -120,7 +146,9 @@ def difference(whole: Program, part: Program, paths: Mapping[Shape, str]) -> str
 
 def inner_programs(eqn: jex.JaxprEqn) -> list[Program]:
     """Return the programs inside a call, a loop or a conditional."""
-    values = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: isinstance(x, jex.ClosedJaxpr | jex.Jaxpr))
+    values = jax.tree.leaves(
+        list(eqn.params.values()), is_leaf=lambda x: isinstance(x, jex.ClosedJaxpr | jex.Jaxpr)
+    )
     closed = [jex.ClosedJaxpr(x, ()) if isinstance(x, jex.Jaxpr) else x for x in values]
     return [(x, x.jaxpr.outvars) for x in closed if isinstance(x, jex.ClosedJaxpr)]
 

@@ -1,8 +1,8 @@
 """Optimizers that train other parameters than those to evaluate, which follow from their state.
 
-Their states are recognized by the names of their fields, in a run and in a checkpoint, wherever other transformations
-contain them. Parameters that such a state does not have, since it is masked, are evaluated as they are.
-"""
+Their states are recognized by the names of their fields, in a run and in a checkpoint, wherever
+other transformations contain them. Parameters that such a state does not have, since it is masked,
+are evaluated as they are."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -16,7 +16,8 @@ Tree = Any
 
 
 class Kind(NamedTuple):
-    """An optimizer's state. fields: names of its scalars; tree: the name of the tree that mirrors the parameters.
+    """An optimizer's state. fields: names of its scalars; tree: the name of the tree that mirrors
+    the parameters.
 
     evaluated(a parameter, its counterpart in the tree, the scalars...) -> the parameter to evaluate.
     """
@@ -35,16 +36,24 @@ def _sam(x: Any, cache: Any, steps_since_sync: Any) -> Any:
 
 
 KINDS = (
-    Kind(("b1", "weight_sum", "step_count", "max_lr"), "z", _schedule_free),  # optax.contrib.schedule_free
+    Kind(
+        ("b1", "weight_sum", "step_count", "max_lr"), "z", _schedule_free
+    ),  # optax.contrib.schedule_free
     Kind(("steps_since_sync",), "cache", _sam),  # optax.contrib.sam
 )
 
 
 def sources(paths: Mapping[str, Any]) -> dict[str, tuple[Kind, list[str]]]:
-    """Return {name of a parameter: (kind, [path of its counterpart, paths of the scalars])}. paths: of the state."""
+    """Return {name of a parameter: (kind, [path of its counterpart, paths of the scalars])}. paths:
+    of the state.
+    """
     found: dict[str, tuple[Kind, list[str]]] = {}
     for kind in KINDS:
-        ends = [path[: -len(kind.fields[0])] for path in paths if f"/{path}".endswith(f"/{kind.fields[0]}")]
+        ends = [
+            path[: -len(kind.fields[0])]
+            for path in paths
+            if f"/{path}".endswith(f"/{kind.fields[0]}")
+        ]
         for start in sorted(ends, key=len):  # the outermost first
             scalars = [f"{start}{field}" for field in kind.fields]
             tree = f"{start}{kind.tree}"
@@ -68,6 +77,8 @@ def evaluation_params(params: Tree, arrays: Mapping[str, Any]) -> Tree:
         if (name := path_string(path)) not in found:
             return x
         kind, (tree, *scalars) = found[name]
-        return kind.evaluated(x, fit(arrays[tree], x.shape), *(arrays[scalar] for scalar in scalars)).astype(x.dtype)
+        return kind.evaluated(
+            x, fit(arrays[tree], x.shape), *(arrays[scalar] for scalar in scalars)
+        ).astype(x.dtype)
 
     return jax.tree_util.tree_map_with_path(one, params)

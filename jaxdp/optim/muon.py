@@ -1,5 +1,5 @@
-"""Muon: updates the kernels of products and convolutions as matrices, those of stacked blocks one by one; tables and
-vectors use its built-in Adam.
+"""Muon: updates the kernels of products and convolutions as matrices, those of stacked blocks one
+by one; tables and vectors use its built-in Adam.
 
 Jordan et al. 2024, github.com/KellerJordan/Muon; weight decay as in Liu et al., arXiv 2502.16982.
 """
@@ -17,10 +17,11 @@ from jaxdp.optim.roles import Role, role_of
 
 
 def matrices(blocks: Sequence[str] = (), roles: Mapping[str, Role] = {}) -> Callable[[Any], Any]:
-    """Return a function from params to a tree of MuonDimensionNumbers for kernels, and None for other leaves.
+    """Return a function from params to a tree of MuonDimensionNumbers for kernels, and None for
+    other leaves.
 
-    Optax treats the dims that they do not name, such as that of stacked blocks, as a batch of matrices. blocks, roles:
-    see `role_of`.
+    Optax treats the dims that they do not name, such as that of stacked blocks, as a batch of
+    matrices. blocks, roles: see `role_of`.
     """
 
     def dims(path: Any, x: Any) -> MuonDimensionNumbers | None:
@@ -38,22 +39,41 @@ def muon(
     roles: Mapping[str, Role] = {},
     **args: Any,
 ) -> optax.GradientTransformation:
-    """Return Optax's Muon with one masked weight decay for both parts: Optax's decay for the Adam part has no mask.
+    """Return Optax's Muon with one masked weight decay for both parts: Optax's decay for the Adam
+    part has no mask.
 
-    With consistent_rms=0.2 both parts share a learning rate that suits AdamW; without it, Muon's is some 30 times
-    larger: a config's adam_learning_rate is the peak of the other part's schedule. Each part decays by its own rate.
-    """
-    tx = optax.contrib.muon(learning_rate, **{"muon_weight_dimension_numbers": matrices(blocks, roles), **args})
+    With consistent_rms=0.2 both parts share a learning rate that suits AdamW; without it, Muon's is
+    some 30 times larger: a config's adam_learning_rate is the peak of the other part's schedule.
+    Each part decays by its own rate."""
+    tx = optax.contrib.muon(
+        learning_rate, **{"muon_weight_dimension_numbers": matrices(blocks, roles), **args}
+    )
     if (adam := args.get("adam_learning_rate")) is None:
         return with_decay(tx, learning_rate, weight_decay, mask)
-    trees = lambda params: (params, matrices(blocks, roles)(params), *([mask(params)] if mask else []))
-    part = lambda decays: lambda params: jax.tree.map(decays, *trees(params))
-    tx = with_decay(tx, learning_rate, weight_decay, part(lambda x, dims, decayed=True: decayed and dims is not None))
-    return with_decay(tx, adam, weight_decay, part(lambda x, dims, decayed=True: decayed and dims is None))
+
+    def trees(params):
+        return (params, matrices(blocks, roles)(params), *([mask(params)] if mask else []))
+
+    def part(decays):
+        return lambda params: jax.tree.map(decays, *trees(params))
+
+    tx = with_decay(
+        tx,
+        learning_rate,
+        weight_decay,
+        part(lambda x, dims, decayed=True: decayed and dims is not None),
+    )
+    return with_decay(
+        tx, adam, weight_decay, part(lambda x, dims, decayed=True: decayed and dims is None)
+    )
 
 
-def with_decay(tx: Any, learning_rate: Any, weight_decay: float, mask: Any) -> optax.GradientTransformation:
-    """Chain `tx` with decoupled weight decay, scaled by the learning rate: Optax's Adafactor would not scale it."""
+def with_decay(
+    tx: Any, learning_rate: Any, weight_decay: float, mask: Any
+) -> optax.GradientTransformation:
+    """Chain `tx` with decoupled weight decay, scaled by the learning rate: Optax's Adafactor would
+    not scale it.
+    """
     # without its name: the rate to report is that of the gradients
     rate = inspect.unwrap(learning_rate) if callable(learning_rate) else lambda step: learning_rate
     decay = optax.add_decayed_weights(lambda step: -weight_decay * rate(step), mask)

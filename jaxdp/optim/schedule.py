@@ -1,8 +1,8 @@
 """Learning-rate schedules: a linear warm-up, then a shape.
 
-A shape is a function of any of lr, steps and final_lr: the peak, the number of updates after the warm-up, and the
-fraction of lr to end at. It returns an Optax schedule. A config can name any such function by its dotted path.
-"""
+A shape is a function of any of lr, steps and final_lr: the peak, the number of updates after the
+warm-up, and the fraction of lr to end at. It returns an Optax schedule. A config can name any such
+function by its dotted path."""
 
 import functools
 from collections.abc import Callable
@@ -47,16 +47,17 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 def make_schedule(
     shape: dict[str, Any] | str, lr: float, steps: int, warmup_steps: int = 0, final_lr: float = 0.0
 ) -> Schedule:
-    """Return the learning rate by update, from 0: a linear warm-up from 0 to lr, then the shape until update `steps`.
+    """Return the learning rate by update, from 0: a linear warm-up from 0 to lr, then the shape
+    until update `steps`.
 
     - constant: lr
     - cosine: falls to final_lr x lr by half a cosine (Loshchilov and Hutter, arXiv 1608.03983)
     - linear: falls to final_lr x lr in a line
     - one_cycle: rises over the first 30 %, then falls to 0 (Smith, arXiv 1708.07120)
 
-    shape: a name, or {target, args} with the dotted path of a function. It gets lr, steps and final_lr if it has such
-    parameters and args does not set them. Raises UsageError if it returns no schedule.
-    """
+    shape: a name, or {target, args} with the dotted path of a function. It gets lr, steps and
+    final_lr if it has such parameters and args does not set them. Raises UsageError if it returns
+    no schedule."""
     [(target, args)] = targets_in(KEY, [shape], "schedule", "cosine")
     make = locate(KEY, target, SCHEDULES, KEY)
     bound = bind(KEY, make, args, {"lr": lr, "steps": steps - warmup_steps, "final_lr": final_lr})
@@ -64,14 +65,19 @@ def make_schedule(
     main = call(KEY, bound)
     rate = call(KEY, bound, lambda: jax.eval_shape(main, jnp.int32(0))) if callable(main) else None
     if getattr(rate, "shape", None) != ():
-        raise UsageError(f"{KEY}: {target!r} must return a function from the number of an update to one learning rate")
+        raise UsageError(
+            f"{KEY}: {target!r} must return a function from the number of an update to one learning rate"
+        )
     if warmup_steps:
-        main = optax.join_schedules([optax.linear_schedule(0.0, lr, warmup_steps), main], [warmup_steps])
+        main = optax.join_schedules(
+            [optax.linear_schedule(0.0, lr, warmup_steps), main], [warmup_steps]
+        )
     return named(main)
 
 
 def named(schedule: Schedule) -> Schedule:
-    """Wrap a schedule: an integer count is as wide as JAX allows, and its rate has a name (`jaxdp.core.rate`).
+    """Wrap a schedule: an integer count is as wide as JAX allows, and its rate has a name
+    (`jaxdp.core.rate`).
 
     Optax divides the count, and the quotient of an int32 is a float32 in a float64 program.
     """

@@ -1,4 +1,5 @@
-"""The table of optimizers, and settings of parameters by regular expressions that match anywhere in a path a/b/c.
+"""The table of optimizers, and settings of parameters by regular expressions that match anywhere in
+a path a/b/c.
 
 Weight decay is decoupled, or L2 where PyTorch's optimizer of that name uses L2.
 """
@@ -36,7 +37,12 @@ def _decay_first(tx: Callable) -> Callable:
 
 @functools.wraps(optax.adafactor)
 def _adafactor(learning_rate: Schedule, weight_decay: float = 0.0, mask: Any = None, **args: Any):
-    return with_decay(optax.adafactor(learning_rate, weight_decay_rate=None, **args), learning_rate, weight_decay, mask)
+    return with_decay(
+        optax.adafactor(learning_rate, weight_decay_rate=None, **args),
+        learning_rate,
+        weight_decay,
+        mask,
+    )
 
 
 OPTIMIZERS: dict[str, Callable] = {
@@ -50,8 +56,8 @@ OPTIMIZERS: dict[str, Callable] = {
 }
 """make(learning_rate, weight_decay, mask, [blocks, roles], ...) -> transformation.
 
-On a stack of blocks [block, ...], muon works block by block. lamb uses one trust ratio for the full stack, and
-adafactor one clipping factor and one parameter scale, as Optax does for any leaf.
+On a stack of blocks [block, ...], muon works block by block. lamb uses one trust ratio for the full
+stack, and adafactor one clipping factor and one parameter scale, as Optax does for any leaf.
 """
 
 
@@ -66,11 +72,12 @@ def make_optimizer(
     roles: Mapping[str, Role] = {},
     **args: Any,
 ) -> optax.GradientTransformation:
-    """Return make(learning_rate, weight_decay=, mask=, ...) with a weight-decay mask; see `decay_mask`.
+    """Return make(learning_rate, weight_decay=, mask=, ...) with a weight-decay mask; see
+    `decay_mask`.
 
     lr_scale: learning-rate factors by path; see `scale_by_path`.
-    blocks: paths (a/b) below which leaves are stacked [block, ...]. roles: of the parameters, see `find_roles`. A
-    `make` that takes `blocks` or `roles` gets them.
+    blocks: paths (a/b) below which leaves are stacked [block, ...]. roles: of the parameters, see
+    `find_roles`. A `make` that takes `blocks` or `roles` gets them.
     Raises UsageError if weight decay is requested and `make` does not support it.
     """
     names = inspect.signature(make).parameters
@@ -88,7 +95,9 @@ def make_optimizer(
                 "or weight_decay to 0"
             )
     elif weight_decay and not open_ended:
-        raise UsageError(f"optimizer.weight_decay: {weight_decay} but {make.__name__} takes none; set it to 0")
+        raise UsageError(
+            f"optimizer.weight_decay: {weight_decay} but {make.__name__} takes none; set it to 0"
+        )
     elif weight_decay:
         args["weight_decay"] = weight_decay
     if "learning_rate" in names or open_ended:
@@ -100,19 +109,27 @@ def make_optimizer(
 
 def taken_by(make: Callable) -> set[str]:
     """Return the names of a function's parameters."""
-    return {*inspect.signature(make).parameters, *inspect.signature(make, follow_wrapped=False).parameters}
+    return {
+        *inspect.signature(make).parameters,
+        *inspect.signature(make, follow_wrapped=False).parameters,
+    }
 
 
 def checked(name: str, tx: Any, key: str = "optimizer") -> optax.GradientTransformation:
-    """Return `tx` with init and update wrapped to raise UsageError if they fail. Raises UsageError if it lacks them.
+    """Return `tx` with init and update wrapped to raise UsageError if they fail. Raises UsageError
+    if it lacks them.
 
     key: the section of the config, for messages.
     """
     if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
-        raise UsageError(f"{key}.target: {name!r} returns {type(tx).__name__}, not an Optax transformation")
+        raise UsageError(
+            f"{key}.target: {name!r} returns {type(tx).__name__}, not an Optax transformation"
+        )
 
     def init(params: Any) -> Any:
-        jax.tree.map(jnp.asarray, state := tx.init(params))  # fails if a leaf of the state is not an array
+        jax.tree.map(
+            jnp.asarray, state := tx.init(params)
+        )  # fails if a leaf of the state is not an array
         return state
 
     def with_usage_errors(function: Callable) -> Callable:
@@ -131,7 +148,9 @@ def checked(name: str, tx: Any, key: str = "optimizer") -> optax.GradientTransfo
         return run
 
     functools.update_wrapper(init, tx.init)
-    kind = type(tx) if isinstance(tx, optax.GradientTransformation) else optax.GradientTransformation
+    kind = (
+        type(tx) if isinstance(tx, optax.GradientTransformation) else optax.GradientTransformation
+    )
     return kind(with_usage_errors(init), with_usage_errors(tx.update))
 
 
@@ -140,8 +159,8 @@ def decay_mask(
 ) -> Callable[[Any], Any]:
     """Return a function from params to a tree of booleans, False for leaves without weight decay.
 
-    no_decay: expressions that match their paths; or AUTO: decay follows from `role_of` (see there for the others).
-    """
+    no_decay: expressions that match their paths; or AUTO: decay follows from `role_of` (see there
+    for the others)."""
 
     def decays(path: Any, x: Any) -> bool:
         if no_decay == AUTO:
@@ -154,15 +173,17 @@ def decay_mask(
 def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
     """Scale each update by the factor of the first expression that matches its path, or by 1.
 
-    Chained after an optimizer, it also scales decoupled weight decay, like the lr of a PyTorch parameter group; 0
-    freezes a parameter. Raises UsageError for an invalid expression.
+    Chained after an optimizer, it also scales decoupled weight decay, like the lr of a PyTorch
+    parameter group; 0 freezes a parameter. Raises UsageError for an invalid expression.
     """
     rows = []
     for pattern, factor in factors.items():
         try:
             rows.append((re.compile(pattern), factor))
         except re.error as error:
-            raise UsageError(f"lr_scale: {pattern!r} is not a regular expression: {error}") from None
+            raise UsageError(
+                f"lr_scale: {pattern!r} is not a regular expression: {error}"
+            ) from None
 
     def scale(path: Any, update: Any) -> Any:
         name = path_string(path)

@@ -1,8 +1,9 @@
-"""ZeRO stage 1 as a wrapper: each device stores and updates the optimizer state of its slice of every leaf.
+"""ZeRO stage 1 as a wrapper: each device stores and updates the optimizer state of its slice of
+every leaf.
 
-Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv 1910.02054. The
-reduce-scatter of gradients and all-gather of updates move as many bytes as the all-reduce they replace.
-"""
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv
+1910.02054. The reduce-scatter of gradients and all-gather of updates move as many bytes as the
+all-reduce they replace."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,21 +20,26 @@ Tree = Any
 
 
 def zero1(
-    tx: optax.GradientTransformation, axis_name: Any, *, mean: bool = True, blocks: Sequence[str] = ()
+    tx: optax.GradientTransformation,
+    axis_name: Any,
+    *,
+    mean: bool = True,
+    blocks: Sequence[str] = (),
 ) -> optax.GradientTransformationExtraArgs:
-    """Shard the state of `tx` over a mapped axis; replaces `lax.pmean(grads, axis_name)` followed by `tx`.
+    """Shard the state of `tx` over a mapped axis; replaces `lax.pmean(grads, axis_name)` followed
+    by `tx`.
 
-    Call init and update where the axis is mapped: by `pmap`, or by `shard_map` with check_vma=False (check_vma=True
-    would sum the gradients of replicated parameters before they get here):
+    Call init and update where the axis is mapped: by `pmap`, or by `shard_map` with check_vma=False
+    (check_vma=True would sum the gradients of replicated parameters before they get here):
 
         init(params) -> the state of this device's slices          params: replicated
         update(grads, state, params) -> (replicated updates, state)   grads: this device's, not reduced
 
-    `jaxdp.split` selects the dim to split; a leaf with no dim that the axis size divides is reduced and updated in
-    full. mean: average gradients over the axis, else sum them. blocks: paths (a/b) below which leaves are stacked
-    [block, ...]. Passes extra arguments to `tx` unchanged. Raises UsageError outside of the axis, and if `tx` is not
-    elementwise (see `check_elementwise`); clip by norm before it.
-    """
+    `jaxdp.split` selects the dim to split; a leaf with no dim that the axis size divides is reduced
+    and updated in full. mean: average gradients over the axis, else sum them. blocks: paths (a/b)
+    below which leaves are stacked [block, ...]. Passes extra arguments to `tx` unchanged. Raises
+    UsageError outside of the axis, and if `tx` is not elementwise (see `check_elementwise`); clip
+    by norm before it."""
     inner = optax.with_extra_args_support(tx)
 
     def layout_of(tree: Tree) -> tuple[Tree, Any, int]:
@@ -54,7 +60,8 @@ def zero1(
 
     def update(grads: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
         dims, index, parts = layout_of(grads)
-        # Gloo's reduce-scatter fails after 30 s and has returned wrong results (jax#40831, jax#40830).
+        # Gloo's reduce-scatter fails after 30 s and has returned wrong results (jax#40831,
+        # jax#40830).
         gloo = jax.process_count() > 1 and jax.default_backend() == "cpu"
 
         def reduce(g: jax.Array, dim: int) -> jax.Array:

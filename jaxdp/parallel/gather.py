@@ -1,4 +1,6 @@
-"""Gathering of sharded parameters inside a shard_map, and scattering of their gradients: ZeRO stages 2 and 3."""
+"""Gathering of sharded parameters inside a shard_map, and scattering of their gradients: ZeRO
+stages 2 and 3.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -23,11 +25,11 @@ Tree = Any
 class GatherRule(NamedTuple):
     """The rule by which parameters are gathered.
 
-    shard_params: parameters are slices. shard_grads: the backward pass reduces gradients to slices; else they are full
-    and not reduced. blocks: paths of stacked parameters [block, ...]; a model that scans blocks gathers one at a time.
-    live: if not None, a fusion barrier (`jaxdp.parallel.rounding`) follows gathered parameters and precedes the
-    reduction of gradients; blocks get one in every layout, so that a block is the same program in all.
-    """
+    shard_params: parameters are slices. shard_grads: the backward pass reduces gradients to slices;
+    else they are full and not reduced. blocks: paths of stacked parameters [block, ...]; a model
+    that scans blocks gathers one at a time. live: if not None, a fusion barrier
+    (`jaxdp.parallel.rounding`) follows gathered parameters and precedes the reduction of gradients;
+    blocks get one in every layout, so that a block is the same program in all."""
 
     reduction: Reduction
     axes: Axes
@@ -39,7 +41,9 @@ class GatherRule(NamedTuple):
     live: jax.Array | None = None
 
     def full(self, trees: Sequence[Tree], dtype: Any, block: bool = False) -> Tree:
-        """Gather a full tree in the compute dtype, with gradients for its handle; trees: see `make_gather`."""
+        """Gather a full tree in the compute dtype, with gradients for its handle; trees: see
+        `make_gather`.
+        """
         handle, source, dims, grad_dims, shapes = trees
 
         def barrier(tree: Tree, sharded: bool, live: jax.Array | None) -> Tree:
@@ -47,18 +51,31 @@ class GatherRule(NamedTuple):
 
         def gather(handle: Tree, source: Tree, live: jax.Array | None) -> Tree:
             source = cast_floats(source, dtype)
-            full = self.reduction.gather(source, dims, self.axes.shard) if self.shard_params else source
+            full = (
+                self.reduction.gather(source, dims, self.axes.shard)
+                if self.shard_params
+                else source
+            )
             return barrier(fit_trees(full, shapes), self.shard_params, live)
 
-        def forward(handle: Tree, source: Tree, live: jax.Array | None) -> tuple[Tree, jax.Array | None]:
+        def forward(
+            handle: Tree, source: Tree, live: jax.Array | None
+        ) -> tuple[Tree, jax.Array | None]:
             return gather(handle, source, live), live
 
         def backward(live: jax.Array | None, grads: Tree) -> tuple[Tree, None, None]:
             grads = barrier(grads, self.shard_grads, live)
             if self.shard_grads:
                 sent = jax.tree.map(lambda g, d: None if d is None else g, grads, grad_dims)
-                sent = _like(sent, handle) if self.reduce_dtype is None else cast_floats(sent, self.reduce_dtype)
-                grads = merge(self.reduction.scatter(sent, grad_dims, self.axes), jax.tree.map(jnp.zeros_like, handle))
+                sent = (
+                    _like(sent, handle)
+                    if self.reduce_dtype is None
+                    else cast_floats(sent, self.reduce_dtype)
+                )
+                grads = merge(
+                    self.reduction.scatter(sent, grad_dims, self.axes),
+                    jax.tree.map(jnp.zeros_like, handle),
+                )
             return _like(grads, handle), None, None
 
         gathered = jax.custom_vjp(gather)
@@ -69,8 +86,8 @@ class GatherRule(NamedTuple):
 def make_gather(params: Tree, dims: Tree, shapes: Tree, rule: GatherRule) -> tuple[Tree, Gather]:
     """Return (the handle, the `gather` hook of a step).
 
-    The step differentiates with respect to the handle. It has the shapes of the gradients; its values are never read,
-    so it costs nothing.
+    The step differentiates with respect to the handle. It has the shapes of the gradients; its
+    values are never read, so it costs nothing.
 
     Args:
         params: of this device, slices along `dims` if `rule.shard_params`.
@@ -81,7 +98,9 @@ def make_gather(params: Tree, dims: Tree, shapes: Tree, rule: GatherRule) -> tup
     grad_dims = rule.trainable(dims)
 
     def gather(handle: Tree, dtype: Any) -> tuple[Tree, BlockGather]:
-        trees = [_partition(tree, rule.blocks) for tree in (handle, params, dims, grad_dims, shapes)]
+        trees = [
+            _partition(tree, rule.blocks) for tree in (handle, params, dims, grad_dims, shapes)
+        ]
         stacks, gather_block = gather_stacks(rule, [blocks for blocks, _ in trees], dtype)
         return merge(rule.full([tree for _, tree in trees], dtype), stacks), gather_block
 
@@ -89,7 +108,9 @@ def make_gather(params: Tree, dims: Tree, shapes: Tree, rule: GatherRule) -> tup
 
 
 def make_handle(params: Tree, dims: Tree, shapes: Tree, rule: GatherRule) -> Tree:
-    """Return a tree with the shapes of the gradients, in at least float32, in which they are summed over devices."""
+    """Return a tree with the shapes of the gradients, in at least float32, in which they are summed
+    over devices.
+    """
     params = jax.tree.map(at_least_float32, params)
     if rule.shard_params == rule.shard_grads:
         return params
@@ -100,14 +121,17 @@ def make_handle(params: Tree, dims: Tree, shapes: Tree, rule: GatherRule) -> Tre
 
 
 def gather_stacks(rule: GatherRule, trees: list[Tree], dtype: Any) -> tuple[Tree, BlockGather]:
-    """Return (the full stacks of blocks, the function by which `scan_blocks` gathers one block at a time).
+    """Return (the full stacks of blocks, the function by which `scan_blocks` gathers one block at a
+    time).
 
     A full stack costs nothing if only `scan_blocks` uses it: then no operation reads it.
 
     Args:
         trees: handle, params, dims, dims of gradients and full shapes, of the stacked leaves.
     """
-    origin: dict[int, tuple] = {}  # id of an array that the model receives -> (the array, what it was gathered from)
+    origin: dict[
+        int, tuple
+    ] = {}  # id of an array that the model receives -> (the array, what it was gathered from)
 
     def stack_of(*leaf: Any) -> jax.Array:
         (array,) = rule.full([[x] for x in leaf], dtype)
@@ -120,7 +144,9 @@ def gather_stacks(rule: GatherRule, trees: list[Tree], dtype: Any) -> tuple[Tree
             return as_they_are(stacked)
         _, handles, sources, dims, grad_dims, shapes = zip(*(origin[id(x)] for x in leaves))
         shapes_inside = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in shapes]
-        inner = lambda dims: [d if d is None or d < 0 else d - 1 for d in dims]  # without the block dim
+
+        def inner(dims):
+            return [d if d is None or d < 0 else d - 1 for d in dims]  # without the block dim
 
         def gather_one(piece: Tree) -> Tree:
             full = rule.full([*piece, inner(dims), inner(grad_dims), shapes_inside], dtype, True)
@@ -132,13 +158,27 @@ def gather_stacks(rule: GatherRule, trees: list[Tree], dtype: Any) -> tuple[Tree
 
 
 def _partition(tree: Tree, blocks: tuple[str, ...]) -> tuple[Tree, Tree]:
-    """Split a tree into (the leaves of blocks, all others), each with None for the leaves of the other."""
+    """Split a tree into (the leaves of blocks, all others), each with None for the leaves of the
+    other.
+    """
     heads = tuple(f"{path}/" for path in blocks)
-    inside = lambda path: f"{path_string(path)}/".startswith(heads) if heads else False
-    pick = lambda block: jax.tree_util.tree_map_with_path(lambda p, x: x if inside(p) == block else None, tree)
+
+    def inside(path):
+        return f"{path_string(path)}/".startswith(heads) if heads else False
+
+    def pick(block):
+        return jax.tree_util.tree_map_with_path(
+            lambda p, x: x if inside(p) == block else None, tree
+        )
+
     return pick(True), pick(False)
 
 
 def _like(tree: Tree, other: Tree) -> Tree:
     """Cast the leaves of a tree to the dtypes of another, which may have more leaves."""
-    return jax.tree.map(lambda x, y: None if x is None else x.astype(y.dtype), tree, other, is_leaf=lambda x: x is None)
+    return jax.tree.map(
+        lambda x, y: None if x is None else x.astype(y.dtype),
+        tree,
+        other,
+        is_leaf=lambda x: x is None,
+    )

@@ -1,7 +1,7 @@
 """The ZeRO stages: a table of the trees that are sharded over the devices.
 
-Rajbhandari et al., arXiv 1910.02054. Each leaf is sharded along one dim, by the rule of `jaxdp.split`, or by the user's
-rules for its path.
+Rajbhandari et al., arXiv 1910.02054. Each leaf is sharded along one dim, by the rule of
+`jaxdp.split`, or by the user's rules for its path.
 """
 
 import math
@@ -19,7 +19,9 @@ Tree = Any
 
 
 class Layout(NamedTuple):
-    """The sharded trees. grads: while they accumulate; the optimizer gets sharded gradients if opt_state is sharded."""
+    """The sharded trees. grads: while they accumulate; the optimizer gets sharded gradients if
+    opt_state is sharded.
+    """
 
     params: bool = False
     grads: bool = False
@@ -37,12 +39,12 @@ ZERO = (
 class Sharding(NamedTuple):
     """How a strategy shards the state.
 
-    zero: the stage. shard_size: the number of devices that share one copy of the sharded state; None means all.
-    gradient_buffer: 'sharded' reduces gradients in stages 2 and 3 after each microbatch, 'replicated' once after all.
-    blocks: paths of the parameters that are stacked [block, ...]. pad: also shard leaves that no dim divides, with
-    padding; the optimizer must be elementwise (`jaxdp.parallel.padding`). rules: (expression, (None or 'shard' for each
-    dim)) of parameters that are sharded in another way.
-    """
+    zero: the stage. shard_size: the number of devices that share one copy of the sharded state;
+    None means all. gradient_buffer: 'sharded' reduces gradients in stages 2 and 3 after each
+    microbatch, 'replicated' once after all. blocks: paths of the parameters that are stacked
+    [block, ...]. pad: also shard leaves that no dim divides, with padding; the optimizer must be
+    elementwise (`jaxdp.parallel.padding`). rules: (expression, (None or 'shard' for each dim)) of
+    parameters that are sharded in another way."""
 
     zero: int = 0
     shard_size: int | None = None
@@ -55,25 +57,37 @@ class Sharding(NamedTuple):
 UNSHARDED = Sharding()
 
 
-def rule_dims(params: Tree, rules: Sequence[tuple[str, Sequence[str | None]]], blocks: Sequence[str] = ()) -> Any:
+def rule_dims(
+    params: Tree, rules: Sequence[tuple[str, Sequence[str | None]]], blocks: Sequence[str] = ()
+) -> Any:
     """Return {path: dim} of the parameters that rules match, WHOLE to replicate one.
 
-    Raises UsageError for a rule without a match or that does not fit a leaf, and for a leaf that two rules match.
-    """
+    Raises UsageError for a rule without a match or that does not fit a leaf, and for a leaf that
+    two rules match."""
     shapes = {path_string(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
     chosen: dict[str, tuple[str, int]] = {}
     for pattern, entries in rules:
-        problem, matches = f"parallel.rules: {pattern!r}", [path for path in shapes if re.search(pattern, path)]
+        problem, matches = (
+            f"parallel.rules: {pattern!r}",
+            [path for path in shapes if re.search(pattern, path)],
+        )
         if not matches:
-            raise UsageError(f"{problem} matches no parameter; a path is such as {next(iter(shapes))!r}", rank=0)
+            raise UsageError(
+                f"{problem} matches no parameter; a path is such as {next(iter(shapes))!r}", rank=0
+            )
         for path in matches:
             if path in chosen:
                 both = f"parallel.rules: {chosen[path][0]!r} and {pattern!r} both match {path}"
                 raise UsageError(f"{both}; narrow one of the expressions", rank=0)
             if len(entries) != len(shapes[path]):
                 found = f"has {len(entries)} entries, but {path} has shape {list(shapes[path])}"
-                raise UsageError(f"{problem} {found}; give one entry for each dim, or narrow the expression", rank=0)
-            if "shard" in entries[:1] and f"{path}/".startswith(tuple(f"{block}/" for block in blocks)):
+                raise UsageError(
+                    f"{problem} {found}; give one entry for each dim, or narrow the expression",
+                    rank=0,
+                )
+            if "shard" in entries[:1] and f"{path}/".startswith(
+                tuple(f"{block}/" for block in blocks)
+            ):
                 found = f"shards dim 0 of {path}, which counts the blocks"
                 raise UsageError(f"{problem} {found}; shard another dim", rank=0)
             chosen[path] = pattern, list(entries).index("shard") if "shard" in entries else WHOLE
@@ -81,7 +95,8 @@ def rule_dims(params: Tree, rules: Sequence[tuple[str, Sequence[str | None]]], b
 
 
 def param_dims(params: Tree, sharding: Sharding, parts: int) -> Any:
-    """Return the dim along which each parameter is split into `parts`, or WHOLE. Raises UsageError for wrong rules.
+    """Return the dim along which each parameter is split into `parts`, or WHOLE. Raises UsageError
+    for wrong rules.
 
     A dim that a rule selects, but that needs padding, stays replicated without `pad`.
     """
@@ -92,7 +107,9 @@ def param_dims(params: Tree, sharding: Sharding, parts: int) -> Any:
         fits = selected == WHOLE or sharding.pad or x.shape[selected] % parts == 0
         return selected if fits and parts > 1 else WHOLE
 
-    return jax.tree_util.tree_map_with_path(dim_of, params, split_dims(params, parts, sharding.blocks, sharding.pad))
+    return jax.tree_util.tree_map_with_path(
+        dim_of, params, split_dims(params, parts, sharding.blocks, sharding.pad)
+    )
 
 
 def opt_state_dims(state: TrainState, dims: Any, others: Any) -> Any:
@@ -101,18 +118,28 @@ def opt_state_dims(state: TrainState, dims: Any, others: Any) -> Any:
     dims: of the parameters, and of leaves that mirror one. others: of all other leaves.
     """
     leaves = jax.tree_util.tree_leaves_with_path(state.params)
-    mirrored = {path_string(p): (x.shape, dim) for (p, x), dim in zip(leaves, jax.tree.leaves(dims), strict=True)}
+    mirrored = {
+        path_string(p): (x.shape, dim)
+        for (p, x), dim in zip(leaves, jax.tree.leaves(dims), strict=True)
+    }
 
     def dim_of(path: Any, x: Any, other: int) -> int:
         names = path_string(path).split("/")
-        ends = ("/".join(names[i:]) for i in range(len(names) + 1))  # "": of a parameter that is the only leaf
-        return next((mirrored[end][1] for end in ends if end in mirrored and mirrored[end][0] == x.shape), other)
+        ends = (
+            "/".join(names[i:]) for i in range(len(names) + 1)
+        )  # "": of a parameter that is the only leaf
+        return next(
+            (mirrored[end][1] for end in ends if end in mirrored and mirrored[end][0] == x.shape),
+            other,
+        )
 
     return jax.tree_util.tree_map_with_path(dim_of, state.opt_state, others)
 
 
 class Share(NamedTuple):
-    """The sharded share of parameters and optimizer state. replicated: the number of leaves without a dim to shard."""
+    """The sharded share of parameters and optimizer state. replicated: the number of leaves without
+    a dim to shard.
+    """
 
     split_bytes: int
     total_bytes: int
@@ -121,10 +148,11 @@ class Share(NamedTuple):
 
 
 def state_dims(state: TrainState, layout: Layout, dims: Any, others: Any) -> Any:
-    """Return a TrainState of the dim along which each leaf is sharded, or WHOLE. Strategies shard the carry.
+    """Return a TrainState of the dim along which each leaf is sharded, or WHOLE. Strategies shard
+    the carry.
 
-    dims: of the parameters, where they are sharded. others: of leaves of the optimizer state that mirror none of them.
-    """
+    dims: of the parameters, where they are sharded. others: of leaves of the optimizer state that
+    mirror none of them."""
     replicated: TrainState = jax.tree.map(lambda _: WHOLE, state)
     if layout.params:
         replicated = replicated.replace(params=dims)
@@ -135,7 +163,9 @@ def state_dims(state: TrainState, layout: Layout, dims: Any, others: Any) -> Any
 
 
 def share(state: TrainState, dims: Any, layout: Layout) -> Share:
-    """Return the share of params, opt_state and ema that is sharded; scalars do not count as leaves."""
+    """Return the share of params, opt_state and ema that is sharded; scalars do not count as
+    leaves.
+    """
     trees = [
         (state.params, dims.params, layout.params),
         ((state.opt_state, state.ema), (dims.opt_state, dims.ema), layout.opt_state),

@@ -16,19 +16,26 @@ VARIES = (True, False, True, False)  # for each part of the two arguments
 
 
 class Mapped:
-    """`pmap` of f(seed, state, other) for one seed. Every tree is passed as two tuples of leaves, those that vary
-    between devices and those that do not, because `pmap` over several processes needs hashable axes.
+    """`pmap` of f(seed, state, other) for one seed. Every tree is passed as two tuples of leaves,
+    those that vary between devices and those that do not, because `pmap` over several processes
+    needs hashable axes.
 
-    takes, gives: for each argument, and for the result, a tree (or prefix) of booleans: the leaf varies. donate: donate
-    the first argument.
+    takes, gives: for each argument, and for the result, a tree (or prefix) of booleans: the leaf
+    varies. donate: donate the first argument.
 
-    Over several processes, every call of `pmap` converts process-local arrays to global ones and back, which takes
-    longer than the rest of the Python code. So `pmap` only compiles there: the compiled program takes and returns
-    global arrays, and arguments that are not global yet are converted here, once.
-    """
+    Over several processes, every call of `pmap` converts process-local arrays to global ones and
+    back, which takes longer than the rest of the Python code. So `pmap` only compiles there: the
+    compiled program takes and returns global arrays, and arguments that are not global yet are
+    converted here, once."""
 
     def __init__(
-        self, f: Callable, seed: np.uint32, takes: Any, gives: Any, devices: list[jax.Device], donate: bool = False
+        self,
+        f: Callable,
+        seed: np.uint32,
+        takes: Any,
+        gives: Any,
+        devices: list[jax.Device],
+        donate: bool = False,
     ):
         self.takes, self.gives = [Partition(varies) for varies in takes], Partition(gives)
 
@@ -37,8 +44,13 @@ class Mapped:
             return self.gives.cut(f(seed, first.join(*parts[:2]), second.join(*parts[2:])))
 
         local = data_mesh([devices[i] for i in of_this_process(devices)])
-        self.local = {varies: NamedSharding(local, P(DATA) if varies else P()) for varies in (True, False)}
-        self.all = {varies: NamedSharding(data_mesh(devices), sharding.spec) for varies, sharding in self.local.items()}
+        self.local = {
+            varies: NamedSharding(local, P(DATA) if varies else P()) for varies in (True, False)
+        }
+        self.all = {
+            varies: NamedSharding(data_mesh(devices), sharding.spec)
+            for varies, sharding in self.local.items()
+        }
         self.seed = jax.device_put(np.full(local.size, seed), self.local[True])  # on each device
         self.compiled: dict[Any, Any] = {}  # for each shape of the second argument
 
@@ -62,7 +74,9 @@ class Mapped:
         if shapes not in self.compiled:
             self.compiled[shapes] = self._lower(parts).compile()
             self.seed = reshard(self.seed, self.all[True])
-        return self.gives.join(*self.compiled[shapes](self.seed, *map(self._to_global, parts, VARIES)))
+        return self.gives.join(
+            *self.compiled[shapes](self.seed, *map(self._to_global, parts, VARIES))
+        )
 
     def _to_global(self, part: tuple, varies: bool) -> tuple:
         """Convert a part to global arrays; either all of its arrays are global already or none is."""
@@ -72,16 +86,27 @@ class Mapped:
 
     def _lower(self, parts: Sequence[tuple]) -> Any:
         """Lower for this process's arrays, as `pmap` requires."""
-        to_local = lambda x, varies: x if x.is_fully_addressable else reshard(x, self.local[varies])
+
+        def to_local(x, varies):
+            return x if x.is_fully_addressable else reshard(x, self.local[varies])
+
         seed = to_local(self.seed, True)
-        return self.mapped.lower(seed, *(tuple(to_local(x, v) for x in part) for part, v in zip(parts, VARIES)))
+        return self.mapped.lower(
+            seed, *(tuple(to_local(x, v) for x in part) for part, v in zip(parts, VARIES))
+        )
 
     def lower(self, *arguments: Any) -> Any:
         parts = self._cut(arguments)
-        return self._lower(parts) if jax.process_count() > 1 else self.mapped.lower(self.seed, *parts)
+        return (
+            self._lower(parts) if jax.process_count() > 1 else self.mapped.lower(self.seed, *parts)
+        )
 
     def _cut(self, arguments: Sequence[Any]) -> list[tuple]:
-        return [part for parted, tree in zip(self.takes, arguments, strict=True) for part in parted.cut(tree)]
+        return [
+            part
+            for parted, tree in zip(self.takes, arguments, strict=True)
+            for part in parted.cut(tree)
+        ]
 
 
 class Partition:
@@ -96,23 +121,34 @@ class Partition:
     def cut(self, tree: Any) -> tuple[tuple, tuple]:
         leaves, treedef = jax.tree.flatten(tree)
         if self.treedef is None or treedef != self.treedef:
-            self.treedef, self.varies = treedef, jax.tree.leaves(jax.tree.broadcast(self.prefix, tree))
+            self.treedef, self.varies = (
+                treedef,
+                jax.tree.leaves(jax.tree.broadcast(self.prefix, tree)),
+            )
             self.others = [not v for v in self.varies]
-        return tuple(itertools.compress(leaves, self.varies)), tuple(itertools.compress(leaves, self.others))
+        return tuple(itertools.compress(leaves, self.varies)), tuple(
+            itertools.compress(leaves, self.others)
+        )
 
     def join(self, varying: tuple, shared: tuple) -> Any:
         varying_leaves, shared_leaves = iter(varying), iter(shared)
-        return jax.tree.unflatten(self.treedef, [next(varying_leaves if v else shared_leaves) for v in self.varies])
+        return jax.tree.unflatten(
+            self.treedef, [next(varying_leaves if v else shared_leaves) for v in self.varies]
+        )
 
 
 def reshard(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Convert an array of this process, [local device, ...] or replicated, to the global array that it is part of, or
-    back, as the sharding says. No data moves."""
-    return from_buffers((sharding.mesh.size, *x.shape[1:]) if sharding.spec else x.shape, sharding, x)
+    """Convert an array of this process, [local device, ...] or replicated, to the global array that
+    it is part of, or back, as the sharding says. No data moves."""
+    return from_buffers(
+        (sharding.mesh.size, *x.shape[1:]) if sharding.spec else x.shape, sharding, x
+    )
 
 
 def from_buffers(shape: tuple[int, ...], sharding: NamedSharding, x: jax.Array) -> jax.Array:
     """Return an array of another sharding with the same buffers."""
     if x.sharding == sharding and x.shape == shape:
         return x
-    return jax.make_array_from_single_device_arrays(shape, sharding, [s.data for s in x.addressable_shards])
+    return jax.make_array_from_single_device_arrays(
+        shape, sharding, [s.data for s in x.addressable_shards]
+    )

@@ -1,8 +1,9 @@
-"""Leaves that are stored with padding, because no dim divides evenly over the devices, and exported without.
+"""Leaves that are stored with padding, because no dim divides evenly over the devices, and exported
+without.
 
-Gradients are padded before they are scattered; parameters are cut after they are gathered. The padding of gradients,
-parameters and optimizer state is zero and stays zero or unread: an elementwise optimizer never mixes it with anything.
-"""
+Gradients are padded before they are scattered; parameters are cut after they are gathered. The
+padding of gradients, parameters and optimizer state is zero and stays zero or unread: an
+elementwise optimizer never mixes it with anything."""
 
 import math
 from collections.abc import Callable
@@ -24,21 +25,26 @@ Tree = Any
 
 def padded_shapes(shapes: Tree, dims: Tree, parts: int) -> Tree:
     """Return the shapes that the leaves are stored with, as ShapeDtypeStructs."""
-    return jax.tree.map(lambda x, d: jax.ShapeDtypeStruct(padded_shape(x.shape, d, parts), x.dtype), shapes, dims)
+    return jax.tree.map(
+        lambda x, d: jax.ShapeDtypeStruct(padded_shape(x.shape, d, parts), x.dtype), shapes, dims
+    )
 
 
 def sharding_of(shape: tuple[int, ...], mesh: Mesh, dim: int, axis: str) -> NamedSharding:
     """Return the sharding of a global array along a dim.
 
-    An array whose padding was removed is split over a divisor of the axis, so that it is full on few devices at most.
-    """
+    An array whose padding was removed is split over a divisor of the axis, so that it is full on
+    few devices at most."""
     count = mesh.shape[axis]
     if dim == WHOLE or shape[dim] % count == 0:
         return NamedSharding(mesh, spec(dim, axis))
     parts, dim = max((math.gcd(size, count), d) for d, size in enumerate(shape))
     where = mesh.axis_names.index(axis)
     sizes, names = [*mesh.devices.shape], [*mesh.axis_names]
-    sizes[where : where + 1], names[where : where + 1] = [parts, count // parts], [axis, f"rest of {axis}"]
+    sizes[where : where + 1], names[where : where + 1] = (
+        [parts, count // parts],
+        [axis, f"rest of {axis}"],
+    )
     divided = Mesh(mesh.devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
     return NamedSharding(divided, spec(dim if parts > 1 else WHOLE, axis))
 
@@ -49,10 +55,16 @@ def fit_trees(tree: Tree, like: Tree) -> Tree:
 
 
 def resize(tree: Tree, like: Tree) -> Tree:
-    """Return global arrays, those of another shape than in `like` padded or cut, in the shardings of `like`."""
+    """Return global arrays, those of another shape than in `like` padded or cut, in the shardings
+    of `like`.
+    """
     (leaves, treedef), targets = jax.tree.flatten(tree), jax.tree.leaves(like)
-    changed = [i for i, (x, y) in enumerate(zip(leaves, targets, strict=True)) if x.shape != y.shape]
-    for i in changed:  # one at a time: the program of all would have all full leaves in memory at once
+    changed = [
+        i for i, (x, y) in enumerate(zip(leaves, targets, strict=True)) if x.shape != y.shape
+    ]
+    for (
+        i
+    ) in changed:  # one at a time: the program of all would have all full leaves in memory at once
         leaves[i] = _resizer(targets[i].shape, targets[i].sharding)(leaves[i])
     return jax.tree.unflatten(treedef, leaves)
 
@@ -71,8 +83,8 @@ def can_pad(
 ) -> bool:
     """Return whether the optimizer may get the padded leaves of a sharding, or none needs padding.
 
-    It must be elementwise, its state must mirror the parameters, and no operation may depend on their shapes.
-    state: shapes. parts: the number of devices that share a copy of it.
+    It must be elementwise, its state must mirror the parameters, and no operation may depend on
+    their shapes. state: shapes. parts: the number of devices that share a copy of it.
     """
     params, shapes = state.params, lambda tree: [x.shape for x in jax.tree.leaves(tree)]
     dims = param_dims(params, sharding, parts)
@@ -84,4 +96,6 @@ def can_pad(
         return False
     made = jax.eval_shape(tx.init, trainable(padded_shapes(params, dims, parts)))
     others = jax.tree.map(lambda _: WHOLE, state.opt_state)
-    return shapes(made) == shapes(padded_shapes(state.opt_state, opt_state_dims(state, dims, others), parts))
+    return shapes(made) == shapes(
+        padded_shapes(state.opt_state, opt_state_dims(state, dims, others), parts)
+    )

@@ -1,4 +1,6 @@
-"""The `pjit` strategy: one `jax.jit` over a mesh of all devices, a ZeRO layout, explicit reductions in `shard_map`."""
+"""The `pjit` strategy: one `jax.jit` over a mesh of all devices, a ZeRO layout, explicit reductions
+in `shard_map`.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -41,14 +43,26 @@ class PJit:
         sharding: Sharding = UNSHARDED,
     ):
         self.devices = placement.ordered_devices(devices)
-        self.layout, self.blocks, self.arithmetic = ZERO[sharding.zero], sharding.blocks, arithmetic(reduction)
+        self.layout, self.blocks, self.arithmetic = (
+            ZERO[sharding.zero],
+            sharding.blocks,
+            arithmetic(reduction),
+        )
         self.split_grads = self.layout.grads and sharding.gradient_buffer == "sharded"
-        self.assignment = placement.assign_microbatches(microbatches, len(self.devices), reduction.group)
+        self.assignment = placement.assign_microbatches(
+            microbatches, len(self.devices), reduction.group
+        )
         self.parts = group_size(sharding.shard_size, len(self.devices))
         hybrid = self.parts < len(self.devices)
         self.axes = Axes(SHARD, REPLICA) if hybrid else FLAT
-        self.mesh = placement.data_mesh(self.devices, self.parts) if hybrid else placement.data_mesh(self.devices)
-        self.local_microbatches = self.assignment[placement.of_this_process(self.devices)].reshape(-1)
+        self.mesh = (
+            placement.data_mesh(self.devices, self.parts)
+            if hybrid
+            else placement.data_mesh(self.devices)
+        )
+        self.local_microbatches = self.assignment[placement.of_this_process(self.devices)].reshape(
+            -1
+        )
         self.by_call = placement.sent_by_call(self.devices)
         self.full = NamedSharding(self.mesh, P())
         self.split = NamedSharding(self.mesh, P(self.axes.all))
@@ -62,19 +76,27 @@ class PJit:
         self.stored, self.pad = padded_shapes(self.shapes, self.dims, self.parts), sharding.pad
 
     def check(self, tx: Any, params: Any) -> None:
-        """Accept any optimizer, as it gets full arrays; exact sums need an elementwise one, or the layout matters."""
+        """Accept any optimizer, as it gets full arrays; exact sums need an elementwise one, or the
+        layout matters.
+        """
         if self.arithmetic.elementwise and self.layout.opt_state:
-            check_elementwise(tx, params, 2, self.blocks, self.arithmetic.elementwise, pad=self.pad)  # on one too
+            check_elementwise(
+                tx, params, 2, self.blocks, self.arithmetic.elementwise, pad=self.pad
+            )  # on one too
 
     def abstract(self, padded: bool = False) -> TrainState:
-        return placement.abstract_state(self.stored if padded else self.shapes, self.mesh, self.dims, self.axes.shard)
+        return placement.abstract_state(
+            self.stored if padded else self.shapes, self.mesh, self.dims, self.axes.shard
+        )
 
     def share(self) -> Share:
         return share(self.shapes, self.dims, self.layout)
 
     def init(self) -> TrainState:
         stored, live = self.abstract(padded=True), self.arithmetic.live
-        return self.adopt(placement.make_state(self.make, stored, self.mesh, self.dims, self.axes, live))
+        return self.adopt(
+            placement.make_state(self.make, stored, self.mesh, self.dims, self.axes, live)
+        )
 
     def shard_batch(self, batch: dict[str, np.ndarray], several: bool = False) -> Batch:
         sharding = self.split_steps if several else self.split
@@ -85,40 +107,62 @@ class PJit:
         return {k: jax.make_array_from_process_local_data(sharding, x) for k, x in batch.items()}
 
     def replicate(self, arrays: dict[str, np.ndarray]) -> Batch:
-        return {k: jax.make_array_from_process_local_data(self.full, x, x.shape) for k, x in arrays.items()}
+        return {
+            k: jax.make_array_from_process_local_data(self.full, x, x.shape)
+            for k, x in arrays.items()
+        }
 
     def compile(self, step: Step) -> Program:
-        """Return the programs: explicit collectives inside `shard_map` sum the gradients; the rest is `jax.jit`."""
+        """Return the programs: explicit collectives inside `shard_map` sum the gradients; the rest
+        is `jax.jit`.
+        """
         full: Any = P()
         grad_dims = step.trainable(self.slices) if self.layout.opt_state else None
         grad_specs = full if grad_dims is None else self._specs(grad_dims)
         plan = ReductionPlan(self.reduction, self.assignment, self.axes)
         evaluation = self._summed(step, step.evaluate, plan, full)
-        plan = plan._replace(dims=grad_dims, per_microbatch=self.split_grads, dtype=self.reduce_dtype, is_update=True)
+        plan = plan._replace(
+            dims=grad_dims, per_microbatch=self.split_grads, dtype=self.reduce_dtype, is_update=True
+        )
         grads = self._summed(step, step.grads, plan, grad_specs)
         apply = self.arithmetic.finish(self._apply(step, grad_dims, grad_specs))
 
-        def update(seed: jax.Array, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        def update(
+            seed: jax.Array, state: TrainState, batch: Batch
+        ) -> tuple[TrainState, dict[str, jax.Array]]:
             return apply(state, grads(state.view(seed), batch))
 
         def evaluate(seed: jax.Array, state: TrainState, batch: Batch) -> Sums:
             return evaluation(state.view(seed), batch)
 
-        shardings = jax.tree.map(lambda d: NamedSharding(self.mesh, spec(d, self.axes.shard)), self.dims)
+        shardings = jax.tree.map(
+            lambda d: NamedSharding(self.mesh, spec(d, self.axes.shard)), self.dims
+        )
         shardings = shardings.replace(carry=jax.tree.map(lambda _: self.split, self.shapes.carry))
         everywhere: Any = self.full
-        sums = Sums(everywhere, everywhere, everywhere, everywhere, everywhere, self.split, everywhere)
+        sums = Sums(
+            everywhere, everywhere, everywhere, everywhere, everywhere, self.split, everywhere
+        )
         return self._program(step, update, (shardings, self.full), evaluate, sums)
 
-    def _program(self, step: Step, update: Any, updated: Any, evaluate: Any, evaluated: Any) -> Program:
+    def _program(
+        self, step: Step, update: Any, updated: Any, evaluate: Any, evaluated: Any
+    ) -> Program:
         """Return the programs of functions (seed, state, batch) and the shardings of their results."""
         seed = self.replicate({"seed": np.array(step.seed)})["seed"]
-        jitted = lambda f: Seeded(jax.jit(f, donate_argnums=1, out_shardings=updated), seed)
+
+        def jitted(f):
+            return Seeded(jax.jit(f, donate_argnums=1, out_shardings=updated), seed)
+
         evaluation = Seeded(jax.jit(evaluate, out_shardings=evaluated), seed)
         return Program(jitted(update), evaluation, jitted(placement.one_by_one(update)))
 
-    def _summed(self, step: Step, f: Callable[..., Sums], plan: ReductionPlan, grad_specs: Any) -> Any:
-        """Return (view, batch) -> sums over all devices of a function of the step on each device's microbatches."""
+    def _summed(
+        self, step: Step, f: Callable[..., Sums], plan: ReductionPlan, grad_specs: Any
+    ) -> Any:
+        """Return (view, batch) -> sums over all devices of a function of the step on each device's
+        microbatches.
+        """
         full: Any = P()
         of_microbatches, reduce = self.arithmetic.over_microbatches(f, plan)
         rule = GatherRule(
@@ -133,9 +177,16 @@ class PJit:
 
         def device_sums(view: View, batch: Batch) -> Sums:
             live = self.arithmetic.live(view.step)
-            params, gather = make_gather(view.params, self.slices, self.shapes.params, rule._replace(live=live))
-            numbers, join = replica_microbatches(self.assignment, self.axes), joiner(self.assignment, self.axes)
-            return reduce(of_microbatches(view._replace(params=params), batch, numbers, gather, join))
+            params, gather = make_gather(
+                view.params, self.slices, self.shapes.params, rule._replace(live=live)
+            )
+            numbers, join = (
+                replica_microbatches(self.assignment, self.axes),
+                joiner(self.assignment, self.axes),
+            )
+            return reduce(
+                of_microbatches(view._replace(params=params), batch, numbers, gather, join)
+            )
 
         over_devices = P(self.axes.all)
         view = View(full, full, self._specs(self.dims.params), full, full, over_devices, full)
@@ -149,23 +200,34 @@ class PJit:
         if grad_dims is None:
             return lambda state, sums: step.apply(state, sums, total_of(None, shard, state.step))
         shapes = step.trainable(self.shapes.params)
-        gather = lambda params: fit_trees(self.reduction.gather(params, grad_dims, shard), shapes)
+
+        def gather(params):
+            return fit_trees(self.reduction.gather(params, grad_dims, shard), shapes)
+
         joined = self._map(gather, (grad_specs,), full)
 
         def constrain(tree: Any) -> Any:
-            sharding = lambda d: NamedSharding(self.mesh, spec(d, shard))
+            def sharding(d):
+                return NamedSharding(self.mesh, spec(d, shard))
+
             tree = fit_trees(tree, padded_shapes(self.shapes.params, self.slices, self.parts))
-            return jax.tree.map(lambda x, d: jax.lax.with_sharding_constraint(x, sharding(d)), tree, self.slices)
+            return jax.tree.map(
+                lambda x, d: jax.lax.with_sharding_constraint(x, sharding(d)), tree, self.slices
+            )
 
         def apply(state: TrainState, sums: Sums) -> tuple[TrainState, dict[str, jax.Array]]:
             def total(grads: Any) -> jax.Array:
-                local = lambda grads, update: total_of(grad_dims, shard, update)(grads)
+                def local(grads, update):
+                    return total_of(grad_dims, shard, update)(grads)
+
                 return self._map(local, (grad_specs, full), full)(grads, number)
 
             number, before = state.step, state.params
             state, metrics = step.apply(state.replace(params=constrain(before)), sums, total)
             params = constrain(state.params)
-            if not self.layout.params:  # they are replicated between updates; frozen ones were not split
+            if (
+                not self.layout.params
+            ):  # they are replicated between updates; frozen ones were not split
                 params = merge(joined(step.trainable(params)), before)
             return state.replace(params=params), metrics
 
@@ -175,7 +237,9 @@ class PJit:
         return jax.tree.map(lambda d: spec(d, self.axes.shard), dims)
 
     def _map(self, f: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return jax.shard_map(
+            f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
 
     def averaged(self, state: TrainState) -> TrainState:
         shardings = jax.tree.map(lambda x: x.sharding, state.params)
@@ -190,31 +254,46 @@ class PJit:
 
     @functools.cached_property
     def _evaluation_params(self) -> Callable[..., Any]:
-        compute = lambda step, *arguments: self.arithmetic.rounded(evaluation_params, step)(*arguments)
-        shardings = jax.tree.map(lambda d: NamedSharding(self.mesh, spec(d, self.axes.shard)), self.dims.params)
+        def compute(step, *arguments):
+            return self.arithmetic.rounded(evaluation_params, step)(*arguments)
+
+        shardings = jax.tree.map(
+            lambda d: NamedSharding(self.mesh, spec(d, self.axes.shard)), self.dims.params
+        )
         return jax.jit(compute, out_shardings=shardings)
 
     def argument_shapes(self, example: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
         count = self.assignment.size
         state = self.abstract(padded=True)
-        shard = lambda x, shape: jax.ShapeDtypeStruct(shape, x.dtype, sharding=self.split)
+
+        def shard(x, shape):
+            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=self.split)
+
         carry = jax.tree.map(lambda x: shard(x, (count, *x.shape[1:])), self.shapes.carry)
-        return state.replace(carry=carry), {k: shard(x, (count, *x.shape)) for k, x in example.items()}
+        return state.replace(carry=carry), {
+            k: shard(x, (count, *x.shape)) for k, x in example.items()
+        }
 
     def export(self, state: TrainState, padded: bool = False) -> TrainState:
         if state.carry is not None:
-            state = state.replace(carry=placement.gather_carry(self.assignment, state.carry, self.full))
+            state = state.replace(
+                carry=placement.gather_carry(self.assignment, state.carry, self.full)
+            )
         return state if padded else resize(state, self.abstract())
 
     def adopt(self, state: TrainState) -> TrainState:
         state = resize(state, self.abstract(padded=True))
         if state.carry is None:
             return state
-        return state.replace(carry=placement.scatter_carry(self.assignment, state.carry, self.split))
+        return state.replace(
+            carry=placement.scatter_carry(self.assignment, state.carry, self.split)
+        )
 
 
 def group_size(shard_size: int | None, devices: int) -> int:
-    """Return the number of devices in a sharding group. Raises UsageError if it does not divide all devices."""
+    """Return the number of devices in a sharding group. Raises UsageError if it does not divide all
+    devices.
+    """
     if shard_size is None:
         return devices
     if not 1 < shard_size <= devices or devices % shard_size:

@@ -25,41 +25,59 @@ Live = Callable[[jax.Array], jax.Array | None]  # `jaxdp.parallel.sums.Arithmeti
 
 
 def abstract_state(shapes: TrainState, mesh: Mesh, dims: TrainState, axis: str) -> TrainState:
-    """Return the shapes and dtypes of a state with shardings: each leaf is split along its dim, or replicated."""
-    shard = lambda x, d: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x.shape, mesh, d, axis))
+    """Return the shapes and dtypes of a state with shardings: each leaf is split along its dim, or
+    replicated.
+    """
+
+    def shard(x, d):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x.shape, mesh, d, axis))
+
     return jax.tree.map(shard, shapes, dims)
 
 
 @functools.lru_cache(maxsize=1)
 def state_shapes(make: Partial) -> TrainState:
-    """Return the shapes of the initial state. An elastic job, whose traces end with each generation, keeps them."""
+    """Return the shapes of the initial state. An elastic job, whose traces end with each
+    generation, keeps them.
+    """
     return jax.eval_shape(make)
 
 
-def make_state(make: Partial, abstract: TrainState, mesh: Mesh, dims: TrainState, axes: Axes, live: Live) -> TrainState:
-    """Compute the initial state directly in its shardings, equal on all devices that store the same part.
+def make_state(
+    make: Partial, abstract: TrainState, mesh: Mesh, dims: TrainState, axes: Axes, live: Live
+) -> TrainState:
+    """Compute the initial state directly in its shardings, equal on all devices that store the same
+    part.
 
-    make: a `Partial`; its arguments are those of the program, so that another seed uses the same program.
-    live: of the reduction's arithmetic. If its bits must not depend on the layout, every device computes full leaves
-    before it keeps its slices: the partitioner would divide sums (such as the norm that scales a matrix) over devices.
-    Leaves are padded to the shapes in `abstract`.
+    make: a `Partial`; its arguments are those of the program, so that another seed uses the same
+    program. live: of the reduction's arithmetic. If its bits must not depend on the layout, every
+    device computes full leaves before it keeps its slices: the partitioner would divide sums (such
+    as the norm that scales a matrix) over devices. Leaves are padded to the shapes in `abstract`.
     """
 
     def full(step: jax.Array, make: Partial) -> TrainState:
         if live(step) is None:
             return fit_trees(make(), abstract)
-        # with the barriers inside: the partitioner would move its slicing in front of a barrier outside
-        made = jax.shard_map(unfused, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(step, make)
+        # with the barriers inside: the partitioner would move its slicing in front of a barrier
+        # outside
+        made = jax.shard_map(unfused, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(
+            step, make
+        )
         return fit_trees(made, abstract)
 
     def unfused(step: jax.Array, make: Partial) -> TrainState:
         """Return the full state; leaf by leaf, so that not all full leaves are in memory at once."""
         ones = live(step)
         assert ones is not None
-        barrier = lambda x: fusion_barrier(x, ones) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+        def barrier(x):
+            return fusion_barrier(x, ones) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
         return jax.tree.map(barrier, make())
 
-    state = jax.jit(full, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(np.int32(0), make)
+    state = jax.jit(full, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(
+        np.int32(0), make
+    )
     return from_first(state, mesh, dims, axes) if jax.process_count() > 1 else state
 
 
@@ -86,7 +104,8 @@ def same(tree: Any) -> Any:
 
 
 def assign_microbatches(microbatches: int, devices: int, group: int = 1) -> np.ndarray:
-    """Assign microbatches: assignment[device, local], consecutive, in shares that differ by at most one; -1: none.
+    """Assign microbatches: assignment[device, local], consecutive, in shares that differ by at most
+    one; -1: none.
 
     group: the number of microbatches, a divisor of `microbatches`, that stay together on a device.
     Raises UsageError if there are more devices than microbatches, or than groups of them.
@@ -100,7 +119,9 @@ def assign_microbatches(microbatches: int, devices: int, group: int = 1) -> np.n
             rank=0,
         )
     assignment = np.full((devices, -(-number // devices), group), -1, np.int32)
-    for row, share in zip(assignment, np.array_split(np.arange(number * group).reshape(number, group), devices)):
+    for row, share in zip(
+        assignment, np.array_split(np.arange(number * group).reshape(number, group), devices)
+    ):
         row[: len(share)] = share
     return assignment.reshape(devices, -1)
 
@@ -113,36 +134,53 @@ def of_this_process(devices: Sequence[jax.Device]) -> list[int]:
 def sent_by_call(devices: Sequence[jax.Device]) -> bool:
     """Return True if programs should get NumPy arrays: there is one device, the CPU.
 
-    `device_put` costs 20 us per array there. Elsewhere it runs before the call and overlaps with the previous one.
-    """
+    `device_put` costs 20 us per array there. Elsewhere it runs before the call and overlaps with
+    the previous one."""
     return len(devices) == 1 and jax.process_count() == 1 and devices[0].platform == "cpu"
 
 
-def ordered_devices(devices: Sequence[jax.Device] | None, hosts: Sequence[str] = ()) -> list[jax.Device]:
-    """Return all devices (or `devices`), ordered by process. hosts[process]: those of a host become neighbours."""
+def ordered_devices(
+    devices: Sequence[jax.Device] | None, hosts: Sequence[str] = ()
+) -> list[jax.Device]:
+    """Return all devices (or `devices`), ordered by process. hosts[process]: those of a host become
+    neighbours.
+    """
     first = [hosts.index(host) for host in hosts]
-    key = lambda d: (first[d.process_index] if first else 0, d.process_index, d.id)
+
+    def key(d):
+        return (first[d.process_index] if first else 0, d.process_index, d.id)
+
     return sorted(devices or jax.devices(), key=key)
 
 
 def data_mesh(devices: Sequence[jax.Device], group: int | None = None) -> Mesh:
-    """Return a mesh of one axis over all; or, in groups of `group` neighbours, of the axes `Axes(SHARD, REPLICA)`."""
+    """Return a mesh of one axis over all; or, in groups of `group` neighbours, of the axes
+    `Axes(SHARD, REPLICA)`.
+    """
     if group is None:
         return Mesh(np.array(devices), (DATA,), axis_types=(AxisType.Auto,))
-    return Mesh(np.array(devices).reshape(-1, group), (REPLICA, SHARD), axis_types=(AxisType.Auto,) * 2)
+    return Mesh(
+        np.array(devices).reshape(-1, group), (REPLICA, SHARD), axis_types=(AxisType.Auto,) * 2
+    )
 
 
 def one_by_one(update: Callable[..., Any]) -> Callable[..., Any]:
-    """Scan an update: return a function (seed, state, batches[step, ...]) -> (state, metrics[step])."""
+    """Scan an update: return a function (seed, state, batches[step, ...]) -> (state,
+    metrics[step]).
+    """
 
-    def updates(seed: jax.Array, state: TrainState, batches: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+    def updates(
+        seed: jax.Array, state: TrainState, batches: Batch
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         return jax.lax.scan(functools.partial(update, seed), state, batches)
 
     return updates
 
 
 def scatter_carry(assignment: np.ndarray, carry: Any, sharding: NamedSharding) -> Any:
-    """Convert carry[microbatch, ...] to [device x local, ...]; a place without a microbatch repeats the first."""
+    """Convert carry[microbatch, ...] to [device x local, ...]; a place without a microbatch repeats
+    the first.
+    """
     index = np.maximum(assignment.reshape(-1), 0)
     return jax.jit(lambda c: jax.tree.map(lambda x: x[index], c), out_shardings=sharding)(carry)
 
@@ -156,8 +194,8 @@ def gather_carry(assignment: np.ndarray, carry: Any, sharding: NamedSharding) ->
 def from_first(tree: Any, mesh: Mesh, dims: Any = None, axes: Axes = FLAT) -> Any:
     """Broadcast each part from the first device that stores it: the initial-weight sync.
 
-    Every process computes the initial state from the same seed, but different processors may round differently.
-    dims: the dim along which each leaf is split; None: all are replicated.
+    Every process computes the initial state from the same seed, but different processors may round
+    differently. dims: the dim along which each leaf is split; None: all are replicated.
     """
     dims = jax.tree.map(lambda _: WHOLE, tree) if dims is None else dims
     specs = jax.tree.map(lambda d: spec(d, axes.shard), dims)
@@ -166,18 +204,28 @@ def from_first(tree: Any, mesh: Mesh, dims: Any = None, axes: Axes = FLAT) -> An
         over = axes.all if d == WHOLE else axes.replica
         return x if over is None else of_device(x, over, 0)
 
-    f = lambda tree: jax.tree.map(sync, tree, dims)
-    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False))(tree)
+    def f(tree):
+        return jax.tree.map(sync, tree, dims)
+
+    return jax.jit(
+        jax.shard_map(f, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False)
+    )(tree)
 
 
 def of_device(x: jax.Array, axes: Any, index: Any) -> jax.Array:
-    """Return one device's x on all devices along the axes, bit for bit; call it inside a program that maps these."""
+    """Return one device's x on all devices along the axes, bit for bit; call it inside a program
+    that maps these.
+    """
     if is_key(x):
         data = of_device(jax.random.key_data(x), axes, index)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize in BITS:  # as bits: -0.0 + 0.0 is 0.0
+    if (
+        jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize in BITS
+    ):  # as bits: -0.0 + 0.0 is 0.0
         bits = jax.lax.bitcast_convert_type(x, BITS[x.dtype.itemsize])
         return jax.lax.bitcast_convert_type(of_device(bits, axes, index), x.dtype)
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.int32)) if x.dtype.itemsize < 4 else x  # summed by all backends
+    wide = (
+        x.astype(jnp.promote_types(x.dtype, jnp.int32)) if x.dtype.itemsize < 4 else x
+    )  # summed by all backends
     sent = jnp.where(jax.lax.axis_index(axes) == index, wide, jnp.zeros_like(wide))
     return jax.lax.psum(sent, axes).astype(x.dtype)

@@ -1,4 +1,6 @@
-"""The `pmap` strategy: `jax.pmap` over each process's devices, `psum` over all: the classic data-parallel loop."""
+"""The `pmap` strategy: `jax.pmap` over each process's devices, `psum` over all: the classic
+data-parallel loop.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -32,9 +34,9 @@ from jaxdp.split import WHOLE, spec, take
 class PMap:
     """State replicated on the devices of every process; each device computes the full update.
 
-    Every replica divides the same psum by the same weight (`lax.pmean` with weights), so all stay equal. zero: 1 gives
-    each device a slice of the optimizer state and of the update, and needs an elementwise optimizer. The other
-    arguments are those of `PJit`.
+    Every replica divides the same psum by the same weight (`lax.pmean` with weights), so all stay
+    equal. zero: 1 gives each device a slice of the optimizer state and of the update, and needs an
+    elementwise optimizer. The other arguments are those of `PJit`.
     """
 
     def __init__(
@@ -49,10 +51,15 @@ class PMap:
         if sharding.zero > 1 or sharding.shard_size is not None:
             key = "zero" if sharding.zero > 1 else "shard_size"
             value = getattr(sharding, key)
-            raise UsageError(f"parallel.{key}: {value} does not work under pmap; set parallel.backend to pjit", rank=0)
+            raise UsageError(
+                f"parallel.{key}: {value} does not work under pmap; set parallel.backend to pjit",
+                rank=0,
+            )
         self.devices = placement.ordered_devices(devices)
         self.arithmetic = arithmetic(reduction)
-        self.assignment = placement.assign_microbatches(microbatches, len(self.devices), reduction.group)
+        self.assignment = placement.assign_microbatches(
+            microbatches, len(self.devices), reduction.group
+        )
         indices = placement.of_this_process(self.devices)
         local = [self.devices[i] for i in indices]
         self.local_microbatches = self.assignment[indices].reshape(-1)
@@ -64,7 +71,11 @@ class PMap:
         self.split = NamedSharding(self.mesh, P(DATA))
         self.split_locally = NamedSharding(placement.data_mesh(local), P(DATA))
         self.reduction, self.reduce_dtype = reduction, reduce_dtype
-        self.layout, self.blocks, self.parts = ZERO[sharding.zero], sharding.blocks, len(self.devices)
+        self.layout, self.blocks, self.parts = (
+            ZERO[sharding.zero],
+            sharding.blocks,
+            len(self.devices),
+        )
         self.make, self.shapes = make, placement.state_shapes(make)
         # Of gradients too, if any state is split.
         self.slices: Any = param_dims(self.shapes.params, sharding, self.parts)
@@ -78,7 +89,9 @@ class PMap:
             check_elementwise(tx, params, parts, self.blocks, pad=self.pad)
 
     def abstract(self, padded: bool = False) -> TrainState:
-        return placement.abstract_state(self.stored if padded else self.shapes, self.mesh, self.dims, DATA)
+        return placement.abstract_state(
+            self.stored if padded else self.shapes, self.mesh, self.dims, DATA
+        )
 
     def share(self) -> Share:
         return share(self.shapes, self.dims, self.layout)
@@ -102,41 +115,71 @@ class PMap:
     def replicate(self, arrays: dict[str, np.ndarray]) -> Batch:
         return self._transfer(arrays, self.replicated_locally, self.replicated)
 
-    def _transfer(self, arrays: dict[str, np.ndarray], local: NamedSharding, sharding: NamedSharding) -> Batch:
-        """Copy to this process's devices; with several processes, as parts of global arrays (see `Mapped`)."""
+    def _transfer(
+        self, arrays: dict[str, np.ndarray], local: NamedSharding, sharding: NamedSharding
+    ) -> Batch:
+        """Copy to this process's devices; with several processes, as parts of global arrays (see
+        `Mapped`).
+        """
         on_device: Batch = jax.device_put(arrays, local)
-        return {k: reshard(x, sharding) for k, x in on_device.items()} if jax.process_count() > 1 else on_device
+        return (
+            {k: reshard(x, sharding) for k, x in on_device.items()}
+            if jax.process_count() > 1
+            else on_device
+        )
 
     def compile(self, step: Step) -> Program:
-        """Return the programs: each device computes its microbatches, reduces and applies the full update."""
+        """Return the programs: each device computes its microbatches, reduces and applies the full
+        update.
+        """
         arithmetic = self.arithmetic
         grad_dims = step.trainable(self.slices) if self.layout.opt_state else None
         plan = ReductionPlan(self.reduction, self.assignment, FLAT)
         evaluate = self._summed(step, step.evaluate, plan)
-        grads = self._summed(step, step.grads, plan._replace(dims=grad_dims, dtype=self.reduce_dtype, is_update=True))
+        grads = self._summed(
+            step, step.grads, plan._replace(dims=grad_dims, dtype=self.reduce_dtype, is_update=True)
+        )
         apply = arithmetic.finish(self._apply(step, grad_dims))
 
-        def update(seed: jax.Array, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        def update(
+            seed: jax.Array, state: TrainState, batch: Batch
+        ) -> tuple[TrainState, dict[str, jax.Array]]:
             return apply(state, grads(seed, state, batch))
 
         varies = jax.tree.map(lambda d: d != WHOLE, self.dims).replace(carry=True)
         yes: Any = True
         no: Any = False
         evaluated = Sums(no, no, no, no, no, yes, no)
-        mapped = lambda f: Mapped(f, step.seed, (varies, True), (varies, False), self.devices, donate=True)
+
+        def mapped(f):
+            return Mapped(f, step.seed, (varies, True), (varies, False), self.devices, donate=True)
+
         evaluation = Mapped(evaluate, step.seed, (varies, True), evaluated, self.devices)
         return Program(mapped(update), evaluation, mapped(placement.one_by_one(update)))
 
-    def _summed(self, step: Step, f: Callable[..., Sums], plan: ReductionPlan) -> Callable[..., Sums]:
-        """Return (seed, state, batch) -> sums over all devices of a step's function on each device's microbatches."""
+    def _summed(
+        self, step: Step, f: Callable[..., Sums], plan: ReductionPlan
+    ) -> Callable[..., Sums]:
+        """Return (seed, state, batch) -> sums over all devices of a step's function on each
+        device's microbatches.
+        """
         of_microbatches, reduce = self.arithmetic.over_microbatches(f, plan)
         rule = GatherRule(self.reduction, FLAT, self.blocks, step.trainable)
 
         def device_sums(seed: jax.Array, state: TrainState, batch: Batch) -> Sums:
             live = self.arithmetic.live(state.step)
-            params, gather = make_gather(state.params, self.slices, self.shapes.params, rule._replace(live=live))
-            numbers, join = replica_microbatches(self.assignment, FLAT), joiner(self.assignment, FLAT)
-            return reduce(of_microbatches(state.replace(params=params).view(seed), batch, numbers, gather, join))
+            params, gather = make_gather(
+                state.params, self.slices, self.shapes.params, rule._replace(live=live)
+            )
+            numbers, join = (
+                replica_microbatches(self.assignment, FLAT),
+                joiner(self.assignment, FLAT),
+            )
+            return reduce(
+                of_microbatches(
+                    state.replace(params=params).view(seed), batch, numbers, gather, join
+                )
+            )
 
         return device_sums
 
@@ -152,7 +195,9 @@ class PMap:
             shard = jax.tree.map(lambda x, d: take(x, d, index, parts), before, self.slices)
             state, metrics = step.apply(state.replace(params=shard), sums, total)
             joined = self.reduction.gather(step.trainable(state.params), grad_dims, DATA)
-            return state.replace(params=merge(fit_trees(joined, step.trainable(before)), before)), metrics
+            return state.replace(
+                params=merge(fit_trees(joined, step.trainable(before)), before)
+            ), metrics
 
         return apply
 
@@ -165,53 +210,76 @@ class PMap:
         exported = self.export(state.replace(carry=None), padded=True)
         if not (kept := evaluation_arrays(exported.opt_state)):
             return state
-        return self._with_params(state, self._evaluation_params(exported.step, exported.params, kept))
+        return self._with_params(
+            state, self._evaluation_params(exported.step, exported.params, kept)
+        )
 
     @functools.cached_property
     def _evaluation_params(self) -> Callable[..., Any]:
-        compute = lambda step, *arguments: self.arithmetic.rounded(evaluation_params, step)(*arguments)
+        def compute(step, *arguments):
+            return self.arithmetic.rounded(evaluation_params, step)(*arguments)
+
         return jax.jit(compute, out_shardings=self.replicated)
 
     def _with_params(self, state: TrainState, full: Any) -> TrainState:
         """Return the state with these parameters, global arrays that are replicated."""
         sharding = self.replicated_locally if state.step.is_fully_addressable else self.replicated
-        return state.replace(params=jax.tree.map(lambda x: from_buffers(x.shape, sharding, x), full))
+        return state.replace(
+            params=jax.tree.map(lambda x: from_buffers(x.shape, sharding, x), full)
+        )
 
     def argument_shapes(self, example: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
         local, count = self.per_device
 
         def local_shape(x: Any, dim: int) -> Any:
-            """Return the shape [local device, ...slice] of a split leaf; a replicated one keeps its shape."""
+            """Return the shape [local device, ...slice] of a split leaf; a replicated one keeps its
+            shape.
+            """
             slice_ = (n // len(self.devices) if d == dim else n for d, n in enumerate(x.shape))
             return jax.ShapeDtypeStruct(x.shape if dim == WHOLE else (local, *slice_), x.dtype)
 
-        state = jax.tree.map(local_shape, self.stored.replace(carry=None), self.dims.replace(carry=None))
-        stack = lambda x, shape: jax.ShapeDtypeStruct((local, count, *shape), x.dtype)
+        state = jax.tree.map(
+            local_shape, self.stored.replace(carry=None), self.dims.replace(carry=None)
+        )
+
+        def stack(x, shape):
+            return jax.ShapeDtypeStruct((local, count, *shape), x.dtype)
+
         carry = jax.tree.map(lambda x: stack(x, x.shape[1:]), self.shapes.carry)
         return state.replace(carry=carry), {k: stack(x, x.shape) for k, x in example.items()}
 
     def export(self, state: TrainState, padded: bool = False) -> TrainState:
-        exported = jax.tree.map(self._to_global, state.replace(carry=None), self.dims.replace(carry=None))
+        exported = jax.tree.map(
+            self._to_global, state.replace(carry=None), self.dims.replace(carry=None)
+        )
         if state.carry is not None:
             carry = jax.tree.map(lambda x: self._to_global(x, 0), state.carry)
-            exported = exported.replace(carry=placement.gather_carry(self.assignment, carry, self.replicated))
+            exported = exported.replace(
+                carry=placement.gather_carry(self.assignment, carry, self.replicated)
+            )
         return exported if padded else resize(exported, self.abstract())
 
     def adopt(self, state: TrainState) -> TrainState:
         state = resize(state, self.abstract(padded=True))
-        local = jax.tree.map(self._to_local, state.replace(carry=None), self.dims.replace(carry=None))
+        local = jax.tree.map(
+            self._to_local, state.replace(carry=None), self.dims.replace(carry=None)
+        )
         if state.carry is None:
             return local
         carry = placement.scatter_carry(self.assignment, state.carry, self.split)
         return local.replace(carry=jax.tree.map(lambda x: self._to_local(x, 0), carry))
 
     def _to_global(self, x: jax.Array, dim: int) -> jax.Array:
-        """Convert a replicated array, or slices [local device, ...] along `dim`, to a global array; no data moves."""
+        """Convert a replicated array, or slices [local device, ...] along `dim`, to a global array;
+        no data moves.
+        """
         if dim == WHOLE:
             return from_buffers(x.shape, self.replicated, x)
         slices = [s.data.reshape(s.data.shape[1:]) for s in x.addressable_shards]
         sharding = NamedSharding(self.mesh, spec(dim, DATA))
-        shape = tuple(n * len(self.devices) if d == dim else n for d, n in enumerate(slices[0].shape))
+        shape = tuple(
+            n * len(self.devices) if d == dim else n for d, n in enumerate(slices[0].shape)
+        )
         return jax.make_array_from_single_device_arrays(shape, sharding, slices)
 
     def _to_local(self, x: jax.Array, dim: int) -> jax.Array:

@@ -1,11 +1,12 @@
-"""Products, convolutions and sums on CPU that are rounded alike on any number of threads, for the exact reductions.
+"""Products, convolutions and sums on CPU that are rounded alike on any number of threads, for the
+exact reductions.
 
-XLA computes a product with its own kernels, or with Eigen, which divides a long sum among its threads and so rounds by
-their number. Eigen gets the products with a transposed left operand (gradients of kernels) and most convolutions. Here,
-such an operand is transposed in memory first, and a convolution becomes one product for each position in its window.
-Several microbatches at once (`exact_group`) are also faster so: XLA's grouped convolutions are slow. Sums are products
-with ones, since XLA's own are slow in exact mode.
-"""
+XLA computes a product with its own kernels, or with Eigen, which divides a long sum among its
+threads and so rounds by their number. Eigen gets the products with a transposed left operand
+(gradients of kernels) and most convolutions. Here, such an operand is transposed in memory first,
+and a convolution becomes one product for each position in its window. Several microbatches at once
+(`exact_group`) are also faster so: XLA's grouped convolutions are slow. Sums are products with
+ones, since XLA's own are slow in exact mode."""
 
 import functools
 import math
@@ -23,11 +24,15 @@ ROWS = 256  # summed one after the other; longer sums are sums of such sums
 
 
 def lower_on_cpu() -> None:
-    """Lower the products, convolutions and sums that this process compiles for CPU in this way from now on."""
+    """Lower the products, convolutions and sums that this process compiles for CPU in this way from
+    now on.
+    """
     mlir.register_lowering(lax.dot_general_p, _lower_dot, platform="cpu")
     convolution = mlir.lower_fun(_convolution, multiple_results=False)
     mlir.register_lowering(lax.conv_general_dilated_p, convolution, platform="cpu")
-    mlir.register_lowering(lax.reduce_sum_p, mlir.lower_fun(_sum, multiple_results=False), platform="cpu")
+    mlir.register_lowering(
+        lax.reduce_sum_p, mlir.lower_fun(_sum, multiple_results=False), platform="cpu"
+    )
 
 
 def _lower_dot(ctx: Any, lhs: Any, rhs: Any, *, dimension_numbers: Any, **params: Any) -> Any:
@@ -39,8 +44,11 @@ def _lower_dot(ctx: Any, lhs: Any, rhs: Any, *, dimension_numbers: Any, **params
     return mlir.lower_fun(transposed, multiple_results=False)(ctx, lhs, rhs)
 
 
-def _transposed_dot(lhs: jax.Array, rhs: jax.Array, *, dimension_numbers: Any, **params: Any) -> jax.Array:
-    """Compute `lax.dot_general` after transposing the smaller operand in memory to [batch..., free..., contracted...].
+def _transposed_dot(
+    lhs: jax.Array, rhs: jax.Array, *, dimension_numbers: Any, **params: Any
+) -> jax.Array:
+    """Compute `lax.dot_general` after transposing the smaller operand in memory to [batch...,
+    free..., contracted...].
 
     If that is rhs, the operands change places, and so do the dimensions of the result.
     """
@@ -61,13 +69,28 @@ def _transposed_dot(lhs: jax.Array, rhs: jax.Array, *, dimension_numbers: Any, *
 
 
 def _sum(x: jax.Array, *, axes: Any, **params: Any) -> jax.Array:
-    """Compute `lax.reduce_sum`: of many rows with products with ones, of ROWS rows each; else as XLA does."""
+    """Compute `lax.reduce_sum`: of many rows with products with ones, of ROWS rows each; else as
+    XLA does.
+    """
     first, after = (axes[0], axes[-1] + 1) if axes else (0, 0)
-    kept, rows, columns = math.prod(x.shape[:first]), math.prod(x.shape[first:after]), math.prod(x.shape[after:])
-    floats, adjacent = jnp.issubdtype(x.dtype, jnp.floating), tuple(axes) == tuple(range(first, after))
+    kept, rows, columns = (
+        math.prod(x.shape[:first]),
+        math.prod(x.shape[first:after]),
+        math.prod(x.shape[after:]),
+    )
+    floats, adjacent = (
+        jnp.issubdtype(x.dtype, jnp.floating),
+        tuple(axes) == tuple(range(first, after)),
+    )
     if not (floats and adjacent and rows > WINDOW and columns >= WINDOW):
-        return lax.reduce(x, jnp.zeros((), x.dtype), lambda a, b: lax.add(a, b), axes)  # `lax.add` itself would recurse
-    shape, dtype, wide = (*x.shape[:first], *x.shape[after:]), x.dtype, jnp.promote_types(x.dtype, jnp.float32)
+        return lax.reduce(
+            x, jnp.zeros((), x.dtype), lambda a, b: lax.add(a, b), axes
+        )  # `lax.add` itself would recurse
+    shape, dtype, wide = (
+        (*x.shape[:first], *x.shape[after:]),
+        x.dtype,
+        jnp.promote_types(x.dtype, jnp.float32),
+    )
     batched = (((1,), (1,)), ((0,), (0,)))
     while rows > 1:
         block = min(rows, ROWS)
@@ -78,18 +101,23 @@ def _sum(x: jax.Array, *, axes: Any, **params: Any) -> jax.Array:
 
 
 def _padded(x: jax.Array, pads: list[tuple[int, int, int]]) -> jax.Array:
-    """Return `lax.pad` with zeros, and no operation where nothing is padded: XLA would not remove it."""
+    """Return `lax.pad` with zeros, and no operation where nothing is padded: XLA would not remove
+    it.
+    """
     return lax.pad(x, jnp.zeros((), x.dtype), pads) if any(any(pad) for pad in pads) else x
 
 
 def _convolution(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
-    """Compute `lax.conv_general_dilated` with one product for each position in the window, and add these up. If the
-    output has fewer positions (the gradient of a kernel), compute one product for each of them instead."""
+    """Compute `lax.conv_general_dilated` with one product for each position in the window, and add
+    these up. If the output has fewer positions (the gradient of a kernel), compute one product for
+    each of them instead."""
     x_spec, w_spec, y_spec = params["dimension_numbers"]
     strides, dilation = params["window_strides"], params["rhs_dilation"]
     groups, batches = params["feature_group_count"], params["batch_group_count"]
     x = lax.transpose(x, (x_spec[0], *x_spec[2:], x_spec[1]))  # [batch, *space, channel]
-    w = lax.transpose(w, (*w_spec[2:], w_spec[1], w_spec[0]))  # [*window, channel of a group, output channel]
+    w = lax.transpose(
+        w, (*w_spec[2:], w_spec[1], w_spec[0])
+    )  # [*window, channel of a group, output channel]
     pads = [(low, high, d - 1) for (low, high), d in zip(params["padding"], params["lhs_dilation"])]
     x = _padded(x, [(0, 0, 0), *pads, (0, 0, 0)])
     size, (*window, inputs, outputs) = x.shape[0], w.shape
@@ -100,11 +128,15 @@ def _convolution(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
     wide = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
     def product(patch: jax.Array, kernel: jax.Array, positions: int) -> jax.Array:
-        """patch [batch, *, channel], kernel [k, channel, output channel] -> [group, ..., batch, position, channel]."""
+        """patch [batch, *, channel], kernel [k, channel, output channel] -> [group, ..., batch,
+        position, channel].
+        """
         patch = patch.reshape(batches, size // batches, positions, len(kernel), groups, inputs)
         kernel = kernel.reshape(len(kernel), inputs, batches, groups, outputs // groups // batches)
         dimensions = (((3, 5), (0, 1)), ((0, 4), (2, 3)))
-        return lax.dot_general(patch, kernel, dimensions, precision=params["precision"], preferred_element_type=wide)
+        return lax.dot_general(
+            patch, kernel, dimensions, precision=params["precision"], preferred_element_type=wide
+        )
 
     positions = math.prod(out)
     shape = (batches, groups, size // batches, positions, outputs // groups // batches)
@@ -112,11 +144,19 @@ def _convolution(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
         y = jnp.zeros(shape, wide)
     elif math.prod(window) <= positions:
         starts = _starts(window, dilation)
-        term = lambda start, k: product(_strided(x, start, out, strides), k[None], positions)
-        add = lambda i, total: total + term(starts[i], kernel[i])
+
+        def term(start, k):
+            return product(_strided(x, start, out, strides), k[None], positions)
+
+        def add(i, total):
+            return total + term(starts[i], kernel[i])
+
         y = lax.fori_loop(0, len(starts), add, jnp.zeros(shape, wide))
     else:
-        one = lambda start: product(_strided(x, start, window, dilation), kernel, 1)[..., 0, :]
+
+        def one(start):
+            return product(_strided(x, start, window, dilation), kernel, 1)[..., 0, :]
+
         y = jnp.moveaxis(lax.map(one, _starts(out, strides)), 0, 3)
     y = y.transpose(2, 3, 0, 1, 4).reshape(size // batches, *out, outputs).astype(dtype)
     order = (y_spec[0], *y_spec[2:], y_spec[1])  # of the dimensions of y in the result

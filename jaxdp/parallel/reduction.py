@@ -1,10 +1,12 @@
-"""A reduction sums trees over the devices and gathers slices; its kinds differ only in the number of operands.
+"""A reduction sums trees over the devices and gathers slices; its kinds differ only in the number
+of operands.
 
     reduce(tree, axes)          sum every leaf over the axes, replicated on every device
     scatter(tree, dims, axes)   sum leaves that have a dim, each to this device's slice along it; skip the others
     gather(tree, dims, axis)    gather slices along their dims to full leaves; skip the others
 
-`with_padding` pads leaves before they are scattered, so every reduction gets dims that the number of devices divides.
+`with_padding` pads leaves before they are scattered, so every reduction gets dims that the number
+of devices divides.
 
 `dims` is a tree of the same structure, with WHOLE for a leaf that is not split; see `jaxdp.split`.
 """
@@ -32,13 +34,20 @@ class Reduction(NamedTuple):
 
 
 def xla(bucket_mb: float = 25.0, safe: bool = False) -> Reduction:
-    """Return a reduction with one operation per leaf, which XLA's combiner may fuse. safe: without a reduce-scatter."""
+    """Return a reduction with one operation per leaf, which XLA's combiner may fuse. safe: without
+    a reduce-scatter.
+    """
 
     def scatter_one(x: jax.Array, dim: int, axes: Axes) -> jax.Array:
         if dim == WHOLE:
             return x
         if safe:
-            return take(jax.lax.psum(x, axes.all), dim, jax.lax.axis_index(axes.shard), jax.lax.axis_size(axes.shard))
+            return take(
+                jax.lax.psum(x, axes.all),
+                dim,
+                jax.lax.axis_index(axes.shard),
+                jax.lax.axis_size(axes.shard),
+            )
         part = jax.lax.psum_scatter(x, axes.shard, scatter_dimension=dim, tiled=True)
         return part if axes.replica is None else jax.lax.psum(part, axes.replica)
 
@@ -53,16 +62,19 @@ def xla(bucket_mb: float = 25.0, safe: bool = False) -> Reduction:
 
 
 def bucket(bucket_mb: float = 25.0, safe: bool = False) -> Reduction:
-    """Return a reduction that packs leaves into buckets of at most `bucket_mb` (10^6 bytes) and one dtype, last first.
+    """Return a reduction that packs leaves into buckets of at most `bucket_mb` (10^6 bytes) and one
+    dtype, last first.
 
-    Backward passes finish the last layers' gradients first, so the first buckets can be sent early (PyTorch DDP, Li et
-    al. 2020, section 3.2.1). A leaf larger than a bucket gets its own.
+    Backward passes finish the last layers' gradients first, so the first buckets can be sent early
+    (PyTorch DDP, Li et al. 2020, section 3.2.1). A leaf larger than a bucket gets its own.
     """
     return in_buckets(int(bucket_mb * 1e6), jax.lax.psum, functools.partial(exchange, safe=safe))
 
 
 def exchange(rows: jax.Array, axes: Axes, safe: bool) -> jax.Array:
-    """Reduce-scatter rows [part, n]: return the sum [n] over devices of this device's row; safe: by an all-reduce."""
+    """Reduce-scatter rows [part, n]: return the sum [n] over devices of this device's row; safe: by
+    an all-reduce.
+    """
     if safe:
         index = jax.lax.axis_index(axes.shard)
         return jax.lax.dynamic_index_in_dim(jax.lax.psum(rows, axes.all), index, keepdims=False)
@@ -75,7 +87,9 @@ def in_buckets(
     add_up: Callable[[jax.Array, Any], jax.Array],
     exchange: Callable[[jax.Array, Axes], jax.Array],
 ) -> Reduction:
-    """Return a reduction in buckets by add_up(flat [n], axes) -> sum [n], exchange(rows [part, n], axes) -> row [n]."""
+    """Return a reduction in buckets by add_up(flat [n], axes) -> sum [n], exchange(rows [part, n],
+    axes) -> row [n].
+    """
 
     def reduce(tree: Tree, axes: Any) -> Tree:
         leaves, treedef = jax.tree.flatten(tree)
@@ -116,7 +130,9 @@ def in_buckets(
     return Reduction(reduce, scatter, gather)
 
 
-def _packed(tree: Tree, dims: Tree, limit: int, pieces: Callable[[list[tuple[Any, int]]], list[Any]]) -> Tree:
+def _packed(
+    tree: Tree, dims: Tree, limit: int, pieces: Callable[[list[tuple[Any, int]]], list[Any]]
+) -> Tree:
     """Apply `pieces` to the split leaves, bucket by bucket; return the others unchanged."""
     leaves, treedef = jax.tree.flatten(tree)
     leaf_dims = jax.tree.leaves(jax.tree.map(lambda _, d: d, tree, dims))
@@ -139,7 +155,9 @@ def _cut(flat: jax.Array, sizes: list[int]) -> list[jax.Array]:
 
 
 def pack(leaves: list[tuple[Any, int]], limit: int) -> list[list[int]]:
-    """Assign leaves (dtype, bytes) to buckets of indices: one dtype and at most `limit` bytes each, last leaf first."""
+    """Assign leaves (dtype, bytes) to buckets of indices: one dtype and at most `limit` bytes each,
+    last leaf first.
+    """
     full: list[list[int]] = []
     filling: dict[Any, tuple[list[int], int]] = {}
     for i in reversed(range(len(leaves))):
@@ -153,11 +171,16 @@ def pack(leaves: list[tuple[Any, int]], limit: int) -> list[list[int]]:
 
 
 def with_padding(reduction: Reduction) -> Reduction:
-    """Pad leaves before they are scattered, each along its dim to a multiple of the number of devices."""
+    """Pad leaves before they are scattered, each along its dim to a multiple of the number of
+    devices.
+    """
 
     def scatter(tree: Tree, dims: Tree, axes: Axes) -> Tree:
         parts = jax.lax.axis_size(axes.shard)
-        pad = lambda x, d: fit(x, padded_shape(x.shape, d, parts))
+
+        def pad(x, d):
+            return fit(x, padded_shape(x.shape, d, parts))
+
         return reduction.scatter(jax.tree.map(pad, tree, dims), dims, axes)
 
     return reduction._replace(scatter=scatter)
@@ -165,9 +188,14 @@ def with_padding(reduction: Reduction) -> Reduction:
 
 def not_alone(reduction: Reduction) -> Reduction:
     """Skip the reduction on one device, where XLA would copy its operands and not fuse across it."""
-    alone = lambda axes: jax.lax.axis_size(axes) == 1
+
+    def alone(axes):
+        return jax.lax.axis_size(axes) == 1
+
     return reduction._replace(
         reduce=lambda tree, axes: tree if alone(axes) else reduction.reduce(tree, axes),
-        scatter=lambda tree, dims, axes: tree if alone(axes.all) else reduction.scatter(tree, dims, axes),
+        scatter=lambda tree, dims, axes: (
+            tree if alone(axes.all) else reduction.scatter(tree, dims, axes)
+        ),
         gather=lambda tree, dims, axis: tree if alone(axis) else reduction.gather(tree, dims, axis),
     )

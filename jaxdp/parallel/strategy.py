@@ -1,4 +1,6 @@
-"""A data-parallel strategy: the placement of the state, and the one reduction between `grads` and `apply`."""
+"""A data-parallel strategy: the placement of the state, and the one reduction between `grads` and
+`apply`.
+"""
 
 import functools
 from collections.abc import Callable
@@ -16,7 +18,9 @@ Update = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
 
 
 class Seeded(functools.partial):
-    """A program and its first argument, the seed: runs that differ only in the seed share the compiled program."""
+    """A program and its first argument, the seed: runs that differ only in the seed share the
+    compiled program.
+    """
 
     def lower(self, state: TrainState, batch: Batch) -> Any:
         return self.func.lower(*self.args, state, batch)  # type: ignore[attr-defined]
@@ -40,12 +44,13 @@ class Program(NamedTuple):
 
 
 class Strategy(Protocol):
-    """The interface of a backend for the loop and the checkpoint, built from a function that returns the state.
+    """The interface of a backend for the loop and the checkpoint, built from a function that
+    returns the state.
 
-    shapes: of the state; dims: the dim along which each leaf is sharded into `parts`; slices: the same for gradients
-    and updates, if any state is sharded. blocks: paths of parameters that are stacked [block, ...]. assignment[device,
-    local]: the numbers of the microbatches of each device, -1 for none. local_microbatches: those of this process's
-    devices, in the order of `shard_batch`.
+    shapes: of the state; dims: the dim along which each leaf is sharded into `parts`; slices: the
+    same for gradients and updates, if any state is sharded. blocks: paths of parameters that are
+    stacked [block, ...]. assignment[device, local]: the numbers of the microbatches of each device,
+    -1 for none. local_microbatches: those of this process's devices, in the order of `shard_batch`.
     """
 
     devices: list[jax.Device]
@@ -62,13 +67,17 @@ class Strategy(Protocol):
         """Raise UsageError if the optimizer cannot work on this strategy's slices."""
 
     def abstract(self, padded: bool = False) -> TrainState:
-        """Return shapes, dtypes and shardings of the exported state: as in a checkpoint, or with the padding."""
+        """Return shapes, dtypes and shardings of the exported state: as in a checkpoint, or with
+        the padding.
+        """
 
     def share(self) -> Share:
         """Return the share of the state that is sharded."""
 
     def init(self) -> TrainState:
-        """Compute the state before the first update in place: sharded leaves are never full on a device."""
+        """Compute the state before the first update in place: sharded leaves are never full on a
+        device.
+        """
 
     def shard_batch(self, batch: dict[str, np.ndarray], several: bool = False) -> Batch:
         """Place this process's microbatches [local, example, ...] on their devices.
@@ -83,19 +92,27 @@ class Strategy(Protocol):
         """Return the step's programs over all devices; each is compiled at its first call."""
 
     def averaged(self, state: TrainState) -> TrainState:
-        """Return the state with `ema` as its parameters, and the model state that belongs to it, for evaluation."""
+        """Return the state with `ema` as its parameters, and the model state that belongs to it,
+        for evaluation.
+        """
 
     def evaluated(self, state: TrainState) -> TrainState:
-        """Return the state with the parameters to evaluate, if the optimizer has others (`jaxdp.optim.evaluation`)."""
+        """Return the state with the parameters to evaluate, if the optimizer has others
+        (`jaxdp.optim.evaluation`).
+        """
 
     def argument_shapes(self, example: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
-        """Return the shapes of a program's arguments for microbatches like `example` {name: [example, ...]}."""
+        """Return the shapes of a program's arguments for microbatches like `example` {name:
+        [example, ...]}.
+        """
 
     def export(self, state: TrainState, padded: bool = False) -> TrainState:
         """Return global arrays in logical shapes, the same for every strategy.
 
-        padded: keep the padding of leaves that have some (`jaxdp.parallel.padding`); then no data moves.
-        """
+        padded: keep the padding of leaves that have some (`jaxdp.parallel.padding`); then no data
+        moves."""
 
     def adopt(self, state: TrainState) -> TrainState:
-        """Return the state as this strategy stores it: the inverse of `export`, from logical shapes."""
+        """Return the state as this strategy stores it: the inverse of `export`, from logical
+        shapes.
+        """

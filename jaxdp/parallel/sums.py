@@ -1,4 +1,6 @@
-"""Sums over all devices from the step's functions on each microbatch, in the arithmetic of a reduction."""
+"""Sums over all devices from the step's functions on each microbatch, in the arithmetic of a
+reduction.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,11 +23,11 @@ Reduce = Callable[[Sums], Sums]
 class ReductionPlan(NamedTuple):
     """The settings of a sum inside a strategy's program, which defines the named axes.
 
-    assignment[device, local]: the numbers of the microbatches of each device, -1 for none. dims: the dim along which
-    each gradient is returned as this device's slice; None: all replicated. per_microbatch: sharded gradients are summed
-    over the devices after each microbatch. dtype: of the gradient all-reduce, None for their own. is_update: False for
-    an evaluation, which has no gradients.
-    """
+    assignment[device, local]: the numbers of the microbatches of each device, -1 for none. dims:
+    the dim along which each gradient is returned as this device's slice; None: all replicated.
+    per_microbatch: sharded gradients are summed over the devices after each microbatch. dtype: of
+    the gradient all-reduce, None for their own. is_update: False for an evaluation, which has no
+    gradients."""
 
     reduction: Reduction
     assignment: np.ndarray
@@ -44,11 +46,12 @@ class Arithmetic(NamedTuple):
     total(dims, axis, update) -> the hook of `Step.apply`; leaves with a dim are slices along the axis.
     live(update): True, opaque to the compiler, if rounding must not depend on fusion; else None.
     sum_rows(reduction, tree, axis, rows, keys[row]) -> the sum of leaves [row, ...] over the rows of all devices of the
-    axis, `rows` in all; keys: to round differences to few bits; None for values, which are sent in full.
+    axis, `rows` in all; keys: to round differences to few bits; None for values, which are sent in
+    full.
     rounded(f, update) -> f, rounded alike in every program, if rounding must not depend on the program.
-    in_backward: the backward pass scatters gradients that are sharded after each microbatch; else it returns full ones.
-    elementwise: the advice if the optimizer's state is sharded but it is not elementwise; empty: any will do.
-    """
+    in_backward: the backward pass scatters gradients that are sharded after each microbatch; else
+    it returns full ones. elementwise: the advice if the optimizer's state is sharded but it is not
+    elementwise; empty: any will do."""
 
     over_microbatches: Callable[[MicrobatchSums, ReductionPlan], tuple[MicrobatchSums, Reduce]]
     finish: Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -77,7 +80,9 @@ def reducer(plan: ReductionPlan) -> Reduce:
     def reduce(sums: Sums) -> Sums:
         grads = sums.grads
         sent = grads if plan.dtype is None else jax.tree.map(lambda x: x.astype(plan.dtype), grads)
-        split = grads if plan.per_microbatch else scatter_split(plan, sent)  # per microbatch: summed already
+        split = (
+            grads if plan.per_microbatch else scatter_split(plan, sent)
+        )  # per microbatch: summed already
         replicated = jax.tree.map(lambda x, d: x if d == WHOLE else None, sent, dims_of(plan, sent))
         total = reduction.reduce(sums._replace(grads=replicated, carry=None), axes.all)
         reduced = jax.tree.map(lambda x, g: x.astype(g.dtype), merge(total.grads, split), grads)
@@ -99,10 +104,14 @@ def scatter_split(plan: ReductionPlan, grads: Any) -> Any:
 
 
 def joiner(assignment: np.ndarray, axes: Axes) -> Join:
-    """Return the `join` hook of a strategy's program: gather the microbatches of all devices as [microbatch, ...]."""
+    """Return the `join` hook of a strategy's program: gather the microbatches of all devices as
+    [microbatch, ...].
+    """
 
     def gather(x: jax.Array) -> jax.Array:
-        small = jnp.issubdtype(x.dtype, jnp.bool_) or (jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize < 4)
+        small = jnp.issubdtype(x.dtype, jnp.bool_) or (
+            jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize < 4
+        )
         sent = x.astype(jnp.int32) if small else x  # a dtype that all backends support
         return jax.lax.all_gather(sent, axes.all, tiled=True)[order_of(assignment)].astype(x.dtype)
 
@@ -111,9 +120,9 @@ def joiner(assignment: np.ndarray, axes: Axes) -> Join:
 
 def order_of(assignment: np.ndarray) -> np.ndarray:
     """Return the position of each microbatch in [device x local]."""
-    return np.argsort(np.where(assignment.reshape(-1) < 0, assignment.size, assignment.reshape(-1)), kind="stable")[
-        : assignment.max() + 1
-    ]
+    return np.argsort(
+        np.where(assignment.reshape(-1) < 0, assignment.size, assignment.reshape(-1)), kind="stable"
+    )[: assignment.max() + 1]
 
 
 def _total(dims: Any, axis: str, update: jax.Array) -> Total:
@@ -122,7 +131,9 @@ def _total(dims: Any, axis: str, update: jax.Array) -> Total:
 
     def total(tree: Any) -> jax.Array:
         is_first = jax.lax.axis_index(axis) == 0
-        local = jax.tree.map(lambda x, d: jnp.where(is_first, x, jnp.zeros_like(x)) if d == WHOLE else x, tree, dims)
+        local = jax.tree.map(
+            lambda x, d: jnp.where(is_first, x, jnp.zeros_like(x)) if d == WHOLE else x, tree, dims
+        )
         return jax.lax.psum(plain_total(local), axis)
 
     return total
@@ -133,7 +144,9 @@ FLOATS = Arithmetic(
     finish=lambda apply: apply,
     total=_total,
     live=lambda update: None,
-    sum_rows=lambda reduction, tree, axis, rows, keys: reduction.reduce(jax.tree.map(lambda x: x.sum(0), tree), axis),
+    sum_rows=lambda reduction, tree, axis, rows, keys: reduction.reduce(
+        jax.tree.map(lambda x: x.sum(0), tree), axis
+    ),
     rounded=lambda f, update: f,
     in_backward=True,
     elementwise="",

@@ -1,1 +1,3 @@
-"""A run as one HTML file that needs nothing else: curves, time, bytes, events, settings; nothing here needs jax."""
+"""A run as one HTML file that needs nothing else: curves, time, bytes, events, settings; nothing
+here needs jax.
+"""

@@ -10,7 +10,8 @@ BINS = 1000  # at most
 
 
 def by_name(events: Sequence[Json]) -> dict[str, list[Json]]:
-    """Return {name: [{step, low, high, counts}, ...]} by step; of two for a step the later, and none that is not valid.
+    """Return {name: [{step, low, high, counts}, ...]} by step; of two for a step the later, and
+    none that is not valid.
 
     counts: of equal bins from low to high.
     """

@@ -1,4 +1,6 @@
-"""The HTML report: a template with inlined style, scripts and run data; one file that needs no network."""
+"""The HTML report: a template with inlined style, scripts and run data; one file that needs no
+network.
+"""
 
 import html
 import json
@@ -20,10 +22,15 @@ SCRIPTS = ("data.js", "chart.js", "parts.js", "runs.js", "live.js", "main.js")
 def render(runs: Sequence[dict[str, Any]], defaults: Mapping[str, Any] | None = None) -> str:
     """Return the HTML page for several runs, each as returned by `read_run`.
 
-    defaults: the default of each key of the config, by its dotted name; None: do not tell which keys were set.
-    """
+    defaults: the default of each key of the config, by its dotted name; None: do not tell which
+    keys were set."""
     title = ", ".join(run["name"] for run in runs)
-    page = {"written": round(time.time(), 3), "smaller": SMALLER, "defaults": defaults, "runs": list(runs)}
+    page = {
+        "written": round(time.time(), 3),
+        "smaller": SMALLER,
+        "defaults": defaults,
+        "runs": list(runs),
+    }
     data = json.dumps(page, separators=(",", ":"), default=str, allow_nan=False)
     parts = {
         "title": html.escape(title),
@@ -39,11 +46,15 @@ def read(name: str) -> str:
 
 
 def write(file: pathlib.Path, text: str) -> None:
-    """Replace the file atomically: a browser that reads it meanwhile gets the previous version. Raises OSError."""
+    """Replace the file atomically: a browser that reads it meanwhile gets the previous version.
+    Raises OSError.
+    """
     if file.exists() and not file.is_file():  # do not replace /dev/stdout or a pipe
         file.write_text(text, encoding="utf-8", errors="surrogateescape")
         return
-    if file.is_symlink() and file.lstat().st_uid == os.getuid():  # keep a link, but not that of another user
+    if (
+        file.is_symlink() and file.lstat().st_uid == os.getuid()
+    ):  # keep a link, but not that of another user
         file = file.resolve()
     with rundir.replaced(file, private=True) as new:  # it contains git.diff
         if file.exists():

@@ -1,4 +1,6 @@
-"""Images and texts of a run for the report: files `media/STEP-NAME.png` or `.txt` that callbacks wrote."""
+"""Images and texts of a run for the report: files `media/STEP-NAME.png` or `.txt` that callbacks
+wrote.
+"""
 
 import base64
 import pathlib
@@ -9,16 +11,25 @@ Json = dict[str, Any]
 FOLDER = "media"
 NAME = re.compile(r"(\d{1,15})-(.+)\.(png|jpg|jpeg|gif|txt)", re.IGNORECASE)
 TYPES = {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "gif": "image/gif"}
-TEXT, IMAGE, PAGE = 20_000, 1_000_000, 4_000_000  # bytes at most: of a text, which is cut, of an image, of all
+TEXT, IMAGE, PAGE = (
+    20_000,
+    1_000_000,
+    4_000_000,
+)  # bytes at most: of a text, which is cut, of an image, of all
 
 
 def read(directory: pathlib.Path, most: int = PAGE) -> Json:
-    """Return {"items": [{step, name, and text or image}, ...] by step, "omitted": the number of files}.
+    """Return {"items": [{step, name, and text or image}, ...] by step, "omitted": the number of
+    files}.
 
-    image: a data URI. most: the bytes of all; the files of the last steps come first. Larger images are omitted.
-    """
+    image: a data URI. most: the bytes of all; the files of the last steps come first. Larger images
+    are omitted."""
     folder, items, omitted = directory / FOLDER, [], 0
-    files = [(int(match[1]), file.name, match) for file in _files(folder) if (match := NAME.fullmatch(file.name))]
+    files = [
+        (int(match[1]), file.name, match)
+        for file in _files(folder)
+        if (match := NAME.fullmatch(file.name))
+    ]
     for step, name, match in sorted(files, key=lambda x: x[:2], reverse=True):
         kind = match[3].lower()
         limit = TEXT if kind == "txt" else IMAGE
@@ -33,7 +44,9 @@ def read(directory: pathlib.Path, most: int = PAGE) -> Json:
         most -= len(content)
         item: Json = {"step": step, "name": match[2]}
         if kind == "txt":
-            item["text"] = content[:limit].decode("utf-8", "replace") + ("\n[cut]" if len(content) > limit else "")
+            item["text"] = content[:limit].decode("utf-8", "replace") + (
+                "\n[cut]" if len(content) > limit else ""
+            )
         else:
             item["image"] = f"data:{TYPES[kind]};base64,{base64.b64encode(content).decode()}"
         items.append(item)

@@ -23,18 +23,20 @@ SPLITS = ("train", "eval", "final")
 def read_run(directory: pathlib.Path, alive: bool | None = None, runs: int = 1) -> Json:
     """Return all data that the page shows of one run.
 
-    alive: whether a process trains in the directory; None: test its lock. Do not use None in the process that has the
-    lock: closing a file releases all locks of the process on it.
-    runs: the number of runs of the page; of several, the diff and histograms are left out, and each has its share of
-    the media.
-    Raises UsageError if this is not a run directory, if it has no metrics yet, or if another version or program wrote
-    lines in it that cannot be read.
+    alive: whether a process trains in the directory; None: test its lock. Do not use None in the
+    process that has the lock: closing a file releases all locks of the process on it.
+    runs: the number of runs of the page; of several, the diff and histograms are left out, and each
+    has its share of the media.
+    Raises UsageError if this is not a run directory, if it has no metrics yet, or if another
+    version or program wrote lines in it that cannot be read.
     """
     check(directory)
     records, lines = sample(directory / "metrics.jsonl", LINES // runs)
     events = read(directory / kinds.NAME)
     if not records and not events:
-        raise UsageError(f"report: {str(directory)!r} has no metrics yet; wait for the first line of metrics.jsonl")
+        raise UsageError(
+            f"report: {str(directory)!r} has no metrics yet; wait for the first line of metrics.jsonl"
+        )
     try:
         page = tables(directory, records, events, alive, runs)
     except UsageError:
@@ -45,25 +47,33 @@ def read_run(directory: pathlib.Path, alive: bool | None = None, runs: int = 1) 
             f"({type(error).__name__}: {one_line(error)}); use the version that its env.json names"
         ) from None
     if len(records) < lines:
-        page["environment"]["records"] = f"{len(records):,} of {lines:,} lines of metrics.jsonl, evenly spaced"
+        page["environment"]["records"] = (
+            f"{len(records):,} of {lines:,} lines of metrics.jsonl, evenly spaced"
+        )
     return page
 
 
-def tables(directory: pathlib.Path, records: list[Json], events: list[Json], alive: bool | None, runs: int) -> Json:
+def tables(
+    directory: pathlib.Path, records: list[Json], events: list[Json], alive: bool | None, runs: int
+) -> Json:
     """Return the data of `read_run`."""
     records = [r for r in records if r.get("split") in SPLITS]  # a callback may write others
     if not all(type(r.get("step")) is int for r in records):
         raise ValueError("metrics.jsonl: a line needs a step")
     if not all(type(e.get("t")) in (int, float) and type(e.get("kind")) is str for e in events):
         raise ValueError("events.jsonl: a line needs t (seconds) and kind")
-    config, env, layout = (mapping(directory / name) for name in ("config.yaml", "env.json", "layout.json"))
+    config, env, layout = (
+        mapping(directory / name) for name in ("config.yaml", "env.json", "layout.json")
+    )
     alive = is_held(directory) if alive is None else alive
     sessions = spent.sessions(records, events)
     unclean = [s for s in (sessions[:-1] if alive else sessions) if s["how"] is None]
     events += skipped(records) + [{"t": s["end"], "kind": "stopped"} for s in unclean]
     charts = [e for e in events if e["kind"] == histograms.KIND]
     events = [e for e in events if e["kind"] != histograms.KIND]
-    events.sort(key=lambda e: e["t"] if e["t"] is not None else math.inf)  # skipped updates may have no time
+    events.sort(
+        key=lambda e: e["t"] if e["t"] is not None else math.inf
+    )  # skipped updates may have no time
     return {
         "name": directory.resolve().name,
         "path": str(directory),
@@ -76,7 +86,9 @@ def tables(directory: pathlib.Path, records: list[Json], events: list[Json], ali
         "sessions": sessions,
         "layout": layout,
         "config": flat(config),
-        "environment": {name: value for name, value in flat(env).items() if name != "topology.pids"},
+        "environment": {
+            name: value for name, value in flat(env).items() if name != "topology.pids"
+        },
         "diff": text(directory / "git.diff") if runs == 1 else "",
         "histograms": histograms.by_name(charts) if runs == 1 else {},
         "media": media.read(directory, media.PAGE // runs),
@@ -86,7 +98,9 @@ def tables(directory: pathlib.Path, records: list[Json], events: list[Json], ali
 def check(directory: pathlib.Path) -> None:
     """Raise UsageError if this is not a run directory."""
     if not directory.is_dir():
-        raise UsageError(f"report: no run {str(directory)!r}; give a run directory, such as runs/digits")
+        raise UsageError(
+            f"report: no run {str(directory)!r}; give a run directory, such as runs/digits"
+        )
     if not any((directory / name).is_file() for name in ("metrics.jsonl", "env.json")):
         raise UsageError(
             f"report: {str(directory)!r} is not a run directory: it has neither metrics.jsonl nor env.json; give one "
@@ -107,7 +121,8 @@ def is_held(directory: pathlib.Path) -> bool:
 
 
 def state(records: list[Json], events: list[Json], alive: bool) -> Json:
-    """Return {"word", "reason"}: running, finished, preempted, failed, or stopped (it logged no final event).
+    """Return {"word", "reason"}: running, finished, preempted, failed, or stopped (it logged no
+    final event).
 
     reason: the reason in the final event, if any.
     """
@@ -118,13 +133,17 @@ def state(records: list[Json], events: list[Json], alive: bool) -> Json:
         done = bool(records) and records[-1]["split"] == "final"
         return {"word": "finished" if done else "stopped", "reason": ""}
     last = known[-1]
-    if last["kind"] in kinds.ENDS and last["kind"] != "regroup":  # after one, another session begins
+    if (
+        last["kind"] in kinds.ENDS and last["kind"] != "regroup"
+    ):  # after one, another session begins
         return {"word": last["kind"], "reason": last.get("reason", "")}
     return {"word": "stopped", "reason": "it logged no final event: killed, or its host went down"}
 
 
 def final_numbers(records: list[Json]) -> Json:
-    """Return the last evaluation, or the last update's record, with `split` and `step`, and the last throughput."""
+    """Return the last evaluation, or the last update's record, with `split` and `step`, and the
+    last throughput.
+    """
     last = {r["split"]: r for r in records}
     final = last.get("final") or last.get("eval") or last.get("train", {})
     rates = {name: value for name, value in last.get("train", {}).items() if name in RATES}
@@ -139,18 +158,24 @@ def skipped(records: Iterable[Json]) -> list[Json]:
         if record["split"] == "train" and count is not None:
             if count > before:
                 events.append(
-                    {"t": record.get("time"), "kind": "skipped", "step": record["step"], "updates": int(count - before)}
+                    {
+                        "t": record.get("time"),
+                        "kind": "skipped",
+                        "step": record["step"],
+                        "updates": int(count - before),
+                    }
                 )
             before = count
     return events
 
 
 def columns(records: list[Json]) -> Json:
-    """Return {name: one value per record, or a single value if all are equal}, with six significant digits.
+    """Return {name: one value per record, or a single value if all are equal}, with six significant
+    digits.
 
-    `step` always has one value per record. null: the record lacks it; "nan" and "inf" stay strings; non-numbers are
-    dropped. `time` is the milliseconds since the previous record, for the first record since the epoch.
-    """
+    `step` always has one value per record. null: the record lacks it; "nan" and "inf" stay strings;
+    non-numbers are dropped. `time` is the milliseconds since the previous record, for the first
+    record since the epoch."""
     names: dict[str, None] = {}
     for record in records:
         for name, value in record.items():
@@ -160,13 +185,19 @@ def columns(records: list[Json]) -> Json:
     for name in names:
         values = [r.get(name) for r in records]
         table[name] = differences(values) if name == "time" else [rounded(v) for v in values]
-        if len(records) > 1 and name not in ("step", "time") and table[name].count(table[name][0]) == len(records):
+        if (
+            len(records) > 1
+            and name not in ("step", "time")
+            and table[name].count(table[name][0]) == len(records)
+        ):
             table[name] = table[name][0]
     return table
 
 
 def differences(times: list[float | None]) -> list[int]:
-    """Convert times in seconds to integer milliseconds since the previous; a missing time counts as the previous."""
+    """Convert times in seconds to integer milliseconds since the previous; a missing time counts as
+    the previous.
+    """
     result, before = [], 0
     for time in times:
         now = before if time is None else round(1000 * float(time))
@@ -176,7 +207,9 @@ def differences(times: list[float | None]) -> list[int]:
 
 
 def rounded(value: Any) -> Any:
-    """Round a number to six significant digits, in as few characters as possible in JSON; None if it is no number."""
+    """Round a number to six significant digits, in as few characters as possible in JSON; None if
+    it is no number.
+    """
     if type(value) is not float:
         return value if type(value) is int or _is_number(value) else None
     if not math.isfinite(value):
@@ -186,14 +219,22 @@ def rounded(value: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) or value in ("nan", "inf", "-inf")  # `jsonl.dump` writes those as strings
+    return type(value) in (int, float) or value in (
+        "nan",
+        "inf",
+        "-inf",
+    )  # `jsonl.dump` writes those as strings
 
 
 def flat(tree: Any, path: str = "") -> dict[str, Any]:
     """Flatten nested mappings to {dotted key: value}; lists and empty mappings stay values."""
     if not isinstance(tree, Mapping) or not tree:
         return {path: tree} if path else {}
-    return {k: v for name, value in tree.items() for k, v in flat(value, f"{path}.{name}" if path else name).items()}
+    return {
+        k: v
+        for name, value in tree.items()
+        for k, v in flat(value, f"{path}.{name}" if path else name).items()
+    }
 
 
 def text(file: pathlib.Path, most: int = 250_000) -> str:
@@ -206,7 +247,8 @@ def text(file: pathlib.Path, most: int = 250_000) -> str:
 
 
 def mapping(file: pathlib.Path) -> Json:
-    """Return the mapping in a YAML or JSON file, with non-finite numbers as strings; {} if it is missing.
+    """Return the mapping in a YAML or JSON file, with non-finite numbers as strings; {} if it is
+    missing.
 
     Raises UsageError if the file is damaged.
     """
@@ -219,4 +261,6 @@ def mapping(file: pathlib.Path) -> Json:
             raise ValueError("not a mapping")
         return json.loads(json.dumps(content, default=str), parse_constant=str)
     except (RecursionError, TypeError, ValueError) as error:
-        raise UsageError(f"report: {str(file)!r} is damaged ({one_line(error)[:200]}); restore or remove it") from None
+        raise UsageError(
+            f"report: {str(file)!r} is damaged ({one_line(error)[:200]}); restore or remove it"
+        ) from None

@@ -9,7 +9,8 @@ Json = dict[str, Any]
 
 
 def sessions(records: list[Json], events: list[Json]) -> list[Json]:
-    """Return the periods of training: start, end (seconds since the epoch), first (step), how (it ended, or None).
+    """Return the periods of training: start, end (seconds since the epoch), first (step), how (it
+    ended, or None).
 
     A session without a final event ends at its last record or event. Empty without events.
     """
@@ -18,7 +19,9 @@ def sessions(records: list[Json], events: list[Json]) -> list[Json]:
     result = []
     for begin, after in zip(starts, [*starts[1:], None]):
         inside = [t for t in times if t >= begin["t"] and (after is None or t < after["t"])]
-        inside = inside or [begin["t"]]  # the clock was set back before the next session, or differs between hosts
+        inside = inside or [
+            begin["t"]
+        ]  # the clock was set back before the next session, or differs between hosts
         ends = [e for e in events if e["kind"] in ENDS and begin["t"] <= e["t"] <= max(inside)]
         if after is not None:
             ends = [e for e in ends if e["t"] < after["t"]]
@@ -29,19 +32,25 @@ def sessions(records: list[Json], events: list[Json]) -> list[Json]:
 
 
 def seconds(records: list[Json], events: list[Json]) -> Json:
-    """Return the total seconds from the first start to the last record or event, and the parts of it.
+    """Return the total seconds from the first start to the last record or event, and the parts of
+    it.
 
-    starting: from a start to the end of its first update; updates: the device's work, and anything inseparable from it;
-    input: the loop waited for data; evaluation; saving: the loop was blocked by it; again: updates of an elastic job
-    that were lost and made again; down: no process trained; other: the rest. The later of two records sets the time of
-    all updates between them. Empty without events, or if the clock was set back.
-    """
+    starting: from a start to the end of its first update; updates: the device's work, and anything
+    inseparable from it; input: the loop waited for data; evaluation; saving: the loop was blocked
+    by it; again: updates of an elastic job that were lost and made again; down: no process trained;
+    other: the rest. The later of two records sets the time of all updates between them. Empty
+    without events, or if the clock was set back."""
     spans = sessions(records, events)
     if not spans:
         return {}
-    parts = dict.fromkeys(("starting", "updates", "input", "evaluation", "saving", "again", "down"), 0.0)
+    parts = dict.fromkeys(
+        ("starting", "updates", "input", "evaluation", "saving", "again", "down"), 0.0
+    )
     for span, after in zip(spans, [*spans[1:], None]):
-        inside = lambda t, span=span: t is not None and span["start"] <= t <= span["end"]
+
+        def inside(t, span=span):
+            return t is not None and span["start"] <= t <= span["end"]
+
         first = [e for e in events if e["kind"] == "first_update" and inside(e["t"])]
         parts["starting"] += (first[0]["t"] if first else span["end"]) - span["start"]
         before = first[0].get("step", 0) if first else span["first"]
@@ -53,7 +62,9 @@ def seconds(records: list[Json], events: list[Json]) -> Json:
                 parts["updates"] += work * (1 - waited)
                 before = r["step"]
         parts["down"] += max(after["start"] - span["end"], 0.0) if after else 0.0
-    parts["evaluation"] = sum(_number(e.get("seconds")) for e in events if e["kind"] == "evaluation")
+    parts["evaluation"] = sum(
+        _number(e.get("seconds")) for e in events if e["kind"] == "evaluation"
+    )
     parts["saving"] = sum(_number(e.get("blocked")) for e in events)
     times = [t for r in records if r["split"] == "train" and (t := _number(r.get("step_time_ms")))]
     lost = sum(_number(e.get("again")) for e in events)

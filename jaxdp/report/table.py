@@ -19,11 +19,22 @@ def ranked(runs: Sequence[Json], metric: str) -> list[Json]:
 
     Raises UsageError if they have metrics, but none has this one.
     """
-    of_batch = lambda run: "loss_of" in run["numbers"] or run["numbers"].get("split", "train") == "train"
-    if not all(map(of_batch, runs)):  # do not compare the metrics of a training batch with those of an evaluation
-        rates = lambda run: {name: x for name, x in run["numbers"].items() if name in ("step", *RATES)}
+
+    def of_batch(run):
+        return "loss_of" in run["numbers"] or run["numbers"].get("split", "train") == "train"
+
+    if not all(
+        map(of_batch, runs)
+    ):  # do not compare the metrics of a training batch with those of an evaluation
+
+        def rates(run):
+            return {name: x for name, x in run["numbers"].items() if name in ("step", *RATES)}
+
         runs = [{**run, "numbers": rates(run)} if of_batch(run) else run for run in runs]
-    known = sorted({name for run in runs for name in run["numbers"]} - {"step", "split", "time", "params_sha256"})
+    known = sorted(
+        {name for run in runs for name in run["numbers"]}
+        - {"step", "split", "time", "params_sha256"}
+    )
     if known and metric not in known:
         hint = suggest(metric, known, 0.5, f"known: {', '.join(known)}")
         raise UsageError(f"--metric: no run has {metric!r}; {hint}")
@@ -41,14 +52,29 @@ def table(runs: Sequence[Json], metric: str) -> str:
     """Return lines with each run's metrics and the keys in which the runs differ."""
     keys = {key: None for run in runs for key in run["config"] if key != "run_dir"}
     differ = [key for key in keys if len({json.dumps(run["config"].get(key)) for run in runs}) > 1]
-    metrics = [metric, *(name for name in METRICS if name != metric and any(name in run["numbers"] for run in runs))]
+    metrics = [
+        metric,
+        *(
+            name
+            for name in METRICS
+            if name != metric and any(name in run["numbers"] for run in runs)
+        ),
+    ]
     rows = [[*metrics, "step", *differ, "run"]]
     for run in runs:
         shown = [run["numbers"].get(name) for name in (*metrics, "step")]
         values = [json.dumps(run["config"].get(key)).strip('"') for key in differ]
         marks = [] if run["state"]["word"] == "finished" else [run["state"]["word"]]
-        if run["config"].get("audit.action") == "warn" and any(e["kind"] == "audit_failed" for e in run["events"]):
+        if run["config"].get("audit.action") == "warn" and any(
+            e["kind"] == "audit_failed" for e in run["events"]
+        ):
             marks.append("wrong device")
         name = f"{run['name']} ({', '.join(marks)})" if marks else run["name"]
-        rows.append([*(f"{x:.6g}" if isinstance(x, int | float) else str(x or "-") for x in shown), *values, name])
+        rows.append(
+            [
+                *(f"{x:.6g}" if isinstance(x, int | float) else str(x or "-") for x in shown),
+                *values,
+                name,
+            ]
+        )
     return "\n".join(numbers.table(rows))

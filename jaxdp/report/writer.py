@@ -1,4 +1,6 @@
-"""Write a run's report at its end, and during the run as long as that takes a negligible share of the time."""
+"""Write a run's report at its end, and during the run as long as that takes a negligible share of
+the time.
+"""
 
 import math
 import pathlib
@@ -15,7 +17,10 @@ from jaxdp.report.read import read_run
 
 NAME = "report.html"
 SHARE = 0.01  # the largest fraction of the time that writing may take during the run
-PAUSE = {"eval": 1.0, "train": 10.0}  # seconds from one report to the next, at least, by the split of the record
+PAUSE = {
+    "eval": 1.0,
+    "train": 10.0,
+}  # seconds from one report to the next, at least, by the split of the record
 
 
 def location(directory: pathlib.Path) -> str:
@@ -24,11 +29,14 @@ def location(directory: pathlib.Path) -> str:
 
 
 class Reports(Writer):
-    """A writer of `directory`/report.html that prints its path at the end; if writing fails, it warns once and training
-    continues. defaults: as for `html.render`."""
+    """A writer of `directory`/report.html that prints its path at the end; if writing fails, it
+    warns once and training continues. defaults: as for `html.render`."""
 
     def __init__(
-        self, directory: pathlib.Path, defaults: Mapping[str, Any] | None = None, events: NoEvents | None = None
+        self,
+        directory: pathlib.Path,
+        defaults: Mapping[str, Any] | None = None,
+        events: NoEvents | None = None,
     ):
         self.directory, self.defaults, self.events = directory, defaults, events or NoEvents()
         self.took, self.since = 0.0, time.monotonic()
@@ -40,7 +48,9 @@ class Reports(Writer):
             self.refresh(alive=True)
 
     def close(self) -> None:
-        if self.events.ended != "regroup" and self.refresh(alive=False):  # else other processes wait for this one
+        if self.events.ended != "regroup" and self.refresh(
+            alive=False
+        ):  # else other processes wait for this one
             safe_print.say(location(self.directory))
 
     def refresh(self, alive: bool) -> bool:
@@ -48,7 +58,10 @@ class Reports(Writer):
         began, written = time.monotonic(), False
         try:
             if alive is False or (self.directory / "metrics.jsonl").stat().st_size:
-                html.write(self.directory / NAME, html.render([read_run(self.directory, alive)], self.defaults))
+                html.write(
+                    self.directory / NAME,
+                    html.render([read_run(self.directory, alive)], self.defaults),
+                )
                 written = True
         except Exception as error:
             if not self.failed:

@@ -1,10 +1,10 @@
 """Stop all processes at the same point of the run, after any of them was asked to stop.
 
-A run passes a sequence of points, one before each operation that all processes do together (an update, a batch of an
-evaluation). A process that is asked to stop announces it. Every process receives the announcement in a thread, waits
-before its next point, and sends the number of points it has passed. All stop at the largest of these numbers, so no
-process waits in a collective for one that has stopped before it.
-"""
+A run passes a sequence of points, one before each operation that all processes do together (an
+update, a batch of an evaluation). A process that is asked to stop announces it. Every process
+receives the announcement in a thread, waits before its next point, and sends the number of points
+it has passed. All stop at the largest of these numbers, so no process waits in a collective for one
+that has stopped before it."""
 
 import contextlib
 import json
@@ -16,13 +16,17 @@ from jaxdp.distributed.context import Context
 from jaxdp.distributed.messages import integer, parse
 from jaxdp.errors import DistributedError
 
-SIGTERM_DEADLINE = 2.0  # seconds; short, since some launchers send SIGTERM to all when one process has died
+SIGTERM_DEADLINE = (
+    2.0  # seconds; short, since some launchers send SIGTERM to all when one process has died
+)
 DEADLINE = 20.0
 KINDS = ("save", "probe", "preempt", "halt", "regroup")
 
 
 class Agreement:
-    """The points that this process has passed, and the agreed stop. `request` may be called from any thread."""
+    """The points that this process has passed, and the agreed stop. `request` may be called from
+    any thread.
+    """
 
     def __init__(self, context: Context):
         self.context = context
@@ -45,8 +49,8 @@ class Agreement:
     def request(self, kind: str, why: str = "") -> None:
         """Ask all processes to stop; `point` returns {kind, why, rank} on all of them, once.
 
-        Nothing happens if the coordinator has gone or this generation has ended: `point` raises that.
-        """
+        Nothing happens if the coordinator has gone or this generation has ended: `point` raises
+        that."""
         request = {"kind": kind, "why": why, "rank": self.context.rank}
         with self._changed:
             if any(r["kind"] == kind for r in self._requests):
@@ -58,7 +62,8 @@ class Agreement:
             self._announce()
 
     def point(self) -> dict[str, Any] | None:
-        """Return the request that all processes stop for at this point, or None. Call it before each point.
+        """Return the request that all processes stop for at this point, or None. Call it before
+        each point.
 
         Raises GenerationEnded if another process of an elastic job was lost.
         """
@@ -84,31 +89,44 @@ class Agreement:
 
     def _admit(self, rank: int, name: str) -> None:
         """Ask all processes to regroup, since another one waits to join. Runs in the reader thread."""
-        threading.Thread(target=self.request, args=("regroup", f"{name} joins"), daemon=True).start()
+        threading.Thread(
+            target=self.request, args=("regroup", f"{name} joins"), daemon=True
+        ).start()
 
     def _announce(self) -> None:
         with self._changed:
-            request, turn = self._requests[0] if self._requests and not self._waiting else None, self._round
+            request, turn = (
+                self._requests[0] if self._requests and not self._waiting else None,
+                self._round,
+            )
         if self._member is not None and request is not None:
             self._member.announce(f"stop {turn}", json.dumps(request))
 
     def _receive(self, turn: int, text: str) -> None:
-        """Make this process wait before its next point. Runs in the reader thread, and must not block it."""
+        """Make this process wait before its next point. Runs in the reader thread, and must not
+        block it.
+        """
         request = parse(text, {"kind": KINDS, "why": str, "rank": range(self.context.size)})
         with self._changed:
             if request is None or self._waiting or turn != self._round:
                 return
             self._waiting = True
             passed = self.passed
-        threading.Thread(target=self._decide, args=(turn, passed, request), name="agreement", daemon=True).start()
+        threading.Thread(
+            target=self._decide, args=(turn, passed, request), name="agreement", daemon=True
+        ).start()
 
     def _decide(self, turn: int, passed: int, request: dict[str, Any]) -> None:
-        """Exchange the numbers of passed points; every process gets the same and makes the same decision."""
+        """Exchange the numbers of passed points; every process gets the same and makes the same
+        decision.
+        """
         assert self._member is not None
         limit = SIGTERM_DEADLINE if request["why"] == "SIGTERM" else DEADLINE
         ranks = range(self.context.size)
         try:
-            texts = self._member.exchange(f"stop {turn}", str(passed), ranks, limit, await_responsive=True)
+            texts = self._member.exchange(
+                f"stop {turn}", str(passed), ranks, limit, await_responsive=True
+            )
         except DistributedError as error:
             missing = [rank for rank in ranks if rank not in error.texts] if error.texts else []
             if missing and not self._member.elastic:  # else the coordinator ends the generation

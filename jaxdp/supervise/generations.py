@@ -22,10 +22,14 @@ AGAIN = 600.0  # seconds in which a process may end 3 generations because a conn
 STUCK = 60.0  # seconds until its process ends, on GPUs
 
 
-_failed: collections.deque[float] = collections.deque(maxlen=3)  # when this process ended a generation
+_failed: collections.deque[float] = collections.deque(
+    maxlen=3
+)  # when this process ended a generation
 
 
-def run_generations(train: Callable[[Context], T], context: Context, ended: Callable[[], None]) -> T:
+def run_generations(
+    train: Callable[[Context], T], context: Context, ended: Callable[[], None]
+) -> T:
     """Call `train` with the processes of each generation of the job, until it returns.
 
     ended: called after each generation, before the devices are closed.
@@ -40,7 +44,9 @@ def run_generations(train: Callable[[Context], T], context: Context, ended: Call
             if isinstance(error, Stopped) and error.kind == "regroup":
                 with contextlib.suppress(DistributedError):
                     context.barrier("regroup")
-                with contextlib.suppress(DistributedError):  # another process has ended the generation already
+                with contextlib.suppress(
+                    DistributedError
+                ):  # another process has ended the generation already
                     membership.joined().request("regroup", fault="")
             elif not has_ended(error):
                 raise
@@ -51,17 +57,20 @@ def run_generations(train: Callable[[Context], T], context: Context, ended: Call
 
 
 def wait_for_programs() -> None:
-    """Wait for the programs of an ended generation, for at most LOST seconds on CPU, and STUCK on GPUs.
+    """Wait for the programs of an ended generation, for at most LOST seconds on CPU, and STUCK on
+    GPUs.
 
-    One may wait for a message that Gloo has lost, and then the devices cannot be closed. Those of CPUs stay open until
-    this process ends, beside those of the next generation. GPUs must be closed first: this process ends, and joins the
-    next generation if a launcher starts it again. Call it while the results of all programs are still referenced.
-    """
+    One may wait for a message that Gloo has lost, and then the devices cannot be closed. Those of
+    CPUs stay open until this process ends, beside those of the next generation. GPUs must be closed
+    first: this process ends, and joins the next generation if a launcher starts it again. Call it
+    while the results of all programs are still referenced."""
     began, on_cpu = time.monotonic(), jax.default_backend() == "cpu"
     while any(not x.is_deleted() and not x.is_ready() for x in jax.live_arrays()):
         waited = time.monotonic() - began
         if on_cpu and waited > LOST:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(jax.local_devices()[0].client))  # it is never closed
+            ctypes.pythonapi.Py_IncRef(
+                ctypes.py_object(jax.local_devices()[0].client)
+            )  # it is never closed
             return
         if waited > STUCK:
             member = membership.joined()
@@ -77,24 +86,34 @@ def has_ended(error: BaseException) -> bool:
     member = membership.current()
     if member is None:
         return False
-    if isinstance(error, TooManyDevices) and (new := [*filter(membership.is_new, range(member.size))]):
+    if isinstance(error, TooManyDevices) and (
+        new := [*filter(membership.is_new, range(member.size))]
+    ):
         error.rank = member.rank if member.rank in new else new[0]
     if isinstance(error, UsageError) and error.rank is not None:
-        return error.rank != member.rank and membership.is_new(error.rank) and member.has_ended(VERDICT)
+        return (
+            error.rank != member.rank
+            and membership.is_new(error.rank)
+            and member.has_ended(VERDICT)
+        )
     if not faults.is_consequence(error):
         return member.has_ended(0.5)
     return member.has_ended(VERDICT) or end_generation(member)
 
 
 def end_generation(member: membership.Membership) -> bool:
-    """End the generation, since a collective has failed although no process was lost: a connection is broken.
+    """End the generation, since a collective has failed although no process was lost: a connection
+    is broken.
 
-    Returns False if it is not elastic, or if this would be the fourth time within ten minutes: then the process ends.
-    """
+    Returns False if it is not elastic, or if this would be the fourth time within ten minutes: then
+    the process ends."""
     now = time.monotonic()
     if not member.elastic or (len(_failed) == _failed.maxlen and now - _failed[0] < AGAIN):
         return False
     _failed.append(now)
     with contextlib.suppress(DistributedError):
-        member.request("regroup", fault=f"{member.name(member.rank)} has lost a connection, but no process has ended")
+        member.request(
+            "regroup",
+            fault=f"{member.name(member.rank)} has lost a connection, but no process has ended",
+        )
     return member.has_ended(VERDICT)

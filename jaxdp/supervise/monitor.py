@@ -26,17 +26,25 @@ class Stopped(Exception):
 
 
 class Monitor:
-    """The interface through which the training loop reports its progress. This base class does nothing."""
+    """The interface through which the training loop reports its progress. This base class does
+    nothing.
+    """
 
     def run_step(self, what: str, f: Callable[..., Any], *args: Any) -> Any:
-        """Run f(*args) in all processes and return its result. Raises Stopped if all stop before it."""
+        """Run f(*args) in all processes and return its result. Raises Stopped if all stop before
+        it.
+        """
         return f(*args)
 
     def sent(self, metrics: dict[str, Any]) -> None:
         """Report the metrics, on the device, of updates that were dispatched."""
 
-    def reading(self, batches: Iterator[tuple[range, Any]], start: int) -> Iterator[tuple[range, Any]]:
-        """Yield (the updates of a call, their data) from `batches`, which begin after update `start`."""
+    def reading(
+        self, batches: Iterator[tuple[range, Any]], start: int
+    ) -> Iterator[tuple[range, Any]]:
+        """Yield (the updates of a call, their data) from `batches`, which begin after update
+        `start`.
+        """
         return batches
 
     def suspend_timeout(self, where: str) -> contextlib.AbstractContextManager[None]:
@@ -59,7 +67,8 @@ class Monitor:
 
 
 class RunMonitor(Watchdog, Monitor):
-    """The monitor of a training job. minutes: between two saves, besides those of the loop; None for no such saves.
+    """The monitor of a training job. minutes: between two saves, besides those of the loop; None
+    for no such saves.
 
     last_save: when the last of these was asked for, of `time.monotonic`; None: now.
     """
@@ -102,7 +111,9 @@ class RunMonitor(Watchdog, Monitor):
             self._called.add(id(f))
         return result
 
-    def reading(self, batches: Iterator[tuple[range, Any]], start: int) -> Iterator[tuple[range, Any]]:
+    def reading(
+        self, batches: Iterator[tuple[range, Any]], start: int
+    ) -> Iterator[tuple[range, Any]]:
         last = start  # the last update whose data was read
         while True:
             self.at(f"waits for the data of update {last + 1}")

@@ -1,11 +1,12 @@
-"""Handle signals: SIGTERM, SIGUSR1, SIGHUP and SIGINT ask a run to save and end, SIGUSR2 to profile its next updates.
+"""Handle signals: SIGTERM, SIGUSR1, SIGHUP and SIGINT ask a run to save and end, SIGUSR2 to profile
+its next updates.
 
-They take effect at once, even during a compilation or a collective. Before the first update there is nothing to save,
-and whatever the start waits for may never come: then a signal ends the process.
+They take effect at once, even during a compilation or a collective. Before the first update there
+is nothing to save, and whatever the start waits for may never come: then a signal ends the process.
 
-Python runs a signal handler between two instructions of the main thread, which may be inside XLA for minutes. So the
-interpreter writes each signal number to a socket (`signal.set_wakeup_fd`), from which a thread reads it.
-"""
+Python runs a signal handler between two instructions of the main thread, which may be inside XLA
+for minutes. So the interpreter writes each signal number to a socket (`signal.set_wakeup_fd`), from
+which a thread reads it."""
 
 import os
 import signal
@@ -35,9 +36,10 @@ def listen(end_start: Callable[[str], None] | None = None, interrupts: bool = Fa
     """Start to handle the signals. Call it in the main thread. Pending signals are handled now.
 
     Args:
-        end_start: called in a thread, after the listeners, with the name of a signal before `has_started`;
-            None: a signal never ends the process.
-        interrupts: SIGINT raises KeyboardInterrupt instead, before `has_started`: a notebook must not end.
+        end_start: called in a thread, after the listeners, with the name of a signal before
+            `has_started`; None: a signal never ends the process.
+        interrupts: SIGINT raises KeyboardInterrupt instead, before `has_started`: a notebook must
+            not end.
     """
     global _socket, _end_start, _interrupts
     if _socket is not None:
@@ -70,20 +72,26 @@ def deliver() -> None:
 
 
 def act() -> None:
-    """Install the handlers again after `listen`, in case a library replaced one: MPICH takes SIGUSR1 at its start."""
+    """Install the handlers again after `listen`, in case a library replaced one: MPICH takes
+    SIGUSR1 at its start.
+    """
     if _socket is not None:
         for number in _previous:
             signal.signal(number, _interrupt)
 
 
 def _interrupt(number: int, frame: Any) -> None:
-    """Handle a signal in the main thread, which may be inside XLA for minutes; `_report` does all that cannot wait."""
+    """Handle a signal in the main thread, which may be inside XLA for minutes; `_report` does all
+    that cannot wait.
+    """
     if number == signal.SIGINT and _interrupts and is_starting():
         raise KeyboardInterrupt
 
 
 def end_at_once(code: int) -> None:
-    """Exit with `code` on a signal, as long as this command has started no process. Call it in the main thread."""
+    """Exit with `code` on a signal, as long as this command has started no process. Call it in the
+    main thread.
+    """
 
     def end(number: int, frame: Any) -> None:
         os._exit(code)  # an exception may be lost, such as in a callback of the garbage collector
@@ -94,7 +102,9 @@ def end_at_once(code: int) -> None:
 
 
 def restore() -> None:
-    """Restore the handlers from before `listen`, and forget received signals. Call it in the main thread."""
+    """Restore the handlers from before `listen`, and forget received signals. Call it in the main
+    thread.
+    """
     global _socket
     if _socket is None:
         return
@@ -110,7 +120,9 @@ def restore() -> None:
 
 
 def _forget() -> None:
-    """Restore the default handlers in a forked child, such as a data worker, so that signals end it."""
+    """Restore the default handlers in a forked child, such as a data worker, so that signals end
+    it.
+    """
     signal.set_wakeup_fd(-1)
     for number in handled():
         signal.signal(number, signal.SIG_DFL)
@@ -122,7 +134,9 @@ def unsubscribe(listener: Callable[[str], None]) -> None:
 
 
 def subscribe(listener: Callable[[str], None]) -> None:
-    """Call `listener`, in a thread, with the name of every signal; first with those already received."""
+    """Call `listener`, in a thread, with the name of every signal; first with those already
+    received.
+    """
     with _lock:
         _listeners.append(listener)
         earlier = list(_received)
@@ -140,7 +154,9 @@ def _read(reader: socket.socket) -> None:
 
 def _report(name: str) -> None:
     if name == "SIGINT" and "SIGINT" in _received:
-        os.write(2, b"jaxdp: a second SIGINT: ends at once; checkpoints reported as saved are complete\n")
+        os.write(
+            2, b"jaxdp: a second SIGINT: ends at once; checkpoints reported as saved are complete\n"
+        )
         os._exit(1)
     with _lock:
         _received.append(name)

@@ -1,7 +1,8 @@
-"""The watchdog of a run: if the run makes no progress, every process writes its stacks and position, and the run ends.
+"""The watchdog of a run: if the run makes no progress, every process writes its stacks and
+position, and the run ends.
 
-Progress is an update finished by the device, or a point passed by the run. While a process compiles, saves or restores,
-the timeout is suspended on all processes.
+Progress is an update finished by the device, or a point passed by the run. While a process
+compiles, saves or restores, the timeout is suspended on all processes.
 """
 
 import collections
@@ -27,13 +28,21 @@ ANSWERS = 4.0  # seconds within which the other processes must report their posi
 
 
 class Watchdog:
-    """The watchdog of one process. timeout: seconds without progress, for each update of a call; None for no limit.
+    """The watchdog of one process. timeout: seconds without progress, for each update of a call;
+    None for no limit.
 
     directory: that of stacks/rank_N.txt. factor: see `straggler`.
     """
 
-    def __init__(self, context: Context, directory: pathlib.Path, timeout: float | None, factor: float = 2.0):
-        self.context, self.directory, self.timeout, self.factor = context, directory, timeout, factor
+    def __init__(
+        self, context: Context, directory: pathlib.Path, timeout: float | None, factor: float = 2.0
+    ):
+        self.context, self.directory, self.timeout, self.factor = (
+            context,
+            directory,
+            timeout,
+            factor,
+        )
         self.where = "begins"
         self.passed = 0
         self.updates = 1  # number of updates in a call
@@ -43,7 +52,10 @@ class Watchdog:
         self._sent: collections.deque[dict[str, Any]] = collections.deque()
         self._member = membership.current()
         if self._member is not None:
-            answer = lambda rank, text: threading.Thread(target=self._answer, args=(rank, text), daemon=True).start()
+
+            def answer(rank, text):
+                return threading.Thread(target=self._answer, args=(rank, text), daemon=True).start()
+
             self._member.on("stuck", answer)
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._work, name="watchdog", daemon=True)
@@ -61,7 +73,9 @@ class Watchdog:
         self._progress = time.monotonic()
 
     def sent(self, metrics: dict[str, Any]) -> None:
-        """Record the metrics of a dispatched call; when the device has them, that counts as progress."""
+        """Record the metrics of a dispatched call; when the device has them, that counts as
+        progress.
+        """
         self.updates = max(1, metrics["loss"].size)
         self._sent.append(metrics)
 
@@ -82,14 +96,17 @@ class Watchdog:
         """Do what else is to be done at every check."""
 
     def worked(self, seconds: float) -> None:
-        """Record the time of this process's own work between two updates: mostly waiting for its data."""
+        """Record the time of this process's own work between two updates: mostly waiting for its
+        data.
+        """
         self.own_ms = 0.9 * self.own_ms + 100.0 * seconds if self.own_ms else 1e3 * seconds
 
     def straggler(self, step_ms: float) -> dict[str, float]:
-        """Return {straggler: rank, straggler_ms} if a process's own work takes `factor` times the others' median.
+        """Return {straggler: rank, straggler_ms} if a process's own work takes `factor` times the
+        others' median.
 
-        Empty if that work is less than a tenth of the update's time, or until every process has reported its own.
-        """
+        Empty if that work is less than a tenth of the update's time, or until every process has
+        reported its own."""
         if self._member is None or not self.context.is_root:  # root writes the metrics
             return {}
         with contextlib.suppress(DistributedError):
@@ -103,7 +120,10 @@ class Watchdog:
 
     def _note(self) -> None:
         if self._member is not None:
-            self._member.note = {"suspended": bool(self._suspended), "own_ms": round(self.own_ms, 6)}
+            self._member.note = {
+                "suspended": bool(self._suspended),
+                "own_ms": round(self.own_ms, 6),
+            }
 
     def _work(self) -> None:
         checked_at = time.monotonic()
@@ -118,7 +138,11 @@ class Watchdog:
                 self._progress = time.monotonic()
             self.each_check()
             idle = time.monotonic() - self._progress
-            if self.timeout is not None and idle > self.timeout * self._updates() and not self._suspended:
+            if (
+                self.timeout is not None
+                and idle > self.timeout * self._updates()
+                and not self._suspended
+            ):
                 with contextlib.suppress(DistributedError):
                     self._stuck(idle)
 
@@ -128,7 +152,9 @@ class Watchdog:
         return max(1, self.updates, *sizes)
 
     def _stuck(self, idle: float) -> None:
-        """End the run after `idle` seconds without progress, unless a process that still responds is suspended."""
+        """End the run after `idle` seconds without progress, unless a process that still responds
+        is suspended.
+        """
         member = self._member
         if member is not None and member.ended is None:
             suspended = member.beats(suspended=True).keys()
@@ -136,10 +162,14 @@ class Watchdog:
                 return
         each = f" for each of {self._updates()} updates" if self._updates() > 1 else ""
         text = f"no progress for {idle:.0f} s (watchdog.step_timeout: {self.timeout:g}{each})"
-        if member is None or member.ended is not None:  # the others of an ended generation do not wait in this call
+        if (
+            member is None or member.ended is not None
+        ):  # the others of an ended generation do not wait in this call
             self._write_stacks()
             faults.record(f"{text}: {self._position()['where']}")
-            sys.stderr.write(f"jaxdp: {text}: {self._position()['where']}; stacks in {self.directory / 'stacks'}\n")
+            sys.stderr.write(
+                f"jaxdp: {text}: {self._position()['where']}; stacks in {self.directory / 'stacks'}\n"
+            )
             leave(1)
         member.announce("stuck", text)
         time.sleep(3 * ANSWERS)  # `_answer` ends this process
@@ -147,8 +177,8 @@ class Watchdog:
     def _answer(self, author: int, text: str) -> None:
         """Exchange the positions of all processes after `author` has announced a hang.
 
-        A process that is behind reports it, or the author: that one ends, and in an elastic job the others continue.
-        """
+        A process that is behind reports it, or the author: that one ends, and in an elastic job the
+        others continue."""
         assert self._member is not None
         self._write_stacks()
         texts: dict[int, str] = {}
@@ -164,7 +194,9 @@ class Watchdog:
         answers = {rank: answer for rank, t in texts.items() if (answer := parse(t, shape))}
         late = behind(answers) if len(answers) == self.context.size else []
         if self.context.rank in (late if 0 < len(late) < self.context.size else [author]):
-            text = f"{text}: {verdict(answers, self.context)}; stacks in {self.directory / 'stacks'}"
+            text = (
+                f"{text}: {verdict(answers, self.context)}; stacks in {self.directory / 'stacks'}"
+            )
             if self._member.report_fault(text):
                 self._member.end_process(text, 1, self.context.rank)
 
@@ -176,7 +208,9 @@ class Watchdog:
             (self.directory / "stacks").mkdir(exist_ok=True)
             path = self.directory / "stacks" / f"rank_{self.context.rank}.txt"
             with open(path, "w", encoding="utf-8", opener=rundir.no_link) as file:
-                file.write(f"rank {self.context.rank} on {self.context.hosts[self.context.rank]}: {self.where}\n\n")
+                file.write(
+                    f"rank {self.context.rank} on {self.context.hosts[self.context.rank]}: {self.where}\n\n"
+                )
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
 
@@ -204,7 +238,9 @@ def verdict(answers: dict[int, dict[str, Any]], context: Context) -> str:
 
 
 def innermost(where: str) -> str:
-    """Return the current line of the main thread, or of the prefetch thread if the main thread waits for data."""
+    """Return the current line of the main thread, or of the prefetch thread if the main thread
+    waits for data.
+    """
     threads = {thread.name: thread.ident for thread in threading.enumerate()}
     ident = threads.get("jaxdp-prefetch") if "data" in where else None
     frame = sys._current_frames().get(ident or threading.main_thread().ident or 0)

@@ -6,9 +6,9 @@
     on_save(step, path)         when the checkpoint of update `step` has been started
     on_end(record)              after the final record
 
-Each method is optional. `StopTraining`, raised by any rank in `on_eval`, ends training after this evaluation.
-A callback with `state_dict()` (JSON) and `load_state_dict(state)` resumes with the state of the checkpoint.
-"""
+Each method is optional. `StopTraining`, raised by any rank in `on_eval`, ends training after this
+evaluation. A callback with `state_dict()` (JSON) and `load_state_dict(state)` resumes with the
+state of the checkpoint."""
 
 import inspect
 import json
@@ -46,9 +46,16 @@ class Callbacks:
     entries: [target, args] of each, to find its state in a checkpoint.
     """
 
-    def __init__(self, callbacks: Sequence[Any] = (), context: Context | None = None, entries: Sequence[Any] = ()):
+    def __init__(
+        self,
+        callbacks: Sequence[Any] = (),
+        context: Context | None = None,
+        entries: Sequence[Any] = (),
+    ):
         self.callbacks, self.context = callbacks, context or Context()
-        self.entries = json.loads(json.dumps(entries or [[type(c).__qualname__, {}] for c in callbacks], default=str))
+        self.entries = json.loads(
+            json.dumps(entries or [[type(c).__qualname__, {}] for c in callbacks], default=str)
+        )
 
     def call(self, point: str, *args: Any) -> None:
         for callback in self.callbacks:
@@ -61,13 +68,19 @@ class Callbacks:
                 if isinstance(error, StopTraining) and point == "on_eval":
                     raise
                 name = f"{type(callback).__module__}.{type(callback).__qualname__}.{point}"
-                raise RunFailed(f"callbacks: {name} raised {type(error).__name__}: {error}") from error
+                raise RunFailed(
+                    f"callbacks: {name} raised {type(error).__name__}: {error}"
+                ) from error
 
     def on_update(self, updates: Sequence[int], metrics: Mapping[str, jax.Array]) -> None:
         """Call `on_update` for each update of a call; metrics: [] of one, [update] of several."""
         follows = any(hasattr(callback, "on_update") for callback in self.callbacks)
         for i, step in enumerate(updates if follows else ()):
-            self.call("on_update", step, metrics if len(updates) == 1 else {k: x[i] for k, x in metrics.items()})
+            self.call(
+                "on_update",
+                step,
+                metrics if len(updates) == 1 else {k: x[i] for k, x in metrics.items()},
+            )
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """Call `on_eval`; return the reason to end training, the same on all ranks, or None."""
@@ -78,35 +91,48 @@ class Callbacks:
             self.call("on_eval", step, dict(metrics))
         except StopTraining as stop:
             reason = str(stop) or "a callback"
-        reasons = self.context.exchange(f"stop at {step}", reason or "", SLOW)  # one rank may have more to do
+        reasons = self.context.exchange(
+            f"stop at {step}", reason or "", SLOW
+        )  # one rank may have more to do
         return next((reason for reason in reasons if reason), None)
 
     def state(self) -> dict[str, Any]:
-        """Return {'callback_states': [[entry, a copy of `state_dict()`], ...]}, which is saved with checkpoints.
+        """Return {'callback_states': [[entry, a copy of `state_dict()`], ...]}, which is saved with
+        checkpoints.
 
         Raises UsageError, with the name of the callback, if a state cannot be stored as JSON.
         """
         states = []
         for entry, c in zip(self.entries, self.callbacks):
             try:  # a copy, since the save thread reads it while the next updates run
-                states += [[entry, json.loads(json.dumps(c.state_dict()))]] if hasattr(c, "state_dict") else []
+                states += (
+                    [[entry, json.loads(json.dumps(c.state_dict()))]]
+                    if hasattr(c, "state_dict")
+                    else []
+                )
             except Exception as error:
                 why = f"{type(error).__name__}: {one_line(error)}; return numbers, texts, lists and dicts"
                 raise UsageError(f"{KEY}: {entry[0]}.state_dict failed: {why}") from error
         return {"callback_states": states} if states else {}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Restore each callback from the state of an equal entry in the metadata of a checkpoint; print what is not."""
+        """Restore each callback from the state of an equal entry in the metadata of a checkpoint;
+        print what is not.
+        """
         states, unnamed = [*saved.get("callback_states", [])], saved.get("callbacks", [])
         if len(unnamed) == len(self.callbacks):  # of an older version, which has no entries
-            states += [[entry, state] for entry, state in zip(self.entries, unnamed) if state is not None]
+            states += [
+                [entry, state] for entry, state in zip(self.entries, unnamed) if state is not None
+            ]
         for entry, callback in zip(self.entries, self.callbacks):
             pair = next((pair for pair in states if pair[0] == entry), None)
             if pair is not None and hasattr(callback, "load_state_dict"):
                 callback.load_state_dict(pair[1])
                 states.remove(pair)
         for (target, args), _ in states if self.context.is_root else ():
-            safe_print.say(f"{KEY}: the state of {target} {args} is not restored: no such callback loads it")
+            safe_print.say(
+                f"{KEY}: the state of {target} {args} is not restored: no such callback loads it"
+            )
 
 
 class EarlyStopping:
@@ -115,18 +141,27 @@ class EarlyStopping:
     Args:
         metric: its name.
         patience: the number of evaluations.
-        mode: 'min' or 'max'; None: 'min' if its name has loss, perplexity, error, entropy, mse or mae, else 'max'.
+        mode: 'min' or 'max'; None: 'min' if its name has loss, perplexity, error, entropy, mse or
+            mae, else 'max'.
         min_delta: the least improvement that counts.
 
-    A value that is not finite, or missing because no example counts for the metric, is no improvement.
-    """
+    A value that is not finite, or missing because no example counts for the metric, is no
+    improvement."""
 
-    def __init__(self, metric: str = "loss", patience: int = 3, mode: str | None = None, min_delta: float = 0.0):
+    def __init__(
+        self,
+        metric: str = "loss",
+        patience: int = 3,
+        mode: str | None = None,
+        min_delta: float = 0.0,
+    ):
         check_sizes(f"{KEY}.args", patience=patience)
         if mode not in (None, "min", "max"):
             raise UsageError(f"{KEY}.args.mode: {mode!r} is not min, max or null")
         if not 0 <= min_delta < math.inf:
-            raise UsageError(f"{KEY}.args.min_delta: {min_delta!r} is not a finite number of at least 0")
+            raise UsageError(
+                f"{KEY}.args.min_delta: {min_delta!r} is not a finite number of at least 0"
+            )
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
         self.sign = -1.0 if smaller_is_better(metric, mode) else 1.0
         self.best, self.best_step, self.waited = -sys.float_info.max, 0, 0  # finite, to be JSON
@@ -142,20 +177,30 @@ class EarlyStopping:
         self.waited += 1
         if self.waited >= self.patience:
             last = "" if math.isfinite(value) else f" (it is {value} at step {step})"
-            since = f"has not improved since step {self.best_step}" if self.best_step else "was never finite"
+            since = (
+                f"has not improved since step {self.best_step}"
+                if self.best_step
+                else "was never finite"
+            )
             raise StopTraining(f"{self.metric} {since}{last}")
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "best_step": self.best_step, "waited": self.waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.best, self.best_step, self.waited = float(state["best"]), int(state["best_step"]), int(state["waited"])
+        self.best, self.best_step, self.waited = (
+            float(state["best"]),
+            int(state["best_step"]),
+            int(state["waited"]),
+        )
 
 
 CALLBACKS: dict[str, Any] = {"EarlyStopping": EarlyStopping}
 
 
-def make_callbacks(entries: Sequence[Any], scripted: Mapping[str, Any], context: Context) -> Callbacks:
+def make_callbacks(
+    entries: Sequence[Any], scripted: Mapping[str, Any], context: Context
+) -> Callbacks:
     """Build the callbacks of a run.
 
     Args:
@@ -181,16 +226,24 @@ def make_callbacks(entries: Sequence[Any], scripted: Mapping[str, Any], context:
 
 
 def check_methods(name: str, callback: Any) -> None:
-    """Raise UsageError unless the methods `on_...` of a callback are those of `POINTS` and accept their arguments."""
+    """Raise UsageError unless the methods `on_...` of a callback are those of `POINTS` and accept
+    their arguments.
+    """
     methods = [method for method in dir(callback) if method.startswith("on_")]
-    if unknown := [method for method in methods if method not in POINTS and callable(getattr(callback, method))]:
+    if unknown := [
+        method for method in methods if method not in POINTS and callable(getattr(callback, method))
+    ]:
         hint = suggest(unknown[0], POINTS, 0.5, f"the methods are {', '.join(POINTS)}")
-        raise UsageError(f"{KEY}: {name!r} has a method {unknown[0]!r}, which is never called; {hint}")
+        raise UsageError(
+            f"{KEY}: {name!r} has a method {unknown[0]!r}, which is never called; {hint}"
+        )
     for method in POINTS.keys() & {*methods}:
         try:
             inspect.signature(getattr(callback, method)).bind(*POINTS[method])
         except TypeError as error:
             gets = ", ".join(POINTS[method])
-            raise UsageError(f"{KEY}: {name!r}: {method} is called with ({gets}), but {one_line(error)}") from None
+            raise UsageError(
+                f"{KEY}: {name!r}: {method} is called with ({gets}), but {one_line(error)}"
+            ) from None
     if not any(hasattr(callback, point) for point in POINTS):
         raise UsageError(f"{KEY}: {name!r} has none of the methods {', '.join(POINTS)}")

@@ -1,8 +1,9 @@
-"""Copy a run's state on its devices: the part of each device, and that of its neighbour in another process.
+"""Copy a run's state on its devices: the part of each device, and that of its neighbour in another
+process.
 
-The parts are the replicated leaves, number WHOLE, and the slices of the split leaves on one device, numbers 0 to
-`count` - 1. Neighbours exchange their slices in one `ppermute` for each 256 MB and dtype.
-"""
+The parts are the replicated leaves, number WHOLE, and the slices of the split leaves on one device,
+numbers 0 to `count` - 1. Neighbours exchange their slices in one `ppermute` for each 256 MB and
+dtype."""
 
 import math
 from collections import Counter
@@ -27,10 +28,10 @@ Box = tuple[tuple[int, int], ...]
 class Copies:
     """The program that copies the state of a strategy.
 
-    hosts[rank]. dims: of the leaves. count: the number of slices of the split leaves; 0: there are none. size: the
-    bytes that this process copies. shift: how many devices further the neighbour of a device is; 0: another process has
-    each slice already (hybrid sharding), or there is no other process.
-    """
+    hosts[rank]. dims: of the leaves. count: the number of slices of the split leaves; 0: there are
+    none. size: the bytes that this process copies. shift: how many devices further the neighbour of
+    a device is; 0: another process has each slice already (hybrid sharding), or there is no other
+    process."""
 
     def __init__(self, strategy: Strategy, hosts: Sequence[str]):
         leaves, self.mesh = jax.tree.leaves(strategy.abstract(padded=True)), strategy.mesh
@@ -38,26 +39,41 @@ class Copies:
         self.split = [i for i, d in enumerate(self.dims) if d != WHOLE]
         self.count = strategy.parts if self.split else 0
         processes = [d.process_index for d in self.devices]
-        self.numbers = slice_numbers(leaves[self.split[0]], self.dims[self.split[0]]) if self.split else {}
-        processes_of = Counter(number for number, _ in {(n, d.process_index) for d, n in self.numbers.items()})
+        self.numbers = (
+            slice_numbers(leaves[self.split[0]], self.dims[self.split[0]]) if self.split else {}
+        )
+        processes_of = Counter(
+            number for number, _ in {(n, d.process_index) for d, n in self.numbers.items()}
+        )
         self.shift = shift(processes, hosts) if min(processes_of.values(), default=2) < 2 else 0
         self.slices = [leaves[i].sharding.shard_shape(leaves[i].shape) for i in self.split]
-        sizes = [(leaves[i].dtype, math.prod(s) * leaves[i].dtype.itemsize) for i, s in zip(self.split, self.slices)]
+        sizes = [
+            (leaves[i].dtype, math.prod(s) * leaves[i].dtype.itemsize)
+            for i, s in zip(self.split, self.slices)
+        ]
         self.buckets = pack(sizes, BUCKET) if self.shift else []
-        whole = sum(x.dtype.itemsize * math.prod(x.shape) for x, d in zip(leaves, self.dims) if d == WHOLE)
-        local = min(processes.count(jax.process_index()), max(1, self.count)) * (2 if self.shift else 1)
+        whole = sum(
+            x.dtype.itemsize * math.prod(x.shape) for x, d in zip(leaves, self.dims) if d == WHOLE
+        )
+        local = min(processes.count(jax.process_index()), max(1, self.count)) * (
+            2 if self.shift else 1
+        )
         self.size = whole + local * sum(size for _, size in sizes)
         specs = [leaves[i].sharding.spec for i in self.split]
         axis, n = self.mesh.axis_names, len(self.devices)
         pairs = [((i + self.shift) % n, i) for i in range(n)]
 
         def exchange(slices: list[jax.Array]) -> list[jax.Array]:
-            flat = [jnp.concatenate([slices[i].ravel() for i in indices]) for indices in self.buckets]
+            flat = [
+                jnp.concatenate([slices[i].ravel() for i in indices]) for indices in self.buckets
+            ]
             return [jax.lax.ppermute(x, axis, pairs) for x in flat]
 
         def copy(state: TrainState) -> tuple[list[jax.Array], list[jax.Array]]:
             leaves = jax.tree.leaves(state)
-            exchanged = jax.shard_map(exchange, mesh=self.mesh, in_specs=(specs,), out_specs=P(axis), check_vma=False)
+            exchanged = jax.shard_map(
+                exchange, mesh=self.mesh, in_specs=(specs,), out_specs=P(axis), check_vma=False
+            )
             moved = exchanged([leaves[i] for i in self.split]) if self.shift else []
             return [jnp.copy(x) for x in leaves], moved
 
@@ -65,14 +81,18 @@ class Copies:
         self._copy = jax.jit(copy, out_shardings=shardings)
 
     def start(self, state: TrainState) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Start to copy an exported, padded state to host memory; return the arrays that `read` waits for."""
+        """Start to copy an exported, padded state to host memory; return the arrays that `read`
+        waits for.
+        """
         copied = self._copy(state)
         for x in jax.tree.leaves(copied):
             x.copy_to_host_async()
         return copied
 
     def read(self, copied: tuple[list[jax.Array], list[jax.Array]]) -> dict[int, list[np.ndarray]]:
-        """Return the arrays of each part that was copied. Raises JAX's errors if another process was lost meanwhile."""
+        """Return the arrays of each part that was copied. Raises JAX's errors if another process
+        was lost meanwhile.
+        """
         own, moved = copied
         parts = {WHOLE: jax.device_get([x for x, d in zip(own, self.dims) if d == WHOLE])}
         slices, flat = [by_device(own[i]) for i in self.split], [by_device(x) for x in moved]
@@ -97,7 +117,9 @@ class Copies:
 def slice_numbers(x: Any, dim: int) -> dict[jax.Device, int]:
     """Return the number of the slice that each device has of a leaf that is split along a dim."""
     size = x.sharding.shard_shape(x.shape)[dim]
-    return {d: (i[dim].start or 0) // size for d, i in x.sharding.devices_indices_map(x.shape).items()}
+    return {
+        d: (i[dim].start or 0) // size for d, i in x.sharding.devices_indices_map(x.shape).items()
+    }
 
 
 def by_device(x: jax.Array) -> dict[jax.Device, np.ndarray]:
@@ -105,7 +127,8 @@ def by_device(x: jax.Array) -> dict[jax.Device, np.ndarray]:
 
 
 def shift(processes: Sequence[int], hosts: Sequence[str]) -> int:
-    """Return the least shift along a circle of devices that takes most of them to another host, then process; 0: none.
+    """Return the least shift along a circle of devices that takes most of them to another host,
+    then process; 0: none.
 
     processes: of the devices. hosts[process].
     """
@@ -125,12 +148,18 @@ def box(index: Any, shape: Sequence[int]) -> Box:
 def assemble(
     shapes: Sequence[Any], dims: Sequence[int], parts: Iterable[tuple[int, Sequence[np.ndarray]]]
 ) -> list[jax.Array]:
-    """Return global arrays of these shapes and shardings from the parts of a state that was split in another way.
+    """Return global arrays of these shapes and shardings from the parts of a state that was split
+    in another way.
 
-    dims: along which it was split. parts: (number, arrays) of all parts; padding at the end of a dim is dropped.
-    """
-    indices = lambda x: x.sharding.addressable_devices_indices_map(x.shape).values()
-    empty = lambda x: np.empty(x.sharding.shard_shape(x.shape), x.dtype)
+    dims: along which it was split. parts: (number, arrays) of all parts; padding at the end of a
+    dim is dropped."""
+
+    def indices(x):
+        return x.sharding.addressable_devices_indices_map(x.shape).values()
+
+    def empty(x):
+        return np.empty(x.sharding.shard_shape(x.shape), x.dtype)
+
     shards = [{box(index, x.shape): empty(x) for index in indices(x)} for x in shapes]
     for part, arrays in parts:
         leaves = [i for i, d in enumerate(dims) if (d == WHOLE) == (part == WHOLE)]
@@ -138,7 +167,9 @@ def assemble(
             fill(shards[i], piece, dims[i], part * piece.shape[dims[i]] if part != WHOLE else 0)
 
     def place(x: Any, pieces: dict[Box, np.ndarray]) -> jax.Array:
-        return jax.make_array_from_callback(x.shape, x.sharding, lambda index: pieces[box(index, x.shape)].copy())
+        return jax.make_array_from_callback(
+            x.shape, x.sharding, lambda index: pieces[box(index, x.shape)].copy()
+        )
 
     return [place(x, pieces) for x, pieces in zip(shapes, shards)]
 
@@ -153,7 +184,10 @@ def fill(shards: Mapping[Box, np.ndarray], piece: np.ndarray, dim: int, first: i
         if dim != WHOLE:
             start, stop = bounds[dim]
             low, high = max(start, first), min(stop, first + piece.shape[dim])
-            source[dim], target[dim] = slice(low - first, high - first), slice(low - start, high - start)
+            source[dim], target[dim] = (
+                slice(low - first, high - first),
+                slice(low - start, high - start),
+            )
             if low >= high:
                 continue
         shard[tuple(target)] = piece[tuple(source)]

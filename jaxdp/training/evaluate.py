@@ -28,7 +28,10 @@ def evaluate(run: Run, program: Program, state: TrainState) -> Record:
     record: Record = {}
     for name, source in run.data.eval.items():
         try:
-            record |= {f"{name}/{k}" if name else k: v for k, v in of_set(run, source, program, state).items()}
+            record |= {
+                f"{name}/{k}" if name else k: v
+                for k, v in of_set(run, source, program, state).items()
+            }
         except UsageError as error:
             if type(error) is not UsageError:
                 raise
@@ -39,16 +42,22 @@ def evaluate(run: Run, program: Program, state: TrainState) -> Record:
 
 
 def not_finite(run: Run, record: Record) -> tuple[str, bool] | None:
-    """Return, on every rank, why a loss of an evaluation is not finite, and whether its examples are the cause; None if
-    all losses are finite. Reads the examples again."""
-    names = [name for name in run.data.eval if not math.isfinite(record[f"{name}/loss" if name else "loss"])]
+    """Return, on every rank, why a loss of an evaluation is not finite, and whether its examples
+    are the cause; None if all losses are finite. Reads the examples again."""
+    names = [
+        name
+        for name in run.data.eval
+        if not math.isfinite(record[f"{name}/loss" if name else "loss"])
+    ]
     if not names:
         return None
     context, texts = run.checkpoints.context, []
     with run.hooks.watch.suspend_timeout("examines the evaluation data"):
         for name in names:
             cause = run.data.eval[name].find_not_finite()
-            causes = context.exchange("the evaluation data", cause, SLOW)  # a process may have read another file
+            causes = context.exchange(
+                "the evaluation data", cause, SLOW
+            )  # a process may have read another file
             rank = next((rank for rank, text in enumerate(causes) if text), 0)
             cause = f"{context.title(rank)}: {causes[rank]}" if len({*causes}) > 1 else causes[rank]
             where = f"the evaluation set {name!r}" if name else "the evaluation data"
@@ -73,7 +82,9 @@ def of_set(run: Run, source: Source, program: Program, state: TrainState) -> Rec
     with source.batches(0, source.order.steps_per_epoch, run.strategy) as batches:
         for (number,), batch in batches:
             with run.hooks.compiling():
-                sums = run.hooks.watch.run_step(f"evaluation, batch {number}", program.evaluate, state, batch)
+                sums = run.hooks.watch.run_step(
+                    f"evaluation, batch {number}", program.evaluate, state, batch
+                )
             if sums.carry is not None:
                 state = state.replace(carry=sums.carry)
             in_flight.append((number, {"loss": sums.loss, "weight": sums.weight, **sums.metrics}))

@@ -1,7 +1,8 @@
-"""Checks of updates that the device has finished, a few updates behind the loop, the same update on every rank.
+"""Checks of updates that the device has finished, a few updates behind the loop, the same update on
+every rank.
 
-The loop waits only if it is `BEHIND` updates (or one call) ahead of the device. All ranks see the same values, so they
-take the same decision without exchanging messages.
+The loop waits only if it is `BEHIND` updates (or one call) ahead of the device. All ranks see the
+same values, so they take the same decision without exchanging messages.
 """
 
 import collections
@@ -13,7 +14,9 @@ import numpy as np
 from jaxdp.supervise.monitor import Stopped
 
 BEHIND = 8  # updates: keeps the device busy while the host stalls for a few milliseconds
-EXAMINED = 10  # updates whose examples are checked: only the first of consecutive non-finite updates
+EXAMINED = (
+    10  # updates whose examples are checked: only the first of consecutive non-finite updates
+)
 
 
 class NotFinite(Exception):
@@ -25,7 +28,8 @@ class NotFinite(Exception):
 
 
 class Lookback:
-    """A check that raises NotFinite if the loss of an update is not finite, and Stopped once the guard has halted.
+    """A check that raises NotFinite if the loss of an update is not finite, and Stopped once the
+    guard has halted.
 
     examine: the maximum number of updates to report as NotFinite.
     """
@@ -35,7 +39,9 @@ class Lookback:
         self.sent: collections.deque[tuple[range, jax.Array, jax.Array]] = collections.deque()
 
     def add(self, updates: range, metrics: Mapping[str, jax.Array]) -> None:
-        """Add updates that were sent to the device in one call; metrics: [] of one, or [update] of several."""
+        """Add updates that were sent to the device in one call; metrics: [] of one, or [update] of
+        several.
+        """
         loss, halted = metrics["loss"], metrics["halted"]
         for array in (loss, halted):
             array.copy_to_host_async()

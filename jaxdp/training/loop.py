@@ -20,27 +20,41 @@ from jaxdp.training.evaluate import evaluate, not_finite
 from jaxdp.training.lookback import BEHIND, EXAMINED, Lookback, NotFinite
 from jaxdp.training.rollback import roll_back
 from jaxdp.training.run import Progress, Run
-from jaxdp.training.save import metadata, restore, save, save_last, save_preempted, stop_if_halted, wait_for_checkpoint
+from jaxdp.training.save import (
+    metadata,
+    restore,
+    save,
+    save_last,
+    save_preempted,
+    stop_if_halted,
+    wait_for_checkpoint,
+)
 from jaxdp.training.source import until_the_end
 
 LONGEST = 86_400.0  # seconds that a callback of one rank may take at the end
 
 
 def fit(run: Run) -> tuple[Record, TrainState]:
-    """Train; return the final record and the state after the last update, as the strategy stores it.
+    """Train; return the final record and the state after the last update, as the strategy stores
+    it.
 
     Raises:
         Stopped: the run is preempted; its state is saved.
-        RunFailed: the last state cannot be saved, too many consecutive updates are not finite, or a callback failed.
+        RunFailed: the last state cannot be saved, too many consecutive updates are not finite, or a
+            callback failed.
     """
     program = run.strategy.compile(run.step)
     watch, origin = run.hooks.watch, run.origin
     with watch.suspend_timeout("makes the state"):
-        state = origin.recovered or (restore(run, origin.start) if origin.start else origin.begin(run))
+        state = origin.recovered or (
+            restore(run, origin.start) if origin.start else origin.begin(run)
+        )
     progress = origin.progress(state)
     lookback = Lookback(EXAMINED if run.data.train.check else 0)
     run.hooks.callbacks.call("on_start", run)
-    initial = run.hooks.callbacks.state()  # raises UsageError for a state that no checkpoint could store
+    initial = (
+        run.hooks.callbacks.state()
+    )  # raises UsageError for a state that no checkpoint could store
     while True:
         try:
             if progress.stopped is None:
@@ -49,7 +63,9 @@ def fit(run: Run) -> tuple[Record, TrainState]:
         except NotFinite as error:
             name = f"the batch of update {error.update}"
             with watch.suspend_timeout(f"examines {name}"):
-                run.data.train.examine(error.update - 1 + run.origin.offset, name, run.checkpoints.context)
+                run.data.train.examine(
+                    error.update - 1 + run.origin.offset, name, run.checkpoints.context
+                )
         except Stopped as stop:
             if int(progress.state.guard.halted):  # else the halted updates are rolled back already
                 run, progress = roll_back(run, progress, initial)
@@ -69,16 +85,30 @@ def advance(run: Run, program: Program, progress: Progress, lookback: Lookback) 
     """
     log, watch, train, offset = run.log, run.hooks.watch, run.data.train, run.origin.offset
     start, steps = progress.step, run.options.steps
-    more = lambda milliseconds: {**log.speed(milliseconds), **watch.straggler(milliseconds)}
+
+    def more(milliseconds):
+        return {**log.speed(milliseconds), **watch.straggler(milliseconds)}
+
     with (
-        Meter(log.writer, run.options.log_every, steps, train.order.examples_per_step, more, log.derive) as meter,
+        Meter(
+            log.writer,
+            run.options.log_every,
+            steps,
+            train.order.examples_per_step,
+            more,
+            log.derive,
+        ) as meter,
         train.batches(start + offset, steps + offset, run.strategy, calls(run, start)) as batches,
     ):
         resumes = 0 < start < steps and run.evaluation_is_due(start) and progress.evaluated != start
         if resumes and between(run, program, progress):
             return
-        every = until_the_end(batches, run.checkpoints.context, functools.partial(stream_ended, run, progress))
-        numbered = ((range(of.start + 1 - offset, of.stop + 1 - offset), batch) for of, batch in every)
+        every = until_the_end(
+            batches, run.checkpoints.context, functools.partial(stream_ended, run, progress)
+        )
+        numbered = (
+            (range(of.start + 1 - offset, of.stop + 1 - offset), batch) for of, batch in every
+        )
         for updates, batch in watch.reading(meter.reading(numbered), start):
             lookback.look(progress.step - BEHIND)
             step, several, first = updates[-1], len(updates) > 1, not progress.metrics
@@ -97,7 +127,15 @@ def advance(run: Run, program: Program, progress: Progress, lookback: Lookback) 
                 run.hooks.callbacks.state()
                 log.events.note("first_update", step)
                 if log.layout is not None:
-                    memory.record(log.directory, log.layout, run.strategy, program, progress.state, batch, len(updates))
+                    memory.record(
+                        log.directory,
+                        log.layout,
+                        run.strategy,
+                        program,
+                        progress.state,
+                        batch,
+                        len(updates),
+                    )
             for check in run.hooks.checks:
                 if check.is_due(run, progress):
                     meter.pause()
@@ -105,7 +143,9 @@ def advance(run: Run, program: Program, progress: Progress, lookback: Lookback) 
             if run.hooks.snapshots is not None:
                 run.hooks.snapshots.take(run, progress)
             save_requested = watch.is_asked("save")
-            if step < steps and (save_requested or run.evaluation_is_due(step) or run.checkpoint_is_due(step)):
+            if step < steps and (
+                save_requested or run.evaluation_is_due(step) or run.checkpoint_is_due(step)
+            ):
                 meter.pause()
                 if between(run, program, progress, save_requested):
                     break
@@ -118,31 +158,49 @@ def advance(run: Run, program: Program, progress: Progress, lookback: Lookback) 
 
 
 def stream_ended(run: Run, progress: Progress, end: StreamEnded) -> None:
-    """Report that there is no batch for the next update. Raises UsageError if there was none at all."""
+    """Report that there is no batch for the next update. Raises UsageError if there was none at
+    all.
+    """
     if not progress.step:
-        raise UsageError(f"batch_size: the stream has no full batch ({end}); make it smaller") from None
+        raise UsageError(
+            f"batch_size: the stream has no full batch ({end}); make it smaller"
+        ) from None
     run.log.writer.say(f"{end}: training ends after update {progress.step} of {run.options.steps}")
 
 
 def calls(run: Run, start: int) -> Iterator[range]:
-    """Yield the batches of each program call after update `start`: `steps_per_call` of them, or a single one.
+    """Yield the batches of each program call after update `start`: `steps_per_call` of them, or a
+    single one.
 
-    Checkpoints and evaluations fall between two calls, so that only these two programs are compiled.
-    """
+    Checkpoints and evaluations fall between two calls, so that only these two programs are
+    compiled."""
     options, profile = run.options, run.log.profile
-    intervals = (options.eval_every if run.data.eval else None, options.save_every, options.rollback_every)
+    intervals = (
+        options.eval_every if run.data.eval else None,
+        options.save_every,
+        options.rollback_every,
+    )
     ends = [every for every in intervals if every]
     window = [] if profile.start is None else [profile.start, profile.start + profile.steps]
     while start < options.steps:
-        limit = min([options.steps, *((start // n + 1) * n for n in ends), *(w for w in window if w > start)])
+        limit = min(
+            [
+                options.steps,
+                *((start // n + 1) * n for n in ends),
+                *(w for w in window if w > start),
+            ]
+        )
         first, count = start + run.origin.offset, options.steps_per_call
         count = count if start + count <= limit else 1
         yield range(first, first + count)
         start += count
 
 
-def between(run: Run, program: Program, progress: Progress, save_requested: bool = False) -> str | None:
-    """Save and evaluate between two updates, if due; the evaluation runs while the checkpoint is written.
+def between(
+    run: Run, program: Program, progress: Progress, save_requested: bool = False
+) -> str | None:
+    """Save and evaluate between two updates, if due; the evaluation runs while the checkpoint is
+    written.
 
     Returns why a callback ends training here, or None.
     """
@@ -154,7 +212,9 @@ def between(run: Run, program: Program, progress: Progress, save_requested: bool
     return progress.stopped
 
 
-def evaluate_and_record(run: Run, program: Program, progress: Progress, split: str | None = None) -> Record:
+def evaluate_and_record(
+    run: Run, program: Program, progress: Progress, split: str | None = None
+) -> Record:
     """Evaluate the state; return the metrics, and add them to this step's checkpoint.
 
     split: the split under which to log the metrics; None: they are those of the final record.
@@ -171,16 +231,22 @@ def evaluate_and_record(run: Run, program: Program, progress: Progress, split: s
         if problem[1]:
             save(run, progress)  # without this evaluation, which the next start repeats
             wait_for_checkpoint(run)
-            raise RunFailed(f"{text}; step {progress.step} is saved: run the same command to resume", rank=0)
+            raise RunFailed(
+                f"{text}; step {progress.step} is saved: run the same command to resume", rank=0
+            )
         say(f"warning: {text}")
     if best is not None and not math.isfinite(value := metrics.get(best, math.nan)):
-        say(f"checkpoint.best: {best} is {value} after update {progress.step}, which is never the best")
+        say(
+            f"checkpoint.best: {best} is {value} after update {progress.step}, which is never the best"
+        )
     progress.evaluated = progress.step
     progress.evaluation = {name: value for name, value in metrics.items() if math.isfinite(value)}
     stopped = run.hooks.callbacks.on_eval(progress.step, metrics)
     progress.stopped = stopped if run.evaluation_is_due(progress.step) else None
     if progress.stopped is not None and progress.step < run.options.steps:
-        say(f"training ends after update {progress.step} of {run.options.steps}: {progress.stopped}")
+        say(
+            f"training ends after update {progress.step} of {run.options.steps}: {progress.stopped}"
+        )
         run.log.events.note("stopped_early", progress.step, reason=progress.stopped)
     if run.checkpoints.is_best(metrics):
         save(run, progress)
@@ -192,15 +258,21 @@ def evaluate_and_record(run: Run, program: Program, progress: Progress, split: s
 
 
 def finish(run: Run, program: Program, progress: Progress) -> Record:
-    """Save and evaluate; return the final record: the evaluation (or the last batch's loss) and the digest."""
+    """Save and evaluate; return the final record: the evaluation (or the last batch's loss) and the
+    digest.
+    """
     final: Record = {"step": progress.step, "split": "final"}
     save_last(run, progress)
     if lost := progress.step % run.options.outer_every:
-        run.log.writer.say(f"the last {lost} updates came after the last outer step, and changed no parameters")
+        run.log.writer.say(
+            f"the last {lost} updates came after the last outer step, and changed no parameters"
+        )
     if run.data.eval and progress.evaluated != progress.step:
         final |= evaluate_and_record(run, program, progress)
     elif run.data.eval:
-        final |= progress.evaluation | ({} if progress.stopped is None else {"stopped": progress.stopped})
+        final |= progress.evaluation | (
+            {} if progress.stopped is None else {"stopped": progress.stopped}
+        )
     else:
         final |= progress.last_batch()
     wait_for_checkpoint(run)
@@ -215,6 +287,8 @@ def finish(run: Run, program: Program, progress: Progress) -> Record:
     run.log.writer.write(final)
     run.log.events.note("finished", progress.step)
     run.hooks.callbacks.call("on_end", final)
-    if run.hooks.snapshots is None:  # a rank whose callback fails ends all; in an elastic job, it ends alone
+    if (
+        run.hooks.snapshots is None
+    ):  # a rank whose callback fails ends all; in an elastic job, it ends alone
         run.checkpoints.context.barrier("end", LONGEST)
     return final

@@ -13,7 +13,9 @@ from jaxdp.metrics import safe_print
 
 @dataclasses.dataclass
 class Profile:
-    """A trace of `steps` updates after update `start`, into `directory`; with start None, nothing until `ask`."""
+    """A trace of `steps` updates after update `start`, into `directory`; with start None, nothing
+    until `ask`.
+    """
 
     directory: str = ""
     start: int | None = None
@@ -31,7 +33,9 @@ class Profile:
             self.requested, self.start = False, step - 1
         if self.start is not None and step == self.start + 1:
             try:
-                os.makedirs(self.directory, exist_ok=True)  # JAX would say only after the trace that it cannot
+                os.makedirs(
+                    self.directory, exist_ok=True
+                )  # JAX would say only after the trace that it cannot
                 jax.profiler.start_trace(self.directory)
                 self.running = True
             except (OSError, RuntimeError) as error:
@@ -54,9 +58,15 @@ class Profile:
 
 
 def folder(directory: pathlib.Path) -> pathlib.Path:
-    """Return the folder of this process's traces in a run directory; the processes of one host would share names."""
-    return directory / "profile" / (f"rank_{jax.process_index()}" if jax.process_count() > 1 else "")
+    """Return the folder of this process's traces in a run directory; the processes of one host
+    would share names.
+    """
+    return (
+        directory / "profile" / (f"rank_{jax.process_index()}" if jax.process_count() > 1 else "")
+    )
 
 
 def report(error: Exception) -> None:
-    safe_print.say(f"jaxdp: profile: no trace is written, and the run continues: {one_line(error)}", error=True)
+    safe_print.say(
+        f"jaxdp: profile: no trace is written, and the run continues: {one_line(error)}", error=True
+    )

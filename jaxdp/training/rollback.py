@@ -1,4 +1,6 @@
-"""Rollback after a spike of the loss: restore an earlier state and continue with the data after the spike."""
+"""Rollback after a spike of the loss: restore an earlier state and continue with the data after the
+spike.
+"""
 
 import contextlib
 import json
@@ -17,7 +19,8 @@ from jaxdp.training.source import describe
 
 
 def roll_back(run: Run, progress: Progress, initial: Record) -> tuple[Run, Progress]:
-    """Restore an earlier state; return (the run, its progress), set to continue with the data after the spike.
+    """Restore an earlier state; return (the run, its progress), set to continue with the data after
+    the spike.
 
     initial: the state of the callbacks before the first update.
     Raises RunFailed if the run halted for another cause than a spike, or after `max_rollbacks`.
@@ -30,8 +33,11 @@ def roll_back(run: Run, progress: Progress, initial: Record) -> tuple[Run, Progr
     with watch.suspend_timeout("waits for the checkpoint"):
         run.checkpoints.wait()
     halted = last if int(guard.halted) == NONFINITE else first
-    for step in [step for step in run.checkpoints.steps() if step >= halted and run.checkpoints.writes]:
-        why = f"checkpoint {step} has a replica that halted at update {halted}"  # saved between two outer steps
+    for step in [
+        step for step in run.checkpoints.steps() if step >= halted and run.checkpoints.writes
+    ]:
+        # saved between two outer steps
+        why = f"checkpoint {step} has a replica that halted at update {halted}"
         run.checkpoints.set_aside(step, "halted", why, run.log.writer.say)
     if int(guard.halted) == DISAGREEING:
         raise RunFailed(
@@ -42,7 +48,9 @@ def roll_back(run: Run, progress: Progress, initial: Record) -> tuple[Run, Progr
     file = write_batches(run, first, last)
     if int(guard.halted) == NONFINITE:
         last_saved = max(run.checkpoints.steps(), default=0)
-        checkpoint = f"checkpoint {last_saved} is the last" if last_saved else "there is no checkpoint"
+        checkpoint = (
+            f"checkpoint {last_saved} is the last" if last_saved else "there is no checkpoint"
+        )
         batch = describe(run.data.train.read(first - 1 + offset))
         raise RunFailed(
             f"updates {first} to {last} were not finite, {int(guard.in_a_row)} in a row (nonfinite.max_consecutive); "
@@ -59,24 +67,32 @@ def roll_back(run: Run, progress: Progress, initial: Record) -> tuple[Run, Progr
     with watch.suspend_timeout("restores"):
         step = state_to_return_to(run, halted)
         state = restore(run, step) if step else run.origin.begin(run)
-        meta = run.checkpoints.context.of_root("meta", lambda: run.checkpoints.meta(step) if step else initial)
+        meta = run.checkpoints.context.of_root(
+            "meta", lambda: run.checkpoints.meta(step) if step else initial
+        )
         run.hooks.callbacks.load(meta)
     run.log.writer.rewind(step)
     run.log.events.note("rolled_back", last, to=step, reason="a spike of the loss")
-    run.log.writer.say(f"the loss of update {last} is a spike: back to step {step}, continuing with the data after it")
-    run = run.replace(start=step, offset=offset + last - step, rollbacks=rollbacks + 1, recovered=None)
+    run.log.writer.say(
+        f"the loss of update {last} is a spike: back to step {step}, continuing with the data after it"
+    )
+    run = run.replace(
+        start=step, offset=offset + last - step, rollbacks=rollbacks + 1, recovered=None
+    )
     return run, Progress(step, state, evaluated=step)
 
 
 def state_to_return_to(run: Run, halted: int) -> int:
     """Return the step of the state to return to, 0 for the start; remove the checkpoints after it.
 
-    Checkpoints that are no multiple of `rollback_every` do not count: with others, what else is saved would decide the
-    numbers. Raises RunFailed if there is none, though one was due before update `halted`.
-    """
+    Checkpoints that are no multiple of `rollback_every` do not count: with others, what else is
+    saved would decide the numbers. Raises RunFailed if there is none, though one was due before
+    update `halted`."""
     checkpoints, every = run.checkpoints, run.options.rollback_every
     steps = checkpoints.steps()
-    step = checkpoints.latest(run.log.writer.say, refused=[step for step in steps if every and step % every])
+    step = checkpoints.latest(
+        run.log.writer.say, refused=[step for step in steps if every and step % every]
+    )
     due = (halted - 1) // every * every if every else step
     if due and not step:
         raise RunFailed(
@@ -95,7 +111,10 @@ def state_to_return_to(run: Run, halted: int) -> int:
 def write_batches(run: Run, first: int, last: int) -> pathlib.Path:
     """Write halted.json: the indices of the examples of updates `first` to `last`."""
     file = run.log.directory / "halted.json"
-    examples = lambda update: np.sort(run.data.train.order.batch(update - 1 + run.origin.offset)).tolist()
+
+    def examples(update):
+        return np.sort(run.data.train.order.batch(update - 1 + run.origin.offset)).tolist()
+
     batches = {update: examples(update) for update in range(first, last + 1)}
     if run.checkpoints.context.is_root:
         with contextlib.suppress(OSError), rundir.replaced(file) as new:

@@ -23,7 +23,9 @@ from jaxdp.training.source import Source
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """The data of a run. eval: the evaluation sets by name; "" is the main one. averaged: evaluate the EMA."""
+    """The data of a run. eval: the evaluation sets by name; "" is the main one. averaged: evaluate
+    the EMA.
+    """
 
     train: Source
     eval: Mapping[str, Source] = dataclasses.field(default_factory=dict)
@@ -32,11 +34,12 @@ class Data:
 
 @dataclasses.dataclass(frozen=True)
 class LoopOptions:
-    """The last update, and the updates between two records, evaluations, checkpoints and outer steps (`outer`).
+    """The last update, and the updates between two records, evaluations, checkpoints and outer
+    steps (`outer`).
 
     steps_per_call: the number of updates in one compiled call, if nothing is due between them.
-    rollback_every: updates between two checkpoints that a rollback can return to; None: any checkpoint.
-    asynchronous: training continues while a checkpoint is written.
+    rollback_every: updates between two checkpoints that a rollback can return to; None: any
+    checkpoint. asynchronous: training continues while a checkpoint is written.
     """
 
     steps: int
@@ -59,11 +62,11 @@ def initial_state(run: "Run") -> TrainState:
 class Origin:
     """The point from which a run starts or resumes.
 
-    start: the update to resume after, 0 for a new run. evaluated: True if the evaluation due at `start` already ran;
-    metrics: its finite ones; stopped: why a callback ended training there.
+    start: the update to resume after, 0 for a new run. evaluated: True if the evaluation due at
+    `start` already ran; metrics: its finite ones; stopped: why a callback ended training there.
     offset: the number of batches skipped after spikes, by `rollbacks` rollbacks.
-    begin: returns the state of a new run. recovered: the state to continue with instead, from the snapshots of an
-    elastic job.
+    begin: returns the state of a new run. recovered: the state to continue with instead, from the
+    snapshots of an elastic job.
     """
 
     start: int = 0
@@ -84,11 +87,11 @@ class Origin:
 class Log:
     """The outputs of a run, besides its checkpoints.
 
-    derive: returns metrics computed from the means of a record; speed: from the milliseconds of an update; account:
-    of the full run, at its end. advise: returns warnings about the data, for the start.
-    follows_schedule: whether updates are computed with the rate of the config's schedule.
-    directory: of the files. layout: the content of layout.json before the first update; None: write no file.
-    groups: what weight decay and Muon apply to, in words.
+    derive: returns metrics computed from the means of a record; speed: from the milliseconds of an
+    update; account: of the full run, at its end. advise: returns warnings about the data, for the
+    start. follows_schedule: whether updates are computed with the rate of the config's schedule.
+    directory: of the files. layout: the content of layout.json before the first update; None: write
+    no file. groups: what weight decay and Muon apply to, in words.
     """
 
     writer: Writer = Writer()
@@ -108,10 +111,10 @@ class Log:
 class Hooks:
     """The objects that the loop calls between updates.
 
-    checks: of the devices, such as `jaxdp.audit.Audit`: after an update for which `is_due(run, progress)`, `check(run,
-    progress, batch)` runs before anything else reads the new state. After the last one, `is_due(..., last=True)`.
-    snapshots: of an elastic job. compiling: returns a context for calls that may compile.
-    """
+    checks: of the devices, such as `jaxdp.audit.Audit`: after an update for which `is_due(run,
+    progress)`, `check(run, progress, batch)` runs before anything else reads the new state. After
+    the last one, `is_due(..., last=True)`. snapshots: of an elastic job. compiling: returns a
+    context for calls that may compile."""
 
     watch: Monitor = Monitor()
     callbacks: Callbacks = Callbacks()
@@ -138,7 +141,9 @@ class Run:
         for section in ("data", "options", "log", "origin", "hooks"):
             record = getattr(self, section)
             if changed := {f.name for f in dataclasses.fields(record)} & values.keys():
-                values[section] = dataclasses.replace(record, **{name: values.pop(name) for name in changed})
+                values[section] = dataclasses.replace(
+                    record, **{name: values.pop(name) for name in changed}
+                )
         return dataclasses.replace(self, **values)
 
     def evaluation_is_due(self, step: int) -> bool:
@@ -152,8 +157,8 @@ class Run:
 class Progress:
     """The progress of a run: the state after update `step`, and the update's metrics on the device.
 
-    evaluated: the last step that was evaluated; evaluation: its finite metrics. stopped: why a callback ended training.
-    """
+    evaluated: the last step that was evaluated; evaluation: its finite metrics. stopped: why a
+    callback ended training."""
 
     step: int
     state: TrainState
@@ -163,10 +168,15 @@ class Progress:
     stopped: str | None = None
 
     def last_batch(self) -> Record:
-        """Return the loss of the last batch, which the final record of a run without evaluation data has."""
+        """Return the loss of the last batch, which the final record of a run without evaluation
+        data has.
+        """
         if not self.metrics:
             return self.evaluation  # of the checkpoint or snapshot
-        return {"loss": float(np.reshape(self.metrics["loss"], -1)[-1]), "loss_of": "the last batch"}
+        return {
+            "loss": float(np.reshape(self.metrics["loss"], -1)[-1]),
+            "loss_of": "the last batch",
+        }
 
 
 def is_due(step: int, every: int | None) -> bool:

@@ -10,7 +10,9 @@ from jaxdp.training.run import Progress, Run
 
 
 def save(run: Run, progress: Progress) -> None:
-    """Start a checkpoint; it is durable when the writer reports it. Raises Stopped if training has halted."""
+    """Start a checkpoint; it is durable when the writer reports it. Raises Stopped if training has
+    halted.
+    """
     began = time.perf_counter()
     with run.hooks.watch.suspend_timeout(f"saves step {progress.step}"):
         stop_if_halted(run, progress)
@@ -19,15 +21,22 @@ def save(run: Run, progress: Progress) -> None:
         if not run.options.asynchronous:
             run.checkpoints.wait()
     run.log.events.note("saving", progress.step, blocked=round(time.perf_counter() - began, 4))
-    run.hooks.callbacks.call("on_save", progress.step, run.checkpoints.directory / str(progress.step))
+    run.hooks.callbacks.call(
+        "on_save", progress.step, run.checkpoints.directory / str(progress.step)
+    )
 
 
 def metadata(run: Run, progress: Progress) -> Record:
-    """Return what is needed to resume, besides the state: skipped batches, callbacks, the evaluation of this step.
+    """Return what is needed to resume, besides the state: skipped batches, callbacks, the
+    evaluation of this step.
 
     That of a run without evaluation data is the loss of the last batch, for the final record.
     """
-    meta: Record = {"offset": run.origin.offset, "rollbacks": run.origin.rollbacks, **run.hooks.callbacks.state()}
+    meta: Record = {
+        "offset": run.origin.offset,
+        "rollbacks": run.origin.rollbacks,
+        **run.hooks.callbacks.state(),
+    }
     if run.checkpoints.audited is not None:
         meta["audited"] = run.checkpoints.audited
     if progress.evaluated == progress.step:
@@ -38,7 +47,9 @@ def metadata(run: Run, progress: Progress) -> Record:
 
 
 def save_last(run: Run, progress: Progress) -> None:
-    """Save the state at the end of a run, unless it is still the one that was restored from a checkpoint."""
+    """Save the state at the end of a run, unless it is still the one that was restored from a
+    checkpoint.
+    """
     if progress.step > run.origin.start or run.origin.recovered is not None:
         save(run, progress)
 
@@ -50,7 +61,9 @@ def save_preempted(run: Run, progress: Progress, stop: Stopped) -> None:
     last = run.checkpoints.last
     state = f"saved step {last}" if last else "nothing to save yet"
     run.log.events.note("preempted", progress.step, reason=str(stop), saved=last)
-    run.log.writer.say(f"preempted by {stop}, after update {progress.step}: {state}; run the same command to resume")
+    run.log.writer.say(
+        f"preempted by {stop}, after update {progress.step}: {state}; run the same command to resume"
+    )
 
 
 def stop_if_halted(run: Run, progress: Progress) -> None:
@@ -60,7 +73,9 @@ def stop_if_halted(run: Run, progress: Progress) -> None:
 
 
 def wait_for_checkpoint(run: Run) -> None:
-    """Wait until the checkpoint being written is durable. Raises RunFailed if it could not be saved."""
+    """Wait until the checkpoint being written is durable. Raises RunFailed if it could not be
+    saved.
+    """
     began = time.perf_counter()
     with run.hooks.watch.suspend_timeout("waits for the checkpoint"):
         failure = run.checkpoints.wait()

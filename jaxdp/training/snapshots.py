@@ -1,7 +1,8 @@
-"""Copies of a run's state in the memory of its processes, from which an elastic job continues after it has lost one.
+"""Copies of a run's state in the memory of its processes, from which an elastic job continues after
+it has lost one.
 
-The state has parts (`copies`): its replicated leaves, which every process copies, and the slices of its split leaves on
-each device. A process copies the parts of its devices and those of a neighbour.
+The state has parts (`copies`): its replicated leaves, which every process copies, and the slices of
+its split leaves on each device. A process copies the parts of its devices and those of a neighbour.
 """
 
 import itertools
@@ -27,16 +28,20 @@ from jaxdp.training.run import Progress, Run
 from jaxdp.training.save import metadata, save, wait_for_checkpoint
 
 FIRST, COPIES = 10, 6  # updates between the first copies, and their number
-COST, LEAST, MOST = 0.01, 0.4, 1000  # after these: the share of the time for copies; seconds, updates between two
+COST, LEAST, MOST = (
+    0.01,
+    0.4,
+    1000,
+)  # after these: the share of the time for copies; seconds, updates between two
 
 
 class Snapshot(NamedTuple):
     """The state after update `step`, as far as this process has it.
 
-    parts: the arrays of each part. meta: what a checkpoint stores beside the state, as JSON. dims: the dim along which
-    each leaf is split into `slices`, or WHOLE. offset: the number of batches skipped before, without which an update
-    has another state. checksums: of the arrays, once these are in host memory.
-    """
+    parts: the arrays of each part. meta: what a checkpoint stores beside the state, as JSON. dims:
+    the dim along which each leaf is split into `slices`, or WHOLE. offset: the number of batches
+    skipped before, without which an update has another state. checksums: of the arrays, once these
+    are in host memory."""
 
     step: int
     parts: Mapping[int, Sequence[Any]]
@@ -53,13 +58,19 @@ class Snapshot(NamedTuple):
 
     def join(self, other: "Snapshot") -> "Snapshot":
         """Return this snapshot with the parts that only `other`, of the same key, has."""
-        return self._replace(parts={**other.parts, **self.parts}, checksums={**other.checksums, **self.checksums})
+        return self._replace(
+            parts={**other.parts, **self.parts}, checksums={**other.checksums, **self.checksums}
+        )
 
     def with_checksums(self) -> "Snapshot":
-        return self._replace(checksums={part: [checksum(x) for x in arrays] for part, arrays in self.parts.items()})
+        return self._replace(
+            checksums={part: [checksum(x) for x in arrays] for part, arrays in self.parts.items()}
+        )
 
     def check(self) -> "Snapshot":
-        """Return the snapshot without the parts that have changed in memory since their checksums were made."""
+        """Return the snapshot without the parts that have changed in memory since their checksums
+        were made.
+        """
         sound = dict(self.parts)
         for part, arrays in self.parts.items():
             if bad := [i for i, x in enumerate(arrays) if checksum(x) != self.checksums[part][i]]:
@@ -73,8 +84,8 @@ class Snapshot(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A snapshot that the processes have all parts of. owners: a rank that has each part; lacking: the ranks that do
-    not; snapshot: as this rank has it, maybe without parts."""
+    """A snapshot that the processes have all parts of. owners: a rank that has each part; lacking:
+    the ranks that do not; snapshot: as this rank has it, maybe without parts."""
 
     owners: Mapping[int, int]
     lacking: Mapping[int, Sequence[int]]
@@ -84,54 +95,72 @@ class Found(NamedTuple):
 class Snapshots:
     """The newest snapshots of this process.
 
-    every: updates between two; "auto" chooses it after the sixth, so that they take a hundredth of the time. audited:
-    only states that an audit has passed are copied, not the one at which processes regroup.
+    every: updates between two; "auto" chooses it after the sixth, so that they take a hundredth of
+    the time. audited: only states that an audit has passed are copied, not the one at which
+    processes regroup.
 
-    The copy of update k is read from the device when the next one is taken, so that the loop never waits for it. If a
-    host lacks the memory for copies, none is taken, and the job continues from its checkpoints.
-    """
+    The copy of update k is read from the device when the next one is taken, so that the loop never
+    waits for it. If a host lacks the memory for copies, none is taken, and the job continues from
+    its checkpoints."""
 
     def __init__(self, every: int | Literal["auto"], audited: bool = False):
         self.every, self.audited = FIRST if every == "auto" else every, audited
         self._choose, self._measured = every == "auto", False
         self._taken: list[tuple[int, float, float]] = []  # update, began, ended
         self.newest: Snapshot | None = None
-        self.previous: Snapshot | None = None  # of a split state: another process may not have read its newest parts
+        self.previous: Snapshot | None = (
+            None  # of a split state: another process may not have read its newest parts
+        )
         self.generations = 0  # that have ended
         self.reached = 0  # the last update of this process
         self.last_save: float | None = None  # see `RunMonitor`
         self.callbacks: dict[str, Any] = {}  # the states of callbacks before the first update
         self.records = Newest()
-        self.prepared: Any = None  # what the run has built for any number of devices, to be used again
+        self.prepared: Any = (
+            None  # what the run has built for any number of devices, to be used again
+        )
         self._pending: Snapshot | None = None  # its arrays are on the device
         self._enough_memory = True
         self._copies: Any = None
 
     def start(self, run: Run) -> None:
-        """Prepare for a run on new devices; copy the state that it has recovered, if that is split in another way."""
+        """Prepare for a run on new devices; copy the state that it has recovered, if that is split
+        in another way.
+        """
         self._pending, self._copies = None, Copies(run.strategy, run.checkpoints.context.hosts)
         self._taken.clear()
         if self._choose:  # a process that has just joined has not measured
-            texts = run.checkpoints.context.exchange("snapshot_every", str(self.every * self._measured))
+            texts = run.checkpoints.context.exchange(
+                "snapshot_every", str(self.every * self._measured)
+            )
             self._measured = any(text != "0" for text in texts)
             self.every = max(map(int, texts)) if self._measured else FIRST
         copies = (3 if self._copies.count else 2) - (self.newest is not None)
         self._enough_memory = enough_memory(run, copies * self._copies.size)
         state, newest = run.origin.recovered, self.newest
-        if self._enough_memory and state is not None and (self._copies.count or (newest and newest.slices)):
+        if (
+            self._enough_memory
+            and state is not None
+            and (self._copies.count or (newest and newest.slices))
+        ):
             self._begin(run, run.origin.progress(state))
 
     def take(self, run: Run, progress: Progress) -> None:
         """Copy the state, if `every` updates have passed, or the run was rolled back."""
         last, self.reached = self._pending or self.newest, progress.step
-        if self._enough_memory and not 0 <= progress.step - (last.step if last else run.origin.start) < self.every:
+        if (
+            self._enough_memory
+            and not 0 <= progress.step - (last.step if last else run.origin.start) < self.every
+        ):
             began = time.perf_counter()
             self.settle()
             self._begin(run, progress)
             if self._choose and not self._measured:
                 self._taken.append((progress.step, began, time.perf_counter()))
             if len(self._taken) == COPIES:
-                texts = run.checkpoints.context.exchange("cost of snapshots", str(affordable(self._taken)))
+                texts = run.checkpoints.context.exchange(
+                    "cost of snapshots", str(affordable(self._taken))
+                )
                 self.every, self._measured, self._taken = max(map(int, texts)), True, []
 
     def take_now(self, run: Run, progress: Progress) -> None:
@@ -146,7 +175,9 @@ class Snapshots:
     def _begin(self, run: Run, progress: Progress) -> None:
         copied = self._copies.start(run.strategy.export(progress.state, padded=True))
         meta, copies = json.dumps(metadata(run, progress)), self._copies
-        self._pending = Snapshot(progress.step, copied, meta, copies.dims, copies.count, run.origin.offset)
+        self._pending = Snapshot(
+            progress.step, copied, meta, copies.dims, copies.count, run.origin.offset
+        )
 
     def settle(self) -> None:
         """Read the pending copy from the device; drop it if its update has failed."""
@@ -154,13 +185,20 @@ class Snapshots:
         if pending is not None:
             try:
                 parts = self._copies.read(pending.parts)
-            except (ValueError, jax.errors.JaxRuntimeError):  # the collective of its update has lost a process
+            except (
+                ValueError,
+                jax.errors.JaxRuntimeError,
+            ):  # the collective of its update has lost a process
                 return
             newest, before = pending._replace(parts=parts).with_checksums(), self.newest
-            if before is not None and before.key == newest.key:  # recovered, and split over other devices
+            if (
+                before is not None and before.key == newest.key
+            ):  # recovered, and split over other devices
                 self.newest = newest.join(before)
                 return
-            is_older = before is not None and before.step <= newest.step  # else the run was rolled back
+            is_older = (
+                before is not None and before.step <= newest.step
+            )  # else the run was rolled back
             self.newest, self.previous = newest, before if is_older and newest.slices else None
 
     def drop_after(self, step: int) -> None:
@@ -173,19 +211,30 @@ class Snapshots:
         self.newest = self.previous = None
 
     def drop_damaged(self) -> bool:
-        """Drop the parts of the newest snapshot that have changed in memory; return whether there were any."""
+        """Drop the parts of the newest snapshot that have changed in memory; return whether there
+        were any.
+        """
         before, self.newest = self.newest, self.newest and self.newest.check()
-        return before is not None and self.newest is not None and len(self.newest.parts) < len(before.parts)
+        return (
+            before is not None
+            and self.newest is not None
+            and len(self.newest.parts) < len(before.parts)
+        )
 
     def end_generation(self) -> None:
-        """Keep the newest copy, unless its program does not return; the devices are about to be closed."""
-        if self._pending is not None and all(x.is_ready() for x in jax.tree.leaves(self._pending.parts)):
+        """Keep the newest copy, unless its program does not return; the devices are about to be
+        closed.
+        """
+        if self._pending is not None and all(
+            x.is_ready() for x in jax.tree.leaves(self._pending.parts)
+        ):
             self.settle()
         self._pending = None
         self.generations += 1
 
     def recover(self, run: Run, context: Context) -> tuple[int, dict[str, Any], TrainState] | None:
-        """Return (step, metadata, state) of the newest snapshot that the processes have all parts of; None without one.
+        """Return (step, metadata, state) of the newest snapshot that the processes have all parts
+        of; None without one.
 
         Every process calls it; those that lack a part receive it.
         """
@@ -195,7 +244,11 @@ class Snapshots:
         if found is None:
             return None
         step, saved = found.snapshot.step, context.of_root("checkpoints", run.checkpoints.steps)
-        if (every := run.options.rollback_every) and step >= every and step // every * every not in saved:
+        if (
+            (every := run.options.rollback_every)
+            and step >= every
+            and step // every * every not in saved
+        ):
             self.newest = None  # a rollback could not return to that state: make it again
             return None
         parts: Any = receive(context, found, shapes)
@@ -211,31 +264,41 @@ class Snapshots:
 
 
 def affordable(taken: Sequence[tuple[int, float, float]]) -> int:
-    """Return the updates between two copies: so many that copies take COST of the time, and at least LEAST seconds.
+    """Return the updates between two copies: so many that copies take COST of the time, and at
+    least LEAST seconds.
 
-    taken: (update, when the copy began, when it ended), in seconds, of COPIES copies, of which the first compiles. The
-    least time of an update is used, since processes pause during the first ones.
-    """
+    taken: (update, when the copy began, when it ended), in seconds, of COPIES copies, of which the
+    first compiles. The least time of an update is used, since processes pause during the first
+    ones."""
     taken = taken[1:]
-    between = ((b[1] - a[2]) / max(1, b[0] - a[0]) for a, b in itertools.pairwise(taken))  # less: it was rolled back
+    between = (
+        (b[1] - a[2]) / max(1, b[0] - a[0]) for a, b in itertools.pairwise(taken)
+    )  # less: it was rolled back
     update, copy = min(between), min(ended - began for _, began, ended in taken)
     return min(MOST, math.ceil(max(copy / COST, LEAST) / update))
 
 
 def enough_memory(run: Run, need: int) -> bool:
-    """Return whether every host has the memory for the copies of its processes: the newest one, and the next while it
-    is read from the device; the one before too, if the state is split. Print what is missing.
+    """Return whether every host has the memory for the copies of its processes: the newest one, and
+    the next while it is read from the device; the one before too, if the state is split. Print what
+    is missing.
 
     need: bytes of this process.
     """
     context = run.checkpoints.context
     need, free = need * context.local_size, hosts.free_memory()
-    lacks = f"{shown(need)} on host {hosts.hostname()}, and {shown(free)} are free" if need > free else ""
+    lacks = (
+        f"{shown(need)} on host {hosts.hostname()}, and {shown(free)} are free"
+        if need > free
+        else ""
+    )
     if not any(lacking := context.exchange("memory of snapshots", lacks)):
         return True
     if context.is_root:
         every = run.options.save_every
-        often = f"of every {every} updates" if every else "(set checkpoint.every; now there are none)"
+        often = (
+            f"of every {every} updates" if every else "(set checkpoint.every; now there are none)"
+        )
         safe_print.say(
             f"jaxdp: elastic: the copies of the state in memory need {next(filter(None, lacking))}: none are made, and "
             f"the job continues from its checkpoints {often}",
@@ -245,7 +308,8 @@ def enough_memory(run: Run, need: int) -> bool:
 
 
 def find(context: Context, kept: Sequence[Snapshot], oldest: int) -> Found | None:
-    """Return the newest snapshot that the processes have all parts of; None if there is none since step `oldest`.
+    """Return the newest snapshot that the processes have all parts of; None if there is none since
+    step `oldest`.
 
     kept: of this process. Prints what is missing.
     """
@@ -270,26 +334,41 @@ def find(context: Context, kept: Sequence[Snapshot], oldest: int) -> Found | Non
     newest = max(complete)
     owners = {part: holders[0] for part, holders in sorted(ranks[newest].items())}
     found = own.get(newest)
-    text = json.dumps([found.meta, list(found.dims)]) if found and context.rank == owners[WHOLE] else ""
+    text = (
+        json.dumps([found.meta, list(found.dims)])
+        if found and context.rank == owners[WHOLE]
+        else ""
+    )
     meta, dims = json.loads(context.exchange("snapshot metadata", text)[owners[WHOLE]])
-    lacking = {part: [r for r in range(context.size) if r not in holders] for part, holders in ranks[newest].items()}
+    lacking = {
+        part: [r for r in range(context.size) if r not in holders]
+        for part, holders in ranks[newest].items()
+    }
     step, offset, slices = newest
     return Found(owners, lacking, found or Snapshot(step, {}, meta, dims, slices, offset))
 
 
-def receive(context: Context, found: Found, shapes: Sequence[Any]) -> Iterator[tuple[int, Sequence[np.ndarray]]]:
-    """Yield (number, arrays) of each part of a snapshot, in one order on all processes; send it to those that lack it.
+def receive(
+    context: Context, found: Found, shapes: Sequence[Any]
+) -> Iterator[tuple[int, Sequence[np.ndarray]]]:
+    """Yield (number, arrays) of each part of a snapshot, in one order on all processes; send it to
+    those that lack it.
 
-    shapes: of the leaves of the state (anything with shape and dtype). Raises DistributedError if processes disagree on
-    these.
+    shapes: of the leaves of the state (anything with shape and dtype). Raises DistributedError if
+    processes disagree on these.
     """
     parts, dims, count = found.snapshot.parts, found.snapshot.dims, found.snapshot.slices
     for part, owner in found.owners.items():
         arrays = parts.get(part)
         if arrays is None:
-            assert context.rank != owner, f"part {part} of the state after update {found.snapshot.step}"
+            assert context.rank != owner, (
+                f"part {part} of the state after update {found.snapshot.step}"
+            )
             pieces = [(x, d) for x, d in zip(shapes, dims) if (d == WHOLE) == (part == WHOLE)]
-            cut = lambda x, d: [-(-n // count) if i == d else n for i, n in enumerate(x.shape)]
+
+            def cut(x, d):
+                return [-(-n // count) if i == d else n for i, n in enumerate(x.shape)]
+
             arrays = [np.zeros(cut(x, d), x.dtype) for x, d in pieces]
         if lacking := found.lacking[part]:
             arrays = [np.asarray(x) for x in broadcast(arrays, owner, groups=[[owner, *lacking]])]

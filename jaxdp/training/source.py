@@ -23,10 +23,11 @@ SHOWN = 8  # indices of examples in a message
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A dataset and its order, read by a thread, by `workers` processes, or from device memory (`resident`).
+    """A dataset and its order, read by a thread, by `workers` processes, or from device memory
+    (`resident`).
 
-    check(examples): raise UsageError if the loss does not accept them; None: no check. program(): the programs that
-    evaluate it, if its transform is not that of the run's first evaluation set.
+    check(examples): raise UsageError if the loss does not accept them; None: no check. program():
+    the programs that evaluate it, if its transform is not that of the run's first evaluation set.
     """
 
     dataset: Any
@@ -37,7 +38,9 @@ class Source:
     program: Callable[[], Program] | None = None
 
     def read(self, number: int) -> dict[str, np.ndarray]:
-        """Read the examples of batch `number`, of all processes; no other thread may read at the same time."""
+        """Read the examples of batch `number`, of all processes; no other thread may read at the
+        same time.
+        """
         return self.dataset.read(self.order.batch(number))
 
     def end(self, number: int) -> str | None:
@@ -50,7 +53,9 @@ class Source:
         return None
 
     def examine(self, number: int, name: str, context: Context) -> None:
-        """Raise UsageError, on every rank, if examples of batch `number` explain its non-finite loss."""
+        """Raise UsageError, on every rank, if examples of batch `number` explain its non-finite
+        loss.
+        """
         problem = None
         try:
             if self.check is not None:
@@ -60,9 +65,13 @@ class Source:
         context.agree(problem)
 
     def find_not_finite(self) -> str:
-        """Return in words which examples have values that are not finite, or that the mask excludes all; else ""."""
+        """Return in words which examples have values that are not finite, or that the mask excludes
+        all; else "".
+        """
         first = self.dataset.read(np.zeros(1, np.int64))
-        if "mask" not in first and not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in first.values()):
+        if "mask" not in first and not any(
+            jnp.issubdtype(x.dtype, jnp.inexact) for x in first.values()
+        ):
             return ""  # integers
         rows, counted = dict[str, list[int]](), False
         for number in range(self.order.steps_per_epoch):
@@ -76,16 +85,21 @@ class Source:
                     rows[name] = rows.get(name, []) + indices[wrong].tolist()
         if not counted:
             return "its mask is 0 in all examples, so none counts; give it some with a mask of 1"
-        texts = [f"{name} not finite in {numbered(sorted(found))}" for name, found in rows.items() if found]
+        texts = [
+            f"{name} not finite in {numbered(sorted(found))}"
+            for name, found in rows.items()
+            if found
+        ]
         return f"{', '.join(texts)}; correct them, or set their mask to 0" if texts else ""
 
     def batches(
         self, start: int, stop: int, strategy: Strategy, groups: Iterable[range] | None = None
     ) -> AbstractContextManager[Iterator[tuple[range, Batch]]]:
-        """Prefetch batches `start` to `stop - 1`: iterate over (steps, this process's share on its devices).
+        """Prefetch batches `start` to `stop - 1`: iterate over (steps, this process's share on its
+        devices).
 
-        groups: the same steps in order, in ranges, by default of one each; one of several gives batches[step, ...].
-        """
+        groups: the same steps in order, in ranges, by default of one each; one of several gives
+        batches[step, ...]."""
         groups = single_steps(range(start, stop)) if groups is None else groups
         if self.resident is not None:
             return self.resident.batches(self.order, groups)
@@ -94,17 +108,24 @@ class Source:
             return steps, strategy.shard_batch(batch, len(steps) > 1)
 
         return prefetch_in_workers(
-            self.dataset, self.order, strategy.local_microbatches, range(start, stop), self.workers, then, groups
+            self.dataset,
+            self.order,
+            strategy.local_microbatches,
+            range(start, stop),
+            self.workers,
+            then,
+            groups,
         )
 
 
 def until_the_end(
     batches: Iterator[tuple[range, Batch]], context: Context, ended: Callable[[StreamEnded], None]
 ) -> Iterator[tuple[range, Batch]]:
-    """Iterate over batches; if a stream ends before one of them on all processes, call `ended` and end the iteration.
+    """Iterate over batches; if a stream ends before one of them on all processes, call `ended` and
+    end the iteration.
 
-    Raises UsageError if it ends on some of the processes only: the others wait for them in the batch's update.
-    """
+    Raises UsageError if it ends on some of the processes only: the others wait for them in the
+    batch's update."""
     batch: Any = None
     try:
         for batch in batches:
@@ -133,7 +154,9 @@ def numbered(indices: list[int]) -> str:
 
 
 def describe(examples: Mapping[str, Any]) -> str:
-    """Describe a batch whose loss is not finite: the range of its integers, and examples with non-finite floats."""
+    """Describe a batch whose loss is not finite: the range of its integers, and examples with
+    non-finite floats.
+    """
     words = []
     for name, values in examples.items():
         values = np.asarray(values)

@@ -1,7 +1,8 @@
-"""Verify that every configuration trains what one device trains, for the user's own model, data and optimizer.
+"""Verify that every configuration trains what one device trains, for the user's own model, data and
+optimizer.
 
-In float64, where rounding is small and faults are not: first the parts alone, then a few updates by an oracle that
-shares no code with the step, and the same updates in many configurations.
+In float64, where rounding is small and faults are not: first the parts alone, then a few updates by
+an oracle that shares no code with the step, and the same updates in many configurations.
 """
 
 import contextlib
@@ -20,7 +21,15 @@ from jaxdp.verify.compare import Reference, find_reference, list_leaves
 from jaxdp.verify.configurations import Configuration, choose_configurations, clip
 from jaxdp.verify.facts import COARSE, find_facts
 from jaxdp.verify.oracle import Setup, make_setup, train
-from jaxdp.verify.problem import FAILED, NOTE, Check, Problem, check_memory, in_traceable_precision, make_trial
+from jaxdp.verify.problem import (
+    FAILED,
+    NOTE,
+    Check,
+    Problem,
+    check_memory,
+    in_traceable_precision,
+    make_trial,
+)
 from jaxdp.verify.report import Report, as_json, as_text, describe
 from jaxdp.verify.training import run_configuration
 
@@ -34,11 +43,17 @@ NOT_MAPPABLE = (
 
 @contextlib.contextmanager
 def settings(device: jax.Device) -> Iterator[None]:
-    """Compute in float64 (in the threads of callbacks, too) with exact products, on this device by default."""
+    """Compute in float64 (in the threads of callbacks, too) with exact products, on this device by
+    default.
+    """
     before = jax.config.jax_enable_x64  # type: ignore[attr-defined]
     jax.config.update("jax_enable_x64", True)
     try:
-        with jax.enable_x64(True), jax.default_matmul_precision("highest"), jax.default_device(device):
+        with (
+            jax.enable_x64(True),
+            jax.default_matmul_precision("highest"),
+            jax.default_device(device),
+        ):
             yield
     finally:
         jax.config.update("jax_enable_x64", before)
@@ -57,33 +72,47 @@ def verify(
     """Compare a few updates in each configuration on these devices with the oracle's.
 
     Args:
-        tolerance: the largest relative error of a leaf (L2 norm); None: by the dtype that the model computes in.
+        tolerance: the largest relative error of a leaf (L2 norm); None: by the dtype that the model
+            computes in.
         most: the number of configurations beside one device, the problem's own first.
         progress: called with a line of text after each part.
-        context: of a job of several processes; `devices` are those of all, and every process gets the same report.
+        context: of a job of several processes; `devices` are those of all, and every process gets
+            the same report.
 
     Raises:
-        UsageError: too little memory or data, a configuration that needs other devices, or raised by the user's code.
+        UsageError: too little memory or data, a configuration that needs other devices, or raised
+            by the user's code.
     """
     context = context or Context()
     if tolerance is not None and not 0 < tolerance < 1:
-        raise UsageError(f"tolerance: {tolerance} is not between 0 and 1; to compare bits, use --exact")
+        raise UsageError(
+            f"tolerance: {tolerance} is not between 0 and 1; to compare bits, use --exact"
+        )
     local = [device for device in devices if device.process_index == jax.process_index()]
     with settings(local[0]), contextlib.ExitStack() as others:
         first = clip(problem.configuration, devices)
         trial = make_trial(problem, len(devices), updates)
         problem = in_traceable_precision(dataclasses.replace(problem, configuration=first), trial)
         check_memory(problem, trial, local)
-        start = lambda make, *args: others.enter_context(make(len(devices), updates, *args)) if make else None
+
+        def start(make, *args):
+            return others.enter_context(make(len(devices), updates, *args)) if make else None
+
         elsewhere = start(problem.elsewhere, True) if context.is_root else None
         on_cpu = jax.default_backend() == "cpu"
-        near = elsewhere and (None if on_cpu else start(problem.elsewhere, False))  # compare CPU with CPU
+        near = elsewhere and (
+            None if on_cpu else start(problem.elsewhere, False)
+        )  # compare CPU with CPU
         setup = make_setup(problem, trial)
         (dtype, random), mappable = checks.traits_of(setup), checks.is_mappable(setup)
         narrowest = max(dtype, problem.narrowest, key=lambda x: float(jax.numpy.finfo(x).eps))
         own = start(problem.own_precision) if context.is_root and narrowest.itemsize < 4 else None
         limit = tolerance or checks.TOLERANCE[dtype.name]
-        report = Report(describe_setting(setup, devices), f"error (allowed {limit:g})", [checks.check_data(problem)])
+        report = Report(
+            describe_setting(setup, devices),
+            f"error (allowed {limit:g})",
+            [checks.check_data(problem)],
+        )
         if dtype != np.float64:
             text = f"the model or the loss computes in {dtype.name}, also from float64 arguments"
             report.checks.append(Check("precision", NOTE, text))
@@ -91,7 +120,9 @@ def verify(
             report.causes = failures(report)
             return report
         report.reference = reference = find_reference(
-            lambda params, rule: train(setup._replace(start=setup.start._replace(params=params)), rule),
+            lambda params, rule: train(
+                setup._replace(start=setup.start._replace(params=params)), rule
+            ),
             problem.rule,
             setup.start.params,
             float(jax.numpy.finfo(dtype).eps),
@@ -103,7 +134,10 @@ def verify(
         chosen = choose_configurations(first, devices)[: None if most is None else most + 1]
         if not mappable:
             chosen = list(dict.fromkeys(one._replace(accumulate="scan") for one in chosen))
-        run = lambda configuration: run_configuration(setup, reference, configuration, devices, limit)
+
+        def run(configuration):
+            return run_configuration(setup, reference, configuration, devices, limit)
+
         report.run(run, chosen, progress)
         if own is not None:
             report.checks.append(checks.check_own_precision(own(), narrowest))
@@ -140,23 +174,28 @@ def failures(report: Report) -> list[str]:
 
 
 def find_causes(report: Report, reference: Reference, own: Configuration) -> list[str]:
-    """Return why what was trained is not verified, the most certain cause first. own: the run's configuration."""
+    """Return why what was trained is not verified, the most certain cause first. own: the run's
+    configuration.
+    """
     causes, losses = report.refusal(own), reference.trained.curve["loss"]
     if not np.isfinite(losses).all():
-        causes.append(f"the loss is not finite: {losses.tolist()} in the first updates; try a smaller optimizer.lr")
+        causes.append(
+            f"the loss is not finite: {losses.tolist()} in the first updates; try a smaller optimizer.lr"
+        )
     elif reference.unexplained:
         leaves = list_leaves(reference.unexplained)
         causes.append(f"not compared, because rounding alone moves them too far: {leaves}")
     elif not reference.compared[0]:
         causes.append("no parameter was compared that training moves")
     elif not any(r.configuration.devices > 1 for r in report.passed + report.failed):
-        causes.append("nothing was compared on several devices; use --devices 2 or more, and 2 microbatches or more")
+        causes.append(
+            "nothing was compared on several devices; use --devices 2 or more, and 2 microbatches or more"
+        )
     for one in report.failed[:1]:
         fault = f"{one.note} differs by {one.value}" if one.value else one.note
         if any(r.configuration.devices == 1 for r in report.passed):
-            fault += (
-                "; one device agrees, so what communicates over devices may be the cause (a BatchNorm with sync: true)"
-            )
+            fault += "; one device agrees, so what communicates over devices may be the cause "
+            fault += "(a BatchNorm with sync: true)"
         causes.append(f"{one.configuration.title}: {fault}")
     return causes
 
@@ -170,10 +209,11 @@ def check_parts(
     elsewhere: Callable[[], Any] | None,
     near: Callable[[], Any] | None,
 ) -> bool:
-    """Check the parts alone. Return False if one failed that the others use, on which its fault would be blamed.
+    """Check the parts alone. Return False if one failed that the others use, on which its fault
+    would be blamed.
 
-    elsewhere: the process with other surroundings; near: one with the same, if this one computes on no CPU.
-    """
+    elsewhere: the process with other surroundings; near: one with the same, if this one computes on
+    no CPU."""
     facts, exactness = find_facts(setup), min(COARSE, tolerance)
     report.checks.append(checks.check_repeat(setup, math.inf if near else exactness, facts))
     if checks.any_failed(context, report.checks):
@@ -182,7 +222,9 @@ def check_parts(
     if others[0].verdict != FAILED:
         others.append(checks.check_padding(setup, random, tolerance))
     if elsewhere is not None:
-        report.checks[-1] = checks.check_elsewhere(near() if near else facts, elsewhere(), exactness)
+        report.checks[-1] = checks.check_elsewhere(
+            near() if near else facts, elsewhere(), exactness
+        )
     if checks.any_failed(context, report.checks):
         return False
     report.checks += others[:1]

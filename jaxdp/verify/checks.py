@@ -1,4 +1,6 @@
-"""Check the parts of a run: data and updates can be repeated, padding changes nothing, the loss adds up."""
+"""Check the parts of a run: data and updates can be repeated, padding changes nothing, the loss
+adds up.
+"""
 
 import json
 from collections.abc import Iterator
@@ -33,7 +35,12 @@ from jaxdp.verify.problem import FAILED, NOTE, OK, SKIPPED, Check, Problem, Tree
 
 SPLITS = 3  # random ones, of the examples that the loss is checked on
 ROWS = 8  # of these examples
-TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}  # by the dtype of the computation
+TOLERANCE = {
+    "float64": 1e-10,
+    "float32": 1e-5,
+    "float16": 1e-2,
+    "bfloat16": 5e-2,
+}  # by the dtype of the computation
 DRAWS = {"random_bits", "threefry2x32", "rng_uniform", "rng_bit_generator"}
 SUM = 1e-5  # relative error of a sum of gradients: 1e-7 in float32, 1e-3 in bfloat16
 ELSEWHERE = "in another process, which has other devices, launcher variables and another date"
@@ -46,23 +53,31 @@ Curve = dict[str, np.ndarray]  # {metric: [update]}
 
 
 class OwnPrecision(NamedTuple):
-    """What training in the run's own precision gives: curves by configuration, one device with `scan` first. sums: the
-    error of one device's sum of gradients, by `accumulate`."""
+    """What training in the run's own precision gives: curves by configuration, one device with
+    `scan` first. sums: the error of one device's sum of gradients, by `accumulate`."""
 
     curves: dict[str, Curve]
     sums: dict[str, float]
 
 
 def any_failed(context: Context, checks: list[Check]) -> bool:
-    """Add the failures of other processes to the checks; return whether there are any, on all processes alike."""
+    """Add the failures of other processes to the checks; return whether there are any, on all
+    processes alike.
+    """
     texts = [check.text for check in checks if check.verdict == FAILED]
     for rank, others in enumerate(context.exchange("verify", json.dumps(texts), SLOW)):
-        checks += [Check("ranks", FAILED, f"{context.title(rank)}: {t}") for t in json.loads(others) if t not in texts]
+        checks += [
+            Check("ranks", FAILED, f"{context.title(rank)}: {t}")
+            for t in json.loads(others)
+            if t not in texts
+        ]
     return any(check.verdict == FAILED for check in checks)
 
 
 def check_data(problem: Problem) -> Check:
-    """Check that all sets return the same example for the same index, in another order and among others."""
+    """Check that all sets return the same example for the same index, in another order and among
+    others.
+    """
     number = 0
     for which, dataset in named_sets(problem).items():
         index = probes(dataset)
@@ -76,8 +91,8 @@ def check_data(problem: Problem) -> Check:
 
 
 def traits_of(setup: Setup) -> tuple[np.dtype, bool]:
-    """Trace the gradient of a microbatch. Return (the dtype of its least precise floats, whether it draws random
-    numbers). Raises UsageError if the loss returns something else than sums."""
+    """Trace the gradient of a microbatch. Return (the dtype of its least precise floats, whether it
+    draws random numbers). Raises UsageError if the loss returns something else than sums."""
     names, dtype = set[str](), np.dtype(np.float64)
     for eqn in operations(jax.make_jaxpr(setup.oracle.value)(*arguments_of(setup)).jaxpr):
         names.add(name := eqn.primitive.name)
@@ -89,9 +104,14 @@ def traits_of(setup: Setup) -> tuple[np.dtype, bool]:
 
 
 def is_mappable(setup: Setup) -> bool:
-    """Return whether `jax.vmap` can map the gradient of a microbatch; a callback needs a vmap_method for that."""
+    """Return whether `jax.vmap` can map the gradient of a microbatch; a callback needs a
+    vmap_method for that.
+    """
     arguments, axes = arguments_of(setup), (None, None, None, 0, 0)
-    names = {eqn.primitive.name for eqn in operations(jax.make_jaxpr(setup.oracle.value)(*arguments).jaxpr)}
+    names = {
+        eqn.primitive.name
+        for eqn in operations(jax.make_jaxpr(setup.oracle.value)(*arguments).jaxpr)
+    }
     if not any(name.endswith("callback") for name in names):
         return True
     batch = jax.tree.map(lambda x: jnp.asarray(x)[None], arguments[3:])
@@ -106,7 +126,13 @@ def arguments_of(setup: Setup) -> tuple[Any, ...]:
     """Return arguments of `Oracle.value`: one microbatch, all parameters trainable."""
     problem, trial, start, _ = setup
     frozen = jax.tree.map(lambda x: None, start.params)
-    return start.params, frozen, [start.model_state], [trial.microbatch(0, 0)], [key_of(problem, 0, 0)]
+    return (
+        start.params,
+        frozen,
+        [start.model_state],
+        [trial.microbatch(0, 0)],
+        [key_of(problem, 0, 0)],
+    )
 
 
 def operations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
@@ -118,15 +144,25 @@ def operations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
 
 
 def check_repeat(setup: Setup, tolerance: float, facts: Facts | None = None) -> Check:
-    """Check that updates, learning rates and an evaluation are the same when they are computed and traced again."""
-    difference = find_difference(facts or find_facts(setup), trace_again(setup), tolerance, "in the same process")
+    """Check that updates, learning rates and an evaluation are the same when they are computed and
+    traced again.
+    """
+    difference = find_difference(
+        facts or find_facts(setup), trace_again(setup), tolerance, "in the same process"
+    )
     if difference:
         return Check("repeat", FAILED, f"{difference}; {CAUSES}")
-    return Check("repeat", OK, "an update is the same when it is computed again; not compared with another process")
+    return Check(
+        "repeat",
+        OK,
+        "an update is the same when it is computed again; not compared with another process",
+    )
 
 
 def check_elsewhere(facts: Facts | str, found: Facts | str, tolerance: float) -> Check:
-    """Check that the facts are the same in a process with other surroundings. They are a text if a process failed."""
+    """Check that the facts are the same in a process with other surroundings. They are a text if a
+    process failed.
+    """
     for one in (facts, found):
         if isinstance(one, str):
             return Check("repeat", FAILED, f"{ELSEWHERE}: {one}; {CAUSES}")
@@ -137,8 +173,9 @@ def check_elsewhere(facts: Facts | str, found: Facts | str, tolerance: float) ->
 
 
 def check_own_precision(found: OwnPrecision | str, dtype: np.dtype) -> Check:
-    """Check that the gradients of microbatches are added without rounding to 16 bits, and that skipped updates, loss
-    scales and losses do not depend on the devices. found: a text if the process failed. dtype: the least precise."""
+    """Check that the gradients of microbatches are added without rounding to 16 bits, and that
+    skipped updates, loss scales and losses do not depend on the devices. found: a text if the
+    process failed. dtype: the least precise."""
     name, tolerance = f"in {dtype.name}", TOLERANCE[dtype.name]
     if isinstance(found, str):
         return Check(name, FAILED, f"nothing was compared in the run's own precision: {found}")
@@ -159,7 +196,9 @@ def check_own_precision(found: OwnPrecision | str, dtype: np.dtype) -> Check:
                 text = f"{metric} of update {i + 1} is {x[i]:.6g} with {title}, but {y[i]:.6g} with {first}"
                 return Check(name, FAILED, text)
     text = f"{len(found.curves)} configurations skip the same updates, with losses alike to {tolerance:g}"
-    errors = [f"{accumulate} adds gradients to {error:.0e}" for accumulate, error in found.sums.items()]
+    errors = [
+        f"{accumulate} adds gradients to {error:.0e}" for accumulate, error in found.sums.items()
+    ]
     return Check(name, OK, "; ".join([text, *errors]))
 
 
@@ -167,44 +206,76 @@ def compute(setup: Setup, batch: dict[str, Any], state: Tree) -> Tree:
     """Return {loss, weight, metrics, model_state, gradient} of one microbatch."""
     params, key = setup.start.params, key_of(setup.problem, 0, 0)
     frozen = jax.tree.map(lambda x: None, params)
-    (loss, (weight, metrics, states)), grads = setup.oracle.value(params, frozen, [state], [batch], [key])
-    gradient = np.concatenate([np.ravel(x) for x in jax.tree.leaves(grads)])  # some leaves may be rounding noise
+    (loss, (weight, metrics, states)), grads = setup.oracle.value(
+        params, frozen, [state], [batch], [key]
+    )
+    gradient = np.concatenate(
+        [np.ravel(x) for x in jax.tree.leaves(grads)]
+    )  # some leaves may be rounding noise
     state = without_carry(states[0])[0]
-    return {"loss": loss, "weight": weight, "metrics": metrics, "model_state": state, "gradient": gradient}
+    return {
+        "loss": loss,
+        "weight": weight,
+        "metrics": metrics,
+        "model_state": state,
+        "gradient": gradient,
+    }
 
 
 def check_padding(setup: Setup, random: bool, tolerance: float) -> Check:
-    """Check that the contents of padding change nothing, nor does leaving it out (unless numbers are random)."""
+    """Check that the contents of padding change nothing, nor does leaving it out (unless numbers
+    are random).
+    """
     problem, trial, start, _ = setup
     size, tolerance, largest = trial.microbatch_size, max(tolerance, COARSE), 0.0
     if size < 2:
         return Check("padding", SKIPPED, "a microbatch of one example is never padded in part")
-    real = size - 1  # as many as possible: with few examples the gradients of a BatchNorm are ill-conditioned
+    real = (
+        size - 1
+    )  # as many as possible: with few examples the gradients of a BatchNorm are ill-conditioned
 
     def masked(full: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the batch with its last example as padding: one of the others, or itself."""
         mask = full["mask"].copy()
         mask[real:] = 0
         rows = np.arange(size)
-        return [{**{k: v[index] for k, v in full.items()}, "mask": mask} for index in (rows % real, rows)]
+        return [
+            {**{k: v[index] for k, v in full.items()}, "mask": mask}
+            for index in (rows % real, rows)
+        ]
 
     order = problem.order
-    ragged = lambda size: bool(size % order.batch_size or order.batch_size % order.microbatches)
+
+    def ragged(size):
+        return bool(size % order.batch_size or order.batch_size % order.microbatches)
+
     full, has_padding = trial.microbatch(0, 0), ragged(order.size)
     padded, other = (compute(setup, batch, start.model_state) for batch in masked(full))
     pairs = [("other examples there", has_padding, padded, other)]
     if not random:
         state, carry = without_carry(start.model_state)
-        state = state if carry is None else {**state, CARRY: jax.tree.map(lambda x: x[:real], carry)}
+        state = (
+            state if carry is None else {**state, CARRY: jax.tree.map(lambda x: x[:real], carry)}
+        )
         without = compute(setup, {k: v[:real] for k, v in full.items()}, state)
         pairs.append(("none there", has_padding, padded, without))
     if batch := eval_batch(setup):
         has_padding = any(ragged(len(x)) for x in problem.eval_sets.values())
-        pairs.append(("other examples there, in evaluation", has_padding, *(evaluate(setup, x) for x in masked(batch))))
+        pairs.append(
+            (
+                "other examples there, in evaluation",
+                has_padding,
+                *(evaluate(setup, x) for x in masked(batch)),
+            )
+        )
     note = None
     for what, has_padding, padded, other in pairs:
         errors = leaf_errors(padded, other)
-        averages = {leaf: e for leaf, e in errors.items() if leaf.startswith("model_state/") and not e <= tolerance}
+        averages = {
+            leaf: e
+            for leaf, e in errors.items()
+            if leaf.startswith("model_state/") and not e <= tolerance
+        }
         changed = worst(averages or errors)
         largest = max(largest, changed.error)
         if not changed.error <= tolerance:
@@ -215,12 +286,18 @@ def check_padding(setup: Setup, random: bool, tolerance: float) -> Check:
             if has_padding:
                 return Check("padding", FAILED, text)
             note = note or Check("padding", NOTE, f"{text}; this run has no padding")
-    more = "; leaving it out is not compared, because random numbers depend on the shape" if random else ""
+    more = (
+        "; leaving it out is not compared, because random numbers depend on the shape"
+        if random
+        else ""
+    )
     return note or Check("padding", OK, f"padded examples change nothing ({largest:.1e}){more}")
 
 
 def check_loss(setup: Setup, tolerance: float) -> Check:
-    """Check that the loss's sums over parts of some examples add up, and that masked examples do not count."""
+    """Check that the loss's sums over parts of some examples add up, and that masked examples do
+    not count.
+    """
     problem, _, _, oracle = setup
     outputs, batch = some_rows(setup)
     size, rng = len(batch["mask"]), np.random.default_rng(problem.forward.seed)
@@ -229,24 +306,41 @@ def check_loss(setup: Setup, tolerance: float) -> Check:
 
     def sums(index: np.ndarray, mask: Any = batch["mask"]) -> np.ndarray:
         """Return [loss, weight, *metrics] of some rows."""
-        pick = lambda x: x[index] if x.ndim and len(x) == size else x
+
+        def pick(x):
+            return x[index] if x.ndim and len(x) == size else x
+
         total, weight, values = oracle.loss(*jax.tree.map(pick, (outputs, {**batch, "mask": mask})))
         return np.array([total, weight, *(flat(values)[name] for name in metrics)], np.float64)
 
     full, largest = sums(np.arange(size)), 0.0
     if not np.isfinite(full).all():
-        return Check("loss", FAILED, f"the loss has a {names[int(np.argmin(np.isfinite(full)))]} that is not finite")
+        return Check(
+            "loss",
+            FAILED,
+            f"the loss has a {names[int(np.argmin(np.isfinite(full)))]} that is not finite",
+        )
     if full[1] <= 0:
-        text = f"the loss has the weight {full[1]:g} for {size} examples; return batch['mask'] summed"
+        text = (
+            f"the loss has the weight {full[1]:g} for {size} examples; return batch['mask'] summed"
+        )
         return Check("loss", FAILED, text)
     if size < 2:
         return Check("loss", SKIPPED, "one example cannot be split")
     subset = np.sort(rng.permutation(size)[: -(-size // 2)])
-    mask = batch["mask"] * np.isin(np.arange(size), subset).reshape(-1, *[1] * (batch["mask"].ndim - 1))
+    mask = batch["mask"] * np.isin(np.arange(size), subset).reshape(
+        -1, *[1] * (batch["mask"].ndim - 1)
+    )
     sizes = [1, 2, size - 3] if size > 3 else [1, size - 1]
-    cut = lambda: np.split(rng.permutation(size), np.cumsum(rng.permutation(sizes))[:-1])
+
+    def cut():
+        return np.split(rng.permutation(size), np.cumsum(rng.permutation(sizes))[:-1])
+
     try:
-        splits = [np.stack([sums(part) for part in cut()]) for _ in range(0 if problem.couples else SPLITS)]
+        splits = [
+            np.stack([sums(part) for part in cut()])
+            for _ in range(0 if problem.couples else SPLITS)
+        ]
         masked, alone = sums(np.arange(size), mask), sums(subset)
     except Exception as error:
         text = f"it cannot be split: {type(error).__name__} where fewer examples are given: {one_line(error)}"
@@ -267,8 +361,14 @@ def check_loss(setup: Setup, tolerance: float) -> Check:
         text = f"the loss counts examples whose batch['mask'] is 0 (in its {names[int(wrong.argmax())]}); sum "
         return Check("loss", FAILED, f"{text}jnp.where(mask != 0, losses, 0) * mask")
     if problem.couples:
-        return Check("loss", NOTE, "it couples examples (scope: global): it is compared over full batches only")
-    return Check("loss", OK, f"sums over parts of {size} examples add up ({max(largest, wrong.max()):.1e})")
+        return Check(
+            "loss",
+            NOTE,
+            "it couples examples (scope: global): it is compared over full batches only",
+        )
+    return Check(
+        "loss", OK, f"sums over parts of {size} examples add up ({max(largest, wrong.max()):.1e})"
+    )
 
 
 def relative(got: np.ndarray, want: np.ndarray, scale: np.ndarray) -> np.ndarray:
@@ -277,10 +377,18 @@ def relative(got: np.ndarray, want: np.ndarray, scale: np.ndarray) -> np.ndarray
 
 
 def some_rows(setup: Setup) -> tuple[Any, dict[str, Any]]:
-    """Return (outputs, what the loss gets) of up to ROWS examples, from as many microbatches as that takes."""
+    """Return (outputs, what the loss gets) of up to ROWS examples, from as many microbatches as
+    that takes.
+    """
     problem, trial, start, oracle = setup
     size, keys = trial.microbatch_size, lambda m: key_of(problem, 0, m)
-    run = lambda m: oracle.forward(*start, trial.microbatch(0, m), keys(m), True)
+
+    def run(m):
+        return oracle.forward(*start, trial.microbatch(0, m), keys(m), True)
+
     microbatches = [run(m)[:2] for m in range(min(-(-ROWS // size), trial.microbatches))]
-    join = lambda *x: np.concatenate(x)[:ROWS] if np.ndim(x[0]) and len(x[0]) == size else np.asarray(x[0])
+
+    def join(*x):
+        return np.concatenate(x)[:ROWS] if np.ndim(x[0]) and len(x[0]) == size else np.asarray(x[0])
+
     return jax.tree.map(join, *microbatches)

@@ -1,4 +1,6 @@
-"""Compare trained states: the relative error of each leaf in the L2 norm, allowing for what rounding alone changes."""
+"""Compare trained states: the relative error of each leaf in the L2 norm, allowing for what
+rounding alone changes.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,8 +20,8 @@ Tree = Any
 Errors = dict[str, float]  # by path: part/of/the/state
 RATES = (1.0, 0.1, 0.01, 0.001)  # of the peak learning rate
 ZERO = 1e3  # last digits of the whole gradient's norm: a gradient below is zero but for rounding
-# A leaf may differ by MARGIN x what rounding moves it, at most by MOST. It is not compared if rounding moves it by more
-# than COARSEST and 5 times the tolerance.
+# A leaf may differ by MARGIN x what rounding moves it, at most by MOST. It is not compared if
+# rounding moves it by more than COARSEST and 5 times the tolerance.
 MARGIN, MOST, COARSEST = 10, 0.5, 1e-2
 
 
@@ -29,13 +31,14 @@ class Worst(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """What the oracle trained, with `rule` at `rate` of the peak learning rate, and how far rounding moves each leaf.
+    """What the oracle trained, with `rule` at `rate` of the peak learning rate, and how far
+    rounding moves each leaf.
 
     Args:
         moved: {leaf: the relative error that rounding causes}.
         uncompared: the same, of leaves that rounding moves too far to compare.
-        zero: {trained leaf: elements whose gradient is zero but for rounding}, of leaves that are compared without
-            these elements; if these are all, the leaf is in `uncompared`.
+        zero: {trained leaf: elements whose gradient is zero but for rounding}, of leaves that are
+            compared without these elements; if these are all, the leaf is in `uncompared`.
         unexplained: the part of `uncompared` that no such gradient explains.
         moving: the trained leaves that have a gradient and change.
     """
@@ -64,16 +67,26 @@ class Reference(NamedTuple):
     def notes(self, tolerance: float) -> list[Check]:
         """Return notes on the leaves that are not compared, or not as closely as the others."""
         in_part = {path: self.moved[path] for path in self.zero if path not in self.uncompared}
-        near = {path: error for path, error in self.moved.items() if self.allowed(path, tolerance) > tolerance}
+        near = {
+            path: error
+            for path, error in self.moved.items()
+            if self.allowed(path, tolerance) > tolerance
+        }
         notes = {
             "not compared, because rounding alone moves them too far": self.uncompared,
             "compared without the elements whose gradient is zero but for rounding": in_part,
             f"compared with a margin of {MARGIN} times what rounding moves them, at most {MOST}": near,
         }
-        return [Check("rounding", NOTE, f"{text}: {list_leaves(errors)}") for text, errors in notes.items() if errors]
+        return [
+            Check("rounding", NOTE, f"{text}: {list_leaves(errors)}")
+            for text, errors in notes.items()
+            if errors
+        ]
 
     def errors(self, state: Any, curve: dict[str, np.ndarray], tolerance: float) -> Errors:
-        """Return the error of each leaf that is compared, scaled so that `tolerance` is what is allowed."""
+        """Return the error of each leaf that is compared, scaled so that `tolerance` is what is
+        allowed.
+        """
         curve = {name: values for name, values in curve.items() if name in self.trained.curve}
         trained, start = self.trained, self.trained.start
         got, want = flatten(state, curve, start), flatten(trained, trained.curve, start)
@@ -81,7 +94,12 @@ class Reference(NamedTuple):
         for path in {**want, **got}:
             if path not in self.uncompared:
                 one, other, zero = got.get(path), want.get(path), self.zero.get(path)
-                if zero is not None and one is not None and other is not None and one.shape == other.shape:
+                if (
+                    zero is not None
+                    and one is not None
+                    and other is not None
+                    and one.shape == other.shape
+                ):
                     one = np.where(zero, other, one)
                 errors[path] = difference(one, other) * tolerance / self.allowed(path, tolerance)
         return errors
@@ -94,25 +112,35 @@ def find_reference(
     epsilon: float,
     tolerance: float,
 ) -> Reference:
-    """Train three times, twice with parameters changed in their last digit: what differs is rounding.
+    """Train three times, twice with parameters changed in their last digit: what differs is
+    rounding.
 
-    Lower the learning rate where training amplifies rounding, update by update, beyond what is compared.
+    Lower the learning rate where training amplifies rounding, update by update, beyond what is
+    compared.
 
     Args:
         train: (params, rule) -> what the oracle trains.
         epsilon: the last digit, relative.
     """
     rng = np.random.default_rng(0)
-    perturb = lambda x: x * (1 + epsilon * rng.choice([-1.0, 1.0], x.shape))
+
+    def perturb(x):
+        return x * (1 + epsilon * rng.choice([-1.0, 1.0], x.shape))
+
     starts = [params, *(jax.tree.map(perturb, params) for _ in range(2))]
 
     def moves(flat: list[dict[str, np.ndarray]]) -> Errors:
-        return {path: max(difference(x.get(path), value) for x in flat[1:]) for path, value in flat[0].items()}
+        return {
+            path: max(difference(x.get(path), value) for x in flat[1:])
+            for path, value in flat[0].items()
+        }
 
     for rate in RATES:
         rule = make_rule(rate)
         runs = [train(start, rule) for start in starts]
-        if np.median([*moves([flatten(run, run.curve) for run in runs]).values()]) <= max(tolerance / 100, 8 * epsilon):
+        if np.median([*moves([flatten(run, run.curve) for run in runs]).values()]) <= max(
+            tolerance / 100, 8 * epsilon
+        ):
             break
     trained, flat = runs[0], [flatten(run, run.curve, run.start) for run in runs]
     one, rounding = flat[0], moves(flat)
@@ -124,11 +152,18 @@ def find_reference(
         if path in too_far and max(rest) <= limit:
             zero[path] = elements
     # Other leaves, such as the optimizer's, move with parameters whose gradient is zero.
-    unexplained = {p: e for p, e in too_far.items() if p not in zero and (not zero or p.startswith("params/"))}
+    unexplained = {
+        p: e for p, e in too_far.items() if p not in zero and (not zero or p.startswith("params/"))
+    }
     uncompared = {p: e for p, e in too_far.items() if p not in zero or zero[p].all()}
     grads = [leaves({"params": tree}) for tree in trained.grads]
-    changes = lambda path: any(np.any(x[path]) for x in grads) and np.any(one[path])
-    return Reference(trained, rule, rate, rounding, uncompared, zero, unexplained, {*filter(changes, grads[0])})
+
+    def changes(path):
+        return any(np.any(x[path]) for x in grads) and np.any(one[path])
+
+    return Reference(
+        trained, rule, rate, rounding, uncompared, zero, unexplained, {*filter(changes, grads[0])}
+    )
 
 
 def zero_gradients(grads: list[Tree], epsilon: float) -> dict[str, np.ndarray]:
@@ -137,7 +172,9 @@ def zero_gradients(grads: list[Tree], epsilon: float) -> dict[str, np.ndarray]:
     for tree in grads:
         with np.errstate(over="ignore"):
             norm = np.sqrt(sum(float(np.sum(np.square(x))) for x in jax.tree.leaves(tree)))
-        norm = norm if np.isfinite(norm) else 0.0  # nothing is small beside a gradient that overflows
+        norm = (
+            norm if np.isfinite(norm) else 0.0
+        )  # nothing is small beside a gradient that overflows
         for path, x in leaves({"params": tree}).items():
             zero[path] = (np.abs(x) <= ZERO * epsilon * norm) & zero.get(path, True)
     return zero
@@ -147,17 +184,26 @@ def leaves(tree: Tree) -> dict[str, np.ndarray]:
     return {path_string(path): host(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def flatten(trained: Any, curve: dict[str, np.ndarray], start: Tree = None) -> dict[str, np.ndarray]:
+def flatten(
+    trained: Any, curve: dict[str, np.ndarray], start: Tree = None
+) -> dict[str, np.ndarray]:
     """Return what is compared of a state (the oracle's, or a strategy's) and its curve, by path.
 
-    start: the first parameters; of parameters and their average, what changed since is compared: an update may be small
-    beside them.
+    start: the first parameters; of parameters and their average, what changed since is compared: an
+    update may be small beside them.
     """
     names = ("params", "model_state", "opt_state", "ema", "ema_state", "carry")
     trees = {name: getattr(trained, name) for name in names}
     if start is not None:
-        change = lambda x, before: host(x) - host(before) if jnp.issubdtype(x.dtype, jnp.inexact) else x
-        trees |= {k: jax.tree.map(change, trees[k], start) for k in ("params", "ema") if trees[k] is not None}
+
+        def change(x, before):
+            return host(x) - host(before) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+        trees |= {
+            k: jax.tree.map(change, trees[k], start)
+            for k in ("params", "ema")
+            if trees[k] is not None
+        }
     return leaves({**trees, "curve": curve})
 
 
@@ -168,7 +214,9 @@ def leaf_errors(got: Tree, want: Tree) -> Errors:
 
 
 def difference(got: np.ndarray | None, want: np.ndarray | None) -> float:
-    """Return |got - want| / |want|; infinity where only one is finite, or anything but floats differs."""
+    """Return |got - want| / |want|; infinity where only one is finite, or anything but floats
+    differs.
+    """
     if got is None or want is None or got.shape != want.shape:
         return np.inf
     if np.iscomplexobj(want) and np.iscomplexobj(got):
@@ -180,7 +228,9 @@ def difference(got: np.ndarray | None, want: np.ndarray | None) -> float:
     if not np.array_equal(np.isfinite(got), finite):
         return np.inf
     got, want = got[finite], want[finite]
-    top = max(np.abs(got).max(initial=0.0), np.abs(want).max(initial=0.0)) or 1.0  # or their squares may overflow
+    top = (
+        max(np.abs(got).max(initial=0.0), np.abs(want).max(initial=0.0)) or 1.0
+    )  # or their squares may overflow
     size, apart = np.linalg.norm(want / top), np.linalg.norm(got / top - want / top)
     return float(apart / size) if size else np.inf if apart else 0.0
 

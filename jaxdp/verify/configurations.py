@@ -1,4 +1,6 @@
-"""The configurations to compare: a small set in which every two values of two settings occur together."""
+"""The configurations to compare: a small set in which every two values of two settings occur
+together.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -18,7 +20,9 @@ ODD = 3  # a number of devices that divides neither the microbatches nor most di
 
 
 class Configuration(NamedTuple):
-    """One way to spread training over devices. gradient_buffer matters from ZeRO stage 2, shard_size from stage 1."""
+    """One way to spread training over devices. gradient_buffer matters from ZeRO stage 2,
+    shard_size from stage 1.
+    """
 
     devices: int
     backend: str
@@ -36,15 +40,21 @@ class Configuration(NamedTuple):
 
     @property
     def title(self) -> str:
-        return " ".join(f"{name} {cell}" for name, cell in zip(self._fields, self.cells) if cell != "-")
+        return " ".join(
+            f"{name} {cell}" for name, cell in zip(self._fields, self.cells) if cell != "-"
+        )
 
 
 ONE_DEVICE = Configuration(1, max(STAGES, key=lambda name: len(STAGES[name])))
 
 
 def clip(configuration: Configuration, devices: Sequence[jax.Device]) -> Configuration:
-    """Return a run's configuration on at most these devices, all of them if it has no number (0). Raises UsageError."""
-    clipped = configuration._replace(devices=min(configuration.devices or len(devices), len(devices)))
+    """Return a run's configuration on at most these devices, all of them if it has no number (0).
+    Raises UsageError.
+    """
+    clipped = configuration._replace(
+        devices=min(configuration.devices or len(devices), len(devices))
+    )
     check_layout(clipped, devices)
     return clipped
 
@@ -54,8 +64,8 @@ def choose_configurations(
 ) -> list[Configuration]:
     """Return one device, `first`, and what pairs of values remain, in a fixed order.
 
-    A job of several processes uses all its devices, or one of each process. exact: with the reduction of `first` only.
-    """
+    A job of several processes uses all its devices, or one of each process. exact: with the
+    reduction of `first` only."""
     number, others = len(devices), set() if exact else REDUCTIONS.keys() - FORMATS.keys()
     fewer = [n for n in ((ODD, 2) if exact else (ODD,)) if n < number and jax.process_count() == 1]
     settings: list[Sequence[Any]] = [
@@ -80,7 +90,11 @@ def choose_configurations(
 def pairs(configuration: Configuration) -> set[tuple[Any, ...]]:
     """Return every two settings with their values; backend and stage count as one setting."""
     values = {"stage": (configuration.backend, configuration.zero), **configuration._asdict()}
-    return set(itertools.combinations([(k, v) for k, v in values.items() if k not in ("backend", "zero")], 2))
+    return set(
+        itertools.combinations(
+            [(k, v) for k, v in values.items() if k not in ("backend", "zero")], 2
+        )
+    )
 
 
 def is_meaningful(configuration: Configuration) -> bool:
@@ -88,7 +102,9 @@ def is_meaningful(configuration: Configuration) -> bool:
     layout, c = ZERO[configuration.zero], configuration
     if c.accumulate == "scan" and c.reduction in FORMATS:
         return False
-    return (c.gradient_buffer == "sharded" or layout.grads) and (c.shard_size is None or layout.opt_state)
+    return (c.gradient_buffer == "sharded" or layout.grads) and (
+        c.shard_size is None or layout.opt_state
+    )
 
 
 def is_possible(configuration: Configuration, devices: Sequence[jax.Device]) -> bool:
@@ -107,7 +123,11 @@ def devices_of(configuration: Configuration, devices: Sequence[jax.Device]) -> S
 
 
 def check_layout(configuration: Configuration, devices: Sequence[jax.Device]) -> None:
-    """Raise UsageError if the configuration's strategy does not work on these devices, whatever is trained."""
+    """Raise UsageError if the configuration's strategy does not work on these devices, whatever is
+    trained.
+    """
     c, make = configuration, Partial(TrainState, jnp.zeros((), jnp.int32), {}, {}, {})
     sharding = Sharding(c.zero, c.shard_size, c.gradient_buffer)
-    STRATEGIES[c.backend](make, c.devices, make_reduction(c.reduction), None, devices_of(c, devices), sharding)
+    STRATEGIES[c.backend](
+        make, c.devices, make_reduction(c.reduction), None, devices_of(c, devices), sharding
+    )

@@ -1,4 +1,6 @@
-"""Compare bits: train in every configuration with exact sums, and compare each result with the first one."""
+"""Compare bits: train in every configuration with exact sums, and compare each result with the
+first one.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -32,10 +34,12 @@ def compare_bits(
 ) -> Report:
     """Train the same updates in every configuration on these devices, and compare them to the bit.
 
-    own: that of the run. batches: the number of the batch of each update. trained: what the updates train on, in words.
-    Raises UsageError if no configuration can train.
+    own: that of the run. batches: the number of the batch of each update. trained: what the updates
+    train on, in words. Raises UsageError if no configuration can train.
     """
-    report = Report(f"{describe(devices)}; {len(batches)} updates of {trained}", "params_sha256", goal="exact")
+    report = Report(
+        f"{describe(devices)}; {len(batches)} updates of {trained}", "params_sha256", goal="exact"
+    )
     bits: list[dict[str, np.ndarray]] = []
     changed: list[bool] = []
 
@@ -47,14 +51,18 @@ def compare_bits(
         changed.append(digest_of_floats(final) != before)
         bits[1:] = [{**leaves(final), **leaves({"curve": curve})}]
         difference = first_difference(bits[0], bits[-1])
-        return Result(configuration, FAILED if difference else OK, params_sha256(final.params), difference)
+        return Result(
+            configuration, FAILED if difference else OK, params_sha256(final.params), difference
+        )
 
     report.run(run, choose_configurations(own, devices, exact=True), progress)
     compared = report.passed + report.failed
     if not compared:
         raise UsageError(report.results[0].note)
     report.agreement = f"give the same bits; params_sha256 {compared[0].value}"
-    report.causes = [f"{r.configuration.title}: {r.note}" for r in report.failed[:1]] + report.refusal(own)
+    report.causes = [
+        f"{r.configuration.title}: {r.note}" for r in report.failed[:1]
+    ] + report.refusal(own)
     counts = {result.configuration.devices for result in compared}
     if not any(changed):
         report.causes = [
@@ -75,7 +83,10 @@ def digest_of_floats(state: TrainState) -> str:
 
 def first_difference(first: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> str:
     """Return where two first differ, the update and the leaves at the end, or ""."""
-    same = lambda x, y: (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
+
+    def same(x, y):
+        return (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
+
     differing = [path for path in first if path not in other or not same(first[path], other[path])]
     pairs = [zip(first[path], other[path]) for path in differing if path.startswith("curve/")]
     updates = [i for pair in pairs for i, (x, y) in enumerate(pair, 1) if not same(x, y)]

@@ -1,5 +1,6 @@
-"""Facts about a problem that must not depend on the host: the data, its order, the learning rates, a few updates, an
-evaluation, and the traced programs of all these. Two processes find them, and compare."""
+"""Facts about a problem that must not depend on the host: the data, its order, the learning rates,
+a few updates, an evaluation, and the traced programs of all these. Two processes find them, and
+compare."""
 
 from typing import Any, NamedTuple
 
@@ -16,8 +17,14 @@ from jaxdp.verify.compare import difference, flatten, leaves, worst
 from jaxdp.verify.oracle import Setup, key_of, make_oracle, partition, train
 from jaxdp.verify.problem import Problem, Tree
 
-COARSE = 1e-6  # what padding or another process may change: here a fault is never as small as rounding
-EPOCHS, ORDERS, READ = 4, 256, 10**6  # of the order: this many epochs, updates at most, and examples at most
+COARSE = (
+    1e-6  # what padding or another process may change: here a fault is never as small as rounding
+)
+EPOCHS, ORDERS, READ = (
+    4,
+    256,
+    10**6,
+)  # of the order: this many epochs, updates at most, and examples at most
 RATES = 2**16  # learning rates at most, over the whole run
 RATE = "learning rate"
 
@@ -27,8 +34,8 @@ class Facts(NamedTuple):
     numbers: of examples, updates and the like, by what they count.
     examples: {(set, name): dtype, shape and digest} of examples that are spread over each set.
     order: {update: digest of the examples in its microbatches}.
-    values: {path: array} of the state after a few updates, their gradients, all learning rates, an evaluation.
-    programs: the traced programs by name.
+    values: {path: array} of the state after a few updates, their gradients, all learning rates, an
+    evaluation. programs: the traced programs by name.
     """
 
     numbers: dict[str, int]
@@ -42,8 +49,13 @@ def find_facts(setup: Setup) -> Facts:
     """Compute all facts, on JAX's default device."""
     problem, order = setup.problem, setup.problem.order
     sets = named_sets(problem)
-    numbers = {f"the number of examples of the {name}": len(dataset) for name, dataset in sets.items()}
-    numbers |= {"the number of updates": problem.steps, "batch_size of the order of examples": order.batch_size}
+    numbers = {
+        f"the number of examples of the {name}": len(dataset) for name, dataset in sets.items()
+    }
+    numbers |= {
+        "the number of updates": problem.steps,
+        "batch_size of the order of examples": order.batch_size,
+    }
     numbers |= {"microbatches of the order of examples": order.microbatches}
     examples = {
         (name, key): describe(np.asarray(values))
@@ -58,7 +70,9 @@ def find_facts(setup: Setup) -> Facts:
 
 
 def named_sets(problem: Problem) -> dict[str, Any]:
-    evaluated = {f"evaluation set {k!r}" if k else "evaluation data": x for k, x in problem.eval_sets.items()}
+    evaluated = {
+        f"evaluation set {k!r}" if k else "evaluation data": x for k, x in problem.eval_sets.items()
+    }
     return {"data": problem.dataset, **evaluated}
 
 
@@ -77,12 +91,16 @@ def find_values(setup: Setup) -> dict[str, np.ndarray]:
 
 
 def find_programs(setup: Setup) -> dict[str, Digest]:
-    """Trace all programs, with the jitted functions of the setup's oracle; another oracle traces them again."""
+    """Trace all programs, with the jitted functions of the setup's oracle; another oracle traces
+    them again.
+    """
     problem, trial, start, oracle = setup
     trainable, frozen = partition(start.params, problem.rule(1.0).frozen)
     tx, key, state = problem.tx or problem.rule(1.0).tx, key_of(problem, 0, 0), start.model_state
     traced = {
-        "the initial state": jax.make_jaxpr(problem.forward.model.init)(key, cast_floats(trial.example, jnp.float64)),
+        "the initial state": jax.make_jaxpr(problem.forward.model.init)(
+            key, cast_floats(trial.example, jnp.float64)
+        ),
         "the loss and its gradient": jax.make_jaxpr(oracle.value)(
             trainable, frozen, [state], [trial.microbatch(0, 0)], [key]
         ),
@@ -101,22 +119,31 @@ def trace_again(setup: Setup) -> Facts:
 
 
 def find_difference(one: Facts, other: Facts, tolerance: float, where: str) -> str:
-    """Return the first difference of two computations in words, or "". where: the second one took place."""
+    """Return the first difference of two computations in words, or "". where: the second one took
+    place.
+    """
     for name, number in one.numbers.items():
         if number != other.numbers.get(name, number):
             return f"{name} is {number:,}, but {other.numbers[name]:,} {where}"
     for which, name in one.examples:
-        if one.examples[which, name] != other.examples.get((which, name), one.examples[which, name]):
+        if one.examples[which, name] != other.examples.get(
+            (which, name), one.examples[which, name]
+        ):
             return NOT_BY_INDEX.format(which, name)
     updates = [i for i, rows in one.order.items() if rows != other.order.get(i, rows)]
     if updates:
         return f"the examples of update {updates[0] + 1} (their order, or which they are) are others {where}"
-    errors = {k: difference(other.values.get(k), one.values.get(k)) for k in {**one.values, **other.values}}
+    errors = {
+        k: difference(other.values.get(k), one.values.get(k))
+        for k in {**one.values, **other.values}
+    }
     largest, at = worst(errors), place(one.programs, other.programs)
     if largest.error > min(COARSE, tolerance):
         text = f"an update computed twice gives another {largest.leaf} (by {largest.error:.1e}) {where}"
         if largest.leaf == RATE:
-            text += f", from update {np.flatnonzero(one.values[RATE] != other.values[RATE])[0] + 1} on"
+            text += (
+                f", from update {np.flatnonzero(one.values[RATE] != other.values[RATE])[0] + 1} on"
+            )
         return f"{text}{'; traced code that differs: ' * bool(at)}{at}"
     return f"an update computed twice gives another program {where}: {at}" if at else ""
 
@@ -129,11 +156,15 @@ NOT_BY_INDEX = (
 
 
 def place(one: dict[str, Digest], other: dict[str, Digest]) -> str:
-    """Return the first program that differs, and the first line of code in it that does; "" if none does."""
+    """Return the first program that differs, and the first line of code in it that does; "" if none
+    does.
+    """
     for name, (total, by_line) in one.items():
         if other.get(name, (total,))[0] != total:
             others = other[name][1]
-            lines = [line for line in {**by_line, **others} if by_line.get(line) != others.get(line)]
+            lines = [
+                line for line in {**by_line, **others} if by_line.get(line) != others.get(line)
+            ]
             return f"{name}{f' at {lines[0]}' if lines else ''}"
     return ""
 
@@ -142,7 +173,9 @@ def eval_batch(setup: Setup) -> dict[str, Any]:
     """Return a microbatch of the first evaluation set; empty if there is none."""
     for dataset in setup.problem.eval_sets.values():
         sizes = len(dataset), setup.trial.microbatch_size, 1
-        order = Streams(*sizes) if setup.problem.order.sequential else EpochOrder(*sizes, shuffle=False)
+        order = (
+            Streams(*sizes) if setup.problem.order.sequential else EpochOrder(*sizes, shuffle=False)
+        )
         return {k: v[0] for k, v in read_batch(dataset, order, 0, [0]).items()}
     return {}
 

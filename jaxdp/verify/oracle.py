@@ -1,7 +1,8 @@
-"""An independent trainer in plain loops: real rows, sums of weighted losses, one division, the optimizer as it is.
+"""An independent trainer in plain loops: real rows, sums of weighted losses, one division, the
+optimizer as it is.
 
-It shares no code with the step, has no sharding and no padding, so that a fault of the step cannot hide in both.
-"""
+It shares no code with the step, has no sharding and no padding, so that a fault of the step cannot
+hide in both."""
 
 import functools
 import math
@@ -27,15 +28,17 @@ Batch = dict[str, Any]
 
 
 class Start(NamedTuple):
-    """The first parameters and model state; state that belongs to examples is under the model state's "carry"."""
+    """The first parameters and model state; state that belongs to examples is under the model
+    state's "carry".
+    """
 
     params: Tree
     model_state: Tree
 
 
 class Trained(NamedTuple):
-    """start: the first parameters. carry: [microbatch, example, ...]. curve: {metric: [update]}. grads: of each update,
-    the mean gradients, unclipped."""
+    """start: the first parameters. carry: [microbatch, example, ...]. curve: {metric: [update]}.
+    grads: of each update, the mean gradients, unclipped."""
 
     start: Tree
     params: Tree
@@ -49,7 +52,8 @@ class Trained(NamedTuple):
 
 
 class Oracle(NamedTuple):
-    """forward(params, state, batch, key, train) -> (outputs, what the loss gets, new state), of one microbatch.
+    """forward(params, state, batch, key, train) -> (outputs, what the loss gets, new state), of one
+    microbatch.
 
     value(trainable, frozen, states, batches, keys) -> ((loss, (weight, metrics, new states)), gradients): one loss over
     all microbatches of the lists. loss(outputs, batch) -> (loss, weight, metrics).
@@ -79,21 +83,42 @@ def make_setup(problem: Problem, trial: Trial) -> Setup:
 def make_oracle(problem: Problem) -> Oracle:
     apply = functools.partial(apply_loss, problem.forward.loss)
 
-    def forward(params: Tree, state: Tree, batch: Batch, key: jax.Array, train: bool) -> tuple[Any, Batch, Tree]:
+    def forward(
+        params: Tree, state: Tree, batch: Batch, key: jax.Array, train: bool
+    ) -> tuple[Any, Batch, Tree]:
         key, augment_key = jax.random.split(key)
-        mask, transform = batch["mask"], problem.forward.transform if train else problem.forward.eval_transform
+        mask, transform = (
+            batch["mask"],
+            problem.forward.transform if train else problem.forward.eval_transform,
+        )
         if transform is not None:
             batch = transform(batch, augment_key, train)
         inputs = {**cast_floats(batch, jnp.float64), "mask": mask != 0}
         outputs, state = problem.forward.model.apply(params, state, inputs, key, train)
         return cast_floats(outputs, jnp.float64), {**batch, "mask": mask.astype(jnp.float64)}, state
 
-    def value(trainable: Tree, frozen: Tree, states: list[Tree], batches: list[Batch], keys: list[jax.Array]) -> Any:
+    def value(
+        trainable: Tree,
+        frozen: Tree,
+        states: list[Tree],
+        batches: list[Batch],
+        keys: list[jax.Array],
+    ) -> Any:
         def loss(trainable: Tree) -> Any:
             params = merge(trainable, frozen)
-            results = [forward(params, *microbatch, True) for microbatch in zip(states, batches, keys, strict=True)]
+            results = [
+                forward(params, *microbatch, True)
+                for microbatch in zip(states, batches, keys, strict=True)
+            ]
             outputs, targets, new = zip(*results, strict=True)
-            join = lambda trees: trees[0] if len(trees) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
+
+            def join(trees):
+                return (
+                    trees[0]
+                    if len(trees) == 1
+                    else jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
+                )
+
             check_result(result := apply(join(outputs), join(targets)))
             total, weight, metrics = result
             return total, (weight, metrics, list(new))
@@ -104,7 +129,9 @@ def make_oracle(problem: Problem) -> Oracle:
 
 
 @functools.lru_cache(maxsize=4)
-def make_update(tx: optax.GradientTransformation, clip_norm: float | None) -> Callable[..., tuple[Tree, Tree]]:
+def make_update(
+    tx: optax.GradientTransformation, clip_norm: float | None
+) -> Callable[..., tuple[Tree, Tree]]:
     """Return update(trainable, opt_state, mean gradients) -> (trainable, opt_state)."""
 
     def update(trainable: Tree, opt_state: Tree, grads: Tree) -> tuple[Tree, Tree]:
@@ -118,7 +145,9 @@ def make_update(tx: optax.GradientTransformation, clip_norm: float | None) -> Ca
 
 
 def key_of(problem: Problem, update: int, microbatch: int) -> jax.Array:
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(problem.forward.seed), update), microbatch)
+    return jax.random.fold_in(
+        jax.random.fold_in(jax.random.key(problem.forward.seed), update), microbatch
+    )
 
 
 @np.errstate(over="ignore", invalid="ignore")  # the report names what is not finite
@@ -133,11 +162,21 @@ def train(setup: Setup, rule: UpdateRule) -> Trained:
     ema, ema_state = params, state
     curve, history = list[dict[str, float]](), list[Tree]()
     for i in range(len(trial.batches)):
-        sums, grads, states, shares = list[tuple[Any, Any]](), list[Tree](), list[Tree](), list[float]()
+        sums, grads, states, shares = (
+            list[tuple[Any, Any]](),
+            list[Tree](),
+            list[Tree](),
+            list[float](),
+        )
         batches = [trial.microbatch(i, m) for m in range(trial.microbatches)]
-        real = [m for m, batch in enumerate(batches) if (batch["mask"] != 0).any()]  # a data set may mask every token
+        real = [
+            m for m, batch in enumerate(batches) if (batch["mask"] != 0).any()
+        ]  # a data set may mask every token
         for group in [real] if problem.couples else [[m] for m in real]:
-            inputs = [state if carry[m] is None else {**state, CARRY: reset(carry[m], batches[m])} for m in group]
+            inputs = [
+                state if carry[m] is None else {**state, CARRY: reset(carry[m], batches[m])}
+                for m in group
+            ]
             keys = [key_of(problem, i, m) for m in group]
             (loss, (weight, metrics, new_states)), gradient = jax.device_get(
                 oracle.value(trainable, frozen, inputs, [batches[m] for m in group], keys)
@@ -152,14 +191,19 @@ def train(setup: Setup, rule: UpdateRule) -> Trained:
         total = sum(weight for _, weight in sums)
         mean = weighted(grads, [1 / total] * len(grads))
         norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(mean)))
-        means = {name: mean_of([metrics[name] for metrics, _ in sums], total) for name in sums[0][0]}
+        means = {
+            name: mean_of([metrics[name] for metrics, _ in sums], total) for name in sums[0][0]
+        }
         curve.append({**means, "grad_norm": norm, "weight": total})
         history.append(mean)
         state = average(states, [share / total for share in shares])
         trainable, opt_state = update(trainable, opt_state, mean)
         params = merge(trainable, frozen)
         if (decay := rule.ema_decay) is not None:
-            average_with = lambda e, p, decay=decay: e + (1 - decay) * (np.asarray(p) - np.asarray(e))
+
+            def average_with(e, p, decay=decay):
+                return e + (1 - decay) * (np.asarray(p) - np.asarray(e))
+
             ema = jax.tree.map(average_with, ema, params)
             ema_state = jax.tree.map(average_with, ema_state, state)
     ema, ema_state = (None, None) if rule.ema_decay is None else (ema, statistics(ema_state))
@@ -169,7 +213,9 @@ def train(setup: Setup, rule: UpdateRule) -> Trained:
 
 
 def mean_of(values: list[Any], weight: float) -> float:
-    """Return the mean of a loss or a metric: sums over the loss's weight, or pairs (sum, its own weight)."""
+    """Return the mean of a loss or a metric: sums over the loss's weight, or pairs (sum, its own
+    weight).
+    """
     if isinstance(values[0], tuple | list):
         values, weight = [value for value, _ in values], sum(own_weight for _, own_weight in values)
     return sum(values) / weight if weight else math.nan
@@ -177,38 +223,60 @@ def mean_of(values: list[Any], weight: float) -> float:
 
 def weighted(trees: list[Tree], factors: list[float]) -> Tree:
     """Return the sum of the trees, each times its factor."""
-    return jax.tree.map(lambda *x: sum(np.asarray(a) * factor for a, factor in zip(x, factors, strict=True)), *trees)
+    return jax.tree.map(
+        lambda *x: sum(np.asarray(a) * factor for a, factor in zip(x, factors, strict=True)), *trees
+    )
 
 
 def average(states: list[Tree], shares: list[float]) -> Tree:
-    """Return the model state after an update: floats averaged by share, integers as all microbatches have them."""
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
-    mean = lambda *x: np.asarray(sum(y * share for y, share in zip(x, shares, strict=True)))
+    """Return the model state after an update: floats averaged by share, integers as all
+    microbatches have them.
+    """
+
+    def is_float(x):
+        return jnp.issubdtype(x.dtype, jnp.inexact)
+
+    def mean(*x):
+        return np.asarray(sum(y * share for y, share in zip(x, shares, strict=True)))
+
     return jax.tree.map(lambda *x: mean(*x) if is_float(x[0]) else x[0], *states)
 
 
 def statistics(state: Tree) -> Tree:
     """Return the model state with None for integers; None if it has nothing else."""
-    only = jax.tree.map(lambda x: x if jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact) else None, state)
+    only = jax.tree.map(
+        lambda x: x if jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact) else None, state
+    )
     return only if jax.tree.leaves(only) else None
 
 
 def partition(params: Tree, patterns: Any) -> tuple[Tree, Tree]:
     """Return (trainable, frozen) parameters, each with None for the leaves of the other."""
-    is_frozen = lambda path: any(re.search(pattern, path_string(path)) for pattern in patterns)
-    pick = lambda wanted: jax.tree_util.tree_map_with_path(lambda p, x: x if is_frozen(p) == wanted else None, params)
+
+    def is_frozen(path):
+        return any(re.search(pattern, path_string(path)) for pattern in patterns)
+
+    def pick(wanted):
+        return jax.tree_util.tree_map_with_path(
+            lambda p, x: x if is_frozen(p) == wanted else None, params
+        )
+
     return pick(False), pick(True)
 
 
 def merge(trainable: Tree, frozen: Tree) -> Tree:
-    return jax.tree.map(lambda a, b: b if a is None else a, trainable, frozen, is_leaf=lambda x: x is None)
+    return jax.tree.map(
+        lambda a, b: b if a is None else a, trainable, frozen, is_leaf=lambda x: x is None
+    )
 
 
 def reset(carry: Tree, batch: Batch) -> Tree:
     """Return the carry of a microbatch, with zeros for examples that start from scratch."""
     if RESET not in batch:
         return carry
-    return jax.tree.map(lambda x: np.stack([y * (not new) for y, new in zip(np.asarray(x), batch[RESET])]), carry)
+    return jax.tree.map(
+        lambda x: np.stack([y * (not new) for y, new in zip(np.asarray(x), batch[RESET])]), carry
+    )
 
 
 def without_carry(state: Tree) -> tuple[Tree, Tree]:

@@ -28,7 +28,8 @@ Tree = Any
 Arrays = dict[str, np.ndarray]
 # a process that computes something: () -> the result, or a text that tells why it failed
 Other = AbstractContextManager[Callable[[], Any]]
-MOST_EXAMPLES = 4  # per microbatch; with two, a BatchNorm without pixels to average over has no gradient to compare
+# per microbatch; with two, a BatchNorm without pixels to average over has no gradient to compare
+MOST_EXAMPLES = 4
 
 
 class Check(NamedTuple):
@@ -44,17 +45,19 @@ class Problem:
     """The parts of a run.
 
     Args:
-        rule: factor -> how to update at that factor of the peak learning rate, from the first update on.
+        rule: factor -> how to update at that factor of the peak learning rate, from the first
+            update on.
         schedule: () -> the run's learning rate, step -> value.
         eval_sets: the evaluation sets by name.
         order: in which the run reads its data.
         configuration: the configuration of the run itself.
-        build: (problem, trial, rule, configuration, devices, MB of a bucket) -> a run's strategy and step.
+        build: (problem, trial, rule, configuration, devices, MB of a bucket) -> a run's strategy
+            and step.
         steps: the number of updates of the run. tx: its optimizer, with its schedule.
-        elsewhere: (devices, updates, with other surroundings) -> a process that finds the facts; None for objects that
-            only this process has.
-        own_precision: (devices, updates) -> a process that trains in the run's own precision; narrowest: the least
-            precise dtype of that, apart from what the model chooses.
+        elsewhere: (devices, updates, with other surroundings) -> a process that finds the facts;
+            None for objects that only this process has.
+        own_precision: (devices, updates) -> a process that trains in the run's own precision;
+            narrowest: the least precise dtype of that, apart from what the model chooses.
     """
 
     forward: Forward
@@ -79,8 +82,8 @@ class Problem:
 class Trial(NamedTuple):
     """batches: one per update, {name: [microbatch, example, ...]}, without padding.
 
-    example: {name: [example, ...]}, a microbatch as the model gets it, to initialize with. order: of all microbatches.
-    """
+    example: {name: [example, ...]}, a microbatch as the model gets it, to initialize with. order:
+    of all microbatches."""
 
     batches: list[Arrays]
     example: dict[str, jax.Array]
@@ -99,37 +102,58 @@ class Trial(NamedTuple):
 
 
 def make_trial(problem: Problem, devices: int, updates: int) -> Trial:
-    """Read as many microbatches and examples as the run has, up to a few. Raises UsageError for too few examples."""
-    order, size = problem.order, min(problem.order.size, getattr(problem.dataset, "read_ahead", len(problem.dataset)))
+    """Read as many microbatches and examples as the run has, up to a few. Raises UsageError for too
+    few examples.
+    """
+    order, size = (
+        problem.order,
+        min(problem.order.size, getattr(problem.dataset, "read_ahead", len(problem.dataset))),
+    )
     microbatches = min(order.microbatches, max(2 * devices, 4))
     if size < microbatches:
-        raise UsageError(f"data: {size} examples cannot be split into {microbatches} microbatches; give it more")
+        raise UsageError(
+            f"data: {size} examples cannot be split into {microbatches} microbatches; give it more"
+        )
     examples = min(order.examples_per_microbatch, MOST_EXAMPLES, size // microbatches)
     batch_size = microbatches * examples
     full = size - size % batch_size
     order = dataclasses.replace(order, size=full, batch_size=batch_size, microbatches=microbatches)
-    batches = [read_batch(problem.dataset, order, i, np.arange(microbatches)) for i in range(updates)]
+    batches = [
+        read_batch(problem.dataset, order, i, np.arange(microbatches)) for i in range(updates)
+    ]
     if not all((batch["mask"] != 0).any() for batch in batches):
-        raise UsageError("data: the mask is 0 in all examples of a batch; give verify data with other examples first")
+        raise UsageError(
+            "data: the mask is 0 in all examples of a batch; give verify data with other examples first"
+        )
     first = problem.dataset.read(np.zeros(1, np.int64))
     return Trial(batches, first_microbatch(first, examples, problem.forward.transform), order)
 
 
 def in_traceable_precision(problem: Problem, trial: Trial) -> Problem:
-    """Return the problem; with a model that computes in float32 if the model cannot be traced in float64.
+    """Return the problem; with a model that computes in float32 if the model cannot be traced in
+    float64.
 
     Some models fix the dtype of a loop's state, such as an LSTM's carry.
     """
     model, key = problem.forward.model, jax.random.key(0)
-    narrow, wide = (lambda tree, to=dtype: cast_floats(tree, to) for dtype in (jnp.float32, jnp.float64))
+    narrow, wide = (
+        lambda tree, to=dtype: cast_floats(tree, to) for dtype in (jnp.float32, jnp.float64)
+    )
 
-    def apply(params: Tree, state: Tree, batch: Any, key: jax.Array, train: bool) -> tuple[Tree, Tree]:
+    def apply(
+        params: Tree, state: Tree, batch: Any, key: jax.Array, train: bool
+    ) -> tuple[Tree, Tree]:
         return wide(model.apply(*narrow((params, state, batch)), key, train))
 
     try:
-        jax.eval_shape(lambda x: model.apply(*wide(model.init(key, wide(x))), wide(x), key, True), trial.example)
+        jax.eval_shape(
+            lambda x: model.apply(*wide(model.init(key, wide(x))), wide(x), key, True),
+            trial.example,
+        )
     except TypeError:
-        model32 = model._replace(init=lambda key, batch: model.init(key, narrow(batch)), apply=apply)
+        model32 = model._replace(
+            init=lambda key, batch: model.init(key, narrow(batch)), apply=apply
+        )
         return dataclasses.replace(problem, forward=problem.forward._replace(model=model32))
     except Exception:  # reported where the oracle is traced
         pass
@@ -138,13 +162,20 @@ def in_traceable_precision(problem: Problem, trial: Trial) -> Problem:
 
 def check_memory(problem: Problem, trial: Trial, devices: Sequence[jax.Device]) -> None:
     """Raise UsageError if the states that exist at once do not fit into memory."""
-    params, model_state = jax.eval_shape(problem.forward.model.init, jax.random.key(0), trial.example)
-    size = lambda *trees: sum(math.prod(x.shape) * 8 for x in jax.tree.leaves(trees))
+    params, model_state = jax.eval_shape(
+        problem.forward.model.init, jax.random.key(0), trial.example
+    )
+
+    def size(*trees):
+        return sum(math.prod(x.shape) * 8 for x in jax.tree.leaves(trees))
+
     state = size(params, model_state, jax.eval_shape(problem.rule(1.0).tx.init, params), params)
     number, limit = len(devices), hosts.free_memory()
     if devices[0].platform != "cpu":
         number, limit = 1, (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
-    needed = number * (state + 2 * size(params)) + 4 * state  # beside the state: gradients and their sum
+    needed = (
+        number * (state + 2 * size(params)) + 4 * state
+    )  # beside the state: gradients and their sum
     if needed > limit:
         raise UsageError(
             f"verify.model_args: {size(params) // 8:,} parameters need {needed / 1e9:.0f} GB in float64 on "

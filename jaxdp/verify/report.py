@@ -17,9 +17,9 @@ from jaxdp.verify.problem import FAILED, OK, REFUSED, Check
 class Result(NamedTuple):
     """What a configuration trained.
 
-    verdict: OK, FAILED, or REFUSED as a run would be. value: the largest error, or a digest; "" if there is none.
-    note: the leaf of this error, how the bits differ, or why there is no value. errors: of each compared leaf.
-    """
+    verdict: OK, FAILED, or REFUSED as a run would be. value: the largest error, or a digest; "" if
+    there is none. note: the leaf of this error, how the bits differ, or why there is no value.
+    errors: of each compared leaf."""
 
     configuration: Configuration
     verdict: str
@@ -35,11 +35,12 @@ class Result(NamedTuple):
 
 @dataclasses.dataclass
 class Report:
-    """What was compared, and the result. value: the name of the results' values. goal: of the comparison, in a word.
+    """What was compared, and the result. value: the name of the results' values. goal: of the
+    comparison, in a word.
 
-    setting: what was trained, and on what, in words. reference: what the oracle trained; None if a check failed before,
-    or if bits are compared. causes: why it is not verified, or nothing. agreement: what verified configurations share.
-    """
+    setting: what was trained, and on what, in words. reference: what the oracle trained; None if a
+    check failed before, or if bits are compared. causes: why it is not verified, or nothing.
+    agreement: what verified configurations share."""
 
     setting: str
     value: str
@@ -86,12 +87,16 @@ class Report:
     def refusal(self, own: Configuration) -> list[str]:
         """Return why the run's own configuration was refused, if it was."""
         refused = [r.note for r in self.results if r.configuration == own and r.verdict == REFUSED]
-        return [f"the configuration that the config asks for is refused: {note}" for note in refused]
+        return [
+            f"the configuration that the config asks for is refused: {note}" for note in refused
+        ]
 
 
 def describe(devices: Sequence[jax.Device]) -> str:
     processes = len({device.process_index for device in devices})
-    return f"{len(devices)} x {devices[0].device_kind}{f' in {processes} processes' * (processes > 1)}"
+    return (
+        f"{len(devices)} x {devices[0].device_kind}{f' in {processes} processes' * (processes > 1)}"
+    )
 
 
 def as_text(report: Report, title: str) -> str:
@@ -111,13 +116,18 @@ def verdict(report: Report) -> str:
     if report.verified:
         return f"{report.goal}: {len(report.passed)} configurations{more} {report.agreement}"
     trained = len(report.passed) + len(report.failed)
-    differ = f"{len(report.failed)} of {trained} configurations differ{more}: " if report.failed else ""
+    differ = (
+        f"{len(report.failed)} of {trained} configurations differ{more}: " if report.failed else ""
+    )
     return f"not {report.goal}: {differ}{'; '.join(report.causes)}"
 
 
 def as_json(report: Report, title: str) -> dict[str, Any]:
     """Return the report as plain values."""
-    kept = lambda result: {"verdict": result.verdict, report.value: result.value, "note": result.note}
+
+    def kept(result):
+        return {"verdict": result.verdict, report.value: result.value, "note": result.note}
+
     return {
         "title": title,
         "setting": report.setting,
@@ -125,5 +135,7 @@ def as_json(report: Report, title: str) -> dict[str, Any]:
         "causes": report.causes,
         "jax": jax.__version__,
         "checks": [check._asdict() for check in report.checks],
-        "configurations": [{"configuration": r.configuration._asdict(), **kept(r)} for r in report.results],
+        "configurations": [
+            {"configuration": r.configuration._asdict(), **kept(r)} for r in report.results
+        ],
     }

@@ -58,7 +58,12 @@ def fit(*callbacks, **config):
 def test_each_point_is_called_in_order(steps_per_call, tmp_path):
     recorder, other = Recorder(), Recorder()
     done = fit(
-        recorder, other, eval={"every": 3}, checkpoint={"every": 4}, steps_per_call=steps_per_call, run_dir=tmp_path
+        recorder,
+        other,
+        eval={"every": 3},
+        checkpoint={"every": 4},
+        steps_per_call=steps_per_call,
+        run_dir=tmp_path,
     )
     names = [call[:2] for call in recorder.calls]
     assert names == [
@@ -95,14 +100,30 @@ def test_an_error_of_one_rank_at_the_end_is_the_end_of_all(tmp_path):
         "import jaxdp\n\n\nclass Failing:\n    def on_end(self, record):\n"
         "        assert jaxdp.current().rank == 0, 'no room'\n"
     )
-    words = ["train", "--config", str(ROOT / "configs/digits.yaml"), "--steps", "1", "--run_dir", "run"]
+    words = [
+        "train",
+        "--config",
+        str(ROOT / "configs/digits.yaml"),
+        "--steps",
+        "1",
+        "--run_dir",
+        "run",
+    ]
     words = ["launch", "-n", "2", *words, "--callbacks", "[{target: ending.Failing}]"]
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "XLA_FLAGS": ""}
     done = subprocess.run(
-        [sys.executable, "-m", "jaxdp", *words], cwd=tmp_path, env=env, text=True, capture_output=True, timeout=120
+        [sys.executable, "-m", "jaxdp", *words],
+        cwd=tmp_path,
+        env=env,
+        text=True,
+        capture_output=True,
+        timeout=120,
     )
     assert done.returncode == 1, done.stderr
-    assert "ends: rank 1" in done.stderr and "ending.Failing.on_end raised AssertionError: no room" in done.stderr
+    assert (
+        "ends: rank 1" in done.stderr
+        and "ending.Failing.on_end raised AssertionError: no room" in done.stderr
+    )
 
 
 def test_only_an_evaluation_ends_training_early():
@@ -118,10 +139,17 @@ def test_only_an_evaluation_ends_training_early():
 def test_early_stopping_ends_a_run_and_a_second_start_does_nothing(tmp_path, capsys):
     stopping = EarlyStopping("accuracy", patience=2, min_delta=10.0)  # nothing improves by so much
     done = fit(stopping, steps=40, eval={"every": 2}, log={"every": 4}, run_dir=tmp_path)
-    assert done.final["step"] == 6 and done.final["stopped"] == "accuracy has not improved since step 2"
+    assert (
+        done.final["step"] == 6
+        and done.final["stopped"] == "accuracy has not improved since step 2"
+    )
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records if record["split"] == "train"] == [4]  # 6 is not due
-    again = fit(EarlyStopping("accuracy", 2, min_delta=10.0), steps=40, eval={"every": 2}, run_dir=tmp_path)
+    assert [record["step"] for record in records if record["split"] == "train"] == [
+        4
+    ]  # 6 is not due
+    again = fit(
+        EarlyStopping("accuracy", 2, min_delta=10.0), steps=40, eval={"every": 2}, run_dir=tmp_path
+    )
     assert again.final["params_sha256"] == done.final["params_sha256"]
     assert "accuracy has not improved since step 2" in capsys.readouterr().out
     longer = fit(steps=40, eval={"every": 2}, run_dir=tmp_path)  # without the callback it resumes
@@ -130,7 +158,9 @@ def test_early_stopping_ends_a_run_and_a_second_start_does_nothing(tmp_path, cap
 
 @pytest.mark.slow
 def test_a_resumed_run_stops_where_an_unbroken_one_does(tmp_path):
-    """The callback's state is that of the checkpoint, also where the evaluation came after it was written."""
+    """The callback's state is that of the checkpoint, also where the evaluation came after it was
+    written.
+    """
     stopping = [EarlyStopping("accuracy", patience=3, min_delta=10.0) for _ in range(2)]
     config = {"steps": 40, "eval": {"every": 2}, "checkpoint": {"every": 4}, "run_dir": tmp_path}
     with pytest.raises(RunFailed, match="no 5"):
@@ -140,17 +170,34 @@ def test_a_resumed_run_stops_where_an_unbroken_one_does(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [None, 2], ids=["saved at the stop", "saved before the evaluation"])
-def test_an_early_stop_is_remembered_if_the_final_record_was_not_written(every, tmp_path, monkeypatch):
-    config = {"steps": 40, "eval": {"every": 2}, "checkpoint": {"every": every}, "run_dir": tmp_path}
-    stopping = lambda: EarlyStopping("accuracy", patience=2, min_delta=10.0)
+@pytest.mark.parametrize(
+    "every", [None, 2], ids=["saved at the stop", "saved before the evaluation"]
+)
+def test_an_early_stop_is_remembered_if_the_final_record_was_not_written(
+    every, tmp_path, monkeypatch
+):
+    config = {
+        "steps": 40,
+        "eval": {"every": 2},
+        "checkpoint": {"every": every},
+        "run_dir": tmp_path,
+    }
+
+    def stopping():
+        return EarlyStopping("accuracy", patience=2, min_delta=10.0)
+
     with monkeypatch.context() as patched:
         patched.setattr("jaxdp.training.loop.params_sha256", lambda params: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             fit(stopping(), **config)
     done = fit(stopping(), **config)
-    assert done.final["step"] == 6 and done.final["stopped"] == "accuracy has not improved since step 2"
-    assert done.final["accuracy"] == done.history["eval"]["accuracy"][-1] and done.history["eval"]["step"] == [2, 4, 6]
+    assert (
+        done.final["step"] == 6
+        and done.final["stopped"] == "accuracy has not improved since step 2"
+    )
+    assert done.final["accuracy"] == done.history["eval"]["accuracy"][-1] and done.history["eval"][
+        "step"
+    ] == [2, 4, 6]
     assert fit(**config).final["step"] == 40
 
 
@@ -183,8 +230,13 @@ def test_a_checkpoint_has_the_state_of_its_own_update():
 
 def made(*entries):
     """Build callbacks from entries of a config or objects of a script."""
-    named = [entry if isinstance(entry, dict) else f"{type(entry).__name__} {i}" for i, entry in enumerate(entries)]
-    return make_callbacks(named, {name: x for name, x in zip(named, entries) if name is not x}, Context())
+    named = [
+        entry if isinstance(entry, dict) else f"{type(entry).__name__} {i}"
+        for i, entry in enumerate(entries)
+    ]
+    return make_callbacks(
+        named, {name: x for name, x in zip(named, entries) if name is not x}, Context()
+    )
 
 
 STOPPING = {"target": "EarlyStopping", "args": {"metric": "accuracy"}}
@@ -193,10 +245,20 @@ STOPPING = {"target": "EarlyStopping", "args": {"metric": "accuracy"}}
 @pytest.mark.parametrize(
     ("before", "after", "restored", "lost"),
     [
-        ([STOPPING], [{**STOPPING, "args": {"metric": "loss"}}], [], "EarlyStopping {'metric': 'accuracy'"),
+        (
+            [STOPPING],
+            [{**STOPPING, "args": {"metric": "loss"}}],
+            [],
+            "EarlyStopping {'metric': 'accuracy'",
+        ),
         ([EarlyStopping("loss")], [EarlyStopping("error")], [], "EarlyStopping {'metric': 'loss'"),
         ([Counting(x=1)], [EarlyStopping()], [], "Counting {}"),
-        ([EarlyStopping("loss"), Counting(x=1), Failing(1)], [Counting()], [0], "EarlyStopping {'metric': 'loss'"),
+        (
+            [EarlyStopping("loss"), Counting(x=1), Failing(1)],
+            [Counting()],
+            [0],
+            "EarlyStopping {'metric': 'loss'",
+        ),
         ([STOPPING, Counting(x=1)], [Counting(), STOPPING], [0, 1], ""),
         ([EarlyStopping("loss", patience=2)], [EarlyStopping("loss", patience=5)], [0], ""),
         ([Counting(x=1), Counting(x=2)], [Counting(), Counting()], [0, 1], ""),
@@ -225,10 +287,13 @@ def test_states_of_an_older_version_are_restored_by_their_position():
     assert fewer.waited == 0
 
 
-@pytest.mark.parametrize("state", [{"seen": {1, 2}}, {"best": np.float32(1)}], ids=["set", "scalar"])
+@pytest.mark.parametrize(
+    "state", [{"seen": {1, 2}}, {"best": np.float32(1)}], ids=["set", "scalar"]
+)
 def test_a_state_that_is_not_json_is_refused_before_the_first_update(state):
     with pytest.raises(
-        UsageError, match=r"callbacks: .*Counting\.state_dict failed: TypeError: .*; return numbers, te"
+        UsageError,
+        match=r"callbacks: .*Counting\.state_dict failed: TypeError: .*; return numbers, te",
     ):
         fit(Failing(1), Counting(**state))
 
@@ -238,7 +303,9 @@ def test_a_state_that_an_update_has_made_no_json_is_named_after_it():
         def on_update(self, step, metrics):
             self.seen["loss"] = metrics["loss"]
 
-    with pytest.raises(UsageError, match=r"Growing\.state_dict failed: .* is not JSON serializable; return numbers"):
+    with pytest.raises(
+        UsageError, match=r"Growing\.state_dict failed: .* is not JSON serializable; return numbers"
+    ):
         fit(Growing(), Failing(2))
 
 
@@ -248,11 +315,15 @@ def test_early_stopping_follows_the_better_direction():
     smaller.on_eval(2, {"loss": 1.0})
     larger.on_eval(1, {"accuracy": 0.1})
     larger.on_eval(2, {"accuracy": 0.2})
-    assert [EarlyStopping(name).sign for name in ("valid/loss", "cross_entropy", "top1_accuracy")] == [-1, -1, 1]
+    assert [
+        EarlyStopping(name).sign for name in ("valid/loss", "cross_entropy", "top1_accuracy")
+    ] == [-1, -1, 1]
     for callback, metrics in ((smaller, {"loss": 1.5}), (larger, {"accuracy": 0.1})):
         with pytest.raises(StopTraining, match="since step 2"):
             callback.on_eval(3, metrics)
-    with pytest.raises(RunFailed, match=r"EarlyStopping\.on_eval raised KeyError: .*'lost' is not among \['loss'\]"):
+    with pytest.raises(
+        RunFailed, match=r"EarlyStopping\.on_eval raised KeyError: .*'lost' is not among \['loss'\]"
+    ):
         Callbacks([EarlyStopping("lost")]).on_eval(1, {"loss": 1.0})
 
 
@@ -274,8 +345,14 @@ class TooFew:
         ("EarlyStoping", "did you mean 'EarlyStopping'"),
         ({"target": "EarlyStopping", "args": {"patienc": 3}}, "patienc"),
         ({"name": "EarlyStopping"}, "is not a callback; give a name such as EarlyStopping"),
-        ({"target": "EarlyStopping", "args": {"mode": "minimum"}}, "args.mode: 'minimum' is not min, max or null"),
-        ({"target": "EarlyStopping", "args": {"patience": 0}}, "args.patience: 0 is too small; it must be at least 1"),
+        (
+            {"target": "EarlyStopping", "args": {"mode": "minimum"}},
+            "args.mode: 'minimum' is not min, max or null",
+        ),
+        (
+            {"target": "EarlyStopping", "args": {"patience": 0}},
+            "args.patience: 0 is too small; it must be at least 1",
+        ),
         ("collections.OrderedDict", "has none of the methods on_start"),
         (Misspelled(), "has a method 'on_evaluate', which is never called; did you mean 'on_eval'"),
         (TooFew(), r"on_eval is called with \(step, metrics\), but too many positional arguments"),
@@ -294,7 +371,16 @@ def test_the_command_takes_callbacks(tmp_path):
     callbacks = "[{target: EarlyStopping, args: {metric: accuracy, patience: 1, min_delta: 2}}]"
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "jaxdp", "train", "--config", "configs/digits.yaml", "--run_dir", str(tmp_path)),
+            *(
+                sys.executable,
+                "-m",
+                "jaxdp",
+                "train",
+                "--config",
+                "configs/digits.yaml",
+                "--run_dir",
+                str(tmp_path),
+            ),
             *("--epochs", "null", "--steps", "50", "--eval.every", "5", "--callbacks", callbacks),
         ],
         capture_output=True,
@@ -308,7 +394,9 @@ def test_the_command_takes_callbacks(tmp_path):
 
 def test_a_script_s_callbacks_are_not_needed_to_evaluate_its_run(tmp_path):
     """Nor made: of the commands, `train` alone calls them."""
-    config = "steps: 2\nlog: {every: 1}\ncallbacks: [{target: nowhere.Callback}]\nmodel: {target: MLP}\n"
+    config = (
+        "steps: 2\nlog: {every: 1}\ncallbacks: [{target: nowhere.Callback}]\nmodel: {target: MLP}\n"
+    )
     (tmp_path / "config.yaml").write_text(config + "data: {target: Digits}\n")
     from jaxdp.assemble.run import make_run
     from jaxdp.cli import load

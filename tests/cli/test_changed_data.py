@@ -1,4 +1,6 @@
-"""Data that has changed since a run was trained or evaluated, and evaluation data that is not finite."""
+"""Data that has changed since a run was trained or evaluated, and evaluation data that is not
+finite.
+"""
 
 import json
 
@@ -39,7 +41,12 @@ def files(tmp_path):
     sets = {"train": made(450, 0), "eval": made(200, 1)}
     for name, arrays in sets.items():
         np.savez(tmp_path / f"{name}.npz", **arrays)
-    arguments = ["--config", write(tmp_path, CONFIG.format(tmp_path)), "--run_dir", tmp_path / "run"]
+    arguments = [
+        "--config",
+        write(tmp_path, CONFIG.format(tmp_path)),
+        "--run_dir",
+        tmp_path / "run",
+    ]
     return [*map(str, arguments)], sets
 
 
@@ -59,7 +66,10 @@ def test_a_finished_run_evaluates_changed_data_and_refuses_changed_training_data
     again = ended("train", *arguments).stdout
     assert CHANGED in again and "nothing to do" not in again
     (after,) = records(tmp_path / "run", "final")
-    assert after["accuracy"] < 0.5 < before["accuracy"] and after["params_sha256"] == before["params_sha256"]
+    assert (
+        after["accuracy"] < 0.5 < before["accuracy"]
+        and after["params_sha256"] == before["params_sha256"]
+    )
     done = ended("train", *arguments).stdout
     assert "nothing to do" in done and "changed" not in done and "compared only in part" not in done
     sets["train"]["labels"][between_probes(sets["train"])] ^= 1
@@ -71,13 +81,17 @@ def test_a_finished_run_evaluates_changed_data_and_refuses_changed_training_data
 def test_a_checkpoint_of_an_earlier_version_is_compared_as_it_was(files, tmp_path, monkeypatch):
     arguments, sets = files
     names, save = ("data_contents", "eval_contents"), manifest.write
-    without = lambda meta: {name: value for name, value in meta.items() if name not in names}
+
+    def without(meta):
+        return {name: value for name, value in meta.items() if name not in names}
+
     with monkeypatch.context() as patched:
-        patched.setattr(manifest, "write", lambda folder, files, meta: save(folder, files, without(meta)))
+        patched.setattr(
+            manifest, "write", lambda folder, files, meta: save(folder, files, without(meta))
+        )
         ended("train", *arguments)
-    words = (
-        "compared only in part with the data of step 30: data (64 examples, since it was saved by an earlier version)"
-    )
+    words = "compared only in part with the data of step 30: data (64 examples, since it was saved "
+    words += "by an earlier version)"
     done = ended("train", *arguments).stdout
     assert f"{words}, eval.data (none of it)" in done and "nothing to do" in done
     sets["train"]["labels"][0] ^= 1
@@ -90,7 +104,9 @@ WRONG = "inputs not finite in examples 17, 150; correct them, or set their mask 
 
 @pytest.mark.slow
 def test_numbers_that_are_not_finite_in_evaluation_data_are_named(files, tmp_path):
-    """The state is saved, from which a run on corrected data resumes, with the evaluation that failed."""
+    """The state is saved, from which a run on corrected data resumes, with the evaluation that
+    failed.
+    """
     arguments, sets = files
     sound = sets["eval"]["inputs"].copy()
     sets["eval"]["inputs"][[17, 150], 3] = np.nan
@@ -123,7 +139,11 @@ def test_such_an_evaluation_fails_again_and_changes_nothing(files, tmp_path):
 def overflowing(outputs, batch):
     """The loss of an example whose label is 1 is infinite in evaluation, which has larger inputs."""
     values = jnp.where(outputs[:, 0] ** 2 < 1e30, outputs[:, 0] ** 2, jnp.inf)
-    return jnp.sum(values * batch["mask"]), jnp.sum(batch["mask"]), {"size": jnp.sum(jnp.sqrt(values) * batch["mask"])}
+    return (
+        jnp.sum(values * batch["mask"]),
+        jnp.sum(batch["mask"]),
+        {"size": jnp.sum(jnp.sqrt(values) * batch["mask"])},
+    )
 
 
 @pytest.mark.parametrize("best", [None, pytest.param("size", marks=pytest.mark.slow)])
@@ -132,25 +152,44 @@ def test_an_evaluation_that_overflows_is_reported_and_fails_at_the_end(tmp_path,
     train, held_out = made(64, 0), made(64, 1)
     held_out["inputs"][5] = 1e30
     model = {"target": "MLP", "args": {"hidden": [8], "num_classes": 2}}
-    settings = {"steps": 8, "batch_size": 32, "microbatches": 2, "eval": {"every": 2}, "parallel": {"devices": 1}}
-    run = lambda: jaxdp.fit(
-        model, train, eval_data=held_out, loss=overflowing, callbacks=[EarlyStopping(patience=2)], run_dir=tmp_path,
-        checkpoint={"best": best}, compilation_cache=None, **settings,
-    )  # fmt: skip
+    settings = {
+        "steps": 8,
+        "batch_size": 32,
+        "microbatches": 2,
+        "eval": {"every": 2},
+        "parallel": {"devices": 1},
+    }
+
+    def run():
+        return jaxdp.fit(
+            model, train, eval_data=held_out, loss=overflowing, callbacks=[EarlyStopping(patience=2)], run_dir=tmp_path,
+            checkpoint={"best": best}, compilation_cache=None, **settings,
+        )  # fmt: skip
+
     reason = "loss was never finite (it is inf at step 4)"
     for _ in range(1 + bool(best)):
-        with pytest.raises(RunFailed, match=r"the last evaluation, after update 4, has no finite loss .*never finite"):
+        with pytest.raises(
+            RunFailed,
+            match=r"the last evaluation, after update 4, has no finite loss .*never finite",
+        ):
             run()
     said = capsys.readouterr().out
     assert (
-        said.count("warning: evaluation after update 2: the loss of the evaluation data is inf: its examples are f")
+        said.count(
+            "warning: evaluation after update 2: the loss of the evaluation data is inf: its examples are f"
+        )
         == 1
     )
     assert said.count(f"training ends after update 4 of 8: {reason}") == 1
-    assert said.count("checkpoint.best: size is inf after update 2, which is never the best") == bool(best)
+    assert said.count(
+        "checkpoint.best: size is inf after update 2, which is never the best"
+    ) == bool(best)
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [e["reason"] for e in events if e["kind"] == "stopped_early"] == [reason]
-    assert events[-1]["kind"] == "failed" and [r["split"] for r in records(tmp_path)] == ["eval", "eval"]
+    assert events[-1]["kind"] == "failed" and [r["split"] for r in records(tmp_path)] == [
+        "eval",
+        "eval",
+    ]
 
 
 def stopped_at(values, **settings):
@@ -171,11 +210,19 @@ def test_early_stopping_says_what_was_not_finite():
         "loss has not improved since step 3 (it is nan at step 5)",
     )
     assert stopped_at([nan], patience=1) == (1, "loss was never finite (it is nan at step 1)")
-    assert stopped_at([inf, 3.0, 3.0], metric="size", patience=1) == (1, "size was never finite (it is inf at step 1)")
-    assert stopped_at([-inf, 3.0, 3.0, 3.0], patience=2) == (4, "loss has not improved since step 2")
+    assert stopped_at([inf, 3.0, 3.0], metric="size", patience=1) == (
+        1,
+        "size was never finite (it is inf at step 1)",
+    )
+    assert stopped_at([-inf, 3.0, 3.0, 3.0], patience=2) == (
+        4,
+        "loss has not improved since step 2",
+    )
     assert stopped_at([1.0, None, None], metric="size", patience=2)[0] == 3
     assert stopped_at([1.0, 1.5, 1.9, 2.1], metric="size", patience=3, min_delta=1.0) is None
     assert "'size' is not among" in stopped_at([None], metric="size")[1]
     for wrong in (-1.0, nan, inf):
-        with pytest.raises(UsageError, match=r"callbacks.args.min_delta: .* is not a finite number of at least 0"):
+        with pytest.raises(
+            UsageError, match=r"callbacks.args.min_delta: .* is not a finite number of at least 0"
+        ):
             EarlyStopping(min_delta=wrong)

@@ -64,7 +64,9 @@ def assert_same_curve(run_dir, reference):
 @pytest.mark.slow
 def test_the_run_directory_holds_what_the_contract_says(single):
     env = json.loads((single / "env.json").read_text())
-    assert env["versions"]["jax"] and env["topology"]["processes"] == 1 and env["launcher"] == "none"
+    assert (
+        env["versions"]["jax"] and env["topology"]["processes"] == 1 and env["launcher"] == "none"
+    )
     assert "target: CNN" in (single / "config.yaml").read_text()
     train, final = records(single, "train"), records(single, "final")
     assert [r["step"] for r in train] == list(range(1, 31))
@@ -103,16 +105,22 @@ def test_the_same_run_gives_the_same_digest_and_a_finished_one_says_so(single, t
 
 @pytest.mark.slow
 def test_a_run_goes_on_where_it_stands_under_the_other_backend(single, tmp_path):
-    """Stopped after 20 updates on one device under pmap, goes on with 4 under pjit: the same curve, no line twice."""
+    """Stopped after 20 updates on one device under pmap, goes on with 4 under pjit: the same curve,
+    no line twice.
+    """
     config = write(tmp_path, SMALL)
     argv = ["--config", config, "--run_dir", tmp_path / "run", "--optimizer.schedule_steps", 30]
     jaxdp(*argv, "--steps", 20, "--checkpoint.every", 10)
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 25, "split": "train", "loss": 99.0}\n{"step": 26, "spl')  # written before a crash
+        file.write(
+            '{"step": 25, "split": "train", "loss": 99.0}\n{"step": 26, "spl'
+        )  # written before a crash
     out = jaxdp(*argv, "--parallel.backend", "pjit", devices=4).stdout
     assert "resumes after step 20" in out
     assert_same_curve(tmp_path / "run", single)
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    ]
     told = [(e["kind"], e["step"]) for e in events if e["kind"] not in ("saving", "settled")]
     saved = [event for event in told if event[0] == "saved"]  # in a thread of its own
     assert saved == [("saved", 10), ("saved", 20), ("saved", 30)]
@@ -123,13 +131,19 @@ def test_a_run_goes_on_where_it_stands_under_the_other_backend(single, tmp_path)
     layout = json.loads((tmp_path / "run" / "layout.json").read_text())
     params = layout["parameters"] * 4
     assert layout["bytes_per_device"]["params"] == params and layout["devices"] == 4
-    assert params <= layout["program"]["collectives"]["all-reduce"]["bytes"] <= params + 200  # and other sums
+    assert (
+        params <= layout["program"]["collectives"]["all-reduce"]["bytes"] <= params + 200
+    )  # and other sums
     evaluated = ended("eval", "--run_dir", tmp_path / "run")
     accuracy = records(tmp_path / "run", "final")[0]["accuracy"]
     assert f"accuracy {accuracy:.4f}" in " ".join(evaluated.stdout.split())
     refused = ended("train", *argv, "--seed", 5, code=2).stderr
     assert "seed: 0 -> 5" in refused and refused.count("\n") == 1
-    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["10", "20", "30"]
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == [
+        "10",
+        "20",
+        "30",
+    ]
 
 
 @pytest.mark.slow
@@ -166,23 +180,50 @@ def test_a_class_outside_the_package_trains_by_its_path(tmp_path):
 BAD = {
     "a name of a set": (["--eval.also", "{a.b: Digits}"], "eval.also: 'a.b' is not a name"),
     "a name that is a number": (["--eval.also", "{1: Digits}"], "eval.also: 1 is not a name"),
-    "no set": (["--eval.also", "{a: {}}"], "eval.also.a: {} is not a data set; give a name such as Digits"),
-    "a set's argument": (["--eval.also", "{a: {target: Digits, args: {x: 1}}}"], "eval.also.a.args.x: Digits takes no"),
-    "the best of no set": (["--checkpoint.best", "a/loss"], "checkpoint.best: 'a/loss' is not among the numbers"),
+    "no set": (
+        ["--eval.also", "{a: {}}"],
+        "eval.also.a: {} is not a data set; give a name such as Digits",
+    ),
+    "a set's argument": (
+        ["--eval.also", "{a: {target: Digits, args: {x: 1}}}"],
+        "eval.also.a.args.x: Digits takes no",
+    ),
+    "the best of no set": (
+        ["--checkpoint.best", "a/loss"],
+        "checkpoint.best: 'a/loss' is not among the numbers",
+    ),
     "stopping by no metric": (
         ["--callbacks", "[{target: EarlyStopping, args: {metric: acuracy}}]"],
         "callbacks.args.metric: 'acuracy' is not among the numbers of an evaluation: accuracy, loss",
     ),
     "unknown key": (["--modle.target", "MLP"], "did you mean 'model.target'"),
     "wrong type": (["--batch_size", "many"], "batch_size"),
-    "target that is not there": (["--model.target", "nowhere.Net"], "model.target: 'nowhere.Net' cannot be imported"),
+    "target that is not there": (
+        ["--model.target", "nowhere.Net"],
+        "model.target: 'nowhere.Net' cannot be imported",
+    ),
     "misspelled target": (["--model.target", "CNM"], "did you mean 'CNN'"),
     "target without such a name": (["--loss.target", "jaxdp.losses.Hinge"], "has no 'Hinge'"),
-    "unknown argument": (["--model.args.widhts", "[3]"], "model.args.widhts: CNN takes no such argument; did you mean"),
-    "wrong argument": (["--model.args.widths", "3"], "model.args.widths: 3 is not a list of integers, which CNN takes"),
-    "argument without a name": (["--model.args", "{1: 2}"], "model.args.1: CNN takes no such argument"),
-    "unknown optimizer argument": (["--optimizer.args.b7", "3"], "optimizer.args.b7: adamw takes no such argument"),
-    "unknown argument of sgd": (["--optimizer.target", "sgd", "--optimizer.args.b7", "3"], "b7: sgd takes no such"),
+    "unknown argument": (
+        ["--model.args.widhts", "[3]"],
+        "model.args.widhts: CNN takes no such argument; did you mean",
+    ),
+    "wrong argument": (
+        ["--model.args.widths", "3"],
+        "model.args.widths: 3 is not a list of integers, which CNN takes",
+    ),
+    "argument without a name": (
+        ["--model.args", "{1: 2}"],
+        "model.args.1: CNN takes no such argument",
+    ),
+    "unknown optimizer argument": (
+        ["--optimizer.args.b7", "3"],
+        "optimizer.args.b7: adamw takes no such argument",
+    ),
+    "unknown argument of sgd": (
+        ["--optimizer.target", "sgd", "--optimizer.args.b7", "3"],
+        "b7: sgd takes no such",
+    ),
     "decay that is not taken": (
         ["--optimizer.target", "optax.rmsprop"],
         "optimizer.weight_decay: 0.1 but rmsprop takes none",
@@ -192,21 +233,48 @@ BAD = {
         "optimizer.no_decay: 'embedding' matches no parameter; a path is such as",
     ),
     "classes that are no number": (["--model.args.num_classes", "abc"], "model.args"),
-    "missing argument": (["--data.target", "CIFAR10", "--data.args", "{}"], "data.args.root: CIFAR10 needs it"),
-    "missing data": (["--data.target", "MNIST", "--data.args", "{root: /nowhere}"], "data.args.root"),
+    "missing argument": (
+        ["--data.target", "CIFAR10", "--data.args", "{}"],
+        "data.args.root: CIFAR10 needs it",
+    ),
+    "missing data": (
+        ["--data.target", "MNIST", "--data.args", "{root: /nowhere}"],
+        "data.args.root",
+    ),
     "too many devices": (["--microbatches", "2"], "set microbatches to 8"),
-    "devices that are not there": (["--parallel.devices", "9"], "parallel.devices: 9, but there are 8"),
+    "devices that are not there": (
+        ["--parallel.devices", "9"],
+        "parallel.devices: 9, but there are 8",
+    ),
     "labels that do not fit": (["--loss.target", "MeanSquaredError"], "loss: outputs"),
-    "target that is no path": (["--model.target", ".foo.bar"], "model.target: '.foo.bar' is not a dotted path"),
-    "target that is a number": (["--data.target", "math.pi", "--data.args", "{}"], "data.target: 'math.pi' is float"),
+    "target that is no path": (
+        ["--model.target", ".foo.bar"],
+        "model.target: '.foo.bar' is not a dotted path",
+    ),
+    "target that is a number": (
+        ["--data.target", "math.pi", "--data.args", "{}"],
+        "data.target: 'math.pi' is float",
+    ),
     "target that is no model": (
         ["--model.target", "os.getcwd", "--model.args", "{}"],
         "model: str is not a model; give a Flax NNX class",
     ),
-    "argument of another type": (["--model.args.dropout", "much"], "model.args.dropout: 'much' is a text"),
-    "too few classes": (["--model.args.num_classes", "4"], "model.args.num_classes: 4, but the data has 10"),
-    "argument with a key of its own": (["--optimizer.args.weight_decay", "1"], "set by optimizer.weight_decay"),
-    "a run directory that is a file": (["--run_dir", "pyproject.toml"], "run_dir: cannot write in 'pyproject.toml'"),
+    "argument of another type": (
+        ["--model.args.dropout", "much"],
+        "model.args.dropout: 'much' is a text",
+    ),
+    "too few classes": (
+        ["--model.args.num_classes", "4"],
+        "model.args.num_classes: 4, but the data has 10",
+    ),
+    "argument with a key of its own": (
+        ["--optimizer.args.weight_decay", "1"],
+        "set by optimizer.weight_decay",
+    ),
+    "a run directory that is a file": (
+        ["--run_dir", "pyproject.toml"],
+        "run_dir: cannot write in 'pyproject.toml'",
+    ),
 }
 
 
@@ -215,7 +283,9 @@ def test_bad_input_is_one_line_and_code_2(case, tmp_path):
     argv, words = BAD[case]
     run_dir = tmp_path / "run"
     done = ended("train", "--config", write(tmp_path, SMALL), "--run_dir", run_dir, *argv, code=2)
-    assert words in done.stderr and done.stderr.count("\n") == 1 and done.stderr.startswith("jaxdp: ")
+    assert (
+        words in done.stderr and done.stderr.count("\n") == 1 and done.stderr.startswith("jaxdp: ")
+    )
     assert "Traceback" not in done.stderr
     assert not run_dir.exists()  # nothing is left of a run that never began
 
@@ -223,21 +293,36 @@ def test_bad_input_is_one_line_and_code_2(case, tmp_path):
 def test_the_default_of_no_decay_and_one_without_decay_may_match_nothing():
     paths = {"layer": {"kernel": np.zeros(2)}}
     for more in (["--optimizer.weight_decay", "0.1"], ["--optimizer.no_decay", "[embedding]"]):
-        config = cli.load(["--model.target", "MLP", "--data.target", "Digits", "--steps", "1", *more])[0]
+        config = cli.load(
+            ["--model.target", "MLP", "--data.target", "Digits", "--steps", "1", *more]
+        )[0]
         check_paths(config, paths)
 
 
 @pytest.mark.slow
 def test_what_weight_decay_spares_is_printed_and_decides_whether_a_run_resumes(tmp_path):
-    """An older run, whose config has the expressions that were the default, resumes if these spare the same arrays."""
-    argv = ["--config", write(tmp_path, SMALL), "--run_dir", tmp_path / "run", "--optimizer.schedule", "constant", *MLP]
+    """An older run, whose config has the expressions that were the default, resumes if these spare
+    the same arrays.
+    """
+    argv = [
+        "--config",
+        write(tmp_path, SMALL),
+        "--run_dir",
+        tmp_path / "run",
+        "--optimizer.schedule",
+        "constant",
+        *MLP,
+    ]
     said = ended("train", *argv, "--steps", "2").stdout
     line = r"groups +weight decay 0\.1 for 2 kernels \(592 parameters\), not for 2 vectors \(18 parameters\)\n"
     assert re.search(line, said)
     same = ["--optimizer.no_decay", r"['(^|/)(bias|scale)$']"]
     assert "resumes after step 2" in ended("train", *argv, "--steps", "3", *same).stdout
     refused = ended("train", *argv, "--steps", "4", "--optimizer.no_decay", "[head]", code=2).stderr
-    assert "optimizer.no_decay: ['(^|/)(bias|scale)$'] -> ['head']: this run was trained to step 3" in refused
+    assert (
+        "optimizer.no_decay: ['(^|/)(bias|scale)$'] -> ['head']: this run was trained to step 3"
+        in refused
+    )
 
 
 def test_a_checkpoint_older_than_the_list_of_spared_arrays_has_expressions():
@@ -248,24 +333,43 @@ def test_a_checkpoint_older_than_the_list_of_spared_arrays_has_expressions():
 
 @pytest.mark.slow
 def test_optimizer_state_in_bfloat16_warns_and_is_another_run(tmp_path):
-    argv = ["--config", write(tmp_path, SMALL), "--run_dir", tmp_path / "run", "--optimizer.schedule", "constant", *MLP]
+    argv = [
+        "--config",
+        write(tmp_path, SMALL),
+        "--run_dir",
+        tmp_path / "run",
+        "--optimizer.schedule",
+        "constant",
+        *MLP,
+    ]
     argv += ["--precision.params", "bfloat16", "--optimizer.lr", "1e-5"]
     said = ended("train", *argv, "--steps", "1", "--precision.state", "bfloat16").stdout
     share = re.search(
-        r"warning: precision.state: bfloat16: an update of the size of .*1e-05, changes ([\d.]+)% of", said
+        r"warning: precision.state: bfloat16: an update of the size of .*1e-05, changes ([\d.]+)% of",
+        said,
     )
     assert 0 < float(share[1]) < 20
     refused = ended("train", *argv, "--steps", "2", code=2).stderr
-    assert refused.startswith("jaxdp: precision.state: 'bfloat16' -> 'float32': this run was trained to step 1")
+    assert refused.startswith(
+        "jaxdp: precision.state: 'bfloat16' -> 'float32': this run was trained to step 1"
+    )
     narrow = ended("train", *argv, "--steps", "1", "--precision.state", "float64", code=2).stderr
-    assert "precision.state: float64 with precision.params: bfloat16; leave it null, or set it to bfloat16 or" in narrow
+    assert (
+        "precision.state: float64 with precision.params: bfloat16; leave it null, or set it to bfloat16 or"
+        in narrow
+    )
 
 
 def test_files_of_others_are_not_replaced(tmp_path):
     """As with `--config config.yaml --run_dir .`"""
     text = write(tmp_path, SMALL).read_text()
-    refused = ended("train", "--config", tmp_path / "config.yaml", "--run_dir", tmp_path, code=2).stderr
-    assert "is not the directory of a run of jaxdp" in refused and "but has 'config.yaml', which a run" in refused
+    refused = ended(
+        "train", "--config", tmp_path / "config.yaml", "--run_dir", tmp_path, code=2
+    ).stderr
+    assert (
+        "is not the directory of a run of jaxdp" in refused
+        and "but has 'config.yaml', which a run" in refused
+    )
     assert (tmp_path / "config.yaml").read_text() == text and len([*tmp_path.iterdir()]) == 1
 
 
@@ -279,8 +383,18 @@ def test_the_process_of_a_refused_command_ends_with_code_2(tmp_path):
 def test_garbage_collection_leaves_out_the_modules(tmp_path):
     program = "import atexit, gc\natexit.register(lambda: print('frozen', gc.get_freeze_count()))\n"
     program += "from jaxdp.cli import main\nmain()"
-    words = ["train", "--config", write(tmp_path, SMALL), "--run_dir", str(tmp_path / "run"), "--steps", "1"]
-    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=True)
+    words = [
+        "train",
+        "--config",
+        write(tmp_path, SMALL),
+        "--run_dir",
+        str(tmp_path / "run"),
+        "--steps",
+        "1",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words], capture_output=True, text=True, check=True
+    )
     assert int(re.search(r"frozen (\d+)", done.stdout)[1]) > 100_000
 
 
@@ -288,11 +402,19 @@ def test_garbage_collection_leaves_out_the_modules(tmp_path):
 def test_the_best_checkpoint_is_by_a_number_that_there_is_and_is_kept(tmp_path):
     argv = ["--config", write(tmp_path, SMALL), "--run_dir", tmp_path / "run", "--eval.every", 5]
     refused = ended("train", *argv, "--checkpoint.best", "acuracy", code=2).stderr
-    assert refused == "jaxdp: checkpoint.best: 'acuracy' is not among the numbers of an evaluation: accuracy, loss\n"
+    assert (
+        refused
+        == "jaxdp: checkpoint.best: 'acuracy' is not among the numbers of an evaluation: accuracy, loss\n"
+    )
     jaxdp(*argv, "--checkpoint.best", "loss", "--checkpoint.keep", 1)
-    losses = {r["step"]: r["loss"] for r in records(tmp_path / "run", "eval") + records(tmp_path / "run", "final")}
+    losses = {
+        r["step"]: r["loss"]
+        for r in records(tmp_path / "run", "eval") + records(tmp_path / "run", "final")
+    }
     best = min(losses, key=losses.get)
-    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == sorted({str(best), "30"})
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == sorted(
+        {str(best), "30"}
+    )
 
 
 def with_named_sets(tmp_path):
@@ -309,7 +431,9 @@ def test_named_evaluation_sets_are_in_the_same_records(tmp_path):
     found = [*records(tmp_path / "run", "eval"), *records(tmp_path / "run", "final")]
     assert [r["step"] for r in found] == [15, 30]
     for r in found:
-        assert r["again/loss"] == r["loss"] != r["train/loss"] and r["again/accuracy"] == r["accuracy"]
+        assert (
+            r["again/loss"] == r["loss"] != r["train/loss"] and r["again/accuracy"] == r["accuracy"]
+        )
 
 
 @pytest.mark.slow
@@ -372,7 +496,9 @@ def test_int64_data_without_x64_is_refused(tmp_path):
     (tmp_path / "wide.py").write_text(
         "import numpy as np\ndef data():\n    return [(np.zeros((4, 4, 1), np.float32), np.int64(2**31))] * 8\n"
     )
-    config = write(tmp_path, SMALL.replace("{target: Digits, args: {augment: true}}", "{target: wide.data}"))
+    config = write(
+        tmp_path, SMALL.replace("{target: Digits, args: {augment: true}}", "{target: wide.data}")
+    )
     done = jaxdp("--config", config, "--model.args.num_classes", 3, cwd=tmp_path, code=2)
     assert "'labels' is int64" in done.stderr and done.stderr.count("\n") == 1
 
@@ -380,9 +506,23 @@ def test_int64_data_without_x64_is_refused(tmp_path):
 @pytest.mark.slow
 def test_a_step_can_be_evaluated_and_one_that_is_not_there_lists_the_others(tmp_path):
     run, config = tmp_path / "run", write(tmp_path, SMALL)
-    ended("train", "--config", config, "--run_dir", run, "--steps", 4, "--checkpoint.every", 2, "--eval.every", 2)
+    ended(
+        "train",
+        "--config",
+        config,
+        "--run_dir",
+        run,
+        "--steps",
+        4,
+        "--checkpoint.every",
+        2,
+        "--eval.every",
+        2,
+    )
     at_two, at_four = (
-        {k: f"{r[k]:.4f}" for k in ("loss", "accuracy")} for r in records(run) if r["split"] in ("eval", "final")
+        {k: f"{r[k]:.4f}" for k in ("loss", "accuracy")}
+        for r in records(run)
+        if r["split"] in ("eval", "final")
     )
     assert at_two != at_four
     for argv, want in ((["--step", 2], at_two), (["--step=4"], at_four), ([], at_four)):
@@ -391,10 +531,15 @@ def test_a_step_can_be_evaluated_and_one_that_is_not_there_lists_the_others(tmp_
     for verb in ("eval", "export"):
         refused = ended(verb, "--run_dir", run, "--step", 3, code=2).stderr
         assert refused == f"jaxdp: --step: 3 is not in {str(run)!r}; use one of 2, 4\n"
-    assert ended("eval", "--run_dir", run, "--step", "two", code=2).stderr.startswith("jaxdp: --step: 'two' is not an ")
+    assert ended("eval", "--run_dir", run, "--step", "two", code=2).stderr.startswith(
+        "jaxdp: --step: 'two' is not an "
+    )
     (run / "checkpoints" / "2" / "state" / "_METADATA").write_text("{")
     done = ended("eval", "--run_dir", run, "--step", 2, code=2)
-    assert "checkpoint 2 is damaged" in done.stdout and f"no undamaged checkpoint 2 in {str(run)!r}" in done.stderr
+    assert (
+        "checkpoint 2 is damaged" in done.stdout
+        and f"no undamaged checkpoint 2 in {str(run)!r}" in done.stderr
+    )
     assert (run / "checkpoints" / "2").is_dir() and ended("eval", "--run_dir", run, "--step", 4)
 
 
@@ -403,9 +548,10 @@ def test_damaged_run_directories(single, tmp_path):
     config = write(tmp_path, SMALL)
     shutil.copytree(single, tmp_path / "odd")
     (tmp_path / "odd" / "config.yaml").write_text("a: [")
-    run = lambda name, *more, **expected: ended(
-        "train", "--config", config, "--run_dir", tmp_path / name, *more, **expected
-    )
+
+    def run(name, *more, **expected):
+        return ended("train", "--config", config, "--run_dir", tmp_path / name, *more, **expected)
+
     assert "finished" in run("odd").stdout
     assert "seed: 0 -> 1" in run("odd", "--seed", 1, code=2).stderr
     shutil.copytree(single, tmp_path / "torn")
@@ -424,27 +570,47 @@ def test_a_sized_sequence_is_data_by_its_path(tmp_path):
     (tmp_path / "rows.py").write_text(
         "import numpy as np\nROWS = [{'inputs': np.ones((4, 4, 1), np.float32), 'labels': i % 3} for i in range(9)]\n"
     )
-    config = write(tmp_path, SMALL.replace("{target: Digits, args: {augment: true}}", "{target: rows.ROWS}"))
+    config = write(
+        tmp_path, SMALL.replace("{target: Digits, args: {augment: true}}", "{target: rows.ROWS}")
+    )
     jaxdp("--config", config, "--model.args.num_classes", 3, "--steps", 2, cwd=tmp_path)
     final = records(tmp_path / "runs" / "config", "final")[0]
-    assert final["loss"] == records(tmp_path / "runs" / "config", "train")[-1]["loss"]  # nothing to evaluate on
+    assert (
+        final["loss"] == records(tmp_path / "runs" / "config", "train")[-1]["loss"]
+    )  # nothing to evaluate on
 
 
 def test_help_reads_well():
     for argv in (["-m", "jaxdp", "--help"], ["train.py", "--help"]):
-        done = subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
         assert done.returncode == 0 and done.stdout.startswith("usage: ") and not done.stderr
-    for key in ("--optimizer.clip_norm", "--parallel.backend {pmap,pjit}", "--microbatches", "over all devices"):
+    for key in (
+        "--optimizer.clip_norm",
+        "--parallel.backend {pmap,pjit}",
+        "--microbatches",
+        "over all devices",
+    ):
         assert key in done.stdout
     for verb, row in cli.VERBS.items():
         text = cli.help_of(verb)
-        assert text.startswith(f"usage: jaxdp {verb}") and all(f"  {line}\n" in text for line in row.examples), verb
+        assert text.startswith(f"usage: jaxdp {verb}") and all(
+            f"  {line}\n" in text for line in row.examples
+        ), verb
         assert all(f"  --{option}" in text for option in row.options), verb
-    inside = ("data.transform.", "eval.data.")  # of sections that may be null: one option for each section
+    inside = (
+        "data.transform.",
+        "eval.data.",
+    )  # of sections that may be null: one option for each section
     keys = [key for key in known_keys() if not key.startswith(inside)]
     assert not [key for key in keys if not re.search(rf"  --{re.escape(key)}[ ,\n]", done.stdout)]
     done = subprocess.run(
-        [sys.executable, "-m", "jaxdp", "trian"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "jaxdp", "trian"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 2 and "unknown verb 'trian'" in done.stderr
 
@@ -482,12 +648,22 @@ def test_processes_change_nothing(single, tmp_path, which, np_, devices, backend
 @pytest.mark.parametrize("which", first(1, ["openmpi5", "mpich"]))
 def test_bad_input_under_mpirun_is_said_once(tmp_path, which):
     config = write(tmp_path, SMALL)
-    for argv, words in ((["--modle.target", "X"], "did you mean"), (["--microbatches", "1"], "set microbatches to 2")):
+    for argv, words in (
+        (["--modle.target", "X"], "did you mean"),
+        (["--microbatches", "1"], "set microbatches to 2"),
+    ):
         done = mpirun(
-            2, ["train.py", "--config", str(config), "--run_dir", str(tmp_path / "r"), *argv], which, timeout=60
+            2,
+            ["train.py", "--config", str(config), "--run_dir", str(tmp_path / "r"), *argv],
+            which,
+            timeout=60,
         )
         assert done.returncode == 2, done.output
-        assert done.stderr.count("jaxdp: ") == 1 and words in done.stderr and "Traceback" not in done.stderr
+        assert (
+            done.stderr.count("jaxdp: ") == 1
+            and words in done.stderr
+            and "Traceback" not in done.stderr
+        )
         assert not done.left and done.seconds < 30
 
 
@@ -498,7 +674,9 @@ def test_two_hosts_change_nothing(single, tmp_path):
     with TwoHosts(tmp_path) as hosts:
         done = hosts.mpirun(argv, timeout=300)
     assert done.returncode == 0, done.output
-    assert json.loads((tmp_path / "run" / "env.json").read_text())["topology"]["hosts"] == hosts.names
+    assert (
+        json.loads((tmp_path / "run" / "env.json").read_text())["topology"]["hosts"] == hosts.names
+    )
     assert_same_curve(tmp_path / "run", single)
 
 
@@ -517,11 +695,25 @@ def test_a_rank_that_fails_ends_the_job_in_seconds(tmp_path, fault):
         f"            raise {fault}\n"
         "        return super().read(indices)\n"
     )
-    config = write(tmp_path, SMALL.replace("{target: Digits, args: {augment: true}}", "{target: failing.Data}"))
-    argv = ["train.py", "--config", str(config), "--run_dir", str(tmp_path / "run"), "--steps", "60"]
+    config = write(
+        tmp_path, SMALL.replace("{target: Digits, args: {augment: true}}", "{target: failing.Data}")
+    )
+    argv = [
+        "train.py",
+        "--config",
+        str(config),
+        "--run_dir",
+        str(tmp_path / "run"),
+        "--steps",
+        "60",
+    ]
     done = mpirun(2, argv, env={"PYTHONPATH": str(tmp_path)}, timeout=60)
     assert done.returncode == 1, done.output
-    assert "rank 1 " in done.stderr and time.time() - (tmp_path / "failed").stat().st_mtime < 30 and not done.left
+    assert (
+        "rank 1 " in done.stderr
+        and time.time() - (tmp_path / "failed").stat().st_mtime < 30
+        and not done.left
+    )
     assert ("the disk is gone" in done.stderr) == fault.startswith("OSError")
 
 
@@ -537,7 +729,9 @@ def ranks(tmp_path, argvs, timeout=60.0, prefixes=None):
     )
     env = {"JAXDP_COORDINATOR": f"127.0.0.1:{port}", "JAXDP_NUM_PROCESSES": "2"}
     each = [env | {"JAXDP_PROCESS_ID": str(r)} for r in range(2)]
-    return processes([str(script), json.dumps([list(map(str, a)) for a in argvs])], each, timeout, 1, prefixes)
+    return processes(
+        [str(script), json.dumps([list(map(str, a)) for a in argvs])], each, timeout, 1, prefixes
+    )
 
 
 @pytest.mark.mpi
@@ -547,7 +741,10 @@ def ranks(tmp_path, argvs, timeout=60.0, prefixes=None):
         pytest.param([], ["--modle.target", "X"], "rank 1", marks=pytest.mark.slow),
         ([], ["--seed", "3"], "seed"),
         pytest.param(
-            [], ["--data.target", "MNIST", "--data.args", "{root: /nowhere}"], "rank 1", marks=pytest.mark.slow
+            [],
+            ["--data.target", "MNIST", "--data.args", "{root: /nowhere}"],
+            "rank 1",
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["config error on one", "configs that differ", "data missing on one"],
@@ -562,7 +759,11 @@ def test_ranks_that_differ_are_named_once(tmp_path, first, second, words):
 def test_a_signal_ends_a_process_that_waits_for_others(tmp_path, number):
     address = ("127.0.0.1", port())
     argv = ["train.py", "--config", write(tmp_path, SMALL), "--run_dir", str(tmp_path / "run")]
-    alone = {"JAXDP_COORDINATOR": "{}:{}".format(*address), "JAXDP_NUM_PROCESSES": "2", "JAXDP_PROCESS_ID": "0"}
+    alone = {
+        "JAXDP_COORDINATOR": "{}:{}".format(*address),
+        "JAXDP_NUM_PROCESSES": "2",
+        "JAXDP_PROCESS_ID": "0",
+    }
 
     def has_coordinator():
         with socket.socket() as client:
@@ -578,14 +779,26 @@ def test_a_signal_ends_a_process_that_waits_for_others(tmp_path, number):
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_a_run_directory_that_is_not_shared(tmp_path):
-    """Rank 1 has a file system of its own at the same path, as a host without the network mount would."""
+    """Rank 1 has a file system of its own at the same path, as a host without the network mount
+    would.
+    """
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    alone = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(run_dir)]
+    alone = [
+        "unshare",
+        "--mount",
+        "sh",
+        "-c",
+        'mount -t tmpfs none "$0" && exec "$@"',
+        str(run_dir),
+    ]
     if subprocess.run([*alone, "true"], capture_output=True).returncode:
         pytest.skip("mounting in a namespace of one's own is not permitted here")
     base = ["--config", write(tmp_path, SMALL), "--run_dir", run_dir]
-    refused_once(ranks(tmp_path, [base, base], prefixes=[[], alone]), "is not the directory that rank 0 writes to")
+    refused_once(
+        ranks(tmp_path, [base, base], prefixes=[[], alone]),
+        "is not the directory that rank 0 writes to",
+    )
 
 
 def refused_once(done, words):
@@ -599,7 +812,11 @@ def refused_once(done, words):
     ("argv", "options", "command"),
     [
         (["-n", "3", "train", "--config", "x"], ["--processes", "3"], ["train", "--config", "x"]),
-        (["--restart=2", "--", "python", "a.py", "-n", "5"], ["--restart=2"], ["python", "a.py", "-n", "5"]),
+        (
+            ["--restart=2", "--", "python", "a.py", "-n", "5"],
+            ["--restart=2"],
+            ["python", "a.py", "-n", "5"],
+        ),
         (["-n", "2"], ["--processes", "2"], []),
     ],
 )
@@ -610,7 +827,10 @@ def test_launch_leaves_the_command_as_it_is(argv, options, command):
 def test_help_behind_the_command_is_the_commands():
     assert "usage: jaxdp launch" in ended("launch", "-n", "2", "--help").stdout
     words = [sys.executable, "-m", "jaxdp", "launch", "-n", "1", "eval", "--help"]
-    assert "usage: jaxdp eval" in subprocess.run(words, cwd=ROOT, text=True, capture_output=True, timeout=60).stdout
+    assert (
+        "usage: jaxdp eval"
+        in subprocess.run(words, cwd=ROOT, text=True, capture_output=True, timeout=60).stdout
+    )
 
 
 @pytest.mark.mpi
@@ -618,20 +838,27 @@ def test_launch_leaves_the_choice_of_a_platform_to_the_job(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     show = "import os; os.write(1, os.environ.get('JAX_PLATFORMS', 'any').encode() + b' ')"
     words = [sys.executable, "-m", "jaxdp", "launch", "-n", "2", sys.executable, "-c", show]
-    assert subprocess.run(words, cwd=ROOT, text=True, capture_output=True, timeout=60).stdout.split() == ["any"] * 2
+    assert (
+        subprocess.run(words, cwd=ROOT, text=True, capture_output=True, timeout=60).stdout.split()
+        == ["any"] * 2
+    )
 
 
 def test_a_verb_that_needs_no_devices_opens_the_cpu_alone_if_jax_was_imported_before(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     show = "import jax; from jaxdp import environment; environment.use_cpu(); print(jax.config.jax_platforms)"
-    done = subprocess.run([sys.executable, "-c", show], cwd=ROOT, text=True, capture_output=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", show], cwd=ROOT, text=True, capture_output=True, timeout=60
+    )
     assert done.stdout.split() == ["cpu"], done.stderr
 
 
 @pytest.mark.mpi
 def test_launch_ends_the_processes_that_it_has_started_if_another_cannot_be(tmp_path, monkeypatch):
     monkeypatch.setenv("DIR", str(tmp_path / "run"))
-    monkeypatch.setenv("JAXDP_TIMEOUT", "600")  # of the first process, which would wait for the other
+    monkeypatch.setenv(
+        "JAXDP_TIMEOUT", "600"
+    )  # of the first process, which would wait for the other
     script = tmp_path / "two.py"
     script.write_text(
         "import os\n"
@@ -645,9 +872,14 @@ def test_launch_ends_the_processes_that_it_has_started_if_another_cannot_be(tmp_
         "from jaxdp.cli import main\n"
         "main(['launch', '-n', '2', 'train', '--config', 'configs/digits.yaml', '--run_dir', os.environ['DIR']])"
     )
-    done = subprocess.run([sys.executable, str(script)], cwd=ROOT, text=True, capture_output=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=ROOT, text=True, capture_output=True, timeout=120
+    )
     assert done.returncode == 2
-    assert done.stderr.strip() == "jaxdp: launch: 'train' cannot be started: Resource temporarily unavailable"
+    assert (
+        done.stderr.strip()
+        == "jaxdp: launch: 'train' cannot be started: Resource temporarily unavailable"
+    )
 
 
 def test_a_process_that_cannot_be_forked_leaves_the_signals_unblocked(monkeypatch):
@@ -675,7 +907,9 @@ def test_a_forked_process_may_choose_how_it_starts_others(tmp_path):
         "    pass\n"
         "sys.exit(child.poll())"
     )
-    done = subprocess.run([sys.executable, str(script)], cwd=ROOT, text=True, capture_output=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=ROOT, text=True, capture_output=True, timeout=60
+    )
     assert done.returncode == 3, done.stderr
 
 
@@ -696,7 +930,9 @@ def test_forked_processes_read_the_input_and_draw_different_random_numbers(tmp_p
         "sys.exit(child.poll())"
     )
     command = [sys.executable, str(script)]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         lines = []
         for word in ("first", "second"):
             process.stdin.write(f"{word}\n")
@@ -709,9 +945,18 @@ def test_forked_processes_read_the_input_and_draw_different_random_numbers(tmp_p
 def test_malloc_settings_are_those_of_the_process_alone():
     show = "import os; from jaxdp import environment; environment.malloc(); print(os.environ.get('GLIBC_TUNABLES'))"
     env = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
-    run = lambda **more: subprocess.run(
-        [sys.executable, "-c", show], cwd=ROOT, env=env | more, text=True, capture_output=True, timeout=60, check=True
-    )
+
+    def run(**more):
+        return subprocess.run(
+            [sys.executable, "-c", show],
+            cwd=ROOT,
+            env=env | more,
+            text=True,
+            capture_output=True,
+            timeout=60,
+            check=True,
+        )
+
     assert run().stdout.split() == ["None"]
     assert run(GLIBC_TUNABLES="glibc.malloc.check=0").stdout.split() == ["glibc.malloc.check=0"]
 
@@ -737,17 +982,31 @@ def test_launch_gives_each_process_its_rank_and_ends_with_the_code_of_the_job(tm
         "import os, sys\nos.write(1, os.environb[b'JAXDP_PROCESS_ID'] + b' ')\nsys.exit(int(sys.argv[1]))\n"
     )
     for code in (0, 2, 75, 1):
-        words = [sys.executable, "-m", "jaxdp", "launch", "-n", "3", sys.executable, str(script), str(code)]
+        words = [
+            sys.executable,
+            "-m",
+            "jaxdp",
+            "launch",
+            "-n",
+            "3",
+            sys.executable,
+            str(script),
+            str(code),
+        ]
         done = subprocess.run(words, cwd=ROOT, text=True, capture_output=True, timeout=60)
         assert (done.returncode, sorted(done.stdout.split())) == (code, ["0", "1", "2"])
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("codes", "more", "code"), [("01", [], 1), ("10", [], 1), ("10", ["--elastic.enabled", "true"], 0)], ids=str
+    ("codes", "more", "code"),
+    [("01", [], 1), ("10", [], 1), ("10", ["--elastic.enabled", "true"], 0)],
+    ids=str,
 )
 def test_a_job_that_fails_after_a_process_has_ended_has_failed(tmp_path, codes, more, code):
-    """In an elastic job others may have been lost before; a process that leaves the others to their fate is no end."""
+    """In an elastic job others may have been lost before; a process that leaves the others to their
+    fate is no end.
+    """
     script = tmp_path / "end.py"
     script.write_text(
         "import os, pathlib, sys, time\n"
@@ -760,7 +1019,18 @@ def test_a_job_that_fails_after_a_process_has_ended_has_failed(tmp_path, codes, 
         "    time.sleep(0.01)\n"
         "sys.exit(code)\n"
     )
-    words = [sys.executable, "-m", "jaxdp", "launch", "-n", "2", sys.executable, str(script), codes, *more]
+    words = [
+        sys.executable,
+        "-m",
+        "jaxdp",
+        "launch",
+        "-n",
+        "2",
+        sys.executable,
+        str(script),
+        codes,
+        *more,
+    ]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(words, cwd=tmp_path, env=env, text=True, capture_output=True, timeout=60)
     assert done.returncode == code, done.stderr
@@ -771,7 +1041,12 @@ def test_a_job_that_fails_after_a_process_has_ended_has_failed(tmp_path, codes, 
     ("rank_1", "more", "code", "expected"),
     [
         ("sys.exit(1)", ["--restart", "1"], 1, ""),
-        ("os.kill(os.getpid(), 9)", [], 1, "jaxdp: launch: rank 1 has ended by SIGKILL; others run"),
+        (
+            "os.kill(os.getpid(), 9)",
+            [],
+            1,
+            "jaxdp: launch: rank 1 has ended by SIGKILL; others run",
+        ),
         ("sys.exit(3)", [], 1, "jaxdp: launch: rank 1 has ended with code 3; others run"),
     ],
     ids=["restart", "killed", "code"],
@@ -784,27 +1059,64 @@ def test_a_script_that_fails_on_one_rank_has_failed(tmp_path, rank_1, more, code
         f"if os.environ['JAXDP_PROCESS_ID'] == '1':\n    {rank_1}\n"
         "while sys.argv[1] and sys.argv[1] not in pathlib.Path('err').read_text():\n    time.sleep(0.05)\n"
     )
-    words = [sys.executable, "-m", "jaxdp", "launch", "-n", "3", *more, sys.executable, str(script), expected]
+    words = [
+        sys.executable,
+        "-m",
+        "jaxdp",
+        "launch",
+        "-n",
+        "3",
+        *more,
+        sys.executable,
+        str(script),
+        expected,
+    ]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     with (tmp_path / "err").open("w") as err:
-        assert subprocess.run(words, cwd=tmp_path, env=env, stderr=err, timeout=60).returncode == code
+        assert (
+            subprocess.run(words, cwd=tmp_path, env=env, stderr=err, timeout=60).returncode == code
+        )
 
 
 @pytest.mark.parametrize(
-    "call", ["init(init_method='tcp://localhost')", "init(rank=0)", "allreduce(1.0)", "init(rank='0', size=2)"]
+    "call",
+    [
+        "init(init_method='tcp://localhost')",
+        "init(rank=0)",
+        "allreduce(1.0)",
+        "init(rank='0', size=2)",
+    ],
 )
 def test_bad_input_of_a_script_is_one_line(call):
     """allreduce: of two processes, of which none has called init."""
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     env |= {"JAXDP_PROCESS_ID": "0", "JAXDP_NUM_PROCESSES": "2", "JAXDP_COORDINATOR": "127.0.0.1:1"}
     done = subprocess.run(
-        [sys.executable, "-c", f"import jaxdp; jaxdp.{call}"], env=env, text=True, capture_output=True, timeout=60
+        [sys.executable, "-c", f"import jaxdp; jaxdp.{call}"],
+        env=env,
+        text=True,
+        capture_output=True,
+        timeout=60,
     )
-    assert done.returncode == 2 and done.stderr.startswith("jaxdp: ") and done.stderr.count("\n") == 1, done.stderr
+    assert (
+        done.returncode == 2 and done.stderr.startswith("jaxdp: ") and done.stderr.count("\n") == 1
+    ), done.stderr
 
 
 def test_a_signal_ends_a_launch_that_waits_to_start_its_processes_again(tmp_path):
-    words = [sys.executable, "-m", "jaxdp", "launch", "-n", "1", "--restart", "1000", "sh", "-c", "echo x; exit 1"]
+    words = [
+        sys.executable,
+        "-m",
+        "jaxdp",
+        "launch",
+        "-n",
+        "1",
+        "--restart",
+        "1000",
+        "sh",
+        "-c",
+        "echo x; exit 1",
+    ]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         for _ in range(3):
             assert process.stdout.readline() == "x\n"

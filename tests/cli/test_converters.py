@@ -1,7 +1,7 @@
 """docs/export.md: ONNX Runtime (by jax2onnx) and lm-eval run exported models.
 
-They are not among the requirements of the tests: jax2onnx is made for another Orbax, lm-eval needs PyTorch.
-"""
+They are not among the requirements of the tests: jax2onnx is made for another Orbax, lm-eval needs
+PyTorch."""
 
 import json
 import math
@@ -25,7 +25,10 @@ MODELS = {
     "ResNet9": ({}, "Digits"),
     "LSTM": ({"dim": 8, "hidden": 8}, TEXT),
     "GPT": (GPT, TEXT),
-    "GPT of Llama's form": ({**GPT, "norm": "rms", "mlp": "swiglu", "positions": "rotary", "bias": False}, TEXT),
+    "GPT of Llama's form": (
+        {**GPT, "norm": "rms", "mlp": "swiglu", "positions": "rotary", "bias": False},
+        TEXT,
+    ),
 }
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 
@@ -42,7 +45,9 @@ def trained(name, folder):
     )  # fmt: skip
     meta, arrays = read(folder)
     forward, names, example = make_forward(meta, arrays)
-    return lambda inputs: np.asarray(jax.jit(forward)([arrays[name] for name in names], inputs)), example
+    return lambda inputs: np.asarray(
+        jax.jit(forward)([arrays[name] for name in names], inputs)
+    ), example
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -55,7 +60,11 @@ def test_onnx_runtime_has_the_outputs_of_the_model(name, tmp_path):
     subprocess.run([*map(str, command)], check=True, timeout=300, env=ENV, capture_output=True)
     session = onnxruntime.InferenceSession(tmp_path / "forward.onnx")
     for count in (1, 5):
-        inputs = np.random.default_rng(count).integers(16, size=(count, *example.shape[1:])).astype(example.dtype)
+        inputs = (
+            np.random.default_rng(count)
+            .integers(16, size=(count, *example.shape[1:]))
+            .astype(example.dtype)
+        )
         (outputs,) = session.run(None, {session.get_inputs()[0].name: inputs})
         want = forward(inputs)
         assert outputs.shape == want.shape and want.std() > 0.01
@@ -76,12 +85,33 @@ def test_lm_eval_scores_an_exported_model(tmp_path):
         "target_delimiter": "", "metric_list": [{"metric": "perplexity"}],
     }  # fmt: skip
     (tmp_path / "lines.yaml").write_text(json.dumps(task))
-    jaxdp = [sys.executable, "-m", "jaxdp", "export", "--run_dir", str(tmp_path), "--layout", "huggingface"]
+    jaxdp = [
+        sys.executable,
+        "-m",
+        "jaxdp",
+        "export",
+        "--run_dir",
+        str(tmp_path),
+        "--layout",
+        "huggingface",
+    ]
     subprocess.run(jaxdp, check=True, timeout=300, env=ENV)
     model = f"pretrained={tmp_path}/huggingface,dtype=float32,prefix_token_id=10"
-    command = ["lm_eval", "--model", "hf", "--model_args", model, "--tasks", "lines", "--include_path", tmp_path]
+    command = [
+        "lm_eval",
+        "--model",
+        "hf",
+        "--model_args",
+        model,
+        "--tasks",
+        "lines",
+        "--include_path",
+        tmp_path,
+    ]
     options = ["--device", "cpu", "--output_path", tmp_path / "scores.json"]
-    subprocess.run([sys.executable, "-m", *map(str, command + options)], check=True, timeout=300, env=ENV)
+    subprocess.run(
+        [sys.executable, "-m", *map(str, command + options)], check=True, timeout=300, env=ENV
+    )
     (scores,) = tmp_path.glob("scores*.json")
     scored = json.loads(scores.read_text())["results"]["lines"]["perplexity,none"]
     total = 0.0

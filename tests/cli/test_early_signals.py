@@ -1,4 +1,6 @@
-"""Signals in the first seconds of a command: it ends at once, with the code that asks to run it again."""
+"""Signals in the first seconds of a command: it ends at once, with the code that asks to run it
+again.
+"""
 
 import os
 import pathlib
@@ -25,7 +27,9 @@ class Hung:
 def start(argv, folder, **more):
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{folder}", "XLA_FLAGS": ""}
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, *argv], cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True, **more)
+    return subprocess.Popen(
+        [sys.executable, *argv], cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True, **more
+    )
 
 
 def wait_until(condition, process):
@@ -41,18 +45,30 @@ def ended(process, code):
 
 
 def is_blocked(process, number):
-    """Return whether the process has blocked a signal, as all commands do in their first milliseconds."""
+    """Return whether the process has blocked a signal, as all commands do in their first
+    milliseconds.
+    """
     lines = pathlib.Path(f"/proc/{process.pid}/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("SigBlk")).split()[1], 16) >> (number - 1) & 1
+    return (
+        int(next(line for line in lines if line.startswith("SigBlk")).split()[1], 16)
+        >> (number - 1)
+        & 1
+    )
 
 
 @pytest.mark.parametrize(
     ("verb", "name"),
     [
         ("launch", "SIGTERM"),
-        *(pytest.param("launch", name, marks=pytest.mark.slow) for name in ("SIGUSR1", "SIGHUP", "SIGINT")),
+        *(
+            pytest.param("launch", name, marks=pytest.mark.slow)
+            for name in ("SIGUSR1", "SIGHUP", "SIGINT")
+        ),
         *(pytest.param("sweep", name, marks=pytest.mark.slow) for name in ("SIGTERM", "SIGHUP")),
-        *(pytest.param("script", name, marks=pytest.mark.slow) for name in ("SIGTERM", "SIGUSR1", "SIGHUP")),
+        *(
+            pytest.param("script", name, marks=pytest.mark.slow)
+            for name in ("SIGTERM", "SIGUSR1", "SIGHUP")
+        ),
     ],
 )
 def test_a_launch_that_is_stopped_in_its_first_moments_asks_to_be_run_again(tmp_path, verb, name):
@@ -70,7 +86,12 @@ def test_a_launch_that_is_stopped_in_its_first_moments_asks_to_be_run_again(tmp_
         ],
     }[verb]
     with start(["-m", "jaxdp", *words], tmp_path) as process:
-        wait_until((tmp_path / "began").exists if verb == "script" else lambda: is_blocked(process, number), process)
+        wait_until(
+            (tmp_path / "began").exists
+            if verb == "script"
+            else lambda: is_blocked(process, number),
+            process,
+        )
         process.send_signal(number)
         ended(process, 75)
 
@@ -80,7 +101,20 @@ def test_a_launch_that_is_stopped_in_its_first_moments_asks_to_be_run_again(tmp_
 def test_a_launch_that_is_stopped_while_it_starts_its_processes(tmp_path, delay):
     """delay: seconds, since what is tried is the signal's arrival at any moment."""
     with start(
-        ["-m", "jaxdp", "launch", "-n", "3", "train", *DIGITS, "--steps", "100000", "--run_dir", "run"], tmp_path
+        [
+            "-m",
+            "jaxdp",
+            "launch",
+            "-n",
+            "3",
+            "train",
+            *DIGITS,
+            "--steps",
+            "100000",
+            "--run_dir",
+            "run",
+        ],
+        tmp_path,
     ) as job:
         time.sleep(delay)
         job.send_signal(signal.SIGTERM)
@@ -89,14 +123,27 @@ def test_a_launch_that_is_stopped_while_it_starts_its_processes(tmp_path, delay)
 
 @pytest.mark.parametrize(
     "what",
-    ["data", *(pytest.param(w, marks=pytest.mark.slow) for w in ("config", "nonce", "aliases", "two processes"))],
+    [
+        "data",
+        *(
+            pytest.param(w, marks=pytest.mark.slow)
+            for w in ("config", "nonce", "aliases", "two processes")
+        ),
+    ],
 )
 def test_a_signal_ends_a_start_that_hangs(tmp_path, what):
     (tmp_path / "hung.py").write_text(HUNG)
     config, run_dir = tmp_path / "config.yaml", tmp_path / "run"
     config.write_text((ROOT / "configs" / "digits.yaml").read_text())
     more, began = [], (tmp_path / "hangs").exists
-    job = ["-m", "jaxdp", *(["launch", "-n", "2"] if what == "two processes" else []), "train", "--config", str(config)]
+    job = [
+        "-m",
+        "jaxdp",
+        *(["launch", "-n", "2"] if what == "two processes" else []),
+        "train",
+        "--config",
+        str(config),
+    ]
     if what in ("data", "two processes"):
         more = ["--data.target", "hung.Hung"]
     elif what == "config":
@@ -109,22 +156,36 @@ def test_a_signal_ends_a_start_that_hangs(tmp_path, what):
     else:
         lines = ["a: &a0 [x, x, x, x, x, x, x, x, x]"]
         lines += [f"b{i}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]" for i in range(9)]
-        config.write_text("\n".join(["data:", "  args:", *(f"    {line}" for line in lines)]) + "\n")
+        config.write_text(
+            "\n".join(["data:", "  args:", *(f"    {line}" for line in lines)]) + "\n"
+        )
     with start([*job, "--run_dir", str(run_dir), *more], tmp_path) as process:
         if what in ("config", "aliases"):
-            catches = lambda: not is_blocked(process, signal.SIGTERM) and "SigCgt" in status(process, signal.SIGTERM)
+
+            def catches():
+                return not is_blocked(process, signal.SIGTERM) and "SigCgt" in status(
+                    process, signal.SIGTERM
+                )
+
             wait_until(catches, process)
         else:
             wait_until(began, process)
         process.send_signal(signal.SIGTERM)
         text = ended(process, 75)
-    assert text.count("SIGTERM before the first update: nothing to save; run the same command to start again\n") == 1
+    assert (
+        text.count(
+            "SIGTERM before the first update: nothing to save; run the same command to start again\n"
+        )
+        == 1
+    )
 
 
 def status(process, number):
     """Return the names of the signal sets in /proc of which a process's set has the signal."""
     lines = pathlib.Path(f"/proc/{process.pid}/status").read_text().splitlines()
-    sets = [line.split() for line in lines if line.startswith("Sig") and not line.startswith("SigQ")]
+    sets = [
+        line.split() for line in lines if line.startswith("Sig") and not line.startswith("SigQ")
+    ]
     return {name.rstrip(":") for name, bits in sets if int(bits, 16) >> (number - 1) & 1}
 
 
@@ -142,7 +203,13 @@ def test_a_run_saves_where_its_terminal_is_closed(tmp_path, launcher):
     ]
     command = [sys.executable, "-c", "\n".join(leads), sys.executable, "-m", "jaxdp", *words]
     process = subprocess.Popen(
-        command, cwd=tmp_path, env=env, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+        command,
+        cwd=tmp_path,
+        env=env,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
     )
     os.close(theirs)
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -160,7 +227,9 @@ def test_a_run_saves_where_its_terminal_is_closed(tmp_path, launcher):
 
 @pytest.mark.slow
 def test_nohup_still_means_that_a_run_ignores_the_end_of_its_terminal(tmp_path):
-    ignore = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    def ignore():
+        return signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
     words = ["-m", "jaxdp", "train", *DIGITS, "--steps", "300", "--run_dir", "run"]
     with start(words, tmp_path, preexec_fn=ignore) as process:
         wait_until((tmp_path / "run" / "env.json").exists, process)

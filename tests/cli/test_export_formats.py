@@ -1,4 +1,6 @@
-"""docs/export.md: exported models are run without jaxdp: by NumPy, by transformers, and by JAX alone."""
+"""docs/export.md: exported models are run without jaxdp: by NumPy, by transformers, and by JAX
+alone.
+"""
 
 import os
 import re
@@ -49,12 +51,18 @@ def make(args):
     model = as_model(lambda rngs: GPT(**{**SIZES, **args}, rngs=rngs))
     params = jax.eval_shape(model.init, jax.random.key(0), {"inputs": TOKENS})[0]
     rng = np.random.default_rng(1)
-    draw = lambda path, x: (0.3 * rng.normal(size=x.shape) + ("scale" in str(path))).astype(np.float32)
+
+    def draw(path, x):
+        return (0.3 * rng.normal(size=x.shape) + ("scale" in str(path))).astype(np.float32)
+
     return model, jax.tree_util.tree_map_with_path(draw, params)
 
 
 def meta(args, tokenizer=None):
-    return {"config": {"model": {"target": "GPT", "args": {**SIZES, **args}}}, "data": {"tokenizer": tokenizer, **DATA}}
+    return {
+        "config": {"model": {"target": "GPT", "args": {**SIZES, **args}}},
+        "data": {"tokenizer": tokenizer, **DATA},
+    }
 
 
 def outputs(model, params, inputs):
@@ -63,7 +71,9 @@ def outputs(model, params, inputs):
     @jax.jit
     def forward(params, inputs):
         batch = {"inputs": inputs, "mask": np.ones(len(inputs), bool)}
-        return compute_logits(model.apply(params, {}, batch, jax.random.key(0), False)[0]).astype(jnp.float32)
+        return compute_logits(model.apply(params, {}, batch, jax.random.key(0), False)[0]).astype(
+            jnp.float32
+        )
 
     return forward(params, inputs)
 
@@ -81,14 +91,24 @@ def test_a_folder_has_the_logits_of_the_model_and_reads_back(form, tmp_path):
     weights = as_published(open_weights(file, False), file, arrays)
     names = weights.arrays.keys() & arrays.keys()
     assert {re.sub(r".*/", "", name) for name in arrays.keys() - names} <= {"bias"}
-    mesh = jax.sharding.Mesh(jax.devices()[:4], "d")  # columns of our kernels are rows of a transposed tensor
-    place = lambda x: jax.sharding.NamedSharding(mesh, jax.P(*(None,) * (x.ndim - 1), "d"))
-    wanted = {k: jax.ShapeDtypeStruct(arrays[k].shape, np.float32, sharding=place(arrays[k])) for k in names}
+    mesh = jax.sharding.Mesh(
+        jax.devices()[:4], "d"
+    )  # columns of our kernels are rows of a transposed tensor
+
+    def place(x):
+        return jax.sharding.NamedSharding(mesh, jax.P(*(None,) * (x.ndim - 1), "d"))
+
+    wanted = {
+        k: jax.ShapeDtypeStruct(arrays[k].shape, np.float32, sharding=place(arrays[k]))
+        for k in names
+    }
     for name, x in weights.read(wanted).items():
         rows = {"embed/embedding": np.s_[:13], "head/kernel": np.s_[:, :13]}.get(name, np.s_[:])
         np.testing.assert_array_equal(np.asarray(x)[rows], arrays[name][rows], err_msg=name)
         assert name != "head/kernel" or not np.asarray(x)[:, 13:].any()
-    assert ("columns 13 to 127 of head/kernel are zeros" in weights.note) == (not FORMS[form].get("tied", True))
+    assert ("columns 13 to 127 of head/kernel are zeros" in weights.note) == (
+        not FORMS[form].get("tied", True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,7 +166,9 @@ np.savez(f"{folder}/outputs.npz", ids=ids, logits=logits)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("form", "tokenizer"), [*zip(FORMS, [Byte(), Char.of(TEXT)] * 2, strict=True)], ids=FORMS)
+@pytest.mark.parametrize(
+    ("form", "tokenizer"), [*zip(FORMS, [Byte(), Char.of(TEXT)] * 2, strict=True)], ids=FORMS
+)
 def test_transformers_loads_the_folder_with_the_same_logits(form, tokenizer, tmp_path):
     sizes = {"num_classes": tokenizer.size, "input_shape": [64]}
     model, params = make({**FORMS[form], **sizes})
@@ -164,10 +186,16 @@ def test_transformers_loads_the_folder_with_the_same_logits(form, tokenizer, tmp
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("form", ["mlp", "gpt2", "llama"])
 def test_jax_alone_runs_the_forward_pass_with_equal_bits(form, dtype, tmp_path):
-    """In a fresh process in which jaxdp cannot be imported; the program takes any number of examples."""
+    """In a fresh process in which jaxdp cannot be imported; the program takes any number of
+    examples.
+    """
     pytest.importorskip("flatbuffers", reason="jax.export writes files with flatbuffers")
     if form == "mlp":
-        target, args, data = MLP, {"num_classes": 10, "hidden": [8], "input_shape": [8, 8, 1]}, {"target": "Digits"}
+        target, args, data = (
+            MLP,
+            {"num_classes": 10, "hidden": [8], "input_shape": [8, 8, 1]},
+            {"target": "Digits"},
+        )
         model = as_model(lambda rngs: MLP(**args, rngs=rngs))
         inputs = Digits("test").read(np.arange(5))["inputs"]
     else:
@@ -181,19 +209,36 @@ def test_jax_alone_runs_the_forward_pass_with_equal_bits(form, dtype, tmp_path):
         compilation_cache=None,
     )  # fmt: skip
     command = [sys.executable, ROOT / "examples" / "export_stablehlo.py", tmp_path / "run"]
-    paths = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("cli", "support")), os.environ.get("PYTHONPATH", "")]
+    paths = [
+        str(ROOT),
+        *(str(ROOT / "tests" / name) for name in ("cli", "support")),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     env = {**os.environ, "PYTHONPATH": ":".join(paths)}
-    done = subprocess.run([*map(str, command)], check=True, timeout=300, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [*map(str, command)], check=True, timeout=300, env=env, capture_output=True, text=True
+    )
     assert "any number of examples; run.py runs it" in done.stdout
-    cast = lambda tree: jax.tree.map(lambda x: jnp.asarray(x, dtype) if x.dtype == np.float32 else x, tree)
-    batch = Digits().transform({"inputs": inputs}, None, False) if form == "mlp" else {"inputs": inputs}
+
+    def cast(tree):
+        return jax.tree.map(lambda x: jnp.asarray(x, dtype) if x.dtype == np.float32 else x, tree)
+
+    batch = (
+        Digits().transform({"inputs": inputs}, None, False) if form == "mlp" else {"inputs": inputs}
+    )
     want = outputs(model, cast(fitted.params), cast(batch["inputs"]))
     folder = tmp_path / "run" / "stablehlo"
     np.save(tmp_path / "inputs.npy", inputs)
     alone = "import sys, runpy; sys.modules['jaxdp'] = None; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0])"
     files = [folder / "run.py", tmp_path / "inputs.npy", tmp_path / "outputs.npy"]
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
-    subprocess.run([sys.executable, "-c", alone, *map(str, files)], check=True, timeout=300, cwd=tmp_path, env=env)
+    subprocess.run(
+        [sys.executable, "-c", alone, *map(str, files)],
+        check=True,
+        timeout=300,
+        cwd=tmp_path,
+        env=env,
+    )
     np.testing.assert_array_equal(np.load(tmp_path / "outputs.npy"), want)
     assert len((folder / "run.py").read_text().splitlines()) <= 15
 
@@ -201,7 +246,11 @@ def test_jax_alone_runs_the_forward_pass_with_equal_bits(form, dtype, tmp_path):
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("target", [CNN, GPT, LSTM, MLP, ResNet9, ViT])
 def test_a_model_is_exported_for_any_number_of_examples(target):
-    args = SIZES if target is GPT else {"num_classes": 13, "input_shape": [8] if target is LSTM else [8, 8, 1]}
+    args = (
+        SIZES
+        if target is GPT
+        else {"num_classes": 13, "input_shape": [8] if target is LSTM else [8, 8, 1]}
+    )
     model = as_model(lambda rngs: target(**args, rngs=rngs))
     one = TOKENS[:1] if target in (GPT, LSTM) else np.zeros((1, 8, 8, 1), np.float32)
     params, state = jax.eval_shape(model.init, jax.random.key(0), {"inputs": one})

@@ -1,4 +1,6 @@
-"""Modules beside a run that have the names of libraries: libraries do not see them, and the user's own are found."""
+"""Modules beside a run that have the names of libraries: libraries do not see them, and the user's
+own are found.
+"""
 
 import os
 import pathlib
@@ -12,7 +14,8 @@ from jaxdp import imports
 from jaxdp.errors import UsageError, import_optional
 from launch import ROOT, environment
 
-# Of the standard library, of what jaxdp needs, and of what these import late, in a thread or in another process.
+# Of the standard library, of what jaxdp needs, and of what these import late, in a thread or in
+# another process.
 HIDING = [
     "humanize", "google", "orbax", "tensorstore", "etils", "absl", "msgpack", "nest_asyncio", "aiofiles", "psutil",
     "simplejson", "safetensors", "filelock", "rich",
@@ -137,12 +140,22 @@ def test_later_commands_see_no_module_of_the_user_either(tmp_path):
 
 
 def test_a_module_of_the_user_that_libraries_have_is_refused_before_training(tmp_path):
-    """In a folder that the user has put on the path, and in a script that has imported it before jaxdp."""
+    """In a folder that the user has put on the path, and in a script that has imported it before
+    jaxdp.
+    """
     folder = folder_of(tmp_path, [])
     (folder / "elsewhere").mkdir()
     (folder / "elsewhere" / "humanize.py").write_text("NOTHING = 0\n")
-    done = run(folder, *COMMANDS["the command"], code=2, PYTHONPATH=f"{ROOT}{os.pathsep}{folder / 'elsewhere'}")
-    assert f"{folder / 'elsewhere' / 'humanize.py'} hides the library 'humanize', which a run needs" in done.stderr
+    done = run(
+        folder,
+        *COMMANDS["the command"],
+        code=2,
+        PYTHONPATH=f"{ROOT}{os.pathsep}{folder / 'elsewhere'}",
+    )
+    assert (
+        f"{folder / 'elsewhere' / 'humanize.py'} hides the library 'humanize', which a run needs"
+        in done.stderr
+    )
     assert done.stderr.count("\n") == 1 and not (folder / "run" / "metrics.jsonl").exists()
 
 
@@ -167,8 +180,12 @@ def test_who_imports_decides_where_python_looks_first(tmp_path, monkeypatch, nam
     assert finds(name, str(tmp_path / "own.py"), monkeypatch, tmp_path) == file
     assert finds(name, "<stdin>", monkeypatch, tmp_path) == file
     file.rename(tmp_path / "only_mine.py")
-    with pytest.raises(ModuleNotFoundError, match="No module named 'only_mine' among the libraries"):
-        finds("only_mine", installed, monkeypatch, tmp_path)  # as they try what need not be installed
+    with pytest.raises(
+        ModuleNotFoundError, match="No module named 'only_mine' among the libraries"
+    ):
+        finds(
+            "only_mine", installed, monkeypatch, tmp_path
+        )  # as they try what need not be installed
     call = "import importlib; {0} = importlib.import_module({0!r})"
     assert finds("only_mine", installed, monkeypatch, tmp_path, call) == tmp_path / "only_mine.py"
 
@@ -186,15 +203,23 @@ def test_hiding_names_libraries_only(tmp_path, monkeypatch):
         (tmp_path / name).touch()
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     mine = {name: file for name, file in imports.hiding().items() if file.startswith(str(tmp_path))}
-    assert mine == {"turtle": str(tmp_path / "turtle.py"), "wandb": str(tmp_path / "wandb" / "__init__.py")}
+    assert mine == {
+        "turtle": str(tmp_path / "turtle.py"),
+        "wandb": str(tmp_path / "wandb" / "__init__.py"),
+    }
 
 
 def test_an_optional_library_is_blamed_rightly(tmp_path, monkeypatch):
     (tmp_path / "surely_missing.py").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
-    with pytest.raises(UsageError, match=r"^x needs the library surely_missing, whose name .*/surely_missing.py has"):
+    with pytest.raises(
+        UsageError,
+        match=r"^x needs the library surely_missing, whose name .*/surely_missing.py has",
+    ):
         import_optional("surely_missing", "x", "extra")
     monkeypatch.delitem(sys.modules, "surely_missing")
-    with pytest.raises(UsageError, match=r"^x needs missing_too, which is not installed; pip install -e '.*\[e\]'$"):
+    with pytest.raises(
+        UsageError, match=r"^x needs missing_too, which is not installed; pip install -e '.*\[e\]'$"
+    ):
         import_optional("missing_too", "x", "e")

@@ -1,4 +1,6 @@
-"""Language models by the command: an LSTM that carries its state across processes, texts, packed documents, samples."""
+"""Language models by the command: an LSTM that carries its state across processes, texts, packed
+documents, samples.
+"""
 
 import functools
 import json
@@ -31,7 +33,9 @@ def records(run_dir, split="train"):
 
 @pytest.fixture(scope="module")
 def treebank(tmp_path_factory):
-    """Files as those of the Penn Treebank: what follows a word is one of two, so there is something to learn."""
+    """Files as those of the Penn Treebank: what follows a word is one of two, so there is something
+    to learn.
+    """
     folder, rng = tmp_path_factory.mktemp("ptb"), np.random.default_rng(0)
     for name, lines in (("train", 45), ("valid", 12), ("test", 12)):
         text = []
@@ -77,10 +81,18 @@ def test_a_recurrent_model_carries_its_state_across_processes(treebank, tmp_path
             np.testing.assert_allclose([r[key] for r in other], [r[key] for r in one], rtol=1e-9)
     curve = [r["perplexity"] for r in records(tmp_path / "one")]
     final = records(tmp_path / "one", "final")[0]
-    assert curve[0] > 9 and np.mean(curve[-5:]) < 0.5 * curve[0] and final["perplexity"] < 0.7 * curve[0]
+    assert (
+        curve[0] > 9
+        and np.mean(curve[-5:]) < 0.5 * curve[0]
+        and final["perplexity"] < 0.7 * curve[0]
+    )
     assert final["perplexity"] == pytest.approx(np.exp(final["loss"]), rel=1e-12)
     text = jaxdp("sample", "--run_dir", tmp_path / "one", "--prompt", "the cat", "--tokens", 12)
-    assert text.startswith("the cat ") and set(text.split()) <= {*WORDS, "<eos>"} and len(text.split()) >= 10
+    assert (
+        text.startswith("the cat ")
+        and set(text.split()) <= {*WORDS, "<eos>"}
+        and len(text.split()) >= 10
+    )
 
 
 GPT = """
@@ -106,25 +118,37 @@ def test_a_sample_goes_on_as_the_text_does(tmp_path, monkeypatch):
     sample = ["sample", "--run_dir", tmp_path / "run"]
     found = jaxdp(*sample, "--prompt", "fgh\nab", "--tokens", 30, "--temperature", 0)
     assert found == ("fgh\n" + "abcdefgh\n" * 4)[:36] + "\n"
-    drawn = [jaxdp(*sample, "--prompt", "a", "--tokens", 9, "--temperature", 9, "--seed", s) for s in (1, 1, 2)]
+    drawn = [
+        jaxdp(*sample, "--prompt", "a", "--tokens", 9, "--temperature", 9, "--seed", s)
+        for s in (1, 1, 2)
+    ]
     assert drawn[0] == drawn[1] != drawn[2] and set(drawn[0]) <= set("abcdefgh\n")
     assert "'x'" in jaxdp(*sample, "--prompt", "abx", code=2)
     assert "--prompt: '' has no tokens" in jaxdp(*sample, "--prompt", "", code=2)
     assert "--top_k: 0 is too small" in jaxdp(*sample, "--top_k", 0, code=2)
     assert "--step: 7 is not in" in jaxdp(*sample, "--step", 7, code=2)
-    monkeypatch.setitem(MODELS, "GPT", functools.partial(GPTModule, hidden=7))  # as code that has changed
+    monkeypatch.setitem(
+        MODELS, "GPT", functools.partial(GPTModule, hidden=7)
+    )  # as code that has changed
     line = jaxdp(*sample, code=2)
-    assert re.match(r"jaxdp: --run_dir: '\S+' \[.*\] of GPT is \[.*\] in '.*': the code of the model has changed", line)
+    assert re.match(
+        r"jaxdp: --run_dir: '\S+' \[.*\] of GPT is \[.*\] in '.*': the code of the model has changed",
+        line,
+    )
 
 
 @pytest.mark.slow
 def test_packed_documents_do_not_see_each_other(tmp_path):
-    """What follows a document's begin is learned from its own tokens: the order of documents tells nothing."""
+    """What follows a document's begin is learned from its own tokens: the order of documents tells
+    nothing.
+    """
     rng = np.random.default_rng(0)
     kinds = ["aaaaa", "bbbbb", "ccccc"]
     text = "\n".join(json.dumps({"text": kinds[k]}) for k in rng.integers(3, size=300))
     (tmp_path / "text.jsonl").write_text(text)
-    data = f"{{target: Documents, args: {{path: {tmp_path}/text.jsonl, tokenizer: char, length: 24}}}}"
+    data = (
+        f"{{target: Documents, args: {{path: {tmp_path}/text.jsonl, tokenizer: char, length: 24}}}}"
+    )
     (tmp_path / "gpt.yaml").write_text(GPT.format(data=data, steps=120))
     jaxdp("train", "--config", tmp_path / "gpt.yaml", "--run_dir", tmp_path / "run", devices=2)
     assert records(tmp_path / "run", "final")[0]["loss"] < 0.05
@@ -134,4 +158,6 @@ def test_packed_documents_do_not_see_each_other(tmp_path):
 def test_a_run_without_text_has_nothing_to_sample(tmp_path):
     jaxdp("train", "--config", "configs/digits.yaml", "--epochs", 1, "--run_dir", tmp_path / "run")
     line = jaxdp("sample", "--run_dir", tmp_path / "run", code=2)
-    assert re.fullmatch(r"jaxdp: --run_dir: '.*' was not trained on text with a tokenizer; name another\n", line)
+    assert re.fullmatch(
+        r"jaxdp: --run_dir: '.*' was not trained on text with a tokenizer; name another\n", line
+    )

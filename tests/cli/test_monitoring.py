@@ -1,4 +1,6 @@
-"""What people look at: the panel, lines, TensorBoard, Weights & Biases, a writer of one's own, and a trace."""
+"""What people look at: the panel, lines, TensorBoard, Weights & Biases, a writer of one's own, and
+a trace.
+"""
 
 import io
 import math
@@ -32,7 +34,9 @@ ENVIRONMENT = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
 
 
 def start(*arguments):
-    return subprocess.Popen([*JAXDP, "train", *DIGITS, *arguments], env=ENVIRONMENT, stdout=subprocess.DEVNULL)
+    return subprocess.Popen(
+        [*JAXDP, "train", *DIGITS, *arguments], env=ENVIRONMENT, stdout=subprocess.DEVNULL
+    )
 
 
 def wait_for(condition, seconds=60.0):
@@ -69,9 +73,16 @@ def test_the_panel_says_where_a_run_stands(width):
         panel.write({"step": 4000, "split": "eval", "loss": 1.25, "accuracy": 0.93})
         panel.saved(4000)
         text = drawn(panel, width)
-        panel.write({"step": 10_000, "split": "final", "loss": 1.125, "goodput": 0.5, "params_sha256": "ab"})
+        panel.write(
+            {"step": 10_000, "split": "final", "loss": 1.125, "goodput": 0.5, "params_sha256": "ab"}
+        )
         last = drawn(panel, width)
-        assert "loss 1.1250" in last and "after 10,000" in last and "goodput" not in last and "sha" not in last
+        assert (
+            "loss 1.1250" in last
+            and "after 10,000" in last
+            and "goodput" not in last
+            and "sha" not in last
+        )
     finally:
         panel.close()
     assert all(len(line) <= width for line in text.splitlines())
@@ -93,14 +104,22 @@ def test_the_panel_keeps_its_numbers_and_frame_where_the_terminal_is_low():
         panel.write(TRAIN)
         lines = drawn(panel, 80).splitlines()
         panel.close()
-        assert len(lines) <= height and lines[0].startswith("╭─ gpt ") and lines[-1].startswith("╰"), lines
+        assert (
+            len(lines) <= height and lines[0].startswith("╭─ gpt ") and lines[-1].startswith("╰")
+        ), lines
         assert ("fact 7" in " ".join(lines)) == (height == 40) and "loss" in " ".join(lines)
 
 
 def test_what_is_said_shows_no_markup():
-    """A line above the panel has the panel drawn anew, by the console's rules for that line: without markup."""
+    """A line above the panel has the panel drawn anew, by the console's rules for that line:
+    without markup.
+    """
     file = io.StringIO()
-    panel = Panel(Clock(10), {"title": "[gpt]", "run": "in [dir]"}, Terminal(file=file, width=80, force_terminal=True))
+    panel = Panel(
+        Clock(10),
+        {"title": "[gpt]", "run": "in [dir]"},
+        Terminal(file=file, width=80, force_terminal=True),
+    )
     panel.write({"step": 4, "split": "eval", "loss": 1.25, "[f1]": 0.5})
     panel.say("saved step 4 [x]")
     panel.close()
@@ -117,12 +136,16 @@ def test_a_sparkline_has_a_character_a_value():
 def test_lines_on_a_pipe_stay_in_their_columns(capsys):
     console = Console(10_000)
     for step, loss, rate in ((50, 2.30259, 900.0), (100, 0.01, 12431.2), (9950, 12345.678, 1e6)):
-        console.write({**TRAIN, "step": step, "loss": loss, "examples_per_s": rate, "skipped_updates": 0.0})
+        console.write(
+            {**TRAIN, "step": step, "loss": loss, "examples_per_s": rate, "skipped_updates": 0.0}
+        )
     console.write({"step": 10_000, "split": "eval", "loss": 1.0, "accuracy": 0.5})
     lines = capsys.readouterr().out.splitlines()
     for column in ("loss", "lr", "examples/s", "left"):
         assert len({line.index(column) for line in lines[:3]}) == 1, lines
-    assert lines[0].startswith("train    50/10000  loss    2.3026") and lines[3].startswith("eval  10000/10000")
+    assert lines[0].startswith("train    50/10000  loss    2.3026") and lines[3].startswith(
+        "eval  10000/10000"
+    )
     assert re.search(r"left \d+:\d\d:\d\d$", lines[1])
 
 
@@ -133,9 +156,16 @@ def test_numbers_and_durations():
         and number("loss", 123456.0) == "1.235e+05"
     )
     assert number("loss", 2.134e-4) == "2.13e-04" and number("loss", 0.0) == "0.0000"
-    assert number("model_flops_per_s", 9.9996e11) == "1000 G" and number("model_flops_per_s", 2.97e10) == "29.7 G"
+    assert (
+        number("model_flops_per_s", 9.9996e11) == "1000 G"
+        and number("model_flops_per_s", 2.97e10) == "29.7 G"
+    )
     assert number("examples_per_s", 1234567.8) == "1,234,568" and number("straggler", "x") == "x"
-    assert duration(59.9) == "0:00:59" and duration(90061) == "1 day, 1:01:01" and duration(None) == "?"
+    assert (
+        duration(59.9) == "0:00:59"
+        and duration(90061) == "1 day, 1:01:01"
+        and duration(None) == "?"
+    )
 
 
 def test_time_left_does_not_count_compilation(monkeypatch):
@@ -145,7 +175,9 @@ def test_time_left_does_not_count_compilation(monkeypatch):
     assert clock.left() is None
     now[0] = 60.0  # a minute of compilation, then a second for each ten updates
     clock.at(10, 150.0)
-    assert clock.left() == pytest.approx(148.5)  # by what an update took of late: the minute was no update's
+    assert clock.left() == pytest.approx(
+        148.5
+    )  # by what an update took of late: the minute was no update's
     now[0] = 61.0
     clock.at(20, 150.0)
     assert clock.left() == pytest.approx(98.0) and clock.elapsed() == 61.0
@@ -154,7 +186,9 @@ def test_time_left_does_not_count_compilation(monkeypatch):
 
 
 def events(folder):
-    """(tag, step, value) of the scalars in event files: records of a length, two checksums, and the bytes between."""
+    """(tag, step, value) of the scalars in event files: records of a length, two checksums, and the
+    bytes between.
+    """
     from tensorboardX.proto.event_pb2 import Event
 
     found = []
@@ -175,10 +209,12 @@ def test_tensorboard_has_every_number(tmp_path):
     writer.write({"step": 4200, "split": "eval", "loss": 1.5})
     writer.close()
     found = {(tag, step): value for tag, step, value in events(tmp_path / "tensorboard")}
-    assert found[("train/loss", 4200)] == pytest.approx(0.2129) and found[("eval/loss", 4200)] == 1.5
-    assert {tag for tag, _ in found} == {f"train/{k}" for k in TRAIN if k not in ("step", "split", "time")} | {
-        "eval/loss"
-    }
+    assert (
+        found[("train/loss", 4200)] == pytest.approx(0.2129) and found[("eval/loss", 4200)] == 1.5
+    )
+    assert {tag for tag, _ in found} == {
+        f"train/{k}" for k in TRAIN if k not in ("step", "split", "time")
+    } | {"eval/loss"}
 
 
 @pytest.mark.slow
@@ -201,7 +237,9 @@ def test_weights_and_biases_goes_on_in_one_run(tmp_path, monkeypatch):
     assert len(runs) == 2 and all(f"-{known}" in run.name for run in runs)
     for run in runs:
         (log,) = run.glob("run-*.wandb")
-        wait_for(lambda log=log: b"train/loss" in log.read_bytes())  # wandb's own process writes it, after finish
+        wait_for(
+            lambda log=log: b"train/loss" in log.read_bytes()
+        )  # wandb's own process writes it, after finish
         assert b"batch_size" in log.read_bytes()
     (writer,) = make_writers(entry, tmp_path / "other", 0, {})
     writer.write({**TRAIN, "step": 1})
@@ -230,14 +268,22 @@ class Own:
 
 def test_a_writer_of_ones_own_may_fail(tmp_path, capsys):
     check_writers([{"target": f"{__name__}.Own"}])
-    (writer,) = make_writers([{"target": f"{__name__}.Own", "args": {"more": 7}}], tmp_path, 0, {"seed": 1})
+    (writer,) = make_writers(
+        [{"target": f"{__name__}.Own", "args": {"more": 7}}], tmp_path, 0, {"seed": 1}
+    )
     for step in (1, 2, 3, 4):
         writer.write({"step": step, "split": "train", "loss": 1.0})
     writer.close()
     own = Own.made[-1]
-    assert [r["step"] for r in own.records] == [1, 2] and own.more == 7 and own.config == {"seed": 1}
+    assert (
+        [r["step"] for r in own.records] == [1, 2] and own.more == 7 and own.config == {"seed": 1}
+    )
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and f"log.writers: {__name__}.Own failed" in error and "no route to host" in error
+    assert (
+        error.count("\n") == 1
+        and f"log.writers: {__name__}.Own failed" in error
+        and "no route to host" in error
+    )
     assert isinstance(writer, BackgroundWriter) and writer.failed
 
 
@@ -272,7 +318,9 @@ def test_a_writer_holds_nothing_up(tmp_path, capsys, monkeypatch, when, how):
     monkeypatch.setattr("jaxdp.metrics.background_writer.START", 0.2)
     monkeypatch.setattr("jaxdp.metrics.background_writer.LONGEST_CALL", 0.5)
     began = time.monotonic()
-    (writer,) = make_writers([{"target": f"{__name__}.Bad", "args": {"when": when, "how": how}}], tmp_path, 0, {})
+    (writer,) = make_writers(
+        [{"target": f"{__name__}.Bad", "args": {"when": when, "how": how}}], tmp_path, 0, {}
+    )
     record = {"step": 1, "split": "train", "loss": 1.0}
     for _ in range(3):
         writer.write(record)
@@ -282,7 +330,9 @@ def test_a_writer_holds_nothing_up(tmp_path, capsys, monkeypatch, when, how):
     error = capsys.readouterr().err.splitlines()
     said = "did not answer for 0.5 s" if how == "hangs" else "no route"
     assert said in error[-1] and "training continues without it" in error[-1]
-    assert len(error) == 1 + (when == "start" and how == "hangs") and all(f"{__name__}.Bad" in e for e in error)
+    assert len(error) == 1 + (when == "start" and how == "hangs") and all(
+        f"{__name__}.Bad" in e for e in error
+    )
 
 
 def test_a_writer_that_takes_nothing_is_left(tmp_path, capsys, monkeypatch):
@@ -299,9 +349,25 @@ def test_a_writer_that_takes_nothing_is_left(tmp_path, capsys, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("output", first(1, ["/dev/full", "closed", "head"]))
 def test_a_run_outlives_its_output(tmp_path, output):
-    """A disk that is full of its own log, no standard output, a reader that left: the run ends as it would."""
-    command = [*JAXDP, "train", *DIGITS, "--steps", "4", "--log.every", "1", "--run_dir", str(tmp_path / "run")]
-    redirect = {"/dev/full": "> /dev/full 2>&1", "closed": ">&-", "head": "| head -n 1; exit ${PIPESTATUS[0]}"}[output]
+    """A disk that is full of its own log, no standard output, a reader that left: the run ends as
+    it would.
+    """
+    command = [
+        *JAXDP,
+        "train",
+        *DIGITS,
+        "--steps",
+        "4",
+        "--log.every",
+        "1",
+        "--run_dir",
+        str(tmp_path / "run"),
+    ]
+    redirect = {
+        "/dev/full": "> /dev/full 2>&1",
+        "closed": ">&-",
+        "head": "| head -n 1; exit ${PIPESTATUS[0]}",
+    }[output]
     done = subprocess.run(
         ["bash", "-c", f'"$@" {redirect}', "bash", *command], capture_output=True, text=True, timeout=100,
         env=ENVIRONMENT,
@@ -315,10 +381,16 @@ def test_a_run_outlives_its_output(tmp_path, output):
 def test_what_is_no_terminal_to_draw_on_gets_lines(tmp_path):
     """A dumb terminal, and one without the panel's characters, as a terminal that says so."""
     code = "from jaxdp.metrics.console import Console; c = Console(9); print(c.panel is not None); c.close()"
-    for more, panel in (({"TERM": "xterm"}, True), ({"TERM": "dumb"}, False), ({"PYTHONIOENCODING": "latin-1"}, False)):
+    for more, panel in (
+        ({"TERM": "xterm"}, True),
+        ({"TERM": "dumb"}, False),
+        ({"PYTHONIOENCODING": "latin-1"}, False),
+    ):
         ours, theirs = os.openpty()
         variables = {**ENVIRONMENT, "TERM": "xterm", "PYTHONIOENCODING": "utf-8", **more}
-        subprocess.run([sys.executable, "-c", code], env=variables, stdout=theirs, check=True, timeout=60)
+        subprocess.run(
+            [sys.executable, "-c", code], env=variables, stdout=theirs, check=True, timeout=60
+        )
         os.close(theirs)
         assert (b"True" in os.read(ours, 10_000)) == panel, more
         os.close(ours)
@@ -332,7 +404,9 @@ def test_characters_that_the_output_has_not(monkeypatch):
 
 
 def test_names_of_metrics_are_no_markup():
-    panel = Panel(Clock(10), {}, Terminal(file=io.StringIO(), width=100, force_terminal=True), lambda: "")
+    panel = Panel(
+        Clock(10), {}, Terminal(file=io.StringIO(), width=100, force_terminal=True), lambda: ""
+    )
     panel.write({**TRAIN, "a[/b]": 1.0, "[red]c": 2.0})
     panel.write({"step": 1, "split": "eval", "loss": 1.0, "[/dim]d": 3.0})
     text = drawn(panel, 100)
@@ -344,8 +418,14 @@ def test_names_of_metrics_are_no_markup():
     "entry, text",
     [
         ("TensorBord", r"log.writers.target: 'TensorBord' .* did you mean 'TensorBoard'"),
-        ({"target": "TensorBoard", "args": {"foldr": "x"}}, r"log.writers.args.foldr: .* did you mean 'folder'"),
-        ({"targt": "TensorBoard"}, r"log.writers: .* is not a writer; give a name such as TensorBoard"),
+        (
+            {"target": "TensorBoard", "args": {"foldr": "x"}},
+            r"log.writers.args.foldr: .* did you mean 'folder'",
+        ),
+        (
+            {"targt": "TensorBoard"},
+            r"log.writers: .* is not a writer; give a name such as TensorBoard",
+        ),
         (3, r"log.writers: 3 is not a writer"),
         ("builtins.open", r"log.writers.args.file: open needs it; set log.writers.args.file"),
     ],
@@ -355,7 +435,8 @@ def test_writers_that_are_none_are_named(entry, text):
         check_writers([entry])
 
 
-# --- a trace ----------------------------------------------------------------------------------------------------------
+# --- a trace
+# ----------------------------------------------------------------------------------------------------------
 
 TEXT = """
   %fusion.1 = f32[8,8]{1,0} fusion(%p), kind=kLoop, metadata={op_name="jit(update)/jvp(Block)/dot_general"}
@@ -366,15 +447,28 @@ TEXT = """
 
 
 def test_a_devices_time_adds_up():
-    """From 0 to 100: computes for 40, of which 10 beside 30 of communication, and has nothing to do for 40."""
-    op = lambda name, start, end, lane="s0": trace.Operation("gpu:0", lane, name, start, end)
+    """From 0 to 100: computes for 40, of which 10 beside 30 of communication, and has nothing to do
+    for 40.
+    """
+
+    def op(name, start, end, lane="s0"):
+        return trace.Operation("gpu:0", lane, name, start, end)
+
     operations = [
         op("while.3", 0, 45), op("fusion.1", 0, 20), op("fusion.1", 25, 45), op("all-reduce.2", 35, 65, "s1"),
         op("copy.4", 100, 120),
     ]  # fmt: skip
     kinds = trace.opcodes(TEXT)
-    assert kinds == {"fusion.1": "fusion", "all-reduce.2": "all-reduce", "while.3": "while", "copy.4": "copy"}
-    assert trace.origins(TEXT)["fusion.1"] == "jvp(Block)/dot_general" and trace.origins(TEXT)["all-reduce.2"] == "psum"
+    assert kinds == {
+        "fusion.1": "fusion",
+        "all-reduce.2": "all-reduce",
+        "while.3": "while",
+        "copy.4": "copy",
+    }
+    assert (
+        trace.origins(TEXT)["fusion.1"] == "jvp(Block)/dot_general"
+        and trace.origins(TEXT)["all-reduce.2"] == "psum"
+    )
     (found,) = trace.shares(operations, (0, 100), kinds)
     assert (found.compute, found.communication, found.hidden, found.idle) == (40, 20, 10, 40)
     rows = {row.name: row for row in trace.top(operations, (0, 100))}
@@ -385,8 +479,22 @@ def test_a_devices_time_adds_up():
 @pytest.mark.slow
 def test_a_signal_asks_for_a_trace(tmp_path):
     """SIGUSR2 ends nothing: the next updates are traced, and the run goes on to its end."""
-    run = start("--steps", "100000", "--log.every", "50", "--eval.every", "null", "--run_dir", str(tmp_path / "run"))
-    wait_for(lambda: (tmp_path / "run/metrics.jsonl").is_file() and (tmp_path / "run/metrics.jsonl").stat().st_size)
+    run = start(
+        "--steps",
+        "100000",
+        "--log.every",
+        "50",
+        "--eval.every",
+        "null",
+        "--run_dir",
+        str(tmp_path / "run"),
+    )
+    wait_for(
+        lambda: (
+            (tmp_path / "run/metrics.jsonl").is_file()
+            and (tmp_path / "run/metrics.jsonl").stat().st_size
+        )
+    )
     run.send_signal(signal.SIGUSR2)
     wait_for(lambda: list((tmp_path / "run/profile").rglob("*.xplane.pb")))
     before = len((tmp_path / "run/metrics.jsonl").read_text().splitlines())
@@ -412,9 +520,17 @@ def test_profile_says_where_the_time_goes(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     share = re.search(r"^cpu:0 +([\d.]+)% +([\d.]+)% +([\d.]+)%", done.stdout, re.M)
-    assert share and sum(map(float, share.groups())) == pytest.approx(100, abs=0.3) and float(share[1]) > 0
+    assert (
+        share
+        and sum(map(float, share.groups())) == pytest.approx(100, abs=0.3)
+        and float(share[1]) > 0
+    )
     rows = re.findall(r" (\d+\.\d{3}) +([\d.]+)%", done.stdout)  # ms/update and share
     (update,) = re.findall(r"^3 updates, ([\d.]+) ms each", done.stdout, re.M)
-    assert sum(float(time) for time, _ in rows) < 1.5 * float(update), done.stdout  # not of all devices together
-    assert len(rows) == 5 and sum(float(part) for _, part in rows) == pytest.approx(100, abs=0.5), done.stdout
+    assert sum(float(time) for time, _ in rows) < 1.5 * float(update), (
+        done.stdout
+    )  # not of all devices together
+    assert len(rows) == 5 and sum(float(part) for _, part in rows) == pytest.approx(100, abs=0.5), (
+        done.stdout
+    )
     assert "more (--top)" in done.stdout and list((tmp_path / "run/profile").rglob("*.xplane.pb"))

@@ -1,4 +1,6 @@
-"""The notebook of the examples, its cells run in order, as Jupyter runs them: in `__main__` of one interpreter."""
+"""The notebook of the examples, its cells run in order, as Jupyter runs them: in `__main__` of one
+interpreter.
+"""
 
 import json
 import subprocess
@@ -25,8 +27,12 @@ for cell in json.load(open(sys.argv[1]))["cells"]:
 
 
 def test_its_outputs_are_cleared():
-    code = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
-    assert len(code) > 4 and all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+    code = [
+        cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"
+    ]
+    assert len(code) > 4 and all(
+        cell["outputs"] == [] and cell["execution_count"] is None for cell in code
+    )
 
 
 @pytest.mark.slow
@@ -43,7 +49,10 @@ def test_the_notebook_runs_again_and_trains_longer(tmp_path):
     lines = done.stdout.splitlines()
     tables = [line for line in lines if line.startswith("html <table>")]
     results = [line for line in lines if line.startswith("Fitted(step ")]
-    assert [line.split(",")[0] for line in results] == ["Fitted(step 230", "Fitted(step 460"] and len(tables) == 2
+    assert [line.split(",")[0] for line in results] == [
+        "Fitted(step 230",
+        "Fitted(step 460",
+    ] and len(tables) == 2
     assert all("<th>accuracy</th><td>0.9" in line for line in tables)
     assert any("resumes after step 230" in line for line in lines) and "(64, 128)" in lines
     assert any(" of 360 digits are wrong" in line for line in lines)

@@ -1,4 +1,6 @@
-"""What is wrong around a run (memory, a platform, a signal at the start, an argument) ends it in one line."""
+"""What is wrong around a run (memory, a platform, a signal at the start, an argument) ends it in
+one line.
+"""
 
 import io
 import os
@@ -55,19 +57,30 @@ def made(tmp_path, *more):
 def test_a_variable_that_jax_refuses_is_one_line(tmp_path, name, launch):
     words = [*launch, "train", *DIGITS, "--run_dir", str(tmp_path / "run")]
     environment = os.environ | {name: "maybe"}
-    done = subprocess.run([sys.executable, "-m", "jaxdp", *words], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxdp", *words], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert name.lower() in done.stderr.lower() and "maybe" in done.stderr and "unset it" in done.stderr
+    assert (
+        name.lower() in done.stderr.lower() and "maybe" in done.stderr and "unset it" in done.stderr
+    )
 
 
 @pytest.mark.parametrize("bytes_", [10**15, 10**17])
 def test_memory_that_there_is_not_is_one_line(bytes_):
-    for allocate in (lambda: jax.jit(lambda: jnp.zeros(bytes_ // 4))(), lambda: np.ones(bytes_ // 8)):
+    for allocate in (
+        lambda: jax.jit(lambda: jnp.zeros(bytes_ // 4))(),
+        lambda: np.ones(bytes_ // 8),
+    ):
         with pytest.raises(Exception, match=r"(?i)allocat") as raised:
             jax.block_until_ready(allocate())
         found = explained(raised.value)
         assert isinstance(found, RunFailed) and "\n" not in str(found)
-        assert str(found).startswith("out of memory: ") and "parallel.remat" in str(found) and "plan" in str(found)
+        assert (
+            str(found).startswith("out of memory: ")
+            and "parallel.remat" in str(found)
+            and "plan" in str(found)
+        )
     assert explained(ValueError("out of memory")) is None  # anybody's
 
 
@@ -89,9 +102,17 @@ def test_a_path_that_is_too_long_is_one_line(argv):
 @pytest.mark.parametrize(
     ("argv", "name", "words"),
     [
-        (["train", *DIGITS], "checkpoints", "run_dir: cannot write in '{}': it is not a folder; choose another with "),
+        (
+            ["train", *DIGITS],
+            "checkpoints",
+            "run_dir: cannot write in '{}': it is not a folder; choose another with ",
+        ),
         (["profile", *DIGITS], "profile", "'{}' cannot be used: File exists; give another path"),
-        (["sweep", *DIGITS, "--seed", "0,1"], "", "run_dir: cannot write in '{}': it is not a folder; "),
+        (
+            ["sweep", *DIGITS, "--seed", "0,1"],
+            "",
+            "run_dir: cannot write in '{}': it is not a folder; ",
+        ),
     ],
 )
 def test_a_file_in_the_place_of_a_folder_is_one_line(tmp_path, argv, name, words):
@@ -119,7 +140,10 @@ def test_a_directory_that_is_no_run_is_named(tmp_path, verb):
         ([], "--run_dir: none given; e.g. jaxdp eval --run_dir runs/digits"),
         (["--eval.ema", "true"], "--run_dir: none given"),
         (["configs"], "command line: 'configs' belongs to no option; write --run_dir configs"),
-        (["--rundir", "runs/digits"], "command line: unknown key 'rundir'; did you mean 'run_dir'?"),
+        (
+            ["--rundir", "runs/digits"],
+            "command line: unknown key 'rundir'; did you mean 'run_dir'?",
+        ),
     ],
 )
 def test_an_evaluation_without_a_run_is_one_line(argv, words):
@@ -129,7 +153,10 @@ def test_an_evaluation_without_a_run_is_one_line(argv, words):
 def test_a_run_directory_whose_name_is_not_utf8_is_one_line(tmp_path):
     directory = tmp_path / "caf\udce9"
     done = ended("train", *DIGITS, "--run_dir", directory, code=2)
-    assert done.stderr.startswith(f"jaxdp: run_dir: {str(directory)!r} is not UTF-8, ") and done.stderr.count("\n") == 1
+    assert (
+        done.stderr.startswith(f"jaxdp: run_dir: {str(directory)!r} is not UTF-8, ")
+        and done.stderr.count("\n") == 1
+    )
     assert not directory.exists()
 
 
@@ -158,16 +185,29 @@ def test_a_platform_that_there_is_not_is_one_line(tmp_path, platform, words):
 @pytest.mark.slow
 def test_a_model_beyond_the_memory_is_one_line(tmp_path):
     done = run(*TRAIN, "--run_dir", tmp_path, "--model.args.hidden", "[1000000000000]", code=1)
-    assert "memory     " in done.stdout and " a device, without activations: parameters" in done.stdout
+    assert (
+        "memory     " in done.stdout and " a device, without activations: parameters" in done.stdout
+    )
     assert done.stderr.count("\n") == 1 and "out of memory: " in done.stderr
 
 
 def interrupted(argv, number, code):
-    """Its output, where the signal comes as soon as the command has blocked it, in the middle of its imports."""
-    job = subprocess.Popen([sys.executable, *argv], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    """Its output, where the signal comes as soon as the command has blocked it, in the middle of
+    its imports.
+    """
+    job = subprocess.Popen(
+        [sys.executable, *argv], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     status = pathlib.Path(f"/proc/{job.pid}/status")
-    masks = lambda: dict(line.split(":\t") for line in status.read_text().splitlines() if line.startswith("Sig"))
-    while job.poll() is None and not any(int(masks()[m], 16) >> (number - 1) & 1 for m in ("SigBlk",)):
+
+    def masks():
+        return dict(
+            line.split(":\t") for line in status.read_text().splitlines() if line.startswith("Sig")
+        )
+
+    while job.poll() is None and not any(
+        int(masks()[m], 16) >> (number - 1) & 1 for m in ("SigBlk",)
+    ):
         time.sleep(0.002)
     job.send_signal(number)
     out, err = job.communicate(timeout=100)
@@ -177,7 +217,9 @@ def interrupted(argv, number, code):
 
 @pytest.mark.parametrize("verb", ["eval", "plan", "doctor"])
 def test_ctrl_c_in_the_imports_is_one_line(verb):
-    options = DIGITS if verb != "doctor" else []  # it takes none of these, and would end with 2 before its imports
+    options = (
+        DIGITS if verb != "doctor" else []
+    )  # it takes none of these, and would end with 2 before its imports
     said = interrupted(["-m", "jaxdp", verb, *options], signal.SIGINT, 130)
     assert said == "jaxdp: interrupted by Ctrl-C (SIGINT)\n"
 
@@ -186,7 +228,10 @@ def test_ctrl_c_in_the_imports_is_one_line(verb):
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT"])
 def test_a_signal_in_the_imports_preempts(tmp_path, name):
     said = interrupted([*TRAIN, "--run_dir", str(tmp_path)], getattr(signal, name), 75)
-    assert f"jaxdp: {name} before the first update: nothing to save; run the same command to start again\n" in said
+    assert (
+        f"jaxdp: {name} before the first update: nothing to save; run the same command to start again\n"
+        in said
+    )
 
 
 PYTHON = ["--data.target", "PythonSource", "--data.args", "{length: 8, max_mb: 0.1}"]
@@ -201,7 +246,9 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in ARGUMENTS.items() for value in values])
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in ARGUMENTS.items() for value in values]
+)
 def test_an_argument_of_another_type_is_named(tmp_path, key, value):
     with pytest.raises(UsageError, match=rf"^{key}: .* is (not|a text)"):
         made(tmp_path, f"--{key}", value)
@@ -213,12 +260,16 @@ def test_an_argument_of_another_type_is_named(tmp_path, key, value):
         ["--model", "{target: CNN, args: {widths: 8}}"],
         ["--model", "{target: ViT, args: {dim: [1]}}"],
         ["--data.transform", "{target: Mixup, args: {classes: ten}}"],
-        ["--loss", "{target: MultiTask, args: {tasks: {a: {target: SoftmaxCrossEntropy, args: {top_k: 3}}}}}"],
+        [
+            "--loss",
+            "{target: MultiTask, args: {tasks: {a: {target: SoftmaxCrossEntropy, args: {top_k: 3}}}}}",
+        ],
     ],
 )
 def test_so_is_one_of_another_target_or_inside_of_another(tmp_path, more):
     with pytest.raises(
-        UsageError, match=r"args\.(widths|dim|classes|top_k): .* is not (a list of integers|an integer)"
+        UsageError,
+        match=r"args\.(widths|dim|classes|top_k): .* is not (a list of integers|an integer)",
     ):
         made(tmp_path, *more)
 
@@ -230,13 +281,22 @@ def test_so_is_one_of_another_target_or_inside_of_another(tmp_path, more):
         (["--model", "{target: CNN, args: {dropout: -1}}"], "model.args.dropout: -1 is not in"),
         (["--model.args.rngs", "3"], "model.args.rngs: leave it out"),
         (["--model.args.rngs", "null"], "model.args.rngs: leave it out"),
-        (["--model.args.input_shape", "[1]"], r"model: its arguments do not fit the data: .*\(64,\) and \(1,\)"),
+        (
+            ["--model.args.input_shape", "[1]"],
+            r"model: its arguments do not fit the data: .*\(64,\) and \(1,\)",
+        ),
         (
             ["--model", "{target: GPT, args: {positions: rotary, rotary_base: 0}}", *PYTHON],
             "model.args.rotary_base: 0 must be greater than 0",
         ),
-        (["--model", "{target: GPT, args: {input_shape: [-1]}}"], "model.args.input_shape: .* is too short"),
-        (["--data.transform", "{target: Mixup, args: {classes: -1}}"], "data.transform.args.classes: -1 must"),
+        (
+            ["--model", "{target: GPT, args: {input_shape: [-1]}}"],
+            "model.args.input_shape: .* is too short",
+        ),
+        (
+            ["--data.transform", "{target: Mixup, args: {classes: -1}}"],
+            "data.transform.args.classes: -1 must",
+        ),
     ],
 )
 def test_an_argument_out_of_range_or_that_does_not_fit_the_data_is_one_line(tmp_path, more, words):
@@ -262,17 +322,25 @@ def no_transformation(learning_rate):
 
 
 def other_updates(learning_rate):
-    return optax.GradientTransformation(lambda params: {}, lambda grads, state, params=None: ([1.0], state))
+    return optax.GradientTransformation(
+        lambda params: {}, lambda grads, state, params=None: ([1.0], state)
+    )
 
 
 def other_state(learning_rate):
-    return optax.GradientTransformation(lambda params: {}, lambda grads, state, params=None: (grads, {"n": 1}))
+    return optax.GradientTransformation(
+        lambda params: {}, lambda grads, state, params=None: (grads, {"n": 1})
+    )
 
 
-@pytest.mark.parametrize("make", [lookahead, plateau, no_transformation, other_updates, other_state, optax.lbfgs])
+@pytest.mark.parametrize(
+    "make", [lookahead, plateau, no_transformation, other_updates, other_state, optax.lbfgs]
+)
 def test_an_optimizer_that_cannot_be_called_is_named(tmp_path, make):
     name = f"{make.__module__}.{make.__name__}" if make is not optax.lbfgs else "optax.lbfgs"
-    with pytest.raises(UsageError, match=rf"^optimizer.target: '{name}' (cannot be used|returns function)"):
+    with pytest.raises(
+        UsageError, match=rf"^optimizer.target: '{name}' (cannot be used|returns function)"
+    ):
         made(tmp_path, "--optimizer.target", name, "--optimizer.weight_decay", 0)
 
 
@@ -296,14 +364,21 @@ def test_one_that_only_looks_unlike_a_transformation_can_be_used(tmp_path):
             ["--optimizer.warmup_steps", 80],
             r"optimizer.warmup_steps: 80, but the run ends after 20 updates: .* 25% of lr",
         ),
-        (["--optimizer.schedule_steps", 10], r"optimizer.warmup_steps: 20, but optimizer.schedule_steps ends"),
+        (
+            ["--optimizer.schedule_steps", 10],
+            r"optimizer.warmup_steps: 20, but optimizer.schedule_steps ends",
+        ),
         (["--batch_size", 1438], "batch_size: 1438 is beyond the 1437 examples of the data"),
         (["--batch_size", 1437, "--optimizer.warmup_steps", 20], None),
     ],
 )
 def test_a_warm_up_or_a_batch_that_is_too_long_is_a_warning(tmp_path, more, words):
     base = ["--optimizer.warmup_steps", 20 if "schedule_steps" in more[0] else 0]
-    found = [text for text in advice(*made(tmp_path, *base, *more)) if "warmup" in text or "beyond" in text]
+    found = [
+        text
+        for text in advice(*made(tmp_path, *base, *more))
+        if "warmup" in text or "beyond" in text
+    ]
     assert len(found) == (words is not None) and all(re.match(words, text) for text in found), found
 
 
@@ -312,8 +387,18 @@ def test_a_warm_up_or_a_batch_that_is_too_long_is_a_warning(tmp_path, more, word
     [("constant", ["final_lr"]), ("cosine", []), ("one_cycle", ["final_lr", "warmup_steps"])],
 )
 def test_a_key_without_effect_on_the_schedule_is_a_warning(tmp_path, shape, keys):
-    more = ["--optimizer.schedule", shape, "--optimizer.final_lr", 0.1, "--optimizer.warmup_steps", 5]
-    found = [re.match(r"optimizer\.(final_lr|warmup_steps)", text) for text in advice(*made(tmp_path, *more))]
+    more = [
+        "--optimizer.schedule",
+        shape,
+        "--optimizer.final_lr",
+        0.1,
+        "--optimizer.warmup_steps",
+        5,
+    ]
+    found = [
+        re.match(r"optimizer\.(final_lr|warmup_steps)", text)
+        for text in advice(*made(tmp_path, *more))
+    ]
     assert [x[1] for x in found if x] == keys
 
 
@@ -356,17 +441,42 @@ def test_a_key_without_effect_on_the_schedule_is_a_warning(tmp_path, shape, keys
         (["--optimizer.schedule_steps", 12, "--optimizer.schedule", "constant"], None),
         (["--optimizer.schedule_steps", 20], None),
         (["--optimizer.schedule_steps", 40], None),
-        (["--optimizer.schedule", "optax.exponential_decay", "--optimizer.schedule", "sgd_rates.falls"], None),
+        (
+            [
+                "--optimizer.schedule",
+                "optax.exponential_decay",
+                "--optimizer.schedule",
+                "sgd_rates.falls",
+            ],
+            None,
+        ),
         (["--optimizer.schedule_steps", 5, "--optimizer.target", "sgd_rates.four_to_one"], None),
     ],
 )
-def test_a_schedule_that_does_not_reach_the_updates_is_a_warning(tmp_path, more, words, monkeypatch):
+def test_a_schedule_that_does_not_reach_the_updates_is_a_warning(
+    tmp_path, more, words, monkeypatch
+):
     (tmp_path / "sgd_rates.py").write_text(RATES)
     monkeypatch.syspath_prepend(tmp_path)
-    base = ["--optimizer.lr", 0.002, "--optimizer.warmup_steps", 0, "--steps", 20, "--epochs", "null"]
+    base = [
+        "--optimizer.lr",
+        0.002,
+        "--optimizer.warmup_steps",
+        0,
+        "--steps",
+        20,
+        "--epochs",
+        "null",
+    ]
     base += ["--optimizer.weight_decay", 0]
-    found = [text for text in advice(*made(tmp_path, *base, *more)) if re.match(r"optimizer\.(schedule|lr)", text)]
-    assert len(found) == (words is not None) and all(re.match(rf"optimizer\.{words}", text) for text in found), found
+    found = [
+        text
+        for text in advice(*made(tmp_path, *base, *more))
+        if re.match(r"optimizer\.(schedule|lr)", text)
+    ]
+    assert len(found) == (words is not None) and all(
+        re.match(rf"optimizer\.{words}", text) for text in found
+    ), found
 
 
 RATES = """
@@ -386,17 +496,26 @@ def four_to_one(learning_rate):
 """
 
 
-@pytest.mark.parametrize("target, args", [("MLP", "hidden: [0]"), ("CNN", "widths: [8, 0]"), ("ResNet9", "width: 0")])
+@pytest.mark.parametrize(
+    "target, args", [("MLP", "hidden: [0]"), ("CNN", "widths: [8, 0]"), ("ResNet9", "width: 0")]
+)
 def test_a_width_of_0_is_one_line(tmp_path, target, args):
-    with pytest.raises(UsageError, match=r"model\.args\.\w+: 0 is too small; it must be at least 1"):
+    with pytest.raises(
+        UsageError, match=r"model\.args\.\w+: 0 is too small; it must be at least 1"
+    ):
         made(tmp_path, "--model.target", target, "--model.args", f"{{{args}}}")
 
 
 @pytest.mark.parametrize("target", ["CNN", "ResNet9", "ViT"])
 def test_images_without_channels_are_one_line(tmp_path, target):
-    np.savez(tmp_path / "gray.npz", inputs=np.zeros((20, 8, 8), np.float32), labels=np.arange(20) % 2)
+    np.savez(
+        tmp_path / "gray.npz", inputs=np.zeros((20, 8, 8), np.float32), labels=np.arange(20) % 2
+    )
     model = ["--model.target", target, "--model.args", "{dropout: 0}"]
-    with pytest.raises(UsageError, match=r"model.args.input_shape: \(8, 8\) is not \(height, width, channels\); add"):
+    with pytest.raises(
+        UsageError,
+        match=r"model.args.input_shape: \(8, 8\) is not \(height, width, channels\); add",
+    ):
         made(tmp_path, *model, "--data", f"{{target: Npz, args: {{path: {tmp_path}/gray.npz}}}}")
 
 
@@ -404,30 +523,76 @@ def test_images_without_channels_are_one_line(tmp_path, target):
 def test_carried_state_in_a_shuffled_order_is_a_warning(tmp_path, order):
     text = tmp_path / "text.txt"
     text.write_text("abcdefgh" * 99)
-    more = ["--model.target", "LSTM", "--model.args", "{dim: 8, hidden: 8}", "--loss.target", "CausalLM"]
-    more += ["--data.target", "TextFile", "--data.args", f"{{path: {text}, length: 8}}", "--data.order", order]
+    more = [
+        "--model.target",
+        "LSTM",
+        "--model.args",
+        "{dim: 8, hidden: 8}",
+        "--loss.target",
+        "CausalLM",
+    ]
+    more += [
+        "--data.target",
+        "TextFile",
+        "--data.args",
+        f"{{path: {text}, length: 8}}",
+        "--data.order",
+        order,
+    ]
     found = [line for line in advice(*made(tmp_path, *more)) if "carries state" in line]
     assert len(found) == (order == "shuffled"), found
 
 
 def test_windows_that_do_not_continue_one_another_are_refused_in_sequential_order(tmp_path):
     (tmp_path / "text.txt").write_text("abcdefgh" * 99)
-    more = ["--model.target", "LSTM", "--model.args", "{dim: 8, hidden: 8}", "--loss.target", "CausalLM"]
-    more += ["--data.target", "TextFile", "--data.args", f"{{path: {tmp_path}/text.txt, length: 8, stride: 1}}"]
-    with pytest.raises(UsageError, match=r"data.args.stride: 1: windows do not .* set it to length: 8"):
+    more = [
+        "--model.target",
+        "LSTM",
+        "--model.args",
+        "{dim: 8, hidden: 8}",
+        "--loss.target",
+        "CausalLM",
+    ]
+    more += [
+        "--data.target",
+        "TextFile",
+        "--data.args",
+        f"{{path: {tmp_path}/text.txt, length: 8, stride: 1}}",
+    ]
+    with pytest.raises(
+        UsageError, match=r"data.args.stride: 1: windows do not .* set it to length: 8"
+    ):
         made(tmp_path, *more)
     made(tmp_path, *more, "--data.order", "shuffled")
 
 
 @pytest.mark.parametrize(
-    "model", ["{target: GPT, args: {layers: 1, heads: 2, dim: 16}}", "{target: LSTM, args: {dim: 8, hidden: 8}}"]
+    "model",
+    [
+        "{target: GPT, args: {layers: 1, heads: 2, dim: 16}}",
+        "{target: LSTM, args: {dim: 8, hidden: 8}}",
+    ],
 )
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("accumulate", ["vmap", "scan"])
 def test_segments_that_the_model_does_not_use_are_a_warning(tmp_path, model, accumulate):
     (tmp_path / "text.jsonl").write_text('{"text": "abcdefgh"}\n' * 99)
-    more = ["--model", model, "--loss.target", "CausalLM", "--data.target", "Documents", "--parallel.accumulate"]
-    more += [accumulate, "--data.args", f"{{path: {tmp_path}/text.jsonl, length: 16}}", "--data.order", "shuffled"]
+    more = [
+        "--model",
+        model,
+        "--loss.target",
+        "CausalLM",
+        "--data.target",
+        "Documents",
+        "--parallel.accumulate",
+    ]
+    more += [
+        accumulate,
+        "--data.args",
+        f"{{path: {tmp_path}/text.jsonl, length: 16}}",
+        "--data.order",
+        "shuffled",
+    ]
     found = [line for line in advice(*made(tmp_path, *more)) if "segments" in line]
     assert len(found) == ("LSTM" in model), found
 
@@ -435,7 +600,12 @@ def test_segments_that_the_model_does_not_use_are_a_warning(tmp_path, model, acc
 @pytest.mark.parametrize(
     ("every", "best", "callbacks", "words"),
     [
-        ("null", "loss", [], "eval.every: null gives checkpoint.best only the last evaluation; set it below 20"),
+        (
+            "null",
+            "loss",
+            [],
+            "eval.every: null gives checkpoint.best only the last evaluation; set it below 20",
+        ),
         (
             20,
             "null",
@@ -446,10 +616,18 @@ def test_segments_that_the_model_does_not_use_are_a_warning(tmp_path, model, acc
         ("null", "null", [], None),
     ],
 )
-def test_an_evaluation_at_the_end_alone_is_a_warning_where_others_are_needed(tmp_path, every, best, callbacks, words):
+def test_an_evaluation_at_the_end_alone_is_a_warning_where_others_are_needed(
+    tmp_path, every, best, callbacks, words
+):
     run, config = made(tmp_path, "--eval.every", every, "--checkpoint.best", best)
-    found = [text for text in advice(run.replace(callbacks=Callbacks(callbacks)), config) if "eval.every" in text]
-    assert len(found) == (words is not None) and all(text.startswith(words) for text in found), found
+    found = [
+        text
+        for text in advice(run.replace(callbacks=Callbacks(callbacks)), config)
+        if "eval.every" in text
+    ]
+    assert len(found) == (words is not None) and all(text.startswith(words) for text in found), (
+        found
+    )
 
 
 @pytest.mark.parametrize("act", ["removed", "moved", "file"])
@@ -473,12 +651,16 @@ def test_lines_that_are_no_records_are_dropped(tmp_path):
     steps = ['"a"', "null", "1.5", "1", "2", "9"]
     file.write_text("".join(f'{{"step": {step}, "split": ["x"]}}\n' for step in steps))
     JsonLines(file, 5).close()
-    assert file.read_text().splitlines() == [f'{{"step": {step}, "split": ["x"]}}' for step in (1, 2)]
+    assert file.read_text().splitlines() == [
+        f'{{"step": {step}, "split": ["x"]}}' for step in (1, 2)
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.mpi)])
-@pytest.mark.parametrize("more", [["--log.every", "50"], ["--log.every", "90000", "--checkpoint.every", "500"]])
+@pytest.mark.parametrize(
+    "more", [["--log.every", "50"], ["--log.every", "90000", "--checkpoint.every", "500"]]
+)
 def test_a_run_directory_that_is_removed_ends_all_ranks(tmp_path, processes, more):
     folder = tmp_path / "run"
 
@@ -495,22 +677,40 @@ def test_a_run_directory_that_is_removed_ends_all_ranks(tmp_path, processes, mor
 
 def test_an_elastic_job_with_fewer_processes_than_it_needs_is_refused(tmp_path):
     config, _, _ = cli.load([*DIGITS, "--elastic.enabled", "true", "--elastic.min_processes", "4"])
-    with pytest.raises(UsageError, match=r"elastic.min_processes: 4, but the job has 1; start more of them"):
+    with pytest.raises(
+        UsageError, match=r"elastic.min_processes: 4, but the job has 1; start more of them"
+    ):
         train(config, str(tmp_path / "run"), Context())
 
 
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
-@pytest.mark.parametrize("env", [{"PYTHONIOENCODING": "ascii"}, {**ASCII, "PYTHONIOENCODING": "cp1252"}])
+@pytest.mark.parametrize(
+    "env", [{"PYTHONIOENCODING": "ascii"}, {**ASCII, "PYTHONIOENCODING": "cp1252"}]
+)
 def test_no_command_fails_for_the_encoding_of_its_output_or_of_the_locale(tmp_path, env):
     directory = tmp_path / "Ω"
     directory.mkdir()
-    (directory / "metrics.jsonl").write_text('{"step": 1, "split": "train", "loss": 1.0, "time": 1.0}\n')
+    (directory / "metrics.jsonl").write_text(
+        '{"step": 1, "split": "train", "loss": 1.0, "time": 1.0}\n'
+    )
     done = run("-m", "jaxdp", "report", directory, code=0, env=env)
     assert (directory / "report.html").is_file() and "1 run" in done.stdout
-    (tmp_path / "config.yaml").write_text("run_dir: Ω\nsteps: 1\nmodel: {target: Ω}\n", encoding="utf-8")
-    done = run("-m", "jaxdp", "train", "--config", tmp_path / "config.yaml", "--eval.every", "Ω", code=2, env=env)
+    (tmp_path / "config.yaml").write_text(
+        "run_dir: Ω\nsteps: 1\nmodel: {target: Ω}\n", encoding="utf-8"
+    )
+    done = run(
+        "-m",
+        "jaxdp",
+        "train",
+        "--config",
+        tmp_path / "config.yaml",
+        "--eval.every",
+        "Ω",
+        code=2,
+        env=env,
+    )
     assert done.stderr.startswith("jaxdp: eval.every: '\\u") and done.stderr.count("\n") == 1
 
 

@@ -1,4 +1,6 @@
-"""Mistakes that a newcomer makes in code of their own: one line that names the line of theirs, and code 2."""
+"""Mistakes that a newcomer makes in code of their own: one line that names the line of theirs, and
+code 2.
+"""
 
 import os
 import pathlib
@@ -183,7 +185,10 @@ BAD = {
         ["--model.args.channels", "3"],
         f"model: it failed at {LINE.format('__call__', 'return self.out.*')}: ValueError: .*; the batch is {{inputs: ",
     ),
-    "channels first": (["--data.target", "mine.channels_first"], r"model: it .*the batch is {inputs: float32\[1, 1, 4"),
+    "channels first": (
+        ["--data.target", "mine.channels_first"],
+        r"model: it .*the batch is {inputs: float32\[1, 1, 4",
+    ),
     "a branch on a value": (
         ["--model.target", "mine.Branches"],
         r"model: it failed at .*in __call__: if x.mean\(\) > 0",
@@ -192,12 +197,24 @@ BAD = {
         ["--model.target", "mine.fraction"],
         "model: its state 'count' changes from int32 to float32; initialize it with the dtype that it gets",
     ),
-    "a random key as state": (["--model.target", "mine.random_key"], "model: its state 'count' is a random key"),
+    "a random key as state": (
+        ["--model.target", "mine.random_key"],
+        "model: its state 'count' is a random key",
+    ),
     "no __call__": (["--model.target", "mine.NoCall"], "model: NoCall has no __call__; define it"),
-    "no parameters": (["--model.target", "mine.Constant"], "model: 'mine.Constant' has no parameters, so there is"),
-    "an array as a model": (["--model.target", "mine.CLASSES"], "model.target: it is an object of type ndarray, not a"),
+    "no parameters": (
+        ["--model.target", "mine.Constant"],
+        "model: 'mine.Constant' has no parameters, so there is",
+    ),
+    "an array as a model": (
+        ["--model.target", "mine.CLASSES"],
+        "model.target: it is an object of type ndarray, not a",
+    ),
     **{
-        f"a read of {kind}": (["--data", f"{{target: mine.Batches, args: {{kind: {kind}}}}}"], words)
+        f"a read of {kind}": (
+            ["--data", f"{{target: mine.Batches, args: {{kind: {kind}}}}}"],
+            words,
+        )
         for kind, words in {
             "a list": "data: Batches.read gave a list; return a dict of arrays by name",
             "nothing": r"data: Batches.read gave a dict with the keys \[\]; return a dict of arrays by name",
@@ -211,9 +228,18 @@ BAD = {
         ["--optimizer.schedule", "mine.no_argument"],
         "optimizer.schedule.args: no_argument.*failed.*: TypeError: .* 0 positional arguments but 1 was given",
     ),
-    "a schedule of texts": (["--optimizer.schedule", "mine.a_text"], "optimizer.schedule.args: a_text.*failed: Type"),
-    "no rngs": (["--model.target", "mine.NoRngs"], "got an initialized NoRngs; .* that takes rngs: nnx.Rngs"),
-    "a loss of labels": (["--loss.target", "mine.of_labels"], r"loss: it failed at .* called as \(outputs, batch\)"),
+    "a schedule of texts": (
+        ["--optimizer.schedule", "mine.a_text"],
+        "optimizer.schedule.args: a_text.*failed: Type",
+    ),
+    "no rngs": (
+        ["--model.target", "mine.NoRngs"],
+        "got an initialized NoRngs; .* that takes rngs: nnx.Rngs",
+    ),
+    "a loss of labels": (
+        ["--loss.target", "mine.of_labels"],
+        r"loss: it failed at .* called as \(outputs, batch\)",
+    ),
     "a weight that is a length": (
         ["--loss.target", "mine.forgets_the_mask"],
         r"loss: it returned \(float32\[\], a Python int, {}\); a loss returns",
@@ -226,12 +252,18 @@ BAD = {
         ["--data.target", "mine.column", "--loss.target", "SoftmaxCrossEntropy"],
         r"logits \[1, 1, classes\], or the labels drop their last dim",
     ),
-    "three arrays": (["--data.target", "mine.three"], "data: a tuple of 3 arrays of different shapes; give a pair"),
+    "three arrays": (
+        ["--data.target", "mine.three"],
+        "data: a tuple of 3 arrays of different shapes; give a pair",
+    ),
     "a file that is not there": (
         ["--data.target", "mine.no_file"],
         r"data.args: no_file\(split='train'\) failed at mine.py:\d+ .*: FileNotFoundError: .*'nowhere.npy'",
     ),
-    "an example that fails": (["--data.target", "mine.Reads"], "data: it failed at mine.py.*in __getitem__: .*'x'"),
+    "an example that fails": (
+        ["--data.target", "mine.Reads"],
+        "data: it failed at mine.py.*in __getitem__: .*'x'",
+    ),
     "a transform that fails": (
         ["--data.transform.target", "mine.augment"],
         "data.transform: it failed at mine.py.*in augment: .*: KeyError: 'image'",
@@ -241,14 +273,32 @@ BAD = {
         r"'broken.Net' cannot be imported: SyntaxError: .*line 1",
     ),
     "a misspelt module": (["--model.target", "mime.Net"], "no module 'mime'; did you mean 'mine'?"),
-    "a module alone": (["--model.target", "mine"], "'mine' is a module: name an object in it, such as mine.Name"),
-    "a file": (["--model.target", "mine.py"], "'mine.py' is a file; name an object in it, such as mine.Name"),
+    "a module alone": (
+        ["--model.target", "mine"],
+        "'mine' is a module: name an object in it, such as mine.Name",
+    ),
+    "a file": (
+        ["--model.target", "mine.py"],
+        "'mine.py' is a file; name an object in it, such as mine.Name",
+    ),
     "a colon": (["--model.target", "mine:Net"], "; with a dot: mine.Net"),
-    "an array's file": (["--data.target", "x.npy"], "'x.npy' is a file; name a function of yours that reads"),
+    "an array's file": (
+        ["--data.target", "x.npy"],
+        "'x.npy' is a file; name a function of yours that reads",
+    ),
     "another trainer's key": (["--learning_rate", "1"], "did you mean 'optimizer.lr'?"),
-    "an argument that is no key": (["--model.channels", "1"], "did you mean 'model.args.channels'?"),
-    "an argument of the optimizer": (["--optimizer.momentum", "1"], "did you mean 'optimizer.args.momentum'?"),
-    "an argument without a name": (["other.yaml"], "'other.yaml' belongs to no option; write --config other.yaml"),
+    "an argument that is no key": (
+        ["--model.channels", "1"],
+        "did you mean 'model.args.channels'?",
+    ),
+    "an argument of the optimizer": (
+        ["--optimizer.momentum", "1"],
+        "did you mean 'optimizer.args.momentum'?",
+    ),
+    "an argument without a name": (
+        ["other.yaml"],
+        "'other.yaml' belongs to no option; write --config other.yaml",
+    ),
     "a section that is a word": (
         ["--config", "word.yaml"],
         r"model: 'mine.Net' is not a mapping; .*model: {target: ...}",
@@ -278,13 +328,24 @@ def test_a_mistake_is_one_line_that_says_where_it_is(case, folder, monkeypatch):
         config, *_ = load(["--config", "mine.yaml", "--parallel.devices", "1", *argv])
         make_run(config, pathlib.Path("run"), current())
     assert re.search(words, str(refused.value)), refused.value
-    assert "\n" not in str(refused.value) and str(pathlib.Path(__file__).parents[2]) not in str(refused.value)
+    assert "\n" not in str(refused.value) and str(pathlib.Path(__file__).parents[2]) not in str(
+        refused.value
+    )
 
 
 @pytest.mark.slow
 def test_a_model_that_cannot_be_mapped_trains_one_microbatch_at_a_time(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    argv = ["--config", "mine.yaml", "--parallel.devices", "1", "--model.target", "mine.Calls", "--run_dir", "mapped"]
+    argv = [
+        "--config",
+        "mine.yaml",
+        "--parallel.devices",
+        "1",
+        "--model.target",
+        "mine.Calls",
+        "--run_dir",
+        "mapped",
+    ]
     config, path, _ = load(argv)
     words = f"model: it failed at {LINE.format('__call__', '.*')}: .*vmap.*; .*, set parallel.accumulate: scan$"
     with pytest.raises(UsageError, match=words):
@@ -302,14 +363,18 @@ def command(*argv, verb="train"):
 def test_the_command_says_it_without_a_traceback(verb, folder):
     argv = command("--run_dir", "refused", "--model.target", "mine.Pair", verb=verb)
     done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2 and re.fullmatch(r"jaxdp: loss: it failed at mine.py:.*\n", done.stderr), done.stderr
+    assert done.returncode == 2 and re.fullmatch(
+        r"jaxdp: loss: it failed at mine.py:.*\n", done.stderr
+    ), done.stderr
     assert not done.stdout and not (folder / "refused").exists()
 
 
 @pytest.mark.slow
 def test_a_reader_of_the_output_who_leaves_ends_no_training(folder):
     read, write = os.pipe()
-    job = subprocess.Popen(command("--run_dir", "left"), cwd=folder, stdout=write, stderr=subprocess.PIPE)
+    job = subprocess.Popen(
+        command("--run_dir", "left"), cwd=folder, stdout=write, stderr=subprocess.PIPE
+    )
     os.close(write)
     os.close(read)
     said = job.communicate(timeout=300)[1]

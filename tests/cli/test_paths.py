@@ -1,4 +1,6 @@
-"""Paths: run directories with links, `..` and `~`, and those in the config of a run that is used elsewhere."""
+"""Paths: run directories with links, `..` and `~`, and those in the config of a run that is used
+elsewhere.
+"""
 
 import os
 import shutil
@@ -25,7 +27,10 @@ def write_data(folder, seed=0):
     folder.mkdir(exist_ok=True)
     random = np.random.default_rng(seed)
     for name in ("data.npz", "held_out.npz"):
-        inputs, labels = random.standard_normal((32, 3)).astype(np.float32), random.integers(0, 3, 32, np.int32)
+        inputs, labels = (
+            random.standard_normal((32, 3)).astype(np.float32),
+            random.integers(0, 3, 32, np.int32),
+        )
         np.savez(folder / name, inputs=inputs, labels=labels)
     for steps in (2, 4):
         (folder / f"{steps}.yaml").write_text(CONFIG.format(steps=steps))
@@ -61,13 +66,18 @@ def test_a_run_is_evaluated_exported_and_continued_from_another_folder(home, mon
     ended("train", "--config", "4.yaml", "--run_dir", "new", "--init_from", "../home/run")
     assert records(other / "new", "final")[-1]["step"] == 4
 
-    done = ended("train", "--config", "4.yaml", "--run_dir", "../home/run", code=2)  # other files of the same names
+    done = ended(
+        "train", "--config", "4.yaml", "--run_dir", "../home/run", code=2
+    )  # other files of the same names
     assert "data fingerprint: " in done.stderr and done.stderr.count("\n") == 1
     paths = f"{str(other / 'data.npz')!r} here, but was {str(home / 'data.npz')!r} where the run was started"
     assert paths in done.stderr
     (other / "data.npz").unlink()
     done = ended("train", "--config", "4.yaml", "--run_dir", "../home/run", code=2)
-    assert done.stderr.startswith(f"jaxdp: data.args.path: 'data.npz' is {paths}") and done.stderr.count("\n") == 1
+    assert (
+        done.stderr.startswith(f"jaxdp: data.args.path: 'data.npz' is {paths}")
+        and done.stderr.count("\n") == 1
+    )
     assert done.stderr.endswith("; run the command there, or choose another --run_dir\n")
 
     shutil.copy(home / "data.npz", other / "data.npz")  # the same contents
@@ -88,7 +98,9 @@ def test_a_run_whose_folder_is_gone_says_where_it_looks(home, monkeypatch):
 def test_text_is_sampled_in_another_folder(tmp_path, monkeypatch):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("what is relative stays where it was\n" * 40)
-    (tmp_path / "text" / "own_gpt_of_paths.py").write_text("from jaxdp.models.gpt import GPT as Net\n")
+    (tmp_path / "text" / "own_gpt_of_paths.py").write_text(
+        "from jaxdp.models.gpt import GPT as Net\n"
+    )
     (tmp_path / "text" / "c.yaml").write_text(
         "model: {target: own_gpt_of_paths.Net, args: {layers: 1, dim: 8, heads: 1}}\n"
         "data: {target: TextFile, args: {path: a.txt, tokenizer: char, length: 8}}\n"

@@ -43,12 +43,17 @@ MEASURED = """import resource, subprocess, sys  # in a small process: a child's 
 code = subprocess.run([sys.executable, "-m", "jaxdp", *sys.argv[1:]]).returncode
 print("peak:", resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, "KiB", file=sys.stderr)
 sys.exit(code)"""
-ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}  # the verb simulates its own devices
+ENVIRONMENT = {
+    k: v for k, v in os.environ.items() if k != "XLA_FLAGS"
+}  # the verb simulates its own devices
 
 
 def case(backend, zero, n, model=None, gradient_buffer="sharded", per_device=1, shard_size=None):
     model = model or as_model(lambda rngs: GPT((TOKENS,), 64, layers=2, heads=2, dim=32, rngs=rngs))
-    tx, example = optax.adamw(1e-3), {k: np.zeros((2, TOKENS), np.int32) for k in ("inputs", "labels")}
+    tx, example = (
+        optax.adamw(1e-3),
+        {k: np.zeros((2, TOKENS), np.int32) for k in ("inputs", "labels")},
+    )
     forward, rule = Forward(model, SoftmaxCrossEntropy()), UpdateRule(tx)
     make = Partial(lambda: init_state(forward, rule, n * per_device, example))
     strategy = STRATEGIES[backend](
@@ -56,23 +61,38 @@ def case(backend, zero, n, model=None, gradient_buffer="sharded", per_device=1, 
         Sharding(zero, shard_size, gradient_buffer, model.blocks),
     )  # fmt: skip
     step = make_step(forward, rule, "scan" if per_device > 1 else "vmap")
-    return Case(strategy, step, {**example, "mask": np.zeros(2, np.float32)}, zero > 1 and gradient_buffer == "sharded")
+    return Case(
+        strategy,
+        step,
+        {**example, "mask": np.zeros(2, np.float32)},
+        zero > 1 and gradient_buffer == "sharded",
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", first(1, [("pmap", 1), ("pmap", 0), ("pjit", 1), ("pjit", 2), ("pjit", 3)]), ids=str)
+@pytest.mark.parametrize(
+    "where", first(1, [("pmap", 1), ("pmap", 0), ("pjit", 1), ("pjit", 2), ("pjit", 3)]), ids=str
+)
 def test_state_bytes_are_those_of_a_real_run(where):
     backend, zero = where
     made = case(backend, zero, 8)
     memory = make_plan(made, zero).memory
     state = made.strategy.init()
     device = made.strategy.devices[3]
-    on_device = lambda tree: sum(
-        s.data.nbytes for x in jax.tree.leaves(tree) for s in x.addressable_shards if s.device == device
-    )
+
+    def on_device(tree):
+        return sum(
+            s.data.nbytes
+            for x in jax.tree.leaves(tree)
+            for s in x.addressable_shards
+            if s.device == device
+        )
+
     assert memory.params == on_device(state.params)
     assert memory.opt_state == on_device(state.opt_state)
-    batch = made.strategy.shard_batch({k: np.zeros((8, *v.shape), v.dtype) for k, v in made.example.items()})
+    batch = made.strategy.shard_batch(
+        {k: np.zeros((8, *v.shape), v.dtype) for k, v in made.example.items()}
+    )
     assert memory.batch == on_device(batch)
     assert memory.peak >= memory.params + memory.grads + memory.opt_state
 
@@ -80,9 +100,15 @@ def test_state_bytes_are_those_of_a_real_run(where):
 @pytest.mark.slow
 def test_what_is_moved_per_stage():
     P = 4 * sum(x.size for x in jax.tree.leaves(case("pjit", 0, 8).strategy.shapes.params))
-    wire = lambda zero, **more: sum(
-        t.wire for t in summarize(list(make_plan(case("pjit", zero, 8, **more), zero).collectives)).values()
-    )
+
+    def wire(zero, **more):
+        return sum(
+            t.wire
+            for t in summarize(
+                list(make_plan(case("pjit", zero, 8, **more), zero).collectives)
+            ).values()
+        )
+
     assert wire(0) == pytest.approx(2 * P, rel=0.02)
     assert wire(1) == pytest.approx(2 * P, rel=0.02)
     assert wire(2, per_device=4) == pytest.approx(5 * P, rel=0.02)
@@ -90,25 +116,39 @@ def test_what_is_moved_per_stage():
 
 def test_flops_are_those_of_the_products():
     def f(x, w):
-        step = lambda x, _: (jnp.tanh(x @ w), None)
+        def step(x, _):
+            return (jnp.tanh(x @ w), None)
+
         return jax.lax.scan(step, x, None, length=5)[0].sum()
 
     x, w = jnp.ones((3, 4)), jnp.ones((4, 4))
     assert count_flops(jax.make_jaxpr(f)(x, w)) == 5 * 2 * 3 * 4 * 4
-    assert count_flops(jax.make_jaxpr(jax.grad(f, 1))(x, w)) == 5 * 3 * 2 * 3 * 4 * 4  # forward, and both operands
+    assert (
+        count_flops(jax.make_jaxpr(jax.grad(f, 1))(x, w)) == 5 * 3 * 2 * 3 * 4 * 4
+    )  # forward, and both operands
     again = count_flops(jax.make_jaxpr(jax.grad(jax.checkpoint(f), 1))(x, w))
     assert again == 5 * 4 * 2 * 3 * 4 * 4
-    branch = lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: (x @ w) @ w)
+
+    def branch(x, w):
+        return jax.lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: (x @ w) @ w)
+
     assert count_flops(jax.make_jaxpr(branch)(x, w)) == 2 * 2 * 3 * 4 * 4
     image, kernel = jnp.ones((2, 8, 8, 3)), jnp.ones((3, 3, 3, 5))
-    conv = lambda x, k: jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    def conv(x, k):
+        return jax.lax.conv_general_dilated(
+            x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
     assert count_flops(jax.make_jaxpr(conv)(image, kernel)) == 2 * (2 * 8 * 8 * 5) * (3 * 3 * 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", first(1, ["pjit", "pmap"]))
 def test_flops_of_an_update_are_one_device_s(backend):
-    """6 per parameter and token, and attention's: the published rule (Kaplan et al., arXiv 2001.08361)."""
+    """6 per parameter and token, and attention's: the published rule (Kaplan et al., arXiv
+    2001.08361).
+    """
     plan = make_plan(case(backend, 0, 8), 0)
     shapes = case(backend, 0, 8).strategy.shapes.params
     used = sum(x.size for x in jax.tree.leaves(shapes)) - shapes["positions"].size
@@ -117,7 +157,9 @@ def test_flops_of_an_update_are_one_device_s(backend):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [["--parallel.reduction", "exact"], ["--outer.replicas", "4", "--outer.every", "2"]])
+@pytest.mark.parametrize(
+    "more", [["--parallel.reduction", "exact"], ["--outer.replicas", "4", "--outer.every", "2"]]
+)
 def test_flops_and_bytes_do_not_depend_on_how_sums_are_made(more):
     """Their loops over microbatches or replicas have a length that is known at run time only."""
 
@@ -154,7 +196,9 @@ def test_a_model_without_blocks_says_that_it_is_gathered_whole():
     model = toys.MODELS["mlp"]()
     forward, rule = Forward(model, SoftmaxCrossEntropy()), UpdateRule(optax.sgd(0.1))
     make = Partial(lambda: init_state(forward, rule, 2, toys.data(2)))
-    strategy = STRATEGIES["pjit"](make, 2, make_reduction("xla"), None, jax.devices()[:2], Sharding(3))
+    strategy = STRATEGIES["pjit"](
+        make, 2, make_reduction("xla"), None, jax.devices()[:2], Sharding(3)
+    )
     step = make_step(forward, rule)
     example = {**toys.data(2), "mask": np.zeros(2, np.float32)}
     assert make_plan(Case(strategy, step, example, True), 3).gathered_whole
@@ -162,7 +206,11 @@ def test_a_model_without_blocks_says_that_it_is_gathered_whole():
 
 def test_options_are_read():
     assert [read_bytes(t) for t in ("80GB", "80 gb", "80e9", "1.5KiB")] == [80e9, 80e9, 80e9, 1536]
-    assert read_stages("all", 2) == [0, 1, 2, 3] and read_stages("config", 2) == [2] and read_stages("1", 2) == [1]
+    assert (
+        read_stages("all", 2) == [0, 1, 2, 3]
+        and read_stages("config", 2) == [2]
+        and read_stages("1", 2) == [1]
+    )
     for bad in ("much", "80 GBit", "0"):
         with pytest.raises(UsageError, match="not a number of bytes"):
             read_bytes(bad)
@@ -171,7 +219,14 @@ def test_options_are_read():
 
 
 def test_the_stages_of_the_option_decide_what_is_checked():
-    argv = ["--config", "configs/digits.yaml", "--parallel.backend", "pjit", "--parallel.shard_size", "2"]
+    argv = [
+        "--config",
+        "configs/digits.yaml",
+        "--parallel.backend",
+        "pjit",
+        "--parallel.shard_size",
+        "2",
+    ]
     for stages, zero in {"3": "0", "all": "0", "0": "3"}.items():
         config, _, options = load([*argv, "--zero", stages, "--parallel.zero", zero], "plan")
         assert config.parallel.shard_size == 2 and options["zero"] == stages
@@ -183,7 +238,10 @@ def test_the_stages_of_the_option_decide_what_is_checked():
 def test_what_a_run_must_set_for_a_stage():
     assert [changes_for(Parallel(), zero) for zero in (0, 1, 2)] == [{}, {}, {"backend": "pjit"}]
     split = Parallel("pjit", zero=3, shard_size=2, rules={"head": [None, "shard"]})
-    assert changes_for(split, 3) == {} and changes_for(split, 0) == {"shard_size": None, "rules": {}}
+    assert changes_for(split, 3) == {} and changes_for(split, 0) == {
+        "shard_size": None,
+        "rules": {},
+    }
 
 
 def run(*argv, config="gpt2_124m"):
@@ -199,7 +257,9 @@ def run(*argv, config="gpt2_124m"):
 
 @pytest.mark.slow
 def test_a_gpt2_for_1024_devices_on_this_machine():
-    """Hybrid ZeRO-2 in groups of 8: what is split is 1/8 of the formulas' bytes, whatever the number of devices."""
+    """Hybrid ZeRO-2 in groups of 8: what is split is 1/8 of the formulas' bytes, whatever the
+    number of devices.
+    """
     arguments = ["--parallel.backend", "pjit", "--parallel.zero", "2", "--parallel.shard_size", "8"]
     done = run("--devices", "1024", "--json", *arguments)
     assert done.returncode == 0, done.stderr
@@ -212,7 +272,9 @@ def test_a_gpt2_for_1024_devices_on_this_machine():
     )
     assert two["collectives"]["all-reduce"]["bytes"] == pytest.approx(P / 8, rel=0.02)
     assert plan["recommended"] is None and plan["examples"] == 1024 * 16
-    assert any("microbatches: 32 cannot be split over 1,024 devices" in note for note in plan["notes"])
+    assert any(
+        "microbatches: 32 cannot be split over 1,024 devices" in note for note in plan["notes"]
+    )
     assert int(re.findall(r"peak: (\d+) KiB", done.stderr)[0]) < 4 * 2**20
 
 
@@ -230,7 +292,17 @@ def test_a_gpt2_for_1024_devices_on_this_machine():
 )
 def test_a_site_sends_what_is_trained_in_the_reductions_bytes(more, each):
     """Two sites send all of it once; an MLP of 1,210 parameters, of which 170 are the head's."""
-    argv = ["--model.args.hidden", "[16]", "--devices", "2", "--outer.replicas", "2", "--outer.every", "5", *more]
+    argv = [
+        "--model.args.hidden",
+        "[16]",
+        "--devices",
+        "2",
+        "--outer.replicas",
+        "2",
+        "--outer.every",
+        "5",
+        *more,
+    ]
     done = run("--epochs", "null", "--steps", "10", *argv, config="digits")
     assert done.returncode == 0, done.stderr
     (sent,) = re.findall(r"2 sites: each sends (\S+ k?B) once in 5 updates", done.stdout)
@@ -242,8 +314,14 @@ def test_a_site_sends_what_is_trained_in_the_reductions_bytes(more, each):
     ("argv", "words"),
     [
         (["--zero", "3"], ["\nzero 3 fits 80 GB (peak ", "B); it needs parallel.backend: pjit\n"]),
-        (["--zero", "3", "--json"], ['"needs": "parallel.backend: pjit"', '"zero 3 needs parallel.backend: pjit"']),
-        (["--memory", "1KB"], ["\nzero 0 does not fit 1 kB: zero 0 needs ", "; try --zero all, more devices, "]),
+        (
+            ["--zero", "3", "--json"],
+            ['"needs": "parallel.backend: pjit"', '"zero 3 needs parallel.backend: pjit"'],
+        ),
+        (
+            ["--memory", "1KB"],
+            ["\nzero 0 does not fit 1 kB: zero 0 needs ", "; try --zero all, more devices, "],
+        ),
         (
             ["--zero", "all", "--optimizer.target", "lamb"],
             [
@@ -258,7 +336,9 @@ def test_the_verdict_is_on_what_was_planned(argv, words):
     """Under pmap, a run refuses zero 1 with an optimizer that is not elementwise."""
     model = ["--model.args.hidden", "[16]", "--parallel.backend", "pmap"]
     done = in_process("plan", "--config", "configs/digits.yaml", *model, "--devices", "2", *argv)
-    assert done.returncode == 0 and all(text in done.stdout for text in words), done.stdout + done.stderr
+    assert done.returncode == 0 and all(text in done.stdout for text in words), (
+        done.stdout + done.stderr
+    )
 
 
 def test_bad_options_are_one_line():
@@ -268,7 +348,14 @@ def test_bad_options_are_one_line():
         ("--memory", "lots"): "--memory: 'lots' is not a number of bytes",
         ("--zero", "9"): "--zero: '9' is not 0",
         ("--network", ""): "--network: '' is not a rate and a latency",
-        ("--zero", "all", "--outer.replicas", "2"): "--zero: all, but a run with outer.replicas has stage 0 only",
+        (
+            "--zero",
+            "all",
+            "--outer.replicas",
+            "2",
+        ): "--zero: all, but a run with outer.replicas has stage 0 only",
     }.items():
         done = in_process("plan", "--config", "configs/digits.yaml", *argv)
-        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, (
+            done.stderr
+        )

@@ -1,4 +1,6 @@
-"""The report as people see it: in a real browser, with the points of the files, whatever became of the run."""
+"""The report as people see it: in a real browser, with the points of the files, whatever became of
+the run.
+"""
 
 import json
 import math
@@ -29,7 +31,9 @@ needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
 
 
 def make_run(directory, lines=200, seed=0, last="finished"):
-    """A run directory as training leaves it: a record each second after ten to start, evaluations, a final one."""
+    """A run directory as training leaves it: a record each second after ten to start, evaluations,
+    a final one.
+    """
     directory.mkdir(parents=True)
     rng = np.random.default_rng(seed)
     with (directory / "metrics.jsonl").open("w") as file:
@@ -44,7 +48,9 @@ def make_run(directory, lines=200, seed=0, last="finished"):
             file.write(json.dumps(record) + "\n")
             if i % 50 == 0:
                 own = {"loss": record["loss"], "accuracy": 0.9}
-                file.write(json.dumps({"step": 10 * i, "split": "eval", **own, "time": T0 + 10 + i}) + "\n")
+                file.write(
+                    json.dumps({"step": 10 * i, "split": "eval", **own, "time": T0 + 10 + i}) + "\n"
+                )
         final = {
             "step": 10 * lines,
             "split": "final",
@@ -60,7 +66,10 @@ def make_run(directory, lines=200, seed=0, last="finished"):
         {"t": T0 + 20, "kind": "saving", "step": 100, "blocked": 0.5},
         {"t": T0 + 21, "kind": "saved", "step": 100, "seconds": 1.5},
         {"t": T0 + 60, "kind": "evaluation", "step": 500, "seconds": 2.0},
-        *[{"t": T0 + t, "kind": "probe", "step": t, "ms": [40.0 + t, 60, 39]} for t in (71, 72, 73)],
+        *[
+            {"t": T0 + t, "kind": "probe", "step": t, "ms": [40.0 + t, 60, 39]}
+            for t in (71, 72, 73)
+        ],
         {"t": T0 + 73, "kind": "slow", "step": 73, "rank": 0, "reason": "slow"},
         {"t": T0 + 11 + lines, "kind": last, "reason": "said <so> & </script> so"},
     ]
@@ -68,7 +77,9 @@ def make_run(directory, lines=200, seed=0, last="finished"):
     (directory / "config.yaml").write_text(
         f"seed: {seed}\nsteps: 99\nmodel: {{target: MLP, args: {{hidden: [8, 8]}}}}\noptimizer: {{lr: 1.0e-3}}\n"
     )
-    (directory / "env.json").write_text('{"versions": {"jax": "0.10.2"}, "devices": {"count": 4, "kind": "cpu"}}')
+    (directory / "env.json").write_text(
+        '{"versions": {"jax": "0.10.2"}, "devices": {"count": 4, "kind": "cpu"}}'
+    )
     layout = {
         "parameters": 85002, "devices": 4, "parts": 1, "microbatches_per_device": 2,
         "bytes_per_device": {"params": 340008, "grads": 340008, "opt_state": 680024, "model_state": 0, "batch": 4416},
@@ -88,7 +99,10 @@ def report(*argv, cwd=ROOT, code=0):
 
 
 def test_columns_hold_every_value_in_few_characters():
-    records = [{"step": i, "loss": math.pi * i, "same": 0.0, "time": T0 + i / 8, "split": "train"} for i in range(1, 4)]
+    records = [
+        {"step": i, "loss": math.pi * i, "same": 0.0, "time": T0 + i / 8, "split": "train"}
+        for i in range(1, 4)
+    ]
     records[1]["loss"] = "nan"
     records[2]["more"] = 1e-12
     found = columns(records)
@@ -103,15 +117,24 @@ def test_columns_hold_every_value_in_few_characters():
         "inf",
         None,
     ]
-    assert flat({"a": {"b": 1, "c": {}}, "d": [1, {"e": 2}]}) == {"a.b": 1, "a.c": {}, "d": [1, {"e": 2}]}
+    assert flat({"a": {"b": 1, "c": {}}, "d": [1, {"e": 2}]}) == {
+        "a.b": 1,
+        "a.c": {},
+        "d": [1, {"e": 2}],
+    }
 
 
 def test_time_is_accounted_for(tmp_path):
     run = read_run(make_run(tmp_path / "run"))
     found = run["spent"]
-    work = sum(r["step_time_ms"] * 10 for r in read(tmp_path / "run" / "metrics.jsonl") if "lr" in r) / 1000
+    work = (
+        sum(r["step_time_ms"] * 10 for r in read(tmp_path / "run" / "metrics.jsonl") if "lr" in r)
+        / 1000
+    )
     assert found["total"] == 211 and found["starting"] == 10 and found["down"] == 0
-    assert found["updates"] == pytest.approx(0.75 * work, rel=0.01)  # the first update counts as starting
+    assert found["updates"] == pytest.approx(
+        0.75 * work, rel=0.01
+    )  # the first update counts as starting
     assert found["input"] == pytest.approx(found["updates"] / 3, abs=1e-3)
     assert (found["evaluation"], found["saving"]) == (2.0, 0.5)
     parts = sum(value for name, value in found.items() if name != "total")
@@ -129,7 +152,11 @@ def test_sessions_end_with_the_last_sign_of_life():
         {"t": 30.0, "kind": "resume", "step": 4},
     ]  # fmt: skip
     found = spent.sessions(records, events)
-    assert [(s["start"], s["end"], s["how"]) for s in found] == [(10, 14, None), (20, 21, "preempted"), (30, 30, None)]
+    assert [(s["start"], s["end"], s["how"]) for s in found] == [
+        (10, 14, None),
+        (20, 21, "preempted"),
+        (30, 30, None),
+    ]
     assert spent.seconds(records, events) == {
         "total": 20, "starting": 3, "updates": 2, "input": 0, "evaluation": 0, "saving": 0, "again": 0,
         "down": 15, "other": 0,
@@ -138,7 +165,9 @@ def test_sessions_end_with_the_last_sign_of_life():
 
 
 def test_an_elastic_runs_generations_and_the_updates_made_again():
-    records = [{"step": n, "split": "train", "time": 10.0 + n, "step_time_ms": 1000} for n in (5, 10)]
+    records = [
+        {"step": n, "split": "train", "time": 10.0 + n, "step_time_ms": 1000} for n in (5, 10)
+    ]
     events = [
         {"t": 10.0, "kind": "start", "step": 0, "processes": 3}, {"t": 11.0, "kind": "first_update", "step": 1},
         {"t": 18.0, "kind": "regroup", "reason": "rank 1 was lost"},
@@ -185,26 +214,40 @@ def test_a_line_of_another_program_is_one_line_of_the_error(tmp_path, name, line
     run = make_run(tmp_path / "run", lines=3)
     with (run / name).open("a") as file:
         file.write(json.dumps(line))
-    with pytest.raises(UsageError, match="has lines that this version of jaxdp cannot read") as error:
+    with pytest.raises(
+        UsageError, match="has lines that this version of jaxdp cannot read"
+    ) as error:
         read_run(run)
-    assert str(run) in str(error.value) and "env.json" in str(error.value) and "\n" not in str(error.value)
+    assert (
+        str(run) in str(error.value)
+        and "env.json" in str(error.value)
+        and "\n" not in str(error.value)
+    )
 
 
 def test_a_number_that_overflows_is_infinite(tmp_path):
     run = make_run(tmp_path / "run", lines=3)
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 40, "split": "final", "loss": 1e999, "accuracy": -1e999, "time": 1700000020.5}\n')
+        file.write(
+            '{"step": 40, "split": "final", "loss": 1e999, "accuracy": -1e999, "time": 1700000020.5}\n'
+        )
     with (run / "events.jsonl").open("a") as file:
         file.write('{"t": 1700000020.5, "kind": "saved", "step": 40, "seconds": 1e400}\n')
     data = read_run(run)
-    assert data["numbers"]["loss"] == "inf" and data["numbers"]["accuracy"] == "-inf" and html.render([data])
+    assert (
+        data["numbers"]["loss"] == "inf"
+        and data["numbers"]["accuracy"] == "-inf"
+        and html.render([data])
+    )
     with (run / "events.jsonl").open("a") as file:
         file.write('{"t": 1e400, "kind": "start"}\n')
     with pytest.raises(UsageError, match="has lines that this version of jaxdp cannot read"):
         read_run(run)
 
 
-@pytest.mark.parametrize("text", ["a: &x {b: *x}", "2020-01-01: 1", "- 1", "1: {~: .nan}", "a: [", "\0"])
+@pytest.mark.parametrize(
+    "text", ["a: &x {b: *x}", "2020-01-01: 1", "- 1", "1: {~: .nan}", "a: [", "\0"]
+)
 def test_a_config_that_was_edited_is_shown_or_is_one_line(tmp_path, text):
     run = make_run(tmp_path / "run", lines=3)
     (run / "config.yaml").write_text(text)
@@ -219,14 +262,19 @@ def test_a_clock_that_was_set_back_between_two_starts():
     records = [{"step": 5, "split": "train", "time": 60.0, "step_time_ms": 500}]
     events = [{"t": 100.0, "kind": "start", "step": 0}, {"t": 50.0, "kind": "resume", "step": 4}]
     found = spent.sessions(records, events)
-    assert [(s["start"], s["end"]) for s in found] == [(100, 100), (50, 100)] and not spent.seconds(records, events)
+    assert [(s["start"], s["end"]) for s in found] == [(100, 100), (50, 100)] and not spent.seconds(
+        records, events
+    )
 
 
 def test_a_run_that_failed_before_its_first_update_has_a_report(tmp_path):
     run = make_run(tmp_path / "run", lines=1, last="failed")
     (run / "metrics.jsonl").write_text("")
     Reports(run).close()
-    assert "said <so>" in read_run(run)["state"]["reason"] and read_run(run)["state"]["word"] == "failed"
+    assert (
+        "said <so>" in read_run(run)["state"]["reason"]
+        and read_run(run)["state"]["word"] == "failed"
+    )
     assert (run / "report.html").is_file() and "1 run" in report(run)
 
 
@@ -241,11 +289,15 @@ def test_what_is_no_run_is_named(tmp_path):
         assert name in str(error.value) and "\n" not in str(error.value)
     assert report(code=2).startswith("jaxdp: report: no run given")
     assert "such as" in report(make_run(tmp_path / "run"), "--out", tmp_path, code=2)
-    assert f"{str(tmp_path)!r} contains 1 run; name those to show, or {tmp_path}/*" in report(tmp_path, code=2)
+    assert f"{str(tmp_path)!r} contains 1 run; name those to show, or {tmp_path}/*" in report(
+        tmp_path, code=2
+    )
 
 
 def test_what_is_no_run_among_several_is_left_out(tmp_path):
-    """As a shell makes of `runs/*`; alone it is refused, and so is what is not there, since it was misspelt."""
+    """As a shell makes of `runs/*`; alone it is refused, and so is what is not there, since it was
+    misspelt.
+    """
     runs = tmp_path / "runs"
     make_run(runs / "one"), make_run(runs / "two", seed=1)
     (runs / "empty").mkdir()
@@ -254,12 +306,25 @@ def test_what_is_no_run_among_several_is_left_out(tmp_path):
     (runs / "notes.txt").write_text("text")
     command = [sys.executable, "-m", "jaxdp", "report", *sorted(map(str, runs.iterdir()))]
     env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=env)
-    assert done.returncode == 0 and done.stdout.startswith("report.html ") and ", 2 runs" in done.stdout, done
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=env
+    )
+    assert (
+        done.returncode == 0
+        and done.stdout.startswith("report.html ")
+        and ", 2 runs" in done.stdout
+    ), done
     said = done.stderr.splitlines()
-    assert len(said) == 3 and all(line.startswith("jaxdp: report: ") and line.endswith("; left out") for line in said)
-    assert [name in line for name, line in zip(("empty'", "new'", "notes.txt'"), said)] == [True] * 3, said
-    assert '"name":"one"' in (page := (tmp_path / "report.html").read_text()) and '"name":"two"' in page
+    assert len(said) == 3 and all(
+        line.startswith("jaxdp: report: ") and line.endswith("; left out") for line in said
+    )
+    assert [name in line for name, line in zip(("empty'", "new'", "notes.txt'"), said)] == [
+        True
+    ] * 3, said
+    assert (
+        '"name":"one"' in (page := (tmp_path / "report.html").read_text())
+        and '"name":"two"' in page
+    )
     for name in ("empty", "new", "notes.txt"):
         (line,) = report(runs / name, code=2).splitlines()
         assert name in line and "left out" not in line
@@ -290,13 +355,27 @@ def test_events_outlive_a_torn_line_and_are_appended(tmp_path):
 @pytest.mark.slow
 def test_the_last_line_of_a_run_names_its_report(tmp_path):
     """Of one that ends, and of one that has ended already."""
-    run = [sys.executable, "-m", "jaxdp", "train", "--config", "configs/digits.yaml", "--steps", "2"]
+    run = [
+        sys.executable,
+        "-m",
+        "jaxdp",
+        "train",
+        "--config",
+        "configs/digits.yaml",
+        "--steps",
+        "2",
+    ]
     command = [*run, "--model.args.hidden", "[4]", "--run_dir", str(tmp_path / "run")]
     for _ in range(2):
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment({}, 1))
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment({}, 1)
+        )
         assert done.returncode == 0, done.stderr
         *_, summary, last = done.stdout.splitlines()
-        assert f"files in {tmp_path}/run" in summary and last == f"report in {tmp_path}/run/report.html"
+        assert (
+            f"files in {tmp_path}/run" in summary
+            and last == f"report in {tmp_path}/run/report.html"
+        )
         assert (tmp_path / "run" / "report.html").is_file()
     assert "nothing to do" in done.stdout
 
@@ -327,8 +406,13 @@ def test_a_report_needs_no_utf8_locale(tmp_path):
 @pytest.mark.slow
 @needs_browser
 def test_the_page_has_the_points_in_a_browser(tmp_path):
-    """One run and two, in light and dark, on a phone: drawn without an error, and with nothing to scroll sideways."""
-    one, other = make_run(tmp_path / "a" / "run"), make_run(tmp_path / "b" / "run", seed=1, last="preempted")
+    """One run and two, in light and dark, on a phone: drawn without an error, and with nothing to
+    scroll sideways.
+    """
+    one, other = (
+        make_run(tmp_path / "a" / "run"),
+        make_run(tmp_path / "b" / "run", seed=1, last="preempted"),
+    )
     bare = tmp_path / "bare"  # as an older version left it, with no evaluation yet
     bare.mkdir()
     losses = [(1, "2.0"), (2, '"nan"'), (3, "1.0")]
@@ -339,10 +423,14 @@ def test_the_page_has_the_points_in_a_browser(tmp_path):
     with Browser() as page:
         page.open(one / "report.html")
         assert page("jaxdp.runs.length") == 1 and page("document.title") == "run · jaxdp"
-        bars = page("[...document.querySelectorAll('.processes tr')].map((r) => r.innerText.split(/\\s+/).join(' '))")
+        bars = page(
+            "[...document.querySelectorAll('.processes tr')].map((r) => r.innerText.split(/\\s+/).join(' '))"
+        )
         assert bars == ["rank 0 112 ms", "rank 1 60 ms", "rank 2 39 ms"]
         for name in ("loss", "lr", "examples_per_s"):
-            drawn = page(f"jaxdp.view.charts.find(c => c.name == {name!r}).series.find(s => s.split == 'train')")
+            drawn = page(
+                f"jaxdp.view.charts.find(c => c.name == {name!r}).series.find(s => s.split == 'train')"
+            )
             want = [(r["step"], r[name]) for r in records if r["split"] == "train"]
             np.testing.assert_allclose(np.array([drawn["step"], drawn["y"]]).T, want, rtol=1e-5)
             np.testing.assert_allclose(drawn["time"], [11 + i for i in range(200)], atol=1e-3)
@@ -350,7 +438,15 @@ def test_the_page_has_the_points_in_a_browser(tmp_path):
         assert evaluated["step"] == [500, 1000, 1500, 2000, 2000] and evaluated["y"][-1] == 0.25
         assert page("document.querySelector('[data-name=loss]').dataset.points") == "200 5"
         text = page("document.body.innerText")
-        for shown in ("finished", "0.8750", "2,000", "3 min 31 s", "said <so> & </script> so", "all-reduce", "680 kB"):
+        for shown in (
+            "finished",
+            "0.8750",
+            "2,000",
+            "3 min 31 s",
+            "said <so> & </script> so",
+            "all-reduce",
+            "680 kB",
+        ):
             assert shown in text, text
         light = colours(page)
         page("document.getElementById('theme').click()")
@@ -367,11 +463,21 @@ def test_the_page_has_the_points_in_a_browser(tmp_path):
         )
         assert dark["page"] != light["page"] and dark["ink"] > 0
         text = page("document.body.innerText")
-        assert "seed" in page("document.querySelector('#config .differences').innerText") and "preempted" in text
-        page("document.querySelector('[data-axis=time]').click(); document.querySelector('[data-toggle=log]').click()")
-        page("document.getElementById('smooth').value = 0.9; document.getElementById('smooth').oninput")
+        assert (
+            "seed" in page("document.querySelector('#config .differences').innerText")
+            and "preempted" in text
+        )
+        page(
+            "document.querySelector('[data-axis=time]').click(); document.querySelector('[data-toggle=log]').click()"
+        )
+        page(
+            "document.getElementById('smooth').value = 0.9; document.getElementById('smooth').oninput"
+        )
         page("jaxdp.view.smooth = 0.9; jaxdp.redraw(); jaxdp.zoom([50, 100])")
-        assert page("jaxdp.view.charts[0].at.x0") == 50 and page("jaxdp.view.charts[0].series[0].mean.length") == 200
+        assert (
+            page("jaxdp.view.charts[0].at.x0") == 50
+            and page("jaxdp.view.charts[0].series[0].mean.length") == 200
+        )
 
         for width, columns in ((1280, 3), (900, 2)):  # a curve alone in its row takes all of it
             page.open(one / "report.html", width=width)
@@ -379,20 +485,33 @@ def test_the_page_has_the_points_in_a_browser(tmp_path):
             page(
                 f"for (let i = {(rest - 1) % columns}; i > 0; i--) document.getElementById('charts').lastChild.remove()"
             )
-            wide = page("[...document.getElementById('charts').children].map(c => c.getBoundingClientRect().width)")
+            wide = page(
+                "[...document.getElementById('charts').children].map(c => c.getBoundingClientRect().width)"
+            )
             assert (
-                len(wide) % columns == 1 and wide[-1] > columns * wide[0] and wide[0] == pytest.approx(wide[-2], abs=1)
+                len(wide) % columns == 1
+                and wide[-1] > columns * wide[0]
+                and wide[0] == pytest.approx(wide[-2], abs=1)
             )
         for file in (one / "report.html", tmp_path / "report.html"):
             page.open(file, width=390, height=844, dark=True)
             assert page("document.documentElement.scrollWidth") <= 390
 
-        assert len(set(page("Array.from({length: 40}, (_, i) => colour(i))"))) == 40  # of many runs each has its own
+        assert (
+            len(set(page("Array.from({length: 40}, (_, i) => colour(i))"))) == 40
+        )  # of many runs each has its own
 
         page.open(bare / "report.html")
-        assert page("jaxdp.view.charts.map(c => [c.name, c.series.map(s => s.y)])") == [["loss", [[2, 1]]]]
+        assert page("jaxdp.view.charts.map(c => [c.name, c.series.map(s => s.y)])") == [
+            ["loss", [[2, 1]]]
+        ]
         text = page("document.body.innerText")
-        for shown in ("1 not finite", "stopped", "Not recorded with this run", "only updates were timed"):
+        for shown in (
+            "1 not finite",
+            "stopped",
+            "Not recorded with this run",
+            "only updates were timed",
+        ):
             assert shown in text, text
         assert page.errors == []
 
@@ -408,7 +527,10 @@ NAMES = (
 def test_any_name_is_text(tmp_path):
     """Of a run, a metric, a key and a value of the config, a reason: shown as it is, and never run."""
     run = make_run(tmp_path / "[[data]]<b>", lines=2)
-    records = [{"step": i, "split": "train", "loss": 1.0 / i, **dict.fromkeys(NAMES, float(i))} for i in (1, 2, 3)]
+    records = [
+        {"step": i, "split": "train", "loss": 1.0 / i, **dict.fromkeys(NAMES, float(i))}
+        for i in (1, 2, 3)
+    ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     (run / "config.yaml").write_text(
         json.dumps({"model": {"target": NAMES[0]}, "constructor": 1, "__proto__": {"x": 2}})
@@ -437,7 +559,9 @@ def test_a_link_and_a_pipe_are_written_through(tmp_path):
     assert os.read(read_end, 100) == b"<p>text" and (tmp_path / "pipe").is_fifo()
     os.close(read_end)
     html.write(tmp_path / "link.html", html.render([read_run(run)]))
-    assert (tmp_path / "link.html").is_symlink() and "</html>" in (tmp_path / "real.html").read_text()
+    assert (tmp_path / "link.html").is_symlink() and "</html>" in (
+        tmp_path / "real.html"
+    ).read_text()
 
 
 @pytest.mark.slow
@@ -490,14 +614,18 @@ def test_the_page_loads_nothing(tmp_path):
 
 
 def test_a_long_run_is_read_in_part_and_the_page_says_so(tmp_path):
-    """Evenly spaced records, all evaluations and the last record; memory does not grow with the file."""
+    """Evenly spaced records, all evaluations and the last record; memory does not grow with the
+    file.
+    """
     run = make_run(tmp_path / "run", lines=20_000)
     page = read_run(run)
     steps = page["series"]["train"]["step"]
     assert 2000 <= len(steps) <= 4001 and steps[0] == 10 and steps[-1] == 200_000
     assert {*np.diff(steps[:-1])} == {80}
     assert len(page["series"]["eval"]["step"]) == 400 and page["numbers"]["accuracy"] == 0.875
-    assert re.fullmatch(r"2,\d+ of 20,401 lines of metrics.jsonl, evenly spaced", page["environment"]["records"])
+    assert re.fullmatch(
+        r"2,\d+ of 20,401 lines of metrics.jsonl, evenly spaced", page["environment"]["records"]
+    )
     assert "records" not in read_run(make_run(tmp_path / "short"))["environment"]
     tracemalloc.start()
     read_run(run)

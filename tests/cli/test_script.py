@@ -22,7 +22,9 @@ base = dict(model=linen.Dense(2), data={"inputs": x, "labels": y}, steps=30, bat
 
 def script(folder, code, code_expected=0, seed="0"):
     env = environment({"PYTHONHASHSEED": seed}, 2)
-    done = subprocess.run([sys.executable, "-c", SCRIPT + code], cwd=folder, text=True, capture_output=True, env=env)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT + code], cwd=folder, text=True, capture_output=True, env=env
+    )
     assert done.returncode == code_expected, done.stdout + done.stderr
     return done.stdout, done.stderr
 
@@ -93,10 +95,16 @@ for arguments in CHANGES:
         print("refused", error)
 """.replace("CHANGES", str(list(CHANGES)))
     out, _ = script(tmp_path, OBJECTS + first)
-    lines = [line for line in out.splitlines() if line.startswith(("refused", "trained", "finished"))]
+    lines = [
+        line for line in out.splitlines() if line.startswith(("refused", "trained", "finished"))
+    ]
     assert len(lines) == len(CHANGES), out
     for line, words in zip(lines, CHANGES.values()):
-        assert line.startswith(f"refused {words}") and "run_dir (None is" in line and "overwrite=True" in line, line
+        assert (
+            line.startswith(f"refused {words}")
+            and "run_dir (None is" in line
+            and "overwrite=True" in line
+        ), line
     second = """
 import os
 same, other = jaxdp.fit(**base | dict(loss=renamed(threading.Lock()))), base | dict(optimizer=chain(1e-3))
@@ -118,7 +126,10 @@ print(apart.run_dir)
 """
     out, _ = script(tmp_path, OBJECTS + second, seed="1")
     *_, problem, temporary = out.splitlines()
-    assert out.count("finished: run ") == 2 and "'run' is not the directory of a run of jaxdp" in problem
+    assert (
+        out.count("finished: run ") == 2
+        and "'run' is not the directory of a run of jaxdp" in problem
+    )
     assert not pathlib.Path(temporary).exists()
 
 
@@ -132,18 +143,37 @@ class Net(nnx.Module):
     def __call__(self, x): return self.layer(x.reshape(len(x), 64)) * SCALE
 """
     (tmp_path / "mine.py").write_text(net.replace("SCALE", "1"))
-    command = lambda *argv: subprocess.run(
-        [sys.executable, "-m", "jaxdp", *argv], cwd=tmp_path, text=True, capture_output=True, env=environment({}, 2)
+
+    def command(*argv):
+        return subprocess.run(
+            [sys.executable, "-m", "jaxdp", *argv],
+            cwd=tmp_path,
+            text=True,
+            capture_output=True,
+            env=environment({}, 2),
+        )
+
+    script(
+        tmp_path,
+        "import mine\njaxdp.fit(mine.Net, 'Digits', optimizer='sgd', steps=1, run_dir='run')",
     )
-    script(tmp_path, "import mine\njaxdp.fit(mine.Net, 'Digits', optimizer='sgd', steps=1, run_dir='run')")
     done = command("eval", "--run_dir", "run")
     assert done.returncode == 0 and "loss" in done.stdout and "warning" not in done.stdout, done
     (tmp_path / "mine.py").write_text(net.replace("SCALE", "2"))
     done = command("train", "--config", "run/config.yaml")
-    assert done.returncode == 0 and "warning: the model, the loss or a transform has changed since" in done.stdout, done
-    (tmp_path / "mine.py").write_text(net.replace("SCALE", "1").replace("Linear(64, 10", "Linear(64, 11"))
+    assert (
+        done.returncode == 0
+        and "warning: the model, the loss or a transform has changed since" in done.stdout
+    ), done
+    (tmp_path / "mine.py").write_text(
+        net.replace("SCALE", "1").replace("Linear(64, 10", "Linear(64, 11")
+    )
     done = command("train", "--config", "run/config.yaml")
-    assert done.returncode == 2 and "finished" not in done.stdout and "layer/bias float32[10]" in done.stderr, done
+    assert (
+        done.returncode == 2
+        and "finished" not in done.stdout
+        and "layer/bias float32[10]" in done.stderr
+    ), done
 
 
 BAD = {
@@ -206,12 +236,16 @@ more = jaxdp.fit(**base | dict(steps=steps + 2, optimizer={"schedule": "constant
 print(more.final["step"] - steps)
 """
     out, err = script(tmp_path, code)
-    assert "preempted by SIGINT on rank 0" in out and "interrupted\n" in out and out.endswith("2\n"), out + err
+    assert (
+        "preempted by SIGINT on rank 0" in out and "interrupted\n" in out and out.endswith("2\n")
+    ), out + err
 
 
 @pytest.mark.slow
 def test_a_run_decides_its_own_settings_of_jax_and_gives_them_back(tmp_path):
-    """Of three runs one after the other the last is the first's again, although the second computes in float64."""
+    """Of three runs one after the other the last is the first's again, although the second computes
+    in float64.
+    """
     code = """
 import jax
 jax.config.update("jax_default_matmul_precision", "high")
@@ -260,11 +294,16 @@ jaxdp.fit(made, (np.ones((8, 4), np.float32), y), steps=1, batch_size=8, run_dir
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_the_example_is_the_same_alone_and_in_two_processes(tmp_path):
-    alone = subprocess.run([sys.executable, EXAMPLE, "one"], cwd=tmp_path, text=True, capture_output=True, check=True)
+    alone = subprocess.run(
+        [sys.executable, EXAMPLE, "one"], cwd=tmp_path, text=True, capture_output=True, check=True
+    )
     assert "mean absolute error 0.1" in alone.stdout
     two = mpirun(2, [str(EXAMPLE), str(tmp_path / "two")])
     assert two.returncode == 0 and two.stdout.count("mean absolute error") == 1, two.output
-    last = [json.loads((tmp_path / d / "metrics.jsonl").read_text().splitlines()[-1])["loss"] for d in ("one", "two")]
+    last = [
+        json.loads((tmp_path / d / "metrics.jsonl").read_text().splitlines()[-1])["loss"]
+        for d in ("one", "two")
+    ]
     assert last[0] == pytest.approx(last[1], rel=1e-4)
 
 
@@ -282,7 +321,9 @@ assert fitted.history["train"]["step"] == [30]
 print("rank", jaxdp.current().rank, scores, outputs.sum(), repr(fitted))
 """)
     done = mpirun(2, [str(tmp_path / "fit.py")])
-    lines = [line.split(maxsplit=2) for line in done.stdout.splitlines() if line.startswith("rank ")]
+    lines = [
+        line.split(maxsplit=2) for line in done.stdout.splitlines() if line.startswith("rank ")
+    ]
     assert done.returncode == 0, done.output
     assert sorted(line[1] for line in lines) == ["0", "1"] and lines[0][2] == lines[1][2]
 
@@ -297,10 +338,21 @@ except jaxdp.UsageError as error:
 jaxdp.fit(**base, optimizer=optax.adam(1e-3))
 """
     out, _ = script(tmp_path, code)
-    assert out.splitlines()[0].startswith("optimizer.lr: 0.1, but an Optax transformation has its own learning rate")
+    assert out.splitlines()[0].startswith(
+        "optimizer.lr: 0.1, but an Optax transformation has its own learning rate"
+    )
     assert "optimizer  optax chain(scale_by_adam, scale), from the script, 30 updates" in out
-    for verb in ("eval --run_dir run", "plan --config run/config.yaml", "verify --config run/config.yaml"):
+    for verb in (
+        "eval --run_dir run",
+        "plan --config run/config.yaml",
+        "verify --config run/config.yaml",
+    ):
         argv = [sys.executable, "-m", "jaxdp", *verb.split()]
-        done = subprocess.run(argv, cwd=tmp_path, text=True, capture_output=True, env=environment({}, 2))
+        done = subprocess.run(
+            argv, cwd=tmp_path, text=True, capture_output=True, env=environment({}, 2)
+        )
         assert done.returncode == 2
-        assert "it names an object that a script passed to jaxdp.fit" in done.stderr and done.stderr.count("\n") == 1
+        assert (
+            "it names an object that a script passed to jaxdp.fit" in done.stderr
+            and done.stderr.count("\n") == 1
+        )

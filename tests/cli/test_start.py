@@ -1,4 +1,6 @@
-"""A start imports what it needs, compiles what no start before it did, and is none the worse without a cache."""
+"""A start imports what it needs, compiles what no start before it did, and is none the worse
+without a cache.
+"""
 
 import json
 import pathlib
@@ -40,12 +42,16 @@ RUN = [
 
 def home(folder):
     """The environment of a user whose caches are in `folder`, without what the tests have set."""
-    ours = dict.fromkeys(["JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"])
+    ours = dict.fromkeys(
+        ["JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"]
+    )
     return {**ours, "XDG_CACHE_HOME": str(folder)}
 
 
 class Start(NamedTuple):
-    """One start of a run. requests: programs that it needed; hits: those of them that came from the cache."""
+    """One start of a run. requests: programs that it needed; hits: those of them that came from the
+    cache.
+    """
 
     digest: str
     requests: int
@@ -56,7 +62,9 @@ class Start(NamedTuple):
 
 def start(folder, run_dir, *more):
     command = [sys.executable, "-c", SCRIPT, *RUN, "--run_dir", str(run_dir), *more]
-    done = subprocess.run(command, env=environment(home(folder), 2), cwd=ROOT, text=True, capture_output=True)
+    done = subprocess.run(
+        command, env=environment(home(folder), 2), cwd=ROOT, text=True, capture_output=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     counts = json.loads(done.stdout.rpartition("events 0 ")[2])
     final = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
@@ -69,7 +77,11 @@ def start(folder, run_dir, *more):
     "more",
     [
         pytest.param([], id="pmap"),
-        pytest.param(["--parallel.backend", "pjit", "--parallel.zero", "3"], id="zero 3", marks=pytest.mark.slow),
+        pytest.param(
+            ["--parallel.backend", "pjit", "--parallel.zero", "3"],
+            id="zero 3",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(["--parallel.reduction", "exact"], id="exact", marks=pytest.mark.slow),
     ],
 )
@@ -91,18 +103,30 @@ def test_a_second_start_compiles_nothing_and_gives_the_same_bits(tmp_path, more)
 @pytest.mark.mpi
 @pytest.mark.slow
 def test_each_of_several_cpu_processes_uses_the_cache(tmp_path):
-    """JAX lets rank 0 alone write, though the keys differ by process: the other stores its state and its update."""
+    """JAX lets rank 0 alone write, though the keys differ by process: the other stores its state
+    and its update.
+    """
     digests = []
     for name in ("one", "two"):
         command = ["-c", SCRIPT, *RUN, "--run_dir", str(tmp_path / name)]
         done = mpirun(2, command, env=home(tmp_path / "cache"))
         assert done.returncode == 0, done.output
-        digests.append(json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1])["params_sha256"])
-        lines = [line.split(maxsplit=2)[1:] for line in done.stdout.splitlines() if line.startswith("events ")]
+        digests.append(
+            json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1])[
+                "params_sha256"
+            ]
+        )
+        lines = [
+            line.split(maxsplit=2)[1:]
+            for line in done.stdout.splitlines()
+            if line.startswith("events ")
+        ]
         counts = {int(rank): json.loads(counts) for rank, counts in lines}
         assert sorted(counts) == [0, 1]
     assert digests[0] == digests[1]
-    assert counts[0][1] > 3 and counts[1][1] >= 3, counts  # the initial state, its broadcast, the update
+    assert counts[0][1] > 3 and counts[1][1] >= 3, (
+        counts
+    )  # the initial state, its broadcast, the update
 
 
 @pytest.fixture
@@ -150,9 +174,15 @@ def test_without_a_cache_there_is_none(tmp_path, no_cache):
     assert jax.config.values["jax_compilation_cache_dir"] is None
 
 
-@pytest.mark.parametrize("setting, value", [("jax_compilation_cache_dir", ""), ("jax_enable_compilation_cache", False)])
-def test_where_jax_is_to_keep_nothing_nothing_is_kept(tmp_path, no_cache, monkeypatch, setting, value):
-    """An empty JAX_COMPILATION_CACHE_DIR is no folder, and above all not the one that a process happens to be in."""
+@pytest.mark.parametrize(
+    "setting, value", [("jax_compilation_cache_dir", ""), ("jax_enable_compilation_cache", False)]
+)
+def test_where_jax_is_to_keep_nothing_nothing_is_kept(
+    tmp_path, no_cache, monkeypatch, setting, value
+):
+    """An empty JAX_COMPILATION_CACHE_DIR is no folder, and above all not the one that a process
+    happens to be in.
+    """
     monkeypatch.chdir(tmp_path)
     before = jax.config.values[setting]
     jax.config.update(setting, value)
@@ -166,13 +196,22 @@ def test_where_jax_is_to_keep_nothing_nothing_is_kept(tmp_path, no_cache, monkey
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, no_cache):
     (tmp_path / "file").write_text("")
     problem = compilation_cache.use(str(tmp_path / "file"))
-    assert problem is not None and problem.startswith("compilation_cache: cannot write in ") and "\n" not in problem
+    assert (
+        problem is not None
+        and problem.startswith("compilation_cache: cannot write in ")
+        and "\n" not in problem
+    )
     assert "Not a directory" in problem and jax.config.values["jax_compilation_cache_dir"] is None
 
 
 def test_a_cache_that_is_no_folder_is_refused():
-    for where, fix in (("gs://bucket/cache", "set JAX_COMPILATION_CACHE_DIR"), ("off", "null disables the cache")):
-        with pytest.raises(UsageError, match=f"compilation_cache: '{where}' is not a folder; .*{fix}"):
+    for where, fix in (
+        ("gs://bucket/cache", "set JAX_COMPILATION_CACHE_DIR"),
+        ("off", "null disables the cache"),
+    ):
+        with pytest.raises(
+            UsageError, match=f"compilation_cache: '{where}' is not a folder; .*{fix}"
+        ):
             load([*RUN[1:], "--compilation_cache", where])
 
 
@@ -187,9 +226,15 @@ def test_a_user_without_a_home_is_one_line(monkeypatch, no_cache):
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     problem = compilation_cache.use("auto")
-    assert problem is not None and "cannot write in 'auto' (Could not determine home directory" in problem
+    assert (
+        problem is not None
+        and "cannot write in 'auto' (Could not determine home directory" in problem
+    )
     problem = compilation_cache.use("~nobody_here/cache")
-    assert problem is not None and "cannot write in '~nobody_here/cache' (Could not determine home" in problem
+    assert (
+        problem is not None
+        and "cannot write in '~nobody_here/cache' (Could not determine home" in problem
+    )
     assert jax.config.values["jax_compilation_cache_dir"] is None
 
 
@@ -223,5 +268,7 @@ for argv in ([], ["--help"], ["--version"], ["tarin"], ["train", "--config", "no
 import jaxdp.cli.train
 assert not {"orbax.checkpoint", "jaxdp.verify", "jaxdp.checkpoint.weights", "torch"} & set(sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment({}, 1))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment({}, 1)
+    )
     assert done.returncode == 0, done.stderr

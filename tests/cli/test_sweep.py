@@ -26,15 +26,23 @@ SMALL = [*DIGITS, "--epochs", "null", "--log.every", "5", "--eval.every", "100"]
 
 
 def trials(*argv, directory="runs/x"):
-    options, fixed, swept = split_arguments([*SMALL, "--steps", "5", "--run_dir", str(directory), *argv])
+    options, fixed, swept = split_arguments(
+        [*SMALL, "--steps", "5", "--run_dir", str(directory), *argv]
+    )
     return make_trials(options, fixed, swept)
 
 
 def test_a_grid_has_every_combination_once():
-    made = trials("--optimizer.lr", "1e-3,3e-3,1e-3", "--seed=0,1", "--model.args.hidden", "[8, 8],[16]")
+    made = trials(
+        "--optimizer.lr", "1e-3,3e-3,1e-3", "--seed=0,1", "--model.args.hidden", "[8, 8],[16]"
+    )
     assert len(made) == 8 == len({trial.directory for trial in made})
-    configs = {(t.config.optimizer.lr, t.config.seed, tuple(t.config.model.args["hidden"])) for t in made}
-    assert configs == {(lr, seed, hidden) for lr in (1e-3, 3e-3) for seed in (0, 1) for hidden in ((8, 8), (16,))}
+    configs = {
+        (t.config.optimizer.lr, t.config.seed, tuple(t.config.model.args["hidden"])) for t in made
+    }
+    assert configs == {
+        (lr, seed, hidden) for lr in (1e-3, 3e-3) for seed in (0, 1) for hidden in ((8, 8), (16,))
+    }
     assert made[0].directory.name == "optimizer.lr=1e-3,seed=0,model.args.hidden=8_8"
     assert all(f"--run_dir={trial.directory}" == trial.arguments[-1] for trial in made)
     assert len(name_of({"model.args.hidden": "1" * 300})) < 255
@@ -63,7 +71,10 @@ def test_a_larger_sample_contains_the_smaller_one():
     ("argv", "words"),
     [
         (["--seed", "1"], "sweep: no key has several values; give one"),
-        (["--optimizer.lrr", "1,2"], "command line: unknown key 'optimizer.lrr'; did you mean 'optimizer.lr'?"),
+        (
+            ["--optimizer.lrr", "1,2"],
+            "command line: unknown key 'optimizer.lrr'; did you mean 'optimizer.lr'?",
+        ),
         (["--optimizer.lr", "1e-3,fast"], "optimizer.lr: 'fast' is not a number"),
         (["--batch_size", "8,0"], "batch_size: 0 is too small"),
         (["--seed", "0,,1"], "seed: '0,,1' has an empty value"),
@@ -71,7 +82,10 @@ def test_a_larger_sample_contains_the_smaller_one():
         (["--seed", "0,1", "2"], "command line: '2' belongs to no option"),
         (["--seed", "0,1", "--jobs", "all"], "--jobs: 'all' is not an integer"),
         (["--seed", "0,1", "--jobs", "0"], "--jobs: 0 is too small; it must be at least 1"),
-        (["--seed", "0,1", "--seed", "7"], "seed: given twice; give it once, with commas between several values"),
+        (
+            ["--seed", "0,1", "--seed", "7"],
+            "seed: given twice; give it once, with commas between several values",
+        ),
         (["--seed", "7", "--seed=0,1"], "seed: given twice"),
         (["--seed", "0,1", "--jobs", "1", "--jobs", "2"], "jobs: given twice"),
         (["--loss.target", "a:b,a_b"], "sweep: two runs have the name 'loss.target=a_b'"),
@@ -79,18 +93,31 @@ def test_a_larger_sample_contains_the_smaller_one():
 )
 def test_bad_input_is_one_line_before_any_run(argv, words, tmp_path):
     done = ended("sweep", *SMALL, "--steps", "5", "--run_dir", tmp_path / "s", *argv, code=2)
-    assert done.stderr.startswith(f"jaxdp: {words}") and len(done.stderr.splitlines()) == 1 and not done.stdout
+    assert (
+        done.stderr.startswith(f"jaxdp: {words}")
+        and len(done.stderr.splitlines()) == 1
+        and not done.stdout
+    )
     assert not (tmp_path / "s").exists()
 
 
 def test_a_directory_that_cannot_be_made_is_one_line():
     done = ended("sweep", *SMALL, "--steps", "5", "--run_dir", "/proc/x", "--seed", "0,1", code=2)
-    assert done.stderr.startswith("jaxdp: run_dir: cannot write in '/proc/x': ") and done.stderr.count("\n") == 1
+    assert (
+        done.stderr.startswith("jaxdp: run_dir: cannot write in '/proc/x': ")
+        and done.stderr.count("\n") == 1
+    )
 
 
 def test_the_tasks_of_a_slurm_array_divide_the_runs():
-    array = {"SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_STEP": "2", "SLURM_ARRAY_TASK_COUNT": "3"}
-    parts = [list(range(8))[array_part({**array, "SLURM_ARRAY_TASK_ID": i})] for i in ("1", "3", "5")]
+    array = {
+        "SLURM_ARRAY_TASK_MIN": "1",
+        "SLURM_ARRAY_TASK_STEP": "2",
+        "SLURM_ARRAY_TASK_COUNT": "3",
+    }
+    parts = [
+        list(range(8))[array_part({**array, "SLURM_ARRAY_TASK_ID": i})] for i in ("1", "3", "5")
+    ]
     assert sorted(i for part in parts for i in part) == list(range(8)) and max(map(len, parts)) == 3
     assert list(range(8))[array_part({})] == list(range(8))
     for task in ("2", "7", "x"):
@@ -109,7 +136,10 @@ def test_a_run_with_a_damaged_config_is_not_finished(tmp_path):
 @pytest.mark.parametrize("changed", [("--data.args.path", "b.npz"), ("--eval.ema", "true")])
 def test_a_run_with_other_data_or_another_evaluation_is_not_finished(tmp_path, changed):
     fixed = ("--seed", "0,1", "--optimizer.ema", "0.9", "--optimizer.schedule", "constant")
-    [trial, _], [other, _] = trials(*fixed, directory=tmp_path), trials(*fixed, *changed, directory=tmp_path)
+    [trial, _], [other, _] = (
+        trials(*fixed, directory=tmp_path),
+        trials(*fixed, *changed, directory=tmp_path),
+    )
     trial.directory.mkdir()
     rundir.write_config(trial.directory, dataclasses.asdict(trial.config))
     assert not trial.is_finished()
@@ -119,9 +149,14 @@ def test_a_run_with_other_data_or_another_evaluation_is_not_finished(tmp_path, c
 
 def test_runs_at_once_share_no_gpu(monkeypatch):
     cores = len(os.sched_getaffinity(0))
-    assert make_slots(None, None, 100) == [{}] * cores and make_slots(None, None, 1) == make_slots(1, None, 5) == [{}]
+    assert make_slots(None, None, 100) == [{}] * cores and make_slots(None, None, 1) == make_slots(
+        1, None, 5
+    ) == [{}]
     monkeypatch.setattr(gpus, "count", lambda: 4)
-    visible = lambda *args: [slot["CUDA_VISIBLE_DEVICES"] for slot in make_slots(*args)]
+
+    def visible(*args):
+        return [slot["CUDA_VISIBLE_DEVICES"] for slot in make_slots(*args)]
+
     assert visible(None, None, 9) == ["0", "1", "2", "3"] and visible(None, 2, 9) == ["0,1", "2,3"]
     assert visible(1, None, 9) == ["0,1,2,3"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
@@ -149,56 +184,109 @@ def test_the_table_is_sorted_by_a_metric(tmp_path):
     assert rows[0].split() == ["0.8", "0.5", "5", "0.1", "a"] and rows[2].split()[1] == "nan"
     unsound = make_run(tmp_path / "wrong" / "d", 0.1, "nan", 1.0)
     assert [run["name"] for run in ranked([unsound, *runs], "accuracy")] == ["a", "b", "d", "c"]
-    named = {"config": unsound["config"] | {"audit.action": "warn"}, "events": [{"kind": "audit_failed"}]}
+    named = {
+        "config": unsound["config"] | {"audit.action": "warn"},
+        "events": [{"kind": "audit_failed"}],
+    }
     assert table([unsound | named], "loss").endswith("d (wrong device)")
     with pytest.raises(UsageError, match="no run has 'acuracy'; did you mean 'accuracy'"):
         ranked(runs, "acuracy")
     assert "contains 3 runs" in ended("report", tmp_path, code=2).output
     (tmp_path / "sweep.json").write_text('{"metric": "loss"}')
     done = ended("report", tmp_path).stdout.splitlines()
-    assert [line.split()[-1] for line in done[1:4]] == ["b", "a", "c"] and f"{tmp_path / 'report.html'}  " in done[4]
+    assert [line.split()[-1] for line in done[1:4]] == [
+        "b",
+        "a",
+        "c",
+    ] and f"{tmp_path / 'report.html'}  " in done[4]
     page = (tmp_path / "report.html").read_text()
     assert page.index('"name":"b"') < page.index('"name":"a"') < page.index('"name":"c"')
 
 
 def test_each_sweep_among_several_stands_for_its_runs(tmp_path):
-    """As a shell makes of `runs/*`. A directory of runs that is no sweep is left out, as everything that is no run."""
-    for name, loss in (("one/a", 0.3), ("one/b", 0.1), ("two/c", 0.2), ("alone", 0.4), ("group/d", 0.5)):
+    """As a shell makes of `runs/*`. A directory of runs that is no sweep is left out, as everything
+    that is no run.
+    """
+    for name, loss in (
+        ("one/a", 0.3),
+        ("one/b", 0.1),
+        ("two/c", 0.2),
+        ("alone", 0.4),
+        ("group/d", 0.5),
+    ):
         make_run(tmp_path / name, 0.1, loss, 0.9)
     for name in ("one", "two", "new"):
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / "sweep.json").write_text('{"metric": "loss"}')
-    page, listed = tmp_path / "page.html", lambda: re.findall('"name":"(.)[^"]*","path"', page.read_text())
+    page, listed = (
+        tmp_path / "page.html",
+        lambda: re.findall('"name":"(.)[^"]*","path"', page.read_text()),
+    )
     ended("report", tmp_path / "one", tmp_path / "two", "--out", page)
     assert listed() == ["b", "c", "a"]  # sorted: both sweeps have the same metric
-    done = ended("report", *(tmp_path / name for name in ("alone", "group", "new", "one", "two")), "--out", page)
-    assert listed() == [*"aabc"] and [line.endswith("; left out") for line in done.stderr.splitlines()] == [True] * 2
+    done = ended(
+        "report",
+        *(tmp_path / name for name in ("alone", "group", "new", "one", "two")),
+        "--out",
+        page,
+    )
+    assert (
+        listed() == [*"aabc"]
+        and [line.endswith("; left out") for line in done.stderr.splitlines()] == [True] * 2
+    )
 
 
 def test_a_sweep_of_which_every_run_failed_has_a_report(tmp_path):
     for name in ("a", "b"):
         make_run(tmp_path / name, 0.1, 0.5, 0.8)
         (tmp_path / name / "metrics.jsonl").write_text("")
-        (tmp_path / name / "events.jsonl").write_text('{"t": 1.0, "kind": "failed", "step": 0, "reason": "nan"}\n')
+        (tmp_path / name / "events.jsonl").write_text(
+            '{"t": 1.0, "kind": "failed", "step": 0, "reason": "nan"}\n'
+        )
     (tmp_path / "sweep.json").write_text('{"metric": "loss"}')
     _, *rows, last = ended("report", tmp_path).stdout.splitlines()
-    assert [row.split()[-2:] for row in rows] == [["a", "(failed)"], ["b", "(failed)"]] and "2 runs" in last
+    assert [row.split()[-2:] for row in rows] == [
+        ["a", "(failed)"],
+        ["b", "(failed)"],
+    ] and "2 runs" in last
 
 
-@pytest.mark.parametrize("more", [{"split": "train", "examples_per_s": 7.0}, {"loss_of": "the last batch"}])
+@pytest.mark.parametrize(
+    "more", [{"split": "train", "examples_per_s": 7.0}, {"loss_of": "the last batch"}]
+)
 def test_a_training_batch_is_not_compared_with_evaluations(tmp_path, more):
-    batch, evaluated = make_run(tmp_path / "a", 0.1, 0.2, 0.9, **more), make_run(tmp_path / "b", 0.2, 0.5, 0.8)
+    batch, evaluated = (
+        make_run(tmp_path / "a", 0.1, 0.2, 0.9, **more),
+        make_run(tmp_path / "b", 0.2, 0.5, 0.8),
+    )
     for metric in ("loss", "accuracy"):
         runs = ranked([batch, evaluated], metric)
         assert [run["name"] for run in runs] == ["b", "a"]
         assert table(runs, metric).splitlines()[2].split()[:4] == ["-", "-", "5", "0.1"]
-    done = ended("report", tmp_path / "a", tmp_path / "b", "--metric", "loss", "--out", tmp_path / "page.html")
+    done = ended(
+        "report",
+        tmp_path / "a",
+        tmp_path / "b",
+        "--metric",
+        "loss",
+        "--out",
+        tmp_path / "page.html",
+    )
     assert done.stdout.splitlines()[2].split()[:4] == ["-", "-", "5", "0.1"]
-    alone = [make_run(tmp_path / name, 0.1, loss, 0.9, **more) for name, loss in (("c", 0.3), ("d", 0.2))]
+    alone = [
+        make_run(tmp_path / name, 0.1, loss, 0.9, **more) for name, loss in (("c", 0.3), ("d", 0.2))
+    ]
     alone.append({**alone[0], "name": "e", "numbers": {}})  # it has no record yet
-    assert [run["name"] for run in ranked(alone, "loss")] == ["d", "c", "e"] and "0.3" in table(alone, "loss")
+    assert [run["name"] for run in ranked(alone, "loss")] == ["d", "c", "e"] and "0.3" in table(
+        alone, "loss"
+    )
     if "examples_per_s" in more:
-        assert table(ranked([evaluated, batch], "examples_per_s"), "examples_per_s").splitlines()[1].split()[0] == "7"
+        assert (
+            table(ranked([evaluated, batch], "examples_per_s"), "examples_per_s")
+            .splitlines()[1]
+            .split()[0]
+            == "7"
+        )
 
 
 def test_a_run_whose_config_is_damaged_is_trained_again(tmp_path):
@@ -218,15 +306,24 @@ def records_of(run, split):
 
 @pytest.mark.slow
 def test_killed_and_continued_no_run_is_made_twice(tmp_path):
-    """SIGKILL of all its processes after the first run has finished; the others go on from where they are."""
+    """SIGKILL of all its processes after the first run has finished; the others go on from where
+    they are.
+    """
     directory = tmp_path / "sweep"
     command = [sys.executable, "-m", "jaxdp", "sweep", *SMALL, "--steps", "100", "--checkpoint.every", "25",
                "--seed", "0,1,2,3", "--jobs", "2", "--run_dir", str(directory)]  # fmt: skip
-    first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    first = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     deadline = time.monotonic() + 300
-    is_noted = lambda: [
-        run for run in finished(directory).values() if '"finished"' in (run / "events.jsonl").read_text()
-    ]
+
+    def is_noted():
+        return [
+            run
+            for run in finished(directory).values()
+            if '"finished"' in (run / "events.jsonl").read_text()
+        ]
+
     while not is_noted():
         assert first.poll() is None and time.monotonic() < deadline, first.communicate()
         time.sleep(0.02)
@@ -237,26 +334,52 @@ def test_killed_and_continued_no_run_is_made_twice(tmp_path):
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert again.returncode == 0, again.stdout + again.stderr
     assert f"4 runs in {directory}, 2 at once; {len(before)} are finished already" in again.stdout
-    assert len(finished(directory)) == 4 and len(again.stdout.splitlines()) == 1 + 4 - len(before) + 5
+    assert (
+        len(finished(directory)) == 4 and len(again.stdout.splitlines()) == 1 + 4 - len(before) + 5
+    )
     for name, run in finished(directory).items():
-        events = [json.loads(line)["kind"] for line in (run / "events.jsonl").read_text().splitlines()]
+        events = [
+            json.loads(line)["kind"] for line in (run / "events.jsonl").read_text().splitlines()
+        ]
         assert events.count("finished") == 1 == len(records(run, "final"))
         assert name not in before or before[name] == (run / "events.jsonl").read_text()
         steps = collections.Counter(record["step"] for record in records(run, "train"))
         assert len(steps) == 20 and set(steps.values()) == {1}
     third = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert third.returncode == 0 and "; 4 are finished already" in third.stdout and "[1/" not in third.stdout
+    assert (
+        third.returncode == 0
+        and "; 4 are finished already" in third.stdout
+        and "[1/" not in third.stdout
+    )
     wrong = ended("sweep", *command[4:], "--metric", "acuracy", code=2)
     assert wrong.stderr == "jaxdp: --metric: no run has 'acuracy'; did you mean 'accuracy'?\n"
     other = ended(
-        "sweep", *SMALL, "--steps", "100", "--seed", "0,1", "--batch_size", "8", "--run_dir", directory, code=2
+        "sweep",
+        *SMALL,
+        "--steps",
+        "100",
+        "--seed",
+        "0,1",
+        "--batch_size",
+        "8",
+        "--run_dir",
+        directory,
+        code=2,
     )
     assert "was trained with another config (batch_size: 64 -> 8)" in other.output
 
 
 @pytest.mark.slow
 def test_a_run_that_fails_is_named_and_a_signal_saves_all(tmp_path):
-    argv = [*SMALL, "--steps", "100000", "--checkpoint.every", "1000000", "--run_dir", str(tmp_path / "sweep")]
+    argv = [
+        *SMALL,
+        "--steps",
+        "100000",
+        "--checkpoint.every",
+        "1000000",
+        "--run_dir",
+        str(tmp_path / "sweep"),
+    ]
     command = [sys.executable, "-m", "jaxdp", "sweep", *argv, "--seed", "0,1,2", "--jobs", "1"]
     sweep = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 300
@@ -270,4 +393,8 @@ def test_a_run_that_fails_is_named_and_a_signal_saves_all(tmp_path):
     argv[-1] = str(tmp_path / "other")
     command = [sys.executable, "-m", "jaxdp", "sweep", *argv, "--model.args.hiden", "[8],[9]"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1 and done.stdout.count("exit code 2 after") == 2 and "hiden" in done.stdout
+    assert (
+        done.returncode == 1
+        and done.stdout.count("exit code 2 after") == 2
+        and "hiden" in done.stdout
+    )

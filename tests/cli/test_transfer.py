@@ -1,4 +1,6 @@
-"""Finetune and export: names matched, arrays in their place to the bit, and every way that it can be refused."""
+"""Finetune and export: names matched, arrays in their place to the bit, and every way that it can
+be refused.
+"""
 
 import contextlib
 import json
@@ -58,7 +60,18 @@ def saved(directory, model, steps=2, **options):
     return jax.tree.map(np.array, state)
 
 
-def begun(source, model, *, average=False, tx=TX, rename=None, load=(".*",), skip=(), train=True, **options):
+def begun(
+    source,
+    model,
+    *,
+    average=False,
+    tx=TX,
+    rename=None,
+    load=(".*",),
+    skip=(),
+    train=True,
+    **options,
+):
     """(the exported state that a run begins with, its strategy, what was matched, what is said)."""
     strategy, step, batch = toys.build(model, toys.data(24), optimizer=(tx, None), **options)
     weights = open_weights(locate(str(source)), average)
@@ -67,7 +80,9 @@ def begun(source, model, *, average=False, tx=TX, rename=None, load=(".*",), ski
     state = begin_with(strategy, weights, found.pairs, tx, step.trainable)
     exported = strategy.export(state)
     numbers = jax.tree.map(np.array, exported)
-    places = jax.tree.map(lambda x, want: x.sharding == want.sharding, exported, strategy.abstract())
+    places = jax.tree.map(
+        lambda x, want: x.sharding == want.sharding, exported, strategy.abstract()
+    )
     assert all(jax.tree.leaves(places.params)) and all(jax.tree.leaves(places.opt_state))
     if train:  # the update donates its state, of which no two arrays may share memory
         assert np.isfinite(strategy.compile(step).update(state, batch(0))[1]["loss"])
@@ -76,7 +91,14 @@ def begun(source, model, *, average=False, tx=TX, rename=None, load=(".*",), ski
 
 def write_export(directory, **options):
     """(the file, its metadata)"""
-    options = {"run_dir": str(directory), "output": None, "step": None, "ema": False, "layout": "jaxdp", **options}
+    options = {
+        "run_dir": str(directory),
+        "output": None,
+        "step": None,
+        "ema": False,
+        "layout": "jaxdp",
+        **options,
+    }
     export(options)
     file = pathlib.Path(options["output"] or directory / "export.safetensors")
     with safe_open(file, framework="np") as opened:
@@ -86,7 +108,9 @@ def write_export(directory, **options):
 def same_bits(a, b):
     assert jax.tree.leaves(a) and jax.tree.structure(a) == jax.tree.structure(b)
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b)):
-        assert x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes(), path_string(path)
+        assert x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes(), (
+            path_string(path)
+        )
 
 
 @pytest.fixture(scope="module")
@@ -109,16 +133,23 @@ def small(tmp_path_factory):
 
 
 PARTS = st.sampled_from(["a", "b", "kernel", "0", "1"])
-NAMES = st.lists(st.lists(PARTS, min_size=1, max_size=3).map("/".join), min_size=1, max_size=8, unique=True)
+NAMES = st.lists(
+    st.lists(PARTS, min_size=1, max_size=3).map("/".join), min_size=1, max_size=8, unique=True
+)
 ONE = jax.ShapeDtypeStruct((2,), np.float32)
-of = lambda names: dict.fromkeys(names, ONE)
+
+
+def of(names):
+    return dict.fromkeys(names, ONE)
 
 
 @settings(max_examples=100, deadline=None)
 @given(ours=NAMES, theirs=NAMES, skip=st.lists(PARTS, max_size=2, unique=True))
 def test_every_name_is_in_one_place(ours, theirs, skip):
     skip = [s for s in skip if any(s in name for name in [*ours, *theirs])]
-    left, offered = ({n for n in names if not any(s in n for s in skip)} for names in (ours, theirs))
+    left, offered = (
+        {n for n in names if not any(s in n for s in skip)} for names in (ours, theirs)
+    )
     if not left & offered or left != offered:
         words = "does not fit the model: " if left & offered else "has none of the arrays to load"
         with pytest.raises(UsageError, match=rf"^init_from: the source {words}"):
@@ -134,7 +165,12 @@ def test_every_name_is_in_one_place(ours, theirs, skip):
 @given(names=NAMES)
 def test_renaming_there_and_back_loads_everything(names):
     there = of([f"model.{name}.w" for name in names])
-    found = match(of(names), there, "it", rename={r"^model\.(.*)\.w$": r"\1", "model": "the second, so not used"})
+    found = match(
+        of(names),
+        there,
+        "it",
+        rename={r"^model\.(.*)\.w$": r"\1", "model": "the second, so not used"},
+    )
     assert found == Match({name: f"model.{name}.w" for name in names}, [], [])
 
 
@@ -169,7 +205,10 @@ def test_renaming_there_and_back_loads_everything(names):
 )  # fmt: skip
 def test_what_does_not_match_is_said_in_one_line(arguments, message):
     arrays = {"head/kernel": ((4, 3), np.float32), "head/bias": ((3,), np.float32)}
-    shapes = lambda arrays: {k: jax.ShapeDtypeStruct(*v) for k, v in arrays.items()}
+
+    def shapes(arrays):
+        return {k: jax.ShapeDtypeStruct(*v) for k, v in arrays.items()}
+
     theirs = {k: jax.ShapeDtypeStruct(*v) for k, v in arguments.pop("theirs", arrays).items()}
     with pytest.raises(UsageError) as error:
         match(shapes(arrays), theirs, "SOURCE", **arguments)
@@ -182,7 +221,9 @@ def test_a_report_names_eight_and_counts_the_others():
     found = match(ours, of([f"layers/{i}" for i in range(10)] + ["other"]), "runs/a", skip=skip)
     assert describe(found, ours, "runs/a").splitlines() == [
         "loaded 10 of 20 parameters, 0 of 1 arrays of the model state, 20 elements, from runs/a",
-        "  left as initialized, skipped: " + ", ".join(f"layers/{i}" for i in range(10, 18)) + " and 3 others",
+        "  left as initialized, skipped: "
+        + ", ".join(f"layers/{i}" for i in range(10, 18))
+        + " and 3 others",
         "  not used from the source: other",
     ]
 
@@ -196,7 +237,11 @@ LAYOUTS = {
     "pjit 3": {"backend": "pjit", "devices": 3},
     "pjit 8, stage 2": {"backend": "pjit", "devices": 8, "layout": {"zero": 2}},
     "pjit 8, stage 3": {"backend": "pjit", "devices": 8, "layout": {"zero": 3}},
-    "pjit 8, stage 3 in groups": {"backend": "pjit", "devices": 8, "layout": {"zero": 3, "shard_size": 4}},
+    "pjit 8, stage 3 in groups": {
+        "backend": "pjit",
+        "devices": 8,
+        "layout": {"zero": 3, "shard_size": 4},
+    },
 }
 
 
@@ -216,7 +261,8 @@ def test_all_but_the_head_is_loaded(blocks, one):
     model = toys.MODELS["blocks"]()
     fresh = toys.build(model, toys.data(24), optimizer=(TX, None))[0].init()
     same_bits(
-        {k: v for k, v in one.params.items() if k != "head"}, {k: v for k, v in source.params.items() if k != "head"}
+        {k: v for k, v in one.params.items() if k != "head"},
+        {k: v for k, v in source.params.items() if k != "head"},
     )
     same_bits(one.params["head"], jax.tree.map(np.array, fresh.params["head"]))
     assert not np.array_equal(one.params["head"]["kernel"], source.params["head"]["kernel"])
@@ -234,10 +280,15 @@ def test_every_strategy_begins_with_the_same_bits(blocks, one, name):
 
 @pytest.mark.slow
 def test_a_device_reads_only_what_it_holds(blocks, monkeypatch):
-    """Of the file, in stage 3 on 8 devices: each element once; and from a checkpoint nothing is whole anywhere."""
+    """Of the file, in stage 3 on 8 devices: each element once; and from a checkpoint nothing is
+    whole anywhere.
+    """
     read = []
     make = jax.make_array_from_callback
-    counted = lambda shape, where, part: make(shape, where, lambda i: (read.append(part(i).size), part(i))[1])
+
+    def counted(shape, where, part):
+        return make(shape, where, lambda i: (read.append(part(i).size), part(i))[1])
+
     monkeypatch.setattr(jax, "make_array_from_callback", counted)
     _, strategy, found, _ = begun(blocks[2], toys.MODELS["blocks"](), **LAYOUTS["pjit 8, stage 3"])
     sizes = {name: x.size for name, x in named(strategy.shapes.params, {}).items()}
@@ -253,8 +304,16 @@ def test_export_and_back_keeps_every_bit(tmp_path, dtype):
         model = mlp()
         state = saved(tmp_path / "a", model, dtype=dtype)
         digest = params_sha256(state.params)
-    file, metadata = write_export(tmp_path / "a")  # without x64, which a process that exports need not have
-    assert metadata == {"format": "jaxdp", "step": "2", "params_sha256": digest, "ema": "false", "config": "{}"}
+    file, metadata = write_export(
+        tmp_path / "a"
+    )  # without x64, which a process that exports need not have
+    assert metadata == {
+        "format": "jaxdp",
+        "step": "2",
+        "params_sha256": digest,
+        "ema": "false",
+        "config": "{}",
+    }
     held = load_file(file)
     assert {x.dtype for x in held.values()} == {np.dtype(DTYPES[dtype])}
     np.testing.assert_array_equal(held["head/kernel"], state.params["head"]["kernel"])
@@ -269,7 +328,9 @@ def test_export_and_back_keeps_every_bit(tmp_path, dtype):
 
 def begin(strategy, file):
     weights = open_weights(file, False)
-    return begin_with(strategy, weights, {name: name for name in weights.arrays}, TX, lambda tree: tree)
+    return begin_with(
+        strategy, weights, {name: name for name in weights.arrays}, TX, lambda tree: tree
+    )
 
 
 @pytest.mark.slow
@@ -284,7 +345,9 @@ def test_what_is_loaded_is_cast_to_our_dtype(tmp_path, kind):
         layout = {"backend": "pjit", "devices": 4, "layout": {"zero": 3}}
         got, *_ = begun(place, mlp(), dtype=dtype, ema=0.9, **layout, train=False)
         same_bits(got.params, cast)
-        assert {x.dtype for x in jax.tree.leaves(got.ema)} == {np.dtype(np.float32)} or dtype == "bfloat16"
+        assert {x.dtype for x in jax.tree.leaves(got.ema)} == {
+            np.dtype(np.float32)
+        } or dtype == "bfloat16"
         same_bits(got.ema, jax.tree.map(lambda x, e: x.astype(e.dtype), cast, got.ema))
 
 
@@ -292,12 +355,16 @@ def test_what_is_loaded_is_cast_to_our_dtype(tmp_path, kind):
 def test_a_new_head(small):
     directory, source, file = small
     with pytest.raises(
-        UsageError, match=r"'head/bias' has shape \(3,\) in .*, but \(7,\) here \(and 1 more do not fit\)"
+        UsageError,
+        match=r"'head/bias' has shape \(3,\) in .*, but \(7,\) here \(and 1 more do not fit\)",
     ):
         begun(directory, mlp(classes=7))
     state, _, _, said = begun(directory, mlp(classes=7), skip=["^head/"], train=False)
     same_bits(state.params["layers"], source.params["layers"])
-    assert state.params["head"]["kernel"].shape == (8, 7) and np.abs(state.params["head"]["kernel"]).sum() > 0
+    assert (
+        state.params["head"]["kernel"].shape == (8, 7)
+        and np.abs(state.params["head"]["kernel"]).sum() > 0
+    )
     assert said.splitlines() == [
         f"loaded 2 of 4 parameters, 264 elements, from {directory}/checkpoints/2",
         "  left as initialized, skipped: head/bias, head/kernel",
@@ -314,12 +381,23 @@ def test_a_new_head(small):
 def test_names_of_another_are_renamed(small, tmp_path):
     """As another library would write them: joined by dots, with names of its own, in float16."""
     params = {name: np.asarray(x) for name, x in named(small[1].params, {}).items()}
-    words = lambda name: "net." + name.replace("/", ".").replace("kernel", "weight")
-    save_file({words(name): x.astype(np.float16) for name, x in params.items()}, tmp_path / "their.safetensors")
+
+    def words(name):
+        return "net." + name.replace("/", ".").replace("kernel", "weight")
+
+    save_file(
+        {words(name): x.astype(np.float16) for name, x in params.items()},
+        tmp_path / "their.safetensors",
+    )
     rename = {r"^net/(.*)weight$": r"\1kernel", "^net/": ""}
     state, _, found, _ = begun(tmp_path / "their.safetensors", mlp(), rename=rename)
-    assert found.pairs["head/kernel"] == "net/head/weight" and not found.skipped and not found.unused
-    same_bits(named(state.params, {}), {k: x.astype(np.float16).astype(np.float32) for k, x in params.items()})
+    assert (
+        found.pairs["head/kernel"] == "net/head/weight" and not found.skipped and not found.unused
+    )
+    same_bits(
+        named(state.params, {}),
+        {k: x.astype(np.float16).astype(np.float32) for k, x in params.items()},
+    )
     nested, *_ = begun(small[0], mlp(), rename={"^(layers)/0": r"\1/0", "^head": "head"})
     same_bits(nested.params, small[1].params)
 
@@ -345,23 +423,32 @@ def test_batchnorms_averages_come_too(tmp_path):
     model = toys.MODELS["resnet"]()
     state = saved(tmp_path, model)
     file, _ = write_export(tmp_path)
-    assert sum(name.startswith("model_state/") for name in load_file(file)) == len(jax.tree.leaves(state.model_state))
+    assert sum(name.startswith("model_state/") for name in load_file(file)) == len(
+        jax.tree.leaves(state.model_state)
+    )
     for place in (tmp_path, file):
-        got, _, found, said = begun(place, model, backend="pjit", devices=8, layout={"zero": 3}, train=False)
+        got, _, found, said = begun(
+            place, model, backend="pjit", devices=8, layout={"zero": 3}, train=False
+        )
         same_bits((got.params, got.model_state), (state.params, state.model_state))
         assert not found.unused and "6 of 6 arrays of the model state" in said
     got, *_ = begun(file, model, skip=["^model_state/"], train=False)
-    assert np.all(got.model_state["stem"]["norm"]["mean"] == 0) and np.any(state.model_state["stem"]["norm"]["mean"])
+    assert np.all(got.model_state["stem"]["norm"]["mean"] == 0) and np.any(
+        state.model_state["stem"]["norm"]["mean"]
+    )
 
 
 @pytest.mark.slow
 def test_optimizer_state_is_that_of_the_loaded_parameters(small):
     """One that begins with a copy of them; and what is frozen has none."""
     keeps = optax.GradientTransformation(
-        lambda params: (jnp.zeros((), jnp.int32), params), lambda updates, state, params=None: (updates, state)
+        lambda params: (jnp.zeros((), jnp.int32), params),
+        lambda updates, state, params=None: (updates, state),
     )
     tx = optax.chain(keeps, optax.sgd(0.1))
-    state, *_ = begun(small[0], mlp(), tx=tx, frozen=["^layers/"], backend="pjit", devices=8, layout={"zero": 3})
+    state, *_ = begun(
+        small[0], mlp(), tx=tx, frozen=["^layers/"], backend="pjit", devices=8, layout={"zero": 3}
+    )
     same_bits(state.opt_state[0][1]["head"], small[1].params["head"])
     assert jax.tree.leaves(state.opt_state[0][1]["layers"]) == []
 
@@ -409,9 +496,13 @@ def test_every_place_that_holds_nothing_is_refused(tmp_path, small, monkeypatch)
 @pytest.mark.slow
 def test_an_average_that_is_not_there_is_refused(tmp_path, small):
     saved(tmp_path, mlp())
-    with pytest.raises(UsageError, match=r"^init.ema: '.*checkpoints/2' has no running average; leave it out"):
+    with pytest.raises(
+        UsageError, match=r"^init.ema: '.*checkpoints/2' has no running average; leave it out"
+    ):
         open_weights(locate(str(tmp_path)), True)
-    with pytest.raises(UsageError, match=r"^init.ema: '.*export.safetensors' has no running average; leave it out"):
+    with pytest.raises(
+        UsageError, match=r"^init.ema: '.*export.safetensors' has no running average; leave it out"
+    ):
         open_weights(locate(str(small[2])), True)
     with pytest.raises(UsageError, match=r"^--ema: '.*' has no running average"):
         write_export(tmp_path, ema=True)
@@ -423,7 +514,9 @@ def test_complex_numbers_of_the_state_are_read_from_a_file(tmp_path):
     weights = open_weights(tmp_path / "state.safetensors", False)
     match(ours, weights.arrays, "it")
     wanted = {
-        "a": jax.ShapeDtypeStruct((4,), np.complex64, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+        "a": jax.ShapeDtypeStruct(
+            (4,), np.complex64, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        )
     }
     same_bits(weights.read(wanted), ours)
 
@@ -439,7 +532,10 @@ def test_numbers_that_numpy_cannot_hold_are_refused(tmp_path):
     ("argv", "message"),
     [
         (["--run_dr", "x"], "command line: unknown option 'run_dr'; did you mean 'run_dir'?"),
-        (["--zzz"], "command line: unknown option 'zzz'; known: run_dir, output, step, ema, layout"),
+        (
+            ["--zzz"],
+            "command line: unknown option 'zzz'; known: run_dir, output, step, ema, layout",
+        ),
         (["--run_dir", "x", "--step", "two"], "--step: 'two' is not an integer"),
         (["--run_dir"], "argument --run_dir: expected one argument"),
         ([], "--run_dir: missing; give the directory of a run, e.g. --run_dir runs/digits"),
@@ -450,12 +546,18 @@ def test_numbers_that_numpy_cannot_hold_are_refused(tmp_path):
             ["--run_dir", "run", "--layout", "llama"],
             "--layout: 'llama' is not one of 'jaxdp', 'huggingface'",
         ),
-        (["--run_dir", "run", "--output", "x.pt"], "--output: 'x.pt' does not end in .safetensors; init_from would"),
+        (
+            ["--run_dir", "run", "--output", "x.pt"],
+            "--output: 'x.pt' does not end in .safetensors; init_from would",
+        ),
         (
             ["--run_dir", "run", "--output", "no/x.safetensors"],
             "--output: 'no/x.safetensors' is in 'no', which does not",
         ),
-        (["--run_dir", "run", "--output", "d.safetensors"], "--output: 'd.safetensors' is a directory; give the path"),
+        (
+            ["--run_dir", "run", "--output", "d.safetensors"],
+            "--output: 'd.safetensors' is a directory; give the path",
+        ),
         (
             ["--run_dir", "run", "--output", "/proc/x.safetensors"],
             "--output: '/proc/x.safetensors' cannot be written (",
@@ -478,10 +580,22 @@ BASE = ["--steps", "2", "--model.target", "MLP", "--data.target", "Digits"]
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--init.skip", '["^head/"]'], "init.skip: ['^head/'], but nothing is loaded; set init_from"),
-        (["--init_from", "x", "--init.load", '["("]'], "init.load: '(' is not a regular expression: missing )"),
-        (["--init_from", "x", "--init.rename", '{"[": "a"}'], "init.rename: '[' is not a regular expression: unterm"),
-        (["--init_from", "x", "--init.skp", "[]"], "command line: unknown key 'init.skp'; did you mean 'init.skip'?"),
+        (
+            ["--init.skip", '["^head/"]'],
+            "init.skip: ['^head/'], but nothing is loaded; set init_from",
+        ),
+        (
+            ["--init_from", "x", "--init.load", '["("]'],
+            "init.load: '(' is not a regular expression: missing )",
+        ),
+        (
+            ["--init_from", "x", "--init.rename", '{"[": "a"}'],
+            "init.rename: '[' is not a regular expression: unterm",
+        ),
+        (
+            ["--init_from", "x", "--init.skp", "[]"],
+            "command line: unknown key 'init.skp'; did you mean 'init.skip'?",
+        ),
     ],
 )
 def test_a_config_that_cannot_be_is_refused(argv, message):
@@ -492,12 +606,18 @@ def test_a_config_that_cannot_be_is_refused(argv, message):
 
 def test_a_config_from_before_a_key_was_there_has_its_default():
     config, *_ = cli.load(BASE)
-    flat = lambda **changed: {**json.loads(json.dumps(vars(config), default=vars)), **changed}
+
+    def flat(**changed):
+        return {**json.loads(json.dumps(vars(config), default=vars)), **changed}
+
     old = flat()
     del old["init"], old["init_from"]
     assert check.changed_numbers(old, config) == []
     old = flat(init_from="runs/a", init={"skip": ["^head/"]})
-    assert check.changed_numbers(old, config) == ["init_from: 'runs/a' -> None", "init.skip: ['^head/'] -> []"]
+    assert check.changed_numbers(old, config) == [
+        "init_from: 'runs/a' -> None",
+        "init.skip: ['^head/'] -> []",
+    ]
 
 
 # The command
@@ -538,7 +658,9 @@ def test_the_command_finetunes_exports_and_goes_on_without_its_source(trained, t
     assert "resumes after step 3" in out and "loaded" not in out
     assert digest(tmp_path / "b") == before != digest(trained / "a")
     refused = ended("train", *run[:4], "--init_from", trained / "a", "--steps", 5, code=2).stderr
-    assert "init_from: " in refused and "changes the numbers" in refused and refused.count("\n") == 1
+    assert (
+        "init_from: " in refused and "changes the numbers" in refused and refused.count("\n") == 1
+    )
 
     done = ended("export", "--run_dir", tmp_path / "b", "--output", tmp_path / "b.safetensors")
     assert f"params_sha256 {before[:16]}" in done.stdout
@@ -547,24 +669,55 @@ def test_the_command_finetunes_exports_and_goes_on_without_its_source(trained, t
     assert metadata["params_sha256"] == before and metadata["step"] == "4"
     assert json.loads(metadata["config"])["init"]["skip"] == ["^head/bias$"]
     refused = ended(
-        "train", "--config", config, "--run_dir", tmp_path / "c", "--init_from", tmp_path / "gone", code=2
+        "train",
+        "--config",
+        config,
+        "--run_dir",
+        tmp_path / "c",
+        "--init_from",
+        tmp_path / "gone",
+        code=2,
     ).stderr
-    assert re.fullmatch(r"jaxdp: init_from: '.*gone' does not exist; give a run directory.*\n", refused)
+    assert re.fullmatch(
+        r"jaxdp: init_from: '.*gone' does not exist; give a run directory.*\n", refused
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_two_processes_begin_with_the_same_bits(trained, tmp_path):
     """Stage 3 split over two processes, from a checkpoint; and what does not fit is said once."""
-    config = ["train.py", "--config", str(write(tmp_path, CONFIG)), "--init_from", str(trained / "a")]
+    config = [
+        "train.py",
+        "--config",
+        str(write(tmp_path, CONFIG)),
+        "--init_from",
+        str(trained / "a"),
+    ]
     split = ["--parallel.backend", "pjit", "--parallel.zero", "3"]
     done = mpirun(2, [*config, *split, "--run_dir", str(tmp_path / "b")], devices=2)
     assert done.returncode == 0 and not done.left, done.output
     assert done.stdout.count("loaded 4 of 4 parameters, 1,210 elements") == 1
     assert digest(tmp_path / "b") == digest(trained / "a")
-    export({"run_dir": str(tmp_path / "b"), "output": None, "step": None, "ema": False, "layout": "jaxdp"})
-    from_file = [*config[:4], str(tmp_path / "b" / "export.safetensors"), "--run_dir", str(tmp_path / "c")]
+    export(
+        {
+            "run_dir": str(tmp_path / "b"),
+            "output": None,
+            "step": None,
+            "ema": False,
+            "layout": "jaxdp",
+        }
+    )
+    from_file = [
+        *config[:4],
+        str(tmp_path / "b" / "export.safetensors"),
+        "--run_dir",
+        str(tmp_path / "c"),
+    ]
     done = mpirun(2, from_file, devices=2)
     assert done.returncode == 0 and digest(tmp_path / "c") == digest(trained / "a"), done.output
     done = mpirun(2, [*config, "--run_dir", str(tmp_path / "d"), "--model.args.hidden", "[8]"])
-    assert done.returncode == 2 and done.stderr.count("init_from: 'head/kernel' has shape (16, 10)") == 1, done.output
+    assert (
+        done.returncode == 2
+        and done.stderr.count("init_from: 'head/kernel' has shape (16, 10)") == 1
+    ), done.output

@@ -144,7 +144,9 @@ def judged(tmp_path, monkeypatch):
 
     def run(*argv, devices=4, **more):
         config = load(["--config", str(tmp_path / "config.yaml"), *argv], "verify")[0]
-        return verify(make_problem(config), jax.devices()[:devices], most=config.verify.strategies, **more)
+        return verify(
+            make_problem(config), jax.devices()[:devices], most=config.verify.strategies, **more
+        )
 
     return run
 
@@ -159,12 +161,27 @@ def command(*argv, cwd, code):
 
 @pytest.mark.slow
 def test_a_good_config_is_verified_by_the_command(tmp_path):
-    argv = ["--config", ROOT / "configs" / "digits_cnn.yaml", "--model.args.widths", "[4, 8]", "--optimizer.ema", "0.9"]
-    done = command(*argv, "--devices", 4, "--updates", 2, "--verify.strategies", 3, cwd=tmp_path, code=0)
+    argv = [
+        "--config",
+        ROOT / "configs" / "digits_cnn.yaml",
+        "--model.args.widths",
+        "[4, 8]",
+        "--optimizer.ema",
+        "0.9",
+    ]
+    done = command(
+        *argv, "--devices", 4, "--updates", 2, "--verify.strategies", 3, cwd=tmp_path, code=0
+    )
     lines = done.stdout.splitlines()
-    said = re.match(r"verified: 4 configurations agree with the oracle; largest relative error (\S+), of ", lines[-1])
+    said = re.match(
+        r"verified: 4 configurations agree with the oracle; largest relative error (\S+), of ",
+        lines[-1],
+    )
     assert said and float(said[1]) < 1e-12 and lines[1].startswith("4 x cpu; 2 updates of ")
-    assert all(re.search(rf"^{name} +ok ", done.stdout, re.MULTILINE) for name in ("data", "repeat", "loss", "padding"))
+    assert all(
+        re.search(rf"^{name} +ok ", done.stdout, re.MULTILINE)
+        for name in ("data", "repeat", "loss", "padding")
+    )
     assert re.findall(r"^\d +(p\w+)", done.stdout, re.MULTILINE) == ["pjit", "pmap", "pjit", "pmap"]
     assert done.stderr.count("\n") >= 8
 
@@ -175,11 +192,15 @@ def test_a_fault_ends_the_command_with_code_1_and_the_cause_in_the_last_line(tmp
     (tmp_path / "config.yaml").write_text(CONFIG)
     small = ["--config", "config.yaml", "--model.target", "MLP", "--model.args.hidden", "[8]"]
     done = command(*small, "--loss.target", "planted.mean", cwd=tmp_path, code=1)
-    assert done.stdout.splitlines()[-1].startswith("not verified: the loss has a sum that does not add up over parts")
+    assert done.stdout.splitlines()[-1].startswith(
+        "not verified: the loss has a sum that does not add up over parts"
+    )
     done = command(*small, "--loss.target", "planted.scalar", cwd=tmp_path, code=2)
     assert done.stderr.startswith("jaxdp: loss: it returned float64[]; a loss returns (sum")
     for tolerance in ("tiny", "inf"):
-        done = ended("verify", "--config", tmp_path / "config.yaml", "--tolerance", tolerance, code=2)
+        done = ended(
+            "verify", "--config", tmp_path / "config.yaml", "--tolerance", tolerance, code=2
+        )
         assert "tolerance" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -217,7 +238,9 @@ def test_a_usage_error_of_the_users_code_is_no_failed_check(judged, tmp_path):
     for fault in ("device", "sync", "count"):
         with pytest.raises(UsageError, match=r"^model: it uses the axis 'data' of the device mesh"):
             judged("--model.args.fault", fault)
-    done = command("--config", "config.yaml", "--loss.target", "refusing.loss", cwd=tmp_path, code=2)
+    done = command(
+        "--config", "config.yaml", "--loss.target", "refusing.loss", cwd=tmp_path, code=2
+    )
     assert done.stderr.strip() == "jaxdp: loss: this loss needs labels" and not done.stdout
 
 
@@ -253,10 +276,18 @@ def test_exact_prints_a_digest_of_every_way_to_train_and_a_verdict(tmp_path):
     assert {row[:2] for row in rows} >= {("1", "0"), *(("2", str(zero)) for zero in range(4))}
     (digest,) = {row[2] for row in rows}
     last = done.stdout.splitlines()[-1]
-    assert last.startswith(f"exact: {len(rows)} configurations give the same bits; params_sha256 {digest}")
+    assert last.startswith(
+        f"exact: {len(rows)} configurations give the same bits; params_sha256 {digest}"
+    )
 
-    done = command(*argv, "--model.args.fault", "device", "--optimizer.target", "lamb", cwd=tmp_path, code=1)
-    refused = [line for line in done.stdout.splitlines() if "refused" in line and "zero" not in line.split()[:3]]
+    done = command(
+        *argv, "--model.args.fault", "device", "--optimizer.target", "lamb", cwd=tmp_path, code=1
+    )
+    refused = [
+        line
+        for line in done.stdout.splitlines()
+        if "refused" in line and "zero" not in line.split()[:3]
+    ]
     assert sum("optimizer.target: lamb: it is not elementwise" in line for line in refused) == 6
     assert re.search("FAILED +differs from update 1 on, in params/", done.stdout)
     assert re.match(
@@ -264,8 +295,13 @@ def test_exact_prints_a_digest_of_every_way_to_train_and_a_verdict(tmp_path):
         r"devices 2 .*: differs from update 1 on, in params/",
         done.stdout.splitlines()[-1],
     )
-    said = command(*argv[:3], "--microbatches", 12, "--precision.reduce", "bfloat16", cwd=tmp_path, code=2).stderr
-    assert said.startswith("jaxdp: precision.reduce: bfloat16 with reduction: exact") and said.count("\n") == 1
+    said = command(
+        *argv[:3], "--microbatches", 12, "--precision.reduce", "bfloat16", cwd=tmp_path, code=2
+    ).stderr
+    assert (
+        said.startswith("jaxdp: precision.reduce: bfloat16 with reduction: exact")
+        and said.count("\n") == 1
+    )
 
 
 @pytest.mark.slow
@@ -286,7 +322,13 @@ batch_size: 24
 optimizer: {target: adam, lr: 1.0e-2}
 verify: {strategies: 1}
 """
-QUICK = ("model imported_count", "rate by devices", "data by neighbors", "evaluation by devices", "linen")
+QUICK = (
+    "model imported_count",
+    "rate by devices",
+    "data by neighbors",
+    "evaluation by devices",
+    "linen",
+)
 
 
 def cases(table):
@@ -305,13 +347,19 @@ def test_what_depends_on_devices_time_or_chance_is_found(tmp_path, case):
     argv, cause = verify_cases.FAULTS[case]
     report = verified(tmp_path, argv)
     assert not report.verified and re.search(cause, report.causes[0]), report.causes
-    assert not any(check.name == "padding" for check in report.checks)  # noise is not blamed on a mask
+    assert not any(
+        check.name == "padding" for check in report.checks
+    )  # noise is not blamed on a mask
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("case", ["optimizer from update 50, device_count", "order, today", "length, WORLD_SIZE"])
+@pytest.mark.parametrize(
+    "case", ["optimizer from update 50, device_count", "order, today", "length, WORLD_SIZE"]
+)
 def test_what_depends_on_the_surroundings_is_found(case):
-    """What three updates on these devices do not show; all cases: `test_no_fault_is_missed_and_no_innocent_accused`."""
+    """What three updates on these devices do not show; all cases:
+    `test_no_fault_is_missed_and_no_innocent_accused`.
+    """
     report = elsewhere_cases.verified(elsewhere_cases.FAULTS[case], devices=2)
     expected = {
         "optimizer from update 50, device_count": r"another program in .*: the optimizer at .*cases\.py:\d+",
@@ -333,10 +381,14 @@ def test_no_fault_is_missed_and_no_innocent_accused(devices):
     reports = {row["case"]: row for row in map(json.loads, lines)}
     assert len(elsewhere_cases.FAULTS) >= 40 <= len(elsewhere_cases.INNOCENT), done.stderr
     assert [case for case in elsewhere_cases.FAULTS if not reports[case]["failed"]] == []
-    assert {case: reports[case] for case in elsewhere_cases.INNOCENT if reports[case]["failed"]} == {}
+    assert {
+        case: reports[case] for case in elsewhere_cases.INNOCENT if reports[case]["failed"]
+    } == {}
     alone = "nothing was compared on several devices"
     for case in elsewhere_cases.INNOCENT:
-        assert [cause[: len(alone)] for cause in reports[case]["causes"]] == [alone] * (devices == 1), case
+        assert [cause[: len(alone)] for cause in reports[case]["causes"]] == [alone] * (
+            devices == 1
+        ), case
 
 
 @pytest.mark.slow
@@ -359,7 +411,9 @@ def test_a_device_adds_the_gradients_of_its_microbatches_in_float32(tmp_path, dt
     (tmp_path / "config.yaml").write_text(elsewhere_cases.CONFIG)
     config = load(["--config", str(tmp_path / "config.yaml"), *NARROW[dtype]], "verify")[0]
     parts = make_parts(config)
-    strategy, step = make_variant(config, parts, ONE_DEVICE._replace(accumulate=accumulate), jax.devices()[:1])
+    strategy, step = make_variant(
+        config, parts, ONE_DEVICE._replace(accumulate=accumulate), jax.devices()[:1]
+    )
     state = strategy.export(strategy.init())
     assert error_of_sum(parts, step, state) < 1e-6
     if dtype == "float16":  # some overflow alone, some only as a sum
@@ -373,19 +427,35 @@ def test_a_device_adds_the_gradients_of_its_microbatches_in_float32(tmp_path, dt
 def test_a_run_is_verified_in_its_own_precision_too(dtype):
     report = elsewhere_cases.verified(NARROW[dtype], devices=4)
     [check] = [check for check in report.checks if check.name == f"in {dtype}"]
-    assert check.verdict == "ok" and "4 configurations skip the same updates" in check.text and report.verified
+    assert (
+        check.verdict == "ok"
+        and "4 configurations skip the same updates" in check.text
+        and report.verified
+    )
 
 
 def test_what_one_precision_alone_shows_is_reported():
     """Sums that are rounded or overflow, skipped updates and losses that differ."""
-    one = {"loss": np.array([2.0, 1.0]), "skipped": np.array([0, 0]), "loss_scale": np.array([8.0, 8.0])}
+    one = {
+        "loss": np.array([2.0, 1.0]),
+        "skipped": np.array([0, 0]),
+        "loss_scale": np.array([8.0, 8.0]),
+    }
     other = {**one, "skipped": np.array([0, 1])}
-    judge = lambda other, **sums: check_own_precision(OwnPrecision({"a": one, "b": other}, sums), np.dtype(np.float16))
-    assert judge(one, scan=1e-7).verdict == "ok" and judge({**one, "loss": one["loss"] * 1.001}).verdict == "ok"
+
+    def judge(other, **sums):
+        return check_own_precision(OwnPrecision({"a": one, "b": other}, sums), np.dtype(np.float16))
+
+    assert (
+        judge(one, scan=1e-7).verdict == "ok"
+        and judge({**one, "loss": one["loss"] * 1.001}).verdict == "ok"
+    )
     for check, text in {
         judge(one, vmap=np.inf): "parallel.accumulate: vmap a device rounds the sum",
         judge(other): "skipped of update 2 is 1 with b, but 0 with a",
-        judge({**one, "loss_scale": np.array([8.0, 4.0])}): "loss_scale of update 2 is 4 with b, but 8 with a",
+        judge(
+            {**one, "loss_scale": np.array([8.0, 4.0])}
+        ): "loss_scale of update 2 is 4 with b, but 8 with a",
         judge({**one, "loss": np.array([2.0, np.nan])}): "loss of update 2 is nan with b",
     }.items():
         assert check.verdict == "FAILED" and text in check.text
@@ -395,14 +465,24 @@ def test_what_one_precision_alone_shows_is_reported():
 def test_an_evaluation_that_counts_padding_is_found(tmp_path):
     argv = [*verify_cases.named("model", "evaluated", plant="padding"), *verify_cases.EVALUATED]
     report = verified(tmp_path, [*argv, "--batch_size", "20"])
-    assert len(report.causes) == 1 and "padded examples: with other examples there, in evaluation" in report.causes[0]
+    assert (
+        len(report.causes) == 1
+        and "padded examples: with other examples there, in evaluation" in report.causes[0]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size, verdict", [(24, "note"), (20, "FAILED")])
 def test_padding_is_judged_where_it_is(tmp_path, size, verdict):
-    """The evaluation has padding in both; of a model whose training alone counts it, that says nothing."""
-    argv = [*verify_cases.named("model", "centered"), *verify_cases.EVALUATED, "--eval.data.args.size", "23"]
+    """The evaluation has padding in both; of a model whose training alone counts it, that says
+    nothing.
+    """
+    argv = [
+        *verify_cases.named("model", "centered"),
+        *verify_cases.EVALUATED,
+        "--eval.data.args.size",
+        "23",
+    ]
     report = verified(tmp_path, [*argv, "--batch_size", str(size), "--microbatches", "4"])
     [check] = [check for check in report.checks if check.name == "padding"]
     assert check.verdict == verdict and "with other examples there, gradient" in check.text
@@ -411,26 +491,36 @@ def test_padding_is_judged_where_it_is(tmp_path, size, verdict):
 @pytest.mark.slow
 def test_a_comparison_with_one_device_alone_verifies_nothing(tmp_path):
     report = verified(tmp_path, verify_cases.named("model", "pair"), devices=1)
-    assert report.passed and report.causes[0].startswith("nothing was compared on several devices; use --devices 2")
+    assert report.passed and report.causes[0].startswith(
+        "nothing was compared on several devices; use --devices 2"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("argv", [verify_cases.named("model", "stopped"), ["--optimizer.lr", "0"]])
 def test_a_model_without_gradients_or_steps_is_not_verified(tmp_path, argv):
     report = verified(tmp_path, argv)
-    assert report.reference.compared == (0, 4) and report.causes == ["no parameter was compared that training moves"]
+    assert report.reference.compared == (0, 4) and report.causes == [
+        "no parameter was compared that training moves"
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", cases(verify_cases.GOOD))
 def test_what_does_not_depend_on_the_host_is_not_accused(tmp_path, case):
-    report = verified(tmp_path, verify_cases.GOOD[case], updates=3)  # two of lion may go there and back
+    report = verified(
+        tmp_path, verify_cases.GOOD[case], updates=3
+    )  # two of lion may go there and back
     assert report.verified, report.causes
     judged, every = report.reference.compared
     uncompared = [path for path in report.reference.uncompared if path.startswith("params/")]
-    assert len(uncompared) == (case in ("bias before BatchNorm", "attention"))  # of keys, too, a bias has no gradient
+    assert len(uncompared) == (
+        case in ("bias before BatchNorm", "attention")
+    )  # of keys, too, a bias has no gradient
     assert judged and every - judged == len(uncompared) + (case == "unused parameter")
-    assert f"{judged} of {every} trained leaves compared" in as_text(report, "title").splitlines()[-1]
+    assert (
+        f"{judged} of {every} trained leaves compared" in as_text(report, "title").splitlines()[-1]
+    )
 
 
 RANKS = {  # what a rank has of its own: (arguments, what is refused before training)
@@ -446,7 +536,9 @@ RANKS = {  # what a rank has of its own: (arguments, what is refused before trai
 
 @pytest.mark.slow
 @pytest.mark.mpi
-@pytest.mark.parametrize("case", [pytest.param(k, marks=[] if k == "model" else pytest.mark.slow) for k in RANKS])
+@pytest.mark.parametrize(
+    "case", [pytest.param(k, marks=[] if k == "model" else pytest.mark.slow) for k in RANKS]
+)
 def test_ranks_whose_programs_differ_are_refused_before_training(tmp_path, case):
     argv, cause = RANKS[case]
     done = on_ranks("train", tmp_path, *argv, "--run_dir", str(tmp_path / "run"))
@@ -465,13 +557,25 @@ def test_ranks_whose_programs_differ_are_refused_before_training(tmp_path, case)
     ],
 )
 def test_ranks_whose_compilers_are_told_other_things_are_refused(tmp_path, flag, values, fact):
-    """Replicas that each rank updates by itself would drift apart; JAX fails where ranks have more devices."""
+    """Replicas that each rank updates by itself would drift apart; JAX fails where ranks have more
+    devices.
+    """
     code = "import os; rank = int(os.environ['OMPI_COMM_WORLD_RANK']); os.environ['XLA_FLAGS'] = "
     code += f"'--xla_{flag}=' + {values}[rank]; from jaxdp.cli import main; main()"
     (tmp_path / "config.yaml").write_text(TINY)
-    argv = ["-c", code, "train", "--config", str(tmp_path / "config.yaml"), "--run_dir", str(tmp_path / "run")]
+    argv = [
+        "-c",
+        code,
+        "train",
+        "--config",
+        str(tmp_path / "config.yaml"),
+        "--run_dir",
+        str(tmp_path / "run"),
+    ]
     done = launch.mpirun(2, argv, env={"PYTHONPATH": f"{ROOT}:{launch.SUPPORT}"}, timeout=300)
-    assert done.returncode == 2 and f"has {fact}" in done.stderr and "Traceback" not in done.stderr, done.output
+    assert (
+        done.returncode == 2 and f"has {fact}" in done.stderr and "Traceback" not in done.stderr
+    ), done.output
 
 
 @pytest.mark.mpi
@@ -479,12 +583,17 @@ def test_ranks_whose_compilers_are_told_other_things_are_refused(tmp_path, flag,
 def test_the_processes_of_a_job_verify_together(tmp_path):
     done = on_ranks("verify", tmp_path, "--updates", "1", "--verify.strategies", "3")
     assert done.returncode == 0 and done.stdout.count("verified: ") == 1, done.output  # one report
-    assert "2 x cpu in 2 processes" in done.stdout and "4 of 4 trained leaves compared" in done.stdout
+    assert (
+        "2 x cpu in 2 processes" in done.stdout and "4 of 4 trained leaves compared" in done.stdout
+    )
     assert re.findall(r"^(\d) +p\w+", done.stdout, re.MULTILINE)[1:] == ["2"] * 3
     for case, (argv, cause) in RANKS.items():
         done = on_ranks("verify", tmp_path, *argv)
         assert done.returncode == 2 and "verified" not in done.stdout, (case, done.output)
-        assert re.search(rf"^jaxdp: .*rank 1 \(host .*\) has {cause}", done.stderr, re.MULTILINE), (case, done.output)
+        assert re.search(rf"^jaxdp: .*rank 1 \(host .*\) has {cause}", done.stderr, re.MULTILINE), (
+            case,
+            done.output,
+        )
 
 
 def on_ranks(verb, tmp_path, *argv):
@@ -497,7 +606,12 @@ def on_ranks(verb, tmp_path, *argv):
 @pytest.mark.slow
 def test_what_is_right_passes_and_what_is_worth_knowing_is_said(judged):
     report = judged("--optimizer.target", "lamb", updates=1)
-    assert report.verified and {c.name for c in report.checks} >= {"data", "repeat", "loss", "padding"}
+    assert report.verified and {c.name for c in report.checks} >= {
+        "data",
+        "repeat",
+        "loss",
+        "padding",
+    }
     report = judged("--model.args.fault", "narrow", updates=2)
     assert report.verified and "allowed 1e-05" in report.agreement and report.largest.error > 1e-9
     note = next(c for c in report.checks if c.name == "precision")
@@ -511,7 +625,9 @@ def test_a_model_that_cannot_be_traced_in_float64_is_compared_in_float32():
 
     def apply(params, state, batch, key, train):
         x = batch["inputs"].reshape(len(batch["inputs"]), -1) @ params["kernel"]
-        return jax.lax.fori_loop(0, 2, lambda _, total: total + x, jnp.zeros(x.shape, jnp.float32)), state
+        return jax.lax.fori_loop(
+            0, 2, lambda _, total: total + x, jnp.zeros(x.shape, jnp.float32)
+        ), state
 
     with settings(jax.devices()[0]):
         fixed = problem(Model(init, apply))
@@ -526,22 +642,34 @@ NOISE = "params/Dense_0/bias"
 @pytest.mark.slow
 def test_a_gradient_of_rounding_noise_is_set_apart_and_named(judged):
     report = judged("--model.args.fault", "noise")
-    assert report.verified and {p for p in report.reference.uncompared if p.startswith("params/")} == {NOISE}
-    assert any(c.name == "rounding" and re.match(f"not compared, .*{NOISE}", c.text) for c in report.checks)
+    assert report.verified and {
+        p for p in report.reference.uncompared if p.startswith("params/")
+    } == {NOISE}
+    assert any(
+        c.name == "rounding" and re.match(f"not compared, .*{NOISE}", c.text) for c in report.checks
+    )
     assert "5 of 6 trained leaves compared" in as_text(report, "title").splitlines()[-1]
     assert report.largest.error < 1e-11  # the running mean moves with the bias
     whole_steps = ["--optimizer.args.eps", "1e-30"]  # Adam makes steps even of gradients of 1e-18
     # half of this bias goes into the norm, and the other half does not
     report = judged("--model.args.fault", "part", *whole_steps)
     mean = "model_state/batch_stats/BatchNorm_0/mean"
-    assert report.verified and set(report.reference.zero) == {NOISE} and mean in report.reference.uncompared
+    assert (
+        report.verified
+        and set(report.reference.zero) == {NOISE}
+        and mean in report.reference.uncompared
+    )
     assert report.reference.compared == (6, 6) and NOISE not in report.reference.uncompared
 
 
 @pytest.mark.slow
-def test_what_only_fails_in_some_strategies_is_told_by_what_they_have_in_common(judged, monkeypatch):
+def test_what_only_fails_in_some_strategies_is_told_by_what_they_have_in_common(
+    judged, monkeypatch
+):
     good = xla()
-    lossy = good._replace(reduce=lambda tree, axes: jax.tree.map(lambda x: 0.5 * x, good.reduce(tree, axes)))
+    lossy = good._replace(
+        reduce=lambda tree, axes: jax.tree.map(lambda x: 0.5 * x, good.reduce(tree, axes))
+    )
     monkeypatch.setitem(REDUCTIONS, "bucket", lambda *args, **more: lossy)
     report = judged("--optimizer.target", "sgd", "--verify.strategies", "4", updates=1)
     assert not report.verified and "reduction bucket" in report.causes[0]
@@ -563,11 +691,28 @@ def problem(model, dataset=None, **more):
 
 @pytest.mark.slow
 def test_every_kind_of_state_is_compared(judged):
-    more = ["--optimizer.clip_norm", "0.5", "--optimizer.ema", "0.9", "--optimizer.frozen", "[head/bias]"]
-    more += ["--model.target", "verify_cases.recurrent", "--data.target", "verify_cases.shaped", "--batch_size", "16"]
+    more = [
+        "--optimizer.clip_norm",
+        "0.5",
+        "--optimizer.ema",
+        "0.9",
+        "--optimizer.frozen",
+        "[head/bias]",
+    ]
+    more += [
+        "--model.target",
+        "verify_cases.recurrent",
+        "--data.target",
+        "verify_cases.shaped",
+        "--batch_size",
+        "16",
+    ]
     report = judged(*more, "--optimizer.weight_decay", "0.1", "--verify.strategies", "2")
-    # The mean over a microbatch counts padding, which the check of padding finds; everything else agrees.
-    assert [c.verdict for c in report.checks][:4] == ["ok", "ok", "ok", "FAILED"] and len(report.causes) == 1
+    # The mean over a microbatch counts padding, which the check of padding finds; everything else
+    # agrees.
+    assert [c.verdict for c in report.checks][:4] == ["ok", "ok", "ok", "FAILED"] and len(
+        report.causes
+    ) == 1
     assert not report.failed and report.largest.error < 1e-13
     for result in report.results:
         groups = {path.split("/")[0] for path in result.errors}
@@ -577,17 +722,28 @@ def test_every_kind_of_state_is_compared(judged):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["mlp", "resnet", "dropout"])
 def test_the_oracle_agrees_with_one_that_shares_nothing_with_it(model):
-    forward = {"mlp": plain_oracle.mlp, "resnet": plain_oracle.resnet, "dropout": plain_oracle.dropout_mlp}[model]
+    forward = {
+        "mlp": plain_oracle.mlp,
+        "resnet": plain_oracle.resnet,
+        "dropout": plain_oracle.dropout_mlp,
+    }[model]
     data = toys.data(48, dtype="float64")
     with settings(jax.devices()[0]):
         made, tx = toys.MODELS[model](), optax.adamw(1e-2, weight_decay=0.1)
         cursor = EpochOrder(48, 16, 8, 0, shuffle=False)
         batches = [read_batch(Arrays(**data), cursor, i, np.arange(8)) for i in range(3)]
-        params, state = made.init(jax.random.key(0), {"inputs": jnp.zeros((2, *toys.SHAPE)), "mask": jnp.ones(2, bool)})
+        params, state = made.init(
+            jax.random.key(0), {"inputs": jnp.zeros((2, *toys.SHAPE)), "mask": jnp.ones(2, bool)}
+        )
         params, state = jax.tree.map(lambda x: x.astype(jnp.float64), (params, state))
         one = problem(made, Arrays(**data))
-        got = train(Setup(one, Trial(batches, {}, cursor), Start(params, state), make_oracle(one)), UpdateRule(tx))
-        want = plain_oracle.train(forward, params, state, tx, data, steps=3, batch_size=16, microbatches=8)
+        got = train(
+            Setup(one, Trial(batches, {}, cursor), Start(params, state), make_oracle(one)),
+            UpdateRule(tx),
+        )
+        want = plain_oracle.train(
+            forward, params, state, tx, data, steps=3, batch_size=16, microbatches=8
+        )
         assert toys.relative_error((got.params, got.model_state), want)[0] < 1e-12
 
 
@@ -603,16 +759,28 @@ def test_every_value_of_every_factor_meets_every_stage():
     )
     met = set().union(*map(pairs, rows))
     stages = {(name, zero) for name, zeros in STAGES.items() for zero in zeros}
-    for factor, values in {"devices": (8, 3), "reduction": ("xla", "bucket"), "accumulate": ("vmap", "scan")}.items():
+    for factor, values in {
+        "devices": (8, 3),
+        "reduction": ("xla", "bucket"),
+        "accumulate": ("vmap", "scan"),
+    }.items():
         assert {(("stage", s), (factor, v)) for s in stages for v in values} <= met
-    split = {(("stage", ("pjit", zero)), ("gradient_buffer", a)) for zero in (2, 3) for a in ("sharded", "replicated")}
-    groups = {(("stage", ("pjit", zero)), ("shard_size", n)) for zero in (1, 2, 3) for n in (None, 4)}
+    split = {
+        (("stage", ("pjit", zero)), ("gradient_buffer", a))
+        for zero in (2, 3)
+        for a in ("sharded", "replicated")
+    }
+    groups = {
+        (("stage", ("pjit", zero)), ("shard_size", n)) for zero in (1, 2, 3) for n in (None, 4)
+    }
     assert split | groups <= met
     assert choose_configurations(Configuration(1, "pmap"), devices[:1])[0].devices == 1
     for reduction in FORMATS:
         own = Configuration(8, "pjit", 3, reduction)
         rows = choose_configurations(own, devices)
-        assert rows[1] == own and all(map(is_meaningful, rows)) and 3 in {row.devices for row in rows}
+        assert (
+            rows[1] == own and all(map(is_meaningful, rows)) and 3 in {row.devices for row in rows}
+        )
         assert {row.reduction for row in rows} == {"xla", "bucket", reduction}
         assert all(row.accumulate == "vmap" for row in rows if row.reduction == reduction)
 
@@ -630,7 +798,10 @@ def test_training_that_amplifies_rounding_is_slowed_down():
 
 @pytest.mark.parametrize("gradient", ["noise", "zero", "zero in part"])
 def test_what_is_not_judged_is_not_verified_unless_its_gradient_is_zero(gradient):
-    rng, rounding = np.random.default_rng(0), {"noise": 1.0, "zero": 1e-17, "zero in part": 1e-17}[gradient]
+    rng, rounding = (
+        np.random.default_rng(0),
+        {"noise": 1.0, "zero": 1e-17, "zero in part": 1e-17}[gradient],
+    )
 
     def trained(params, rate):
         grads = {"a": np.ones(3), "b": rounding * rng.normal(size=3)}
@@ -648,7 +819,9 @@ def test_what_is_not_judged_is_not_verified_unless_its_gradient_is_zero(gradient
     assert set(found.unexplained) == ({"params/b"} if gradient == "noise" else set())
     if gradient == "zero in part":
         assert list(found.zero["params/b"]) == [True, True, False] and found.compared == (2, 2)
-        other = found.trained._replace(params={**found.trained.params, "b": np.array([9.0, 9.0, 4.0])})
+        other = found.trained._replace(
+            params={**found.trained.params, "b": np.array([9.0, 9.0, 4.0])}
+        )
         assert found.errors(found.trained, {"loss": np.ones(1)}, 1e-10)["params/b"] == 0
         assert found.errors(other, {"loss": np.ones(1)}, 1e-10)["params/b"] > 0.1
     else:
@@ -656,12 +829,21 @@ def test_what_is_not_judged_is_not_verified_unless_its_gradient_is_zero(gradient
 
 
 def test_parameters_are_compared_by_what_they_move():
-    """An update of twice the size is found where it is small beside the parameters, and the model is not precise."""
+    """An update of twice the size is found where it is small beside the parameters, and the model
+    is not precise.
+    """
 
     def trained(params, rate, times=1.0):
         noise = 1 + 0.01 * np.sin(1e4 * params["a"])
         return Trained(
-            params, {"a": params["a"] - 1e-3 * times * noise}, {}, {}, None, None, {"loss": np.ones(1)}, [params]
+            params,
+            {"a": params["a"] - 1e-3 * times * noise},
+            {},
+            {},
+            None,
+            None,
+            {"loss": np.ones(1)},
+            [params],
         )
 
     params = {"a": np.linspace(1.0, 2.0, 50)}
@@ -684,7 +866,10 @@ def test_what_is_too_large_or_too_small_is_refused_with_what_to_set(monkeypatch)
     with settings(jax.devices()[0]):
         trial = make_trial(small, 4, 1)
         monkeypatch.setattr("jaxdp.distributed.hosts.free_memory", lambda: 1e3)
-        with pytest.raises(UsageError, match=r"verify.model_args: 291 parameters need .* --verify.model_args.layers 2"):
+        with pytest.raises(
+            UsageError,
+            match=r"verify.model_args: 291 parameters need .* --verify.model_args.layers 2",
+        ):
             check_memory(small, trial, jax.devices()[:4])
     few = problem(toys.MODELS["mlp"](), Arrays(**toys.data(5)))
     with pytest.raises(UsageError, match="data: 5 examples cannot be split into 8 microbatches"):

@@ -1,4 +1,6 @@
-"""The doctor finds what is planted, for real: each fault is a line with its fix, alone and among ranks."""
+"""The doctor finds what is planted, for real: each fault is a line with its fix, alone and among
+ranks.
+"""
 
 import importlib.metadata
 import json
@@ -42,15 +44,32 @@ def bad(checks):
 
 @pytest.mark.slow
 def test_a_machine_that_is_well_and_what_is_planted_around_it(tmp_path):
-    """One examination each: with nothing wrong, and with all that may be wrong at once, side by side."""
+    """One examination each: with nothing wrong, and with all that may be wrong at once, side by
+    side.
+    """
     began = time.monotonic()
     well, ill = processes_of(tmp_path)
     assert well.returncode == 0 and time.monotonic() - began < 40, well.stdout + well.stderr
     found = read(well.stdout)
     assert all(check["status"] != FAILURE for checks in found.values() for check in checks)
-    assert {"python", "jax", "jaxlib", "run_dir", "shared memory", "open files", "bindings", "devices"} <= set(found)
-    assert not find("openmpi5") or "processes that see each other, with Open MPI v5" in found["mpirun"][0]["found"]
-    assert found["devices"][0]["found"].startswith("2 x cpu") and "right" not in found["all-reduce"][0]["found"]
+    assert {
+        "python",
+        "jax",
+        "jaxlib",
+        "run_dir",
+        "shared memory",
+        "open files",
+        "bindings",
+        "devices",
+    } <= set(found)
+    assert (
+        not find("openmpi5")
+        or "processes that see each other, with Open MPI v5" in found["mpirun"][0]["found"]
+    )
+    assert (
+        found["devices"][0]["found"].startswith("2 x cpu")
+        and "right" not in found["all-reduce"][0]["found"]
+    )
 
     assert ill.returncode == 1, ill.stdout + ill.stderr
     found = read(ill.stdout)
@@ -63,10 +82,16 @@ def test_a_machine_that_is_well_and_what_is_planted_around_it(tmp_path):
     ), aborted
     assert any("JAX_ENABLE_X64=1" in t for t in texts) and any("JAXDP_TIMOUT" in t for t in texts)
     assert "did you mean 'JAXDP_TIMEOUT'?" in [check["fix"] for check in found["environment"]]
-    assert found["open files"][0]["status"] == FAILURE and "64 at most" in found["open files"][0]["found"]
+    assert (
+        found["open files"][0]["status"] == FAILURE
+        and "64 at most" in found["open files"][0]["found"]
+    )
     if find("openmpi5") and find("mpich"):
         (mismatch,) = bad(found["mpi4py"])
-        assert "started 2 processes, but mpi4py sees 1, since it loaded 'Open MPI v5" in mismatch["found"], mismatch
+        assert (
+            "started 2 processes, but mpi4py sees 1, since it loaded 'Open MPI v5"
+            in mismatch["found"]
+        ), mismatch
         assert mismatch["status"] == FAILURE and "MPI4PY_LIBMPI" in mismatch["fix"]
 
 
@@ -78,11 +103,18 @@ def processes_of(tmp_path):
         "JAXDP_TIMOUT": "5",
     }
     library = pathlib.Path(sys.prefix) / "lib" / "libmpi.so.40"
-    if (mpich := find("mpich")) and library.exists():  # its mpirun is first on PATH, and mpi4py loads Open MPI
-        faults |= {"PATH": f"{os.path.dirname(mpich)}:{os.environ['PATH']}", "MPI4PY_LIBMPI": str(library)}
+    if (
+        mpich := find("mpich")
+    ) and library.exists():  # its mpirun is first on PATH, and mpi4py loads Open MPI
+        faults |= {
+            "PATH": f"{os.path.dirname(mpich)}:{os.environ['PATH']}",
+            "MPI4PY_LIBMPI": str(library),
+        }
     jobs = []
     for env, before in (({}, ""), (faults, "ulimit -n 64; ")):
-        command = f'{before}exec "{sys.executable}" -m jaxdp doctor --json --run_dir "{tmp_path}/run"'
+        command = (
+            f'{before}exec "{sys.executable}" -m jaxdp doctor --json --run_dir "{tmp_path}/run"'
+        )
         jobs.append(
             subprocess.Popen(
                 ["sh", "-c", command], cwd=ROOT, env=environment(env, 2), text=True,
@@ -104,10 +136,16 @@ def test_an_old_jax_is_named_with_the_bounds(tmp_path):
     (tmp_path / "jax").mkdir()
     (tmp_path / "jax" / "__init__.py").write_text('__version__ = "0.4.30"\n')
     env = environment({"PYTHONPATH": str(tmp_path)}, 1)
-    done = subprocess.run([sys.executable, *DOCTOR], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, *DOCTOR], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 1 and not done.stderr, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    (at,) = [i for i, line in enumerate(lines) if re.match(r"failure +jax +0\.4\.30; jaxdp needs jax>=", line)]
+    (at,) = [
+        i
+        for i, line in enumerate(lines)
+        if re.match(r"failure +jax +0\.4\.30; jaxdp needs jax>=", line)
+    ]
     assert "pip install -U 'jax>=" in lines[at + 1]
     assert any(re.match("ok +shared memory", line) for line in lines) and "failure" in lines[-1]
 
@@ -134,7 +172,11 @@ print(json.dumps({"checks": [c._asdict() for c in checks]}))
     if "ermi" in done.stderr:
         pytest.skip(f"namespaces are not permitted here: {done.stderr.strip()}")
     disk, name = read(done.stdout, "run_dir", "host name")
-    assert disk[0]["status"] == FAILURE and "No space left on device" in disk[0]["found"] and disk[0]["fix"], disk
+    assert (
+        disk[0]["status"] == FAILURE
+        and "No space left on device" in disk[0]["found"]
+        and disk[0]["fix"]
+    ), disk
     assert [c["status"] for c in name] == [WARNING]
     assert "planted resolves to 127.0.1.1" in name[0]["found"] and "/etc/hosts" in name[0]["fix"]
 
@@ -144,25 +186,39 @@ print(json.dumps({"checks": [c._asdict() for c in checks]}))
 def test_ranks_on_one_core(tmp_path):
     job = mpirun(2, ["-c", AFTER.format("os.sched_setaffinity(0, {0})"), str(tmp_path)])
     assert job.returncode == 0 and not job.left, job.output
-    binding, reduced, launcher, joined = read(job.stdout, "bindings", "all-reduce", "launcher", "ranks")
+    binding, reduced, launcher, joined = read(
+        job.stdout, "bindings", "all-reduce", "launcher", "ranks"
+    )
     assert binding[0]["status"] == WARNING and "ranks 0, 1" in binding[0]["found"], job.output
     assert "share core 0" in binding[0]["found"] and "--bind-to none" in binding[0]["fix"]
     assert "over 2 devices" in reduced[0]["found"]
-    assert joined[0]["found"] == "2 processes have joined" and joined[0]["ranks"] == launcher[0]["ranks"] == [0, 1]
+    assert joined[0]["found"] == "2 processes have joined" and joined[0]["ranks"] == launcher[0][
+        "ranks"
+    ] == [0, 1]
 
 
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_an_mpi_that_is_not_mpirun_s(tmp_path):
-    """Each rank believes that it is alone, as MPI goes, so they cannot join: rank 0 prints one list."""
+    """Each rank believes that it is alone, as MPI goes, so they cannot join: rank 0 prints one
+    list.
+    """
     require("openmpi5")
     library = pathlib.Path(sys.prefix) / "lib" / "libmpi.so.40"
     if not library.exists():
         pytest.skip("Open MPI's library is not in this environment")
-    job = mpirun(2, [*DOCTOR, "--json", "--run_dir", str(tmp_path)], "mpich", env={"MPI4PY_LIBMPI": str(library)})
+    job = mpirun(
+        2,
+        [*DOCTOR, "--json", "--run_dir", str(tmp_path)],
+        "mpich",
+        env={"MPI4PY_LIBMPI": str(library)},
+    )
     assert job.returncode == 1 and not job.left, job.output
     (problem,) = bad(read(job.stdout, "ranks")[0])
-    assert "started 2 processes, but mpi4py sees 1" in problem["found"] and "libmpi.so.12" in problem["fix"]
+    assert (
+        "started 2 processes, but mpi4py sees 1" in problem["found"]
+        and "libmpi.so.12" in problem["fix"]
+    )
 
 
 @pytest.mark.slow
@@ -172,7 +228,10 @@ def test_a_host_among_others_that_calls_itself_loopback(tmp_path):
         job = hosts.mpirun([*DOCTOR, "--json", "--run_dir", str(tmp_path)])
         assert job.returncode == 1 and not job.left, job.output
         (line,) = bad(read(job.stdout, "ranks")[0])
-        assert line["status"] == FAILURE and f"give {hosts.names[1]} its network address" in line["fix"]
+        assert (
+            line["status"] == FAILURE
+            and f"give {hosts.names[1]} its network address" in line["fix"]
+        )
         assert f"rank 1: its host name {hosts.names[1]} resolves to 127.0.1.1" in line["found"]
         assert f"{hosts.names[1]} resolves to 127.0.1.1" in job.stderr  # rank 1's own list
 
@@ -184,7 +243,10 @@ def test_two_hosts_that_reach_each_other(tmp_path):
         job = hosts.mpirun([*DOCTOR, "--json", "--run_dir", str(tmp_path)])
         assert job.returncode == 0 and not job.left, job.output
         network, run_dir, reduced = read(job.stdout, "network", "run_dir", "all-reduce")
-        assert "1 other host reached" in network[0]["found"] and "over 2 devices" in reduced[0]["found"]
+        assert (
+            "1 other host reached" in network[0]["found"]
+            and "over 2 devices" in reduced[0]["found"]
+        )
         assert "shared by all ranks" in [check["found"] for check in run_dir]
 
 
@@ -212,7 +274,11 @@ def test_a_rank_without_jax_is_named_and_prints_its_own_list(tmp_path):
     assert first.returncode == 1 and first.seconds < 30 and not first.left, first.output
     (missing,) = bad(read(first.stdout, "ranks")[0])
     assert "rank 1 of 2 did not come within" in missing["found"]
-    assert "ImportError: planted" in second.stderr and not second.stdout and not list(tmp_path.glob(".jaxdp*"))
+    assert (
+        "ImportError: planted" in second.stderr
+        and not second.stdout
+        and not list(tmp_path.glob(".jaxdp*"))
+    )
 
 
 @pytest.mark.slow
@@ -232,9 +298,14 @@ def test_a_rank_that_opens_no_devices_is_named(tmp_path):
     envs = ranks(2, f"127.0.0.1:{port()}", JAXDP_TIMEOUT="20")
     envs[1]["JAX_PLATFORMS"] = "cuda"
     first, second = processes([*DOCTOR, "--json", "--run_dir", str(tmp_path)], envs)
-    assert first.returncode == 1 and not first.left and not second.stdout, first.output + second.output
+    assert first.returncode == 1 and not first.left and not second.stdout, (
+        first.output + second.output
+    )
     (line,) = bad(read(first.stdout, "ranks")[0])
-    assert line["found"].startswith("rank 1 (host") and "JAX_PLATFORMS: 'cuda' cannot be used" in line["found"], line
+    assert (
+        line["found"].startswith("rank 1 (host")
+        and "JAX_PLATFORMS: 'cuda' cannot be used" in line["found"]
+    ), line
     assert "set it to cpu" in line["fix"]
 
 
@@ -248,7 +319,10 @@ def test_a_rank_with_another_run_dir_is_named(tmp_path):
     first, second = processes(["-c", script], both)
     assert first.returncode == 1 and second.returncode == 0 and not second.stdout, first.output
     (line,) = bad(read(first.stdout, "run_dir")[0])
-    assert line["ranks"] == [1] and f"{tmp_path}/b is not the folder that rank 0 writes to" in line["found"]
+    assert (
+        line["ranks"] == [1]
+        and f"{tmp_path}/b is not the folder that rank 0 writes to" in line["found"]
+    )
 
 
 def test_a_check_that_raises_or_hangs_is_a_line():
@@ -262,7 +336,10 @@ def test_a_check_that_raises_or_hangs_is_a_line():
 
     checks = {"broken": broken, "slow": lambda: time.sleep(20), "refused": refused}
     first, second, slow, said = run_checks(checks, 0.3)
-    assert (first.status, second.status) == (OK, FAILURE) and "ZeroDivisionError: by zero" in second.found
+    assert (first.status, second.status) == (
+        OK,
+        FAILURE,
+    ) and "ZeroDivisionError: by zero" in second.found
     assert slow == failure("slow", "no answer within 0.3 s", slow.fix)
     assert said == failure("refused", "x: 3 is wrong", "use 4")
 
@@ -279,7 +356,9 @@ def test_how_the_process_that_joins_has_ended():
     assert failed.name == "devices" and failed.found == "no answer within 0.1 s"
     sleeper = sleeper.replace("time.sleep", "print(1, end='', flush=True); time.sleep")
     stage, failed = examine.follow([sys.executable, "-c", sleeper])
-    assert failed.name == "devices" and failed.found == "no answer within 0.1 s"  # after a part of a line
+    assert (
+        failed.name == "devices" and failed.found == "no answer within 0.1 s"
+    )  # after a part of a line
     aborted = "F1123 20:00:00.000000 12 flags.cc:234] Unknown flag in XLA_FLAGS: --x\n"
     cause = "jaxdp: rank 1 (host b) ends: rank 0 (host a) has gone: see what it printed\n"
     assert "jaxlib does not know it" in examine.problem("devices", SILENT, aborted).fix
@@ -311,7 +390,9 @@ def test_bindings(facts, status, text):
 
 def test_versions_that_do_not_fit():
     numpy = versions.installed("numpy")
-    wrong = versions.unmet(["numpy>=99", "no-such-package>=1", 'rich<1; extra == "mpi"', 'jax<0.1; extra == "other"'])
+    wrong = versions.unmet(
+        ["numpy>=99", "no-such-package>=1", 'rich<1; extra == "mpi"', 'jax<0.1; extra == "other"']
+    )
     assert wrong["numpy"] == (f"{numpy}; jaxdp needs numpy>=99", "pip install -U 'numpy>=99'")
     assert "not installed" in wrong["no-such-package"][0] and "rich" in wrong and "jax" not in wrong
     assert not versions.unmet(importlib.metadata.requires(versions.JAXDP))
@@ -325,37 +406,59 @@ def test_variables_that_surprise():
         "JAXDP_TIMEOUT": FAILURE,
         "http_proxy": WARNING,
     }
-    fine = {"http_proxy": "p:1", "JAX_ENABLE_X64": "0", "JAXDP_SILENCE": "120", "JAXDP_RESTARTS": "0"}
+    fine = {
+        "http_proxy": "p:1",
+        "JAX_ENABLE_X64": "0",
+        "JAXDP_SILENCE": "120",
+        "JAXDP_RESTARTS": "0",
+    }
     fine["JAXDP_BEGAN"] = "1.5"
     assert [c.status for c in settings.check_settings(1, fine)] == [OK]
 
 
 def test_gpus_need_a_driver_and_a_plug_in(tmp_path, monkeypatch):
-    """A host as Linux shows it: devices in /dev, a driver in /proc, a plug-in among the installed packages."""
-    judge = lambda: [(c.status, c.found) for c in devices.check_gpus(str(tmp_path), str(tmp_path))]
+    """A host as Linux shows it: devices in /dev, a driver in /proc, a plug-in among the installed
+    packages.
+    """
+
+    def judge():
+        return [(c.status, c.found) for c in devices.check_gpus(str(tmp_path), str(tmp_path))]
+
     if devices.plugins():
         pytest.skip("a plug-in is installed")
     assert judge() == [(OK, "none, and no plug-in for one")]
     (tmp_path / "nvidia0").touch()
-    assert judge() == [(WARNING, "1 NVIDIA GPU, but JAX has no CUDA plug-in here: it would compute on the CPU")]
+    assert judge() == [
+        (WARNING, "1 NVIDIA GPU, but JAX has no CUDA plug-in here: it would compute on the CPU")
+    ]
     info = tmp_path / "jax_cuda12_plugin-0.4.30.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: jax-cuda12-plugin\nVersion: 0.4.30\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: jax-cuda12-plugin\nVersion: 0.4.30\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     assert judge() == [(FAILURE, "1 NVIDIA GPU, but no driver is loaded")]
     version = tmp_path / "driver" / "nvidia" / "version"
     version.parent.mkdir(parents=True)
-    version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.82.01  Wed Oct 27 21:21:55 UTC 2021\n")
+    version.write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.82.01  Wed Oct 27 21:21:55 UTC 2021\n"
+    )
     assert judge()[0] == (FAILURE, "driver 470.82.01 is too old for cuda12")
     version.write_text(version.read_text().replace("470.82.01", "535.104.05"))
     assert judge()[0] == (OK, "1 NVIDIA GPU, driver 535.104.05, plug-in cuda12")
     (tmp_path / "nvidia0").unlink()
     assert judge()[0][0] == WARNING and "there is no GPU" in judge()[0][1]
     (plugin,) = versions.check_plugins()
-    assert plugin.status == FAILURE and "0.4.30, but jaxlib is" in plugin.found and "jax[cuda12]==" in plugin.fix
+    assert (
+        plugin.status == FAILURE
+        and "0.4.30, but jaxlib is" in plugin.found
+        and "jax[cuda12]==" in plugin.fix
+    )
     facts = [{"host": "a", "boot": "1"}] * 2
     assert [c.status for c in devices.check_sharing(facts, [["GPU-1"], ["GPU-1"]])] == [WARNING]
-    assert not devices.check_sharing(facts, [["GPU-1"], ["GPU-2"]]) and not devices.check_sharing(facts, [[], []])
+    assert not devices.check_sharing(facts, [["GPU-1"], ["GPU-2"]]) and not devices.check_sharing(
+        facts, [[], []]
+    )
 
 
 def test_room_for_checkpoints(tmp_path):
@@ -367,7 +470,10 @@ def test_room_for_checkpoints(tmp_path):
 
 def test_a_slow_all_reduce():
     timed = {"seconds": 0.01, "devices": 2, "nbytes": 1 << 22, "right": True}
-    judged = lambda **more: devices.check_all_reduce(**{**timed, **more})
+
+    def judged(**more):
+        return devices.check_all_reduce(**{**timed, **more})
+
     assert judged().status == OK and judged(right=False).status == FAILURE
     slow = judged(seconds=2.0)
     assert slow.status == WARNING and "less than 6 MB/s" in slow.found
@@ -376,7 +482,9 @@ def test_a_slow_all_reduce():
 def test_a_wrong_sum_on_any_device_is_seen(monkeypatch):
     assert devices.all_reduce()["right"]
     total = jax.lax.psum
-    monkeypatch.setattr(jax.lax, "psum", lambda x, axis: total(x, axis) + (jax.lax.axis_index(axis) == 3))
+    monkeypatch.setattr(
+        jax.lax, "psum", lambda x, axis: total(x, axis) + (jax.lax.axis_index(axis) == 3)
+    )
     assert not devices.all_reduce()["right"]
 
 
@@ -392,4 +500,10 @@ def test_a_list_merges_what_ranks_have_in_common():
         "2 ok, 1 failure",
     ]
     checks = as_json(*examined)["checks"]
-    assert checks[1] == {"name": "disk", "status": "failure", "found": "full", "fix": "make room", "ranks": (1,)}
+    assert checks[1] == {
+        "name": "disk",
+        "status": "failure",
+        "found": "full",
+        "fix": "make room",
+        "ranks": (1,),
+    }

@@ -1,4 +1,6 @@
-"""Elastic jobs (elastic.md): processes are killed, start again, and the parameters are those of an undisturbed run."""
+"""Elastic jobs (elastic.md): processes are killed, start again, and the parameters are those of an
+undisturbed run.
+"""
 
 import contextlib
 import json
@@ -40,7 +42,14 @@ class Slow:
 """
 
 # compiles in a quarter of the time, and measures nothing
-SIMPLE = ("--optimizer.target", "sgd", "--watchdog.slow_factor", "null", "--data.args.augment", "false")
+SIMPLE = (
+    "--optimizer.target",
+    "sgd",
+    "--watchdog.slow_factor",
+    "null",
+    "--data.args.augment",
+    "false",
+)
 SIMPLE += ("--model.args.dropout", "0")
 
 
@@ -51,7 +60,15 @@ class Job:
         (folder / "config.yaml").write_text(CONFIG + "callbacks: [{target: slow.Slow}]\n")
         (folder / "slow.py").write_text(SLOW)
         self.directory = folder / "run"
-        words = [*program, "train", "--config", folder / "config.yaml", "--run_dir", self.directory, *arguments]
+        words = [
+            *program,
+            "train",
+            "--config",
+            folder / "config.yaml",
+            "--run_dir",
+            self.directory,
+            *arguments,
+        ]
         process = launched(folder, "-n", processes, "--restart", restart, *words)
         output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         self.launcher = subprocess.Popen(**process, **output, start_new_session=True)
@@ -82,7 +99,9 @@ class Job:
         """Wait for a condition, not for a time."""
         deadline = time.monotonic() + seconds
         while not condition():
-            assert self.launcher.poll() is None and time.monotonic() < deadline, self.launcher.communicate()[0]
+            assert self.launcher.poll() is None and time.monotonic() < deadline, (
+                self.launcher.communicate()[0]
+            )
             time.sleep(0.05)
 
     def step(self):
@@ -112,7 +131,9 @@ def started(*arguments, **options):
 
 
 def children(launcher):
-    """{rank that the launcher gave: process}; a verb of jaxdp is forked, and has its rank in its name."""
+    """{rank that the launcher gave: process}; a verb of jaxdp is forked, and has its rank in its
+    name.
+    """
     found = {}
     for entry in pathlib.Path("/proc").glob("[0-9]*"):
         try:
@@ -131,23 +152,40 @@ def children(launcher):
 def alone(folder, *arguments):
     """The final record of one undisturbed process."""
     (folder / "config.yaml").write_text(CONFIG)
-    words = [sys.executable, str(ROOT / "train.py"), "--config", folder / "config.yaml", "--run_dir", folder / "alone"]
+    words = [
+        sys.executable,
+        str(ROOT / "train.py"),
+        "--config",
+        folder / "config.yaml",
+        "--run_dir",
+        folder / "alone",
+    ]
     env = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*map(str, words), *arguments], env=env, text=True, capture_output=True, timeout=300)
+    done = subprocess.run(
+        [*map(str, words), *arguments], env=env, text=True, capture_output=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((folder / "alone" / "metrics.jsonl").read_text().splitlines()[-1])
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("processes", "rank"), [(2, 1), pytest.param(3, 0, marks=pytest.mark.slow)])
-def test_a_killed_process_joins_again_and_the_bits_are_those_of_one_device(tmp_path, processes, rank):
+@pytest.mark.parametrize(
+    ("processes", "rank"), [(2, 1), pytest.param(3, 0, marks=pytest.mark.slow)]
+)
+def test_a_killed_process_joins_again_and_the_bits_are_those_of_one_device(
+    tmp_path, processes, rank
+):
     short = (*SIMPLE, "--steps", "200")
     job = started(tmp_path, processes, 1, *short)
     job.kill(rank)
-    job.until(lambda: job.generations()[1:][-1:] == [processes])  # with or without a generation of one process fewer
+    job.until(
+        lambda: job.generations()[1:][-1:] == [processes]
+    )  # with or without a generation of one process fewer
     final, out = job.ends()
     assert f"generation 0 ends: rank {rank}" in out
-    assert final["step"] == 200 and final["params_sha256"] == alone(tmp_path, *short)["params_sha256"]
+    assert (
+        final["step"] == 200 and final["params_sha256"] == alone(tmp_path, *short)["params_sha256"]
+    )
     trained = [line["step"] for line in job.lines("metrics.jsonl") if line["split"] == "train"]
     assert trained == list(range(10, 201, 10))  # every update was made, and is in the metrics once
 
@@ -169,7 +207,9 @@ def test_ctrl_c_in_a_terminal_saves(tmp_path):
     ids=lambda x: "-".join(map(str, x)),
 )
 def test_sharded_state_survives(tmp_path, layout):
-    """From the slices of the living, and the copy of the dead process's at its neighbour: there is no checkpoint."""
+    """From the slices of the living, and the copy of the dead process's at its neighbour: there is
+    no checkpoint.
+    """
     backend, zero, *reduction = layout
     words = ["--parallel.backend", backend, "--parallel.zero", str(zero)]
     words += [word for name in reduction for word in ("--parallel.reduction", name)]
@@ -196,7 +236,8 @@ def test_the_processes_that_are_left_cannot_be_split_into_groups_of_two(tmp_path
     job.kill(1)
     final, _ = job.ends()
     assert (
-        job.generations() == [processes, processes - 1] and final["params_sha256"] == alone(tmp_path)["params_sha256"]
+        job.generations() == [processes, processes - 1]
+        and final["params_sha256"] == alone(tmp_path)["params_sha256"]
     )
 
 
@@ -207,13 +248,28 @@ def test_one_process_more_than_microbatches_ends_alone(tmp_path):
     job = started(tmp_path, 2, 0, "--microbatches", "2", program=program)
     pid = job.pids()[1]
     words = pathlib.Path(f"/proc/{pid}/environ").read_text().split("\0")
-    env = dict(word.split("=", 1) for word in words if "=" in word) | {"JAXDP_RESTARTS": "0", "JAXDP_PROCESS_ID": "1"}
-    config = ["--config", tmp_path / "config.yaml", "--run_dir", job.directory, "--microbatches", "2"]
-    third = subprocess.run([*program, "train", *config], env=env, cwd=tmp_path, text=True, capture_output=True)
-    assert third.returncode == 2 and "microbatches: 2 cannot be split over 3 devices" in third.stderr, third.stderr
+    env = dict(word.split("=", 1) for word in words if "=" in word) | {
+        "JAXDP_RESTARTS": "0",
+        "JAXDP_PROCESS_ID": "1",
+    }
+    config = [
+        "--config",
+        tmp_path / "config.yaml",
+        "--run_dir",
+        job.directory,
+        "--microbatches",
+        "2",
+    ]
+    third = subprocess.run(
+        [*program, "train", *config], env=env, cwd=tmp_path, text=True, capture_output=True
+    )
+    assert (
+        third.returncode == 2 and "microbatches: 2 cannot be split over 3 devices" in third.stderr
+    ), third.stderr
     final, _ = job.ends()
     assert (
-        job.generations()[-1] == 2 and final["params_sha256"] == alone(tmp_path, "--microbatches", "2")["params_sha256"]
+        job.generations()[-1] == 2
+        and final["params_sha256"] == alone(tmp_path, "--microbatches", "2")["params_sha256"]
     )
 
 
@@ -241,7 +297,14 @@ def test_two_processes_of_a_sharded_gpt_are_killed_and_join_again(tmp_path):
         "--loss",
         "{target: CausalLM}",
     ]
-    gpt += ["--data", "{target: PythonSource, args: {length: 32, max_mb: 0.2}}", "--batch_size", "16", "--steps", "150"]
+    gpt += [
+        "--data",
+        "{target: PythonSource, args: {length: 32, max_mb: 0.2}}",
+        "--batch_size",
+        "16",
+        "--steps",
+        "150",
+    ]
     job = started(tmp_path, 4, 5, "--parallel.backend", "pjit", "--parallel.zero", "3", *gpt)
     job.kill(1)
     time.sleep(5)  # the schedule of the faults, not a condition
@@ -277,7 +340,11 @@ def test_a_process_that_hangs_in_its_loader_ends_and_joins_again(tmp_path):
     job = Job(tmp_path, 3, 1, "--data.target", "hangs.Hangs", "--watchdog.step_timeout", "4")
     job.until(lambda: job.generations()[1:][-1:] == [3])
     final, out = job.ends()
-    assert "rank 1" in out and "is behind: waits for the data" in out and out.count("generation 0 ends: ") == 1, out
+    assert (
+        "rank 1" in out
+        and "is behind: waits for the data" in out
+        and out.count("generation 0 ends: ") == 1
+    ), out
     assert final["params_sha256"] == alone(tmp_path)["params_sha256"]
 
 
@@ -304,7 +371,11 @@ def test_a_process_that_joins_without_its_data_ends_alone(tmp_path):
     job.kill(1)
     job.until(lambda: (tmp_path / "refused").exists() and len(job.pids()) == 2)
     final, out = job.ends()
-    assert "ends: rank 2" in out and "data.args: there is nothing at /data" in out and job.generations()[-1] == 2, out
+    assert (
+        "ends: rank 2" in out
+        and "data.args: there is nothing at /data" in out
+        and job.generations()[-1] == 2
+    ), out
     assert final["params_sha256"] == alone(tmp_path)["params_sha256"]
 
 
@@ -378,7 +449,9 @@ def test_no_record_is_lost_that_rank_0_has_not_written(tmp_path, victim):
     _, out = job.ends()
     assert "generation 0 ends" in out
     records = [(line["step"], line["split"]) for line in job.lines("metrics.jsonl")]
-    expected = [(step, "train") for step in range(10, 101, 10)] + [(step, "eval") for step in range(20, 100, 20)]
+    expected = [(step, "train") for step in range(10, 101, 10)] + [
+        (step, "eval") for step in range(20, 100, 20)
+    ]
     assert sorted(records) == sorted([*expected, (100, "final")])
     trained = [step for step, split in records if split == "train"]
     assert trained == sorted(trained)
@@ -410,7 +483,10 @@ def test_a_broken_connection_ends_no_process(tmp_path):
     job.until(lambda: job.generations() == [3, 3])
     assert job.pids() == before
     final, out = job.ends()
-    assert "generation 0 ends: rank " in out and "has lost a connection, but no process has ended" in out
+    assert (
+        "generation 0 ends: rank " in out
+        and "has lost a connection, but no process has ended" in out
+    )
     assert final["params_sha256"] == alone(tmp_path)["params_sha256"]
     assert "failed" not in [event["kind"] for event in job.lines("events.jsonl")]
 
@@ -419,9 +495,13 @@ def test_a_broken_connection_ends_no_process(tmp_path):
 @pytest.mark.mpi
 @pytest.mark.parametrize("damaged", ["1", "01"])
 def test_a_damaged_snapshot_is_named_and_another_used(tmp_path, damaged):
-    """damaged: the processes whose snapshots have a flipped bit. If all survivors', the checkpoint is used."""
+    """damaged: the processes whose snapshots have a flipped bit. If all survivors', the checkpoint
+    is used.
+    """
     (tmp_path / "damage.py").write_text(DAMAGE.replace("DAMAGED", repr(damaged)))
-    job = started(tmp_path, 3, 0, "--callbacks", "[{target: damage.Damage}]", "--checkpoint.every", "10")
+    job = started(
+        tmp_path, 3, 0, "--callbacks", "[{target: damage.Damage}]", "--checkpoint.every", "10"
+    )
     job.kill(2)
     job.until(lambda: job.generations() == [3, 2])
     final, out = job.ends()
@@ -441,7 +521,10 @@ def test_without_memory_for_snapshots_checkpoints_are_used(tmp_path):
     job.kill(1)
     job.until(lambda: job.generations()[1:][-1:] == [2])
     final, out = job.ends()
-    assert "elastic: the copies of the state in memory need 173 kB on host" in out and "1 kB are free" in out, out
+    assert (
+        "elastic: the copies of the state in memory need 173 kB on host" in out
+        and "1 kB are free" in out
+    ), out
     assert final["params_sha256"] == alone(tmp_path)["params_sha256"]
 
 
@@ -452,7 +535,9 @@ def test_with_another_reduction_the_curve_is_the_same(tmp_path):
     job = started(tmp_path, 3, 0, *other, "--steps", "150")
     job.kill(1)
     final, _ = job.ends()
-    assert final["loss"] == pytest.approx(alone(tmp_path, *other, "--steps", "150")["loss"], rel=1e-4)
+    assert final["loss"] == pytest.approx(
+        alone(tmp_path, *other, "--steps", "150")["loss"], rel=1e-4
+    )
 
 
 @pytest.mark.slow
@@ -467,7 +552,10 @@ def test_a_stopped_process_is_expelled(tmp_path, rank):
     os.kill(stopped, signal.SIGCONT)
     final, out = job.ends()
     assert f"rank {rank}" in out and "not been heard from" in out
-    steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()[:-1]]
+    steps = [
+        json.loads(line)["step"]
+        for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()[:-1]
+    ]
     assert steps == sorted(set(steps)), "an update was logged twice"
     assert final["params_sha256"] == alone(tmp_path)["params_sha256"]
 
@@ -475,7 +563,9 @@ def test_a_stopped_process_is_expelled(tmp_path, rank):
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_a_job_that_is_suspended_goes_on(tmp_path, monkeypatch):
-    """All of its processes are stopped for longer than one of them may be silent; JAX would abort them."""
+    """All of its processes are stopped for longer than one of them may be silent; JAX would abort
+    them.
+    """
     monkeypatch.setenv("JAXDP_SILENCE", "4")
     job = started(tmp_path, 2, 0)
     suspended = [*job.pids().values(), *job.coordinators()]
@@ -493,9 +583,19 @@ def test_a_job_that_is_suspended_goes_on(tmp_path, monkeypatch):
 @pytest.mark.parametrize("zero", ["1", "3"])
 def test_a_second_process_is_killed_before_the_next_snapshot(tmp_path, zero):
     """Both recover the same update, from copies that were made by different processes."""
-    sharded = ["--parallel.backend", "pjit", "--parallel.zero", zero, "--elastic.snapshot_every", "16"]
+    sharded = [
+        "--parallel.backend",
+        "pjit",
+        "--parallel.zero",
+        zero,
+        "--elastic.snapshot_every",
+        "16",
+    ]
     job = started(tmp_path, 4, 5, *sharded)
-    trained = lambda: [event["kind"] for event in job.lines("events.jsonl")].count("first_update")
+
+    def trained():
+        return [event["kind"] for event in job.lines("events.jsonl")].count("first_update")
+
     for number, rank in enumerate((1, 2, 0), start=1):
         job.kill(rank)
         job.until(lambda number=number: trained() > number and job.generations()[-1] == 4)
@@ -511,7 +611,15 @@ def test_a_process_with_another_config_does_not_join(tmp_path):
     job = started(tmp_path, 2, 0, program=[sys.executable, "-m", "jaxdp"])
     environment = pathlib.Path(f"/proc/{job.pids()[1]}/environ").read_text().split("\0")
     env = dict(word.split("=", 1) for word in environment if "=" in word)
-    words = ["train", "--config", tmp_path / "config.yaml", "--run_dir", tmp_path / "run", "--seed", "1"]
+    words = [
+        "train",
+        "--config",
+        tmp_path / "config.yaml",
+        "--run_dir",
+        tmp_path / "run",
+        "--seed",
+        "1",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "jaxdp", *map(str, words)],
         env=env,
@@ -703,7 +811,10 @@ def test_a_frozen_coordinator_does_not_end_the_job(tmp_path, moment, seconds):
         os.kill(coordinator, signal.SIGCONT)
     job.until(lambda: job.step() >= 60)
     final, out = job.ends()
-    assert final["params_sha256"] == alone(tmp_path, *SIMPLE)["params_sha256"] and first_updates(job) == 1, out
+    assert (
+        final["params_sha256"] == alone(tmp_path, *SIMPLE)["params_sha256"]
+        and first_updates(job) == 1
+    ), out
     assert was_ended == (seconds > 5), out
 
 
@@ -722,7 +833,10 @@ def test_a_coordinator_that_is_killed_while_ranks_join_is_replaced(tmp_path):
     job.until(lambda: job.step() >= 20, 50)
     assert time.monotonic() - began < 55
     final, out = job.ends()
-    assert final["params_sha256"] == alone(tmp_path, *SIMPLE)["params_sha256"] and "found no rank 0" not in out
+    assert (
+        final["params_sha256"] == alone(tmp_path, *SIMPLE)["params_sha256"]
+        and "found no rank 0" not in out
+    )
 
 
 @pytest.mark.slow
@@ -737,7 +851,10 @@ def test_a_flood_of_connections_does_not_end_the_job(tmp_path, processes):
         ports = []
         while not ports:
             ports = listening(job.coordinators()[0])
-        threads = [threading.Thread(target=lambda: counts.append(connect_often(ports, 10.0))) for _ in range(2)]
+        threads = [
+            threading.Thread(target=lambda: counts.append(connect_often(ports, 10.0)))
+            for _ in range(2)
+        ]
         for thread in threads:
             thread.start()
         return threads
@@ -759,7 +876,9 @@ def test_a_flood_of_connections_does_not_end_the_job(tmp_path, processes):
 @pytest.mark.parametrize("processes", [2, 3, 4])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_last_process_that_has_the_state_is_waited_for(tmp_path, processes, seed):
-    """All others die while the job recovers, also those that start again; it is stopped for a while."""
+    """All others die while the job recovers, also those that start again; it is stopped for a
+    while.
+    """
     job, rng = started(tmp_path, processes, 6, *SIMPLE), random.Random(seed)
     pids = job.pids()
     spared = rng.randrange(processes)
@@ -771,7 +890,10 @@ def test_the_last_process_that_has_the_state_is_waited_for(tmp_path, processes, 
     os.kill(pids[spared], signal.SIGCONT)
     job.until(lambda: job.generations()[1:][-1:] == [processes])
     final, out = job.ends()
-    assert final["params_sha256"] == alone(tmp_path, *SIMPLE)["params_sha256"] and first_updates(job) == 1, out
+    assert (
+        final["params_sha256"] == alone(tmp_path, *SIMPLE)["params_sha256"]
+        and first_updates(job) == 1
+    ), out
 
 
 @pytest.mark.slow
@@ -783,15 +905,24 @@ def test_a_job_that_has_lost_its_state_says_so(tmp_path, every):
         os.kill(pid, signal.SIGKILL)
     job.until(lambda: len(job.generations()) > 1 and job.generations()[-1] == 2)
     final, out = job.ends()
-    origin = "its checkpoint of update " if every == "10" else "the first update: it has no checkpoint"
-    assert "jaxdp: elastic: no process has the state after update" in out and f"continues from {origin}" in out, out
+    origin = (
+        "its checkpoint of update " if every == "10" else "the first update: it has no checkpoint"
+    )
+    assert (
+        "jaxdp: elastic: no process has the state after update" in out
+        and f"continues from {origin}" in out
+    ), out
     assert final["params_sha256"] == alone(tmp_path, *SIMPLE)["params_sha256"]
 
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_with_its_coordinator_and_half_of_the_processes_the_job_continues_when_all_are_started_again(tmp_path):
-    """The new coordinator cannot know that the other half is dead, and not behind a cut network, until all come."""
+def test_with_its_coordinator_and_half_of_the_processes_the_job_continues_when_all_are_started_again(
+    tmp_path,
+):
+    """The new coordinator cannot know that the other half is dead, and not behind a cut network,
+    until all come.
+    """
     job = Job(tmp_path, 2, 3, *SIMPLE)
     job.until(lambda: job.step() >= 20)
     job.kill(1)
@@ -811,16 +942,22 @@ def test_a_loop_of_ones_own_survives(tmp_path, rank):
     command = [sys.executable, "-m", "jaxdp", "launch", "-n", "3", "--restart", "1"]
     command += [sys.executable, str(ROOT / "examples" / "elastic_loop.py")]
     env = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT), "JAXDP_TIMEOUT": "60"}
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
+    with subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as launcher:
         out = []
         for line in launcher.stdout:
             out.append(line)
             if line.startswith("update 100 "):
                 os.kill(children(launcher.pid)[rank], signal.SIGKILL)
         assert launcher.wait(60) == 0, "".join(out)
-    losses = {int(line.split()[1]): float(line.split()[3]) for line in out if line.startswith("update ")}
+    losses = {
+        int(line.split()[1]): float(line.split()[3]) for line in out if line.startswith("update ")
+    }
     assert f"generation 0 ends: rank {rank}" in "".join(out)
-    assert losses == pytest.approx({100: 0.4652, 200: 0.2341, 300: 0.1928, 400: 0.1458, 500: 0.113, 600: 0.1304}, 1e-3)
+    assert losses == pytest.approx(
+        {100: 0.4652, 200: 0.2341, 300: 0.1928, 400: 0.1458, 500: 0.113, 600: 0.1304}, 1e-3
+    )
 
 
 @pytest.mark.slow
@@ -830,7 +967,10 @@ def test_a_job_that_is_not_elastic_is_told_to_the_loop():
     env = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT), "JAXDP_TIMEOUT": "60"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode and "trains" not in done.stdout, done
-    assert "elastic: this job is not elastic; first call jaxdp.init(elastic=jaxdp.ElasticOptions())" in done.stderr
+    assert (
+        "elastic: this job is not elastic; first call jaxdp.init(elastic=jaxdp.ElasticOptions())"
+        in done.stderr
+    )
 
 
 @pytest.mark.slow
@@ -841,7 +981,11 @@ def test_open_mpi_5_lets_the_others_continue(tmp_path):
 
     def read():
         file = tmp_path / "run" / "metrics.jsonl"
-        return [json.loads(x) for x in file.read_text().splitlines() if x.endswith("}")] if file.exists() else []
+        return (
+            [json.loads(x) for x in file.read_text().splitlines() if x.endswith("}")]
+            if file.exists()
+            else []
+        )
 
     def during(launcher):
         while launcher.poll() is None and max((line["step"] for line in read()), default=0) < 20:
@@ -850,7 +994,15 @@ def test_open_mpi_5_lets_the_others_continue(tmp_path):
         os.kill(max(ranks), signal.SIGKILL)
         (tmp_path / "finish").touch()
 
-    words = ["-m", "jaxdp", "train", "--config", tmp_path / "config.yaml", "--run_dir", tmp_path / "run"]
+    words = [
+        "-m",
+        "jaxdp",
+        "train",
+        "--config",
+        tmp_path / "config.yaml",
+        "--run_dir",
+        tmp_path / "run",
+    ]
     words += ["--callbacks", "[{target: slow.Slow}]", "--steps", "100"]
     env = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
     done = mpirun(3, [*map(str, words)], env=env, options=["--enable-recovery"], during=during)
@@ -858,7 +1010,10 @@ def test_open_mpi_5_lets_the_others_continue(tmp_path):
     assert "--enable-recovery" not in done.stdout + done.stderr
     assert "generation 0 ends: rank 1" in done.stderr + done.stdout
     final = read()[-1]
-    assert final["split"] == "final" and final["params_sha256"] == alone(tmp_path, "--steps", "100")["params_sha256"]
+    assert (
+        final["split"] == "final"
+        and final["params_sha256"] == alone(tmp_path, "--steps", "100")["params_sha256"]
+    )
 
 
 @pytest.mark.slow
@@ -878,7 +1033,8 @@ def test_a_launcher_that_ends_all_processes_is_named_at_the_start(tmp_path):
     ]
     done = mpirun(2, [*map(str, words)])
     assert (
-        done.returncode == 0 and done.stderr.count("mpirun ends all processes when one is lost; add --enable-rec") == 1
+        done.returncode == 0
+        and done.stderr.count("mpirun ends all processes when one is lost; add --enable-rec") == 1
     )
 
 
@@ -887,14 +1043,29 @@ def test_a_launcher_that_ends_all_processes_is_named_at_the_start(tmp_path):
 def test_slurm_lets_the_others_continue(tmp_path):
     (tmp_path / "config.yaml").write_text(CONFIG + "callbacks: [{target: slow.Slow}]\n")
     (tmp_path / "slow.py").write_text(SLOW)
-    words = [sys.executable, "-m", "jaxdp", "train", "--config", "config.yaml", "--run_dir", "run", "--steps", "100"]
+    words = [
+        sys.executable,
+        "-m",
+        "jaxdp",
+        "train",
+        "--config",
+        "config.yaml",
+        "--run_dir",
+        "run",
+        "--steps",
+        "100",
+    ]
     metrics = tmp_path / "run" / "metrics.jsonl"
     with Slurm() as slurm:
         options = ["--no-kill", "--kill-on-bad-exit=0", "-n", "3"]
         job = slurm.start("srun", *options, *words, cwd=tmp_path, PYTHONPATH=f"{ROOT}:{tmp_path}")
         while job.poll() is None and not (metrics.exists() and '"step": 20' in metrics.read_text()):
             time.sleep(0.05)
-        (pid,) = (pid for pid in every_process() if rank_of(pid, b"SLURM_PROCID=") == 1 and is_training(pid))
+        (pid,) = (
+            pid
+            for pid in every_process()
+            if rank_of(pid, b"SLURM_PROCID=") == 1 and is_training(pid)
+        )
         os.kill(pid, signal.SIGKILL)
         (tmp_path / "finish").touch()
         out, _ = job.communicate(timeout=300)
@@ -908,13 +1079,33 @@ LOOP = 'until "$@"; do [ $? = 75 ] && exit 75; sleep 1; done'  # that of docs/el
 
 @contextlib.contextmanager
 def on_each(hosts, folder, *arguments):
-    """Start a process on each host, in a loop; return the loops, and whether update n is in the metrics."""
+    """Start a process on each host, in a loop; return the loops, and whether update n is in the
+    metrics.
+    """
     (folder / "config.yaml").write_text(CONFIG + "callbacks: [{target: slow.Slow}]\n")
     (folder / "slow.py").write_text(SLOW)
-    words = [sys.executable, "-m", "jaxdp", "train", "--config", folder / "config.yaml", "--run_dir", folder / "run"]
+    words = [
+        sys.executable,
+        "-m",
+        "jaxdp",
+        "train",
+        "--config",
+        folder / "config.yaml",
+        "--run_dir",
+        folder / "run",
+    ]
     size, metrics = len(hosts.names), folder / "run" / "metrics.jsonl"
-    env = {"JAXDP_COORDINATOR": f"{hosts.address(0)}:4711", "JAXDP_NUM_PROCESSES": str(size), "JAXDP_SECRET": "5" * 32}
-    env |= {"JAX_PLATFORMS": "cpu", "JAXDP_TIMEOUT": "60", "PYTHONPATH": f"{ROOT}:{folder}", "XLA_FLAGS": ""}
+    env = {
+        "JAXDP_COORDINATOR": f"{hosts.address(0)}:4711",
+        "JAXDP_NUM_PROCESSES": str(size),
+        "JAXDP_SECRET": "5" * 32,
+    }
+    env |= {
+        "JAX_PLATFORMS": "cpu",
+        "JAXDP_TIMEOUT": "60",
+        "PYTHONPATH": f"{ROOT}:{folder}",
+        "XLA_FLAGS": "",
+    }
     loops = [
         subprocess.Popen(
             [*prefix, "sh", "-c", LOOP, "sh", *map(str, words), *arguments], text=True,
@@ -924,7 +1115,9 @@ def on_each(hosts, folder, *arguments):
     ]  # fmt: skip
 
     def until(step):
-        while loops[0].poll() is None and not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
+        while loops[0].poll() is None and not (
+            metrics.exists() and f'"step": {step},' in metrics.read_text()
+        ):
             time.sleep(0.05)
 
     try:
@@ -938,21 +1131,31 @@ def on_each(hosts, folder, *arguments):
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_neither_half_of_a_cut_network_goes_on(tmp_path):
-    """One half is not more than half of the processes, which may all be alive: the same run must not train twice."""
-    with TwoHosts(tmp_path) as hosts, on_each(hosts, tmp_path, "--elastic.join_timeout", "1") as (loops, until):
+    """One half is not more than half of the processes, which may all be alive: the same run must
+    not train twice.
+    """
+    with (
+        TwoHosts(tmp_path) as hosts,
+        on_each(hosts, tmp_path, "--elastic.join_timeout", "1") as (loops, until),
+    ):
         until(20)
         hosts.cut(1)
         first = loops[0].communicate(timeout=300)[0]
         while "cannot be reached" not in (second := loops[1].stdout.readline()):
             assert second
-    assert loops[0].returncode == 75 and "too few processes to continue: 1, with 1 of the 2 before" in first
+    assert (
+        loops[0].returncode == 75
+        and "too few processes to continue: 1, with 1 of the 2 before" in first
+    )
     assert "rank 0" in second and "cannot be reached for 20 s" in second
 
 
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_a_network_that_is_healed_after_its_halves_have_lost_each_other(tmp_path):
-    """The second host is declared dead, and then its process comes: it is on this side, so both continue."""
+    """The second host is declared dead, and then its process comes: it is on this side, so both
+    continue.
+    """
     with TwoHosts(tmp_path) as hosts, on_each(hosts, tmp_path) as (loops, until):
         until(20)
         hosts.split([1])
@@ -973,7 +1176,16 @@ def test_a_network_that_is_healed_after_its_halves_have_lost_each_other(tmp_path
 @pytest.mark.mpi
 @pytest.mark.parametrize("elastic", ["true", "false"])
 def test_with_outer_a_cut_of_30_s_only_delays_the_run(tmp_path, elastic):
-    words = ["--outer.replicas", "2", "--outer.every", "10", "--elastic.enabled", elastic, "--steps", "100"]
+    words = [
+        "--outer.replicas",
+        "2",
+        "--outer.every",
+        "10",
+        "--elastic.enabled",
+        elastic,
+        "--steps",
+        "100",
+    ]
     with TwoHosts(tmp_path) as hosts, on_each(hosts, tmp_path, *words) as (loops, until):
         until(20)
         hosts.cut(1)
@@ -981,10 +1193,16 @@ def test_with_outer_a_cut_of_30_s_only_delays_the_run(tmp_path, elastic):
         hosts.heal()
         outs = [loop.communicate(timeout=600)[0] for loop in loops]
     assert [loop.returncode for loop in loops] == [0, 0], outs
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    assert [e["kind"] for e in events if e["kind"] in ("start", "resume", "failed")] == ["start"], outs
+    events = [
+        json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    ]
+    assert [e["kind"] for e in events if e["kind"] in ("start", "resume", "failed")] == ["start"], (
+        outs
+    )
     final = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert final["step"] == 100 and final["params_sha256"] == alone(tmp_path, *words)["params_sha256"]
+    assert (
+        final["step"] == 100 and final["params_sha256"] == alone(tmp_path, *words)["params_sha256"]
+    )
 
 
 def every_process():

@@ -28,13 +28,26 @@ def launch(folder, processes, fault, *arguments, code=0):
     """(the events, the final record, the output) of a job"""
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(CONFIG)
-    words = ["-n", processes, "train", "--config", folder / "config.yaml", "--run_dir", folder / "run", *arguments]
+    words = [
+        "-n",
+        processes,
+        "train",
+        "--config",
+        folder / "config.yaml",
+        "--run_dir",
+        folder / "run",
+        *arguments,
+    ]
     process = launched(folder, *words)
     process["env"]["JAXDP_FAULT"] = fault
     done = subprocess.run(**process, capture_output=True, text=True, timeout=280)
     assert done.returncode == code, done.stdout + done.stderr
     lines = read(folder / "run" / "metrics.jsonl") if code != 2 else [{}]
-    return read(folder / "run" / "events.jsonl") if code != 2 else [], lines[-1], done.stdout + done.stderr
+    return (
+        read(folder / "run" / "events.jsonl") if code != 2 else [],
+        lines[-1],
+        done.stdout + done.stderr,
+    )
 
 
 @pytest.mark.slow
@@ -46,14 +59,19 @@ def launch(folder, processes, fault, *arguments, code=0):
         ("flip:params:rank=0:step=25:bit=22", 0, "has a wrong copy of the state: params/"),
     ],
 )
-def test_an_expelled_process_leaves_and_the_parameters_are_those_of_an_undisturbed_run(tmp_path, fault, rank, wrong):
+def test_an_expelled_process_leaves_and_the_parameters_are_those_of_an_undisturbed_run(
+    tmp_path, fault, rank, wrong
+):
     _, undisturbed, _ = launch(tmp_path / "alone", 1, "", "--elastic.enabled", "false")
     events, final, out = launch(tmp_path / "job", 3, fault, "--audit.action", "expel")
     assert final["params_sha256"] == undisturbed["params_sha256"] and final["step"] == 60
     failed = [(e["step"], e["rank"]) for e in events if e["kind"] == "audit_failed"]
     assert failed == [(30, rank)] and wrong in out and "this process leaves the job" in out
     assert f"(cpu 0 of rank {rank} (host " in out and "None" not in out
-    assert "checkpoint 25 may be wrong" in out and (tmp_path / "job/run/checkpoints/25.suspect").is_dir()
+    assert (
+        "checkpoint 25 may be wrong" in out
+        and (tmp_path / "job/run/checkpoints/25.suspect").is_dir()
+    )
     resumed = [(e["step"], e["processes"]) for e in events if e["kind"] == "resume"]
     assert resumed == [(20, 2)]  # the last audit that passed
     assert "JAXDP_FAULT: " in out and "injects faults" in out
@@ -62,8 +80,13 @@ def test_an_expelled_process_leaves_and_the_parameters_are_those_of_an_undisturb
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_stop_ends_all_processes_with_the_cause(tmp_path):
-    events, _, out = launch(tmp_path, 2, "flip:opt_state:rank=1:step=13", "--audit.action", "stop", code=1)
-    assert [e["step"] for e in events if e["kind"] == "audit_failed"] == [20, 20]  # both, without a majority
+    events, _, out = launch(
+        tmp_path, 2, "flip:opt_state:rank=1:step=13", "--audit.action", "stop", code=1
+    )
+    assert [e["step"] for e in events if e["kind"] == "audit_failed"] == [
+        20,
+        20,
+    ]  # both, without a majority
     assert "rank 0" in out and "rank 1" in out and "audit.action: stop ends the job" in out
     assert events[-1]["kind"] == "failed" and "audit after update 20" in events[-1]["reason"]
 
@@ -71,7 +94,9 @@ def test_stop_ends_all_processes_with_the_cause(tmp_path):
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_a_damaged_snapshot_is_named_at_the_next_audit(tmp_path):
-    events, final, out = launch(tmp_path, 3, "flip:snapshot:rank=2:step=13", "--elastic.snapshot_every", "25")
+    events, final, out = launch(
+        tmp_path, 3, "flip:snapshot:rank=2:step=13", "--elastic.snapshot_every", "25"
+    )
     assert "the snapshot of update 25 in this process is damaged" in out and final["step"] == 60
     reasons = [e["reason"] for e in events if e["kind"] == "audit"]
     assert len(reasons) == 1 and "in the memory of rank 2" in reasons[0]
@@ -96,9 +121,16 @@ def test_a_process_that_is_killed_by_a_fault_does_not_kill_its_successor(tmp_pat
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_a_process_that_computes_slowly_is_named(tmp_path):
-    """It is stopped for nine tenths of each 10 ms: more than what others do on this machine can slow the other one."""
-    fault, more = "slow:rank=1:factor=10:step=60", ["--parallel.reduction", "bucket", "--audit.every", "null"]
-    events, *_, out = launch(tmp_path, 2, fault, "--steps", "200", "--elastic.enabled", "false", *more)
+    """It is stopped for nine tenths of each 10 ms: more than what others do on this machine can
+    slow the other one.
+    """
+    fault, more = (
+        "slow:rank=1:factor=10:step=60",
+        ["--parallel.reduction", "bucket", "--audit.every", "null"],
+    )
+    events, *_, out = launch(
+        tmp_path, 2, fault, "--steps", "200", "--elastic.enabled", "false", *more
+    )
     last = [e for e in events if e["kind"] == "slow" and e["step"] > 60][-1]
     assert last["rank"] == 1 and last["factor"] > 2
     assert "rank 1" in last["reason"] and last["reason"] in out

@@ -1,7 +1,8 @@
-"""The commands of docs/hosts.md: with a hostfile, Open MPI and MPICH start one process on each of two hosts; torchrun.
+"""The commands of docs/hosts.md: with a hostfile, Open MPI and MPICH start one process on each of
+two hosts; torchrun.
 
-Intel MPI has MPICH's commands: `pip install --no-deps --prefix .impi impi-rt`, then pytest -k mpich with
-JAXDP_TEST_MPICH_PREFIX=.impi and `.impi/bin` first in PATH.
+Intel MPI has MPICH's commands: `pip install --no-deps --prefix .impi impi-rt`, then pytest -k mpich
+with JAXDP_TEST_MPICH_PREFIX=.impi and `.impi/bin` first in PATH.
 """
 
 import json
@@ -29,7 +30,9 @@ def alone(tmp_path_factory):
 def test_two_hosts_of_a_hostfile_compute_what_one_process_does(tmp_path, alone, which):
     require(which)
     with TwoHosts(tmp_path) as hosts:
-        job = hosts.from_hostfile(which, ["train.py", *DIGITS, *SHORT, "--run_dir", str(tmp_path / "run")])
+        job = hosts.from_hostfile(
+            which, ["train.py", *DIGITS, *SHORT, "--run_dir", str(tmp_path / "run")]
+        )
     assert job.returncode == 0 and not job.left, job.output
     topology = json.loads((tmp_path / "run" / "env.json").read_text())["topology"]
     assert topology["hosts"] == hosts.names, topology
@@ -40,7 +43,16 @@ def test_two_hosts_of_a_hostfile_compute_what_one_process_does(tmp_path, alone, 
 @pytest.mark.slow
 def test_two_agents_of_torchrun_compute_what_one_process_does(tmp_path, alone):
     pytest.importorskip("torch", reason="pip install torch")
-    rendezvous = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_id", "1", "--rdzv_backend", "c10d"]
+    rendezvous = [
+        "--nnodes",
+        "2",
+        "--nproc_per_node",
+        "1",
+        "--rdzv_id",
+        "1",
+        "--rdzv_backend",
+        "c10d",
+    ]
     command = ["-m", "torch.distributed.run", *rendezvous, "--rdzv_endpoint", f"127.0.0.1:{port()}"]
     train = ["train.py", *DIGITS, *SHORT, "--run_dir", str(tmp_path / "run")]
     agents = processes([*command, *train], [{}, {}], timeout=300)

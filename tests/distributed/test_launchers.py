@@ -1,4 +1,6 @@
-"""Every launcher is a table row of variables; every row that makes no sense is an error that names the variable."""
+"""Every launcher is a table row of variables; every row that makes no sense is an error that names
+the variable.
+"""
 
 import socket
 
@@ -7,7 +9,14 @@ import pytest
 
 from jaxdp.distributed import context, gpus, hosts
 from jaxdp.distributed.gpus import bind
-from jaxdp.distributed.launchers import World, address, discover, first_host, kubernetes, tasks_per_node
+from jaxdp.distributed.launchers import (
+    World,
+    address,
+    discover,
+    first_host,
+    kubernetes,
+    tasks_per_node,
+)
 from jaxdp.distributed.protocol import default_timeout, difference, silence
 from jaxdp.errors import UsageError
 
@@ -57,15 +66,27 @@ GOOD = {
     ),
     "openmpi": (OPENMPI, World(2, 4, 0, 2, "openmpi")),
     "mvapich": (MVAPICH, World(3, 4, 1, 2, "mvapich")),
-    "mvapich by Hydra, in a Slurm step": ({**SLURM, **HYDRA, **MVAPICH}, World(3, 4, 1, 2, "mvapich")),
+    "mvapich by Hydra, in a Slurm step": (
+        {**SLURM, **HYDRA, **MVAPICH},
+        World(3, 4, 1, 2, "mvapich"),
+    ),
     "hydra": (HYDRA, World(1, 2, 1, 2, "hydra")),
     "hydra, two variables": ({"PMI_RANK": "0", "PMI_SIZE": "2"}, World(0, 2, None, None, "hydra")),
     "slurm": (SLURM, SRUN),
-    "slurm, one task": ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, World(0, 1, 0, 1, "slurm")),
-    "a batch script": ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, World(0, 1)),
+    "slurm, one task": (
+        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+        World(0, 1, 0, 1, "slurm"),
+    ),
+    "a batch script": (
+        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},
+        World(0, 1),
+    ),
     "env://": (TORCHRUN, World(5, 8, 1, 4, "torchrun", "10.0.0.1:29500")),
     "torchrun": (AGENT, World(5, 8, 1, 4, "torchrun", "10.0.0.1:29501")),
-    "env:// v6": ({**TORCHRUN, "MASTER_ADDR": "fd00::1"}, World(5, 8, 1, 4, "torchrun", "[fd00::1]:29500")),
+    "env:// v6": (
+        {**TORCHRUN, "MASTER_ADDR": "fd00::1"},
+        World(5, 8, 1, 4, "torchrun", "[fd00::1]:29500"),
+    ),
     "kubernetes": (INDEXED, World(2, 4, None, None, "kubernetes", "train-0.workers:12355")),
     "kubernetes, given": (
         {**INDEXED, "HOSTNAME": "pod", "JAXDP_COORDINATOR": "head:1"},
@@ -77,9 +98,18 @@ GOOD = {
     "srun --mpi=pmi2": ({**SLURM, "PMI_RANK": "4", "PMI_SIZE": "5"}, SRUN),
     "srun torchrun": ({**SLURM, **AGENT}, World(5, 8, 1, 4, "torchrun", "10.0.0.1:29501")),
     "Slurm, and MASTER_ADDR exported": ({**SLURM, "MASTER_ADDR": "a", "MASTER_PORT": "1"}, SRUN),
-    "JAXDP_* over mpirun": ({**OPENMPI, **JAXDP}, World(3, 4, None, None, "jaxdp", "10.0.0.1:12355")),
-    "only the coordinator": ({**OPENMPI, "JAXDP_COORDINATOR": "a:1"}, World(2, 4, 0, 2, "openmpi", "a:1")),
-    "one process": ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, World(0, 1, None, None, "openmpi")),
+    "JAXDP_* over mpirun": (
+        {**OPENMPI, **JAXDP},
+        World(3, 4, None, None, "jaxdp", "10.0.0.1:12355"),
+    ),
+    "only the coordinator": (
+        {**OPENMPI, "JAXDP_COORDINATOR": "a:1"},
+        World(2, 4, 0, 2, "openmpi", "a:1"),
+    ),
+    "one process": (
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        World(0, 1, None, None, "openmpi"),
+    ),
     "only MASTER_ADDR": ({"MASTER_ADDR": "a"}, World(0, 1)),
     "only WORLD_SIZE": ({"WORLD_SIZE": "4"}, World(0, 1)),
     "empty is unset": (dict.fromkeys([*JAXDP, *OPENMPI, *SLURM, *TORCHRUN], ""), World(0, 1)),
@@ -92,29 +122,62 @@ def test_a_launcher_is_known_by_its_variables(env, world):
 
 
 BAD = {  # environment, and what the one line must say
-    "rank not a number": ({**OPENMPI, "OMPI_COMM_WORLD_RANK": "two"}, ["OMPI_COMM_WORLD_RANK='two'", "unset it"]),
-    "rank too large": ({**JAXDP, "JAXDP_PROCESS_ID": "4"}, ["JAXDP_PROCESS_ID=4", "JAXDP_NUM_PROCESSES=4", "0 to 3"]),
+    "rank not a number": (
+        {**OPENMPI, "OMPI_COMM_WORLD_RANK": "two"},
+        ["OMPI_COMM_WORLD_RANK='two'", "unset it"],
+    ),
+    "rank too large": (
+        {**JAXDP, "JAXDP_PROCESS_ID": "4"},
+        ["JAXDP_PROCESS_ID=4", "JAXDP_NUM_PROCESSES=4", "0 to 3"],
+    ),
     "rank negative": ({**HYDRA, "PMI_RANK": "-1"}, ["PMI_RANK=-1"]),
     "size zero": ({**HYDRA, "PMI_SIZE": "0"}, ["PMI_SIZE=0"]),
-    "no size": ({"OMPI_COMM_WORLD_RANK": "0"}, ["OMPI_COMM_WORLD_SIZE is not set", "OMPI_COMM_WORLD_RANK=0"]),
-    "no process id": ({"JAXDP_NUM_PROCESSES": "2"}, ["JAXDP_PROCESS_ID is not set", "JAXDP_NUM_PROCESSES=2"]),
-    "no coordinator": ({"JAXDP_NUM_PROCESSES": "2", "JAXDP_PROCESS_ID": "0"}, ["set JAXDP_COORDINATOR"]),
+    "no size": (
+        {"OMPI_COMM_WORLD_RANK": "0"},
+        ["OMPI_COMM_WORLD_SIZE is not set", "OMPI_COMM_WORLD_RANK=0"],
+    ),
+    "no process id": (
+        {"JAXDP_NUM_PROCESSES": "2"},
+        ["JAXDP_PROCESS_ID is not set", "JAXDP_NUM_PROCESSES=2"],
+    ),
+    "no coordinator": (
+        {"JAXDP_NUM_PROCESSES": "2", "JAXDP_PROCESS_ID": "0"},
+        ["set JAXDP_COORDINATOR"],
+    ),
     "only the coordinator": ({"JAXDP_COORDINATOR": "a:1"}, ["a:1", "JAXDP_PROCESS_ID"]),
-    "coordinator without port": ({**JAXDP, "JAXDP_COORDINATOR": "10.0.0.1"}, ["JAXDP_COORDINATOR='10.0.0.1'", "port"]),
-    "port not a number": ({**JAXDP, "JAXDP_COORDINATOR": "a:b"}, ["JAXDP_COORDINATOR='a:b'", "'b'"]),
+    "coordinator without port": (
+        {**JAXDP, "JAXDP_COORDINATOR": "10.0.0.1"},
+        ["JAXDP_COORDINATOR='10.0.0.1'", "port"],
+    ),
+    "port not a number": (
+        {**JAXDP, "JAXDP_COORDINATOR": "a:b"},
+        ["JAXDP_COORDINATOR='a:b'", "'b'"],
+    ),
     "port too large": ({**JAXDP, "JAXDP_COORDINATOR": "a:70000"}, ["70000", "65535"]),
     "v6 without brackets": ({**JAXDP, "JAXDP_COORDINATOR": "fd00::1:80"}, ["JAXDP_COORDINATOR"]),
     "local rank too large": (
         {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_RANK": "2"},
         ["OMPI_COMM_WORLD_LOCAL_RANK=2", "OMPI_COMM_WORLD_LOCAL_SIZE=2"],
     ),
-    "no MASTER_PORT": ({k: v for k, v in TORCHRUN.items() if k != "MASTER_PORT"}, ["MASTER_PORT is not set"]),
-    "no RANK": ({k: v for k, v in TORCHRUN.items() if k != "RANK"}, ["RANK is not set", "WORLD_SIZE=8"]),
+    "no MASTER_PORT": (
+        {k: v for k, v in TORCHRUN.items() if k != "MASTER_PORT"},
+        ["MASTER_PORT is not set"],
+    ),
+    "no RANK": (
+        {k: v for k, v in TORCHRUN.items() if k != "RANK"},
+        ["RANK is not set", "WORLD_SIZE=8"],
+    ),
     "MASTER_PORT not a number": ({**TORCHRUN, "MASTER_PORT": "x"}, ["MASTER_PORT='x'"]),
     "no SLURM_PROCID": ({"SLURM_STEP_NUM_TASKS": "2"}, ["SLURM_PROCID is not set"]),
     "no node list": ({**SLURM, "SLURM_STEP_NODELIST": ""}, ["SLURM_STEP_NODELIST is not set"]),
-    "broken node list": ({**SLURM, "SLURM_STEP_NODELIST": "node[1-2"}, ["SLURM_STEP_NODELIST='node[1-2'"]),
-    "broken tasks": ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2x2"}, ["SLURM_STEP_TASKS_PER_NODE='2x2'"]),
+    "broken node list": (
+        {**SLURM, "SLURM_STEP_NODELIST": "node[1-2"},
+        ["SLURM_STEP_NODELIST='node[1-2'"],
+    ),
+    "broken tasks": (
+        {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2x2"},
+        ["SLURM_STEP_TASKS_PER_NODE='2x2'"],
+    ),
     "node outside": ({**SLURM, "SLURM_NODEID": "3"}, ["SLURM_NODEID=3"]),
     "odd pod name": ({**INDEXED, "HOSTNAME": "pod"}, ["'pod'", "JAXDP_COORDINATOR"]),
     "index too large": ({**INDEXED, "JOB_COMPLETION_INDEX": "4"}, ["JOB_COMPLETION_INDEX=4"]),
@@ -130,10 +193,12 @@ def test_variables_that_make_no_sense_are_named(env, parts):
 
 
 def test_arguments_come_first():
-    assert discover(OPENMPI, coordinator="a:1", rank=1, size=2) == World(1, 2, None, None, "explicit", "a:1")
-    assert discover({}, init_method="tcp://a:1", rank=0, size=2, local_rank=0, local_size=1) == World(
-        0, 2, 0, 1, "explicit", "a:1"
+    assert discover(OPENMPI, coordinator="a:1", rank=1, size=2) == World(
+        1, 2, None, None, "explicit", "a:1"
     )
+    assert discover(
+        {}, init_method="tcp://a:1", rank=0, size=2, local_rank=0, local_size=1
+    ) == World(0, 2, 0, 1, "explicit", "a:1")
     assert discover(OPENMPI, init_method="tcp://a:1") == World(2, 4, 0, 2, "openmpi", "a:1")
     assert discover({**OPENMPI, **TORCHRUN}, init_method="env://").launcher == "torchrun"
     assert discover({}, rank=0, size=1) == World(0, 1, None, None, "explicit")
@@ -149,7 +214,10 @@ def test_arguments_come_first():
         ({"rank": 0, "size": 2, "coordinator": "a"}, "coordinator='a'"),
         ({"rank": 0, "size": 2, "init_method": "tcp://a"}, "init_method='tcp://a'"),
         ({"rank": 0, "size": 2, "init_method": "file:///x"}, "neither"),
-        ({"rank": 0, "size": 2, "coordinator": "a:1", "local_rank": 2, "local_size": 2}, "local_rank=2"),
+        (
+            {"rank": 0, "size": 2, "coordinator": "a:1", "local_rank": 2, "local_size": 2},
+            "local_rank=2",
+        ),
         ({"init_method": "env://"}, "RANK and WORLD_SIZE"),
     ],
 )
@@ -172,19 +240,30 @@ def test_an_infinite_time_is_one_that_jax_can_count(monkeypatch):
         ({"rank": True, "size": 2}, r"init\(rank=True\): not a whole number"),
         ({"coordinator": 4123}, "coordinator=4123 has no port|coordinator='4123' has no port"),
         ({"init_method": 4123}, "init_method=4123 is neither"),
-        ({"rank": 0, "size": 2, "local_rank": 5}, r"init\(local_rank=5, local_size=None\): local ranks run from 0"),
-        ({"rank": 0, "size": 2, "local_size": 7}, r"local_size=7\): .* and local_size to the 2 processes"),
+        (
+            {"rank": 0, "size": 2, "local_rank": 5},
+            r"init\(local_rank=5, local_size=None\): local ranks run from 0",
+        ),
+        (
+            {"rank": 0, "size": 2, "local_size": 7},
+            r"local_size=7\): .* and local_size to the 2 processes",
+        ),
         ({"local_rank": 9, "local_size": 4}, r"init\(local_rank=9, local_size=4\)"),
     ],
     ids=str,
 )
 def test_arguments_of_init_that_are_no_numbers_or_ranks(arguments, message):
     with pytest.raises(UsageError, match=message):
-        discover({"JAXDP_PROCESS_ID": "0", "JAXDP_NUM_PROCESSES": "2"}, **{"coordinator": "a:1", **arguments})
+        discover(
+            {"JAXDP_PROCESS_ID": "0", "JAXDP_NUM_PROCESSES": "2"},
+            **{"coordinator": "a:1", **arguments},
+        )
 
 
 def test_numpy_numbers_and_the_address_of_env(monkeypatch):
-    world = discover({"MASTER_ADDR": "a", "MASTER_PORT": "1"}, rank=np.int64(0), size=2, init_method="env://")
+    world = discover(
+        {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, rank=np.int64(0), size=2, init_method="env://"
+    )
     assert (world.rank, type(world.rank), world.size, world.coordinator) == (0, int, 2, "a:1")
     with pytest.raises(UsageError, match="MASTER_PORT is not set"):
         discover({"MASTER_ADDR": "a"}, rank=0, size=2, init_method="env://")
@@ -194,7 +273,9 @@ def test_numpy_numbers_and_the_address_of_env(monkeypatch):
 
 
 def test_the_rank_is_not_known_while_the_job_is_joined(monkeypatch):
-    """A process that joins an elastic job builds its run before: code of the user must not take it for rank 0 of 1."""
+    """A process that joins an elastic job builds its run before: code of the user must not take it
+    for rank 0 of 1.
+    """
     monkeypatch.setattr(context, "_current", None)
     monkeypatch.setattr(context, "_joining", discover(coordinator="a:1", rank=1, size=2))
     with pytest.raises(UsageError, match="this process has not joined its job yet"):
@@ -212,7 +293,13 @@ def test_silence_is_shorter_in_an_elastic_job(monkeypatch):
 
 
 def test_slurms_lists():
-    hosts = {"a": "a", "node[003-007,9]": "node003", "r[1-2]n[3,4],x": "r1n3", "a,b[1]": "a", "n[9,1]-ib": "n9-ib"}
+    hosts = {
+        "a": "a",
+        "node[003-007,9]": "node003",
+        "r[1-2]n[3,4],x": "r1n3",
+        "a,b[1]": "a",
+        "n[9,1]-ib": "n9-ib",
+    }
     assert {text: first_host(text) for text in hosts} == hosts
     assert tasks_per_node("2(x3),1") == [2, 2, 2, 1] and tasks_per_node("4") == [4]
 
@@ -221,7 +308,9 @@ def test_a_pods_full_name_gives_the_subdomain(monkeypatch):
     env = {**INDEXED, "HOSTNAME": "train-2"}
     monkeypatch.setattr(socket, "getfqdn", lambda: "train-2.workers.ns.svc.cluster.local")
     world = kubernetes(env)
-    assert world == World(2, 4, None, None, "kubernetes", "train-0.workers.ns.svc.cluster.local:12355")
+    assert world == World(
+        2, 4, None, None, "kubernetes", "train-0.workers.ns.svc.cluster.local:12355"
+    )
     monkeypatch.setattr(socket, "getfqdn", lambda: "localhost")
     assert kubernetes(env).coordinator == "train-0:12355"
 
@@ -251,8 +340,12 @@ BIND = [  # local_rank, local_size, gpus, visible, neighbours -> devices, sharer
 ]
 
 
-@pytest.mark.parametrize("local_rank, local_size, count, visible, neighbours, devices, shared", BIND)
-def test_gpus_are_dealt_by_local_rank(local_rank, local_size, count, visible, neighbours, devices, shared):
+@pytest.mark.parametrize(
+    "local_rank, local_size, count, visible, neighbours, devices, shared", BIND
+)
+def test_gpus_are_dealt_by_local_rank(
+    local_rank, local_size, count, visible, neighbours, devices, shared
+):
     assert bind(local_rank, local_size, count, visible, neighbours) == (devices, shared)
 
 
@@ -272,7 +365,10 @@ def test_rank_0_is_met_where_all_can_reach_it():
     one, two = hello("a", ["127.0.1.1", "10.0.0.1"]), hello("b", ["10.0.0.2"])
     assert hosts.meeting_address([one, one], 5) == "127.0.0.1:5"
     assert hosts.meeting_address([one, two], 5) == "10.0.0.1:5"
-    assert hosts.meeting_address([hello("a", ["127.0.1.1"], outward="10.9.9.9"), two], 5) == "10.9.9.9:5"
+    assert (
+        hosts.meeting_address([hello("a", ["127.0.1.1"], outward="10.9.9.9"), two], 5)
+        == "10.9.9.9:5"
+    )
     assert hosts.meeting_address([hello("a", ["fd00::1"]), two], 5) == "[fd00::1]:5"
     with pytest.raises(UsageError, match="no address"):
         hosts.meeting_address([hello("a", ["127.0.0.1"], outward=None), two], 5)
@@ -294,11 +390,24 @@ def test_host_names_that_others_cannot_use():
 
 def test_hosts_are_told_apart_by_name_and_kernel():
     a, other_kernel, pod = hello("a", []), hello("a", [], boot="c"), hello("p", [])
-    assert [hosts.local_ranks([a, other_kernel, pod, a], r) for r in range(4)] == [(0, 2), (0, 1), (0, 1), (1, 2)]
+    assert [hosts.local_ranks([a, other_kernel, pod, a], r) for r in range(4)] == [
+        (0, 2),
+        (0, 1),
+        (0, 1),
+        (1, 2),
+    ]
 
 
 def test_what_ranks_must_have_in_common():
-    first = {"rank": 0, "host": "a", "size": 2, "jaxdp": "1", "jax": "2", "jaxlib": "3", "python": "3.11"}
+    first = {
+        "rank": 0,
+        "host": "a",
+        "size": 2,
+        "jaxdp": "1",
+        "jax": "2",
+        "jaxlib": "3",
+        "python": "3.11",
+    }
     assert difference(first, {**first, "rank": 1}) is None
     assert "rank 1 (host b) has world size 3, but rank 0 (host a) has 2" in difference(
         first, {**first, "rank": 1, "host": "b", "size": 3, "jax": "x"}

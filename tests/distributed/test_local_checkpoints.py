@@ -1,4 +1,6 @@
-"""Hosts that share no file system (`checkpoint.local`): each has a disk of its own at the path of the run directory."""
+"""Hosts that share no file system (`checkpoint.local`): each has a disk of its own at the path of
+the run directory.
+"""
 
 import re
 import shutil
@@ -40,7 +42,11 @@ class Hosts:
     def __init__(self, folder, size, *options):
         if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
             pytest.skip("mounting in a namespace of one's own is not permitted here")
-        self.run_dir, self.disks, self.size = folder / "run", [folder / "disk0", folder / "disk1"], size
+        self.run_dir, self.disks, self.size = (
+            folder / "run",
+            [folder / "disk0", folder / "disk1"],
+            size,
+        )
         for path in (self.run_dir, *self.disks):
             path.mkdir()
         train = ["train.py", "--config", write(folder, CONFIG), "--run_dir", self.run_dir, *options]
@@ -69,9 +75,16 @@ class Hosts:
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("backend", "zero", "size", "launcher"),
-    [("pmap", 0, 2, "openmpi5"), ("pjit", 3, 3, "openmpi5"), ("pmap", 1, 2, "mpich"), ("pjit", 0, 2, "none")],
+    [
+        ("pmap", 0, 2, "openmpi5"),
+        ("pjit", 3, 3, "openmpi5"),
+        ("pmap", 1, 2, "mpich"),
+        ("pjit", 0, 2, "none"),
+    ],
 )
-def test_a_lost_disk_and_a_damaged_file_lose_nothing(tmp_path, undisturbed, backend, zero, size, launcher):
+def test_a_lost_disk_and_a_damaged_file_lose_nothing(
+    tmp_path, undisturbed, backend, zero, size, launcher
+):
     hosts = Hosts(tmp_path, size, "--parallel.backend", backend, "--parallel.zero", zero)
     code, output = hosts.run(f"kill:rank={size - 1}:step=15", launcher)
     assert code not in (0, 2) and hosts.steps() == [[10], [10]], output
@@ -80,13 +93,22 @@ def test_a_lost_disk_and_a_damaged_file_lose_nothing(tmp_path, undisturbed, back
     code, output = hosts.run(f"kill:rank={size - 1}:step=25", launcher)
     assert code not in (0, 2) and hosts.steps() == [[10, 20], [10, 20]], output
     others = f"[{size // 2}{size - 1}]"  # the first of them that makes a file is the writer
-    assert re.search(rf"checkpoint 10 copied from rank 0 \(host {HOST}\) to rank {others} \(host {HOST}\)", output)
+    assert re.search(
+        rf"checkpoint 10 copied from rank 0 \(host {HOST}\) to rank {others} \(host {HOST}\)",
+        output,
+    )
     hosts.files(0, 20)[0].write_bytes(b"damaged")
 
     code, output = hosts.run(launcher=launcher)
     assert code == 0 and hosts.steps() == [[10, 20, 30], [10, 20, 30]], output
-    assert "checkpoint 20 is damaged" in output and (hosts.disks[0] / "checkpoints" / "20.damaged").is_dir()
-    assert re.search(rf"checkpoint 20 copied from rank {others} \(host {HOST}\) to rank 0 \(host {HOST}\)", output)
+    assert (
+        "checkpoint 20 is damaged" in output
+        and (hosts.disks[0] / "checkpoints" / "20.damaged").is_dir()
+    )
+    assert re.search(
+        rf"checkpoint 20 copied from rank {others} \(host {HOST}\) to rank 0 \(host {HOST}\)",
+        output,
+    )
     assert records(hosts.disks[0], "final")[0]["params_sha256"] == undisturbed
     assert not (hosts.disks[1] / "metrics.jsonl").exists()
 
@@ -98,13 +120,21 @@ def test_a_lost_disk_and_a_damaged_file_lose_nothing(tmp_path, undisturbed, back
 @pytest.mark.mpi
 def test_both_hosts_restore_the_newest_update_that_one_of_them_has(tmp_path):
     job = mpirun(2, [str(SUPPORT / "mpi" / "local_checkpoints.py"), str(tmp_path)])
-    assert job.returncode == 0 and "rank 0 is done" in job.stdout and "rank 1 is done" in job.stdout, job.output
+    assert (
+        job.returncode == 0 and "rank 0 is done" in job.stdout and "rank 1 is done" in job.stdout
+    ), job.output
 
 
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_a_directory_that_all_share_has_one_writer(tmp_path, undisturbed):
-    argv = ["train.py", "--config", str(write(tmp_path, CONFIG)), "--run_dir", str(tmp_path / "run")]
+    argv = [
+        "train.py",
+        "--config",
+        str(write(tmp_path, CONFIG)),
+        "--run_dir",
+        str(tmp_path / "run"),
+    ]
     job = mpirun(2, argv)
     assert job.returncode == 0, job.output
     assert records(tmp_path / "run", "final")[0]["params_sha256"] == undisturbed

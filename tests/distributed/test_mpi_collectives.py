@@ -1,4 +1,6 @@
-"""The eager collectives, in one job of four real processes; and alone, where they must give the same answers."""
+"""The eager collectives, in one job of four real processes; and alone, where they must give the
+same answers.
+"""
 
 import numpy as np
 import pytest
@@ -21,7 +23,9 @@ def test_every_collective_against_numpy_on_four_processes():
     job = mpirun(4, [str(SUPPORT / "mpi" / "collectives.py")], timeout=180, devices=2)
     assert job.returncode == 0, job.output
     lines = sorted(line for line in job.stdout.splitlines() if line.startswith("rank "))
-    assert [line.rpartition(" ")[0] for line in lines] == [f"rank {r}: OK" for r in range(4)], job.output
+    assert [line.rpartition(" ")[0] for line in lines] == [f"rank {r}: OK" for r in range(4)], (
+        job.output
+    )
     assert min(int(line.rpartition(" ")[2]) for line in lines) >= 700, job.output
     assert not job.left
 
@@ -73,7 +77,9 @@ jaxdp.recv(1) if rank == 0 else jaxdp.allreduce(1.0)
     jobs = processes(["-c", script], ranks(3, f"127.0.0.1:{port()}", JAXDP_TIMEOUT="5"))
     errors = "".join(job.stderr for job in jobs)
     assert [job.returncode for job in jobs] == [1, 1, 1], errors
-    assert "jaxdp: rank 1 did not come to send from rank 1 to rank 0 within 5 s\n" in jobs[0].stderr, errors
+    assert (
+        "jaxdp: rank 1 did not come to send from rank 1 to rank 0 within 5 s\n" in jobs[0].stderr
+    ), errors
     assert "jaxdp: rank 0, 2 did not come to allreduce(sum) within 5 s\n" in jobs[1].stderr, errors
     assert "has ended with code 1: see what it printed" in errors
 
@@ -92,4 +98,7 @@ jaxdp.partition_dataset(numpy.arange(9), 3)
     jobs = processes(["-c", script], ranks(2, f"127.0.0.1:{port()}", JAXDP_TIMEOUT="5"))
     errors = "".join(job.stderr for job in jobs)
     assert all("[0.0, 1.0, 2.0]" in job.stdout.splitlines() for job in jobs), errors
-    assert "jaxdp: rank 1 did not come to 'check_same partition_dataset' within 5 s\n" in jobs[0].stderr, errors
+    assert (
+        "jaxdp: rank 1 did not come to 'check_same partition_dataset' within 5 s\n"
+        in jobs[0].stderr
+    ), errors

@@ -1,4 +1,6 @@
-"""Real processes find each other under every launcher at hand; what is set up wrongly ends in seconds, in one line."""
+"""Real processes find each other under every launcher at hand; what is set up wrongly ends in
+seconds, in one line.
+"""
 
 import json
 import pathlib
@@ -21,7 +23,9 @@ def told(*jobs: Finished) -> list[dict]:
     """What the ranks printed, by rank; all jobs ended well and left nothing behind."""
     for job in jobs:
         assert job.returncode == 0 and not job.left, job.output
-    lines = [json.loads(line) for job in jobs for line in job.stdout.splitlines() if line.startswith("{")]
+    lines = [
+        json.loads(line) for job in jobs for line in job.stdout.splitlines() if line.startswith("{")
+    ]
     return sorted(lines, key=lambda line: line["rank"])
 
 
@@ -36,8 +40,14 @@ def errors(*jobs: Finished) -> list[str]:
 @pytest.mark.parametrize("which", only(["openmpi5", "mpich"], ["openmpi5", "openmpi4", "mpich"]))
 def test_mpirun(which):
     lines = told(mpirun(2, [SCRIPT], which, timeout=60))
-    assert [(x["rank"], x["size"], x["local_rank"], x["local_size"]) for x in lines] == [(0, 2, 0, 2), (1, 2, 1, 2)]
-    assert [x["total"] for x in lines] == [3.0, 3.0] and [x["is_root"] for x in lines] == [True, False]
+    assert [(x["rank"], x["size"], x["local_rank"], x["local_size"]) for x in lines] == [
+        (0, 2, 0, 2),
+        (1, 2, 1, 2),
+    ]
+    assert [x["total"] for x in lines] == [3.0, 3.0] and [x["is_root"] for x in lines] == [
+        True,
+        False,
+    ]
     assert {x["launcher"] for x in lines} == {"hydra" if which == "mpich" else "openmpi"}
 
 
@@ -46,8 +56,14 @@ VARIABLES = {
         {"JAXDP_COORDINATOR": f"127.0.0.1:{p}", "JAXDP_NUM_PROCESSES": "2", "JAXDP_PROCESS_ID": r},
         {},
     ),
-    "explicit": lambda r, p: ({}, {"init_method": f"tcp://localhost:{p}", "rank": int(r), "size": 2}),
-    "torchrun": lambda r, p: ({"MASTER_ADDR": "localhost", "MASTER_PORT": str(p), "RANK": r, "WORLD_SIZE": "2"}, {}),
+    "explicit": lambda r, p: (
+        {},
+        {"init_method": f"tcp://localhost:{p}", "rank": int(r), "size": 2},
+    ),
+    "torchrun": lambda r, p: (
+        {"MASTER_ADDR": "localhost", "MASTER_PORT": str(p), "RANK": r, "WORLD_SIZE": "2"},
+        {},
+    ),
     "slurm": lambda r, p: (
         {
             "SLURM_STEP_NUM_TASKS": "2",
@@ -59,7 +75,11 @@ VARIABLES = {
         {},
     ),
     "kubernetes": lambda r, p: (
-        {"JOB_COMPLETION_INDEX": r, "JAXDP_NUM_PROCESSES": "2", "JAXDP_COORDINATOR": f"localhost:{p}"},
+        {
+            "JOB_COMPLETION_INDEX": r,
+            "JAXDP_NUM_PROCESSES": "2",
+            "JAXDP_COORDINATOR": f"localhost:{p}",
+        },
         {},
     ),
 }
@@ -72,26 +92,40 @@ def test_processes_started_by_hand(launcher):
     environments, arguments = zip(*(VARIABLES[launcher](r, p) for r in "01"))
     if arguments[0]:
         prefixes = [["env"], ["env"]]
-        argv = ["-c", f"import os,sys; sys.argv[1:] = [os.environ['ARGUMENTS']]; exec(open({SCRIPT!r}).read())"]
+        argv = [
+            "-c",
+            f"import os,sys; sys.argv[1:] = [os.environ['ARGUMENTS']]; exec(open({SCRIPT!r}).read())",
+        ]
         environments = [{"ARGUMENTS": json.dumps(a)} for a in arguments]
         jobs = processes(argv, environments, prefixes=prefixes)
     else:
         jobs = processes([SCRIPT], environments)
     lines = told(*jobs)
     assert [(x["rank"], x["local_rank"], x["local_size"]) for x in lines] == [(0, 0, 2), (1, 1, 2)]
-    assert [x["total"] for x in lines] == [3.0, 3.0] and {x["launcher"] for x in lines} == {launcher}
+    assert [x["total"] for x in lines] == [3.0, 3.0] and {x["launcher"] for x in lines} == {
+        launcher
+    }
 
 
 @pytest.mark.slow
 def test_alone():
     (line,) = told(*processes([SCRIPT], [{}], devices=2))
-    assert (line["size"], line["local_size"], line["launcher"], line["devices"]) == (1, 1, "none", 2)
+    assert (line["size"], line["local_size"], line["launcher"], line["devices"]) == (
+        1,
+        1,
+        "none",
+        2,
+    )
 
 
 @pytest.mark.parametrize("late", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_mpi4py_is_missing(tmp_path, late):
-    """late: the seconds by which rank 0, which prints, starts after rank 1, whose end makes mpirun kill it."""
-    wait = f"import os, time\n\ntime.sleep({late} * (os.environ.get('OMPI_COMM_WORLD_RANK') == '0'))\n"
+    """late: the seconds by which rank 0, which prints, starts after rank 1, whose end makes mpirun
+    kill it.
+    """
+    wait = (
+        f"import os, time\n\ntime.sleep({late} * (os.environ.get('OMPI_COMM_WORLD_RANK') == '0'))\n"
+    )
     (tmp_path / "sitecustomize.py").write_text(wait)
     package = tmp_path / "mpi4py" / "__init__.py"
     package.parent.mkdir()
@@ -105,7 +139,9 @@ def test_mpi4py_is_missing(tmp_path, late):
 def test_collectives_over_mpi_are_refused():
     job = mpirun(2, [SCRIPT], env={"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "mpi"}, timeout=60)
     (line,) = errors(job)
-    assert job.returncode == 2 and "jax_cpu_collectives_implementation: mpi does not work" in line, job.output
+    assert (
+        job.returncode == 2 and "jax_cpu_collectives_implementation: mpi does not work" in line
+    ), job.output
 
 
 @pytest.mark.slow
@@ -114,7 +150,9 @@ def test_collectives_over_mpi_on_one_host_are_refused_there():
     both[1]["JAX_CPU_COLLECTIVES_IMPLEMENTATION"] = "mpi"
     jobs = processes([SCRIPT], both, timeout=60)
     (line,) = errors(jobs[1])
-    assert jobs[1].returncode == 2 and "jax_cpu_collectives_implementation: mpi does not work" in line, jobs[1].output
+    assert (
+        jobs[1].returncode == 2 and "jax_cpu_collectives_implementation: mpi does not work" in line
+    ), jobs[1].output
 
 
 @pytest.mark.slow
@@ -126,7 +164,9 @@ def test_mpi4py_loads_another_mpi():
     job = mpirun(2, [SCRIPT], "mpich", env={"MPI4PY_LIBMPI": str(library)}, timeout=60)
     (line,) = errors(job)
     assert job.returncode == 2, job.output
-    assert all(x in line for x in ("started 2 processes", "mpi4py sees 1", "Open MPI v", "MPI4PY_LIBMPI")), line
+    assert all(
+        x in line for x in ("started 2 processes", "mpi4py sees 1", "Open MPI v", "MPI4PY_LIBMPI")
+    ), line
 
 
 @pytest.mark.slow
@@ -163,14 +203,19 @@ def test_another_server_at_the_coordinators_address():
     (job,) = together([(wrapped, env)], timeout=60)
     (line,) = errors(job)
     assert job.returncode == 2, job.output
-    assert f"127.0.0.1:{p} is not rank 0 of this job" in line and "another program has that port" in line
+    assert (
+        f"127.0.0.1:{p} is not rank 0 of this job" in line
+        and "another program has that port" in line
+    )
 
 
 @pytest.mark.slow
 def test_the_coordinator_is_on_another_host():
     (job,) = processes([SCRIPT], ranks(2, f"192.0.2.77:{port()}", **FAST)[:1], timeout=60)
     (line,) = errors(job)
-    assert job.returncode == 2 and "192.0.2.77" in line and "is not rank 0's host" in line, job.output
+    assert job.returncode == 2 and "192.0.2.77" in line and "is not rank 0's host" in line, (
+        job.output
+    )
 
 
 @pytest.mark.slow
@@ -195,7 +240,9 @@ def test_no_coordinator():
     p = port()
     (job,) = processes([SCRIPT], ranks(2, f"127.0.0.1:{p}", **FAST)[1:], timeout=60)
     (line,) = errors(job)
-    assert f"found no rank 0 at the coordinator's address 127.0.0.1:{p} within 3 s" in line, job.output
+    assert f"found no rank 0 at the coordinator's address 127.0.0.1:{p} within 3 s" in line, (
+        job.output
+    )
     assert job.returncode == 1
 
 
@@ -235,7 +282,9 @@ def test_a_wrong_number_of_seconds_on_one_rank_ends_all_at_once(rank, variable):
     envs[rank][variable] = "soon"
     jobs = processes([SCRIPT], envs, timeout=60)
     (line,) = errors(*jobs)
-    assert [j.returncode for j in jobs] == [2, 2] and line.startswith(f"jaxdp: rank {rank} (host "), line
+    assert [j.returncode for j in jobs] == [2, 2] and line.startswith(
+        f"jaxdp: rank {rank} (host "
+    ), line
     assert line.endswith(f"): {variable}='soon' is not a number of seconds above 0")
 
 
@@ -243,7 +292,9 @@ def test_a_wrong_number_of_seconds_on_one_rank_ends_all_at_once(rank, variable):
 def test_a_rank_that_fails_ends_the_job():
     script = "import jaxdp; c = jaxdp.init(); c.barrier(); 1 / (1 - c.rank); c.barrier('never', timeout=60)"
     jobs = processes(["-c", script], ranks(2, f"127.0.0.1:{port()}"), timeout=60)
-    assert [j.returncode for j in jobs] == [1, 1] and max(j.seconds for j in jobs) < 20, [j.output for j in jobs]
+    assert [j.returncode for j in jobs] == [1, 1] and max(j.seconds for j in jobs) < 20, [
+        j.output for j in jobs
+    ]
     assert "ZeroDivisionError" in jobs[1].stderr
     assert (
         re.search(r"jaxdp: rank 0 .* ends: rank 1 .* failed: ZeroDivisionError", jobs[0].stderr)
@@ -257,7 +308,11 @@ def test_what_all_ranks_know_is_printed_by_one(which):
     script = "import jaxdp; c = jaxdp.init(); c.agree('no such file: x' if c.rank else None)"
     job = mpirun(3, ["-c", script], which, timeout=60)
     (line,) = errors(job)
-    assert job.returncode == 2 and line.startswith("jaxdp: rank 1 (host ") and line.endswith("no such file: x")
+    assert (
+        job.returncode == 2
+        and line.startswith("jaxdp: rank 1 (host ")
+        and line.endswith("no such file: x")
+    )
 
 
 @pytest.mark.slow
@@ -272,7 +327,9 @@ def test_a_rank_that_never_calls_mpi_init():
 def test_init_after_the_devices_were_used():
     script = "import jax; jax.devices(); import jaxdp; jaxdp.init(rank=0, size=2, coordinator='localhost:1')"
     (job,) = processes(["-c", script], [{}])
-    assert job.returncode == 2 and job.stderr.startswith("jaxdp: jaxdp.init() comes too late"), job.output
+    assert job.returncode == 2 and job.stderr.startswith("jaxdp: jaxdp.init() comes too late"), (
+        job.output
+    )
 
 
 @pytest.mark.slow
@@ -291,12 +348,15 @@ def test_two_hosts(tmp_path):
 @pytest.mark.parametrize("loopback", [0, 1])
 def test_two_hosts_of_which_one_calls_itself_loopback(tmp_path, loopback):
     with TwoHosts(tmp_path, loopback=loopback) as hosts:
-        jobs = processes([SCRIPT], ranks(2, f"{hosts.address(0)}:12355"), timeout=30, prefixes=hosts.prefixes)
+        jobs = processes(
+            [SCRIPT], ranks(2, f"{hosts.address(0)}:12355"), timeout=30, prefixes=hosts.prefixes
+        )
         (line,) = errors(*jobs)
         assert [j.returncode for j in jobs] == [2, 2], [j.output for j in jobs]
         name = hosts.names[loopback]
         assert (
-            f"rank {loopback}: its host name {name} resolves to 127.0.1.1" in line and f"/etc/hosts of {name}" in line
+            f"rank {loopback}: its host name {name} resolves to 127.0.1.1" in line
+            and f"/etc/hosts of {name}" in line
         )
         if loopback == 1:
             require("openmpi5")

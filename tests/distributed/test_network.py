@@ -1,4 +1,6 @@
-"""Strangers on the network: what they can reach, and what their garbage does to a job. All of it on this machine."""
+"""Strangers on the network: what they can reach, and what their garbage does to a job. All of it on
+this machine.
+"""
 
 import dataclasses
 import json
@@ -49,11 +51,25 @@ def test_a_value_of_the_wrong_shape_is_none(text):
 
 def test_a_value_of_the_right_shape():
     shape = {"n": range(8), "ok?": bool, "x?": float, "kind": ("a", None), "list": [{"s": str}]}
-    text = {"n": 7, "kind": None, "x": 0.5, "list": [{"s": f"a{ESCAPE}\n", "more": 1}], "unknown": 1}
+    text = {
+        "n": 7,
+        "kind": None,
+        "x": 0.5,
+        "list": [{"s": f"a{ESCAPE}\n", "more": 1}],
+        "unknown": 1,
+    }
     assert messages.parse(json.dumps(text), shape) == {
         "n": 7, "kind": None, "x": 0.5, "list": [{"s": "a?]0;owned??[31m?"}]
     }  # fmt: skip
-    for wrong in ({"n": 8}, {"n": True}, {"kind": "b"}, {"x": float("nan")}, {"ok": 1}, {"list": [{}]}, {"list": {}}):
+    for wrong in (
+        {"n": 8},
+        {"n": True},
+        {"kind": "b"},
+        {"x": float("nan")},
+        {"ok": 1},
+        {"list": [{}]},
+        {"list": {}},
+    ):
         assert messages.parse(json.dumps({**text, **wrong}), shape) is None
 
 
@@ -66,7 +82,9 @@ def test_a_value_of_the_right_shape():
 )  # fmt: skip
 def test_the_address_that_rank_0_listens_at(monkeypatch, host, one_host, address):
     resolve = hosts.resolve
-    monkeypatch.setattr(hosts, "resolve", lambda name: ["127.0.1.1"] if name == "own-name" else resolve(name))
+    monkeypatch.setattr(
+        hosts, "resolve", lambda name: ["127.0.1.1"] if name == "own-name" else resolve(name)
+    )
     if host == "::1" and not hosts.is_own("::1"):
         pytest.skip("no IPv6 here")
     assert hosts.listening_address(host, one_host) == address
@@ -106,12 +124,23 @@ def test_a_job_on_one_host_cannot_be_reached(tmp_path, which):
             jobs = launch.processes(["-c", LISTENERS], env, prefixes=[prefix, prefix])
         else:
             free = [] if which == "mpich" else ["--bind-to", "none", "--oversubscribe"]
-            command = [*prefix, launch.require(which), *free, "-np", "2", sys.executable, "-c", LISTENERS]
+            command = [
+                *prefix,
+                launch.require(which),
+                *free,
+                "-np",
+                "2",
+                sys.executable,
+                "-c",
+                LISTENERS,
+            ]
             jobs = launch.together([(command, {})], 60)
     at = [address for job in jobs for address in listening(job)]
     if which == "mpich":  # a rank inherits the socket of Hydra's own, which is not ours to bind
         at = [x for x in at if x != ELSEWHERE]
-    assert len(at) == 4 and set(at) == {LOOPBACK}, at  # the coordinator, JAX's service, and Gloo in each rank
+    assert len(at) == 4 and set(at) == {LOOPBACK}, (
+        at
+    )  # the coordinator, JAX's service, and Gloo in each rank
 
 
 @pytest.mark.slow
@@ -122,7 +151,10 @@ def test_a_job_on_two_hosts_listens_at_the_chosen_address(tmp_path):
         jobs = launch.processes(["-c", LISTENERS], env, prefixes=network.prefixes)
         chosen = socket.inet_aton(network.address(0))[::-1].hex().upper()
         other = socket.inet_aton(network.address(1))[::-1].hex().upper()
-    assert [set(listening(job)) for job in jobs] == [{chosen}, {other}]  # the coordinator, JAX's service and Gloo; Gloo
+    assert [set(listening(job)) for job in jobs] == [
+        {chosen},
+        {other},
+    ]  # the coordinator, JAX's service and Gloo; Gloo
 
 
 ATTACK = """
@@ -171,7 +203,9 @@ while not os.path.exists(until) and time.monotonic() < deadline:
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_garbage_and_2000_connections_from_another_host(tmp_path):
-    """They come while rank 1 is still missing, stay into the run, and come again then: the job ends as it should."""
+    """They come while rank 1 is still missing, stay into the run, and come again then: the job ends
+    as it should.
+    """
     attacked, running = tmp_path / "attacked", tmp_path / "running"
     script = (
         "import jaxdp, os, time\n"
@@ -188,20 +222,37 @@ def test_garbage_and_2000_connections_from_another_host(tmp_path):
         env = ranks(2, f"{network.address(0)}:12355")
         until = tmp_path / "over"
         (tmp_path / "garbage").write_text(json.dumps(GARBAGE))
-        attack = [sys.executable, "-c", ATTACK, network.address(0), "12355", str(until), tmp_path / "garbage", attacked]
-        attackers = [subprocess.Popen([*network.prefixes[1], *attack], stdout=subprocess.PIPE, text=True)]
+        attack = [
+            sys.executable,
+            "-c",
+            ATTACK,
+            network.address(0),
+            "12355",
+            str(until),
+            tmp_path / "garbage",
+            attacked,
+        ]
+        attackers = [
+            subprocess.Popen([*network.prefixes[1], *attack], stdout=subprocess.PIPE, text=True)
+        ]
         commands = [([*p, sys.executable, "-c", script], e) for p, e in zip(network.prefixes, env)]
 
         def again(process):
-            attackers.append(subprocess.Popen([*network.prefixes[1], *attack], stdout=subprocess.PIPE, text=True))
+            attackers.append(
+                subprocess.Popen([*network.prefixes[1], *attack], stdout=subprocess.PIPE, text=True)
+            )
 
         jobs = launch.together(commands, 90, during=when(running.exists, again))
         until.touch()
         reached = [int(a.communicate(timeout=90)[0].split()[1]) for a in attackers]
-    assert [j.returncode for j in jobs] == [0, 0] and not jobs[0].left, jobs[0].output + jobs[1].output
+    assert [j.returncode for j in jobs] == [0, 0] and not jobs[0].left, (
+        jobs[0].output + jobs[1].output
+    )
     assert "rank 0 done" in jobs[0].stdout and "rank 1 done" in jobs[1].stdout
     said = "".join(j.stderr for j in jobs)
-    assert said.count("refused") == 1 and "refused a message from" in said and "\x1b" not in said, said  # one line
+    assert said.count("refused") == 1 and "refused a message from" in said and "\x1b" not in said, (
+        said
+    )  # one line
     assert reached[0] > 1500
 
 
@@ -236,24 +287,46 @@ def config(tmp_path_factory):
 @pytest.mark.mpi
 @pytest.mark.parametrize("end", ["finishes", "is preempted", "fails"])
 def test_garbage_in_every_operation(config, tmp_path, end):
-    """From a rank that has the secret: the job trains, saves, and still ends by what really happens to it."""
+    """From a rank that has the secret: the job trains, saves, and still ends by what really happens
+    to it.
+    """
     fault = {"what": "garbage", "rank": 1, "at": 5, "run_dir": str(tmp_path / "run")}
     if end == "fails":
         fault["then"] = "raise"
     data = [f"--data.args={json.dumps(fault)}", "--steps", "300" if end == "finishes" else "100000"]
-    command = ["train.py", "--config", str(config), "--run_dir", str(tmp_path / "run"), *data, "--resume.force", "true"]
+    command = [
+        "train.py",
+        "--config",
+        str(config),
+        "--run_dir",
+        str(tmp_path / "run"),
+        *data,
+        "--resume.force",
+        "true",
+    ]
     (tmp_path / "spoil.py").write_text(SPOIL)
     env = {"PYTHONPATH": f"{launch.SUPPORT / 'mpi'}:{tmp_path}"}
     during = None
     if end == "is preempted":
-        trained = lambda: (tmp_path / "run" / "spoiled").exists()
+
+        def trained():
+            return (tmp_path / "run" / "spoiled").exists()
+
         during = when(trained, lambda process: process.send_signal(signal.SIGUSR1))
     done = launch.mpirun(2, command, "mpich", env, 90, during=during)
-    codes = {"finishes": (0,), "is preempted": (75,), "fails": (1, 9)}  # 9: mpirun killed rank 0 before it could end
+    codes = {
+        "finishes": (0,),
+        "is preempted": (75,),
+        "fails": (1, 9),
+    }  # 9: mpirun killed rank 0 before it could end
     assert done.returncode in codes[end] and not done.left, done.output
-    assert done.stderr.count("not a message of this job") == 1 and "\x1b" not in done.output, done.output
+    assert done.stderr.count("not a message of this job") == 1 and "\x1b" not in done.output, (
+        done.output
+    )
     if end == "fails":
-        assert re.search(r"rank 1 \(host .*\) failed: ValueError: the loader fails", done.stderr), done.output
+        assert re.search(r"rank 1 \(host .*\) failed: ValueError: the loader fails", done.stderr), (
+            done.output
+        )
     else:
         assert kept(tmp_path / "run") and done.stderr.count("Traceback") == 0, done.output
     if end == "finishes":
@@ -275,8 +348,8 @@ os._exit(0)
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_who_reaches_jaxs_service(tmp_path):
-    """From JAX 0.12 on, a stranger is refused. Before, the service has no authentication, as docs/hosts.md says: he may
-    register as a rank, and the job continues.
+    """From JAX 0.12 on, a stranger is refused. Before, the service has no authentication, as
+    docs/hosts.md says: he may register as a rank, and the job continues.
     """
     running = tmp_path / "running"
     script = (
@@ -308,7 +381,9 @@ def test_a_client_needs_the_secret():
 
     def code(secret):
         script = f"import os, sys; {register}; os._exit(7)"
-        return subprocess.run([sys.executable, "-c", script, address, secret], capture_output=True).returncode
+        return subprocess.run(
+            [sys.executable, "-c", script, address, secret], capture_output=True
+        ).returncode
 
     assert code("s" * 64) == 7 != code("t" * 64)
     del service
@@ -351,7 +426,9 @@ def admitted(line, rank):
 
 
 def test_a_host_that_does_not_answer_is_not_taken_for_another_program():
-    """A program whose queue of connections is full answers as a host that is cut off does: not at all."""
+    """A program whose queue of connections is full answers as a host that is cut off does: not at
+    all.
+    """
     with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
         address = server.getsockname()
         with socket.create_connection(address), pytest.raises(TimeoutError) as error:
@@ -424,7 +501,9 @@ class Recorder:
 
 
 def test_a_rank_cannot_speak_for_another(served):
-    """The author of a fault or an announcement is the rank of the connection, whatever the message says."""
+    """The author of a fault or an announcement is the rank of the connection, whatever the message
+    says.
+    """
     _, connect, _ = served
     lines = [connect(rank) for rank in (0, 1)]
     for rank, line in enumerate(lines):
@@ -452,7 +531,11 @@ def test_the_secret_of_a_user(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     secret = channel.shared_secret()
     path = tmp_path / "jaxdp" / "secret"
-    assert len(secret) == 64 and channel.shared_secret() == secret and path.stat().st_mode & 0o777 == 0o600
+    assert (
+        len(secret) == 64
+        and channel.shared_secret() == secret
+        and path.stat().st_mode & 0o777 == 0o600
+    )
     path.chmod(0o640)
     with pytest.raises(UsageError, match="others can read this secret"):
         channel.shared_secret()

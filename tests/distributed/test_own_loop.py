@@ -53,7 +53,9 @@ def test_three_ranks_have_the_curve_of_one_and_an_empty_batch_each_epoch(curve):
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_two_processes_of_two_devices_have_it_too(curve):
-    """Through an axis of pmap over all four; and by jit over each one's own, with the mean between the processes."""
+    """Through an axis of pmap over all four; and by jit over each one's own, with the mean between
+    the processes.
+    """
     axis, mesh = printed(mpirun(2, [str(SCRIPT), "devices"], devices=2))
     np.testing.assert_allclose(axis, curve, rtol=1e-5)
     np.testing.assert_allclose(mesh, curve[:21], rtol=1e-5)
@@ -73,12 +75,17 @@ def test_the_example_prints_the_same_losses_alone_and_under_mpirun(alone, capsys
     job = mpirun(2, ["examples/own_loop.py"])
     assert job.returncode == 0 and not job.left, job.output
     texts = (capsys.readouterr().out, job.stdout)
-    curves = [np.array(re.findall(r"update +(\d+)  loss ([\d.]+)  accuracy ([\d.]+)", t), float) for t in texts]
+    curves = [
+        np.array(re.findall(r"update +(\d+)  loss ([\d.]+)  accuracy ([\d.]+)", t), float)
+        for t in texts
+    ]
     np.testing.assert_allclose(curves[1], curves[0], rtol=1e-5, atol=1e-6)
     assert curves[0].shape == (5, 3) and curves[0][-1, 1] < 0.5 < 2 < curves[0][0, 1]
     text = (ROOT / "examples" / "own_loop.py").read_text()
     assert set(re.findall(r"# (\d)\n", text)) == set("12345")
-    documented = np.array(re.findall(r"    update +(\d+)  loss ([\d.]+)  accuracy ([\d.]+)", text), float)
+    documented = np.array(
+        re.findall(r"    update +(\d+)  loss ([\d.]+)  accuracy ([\d.]+)", text), float
+    )
     np.testing.assert_allclose(curves[0], documented, rtol=1e-3)
 
 
@@ -103,13 +110,18 @@ def test_the_blocks_of_the_page_run(alone, capsys):
             whole = float(space["loss_of"](space["params"], space["images"], space["labels"]))
     losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
     assert (
-        len(blocks) == 4 and len(losses) == 3 and space["epoch"] == 1 and losses[-1] == pytest.approx(whole, abs=1e-4)
+        len(blocks) == 4
+        and len(losses) == 3
+        and space["epoch"] == 1
+        and losses[-1] == pytest.approx(whole, abs=1e-4)
     )
     assert losses == pytest.approx(
         [float(x) for x in re.findall(r"^epoch \d  loss (.*)$", PAGE, re.MULTILINE)], abs=1e-3
     )
     assert np.isfinite(jax.tree.leaves(space["params"])[0]).all()
-    assert all(name in PAGE for name in ("partition_dataset", "broadcast_parameters", "allreduce_metrics"))
+    assert all(
+        name in PAGE for name in ("partition_dataset", "broadcast_parameters", "allreduce_metrics")
+    )
 
 
 SOURCES = {  # the form of a batch is that of an example
@@ -134,7 +146,11 @@ def test_a_batch_has_the_form_of_an_example(name):
         | {"examples as dicts": {"inputs": x}}
         | dict.fromkeys(["pair of arrays", "list of two arrays", "examples as pairs"], (x, y))
     )
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda *b: np.concatenate(b), *batches), want[name])
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        jax.tree.map(lambda *b: np.concatenate(b), *batches),
+        want[name],
+    )
     assert jax.tree.structure(batches[0]) == jax.tree.structure(want[name])
 
 
@@ -149,25 +165,39 @@ def test_a_batch_has_the_form_of_an_example(name):
 def test_shares_that_are_none_are_refused(sizes, message):
     with pytest.raises(jaxdp.UsageError, match=message):
         jaxdp.partition_dataset(np.arange(9), 3, sizes=sizes)
-    with pytest.raises(jaxdp.UsageError, match=r"sizes\[2\]: 0.01 of 32 examples is no row; make the batch larger"):
+    with pytest.raises(
+        jaxdp.UsageError, match=r"sizes\[2\]: 0.01 of 32 examples is no row; make the batch larger"
+    ):
         check_sizes([0.7, 0.29, 0.01], 3, 32)
-    with pytest.raises(jaxdp.UsageError, match="sizes: the devices of a rank have equal shares; give sizes or devices"):
+    with pytest.raises(
+        jaxdp.UsageError,
+        match="sizes: the devices of a rank have equal shares; give sizes or devices",
+    ):
         jaxdp.partition_dataset(np.arange(9), 3, sizes=[1], devices=2)
 
 
 def test_the_shares_of_the_tutorial_split_each_batch():
     assert np.round(check_sizes([0.7, 0.2, 0.1], 3, 100) * 100).tolist() == [0, 70, 90, 100]
     everything = np.concatenate([*jaxdp.partition_dataset(np.arange(97), 24, sizes=[1.0])])
-    assert everything.tolist() == np.concatenate([*jaxdp.partition_dataset(np.arange(97), 24)]).tolist()
+    assert (
+        everything.tolist()
+        == np.concatenate([*jaxdp.partition_dataset(np.arange(97), 24)]).tolist()
+    )
 
 
 def test_a_mixture_and_a_stream_with_a_size_are_partitioned():
-    mixture = data.Mixture({"a": {"inputs": np.arange(30)}, "b": {"inputs": np.arange(1000, 1010)}}, {"a": 1, "b": 3})
+    mixture = data.Mixture(
+        {"a": {"inputs": np.arange(30)}, "b": {"inputs": np.arange(1000, 1010)}}, {"a": 1, "b": 3}
+    )
     rows = np.concatenate([batch["inputs"] for batch in jaxdp.partition_dataset(mixture, 8)])
     assert len(rows) == 40 and (rows >= 1000).sum() == 30
     stream = data.Stream(lambda: iter(range(100)), size=20)
-    assert np.concatenate([x["inputs"] for x in jaxdp.partition_dataset(stream, 8)]).tolist() == [*range(20)]
-    with pytest.raises(jaxdp.UsageError, match="dataset: a stream needs a size to be partitioned by epoch"):
+    assert np.concatenate([x["inputs"] for x in jaxdp.partition_dataset(stream, 8)]).tolist() == [
+        *range(20)
+    ]
+    with pytest.raises(
+        jaxdp.UsageError, match="dataset: a stream needs a size to be partitioned by epoch"
+    ):
         jaxdp.partition_dataset(data.Stream(lambda: iter(range(100))), 8)
 
 
@@ -190,7 +220,10 @@ def test_a_data_set_with_read_gives_dicts_and_is_never_asked_for_nothing():
 
 def test_each_iteration_is_the_next_epoch_unless_it_is_set():
     batches = jaxdp.partition_dataset(np.arange(10), 4, seed=5)
-    run = lambda: np.concatenate(list(batches)).tolist()
+
+    def run():
+        return np.concatenate(list(batches)).tolist()
+
     first, second, third = run(), run(), run()
     assert sorted(first) == sorted(second) == list(range(10)) and first != second != third
     batches.set_epoch(1)
@@ -202,7 +235,9 @@ def test_each_iteration_is_the_next_epoch_unless_it_is_set():
 
 def test_dealt_to_devices_every_batch_has_one_shape():
     seen = []
-    for (x, y), mask in jaxdp.partition_dataset((np.arange(21) * 2.0, np.arange(21)), 10, devices=N):
+    for (x, y), mask in jaxdp.partition_dataset(
+        (np.arange(21) * 2.0, np.arange(21)), 10, devices=N
+    ):
         assert x.shape == y.shape == mask.shape == (N, 2)
         np.testing.assert_array_equal(x, 2 * y)
         seen += y[mask].tolist()
@@ -212,16 +247,24 @@ def test_dealt_to_devices_every_batch_has_one_shape():
 @pytest.mark.parametrize("examples", [1, 7, 12])
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_a_sampler_gives_every_rank_equally_many(examples, size):
-    make = lambda rank, **kw: jaxdp.DistributedSampler(examples, rank=rank, size=size, seed=2, **kw)
+    def make(rank, **kw):
+        return jaxdp.DistributedSampler(examples, rank=rank, size=size, seed=2, **kw)
+
     ranks = [list(make(r)) for r in range(size)]
     assert {len(r) for r in ranks} == {len(make(0))} == {-(-examples // size)}
     whole = np.stack(ranks, 1).reshape(-1)  # dealt in turn
     assert sorted(whole[:examples]) == list(range(examples))
-    np.testing.assert_array_equal(whole, np.resize(whole[:examples], whole.size))  # and then from the start again
+    np.testing.assert_array_equal(
+        whole, np.resize(whole[:examples], whole.size)
+    )  # and then from the start again
     dropped = [list(make(r, drop_last=True)) for r in range(size)]
-    np.testing.assert_array_equal(np.stack(dropped, 1).reshape(-1), whole[: examples // size * size])
+    np.testing.assert_array_equal(
+        np.stack(dropped, 1).reshape(-1), whole[: examples // size * size]
+    )
     plain = [list(make(r, shuffle=False)) for r in range(size)]
-    np.testing.assert_array_equal(np.stack(plain, 1).reshape(-1), np.resize(np.arange(examples), whole.size))
+    np.testing.assert_array_equal(
+        np.stack(plain, 1).reshape(-1), np.resize(np.arange(examples), whole.size)
+    )
 
 
 def test_a_sampler_keeps_its_order_until_the_epoch_is_set():
@@ -233,7 +276,9 @@ def test_a_sampler_keeps_its_order_until_the_epoch_is_set():
 
 
 def test_batches_of_indices_are_those_of_the_partition():
-    """On every rank equally many lists, of which the last may be empty; nothing twice, nothing left out."""
+    """On every rank equally many lists, of which the last may be empty; nothing twice, nothing left
+    out.
+    """
     samplers = [jaxdp.DistributedSampler(21, seed=3, rank=r, size=3) for r in range(3)]
     batches = [s.batches(10) for s in samplers]
     for epoch, whole in zip(range(3), [jaxdp.partition_dataset(np.arange(21), 10, seed=3)] * 3):
@@ -250,7 +295,9 @@ def test_batches_of_indices_are_those_of_the_partition():
 
 def test_alone_a_broadcast_gives_back_what_it_got():
     tree = own_loop.everything(1)
-    assert jax.tree.map(own_loop.bits, jaxdp.broadcast_parameters(tree)) == jax.tree.map(own_loop.bits, tree)
+    assert jax.tree.map(own_loop.bits, jaxdp.broadcast_parameters(tree)) == jax.tree.map(
+        own_loop.bits, tree
+    )
     model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
     state = jaxdp.broadcast_parameters(nnx.state(model))
     assert jax.tree.structure(state) == jax.tree.structure(nnx.state(model))
@@ -269,7 +316,10 @@ GRADS = {"w": (3, 4), "scale": (), "half": (5,)}
 def gradients(seed=0):
     """One tree for each of N devices [device, ...]."""
     rng = np.random.default_rng(seed)
-    make = lambda shape: jnp.asarray(rng.normal(size=(N, *shape)), jnp.float32)
+
+    def make(shape):
+        return jnp.asarray(rng.normal(size=(N, *shape)), jnp.float32)
+
     tree = jax.tree.map(make, GRADS, is_leaf=lambda x: isinstance(x, tuple))
     return tree | {"half": tree["half"].astype(jnp.bfloat16)}
 
@@ -279,14 +329,25 @@ def test_over_an_axis_gradients_are_averaged_by_weight_in_one_packed_operand(wei
     grads, tx = gradients(), jaxdp.distributed_optimizer(optax.sgd(1.0), AXIS)
     counts = np.ones(N) if weights is None else np.array(weights)
     grads = jax.tree.map(lambda g: g.at[counts == 0].set(np.nan), grads)
-    update = lambda g, m: tx.update(g, tx.init(g), **({} if weights is None else {"weight": m}))[0]
+
+    def update(g, m):
+        return tx.update(g, tx.init(g), **({} if weights is None else {"weight": m}))[0]
+
     mapped = jax.pmap(update, AXIS)
     updates = mapped(grads, jnp.asarray(counts, jnp.int32))
-    share = lambda g: -np.tensordot(counts[counts > 0], np.asarray(g, np.float64)[counts > 0], 1) / counts.sum()
+
+    def share(g):
+        return (
+            -np.tensordot(counts[counts > 0], np.asarray(g, np.float64)[counts > 0], 1)
+            / counts.sum()
+        )
+
     for name, got in updates.items():
         assert got.dtype == grads[name].dtype
         rtol = 1e-2 if name == "half" else 1e-5
-        np.testing.assert_allclose(np.asarray(got, np.float64), [share(grads[name])] * N, rtol=rtol, atol=rtol / 10)
+        np.testing.assert_allclose(
+            np.asarray(got, np.float64), [share(grads[name])] * N, rtol=rtol, atol=rtol / 10
+        )
     text = mapped.lower(grads, jnp.asarray(counts, jnp.int32)).as_text()
     assert text.count("all_reduce") == 1  # of the halves too, as float32, and of the weight
 
@@ -305,15 +366,24 @@ def test_of_no_weight_at_all_the_gradients_are_zeros():
 @pytest.mark.slow
 def test_alone_it_is_the_optimizer_itself():
     params = {"w": jnp.arange(4.0)}
-    for tx in (optax.adam(0.1), optax.MultiSteps(optax.sgd(0.1), 2), optax.inject_hyperparams(optax.sgd)(0.1)):
+    for tx in (
+        optax.adam(0.1),
+        optax.MultiSteps(optax.sgd(0.1), 2),
+        optax.inject_hyperparams(optax.sgd)(0.1),
+    ):
         own, state = jaxdp.distributed_optimizer(tx), tx.init(params)
         for weight in ({}, {"weight": 3}, {"weight": jnp.float32(2)}):
             want = tx.update(params, state, params)
             got = own.update(params, state, params, **weight)
             jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), got, want)
             state = want[1]
-    search = jaxdp.distributed_optimizer(optax.scale_by_backtracking_linesearch(3))  # takes a function
-    value_fn = lambda p: (p["w"] ** 2).sum()
+    search = jaxdp.distributed_optimizer(
+        optax.scale_by_backtracking_linesearch(3)
+    )  # takes a function
+
+    def value_fn(p):
+        return (p["w"] ** 2).sum()
+
     extra = {"value": value_fn(params), "grad": params, "value_fn": value_fn}
     updates, _ = search.update(params, search.init(params), params, **extra)
     assert np.isfinite(updates["w"]).all()
@@ -327,7 +397,9 @@ def mapped_with_vma(grads):
         grads = jax.grad(lambda w: (w * x).sum())(w)
         return tx.update(grads, tx.init(grads))[0]
 
-    return jax.jit(jax.shard_map(update, mesh=mesh, in_specs=(P(), P(AXIS)), out_specs=P()))(jnp.ones(()), grads)
+    return jax.jit(jax.shard_map(update, mesh=mesh, in_specs=(P(), P(AXIS)), out_specs=P()))(
+        jnp.ones(()), grads
+    )
 
 
 WRONG = {
@@ -336,52 +408,88 @@ WRONG = {
     "weight: -1.0 is not a number of examples": lambda g: _update(None, weight=-1)(g),
     "weight: nan is not": lambda g: _update(None, weight=np.nan)(g),
     r"weight: of shape \(2,\); give one number": lambda g: _update(None, weight=np.ones(2))(g),
-    "summed the gradients over 'batch' already; give it check_vma=False": lambda g: mapped_with_vma(g),
+    "summed the gradients over 'batch' already; give it check_vma=False": lambda g: mapped_with_vma(
+        g
+    ),
     "batch_size: 0 is not positive": lambda g: jaxdp.partition_dataset(np.arange(3), 0),
-    "batch_size: 2.0 is not an integer; give one": lambda g: jaxdp.partition_dataset(np.arange(3), 4 / 2),
-    "seed: None is not an integer; give one": lambda g: jaxdp.partition_dataset(np.arange(3), 2, None),
+    "batch_size: 2.0 is not an integer; give one": lambda g: jaxdp.partition_dataset(
+        np.arange(3), 4 / 2
+    ),
+    "seed: None is not an integer; give one": lambda g: jaxdp.partition_dataset(
+        np.arange(3), 2, None
+    ),
     "devices: 0 is not positive": lambda g: jaxdp.partition_dataset(np.arange(3), 2, devices=0),
     "has no length": lambda g: jaxdp.partition_dataset(iter([1]), 2),
-    "epoch: -1 is not a whole number": lambda g: jaxdp.partition_dataset(np.arange(3), 2).set_epoch(-1),
+    "epoch: -1 is not a whole number": lambda g: jaxdp.partition_dataset(np.arange(3), 2).set_epoch(
+        -1
+    ),
     "epoch: 1.5 is not a whole number": lambda g: jaxdp.DistributedSampler(3).set_epoch(1.5),
     r"rank: 3 is not in \[0, 3\)": lambda g: jaxdp.DistributedSampler(3, rank=3, size=3),
     "dataset_or_size: 0 examples": lambda g: jaxdp.DistributedSampler(0),
-    "dataset_or_size: the examples of a list_iterator cannot be counted": lambda g: jaxdp.DistributedSampler(iter([1])),
-    "the examples of a tuple cannot be counted; give their number": lambda g: jaxdp.DistributedSampler((g, g)),
+    "dataset_or_size: the examples of a list_iterator cannot be counted": lambda g: (
+        jaxdp.DistributedSampler(iter([1]))
+    ),
+    "the examples of a tuple cannot be counted; give their number": lambda g: (
+        jaxdp.DistributedSampler((g, g))
+    ),
     "the examples of a dict cannot be counted": lambda g: jaxdp.DistributedSampler({"x": g}),
     "the examples of a float cannot be counted": lambda g: jaxdp.DistributedSampler(10.7),
-    "rank: 0.5 is not an integer; give one": lambda g: jaxdp.DistributedSampler(10, rank=0.5, size=3),
+    "rank: 0.5 is not an integer; give one": lambda g: jaxdp.DistributedSampler(
+        10, rank=0.5, size=3
+    ),
     "seed: 'a' is not an integer": lambda g: jaxdp.DistributedSampler(10, seed="a"),
     "batch_size: 2.5 is not an integer": lambda g: jaxdp.DistributedSampler(10).batches(2.5),
-    "sizes: 0.5 is not a list of numbers": lambda g: jaxdp.partition_dataset(np.arange(3), 2, sizes=0.5),
+    "sizes: 0.5 is not a list of numbers": lambda g: jaxdp.partition_dataset(
+        np.arange(3), 2, sizes=0.5
+    ),
     r"weight: 1e\+39 is not a number of examples": lambda g: _update(None, weight=1e39)(g),
     "weight: 1e-46 is not a number of examples": lambda g: _update(None, weight=1e-46)(g),
     "weight: -2.0 is not a number of": lambda g: jax.pmap(_update(AXIS, weight=-2), AXIS)(g),
     "float64 would be cut to float32": lambda g: _update(None)(np.ones(3)),
-    "adam is not an Optax transformation; give one": lambda g: jaxdp.distributed_optimizer(optax.adam),
+    "adam is not an Optax transformation; give one": lambda g: jaxdp.distributed_optimizer(
+        optax.adam
+    ),
     "'loss' is traced": lambda g: jax.jit(lambda x: jaxdp.allreduce_metrics({"loss": x}))(1.0),
     "'loss' is str, not a number": lambda g: jaxdp.allreduce_metrics({"loss": "1.5"}),
-    "'loss' is complex128, not a number": lambda g: jaxdp.allreduce_metrics({"loss": np.complex128(1j)}),
-    "'loss' is MaskedArray, not a number": lambda g: jaxdp.allreduce_metrics({"loss": np.ma.array(1.0, mask=True)}),
+    "'loss' is complex128, not a number": lambda g: jaxdp.allreduce_metrics(
+        {"loss": np.complex128(1j)}
+    ),
+    "'loss' is MaskedArray, not a number": lambda g: jaxdp.allreduce_metrics(
+        {"loss": np.ma.array(1.0, mask=True)}
+    ),
     "'loss' is bytes, not a number": lambda g: jaxdp.allreduce_metrics({"loss": b"3.5"}),
-    "'loss' is datetime64, not a number": lambda g: jaxdp.allreduce_metrics({"loss": np.datetime64("2020-01-01")}),
-    "allreduce_metrics: rank 0 .*: Comparator raised exception": lambda g: jaxdp.allreduce_metrics({"a": 1.0, 2: 1.0}),
+    "'loss' is datetime64, not a number": lambda g: jaxdp.allreduce_metrics(
+        {"loss": np.datetime64("2020-01-01")}
+    ),
+    "allreduce_metrics: rank 0 .*: Comparator raised exception": lambda g: jaxdp.allreduce_metrics(
+        {"a": 1.0, 2: 1.0}
+    ),
     "broadcast_parameters: 'layer/bad' is a int of object": lambda g: jaxdp.broadcast_parameters(
         {"layer": {"bad": 2**70}}
     ),
-    "broadcast_parameters: 'w' is a MaskedArray": lambda g: jaxdp.broadcast_parameters({"w": np.ma.ones(3)}),
+    "broadcast_parameters: 'w' is a MaskedArray": lambda g: jaxdp.broadcast_parameters(
+        {"w": np.ma.ones(3)}
+    ),
     "broadcast_parameters: 'w' is a longdouble of float128": lambda g: jaxdp.broadcast_parameters(
         {"w": np.longdouble(1)}
     ),
-    "elastic: 'layer/w' of the state is a complex": lambda g: jaxdp.elastic(lambda *_: 0, {"layer": {"w": 1j}}),
+    "elastic: 'layer/w' of the state is a complex": lambda g: jaxdp.elastic(
+        lambda *_: 0, {"layer": {"w": 1j}}
+    ),
     "'loss' is int, not a number": lambda g: jaxdp.allreduce_metrics({"loss": 2**1025}),
     r"'a/b' has shape \(8,\), not one number": lambda g: jaxdp.allreduce_metrics({"a": {"b": g}}),
-    "weight: PyTreeDef.* is not a tree like": lambda g: jaxdp.allreduce_metrics({"a": 1.0}, weight={"b": 1.0}),
-    "weight: PyTreeDef.None.* is not a tree like": lambda g: jaxdp.allreduce_metrics({"a": 1.0}, weight=None),
+    "weight: PyTreeDef.* is not a tree like": lambda g: jaxdp.allreduce_metrics(
+        {"a": 1.0}, weight={"b": 1.0}
+    ),
+    "weight: PyTreeDef.None.* is not a tree like": lambda g: jaxdp.allreduce_metrics(
+        {"a": 1.0}, weight=None
+    ),
     "elastic: 'key' of the state is a key .give its jax.random.key_data.; give arrays, and numbers of": lambda g: (
         jaxdp.elastic(lambda state, commit: state, {"key": jax.random.key(0)})
     ),
-    "weight: inf is not a number of examples": lambda g: jaxdp.allreduce_metrics(1.0, weight=np.inf),
+    "weight: inf is not a number of examples": lambda g: jaxdp.allreduce_metrics(
+        1.0, weight=np.inf
+    ),
 }
 
 
@@ -400,15 +508,27 @@ def test_what_cannot_work_is_refused_in_a_line(words):
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        ({"best": 0.5, "w": np.ones((2, 3))}, r"commit: 'best' is float64\[\], but elastic\(\) got int64\[\]"),
-        ({"b": 1, "w": np.ones((2, 3))}, "commit: the state is PyTreeDef.*'b'.*, but elastic.* got PyTreeDef.*'best'"),
-        ({"best": 1, "w": np.ones((3, 2))}, r"commit: 'w' is float64\[3,2\], but elastic\(\) got float64\[2,3\]"),
+        (
+            {"best": 0.5, "w": np.ones((2, 3))},
+            r"commit: 'best' is float64\[\], but elastic\(\) got int64\[\]",
+        ),
+        (
+            {"b": 1, "w": np.ones((2, 3))},
+            "commit: the state is PyTreeDef.*'b'.*, but elastic.* got PyTreeDef.*'best'",
+        ),
+        (
+            {"best": 1, "w": np.ones((3, 2))},
+            r"commit: 'w' is float64\[3,2\], but elastic\(\) got float64\[2,3\]",
+        ),
     ],
     ids=["type", "name", "shape"],
 )
 def test_a_committed_state_is_like_the_first_one(other, words):
     """Its bytes are what another generation gets."""
-    train = lambda state, commit: (commit({"best": 1, "w": state["w"]}), commit(other))
+
+    def train(state, commit):
+        return (commit({"best": 1, "w": state["w"]}), commit(other))
+
     with pytest.raises(jaxdp.UsageError, match=words):
         jaxdp.elastic(train, {"best": 0, "w": np.ones((2, 3))})
 
@@ -425,7 +545,9 @@ def test_the_bytes_of_a_state_do_not_depend_on_its_byte_order():
     ("ends", "code", "expected"),
     [
         ("sys.exit(3)", 1, "jaxdp: rank 1 (host HOST) has ended before the others"),
-        pytest.param("raise KeyboardInterrupt", 130, "interrupted by Ctrl-C (SIGINT)", marks=pytest.mark.slow),
+        pytest.param(
+            "raise KeyboardInterrupt", 130, "interrupted by Ctrl-C (SIGINT)", marks=pytest.mark.slow
+        ),
     ],
     ids=["exit", "interrupt"],
 )
@@ -440,7 +562,10 @@ for step in range(1000):
 """
     jobs = processes(["-c", script], ranks(2, f"127.0.0.1:{port()}"))
     assert jobs[0].returncode == code, jobs[0].stderr
-    assert expected.replace("HOST", socket.gethostname()) in jobs[0].stderr and "Traceback" not in jobs[0].stderr
+    assert (
+        expected.replace("HOST", socket.gethostname()) in jobs[0].stderr
+        and "Traceback" not in jobs[0].stderr
+    )
 
 
 @pytest.mark.slow
@@ -454,13 +579,20 @@ jaxdp.elastic(lambda state, commit: None, {"step": 0, "w": numpy.full(2, rank ==
     jobs = processes(["-c", script], ranks(3, f"127.0.0.1:{port()}"))
     errors = "".join(job.stderr for job in jobs)
     assert [job.returncode for job in jobs] == [2, 2, 2], errors
-    assert errors.count("elastic: the state: rank 1 ") == 1 and "has w=float32[2], checksum 3f800000" in errors, errors
+    assert (
+        errors.count("elastic: the state: rank 1 ") == 1
+        and "has w=float32[2], checksum 3f800000" in errors
+    ), errors
 
 
 @pytest.mark.slow
 def test_an_optimizer_gets_its_other_arguments_and_parameters_that_are_a_module():
     plateau = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
-    for tx in (optax.MultiSteps(plateau, 1), optax.MultiSteps(plateau, 1).gradient_transformation(), plateau):
+    for tx in (
+        optax.MultiSteps(plateau, 1),
+        optax.MultiSteps(plateau, 1).gradient_transformation(),
+        plateau,
+    ):
         own, state = jaxdp.distributed_optimizer(tx), tx.init(jnp.ones(2))
         for value in (1.0, 2.0, 3.0, 4.0):
             updates, state = own.update(jnp.ones(2), state, jnp.ones(2), value=value)
@@ -491,31 +623,48 @@ def test_rows_of_examples_have_int64_where_one_needs_it():
 def test_a_traced_weight_that_is_none_makes_the_update_nan(bad):
     tx = jaxdp.distributed_optimizer(optax.identity(), AXIS)
     weights = jnp.ones(N).at[3].set(bad)
-    got = jax.pmap(lambda g, m: tx.update(g, tx.init(g), weight=m)[0], AXIS)(jnp.ones((N, 2)), weights)
+    got = jax.pmap(lambda g, m: tx.update(g, tx.init(g), weight=m)[0], AXIS)(
+        jnp.ones((N, 2)), weights
+    )
     assert np.isnan(got).all()
 
 
 def test_the_mean_of_metrics_is_exact():
     """Where the sum overflows, too."""
     assert _mean([(1.0, 1.7e308)] * 3) == 1.7e308
-    assert _mean([(10.0, 1e308), (10.0, 1e308), (10.0, 1.0)]) == pytest.approx(1e308 / 1.5, rel=1e-15)
+    assert _mean([(10.0, 1e308), (10.0, 1e308), (10.0, 1.0)]) == pytest.approx(
+        1e308 / 1.5, rel=1e-15
+    )
     assert _mean([(5e-324, 0.1)]) == 0.1
     assert _mean([(1.0, 0.1)] * 10) == 0.1
-    assert _mean([(1.0, np.inf), (1.0, 1.0)]) == np.inf and np.isnan(_mean([(1.0, np.inf), (2.0, -np.inf)]))
+    assert _mean([(1.0, np.inf), (1.0, 1.0)]) == np.inf and np.isnan(
+        _mean([(1.0, np.inf), (2.0, -np.inf)])
+    )
 
 
 def test_metrics_alone_are_floats():
-    got = jaxdp.allreduce_metrics({"a": jnp.float32(0.5), "b": [np.int64(3)], "c": jnp.ones((1,))}, weight=7)
-    assert got == {"a": 0.5, "b": [3.0], "c": 1.0} and all(type(x) is float for x in jax.tree.leaves(got))
+    got = jaxdp.allreduce_metrics(
+        {"a": jnp.float32(0.5), "b": [np.int64(3)], "c": jnp.ones((1,))}, weight=7
+    )
+    assert got == {"a": 0.5, "b": [3.0], "c": 1.0} and all(
+        type(x) is float for x in jax.tree.leaves(got)
+    )
     assert np.isnan(jaxdp.allreduce_metrics(2.0, weight=0))
     got = jaxdp.allreduce_metrics({"a": 2.0, "b": np.nan}, weight={"a": 3, "b": 0})
     assert got["a"] == 2 and np.isnan(got["b"])
 
 
 def test_who_was_started_with_others_must_join_them(monkeypatch):
-    monkeypatch.setattr("jaxdp.distributed.context._current", None)  # an earlier test may have joined
+    monkeypatch.setattr(
+        "jaxdp.distributed.context._current", None
+    )  # an earlier test may have joined
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    for call in (lambda: jaxdp.partition_dataset(np.zeros(4), 2), lambda: jaxdp.DistributedSampler(4)):
-        with pytest.raises(jaxdp.UsageError, match=r"call jaxdp.init\(\) first: there are 2 processes"):
+    for call in (
+        lambda: jaxdp.partition_dataset(np.zeros(4), 2),
+        lambda: jaxdp.DistributedSampler(4),
+    ):
+        with pytest.raises(
+            jaxdp.UsageError, match=r"call jaxdp.init\(\) first: there are 2 processes"
+        ):
             call()

@@ -1,4 +1,6 @@
-"""The loops of docs/restart.md, as they stand there, around runs that are stopped and killed: the same bits result."""
+"""The loops of docs/restart.md, as they stand there, around runs that are stopped and killed: the
+same bits result.
+"""
 
 import contextlib
 import json
@@ -31,11 +33,22 @@ def folder(tmp_path_factory):
 
 
 class Loop:
-    """A shell with a loop of the page; the run that it starts is `launch train.py` in place of `jaxdp train`."""
+    """A shell with a loop of the page; the run that it starts is `launch train.py` in place of
+    `jaxdp train`.
+    """
 
     def __init__(self, script, folder, name, launch=(), more=()):
         self.run_dir = folder / name
-        train = [*launch, sys.executable, str(ROOT / "train.py"), "--config", "run.yaml", "--run_dir", name, *more]
+        train = [
+            *launch,
+            sys.executable,
+            str(ROOT / "train.py"),
+            "--config",
+            "run.yaml",
+            "--run_dir",
+            name,
+            *more,
+        ]
         assert COMMAND in script
         self.mark = uuid.uuid4().hex
         env = environment({"PYTHONPATH": str(folder)}, 1) | {"JAXDP_TEST_JOB": self.mark}
@@ -77,7 +90,9 @@ class Loop:
         return out
 
     def digest(self):
-        return json.loads((self.run_dir / "metrics.jsonl").read_text().splitlines()[-1])["params_sha256"]
+        return json.loads((self.run_dir / "metrics.jsonl").read_text().splitlines()[-1])[
+            "params_sha256"
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +138,9 @@ def test_the_script_gives_up():
 
 
 def test_the_loop_around_mpirun_asks_the_run_whether_it_is_finished(tmp_path):
-    """mpirun ends with code 0 twice before the run is finished; at once where another job is alive there."""
+    """mpirun ends with code 0 twice before the run is finished; at once where another job is alive
+    there.
+    """
     lines = ["", '{"step": 5, "split": "train"}', '{"step": 9, "split": "final"}']
     (tmp_path / "run").mkdir()
     (tmp_path / "mpirun").write_text(
@@ -137,7 +154,9 @@ def test_the_loop_around_mpirun_asks_the_run_whether_it_is_finished(tmp_path):
         (tmp_path / "n").unlink(missing_ok=True)
         env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "CODE": code}
         script = ["bash", "-c", ASKING.replace("sleep 1", ":")]
-        done = subprocess.run(script, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(
+            script, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=20
+        )
         assert done.returncode == int(code) and done.stdout.count("started") == runs, done
 
 
@@ -147,7 +166,11 @@ def test_interrupting_the_script_saves_and_ends(folder):
     loop.wait_for(15)
     os.killpg(loop.shell.pid, signal.SIGINT)  # as a terminal does
     out = loop.output()
-    assert loop.shell.returncode == 130 and "preempted by SIGINT" in out and out.count("starts in") == 1
+    assert (
+        loop.shell.returncode == 130
+        and "preempted by SIGINT" in out
+        and out.count("starts in") == 1
+    )
 
 
 @pytest.mark.slow
@@ -171,4 +194,8 @@ def test_the_batch_scripts_put_the_job_back(folder, script):
     loop.wait_for(15)
     os.kill(loop.child() if script == SRUN else loop.shell.pid, signal.SIGUSR1)
     out = loop.output()
-    assert loop.shell.returncode == 75 and "preempted by SIGUSR1" in out and out.endswith("scontrol: requeue 7\n"), out
+    assert (
+        loop.shell.returncode == 75
+        and "preempted by SIGUSR1" in out
+        and out.endswith("scontrol: requeue 7\n")
+    ), out

@@ -1,4 +1,6 @@
-"""Under a real Slurm: the same curve as one process, and a preempted job that goes on to the same bits."""
+"""Under a real Slurm: the same curve as one process, and a preempted job that goes on to the same
+bits.
+"""
 
 import json
 import re
@@ -54,7 +56,9 @@ def step(run_dir):
 
 
 def test_two_tasks_train_what_one_process_does_though_they_are_stopped(slurm, folder):
-    """scancel --signal=TERM preempts: code 75 after a save; the same command goes on, to the curve of one process."""
+    """scancel --signal=TERM preempts: code 75 after a save; the same command goes on, to the curve
+    of one process.
+    """
     run_dir = folder / "two"
     command = ["srun", "-n", "2", *TRAIN, "--config", "run.yaml", "--run_dir", str(run_dir)]
     first = slurm.start(*command, cwd=folder, PYTHONPATH=str(folder))
@@ -66,7 +70,11 @@ def test_two_tasks_train_what_one_process_does_though_they_are_stopped(slurm, fo
     again = slurm.run(*command, cwd=folder, PYTHONPATH=str(folder))
     assert again.returncode == 0 and "resumes after step" in again.stdout, again.stdout
     env = json.loads((run_dir / "env.json").read_text())
-    assert (env["launcher"], env["topology"]["processes"], env["devices"]["count"]) == ("slurm", 2, 2)
+    assert (env["launcher"], env["topology"]["processes"], env["devices"]["count"]) == (
+        "slurm",
+        2,
+        2,
+    )
     check(run_dir, folder)
 
 
@@ -81,8 +89,12 @@ def check(run_dir, folder):
 
 
 def test_the_batch_script_puts_itself_back_and_goes_on(slurm, folder):
-    """The script of docs/slurm.md, but for the size of the job; Slurm's signal comes two minutes too early."""
-    script = SCRIPT.replace("--nodes=2 --ntasks-per-node=8 --gpus-per-node=8", "--nodes=1 --ntasks=2")
+    """The script of docs/slurm.md, but for the size of the job; Slurm's signal comes two minutes
+    too early.
+    """
+    script = SCRIPT.replace(
+        "--nodes=2 --ntasks-per-node=8 --gpus-per-node=8", "--nodes=1 --ntasks=2"
+    )
     script = script.replace("jaxdp ", f"{sys.executable} -m jaxdp ")
     (folder / "job.sh").write_text(script)
     run_dir, out = folder / "runs" / "run", folder / "job.out"
@@ -90,15 +102,22 @@ def test_the_batch_script_puts_itself_back_and_goes_on(slurm, folder):
     sent = slurm.run("sbatch", "--parsable", f"--output={out}", "job.sh", cwd=folder, **paths)
     job = sent.stdout.strip()
     assert sent.returncode == 0, sent.stdout
-    state = lambda: slurm.run("squeue", "-h", "-j", job, "-o", "%T").stdout.strip()
+
+    def state():
+        return slurm.run("squeue", "-h", "-j", job, "-o", "%T").stdout.strip()
+
     wait_for(lambda: step(run_dir) >= 30)
     slurm.run("scancel", "--signal=USR1", "--batch", job)
     wait_for(lambda: state() == "PENDING")
     assert "preempted by SIGUSR1" in out.read_text()
-    time.sleep(3)  # Slurm's own wait is two minutes: within a second the node would take it for the job that ended
+    time.sleep(
+        3
+    )  # Slurm's own wait is two minutes: within a second the node would take it for the job that ended
     slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
     wait_for(lambda: records(run_dir, "final"))
     wait_for(lambda: state() in ("", "COMPLETED"))
     text = out.read_text()
-    assert text.count("2 processes on") == 2 and "all-reduce" in text and "resumes after step" in text, text
+    assert (
+        text.count("2 processes on") == 2 and "all-reduce" in text and "resumes after step" in text
+    ), text
     check(run_dir, folder)

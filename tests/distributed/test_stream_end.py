@@ -1,4 +1,6 @@
-"""A stream that ends before the last update: on all ranks it ends the training, on some of them it is an error."""
+"""A stream that ends before the last update: on all ranks it ends the training, on some of them it
+is an error.
+"""
 
 import json
 
@@ -22,7 +24,10 @@ def decode(i):
 """
 CONFIG = {
     "model": {"target": "MLP", "args": {"hidden": [4], "num_classes": 2}},
-    "data": {"target": "Stream", "args": {"source": "numbered.records", "decode": "numbered.decode"}},
+    "data": {
+        "target": "Stream",
+        "args": {"source": "numbered.records", "decode": "numbered.decode"},
+    },
     "steps": 30,
     "batch_size": 16,
     "microbatches": 2,
@@ -38,11 +43,19 @@ def train(tmp_path):
     (tmp_path / "stream.yaml").write_text(yaml.safe_dump(CONFIG))
 
     def run(processes, name, count, short=0, timeout=60):
-        command = ["train.py", "--config", str(tmp_path / "stream.yaml"), "--run_dir", str(tmp_path / name)]
+        command = [
+            "train.py",
+            "--config",
+            str(tmp_path / "stream.yaml"),
+            "--run_dir",
+            str(tmp_path / name),
+        ]
         args = ["--data.args.args", json.dumps({"count": count})]
         env = {"PYTHONPATH": f".:{tmp_path}", "JAXDP_TIMEOUT": str(timeout), "SHORT": str(short)}
         done = mpirun(processes, [*command, *args], env=env)
-        records = [json.loads(x) for x in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        records = [
+            json.loads(x) for x in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        ]
         return done, records[-1] if records else None
 
     return run
@@ -53,7 +66,10 @@ def train(tmp_path):
 def test_a_stream_that_ends_on_all_ranks_ends_the_training_and_a_longer_one_continues_it(train):
     alone, last = train(1, "one", 165)
     assert alone.returncode == 0, alone.output
-    assert "data: the stream ends after 165 examples: training ends after update 10 of 30" in alone.output
+    assert (
+        "data: the stream ends after 165 examples: training ends after update 10 of 30"
+        in alone.output
+    )
     assert (last["split"], last["step"]) == ("final", 10)
     two, other = train(2, "two", 165)
     assert two.returncode == 0 and other["params_sha256"] == last["params_sha256"], two.output

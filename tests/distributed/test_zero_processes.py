@@ -1,4 +1,6 @@
-"""Two real processes train what one does, whatever is split over them; and what they saved goes on elsewhere."""
+"""Two real processes train what one does, whatever is split over them; and what they saved goes on
+elsewhere.
+"""
 
 import json
 import re
@@ -23,7 +25,9 @@ def test_every_stage_over_two_processes_is_one_device():
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
     curves = json.loads(line)
     one = {
-        model: zero.train(next(name for name, row in zero.STRATEGIES.items() if row[-1] == model), 1, True)
+        model: zero.train(
+            next(name for name, row in zero.STRATEGIES.items() if row[-1] == model), 1, True
+        )
         for model in ("mlp", "blocks")
     }
     assert list(curves) == list(zero.STRATEGIES)
@@ -47,15 +51,36 @@ log: {every: 1}
 
 @pytest.mark.slow
 def test_what_two_processes_saved_in_stage_3_goes_on_in_one_in_stage_1(tmp_path):
-    """Stage 3 under pjit, split over two processes; then stage 1 under pmap, over four devices of one."""
+    """Stage 3 under pjit, split over two processes; then stage 1 under pmap, over four devices of
+    one.
+    """
     base = ["train.py", "--config", str(write(tmp_path, CONFIG)), "--run_dir"]
-    two = [require("openmpi5"), "--bind-to", "none", "--oversubscribe", "-np", "2", sys.executable, *base]
-    split = [str(tmp_path / "run"), "--parallel.backend", "pjit", "--parallel.zero", "3", "--steps", "6"]
+    two = [
+        require("openmpi5"),
+        "--bind-to",
+        "none",
+        "--oversubscribe",
+        "-np",
+        "2",
+        sys.executable,
+        *base,
+    ]
+    split = [
+        str(tmp_path / "run"),
+        "--parallel.backend",
+        "pjit",
+        "--parallel.zero",
+        "3",
+        "--steps",
+        "6",
+    ]
     whole = [sys.executable, *base, str(tmp_path / "whole"), "--parallel.devices", "1"]
     jobs = together([([*two, *split], {}), (whole, {})], timeout=300, devices=2)
     on = [sys.executable, *base, str(tmp_path / "run"), "--parallel.zero", "1"]
     jobs += together([(on, {})], timeout=60, devices=4)
-    assert all(job.returncode == 0 and not job.left for job in jobs), "\n".join(job.output for job in jobs)
+    assert all(job.returncode == 0 and not job.left for job in jobs), "\n".join(
+        job.output for job in jobs
+    )
     assert "resumes after step 6" in jobs[-1].stdout
 
     np.testing.assert_allclose(curve(tmp_path / "run"), curve(tmp_path / "whole"), rtol=1e-10)

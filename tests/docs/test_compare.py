@@ -29,7 +29,9 @@ def test_every_row_has_a_command_and_a_test_that_exists_or_says_no():
         if test:
             assert name in names.get(path, ()), f"{feature}: no test {test}"
         else:
-            assert re.match(r"no\b|.*not tried", command), f"{feature}: names no test, and does not say so"
+            assert re.match(r"no\b|.*not tried", command), (
+                f"{feature}: names no test, and does not say so"
+            )
 
 
 def test_files_that_are_named_exist_and_every_source_is_given():
@@ -52,7 +54,9 @@ def test_the_page_of_results_is_short_and_its_commands_exist():
     for script in scripts:
         assert (ROOT / f"{script.removesuffix('.py').replace('.', '/')}.py").exists(), script
     cases = set(re.findall(r"--only ([\w ]+)`", page)) | set(re.findall(r"\(`(\w+)`\)", page))
-    assert {name for names in cases for name in names.split()} <= {case.name for case in (*CPU, *SCRIPTS)} and cases
+    assert {name for names in cases for name in names.split()} <= {
+        case.name for case in (*CPU, *SCRIPTS)
+    } and cases
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"make ([\w-]+)", page):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

@@ -1,4 +1,6 @@
-"""The README and the pages: every command on them is run as a new user would, or says what it needs."""
+"""The README and the pages: every command on them is run as a new user would, or says what it
+needs.
+"""
 
 import ast
 import importlib
@@ -31,7 +33,9 @@ BIN = pathlib.Path(sys.executable).parent
 
 
 def blocks(page, kind):
-    return re.findall(rf"^```{kind}\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE)
+    return re.findall(
+        rf"^```{kind}\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE
+    )
 
 
 def write_files(page, folder):
@@ -44,7 +48,10 @@ def write_files(page, folder):
 
 def run(command, folder):
     words = shlex.split(command)
-    env = environment({"XLA_FLAGS": None}, 1) | {"PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    env = environment({"XLA_FLAGS": None}, 1) | {
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+    }
     if words[0] == "jaxdp":
         words = [sys.executable, "-m", *words]
     elif words[0] == "mpirun":
@@ -91,7 +98,9 @@ class Net(nnx.Module):
 
 @pytest.mark.slow
 def test_the_lines_that_load_an_export_load_the_averages_of_batchnorm_too(tmp_path, monkeypatch):
-    """The model that they load computes what the run's own evaluation does, also with BatchNorm and dropout."""
+    """The model that they load computes what the run's own evaluation does, also with BatchNorm and
+    dropout.
+    """
     write_files("own_model.md", tmp_path)
     with (tmp_path / "spiral.py").open("a") as file:
         file.write(NORMALIZED)
@@ -105,7 +114,9 @@ def test_the_lines_that_load_an_export_load_the_averages_of_batchnorm_too(tmp_pa
     export(cli.load_options(["--run_dir", "runs/spiral"], "export"))
     loaded = runpy.run_path("load_spiral.py")
     inputs = np.stack([example["inputs"] for example in loaded["examples"]])
-    np.testing.assert_allclose(loaded["model"](inputs), fitted.predict(inputs), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        loaded["model"](inputs), fitted.predict(inputs), rtol=1e-5, atol=1e-5
+    )
     assert np.abs(fitted.model_state["norm"]["var"] - 1).max() > 0.01
     del sys.modules["spiral"]
 
@@ -124,9 +135,13 @@ def test_every_command_is_run_or_says_what_it_needs():
         if command.tested:
             (file,) = (ROOT / "tests").rglob(command.tested)
             by = file.read_text()
-            assert command.page in by or any(w in by for w in words if w in cli.VERBS or w.endswith(".py")), command
+            assert command.page in by or any(
+                w in by for w in words if w in cli.VERBS or w.endswith(".py")
+            ), command
         if words[0] == "make":
-            assert all(re.search(rf"^{target}:", text, re.MULTILINE) for target in words[1:]), command
+            assert all(re.search(rf"^{target}:", text, re.MULTILINE) for target in words[1:]), (
+                command
+            )
         if words[:2] == ["pip", "install"]:
             for name in re.findall(r"\.\[(\w+)\]", command.text):
                 assert re.search(rf"^{name} = \[", extras, re.MULTILINE), command
@@ -137,7 +152,9 @@ def test_every_command_is_run_or_says_what_it_needs():
 
 def test_no_page_installs_jaxdp_from_a_package_index():
     """It is on none."""
-    assert not [page.name for page in PAGES if re.search(r"pip install [^`\n]*jaxdp", page.read_text())]
+    assert not [
+        page.name for page in PAGES if re.search(r"pip install [^`\n]*jaxdp", page.read_text())
+    ]
 
 
 @pytest.mark.parametrize("code", [0, 1])
@@ -149,14 +166,18 @@ def test_make_test_runs_the_quick_part_and_fails_if_it_fails(tmp_path, code):
     python.chmod(0o755)
     for file in ("pyproject.toml", ".venv/.base", ".venv/.test"):
         (tmp_path / file).touch()
-    env = {name: os.environ[name] for name in os.environ if not name.startswith(("MAKE", "MFLAGS"))}  # of an outer make
+    env = {
+        name: os.environ[name] for name in os.environ if not name.startswith(("MAKE", "MFLAGS"))
+    }  # of an outer make
     done = subprocess.run(["make", "test"], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert (tmp_path / "ran").read_text().splitlines() == ["not slow"]
     assert (done.returncode == 0) == (code == 0), done
 
 
 def test_what_needs_a_cluster_is_run_by_a_test_of_its_own_or_says_so():
-    """Every line of a block that gives a command to Slurm or Kubernetes, wherever in a line, or a script, it stands."""
+    """Every line of a block that gives a command to Slurm or Kubernetes, wherever in a line, or a
+    script, it stands.
+    """
     found = 0
     for page in PAGES:
         known = COMMANDS[page.name]
@@ -165,7 +186,11 @@ def test_what_needs_a_cluster_is_run_by_a_test_of_its_own_or_says_so():
                 if re.search(r"^(?!#)(.*[;&|] *)?(srun|sbatch|scancel|scontrol|kubectl) ", line):
                     found += 1
                     line = re.sub(r"\s{2,}#.*", "", line).strip()
-                    own = [c for c in known if line.removeprefix("$ ").removesuffix("\\").strip() in c.text]
+                    own = [
+                        c
+                        for c in known
+                        if line.removeprefix("$ ").removesuffix("\\").strip() in c.text
+                    ]
                     assert own and all(c.needs or c.tested for c in own), f"{page.name}: {line}"
     assert found > 5
 
@@ -175,15 +200,24 @@ def test_options_that_are_named_exist():
     keys = {*known_keys(), "config", "help", "print_config"}
     for page in PAGES:
         text = page.read_text()
-        for line in [*re.findall(r"`(jaxdp [^`\n]+)`", text), *(c.text for c in COMMANDS[page.name])]:
+        for line in [
+            *re.findall(r"`(jaxdp [^`\n]+)`", text),
+            *(c.text for c in COMMANDS[page.name]),
+        ]:
             for verb, rest in re.findall(r"jaxdp ([a-z]+)((?: [^\n&|;]*)?)", line):
                 if verb not in cli.VERBS:
                     continue
                 if cli.VERBS[verb].command:  # what follows is another verb, or a program
                     rest = re.split(rf" (?:{'|'.join(cli.VERBS)}|python) ", rest)[0]
-                own = {*cli.VERBS[verb].options} | (keys if cli.VERBS[verb].has_config else set()) | {"help"}
+                own = (
+                    {*cli.VERBS[verb].options}
+                    | (keys if cli.VERBS[verb].has_config else set())
+                    | {"help"}
+                )
                 for option in re.findall(r" --([a-z][\w.]*)", rest):
-                    known = option in own or any(option.startswith(f"{k}.") for k in own if k.endswith("args"))
+                    known = option in own or any(
+                        option.startswith(f"{k}.") for k in own if k.endswith("args")
+                    )
                     assert known, f"{page.name}: {line}: no --{option}"
 
 
@@ -216,21 +250,36 @@ def place(tmp_path_factory):
 def test_the_commands_of_a_page_run(page, place):
     """In their order, in one folder for all pages, made small by the rules of `commands.shortened`.
 
-    A training begins anew, unless it is the one that was there; what ran already on another page is not run again.
-    """
+    A training begins anew, unless it is the one that was there; what ran already on another page is
+    not run again."""
     folder, done = place
     if page != "README.md":
         write_files(page, folder)
     for name, text in PREPARED.get(page, {}).items():
         (folder / name).write_text(text)
-    env = environment({"XLA_FLAGS": None}, 1) | {"PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}"}
-    there = [f"jaxdp train --config configs/digits.yaml --run_dir {run}" for run in BEFORE.get(page, [])]
+    env = environment({"XLA_FLAGS": None}, 1) | {
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{ROOT}",
+    }
+    there = [
+        f"jaxdp train --config configs/digits.yaml --run_dir {run}" for run in BEFORE.get(page, [])
+    ]
     for command in [Command(page, text) for text in there] + COMMANDS[page]:
         text = command.text
         lines = text.splitlines()
-        if command.needs or command.tested or command.by_name or (text.startswith("mpirun") and not find("openmpi5")):
+        if (
+            command.needs
+            or command.tested
+            or command.by_name
+            or (text.startswith("mpirun") and not find("openmpi5"))
+        ):
             continue
-        if "configs/" in text and len(lines) == 1 and done.get(text) and trains_in(text) in (None, done[text]):
+        if (
+            "configs/" in text
+            and len(lines) == 1
+            and done.get(text)
+            and trains_in(text) in (None, done[text])
+        ):
             continue
         for line in lines:
             directory = trains_in(line)
@@ -238,7 +287,14 @@ def test_the_commands_of_a_page_run(page, place):
                 shutil.rmtree(folder / directory, ignore_errors=True)
                 done[directory] = text
         script = "\n".join(shortened(line) for line in lines)
-        ran = subprocess.run(["bash", "-ec", script], cwd=folder, env=env, text=True, capture_output=True, timeout=200)
+        ran = subprocess.run(
+            ["bash", "-ec", script],
+            cwd=folder,
+            env=env,
+            text=True,
+            capture_output=True,
+            timeout=200,
+        )
         assert ran.returncode == 0, f"{page}: {script}\n{ran.stdout}{ran.stderr}"
         assert "Traceback" not in ran.stderr
         done[text] = trains_in(lines[0]) or True
@@ -271,11 +327,18 @@ def test_messages_of_the_page_are_those_of_the_code():
 def kubernetes():
     """Return (the page's text, its manifests)."""
     text = (ROOT / "docs" / "kubernetes.md").read_text()
-    return text, [x for _, kind, block in all_blocks(text) if kind == "yaml" for x in yaml.safe_load_all(block)]
+    return text, [
+        x
+        for _, kind, block in all_blocks(text)
+        if kind == "yaml"
+        for x in yaml.safe_load_all(block)
+    ]
 
 
 def test_the_manifests_say_what_is_read(monkeypatch):
-    """Of Kubernetes: the variables, and what the pods' names have to be; see jaxdp/distributed/launchers.py."""
+    """Of Kubernetes: the variables, and what the pods' names have to be; see
+    jaxdp/distributed/launchers.py.
+    """
     text, manifests = kubernetes()
     service, job, jobset, mpijob = manifests
     assert [d["kind"] for d in manifests] == ["Service", "Job", "JobSet", "MPIJob"]
@@ -284,24 +347,41 @@ def test_the_manifests_say_what_is_read(monkeypatch):
         assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"]
         (container,) = spec["template"]["spec"]["containers"]
         env = {e["name"]: e["value"] for e in container["env"] if "value" in e}
-        secret = next(e["valueFrom"]["secretKeyRef"] for e in container["env"] if e["name"] == "JAXDP_SECRET")
+        secret = next(
+            e["valueFrom"]["secretKeyRef"] for e in container["env"] if e["name"] == "JAXDP_SECRET"
+        )
         assert f"create secret generic {secret['name']} --from-literal={secret['key']}=" in text
-        assert int(env["JAXDP_NUM_PROCESSES"]) == spec["completions"] and float(env["JAXDP_TIMEOUT"]) > 60
+        assert (
+            int(env["JAXDP_NUM_PROCESSES"]) == spec["completions"]
+            and float(env["JAXDP_TIMEOUT"]) > 60
+        )
         name = f"run-{spec['completions'] - 1}"
         monkeypatch.setattr(socket, "getfqdn", lambda: f"{name}.run.default.svc.cluster.local")  # noqa: B023
-        world = launchers.kubernetes({**env, "JOB_COMPLETION_INDEX": str(spec["completions"] - 1), "HOSTNAME": name})
-        assert world.rank == 1 and world.size == 2 and world.coordinator == "run-0.run.default.svc.cluster.local:12355"
+        world = launchers.kubernetes(
+            {**env, "JOB_COMPLETION_INDEX": str(spec["completions"] - 1), "HOSTNAME": name}
+        )
+        assert (
+            world.rank == 1
+            and world.size == 2
+            and world.coordinator == "run-0.run.default.svc.cluster.local:12355"
+        )
     assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["selector"]["job-name"] == job["metadata"]["name"]
     policy = job["spec"]["podFailurePolicy"]["rules"]
-    rules = {rule["action"]: rule["onExitCodes"]["values"] for rule in policy if "onExitCodes" in rule}
-    assert rules == {"Ignore": [75], "FailJob": [2]} and job["spec"]["template"]["spec"]["restartPolicy"] == "Never"
+    rules = {
+        rule["action"]: rule["onExitCodes"]["values"] for rule in policy if "onExitCodes" in rule
+    }
+    assert (
+        rules == {"Ignore": [75], "FailJob": [2]}
+        and job["spec"]["template"]["spec"]["restartPolicy"] == "Never"
+    )
     assert jobset["spec"]["network"]["enableDNSHostnames"]
     launcher, worker = (mpijob["spec"]["mpiReplicaSpecs"][k] for k in ("Launcher", "Worker"))
     args = launcher["template"]["spec"]["containers"][0]["args"]
     np = int(args[args.index("-np") + 1])
     assert (
-        np == worker["replicas"] * mpijob["spec"]["slotsPerWorker"] and f"ppr:{np // worker['replicas']}:node" in args
+        np == worker["replicas"] * mpijob["spec"]["slotsPerWorker"]
+        and f"ppr:{np // worker['replicas']}:node" in args
     )
     assert args[args.index("--hostfile") + 1] == "/etc/mpi/hostfile"
 
@@ -315,12 +395,18 @@ def test_the_manifests_follow_the_schemas_of_kubernetes():
     inner = [t["template"] for t in jobset["spec"]["replicatedJobs"]]
     pods = [spec["template"] for spec in mpijob["spec"]["mpiReplicaSpecs"].values()]
     objects = [{"apiVersion": "batch/v1", "kind": "Job", **named, **template} for template in inner]
-    objects += [{"apiVersion": "v1", "kind": "PodTemplate", **named, "template": pod} for pod in pods]
+    objects += [
+        {"apiVersion": "v1", "kind": "PodTemplate", **named, "template": pod} for pod in pods
+    ]
     assert len(objects) == 3
     for described in [service, job, *objects]:
         validator.validate(described, validator.latest_version(), strict=True)
     with pytest.raises(validator.ValidationError):
-        validator.validate({**job, "spec": {**job["spec"], "completionz": 2}}, validator.latest_version(), strict=True)
+        validator.validate(
+            {**job, "spec": {**job["spec"], "completionz": 2}},
+            validator.latest_version(),
+            strict=True,
+        )
 
 
 def made_pages():
@@ -332,10 +418,14 @@ def made_pages():
 
 def test_the_pages_that_are_made_say_everything():
     pages = made_pages()
-    rows = re.findall(r"^\| `([\w.]+)` \| (.+?) \| (.*?) \| (\w+) \| (.+) \|$", pages.config_page(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `([\w.]+)` \| (.+?) \| (.*?) \| (\w+) \| (.+) \|$", pages.config_page(), re.MULTILINE
+    )
     keys = [key for group in pages.groups() for key in group.keys]
     assert not [key.name for key in keys if not key.text]
-    assert {key.name for key in keys} == {k for k, hint in known_keys().items() if "." in k or inner(hint) is None}
+    assert {key.name for key in keys} == {
+        k for k, hint in known_keys().items() if "." in k or inner(hint) is None
+    }
     assert [row[0] for row in rows] == [key.name for key in keys]
     assert {row[0]: row[3] for row in rows} == {key.name: key.decides for key in keys}
     assert ("optimizer.lr", "number", "`0.001`", "numbers", "the peak learning rate") in rows
@@ -350,16 +440,24 @@ def test_every_page_is_in_the_navigation_and_every_picture_exists():
     """What the site's builder does not check."""
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     pages = {page for section in nav for page in re.findall(r"[\w/]+\.md", str(section))}
-    assert {f"{name}.md" for name in ("reference/config", "reference/commands", "reference/python")} < pages
+    assert {
+        f"{name}.md" for name in ("reference/config", "reference/commands", "reference/python")
+    } < pages
     files = list((ROOT / "docs").glob("*.md"))
-    assert len(files) > 30 and {file.name for file in files} == {page for page in pages if "/" not in page}
+    assert len(files) > 30 and {file.name for file in files} == {
+        page for page in pages if "/" not in page
+    }
     for file in files:
-        for picture in re.findall(r"!\[[^]]*\]\(([^) ]+)|<img[^>]+src=\"([^\"]+)", file.read_text()):
+        for picture in re.findall(
+            r"!\[[^]]*\]\(([^) ]+)|<img[^>]+src=\"([^\"]+)", file.read_text()
+        ):
             assert (file.parent / "".join(picture)).is_file(), (file, picture)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("zensical") is None, reason="no zensical: pip install -e '.[docs]'")
+@pytest.mark.skipif(
+    importlib.util.find_spec("zensical") is None, reason="no zensical: pip install -e '.[docs]'"
+)
 def test_the_site_builds(tmp_path):
     """Strictly: each link and anchor leads somewhere; and nothing of it comes from the network."""
     for name in ("docs", "jaxdp"):
@@ -368,12 +466,16 @@ def test_the_site_builds(tmp_path):
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     for command in (["docs/pages.py"], ["-m", "zensical", "build", "--strict"]):
         command = [sys.executable, *command]
-        done = subprocess.run(command, cwd=tmp_path, env=env, text=True, capture_output=True, timeout=300)
+        done = subprocess.run(
+            command, cwd=tmp_path, env=env, text=True, capture_output=True, timeout=300
+        )
         assert done.returncode == 0, done.stdout + done.stderr
     tmp_path = tmp_path / "site"
     pages = list(tmp_path.rglob("*.html"))
     assert len(pages) >= 30 and (tmp_path / "reference" / "config.html").exists()
     for page in pages:
         html = page.read_text()
-        assert not re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(?:https?:)?//(?!localhost)[^"]+"', html), page
+        assert not re.findall(
+            r'<(?:script|link|img)[^>]+(?:src|href)="(?:https?:)?//(?!localhost)[^"]+"', html
+        ), page
         assert not re.search(r"fonts\.g|cdn\.|unpkg", html), page

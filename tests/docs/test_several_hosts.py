@@ -1,7 +1,8 @@
-"""The commands for several hosts (README, hosts.md, slurm.md, elastic.md), as they stand there, on simulated hosts.
+"""The commands for several hosts (README, hosts.md, slurm.md, elastic.md), as they stand there, on
+simulated hosts.
 
-What a launcher starts on a host has a clean environment, as ssh gives it: neither PATH nor a variable of the shell in
-which the command was typed.
+What a launcher starts on a host has a clean environment, as ssh gives it: neither PATH nor a
+variable of the shell in which the command was typed.
 """
 
 import json
@@ -22,9 +23,13 @@ from slurm import Slurm
 
 BIN = pathlib.Path(sys.executable).parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMANDS = {c.text: c for page in PAGES for c in commands(page) if c.tested == pathlib.Path(__file__).name}
+COMMANDS = {
+    c.text: c for page in PAGES for c in commands(page) if c.tested == pathlib.Path(__file__).name
+}
 NODES = ["node1", "node2"]
-RUN = "model: {target: MLP, args: {hidden: [16]}}\ndata: {target: Digits}\nsteps: 2\nbatch_size: 64\n"
+RUN = (
+    "model: {target: MLP, args: {hidden: [16]}}\ndata: {target: Digits}\nsteps: 2\nbatch_size: 64\n"
+)
 # In place of ssh: the command runs on this machine. Options of ssh come before the host's name.
 AGENT = """#!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
@@ -36,7 +41,13 @@ exec env -i HOME="$HOME" {variables} sh -c "$*"
 def kind_of(text):
     first = shlex.split(text.splitlines()[0])[0]
     if first != "mpirun":
-        return first if first in ("srun", "torchrun") else "by hand" if "JAXDP_PROCESS_ID" in text else "shell"
+        return (
+            first
+            if first in ("srun", "torchrun")
+            else "by hand"
+            if "JAXDP_PROCESS_ID" in text
+            else "shell"
+        )
     return "mpich" if " -f hosts" in text else "openmpi5"
 
 
@@ -69,7 +80,9 @@ def folder(tmp_path):
 
 
 def finish(texts, folder, env):
-    """Run command lines at the same time in a folder; return their outputs. All must end well, with nothing left."""
+    """Run command lines at the same time in a folder; return their outputs. All must end well, with
+    nothing left.
+    """
     mark = uuid.uuid4().hex
     running = [
         subprocess.Popen(["bash", "-ec", text], cwd=folder, env=env | {"JAXDP_TEST_JOB": mark}, text=True,
@@ -82,7 +95,11 @@ def finish(texts, folder, env):
         for job in running:
             job.kill()
         left = _survivors(mark)
-    assert [job.returncode for job in running] == [0] * len(texts) and not left, (texts, outputs, left)
+    assert [job.returncode for job in running] == [0] * len(texts) and not left, (
+        texts,
+        outputs,
+        left,
+    )
     return outputs
 
 
@@ -107,8 +124,14 @@ def test_a_command_for_several_hosts_runs(text, folder, request):
         agent.write_text(AGENT.format(variables=f'{variables} JAXDP_TEST_JOB="$JAXDP_TEST_JOB"'))
         agent.chmod(0o755)
         env["PATH"] = f"{pathlib.Path(program).parent}:{env['PATH']}"
-        env |= {"PRTE_MCA_plm_ssh_agent": str(agent), "HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": str(agent)}
-        env["OMPI_MCA_btl"] = "tcp,self"  # shared memory is named after the host, and both have this machine's name
+        env |= {
+            "PRTE_MCA_plm_ssh_agent": str(agent),
+            "HYDRA_LAUNCHER": "ssh",
+            "HYDRA_LAUNCHER_EXEC": str(agent),
+        }
+        env["OMPI_MCA_btl"] = (
+            "tcp,self"  # shared memory is named after the host, and both have this machine's name
+        )
     elif kind == "srun":
         slurm = request.getfixturevalue("cluster")
         env |= slurm.env | {
@@ -116,7 +139,11 @@ def test_a_command_for_several_hosts_runs(text, folder, request):
             "PYTHONPATH": str(ROOT),
             "XLA_FLAGS": env["XLA_FLAGS"],
         }
-        env |= {"JAXDP_COORDINATOR": f"127.0.0.1:{port()}", "JAXDP_TIMEOUT": "300", "JAXDP_SECRET": "one"}
+        env |= {
+            "JAXDP_COORDINATOR": f"127.0.0.1:{port()}",
+            "JAXDP_TIMEOUT": "300",
+            "JAXDP_SECRET": "one",
+        }
     elif kind == "torchrun" and not shutil.which("torchrun", path=env["PATH"]):
         pytest.skip("no torchrun: pip install torch")
     trains = re.search(r"jaxdp train |train\.py ", text)
@@ -124,7 +151,9 @@ def test_a_command_for_several_hosts_runs(text, folder, request):
     if ";" not in text:  # a loop is around run.yaml, which is short
         texts = [shortened(texts[0])]
     if kind == "by hand":
-        assert "JAXDP_PROCESS_ID=0" in text or text.replace("PROCESS_ID=1", "PROCESS_ID=0") in COMMANDS
+        assert (
+            "JAXDP_PROCESS_ID=0" in text or text.replace("PROCESS_ID=1", "PROCESS_ID=0") in COMMANDS
+        )
         where = re.sub(r"node1:\d+", f"127.0.0.1:{port()}", texts[0])
         texts = [re.sub(r"PROCESS_ID=\d+", f"PROCESS_ID={i}", where) for i in range(count)]
     elif kind == "torchrun":  # one agent on each host
@@ -133,13 +162,21 @@ def test_a_command_for_several_hosts_runs(text, folder, request):
     if trains:
         (run,) = (folder / "runs").iterdir() if (folder / "runs").is_dir() else ()
         facts = json.loads((run / "env.json").read_text())
-        assert facts["topology"]["processes"] == count and facts["devices"]["count"] == count * devices, facts
+        assert (
+            facts["topology"]["processes"] == count and facts["devices"]["count"] == count * devices
+        ), facts
         assert any("final 2/2" in output for output in outputs)
 
 
 def test_every_launcher_has_a_command_and_none_has_more_devices_than_its_config_has_microbatches():
     """Two hosts have 16 GPUs, whether there is one process for each or one for each host."""
-    assert {kind_of(text) for text in COMMANDS} >= {"openmpi5", "mpich", "srun", "torchrun", "by hand"}
+    assert {kind_of(text) for text in COMMANDS} >= {
+        "openmpi5",
+        "mpich",
+        "srun",
+        "torchrun",
+        "by hand",
+    }
     for text, command in COMMANDS.items():
         if processes_of(text) > 3 or "gpus-per-node" in text:
             assert "--microbatches 16" in text and processes_of(text) <= 16, command
@@ -148,4 +185,6 @@ def test_every_launcher_has_a_command_and_none_has_more_devices_than_its_config_
 def test_open_mpi_gets_the_full_path_of_its_program():
     """Over ssh a host has no activated environment: "unable to find the specified executable"."""
     for text in COMMANDS:
-        assert kind_of(text) != "openmpi5" or re.search(r"\$\(which (python|jaxdp)\)|-x PATH", text), text
+        assert kind_of(text) != "openmpi5" or re.search(
+            r"\$\(which (python|jaxdp)\)|-x PATH", text
+        ), text

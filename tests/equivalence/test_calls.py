@@ -1,4 +1,6 @@
-"""Several updates in one compiled call, and data that lives on the devices: the same numbers, nothing is passed by."""
+"""Several updates in one compiled call, and data that lives on the devices: the same numbers,
+nothing is passed by.
+"""
 
 import dataclasses
 import json
@@ -29,9 +31,18 @@ from plain_runs import make_run
 DIGITS = pathlib.Path(__file__).parents[2] / "configs" / "digits.yaml"
 
 
-@pytest.mark.parametrize("start, steps, k", [(0, 50, 4), (3, 41, 16), (0, 5, 8), (7, 7, 2), (20, 40, 1)])
+@pytest.mark.parametrize(
+    "start, steps, k", [(0, 50, 4), (3, 41, 16), (0, 5, 8), (7, 7, 2), (20, 40, 1)]
+)
 def test_what_is_due_is_due_between_calls(tmp_path, start, steps, k):
-    run = make_run(tmp_path, steps=steps, steps_per_call=k, save_every=10, offset=100, profile=Profile("", 22, 3))
+    run = make_run(
+        tmp_path,
+        steps=steps,
+        steps_per_call=k,
+        save_every=10,
+        offset=100,
+        profile=Profile("", 22, 3),
+    )
     run = run.replace(eval={"": run.data.train}, eval_every=7)
     groups = list(loop.calls(run, start))
     assert [step for group in groups for step in group] == list(range(start + 100, steps + 100))
@@ -62,7 +73,9 @@ def test_several_updates_in_a_call_are_those_one_by_one(way):
     cursor = EpochOrder(53, 20, 8, 0, shuffle=False)
     state, several = strategy.init(), []
     for begin in (0, 3):
-        read = read_batches(Arrays(**examples), cursor, range(begin, begin + 3), strategy.local_microbatches)
+        read = read_batches(
+            Arrays(**examples), cursor, range(begin, begin + 3), strategy.local_microbatches
+        )
         state, metrics = program.updates(state, strategy.shard_batch(read, several=True))
         metrics = jax.device_get(metrics)
         several += [{k: v[i] for k, v in metrics.items()} for i in range(3)]
@@ -91,7 +104,9 @@ def test_the_loop_writes_the_same_records(tmp_path, resident):
         loop.fit(run)
         records.append(run.log.writer.records)
         assert run.checkpoints.steps() == [6, 12, 15]
-    assert [(r["split"], r["step"]) for r in records[0]] == [(r["split"], r["step"]) for r in records[1]]
+    assert [(r["split"], r["step"]) for r in records[0]] == [
+        (r["split"], r["step"]) for r in records[1]
+    ]
     for a, b in zip(*records, strict=True):
         for name in ("loss", "accuracy", "grad_norm"):
             if name in a:
@@ -115,7 +130,9 @@ def test_what_is_carried_goes_on_inside_a_call(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("action", first(1, ["rollback", "skip"]))
 def test_the_guard_sees_every_update_of_a_call(action):
-    """The third batch is not finite, and the sixth a spike: skipped; or halted there, and what follows is not made."""
+    """The third batch is not finite, and the sixth a spike: skipped; or halted there, and what
+    follows is not made.
+    """
     examples = toys.data(53)
     examples["inputs"][45] = np.nan
     model, spike = toys.MODELS["mlp"](), Spike(3.0, 0.5, 2, action)
@@ -131,22 +148,33 @@ def test_the_guard_sees_every_update_of_a_call(action):
             {k: float(v) for k, v in last.items()}, rel=1e-5, nan_ok=True
         )
     assert int(state.step) == int(one.step) == (7 if action == "skip" else 6)
-    assert list(metrics["skipped"]) == ([0, 0, 1, 0, 0, 1, 0] if action == "skip" else [0, 0, 1, 0, 0, 1, 1])
-    assert [bool(x) for x in metrics["halted"]] == ([False] * 7 if action == "skip" else [False] * 5 + [True] * 2)
+    assert list(metrics["skipped"]) == (
+        [0, 0, 1, 0, 0, 1, 0] if action == "skip" else [0, 0, 1, 0, 0, 1, 1]
+    )
+    assert [bool(x) for x in metrics["halted"]] == (
+        [False] * 7 if action == "skip" else [False] * 5 + [True] * 2
+    )
 
 
 @pytest.mark.parametrize("backend, devices", [("pmap", 1), ("pmap", 3), ("pjit", 1), ("pjit", 8)])
 def test_what_is_gathered_on_the_device_is_what_is_read(backend, devices):
-    examples = toys.data(53) | {"mask": np.linspace(0, 1, 53 * 2).reshape(53, 2) > 0.3, "reset": np.arange(53) % 9 == 0}
+    examples = toys.data(53) | {
+        "mask": np.linspace(0, 1, 53 * 2).reshape(53, 2) > 0.3,
+        "reset": np.arange(53) % 9 == 0,
+    }
     dataset = Arrays(**examples)
-    strategy, _, _ = toys.build(toys.MODELS["mlp"](), toys.data(53), backend=backend, devices=devices)
+    strategy, _, _ = toys.build(
+        toys.MODELS["mlp"](), toys.data(53), backend=backend, devices=devices
+    )
     resident = Resident(dataset, strategy)
     for order in (EpochOrder(53, 20, 8, 3), Streams(53, 20, 8)):
         with resident.batches(order, [range(1), range(1, 3), range(3, 4), range(5, 6)]) as batches:
             for steps, got in batches:
                 several = len(steps) > 1
                 read, at = (read_batches, steps) if several else (read_batch, steps[0])
-                want = strategy.shard_batch(read(dataset, order, at, strategy.local_microbatches), several)
+                want = strategy.shard_batch(
+                    read(dataset, order, at, strategy.local_microbatches), several
+                )
                 assert got.keys() == want.keys()
                 for name, x in want.items():
                     np.testing.assert_array_equal(got[name], x, err_msg=name)
@@ -158,7 +186,9 @@ def test_what_is_gathered_on_the_device_is_what_is_read(backend, devices):
     placed = strategy.shard_batch(at)
     place = getattr(placed["index"], "sharding", None)
     text = jax.jit(gather, out_shardings=place).lower(resident.arrays, placed).compile().as_text()
-    assert not any(kind in text for kind in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
+    assert not any(
+        kind in text for kind in ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+    )
 
 
 class Vast:
@@ -171,7 +201,10 @@ class Vast:
 
 def test_a_set_that_does_not_fit_is_refused():
     strategy, _, _ = toys.build(toys.MODELS["mlp"](), toys.data(20))
-    with pytest.raises(UsageError, match=r"data.on_device: 1,000,000,000,000 examples take 4000000.0 GB .* to false"):
+    with pytest.raises(
+        UsageError,
+        match=r"data.on_device: 1,000,000,000,000 examples take 4000000.0 GB .* to false",
+    ):
         Resident(Vast(), strategy)
 
 
@@ -179,7 +212,10 @@ def test_a_set_that_does_not_fit_is_refused():
     "extra, text",
     [
         (["--steps_per_call", "0"], r"steps_per_call: 0 is too small; it must be at least 1"),
-        (["--data.on_device", "true", "--data.workers", "2"], r"data.workers: 2 read nothing where data.on_device"),
+        (
+            ["--data.on_device", "true", "--data.workers", "2"],
+            r"data.workers: 2 read nothing where data.on_device",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_said(extra, text):
@@ -223,16 +259,50 @@ def test_a_mask_of_the_data_is_never_left_out():
 @pytest.mark.mpi
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["pmap", "pjit"])
-def test_over_two_processes_calls_of_several_from_the_devices_memory_are_the_same(tmp_path, backend):
+def test_over_two_processes_calls_of_several_from_the_devices_memory_are_the_same(
+    tmp_path, backend
+):
     """Two devices each, a batch that does not fill its microbatches, an evaluation between calls."""
-    config = ["--config", "configs/digits.yaml", "--steps", "27", "--epochs", "null", "--microbatches", "6"]
-    config += ["--batch_size", "50", "--eval.every", "10", "--parallel.backend", backend, "--model.args.hidden", "[8]"]
+    config = [
+        "--config",
+        "configs/digits.yaml",
+        "--steps",
+        "27",
+        "--epochs",
+        "null",
+        "--microbatches",
+        "6",
+    ]
+    config += [
+        "--batch_size",
+        "50",
+        "--eval.every",
+        "10",
+        "--parallel.backend",
+        backend,
+        "--model.args.hidden",
+        "[8]",
+    ]
     records = []
-    for name, more in (("one", []), ("four", ["--steps_per_call", "4", "--data.on_device", "true"])):
-        command = ["train.py", *config, *more, "--run_dir", str(tmp_path / name), "--log.every", "1"]
+    for name, more in (
+        ("one", []),
+        ("four", ["--steps_per_call", "4", "--data.on_device", "true"]),
+    ):
+        command = [
+            "train.py",
+            *config,
+            *more,
+            "--run_dir",
+            str(tmp_path / name),
+            "--log.every",
+            "1",
+        ]
         done = mpirun(2, command, devices=2)
         assert done.returncode == 0, done.output
-        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        ]
         records.append({(r["split"], r["step"]): r["loss"] for r in lines})
     assert len(records[0]) == 30 and records[0].keys() == records[1].keys()
     assert all(records[1][key] == pytest.approx(loss, rel=1e-5) for key, loss in records[0].items())

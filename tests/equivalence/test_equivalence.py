@@ -1,4 +1,6 @@
-"""What trains on many devices is what one device would have trained: three rings, and planted faults that must show."""
+"""What trains on many devices is what one device would have trained: three rings, and planted
+faults that must show.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +56,9 @@ def one_by_one(row):
     return row["reduction"] != "exact" or row["accumulate"] == "scan"
 
 
-@pytest.mark.parametrize("row", first(1, sorted(cover(one_by_one, **FACTORS), key=smallest)), ids=name)
+@pytest.mark.parametrize(
+    "row", first(1, sorted(cover(one_by_one, **FACTORS), key=smallest)), ids=name
+)
 def test_every_strategy_agrees_with_the_oracle(row):
     check(**row)
 
@@ -69,7 +73,9 @@ def test_every_combination_agrees_with_the_oracle(row):
 @pytest.mark.slow
 def test_the_oracle_moves_the_parameters():
     with jax.enable_x64(True):
-        first = toys.train(toys.MODELS["resnet"](), toys.data(dtype="float64"), dtype="float64", steps=0)[0]
+        first = toys.train(
+            toys.MODELS["resnet"](), toys.data(dtype="float64"), dtype="float64", steps=0
+        )[0]
         params, state = judged("resnet", "adamw", 8, "float64")
     assert toys.relative_error(first.params, params)[0] > 0.1
     assert toys.relative_error(first.model_state, state)[0] > 0.1
@@ -84,18 +90,26 @@ def test_every_strategy_agrees_with_jit_of_apply_and_grads_on_one_device(row):
     model, examples = toys.MODELS[row["model"]](), toys.data(dtype="float64")
     with jax.enable_x64(True):
         step = make_step(
-            Forward(model, SoftmaxCrossEntropy(), toys.uniform("float64")), UpdateRule(optax.sgd(0.05, 0.9))
+            Forward(model, SoftmaxCrossEntropy(), toys.uniform("float64")),
+            UpdateRule(optax.sgd(0.05, 0.9)),
         )
         dataset, cursor = Arrays(**examples), EpochOrder(53, 20, 8, 0, shuffle=False)
         first, got, *_ = toys.train(
-            model, examples, optimizer="momentum", dtype="float64", **{k: v for k, v in row.items() if k != "model"}
+            model,
+            examples,
+            optimizer="momentum",
+            dtype="float64",
+            **{k: v for k, v in row.items() if k != "model"},
         )
         state, slots = jax.tree.map(jnp.asarray, first), jnp.arange(8)
-        update = jax.jit(lambda state, batch: step.apply(state, step.grads(state.view(0), batch, slots)))
+        update = jax.jit(
+            lambda state, batch: step.apply(state, step.grads(state.view(0), batch, slots))
+        )
         for i in range(10):
             state, _ = update(state, read_batch(dataset, cursor, i, np.arange(8)))
         error, where = toys.relative_error(
-            (got.params, got.model_state, got.opt_state), (state.params, state.model_state, state.opt_state)
+            (got.params, got.model_state, got.opt_state),
+            (state.params, state.model_state, state.opt_state),
         )
     assert error <= 1e-12, where
 
@@ -116,7 +130,11 @@ class MeanOfMeans(SoftmaxCrossEntropy):
 def test_a_planted_mean_of_means_is_caught():
     with jax.enable_x64(True):
         _, state, *_ = toys.train(
-            toys.MODELS["mlp"](), toys.data(dtype="float64"), loss=MeanOfMeans(), optimizer="momentum", dtype="float64"
+            toys.MODELS["mlp"](),
+            toys.data(dtype="float64"),
+            loss=MeanOfMeans(),
+            optimizer="momentum",
+            dtype="float64",
         )
         error, _ = toys.relative_error(state.params, judged("mlp", "momentum", 8, "float64")[0])
     assert error > 1e3 * TOLERANCE["float32"]
@@ -133,8 +151,12 @@ def test_a_planted_device_keyed_dropout_is_caught():
 def test_a_planted_unmasked_padding_is_caught():
     model = as_model(lambda rngs: toys.ResNet(rngs, use_mask=False))
     with jax.enable_x64(True):
-        _, state, *_ = toys.train(model, toys.data(dtype="float64"), optimizer="momentum", dtype="float64")
-        error, _ = toys.relative_error(state.model_state, judged("resnet", "momentum", 8, "float64")[1])
+        _, state, *_ = toys.train(
+            model, toys.data(dtype="float64"), optimizer="momentum", dtype="float64"
+        )
+        error, _ = toys.relative_error(
+            state.model_state, judged("resnet", "momentum", 8, "float64")[1]
+        )
     assert error > 1e3 * TOLERANCE["float32"]
 
 
@@ -147,14 +169,25 @@ def test_a_planted_unmasked_padding_is_caught():
 )
 def test_a_losss_sums_over_any_split_are_those_of_the_whole(order, mask, seed):
     rng = np.random.default_rng(seed)
-    logits, labels, targets = rng.normal(size=(12, 5)), rng.integers(5, size=12), rng.normal(size=(12, 5))
-    cases = [(SoftmaxCrossEntropy(), labels), (SoftmaxCrossEntropy(0.1), labels), (MeanSquaredError(), targets)]
+    logits, labels, targets = (
+        rng.normal(size=(12, 5)),
+        rng.integers(5, size=12),
+        rng.normal(size=(12, 5)),
+    )
+    cases = [
+        (SoftmaxCrossEntropy(), labels),
+        (SoftmaxCrossEntropy(0.1), labels),
+        (MeanSquaredError(), targets),
+    ]
     with jax.enable_x64(True):
         for loss, truth in cases:
-            sums = lambda rows, loss=loss, truth=truth: loss(
-                jnp.asarray(logits[rows]),
-                {"labels": jnp.asarray(truth[rows]), "mask": jnp.asarray(np.array(mask)[rows])},
-            )
+
+            def sums(rows, loss=loss, truth=truth):
+                return loss(
+                    jnp.asarray(logits[rows]),
+                    {"labels": jnp.asarray(truth[rows]), "mask": jnp.asarray(np.array(mask)[rows])},
+                )
+
             pieces = [sums(np.array(part)) for part in (order[:2], order[2:5], order[5:])]
             whole = jax.tree.leaves(sums(np.arange(12)))
             total = jax.tree.leaves(jax.tree.map(lambda *x: np.sum(x), *pieces))
@@ -165,10 +198,18 @@ def test_a_losss_sums_over_any_split_are_those_of_the_whole(order, mask, seed):
 @pytest.mark.parametrize("model", toys.MODELS)
 def test_gradients_are_computed_without_implicit_promotion(model):
     examples = toys.data()
-    for dtype in ("float32", "bfloat16")[: 1 if model == "resnet" else 2]:  # Flax's BatchNorm promotes bfloat16 itself
+    for dtype in ("float32", "bfloat16")[
+        : 1 if model == "resnet" else 2
+    ]:  # Flax's BatchNorm promotes bfloat16 itself
         policy = toys.uniform("float32")._replace(compute=jnp.dtype(dtype))
-        forward, rule = Forward(toys.MODELS[model](), SoftmaxCrossEntropy(), policy), UpdateRule(optax.sgd(0.1))
-        step, state = make_step(forward, rule), init_state(forward, rule, 8, {k: v[:3] for k, v in examples.items()})
+        forward, rule = (
+            Forward(toys.MODELS[model](), SoftmaxCrossEntropy(), policy),
+            UpdateRule(optax.sgd(0.1)),
+        )
+        step, state = (
+            make_step(forward, rule),
+            init_state(forward, rule, 8, {k: v[:3] for k, v in examples.items()}),
+        )
         batch = read_batch(Arrays(**examples), EpochOrder(53, 20, 8, 0), 0, np.arange(8))
         with jax.numpy_dtype_promotion("strict"):
             sums = jax.eval_shape(step.grads, state.view(np.uint32(0)), batch, jnp.arange(8))

@@ -1,7 +1,8 @@
-"""Exact mode trains the same bits on any number of devices and processes, in every stage; and what that is made of.
+"""Exact mode trains the same bits on any number of devices and processes, in every stage; and what
+that is made of.
 
-Bits of runs are compared in jobs of their own, which `jaxdp.environment.exact` prepares before JAX starts.
-"""
+Bits of runs are compared in jobs of their own, which `jaxdp.environment.exact` prepares before JAX
+starts."""
 
 import functools
 import itertools
@@ -36,10 +37,17 @@ from launch import SUPPORT, Finished, mpirun, together
 
 SCRIPT = str(SUPPORT / "mpi" / "exact.py")
 MODELS = ("dropout", "resnet", "lstm", "blocks", "gpt")
-WAYS = ("pmap-0-{}-sharded", "pmap-1-{}-sharded", "pjit-0-{}-sharded", "pjit-1-{}-sharded", "pjit-2-{}-sharded")
+WAYS = (
+    "pmap-0-{}-sharded",
+    "pmap-1-{}-sharded",
+    "pjit-0-{}-sharded",
+    "pjit-1-{}-sharded",
+    "pjit-2-{}-sharded",
+)
 WAYS += ("pjit-2-{}-replicated", "pjit-3-{}-sharded", "pjit-3-{}-replicated")
 
-# --- the same bits --------------------------------------------------------------------------------------------------
+# --- the same bits
+# --------------------------------------------------------------------------------------------------
 
 COVER = {
     "dropout": ("pmap-0-1-sharded", "pmap-1-3-sharded", "pjit-3-5-sharded", "pjit-2-8/4-sharded"),
@@ -48,7 +56,8 @@ COVER = {
     "lstm": ("pmap-1-1-sharded", "pjit-0-5-sharded", "pjit-2-4-replicated", "pjit-3-7-replicated"),
     "blocks": ("pjit-1-1-sharded", "pjit-3-3-sharded", "pmap-0-6-sharded", "pjit-2-8/2-sharded"),
 }
-NARROW = {  # fewer bytes, and microbatches in groups: other numbers, and the same on any number of devices
+# fewer bytes, and microbatches in groups: other numbers, and the same on any number of devices
+NARROW = {
     "dropout-exact16": ("pjit-0-1-sharded", "pmap-1-3-sharded", "pjit-2-8/4-replicated"),
     "blocks-exact8": ("pmap-0-1-sharded", "pjit-3-6-sharded", "pjit-2-5-replicated"),
     "resnet-exact/2": ("pjit-0-1-sharded", "pmap-1-3-sharded", "pjit-3-4/2-sharded"),
@@ -65,7 +74,11 @@ def rows_of(model, ways, optimizer="adamw", how="exact"):
 
 
 def narrow_rows():
-    return [row for name, ways in NARROW.items() for row in rows_of(*name.split("-")[:1], ways, how=name.split("-")[1])]
+    return [
+        row
+        for name, ways in NARROW.items()
+        for row in rows_of(*name.split("-")[:1], ways, how=name.split("-")[1])
+    ]
 
 
 def read(job: Finished):
@@ -88,13 +101,25 @@ def kind(row):
 
 
 def differing(trained):
-    """[(row, the first update whose loss or norm is another than that of the first row of its kind, or 'state')]"""
+    """[(row, the first update whose loss or norm is another than that of the first row of its kind,
+    or 'state')]
+    """
     first, found = {}, []
     for row, (digest, numbers) in trained.items():
         want = first.setdefault(kind(row), (digest, numbers))
         if (digest, numbers) != want:
             found.append(
-                (row, next((i for i, (a, b) in enumerate(zip(numbers, want[1], strict=True)) if a != b), "state"))
+                (
+                    row,
+                    next(
+                        (
+                            i
+                            for i, (a, b) in enumerate(zip(numbers, want[1], strict=True))
+                            if a != b
+                        ),
+                        "state",
+                    ),
+                )
             )
     return found
 
@@ -110,7 +135,9 @@ def trained():
     rows = [[row for model in models for row in rows_of(model, COVER[model])] for models in jobs]
     rows[0] += [row for pair in FAULTS.values() for row in pair] + narrow_rows()[:3]
     rows[1] += narrow_rows()[3:]
-    done = together([([sys.executable, SCRIPT, *some], {}) for some in rows], timeout=1800, devices=8)
+    done = together(
+        [([sys.executable, SCRIPT, *some], {}) for some in rows], timeout=1800, devices=8
+    )
     return {row: got for job in done for row, got in read(job).items()}
 
 
@@ -128,7 +155,9 @@ def test_every_model_is_the_same_on_any_number_of_devices_in_every_stage(trained
 @pytest.mark.slow
 @pytest.mark.xdist_group("trained")
 def test_the_exact_sum_is_that_of_floats_to_rounding_and_fewer_bytes_are_near_it(trained):
-    losses = lambda row: np.array([float.fromhex(loss) for loss, _ in trained[row][1]])
+    def losses(row):
+        return np.array([float.fromhex(loss) for loss, _ in trained[row][1]])
+
     usual = losses(FAULTS["scan"][0])
     np.testing.assert_allclose(losses(rows_of("dropout", COVER["dropout"])[0]), usual, rtol=1e-5)
     np.testing.assert_allclose(losses(narrow_rows()[0]), usual, rtol=1e-2)
@@ -138,12 +167,21 @@ def test_the_exact_sum_is_that_of_floats_to_rounding_and_fewer_bytes_are_near_it
 
 def test_the_cover_has_each_number_of_devices_and_each_model_in_every_stage():
     split = {model: [way.split("-") for way in ways] for model, ways in COVER.items()}
-    counts = {model: [int(place.partition("/")[0]) for _, _, place, _ in ways] for model, ways in split.items()}
+    counts = {
+        model: [int(place.partition("/")[0]) for _, _, place, _ in ways]
+        for model, ways in split.items()
+    }
     assert set().union(*counts.values()) == set(range(1, 9))
     for model, ways in split.items():
-        assert 1 in counts[model] and any(n % 2 for n in counts[model] if n > 1) and max(counts[model]) >= 6
+        assert (
+            1 in counts[model]
+            and any(n % 2 for n in counts[model] if n > 1)
+            and max(counts[model]) >= 6
+        )
         assert {int(zero) for _, zero, _, _ in ways} == {0, 1, 2, 3}
-    everywhere = {f"{backend}-{zero}-{{}}-{how}" for ways in split.values() for backend, zero, _, how in ways}
+    everywhere = {
+        f"{backend}-{zero}-{{}}-{how}" for ways in split.values() for backend, zero, _, how in ways
+    }
     assert everywhere == set(WAYS) and set(split) == set(MODELS)
 
 
@@ -178,7 +216,9 @@ def test_two_processes_of_two_devices_are_one_device(trained):
         (4, 1, ("dropout-pjit-2-4-sharded-adamw-exact16", "lstm-pmap-0-4-sharded-adamw-exact")),
     ],
 )
-def test_three_processes_with_uneven_shares_and_four_are_one_device(trained, processes, devices, rows):
+def test_three_processes_with_uneven_shares_and_four_are_one_device(
+    trained, processes, devices, rows
+):
     together = run(rows, devices, processes, timeout=600)
     assert len(together) == len(rows)
     assert not (wrong := differing(of_exact_sums(trained) | together)), wrong
@@ -187,7 +227,11 @@ def test_three_processes_with_uneven_shares_and_four_are_one_device(trained, pro
 def everywhere(*counts):
     """Every way, on these numbers of devices; hybrid too where a stage under pjit splits anything."""
     for n, way in itertools.product(counts, WAYS):
-        groups = [k for k in (2, 4) if k < n and n % k == 0 and way.startswith("pjit") and "-0-" not in way]
+        groups = [
+            k
+            for k in (2, 4)
+            if k < n and n % k == 0 and way.startswith("pjit") and "-0-" not in way
+        ]
         yield from (way.format(place) for place in (n, *(f"{n}/{k}" for k in groups)))
 
 
@@ -211,12 +255,24 @@ def test_every_way_on_every_number_of_devices_is_one_device(model, ways):
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("processes", "devices", "model"),
-    [(2, 1, "resnet"), (2, 1, "gpt"), (3, 1, "resnet"), (3, 2, "gpt"), (4, 1, "dropout"), (4, 2, "blocks")],
+    [
+        (2, 1, "resnet"),
+        (2, 1, "gpt"),
+        (3, 1, "resnet"),
+        (3, 2, "gpt"),
+        (4, 1, "dropout"),
+        (4, 2, "blocks"),
+    ],
 )
 def test_stages_over_processes_are_one_device(processes, devices, model):
     n = processes * devices
     group = n if n == 3 else n // 2
-    few = [f"pmap-1-{n}-sharded", f"pjit-0-{n}-sharded", f"pjit-2-{n}/{group}-sharded", f"pjit-3-{n}-sharded"]
+    few = [
+        f"pmap-1-{n}-sharded",
+        f"pjit-0-{n}-sharded",
+        f"pjit-2-{n}/{group}-sharded",
+        f"pjit-3-{n}-sharded",
+    ]
     ways = [way.format(n) for way in WAYS] if n == 2 else few
     got = run(rows_of(model, ways), devices, processes)
     assert not (wrong := differing(alone(model) | got)), wrong
@@ -244,7 +300,9 @@ VARIANTS = {  # a way for each, beside one device; and, of twelve microbatches, 
 def test_other_sizes_and_numbers_of_microbatches_are_the_same_on_any_number_of_devices():
     rows = [rows_of(variant, ("pjit-0-1-sharded", *ways)) for variant, ways in VARIANTS.items()]
     jobs = [[row for some in half for row in some] for half in (rows[::2], rows[1::2])]
-    done = together([([sys.executable, SCRIPT, *some], {}) for some in jobs], timeout=1800, devices=8)
+    done = together(
+        [([sys.executable, SCRIPT, *some], {}) for some in jobs], timeout=1800, devices=8
+    )
     got = {row: got for job in done for row, got in read(job).items()}
     assert len(got) == 13 and not (wrong := differing(got)), wrong
 
@@ -269,7 +327,9 @@ def test_narrow_floats_are_the_same_on_any_number_of_devices():
         "blocks.all_bfloat16": ("pjit-3-3-sharded",),
         "dropout.float16": ("pmap-1-6-sharded",),
     }
-    got = run([row for model, some in ways.items() for row in rows_of(model, ("pjit-0-1-sharded", *some))])
+    got = run(
+        [row for model, some in ways.items() for row in rows_of(model, ("pjit-0-1-sharded", *some))]
+    )
     assert not (wrong := differing(got)), wrong
     assert len({digest for digest, _ in got.values()}) == len(ways)
 
@@ -295,7 +355,13 @@ def test_every_layer_is_the_same_on_any_number_of_devices_in_every_precision(mod
 def test_every_layer_is_the_same_on_two_processes_in_every_precision(model):
     """Two processes of one device, or of two, and one device by itself."""
     names = [f"{model}.{precision}" for precision in PRECISIONS]
-    ways = ("pmap-1-2-sharded", "pjit-3-2-sharded", "pjit-2-2-replicated", "pjit-0-2-sharded", "pmap-0-2-sharded")
+    ways = (
+        "pmap-1-2-sharded",
+        "pjit-3-2-sharded",
+        "pjit-2-2-replicated",
+        "pjit-0-2-sharded",
+        "pmap-0-2-sharded",
+    )
     rows = [rows_of(name, [way])[0] for name, way in zip(names, ways)]
     base = run([rows_of(name, ["pjit-0-1-sharded"])[0] for name in names], devices=1)
     assert not (wrong := differing(base | run(rows, devices=1, processes=2))), wrong
@@ -303,23 +369,47 @@ def test_every_layer_is_the_same_on_two_processes_in_every_precision(model):
 
 @pytest.mark.slow
 def test_a_convolution_in_bfloat16_has_one_digest_under_both_backends(tmp_path):
-    """XLA leaves out roundings where it fuses, unless excess precision is off; and it fuses another way in stage 2."""
-    base = ["--config", "configs/digits_cnn.yaml", "--precision.compute", "bfloat16", "--parallel.reduction", "exact"]
+    """XLA leaves out roundings where it fuses, unless excess precision is off; and it fuses another
+    way in stage 2.
+    """
+    base = [
+        "--config",
+        "configs/digits_cnn.yaml",
+        "--precision.compute",
+        "bfloat16",
+        "--parallel.reduction",
+        "exact",
+    ]
     base += ["--epochs", "null", "--steps", 4]
     pmap = [*base, "--run_dir", tmp_path / "pmap", "--parallel.backend", "pmap"]
-    pjit = [*base, "--run_dir", tmp_path / "pjit", "--parallel.backend", "pjit", "--parallel.zero", 2]
+    pjit = [
+        *base,
+        "--run_dir",
+        tmp_path / "pjit",
+        "--parallel.backend",
+        "pjit",
+        "--parallel.zero",
+        2,
+    ]
     devices = [{"XLA_FLAGS": f"--xla_force_host_platform_device_count={n}"} for n in (4, 3)]
     argvs = [[sys.executable, "train.py", *map(str, argv)] for argv in (pmap, pjit)]
     jobs = together(list(zip(argvs, devices)), 600)
     assert all(job.returncode == 0 for job in jobs), "\n".join(job.output for job in jobs)
-    assert len({records(tmp_path / name, "final")[-1]["params_sha256"] for name in ("pmap", "pjit")}) == 1
+    assert (
+        len({records(tmp_path / name, "final")[-1]["params_sha256"] for name in ("pmap", "pjit")})
+        == 1
+    )
 
 
 @pytest.mark.slow
 def test_every_optimizer_is_the_same_where_it_may_be_used():
     """What looks beyond an element works on whole arrays, on any number of devices."""
     rows = []
-    for optimizer, way in {"lion": "pjit-3-6-sharded", "lamb": "pmap-0-5-sharded", "muon": "pjit-0-7-sharded"}.items():
+    for optimizer, way in {
+        "lion": "pjit-3-6-sharded",
+        "lamb": "pmap-0-5-sharded",
+        "muon": "pjit-0-7-sharded",
+    }.items():
         model = "blocks" if optimizer == "muon" else "dropout"
         rows += rows_of(model, ("pjit-0-1-sharded", way), optimizer)
     got = run(rows)
@@ -351,31 +441,54 @@ log: {every: 1}
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_a_run_that_is_resumed_twice_on_other_devices_has_the_digest_of_one_device(tmp_path):
-    """Stopped after 5 of 10 updates on 8 devices under pjit, stage 2, and after 7 on 3 devices under pmap; then one
-    device in each of two processes. The fifth batch of an epoch is short."""
+    """Stopped after 5 of 10 updates on 8 devices under pjit, stage 2, and after 7 on 3 devices
+    under pmap; then one device in each of two processes. The fifth batch of an epoch is short."""
     base = ["train.py", "--config", str(write(tmp_path, CONFIG)), "--run_dir"]
-    devices = lambda n: {"XLA_FLAGS": f"--xla_force_host_platform_device_count={n}"}
-    stage_2 = ["--steps", "5", "--parallel.backend", "pjit", "--parallel.zero", "2", "--steps_per_call", "4"]
+
+    def devices(n):
+        return {"XLA_FLAGS": f"--xla_force_host_platform_device_count={n}"}
+
+    stage_2 = [
+        "--steps",
+        "5",
+        "--parallel.backend",
+        "pjit",
+        "--parallel.zero",
+        "2",
+        "--steps_per_call",
+        "4",
+    ]
     split, whole = [*base, str(tmp_path / "run"), *stage_2], [*base, str(tmp_path / "whole")]
     pmap = [*base, str(tmp_path / "run"), "--parallel.backend", "pmap"]
-    jobs = together([([sys.executable, *split], devices(8)), ([sys.executable, *whole], devices(1))], timeout=600)
+    jobs = together(
+        [([sys.executable, *split], devices(8)), ([sys.executable, *whole], devices(1))],
+        timeout=600,
+    )
     jobs += together([([sys.executable, *pmap, "--steps", "7"], devices(3))], timeout=600)
     jobs.append(mpirun(2, [*pmap, "--parallel.zero", "1"], timeout=600))
-    assert all(job.returncode == 0 and not job.left for job in jobs), "\n".join(job.output for job in jobs)
+    assert all(job.returncode == 0 and not job.left for job in jobs), "\n".join(
+        job.output for job in jobs
+    )
     assert "resumes after step 5" in jobs[-2].stdout and "resumes after step 7" in jobs[-1].stdout
 
     assert len(curve(tmp_path / "whole")) == 10
     np.testing.assert_array_equal(curve(tmp_path / "run"), curve(tmp_path / "whole"))
-    evaluated = lambda name: {
-        r["step"]: (r["loss"], r["accuracy"]) for r in records(tmp_path / name) if r["split"] in ("eval", "final")
-    }
+
+    def evaluated(name):
+        return {
+            r["step"]: (r["loss"], r["accuracy"])
+            for r in records(tmp_path / name)
+            if r["split"] in ("eval", "final")
+        }
+
     assert evaluated("run") == evaluated("whole") and list(evaluated("run")) == [4, 8, 10]
     assert evaluated("run")[10][1] > 0.3
     digests = [records(tmp_path / name, "final")[-1]["params_sha256"] for name in ("run", "whole")]
     assert digests[0] == digests[1] and len(digests[0]) == 64
 
 
-# --- the initial state ----------------------------------------------------------------------------------------------
+# --- the initial state
+# ----------------------------------------------------------------------------------------------
 
 
 def normalized(key):
@@ -392,7 +505,12 @@ def normalized(key):
 
 def initial(backend, devices, zero, reduction="exact", shard_size=None):
     """The initial parameters and averages."""
-    model = as_model((normalized, lambda params, x: x.reshape(len(x), -1) @ params["unit"][:, :3].repeat(2, 0)[:32]))
+    model = as_model(
+        (
+            normalized,
+            lambda params, x: x.reshape(len(x), -1) @ params["unit"][:, :3].repeat(2, 0)[:32],
+        )
+    )
     strategy, *_ = toys.build(
         model, toys.data(), backend=backend, devices=devices, reduction=reduction, ema=0.9,
         layout={"zero": zero, "shard_size": shard_size},
@@ -409,7 +527,8 @@ def test_initial_weights_that_depend_on_each_other_are_those_of_one_device():
     assert initial("pjit", 8, 3, "bucket") != whole
 
 
-# --- rounding as written --------------------------------------------------------------------------------------------
+# --- rounding as written
+# --------------------------------------------------------------------------------------------
 
 
 def rounded(f, *args):
@@ -429,7 +548,10 @@ def draw(*shape, dtype=np.float32):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_a_product_is_rounded_before_it_is_added(dtype):
     a, b, c = draw(3, 10_000).astype(jnp.dtype(dtype))
-    f = lambda a, b, c: (a * b + c, jnp.square(a) - c, a**3 + b)
+
+    def f(a, b, c):
+        return (a * b + c, jnp.square(a) - c, a**3 + b)
+
     with jax.enable_x64(dtype == "float64"):
         got = rounded(f, a, b, c)
     for y, want in zip(got, (a * b + c, a * a - c, a * a * a + b), strict=True):
@@ -442,7 +564,9 @@ def test_a_product_is_rounded_before_it_is_added(dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_what_is_divided_by_a_scalar_is_multiplied_by_its_reciprocal(dtype):
-    """Also where the scalar was made an array of equal entries, and inside functions jitted for themselves."""
+    """Also where the scalar was made an array of equal entries, and inside functions jitted for
+    themselves.
+    """
     x, s = draw(10_000).astype(jnp.dtype(dtype)), draw(1)[0].astype(jnp.dtype(dtype))
     inner = jax.jit(lambda x, s: (x / s, jax.jit(lambda x: x / jnp.full(x.shape, s))(x)))
     with jax.enable_x64(dtype == "float64"):
@@ -471,8 +595,12 @@ def derived(f):
 
 WITHIN = {
     "jit": lambda f: jax.jit(f),
-    "cond": lambda f: lambda *args: jax.lax.cond(args[0][0] < 9, f, lambda *_: jnp.zeros(10_000), *args),
-    "other branch": lambda f: lambda *args: jax.lax.cond(args[0][0] > 9, lambda *_: jnp.zeros(10_000), f, *args),
+    "cond": lambda f: (
+        lambda *args: jax.lax.cond(args[0][0] < 9, f, lambda *_: jnp.zeros(10_000), *args)
+    ),
+    "other branch": lambda f: (
+        lambda *args: jax.lax.cond(args[0][0] > 9, lambda *_: jnp.zeros(10_000), f, *args)
+    ),
     "checkpoint": jax.checkpoint,
     "custom_jvp": derived,
     "vmap": jax.vmap,
@@ -483,11 +611,19 @@ WITHIN = {
 @pytest.mark.parametrize("within", WITHIN)
 def test_functions_inside_are_rounded_as_written_too(within):
     a, b, c = draw(3, 10_000)
-    np.testing.assert_array_equal(rounded(WITHIN[within](lambda a, b, c: a * b + c), a, b, c), a * b + c)
+    np.testing.assert_array_equal(
+        rounded(WITHIN[within](lambda a, b, c: a * b + c), a, b, c), a * b + c
+    )
 
 
 def test_what_settles_is_as_it_was():
-    tree = {"x": uneven(50), "n": np.arange(3), "yes": np.array([True, False]), "none": None, "zero": np.float32(-0.0)}
+    tree = {
+        "x": uneven(50),
+        "n": np.arange(3),
+        "yes": np.array([True, False]),
+        "none": None,
+        "zero": np.float32(-0.0),
+    }
     got = jax.jit(lambda step, tree: fusion_barrier(tree, opaque_true(step)))(0, tree)
     assert jax.tree.structure(got) == jax.tree.structure(tree)
     assert [x.tobytes() for x in jax.tree.leaves(jax.device_get(got))] == [
@@ -502,7 +638,13 @@ def test_integers_and_leaves_that_are_none_are_as_they_were():
     def f(tree, nothing):
         values, indices = jax.lax.top_k(tree["x"], 3)  # one operation, two results
         assert nothing is None
-        return {"n": tree["n"] * 7 // 3, "top": values * 2, "at": indices, "none": None, "even": tree["n"] % 2 == 0}
+        return {
+            "n": tree["n"] * 7 // 3,
+            "top": values * 2,
+            "at": indices,
+            "none": None,
+            "even": tree["n"] % 2 == 0,
+        }
 
     got, want = rounded(f, {"n": n, "x": x}, None), f({"n": n, "x": x}, None)
     assert jax.tree.structure(got) == jax.tree.structure(want)
@@ -510,7 +652,8 @@ def test_integers_and_leaves_that_are_none_are_as_they_were():
     assert jax.tree.map(lambda x: x.dtype, got) == jax.tree.map(lambda x: x.dtype, want)
 
 
-# --- what it needs, and refuses -------------------------------------------------------------------------------------
+# --- what it needs, and refuses
+# -------------------------------------------------------------------------------------
 
 
 NAMES = "algsimp,reshape-mover,cpu-parallel-task-assigner"
@@ -565,21 +708,38 @@ def test_the_environment_of_a_gpu_asks_for_operations_that_are_the_same_every_ti
     assert variables("--xla_gpu_deterministic_ops=false", gpus=1) == GPU
 
 
-def test_an_environment_that_exact_mode_cannot_work_in_is_refused_with_what_to_call(monkeypatch, closed):
+def test_an_environment_that_exact_mode_cannot_work_in_is_refused_with_what_to_call(
+    monkeypatch, closed
+):
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
-    with pytest.raises(UsageError, match=r"XLA_FLAGS='--xla_a=1 --xla_disable_hlo_passes=algsimp,.* the environment"):
+    with pytest.raises(
+        UsageError,
+        match=r"XLA_FLAGS='--xla_a=1 --xla_disable_hlo_passes=algsimp,.* the environment",
+    ):
         environment.check_exact()
     environment.exact()
     environment.check_exact()
 
 
-def test_fit_is_refused_in_one_line_where_jax_has_opened_its_devices_without_the_settings(monkeypatch, tmp_path):
-    """What XLA has read from the environment, it has read: setting it now would look right and change nothing."""
+def test_fit_is_refused_in_one_line_where_jax_has_opened_its_devices_without_the_settings(
+    monkeypatch, tmp_path
+):
+    """What XLA has read from the environment, it has read: setting it now would look right and
+    change nothing.
+    """
     jax.devices()
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
     images = toys.data()
-    with pytest.raises(UsageError, match=r"call jaxdp.environment.exact.. before JAX opens its devices$"):
-        fit("MLP", (images["inputs"], images["labels"]), steps=1, run_dir=tmp_path, parallel={"reduction": "exact"})
+    with pytest.raises(
+        UsageError, match=r"call jaxdp.environment.exact.. before JAX opens its devices$"
+    ):
+        fit(
+            "MLP",
+            (images["inputs"], images["labels"]),
+            steps=1,
+            run_dir=tmp_path,
+            parallel={"reduction": "exact"},
+        )
     assert os.environ["XLA_FLAGS"] == "--xla_a=1" and not any(tmp_path.iterdir())
 
 
@@ -588,10 +748,15 @@ FEW_MICROBATCHES = "cannot be split over {} devices; set microbatches to {} or m
 
 @pytest.mark.parametrize("backend", ["pmap", "pjit"])
 def test_more_devices_than_microbatches_or_groups_of_them_are_refused(backend):
-    build = lambda n, **more: toys.build(toys.MODELS["mlp"](), toys.data(), backend=backend, devices=n, **more)
+    def build(n, **more):
+        return toys.build(toys.MODELS["mlp"](), toys.data(), backend=backend, devices=n, **more)
+
     with pytest.raises(UsageError, match=f"microbatches: 6 {FEW_MICROBATCHES.format(7, 7)}"):
         build(7, microbatches=6, reduction="exact")
-    with pytest.raises(UsageError, match=f"microbatches: 8 in groups of 2 {FEW_MICROBATCHES.format(5, 10)} .*most 4"):
+    with pytest.raises(
+        UsageError,
+        match=f"microbatches: 8 in groups of 2 {FEW_MICROBATCHES.format(5, 10)} .*most 4",
+    ):
         build(5, reduction="exact16", group=2)
     assert build(4, reduction="exact", group=2)[0].assignment.shape == (4, 2)
 
@@ -620,8 +785,12 @@ BEYOND = {  # an element: what an update of it depends on
     "muon": lambda: OPTIMIZERS["muon"](1e-2),
     "adamw": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
 }
-beyond = functools.cache(lambda optimizer: BEYOND[optimizer]())  # one object: what was found out of it is remembered
-TWENTY = as_model(lambda rngs: MLP((12,), 20, (20,), rngs=rngs))  # 4 divides its dims, and 8 does not
+beyond = functools.cache(
+    lambda optimizer: BEYOND[optimizer]()
+)  # one object: what was found out of it is remembered
+TWENTY = as_model(
+    lambda rngs: MLP((12,), 20, (20,), rngs=rngs)
+)  # 4 divides its dims, and 8 does not
 
 
 def refusal(model, optimizer, backend, zero, devices, reduction="exact"):
@@ -643,7 +812,9 @@ PLACES = [("pmap", 1), ("pjit", 1), ("pjit", 3)]
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("optimizer", BEYOND)
 @pytest.mark.parametrize(("backend", "zero"), PLACES)
-def test_what_is_not_elementwise_is_refused_by_name_where_anything_is_split(optimizer, backend, zero):
+def test_what_is_not_elementwise_is_refused_by_name_where_anything_is_split(
+    optimizer, backend, zero
+):
     """On one device too: it would not give what eight do."""
     model = toys.MODELS["mlp"]()
     for devices in (1, 8):
@@ -662,24 +833,45 @@ def test_what_is_not_elementwise_is_refused_where_only_few_devices_split_anythin
 @pytest.mark.slow
 def test_the_command_refuses_lamb_in_one_line(tmp_path):
     config = write(tmp_path, CONFIG.replace("adamw", "lamb"))
-    argv = ["--config", config, "--run_dir", tmp_path / "run", "--parallel.zero", 1, "--parallel.backend", "pjit"]
+    argv = [
+        "--config",
+        config,
+        "--run_dir",
+        tmp_path / "run",
+        "--parallel.zero",
+        1,
+        "--parallel.backend",
+        "pjit",
+    ]
     said = jaxdp(*argv, code=2, devices=2).stderr.strip()
-    assert "optimizer.target: lamb: it is not elementwise" in said and "or zero: 0" in said and "\n" not in said
+    assert (
+        "optimizer.target: lamb: it is not elementwise" in said
+        and "or zero: 0" in said
+        and "\n" not in said
+    )
 
 
 def test_complex_parameters_are_refused_by_name():
-    init = lambda key: {"phase": jax.random.normal(key, (32, 3), jnp.complex64)}
+    def init(key):
+        return {"phase": jax.random.normal(key, (32, 3), jnp.complex64)}
+
     model = as_model((init, lambda params, x: jnp.abs(x.reshape(len(x), -1) @ params["phase"])))
     with pytest.raises(UsageError, match=r"parameter 'phase' is complex64.*; store its real"):
         toys.build(model, toys.data(), reduction="exact")
 
 
-# --- what was not compared is not verified --------------------------------------------------------------------------
+# --- what was not compared is not verified
+# --------------------------------------------------------------------------
 
 
 def report(updates=2, devices=(1, 2), scale=1.0):
-    """Of the rows without shards on one and two devices, or on one of these numbers, of a model of three numbers."""
-    apply = lambda params, x: scale * jnp.broadcast_to(params["w"], (len(x), 3))
+    """Of the rows without shards on one and two devices, or on one of these numbers, of a model of
+    three numbers.
+    """
+
+    def apply(params, x):
+        return scale * jnp.broadcast_to(params["w"], (len(x), 3))
+
     model = as_model((lambda key: {"w": jnp.ones(3)}, apply))
 
     def make(row):
@@ -713,14 +905,19 @@ def test_rows_that_trained_the_same_on_several_numbers_of_devices_pass():
     found = report()
     assert found.verified and len(found.passed) == 3
     said = as_text(found, "title").splitlines()[-1]
-    assert said.startswith("exact: 3 configurations (6 more refused) give the same bits; params_sha256 ")
+    assert said.startswith(
+        "exact: 3 configurations (6 more refused) give the same bits; params_sha256 "
+    )
     with pytest.raises(UsageError, match="not here"):
         report(devices=())
 
 
-# --- bytes ----------------------------------------------------------------------------------------------------------
+# --- bytes
+# ----------------------------------------------------------------------------------------------------------
 
-WIDE = as_model(lambda rngs: MLP(toys.SHAPE, toys.CLASSES, (3200,), rngs=rngs))  # 115,000 parameters
+WIDE = as_model(
+    lambda rngs: MLP(toys.SHAPE, toys.CLASSES, (3200,), rngs=rngs)
+)  # 115,000 parameters
 BYTES = {"exact": (0.95, 1.02), "exact16": (0.45, 0.52), "exact8": (0.22, 0.27)}
 
 
@@ -741,7 +938,9 @@ def moved(reduction, slots, zero, place="8", gradient_buffer="sharded", backend=
 
 
 def sent(reduction, slots, *where, **more):
-    """Bytes that one device sends; the only loop whose length the run alone knows is over attempts, and counts once."""
+    """Bytes that one device sends; the only loop whose length the run alone knows is over attempts,
+    and counts once.
+    """
     return sum(map(ring, moved(reduction, slots, *where, **more)))
 
 
@@ -752,8 +951,13 @@ def ring(c):
 
 SENT = [({"zero": 0}, 1), ({"zero": 3}, 2)]
 ALSO = [({"zero": 1}, 2), ({"zero": 2}, 1)]
-ALSO += [({"zero": zero, "backend": "pmap"}, 2) for zero in (0, 1)] + [({"zero": 3, "place": "8/2"}, 2)]
-ALSO += [({"zero": 2, "gradient_buffer": "replicated", "place": "8/4"}, 4), ({"zero": 3, "place": "5"}, 1)]
+ALSO += [({"zero": zero, "backend": "pmap"}, 2) for zero in (0, 1)] + [
+    ({"zero": 3, "place": "8/2"}, 2)
+]
+ALSO += [
+    ({"zero": 2, "gradient_buffer": "replicated", "place": "8/4"}, 4),
+    ({"zero": 3, "place": "5"}, 1),
+]
 
 
 @pytest.mark.slow
@@ -771,5 +975,8 @@ def test_gradients_travel_as_integers_in_one_all_reduce_of_the_reductions_width(
     share = sent(reduction, 1, 0, place) / sent("bucket", 1, 0, place)
     assert least < share <= most, share
     found = moved(reduction, 1, 0, place)
-    assert {c.kind for c in found} == {"all-reduce"} and {c.dtype for c in found} <= {"uint32", "int32"}
+    assert {c.kind for c in found} == {"all-reduce"} and {c.dtype for c in found} <= {
+        "uint32",
+        "int32",
+    }
     assert sum(c.bytes > 4096 for c in found) == 1

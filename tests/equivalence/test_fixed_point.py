@@ -1,4 +1,6 @@
-"""Sums of integers: what becomes of a number, its exponent, the lanes of a word, a norm; and an update done again."""
+"""Sums of integers: what becomes of a number, its exponent, the lanes of a word, a norm; and an
+update done again.
+"""
 
 import functools
 import itertools
@@ -51,7 +53,9 @@ SMALL = functools.partial(settings, max_examples=40, deadline=None)
 def uneven(*shape, decades=4, seed=0, dtype=np.float32):
     """Numbers of many magnitudes."""
     rng = np.random.default_rng(seed)
-    return (rng.normal(size=shape) * 10.0 ** rng.integers(-decades, decades, size=shape)).astype(dtype)
+    return (rng.normal(size=shape) * 10.0 ** rng.integers(-decades, decades, size=shape)).astype(
+        dtype
+    )
 
 
 def unit_of(form, summands, exponent, bits=None):
@@ -60,7 +64,8 @@ def unit_of(form, summands, exponent, bits=None):
     return 2.0 ** (int(exponent) + ZERO - power) / limit
 
 
-# --- numbers and integers -------------------------------------------------------------------------------------------
+# --- numbers and integers
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -76,7 +81,9 @@ def test_what_is_restored_is_within_a_unit_of_what_was_quantized(form, values, s
     exponent = exponent_of(x) + spare
     key = jax.random.key(len(values)) if form.stochastic else None
     ints = quantize(x, exponent, form, summands, key)
-    assert ints.dtype == jnp.int32 and np.abs(np.asarray(ints, np.int64)).max() * summands < 2 ** (form.bits - 1)
+    assert ints.dtype == jnp.int32 and np.abs(np.asarray(ints, np.int64)).max() * summands < 2 ** (
+        form.bits - 1
+    )
     back = np.asarray(restore(ints, exponent, form, summands), np.float64)
     unit, wide = unit_of(form, summands, exponent), np.asarray(x, np.float64)
     within = unit * (1 if form.stochastic else 0.5) + 2e-7 * np.abs(wide)
@@ -108,12 +115,18 @@ def test_the_largest_numbers_of_an_exponent_stay_within_the_limit(form, summands
     for sign in (1, -1):
         ints = np.asarray(quantize(sign * x, exponent_of(x), form, summands, keys), np.int64)
         limit = mantissa * 2**power
-        assert np.abs(ints).max() == (limit if form.stochastic else round(limit * edge))  # and no further
+        assert np.abs(ints).max() == (
+            limit if form.stochastic else round(limit * edge)
+        )  # and no further
         assert summands * np.abs(ints).max() <= 2 ** (form.bits - 1) - 1
 
 
 @pytest.mark.slow
-@given(summands=st.integers(1, 16), cuts=st.lists(st.integers(0, 16), max_size=4), seed=st.integers(0, 99))
+@given(
+    summands=st.integers(1, 16),
+    cuts=st.lists(st.integers(0, 16), max_size=4),
+    seed=st.integers(0, 99),
+)
 @SMALL()
 def test_a_sum_is_that_of_integers_however_it_is_split(summands, cuts, seed):
     x = uneven(summands, 50, seed=seed)
@@ -134,8 +147,13 @@ def test_a_sum_is_that_of_integers_however_it_is_split(summands, cuts, seed):
 def over(f, x, devices, out=DATA):
     """f on each device's x[device]."""
     mesh = data_mesh(jax.devices()[:devices])
-    local = lambda x: f(x[0])[None]
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(DATA), out_specs=P(out), check_vma=False))(x)
+
+    def local(x):
+        return f(x[0])[None]
+
+    return jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=P(DATA), out_specs=P(out), check_vma=False)
+    )(x)
 
 
 @pytest.mark.quick(2)
@@ -145,7 +163,9 @@ def test_reductions_add_up_and_scatter_integers_of_every_width(dtype, safe):
     info = np.iinfo(dtype)
     reduction = REDUCTIONS["exact8"](safe=safe)
     for devices in (1, 3, 8):
-        x = np.random.default_rng(0).integers(info.min // devices + 1, info.max // devices, (devices, 24, 5))
+        x = np.random.default_rng(0).integers(
+            info.min // devices + 1, info.max // devices, (devices, 24, 5)
+        )
         x[0, 0], x[:, 1] = -1, info.max // devices
         x = x.astype(dtype)
         got = over(lambda x: reduction.reduce([x, x[0, :3]], DATA)[0], x, devices)
@@ -161,7 +181,9 @@ def test_reductions_add_up_and_scatter_integers_of_every_width(dtype, safe):
 @SMALL()
 def test_lanes_of_words_are_the_inverse_and_add_up(dtype, size, terms, data):
     info = np.iinfo(dtype)
-    element = st.one_of(st.integers(info.min // terms + 1, info.max // terms), st.just(0), st.just(-1))
+    element = st.one_of(
+        st.integers(info.min // terms + 1, info.max // terms), st.just(0), st.just(-1)
+    )
     rows = st.lists(st.lists(element, min_size=size, max_size=size), min_size=terms, max_size=terms)
     x = np.array(data.draw(rows), dtype)
     words = pack(jnp.asarray(x))
@@ -178,7 +200,9 @@ def test_lanes_take_the_smallest_and_the_largest_side_by_side(dtype):
     edges = (info.min, info.min + 1, -1, 0, 1, info.max)
     x = np.array(list(itertools.product(edges, repeat=4)), dtype)
     np.testing.assert_array_equal(unpack(pack(jnp.asarray(x)), dtype, 4), x)
-    np.testing.assert_array_equal(unpack(pack(jnp.asarray(x)) + pack(jnp.asarray(~x)), dtype, 4), np.full_like(x, -1))
+    np.testing.assert_array_equal(
+        unpack(pack(jnp.asarray(x)) + pack(jnp.asarray(~x)), dtype, 4), np.full_like(x, -1)
+    )
 
 
 def test_lanes_of_float64_are_words_of_64_bits():
@@ -192,7 +216,10 @@ def test_lanes_of_float64_are_words_of_64_bits():
 @pytest.mark.slow
 def test_random_rounding_is_right_on_average_and_the_same_for_the_same_key():
     x = jnp.asarray(np.linspace(-0.99, 0.99, 41), jnp.float32)
-    rounded = lambda key: quantize(x, exponent_of(jnp.float32(0.9)), EXACT8, 8, key)
+
+    def rounded(key):
+        return quantize(x, exponent_of(jnp.float32(0.9)), EXACT8, 8, key)
+
     keys = jax.random.split(jax.random.key(0), 4000)
     draws = np.asarray(jax.jit(jax.vmap(rounded))(keys), np.float64)
     scaled = np.asarray(x, np.float64) * 15  # 127 // 8
@@ -220,7 +247,8 @@ def test_powers_of_two_are_exact(dtype):
     np.testing.assert_array_equal(got, np.ldexp(np.ones((), dtype), exponents))
 
 
-# --- exponents ------------------------------------------------------------------------------------------------------
+# --- exponents
+# ------------------------------------------------------------------------------------------------------
 
 KNOWN = [  # (largest, exponent from ZERO)
     ([0.0, -0.0], 0),
@@ -272,7 +300,9 @@ def test_a_remembered_exponent_rises_at_once_and_falls_by_one_bit_in_sixteen_upd
     assert int(in_bits(exponents)[0]) == 90 - NEAR + headroom
     exponents = remembered(exponents, jnp.full(3, NOT_FINITE), headroom)
     assert int(exponents[0]) == (90 - NEAR + headroom) * PER_BIT  # what is not finite says nothing
-    np.testing.assert_array_equal(in_bits(remembered(exponents, jnp.full(3, 95), headroom)), np.full(3, 95 + headroom))
+    np.testing.assert_array_equal(
+        in_bits(remembered(exponents, jnp.full(3, 95), headroom)), np.full(3, 95 + headroom)
+    )
 
 
 @formats
@@ -292,7 +322,8 @@ def test_an_exponent_that_would_lose_most_bits_does_not_fit(form):
     np.testing.assert_array_equal(got, [True, False, True, False, True, True])
 
 
-# --- norms ----------------------------------------------------------------------------------------------------------
+# --- norms
+# ----------------------------------------------------------------------------------------------------------
 
 TREE = {
     "kernel": (16, 24), "odd": (5, 7), "scalar": (), "bias": (8,), "one": (1,), "prime": (7, 5), "large": (300, 280),
@@ -308,17 +339,22 @@ def filled(make):
 def measured(tree, devices, split):
     mesh = data_mesh(jax.devices()[:devices])
     dims = split_dims(tree, devices if split else 1, ("blocks",))
-    f = lambda tree, step: squares_and_bad(tree, dims if split else None, DATA, opaque_true(step))
+
+    def f(tree, step):
+        return squares_and_bad(tree, dims if split else None, DATA, opaque_true(step))
+
     specs = jax.tree.map(lambda d: spec(d, DATA), dims)
     mapped = jax.shard_map(f, mesh=mesh, in_specs=(specs, P()), out_specs=P(), check_vma=False)
     return np.asarray(jax.jit(mapped)(tree, 0)), sum(d != WHOLE for d in jax.tree.leaves(dims))
 
 
 def test_more_squares_than_the_digits_can_sum_are_refused():
-    measure = lambda size: jax.eval_shape(
-        lambda tree: squares_and_bad(tree, None, DATA, jnp.bool_(True)),
-        {"table": jax.ShapeDtypeStruct((65_536, size), "float32")},
-    )
+    def measure(size):
+        return jax.eval_shape(
+            lambda tree: squares_and_bad(tree, None, DATA, jnp.bool_(True)),
+            {"table": jax.ShapeDtypeStruct((65_536, size), "float32")},
+        )
+
     assert measure(65_536).shape == (2,)
     with pytest.raises(UsageError, match="at most 4,294,967,296 parameters; use xla or bucket"):
         measure(65_537)
@@ -326,9 +362,13 @@ def test_more_squares_than_the_digits_can_sum_are_refused():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("decades", "counts"), [(2, (2, 3)), pytest.param(9, range(2, 9), marks=pytest.mark.slow)], ids=["few", "all"]
+    ("decades", "counts"),
+    [(2, (2, 3)), pytest.param(9, range(2, 9), marks=pytest.mark.slow)],
+    ids=["few", "all"],
 )
-def test_a_tree_is_measured_to_the_same_bits_whole_or_split_over_any_number_of_devices(decades, counts):
+def test_a_tree_is_measured_to_the_same_bits_whole_or_split_over_any_number_of_devices(
+    decades, counts
+):
     tree = filled(lambda i, shape: jnp.asarray(uneven(*shape, seed=i, decades=decades)))
     want, _ = measured(tree, 1, False)
     wide = [np.asarray(x, np.float64) for x in jax.tree.leaves(tree)]
@@ -346,7 +386,9 @@ def test_a_norm_of_float64_keeps_its_precision():
         tree = filled(lambda i, shape: jnp.asarray(uneven(*shape, seed=i, dtype=np.float64)))
         want, _ = measured(tree, 1, False)
         assert want.dtype == np.float64
-        np.testing.assert_allclose(want[0], sum((np.asarray(x) ** 2).sum() for x in jax.tree.leaves(tree)), rtol=1e-13)
+        np.testing.assert_allclose(
+            want[0], sum((np.asarray(x) ** 2).sum() for x in jax.tree.leaves(tree)), rtol=1e-13
+        )
         assert measured(tree, 4, True)[0].tobytes() == want.tobytes()
 
 
@@ -355,7 +397,9 @@ def test_a_norm_of_any_size_is_near_float64s(scale):
     tree = {"x": jnp.asarray(scale * uneven(1000, decades=1))}
     (squares, bad), _ = measured(tree, 2, True)
     wide = np.asarray(tree["x"], np.float64)
-    np.testing.assert_allclose(np.sqrt(np.float64(squares)), np.linalg.norm(wide), rtol=1e-6, atol=1e-22)
+    np.testing.assert_allclose(
+        np.sqrt(np.float64(squares)), np.linalg.norm(wide), rtol=1e-6, atol=1e-22
+    )
     assert bad == 0
 
 
@@ -369,7 +413,8 @@ def test_a_norm_counts_what_is_not_finite(split):
     assert np.isnan(squares) and bad == 3
 
 
-# --- updates --------------------------------------------------------------------------------------------------------
+# --- updates
+# --------------------------------------------------------------------------------------------------------
 
 LAYOUTS = {
     "pmap-3": {"devices": 3},
@@ -442,7 +487,9 @@ def test_an_update_that_does_not_fit_is_computed_again_alike_on_all_devices(layo
 
 @pytest.mark.slow
 def test_an_update_that_was_computed_again_is_that_of_exponents_which_fit_at_once():
-    """The second update of the same size, from the same parameters: only what is remembered differs."""
+    """The second update of the same size, from the same parameters: only what is remembered
+    differs.
+    """
     strategy, step, batch = toys.build(
         as_model(linear()), factors(1e6), loss=Products(), batch_size=16, reduction="exact",
         optimizer=(optax.sgd(0.0), None), devices=2,
@@ -456,12 +503,16 @@ def test_an_update_that_was_computed_again_is_that_of_exponents_which_fit_at_onc
     assert again == [1, 0, 0] and len(set(norms)) == 1
     x = factors(1e6)["inputs"].reshape(16, -1).astype(np.float64)
     gradient = np.concatenate([1e6 * x.mean(0), [1e6]])
-    np.testing.assert_allclose(norms[0], np.linalg.norm(np.repeat(gradient, toys.CLASSES)), rtol=1e-6)
+    np.testing.assert_allclose(
+        norms[0], np.linalg.norm(np.repeat(gradient, toys.CLASSES)), rtol=1e-6
+    )
 
 
 @pytest.mark.slow
 def test_updates_after_a_large_gradient_are_those_of_bucket():
-    """An exponent that stays too large would round their gradients to zero, for hundreds of updates."""
+    """An exponent that stays too large would round their gradients to zero, for hundreds of
+    updates.
+    """
     losses = {}
     for reduction in ("bucket", "exact", "exact16"):
         _, _, metrics, *_ = toys.train(
@@ -474,12 +525,15 @@ def test_updates_after_a_large_gradient_are_those_of_bucket():
 
 
 FEW = [("pjit-3-8", np.inf, "exact8"), ("pmap-3", np.nan, "exact"), ("pjit-2-4/2", 1e38, "exact16")]
-MORE = [row for row in itertools.product(LAYOUTS, (np.nan, np.inf, 1e38), FORMATS) if row not in FEW]
+MORE = [
+    row for row in itertools.product(LAYOUTS, (np.nan, np.inf, 1e38), FORMATS) if row not in FEW
+]
 EVERY = [pytest.param(*row, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for row in MORE]
 
 
 @pytest.mark.parametrize(
-    ("layout", "bad", "reduction"), [FEW[0], *(pytest.param(*row, marks=pytest.mark.slow) for row in FEW[1:]), *EVERY]
+    ("layout", "bad", "reduction"),
+    [FEW[0], *(pytest.param(*row, marks=pytest.mark.slow) for row in FEW[1:]), *EVERY],
 )
 def test_what_is_not_finite_is_skipped_and_counted_and_exponents_stay(layout, bad, reduction):
     steps = 3
@@ -498,7 +552,9 @@ def test_what_is_not_finite_is_skipped_and_counted_and_exponents_stay(layout, ba
         exponents.append(np.array(exported.exponents))
         params.append(jax.tree.map(np.array, exported.params))
     elements = toys.CLASSES * (32 + 1)  # the gradients of one microbatch that are not zero
-    assert [int(m["skipped"]) for m in metrics] == [0, 1, 0] and int(metrics[-1]["skipped_updates"]) == 1
+    assert [int(m["skipped"]) for m in metrics] == [0, 1, 0] and int(
+        metrics[-1]["skipped_updates"]
+    ) == 1
     assert [int(m["nonfinite_grads"]) for m in metrics][::2] == [0, 0]
     assert int(metrics[1]["nonfinite_grads"]) >= elements, metrics[1]
     jax.tree.map(np.testing.assert_array_equal, params[0], params[1])
@@ -507,7 +563,8 @@ def test_what_is_not_finite_is_skipped_and_counted_and_exponents_stay(layout, ba
     assert np.isfinite(jax.tree.leaves(params[2])[0]).all()
 
 
-# --- checkpoints ----------------------------------------------------------------------------------------------------
+# --- checkpoints
+# ----------------------------------------------------------------------------------------------------
 
 
 def saved(tmp_path, state, step):
@@ -523,10 +580,12 @@ def restored(checkpoints, step, strategy):
 
 @pytest.fixture(scope="module")
 def strategies():
-    build = lambda reduction, **more: toys.build(
-        as_model(linear()), factors(1.0, 1.0, 1.0), loss=Products(), batch_size=16, reduction=reduction,
-        optimizer=(optax.sgd(1e-3), None), **more,
-    )  # fmt: skip
+    def build(reduction, **more):
+        return toys.build(
+            as_model(linear()), factors(1.0, 1.0, 1.0), loss=Products(), batch_size=16, reduction=reduction,
+            optimizer=(optax.sgd(1e-3), None), **more,
+        )  # fmt: skip
+
     return {
         "bucket": build("bucket", devices=2),
         "exact": build("exact", devices=3),
@@ -546,7 +605,9 @@ def updates(built, state, numbers):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", first(1, ["exact8", "exact"]))
-def test_a_checkpoint_without_exponents_is_restored_and_the_next_update_made_twice(tmp_path, strategies, after):
+def test_a_checkpoint_without_exponents_is_restored_and_the_next_update_made_twice(
+    tmp_path, strategies, after
+):
     strategy, *_ = strategies["bucket"]
     state, _ = updates(strategies["bucket"], strategy.init(), [0])
     checkpoints = saved(tmp_path, strategy.export(state), 1)
@@ -570,7 +631,9 @@ def test_exponents_are_restored_and_left_out_where_nothing_needs_them(tmp_path, 
     assert again == [0]
     state = restored(checkpoints, 1, strategies["bucket"][0])
     assert state.exponents is None
-    jax.tree.map(np.testing.assert_array_equal, strategies["bucket"][0].export(state).params, params)
+    jax.tree.map(
+        np.testing.assert_array_equal, strategies["bucket"][0].export(state).params, params
+    )
     state, _ = updates(strategies["bucket"], state, [1])
     checkpoints = saved(tmp_path, strategies["bucket"][0].export(state), 2)
     _, again = updates(strategies["exact"], restored(checkpoints, 2, strategy), [2])

@@ -1,4 +1,6 @@
-"""What goes wrong is left out, counted and, in a row, halts: by the rule, and the same in every layout."""
+"""What goes wrong is left out, counted and, in a row, halts: by the rule, and the same in every
+layout.
+"""
 
 import functools
 import itertools
@@ -54,7 +56,9 @@ def examples():
 
 
 def odd(outputs, batch):
-    """Cross entropy and `odd`, of which the parameters know nothing; or, where it is -1, a slope that is not finite."""
+    """Cross entropy and `odd`, of which the parameters know nothing; or, where it is -1, a slope
+    that is not finite.
+    """
     total, weight, metrics = SoftmaxCrossEntropy()(outputs, batch)
     steep = batch["odd"] == -1
     slope = jnp.sqrt(jnp.where(steep, 0 * outputs.sum(-1), 1.0)) * steep
@@ -72,13 +76,23 @@ def machine(layout, scaling=None, action="skip"):
 
 
 def run(batches, layout, first=None, **settings):
-    """([the exported state before, after each update], [metrics of each]); first: changes the first state."""
+    """([the exported state before, after each update], [metrics of each]); first: changes the first
+    state.
+    """
     strategy, update, batch = machine(layout, **settings)
     state = strategy.init()
     if first is not None:
-        put = lambda x, like: jax.device_put(np.asarray(x), like.sharding, may_alias=False)
-        state = strategy.adopt(jax.tree.map(put, first(strategy.export(state)), strategy.abstract()))
-    snapshot = lambda: jax.tree.map(np.array, strategy.export(state))
+
+        def put(x, like):
+            return jax.device_put(np.asarray(x), like.sharding, may_alias=False)
+
+        state = strategy.adopt(
+            jax.tree.map(put, first(strategy.export(state)), strategy.abstract())
+        )
+
+    def snapshot():
+        return jax.tree.map(np.array, strategy.export(state))
+
     states, metrics = [snapshot()], []
     for i in batches:
         state, m = update(state, batch(i))
@@ -90,14 +104,17 @@ def run(batches, layout, first=None, **settings):
 def counts(x):
     """Of a state, or of its guard."""
     guard = getattr(x, "guard", x)
-    return tuple(int(x) for x in (guard.in_a_row, guard.since, guard.skipped, guard.spikes, guard.halted))
+    return tuple(
+        int(x) for x in (guard.in_a_row, guard.since, guard.skipped, guard.spikes, guard.halted)
+    )
 
 
 def column(metrics, name):
     return [float(m[name]) for m in metrics]
 
 
-# --- in training ----------------------------------------------------------------------------------------------------
+# --- in training
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.quick(1)
@@ -110,21 +127,36 @@ def column(metrics, name):
     ids=str,
 )
 def test_an_update_that_is_not_finite_leaves_no_trace(kind_and_layout):
-    """NaN in one example; an infinite loss with finite gradients; a finite loss with a gradient that is none."""
+    """NaN in one example; an infinite loss with finite gradients; a finite loss with a gradient
+    that is none.
+    """
     kind, layout = kind_and_layout
     states, metrics = run([GOOD, kind, MORE, LAST], layout)
     without, want = run([GOOD, MORE, LAST], layout)
     assert_same_bits(contents(states[2]), contents(states[1]))
     assert [math.isfinite(x) for x in column(metrics, "loss")] == [True, kind == STEEP, True, True]
-    assert [x > 0 for x in column(metrics, "nonfinite_grads")] == [False, kind != INFINITE, False, False]
+    assert [x > 0 for x in column(metrics, "nonfinite_grads")] == [
+        False,
+        kind != INFINITE,
+        False,
+        False,
+    ]
     for with_it, never in ((3, 2), (4, 3)):
         assert_same_bits(contents(states[with_it]), contents(without[never]))
         assert_same_bits(states[with_it].guard.level, without[never].guard.level)
         assert toys.relative_error(contents(states[with_it]), contents(states[with_it - 1]))[0] > 0
     assert metrics[2]["loss"] == want[1]["loss"] and metrics[2]["grad_norm"] == want[1]["grad_norm"]
     assert [int(s.step) for s in states] == [0, 1, 2, 3, 4]
-    assert list(map(counts, states)) == [(0, 0, 0, 0, 0)] * 2 + [(1, 2, 1, 0, 0)] + [(0, 0, 1, 0, 0)] * 2
-    assert column(metrics, "skipped") == [0, 1, 0, 0] and column(metrics, "skipped_updates") == [0, 1, 1, 1]
+    assert (
+        list(map(counts, states))
+        == [(0, 0, 0, 0, 0)] * 2 + [(1, 2, 1, 0, 0)] + [(0, 0, 1, 0, 0)] * 2
+    )
+    assert column(metrics, "skipped") == [0, 1, 0, 0] and column(metrics, "skipped_updates") == [
+        0,
+        1,
+        1,
+        1,
+    ]
 
 
 def poisoned(state):
@@ -140,7 +172,11 @@ def test_a_parameter_that_is_not_finite_halts_the_run_and_nothing_moves_after_th
         assert_same_bits(contents(state), contents(states[0]))
     for state in states[4:]:
         assert_same_bits(state, states[3])
-    assert list(map(counts, states))[1:4] == [(1, 1, 1, 0, 0), (2, 1, 2, 0, 0), (3, 1, 3, 0, NONFINITE)]
+    assert list(map(counts, states))[1:4] == [
+        (1, 1, 1, 0, 0),
+        (2, 1, 2, 0, 0),
+        (3, 1, 3, 0, NONFINITE),
+    ]
     assert int(states[-1].guard.halted_at) == 3 and int(states[-1].step) == 3
     assert column(metrics, "halted") == [0, 0, 1, 1, 1, 1] and column(metrics, "skipped") == [1] * 6
     assert column(metrics, "skipped_updates") == [1, 2, 3, 3, 3, 3]
@@ -148,9 +184,15 @@ def test_a_parameter_that_is_not_finite_halts_the_run_and_nothing_moves_after_th
 
 @every_layout
 def test_a_spike_is_skipped_and_the_mean_follows_as_far_as_it_may(layout):
-    states, metrics = run([GOOD, HIGH, MORE, HIGH, NAN, LAST], layout)  # the first one comes before two good ones
+    states, metrics = run(
+        [GOOD, HIGH, MORE, HIGH, NAN, LAST], layout
+    )  # the first one comes before two good ones
     before, after = states[3], states[4]
-    assert list(map(counts, states))[2:] == [(0, 0, 0, 0, 0)] * 2 + [(0, 0, 1, 1, 0), (1, 5, 2, 1, 0), (0, 0, 2, 1, 0)]
+    assert list(map(counts, states))[2:] == [(0, 0, 0, 0, 0)] * 2 + [
+        (0, 0, 1, 1, 0),
+        (1, 5, 2, 1, 0),
+        (0, 0, 2, 1, 0),
+    ]
     assert_same_bits(contents(after), contents(before))
     level = before.guard.level
     losses = np.float64(column(metrics, "loss")[:3])
@@ -185,11 +227,23 @@ def test_an_overflow_that_a_scale_may_have_made_is_not_counted_in_a_row(layout):
     assert list(map(counts, states[1:])) == [
         (n, 3 if n else 0, min(i, 5), 0, NONFINITE if n == 3 else 0) for i, n in enumerate(row, 1)
     ]
-    assert column(metrics, "skipped_updates") == [1, 2, 3, 4, 5, 5] and int(states[-1].guard.halted_at) == 5
+    assert (
+        column(metrics, "skipped_updates") == [1, 2, 3, 4, 5, 5]
+        and int(states[-1].guard.halted_at) == 5
+    )
     assert_same_bits(states[6], states[5])
-    states, _ = run([STEEP, INFINITE, STEEP, NAN, GOOD, NAN], layout, scaling=scaling)  # a loss is never expected
+    states, _ = run(
+        [STEEP, INFINITE, STEEP, NAN, GOOD, NAN], layout, scaling=scaling
+    )  # a loss is never expected
     assert [float(s.loss_scale.value) for s in states] == [4, 2, 2, 1, 1, 1, 1]
-    assert [counts(s)[:3] for s in states[1:]] == [(0, 0, 1), (1, 2, 2), (1, 2, 3), (2, 2, 4), (0, 0, 4), (1, 6, 5)]
+    assert [counts(s)[:3] for s in states[1:]] == [
+        (0, 0, 1),
+        (1, 2, 2),
+        (1, 2, 3),
+        (2, 2, 4),
+        (0, 0, 4),
+        (1, 6, 5),
+    ]
 
 
 @pytest.mark.slow
@@ -201,7 +255,9 @@ def test_with_a_scale_that_stays_every_overflow_counts(layout):
 
 @pytest.mark.slow
 def test_the_learning_rate_told_is_that_of_the_updates_made():
-    schedule = lambda count: 0.5 ** (count + 1.0)
+    def schedule(count):
+        return 0.5 ** (count + 1.0)
+
     strategy, step, batch = toys.build(
         toys.of_all_kinds(), examples(), devices=1, batch_size=8, loss=odd, schedule=schedule,
         optimizer=(optax.sgd(schedule), None),
@@ -216,7 +272,8 @@ def test_the_learning_rate_told_is_that_of_the_updates_made():
     assert told == [0.5, 0.25, 0.25, 0.125, 0.125]
 
 
-# --- the rule -------------------------------------------------------------------------------------------------------
+# --- the rule
+# -------------------------------------------------------------------------------------------------------
 
 
 class Plain:
@@ -224,7 +281,9 @@ class Plain:
 
     def __init__(self, most, spike):
         self.most, self.spike = most, spike
-        self.row = self.since = self.skipped = self.spikes = self.halted = self.at = self.number = self.n = 0
+        self.row = self.since = self.skipped = self.spikes = self.halted = self.at = self.number = (
+            self.n
+        ) = 0
         self.sum = 0.0  # of the losses by their weights
 
     @property
@@ -243,7 +302,9 @@ class Plain:
             near = abs(loss - most) / max(abs(loss), abs(most), abs(self.mean), 1e-30)
             spiked = self.n >= self.spike.after and loss > most
             self.n += 1
-            self.sum = self.spike.decay * self.sum + (1 - self.spike.decay) * (most if spiked else loss)
+            self.sum = self.spike.decay * self.sum + (1 - self.spike.decay) * (
+                most if spiked else loss
+            )
         if good and not spiked:
             self.row = self.since = 0
         else:
@@ -274,7 +335,9 @@ def compiled_decision(most, spike):
 
 
 LOSS = st.one_of(
-    st.floats(0.5, 2, width=32), st.floats(-50, 50, width=32), st.sampled_from([math.nan, math.inf, -math.inf, 1e4])
+    st.floats(0.5, 2, width=32),
+    st.floats(-50, 50, width=32),
+    st.sampled_from([math.nan, math.inf, -math.inf, 1e4]),
 )
 UPDATE = st.tuples(LOSS, st.integers(0, 5).map(bool), st.integers(0, 3).map(lambda n: n == 0))
 
@@ -329,7 +392,8 @@ def test_a_level_is_kept_where_its_mean_would_not_be_finite():
     assert np.isfinite(guard.level.mean) and int(guard.level.good) == 2 and int(guard.skipped) == 0
 
 
-# --- in place -------------------------------------------------------------------------------------------------------
+# --- in place
+# -------------------------------------------------------------------------------------------------------
 
 PARAMS = {"w": np.float32([[1, 2, 3], [4, 5, 6]]), "b": np.float32([1, -1]), "none": None}
 TRANSFORMATIONS = {name: (lambda make=make: make(1e-2)) for name, make in OPTIMIZERS.items()} | {
@@ -344,7 +408,9 @@ TRANSFORMATIONS = {name: (lambda make=make: make(1e-2)) for name, make in OPTIMI
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("name", only(["adamw", "several steps", "one count in two places"], TRANSFORMATIONS))
+@pytest.mark.parametrize(
+    "name", only(["adamw", "several steps", "one count in two places"], TRANSFORMATIONS)
+)
 def test_an_optimizer_in_place_does_what_it_does_or_nothing(name):
     """Operation by operation, so that nothing is rounded otherwise."""
     tx, params = TRANSFORMATIONS[name](), jax.tree.map(jnp.asarray, PARAMS)
@@ -368,14 +434,15 @@ def bits(x):
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
 def test_the_state_is_not_there_twice(optimizer):
-    """Gradients of a device and of all are; with a choice at the end, there would be a third and a fourth of that size:
-    copies of the old state."""
+    """Gradients of a device and of all are; with a choice at the end, there would be a third and a
+    fourth of that size: copies of the old state."""
     program = compiled(zero=0, optimizer=optimizer, tokens=4, layers=4, slots=1, accumulate="vmap")
     assert program.memory.temp_size_in_bytes < 2.1 * program.params
     assert program.memory.alias_size_in_bytes > 2.99 * program.params
 
 
-# --- around it ------------------------------------------------------------------------------------------------------
+# --- around it
+# ------------------------------------------------------------------------------------------------------
 
 
 class Lines(list):
@@ -384,7 +451,10 @@ class Lines(list):
 
 
 def test_records_have_the_counts_and_the_console_says_the_total(capsys):
-    records, metrics = Lines(), {"loss": 1.0, "skipped": 0, "skipped_updates": 3, "halted": 0, "nonfinite_grads": 0}
+    records, metrics = (
+        Lines(),
+        {"loss": 1.0, "skipped": 0, "skipped_updates": 3, "halted": 0, "nonfinite_grads": 0},
+    )
     with Meter(records, 1, 1, 1.0) as meter:
         meter.update(range(1, 2), {name: jnp.asarray(x) for name, x in metrics.items()})
         meter.flush()
@@ -400,7 +470,12 @@ def test_records_have_the_counts_and_the_console_says_the_total(capsys):
 @pytest.mark.slow
 def test_the_config_makes_the_guard():
     assert make_parts(check.resolve(load(DIGITS)[0])).rule.spike is None
-    extra = ["--nonfinite.max_consecutive=2", "--spike.factor=3", "--spike.after=7", "--spike.action=rollback"]
+    extra = [
+        "--nonfinite.max_consecutive=2",
+        "--spike.factor=3",
+        "--spike.after=7",
+        "--spike.action=rollback",
+    ]
     config = check.resolve(load([*DIGITS, *extra])[0])
     parts = make_parts(config)
     assert parts.rule.spike == Spike(3.0, 0.98, 7, "rollback")

@@ -1,4 +1,6 @@
-"""Local updates (`outer`): the numbers of logical replicas, on any number of devices, against an oracle of DiLoCo."""
+"""Local updates (`outer`): the numbers of logical replicas, on any number of devices, against an
+oracle of DiLoCo.
+"""
 
 import functools
 import itertools
@@ -51,22 +53,36 @@ def build(
         Partial(lambda: init_state(forward, rule, MICROBATCHES, example)),
         MICROBATCHES,
         make_reduction(reduction),
-        OuterRule(replicas, every, outer, make_reduction(between or reduction), step.trainable, ema_decay=ema),
+        OuterRule(
+            replicas,
+            every,
+            outer,
+            make_reduction(between or reduction),
+            step.trainable,
+            ema_decay=ema,
+        ),
         None,
         jax.devices()[:devices],
     )
     dataset = Arrays(**examples)
-    batch = lambda i: strategy.shard_batch(read_batch(dataset, order, i, strategy.local_microbatches))
+
+    def batch(i):
+        return strategy.shard_batch(read_batch(dataset, order, i, strategy.local_microbatches))
+
     return strategy, strategy.compile(step), batch
 
 
 @pytest.mark.slow
 def test_bfloat16_parameters_have_a_master_copy_that_all_replicas_start_from():
-    """The shared copy moves as float32 parameters do, whose replicas compute in bfloat16 of their own."""
+    """The shared copy moves as float32 parameters do, whose replicas compute in bfloat16 of their
+    own.
+    """
     examples, inner, outer = toys.data(), optax.sgd(1e-3, 0.9), optax.sgd(0.7, 0.9, nesterov=True)
     ends = []
     for devices in (1, 4):
-        strategy, program, batch = build(devices, 2, with_master(inner), with_master(outer), examples, dtype="bfloat16")
+        strategy, program, batch = build(
+            devices, 2, with_master(inner), with_master(outer), examples, dtype="bfloat16"
+        )
         state = strategy.init()
         first = jax.tree.map(np.array, strategy.export(state).params)
         for i in range(6):
@@ -74,7 +90,11 @@ def test_bfloat16_parameters_have_a_master_copy_that_all_replicas_start_from():
         last, replicas = strategy.export(state), strategy.export(state).opt_state.replicas
         copies = master_copy(replicas.params, replicas.opt_state)
         shared = master_copy(last.params, last.opt_state.outer)
-        jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, np.broadcast_to(y, x.shape)), copies, shared)
+        jax.tree.map(
+            lambda x, y: np.testing.assert_array_equal(x, np.broadcast_to(y, x.shape)),
+            copies,
+            shared,
+        )
         moved = jax.tree.map(lambda x, y: float((x != y.astype(np.float32)).mean()), shared, first)
         assert min(jax.tree.leaves(moved)) > 0.6  # not of a hidden unit that is always 0
         ends.append(shared)
@@ -82,10 +102,15 @@ def test_bfloat16_parameters_have_a_master_copy_that_all_replicas_start_from():
 
 
 def oracle(params, examples, every, outer_steps, inner, outer, replicas=4):
-    """The shared parameters after some outer steps: rows by Python loops, plain Optax, nothing of jaxdp."""
+    """The shared parameters after some outer steps: rows by Python loops, plain Optax, nothing of
+    jaxdp.
+    """
 
     def loss(params, x, y):
-        x = jnp.maximum(x.reshape(len(x), -1) @ params["layers"]["0"]["kernel"] + params["layers"]["0"]["bias"], 0)
+        x = jnp.maximum(
+            x.reshape(len(x), -1) @ params["layers"]["0"]["kernel"] + params["layers"]["0"]["bias"],
+            0,
+        )
         logits = x @ params["head"]["kernel"] + params["head"]["bias"]
         return -jnp.mean(jax.nn.log_softmax(logits)[jnp.arange(len(y)), y])
 
@@ -103,8 +128,12 @@ def oracle(params, examples, every, outer_steps, inner, outer, replicas=4):
             for step in range(block * every, (block + 1) * every):
                 start = step % -(-size // BATCH) * BATCH
                 rows = np.arange(start, min(start + BATCH, size))
-                rows = np.concatenate([rows[m::MICROBATCHES] for m in range(r * own, (r + 1) * own)])
-                mine, moments[r] = advance(mine, moments[r], examples["inputs"][rows], examples["labels"][rows])
+                rows = np.concatenate(
+                    [rows[m::MICROBATCHES] for m in range(r * own, (r + 1) * own)]
+                )
+                mine, moments[r] = advance(
+                    mine, moments[r], examples["inputs"][rows], examples["labels"][rows]
+                )
             ends.append(mine)
         mean = jax.tree.map(lambda p, *ends: p - sum(ends) / replicas, params, *ends)
         updates, outer_state = outer.update(mean, outer_state, params)
@@ -130,7 +159,9 @@ def test_the_parameters_are_those_of_the_oracle(devices):
 @functools.cache
 def moved(between):
     """How far three updates and an outer step move the parameters."""
-    strategy, program, batch = build(4, 3, optax.adam(1e-2), optax.sgd(1.0), toys.data(64), between=between)
+    strategy, program, batch = build(
+        4, 3, optax.adam(1e-2), optax.sgd(1.0), toys.data(64), between=between
+    )
     state = strategy.init()
     start = jax.tree.map(np.array, state.params)
     for i in range(3):
@@ -139,7 +170,9 @@ def moved(between):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("between, least, most", [("exact8", 1e-4, 0.05), ("exact16", 1e-7, 1e-3), ("exact", 0, 1e-6)])
+@pytest.mark.parametrize(
+    "between, least, most", [("exact8", 1e-4, 0.05), ("exact16", 1e-7, 1e-3), ("exact", 0, 1e-6)]
+)
 def test_differences_may_be_sent_in_fewer_bits_than_gradients(between, least, most):
     assert least <= toys.relative_error(moved(between), moved(None))[0] < most
 
@@ -164,9 +197,17 @@ def test_an_outer_step_averages_state_element_by_element(monkeypatch):
     states = []
     for devices, between in ((1, None), (1, "exact"), (4, "exact"), (4, "exact8")):
         strategy, program, batch = build(
-            devices, 1, optax.sgd(0.1), optax.sgd(1.0), toys.data(), between=between, model="tracking"
+            devices,
+            1,
+            optax.sgd(0.1),
+            optax.sgd(1.0),
+            toys.data(),
+            between=between,
+            model="tracking",
         )
-        states.append(jax.tree.map(np.array, program.update(strategy.init(), batch(0))[0].model_state))
+        states.append(
+            jax.tree.map(np.array, program.update(strategy.init(), batch(0))[0].model_state)
+        )
     assert np.isinf(states[0]["least"]).any() and np.isfinite(states[0]["least"]).any()
     for state in states[1:]:
         for name, x in states[0].items():
@@ -176,7 +217,9 @@ def test_an_outer_step_averages_state_element_by_element(monkeypatch):
 
 @pytest.mark.slow
 def test_an_outer_step_averages_the_statistics_of_batch_norm():
-    strategy, program, batch = build(2, 2, optax.sgd(0.1), optax.sgd(1.0), toys.data(), model="resnet")
+    strategy, program, batch = build(
+        2, 2, optax.sgd(0.1), optax.sgd(1.0), toys.data(), model="resnet"
+    )
     alone, other, _ = build(2, 100, optax.sgd(0.1), optax.sgd(1.0), toys.data(), model="resnet")
     state, without = strategy.init(), alone.init()
     for i in range(2):
@@ -184,7 +227,10 @@ def test_an_outer_step_averages_the_statistics_of_batch_norm():
     ends = without.opt_state.replicas.model_state
     assert max(np.ptp(x, 0).max() for x in map(np.asarray, jax.tree.leaves(ends))) > 1e-3
     mean = jax.tree.map(lambda x: np.asarray(x).mean(0, dtype=x.dtype), ends)
-    for shared in (state.model_state, jax.tree.map(lambda x: x[3], state.opt_state.replicas.model_state)):
+    for shared in (
+        state.model_state,
+        jax.tree.map(lambda x: x[3], state.opt_state.replicas.model_state),
+    ):
         assert toys.relative_error(shared, mean)[0] < 1e-5
 
 
@@ -207,7 +253,9 @@ def test_statistics_are_sent_in_32_bits_whatever_differences_are_sent_in():
 @pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_the_running_average_is_that_of_the_shared_parameters(devices):
     """An outer step moves it as far as two updates would."""
-    strategy, program, batch = build(devices, 2, optax.sgd(0.1), optax.sgd(1.0), toys.data(), ema=0.9)
+    strategy, program, batch = build(
+        devices, 2, optax.sgd(0.1), optax.sgd(1.0), toys.data(), ema=0.9
+    )
     state = strategy.init()
     ema = jax.tree.map(np.array, state.params)
     for i in range(6):
@@ -221,12 +269,19 @@ def test_the_running_average_is_that_of_the_shared_parameters(devices):
 @pytest.mark.slow
 def test_a_counter_is_the_same_on_all_devices_after_one_replica_has_skipped_an_update(monkeypatch):
     mlp = toys.MODELS["mlp"]()
-    init = lambda key, batch: (mlp.init(key, batch)[0], {"calls": jnp.zeros((), jnp.int32)})
-    apply = lambda params, state, *args: (mlp.apply(params, {}, *args)[0], {"calls": state["calls"] + 1})
+
+    def init(key, batch):
+        return (mlp.init(key, batch)[0], {"calls": jnp.zeros((), jnp.int32)})
+
+    def apply(params, state, *args):
+        return (mlp.apply(params, {}, *args)[0], {"calls": state["calls"] + 1})
+
     monkeypatch.setitem(toys.MODELS, "counting", lambda: mlp._replace(init=init, apply=apply))
     examples = toys.data()
     examples["inputs"][0] = np.nan  # of the first microbatch of the first batch
-    strategy, program, batch = build(4, 2, optax.sgd(0.1), optax.sgd(1.0), examples, model="counting")
+    strategy, program, batch = build(
+        4, 2, optax.sgd(0.1), optax.sgd(1.0), examples, model="counting"
+    )
     state = strategy.init()
     for i in range(2):
         state, _ = program.update(state, batch(i))
@@ -235,7 +290,9 @@ def test_a_counter_is_the_same_on_all_devices_after_one_replica_has_skipped_an_u
 
 @pytest.mark.slow
 def test_a_replica_without_examples_keeps_its_state_and_does_not_count_towards_a_halt():
-    examples = toys.data(BATCH + 3)  # the second batch has one example in each of the first three microbatches
+    examples = toys.data(
+        BATCH + 3
+    )  # the second batch has one example in each of the first three microbatches
     strategy, program, batch = build(4, 5, optax.sgd(0.1), optax.sgd(1.0), examples)
     state, _ = program.update(strategy.init(), batch(0))
     before = jax.tree.map(np.array, state.opt_state.replicas)
@@ -260,7 +317,9 @@ def test_replicas_communicate_in_outer_steps_alone():
     strategy, program, batch = build(8, 5, optax.sgd(0.1), optax.sgd(1.0), toys.data())
     jaxpr = jax.make_jaxpr(program.update)(strategy.init(), batch(0)).jaxpr
     over = [
-        (e.params["axes"], inside) for e, inside in eqns(jaxpr) if "axes" in e.params and e.primitive.name[0] == "p"
+        (e.params["axes"], inside)
+        for e, inside in eqns(jaxpr)
+        if "axes" in e.params and e.primitive.name[0] == "p"
     ]
     assert any("outer" in axes for axes, inside in over if inside)
     assert not any("outer" in axes for axes, inside in over if not inside)
@@ -273,7 +332,9 @@ def test_each_microbatch_is_computed_once():
             continue
         table = assign_replicas(assign_microbatches(per, devices // parts), replicas, parts)
         assert sorted(table[table >= 0]) == list(range(replicas * per)) and len(table) == devices
-    with pytest.raises(UsageError, match=r"outer\.replicas: 4 cannot be split over 3 devices; use 2 devices"):
+    with pytest.raises(
+        UsageError, match=r"outer\.replicas: 4 cannot be split over 3 devices; use 2 devices"
+    ):
         split_replicas(4, 3)
 
 
@@ -330,40 +391,94 @@ def test_more_replicas_than_the_bits_of_a_reduction_can_sum_are_refused(tmp_path
     argv = ("train", "--config", write(tmp_path, CONFIG), "--run_dir", tmp_path / "run", *FLOATS)
     argv += ("--microbatches", "19", "--outer.replicas", "19", "--outer.reduction", "exact8")
     done = ended(*argv, code=2)
-    assert "jaxdp: outer.replicas: 19 with outer.reduction: exact8 leave too few bits for each; use at" in done.stderr
+    assert (
+        "jaxdp: outer.replicas: 19 with outer.reduction: exact8 leave too few bits for each; use at"
+        in done.stderr
+    )
 
 
 def made(*argv):
-    config, *_ = load(["--config", "configs/gpt_3m.yaml", "--outer.replicas", "2", "--model.args.layers", "2", *argv])
+    config, *_ = load(
+        [
+            "--config",
+            "configs/gpt_3m.yaml",
+            "--outer.replicas",
+            "2",
+            "--model.args.layers",
+            "2",
+            *argv,
+        ]
+    )
     return make_outer(config, make_parts(config), None)
 
 
 def test_the_outer_optimizer_gets_the_arguments_and_the_blocks_that_the_inner_one_does():
     assert made("--outer.optimizer.target", "adam").tx  # the default arguments are those of sgd
-    rule = made("--outer.optimizer.target", "muon", "--outer.optimizer.lr", "1", "--model.args.scan", "true")
-    state = rule.tx.init(params := {"blocks": {"stack": jnp.ones((2, 4, 4))}, "head": jnp.ones((2, 4, 4))})
+    rule = made(
+        "--outer.optimizer.target", "muon", "--outer.optimizer.lr", "1", "--model.args.scan", "true"
+    )
+    state = rule.tx.init(
+        params := {"blocks": {"stack": jnp.ones((2, 4, 4))}, "head": jnp.ones((2, 4, 4))}
+    )
     updates, _ = rule.tx.update(params, state, params)
     assert rule.blocks == ("blocks/stack",)
-    assert np.linalg.matrix_rank(updates["blocks"]["stack"][0]) == 1 and np.ptp(updates["head"]) == 0
+    assert (
+        np.linalg.matrix_rank(updates["blocks"]["stack"][0]) == 1 and np.ptp(updates["head"]) == 0
+    )
 
 
 def test_a_model_with_carried_state_is_refused(tmp_path):
-    recurrent = ("--config", "configs/ptb_lstm.yaml", "--data.target", "PythonSource", "--data.args", "{length: 16}")
+    recurrent = (
+        "--config",
+        "configs/ptb_lstm.yaml",
+        "--data.target",
+        "PythonSource",
+        "--data.args",
+        "{length: 16}",
+    )
     done = ended(
-        "train", *recurrent, "--microbatches", "8", "--outer.replicas", "2", "--run_dir", tmp_path / "run", code=2
+        "train",
+        *recurrent,
+        "--microbatches",
+        "8",
+        "--outer.replicas",
+        "2",
+        "--run_dir",
+        tmp_path / "run",
+        code=2,
     )
     assert "outer.replicas: the model carries state from batch to batch" in done.stderr
 
 
 @pytest.mark.slow
-def test_a_stream_that_ends_between_two_outer_steps_counts_the_updates_that_are_lost(tmp_path, monkeypatch):
+def test_a_stream_that_ends_between_two_outer_steps_counts_the_updates_that_are_lost(
+    tmp_path, monkeypatch
+):
     monkeypatch.syspath_prepend(tmp_path)
     text = "import numpy as np\n\ndef rows():\n    yield from [(np.ones(4, np.float32), np.int32(1))] * 265"
     (tmp_path / "few.py").write_text(text)
-    stream = ("--data.target", "Stream", "--data.args", "{source: few.rows}", "--model.args.num_classes", "2")
-    done = ended("train", "--config", write(tmp_path, CONFIG), "--run_dir", tmp_path / "run", *FLOATS, *stream)
+    stream = (
+        "--data.target",
+        "Stream",
+        "--data.args",
+        "{source: few.rows}",
+        "--model.args.num_classes",
+        "2",
+    )
+    done = ended(
+        "train",
+        "--config",
+        write(tmp_path, CONFIG),
+        "--run_dir",
+        tmp_path / "run",
+        *FLOATS,
+        *stream,
+    )
     assert "training ends after update 5 of 12\n" in done.stdout
-    assert "the last 2 updates came after the last outer step, and changed no parameters\n" in done.stdout
+    assert (
+        "the last 2 updates came after the last outer step, and changed no parameters\n"
+        in done.stdout
+    )
 
 
 @pytest.mark.slow
@@ -390,7 +505,12 @@ def test_the_bits_are_the_same_with_fewer_bytes_and_after_a_resume(tmp_path, red
     other = ("--parallel.reduction", reduction)
     one = digest(tmp_path, *other)
     for devices, backend in ((2, "pmap"), (4, "pjit"), (8, "pmap")):
-        assert digest(tmp_path, *other, "--parallel.backend", backend, devices=devices, run=f"{devices}") == one
+        assert (
+            digest(
+                tmp_path, *other, "--parallel.backend", backend, devices=devices, run=f"{devices}"
+            )
+            == one
+        )
 
 
 @pytest.mark.slow
@@ -409,20 +529,37 @@ def test_a_run_that_is_resumed_on_other_devices_ends_with_the_same_bits(tmp_path
 @pytest.mark.parametrize("number", [2, 4])
 @pytest.mark.parametrize("backend", ["pmap", "pjit"])
 def test_the_bits_are_the_same_in_several_processes(tmp_path, number, backend):
-    argv = ["--config", write(tmp_path, CONFIG), "--run_dir", tmp_path / "run", "--parallel.backend", backend]
+    argv = [
+        "--config",
+        write(tmp_path, CONFIG),
+        "--run_dir",
+        tmp_path / "run",
+        "--parallel.backend",
+        backend,
+    ]
     done = mpirun(number, ["train.py", *map(str, argv)])
     assert done.returncode == 0, done.output
     assert records(tmp_path / "run", "final")[0]["params_sha256"] == digest(tmp_path, run="one")
 
 
 def with_inputs(tmp_path, bad):
-    """Return the arguments of a run with 2 replicas, whose update u reads example 4 r + u in row r, the replica's of
-    rows 0 to 3 or 4 to 7. bad[example]: its inputs are not finite."""
+    """Return the arguments of a run with 2 replicas, whose update u reads example 4 r + u in row r,
+    the replica's of rows 0 to 3 or 4 to 7. bad[example]: its inputs are not finite."""
     inputs = np.where(bad[:, None], np.nan, np.ones((32, 4))).astype(np.float32)
     np.savez(tmp_path / "data.npz", inputs=inputs, labels=np.arange(32) % 3)
     data = f"data: {{target: Npz, args: {{path: {tmp_path / 'data.npz'}, test_fraction: 0}}, order: sequential}}"
-    text = CONFIG.replace("data: {target: Digits, args: {augment: true}}", data).replace("replicas: 4", "replicas: 2")
-    return ["--config", write(tmp_path, text), "--run_dir", tmp_path / "run", "--batch_size", "8", *FLOATS]
+    text = CONFIG.replace("data: {target: Digits, args: {augment: true}}", data).replace(
+        "replicas: 4", "replicas: 2"
+    )
+    return [
+        "--config",
+        write(tmp_path, text),
+        "--run_dir",
+        tmp_path / "run",
+        "--batch_size",
+        "8",
+        *FLOATS,
+    ]
 
 
 @pytest.mark.slow
@@ -442,22 +579,51 @@ def test_a_checkpoint_between_two_outer_steps_with_a_halted_replica_is_not_used(
     argv += ["--outer.every", "4", "--checkpoint.every", "3", "--nonfinite.max_consecutive", "2"]
     for _ in range(2):  # the second start would resume from the checkpoint
         done = ended("train", *argv, code=1)
-        assert "updates 1 to 2 were not finite, 2 in a row" in done.stderr and "there is no checkpoint" in done.stderr
-        assert "checkpoint 3 has a replica that halted at update 2; set aside as 3.halted" in done.stdout
+        assert (
+            "updates 1 to 2 were not finite, 2 in a row" in done.stderr
+            and "there is no checkpoint" in done.stderr
+        )
+        assert (
+            "checkpoint 3 has a replica that halted at update 2; set aside as 3.halted"
+            in done.stdout
+        )
 
 
 @pytest.mark.slow
 def test_replicas_that_spike_at_different_updates_are_rolled_back_once(tmp_path):
-    """The first replica's loss is a spike in update 6, the second one's in update 8; a checkpoint lies between them."""
+    """The first replica's loss is a spike in update 6, the second one's in update 8; a checkpoint
+    lies between them.
+    """
     row, update = np.divmod(np.arange(128), 16)
     bad = (row == 0) & (update == 5) | (row == 4) & (update == 7)
     inputs = np.where(bad[:, None], 1e4, np.ones((128, 4))).astype(np.float32)
     np.savez(tmp_path / "data.npz", inputs=inputs, labels=2 * bad.astype(int))
     data = f"data: {{target: Npz, args: {{path: {tmp_path / 'data.npz'}, test_fraction: 0}}, order: sequential}}"
-    text = CONFIG.replace("data: {target: Digits, args: {augment: true}}", data).replace("replicas: 4", "replicas: 2")
-    argv = ["--config", write(tmp_path, text), "--run_dir", tmp_path / "run", "--batch_size", "8", *FLOATS]
-    argv += ["--outer.every", "4", "--steps", "12", "--checkpoint.every", "3", "--optimizer.clip_norm", "null"]
+    text = CONFIG.replace("data: {target: Digits, args: {augment: true}}", data).replace(
+        "replicas: 4", "replicas: 2"
+    )
+    argv = [
+        "--config",
+        write(tmp_path, text),
+        "--run_dir",
+        tmp_path / "run",
+        "--batch_size",
+        "8",
+        *FLOATS,
+    ]
+    argv += [
+        "--outer.every",
+        "4",
+        "--steps",
+        "12",
+        "--checkpoint.every",
+        "3",
+        "--optimizer.clip_norm",
+        "null",
+    ]
     argv += ["--spike", "{factor: 50, after: 2, action: rollback, every: 4, max_rollbacks: 1}"]
     done = ended("train", *argv)
     assert "the loss of update 8 is a spike: back to step 4" in done.stdout, done.output
-    assert "checkpoint 6 has a replica that halted at update 6; set aside as 6.halted" in done.stdout
+    assert (
+        "checkpoint 6 has a replica that halted at update 6; set aside as 6.halted" in done.stdout
+    )

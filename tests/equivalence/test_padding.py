@@ -1,4 +1,6 @@
-"""Leaves that no dim divides are padded to be split: at least 99 % of the state is, and nothing else changes."""
+"""Leaves that no dim divides are padded to be split: at least 99 % of the state is, and nothing
+else changes.
+"""
 
 import functools
 
@@ -34,22 +36,40 @@ SHAPES = st.lists(st.integers(1, 12), min_size=1, max_size=3).map(tuple)
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(SHAPES, st.integers(2, 9), st.booleans())
 def test_slices_of_a_padded_leaf_have_its_elements_and_zeros(shape, parts, stacked):
-    dim, x = split_dim(shape, parts, stacked, True), np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    dim, x = (
+        split_dim(shape, parts, stacked, True),
+        np.random.default_rng(0).normal(size=shape).astype(np.float32),
+    )
     divides = any(n % parts == 0 for n in shape[stacked:])
-    assert dim == split_dim(shape, parts, stacked) if divides else split_dim(shape, parts, stacked) == WHOLE
+    assert (
+        dim == split_dim(shape, parts, stacked)
+        if divides
+        else split_dim(shape, parts, stacked) == WHOLE
+    )
     if dim == WHOLE:
-        assert all(padded_shape(shape, d, parts)[d] > 2 * shape[d] for d in range(stacked, len(shape)))
+        assert all(
+            padded_shape(shape, d, parts)[d] > 2 * shape[d] for d in range(stacked, len(shape))
+        )
         return
     assert dim >= stacked and (divides or padded_shape(shape, dim, parts)[dim] <= 2 * shape[dim])
     slices = [take(x, dim, i, parts) for i in range(parts)]
     whole = np.concatenate(slices, dim)
-    assert len({piece.shape for piece in slices}) == 1 and whole.shape == padded_shape(shape, dim, parts)
+    assert len({piece.shape for piece in slices}) == 1 and whole.shape == padded_shape(
+        shape, dim, parts
+    )
     np.testing.assert_array_equal(fit(whole, shape), x)
     assert np.abs(whole).sum(dtype=np.float64) == np.abs(x).sum(dtype=np.float64)
 
 
-def train(backend="pjit", zero=0, devices=1, buffer="sharded", pad=True, reduction="exact", **settings):
-    layout = {"zero": zero, "gradient_buffer": buffer, "pad": pad, "shard_size": settings.pop("group", None)}
+def train(
+    backend="pjit", zero=0, devices=1, buffer="sharded", pad=True, reduction="exact", **settings
+):
+    layout = {
+        "zero": zero,
+        "gradient_buffer": buffer,
+        "pad": pad,
+        "shard_size": settings.pop("group", None),
+    }
     model = settings.pop("model", None) or toys.MODELS["blocks"](dropout=0.2)
     return toys.train(
         model, toys.data(), backend=backend, devices=devices, accumulate="scan", reduction=reduction, ema=0.9,
@@ -58,12 +78,17 @@ def train(backend="pjit", zero=0, devices=1, buffer="sharded", pad=True, reducti
 
 
 def is_padded(strategy):
-    return any(x.shape != y.shape for x, y in zip(*map(jax.tree.leaves, (strategy.shapes, strategy.stored))))
+    return any(
+        x.shape != y.shape
+        for x, y in zip(*map(jax.tree.leaves, (strategy.shapes, strategy.stored)))
+    )
 
 
 def digest(result):
     _, state, metrics, *_ = result
-    return params_sha256((state.params, state.opt_state, state.ema, [m["grad_norm"] for m in metrics]))
+    return params_sha256(
+        (state.params, state.opt_state, state.ema, [m["grad_norm"] for m in metrics])
+    )
 
 
 @functools.cache
@@ -71,7 +96,12 @@ def alone():
     return digest(train())
 
 
-ROWS = [("pjit", 3, 7, "sharded"), ("pmap", 1, 5, "sharded"), ("pjit", 2, 5, "sharded"), ("pjit", 1, 7, "sharded")]
+ROWS = [
+    ("pjit", 3, 7, "sharded"),
+    ("pmap", 1, 5, "sharded"),
+    ("pjit", 2, 5, "sharded"),
+    ("pjit", 1, 7, "sharded"),
+]
 ROWS += [("pjit", 3, 5, "replicated"), ("pjit", 2, 7, "replicated"), ("pmap", 1, 7, "sharded")]
 
 
@@ -98,30 +128,56 @@ def test_devices_that_divide_few_dims_have_the_same_bits_with_padding(devices, g
 def test_float_sums_agree_with_and_without_padding(backend, zero, devices, buffer, reduction):
     with jax.enable_x64(True):
         a, b = (
-            train(backend, zero, devices, buffer, pad, reduction, dtype="float64", optimizer="momentum")[1]
+            train(
+                backend,
+                zero,
+                devices,
+                buffer,
+                pad,
+                reduction,
+                dtype="float64",
+                optimizer="momentum",
+            )[1]
             for pad in (True, False)
         )
-    assert toys.relative_error((a.params, a.opt_state, a.ema), (b.params, b.opt_state, b.ema))[0] < 1e-12
+    assert (
+        toys.relative_error((a.params, a.opt_state, a.ema), (b.params, b.opt_state, b.ema))[0]
+        < 1e-12
+    )
 
 
 def strategy_of(backend, devices, layout, **settings):
     model = toys.MODELS["blocks"]()
-    return toys.build(model, toys.data(), backend=backend, devices=devices, ema=0.9, layout=layout, **settings)[0]
+    return toys.build(
+        model, toys.data(), backend=backend, devices=devices, ema=0.9, layout=layout, **settings
+    )[0]
 
 
-PLACES = [("pjit", 5, {"zero": 3, "pad": True}), ("pmap", 7, {"zero": 1, "pad": True}), ("pjit", 2, {"zero": 3})]
+PLACES = [
+    ("pjit", 5, {"zero": 3, "pad": True}),
+    ("pmap", 7, {"zero": 1, "pad": True}),
+    ("pjit", 2, {"zero": 3}),
+]
 PLACES += [("pjit", 6, {"zero": 2, "pad": True, "shard_size": 3}), ("pmap", 1, {})]
 
 
 @pytest.mark.slow
 def test_checkpoints_and_snapshots_hold_no_padding(tmp_path):
-    """Saved in one layout, with padding or without, restored in all others; slices of a snapshot are put together."""
+    """Saved in one layout, with padding or without, restored in all others; slices of a snapshot
+    are put together.
+    """
     strategies = [strategy_of(*place) for place in PLACES]
     noise = np.random.default_rng(0)
-    draw = lambda x: np.asarray(x + noise.normal(size=x.shape)).astype(x.dtype)
+
+    def draw(x):
+        return np.asarray(x + noise.normal(size=x.shape)).astype(x.dtype)
+
     want = jax.tree.map(draw, strategies[0].export(strategies[0].init()))
     for i, strategy in enumerate(strategies):
-        put = lambda x, like: jax.device_put(x, like.sharding)
+
+        def put(x, like):
+            return jax.device_put(x, like.sharding)
+
         stored = strategy.adopt(jax.tree.map(put, want, strategy.abstract()))
         exported, checkpoints = strategy.export(stored), Checkpoints(tmp_path / str(i))
         checkpoints.save(1, exported, META, lambda text: None)
@@ -132,7 +188,9 @@ def test_checkpoints_and_snapshots_hold_no_padding(tmp_path):
             state = other.adopt(checkpoints.restore(1, other.abstract()))
             jax.tree.map(np.testing.assert_array_equal, other.export(state), want)
             shapes, structure = jax.tree.flatten(other.abstract())
-            joined = other.adopt(jax.tree.unflatten(structure, assemble(shapes, copies.dims, parts.items())))
+            joined = other.adopt(
+                jax.tree.unflatten(structure, assemble(shapes, copies.dims, parts.items()))
+            )
             jax.tree.map(np.testing.assert_array_equal, other.export(joined), want)
 
 
@@ -149,8 +207,12 @@ def test_an_average_is_evaluated_without_padding():
 @pytest.mark.slow
 @pytest.mark.parametrize(("zero", "devices"), [(1, 3), (2, 5), (3, 7), (3, 8)])
 def test_compiled_programs_store_a_part_of_nearly_everything(zero, devices):
-    """The arguments of an update, and what it sends, are those of the formulas, with padding for what divides not."""
-    strategy, step, (state, batch) = build(**USUAL | {"zero": zero, "place": f"{devices}", "layers": 2, "pad": True})
+    """The arguments of an update, and what it sends, are those of the formulas, with padding for
+    what divides not.
+    """
+    strategy, step, (state, batch) = build(
+        **USUAL | {"zero": zero, "place": f"{devices}", "layers": 2, "pad": True}
+    )
     share = strategy.share()
     sharded = {1: 2 / 3, 2: 2 / 3, 3: 1}[zero]
     assert share.split_bytes >= 0.99 * sharded * share.total_bytes
@@ -178,7 +240,9 @@ def test_an_optimizer_gets_padding_only_if_it_is_elementwise():
     assert not can(optax.flatten(optax.adam(1e-2)))
     assert can(optax.flatten(optax.adam(1e-2)), parts=1)  # there is nothing to pad
     leaf = max(jax.tree.leaves(shapes.params), key=lambda x: x.size)
-    masked = optax.adamw(1e-2, mask=lambda tree: jax.tree.map(lambda x: x.shape == leaf.shape, tree))
+    masked = optax.adamw(
+        1e-2, mask=lambda tree: jax.tree.map(lambda x: x.shape == leaf.shape, tree)
+    )
     assert padded_shape(leaf.shape, split_dim(leaf.shape, 5, pad=True), 5) != leaf.shape
     assert not can(masked)
 
@@ -193,18 +257,32 @@ def test_rules_select_the_dim_of_parameters_and_their_optimizer_state():
     rules = (("^embed/", (None, "shard")), ("^head/kernel$", (None, None)))
     strategy = strategy_of("pjit", 4, {"zero": 1, "rules": rules})
     assert strategy.dims.opt_state[0].mu["embed"] == strategy.dims.ema["embed"] == {"embedding": 1}
-    assert strategy.slices["embed"] == {"embedding": 1} and strategy.slices["head"]["kernel"] == WHOLE
+    assert (
+        strategy.slices["embed"] == {"embedding": 1} and strategy.slices["head"]["kernel"] == WHOLE
+    )
     ruleless = strategy_of("pjit", 4, {"zero": 1})
-    assert ruleless.slices["head"]["kernel"] == 0 and ruleless.slices["blocks"] == strategy.slices["blocks"]
+    assert (
+        ruleless.slices["head"]["kernel"] == 0
+        and ruleless.slices["blocks"] == strategy.slices["blocks"]
+    )
 
 
 @pytest.mark.parametrize(
     ("rules", "words"),
     [
-        ({"^embd/": (None, "shard")}, "'^embd/' matches no parameter; a path is such as 'blocks/up'"),
-        ({"^embed/": (None, "shard"), "table": (None, None)}, "'^embed/' and 'table' both match embed/table"),
+        (
+            {"^embd/": (None, "shard")},
+            "'^embd/' matches no parameter; a path is such as 'blocks/up'",
+        ),
+        (
+            {"^embed/": (None, "shard"), "table": (None, None)},
+            "'^embed/' and 'table' both match embed/table",
+        ),
         ({"embed": ("shard",)}, "'embed' has 1 entries, but embed/table has shape [12, 24]"),
-        ({"blocks": ("shard", None)}, "'blocks' shards dim 0 of blocks/up, which counts the blocks"),
+        (
+            {"blocks": ("shard", None)},
+            "'blocks' shards dim 0 of blocks/up, which counts the blocks",
+        ),
     ],
 )
 def test_rules_that_do_not_fit_are_one_line(rules, words):

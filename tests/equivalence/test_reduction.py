@@ -25,17 +25,27 @@ MESH = data_mesh(jax.devices()[:4])
 
 def reduced(name, tree, bucket_mb=25.0):
     reduce = REDUCTIONS[name](bucket_mb).reduce
-    f = lambda tree: reduce(jax.tree.map(lambda x: x[0], tree), DATA)
-    return jax.jit(jax.shard_map(f, mesh=MESH, in_specs=P(DATA), out_specs=P(), check_vma=False)), tree
+
+    def f(tree):
+        return reduce(jax.tree.map(lambda x: x[0], tree), DATA)
+
+    return jax.jit(
+        jax.shard_map(f, mesh=MESH, in_specs=P(DATA), out_specs=P(), check_vma=False)
+    ), tree
 
 
-@pytest.mark.parametrize("name", ["xla", "bucket"])  # exact ones add up integers: see test_fixed_point
+@pytest.mark.parametrize(
+    "name", ["xla", "bucket"]
+)  # exact ones add up integers: see test_fixed_point
 @pytest.mark.parametrize("bucket_mb", [25.0, 1e-4, 1e-6])
 def test_a_reduction_is_the_sum_over_devices(name, bucket_mb):
     rng = np.random.default_rng(0)
     tree = {
         "a": rng.normal(size=(4, 3, 5)).astype(np.float32),
-        "b": [rng.integers(9, size=(4, 7)).astype(np.int32), rng.normal(size=(4,)).astype(np.float32)],
+        "b": [
+            rng.integers(9, size=(4, 7)).astype(np.int32),
+            rng.normal(size=(4,)).astype(np.float32),
+        ],
         "c": rng.normal(size=(4, 200)).astype(jnp.bfloat16),
         "d": None,
     }
@@ -43,7 +53,11 @@ def test_a_reduction_is_the_sum_over_devices(name, bucket_mb):
     got = f(tree)
     want = jax.tree.map(lambda x: x.astype(np.float64).sum(0), tree)
     assert jax.tree.map(lambda x: x.dtype.name, got) == jax.tree.map(lambda x: x.dtype.name, tree)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=2e-2, atol=3e-2), got, want)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=2e-2, atol=3e-2),
+        got,
+        want,
+    )
     np.testing.assert_allclose(got["a"], want["a"], rtol=1e-5, atol=1e-6)
 
 
@@ -56,7 +70,12 @@ def test_400_tensors_are_one_operand():
     assert len(calls) == 1 and "," not in calls[0]
     assert "f32[400000]" in text
     f, tree = reduced("xla", tree)
-    calls = [m.group(1) for m in re.finditer(r" all-reduce(?:-start)?\(([^)]*)\)", f.lower(tree).compile().as_text())]
+    calls = [
+        m.group(1)
+        for m in re.finditer(
+            r" all-reduce(?:-start)?\(([^)]*)\)", f.lower(tree).compile().as_text()
+        )
+    ]
     assert sum(c.count(",") + 1 for c in calls) == 400
 
 
@@ -72,24 +91,30 @@ def test_buckets_are_last_leaf_first_of_one_dtype_within_the_limit():
 
 
 def test_auto_is_xla_in_one_process():
-    program = lambda name, mesh: str(
-        jax.make_jaxpr(
-            jax.shard_map(
-                lambda tree: make_reduction(name).reduce(tree, "data"),
-                mesh=mesh,
-                in_specs=P(),
-                out_specs=P(),
-                check_vma=False,
-            )
-        )([jnp.ones(3), jnp.ones(4)])
-    )
+    def program(name, mesh):
+        return str(
+            jax.make_jaxpr(
+                jax.shard_map(
+                    lambda tree: make_reduction(name).reduce(tree, "data"),
+                    mesh=mesh,
+                    in_specs=P(),
+                    out_specs=P(),
+                    check_vma=False,
+                )
+            )([jnp.ones(3), jnp.ones(4)])
+        )
+
     assert program("auto", MESH) == program("xla", MESH) != program("bucket", MESH)
     alone = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
     assert all("psum" not in program(name, alone) for name in ("xla", "bucket"))
 
 
 def test_the_initial_sync_keeps_types_and_bits():
-    tree = {"f": jnp.array([1.5, jnp.inf]), "b": jnp.array([True, False]), "i": jnp.arange(3, dtype=jnp.int8)}
+    tree = {
+        "f": jnp.array([1.5, jnp.inf]),
+        "b": jnp.array([True, False]),
+        "i": jnp.arange(3, dtype=jnp.int8),
+    }
     got = from_first(jax.device_put(tree, NamedSharding(MESH, P())), MESH)
     jax.tree.map(np.testing.assert_array_equal, got, tree)
     assert jax.tree.map(lambda x: x.dtype, got) == jax.tree.map(lambda x: x.dtype, tree)
@@ -104,7 +129,9 @@ def test_shares_differ_by_at_most_one(devices):
 
 
 def test_more_devices_than_microbatches_says_what_to_set():
-    with pytest.raises(UsageError, match="microbatches: 8 cannot be split over 9 devices; set microbatches to 9"):
+    with pytest.raises(
+        UsageError, match="microbatches: 8 cannot be split over 9 devices; set microbatches to 9"
+    ):
         assign_microbatches(8, 9)
 
 
@@ -114,11 +141,19 @@ def test_a_bucketed_step_is_one_all_reduce_of_one_operand(backend):
     """Gradients, loss, weight, metrics and BatchNorm's averages travel together."""
     examples = toys.data(20)
     _, state, _, strategy, program = toys.train(
-        toys.MODELS["resnet"](), examples, backend=backend, devices=4, reduction="bucket", bucket_mb=25.0, steps=0
+        toys.MODELS["resnet"](),
+        examples,
+        backend=backend,
+        devices=4,
+        reduction="bucket",
+        bucket_mb=25.0,
+        steps=0,
     )
     state = strategy.adopt(jax.device_put(state, strategy.abstract().step.sharding))
     batch = read_batch(Arrays(**examples), EpochOrder(20, 20, 8, 0), 0, strategy.local_microbatches)
     text = program.lowered(state, strategy.shard_batch(batch))["update"].compile().as_text()
     calls = [m.group(1) for m in re.finditer(r" all-reduce(?:-start)?\(([^)]*)\)", text)]
     assert len(calls) == 1 and "," not in calls[0]
-    assert not re.search(r" (all-gather|all-to-all|reduce-scatter|collective-permute)(-start)?\(", text)
+    assert not re.search(
+        r" (all-gather|all-to-all|reduce-scatter|collective-permute)(-start)?\(", text
+    )

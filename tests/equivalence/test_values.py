@@ -1,4 +1,6 @@
-"""What is summed besides gradients, and what the mask excludes: state of all sizes, infinities, NaN in padding."""
+"""What is summed besides gradients, and what the mask excludes: state of all sizes, infinities, NaN
+in padding.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,8 @@ from jaxdp.losses import Contrastive, MeanSquaredError, SoftmaxCrossEntropy
 from jaxdp.models.base import Model
 from jaxdp.parallel.fixed_point import largest_exponent, quantize_values, restore_values
 
-# --- values as integers ---------------------------------------------------------------------------------------------
+# --- values as integers
+# ---------------------------------------------------------------------------------------------
 
 
 def added(x, summands=None):
@@ -62,14 +65,18 @@ def test_what_is_not_finite_concerns_one_element_and_is_that_of_a_sum_of_floats(
         np.testing.assert_allclose(added(x), x.sum(0), rtol=2 * np.finfo(dtype).eps)
 
 
-# --- model state ----------------------------------------------------------------------------------------------------
+# --- model state
+# ----------------------------------------------------------------------------------------------------
 
 
 def expected(examples, rows, microbatches=8):
     """The state after one update, from the real rows of each microbatch, in float64."""
     x = examples["inputs"].reshape(len(examples["inputs"]), -1).astype(np.float64)
     pieces = [x[m:rows:8] for m in range(min(microbatches, rows))]
-    mean = lambda f: sum(len(x) * f(x) for x in pieces) / sum(map(len, pieces))
+
+    def mean(f):
+        return sum(len(x) * f(x) for x in pieces) / sum(map(len, pieces))
+
     squares = mean(lambda x: (x * x).mean(0)) * toys.SIZES
     phase = mean(lambda x: (np.cos(x[:, :2]) + 1e-6j * np.sin(x[:, :2])).mean(0))
     least, most = mean(lambda x: x[:, :3].min(0)), mean(lambda x: x[:, :3].max(0))
@@ -94,7 +101,12 @@ def test_state_of_all_sizes_and_infinities_is_averaged_element_by_element(reduct
     examples, states = toys.data(size), []
     for settings in SETTINGS:
         _, state, metrics, *_ = toys.train(
-            toys.tracking(), examples, steps=1, reduction=reduction, optimizer=(optax.sgd(0.1), None), **settings
+            toys.tracking(),
+            examples,
+            steps=1,
+            reduction=reduction,
+            optimizer=(optax.sgd(0.1), None),
+            **settings,
         )
         assert metrics[0]["skipped"] == 0
         states.append(state.model_state)
@@ -113,12 +125,17 @@ def of_last_class(outputs, batch):
 @pytest.mark.parametrize("accumulate", ["vmap", "scan"])
 def test_the_state_of_a_microbatch_that_weighs_0_does_not_count(reduction, accumulate):
     examples = toys.data(20) | {"labels": (2 * (np.arange(20) % 8 < 3)).astype(np.int32)}
-    settings = {"reduction": reduction, "accumulate": accumulate, "optimizer": (optax.sgd(0.1), None)}
+    settings = {
+        "reduction": reduction,
+        "accumulate": accumulate,
+        "optimizer": (optax.sgd(0.1), None),
+    }
     _, state, *_ = toys.train(toys.tracking(), examples, steps=1, loss=of_last_class, **settings)
     alike(state.model_state, expected(examples, 20, 3))
 
 
-# --- what the mask excludes -----------------------------------------------------------------------------------------
+# --- what the mask excludes
+# -----------------------------------------------------------------------------------------
 
 MASKED = [0, 5, 12, 3, 11, 19, 26]  # 3, 11 and 19 are all of a microbatch of the first batch
 
@@ -141,7 +158,9 @@ pairs.scope = "global"
 
 
 def directions():
-    """A linear model of x / |x|, which is NaN for zeros, and of log(x^2); its second layer is an embedding."""
+    """A linear model of x / |x|, which is NaN for zeros, and of log(x^2); its second layer is an
+    embedding.
+    """
 
     def init(key, batch):
         table = jax.random.normal(key, (5, toys.CLASSES))
@@ -150,7 +169,9 @@ def directions():
     def apply(params, state, batch, key, train):
         x = batch["inputs"].reshape(len(batch["mask"]), -1)
         x = x / jnp.linalg.norm(x, axis=1, keepdims=True) + 0.1 * jnp.log(x * x)
-        return x @ params["w"] + params["table"].at[batch["kind"]].get(mode="fill", fill_value=jnp.nan), state
+        return x @ params["w"] + params["table"].at[batch["kind"]].get(
+            mode="fill", fill_value=jnp.nan
+        ), state
 
     return Model(init, apply)
 
@@ -158,7 +179,10 @@ def directions():
 def excluded(inputs, rows=MASKED, label=-100, height=np.nan, kind=-9):
     """(examples whose excluded rows have these contents, and with those of other examples there)"""
     examples = toys.data(40)
-    examples |= {"kind": np.arange(40, dtype=np.int32) % 5, "heights": np.linspace(-1, 1, 40, dtype=np.float32)}
+    examples |= {
+        "kind": np.arange(40, dtype=np.int32) % 5,
+        "heights": np.linspace(-1, 1, 40, dtype=np.float32),
+    }
     examples["mask"] = np.ones(40, np.float32)
     examples["mask"][rows] = 0
     bad = {name: x.copy() for name, x in examples.items()}
@@ -174,10 +198,20 @@ CASES = [
     ("mlp", pairs, excluded(np.nan), {"devices": 2}),
     ("directions", SoftmaxCrossEntropy(), excluded(0.0, MASKED[:3]), {"accumulate": "scan"}),
     ("directions", product, excluded(1e38, MASKED[:3]), {"backend": "pjit", "devices": 3}),
-    ("blocks", product, excluded(-np.inf), {"backend": "pjit", "devices": 4, "layout": {"zero": 3}}),
+    (
+        "blocks",
+        product,
+        excluded(-np.inf),
+        {"backend": "pjit", "devices": 4, "layout": {"zero": 3}},
+    ),
     ("unmasked", SoftmaxCrossEntropy(), excluded(np.nan), {"devices": 4}),
 ]
-UNMASKED = lambda: toys.as_model(lambda rngs: toys.ResNet(rngs, use_mask=False))
+
+
+def UNMASKED():
+    return toys.as_model(lambda rngs: toys.ResNet(rngs, use_mask=False))
+
+
 MAKE = {**toys.MODELS, "directions": directions, "unmasked": UNMASKED}
 
 
@@ -195,7 +229,9 @@ def test_contents_that_the_mask_excludes_change_nothing(model, loss, examples, s
             assert int(metrics["skipped"]) == 0 and int(metrics["nonfinite_grads"]) == 0
         sums = program.evaluate(state, batch(0))._replace(carry=None)
         exported = strategy.export(state)
-        results.append(jax.tree.map(np.array, (exported.params, exported.model_state, sums, metrics)))
+        results.append(
+            jax.tree.map(np.array, (exported.params, exported.model_state, sums, metrics))
+        )
     for got, want in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
 
@@ -220,7 +256,10 @@ def test_a_step_selects_before_the_transform_the_model_and_the_loss(accumulate):
     for bad in (np.nan, -np.inf, 0.0):
         for where in excluded:
             batch["mask"][where], batch["inputs"][where], batch["heights"][where] = 0, bad, bad
-        run = lambda f: jax.jit(f)(state.view(0), batch, jnp.arange(6))
+
+        def run(f):
+            return jax.jit(f)(state.view(0), batch, jnp.arange(6))
+
         results.append(jax.tree.map(np.array, (run(step.grads), run(step.evaluate))))
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(results[-1]))
         jax.tree.map(np.testing.assert_array_equal, results[0], results[-1])
@@ -231,13 +270,19 @@ def test_a_step_selects_before_the_transform_the_model_and_the_loss(accumulate):
 
 
 def test_tokens_that_a_mask_excludes_may_hold_anything():
-    """Finite numbers stay, since a model may read them as context; an example without tokens is replaced."""
+    """Finite numbers stay, since a model may read them as context; an example without tokens is
+    replaced.
+    """
     x = np.arange(12, dtype=np.float32).reshape(3, 2, 2)
     x[0, 1, 0], x[2, 0, 1] = np.nan, np.inf
     mask, tokens = np.array([[1.0, 0.0], [0.5, 1.0], [0.0, 0.0]]), np.arange(6).reshape(3, 2)
-    new = replace_masked({"inputs": jnp.asarray(x), "ids": jnp.asarray(tokens), "mask": jnp.asarray(mask)})
+    new = replace_masked(
+        {"inputs": jnp.asarray(x), "ids": jnp.asarray(tokens), "mask": jnp.asarray(mask)}
+    )
     first = [[0, 1], [0, 3]]
     np.testing.assert_array_equal(new["inputs"], [first, x[1], first])
     np.testing.assert_array_equal(new["ids"], tokens[[0, 1, 0]])
     x[1, 0, 0] = np.nan  # of a token that counts
-    assert np.isnan(replace_masked({"inputs": jnp.asarray(x), "mask": jnp.asarray(mask)})["inputs"][1, 0, 0])
+    assert np.isnan(
+        replace_masked({"inputs": jnp.asarray(x), "mask": jnp.asarray(mask)})["inputs"][1, 0, 0]
+    )

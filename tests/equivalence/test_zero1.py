@@ -18,30 +18,48 @@ from launch import processes
 
 AXIS, N = "batch", 8
 MESH = jax.make_mesh((N,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
-SHAPES = {  # by number of updates and bytes: some leaves are split, along the first, middle or last dim, some whole
+# by number of updates and bytes: some leaves are split, along the first, middle or last dim, some
+# whole
+SHAPES = {
     "kernel": (16, 24), "bias": (8,), "conv": (3, 3, 4, 16), "blocks": {"kernel": (8, 16, 4), "scale": (8, 3)},
     "odd": (5, 7), "scalar": (),
 }  # fmt: skip
 BLOCKS = ["blocks"]
-IS_SHAPE = lambda x: isinstance(x, tuple)
+
+
+def IS_SHAPE(x):
+    return isinstance(x, tuple)
+
+
 TX = {
-    "adamw": lambda: optax.adamw(optax.linear_schedule(1e-1, 1e-2, 5), weight_decay=0.1, mask=decay_mask(["bias"])),
-    "momentum by path": lambda: optax.chain(optax.sgd(0.1, 0.9, nesterov=True), scale_by_path({"^blocks/": 0.5})),
+    "adamw": lambda: optax.adamw(
+        optax.linear_schedule(1e-1, 1e-2, 5), weight_decay=0.1, mask=decay_mask(["bias"])
+    ),
+    "momentum by path": lambda: optax.chain(
+        optax.sgd(0.1, 0.9, nesterov=True), scale_by_path({"^blocks/": 0.5})
+    ),
 }
 
 
 def trees(dtype, seed=0):
     """(params, one device's gradients of each of 4 updates [update][device, ...])"""
     rng = np.random.default_rng(seed)
-    make = lambda *lead: jax.tree.map(
-        lambda shape: jnp.asarray(rng.normal(size=(*lead, *shape)), dtype), SHAPES, is_leaf=IS_SHAPE
-    )
+
+    def make(*lead):
+        return jax.tree.map(
+            lambda shape: jnp.asarray(rng.normal(size=(*lead, *shape)), dtype),
+            SHAPES,
+            is_leaf=IS_SHAPE,
+        )
+
     return make(), [make(N) for _ in range(4)]
 
 
 def reference(tx, params, grads, mean=True):
     """Plain optax on whole parameters and the reduced gradients."""
-    reduce = lambda g: jnp.mean(g, 0) if mean else jnp.sum(g, 0)
+
+    def reduce(g):
+        return jnp.mean(g, 0) if mean else jnp.sum(g, 0)
 
     @jax.jit
     def update(params, state, grads):
@@ -55,7 +73,9 @@ def reference(tx, params, grads, mean=True):
 
 
 def by_pmap(tx, params, grads):
-    """-> (params of each device [device, ...], the states [device, ...], the compiled update's text)"""
+    """-> (params of each device [device, ...], the states [device, ...], the compiled update's
+    text)
+    """
 
     def update(params, state, grads):
         updates, state = tx.update(grads, state, params)
@@ -72,15 +92,23 @@ def by_pmap(tx, params, grads):
 
 @functools.cache
 def adamw_by_pmap():
-    """(params before, what `by_pmap` gives) in float32, for the tests that look at it from one side each."""
+    """(params before, what `by_pmap` gives) in float32, for the tests that look at it from one side
+    each.
+    """
     params, grads = trees(np.float32)
     return params, by_pmap(zero1(optax.adamw(1e-3), AXIS, blocks=BLOCKS), params, grads)
 
 
 def by_shard_map(tx, inner, params, grads):
-    """State as arrays of the logical shapes, each device with its slices: what `jaxdp.split` tells of the whole."""
-    specs = jax.tree.map(lambda dim: spec(dim, AXIS), split_dims(jax.eval_shape(inner.init, params), N, BLOCKS))
-    mapped = lambda f, ins, outs: jax.jit(jax.shard_map(f, mesh=MESH, in_specs=ins, out_specs=outs, check_vma=False))
+    """State as arrays of the logical shapes, each device with its slices: what `jaxdp.split` tells
+    of the whole.
+    """
+    specs = jax.tree.map(
+        lambda dim: spec(dim, AXIS), split_dims(jax.eval_shape(inner.init, params), N, BLOCKS)
+    )
+
+    def mapped(f, ins, outs):
+        return jax.jit(jax.shard_map(f, mesh=MESH, in_specs=ins, out_specs=outs, check_vma=False))
 
     def update(params, state, grads):
         updates, state = tx.update(jax.tree.map(lambda g: g[0], grads), state, params)
@@ -101,7 +129,9 @@ def test_pmap_equals_pmean_and_the_whole_optimizer(name):
         got, _, _ = by_pmap(zero1(TX[name](), AXIS, blocks=BLOCKS), params, grads)
         want = reference(TX[name](), params, grads)
         assert toys.relative_error(jax.tree.map(lambda x: x[0], got), want)[0] < 1e-12
-        jax.tree.map(lambda x: np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape)), got)
+        jax.tree.map(
+            lambda x: np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape)), got
+        )
 
 
 @pytest.mark.slow
@@ -110,7 +140,9 @@ def test_shard_map_equals_it_too(mean):
     with jax.enable_x64(True):
         params, grads = trees(np.float64)
         inner = TX["adamw"]()
-        got, state = by_shard_map(zero1(inner, AXIS, mean=mean, blocks=BLOCKS), inner, params, grads)
+        got, state = by_shard_map(
+            zero1(inner, AXIS, mean=mean, blocks=BLOCKS), inner, params, grads
+        )
         want = reference(inner, params, grads, mean)
         assert toys.relative_error(got, want)[0] < 1e-12
         assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, inner.init(params))
@@ -132,7 +164,9 @@ def test_bfloat16_parameters_keep_their_type():
 def test_each_device_holds_an_eighth_of_the_state():
     params, (_, state, _) = adamw_by_pmap()
     dims = split_dims(params, N, BLOCKS)
-    assert dims["blocks"] == {"kernel": 1, "scale": WHOLE} and dims["odd"] == dims["scalar"] == WHOLE
+    assert (
+        dims["blocks"] == {"kernel": 1, "scale": WHOLE} and dims["odd"] == dims["scalar"] == WHOLE
+    )
     for moment in (optax.tree.get(state, "mu"), optax.tree.get(state, "nu")):
         own = jax.tree.map(lambda x: x[0].nbytes, moment)
         want = jax.tree.map(lambda x, dim: x.nbytes // (1 if dim == WHOLE else N), params, dims)
@@ -144,17 +178,33 @@ def test_each_device_holds_an_eighth_of_the_state():
 def test_the_wire_carries_a_reduce_scatter_and_an_all_gather():
     """Of every split leaf one each, and an all-reduce of the whole leaves alone."""
     params, (*_, text) = adamw_by_pmap()
-    operands = lambda kind: [
-        shape
-        for line in re.findall(rf"= (.*) {kind}(?:-start)?\(", text)
-        for shape in re.findall(r"f32\[([\d,]*)\]", line)
-    ]
+
+    def operands(kind):
+        return [
+            shape
+            for line in re.findall(rf"= (.*) {kind}(?:-start)?\(", text)
+            for shape in re.findall(r"f32\[([\d,]*)\]", line)
+        ]
+
     dims = split_dims(params, N, BLOCKS)
-    split = [(x.shape, dim) for x, dim in zip(jax.tree.leaves(params), jax.tree.leaves(dims)) if dim != WHOLE]
-    elements = lambda shapes: sorted(int(np.prod([int(n) for n in s.split(",") if n])) for s in shapes)
-    assert elements(operands("reduce-scatter")) == sorted(int(np.prod(shape)) // N for shape, _ in split)
+    split = [
+        (x.shape, dim)
+        for x, dim in zip(jax.tree.leaves(params), jax.tree.leaves(dims))
+        if dim != WHOLE
+    ]
+
+    def elements(shapes):
+        return sorted(int(np.prod([int(n) for n in s.split(",") if n])) for s in shapes)
+
+    assert elements(operands("reduce-scatter")) == sorted(
+        int(np.prod(shape)) // N for shape, _ in split
+    )
     assert elements(operands("all-gather")) == sorted(int(np.prod(shape)) for shape, _ in split)
-    assert elements(operands("all-reduce")) == [1, 24, 35]  # the scalar, the stacked scale, the odd one
+    assert elements(operands("all-reduce")) == [
+        1,
+        24,
+        35,
+    ]  # the scalar, the stacked scale, the odd one
     assert not re.search(r" (all-to-all|collective-permute)(-start)?\(", text)
 
 
@@ -183,7 +233,9 @@ def test_extra_arguments_and_missing_parameters_pass_through():
 
     inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
     tx = zero1(inner, AXIS)
-    out = jax.pmap(lambda g: tx.update(g, optax.EmptyState(), value=3, other="x")[0], AXIS)(jnp.ones((N, 16)))
+    out = jax.pmap(lambda g: tx.update(g, optax.EmptyState(), value=3, other="x")[0], AXIS)(
+        jnp.ones((N, 16))
+    )
     assert seen == [(None, 3, {"other": "x"})]
     np.testing.assert_array_equal(out, np.ones((N, 16)))
 
@@ -192,16 +244,23 @@ def test_two_axes_are_one():
     mesh = jax.make_mesh((2, 4), ("host", "device"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     params, grads = trees(np.float32)
     tx = zero1(optax.sgd(0.1), ("host", "device"), blocks=BLOCKS)
-    f = lambda params, grads: tx.update(jax.tree.map(lambda g: g[0], grads), tx.init(params), params)[0]
+
+    def f(params, grads):
+        return tx.update(jax.tree.map(lambda g: g[0], grads), tx.init(params), params)[0]
+
     ins = (P(), P(("host", "device")))
-    updates = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=ins, out_specs=P(), check_vma=False))(params, grads[0])
+    updates = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=ins, out_specs=P(), check_vma=False))(
+        params, grads[0]
+    )
     want = jax.tree.map(lambda g: -0.1 * g.mean(0), grads[0])
     assert toys.relative_error(updates, want)[0] < 1e-5
 
 
 def test_outside_of_the_axis_it_says_where_to_call_it():
     tx = zero1(optax.adamw(1e-3), AXIS)
-    with pytest.raises(UsageError, match="no axis 'batch' is mapped here; call init and update inside the function"):
+    with pytest.raises(
+        UsageError, match="no axis 'batch' is mapped here; call init and update inside the function"
+    ):
         tx.init({"kernel": jnp.ones((8, 8))})
 
 
@@ -211,5 +270,7 @@ def test_the_example_learns_with_an_eighth_of_the_state():
     assert job.returncode == 0, job.output
     *_, first, _, _, last, size = job.stdout.splitlines()
     assert float(first.split()[1]) > 2 and float(last.split()[1]) < 0.2, job.output
-    split, whole = (int(n.replace(",", "")) for n in re.findall(r"([\d,]+) (?:bytes|unsplit)", size))
+    split, whole = (
+        int(n.replace(",", "")) for n in re.findall(r"([\d,]+) (?:bytes|unsplit)", size)
+    )
     assert whole / N <= split < whole / N * 1.01

@@ -1,7 +1,8 @@
-"""What each stage moves and holds is what the ZeRO paper and our table say, read from compiled programs.
+"""What each stage moves and holds is what the ZeRO paper and our table say, read from compiled
+programs.
 
-A layout that silently does nothing trains the same numbers; only bytes show it. So every claim is checked by a
-function of the claim, which must also refuse the programs of other stages.
+A layout that silently does nothing trains the same numbers; only bytes show it. So every claim is
+checked by a function of the claim, which must also refuse the programs of other stages.
 """
 
 import itertools
@@ -20,8 +21,9 @@ from programs import DEVICES, LAYERS, OPTIMIZERS, SLOTS, USUAL, build, compiled,
 
 
 class Claim(NamedTuple):
-    """What a program is said to do. k: microbatches of a device that are reduced and gathered for one after the other;
-    parts: devices that share one copy of what is split; gathers: of a block, per microbatch, in stage 3."""
+    """What a program is said to do. k: microbatches of a device that are reduced and gathered for
+    one after the other; parts: devices that share one copy of what is split; gathers: of a block,
+    per microbatch, in stage 3."""
 
     zero: int
     k: int = 1
@@ -37,21 +39,35 @@ class Claim(NamedTuple):
 
     @property
     def wire(self):
-        """(kind, devices of a group) -> bytes per update in units of float32 parameters: the table of the design."""
+        """(kind, devices of a group) -> bytes per update in units of float32 parameters: the table
+        of the design.
+        """
         if self.zero == 0:
             return {("all-reduce", DEVICES): self.reduce_bytes / 4}
         scatters = (self.k if self.split_grads else 1) * self.reduce_bytes / 4
         gathers = self.gathers * self.k * self.gather_bytes / 4 if self.zero == 3 else 1
-        across = {} if self.parts == DEVICES else {("all-reduce", DEVICES // self.parts): scatters / self.parts}
-        return {("reduce-scatter", self.parts): scatters, ("all-gather", self.parts): gathers} | across
+        across = (
+            {}
+            if self.parts == DEVICES
+            else {("all-reduce", DEVICES // self.parts): scatters / self.parts}
+        )
+        return {
+            ("reduce-scatter", self.parts): scatters,
+            ("all-gather", self.parts): gathers,
+        } | across
 
 
 def problems(claim, found, params):
-    """Why a program with these collectives, of a model with so many bytes of float32 parameters, is not what is
-    claimed: kinds, bytes within 2 % (scalars, norms, factored rows), groups, and what happens block by block."""
+    """Why a program with these collectives, of a model with so many bytes of float32 parameters, is
+    not what is claimed: kinds, bytes within 2 % (scalars, norms, factored rows), groups, and what
+    happens block by block."""
     groups = {
-        claim.parts: tuple(tuple(range(i, i + claim.parts)) for i in range(0, DEVICES, claim.parts)),
-        DEVICES // claim.parts: tuple(tuple(range(i, DEVICES, claim.parts)) for i in range(claim.parts)),
+        claim.parts: tuple(
+            tuple(range(i, i + claim.parts)) for i in range(0, DEVICES, claim.parts)
+        ),
+        DEVICES // claim.parts: tuple(
+            tuple(range(i, DEVICES, claim.parts)) for i in range(claim.parts)
+        ),
         DEVICES: (tuple(range(DEVICES)),),
     }
     moved, in_blocks, said = {}, {}, []
@@ -97,7 +113,12 @@ FACTORS = {
 def allowed(row):
     if row["backend"] == "pmap":
         elementwise = row["optimizer"] in ("adamw", "sgd", "lion")
-        return row["zero"] < 2 and row["place"] == "8" and row["gradient_buffer"] == "sharded" and elementwise
+        return (
+            row["zero"] < 2
+            and row["place"] == "8"
+            and row["gradient_buffer"] == "sharded"
+            and elementwise
+        )
     if row["zero"] == 0 and row["place"] != "8":
         return False
     return row["zero"] > 1 or row["gradient_buffer"] == "sharded"
@@ -130,14 +151,19 @@ def test_every_combination_moves_what_the_table_says(row):
 
 def asks_less(claim, other):
     """Whether a program that does what `other` claims does what `claim` does."""
-    blockwise = lambda c: (c.split_grads, c.zero == 3)
-    return claim.wire == other.wire and all(a <= b for a, b in zip(blockwise(claim), blockwise(other)))
+
+    def blockwise(c):
+        return (c.split_grads, c.zero == 3)
+
+    return claim.wire == other.wire and all(
+        a <= b for a, b in zip(blockwise(claim), blockwise(other))
+    )
 
 
 @pytest.mark.slow
 def test_a_stage_is_not_taken_for_another():
-    """Each program of the cover against every claim that says something else: none is believed. So is none that moves a
-    bit of something in another way."""
+    """Each program of the cover against every claim that says something else: none is believed. So
+    is none that moves a bit of something in another way."""
     claims = [
         Claim(zero, k, gradient_buffer, parts)
         for zero, k, gradient_buffer, parts in itertools.product(
@@ -157,9 +183,13 @@ def test_a_stage_is_not_taken_for_another():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", first(1, [row for row in COVER if row["reduction"] == "bucket"]), ids=name)
+@pytest.mark.parametrize(
+    "row", first(1, [row for row in COVER if row["reduction"] == "bucket"]), ids=name
+)
 def test_buckets_are_few_large_collectives(row):
-    """25 MB each: three of the 50 MB of the model, as leaves are not cut; or one a block and one for the rest."""
+    """25 MB each: three of the 50 MB of the model, as leaves are not cut; or one a block and one
+    for the rest.
+    """
     program, claim = check(row), claim_of(**row)
     rows = summarize([c for c in program.found if c.bytes > 0.001 * program.params])
     blocks = LAYERS * claim.k
@@ -174,8 +204,8 @@ def test_buckets_are_few_large_collectives(row):
 @pytest.mark.slow
 @pytest.mark.parametrize(("reduce", "bytes_"), [("float32", 4), ("bfloat16", 2)])
 def test_bfloat16_is_two_bytes_a_parameter_on_the_wire(reduce, bytes_):
-    """What stage 3 gathers has the dtype of the computation, what is scattered that of the reduction; StableHLO's, as
-    XLA:CPU widens both. Stage 1's new parameters travel as they are."""
+    """What stage 3 gathers has the dtype of the computation, what is scattered that of the
+    reduction; StableHLO's, as XLA:CPU widens both. Stage 1's new parameters travel as they are."""
     policy = Policy(jnp.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype(reduce))
     program = compiled(zero=3, policy=policy)
     claim = Claim(3, SLOTS, gather_bytes=2, reduce_bytes=bytes_)
@@ -186,17 +216,26 @@ def test_bfloat16_is_two_bytes_a_parameter_on_the_wire(reduce, bytes_):
         assert not (said := problems(Claim(1, reduce_bytes=2), whole.found, whole.params)), said
 
 
-PLACED = [("pjit", zero, place) for zero in range(4) for place in ("8", "8/4")] + [("pmap", 0, "8"), ("pmap", 1, "8")]
+PLACED = [("pjit", zero, place) for zero in range(4) for place in ("8", "8/4")] + [
+    ("pmap", 0, "8"),
+    ("pmap", 1, "8"),
+]
 
 
 def zero_bytes(zero, parameters, parts):
     """{tree: bytes of a device}: section 5 of the ZeRO paper, for Adam, all in float32."""
-    divisors = {"params": parts if zero > 2 else 1, "grads": parts if zero > 1 else 1, "adam": parts if zero else 1}
+    divisors = {
+        "params": parts if zero > 2 else 1,
+        "grads": parts if zero > 1 else 1,
+        "adam": parts if zero else 1,
+    }
     return {tree: (8 if tree == "adam" else 4) * parameters / n for tree, n in divisors.items()}
 
 
 def gradient_bytes(strategy, step, arguments):
-    """Of what a device's backward pass gives, from the shapes that the step returns inside the strategy's program."""
+    """Of what a device's backward pass gives, from the shapes that the step returns inside the
+    strategy's program.
+    """
     seen = []
 
     def grads(*args):
@@ -218,16 +257,24 @@ def test_a_device_holds_what_the_zero_paper_says(where):
     strategy, step, arguments = build(**USUAL | {"backend": backend, "zero": zero, "place": place})
     state = strategy.abstract()
     parts = int(place[2:]) if "/" in place else DEVICES
-    local = lambda tree: sum(
-        x.dtype.itemsize * int(np.prod(x.sharding.shard_shape(x.shape))) for x in jax.tree.leaves(tree)
-    )
+
+    def local(tree):
+        return sum(
+            x.dtype.itemsize * int(np.prod(x.sharding.shard_shape(x.shape)))
+            for x in jax.tree.leaves(tree)
+        )
+
     got = {"params": local(state.params), "adam": local(state.opt_state)}
     got["grads"] = gradient_bytes(strategy, step, arguments)
     want = zero_bytes(zero, size(strategy.shapes.params) // 4, parts)
     assert got == pytest.approx(want, rel=0.02)
     if (zero, place) in ((3, "8"), (1, "8")):
         memory = compiled(backend=backend, zero=zero, place=place).memory
-        for held in (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.alias_size_in_bytes):
+        for held in (
+            memory.argument_size_in_bytes,
+            memory.output_size_in_bytes,
+            memory.alias_size_in_bytes,
+        ):
             assert held == pytest.approx(want["params"] + want["adam"], rel=0.02)
 
 
@@ -248,16 +295,27 @@ def test_arrays_take_what_the_zero_paper_says(where):
     backend, zero, place = where
     layout = {"zero": zero} | ({"shard_size": int(place[2:])} if "/" in place else {})
     strategy, step, batch = toys.build(
-        toys.MODELS["blocks"](), toys.data(), backend=backend, devices=8, optimizer="adamw", layout=layout
+        toys.MODELS["blocks"](),
+        toys.data(),
+        backend=backend,
+        devices=8,
+        optimizer="adamw",
+        layout=layout,
     )
     parameters = size(strategy.shapes.params) // 4
     want = zero_bytes(zero, parameters, layout.get("shard_size", 8))
 
     def check(state):
         for device in strategy.devices:
-            held = lambda tree, device=device: sum(
-                s.data.nbytes for x in jax.tree.leaves(tree) for s in x.addressable_shards if s.device == device
-            )
+
+            def held(tree, device=device):
+                return sum(
+                    s.data.nbytes
+                    for x in jax.tree.leaves(tree)
+                    for s in x.addressable_shards
+                    if s.device == device
+                )
+
             got = {"params": held(state.params), "adam": held(state.opt_state)}
             assert got == pytest.approx({tree: want[tree] for tree in got}, rel=0.02)
 
@@ -272,8 +330,9 @@ def in_blocks(bytes_, program, layers=LAYERS):
 
 
 def beside_gradients(**settings):
-    """The temporaries of a device beyond the gradients' slices, in blocks. Those are there twice: summed up, and the
-    next slot's, or divided by the weight. Few tokens, so that hardly anything else is left."""
+    """The temporaries of a device beyond the gradients' slices, in blocks. Those are there twice:
+    summed up, and the next slot's, or divided by the weight. Few tokens, so that hardly anything
+    else is left."""
     program = compiled(tokens=4, slots=1 if settings["accumulate"] == "vmap" else SLOTS, **settings)
     return in_blocks(program.memory.temp_size_in_bytes - 2 * program.params / DEVICES, program)
 
@@ -301,9 +360,12 @@ def test_stage_3_of_more_blocks_takes_slices_more():
 @pytest.mark.slow
 def test_stage_2_frees_a_blocks_gradients_as_it_goes():
     """Against stage 1 and the replicated buffer, which have all of them."""
-    temporaries = lambda **settings: (lambda p: p.memory.temp_size_in_bytes / p.params)(
-        compiled(remat="full", tokens=4, **settings)
-    )
+
+    def temporaries(**settings):
+        return (lambda p: p.memory.temp_size_in_bytes / p.params)(
+            compiled(remat="full", tokens=4, **settings)
+        )
+
     for accumulate in ("vmap", "scan"):
         assert temporaries(zero=2, accumulate=accumulate) < 0.5
     assert temporaries(zero=1, accumulate="vmap") > 1

@@ -1,5 +1,5 @@
-"""Whatever is split over the devices, the numbers are those of one device: against the oracle, and for each optimizer
-against the run of one device."""
+"""Whatever is split over the devices, the numbers are those of one device: against the oracle, and
+for each optimizer against the run of one device."""
 
 import functools
 
@@ -14,7 +14,15 @@ from jaxdp.models.base import Model
 from jaxdp.precision import Policy
 from judging import STEPS, TOLERANCE, judged, smallest
 
-PLACES = ("1", "2", "3", "4", "8", "8/4", "8/2")  # devices; devices / those that share one copy of the split state
+PLACES = (
+    "1",
+    "2",
+    "3",
+    "4",
+    "8",
+    "8/4",
+    "8/2",
+)  # devices; devices / those that share one copy of the split state
 FACTORS = {
     "backend": ("pjit", "pmap"),
     "zero": (0, 1, 2, 3),
@@ -30,8 +38,8 @@ FACTORS = {
 
 
 def allowed(row):
-    """pmap has the stages 0 and 1 over all devices; only gradients that may be split come split or whole; exact mode
-    computes each microbatch by itself, whatever `accumulate` says."""
+    """pmap has the stages 0 and 1 over all devices; only gradients that may be split come split or
+    whole; exact mode computes each microbatch by itself, whatever `accumulate` says."""
     if row.get("reduction") == "exact" and row["accumulate"] == "vmap":
         return False
     if row["backend"] == "pmap" and (row["zero"] > 1 or "/" in row["place"]):
@@ -56,7 +64,10 @@ def layout(place, zero, gradient_buffer):
     """Arguments of `toys.train`."""
     devices, _, shard_size = place.partition("/")
     arguments = {"zero": zero, "gradient_buffer": gradient_buffer}
-    return {"devices": int(devices), "layout": arguments | ({"shard_size": int(shard_size)} if shard_size else {})}
+    return {
+        "devices": int(devices),
+        "layout": arguments | ({"shard_size": int(shard_size)} if shard_size else {}),
+    }
 
 
 def check(backend, zero, place, gradient_buffer, model, microbatches, optimizer, dtype, **settings):
@@ -82,12 +93,19 @@ def test_every_stage_agrees_with_the_oracle(row):
 @pytest.mark.parametrize("place", [("pmap", 1), ("pjit", 3)], ids=str)
 def test_parameters_that_are_one_array_are_split(place):
     """Such a parameter has an empty path."""
-    flat = lambda batch: batch["inputs"].reshape(len(batch["inputs"]), -1)
-    init = lambda key, batch: (jax.random.normal(key, (flat(batch).shape[1], toys.CLASSES)), {})
+
+    def flat(batch):
+        return batch["inputs"].reshape(len(batch["inputs"]), -1)
+
+    def init(key, batch):
+        return (jax.random.normal(key, (flat(batch).shape[1], toys.CLASSES)), {})
+
     model = Model(init, lambda params, state, batch, key, train: (flat(batch) @ params, state))
     _, want, *_ = toys.train(model, toys.data(), steps=2)
     backend, zero = place
-    _, state, *_ = toys.train(model, toys.data(), steps=2, backend=backend, devices=2, layout={"zero": zero})
+    _, state, *_ = toys.train(
+        model, toys.data(), steps=2, backend=backend, devices=2, layout={"zero": zero}
+    )
     assert toys.relative_error(state.params, want.params)[0] <= TOLERANCE["float32"]
 
 
@@ -114,14 +132,20 @@ def fits(row):
     return allowed(row) and (row["backend"] == "pjit" or row["optimizer"] in ELEMENTWISE)
 
 
-def everything(optimizer, backend="pjit", place="1", zero=0, gradient_buffer="sharded", accumulate="scan"):
-    """Dropout, microbatches of one row or two, two a device, clipping, EMA -> (what was computed, losses and norms)."""
+def everything(
+    optimizer, backend="pjit", place="1", zero=0, gradient_buffer="sharded", accumulate="scan"
+):
+    """Dropout, microbatches of one row or two, two a device, clipping, EMA -> (what was computed,
+    losses and norms).
+    """
     _, state, metrics, *_ = toys.train(
         toys.MODELS["blocks"](dropout=0.2), toys.data(dtype="float64"), backend=backend, microbatches=16,
         accumulate=accumulate, optimizer=optimizer, ema=0.9, dtype="float64", steps=4,
         **layout(place, zero, gradient_buffer),
     )  # fmt: skip
-    return (state.params, state.opt_state, state.ema), [[m["loss"], m["grad_norm"]] for m in metrics]
+    return (state.params, state.opt_state, state.ema), [
+        [m["loss"], m["grad_norm"]] for m in metrics
+    ]
 
 
 @functools.cache
@@ -130,8 +154,9 @@ def alone(optimizer):
 
 
 def check_optimizer(optimizer, **row):
-    """One tolerance for all: each of them is smooth here, but Lion's sign, and what it takes the sign of is far from 0
-    (relative to float64), or, in rows of the embedding that no token looks up, exactly 0 on any number of devices."""
+    """One tolerance for all: each of them is smooth here, but Lion's sign, and what it takes the
+    sign of is far from 0 (relative to float64), or, in rows of the embedding that no token looks
+    up, exactly 0 on any number of devices."""
     with jax.enable_x64(True):
         want, want_metrics = alone(optimizer)
         got, metrics = everything(optimizer, **row)
@@ -156,14 +181,22 @@ def test_every_optimizer_agrees_with_one_device_in_every_layout(row):
 @pytest.mark.slow
 def test_the_optimizers_move_the_parameters_and_adafactor_factors():
     with jax.enable_x64(True):
-        first = toys.train(toys.MODELS["blocks"](), toys.data(dtype="float64"), dtype="float64", steps=0)[0]
+        first = toys.train(
+            toys.MODELS["blocks"](), toys.data(dtype="float64"), dtype="float64", steps=0
+        )[0]
         for optimizer in toys.OPTIMIZERS:
             assert toys.relative_error(first.params, alone(optimizer)[0][0])[0] > 1e-3
         rows = alone("adafactor")[0][1][0].v_row
-    assert rows["embed"]["embedding"].shape == (8,) and rows["blocks"]["stack"]["up"]["kernel"].shape == (3, 24)
+    assert rows["embed"]["embedding"].shape == (8,) and rows["blocks"]["stack"]["up"][
+        "kernel"
+    ].shape == (3, 24)
 
 
-STAGES = [("pmap", "8", 1, "sharded"), ("pjit", "8", 1, "sharded"), ("pjit", "8/4", 2, "replicated")]
+STAGES = [
+    ("pmap", "8", 1, "sharded"),
+    ("pjit", "8", 1, "sharded"),
+    ("pjit", "8/4", 2, "replicated"),
+]
 STAGES += [("pjit", "8", 2, "sharded"), ("pjit", "8/2", 3, "sharded")]
 BF16 = Policy(jnp.float32, jnp.bfloat16, jnp.float32)
 
@@ -183,7 +216,9 @@ def narrow_alone(accumulate, policy):
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES, ids=str)
 def test_bfloat16_agrees_with_bfloat16_on_one_device(stage):
-    """bfloat16 rounds inside a microbatch only: what adds up is float32, and agrees as float32 does."""
+    """bfloat16 rounds inside a microbatch only: what adds up is float32, and agrees as float32
+    does.
+    """
     one = narrow_alone("vmap", BF16)
     assert 1e-2 < toys.relative_error(one, narrow_alone("vmap", None))[0] < 1e-1  # it is bfloat16
     for accumulate in ("scan", "vmap"):
@@ -194,6 +229,8 @@ def test_bfloat16_agrees_with_bfloat16_on_one_device(stage):
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", only([("pjit", "8", 2, "sharded")], STAGES), ids=str)
 def test_gradients_reduced_in_bfloat16_are_those_of_float32_to_its_rounding(stage):
-    """bfloat16 rounds by up to 2^-9: each device's share, their sum, and what the sum over devices cancels."""
+    """bfloat16 rounds by up to 2^-9: each device's share, their sum, and what the sum over devices
+    cancels.
+    """
     got = narrow("scan", *stage, reduce_dtype=jnp.bfloat16)
     assert 2**-12 < toys.relative_error(got, narrow_alone("scan", None))[0] < 2**-6

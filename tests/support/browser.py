@@ -10,7 +10,9 @@ import subprocess
 import tempfile
 import time
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 FLAGS = (
     "--headless=new --no-sandbox --remote-debugging-pipe --disable-gpu --disable-dev-shm-usage --no-first-run "
     "--disable-extensions --disable-background-networking --disable-component-update --hide-scrollbars"
@@ -36,7 +38,9 @@ class Browser:
         self.buffer, self.count, self.session = b"", 0, None
         self.errors = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
 
@@ -72,7 +76,9 @@ class Browser:
         message = json.loads(text)
         params = message.get("params", {})
         if message.get("method") == "Runtime.exceptionThrown":
-            self.errors.append(params["exceptionDetails"].get("exception", {}).get("description", "?"))
+            self.errors.append(
+                params["exceptionDetails"].get("exception", {}).get("description", "?")
+            )
         elif message.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
             self.errors.append(params["entry"]["text"])
         elif message.get("method") == "Runtime.consoleAPICalled" and params["type"] == "error":
@@ -89,14 +95,18 @@ class Browser:
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Page.navigate", url=pathlib.Path(file).resolve().as_uri())
         deadline = time.monotonic() + 30
-        while self("document.readyState + document.documentElement?.dataset.ready") != "completeyes":
+        while (
+            self("document.readyState + document.documentElement?.dataset.ready") != "completeyes"
+        ):
             assert time.monotonic() < deadline and not self.errors, self.errors
             time.sleep(0.02)
         self("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     def __call__(self, expression):
         """The value of a JavaScript expression, which may be a promise."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
@@ -106,4 +116,6 @@ class Browser:
         if whole:
             size = self.call("Page.getLayoutMetrics")["cssContentSize"]
             params |= {"captureBeyondViewport": True, "clip": {**size, "scale": 1}}
-        pathlib.Path(file).write_bytes(base64.b64decode(self.call("Page.captureScreenshot", **params)["data"]))
+        pathlib.Path(file).write_bytes(
+            base64.b64decode(self.call("Page.captureScreenshot", **params)["data"])
+        )

@@ -25,10 +25,16 @@ def strategy(way, devices, model, scaling=None):
     forward = Forward(model, SoftmaxCrossEntropy(), loss_scaling=scaling)
     rule = UpdateRule(optax.adam(1e-2), ema_decay=0.9)
     make = Partial(lambda: init_state(forward, rule, 8, {k: v[:3] for k, v in examples.items()}))
-    return STRATEGIES[backend](make, 8, make_reduction("xla"), None, jax.devices()[:devices], Sharding(zero))
+    return STRATEGIES[backend](
+        make, 8, make_reduction("xla"), None, jax.devices()[:devices], Sharding(zero)
+    )
 
 
 def digest(state):
     """One string for all leaves of an exported state; every process must call."""
-    leaves = sorted((path_string(p), host_array(x)) for p, x in jax.tree_util.tree_leaves_with_path(state))
-    return hashlib.sha256(b"".join(f"{p}{x.dtype}{x.shape}".encode() + x.tobytes() for p, x in leaves)).hexdigest()
+    leaves = sorted(
+        (path_string(p), host_array(x)) for p, x in jax.tree_util.tree_leaves_with_path(state)
+    )
+    return hashlib.sha256(
+        b"".join(f"{p}{x.dtype}{x.shape}".encode() + x.tobytes() for p, x in leaves)
+    ).hexdigest()

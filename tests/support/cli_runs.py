@@ -30,7 +30,10 @@ def ended(*argv, code=0):
 
 
 def records(run_dir, split=None):
-    lines = [json.loads(line) for line in (pathlib.Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (pathlib.Path(run_dir) / "metrics.jsonl").read_text().splitlines()
+    ]
     return [r for r in lines if split is None or r["split"] == split]
 
 

@@ -1,8 +1,9 @@
-"""The commands of a page: what stands in its blocks of shell, one by one, with what the page says of them.
+"""The commands of a page: what stands in its blocks of shell, one by one, with what the page says
+of them.
 
-A comment ahead of a block says what its commands need (`<!-- needs: a cluster -->`), or which test runs them
-(`<!-- tested: test_restart.py -->`). Blocks are fenced, without a language or with that of a shell, or indented.
-"""
+A comment ahead of a block says what its commands need (`<!-- needs: a cluster -->`), or which test
+runs them (`<!-- tested: test_restart.py -->`). Blocks are fenced, without a language or with that
+of a shell, or indented."""
 
 import pathlib
 import re
@@ -13,7 +14,9 @@ from jaxdp import cli
 
 SHELL = ("sh", "bash", "console")
 PROGRAMS = "python|mpirun|mpiexec|srun|sbatch|scancel|scontrol|torchrun|make|pip|kubectl|tensorboard|source|export|kill"
-COMMAND = re.compile(rf"(?:\$ )?(?:[A-Z_]+=\S+ )*(?:(?:{PROGRAMS}) |jaxdp (?:{'|'.join(cli.VERBS)})\b)")
+COMMAND = re.compile(
+    rf"(?:\$ )?(?:[A-Z_]+=\S+ )*(?:(?:{PROGRAMS}) |jaxdp (?:{'|'.join(cli.VERBS)})\b)"
+)
 FENCED = r"(?:<!-- (.+?) -->\n+)?^```(\w*)\n(.*?)^```"
 INDENTED = r"(?<=\n\n)((?: {4}[^\n]*\n+)+)"
 SCRIPT = re.compile(r"^#!|^(?:until|for|trap|wait)\b|&$", re.MULTILINE)
@@ -47,7 +50,8 @@ class Command(NamedTuple):
 def blocks(text: str) -> list[tuple[str, str, str]]:
     """(mark, language, content) of each block of code, in order."""
     fenced = re.compile(
-        r"(?:<!-- (.+?) -->\n+)?^```(\w*)\n(.*?)^```|(?:(?<=\n\n)((?: {4}.*\n+)+))", re.DOTALL | re.MULTILINE
+        r"(?:<!-- (.+?) -->\n+)?^```(\w*)\n(.*?)^```|(?:(?<=\n\n)((?: {4}.*\n+)+))",
+        re.DOTALL | re.MULTILINE,
     )
     found = []
     for match in fenced.finditer(text):
@@ -59,8 +63,8 @@ def blocks(text: str) -> list[tuple[str, str, str]]:
 
 
 def commands(page: pathlib.Path) -> list[Command]:
-    """Those of a page, in order. In a block of a shell each line is one, unless it is a script; elsewhere those lines
-    that begin like one."""
+    """Those of a page, in order. In a block of a shell each line is one, unless it is a script;
+    elsewhere those lines that begin like one."""
     found = []
     for mark, language, content in blocks(page.read_text()):
         kind, _, value = mark.partition(": ")
@@ -68,13 +72,24 @@ def commands(page: pathlib.Path) -> list[Command]:
         if language in SHELL and SCRIPT.search(content):
             texts = [content.strip()]
         elif language in (*SHELL, ""):
-            lines = [re.sub(r"\s{2,}#.*|^# .*", "", line).strip() for line in content.replace("\\\n", " ").splitlines()]
-            texts = [line.removeprefix("$ ") for line in lines if line and (language in SHELL or COMMAND.match(line))]
+            lines = [
+                re.sub(r"\s{2,}#.*|^# .*", "", line).strip()
+                for line in content.replace("\\\n", " ").splitlines()
+            ]
+            texts = [
+                line.removeprefix("$ ")
+                for line in lines
+                if line and (language in SHELL or COMMAND.match(line))
+            ]
         else:
             continue
         for text in texts:
-            need = next((n for pattern, n in NEEDS.items() if re.search(pattern, text, re.MULTILINE)), "")
-            test = next((t for pattern, t in TESTED.items() if re.search(pattern, text, re.MULTILINE)), "")
+            need = next(
+                (n for pattern, n in NEEDS.items() if re.search(pattern, text, re.MULTILINE)), ""
+            )
+            test = next(
+                (t for pattern, t in TESTED.items() if re.search(pattern, text, re.MULTILINE)), ""
+            )
             found.append(Command(page.name, text, **(said or {"needs": need, "tested": test})))
     return found
 
@@ -90,11 +105,15 @@ SMALLER = {
 
 
 def shortened(text: str) -> str:
-    """The command as a test runs it: two updates, a small model, few tokens; options that are there stay."""
+    """The command as a test runs it: two updates, a small model, few tokens; options that are there
+    stay.
+    """
     name = re.search(r"--config \S*?(\w+)\.yaml", text)
     more = [SMALLER.get(name[1], "")] if name else []
     if re.search(r"jaxdp train |train\.py ", text):
-        more.append("--steps 2 --log.every 1" + (" --outer.every 2" if "--outer.every" in text else ""))
+        more.append(
+            "--steps 2 --log.every 1" + (" --outer.every 2" if "--outer.every" in text else "")
+        )
     if "jaxdp verify " in text:
         more.append("--updates 1 --verify.strategies 1 --devices 2 --microbatches 2")
     if "jaxdp sample " in text:

@@ -1,4 +1,6 @@
-"""Covers: few combinations in which any two (or three) values of different factors meet at least once."""
+"""Covers: few combinations in which any two (or three) values of different factors meet at least
+once.
+"""
 
 import itertools
 import random
@@ -7,15 +9,21 @@ import pytest
 
 
 def cover(allowed=lambda row: True, **factors):
-    """Choose rows {factor: value} until any two values of different factors meet. allowed: the valid rows.
+    """Choose rows {factor: value} until any two values of different factors meet. allowed: the
+    valid rows.
 
     Greedy over a sample of the valid rows, then a row for each pair that the sample lacks.
     """
     everything = product(allowed, **factors)
     names = list(itertools.combinations(factors, 2))
-    pairs = lambda row: {(a, row[a], b, row[b]) for a, b in names}
+
+    def pairs(row):
+        return {(a, row[a], b, row[b]) for a, b in names}
+
     missing = {(a, row[a], b, row[b]) for a, b in names for row in everything}
-    candidates = [(row, pairs(row)) for row in random.Random(0).sample(everything, min(len(everything), 200))]
+    candidates = [
+        (row, pairs(row)) for row in random.Random(0).sample(everything, min(len(everything), 200))
+    ]
     rows = []
     while missing:
         row, covered = max(candidates, key=lambda c: len(c[1] & missing))
@@ -27,11 +35,17 @@ def cover(allowed=lambda row: True, **factors):
 
 
 def product(allowed=lambda row: True, **factors):
-    return [row for values in itertools.product(*factors.values()) if allowed(row := dict(zip(factors, values)))]
+    return [
+        row
+        for values in itertools.product(*factors.values())
+        if allowed(row := dict(zip(factors, values)))
+    ]
 
 
 def first(count, rows):
-    """Mark all rows but the first as slow. In a cover, the first rows are those in which most values meet."""
+    """Mark all rows but the first as slow. In a cover, the first rows are those in which most
+    values meet.
+    """
     return only(rows[:count], rows)
 
 

@@ -1,5 +1,6 @@
-"""Configs that depend on their surroundings (devices, ranks, variables of launchers, dates, chance), and others that
-only look so, for `jaxdp verify`. As a command: verify cases with the devices of this process, and print JSON lines."""
+"""Configs that depend on their surroundings (devices, ranks, variables of launchers, dates,
+chance), and others that only look so, for `jaxdp verify`. As a command: verify cases with the
+devices of this process, and print JSON lines."""
 
 import collections
 import datetime
@@ -114,7 +115,9 @@ NUMBERS = {  # what may depend on the surroundings -> a number
     "strftime": lambda: int(time.strftime("%j")),
     "month": lambda: int(datetime.datetime.today().strftime("%m")),
     "date of NumPy": lambda: int(np.datetime64("today").astype(int)),
-    "time zone": lambda: datetime.datetime.now().astimezone().utcoffset().total_seconds() // 3600 + 24,
+    "time zone": lambda: (
+        datetime.datetime.now().astimezone().utcoffset().total_seconds() // 3600 + 24
+    ),
     "host": lambda: sum(os.environ.get("HOSTNAME", "").encode()),
     "process": os.getpid,
     "hash": lambda: hash("a name") % 1009,
@@ -142,7 +145,10 @@ def model(of):
 
 def initial(of):
     """Its initial values are multiplied by a number."""
-    return Model(lambda key, batch: (jax.tree.map(lambda x: x * number(of), init(key, batch)[0]), {}), pair().apply)
+    return Model(
+        lambda key, batch: (jax.tree.map(lambda x: x * number(of), init(key, batch)[0]), {}),
+        pair().apply,
+    )
 
 
 def evaluated(of):
@@ -189,7 +195,11 @@ class Rows(Data):
 
     def __getitem__(self, i):
         row = super().__getitem__(i)
-        return {**row, "inputs": row["inputs"] * np.float32(number(self.of))} if self.what == "rows" else row
+        return (
+            {**row, "inputs": row["inputs"] * np.float32(number(self.of))}
+            if self.what == "rows"
+            else row
+        )
 
 
 class Ordered(Data):
@@ -201,7 +211,9 @@ class Ordered(Data):
         return {"inputs": self.inputs[indices], "labels": self.labels[indices]}
 
     def example_order(self, batch_size, microbatches, seed):
-        return EpochOrder(24, batch_size, microbatches, seed + int(number(self.of) * 1e6) if self.of else seed)
+        return EpochOrder(
+            24, batch_size, microbatches, seed + int(number(self.of) * 1e6) if self.of else seed
+        )
 
 
 def transform(of):
@@ -263,7 +275,9 @@ class Cached(Data):
 
     def __init__(self, shared):
         super().__init__()
-        folder = pathlib.Path(tempfile.gettempdir(), "elsewhere_cases") if shared else tempfile.mkdtemp()
+        folder = (
+            pathlib.Path(tempfile.gettempdir(), "elsewhere_cases") if shared else tempfile.mkdtemp()
+        )
         file = pathlib.Path(folder) / "inputs.npy"
         file.parent.mkdir(exist_ok=True)
         if not file.exists():
@@ -277,7 +291,9 @@ class Threaded(Data):
     def read(self, indices):
         import concurrent.futures
 
-        with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() + jax.device_count())) as pool:
+        with concurrent.futures.ThreadPoolExecutor(
+            min(4, os.cpu_count() + jax.device_count())
+        ) as pool:
             rows = list(pool.map(self.__getitem__, indices.tolist()))
         return {k: np.stack([row[k] for row in rows]) for k in rows[0]}
 
@@ -328,7 +344,9 @@ def scoped(x):
 
 
 def on_host(method):
-    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    def shape(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
     more = {"vmap_method": method} if method else {}
     return lambda x: x * jax.pure_callback(np.cos, shape(x), jax.lax.stop_gradient(x), **more)
 
@@ -354,11 +372,15 @@ BETWEEN = {
     "custom_jvp": jumped,
     "sorted names": ordered_names,
     "constant date": lambda x: x * (datetime.date(2020, 5, 17).toordinal() % 7),
-    "same for all dates": lambda x: x * (1.0 if datetime.datetime.now() > datetime.datetime(2001, 1, 1) else 0.0),
+    "same for all dates": lambda x: (
+        x * (1.0 if datetime.datetime.now() > datetime.datetime(2001, 1, 1) else 0.0)
+    ),
     "seeded": lambda x: x * float(np.random.default_rng(3).random() + random.Random(5).random()),
     "a label": lambda x: (f"{uuid.uuid4()} {os.getpid()} {time.time()}", x)[1],
     "checkpoint name": lambda x: checkpoint_name(x * 2, f"x{id(x)}"),
-    "dates are dates": lambda x: x * (1.0 if isinstance(datetime.datetime.now(), datetime.datetime) else 3.0),
+    "dates are dates": lambda x: (
+        x * (1.0 if isinstance(datetime.datetime.now(), datetime.datetime) else 3.0)
+    ),
 }
 
 
@@ -377,7 +399,11 @@ class Listed(nn.Module):
 
     @nn.compact
     def __call__(self, x, mask, train: bool):
-        for layer in {"one": nn.Dense(WIDTH), "norm": nn.LayerNorm(), "two": nn.Dense(WIDTH)}.values():
+        for layer in {
+            "one": nn.Dense(WIDTH),
+            "norm": nn.LayerNorm(),
+            "two": nn.Dense(WIDTH),
+        }.values():
             x = nn.relu(layer(x))
         return nn.Dense(CLASSES)(nn.Dropout(0.1, deterministic=not train)(x))
 
@@ -387,8 +413,14 @@ def stepped(lr, steps):
 
 
 INNOCENT = {
-    **{k: v for k, v in GOOD.items() if k not in ("float32 inside", "attention", "bfloat16 inside")},
-    **{f"model, {k}": named("model", "elsewhere_cases.between", what=k) for k in BETWEEN if "no method" not in k},
+    **{
+        k: v for k, v in GOOD.items() if k not in ("float32 inside", "attention", "bfloat16 inside")
+    },
+    **{
+        f"model, {k}": named("model", "elsewhere_cases.between", what=k)
+        for k in BETWEEN
+        if "no method" not in k
+    },
     "callback without a method, scan": [
         *named("model", "elsewhere_cases.between", what="callback, no method"),
         "--parallel.accumulate",
@@ -413,7 +445,12 @@ def verified(argv, devices=None, updates=1):
         file = pathlib.Path(folder, "config.yaml")
         file.write_text(CONFIG)
         config = load(["--config", str(file), *argv], "verify")[0]
-    return verify(make_problem(config), jax.devices()[:devices], updates=updates, most=config.verify.strategies)
+    return verify(
+        make_problem(config),
+        jax.devices()[:devices],
+        updates=updates,
+        most=config.verify.strategies,
+    )
 
 
 if __name__ == "__main__":
@@ -423,4 +460,8 @@ if __name__ == "__main__":
             causes, failed = report.causes, [c.text for c in report.checks if c.verdict == "FAILED"]
         except Exception as error:
             causes, failed = [f"{type(error).__name__}: {error}"], ["raised"]
-        print(json.dumps({"case": case, "causes": causes, "failed": failed}), file=sys.__stdout__, flush=True)
+        print(
+            json.dumps({"case": case, "causes": causes, "failed": failed}),
+            file=sys.__stdout__,
+            flush=True,
+        )

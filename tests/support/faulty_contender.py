@@ -1,4 +1,6 @@
-"""A contender of the benchmarks without a model, which fails as its argument says: python faulty_contender.py FAULT."""
+"""A contender of the benchmarks without a model, which fails as its argument says: python
+faulty_contender.py FAULT.
+"""
 
 import os
 import signal

@@ -28,7 +28,17 @@ def written(folder):
 def argv(config, run_dir, what="none", rank=0, at=0, where="train", more=()):
     fault = {"what": what, "rank": rank, "at": at, "where": where, "run_dir": run_dir}
     keys = [f"--data.args={json.dumps(fault, default=str)}"]
-    return ["train.py", "--config", str(config), "--run_dir", str(run_dir), *keys, "--resume.force", "true", *more]
+    return [
+        "train.py",
+        "--config",
+        str(config),
+        "--run_dir",
+        str(run_dir),
+        *keys,
+        "--resume.force",
+        "true",
+        *more,
+    ]
 
 
 def final(run_dir):
@@ -36,7 +46,9 @@ def final(run_dir):
 
 
 def kept(run_dir):
-    return sorted(int(p.name) for p in (run_dir / "checkpoints").iterdir() if (p / "manifest.json").is_file())
+    return sorted(
+        int(p.name) for p in (run_dir / "checkpoints").iterdir() if (p / "manifest.json").is_file()
+    )
 
 
 def when(condition, act):

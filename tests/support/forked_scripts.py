@@ -1,10 +1,11 @@
-"""Scripts in processes that are forked from one that has imported JAX, as `jaxdp launch` forks its ranks.
+"""Scripts in processes that are forked from one that has imported JAX, as `jaxdp launch` forks its
+ranks.
 
     python forked_scripts.py    # reads JSON lines {"words", "env", "cwd", "out"}, answers each with an exit code
 
-words: what follows `python`. out: the file for stdout; stderr goes to OUT.errors. An import takes more than a second of
-a core, so the commands of Python that a script starts by `benchmarks.job` are forked as well.
-"""
+words: what follows `python`. out: the file for stdout; stderr goes to OUT.errors. An import takes
+more than a second of a core, so the commands of Python that a script starts by `benchmarks.job` are
+forked as well."""
 
 import atexit
 import json
@@ -25,7 +26,9 @@ popen = job.start
 
 
 class Forked:
-    """A script in a forked process, in its own session; it has the methods of `subprocess.Popen` that jobs need."""
+    """A script in a forked process, in its own session; it has the methods of `subprocess.Popen`
+    that jobs need.
+    """
 
     def __init__(self, words, env, cwd, stdout, stderr):
         sys.stdout.flush()
@@ -38,7 +41,9 @@ class Forked:
             atexit._clear()  # of the process around, such as the end of its temporary folders
             os.setsid()
             os.environ.clear()
-            os.environ.update(env, GLIBC_TUNABLES=tunables())  # else a command starts itself again, to set it
+            os.environ.update(
+                env, GLIBC_TUNABLES=tunables()
+            )  # else a command starts itself again, to set it
             os.chdir(cwd)
             for number, file in enumerate((os.open(os.devnull, os.O_RDONLY), stdout, stderr)):
                 os.dup2(file, number)
@@ -94,7 +99,9 @@ def start(command, env, cwd=job.ROOT, **files):
     """`job.start`; what is not for this Python, or has pipes, is a real process."""
     if command[0] != sys.executable or any(isinstance(file, int) for file in files.values()):
         return popen(command, env, cwd, **files)
-    return Forked([*map(str, command[1:])], env, cwd, **{name: file.fileno() for name, file in files.items()})
+    return Forked(
+        [*map(str, command[1:])], env, cwd, **{name: file.fileno() for name, file in files.items()}
+    )
 
 
 if __name__ == "__main__":
@@ -102,7 +109,10 @@ if __name__ == "__main__":
     job.call, job.start = call, start
     for line in sys.stdin:
         request = json.loads(line)
-        files = [os.open(f"{request['out']}{end}", os.O_WRONLY | os.O_CREAT, 0o600) for end in ("", ".errors")]
+        files = [
+            os.open(f"{request['out']}{end}", os.O_WRONLY | os.O_CREAT, 0o600)
+            for end in ("", ".errors")
+        ]
         print(Forked(request["words"], request["env"], request["cwd"], *files).wait(), flush=True)
         for file in files:
             os.close(file)

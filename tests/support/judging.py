@@ -13,8 +13,9 @@ STEPS = 10
 
 @functools.cache
 def judged(model, optimizer, microbatches, dtype):
-    """The oracle's (params, state) from the initial values that jaxdp makes on one device; 53 examples in batches of
-    20, so that every third batch has 13 rows and, with 16 microbatches, three of them none."""
+    """The oracle's (params, state) from the initial values that jaxdp makes on one device; 53
+    examples in batches of 20, so that every third batch has 13 rows and, with 16 microbatches,
+    three of them none."""
     first = toys.train(
         toys.MODELS[model](),
         toys.data(dtype=dtype),

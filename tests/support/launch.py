@@ -1,4 +1,6 @@
-"""Jobs of several real processes for tests: started, bounded in time, and nothing of them left behind."""
+"""Jobs of several real processes for tests: started, bounded in time, and nothing of them left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,32 @@ from jaxdp.supervise import signals
 SUPPORT = pathlib.Path(__file__).parent
 ROOT = SUPPORT.parent.parent
 # What a launcher around the tests themselves may have set, and would be taken for the job's own.
-LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "MPI_LOCAL", "MPI4PY_", "SLURM_", "JAXDP_", "TORCHELASTIC_")
-LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "JOB_COMPLETION_INDEX")
+LAUNCHER_PREFIXES = (
+    "OMPI_",
+    "PMI_",
+    "PMIX_",
+    "PRTE_",
+    "MPI_LOCAL",
+    "MPI4PY_",
+    "SLURM_",
+    "JAXDP_",
+    "TORCHELASTIC_",
+)
+LAUNCHER_NAMES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "JOB_COMPLETION_INDEX",
+)
 
 
 @dataclass
 class Finished(subprocess.CompletedProcess):
-    """A job that is over. returncode: 124 where it was killed at its time limit. left: processes that outlived it."""
+    """A job that is over. returncode: 124 where it was killed at its time limit. left: processes
+    that outlived it.
+    """
 
     args: list[str]
     returncode: int
@@ -50,8 +71,14 @@ class Finished(subprocess.CompletedProcess):
 
 
 def environment(env: Mapping[str, str | None] | None, devices: int) -> dict[str, str]:
-    """This process's environment without any launcher's variables; on CPU, with that many simulated devices."""
-    base = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES) and k not in LAUNCHER_NAMES}
+    """This process's environment without any launcher's variables; on CPU, with that many simulated
+    devices.
+    """
+    base = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(LAUNCHER_PREFIXES) and k not in LAUNCHER_NAMES
+    }
     base.pop("NPROC", None)  # ours, for our own devices
     base |= AS_ROOT | {
         "JAX_PLATFORMS": "cpu",
@@ -74,7 +101,9 @@ def find(which: str) -> str | None:
     if which == "mpich":
         prefix = os.environ.get("JAXDP_TEST_MPICH_PREFIX") or str(ROOT / ".mpich")
         return shutil.which("mpirun", path=f"{prefix}/bin")
-    return shutil.which("mpirun", path=f"{pathlib.Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+    return shutil.which(
+        "mpirun", path=f"{pathlib.Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
+    )
 
 
 def require(which: str) -> str:
@@ -102,9 +131,9 @@ def mpirun(
 ) -> Finished:
     """`mpirun -np NP python ARGV...`, in the repository's root.
 
-    env: variables to set, or with None to unset. timeout: seconds, after which all of it is killed. devices: simulated
-    CPU devices of each process. options: more of mpirun's own. during: called with mpirun's process, in a thread.
-    """
+    env: variables to set, or with None to unset. timeout: seconds, after which all of it is killed.
+    devices: simulated CPU devices of each process. options: more of mpirun's own. during: called
+    with mpirun's process, in a thread."""
     program = require(which)
     free = [] if which == "mpich" else ["--bind-to", "none", "--oversubscribe"]
     command = [program, *free, *options, "-np", str(np), sys.executable, *argv]
@@ -118,9 +147,13 @@ def processes(
     devices: int = 1,
     prefixes: Sequence[Sequence[str]] | None = None,
 ) -> list[Finished]:
-    """`python ARGV...` once for each of `envs`, at the same time, without a launcher. prefixes: what runs each."""
+    """`python ARGV...` once for each of `envs`, at the same time, without a launcher. prefixes:
+    what runs each.
+    """
     prefixes = prefixes or [[] for _ in envs]
-    return together([([*p, sys.executable, *argv], e) for p, e in zip(prefixes, envs)], timeout, devices)
+    return together(
+        [([*p, sys.executable, *argv], e) for p, e in zip(prefixes, envs)], timeout, devices
+    )
 
 
 def port() -> int:
@@ -138,12 +171,20 @@ def ranks(n: int, coordinator: str, **more: str) -> list[dict[str, str | None]]:
 def in_process(*argv: object) -> Finished:
     """Run `jaxdp ARGV...` in this process, on its devices, without a launcher.
 
-    Starting a process and importing JAX takes seconds; a test of a message, or of a finished run, needs neither.
-    """
-    out, err, settings = io.StringIO(), io.StringIO(), {name: jax.config.values[name] for name in SETTINGS}
+    Starting a process and importing JAX takes seconds; a test of a message, or of a finished run,
+    needs neither."""
+    out, err, settings = (
+        io.StringIO(),
+        io.StringIO(),
+        {name: jax.config.values[name] for name in SETTINGS},
+    )
     began, command = time.monotonic(), [str(arg) for arg in argv]
     with contextlib.ExitStack() as stack:
-        for context in (contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), mock.patch.dict(os.environ)):
+        for context in (
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            mock.patch.dict(os.environ),
+        ):
             stack.enter_context(context)
         stack.enter_context(mock.patch.object(signals, "listen"))  # pytest handles Ctrl-C
         try:
@@ -219,8 +260,13 @@ def _survivors(mark: str, patience: float = 3.0) -> list[str]:
         for entry in pathlib.Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-                if state != "Z" and f"JAXDP_TEST_JOB={mark}".encode() in (entry / "environ").read_bytes():
-                    alive[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
+                if (
+                    state != "Z"
+                    and f"JAXDP_TEST_JOB={mark}".encode() in (entry / "environ").read_bytes()
+                ):
+                    alive[int(entry.name)] = (
+                        (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
+                    )
         if not alive or time.monotonic() > deadline:
             break
         time.sleep(0.05)
@@ -231,6 +277,12 @@ def _survivors(mark: str, patience: float = 3.0) -> list[str]:
 
 
 def launched(folder, *words):
-    """The arguments of a process `jaxdp launch WORDS...` in a folder, whose modules a config may name."""
+    """The arguments of a process `jaxdp launch WORDS...` in a folder, whose modules a config may
+    name.
+    """
     env = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": f"{ROOT}:{folder}", "JAXDP_TIMEOUT": "60"}
-    return {"args": [sys.executable, "-m", "jaxdp", "launch", *map(str, words)], "env": env, "cwd": folder}
+    return {
+        "args": [sys.executable, "-m", "jaxdp", "launch", *map(str, words)],
+        "env": env,
+        "cwd": folder,
+    }

@@ -1,4 +1,6 @@
-"""Several hosts on one machine: network namespaces with their own names, addresses and /etc/hosts, on one bridge."""
+"""Several hosts on one machine: network namespaces with their own names, addresses and /etc/hosts,
+on one bridge.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ _count = itertools.count()
 class Hosts:
     """A context in which hosts exist; their network can be cut.
 
-    loopback: the host whose own name resolves to 127.0.1.1, as on Debian. Raises OSError if hosts cannot be made here.
-    """
+    loopback: the host whose own name resolves to 127.0.1.1, as on Debian. Raises OSError if hosts
+    cannot be made here."""
 
     def __init__(self, count: int, loopback: int | None = None):
         # Taking down is not at once, so that every network gets names of its own.
@@ -34,7 +36,9 @@ class Hosts:
     def prefixes(self) -> list[list[str]]:
         """What runs a command on each host."""
         quote = 'hostname "$0"; exec "$@"'
-        return [["ip", "netns", "exec", n, "unshare", "--uts", "sh", "-c", quote, n] for n in self.names]
+        return [
+            ["ip", "netns", "exec", n, "unshare", "--uts", "sh", "-c", quote, n] for n in self.names
+        ]
 
     def cut(self, host: int) -> None:
         """Take a host off the network; it notices."""
@@ -68,7 +72,9 @@ class Hosts:
             self._up()
         except subprocess.CalledProcessError as error:
             self.__exit__()
-            raise OSError(f"network namespaces are not permitted here: {error.stderr.strip()}") from None
+            raise OSError(
+                f"network namespaces are not permitted here: {error.stderr.strip()}"
+            ) from None
         return self
 
     def _up(self) -> None:
@@ -76,13 +82,29 @@ class Hosts:
             _run("ip", "link", "add", bridge, "type", "bridge")
             _run("ip", "link", "set", bridge, "up")
         for i, name in enumerate(self.names):
-            others = [f"{self.address(j)} {n}" for j, n in enumerate(self.names) if i != j or i != self.loopback]
+            others = [
+                f"{self.address(j)} {n}"
+                for j, n in enumerate(self.names)
+                if i != j or i != self.loopback
+            ]
             own = [f"127.0.1.1 {name}"] if i == self.loopback else []
             folder = pathlib.Path("/etc/netns") / name
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *own, *others, ""]))
             _run("ip", "netns", "add", name)
-            _run("ip", "link", "add", f"{name}v", "type", "veth", "peer", "name", "eth0", "netns", name)
+            _run(
+                "ip",
+                "link",
+                "add",
+                f"{name}v",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                name,
+            )
             _run("ip", "link", "set", f"{name}v", "master", self.bridge, "up")
             _run("ip", "-n", name, "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
             _run("ip", "-n", name, "link", "set", "eth0", "up")

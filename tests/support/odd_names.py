@@ -1,4 +1,6 @@
-"""Strategies of names: whatever a file system takes as a folder, and whatever a pytree takes as a key."""
+"""Strategies of names: whatever a file system takes as a folder, and whatever a pytree takes as a
+key.
+"""
 
 import numpy as np
 from hypothesis import strategies as st
@@ -20,7 +22,9 @@ KEYS = [
 
 folder_names = st.one_of(
     st.sampled_from(FOLDERS),
-    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="/\0"), min_size=1, max_size=12),
+    st.text(
+        st.characters(exclude_categories=["Cs"], exclude_characters="/\0"), min_size=1, max_size=12
+    ),
 ).filter(lambda name: name not in (".", ".."))
 folders = st.lists(folder_names, min_size=1, max_size=3)
 keys = st.one_of(st.sampled_from(KEYS), st.text(max_size=5), st.sampled_from(KEYS[:20]))

@@ -1,4 +1,5 @@
-"""What training means, written without jaxdp: real rows only, Python loops, one weighted loss, plain Optax.
+"""What training means, written without jaxdp: real rows only, Python loops, one weighted loss,
+plain Optax.
 
 It shares no code with the step that it judges; an oracle that did could not see that code's faults.
 """
@@ -66,14 +67,23 @@ def dropout_mlp(params, state, x, key, places):
 
 def _conv_bn(params, state, x):
     x = jax.lax.conv_general_dilated(
-        x, params["conv"]["kernel"], (1, 1), ((1, 1), (1, 1)), dimension_numbers=("NHWC", "HWIO", "NHWC")
+        x,
+        params["conv"]["kernel"],
+        (1, 1),
+        ((1, 1), (1, 1)),
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
     )
     mean = x.mean((0, 1, 2))
     var = ((x - mean) ** 2).mean((0, 1, 2))
     norm = params["norm"]
     y = (x - mean) / jnp.sqrt(var + 1e-5) * norm["scale"] + norm["bias"]
     averages = state["norm"]
-    new = {"norm": {"mean": 0.9 * averages["mean"] + 0.1 * mean, "var": 0.9 * averages["var"] + 0.1 * var}}
+    new = {
+        "norm": {
+            "mean": 0.9 * averages["mean"] + 0.1 * mean,
+            "var": 0.9 * averages["var"] + 0.1 * var,
+        }
+    }
     return jnp.maximum(y, 0), new
 
 
@@ -92,7 +102,9 @@ def blocks(params, state, x, key, places):
     x = params["embed"]["embedding"][jnp.clip(jnp.floor(2 * x + 4), 0, 7).astype(int)].mean(1)
     stack = params["blocks"]["stack"]
     for i in range(len(stack["up"]["bias"])):
-        up, down = ({name: leaf[i] for name, leaf in stack[part].items()} for part in ("up", "down"))
+        up, down = (
+            {name: leaf[i] for name, leaf in stack[part].items()} for part in ("up", "down")
+        )
         x = x + dense(down, jnp.maximum(dense(up, x), 0))
     return dense(params["head"], x), state
 

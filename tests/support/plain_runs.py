@@ -42,11 +42,16 @@ def make_run(
     model, examples = model or toys.MODELS["resnet"](), examples or toys.data(60)
     tx = optax.adam(1e-2)
     cursor = EpochOrder(60, 20, 8, 0)
-    forward, rule = Forward(model, loss or SoftmaxCrossEntropy()), UpdateRule(tx, spike=spike, **(step or {}))
+    forward, rule = (
+        Forward(model, loss or SoftmaxCrossEntropy()),
+        UpdateRule(tx, spike=spike, **(step or {})),
+    )
     make = Partial(lambda: init_state(forward, rule, 8, {k: v[:3] for k, v in examples.items()}))
     sets = {}
     if held_out is not None:
-        sets[""] = Source(Arrays(**held_out), EpochOrder(len(held_out["labels"]), 20, 8, 0, shuffle=False))
+        sets[""] = Source(
+            Arrays(**held_out), EpochOrder(len(held_out["labels"]), 20, 8, 0, shuffle=False)
+        )
     run = Run(
         STRATEGIES[backend](make, 8, make_reduction("xla"), None, jax.devices()[:devices]),
         make_step(forward, rule, accumulate),

@@ -1,8 +1,9 @@
-"""Print {name: SHA-256 of the value and the gradients} of products, convolutions, sums and elementwise functions of a
-dtype (the first argument), as exact mode computes them; of every n-th of them (the second).
+"""Print {name: SHA-256 of the value and the gradients} of products, convolutions, sums and
+elementwise functions of a dtype (the first argument), as exact mode computes them; of every n-th of
+them (the second).
 
-The sums are long and their results small, so libraries divide the sums among threads; XLA divides the loops of
-elementwise functions, and the ends of each part are computed with scalar instructions.
+The sums are long and their results small, so libraries divide the sums among threads; XLA divides
+the loops of elementwise functions, and the ends of each part are computed with scalar instructions.
 """
 
 # ruff: noqa: E402
@@ -66,9 +67,16 @@ def value_and_gradients(f, *args):
 
 def main():
     lower_on_cpu()
-    functions = {k: (lambda x, w, f=f: jnp.einsum(f, x, w), a, b) for k, (f, a, b) in SHAPES.items()}
-    functions |= {k: (lambda x, w, m=m: convolution(x, w, **m), a, b) for k, (a, b, m) in CONVOLUTIONS.items()}
-    functions |= {f"sum of {k}": (lambda x, axes=axes: jnp.sum(jnp.sin(x), axes), a) for k, (a, axes) in SUMS.items()}
+    functions = {
+        k: (lambda x, w, f=f: jnp.einsum(f, x, w), a, b) for k, (f, a, b) in SHAPES.items()
+    }
+    functions |= {
+        k: (lambda x, w, m=m: convolution(x, w, **m), a, b) for k, (a, b, m) in CONVOLUTIONS.items()
+    }
+    functions |= {
+        f"sum of {k}": (lambda x, axes=axes: jnp.sum(jnp.sin(x), axes), a)
+        for k, (a, axes) in SUMS.items()
+    }
     functions |= {f"elementwise {k}": (f, a) for k, (f, a) in ELEMENTWISE.items()}
     rng, bits = np.random.default_rng(0), {}
     for name, (f, *shapes) in [*functions.items()][:: int(sys.argv[2])]:

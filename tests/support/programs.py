@@ -50,7 +50,9 @@ def build(
         make_reduction(reduction),
         None if policy.reduce == policy.params else policy.reduce,
         jax.devices()[: int(place.partition("/")[0])],
-        Sharding(zero, int(place[2:]) if "/" in place else None, gradient_buffer, model.blocks, pad=pad),
+        Sharding(
+            zero, int(place[2:]) if "/" in place else None, gradient_buffer, model.blocks, pad=pad
+        ),
     )
     return (
         strategy,

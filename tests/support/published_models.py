@@ -1,4 +1,6 @@
-"""GPT-2 and Llama in plain NumPy, by the published names and the config.json of a folder; nothing of jaxdp."""
+"""GPT-2 and Llama in plain NumPy, by the published names and the config.json of a folder; nothing
+of jaxdp.
+"""
 
 import json
 import os
@@ -15,12 +17,16 @@ def logits(folder, tokens):
     """The logits of tokens [example, token], in float64."""
     folder = pathlib.Path(folder)
     config = json.loads((folder / "config.json").read_text())
-    weights = {name: x.astype(np.float64) for name, x in load_file(folder / "model.safetensors").items()}
+    weights = {
+        name: x.astype(np.float64) for name, x in load_file(folder / "model.safetensors").items()
+    }
     return {"gpt2": gpt2, "llama": llama}[config["model_type"]](weights, config, tokens)
 
 
 def attention(query, key, value):
-    """Of [example, token, head, width], causal; keys and values are repeated for their groups of queries."""
+    """Of [example, token, head, width], causal; keys and values are repeated for their groups of
+    queries.
+    """
     groups = query.shape[2] // key.shape[2]
     key, value = np.repeat(key, groups, 2), np.repeat(value, groups, 2)
     scores = np.einsum("bqhw,bkhw->bhqk", query, key) / np.sqrt(query.shape[-1])
@@ -36,7 +42,9 @@ def gpt2(w, config, tokens):
         x = x / np.sqrt((x * x).mean(-1, keepdims=True) + config["layer_norm_epsilon"])
         return x * w[f"transformer.{name}.weight"] + w[f"transformer.{name}.bias"]
 
-    linear = lambda x, name: x @ w[f"transformer.{name}.weight"] + w[f"transformer.{name}.bias"]
+    def linear(x, name):
+        return x @ w[f"transformer.{name}.weight"] + w[f"transformer.{name}.bias"]
+
     assert config["activation_function"] == "gelu_new"
     x = w["transformer.wte.weight"][tokens] + w["transformer.wpe.weight"][: tokens.shape[1]]
     for i in range(config["n_layer"]):
@@ -54,14 +62,20 @@ def gpt2(w, config, tokens):
 
 def llama(w, config, tokens):
     def norm(x, name):
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + config["rms_norm_eps"]) * w[f"model.{name}.weight"]
+        return (
+            x
+            / np.sqrt((x * x).mean(-1, keepdims=True) + config["rms_norm_eps"])
+            * w[f"model.{name}.weight"]
+        )
 
     def linear(x, name, bias=False):
         assert (f"model.{name}.bias" in w) == bias
         return x @ w[f"model.{name}.weight"].T + w.get(f"model.{name}.bias", 0.0)
 
     width = config["head_dim"]
-    angles = np.outer(np.arange(tokens.shape[1]), config["rope_theta"] ** (-np.arange(0, width, 2) / width))
+    angles = np.outer(
+        np.arange(tokens.shape[1]), config["rope_theta"] ** (-np.arange(0, width, 2) / width)
+    )
     turn = np.exp(1j * angles)[:, None]
 
     def rotated(x):
@@ -74,9 +88,13 @@ def llama(w, config, tokens):
         layer, bias = f"layers.{i}", config["attention_bias"]
         y = norm(x, f"{layer}.input_layernorm")
         query, key, value = (
-            linear(y, f"{layer}.self_attn.{name}_proj", bias).reshape(*y.shape[:2], -1, width) for name in "qkv"
+            linear(y, f"{layer}.self_attn.{name}_proj", bias).reshape(*y.shape[:2], -1, width)
+            for name in "qkv"
         )
-        assert (query.shape[2], key.shape[2]) == (config["num_attention_heads"], config["num_key_value_heads"])
+        assert (query.shape[2], key.shape[2]) == (
+            config["num_attention_heads"],
+            config["num_key_value_heads"],
+        )
         mixed = attention(rotated(query), rotated(key), value)
         x = x + linear(mixed, f"{layer}.self_attn.o_proj", bias)
         y, bias = norm(x, f"{layer}.post_attention_layernorm"), config["mlp_bias"]
@@ -91,6 +109,9 @@ def llama(w, config, tokens):
 def with_transformers(script, *args):
     """Run a script by an interpreter that has transformers and torch; skip without one."""
     for python in (".venv-torch/bin/python", sys.executable):
-        if os.path.exists(python) and not subprocess.run([python, "-c", "import torch, transformers"]).returncode:
+        if (
+            os.path.exists(python)
+            and not subprocess.run([python, "-c", "import torch, transformers"]).returncode
+        ):
             return subprocess.run([python, "-c", script, *map(str, args)], check=True, timeout=300)
     return pytest.skip("needs transformers and torch: pip install -e '.[transformers]'")

@@ -48,7 +48,8 @@ PartitionName=all Nodes={names} Default=YES MaxTime=INFINITE State=UP
 
 
 class Slurm:
-    """A context in which `run` and `start` give commands to a cluster; whatever it started is gone afterwards.
+    """A context in which `run` and `start` give commands to a cluster; whatever it started is gone
+    afterwards.
 
     names: of its nodes, all on this machine; by default one of this host's name. cpus: of each.
     """
@@ -61,7 +62,9 @@ class Slurm:
         path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
         missing = [name for name in PROGRAMS if not shutil.which(name, path=path)]
         if missing or os.geteuid() != 0:
-            pytest.skip(f"a Slurm cluster needs root, slurm-wlm and munge (no {', '.join(missing) or 'root'})")
+            pytest.skip(
+                f"a Slurm cluster needs root, slurm-wlm and munge (no {', '.join(missing) or 'root'})"
+            )
         # munged asks that nobody else may write above its socket: not a folder of pytest's.
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="jaxdp-slurm-", dir="/run"))
         self.folder.chmod(0o755)
@@ -84,7 +87,9 @@ class Slurm:
         key.touch(0o600)
         key.write_bytes(secrets.token_bytes(128))
         node = "NodeName={} NodeHostname={} NodeAddr=127.0.0.1 Port={} CPUs={} State=UNKNOWN"
-        nodes = "\n".join(node.format(name, self.host, _free_port(), self.cpus) for name in self.names)
+        nodes = "\n".join(
+            node.format(name, self.host, _free_port(), self.cpus) for name in self.names
+        )
         values = {"host": self.host, "folder": folder, "port": _free_port(), "nodes": nodes}
         (folder / "slurm.conf").write_text(CONFIG.format(**values, names=",".join(self.names)))
         names = ("socket", "key", "pid", "seed", "log")
@@ -95,13 +100,23 @@ class Slurm:
         for name in self.names:
             (folder / "spool" / name).mkdir()
             self._daemon("slurmd", "-D", "-N", name)
-        idle = lambda: self.run("sinfo", "-h", "-N", "-o", "%T").stdout.split()
+
+        def idle():
+            return self.run("sinfo", "-h", "-N", "-o", "%T").stdout.split()
+
         self._wait("the nodes", lambda: idle() == ["idle"] * len(self.names))
 
     def _daemon(self, *command: str) -> None:
         log = (self.folder / f"{command[0]}{len(self.daemons)}.out").open("w")
         self.daemons.append(
-            subprocess.Popen(command, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.folder)
+            subprocess.Popen(
+                command,
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+            )
         )
         log.close()
 
@@ -109,7 +124,9 @@ class Slurm:
         deadline = time.monotonic() + 30
         while not there():
             if time.monotonic() > deadline or any(d.poll() is not None for d in self.daemons):
-                logs = "\n".join(f"{p.name}: {p.read_text()[-2000:]}" for p in self.folder.glob("*.[lo][ou][gt]"))
+                logs = "\n".join(
+                    f"{p.name}: {p.read_text()[-2000:]}" for p in self.folder.glob("*.[lo][ou][gt]")
+                )
                 raise RuntimeError(f"{what} did not come up\n{logs}")
             time.sleep(0.1)
 
@@ -135,7 +152,9 @@ class Slurm:
         if len(self.daemons) == 2 + len(self.names):
             self.run("scancel", "--user=root", timeout=20)
             deadline = time.monotonic() + 15
-            while self.run("squeue", "-h", timeout=20).stdout.strip() and time.monotonic() < deadline:
+            while (
+                self.run("squeue", "-h", timeout=20).stdout.strip() and time.monotonic() < deadline
+            ):
                 time.sleep(0.1)
         for daemon in reversed(self.daemons):  # they keep no state that anybody needs
             daemon.kill()

@@ -49,7 +49,10 @@ class Block(nnx.Module):
     """x + down(relu(up(x)))"""
 
     def __init__(self, rngs, dropout):
-        self.up, self.down = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs), nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
+        self.up, self.down = (
+            nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs),
+            nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs),
+        )
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
     def __call__(self, x):
@@ -57,7 +60,9 @@ class Block(nnx.Module):
 
 
 class Stacked(nnx.Module):
-    """The inputs as tokens, embedded and averaged, and three stacked blocks: widths split by 8, and by 3."""
+    """The inputs as tokens, embedded and averaged, and three stacked blocks: widths split by 8, and
+    by 3.
+    """
 
     def __init__(self, rngs, dropout=0.0):
         self.embed = nnx.Embed(8, WIDTH, rngs=rngs)
@@ -80,19 +85,26 @@ def dropout_model(key_of=lambda key: key) -> Model:
         x = batch["inputs"].reshape(len(batch["inputs"]), -1)
         x = jax.nn.relu(x @ params["layers"]["0"]["kernel"] + params["layers"]["0"]["bias"])
         if train:
-            x = jnp.where(jax.random.bernoulli(key_of(key), 0.75, x.shape), x / 0.75, jnp.zeros_like(x))
+            x = jnp.where(
+                jax.random.bernoulli(key_of(key), 0.75, x.shape), x / 0.75, jnp.zeros_like(x)
+            )
         return x @ params["head"]["kernel"] + params["head"]["bias"], model_state
 
     return Model(init, apply)
 
 
 def lstm_model(width=12) -> Model:
-    """An LSTM over the rows of an image, as two plain functions; a place goes on where it ended in the last batch."""
+    """An LSTM over the rows of an image, as two plain functions; a place goes on where it ended in
+    the last batch.
+    """
     inputs = SHAPE[1] * SHAPE[2]
 
     def init(key, batch):
         one, two = jax.random.split(key)
-        draw = lambda key, *shape: jax.random.normal(key, shape) / shape[0] ** 0.5
+
+        def draw(key, *shape):
+            return jax.random.normal(key, shape) / shape[0] ** 0.5
+
         gates = {"kernel": draw(one, inputs + width, 4 * width), "bias": jnp.zeros(4 * width)}
         head = {"kernel": draw(two, width, CLASSES), "bias": jnp.zeros(CLASSES)}
         last = jnp.zeros((len(batch["inputs"]), width))
@@ -101,13 +113,18 @@ def lstm_model(width=12) -> Model:
     def apply(params, model_state, batch, key, train):
         def step(carry, x):
             cell, hidden = carry
-            mixed = jnp.concatenate([x, hidden], 1) @ params["gates"]["kernel"] + params["gates"]["bias"]
+            mixed = (
+                jnp.concatenate([x, hidden], 1) @ params["gates"]["kernel"]
+                + params["gates"]["bias"]
+            )
             take_in, forget, give, new = jnp.split(mixed, 4, 1)
             cell = jax.nn.sigmoid(forget) * cell + jax.nn.sigmoid(take_in) * jnp.tanh(new)
             return (cell, jax.nn.sigmoid(give) * jnp.tanh(cell)), None
 
         rows = batch["inputs"].reshape(*batch["inputs"].shape[:2], inputs).swapaxes(0, 1)
-        carry = jax.lax.stop_gradient((model_state["carry"]["cell"], model_state["carry"]["hidden"]))
+        carry = jax.lax.stop_gradient(
+            (model_state["carry"]["cell"], model_state["carry"]["hidden"])
+        )
         (cell, hidden), _ = jax.lax.scan(step, carry, rows)
         outputs = hidden @ params["head"]["kernel"] + params["head"]["bias"]
         return outputs, {"carry": {"cell": cell, "hidden": hidden}}
@@ -124,19 +141,26 @@ def summing():
         return {"kernel": kernel}, {"carry": {"seen": jnp.zeros((len(batch["inputs"]), size))}}
 
     def apply(params, state, batch, key, train):
-        seen = jax.lax.stop_gradient(state["carry"]["seen"]) + batch["inputs"].reshape(len(batch["inputs"]), -1)
+        seen = jax.lax.stop_gradient(state["carry"]["seen"]) + batch["inputs"].reshape(
+            len(batch["inputs"]), -1
+        )
         return seen @ params["kernel"], {"carry": {"seen": seen}}
 
     return Model(init, apply)
 
 
 def counting(step_of=lambda batch: 1) -> Model:
-    """A linear model that counts its calls in an int32 and carries the sum of what each place has seen."""
+    """A linear model that counts its calls in an int32 and carries the sum of what each place has
+    seen.
+    """
 
     def init(key, batch):
         x = batch["inputs"].reshape(len(batch["inputs"]), -1)
         params = {"w": jax.random.normal(key, (x.shape[1], CLASSES), x.dtype) * 0.1}
-        return params, {"calls": jnp.zeros((), jnp.int32), "carry": {"seen": jnp.zeros(x.shape, x.dtype)}}
+        return params, {
+            "calls": jnp.zeros((), jnp.int32),
+            "carry": {"seen": jnp.zeros(x.shape, x.dtype)},
+        }
 
     def apply(params, state, batch, key, train):
         x = batch["inputs"].reshape(len(batch["inputs"]), -1)
@@ -160,17 +184,27 @@ def of_all_kinds():
         x = batch["inputs"].reshape(len(batch["inputs"]), -1)
         wide = x.astype(jnp.float32)
         mean = 0.9 * state["mean"] + 0.1 * wide.mean(0)
-        new = {"mean": mean, "calls": state["calls"] + 1, "carry": {"seen": state["carry"]["seen"] + wide}}
+        new = {
+            "mean": mean,
+            "calls": state["calls"] + 1,
+            "carry": {"seen": state["carry"]["seen"] + wide},
+        }
         return x @ params["w"] + params["b"], new
 
     return Model(init, apply)
 
 
 def tracking():
-    """A linear model that tracks squares of all sizes, extremes (of the last element nothing is seen) and a phase."""
+    """A linear model that tracks squares of all sizes, extremes (of the last element nothing is
+    seen) and a phase.
+    """
 
     def init(key, batch):
-        state = {"squares": jnp.zeros(len(SIZES)), "least": jnp.full(4, jnp.inf), "most": jnp.full(4, -jnp.inf)}
+        state = {
+            "squares": jnp.zeros(len(SIZES)),
+            "least": jnp.full(4, jnp.inf),
+            "most": jnp.full(4, -jnp.inf),
+        }
         state |= {"phase": jnp.zeros(2, jnp.complex64), "calls": jnp.int32(0)}
         return {"w": jnp.zeros((len(SIZES), CLASSES))}, state
 
@@ -215,7 +249,10 @@ OPTIMIZERS = {  # (transformation, clip_norm)
     "momentum": (lambda: optax.sgd(0.05, 0.9), None),
     "lion": (lambda: optax.lion(1e-3, weight_decay=0.1), 0.5),
     "lamb": (lambda: optax.lamb(1e-2, weight_decay=0.1), 0.5),
-    "adafactor": (lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8, weight_decay_rate=1e-3), 0.5),
+    "adafactor": (
+        lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8, weight_decay_rate=1e-3),
+        0.5,
+    ),
     "muon": (lambda: TABLE["muon"](1e-2, weight_decay=0.1, blocks=STACK), 0.5),
 }
 
@@ -245,9 +282,14 @@ def build(
     group=1,
     **options,
 ):
-    """(strategy, step, i -> the batch of update i on its devices); layout: more arguments of the strategy; options: of
-    `Forward`, `UpdateRule` and `make_step`; optimizer: a name, or (transformation, clip_norm)."""
-    tx, clip = optimizer if isinstance(optimizer, tuple) else (OPTIMIZERS[optimizer][0](), OPTIMIZERS[optimizer][1])
+    """(strategy, step, i -> the batch of update i on its devices); layout: more arguments of the
+    strategy; options: of `Forward`, `UpdateRule` and `make_step`; optimizer: a name, or
+    (transformation, clip_norm)."""
+    tx, clip = (
+        optimizer
+        if isinstance(optimizer, tuple)
+        else (OPTIMIZERS[optimizer][0](), OPTIMIZERS[optimizer][1])
+    )
     policy = policy or uniform(dtype)
     more = {name: options.pop(name) for name in Forward._fields if name in options}
     forward = Forward(model, loss or SoftmaxCrossEntropy(), policy, loss_scaling=scaling, **more)
@@ -261,7 +303,10 @@ def build(
         cursor = EpochOrder(len(dataset), batch_size, microbatches, 0, shuffle=False)
     places = cursor.examples_per_microbatch
     example = {"mask": np.ones(places, bool), **{k: v[:places] for k, v in examples.items()}}
-    first = lambda seed: init_state(forward._replace(seed=seed), rule, microbatches, example)
+
+    def first(seed):
+        return init_state(forward._replace(seed=seed), rule, microbatches, example)
+
     make = remembering(first, step.trainable) if reduction in FORMATS else first
     strategy = STRATEGIES[backend](
         Partial(make, np.uint32(forward.seed)),
@@ -271,11 +316,17 @@ def build(
         jax.devices()[:devices],
         Sharding(blocks=model.blocks, **(layout or {})),
     )
-    return strategy, step, lambda i: strategy.shard_batch(read_batch(dataset, cursor, i, strategy.local_microbatches))
+    return (
+        strategy,
+        step,
+        lambda i: strategy.shard_batch(read_batch(dataset, cursor, i, strategy.local_microbatches)),
+    )
 
 
 def train(model, examples, *, steps=10, **settings):
-    """(initial state, final exported state, metrics of each update, strategy, program); settings: as `build`."""
+    """(initial state, final exported state, metrics of each update, strategy, program); settings:
+    as `build`.
+    """
     strategy, step, batch = build(model, examples, **settings)
     state = strategy.init()
     first = jax.tree.map(np.array, strategy.export(state))
@@ -294,5 +345,7 @@ def relative_error(a, b):
     for (path, x), y in zip(paths, jax.tree.leaves(b)):
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
         error = np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30)
-        worst = max(worst, (float(error) if np.isfinite(error) else np.inf, jax.tree_util.keystr(path)))
+        worst = max(
+            worst, (float(error) if np.isfinite(error) else np.inf, jax.tree_util.keystr(path))
+        )
     return worst

@@ -1,4 +1,6 @@
-"""Two hosts on one machine, for tests: skipped where they cannot be made; mpirun starts ranks on both."""
+"""Two hosts on one machine, for tests: skipped where they cannot be made; mpirun starts ranks on
+both.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ class TwoHosts(netns.Hosts):
         options: Sequence[str] = (),
         then: str = "",
     ) -> Finished:
-        """One rank on each host, started by Open MPI 5 from the first. during, options: as in `launch.mpirun`.
+        """One rank on each host, started by Open MPI 5 from the first. during, options: as in
+        `launch.mpirun`.
 
         then: a line of shell that the first host runs as soon as mpirun has ended.
         """
@@ -49,9 +52,25 @@ class TwoHosts(netns.Hosts):
         agent = ["--prtemca", "plm_ssh_agent", str(self.enter)]
         hosts = ["--host", ",".join(f"{n}:1" for n in self.names), "--bind-to", "none"]
         exported = [x for n in (*PASSED_ON, *(env or {})) for x in ("-x", n)]
-        command = [*self.prefixes[0], program, *agent, *hosts, *options, *exported, "-np", "2", sys.executable, *argv]
+        command = [
+            *self.prefixes[0],
+            program,
+            *agent,
+            *hosts,
+            *options,
+            *exported,
+            "-np",
+            "2",
+            sys.executable,
+            *argv,
+        ]
         if then:
-            command = [*self.prefixes[0], "sh", "-c", f"{shlex.join(command[len(self.prefixes[0]) :])}; {then}"]
+            command = [
+                *self.prefixes[0],
+                "sh",
+                "-c",
+                f"{shlex.join(command[len(self.prefixes[0]) :])}; {then}",
+            ]
         return together([(command, env or {})], timeout, during=during)[0]
 
     def from_hostfile(self, which: str, argv: Sequence[str], timeout: float = 300.0) -> Finished:
@@ -60,12 +79,37 @@ class TwoHosts(netns.Hosts):
         line = "{} slots=1\n" if which == "openmpi5" else "{}:1\n"
         hostfile.write_text("".join(line.format(name) for name in self.names))
         options = {
-            "openmpi5": ["--prtemca", "plm_ssh_agent", self.enter, "--hostfile", hostfile, "--map-by", "ppr:1:node"],
-            "mpich": ["-launcher", "ssh", "-launcher-exec", self.enter, "-f", hostfile, "-ppn", "1"],
+            "openmpi5": [
+                "--prtemca",
+                "plm_ssh_agent",
+                self.enter,
+                "--hostfile",
+                hostfile,
+                "--map-by",
+                "ppr:1:node",
+            ],
+            "mpich": [
+                "-launcher",
+                "ssh",
+                "-launcher-exec",
+                self.enter,
+                "-f",
+                hostfile,
+                "-ppn",
+                "1",
+            ],
         }[which]
         if which == "openmpi5":
             options += ["--bind-to", "none", *(x for name in PASSED_ON for x in ("-x", name))]
-        command = [*self.prefixes[0], program, *map(str, options), "-np", "2", sys.executable, *argv]
+        command = [
+            *self.prefixes[0],
+            program,
+            *map(str, options),
+            "-np",
+            "2",
+            sys.executable,
+            *argv,
+        ]
         return together([(command, {})], timeout)[0]
 
     def __enter__(self) -> TwoHosts:

@@ -1,4 +1,6 @@
-"""Small models, losses, data and optimizers for `jaxdp verify`: some depend on the host, some only look so."""
+"""Small models, losses, data and optimizers for `jaxdp verify`: some depend on the host, some only
+look so.
+"""
 
 import itertools
 import os
@@ -58,7 +60,10 @@ def called(f):
     return lambda x: (
         x
         * jax.pure_callback(
-            f, jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.stop_gradient(x), vmap_method="sequential"
+            f,
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+            jax.lax.stop_gradient(x),
+            vmap_method="sequential",
         )
     )
 
@@ -77,7 +82,9 @@ IN_MODEL = {
     "noise": called(lambda x: np.random.default_rng().random(x.shape).astype(x.dtype)),
     "hidden_noise": called(lambda x: 1 + (x - 1) * np.random.default_rng().random(x.shape)),
     "callback": called(lambda x: np.full_like(x, 1 + jax.process_index())),
-    "wiring": lambda x: jnp.concatenate([x, 2 * x] if jax.process_index() % 2 else [2 * x, x], 1)[:, : x.shape[1]],
+    "wiring": lambda x: jnp.concatenate([x, 2 * x] if jax.process_index() % 2 else [2 * x, x], 1)[
+        :, : x.shape[1]
+    ],
 }
 INNOCENT = {
     "plain": lambda x: x,
@@ -100,7 +107,10 @@ def init(key, batch):
     size = batch["inputs"].shape[-1]
     return {
         "hidden": {"kernel": jax.random.normal(one, (size, WIDTH)) / 2, "bias": jnp.zeros(WIDTH)},
-        "head": {"kernel": jax.random.normal(two, (WIDTH, CLASSES)) / 2, "bias": jnp.zeros(CLASSES)},
+        "head": {
+            "kernel": jax.random.normal(two, (WIDTH, CLASSES)) / 2,
+            "bias": jnp.zeros(CLASSES),
+        },
     }, {}
 
 
@@ -113,20 +123,28 @@ def pair(plant="plain"):
     between = {**INNOCENT, **IN_MODEL, "rank": lambda x: jnp.roll(x, RANK, 1)}[plant]
 
     def apply(params, state, batch, key, train):
-        return dense(params["head"], between(jnp.tanh(dense(params["hidden"], batch["inputs"])))), state
+        return dense(
+            params["head"], between(jnp.tanh(dense(params["hidden"], batch["inputs"])))
+        ), state
 
     return Model(init, apply)
 
 
 def stopped():
     """A model whose parameters have no gradient."""
-    apply = lambda params, *args: pair().apply(jax.lax.stop_gradient(params), *args)
+
+    def apply(params, *args):
+        return pair().apply(jax.lax.stop_gradient(params), *args)
+
     return Model(init, apply)
 
 
 def scaled_init():
     """Initial values that depend on the number of processes."""
-    make = lambda key, batch: (jax.tree.map(lambda x: x * jax.process_count(), init(key, batch)[0]), {})
+
+    def make(key, batch):
+        return (jax.tree.map(lambda x: x * jax.process_count(), init(key, batch)[0]), {})
+
     return Model(make, pair().apply)
 
 
@@ -142,7 +160,9 @@ def centered():
 
 def evaluated(plant):
     """A model whose evaluation alone depends on the number of devices, or looks at padding."""
-    planted = {"devices": lambda x: x * jax.device_count(), "padding": lambda x: x + x.mean(0)}[plant]
+    planted = {"devices": lambda x: x * jax.device_count(), "padding": lambda x: x + x.mean(0)}[
+        plant
+    ]
 
     def apply(params, state, batch, key, train):
         outputs, state = pair().apply(params, state, batch, key, train)
@@ -153,7 +173,10 @@ def evaluated(plant):
 
 def ranked():
     """Initial values that depend on the rank."""
-    make = lambda key, batch: (jax.tree.map(lambda x: x + RANK, init(key, batch)[0]), {})
+
+    def make(key, batch):
+        return (jax.tree.map(lambda x: x + RANK, init(key, batch)[0]), {})
+
     return Model(make, pair().apply)
 
 
@@ -198,7 +221,10 @@ class Eqx(eqx.Module):
 
     def __init__(self, key):
         keys = jax.random.split(key)
-        self.one, self.two = eqx.nn.Linear(4, WIDTH, key=keys[0]), eqx.nn.Linear(WIDTH, CLASSES, key=keys[1])
+        self.one, self.two = (
+            eqx.nn.Linear(4, WIDTH, key=keys[0]),
+            eqx.nn.Linear(WIDTH, CLASSES, key=keys[1]),
+        )
 
     def __call__(self, x):
         return self.two(jnp.tanh(self.one(x)))
@@ -228,18 +254,26 @@ def carried():
 
     def step(params, state, batch, key, train):
         x = batch["inputs"] + 0.5 * state["carry"]["last"]
-        return apply(params, {}, {**batch, "inputs": x}, key, train)[0], {"carry": {"last": batch["inputs"]}}
+        return apply(params, {}, {**batch, "inputs": x}, key, train)[0], {
+            "carry": {"last": batch["inputs"]}
+        }
 
     return Model(make, step)
 
 
 def recurrent():
-    """A model of every kind of state: a float, an integer, one that belongs to the examples; dropout too."""
+    """A model of every kind of state: a float, an integer, one that belongs to the examples;
+    dropout too.
+    """
     base = toys.dropout_model()
 
     def init(key, batch):
         x = batch["inputs"]
-        state = {"mean": jnp.zeros(()), "calls": jnp.zeros((), jnp.int32), "carry": {"seen": jnp.zeros(x.shape)}}
+        state = {
+            "mean": jnp.zeros(()),
+            "calls": jnp.zeros((), jnp.int32),
+            "carry": {"seen": jnp.zeros(x.shape)},
+        }
         return base.init(key, batch)[0], state
 
     def apply(params, state, batch, key, train):
@@ -301,13 +335,21 @@ class Centered(Data):
 
 def by_uuid(batch, key, train):
     key = jax.random.key(uuid.uuid4().int % 2**31)
-    return {**batch, "inputs": batch["inputs"] + jax.random.normal(key, batch["inputs"].shape, batch["inputs"].dtype)}
+    return {
+        **batch,
+        "inputs": batch["inputs"]
+        + jax.random.normal(key, batch["inputs"].shape, batch["inputs"].dtype),
+    }
 
 
 def by_key(batch, key, train):
     if not train:
         return batch
-    return {**batch, "inputs": batch["inputs"] + jax.random.normal(key, batch["inputs"].shape, batch["inputs"].dtype)}
+    return {
+        **batch,
+        "inputs": batch["inputs"]
+        + jax.random.normal(key, batch["inputs"].shape, batch["inputs"].dtype),
+    }
 
 
 def each(outputs, batch):
@@ -349,13 +391,16 @@ def noisy(learning_rate):
 def rate_by_rank(learning_rate):
     return optax.scale_by_learning_rate(
         lambda step: (
-            learning_rate(step) / (1 + int(os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))))
+            learning_rate(step)
+            / (1 + int(os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))))
         )
     )
 
 
 def chained(learning_rate):
-    return optax.chain(optax.clip(1.0), optax.trace(0.9), optax.scale_by_learning_rate(learning_rate))
+    return optax.chain(
+        optax.clip(1.0), optax.trace(0.9), optax.scale_by_learning_rate(learning_rate)
+    )
 
 
 AGAIN = "an update computed twice gives another"
@@ -364,7 +409,11 @@ AGAIN = "an update computed twice gives another"
 def named(section, name, **args):
     """Command-line arguments that set a section to something of this file, or built in."""
     place = name if name in BUILT_IN or "." in name else f"verify_cases.{name}"
-    return [f"--{section}.target", place, *(x for k, v in args.items() for x in (f"--{section}.args.{k}", str(v)))]
+    return [
+        f"--{section}.target",
+        place,
+        *(x for k, v in args.items() for x in (f"--{section}.args.{k}", str(v))),
+    ]
 
 
 BUILT_IN = ("muon", "lion", "lamb")
@@ -377,7 +426,12 @@ FAULTS = {
     "metric by rank": (named("loss", "metric_by_rank"), f"{AGAIN} curve/rank"),
     "rate by devices": (named("optimizer", "rate_by_devices"), AGAIN),
     "rate by devices, in bfloat16": (
-        [*named("model", "Linen", kind="bfloat16"), *named("optimizer", "rate_by_devices"), "--optimizer.lr", "1e-4"],
+        [
+            *named("model", "Linen", kind="bfloat16"),
+            *named("optimizer", "rate_by_devices"),
+            "--optimizer.lr",
+            "1e-4",
+        ],
         AGAIN,
     ),
     "rate by processes": (named("optimizer", "rate_by_processes"), AGAIN),
@@ -386,13 +440,22 @@ FAULTS = {
         ["--optimizer.schedule", "{target: verify_cases.schedule_by_devices}"],
         f"{AGAIN} learning rate",
     ),
-    "evaluation by devices": ([*named("model", "evaluated", plant="devices"), *EVALUATED], f"{AGAIN} evaluation/loss"),
+    "evaluation by devices": (
+        [*named("model", "evaluated", plant="devices"), *EVALUATED],
+        f"{AGAIN} evaluation/loss",
+    ),
     "evaluation data by reads": (
         named("eval.data", "Data", plant="reads"),
         "the evaluation data is not a function of the index: 'inputs'",
     ),
-    "data by reads": (named("data", "Data", plant="reads"), "not a function of the index: 'inputs'"),
-    "data by devices": (named("data", "Data", plant="devices"), "not a function of the index: 'inputs'"),
+    "data by reads": (
+        named("data", "Data", plant="reads"),
+        "not a function of the index: 'inputs'",
+    ),
+    "data by devices": (
+        named("data", "Data", plant="devices"),
+        "not a function of the index: 'inputs'",
+    ),
     "data by neighbors": (named("data", "Centered"), "not a function of the index: 'inputs'"),
     "transform by uuid": (named("data.transform", "by_uuid"), AGAIN),
 }
@@ -418,7 +481,13 @@ GOOD = {
     "random key of an optimizer": named("optimizer", "noisy"),
     "evaluated": [*INNOCENT_PAIR, *EVALUATED],
     "average": [*INNOCENT_PAIR, "--optimizer.ema", "0.9"],
-    "average and frozen part": [*INNOCENT_PAIR, "--optimizer.ema", "0.9", "--optimizer.frozen", "[hidden]"],
+    "average and frozen part": [
+        *INNOCENT_PAIR,
+        "--optimizer.ema",
+        "0.9",
+        "--optimizer.frozen",
+        "[hidden]",
+    ],
     "clipped": [*INNOCENT_PAIR, "--optimizer.clip_norm", "0.1"],
     "muon": named("optimizer", "muon"),
     "lion": named("optimizer", "lion"),

@@ -1,4 +1,6 @@
-"""One contract for all adapters: the same network in Flax NNX, Flax Linen, Equinox and plain functions."""
+"""One contract for all adapters: the same network in Flax NNX, Flax Linen, Equinox and plain
+functions.
+"""
 
 from typing import Any
 
@@ -26,15 +28,21 @@ KEY = jax.random.key(0)
 EXAMPLES = [{k: v[i] for k, v in toys.data().items()} for i in range(53)]
 hold = jax.lax.stop_gradient
 
-# Every network: hidden = dropout(relu(up(x))), less its mean (running in evaluation, else of the real examples), plus a
-# tenth of what the place had last; a linear head. It counts its calls.
+# Every network: hidden = dropout(relu(up(x))), less its mean (running in evaluation, else of the
+# real examples), plus a tenth of what the place had last; a linear head. It counts its calls.
 
 
 class Nnx(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
-        self.up, self.head = nnx.Linear(INPUTS, WIDTH, rngs=rngs), nnx.Linear(WIDTH, toys.CLASSES, rngs=rngs)
+        self.up, self.head = (
+            nnx.Linear(INPUTS, WIDTH, rngs=rngs),
+            nnx.Linear(WIDTH, toys.CLASSES, rngs=rngs),
+        )
         self.dropout = nnx.Dropout(DROPOUT, rngs=rngs)
-        self.mean, self.calls = nnx.BatchStat(jnp.zeros(WIDTH)), nnx.Variable(jnp.zeros((), jnp.int32))
+        self.mean, self.calls = (
+            nnx.BatchStat(jnp.zeros(WIDTH)),
+            nnx.Variable(jnp.zeros((), jnp.int32)),
+        )
         self.last = Carry(jnp.zeros(WIDTH))
 
     def __call__(self, x, mask, train):
@@ -88,13 +96,20 @@ class Equinox(eqx.Module):
         one, two = jax.random.split(key)
         self.up, self.head = Dense(INPUTS, WIDTH, one), Dense(WIDTH, toys.CLASSES, two)
         self.dropout = eqx.nn.Dropout(DROPOUT)
-        self.mean, self.calls = eqx.nn.StateIndex(jnp.zeros(WIDTH)), eqx.nn.StateIndex(jnp.zeros((), jnp.int32))
+        self.mean, self.calls = (
+            eqx.nn.StateIndex(jnp.zeros(WIDTH)),
+            eqx.nn.StateIndex(jnp.zeros((), jnp.int32)),
+        )
         self.last = adapter.Carry(jnp.zeros(WIDTH))
 
     def __call__(self, x, mask, train, state, *, key):
         assert x.ndim == 3 and mask.ndim == 0
         hidden = self.dropout(jax.nn.relu(self.up(x.ravel())), key=key)
-        last, mean, calls = hold(state.get(self.last.index)), state.get(self.mean), state.get(self.calls)
+        last, mean, calls = (
+            hold(state.get(self.last.index)),
+            state.get(self.mean),
+            state.get(self.calls),
+        )
         state = state.set(self.last.index, hidden)
         if train:
             running, total = mean, jax.lax.psum((hidden * mask, mask.astype(hidden.dtype)), "batch")
@@ -105,17 +120,24 @@ class Equinox(eqx.Module):
 
 def start(key, inputs):
     one, two = jax.random.split(key)
-    draw = lambda key, a, b: {"kernel": jax.random.normal(key, (a, b)) / a**0.5, "bias": jnp.zeros(b)}
+
+    def draw(key, a, b):
+        return {"kernel": jax.random.normal(key, (a, b)) / a**0.5, "bias": jnp.zeros(b)}
+
     params = {"up": draw(one, INPUTS, WIDTH), "head": draw(two, WIDTH, toys.CLASSES)}
     carry = {"last": jnp.zeros((len(inputs), WIDTH))}
     return params, {"mean": jnp.zeros(WIDTH), "calls": jnp.zeros((), jnp.int32), "carry": carry}
 
 
 def forward(params, inputs, state, key, train, mask):
-    linear = lambda p, x: x @ p["kernel"] + p["bias"]
+    def linear(p, x):
+        return x @ p["kernel"] + p["bias"]
+
     hidden, mean = jax.nn.relu(linear(params["up"], inputs.reshape(len(inputs), -1))), state["mean"]
     if train:
-        hidden = jnp.where(jax.random.bernoulli(key, 1 - DROPOUT, hidden.shape), hidden / (1 - DROPOUT), 0)
+        hidden = jnp.where(
+            jax.random.bernoulli(key, 1 - DROPOUT, hidden.shape), hidden / (1 - DROPOUT), 0
+        )
         mean = (hidden * mask[:, None]).sum(0) / mask.sum()
         running = 0.9 * state["mean"] + 0.1 * mean
         state = {**state, "mean": running, "calls": state["calls"] + 1}
@@ -142,17 +164,29 @@ every = pytest.mark.parametrize("model", [as_model(made) for made in ALL.values(
 
 def leaf(tree, name):
     """The one leaf whose path has this part."""
-    (found,) = [x for path, x in jax.tree_util.tree_leaves_with_path(tree) if name in path_string(path).split("/")]
+    (found,) = [
+        x
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+        if name in path_string(path).split("/")
+    ]
     return np.asarray(found)
 
 
 def parts(target, *argv):
-    flags = ["--model.target", f"{__name__}.{target}", "--data.target", f"{__name__}.EXAMPLES", *argv]
+    flags = [
+        "--model.target",
+        f"{__name__}.{target}",
+        "--data.target",
+        f"{__name__}.EXAMPLES",
+        *argv,
+    ]
     return make_parts(load([*flags, "--steps", "1", "--batch_size", "20"])[0])
 
 
 @pytest.mark.quick(4)
-@pytest.mark.parametrize("target", ["Nnx", "Linen", "LINEN", "Equinox", "PAIR", "BY_HAND", "make_pair", "make_equinox"])
+@pytest.mark.parametrize(
+    "target", ["Nnx", "Linen", "LINEN", "Equinox", "PAIR", "BY_HAND", "make_pair", "make_equinox"]
+)
 def test_every_kind_of_target_makes_a_model(target):
     model = parts(target).forward.model
     batch = {k: jnp.asarray(v[:3]) for k, v in toys.data().items()} | {"mask": jnp.ones(3, bool)}
@@ -161,7 +195,9 @@ def test_every_kind_of_target_makes_a_model(target):
     assert paths == {
         "up/kernel": (INPUTS, WIDTH), "up/bias": (WIDTH,), "head/kernel": (WIDTH, toys.CLASSES), "head/bias": (3,)
     }  # fmt: skip
-    assert leaf(state["carry"], "last").shape == (3, WIDTH) and leaf(state, "mean").shape == (WIDTH,)
+    assert leaf(state["carry"], "last").shape == (3, WIDTH) and leaf(state, "mean").shape == (
+        WIDTH,
+    )
     assert leaf(state, "calls").dtype == np.int32
 
 
@@ -171,21 +207,34 @@ def test_evaluation_is_the_formula(model):
     rng = np.random.default_rng(0)
     batch = {"inputs": jnp.asarray(toys.data()["inputs"][:5]), "mask": jnp.ones(5, bool)}
     made = jax.eval_shape(model.init, KEY, batch)
-    draw = lambda x: rng.normal(size=x.shape) if jnp.issubdtype(x.dtype, jnp.floating) else np.zeros(x.shape)
+
+    def draw(x):
+        return (
+            rng.normal(size=x.shape) if jnp.issubdtype(x.dtype, jnp.floating) else np.zeros(x.shape)
+        )
+
     params, state = jax.tree.map(lambda x: jnp.asarray(draw(x), x.dtype), made)
     run = jax.jit(lambda key: model.apply(params, state, batch, key, False))
     outputs, new = run(KEY)
     np.testing.assert_array_equal(outputs, run(jax.random.key(1))[0])
-    hidden = np.maximum(np.asarray(batch["inputs"]).reshape(5, -1) @ params["up"]["kernel"] + params["up"]["bias"], 0)
+    hidden = np.maximum(
+        np.asarray(batch["inputs"]).reshape(5, -1) @ params["up"]["kernel"] + params["up"]["bias"],
+        0,
+    )
     mixed = hidden - leaf(state, "mean") + 0.1 * leaf(state["carry"], "last")
-    np.testing.assert_allclose(outputs, mixed @ params["head"]["kernel"] + params["head"]["bias"], atol=1e-4)
+    np.testing.assert_allclose(
+        outputs, mixed @ params["head"]["kernel"] + params["head"]["bias"], atol=1e-4
+    )
     np.testing.assert_allclose(leaf(new["carry"], "last"), hidden, atol=1e-5)
 
 
 @pytest.mark.slow
 @every
 def test_dropout_follows_the_key_and_statistics_the_mask(model):
-    batch = {"inputs": jnp.asarray(toys.data()["inputs"][:6]), "mask": jnp.asarray([1, 1, 1, 1, 0, 0], bool)}
+    batch = {
+        "inputs": jnp.asarray(toys.data()["inputs"][:6]),
+        "mask": jnp.asarray([1, 1, 1, 1, 0, 0], bool),
+    }
     params, state = model.init(KEY, batch)
     run = jax.jit(lambda key, batch: model.apply(params, state, batch, key, True))
     (one, new), (again, _), (other, _) = (run(jax.random.key(i), batch) for i in (0, 0, 1))
@@ -199,7 +248,9 @@ def test_dropout_follows_the_key_and_statistics_the_mask(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", first(1, ["Equinox", "PAIR", "Nnx", "Linen"]))  # test_models.py has others of Flax
+@pytest.mark.parametrize(
+    "name", first(1, ["Equinox", "PAIR", "Nnx", "Linen"])
+)  # test_models.py has others of Flax
 def test_training_is_the_same_on_one_device_and_eight(name):
     model = as_model(ALL[name])
     with jax.enable_x64(True):
@@ -215,11 +266,17 @@ def test_training_is_the_same_on_one_device_and_eight(name):
         for name in ("params", "model_state", "carry")
     )
     assert error < 1e-12, where
-    assert one[2][3]["loss"] < one[2][0]["loss"] and leaf(one[1].model_state, "calls") == 4  # of the same batch
-    assert np.abs(leaf(one[1].model_state, "mean")).max() > 0.01 and np.abs(leaf(one[1].carry, "last")).max() > 0.1
+    assert (
+        one[2][3]["loss"] < one[2][0]["loss"] and leaf(one[1].model_state, "calls") == 4
+    )  # of the same batch
+    assert (
+        np.abs(leaf(one[1].model_state, "mean")).max() > 0.01
+        and np.abs(leaf(one[1].carry, "last")).max() > 0.1
+    )
 
 
-# --- what each has by itself -----------------------------------------------------------------------------------------
+# --- what each has by itself
+# -----------------------------------------------------------------------------------------
 
 
 class Normed(eqx.Module):
@@ -232,7 +289,13 @@ class Normed(eqx.Module):
         norm = eqx.nn.BatchNorm(WIDTH, axis_name="examples", mode=mode, momentum=0.9)
         act = eqx.nn.Lambda(jax.nn.relu)
         self.layers = eqx.nn.Sequential(
-            [eqx.nn.Linear(INPUTS, WIDTH, key=one), norm, act, eqx.nn.Dropout(0.1), eqx.nn.Linear(WIDTH, 3, key=two)]
+            [
+                eqx.nn.Linear(INPUTS, WIDTH, key=one),
+                norm,
+                act,
+                eqx.nn.Dropout(0.1),
+                eqx.nn.Linear(WIDTH, 3, key=two),
+            ]
         )
 
     def __call__(self, inputs, state, key):
@@ -253,7 +316,10 @@ def test_equinox_s_own_layers_work_and_are_named_by_attribute(mode, index, value
     assert norm[index] == value and np.abs(norm[f"{mode}_state_index"]["0"]).max() > 0.05
     batch = {"inputs": jnp.asarray(examples["inputs"][:4]), "mask": jnp.ones(4, bool)}
     alone = {"inputs": batch["inputs"][:1], "mask": batch["mask"][:1]}
-    run = lambda batch: model.apply(state.params, state.model_state, batch, KEY, False)[0]
+
+    def run(batch):
+        return model.apply(state.params, state.model_state, batch, KEY, False)[0]
+
     np.testing.assert_allclose(run(alone), run(batch)[:1], atol=1e-5)
 
 
@@ -273,7 +339,10 @@ class Table(eqx.Module):
 @pytest.mark.slow
 def test_integers_of_an_equinox_module_are_no_parameters():
     _, state, *_ = toys.train(as_model(Table), toys.data(24), steps=2)
-    assert set(state.params) == {"out"} and state.model_state["order"].tolist() == list(range(INPUTS))[::-1]
+    assert (
+        set(state.params) == {"out"}
+        and state.model_state["order"].tolist() == list(range(INPUTS))[::-1]
+    )
 
 
 class Recurrent(nnx.Module):
@@ -302,12 +371,17 @@ def test_blocks_carry_by_example_and_block():
     assert seen.shape == (5, 3, 4) and not seen.any()
     for times in (1, 2):
         state = model.apply(params, state, {"inputs": x}, KEY, True)[1]
-        np.testing.assert_allclose(state["carry"]["blocks"]["stack"]["seen"][:, 0], times * x, rtol=1e-6)
+        np.testing.assert_allclose(
+            state["carry"]["blocks"]["stack"]["seen"][:, 0], times * x, rtol=1e-6
+        )
     kernel = params["blocks"]["stack"]["linear"]["kernel"]
-    np.testing.assert_allclose(state["carry"]["blocks"]["stack"]["seen"][:, 1], 2 * x @ kernel[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        state["carry"]["blocks"]["stack"]["seen"][:, 1], 2 * x @ kernel[0], rtol=1e-4, atol=1e-5
+    )
 
 
-# --- what a call asks for by name ------------------------------------------------------------------------------------
+# --- what a call asks for by name
+# ------------------------------------------------------------------------------------
 
 
 class Fields(linen.Module):
@@ -334,19 +408,29 @@ class Scanned(linen.Module):
 
     @linen.compact
     def __call__(self, x):
-        draw = lambda module, carry, _: (carry, jax.random.normal(module.make_rng("steps")))
-        scan = linen.scan(draw, variable_broadcast="params", split_rngs={"params": False, "steps": True}, length=3)
+        def draw(module, carry, _):
+            return (carry, jax.random.normal(module.make_rng("steps")))
+
+        scan = linen.scan(
+            draw, variable_broadcast="params", split_rngs={"params": False, "steps": True}, length=3
+        )
         return linen.Dense(3)(x) + scan(self, None, None)[1]
 
 
 class Idioms(nnx.Module):
-    """Dropout without a stream, arrays as attributes, a shared layer, a mode by `set_view`, an axis, sown values."""
+    """Dropout without a stream, arrays as attributes, a shared layer, a mode by `set_view`, an
+    axis, sown values.
+    """
 
     def __init__(self, rngs):
         self.one, self.head = nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 3, rngs=rngs)
         self.two, self.layers = self.one, nnx.List([nnx.LoRALinear(4, 4, lora_rank=2, rngs=rngs)])
         self.norm = nnx.BatchNorm(4, axis_name="batch", momentum=0.5, rngs=rngs)
-        self.dropout, self.scale, self.plain = nnx.Dropout(0.5), jnp.arange(1.0, 5.0), nnx.data(np.ones(4, np.float32))
+        self.dropout, self.scale, self.plain = (
+            nnx.Dropout(0.5),
+            jnp.arange(1.0, 5.0),
+            nnx.data(np.ones(4, np.float32)),
+        )
         self.mode = "?"
 
     def set_view(self, deterministic=None):
@@ -365,7 +449,9 @@ def averaged(params, inputs, state, sample_key, train):
 
 
 AVERAGED = (lambda key, inputs: ({"kernel": jnp.ones((4, 3))}, {"mean": jnp.zeros(3)}), averaged)
-CONFIG = struct.dataclass(type("Config", (), {"__annotations__": {"deterministic": bool}, "deterministic": False}))
+CONFIG = struct.dataclass(
+    type("Config", (), {"__annotations__": {"deterministic": bool}, "deterministic": False})
+)
 BATCH = {"inputs": jnp.arange(20.0).reshape(5, 4) / 10, "mask": jnp.ones(5, bool)}
 
 
@@ -374,7 +460,9 @@ def calls(made, keys=(0, 0, 1)):
     model = as_model(made)
     params, state = jax.jit(model.init)(KEY, BATCH)
     run = jax.jit(model.apply, static_argnums=4)
-    results = {(i, t): run(params, state, BATCH, jax.random.key(i), t) for i in keys for t in (True, False)}
+    results = {
+        (i, t): run(params, state, BATCH, jax.random.key(i), t) for i in keys for t in (True, False)
+    }
     return params, state, results
 
 
@@ -392,7 +480,9 @@ ADDED = {"reduce_fn": jnp.add, "init_fn": lambda: jnp.zeros(())}
 SOWN = {
     "a loss": lambda self, x, train: self.sow("aux_losses", "balance", x.mean()),
     "a sum": lambda self, x, train: self.sow("aux_losses", "balance", x.mean(), **ADDED),
-    "in training": lambda self, x, train: train and self.sow("aux_losses", "balance", x.mean(), **ADDED),
+    "in training": lambda self, x, train: (
+        train and self.sow("aux_losses", "balance", x.mean(), **ADDED)
+    ),
     "by its name": lambda self, x, train: self.sow("intermediates", "balance_loss", x.mean()),
     "a metric": lambda self, x, train: self.sow("seen", "mean", x.mean(), **ADDED),
 }
@@ -420,14 +510,19 @@ def test_a_loss_that_would_be_dropped_is_refused(what):
             _, state, results = calls(made)
             assert not state and not results[0, True][1]
             continue
-        with pytest.raises(UsageError, match=r"sows into '.*' would not be part of the loss; return it among"):
+        with pytest.raises(
+            UsageError, match=r"sows into '.*' would not be part of the loss; return it among"
+        ):
             calls(made)
 
 
 def test_a_declared_variable_of_a_sown_loss_is_refused():
     class Experts(nnx.Module):
         def __init__(self, rngs):
-            self.head, self.balance_loss = nnx.Linear(4, 3, rngs=rngs), nnx.Intermediate(jnp.zeros(()))
+            self.head, self.balance_loss = (
+                nnx.Linear(4, 3, rngs=rngs),
+                nnx.Intermediate(jnp.zeros(())),
+            )
 
         def __call__(self, x):
             self.balance_loss[...] += x.mean()
@@ -446,7 +541,11 @@ def test_linen_stream_is_split_where_the_model_splits_it():
 @pytest.mark.slow
 def test_nnx_idioms():
     params, state, results = calls(Idioms)
-    assert set(params) == {"one", "head", "layers", "norm"} and set(state) == {"norm", "scale", "plain"}
+    assert set(params) == {"one", "head", "layers", "norm"} and set(state) == {
+        "norm",
+        "scale",
+        "plain",
+    }
     x = BATCH["inputs"] * jnp.arange(1.0, 5.0)
     for _ in range(2):
         x = x @ params["one"]["kernel"] + params["one"]["bias"]
@@ -457,12 +556,16 @@ def test_nnx_idioms():
 
 def test_a_named_axis_is_the_microbatch():
     _, _, results = calls(AVERAGED)
-    np.testing.assert_allclose(results[0, True][1]["mean"], np.full(3, BATCH["inputs"].sum(1).mean()), rtol=1e-5)
+    np.testing.assert_allclose(
+        results[0, True][1]["mean"], np.full(3, BATCH["inputs"].sum(1).mean()), rtol=1e-5
+    )
 
 
 @pytest.mark.slow
 def test_an_axis_that_statistics_name_changes_no_number():
-    """The statistics are of the microbatch, on one device and on four, in a program that maps over devices."""
+    """The statistics are of the microbatch, on one device and on four, in a program that maps over
+    devices.
+    """
     with jax.enable_x64(True):
         one, four = (
             toys.train(as_model(Normal), toys.data(48, dtype="float64"), batch_size=48, backend=backend, devices=n,
@@ -491,11 +594,15 @@ class OfTheMesh(Normal):
 
 def test_the_mesh_s_own_axis_is_refused_with_the_fix():
     with pytest.raises(UsageError, match="it uses the axis 'data' of the device mesh; use 'batch'"):
-        model, batch = as_model(OfTheMesh), {"inputs": jnp.ones((2, INPUTS)), "mask": jnp.ones(2, bool)}
+        model, batch = (
+            as_model(OfTheMesh),
+            {"inputs": jnp.ones((2, INPUTS)), "mask": jnp.ones(2, bool)},
+        )
         model.apply(*model.init(KEY, batch), batch, KEY, True)
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- what is refused
+# -------------------------------------------------------------------------------------------------
 
 
 class Differs(Table):
@@ -551,11 +658,27 @@ MADE = Nnx(nnx.Rngs(0))
             (),
             "model: int is not a model; give a Flax NNX class or a function of rngs, .* or a jaxdp",
         ),
-        ("no_module", (), "model: a factory that takes rngs must return a Flax NNX module, not int"),
-        ("no_equinox", (), "model: a factory that takes a key must return an Equinox module, not int"),
+        (
+            "no_module",
+            (),
+            "model: a factory that takes rngs must return a Flax NNX module, not int",
+        ),
+        (
+            "no_equinox",
+            (),
+            "model: a factory that takes a key must return an Equinox module, not int",
+        ),
         ("MADE", (), "model: got an initialized Nnx; pass the class"),
-        ("LINEN", ("--model.args.x", "1"), "model.args: 'test_adapters.LINEN' is an object and takes no args"),
-        ("Silent", (), "model: Silent has state, but its __call__ does not take it; add the argument state"),
+        (
+            "LINEN",
+            ("--model.args.x", "1"),
+            "model.args: 'test_adapters.LINEN' is an object and takes no args",
+        ),
+        (
+            "Silent",
+            (),
+            "model: Silent has state, but its __call__ does not take it; add the argument state",
+        ),
     ],
 )
 def test_targets_that_give_no_model_are_refused(target, argv, words):
@@ -566,18 +689,41 @@ def test_targets_that_give_no_model_are_refused(target, argv, words):
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        (Differs, "the state of Differs differs from example to example; average it with jax.lax.pmean.*Carry"),
+        (
+            Differs,
+            "the state of Differs differs from example to example; average it with jax.lax.pmean.*Carry",
+        ),
         (Forgetful, r"Forgetful takes state, so it must return \(outputs, state\)"),
-        (Narrow, r"outputs \(3,\) do not fit labels \(3,\); the model must return logits \[3, classes\]"),
-        ((start, lambda params, inputs, state: inputs), r"apply must return \(outputs, state\), with a dict as state"),
-        ((lambda key, inputs: {}, forward), r"init must return \(params, state\), with a dict as state, not dict"),
-        ((start, lambda params, inputs, state: (inputs, {"a": 1})), r"init returned the state .* but apply \['a'\]"),
+        (
+            Narrow,
+            r"outputs \(3,\) do not fit labels \(3,\); the model must return logits \[3, classes\]",
+        ),
+        (
+            (start, lambda params, inputs, state: inputs),
+            r"apply must return \(outputs, state\), with a dict as state",
+        ),
+        (
+            (lambda key, inputs: {}, forward),
+            r"init must return \(params, state\), with a dict as state, not dict",
+        ),
+        (
+            (start, lambda params, inputs, state: (inputs, {"a": 1})),
+            r"init returned the state .* but apply \['a'\]",
+        ),
         (
             (lambda key, inputs: {"a": jnp.ones(3)}, lambda params, inputs, context: 1),
             "no value for its argument 'context'",
         ),
     ],
-    ids=["state by example", "state not returned", "outputs", "no pair", "no state", "other state", "no source"],
+    ids=[
+        "state by example",
+        "state not returned",
+        "outputs",
+        "no pair",
+        "no state",
+        "other state",
+        "no source",
+    ],
 )
 def test_calls_that_do_not_fit_are_refused(made, words):
     with pytest.raises(UsageError, match=words):

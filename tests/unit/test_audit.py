@@ -1,4 +1,6 @@
-"""The audit (audit.md) on simulated devices of one process: who is named, who is not, and what is refused."""
+"""The audit (audit.md) on simulated devices of one process: who is named, who is not, and what is
+refused.
+"""
 
 import types
 
@@ -33,7 +35,9 @@ from plain_runs import make_run
 NDIM = {"inputs": 1 + len(toys.SHAPE), "labels": 1}
 
 
-def audited(tmp_path, fault="", every=2, action="warn", backend="pmap", devices=4, model=None, **settings):
+def audited(
+    tmp_path, fault="", every=2, action="warn", backend="pmap", devices=4, model=None, **settings
+):
     """(the final record or the error, the run, its events)"""
     tmp_path.mkdir(exist_ok=True)
     settings = {"steps": 8, "log_every": 8, **settings}
@@ -41,7 +45,9 @@ def audited(tmp_path, fault="", every=2, action="warn", backend="pmap", devices=
     run = run.replace(events=Events(tmp_path), directory=tmp_path)
     injection = inject.Injection(run, inject.parse(fault))
     probe = Probe(run.strategy, injection.flips(run.step, once=False), NDIM)
-    run = run.replace(step=injection.flips(run.step), checks=[injection, Audit(probe, every, action)])
+    run = run.replace(
+        step=injection.flips(run.step), checks=[injection, Audit(probe, every, action)]
+    )
     try:
         result, _ = loop.fit(run)
     except RunFailed as error:
@@ -54,7 +60,10 @@ def failures(events):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(["float32", "bfloat16", "float16", "int32", "uint8", "int8"]), st.integers(0, 10**6))
+@given(
+    st.sampled_from(["float32", "bfloat16", "float16", "int32", "uint8", "int8"]),
+    st.integers(0, 10**6),
+)
 def test_every_flipped_bit_changes_the_fingerprint(dtype, seed):
     x = np.asarray(jnp.asarray(np.random.default_rng(seed).normal(size=(3, 5)) * 50, dtype))
     flipped = inject.flipped_array(x, inject.Fault("flip", index=seed % 97, bit=seed % 31))
@@ -84,10 +93,20 @@ ALL = [[0, 1, 2, 3]]
             True,
             False,
         ),  # a copy of the state
-        ([[[7, 1], [7, 1], [7, 2], [7, 2]]] * 4, {0: 1, 1: 1, 2: 1, 3: 1}, False, False),  # no majority
+        (
+            [[[7, 1], [7, 1], [7, 2], [7, 2]]] * 4,
+            {0: 1, 1: 1, 2: 1, 3: 1},
+            False,
+            False,
+        ),  # no majority
         ([[[7, 1], [7, 9], [7, 1], [7, 1]], *[[[7, 1]] * 4] * 3], {1: 1}, True, False),  # once
         ([[[7, i], [7, i + 9], [7, 50 + i], [7, 99 + i]] for i in range(4)], {}, True, True),
-        ([[[7, i], [7, i + 9], [8, 50 + i], [7, 99 + i]] for i in range(4)], {2: 0}, True, False),  # and a wrong copy
+        (
+            [[[7, i], [7, i + 9], [8, 50 + i], [7, 99 + i]] for i in range(4)],
+            {2: 0},
+            True,
+            False,
+        ),  # and a wrong copy
     ],
 )
 def test_the_majority_is_right(runs, devices, certain, software):
@@ -96,7 +115,9 @@ def test_the_majority_is_right(runs, devices, certain, software):
 
 
 def test_one_device_is_compared_in_time():
-    run = lambda value: np.array([[7, value]], np.uint32)
+    def run(value):
+        return np.array([[7, value]], np.uint32)
+
     assert not judge([run(1), run(1)], [[[0]], [[0]]], 1).devices
     assert judge([run(1), run(2), run(1), run(1), run(1)], [[[0]], [[0]]], 1).devices == {0: 1}
     assert judge([run(i) for i in range(5)], [[[0]], [[0]]], 1).software
@@ -104,9 +125,21 @@ def test_one_device_is_compared_in_time():
 
 FLIPS = [
     ("flip:grads:device=2:step=4:repeat=true:bit=0:index=5", 2, "grads/", 4),
-    pytest.param("flip:output:device=3:step=4:repeat=true", 3, ("grads/", "product "), 4, marks=pytest.mark.slow),
+    pytest.param(
+        "flip:output:device=3:step=4:repeat=true",
+        3,
+        ("grads/", "product "),
+        4,
+        marks=pytest.mark.slow,
+    ),
     ("flip:params:device=1:step=3:bit=9:leaf=2", 1, "params/", 4),
-    pytest.param("flip:opt_state:device=0:step=3:leaf=3", 0, ("params/", "opt_state/"), 4, marks=pytest.mark.slow),
+    pytest.param(
+        "flip:opt_state:device=0:step=3:leaf=3",
+        0,
+        ("params/", "opt_state/"),
+        4,
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
@@ -123,25 +156,38 @@ def test_a_flipped_bit_is_named_with_its_device(tmp_path, backend, fault, device
 
 
 def test_an_audit_that_passes_after_one_that_failed_does_not_make_the_state_right(tmp_path):
-    _, run, events = audited(tmp_path, "flip:grads:device=2:step=5:until=6:repeat=true:bit=0:index=5")
+    _, run, events = audited(
+        tmp_path, "flip:grads:device=2:step=5:until=6:repeat=true:bit=0:index=5"
+    )
     assert {step for step, *_ in failures(events)} == {4} and run.checkpoints.audited == 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["pmap", pytest.param("pjit", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("steps_per_call", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_healthy_devices_are_not_named_and_the_audit_changes_nothing(tmp_path, backend, steps_per_call):
+def test_healthy_devices_are_not_named_and_the_audit_changes_nothing(
+    tmp_path, backend, steps_per_call
+):
     model = toys.MODELS["resnet" if backend == "pjit" else "dropout"]()
-    final, run, events = audited(tmp_path / "a", "", 1, "stop", backend, 4, model, steps_per_call=steps_per_call)
-    plain = make_run(tmp_path / "b", model, backend, 4, steps=8, log_every=8, steps_per_call=steps_per_call)
+    final, run, events = audited(
+        tmp_path / "a", "", 1, "stop", backend, 4, model, steps_per_call=steps_per_call
+    )
+    plain = make_run(
+        tmp_path / "b", model, backend, 4, steps=8, log_every=8, steps_per_call=steps_per_call
+    )
     assert final["params_sha256"] == loop.fit(plain)[0]["params_sha256"]
     assert not failures(events) and not [text for text in run.log.writer.said if "devices" in text]
 
 
 def test_a_fault_is_of_one_device_of_all_replicas():
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), (OUTER, DATA))
-    flip = lambda x: inject.flip(x, inject.Fault("flip", device=5), jnp.int32(0))
-    x = jax.shard_map(flip, mesh=mesh, in_specs=P(), out_specs=P((OUTER, DATA)), check_vma=False)(jnp.ones(1))
+
+    def flip(x):
+        return inject.flip(x, inject.Fault("flip", device=5), jnp.int32(0))
+
+    x = jax.shard_map(flip, mesh=mesh, in_specs=P(), out_specs=P((OUTER, DATA)), check_vma=False)(
+        jnp.ones(1)
+    )
     assert np.flatnonzero(np.asarray(x) != 1).tolist() == [5]
 
 
@@ -156,7 +202,9 @@ def test_stop_ends_the_run_and_sets_later_checkpoints_aside(tmp_path):
     assert isinstance(error, RunFailed) and "device 1" in str(error) and "params/" in str(error)
     folders = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
     assert run.checkpoints.steps() == [] and "3.suspect" in folders and failures(events)[0][0] == 4
-    error, run, _ = audited(tmp_path / "later", "flip:params:device=1:step=6", 4, "stop", save_every=1)
+    error, run, _ = audited(
+        tmp_path / "later", "flip:params:device=1:step=6", 4, "stop", save_every=1
+    )
     assert run.checkpoints.steps()[-1] == 4
 
 
@@ -164,7 +212,9 @@ def test_stop_ends_the_run_and_sets_later_checkpoints_aside(tmp_path):
 @pytest.mark.parametrize("every", [0, 2], ids=["never audited before", "audited before"])
 def test_a_checkpoint_of_the_run_before_a_resume_is_kept_if_an_audit_had_passed(tmp_path, every):
     audited(tmp_path, "", every, steps=5, save_every=1)
-    error, run, _ = audited(tmp_path, "flip:params:device=1:step=6", 2, "stop", save_every=1, start=5)
+    error, run, _ = audited(
+        tmp_path, "flip:params:device=1:step=6", 2, "stop", save_every=1, start=5
+    )
     assert isinstance(error, RunFailed)
     assert run.checkpoints.steps() == ([4, 5] if every else [])
 
@@ -208,7 +258,11 @@ def test_a_run_that_ends_early_is_audited_after_its_last_update(tmp_path, kind):
 @pytest.mark.slow
 def test_two_devices_are_named_as_a_pair(tmp_path):
     error, *_ = audited(tmp_path, "flip:grads:device=1:repeat=true", 2, "stop", devices=2)
-    assert "device 0" in str(error) and "device 1" in str(error) and "unknown which of them is wrong" in str(error)
+    assert (
+        "device 0" in str(error)
+        and "device 1" in str(error)
+        and "unknown which of them is wrong" in str(error)
+    )
 
 
 def noisy():
@@ -217,7 +271,10 @@ def noisy():
 
     def apply(params, model_state, batch, key, train):
         outputs, state = plain.apply(params, model_state, batch, key, train)
-        draw = lambda: np.float32(np.random.default_rng().normal())
+
+        def draw():
+            return np.float32(np.random.default_rng().normal())
+
         return outputs * (1 + jax.pure_callback(draw, jax.ShapeDtypeStruct((), np.float32))), state
 
     return Model(plain.init, apply)
@@ -226,7 +283,9 @@ def noisy():
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_model_that_is_not_deterministic_is_named_once_and_no_device(tmp_path, devices):
-    _, run, events = audited(tmp_path, "", 1, "stop", devices=devices, model=noisy(), accumulate="scan")
+    _, run, events = audited(
+        tmp_path, "", 1, "stop", devices=devices, model=noisy(), accumulate="scan"
+    )
     warnings = [text for text in run.log.writer.said if "not deterministic" in text]
     assert len(warnings) == 1 and not failures(events)
     assert [e["step"] for e in events if e["kind"] == "audit"] == [1]
@@ -250,13 +309,17 @@ def test_leaves_with_one_copy_are_reported(tmp_path):
      "flip:grads:step=-1", "slow:bits=3", "slow:factor=0.5", ","],
 )  # fmt: skip
 def test_a_wrong_fault_is_refused_in_one_line(text):
-    with pytest.raises(UsageError, match=r"^JAXDP_FAULT: .* is not a fault: give kill, slow, or flip .*") as error:
+    with pytest.raises(
+        UsageError, match=r"^JAXDP_FAULT: .* is not a fault: give kill, slow, or flip .*"
+    ) as error:
         inject.parse(text)
     assert "\n" not in str(error.value)
 
 
 def test_a_fault_of_a_rank_that_does_not_exist_is_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"^JAXDP_FAULT: rank 4, device -1, but there are 1 ranks with 4 devices"):
+    with pytest.raises(
+        UsageError, match=r"^JAXDP_FAULT: rank 4, device -1, but there are 1 ranks with 4 devices"
+    ):
         audited(tmp_path, "flip:grads:rank=4")
 
 
@@ -269,14 +332,23 @@ def test_several_faults():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--audit.every", "100"], r"audit.every: 100 with reduction: auto, .*set parallel.reduction to exact"),
+        (
+            ["--audit.every", "100"],
+            r"audit.every: 100 with reduction: auto, .*set parallel.reduction to exact",
+        ),
         (["--audit.every", "0", "--parallel.reduction", "exact"], r"audit.every: 0 is too small"),
         (
             ["--audit.action", "expel", "--audit.every", "5", "--parallel.reduction", "exact"],
             r"audit.action: expel, .*set elastic.enabled to true, or use stop",
         ),
-        (["--audit.action", "stop"], r"audit.action: stop, but audit.every is null; set it, such as 100"),
-        (["--watchdog.slow_factor", "1"], r"watchdog.slow_factor: 1.* must be greater than 1, such as 1.2"),
+        (
+            ["--audit.action", "stop"],
+            r"audit.action: stop, but audit.every is null; set it, such as 100",
+        ),
+        (
+            ["--watchdog.slow_factor", "1"],
+            r"watchdog.slow_factor: 1.* must be greater than 1, such as 1.2",
+        ),
     ],
 )
 def test_a_config_that_cannot_be_audited_is_refused(arguments, words):
@@ -288,7 +360,9 @@ def test_a_rise_of_the_time_is_noticed():
     probe = slow.SlowDevices(None, 1.15)
     noticed = []
     times = [50, 51, 49, 50, 52] * 8 + [200, 150] + [50] * 8 + [65] * 60
-    for now, ms in enumerate(times[:30] + [0.1] * 8 + times[30:]):  # after a pause, some updates are only dispatched
+    for now, ms in enumerate(
+        times[:30] + [0.1] * 8 + times[30:]
+    ):  # after a pause, some updates are only dispatched
         probe.add_time(ms)
         if probe.has_risen():
             noticed.append(now)
@@ -350,16 +424,30 @@ def test_measurements_may_take_the_time_of_forty_updates_then_a_share(seconds, m
 
 
 def test_cpu_time_counts_for_a_process_that_is_slower_and_for_no_other():
-    factors = lambda ms, shares: [round(f, 2) for f in slow.with_shares(ms, shares)]
-    assert factors([10.0, 12.0], [1.0, 0.7]) == [0.83, 1.43]  # slower, and it got 0.7 times the CPU time
+    def factors(ms, shares):
+        return [round(f, 2) for f in slow.with_shares(ms, shares)]
+
+    assert factors([10.0, 12.0], [1.0, 0.7]) == [
+        0.83,
+        1.43,
+    ]  # slower, and it got 0.7 times the CPU time
     assert factors([10.0, 13.0], [1.0, 1.0]) == [0.77, 1.3]  # slower for another reason
     assert factors([10.5, 11.0], [0.8, 1.0]) == [0.95, 1.05]  # rank 0 got less, but takes no longer
 
 
 def test_a_slow_process_is_named_again_only_if_it_becomes_slower_or_has_recovered():
     probe = slow.SlowDevices(None, 1.15)
-    rounds = lambda ms, count: [probe.judge(slow.relative([10.0, ms])) for _ in range(count)][-1]
-    assert [rounds(13, 7), rounds(13, 7), rounds(16, 7), rounds(10, 2), rounds(13, 7)] == [[1], [], [1], [], [1]]
+
+    def rounds(ms, count):
+        return [probe.judge(slow.relative([10.0, ms])) for _ in range(count)][-1]
+
+    assert [rounds(13, 7), rounds(13, 7), rounds(16, 7), rounds(10, 2), rounds(13, 7)] == [
+        [1],
+        [],
+        [1],
+        [],
+        [1],
+    ]
     assert rounds(10, 2) == [] and rounds(5, 7) == [0]
 
 
@@ -374,10 +462,15 @@ def test_products_in_a_scan_are_visited():
     w = jax.random.normal(jax.random.key(0), (3, 4, 4))
 
     def f(x, w):
-        return jax.nn.relu(jax.lax.scan(lambda x, w: (jnp.einsum("i,ij->j", x, w), x.sum()), x, w)[0] @ w[0])
+        return jax.nn.relu(
+            jax.lax.scan(lambda x, w: (jnp.einsum("i,ij->j", x, w), x.sum()), x, w)[0] @ w[0]
+        )
 
     grads = jax.grad(lambda w: f(jnp.ones(4), w).sum())
-    print_of = lambda number, x: (x, fingerprint(x))
+
+    def print_of(number, x):
+        return (x, fingerprint(x))
+
     result, prints = jax.jit(products.visit_products(grads, print_of))(w)
     np.testing.assert_array_equal(result, jax.jit(grads)(w))
     assert len(prints) == products.number_of_products(grads, w) > 3
@@ -385,6 +478,8 @@ def test_products_in_a_scan_are_visited():
     def flipped(number, x):
         return (products.mark_replaced(x.at[0].set(-x[0])) if number == 0 else x), jnp.uint32(0)
 
-    replaced = lambda w: products.visit_products(grads, flipped)(w)[0]
+    def replaced(w):
+        return products.visit_products(grads, flipped)(w)[0]
+
     changed = jax.jit(products.visit_products(replaced, print_of))(w)[1]
     assert {int(x) for x in changed} != {int(x) for x in prints} and len(changed) == len(prints) + 1

@@ -1,4 +1,6 @@
-"""Every script of `benchmarks` at its smallest: it runs, and what it prints has the values that it must have."""
+"""Every script of `benchmarks` at its smallest: it runs, and what it prints has the values that it
+must have.
+"""
 
 import json
 import os
@@ -39,27 +41,45 @@ def runs(*scripts):
 
 
 class Scripts:
-    """Runs scripts as `python -m benchmarks.NAME` does, on one device, in processes that are forked from one."""
+    """Runs scripts as `python -m benchmarks.NAME` does, on one device, in processes that are forked
+    from one.
+    """
 
     def __init__(self, folder):
         self.folder, self.number = folder, 0
         command = [sys.executable, str(ROOT / "tests/support/forked_scripts.py")]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self.process = subprocess.Popen(command, text=True, env=job.environment(), start_new_session=True, **pipes)
+        self.process = subprocess.Popen(
+            command, text=True, env=job.environment(), start_new_session=True, **pipes
+        )
 
     def __call__(self, name, *words, code=0, env=None):
-        """Run a script; return the lines that it printed, each as JSON where it is. With another code: its errors."""
+        """Run a script; return the lines that it printed, each as JSON where it is. With another
+        code: its errors.
+        """
         self.number += 1
         out, words = self.folder / str(self.number), [str(word) for word in words]
         env = job.environment(**{"XLA_FLAGS": "", **(env or {})})
-        request = {"words": ["-m", f"benchmarks.{name}", *words], "env": env, "cwd": str(ROOT), "out": str(out)}
+        request = {
+            "words": ["-m", f"benchmarks.{name}", *words],
+            "env": env,
+            "cwd": str(ROOT),
+            "out": str(out),
+        }
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         assert select.select([self.process.stdout], [], [], 240.0)[0], f"{name} hangs"
-        ended, errors = int(self.process.stdout.readline()), pathlib.Path(f"{out}.errors").read_text()
+        ended, errors = (
+            int(self.process.stdout.readline()),
+            pathlib.Path(f"{out}.errors").read_text(),
+        )
         assert code is None or ended == code, out.read_text() + errors
         lines = out.read_text().splitlines()
-        return errors if code else [json.loads(line) if line.startswith(("{", "[")) else line for line in lines]
+        return (
+            errors
+            if code
+            else [json.loads(line) if line.startswith(("{", "[")) else line for line in lines]
+        )
 
     def close(self):
         os.killpg(self.process.pid, signal.SIGKILL)
@@ -74,7 +94,10 @@ def script(tmp_path_factory):
 
 
 def test_no_script_is_left_out():
-    files = {".".join(file.relative_to(FOLDER).with_suffix("").parts): file for file in FOLDER.rglob("*.py")}
+    files = {
+        ".".join(file.relative_to(FOLDER).with_suffix("").parts): file
+        for file in FOLDER.rglob("*.py")
+    }
     scripts = {name for name, file in files.items() if "__main__" in file.read_text()}
     assert scripts <= TESTED | {"contender"}, "give each script a test in this file"
     assert files.keys() == TESTED | PARTS.keys() and PARTS.keys().isdisjoint(TESTED)
@@ -86,24 +109,37 @@ def test_backends(script):
     [result] = script("backends", "--tiny", "--repeats", "2", *HIDDEN)
     [own] = result["configs"].values()
     low, high = own["quartiles"]
-    assert 0 < low <= own["pmap by pjit"] <= high and result["difference"] == abs(1 - own["pmap by pjit"])
+    assert 0 < low <= own["pmap by pjit"] <= high and result["difference"] == abs(
+        1 - own["pmap by pjit"]
+    )
 
 
 @runs("ceilings")
 def test_ceilings(script):
     [result] = script("ceilings", "--tiny")
-    assert result["device"] == "cpu" and result["bf16_matmul_flops"] > 1e6 and result["copy_bytes_per_s"] > 1e6
+    assert (
+        result["device"] == "cpu"
+        and result["bf16_matmul_flops"] > 1e6
+        and result["copy_bytes_per_s"] > 1e6
+    )
     assert result["attention"].startswith("not cudnn: ")
 
 
 @runs("checkpoint_stall")
 def test_checkpoint_stall(script, tmp_path):
-    [result] = script("checkpoint_stall", "--millions", 1, "--repeats", 1, "--width", 100, "--directory", tmp_path)
+    [result] = script(
+        "checkpoint_stall", "--millions", 1, "--repeats", 1, "--width", 100, "--directory", tmp_path
+    )
     parameters, adam = result["states"].values()
-    assert (parameters["megabytes"], adam["megabytes"]) == (0.2, 0.6) and not list(tmp_path.iterdir())
+    assert (parameters["megabytes"], adam["megabytes"]) == (0.2, 0.6) and not list(
+        tmp_path.iterdir()
+    )
     for own in (parameters, adam):
         times = own["ms"]
-        assert times["call"]["median"] <= times["until durable"]["least"] and times["sync"]["least"] > 0
+        assert (
+            times["call"]["median"] <= times["until durable"]["least"]
+            and times["sync"]["least"] > 0
+        )
         assert own["stall_ms"] >= times["call"]["median"] and own["slowdown"] > 0
 
 
@@ -112,7 +148,10 @@ def test_clients(script):
     lines = script("clients", 6, "--workers", 2, "--idle", 0.1)
     exchanges = [f"exchange {size}" for size in (0, 8, 1024)]
     assert [line["what"] for line in lines] == ["join", *exchanges, "heartbeats", "death"]
-    assert all(line["clients"] == 6 and line["mb"] > 0 and line["s"] >= line.get("first_s", 0) >= 0 for line in lines)
+    assert all(
+        line["clients"] == 6 and line["mb"] > 0 and line["s"] >= line.get("first_s", 0) >= 0
+        for line in lines
+    )
 
 
 @runs("elastic_cost")
@@ -127,7 +166,11 @@ def test_elastic_cost(script):
 def test_exact(script):
     words = ["--ways", "bucket,exact8", "--repeats", 1, "--devices", 2, "--microbatches", 2]
     [result] = script("exact", *MLP, *words)
-    assert result["devices"] == 2 and result["over_bucket"]["bucket"] == 1.0 and result["median_ms"]["exact8"] > 0
+    assert (
+        result["devices"] == 2
+        and result["over_bucket"]["bucket"] == 1.0
+        and result["median_ms"]["exact8"] > 0
+    )
     assert result["loss"]["exact8"] == pytest.approx(result["loss"]["bucket"], rel=1e-5)
     elements = 64 * 8 + 8 + 8 * 10 + 10
     assert 4 * elements <= result["sent_bytes"]["bucket"] < 5 * elements
@@ -139,13 +182,17 @@ def test_exact_curves(script):
     [result] = script("exact_curves", *MLP, *words)
     bucket, exact = (result["reductions"][name] for name in ("bucket", "exact"))
     assert bucket["updates"] == exact["updates"] == 3 and bucket["first_50_apart"] == [0.0]
-    assert exact["first_50_apart"][0] < 1e-5 and exact["last_losses"] == pytest.approx(bucket["last_losses"], abs=2e-5)
+    assert exact["first_50_apart"][0] < 1e-5 and exact["last_losses"] == pytest.approx(
+        bucket["last_losses"], abs=2e-5
+    )
 
 
 @runs("feeding")
 def test_feeding(script):
     model = ["--model", '{"target": "MLP", "args": {"hidden": [8]}}']
-    [result] = script("feeding", "--updates", 12, "--repeats", 1, "--data.args.examples", 128, *model)
+    [result] = script(
+        "feeding", "--updates", 12, "--repeats", 1, "--data.args.examples", 128, *model
+    )
     supply, demand = result["pipeline_examples_per_s"], result["training_examples_per_s"]
     assert result["times"] == supply / demand > 0 and 0 <= result["waiting_share"] <= 1
 
@@ -158,7 +205,9 @@ def test_flops(script):
 
 @runs("manifest")
 def test_manifest(script):
-    *phases, last = script("manifest", "--processes", 4, env={"PATH": ""})  # without strace, which takes seconds
+    *phases, last = script(
+        "manifest", "--processes", 4, env={"PATH": ""}
+    )  # without strace, which takes seconds
     assert {phase["processes"] for phase in phases} == {4} and [phase["what"] for phase in phases] == [
         "list, by root", "digest and flush, by each", "write, by root", "read, by root", "read and check, by each",
     ]  # fmt: skip
@@ -184,13 +233,25 @@ def test_the_cost_of_an_audit(script):
 def test_audit_of_an_undisturbed_run(script):
     words = [*HIDDEN, "--data.args.augment", "false", "--microbatches", 4, "--every", 2]
     [result] = script("audit", "alarms", "--updates", 4, *words)
-    assert result["audits"] == 2 and [event["kind"] for event in result["named"]].count("audit_failed") == 0
+    assert (
+        result["audits"] == 2
+        and [event["kind"] for event in result["named"]].count("audit_failed") == 0
+    )
 
 
 @runs("elastic_recovery")
 def test_elastic_recovery(script):
-    words = ["--data.target", "benchmarks.data.SlowDigits", "--data.args.sleep", 0.02, "--parallel.reduction", "bucket"]
-    one, last = script("elastic_recovery", *MLP, *words, "--processes", 1, "--kills", 1, "--warm", 0)
+    words = [
+        "--data.target",
+        "benchmarks.data.SlowDigits",
+        "--data.args.sleep",
+        0.02,
+        "--parallel.reduction",
+        "bucket",
+    ]
+    one, last = script(
+        "elastic_recovery", *MLP, *words, "--processes", 1, "--kills", 1, "--warm", 0
+    )
     assert 0 < one["update"] <= one["complete"] and last["median"] == one and last["kills"] == 1
 
 
@@ -210,7 +271,8 @@ def test_elastic_hosts(script):
         return
     model = [*HIDDEN, "--data.args.augment", "false", "--model.args.dropout", 0]
     words = ["--hosts", 2, "--minutes", 0.06, "--pause", 0.1, "--faults", "kill"]
-    # A process that comes back after the end waits for this long; one that gives up too early starts again.
+    # A process that comes back after the end waits for this long; one that gives up too early
+    # starts again.
     *faults, result = script("elastic_hosts", *words, *model, env={"JAXDP_TIMEOUT": "20"})
     assert all(result["checks"].values()) and {fault["fault"] for fault in faults} == {"kill"}
     assert result["codes"]["0"] >= 1  # a process that comes back after the last update finds no job
@@ -220,8 +282,13 @@ def test_elastic_hosts(script):
 @runs("gpu")
 def test_the_gpu_set_without_a_gpu(script, tmp_path):
     errors = script("gpu", "--out", tmp_path, code=1)
-    assert "JAX finds no NVIDIA GPU here (see `ceilings` above); --tiny runs everything small on CPU" in errors
-    assert json.loads((tmp_path / "gpu.json").read_text())["ceilings"]["failed"].startswith("Failed: ")
+    assert (
+        "JAX finds no NVIDIA GPU here (see `ceilings` above); --tiny runs everything small on CPU"
+        in errors
+    )
+    assert json.loads((tmp_path / "gpu.json").read_text())["ceilings"]["failed"].startswith(
+        "Failed: "
+    )
 
 
 @runs("outer")
@@ -229,8 +296,13 @@ def test_outer(script):
     words = [*MLP, "--microbatches", 2, "--steps", 6, "--log.every", 2, "--every", 3]
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     bucket, outer = script("outer", *words, env=flags)
-    assert (bucket["way"], bucket["speed"], bucket["loss_vs"]) == ("bucket", 1.0, 0.0) and outer["way"] == "every 3"
-    assert outer["loss_vs"] == pytest.approx(outer["loss"] / bucket["loss"] - 1, abs=1e-4) and outer["ms"] > 0
+    assert (bucket["way"], bucket["speed"], bucket["loss_vs"]) == ("bucket", 1.0, 0.0) and outer[
+        "way"
+    ] == "every 3"
+    assert (
+        outer["loss_vs"] == pytest.approx(outer["loss"] / bucket["loss"] - 1, abs=1e-4)
+        and outer["ms"] > 0
+    )
 
 
 @pytest.mark.slow
@@ -244,11 +316,18 @@ def test_the_speed_of_outer_steps(script):
 @runs("plots")
 def test_plots(script, tmp_path):
     pytest.importorskip("matplotlib")
-    curves = {"curves": {"batch": {"1": [0.1, 0.2], "2": [0.2, 0.3]}, "microbatches, vmap": {"1": [0.1, 0.1]}}}
+    curves = {
+        "curves": {
+            "batch": {"1": [0.1, 0.2], "2": [0.2, 0.3]},
+            "microbatches, vmap": {"1": [0.1, 0.1]},
+        }
+    }
     (tmp_path / "scaling.json").write_text(json.dumps(curves))
     script("plots", tmp_path / "scaling.json", tmp_path / "plots")
     drawn = {file.name: file.read_text() for file in (tmp_path / "plots").iterdir()}
-    assert drawn.keys() == {"batch.svg", "microbatches_vmap.svg"} and all("<svg" in text for text in drawn.values())
+    assert drawn.keys() == {"batch.svg", "microbatches_vmap.svg"} and all(
+        "<svg" in text for text in drawn.values()
+    )
 
 
 @runs("published")
@@ -256,34 +335,68 @@ def test_published(script):
     report = "\n".join(map(str, script("published")))
     assert report.startswith("Median error: ") and report.count("| judged |") > 20
     efficiency, network, overlap, *table = script("published", "--fit", "--coarse", 20)
-    assert efficiency.startswith("EFFICIENCY = {'a100'") and network == "NETWORK = 0.3" and "OVERLAP = " in overlap
+    assert (
+        efficiency.startswith("EFFICIENCY = {'a100'")
+        and network == "NETWORK = 0.3"
+        and "OVERLAP = " in overlap
+    )
     assert len([row for row in table if row.startswith("| ")]) == 1 + 9
 
 
-@runs("run", "material", "jaxdp_loop", "plain.jit_loop", "plain.nnx_loop", "plain.shard_map_loop", "collectives")
+@runs(
+    "run",
+    "material",
+    "jaxdp_loop",
+    "plain.jit_loop",
+    "plain.nnx_loop",
+    "plain.shard_map_loop",
+    "collectives",
+)
 def test_run(script, tmp_path):
     """All loops, and a job of two processes, which as root finds Open MPI's permission itself."""
     env = dict.fromkeys(job.AS_ROOT, "")
     words = ["--smallest", "--repeats", 3, "--out", tmp_path, "--markdown", tmp_path / "table.md"]
     lines = script("run", *words, code=None, env=env)
-    found, processes = (json.loads((tmp_path / f"smallest{end}.json").read_text()) for end in ("", "_processes"))
+    found, processes = (
+        json.loads((tmp_path / f"smallest{end}.json").read_text()) for end in ("", "_processes")
+    )
     torch = ["torch"] * TORCH.exists()
-    assert [*found["contenders"]] == ["jaxdp", "plain jit", "flax nnx", "plain shard_map, leaves", *torch]
+    assert [*found["contenders"]] == [
+        "jaxdp",
+        "plain jit",
+        "flax nnx",
+        "plain shard_map, leaves",
+        *torch,
+    ]
     for own in found["contenders"].values():
-        assert own["relative_loss_error"] < 1e-5 and len(own["losses"]) == 3 and len(own["seconds_per_update"]) == 3
+        assert (
+            own["relative_loss_error"] < 1e-5
+            and len(own["losses"]) == 3
+            and len(own["seconds_per_update"]) == 3
+        )
     assert processes["processes"] == 2 and processes["bytes"] == 64 and processes["mpi_ms"] > 0
     if not torch:
-        assert lines[-2:] == ["missing:", f"  smallest: torch: there is no PyTorch; {run.TORCH} names its Python"]
+        assert lines[-2:] == [
+            "missing:",
+            f"  smallest: torch: there is no PyTorch; {run.TORCH} names its Python",
+        ]
     else:
         assert lines[-1] == "all of 2 cases were measured"
     table = (tmp_path / "table.md").read_text()
     first, _, head, rule, *rows = table.splitlines()
-    assert re.match(r"20\d\d-.*; .*, \d+ cores, .*jax 0\.", first) and head.count("|") == rule.count("|") == 8
+    assert (
+        re.match(r"20\d\d-.*; .*, \d+ cores, .*jax 0\.", first)
+        and head.count("|") == rule.count("|") == 8
+    )
     assert all(row.count("|") == 8 for row in rows) and len(rows) == 5 + 1 + len(torch) + 1
     assert re.search(
-        r"\| smallest \| jaxdp \| [\d.]+ ms \| [\d.]+ to [\d.]+ \| [\d,]+ updates \| [\d.]+ s \|  \|", table
+        r"\| smallest \| jaxdp \| [\d.]+ ms \| [\d.]+ to [\d.]+ \| [\d,]+ updates \| [\d.]+ s \|  \|",
+        table,
     )
-    assert re.search(r"\| smallest_processes \| ratio \| [\d.]+ \|  \|  \|  \| asked: at least 0.0: holds \|", table)
+    assert re.search(
+        r"\| smallest_processes \| ratio \| [\d.]+ \|  \|  \|  \| asked: at least 0.0: holds \|",
+        table,
+    )
 
 
 @runs("torch_ddp.train", "torch_ddp.updates", "torch_ddp.restarted")
@@ -293,14 +406,26 @@ def test_torch(script, tmp_path):
         pytest.skip("no PyTorch: make .venv-torch/.done")
     script("material", tmp_path / "material", 4, *MLP, "--data.args.examples", 128)
     port = str(job.free_port())
-    env = job.environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMPI_COMM_WORLD_SIZE="1", WORLD_SIZE="1", RANK="0")
-    text = job.output([str(TORCH), "-m", "benchmarks.torch_ddp.updates", str(tmp_path / "material"), "4"], 120.0, env)
+    env = job.environment(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=port,
+        OMPI_COMM_WORLD_SIZE="1",
+        WORLD_SIZE="1",
+        RANK="0",
+    )
+    text = job.output(
+        [str(TORCH), "-m", "benchmarks.torch_ddp.updates", str(tmp_path / "material"), "4"],
+        120.0,
+        env,
+    )
     result = json.loads(text)
     assert result["way"] == "PyTorch DDP" and result["ms"] > 0
     for steps in (100, 110):  # the second resumes
         words = [str(TORCH), str(FOLDER / "torch_ddp/restarted.py"), str(steps)]
         subprocess.run(words, check=True, env=env, cwd=tmp_path)
-    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    ]
     assert [record["step"] for record in records] == [*range(10, 120, 10)]
 
 
@@ -310,7 +435,9 @@ def test_scaling(script, tmp_path):
     [line] = script("scaling", *words, "--model.args.dim", 8, "--model.args.layers", 1)
     assert re.match(r"devices +1: [\d.]+ ms  2: [\d.]+ ms$", line)
     curves = json.loads((tmp_path / "scaling.json").read_text())["curves"]
-    assert [*curves["devices"]] == ["1", "2"] and all(len(samples) == 2 for samples in curves["devices"].values())
+    assert [*curves["devices"]] == ["1", "2"] and all(
+        len(samples) == 2 for samples in curves["devices"].values()
+    )
 
 
 @runs("seeds")
@@ -318,10 +445,19 @@ def test_seeds(script, tmp_path):
     for name, words in (("train", 2100), ("valid", 60), ("test", 60)):
         (tmp_path / f"ptb.{name}.txt").write_text(" a b c d e f g h i \n" * (words // 10))
     assert seeds.batches("lstm", str(tmp_path), 20) == 3  # of 60 or 59 windows of 35
-    model = ["--model", '{"target": "MLP", "args": {"hidden": [8]}}', "--data.args.augment", "false"]
+    model = [
+        "--model",
+        '{"target": "MLP", "args": {"hidden": [8]}}',
+        "--data.args.augment",
+        "false",
+    ]
     root = gpu.noise(tmp_path / "images")
     [result] = script("seeds", "resnet9", "--root", root, "--processes", 1, "--epochs", 2, *model)
-    assert result["processes"] == 1 and result["updates_per_epoch"] == 3 and len(result["params_sha256"]) == 16
+    assert (
+        result["processes"] == 1
+        and result["updates_per_epoch"] == 3
+        and len(result["params_sha256"]) == 16
+    )
     assert result["epoch_s"] >= 0 and len(result["accuracy"]) >= 2 and max(result["accuracy"]) <= 1
 
 
@@ -329,7 +465,10 @@ def test_seeds(script, tmp_path):
 def test_small_tensors(script):
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     [result] = script("small_tensors", "--tensors", 3, "--repeats", 1, env=flags)
-    assert result["all_reduce_operands"]["bucket"] == [1] and sum(result["all_reduce_operands"]["xla"]) == 3
+    assert (
+        result["all_reduce_operands"]["bucket"] == [1]
+        and sum(result["all_reduce_operands"]["xla"]) == 3
+    )
     assert result["processes"] == 1 and result["ratio"] >= 0
 
 
@@ -337,7 +476,9 @@ def test_small_tensors(script):
 def test_soak(script, tmp_path):
     words = ["--kills", 1, "--steps", 100, "--save_every", 10, "--processes", 1, "--sleep_ms", 20]
     # With this seed the kill comes while it trains.
-    *_, result = script("soak", *words, "--seed", 4, "--work", tmp_path / "work", "--json", tmp_path / "result.json")
+    *_, result = script(
+        "soak", *words, "--seed", 4, "--work", tmp_path / "work", "--json", tmp_path / "result.json"
+    )
     assert result["kills"] == 1 and result["problems"] == [] and len(result["params_sha256"]) == 64
     assert json.loads((tmp_path / "result.json").read_text()) == result
 
@@ -346,15 +487,30 @@ def test_soak(script, tmp_path):
 def test_start(script):
     [result] = script("start", "--repeats", 1, "--configs", "digits", *HIDDEN)
     own = result["median"]["digits"]
-    assert own["first"] > 0 and result["share"] == result["shares"]["digits"] == own["second"] / own["first"]
+    assert (
+        own["first"] > 0
+        and result["share"] == result["shares"]["digits"] == own["second"] / own["first"]
+    )
 
 
 @runs("sweep")
 def test_sweep(script):
-    words = ["--epochs", "null", "--steps", 1, "--optimizer.warmup_steps", 0, "--eval.every", "null"]
+    words = [
+        "--epochs",
+        "null",
+        "--steps",
+        1,
+        "--optimizer.warmup_steps",
+        0,
+        "--eval.every",
+        "null",
+    ]
     assert "a sweep has at least 2" in script("sweep", 1, code=2)
     [line] = script("sweep", 2, *HIDDEN, *words)
-    assert re.match(r"2 runs on \d+ cores: train.py in a loop [\d.]+ s, a sweep with one at a time [\d.]+ s", line)
+    assert re.match(
+        r"2 runs on \d+ cores: train.py in a loop [\d.]+ s, a sweep with one at a time [\d.]+ s",
+        line,
+    )
 
 
 @runs("token_file")
@@ -364,7 +520,9 @@ def test_token_file(script, tmp_path):
     (tmp_path / "train.bin").write_bytes(bytes(2000))
     [other] = script("token_file", "--file", tmp_path / "train.bin", *words)
     for own in (result, other):
-        assert own["length"] == 8 and all(rate > 0 for rate in own["read"]["ratio_to_copy"].values())
+        assert own["length"] == 8 and all(
+            rate > 0 for rate in own["read"]["ratio_to_copy"].values()
+        )
 
 
 @runs("versions")
@@ -390,4 +548,9 @@ folder.mkdir()
 def test_workers(script):
     [result] = script("workers", "--workers", 1, "--images", 8, "--batch", 1, "--repeats", 1)
     rates = result["images_per_s"]
-    assert result["workers"] == 1 and rates["thread"] > 0 and rates["workers"] > 0 and result["ratio"] > 0
+    assert (
+        result["workers"] == 1
+        and rates["thread"] > 0
+        and rates["workers"] > 0
+        and result["ratio"] > 0
+    )

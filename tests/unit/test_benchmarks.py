@@ -1,4 +1,6 @@
-"""The harness of the benchmarks: what is compared trains the same thing, and nobody drops out unseen."""
+"""The harness of the benchmarks: what is compared trains the same thing, and nobody drops out
+unseen.
+"""
 
 import argparse
 import json
@@ -43,7 +45,9 @@ def test_the_real_loop_and_one_by_hand_have_one_curve_and_are_timed(tmp_path, ma
         Contender("plain", [*start("benchmarks.plain.jit_loop"), str(material)]),
         Contender("flax", [*start("benchmarks.plain.nnx_loop"), str(material)]),
     ]
-    found = harness.measure(contenders, tmp_path / "logs", updates=5, repeats=2, cores=CORES, timeout=60)
+    found = harness.measure(
+        contenders, tmp_path / "logs", updates=5, repeats=2, cores=CORES, timeout=60
+    )
     assert json.loads(json.dumps(found))["repeats"] == 2
     for own in found["contenders"].values():
         assert len(own["seconds_per_update"]) == 2 and min(own["seconds_per_update"]) > 0
@@ -79,11 +83,20 @@ SLOW_FAULTS = {
 
 
 def faulty(fault, name=None):
-    return Contender(name or fault, [sys.executable, str(ROOT / "tests/support/faulty_contender.py"), fault])
+    return Contender(
+        name or fault, [sys.executable, str(ROOT / "tests/support/faulty_contender.py"), fault]
+    )
 
 
 def measured(contenders, folder, **more):
-    settings = {"updates": 40, "repeats": 4, "check": 12, "cores": CORES, "timeout": 60.0, "idle": 0.05}
+    settings = {
+        "updates": 40,
+        "repeats": 4,
+        "check": 12,
+        "cores": CORES,
+        "timeout": 60.0,
+        "idle": 0.05,
+    }
     return harness.measure(contenders, folder / "logs", **{**settings, **more})
 
 
@@ -109,7 +122,9 @@ def test_whatever_a_contender_does_it_is_left_out_and_the_others_are_measured(tm
 
 
 def test_a_contender_alone_with_too_few_losses_is_left_out(tmp_path):
-    with pytest.raises(Failed, match="no contender is left: few losses: it has 11 losses of 12 updates"):
+    with pytest.raises(
+        Failed, match="no contender is left: few losses: it has 11 losses of 12 updates"
+    ):
         measured([faulty("few losses")], tmp_path)
 
 
@@ -122,14 +137,22 @@ def test_a_contender_that_hangs_is_left_out(tmp_path):
 
 
 @pytest.mark.slow
-def test_where_the_first_contender_is_the_wrong_one_the_others_are_compared_with_each_other(tmp_path):
-    found = measured([faulty("differs"), faulty("none", "good"), faulty("none", "also good")], tmp_path)
-    assert list(found["contenders"]) == ["good", "also good"] and "those of good" in found["left_out"]["differs"]
+def test_where_the_first_contender_is_the_wrong_one_the_others_are_compared_with_each_other(
+    tmp_path,
+):
+    found = measured(
+        [faulty("differs"), faulty("none", "good"), faulty("none", "also good")], tmp_path
+    )
+    assert (
+        list(found["contenders"]) == ["good", "also good"]
+        and "those of good" in found["left_out"]["differs"]
+    )
 
 
 def test_a_case_without_a_contender_left_names_all_reasons(tmp_path):
     with pytest.raises(
-        Failed, match=r"(?s)no contender is left.*import: it ended with.*nan: its losses are not finite"
+        Failed,
+        match=r"(?s)no contender is left.*import: it ended with.*nan: its losses are not finite",
     ):
         measured([faulty("import"), faulty("nan")], tmp_path)
 
@@ -154,8 +177,13 @@ def test_a_case_that_fails_leaves_the_others_and_the_exit_code_says_so(tmp_path,
     )
     table = tmp_path / "table.md"
     assert run.main(["--out", str(tmp_path), "--markdown", str(table)], cases) == 1
-    assert "| broken |  |  |  |  |  | not measured: -c raise SystemExit('no disk')" in table.read_text()
-    assert table.read_text().endswith("| good | share | 0.200 |  |  |  | asked: at most 0.5: holds |\n")
+    assert (
+        "| broken |  |  |  |  |  | not measured: -c raise SystemExit('no disk')"
+        in table.read_text()
+    )
+    assert table.read_text().endswith(
+        "| good | share | 0.200 |  |  |  | asked: at most 0.5: holds |\n"
+    )
     text = capsys.readouterr().out
     assert "broken: not measured" in text and "no disk" in text and "it printed no result" in text
     assert "share: 0.200; asked: at most 0.5: holds" in text
@@ -174,9 +202,13 @@ def test_a_case_that_fails_leaves_the_others_and_the_exit_code_says_so(tmp_path,
 
 @pytest.mark.slow
 def test_a_claim_about_a_contender_that_is_left_out_is_not_printed(tmp_path, monkeypatch, capsys):
-    """Real contenders: two that agree, one with another learning rate, one misconfigured, and an absent PyTorch."""
+    """Real contenders: two that agree, one with another learning rate, one misconfigured, and an
+    absent PyTorch.
+    """
     monkeypatch.setenv(run.TORCH, str(tmp_path / "nowhere"))
-    wrong, mistaken = (Entry(f"lr {lr}", "jaxdp_loop", ("--optimizer.lr", lr)) for lr in ("9e-4", "high"))
+    wrong, mistaken = (
+        Entry(f"lr {lr}", "jaxdp_loop", ("--optimizer.lr", lr)) for lr in ("9e-4", "high")
+    )
     entries = (OURS, wrong, mistaken, PLAIN, Entry("torch", "torch_ddp.train"))
     claims = tuple(Claim("speed", "jaxdp", entry.name, 1e-3) for entry in entries[1:])
     case = Case("small", "benchmarks/configs/digits_mlp.yaml", entries, claims, updates=5)
@@ -217,7 +249,9 @@ def test_a_part_of_the_gpu_set_that_fails_is_named_and_an_interruption_loses_not
 @pytest.mark.slow
 def test_a_contender_of_the_gpu_set_that_fails_leaves_the_others_figures(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "torch_python", lambda tiny: (sys.executable, "nowhere"))
-    bench = gpu.Bench(argparse.Namespace(tiny=True, root="random", repeats=2, out=tmp_path), {"ceilings": {}})
+    bench = gpu.Bench(
+        argparse.Namespace(tiny=True, root="random", repeats=2, out=tmp_path), {"ceilings": {}}
+    )
     bench.run("gpt2_124m", gpu.gpt2)
     own = json.loads((tmp_path / "gpu.json").read_text())["gpt2_124m"]
     assert list(own["contenders"]) == ["jaxdp", "plain jit"] and "failed" not in own
@@ -225,8 +259,15 @@ def test_a_contender_of_the_gpu_set_that_fails_leaves_the_others_figures(tmp_pat
     for name in own["contenders"]:
         figures = own["summary"][name]
         assert figures["units_per_s"] > 0 and figures["relative_loss_error"] < gpu.TOLERANCE
-        assert figures["flops_per_s"] == pytest.approx(own["flops_per_update"] * figures["units_per_s"] / 512)
+        assert figures["flops_per_s"] == pytest.approx(
+            own["flops_per_update"] * figures["units_per_s"] / 512
+        )
     parameters = 512 * 96 + 2 * 12 * 96**2
-    assert own["flops_per_update"] == pytest.approx(512 * 6 * (parameters + 2 * 2 * 96 * 64), rel=0.03)
+    assert own["flops_per_update"] == pytest.approx(
+        512 * 6 * (parameters + 2 * 2 * 96 * 64), rel=0.03
+    )
     bench.run("seconds_to_94", gpu.seconds_to_94)
-    assert bench.found["seconds_to_94"]["accuracy"] < 0.94 and not bench.found["seconds_to_94"]["reached"]
+    assert (
+        bench.found["seconds_to_94"]["accuracy"] < 0.94
+        and not bench.found["seconds_to_94"]["reached"]
+    )

@@ -1,4 +1,6 @@
-"""Checkpoints: whole or not at all, asynchronous, the same for every strategy, and damage is seen before it is read."""
+"""Checkpoints: whole or not at all, asynchronous, the same for every strategy, and damage is seen
+before it is read.
+"""
 
 import itertools
 import json
@@ -32,29 +34,46 @@ from jaxdp.split import path_string
 
 def states(n=2, seed=0):
     """Small states of a few dtypes, one device."""
-    make = lambda i: toys_state(jax.random.key(seed + i))
+
+    def make(i):
+        return toys_state(jax.random.key(seed + i))
+
     return [make(i) for i in range(n)]
 
 
 def toys_state(key):
     model = toys.MODELS["mlp"]()
-    forward, rule = Forward(model, SoftmaxCrossEntropy()), UpdateRule(optax.adam(1e-2), ema_decay=0.9)
+    forward, rule = (
+        Forward(model, SoftmaxCrossEntropy()),
+        UpdateRule(optax.adam(1e-2), ema_decay=0.9),
+    )
     state = init_state(forward, rule, 8, {k: v[:3] for k, v in toys.data(12).items()})
     leaves, tree = jax.tree.flatten(state)
-    noise = lambda i, x: x + jax.random.normal(jax.random.fold_in(key, i), x.shape, jnp.float32).astype(x.dtype)
+
+    def noise(i, x):
+        return x + jax.random.normal(jax.random.fold_in(key, i), x.shape, jnp.float32).astype(
+            x.dtype
+        )
+
     return jax.tree.unflatten(tree, [noise(i, x) for i, x in enumerate(leaves)])
 
 
 def equal(a, b):
     """Bit for bit, path by path."""
-    a, b = ({path_string(p): np.asarray(x) for p, x in jax.tree_util.tree_leaves_with_path(t)} for t in (a, b))
+    a, b = (
+        {path_string(p): np.asarray(x) for p, x in jax.tree_util.tree_leaves_with_path(t)}
+        for t in (a, b)
+    )
     return a.keys() == b.keys() and all(
-        a[k].dtype == b[k].dtype and a[k].shape == b[k].shape and a[k].tobytes() == b[k].tobytes() for k in a
+        a[k].dtype == b[k].dtype and a[k].shape == b[k].shape and a[k].tobytes() == b[k].tobytes()
+        for k in a
     )
 
 
 def abstract(state):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
 
 
 def saved(directory, n=2, **settings):
@@ -68,7 +87,9 @@ def saved(directory, n=2, **settings):
 
 
 @pytest.mark.parametrize("slice_bytes, compiles", [(orbax.SLICE, False), (8, True)])
-def test_small_replicated_arrays_are_saved_without_compiling(tmp_path, monkeypatch, caplog, slice_bytes, compiles):
+def test_small_replicated_arrays_are_saved_without_compiling(
+    tmp_path, monkeypatch, caplog, slice_bytes, compiles
+):
     monkeypatch.setattr(orbax, "SLICE", slice_bytes)
     mesh = jax.make_mesh((8,), ("data",))
     x = jax.device_put(np.zeros((8, 6)), jax.NamedSharding(mesh, jax.P()))
@@ -80,7 +101,11 @@ def test_small_replicated_arrays_are_saved_without_compiling(tmp_path, monkeypat
 @pytest.mark.slow
 def test_what_is_saved_comes_back_bit_for_bit(tmp_path):
     checkpoints, made, said = saved(tmp_path)
-    assert said == ["saved step 1", "saved step 2"] and checkpoints.steps() == [1, 2] and checkpoints.latest() == 2
+    assert (
+        said == ["saved step 1", "saved step 2"]
+        and checkpoints.steps() == [1, 2]
+        and checkpoints.latest() == 2
+    )
     for step, state in enumerate(made, 1):
         assert equal(checkpoints.restore(step, abstract(state)), state)
     meta = checkpoints.meta(2)
@@ -102,11 +127,16 @@ def test_the_state_may_be_donated_while_it_is_written(tmp_path):
             big = big.replace(params=jax.tree.map(update, big.params))
     assert checkpoints.wait() is None
     for step, value in enumerate(kept, 1):
-        assert np.asarray(checkpoints.restore(step, abstract(big)).params["w"]).tobytes() == value.tobytes()
+        assert (
+            np.asarray(checkpoints.restore(step, abstract(big)).params["w"]).tobytes()
+            == value.tobytes()
+        )
 
 
 def test_a_checkpoint_is_not_removed_to_save_the_same_update_again(tmp_path):
-    """An elastic job that continues from an earlier copy in memory does; after a rollback the state is another one."""
+    """An elastic job that continues from an earlier copy in memory does; after a rollback the state
+    is another one.
+    """
     (first, second), said = states(2), []
     for state, meta in ((first, META), (second, {**META, "metrics": {"loss": 1.0}})):
         checkpoints = Checkpoints(tmp_path)
@@ -123,20 +153,28 @@ def test_a_checkpoint_is_not_removed_to_save_the_same_update_again(tmp_path):
 
 
 def test_a_save_that_is_made_again_writes_into_another_temporary_folder(tmp_path, monkeypatch):
-    """In an elastic job, a process may still write into that of a save which a lost process has interrupted."""
+    """In an elastic job, a process may still write into that of a save which a lost process has
+    interrupted.
+    """
     names, inner = [], atomicity.AtomicRenameTemporaryPath.create
-    noted = lambda path: names.append(path.get().name) or inner(path)
+
+    def noted(path):
+        return names.append(path.get().name) or inner(path)
+
     monkeypatch.setattr(atomicity.AtomicRenameTemporaryPath, "create", noted)
     for generation in (0, 1):
         turns = itertools.count(3)
-        member = SimpleNamespace(turn=lambda name, turns=turns: next(turns), job=SimpleNamespace(generation=generation))
+        member = SimpleNamespace(
+            turn=lambda name, turns=turns: next(turns), job=SimpleNamespace(generation=generation)
+        )
         monkeypatch.setattr(membership, "current", lambda member=member: member)
         for run in ("a", "b"):
             checkpoints = Checkpoints(tmp_path / run, context=Context())
             checkpoints.save(7, states(1)[0], META, print)
             assert checkpoints.wait() is None
     assert names == [
-        f"7.orbax-checkpoint-tmp-{attempt}.orbax-checkpoint-tmp" for attempt in ("0-3", "0-4", "1-3", "1-4")
+        f"7.orbax-checkpoint-tmp-{attempt}.orbax-checkpoint-tmp"
+        for attempt in ("0-3", "0-4", "1-3", "1-4")
     ]
 
 
@@ -156,7 +194,15 @@ def test_which_checkpoints_are_kept(tmp_path):
     assert checkpoints.wait() is None
     assert checkpoints.steps() == [3, 4, 8, 9, 10]  # best, multiples of 4, the last two
     assert checkpoints.best_step() == 3 and checkpoints.meta(3)["metrics"] == {"accuracy": 0.9}
-    for name in ("valid/loss", "a_loss", "cross_entropy", "valid/perplexity", "top5_error", "rmse", "mae"):
+    for name in (
+        "valid/loss",
+        "a_loss",
+        "cross_entropy",
+        "valid/perplexity",
+        "top5_error",
+        "rmse",
+        "mae",
+    ):
         checkpoints.annotate(10, {"metrics": {name: 0.5}})
         lowest = Checkpoints(tmp_path, keep=2, best=name)
         assert lowest.is_best({name: 0.4}) and not lowest.is_best({name: 0.6})
@@ -166,14 +212,23 @@ def test_which_checkpoints_are_kept(tmp_path):
     for other, (mode, word) in zip(others, MODES, strict=True):
         assert other.wait() is None  # each save has its own signals
         other.annotate(1, {"metrics": {word: 0.5}})
-        assert other.is_best({word: 0.4}) == (mode == "min") and other.is_best({word: 0.6}) == (mode == "max")
+        assert other.is_best({word: 0.4}) == (mode == "min") and other.is_best({word: 0.6}) == (
+            mode == "max"
+        )
     again = Checkpoints(tmp_path, keep=2, best="loss")
-    assert again.best_step() is None and again.is_best({"loss": 1e9}) and not again.is_best({"loss": float("inf")})
+    assert (
+        again.best_step() is None
+        and again.is_best({"loss": 1e9})
+        and not again.is_best({"loss": float("inf")})
+    )
 
 
 def damage(kind, folder):
     """One fault in a checkpoint's directory; what the message must say."""
-    data = max((p for p in folder.rglob("*") if p.is_file() and p.parent.name == "d"), key=lambda p: p.stat().st_size)
+    data = max(
+        (p for p in folder.rglob("*") if p.is_file() and p.parent.name == "d"),
+        key=lambda p: p.stat().st_size,
+    )
     content = bytearray(data.read_bytes())
     if kind == "flipped bit":
         content[len(content) // 2] ^= 4
@@ -196,12 +251,16 @@ def damage(kind, folder):
         (folder / manifest.NAME).write_text(json.dumps(found))
     elif kind in ("a directory for a file", "a pipe for a file", "a link that leads out"):
         data.unlink()
-        {"d": data.mkdir, "p": lambda: os.mkfifo(data), "l": lambda: data.symlink_to("/etc/passwd")}[
-            kind.split()[1][0]
-        ]()
+        {
+            "d": data.mkdir,
+            "p": lambda: os.mkfifo(data),
+            "l": lambda: data.symlink_to("/etc/passwd"),
+        }[kind.split()[1][0]]()
     elif kind.startswith("names "):
         found = manifest.read(folder)
-        manifest.write(folder, {**found["files"], kind.removeprefix("names "): (1, "0")}, found["meta"])
+        manifest.write(
+            folder, {**found["files"], kind.removeprefix("names "): (1, "0")}, found["meta"]
+        )
     elif kind in NAMES:
         found = manifest.read(folder)
         manifest.write(folder, {NAMES[kind]: (1, "0"), **found["files"]}, found["meta"])
@@ -216,7 +275,10 @@ def damage(kind, folder):
         "a pipe for a file": "has 0 bytes instead of",
         "a terminal escape": "names '!\\x1b[31m\\n', which is not a file name",
         "a long name": "which is too long for a file",
-    }.get(kind, "outside of the checkpoint" if "link" in kind or "names " in kind else "cannot be read")
+    }.get(
+        kind,
+        "outside of the checkpoint" if "link" in kind or "names " in kind else "cannot be read",
+    )
 
 
 NAMES = {"a terminal escape": "!\x1b[31m\n", "a long name": "a/" * 3000}
@@ -241,13 +303,18 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(two, tmp_p
     words = damage(kind, tmp_path / "c" / "2")
     before = sorted(p.name for p in (tmp_path / "c" / "2").rglob("*"))
     looking = []
-    assert Checkpoints(tmp_path / "c").latest(looking.append, tidy=False) == 1 and (tmp_path / "c" / "2").is_dir()
+    assert (
+        Checkpoints(tmp_path / "c").latest(looking.append, tidy=False) == 1
+        and (tmp_path / "c" / "2").is_dir()
+    )
     said = []
     checkpoints = Checkpoints(tmp_path / "c")
     assert checkpoints.latest(said.append) == 1
     aside = "2.unfinished" if kind == "missing manifest" else "2.damaged"
     assert len(said) == 1 and words in said[0] and said[0].endswith(f"set aside as {aside}")
-    assert sorted(p.name for p in (tmp_path / "c" / aside).rglob("*")) == before  # nothing is thrown away
+    assert (
+        sorted(p.name for p in (tmp_path / "c" / aside).rglob("*")) == before
+    )  # nothing is thrown away
     assert equal(checkpoints.restore(1, abstract(two[1][0])), two[1][0])
     assert checkpoints.latest(said.append) == 1 and len(said) == 1
 
@@ -268,7 +335,10 @@ def test_what_is_no_checkpoint_is_not_taken_for_one(two, tmp_path):
 
 
 def test_no_directory_no_checkpoint(tmp_path):
-    assert Checkpoints(tmp_path / "none").latest() == 0 and Checkpoints(tmp_path / "none").steps() == []
+    assert (
+        Checkpoints(tmp_path / "none").latest() == 0
+        and Checkpoints(tmp_path / "none").steps() == []
+    )
 
 
 def corrupt(random, folder):
@@ -297,7 +367,9 @@ def corrupt(random, folder):
 
 @pytest.mark.slow
 def test_a_thousand_corruptions_are_all_seen(two, tmp_path):
-    """Never restored wrong, never a crash: the checkpoint before is used, or the whole one if nothing is changed."""
+    """Never restored wrong, never a crash: the checkpoint before is used, or the whole one if
+    nothing is changed.
+    """
     chance, seen = random.Random(0), 0
     for i in range(1000):
         folder = tmp_path / str(i)
@@ -328,7 +400,9 @@ def test_both_damaged_is_a_new_start_and_says_so(two, tmp_path):
 def test_a_state_of_another_shape_is_refused_by_name(two):
     checkpoints = Checkpoints(two[0])
     ours = abstract(two[1][0])
-    with pytest.raises(UsageError, match=r"has no carry/x, but this config makes carry/x float32\[3\]"):
+    with pytest.raises(
+        UsageError, match=r"has no carry/x, but this config makes carry/x float32\[3\]"
+    ):
         checkpoints.restore(1, ours.replace(carry={"x": jax.ShapeDtypeStruct((3,), jnp.float32)}))
     with pytest.raises(UsageError, match="but this config makes no ema/"):
         checkpoints.restore(1, ours.replace(ema=None))
@@ -343,7 +417,9 @@ def host(strategy, state):
 
 
 def check_pairs(tmp_path, chosen, model):
-    """Saved by one way on some devices, restored by another on others: the same bits, and it exports them again."""
+    """Saved by one way on some devices, restored by another on others: the same bits, and it
+    exports them again.
+    """
     of = {}
     for source, target in chosen:
         for way, devices in (source, target):
@@ -353,7 +429,9 @@ def check_pairs(tmp_path, chosen, model):
     reference = toys_noise(host(of[chosen[0][0]], whole))
     for source in {s for s, _ in chosen}:
         checkpoints = Checkpoints(tmp_path / f"{source[0][0]}{source[0][1]}x{source[1]}")
-        placed = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), reference, of[source].abstract())
+        placed = jax.tree.map(
+            lambda x, like: jax.device_put(x, like.sharding), reference, of[source].abstract()
+        )
         state = of[source].adopt(placed)
         checkpoints.save(1, of[source].export(state), META, lambda text: None)
         assert checkpoints.wait() is None
@@ -369,18 +447,27 @@ def test_two_processes_restore_what_one_saved_and_the_other_way_round(tmp_path, 
     model = toys.MODELS["mlp"]()
     one = strategy(("pjit", 3), 8, model)
     placed = jax.tree.map(
-        lambda x, like: jax.device_put(x, like.sharding), toys_noise(host(one, one.init())), one.abstract()
+        lambda x, like: jax.device_put(x, like.sharding),
+        toys_noise(host(one, one.init())),
+        one.abstract(),
     )
     checkpoints = Checkpoints(tmp_path / "one")
     checkpoints.save(1, placed, META, lambda text: None)
     assert checkpoints.wait() is None
-    done = launch.mpirun(2, ["tests/support/mpi/pairs.py", str(tmp_path), digest(placed)], which, devices=devices)
+    done = launch.mpirun(
+        2, ["tests/support/mpi/pairs.py", str(tmp_path), digest(placed)], which, devices=devices
+    )
     assert done.returncode == 0 and f"6 ways on {2 * devices} devices" in done.stdout, done.output
     back = [(WAYS[(i + 3) % 6], 2 ** (i % 4)) for i in range(6)]
     for (backend, zero), (way, count) in zip(WAYS, back):
-        own, saved_by_two = strategy(way, count, model), Checkpoints(tmp_path / f"{2 * devices}-{backend}{zero}")
+        own, saved_by_two = (
+            strategy(way, count, model),
+            Checkpoints(tmp_path / f"{2 * devices}-{backend}{zero}"),
+        )
         assert saved_by_two.latest() == 1
-        assert digest(own.export(own.adopt(saved_by_two.restore(1, own.abstract())))) == digest(placed)
+        assert digest(own.export(own.adopt(saved_by_two.restore(1, own.abstract())))) == digest(
+            placed
+        )
 
 
 def toys_noise(tree):
@@ -391,7 +478,11 @@ def toys_noise(tree):
 def test_what_one_strategy_saved_any_other_restores(tmp_path):
     """Every way is source and target, on several counts; all pairs are in the slow test."""
     counts = [8, 2, 4, 1, 8, 4]
-    ring = [((WAYS[i], counts[i]), (WAYS[(i + k) % 6], counts[(i + 2 * k) % 6])) for i in range(6) for k in (1, 3)]
+    ring = [
+        ((WAYS[i], counts[i]), (WAYS[(i + k) % 6], counts[(i + 2 * k) % 6]))
+        for i in range(6)
+        for k in (1, 3)
+    ]
     check_pairs(tmp_path, ring, toys.MODELS["mlp"]())
 
 
@@ -402,7 +493,9 @@ def test_all_pairs_of_strategies_and_device_counts(tmp_path):
 
 @pytest.mark.slow
 def test_carried_state_and_loss_scale_are_saved_too(tmp_path):
-    check_pairs(tmp_path, [((WAYS[0], 4), (WAYS[5], 2)), ((WAYS[5], 2), (WAYS[1], 8))], toys.counting())
+    check_pairs(
+        tmp_path, [((WAYS[0], 4), (WAYS[5], 2)), ((WAYS[5], 2), (WAYS[1], 8))], toys.counting()
+    )
 
 
 def needs_root_mount():
@@ -415,7 +508,9 @@ def small_disk(tmp_path):
     """A file system of 3 MB."""
     needs_root_mount()
     (tmp_path / "disk").mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", tmp_path / "disk"], capture_output=True)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", tmp_path / "disk"], capture_output=True
+    )
     if made.returncode:
         pytest.skip(f"no tmpfs can be mounted here: {made.stderr.decode().strip()}")
     yield tmp_path / "disk"
@@ -424,17 +519,27 @@ def small_disk(tmp_path):
 
 def test_a_full_disk_keeps_the_old_ones_and_the_next_occasion_tries_again(small_disk):
     small = toys_state(jax.random.key(0))
-    noise = lambda n, seed: {"w": jax.random.bits(jax.random.key(seed), (n,), jnp.uint32)}
+
+    def noise(n, seed):
+        return {"w": jax.random.bits(jax.random.key(seed), (n,), jnp.uint32)}
+
     big = small.replace(params=noise(500_000, 1))
     said = []
     checkpoints = Checkpoints(small_disk, keep=2)
     checkpoints.save(1, big, META, said.append)
     checkpoints.save(2, big, META, said.append)  # no room for a second
     assert checkpoints.wait() == "checkpoint 2 could not be saved: no space left on the device"
-    assert said[0] == "saved step 1" and "checkpoint 2 could not be saved: no space left on the device" in said[1]
+    assert (
+        said[0] == "saved step 1"
+        and "checkpoint 2 could not be saved: no space left on the device" in said[1]
+    )
     assert "the last one is 1" in said[1] and len(said) == 2
     checkpoints.save(3, small, META, said.append)
-    assert checkpoints.wait() is None and checkpoints.steps() == [1, 3] and said[2] == "saved step 3"
+    assert (
+        checkpoints.wait() is None and checkpoints.steps() == [1, 3] and said[2] == "saved step 3"
+    )
     assert equal(checkpoints.restore(1, abstract(big)), big)
-    assert checkpoints.latest() == 3  # by now what Orbax wrote on, after its failure, is swept up too
+    assert (
+        checkpoints.latest() == 3
+    )  # by now what Orbax wrote on, after its failure, is swept up too
     assert sorted(p.name for p in small_disk.iterdir()) == ["1", "3"]

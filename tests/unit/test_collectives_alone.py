@@ -11,7 +11,14 @@ from jaxdp.distributed import packing
 
 def test_alone_every_collective_gives_back_what_it_got():
     x = np.arange(6.0, dtype=np.float32).reshape(2, 3)
-    for f in (jaxdp.allreduce, jaxdp.allgather, jaxdp.reduce, jaxdp.reduce_scatter, jaxdp.broadcast, jaxdp.gather):
+    for f in (
+        jaxdp.allreduce,
+        jaxdp.allgather,
+        jaxdp.reduce,
+        jaxdp.reduce_scatter,
+        jaxdp.broadcast,
+        jaxdp.gather,
+    ):
         np.testing.assert_array_equal(f(x), x)
     for f in (jaxdp.scatter, jaxdp.all_to_all):
         np.testing.assert_array_equal(f([x, jnp.ones(4, jnp.bfloat16)])[0], x)
@@ -25,10 +32,16 @@ def test_a_timeout_that_is_none_is_refused(monkeypatch):
 
 def test_a_collective_before_init_is_refused_where_there_are_other_processes(monkeypatch):
     monkeypatch.setattr("jaxdp.distributed.context._current", None)
-    for name, value in {"JAXDP_COORDINATOR": "h:1", "JAXDP_NUM_PROCESSES": "2", "JAXDP_PROCESS_ID": "1"}.items():
+    for name, value in {
+        "JAXDP_COORDINATOR": "h:1",
+        "JAXDP_NUM_PROCESSES": "2",
+        "JAXDP_PROCESS_ID": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     for call in (jaxdp.allreduce, jaxdp.broadcast, lambda x: jaxdp.send(x, 0)):
-        with pytest.raises(jaxdp.UsageError, match=r"call jaxdp\.init\(\) first: there are 2 processes"):
+        with pytest.raises(
+            jaxdp.UsageError, match=r"call jaxdp\.init\(\) first: there are 2 processes"
+        ):
             call(np.ones(2, np.float32))
 
 
@@ -55,10 +68,14 @@ def test_what_cannot_work_is_refused_in_words(call, words):
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize("dtype", ["int4", "uint4", "float4_e2m1fn", "float8_e5m2", "bool", "bfloat16", "complex64"])
+@pytest.mark.parametrize(
+    "dtype", ["int4", "uint4", "float4_e2m1fn", "float8_e5m2", "bool", "bfloat16", "complex64"]
+)
 def test_the_bits_of_numbers_of_any_width_come_back(dtype):
     """As they do on GPUs, where an array is not packed on the host."""
-    x = jnp.arange(8).astype(dtype) * jnp.asarray(-1 if dtype not in ("uint4", "bool") else 1, dtype)
+    x = jnp.arange(8).astype(dtype) * jnp.asarray(
+        -1 if dtype not in ("uint4", "bool") else 1, dtype
+    )
     bits = jax.jit(packing.to_bits)(x)
     assert jnp.issubdtype(bits.dtype, jnp.unsignedinteger)
     got = jax.jit(packing.from_bits, static_argnums=1)(bits, x.dtype)

@@ -54,7 +54,14 @@ def test_the_contract_of_keys_and_defaults():
 
 def test_arguments_on_the_command_line_override_the_file():
     config, *_ = load(
-        [*DIGITS, "--model.args.hidden", "[64, 32]", "--optimizer.lr", "3e-4", "--model.args.dropout=0.5"]
+        [
+            *DIGITS,
+            "--model.args.hidden",
+            "[64, 32]",
+            "--optimizer.lr",
+            "3e-4",
+            "--model.args.dropout=0.5",
+        ]
     )
     assert config.model.args == {"hidden": [64, 32], "dropout": 0.5}
     assert config.optimizer.lr == 3e-4 and config.epochs == 60
@@ -64,11 +71,20 @@ def test_arguments_on_the_command_line_override_the_file():
 
 def test_the_command_line_overrides_the_files_wherever_it_stands(tmp_path):
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
-    first.write_text("seed: 1\nsteps: 2\nmodel: {target: MLP, args: {hidden: [4]}}\ndata: {target: Digits}")
+    first.write_text(
+        "seed: 1\nsteps: 2\nmodel: {target: MLP, args: {hidden: [4]}}\ndata: {target: Digits}"
+    )
     second.write_text("seed: 2\nbatch_size: 32\nmodel: {args: {dropout: 0.5}}")
     before, between = ["--optimizer.lr", "0.5", "--model.args.hidden=[8]"], ["--batch_size", "16"]
-    config, path, _ = load([*before, "--config", str(first), *between, f"--config={second}", "--epochs", "3"])
-    assert (config.optimizer.lr, config.batch_size, config.steps, config.epochs) == (0.5, 16, None, 3)
+    config, path, _ = load(
+        [*before, "--config", str(first), *between, f"--config={second}", "--epochs", "3"]
+    )
+    assert (config.optimizer.lr, config.batch_size, config.steps, config.epochs) == (
+        0.5,
+        16,
+        None,
+        3,
+    )
     assert config.seed == 2 and path == str(second)  # of two files, the later one counts
     assert config.model.args["hidden"] == [8]
 
@@ -82,32 +98,68 @@ def test_the_command_line_overrides_the_files_wherever_it_stands(tmp_path):
         (["--parallel.bakend", "pjit"], ["did you mean 'parallel.backend'"]),
         (["--model.arg.width", "3"], ["unknown key 'model.arg.width'"]),
         (["--batch_size", "many"], ["batch_size: 'many' is not an integer"]),
-        (["--model", "MLP"], ["model: 'MLP' is not a mapping; set its keys, as in --model.target VALUE"]),
-        (["--model", "null"], ["model: 'null' is not a mapping; set its keys, as in --model.target VALUE"]),
-        (["--parallel=pmap"], ["parallel: 'pmap' is not a mapping; set its keys, as in --parallel.backend VALUE"]),
+        (
+            ["--model", "MLP"],
+            ["model: 'MLP' is not a mapping; set its keys, as in --model.target VALUE"],
+        ),
+        (
+            ["--model", "null"],
+            ["model: 'null' is not a mapping; set its keys, as in --model.target VALUE"],
+        ),
+        (
+            ["--parallel=pmap"],
+            ["parallel: 'pmap' is not a mapping; set its keys, as in --parallel.backend VALUE"],
+        ),
         (["--epochs", "many"], ["epochs: 'many' is not a number or null"]),
         (["--log.every", "1.5"], ["log.every: '1.5' is not an integer"]),
         (["--optimizer.lr", ".nan"], ["optimizer.lr: nan is not a finite number"]),
         (["--optimizer.lr", "1e999"], ["optimizer.lr: inf is not a finite number"]),
-        (["--optimizer.no_decay", "bias"], ["optimizer.no_decay: 'bias' is not a list of texts or auto"]),
-        (["--optimizer.no_decay", "['(']"], ["optimizer.no_decay: '(' is not a regular expression"]),
-        (["--batch_size", "99999999999999999999"], ["batch_size: 99999999999999999999 is too large"]),
+        (
+            ["--optimizer.no_decay", "bias"],
+            ["optimizer.no_decay: 'bias' is not a list of texts or auto"],
+        ),
+        (
+            ["--optimizer.no_decay", "['(']"],
+            ["optimizer.no_decay: '(' is not a regular expression"],
+        ),
+        (
+            ["--batch_size", "99999999999999999999"],
+            ["batch_size: 99999999999999999999 is too large"],
+        ),
         (["--batch_size", "0"], ["batch_size: 0", "at least 1"]),
         (["--optimizer.lr", "-1"], ["optimizer.lr: -1.0"]),
         (["--optimizer.clip_norm", "0"], ["optimizer.clip_norm: 0.0", "greater than 0"]),
         (["--parallel.backend", "tpu"], ["parallel.backend: 'tpu' is not one of pmap, pjit"]),
         (["--parallel.zero", "4"], ["parallel.zero: 4 is too large; it must be at most 3"]),
-        (["--parallel.zero", "2"], ["parallel.zero: 2 does not work under pmap; set parallel.backend to pjit"]),
-        (["--parallel.zero", "1", "--parallel.shard_size", "2"], ["parallel.shard_size: 2 does not work under pmap"]),
+        (
+            ["--parallel.zero", "2"],
+            ["parallel.zero: 2 does not work under pmap; set parallel.backend to pjit"],
+        ),
+        (
+            ["--parallel.zero", "1", "--parallel.shard_size", "2"],
+            ["parallel.shard_size: 2 does not work under pmap"],
+        ),
         (["--parallel.shard_size", "2"], ["parallel.shard_size: 2 with zero: 0"]),
-        (["--parallel.zero", "1", "--parallel.rules", "{a: [null, x]}"], ["parallel.rules: 'a' has [None, 'x']"]),
-        (["--parallel.zero", "1", "--parallel.rules", "{'(': [shard]}"], ["parallel.rules: '(' is not a regular exp"]),
+        (
+            ["--parallel.zero", "1", "--parallel.rules", "{a: [null, x]}"],
+            ["parallel.rules: 'a' has [None, 'x']"],
+        ),
+        (
+            ["--parallel.zero", "1", "--parallel.rules", "{'(': [shard]}"],
+            ["parallel.rules: '(' is not a regular exp"],
+        ),
         (["--parallel.rules", "{a: [shard]}"], ["parallel.rules: {'a': ['shard']} with zero: 0"]),
         (["--parallel.remat", "some"], ["parallel.remat: 'some' is not one of auto, none, full"]),
-        (["--precision.loss_scale", "often"], ["precision.loss_scale: 'often' is not a number or dynamic or null"]),
+        (
+            ["--precision.loss_scale", "often"],
+            ["precision.loss_scale: 'often' is not a number or dynamic or null"],
+        ),
         (["--precision.loss_scale", "0"], ["precision.loss_scale: 0.0 must be greater than 0"]),
         (["--optimizer.ema", "1"], ["optimizer.ema: 1.0 must be below 1"]),
-        (["--nonfinite.max_consecutive", "0"], ["nonfinite.max_consecutive: 0 is too small", "at least 1"]),
+        (
+            ["--nonfinite.max_consecutive", "0"],
+            ["nonfinite.max_consecutive: 0 is too small", "at least 1"],
+        ),
         (["--spike.factor", "1"], ["spike.factor: 1.0 must be greater than 1"]),
         (["--spike.factor", "-2"], ["spike.factor: -2.0 must be greater than 1"]),
         (["--spike.decay", "1"], ["spike.decay: 1.0 must be below 1"]),
@@ -118,10 +170,22 @@ def test_the_command_line_overrides_the_files_wherever_it_stands(tmp_path):
         (["--eval.ema", "true"], ["eval.ema: True, but no average is kept; set optimizer.ema"]),
         (["--eval.ema", "perhaps"], ["eval.ema: 'perhaps' is not true or false"]),
         (["--optimizer.frozen", "['[']"], ["optimizer.frozen: '[' is not a regular expression"]),
-        (["--optimizer.lr_scale", "{head: -1}"], ["optimizer.lr_scale: 'head' has -1.0; give a factor"]),
-        (["--parallel.accumulator", "whole"], ["parallel.accumulator is now called parallel.gradient_buffer"]),
-        (["--parallel.gradient_buffer", "whole"], ["'whole' is not one of sharded, replicated", "is now replicated"]),
-        (["--parallel.accumulate", "loop"], ["'loop' is not one of auto, vmap, scan (loop is now scan)"]),
+        (
+            ["--optimizer.lr_scale", "{head: -1}"],
+            ["optimizer.lr_scale: 'head' has -1.0; give a factor"],
+        ),
+        (
+            ["--parallel.accumulator", "whole"],
+            ["parallel.accumulator is now called parallel.gradient_buffer"],
+        ),
+        (
+            ["--parallel.gradient_buffer", "whole"],
+            ["'whole' is not one of sharded, replicated", "is now replicated"],
+        ),
+        (
+            ["--parallel.accumulate", "loop"],
+            ["'loop' is not one of auto, vmap, scan (loop is now scan)"],
+        ),
         (
             ["--parallel.reduction", "exact", "--parallel.accumulate", "vmap"],
             ["parallel.accumulate: vmap with reduction: exact", "leave it auto"],
@@ -132,18 +196,31 @@ def test_the_command_line_overrides_the_files_wherever_it_stands(tmp_path):
         ),
         (
             ["--parallel.reduction", "exact8", "--microbatches", "32"],
-            ["microbatches: 32 with reduction: exact8 leave 2 of 7 bits", "use at most 18, or 2 in each"],
+            [
+                "microbatches: 32 with reduction: exact8 leave 2 of 7 bits",
+                "use at most 18, or 2 in each",
+            ],
         ),
         (
             ["--parallel.reduction", "exact16", "--microbatches", "8192"],
-            ["microbatches: 8192 with reduction: exact16 leave 2 of 15 bits", "at most 4681", "or reduction: exact"],
+            [
+                "microbatches: 8192 with reduction: exact16 leave 2 of 15 bits",
+                "at most 4681",
+                "or reduction: exact",
+            ],
         ),
         (
             ["--parallel.reduction", "exact", "--parallel.exact_group", "3"],
             ["parallel.exact_group: 3 does not divide microbatches: 8"],
         ),
-        (["--parallel.reduction", "exact", "--parallel.exact_group", "0"], ["parallel.exact_group: 0"]),
-        (["--parallel.exact_group", "2"], ["parallel.exact_group: 2 with reduction: auto", "set reduction to exact"]),
+        (
+            ["--parallel.reduction", "exact", "--parallel.exact_group", "0"],
+            ["parallel.exact_group: 0"],
+        ),
+        (
+            ["--parallel.exact_group", "2"],
+            ["parallel.exact_group: 2 with reduction: auto", "set reduction to exact"],
+        ),
         (
             ["--parallel.reduction", "exact8", "--parallel.accumulate", "vmap"],
             ["parallel.accumulate: vmap with reduction: exact8", "set exact_group"],
@@ -151,9 +228,15 @@ def test_the_command_line_overrides_the_files_wherever_it_stands(tmp_path):
         (["--steps", "10", "--epochs", "2"], ["steps: 10", "epochs: 2", "one of the two"]),
         (["--seed", "-1"], ["seed: -1"]),
         (["--run_dir", ""], ["run_dir: '' is empty"]),
-        (["--run_dir", "gs://bucket/run"], ["run_dir: 'gs://bucket/run' is not in the file system; mount the store"]),
+        (
+            ["--run_dir", "gs://bucket/run"],
+            ["run_dir: 'gs://bucket/run' is not in the file system; mount the store"],
+        ),
         (["--init_from", " "], ["init_from: ' ' is empty"]),
-        (["--optimizer.warmup_steps", "2147483648"], ["optimizer.warmup_steps: 2147483648 is too large"]),
+        (
+            ["--optimizer.warmup_steps", "2147483648"],
+            ["optimizer.warmup_steps: 2147483648 is too large"],
+        ),
         (["--config", "nowhere.yaml"], ["--config: no file 'nowhere.yaml'"]),
         (["--config"], ["--config: no file given"]),
         (["extra"], ["extra"]),
@@ -189,7 +272,9 @@ def test_the_program_that_was_called_is_named(monkeypatch):
         monkeypatch.setattr(sys, "argv", [str(CONFIGS[0].parent.parent / called)])
         with pytest.raises(UsageError, match=rf"unknown key 'zzz'; `{name} --help` lists the keys"):
             load(["--zzz", "1"])
-        assert help_of("train").startswith(f"usage: {name} --config FILE") and f"  {name} --config" in help_of("train")
+        assert help_of("train").startswith(
+            f"usage: {name} --config FILE"
+        ) and f"  {name} --config" in help_of("train")
         assert help_of("eval").startswith("usage: jaxdp eval")
 
 
@@ -205,7 +290,9 @@ def test_an_option_of_another_type_is_named():
             load([*DIGITS, f"--{name}", "x"], verb)
 
 
-@pytest.mark.parametrize(("argv", "verb"), [([], "train"), (["--seed", "0"], "train"), (["--devices", "4"], "plan")])
+@pytest.mark.parametrize(
+    ("argv", "verb"), [([], "train"), (["--seed", "0"], "train"), (["--devices", "4"], "plan")]
+)
 def test_without_a_config_it_is_said_what_to_give(argv, verb):
     with pytest.raises(UsageError, match=f"^--config: no file given; e.g. jaxdp {verb} --config"):
         load(argv, verb)
@@ -221,7 +308,10 @@ def test_a_long_value_is_shortened():
     ("text", "words"),
     [
         ("modle: {target: MLP}", ["unknown key 'modle'; did you mean 'model'"]),
-        ("model: {target: MLP, arg: {a: 1}}", ["unknown key 'model.arg'; did you mean 'model.args'"]),
+        (
+            "model: {target: MLP, arg: {a: 1}}",
+            ["unknown key 'model.arg'; did you mean 'model.args'"],
+        ),
         ("batch_size: [1, 2", ["not YAML"]),
         ("{" * 3000, ["not YAML"]),
         ("- a\n- b", ["mapping", "list"]),
@@ -234,8 +324,14 @@ def test_a_long_value_is_shortened():
         ("steps: 3\nseed: 1\nsteps: 4", ["line 3: the key 'steps' appears twice"]),
         ("model: &m {args: *m}", ["not YAML: Circular reference detected"]),
         ("1: 2", ["'1' is not a key"]),
-        ("optimizer.lr: 3\noptimizer: {target: sgd}", ["'optimizer.lr' is beside 'optimizer'; write lr inside of it"]),
-        ("model: {target: MLP}\ndata: {target: Digits}\nsteps: 3\noptimizer: {lr: .nan}", ["optimizer.lr: nan"]),
+        (
+            "optimizer.lr: 3\noptimizer: {target: sgd}",
+            ["'optimizer.lr' is beside 'optimizer'; write lr inside of it"],
+        ),
+        (
+            "model: {target: MLP}\ndata: {target: Digits}\nsteps: 3\noptimizer: {lr: .nan}",
+            ["optimizer.lr: nan"],
+        ),
         ("microbatches: none", ["microbatches", "none"]),
         ("steps: 3", ["model.target: missing"]),
         ("", ["mapping"]),
@@ -251,8 +347,15 @@ def test_bad_files_are_one_clear_line(tmp_path, text, words):
 
 
 def test_scalars_of_numpy_and_paths_are_as_in_a_file():
-    values = {"steps": np.int64(3), "optimizer": {"lr": np.float32(0.5)}, "run_dir": pathlib.Path("~/x")}
-    values |= {"model": {"target": "MLP", "args": {"hidden": [np.int32(8)]}}, "data": {"target": "Digits"}}
+    values = {
+        "steps": np.int64(3),
+        "optimizer": {"lr": np.float32(0.5)},
+        "run_dir": pathlib.Path("~/x"),
+    }
+    values |= {
+        "model": {"target": "MLP", "args": {"hidden": [np.int32(8)]}},
+        "data": {"target": "Digits"},
+    }
     config = from_mapping(values, "fit")
     assert (config.steps, config.optimizer.lr, config.model.args) == (3, 0.5, {"hidden": [8]})
     assert config.run_dir == os.path.expanduser("~/x")
@@ -275,14 +378,26 @@ def test_every_field_says_what_it_decides():
 
 def test_a_change_of_speed_is_no_change_of_numbers():
     before = dataclasses.asdict(load(DIGITS)[0])
-    assert check.changed_numbers(before, load([*DIGITS, "--parallel.backend", "pjit", "--log.every", "7"])[0]) == []
-    for data in (["--eval.data.target", "Digits"], ["--eval.data.target", "Npz", "--eval.data.args.path", "a.npz"]):
+    assert (
+        check.changed_numbers(
+            before, load([*DIGITS, "--parallel.backend", "pjit", "--log.every", "7"])[0]
+        )
+        == []
+    )
+    for data in (
+        ["--eval.data.target", "Digits"],
+        ["--eval.data.target", "Npz", "--eval.data.args.path", "a.npz"],
+    ):
         assert check.changed_numbers(before, load([*DIGITS, *data])[0]) == []
-    changed = check.changed_numbers(before, load([*DIGITS, "--seed", "7", "--model.args.hidden", "[3]"])[0])
+    changed = check.changed_numbers(
+        before, load([*DIGITS, "--seed", "7", "--model.args.hidden", "[3]"])[0]
+    )
     assert changed == ["seed: 0 -> 7", "model.args.hidden: [256, 256] -> [3]"]
 
 
-@pytest.mark.parametrize("optimizer", [{"target": "optax chain(scale_by_adam, scale)"}, {"schedule_steps": 9}])
+@pytest.mark.parametrize(
+    "optimizer", [{"target": "optax chain(scale_by_adam, scale)"}, {"schedule_steps": 9}]
+)
 def test_more_steps_are_no_change_if_the_learning_rates_do_not_depend_on_them(optimizer):
     """An Optax transformation has its own; its config has an unused cosine schedule."""
     base = {"model": {"target": "MLP"}, "data": {"target": "Digits"}, "optimizer": optimizer}
@@ -292,23 +407,31 @@ def test_more_steps_are_no_change_if_the_learning_rates_do_not_depend_on_them(op
 
 def test_a_tuple_is_the_list_that_a_checkpoint_has():
     args = {"hidden": (8,), "names": {1: (2, (3,))}}
-    config = from_mapping({"model": {"target": "Net", "args": args}, "data": {"target": "Digits"}, "steps": 1}, "fit")
+    config = from_mapping(
+        {"model": {"target": "Net", "args": args}, "data": {"target": "Digits"}, "steps": 1}, "fit"
+    )
     saved = json.loads(json.dumps(dataclasses.asdict(config)))
     assert config.model.args == args and check.changed_numbers(saved, config) == []
 
 
 def test_the_order_of_factors_is_compared_as_the_first_match_decides():
     scales = [{"kernel": 0.1, ".*": 1.0}, {".*": 1.0, "kernel": 0.1}]
-    before, after = (load([*DIGITS, "--optimizer.lr_scale", json.dumps(scale)])[0] for scale in scales)
+    before, after = (
+        load([*DIGITS, "--optimizer.lr_scale", json.dumps(scale)])[0] for scale in scales
+    )
     assert check.changed_numbers(dataclasses.asdict(before), before) == []
     changed = check.changed_numbers(dataclasses.asdict(before), after)
-    assert changed == ["optimizer.lr_scale: [('kernel', 0.1), ('.*', 1.0)] -> [('.*', 1.0), ('kernel', 0.1)]"]
+    assert changed == [
+        "optimizer.lr_scale: [('kernel', 0.1), ('.*', 1.0)] -> [('.*', 1.0), ('kernel', 0.1)]"
+    ]
 
 
 @settings(max_examples=30)
 @given(st.text(min_size=1, max_size=20))
 def test_any_unknown_key_is_refused(key):
-    free = [f"{known}." for known, hint in keys.known_keys().items() if typing.get_origin(hint) is dict]
+    free = [
+        f"{known}." for known, hint in keys.known_keys().items() if typing.get_origin(hint) is dict
+    ]
     if key not in keys.known_keys() and not key.startswith(tuple(free)):
         with pytest.raises(UsageError, match="unknown key"):
             keys.check_key(key, "test")
@@ -319,20 +442,32 @@ def test_the_readme_shows_the_config_that_is_shipped():
     assert pathlib.Path(DIGITS[1]).read_text() in readme
     commands = [line for line in readme.splitlines() if "--config configs/" in line]
     assert all(
-        pathlib.Path(CONFIGS[0].parent.parent / line.split("--config ")[1].split()[0]).is_file() for line in commands
+        pathlib.Path(CONFIGS[0].parent.parent / line.split("--config ")[1].split()[0]).is_file()
+        for line in commands
     )
 
 
 def test_a_key_of_a_dict_inside_a_dict_is_set_by_itself(tmp_path):
     file = tmp_path / "config.yaml"
-    file.write_text("model: {target: MLP, args: {block: {dim: 8, heads: 2}}}\ndata: {target: Digits}\nsteps: 1\n")
-    argv = ["--config", str(file), "--model.args.block.dim", "64", "--model.args.block.rates=[0.5, 1e-3]"]
+    file.write_text(
+        "model: {target: MLP, args: {block: {dim: 8, heads: 2}}}\ndata: {target: Digits}\nsteps: 1\n"
+    )
+    argv = [
+        "--config",
+        str(file),
+        "--model.args.block.dim",
+        "64",
+        "--model.args.block.rates=[0.5, 1e-3]",
+    ]
     more = ["--model.args.new.deep.name", "a: b: c", "--model.args.width", "3", "--run_dir", "7"]
     config, *_ = load([*argv, *more])
     block = {"dim": 64, "heads": 2, "rates": [0.5, 1e-3]}
     assert config.model.args == {"block": block, "new": {"deep": {"name": "a: b: c"}}, "width": 3}
     assert config.run_dir == "7"
-    with pytest.raises(UsageError, match=r"model.args.block.dim.x: model.args.block.dim is 8, which has no keys; set"):
+    with pytest.raises(
+        UsageError,
+        match=r"model.args.block.dim.x: model.args.block.dim is 8, which has no keys; set",
+    ):
         load([*argv[:2], "--model.args.block.dim.x", "1"])
     with pytest.raises(UsageError, match=r"model.args.block.dim: no value given"):
         load([*argv[:2], "--model.args.block.dim"])

@@ -1,4 +1,5 @@
-"""The coordinator of a job: what a rank does while it is frozen, flooded or gone, and which generations form.
+"""The coordinator of a job: what a rank does while it is frozen, flooded or gone, and which
+generations form.
 
 It runs in this process where its times are shortened, else in its own; all sockets are real.
 """
@@ -20,7 +21,16 @@ import time
 import pytest
 
 from benchmarks.clients import facts
-from jaxdp.distributed import channel, connection, coordinator, elastic_generation, frozen, hosts, joining, protocol
+from jaxdp.distributed import (
+    channel,
+    connection,
+    coordinator,
+    elastic_generation,
+    frozen,
+    hosts,
+    joining,
+    protocol,
+)
 from jaxdp.distributed.connection import Connection
 from jaxdp.errors import DistributedError, UsageError
 
@@ -104,7 +114,9 @@ def test_no_greeting_is_not_a_wrong_one(monkeypatch, serve, text, last):
         monkeypatch.setattr(connection, name, seconds)
     checks = []
     with listening(serve) as port, pytest.raises(DistributedError, match=text) as error:
-        connection.join("127.0.0.1", port, SECRET, facts(1, 3) | last, 0.8, silent=lambda: checks.append(1))
+        connection.join(
+            "127.0.0.1", port, SECRET, facts(1, 3) | last, 0.8, silent=lambda: checks.append(1)
+        )
     assert error.value.code is None and bool(checks) == ("hang" not in serve.__name__)
 
 
@@ -113,7 +125,10 @@ def test_no_greeting_is_not_a_wrong_one(monkeypatch, serve, text, last):
 @pytest.mark.parametrize(
     ("serve", "text"),
     [
-        (lambda client: client.sendall(b"SSH-2.0-x\r\n"), "SSH-2.0-x.*another program has that port"),
+        (
+            lambda client: client.sendall(b"SSH-2.0-x\r\n"),
+            "SSH-2.0-x.*another program has that port",
+        ),
         (answer_a_line, "HTTP/1.0 400.*another program has that port"),
         (refuse, "needs the same secret"),
     ],
@@ -127,11 +142,18 @@ def test_a_wrong_greeting(monkeypatch, serve, text, last):
 
 @pytest.fixture
 def start():
-    """A function that starts a coordinator of an elastic job of three in its own process; its settings."""
-    settings = protocol.Settings(3, SECRET, hosts.free_port(), "127.0.0.1", "127.0.0.1", 60.0, 20.0, elastic=True)
+    """A function that starts a coordinator of an elastic job of three in its own process; its
+    settings.
+    """
+    settings = protocol.Settings(
+        3, SECRET, hosts.free_port(), "127.0.0.1", "127.0.0.1", 60.0, 20.0, elastic=True
+    )
     settings = dataclasses.replace(settings, stderr=os.open(os.devnull, os.O_WRONLY))
     before = len(joining._children)
-    yield lambda **more: (joining.start_coordinator(dataclasses.replace(settings, **more), "here"), settings)
+    yield lambda **more: (
+        joining.start_coordinator(dataclasses.replace(settings, **more), "here"),
+        settings,
+    )
     for child in joining._children[before:]:
         child.kill()
         child.communicate()
@@ -179,7 +201,9 @@ def test_a_frozen_coordinator_is_replaced(monkeypatch, start, moment):
     def enter(rank):
         place = joining.Place(settings, rank)
         address = "127.0.0.1", settings.port, SECRET
-        return connection.join(*address, facts(rank, 3), 60.0, absent=place.absent, silent=place.silent)
+        return connection.join(
+            *address, facts(rank, 3), 60.0, absent=place.absent, silent=place.silent
+        )
 
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         if moment == "before they connect":
@@ -200,13 +224,17 @@ def test_strangers_do_not_push_out_a_rank_that_connects(start):
     _, settings = start()
     with contextlib.ExitStack() as stack:
         rank = stack.enter_context(socket.create_connection(("127.0.0.1", settings.port), 20.0))
-        strangers = [socket.create_connection(("127.0.0.1", settings.port), 20.0) for _ in range(600)]
+        strangers = [
+            socket.create_connection(("127.0.0.1", settings.port), 20.0) for _ in range(600)
+        ]
         for stranger in strangers:
             stack.enter_context(stranger)
         assert all(stranger.recv(100) for stranger in strangers)
         greeting = rank.recv(100)
         nonce = greeting[len(channel.MAGIC) :]
-        sealed = channel.to_coordinator(SECRET, nonce).seal(channel.encode({"nonce": "n", "probe": True}))
+        sealed = channel.to_coordinator(SECRET, nonce).seal(
+            channel.encode({"nonce": "n", "probe": True})
+        )
         rank.sendall(sealed)
         assert len(rank.recv(1000)) > channel.HEAD
 
@@ -216,7 +244,9 @@ class Job:
 
     def __init__(self, size, port=None):
         self.size, self.port, self.lines, self.ranks = size, port or hosts.free_port(), [], []
-        settings = protocol.Settings(size, SECRET, self.port, "127.0.0.1", "127.0.0.1", 60.0, 20.0, elastic=True)
+        settings = protocol.Settings(
+            size, SECRET, self.port, "127.0.0.1", "127.0.0.1", 60.0, 20.0, elastic=True
+        )
         self.settings = dataclasses.replace(settings, join_timeout=2.0)
         ready = threading.Event()
         self.thread = threading.Thread(target=lambda: asyncio.run(self._run(ready)), daemon=True)
@@ -270,7 +300,9 @@ class Rank:
 
     def member(self):
         """The facts of all members, if this process was admitted."""
-        return next((protocol.unpack(m["members"]) for m in [*self.messages] if "members" in m), None)
+        return next(
+            (protocol.unpack(m["members"]) for m in [*self.messages] if "members" in m), None
+        )
 
     def open(self):
         """Report that this process has the state, as all do that have passed the first barrier."""
@@ -308,11 +340,21 @@ def generation(job, size, opened=None):
     """The ranks of the first generation, of which some have the state."""
     ranks = [job.connect(rank) for rank in range(size)]
     until(lambda: all(rank.member() for rank in ranks))
-    job.coordinator.generation.jax_address = ""  # nobody connects to JAX's service, or would wait for others there
+    job.coordinator.generation.jax_address = (
+        ""  # nobody connects to JAX's service, or would wait for others there
+    )
     for rank in ranks if opened is None else opened and [ranks[i] for i in opened]:
         rank.open()
-    states = lambda: [m.facts.get("state", -1) for m in job.coordinator.generation.members.values()]
-    until(lambda: sorted(states()) == sorted(0 if opened is None or i in opened else -1 for i in range(size)))
+
+    def states():
+        return [m.facts.get("state", -1) for m in job.coordinator.generation.members.values()]
+
+    until(
+        lambda: (
+            sorted(states())
+            == sorted(0 if opened is None or i in opened else -1 for i in range(size))
+        )
+    )
     return ranks
 
 
@@ -331,7 +373,9 @@ def waited(job):
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_no_generation_forms_without_the_last_process_that_has_the_state(monkeypatch, job, size):
-    """It sends heartbeats, and comes later than any limit; the others are dead, and have been started again."""
+    """It sends heartbeats, and comes later than any limit; the others are dead, and have been
+    started again.
+    """
     monkeypatch.setattr(elastic_generation, "LATE", 1.0)
     job = job(size)
     *lost, last = generation(job, size)
@@ -345,7 +389,9 @@ def test_no_generation_forms_without_the_last_process_that_has_the_state(monkeyp
     assert [line for line in job.lines if process in line and "generation 1" in line]
     late = last.report(0, size, state=0)
     until(late.member)
-    assert [f.get("state", -1) for f in late.member()] == [0] + [-1] * (size - 1) and all(x.member() for x in new)
+    assert [f.get("state", -1) for f in late.member()] == [0] + [-1] * (size - 1) and all(
+        x.member() for x in new
+    )
 
 
 def test_without_a_process_that_has_the_state_a_generation_forms(job):
@@ -362,7 +408,9 @@ def test_without_a_process_that_has_the_state_a_generation_forms(job):
 
 
 def test_a_frozen_process_that_alone_has_the_state_is_waited_for(monkeypatch, job):
-    """For LATE seconds, as if it were busy; without heartbeats its connection says that it may live."""
+    """For LATE seconds, as if it were busy; without heartbeats its connection says that it may
+    live.
+    """
     monkeypatch.setattr(elastic_generation, "LATE", 2.0)
     job = job(2)
     first, last = generation(job, 2)
@@ -402,7 +450,9 @@ def test_most_of_those_that_have_the_state_do_not_wait_for_a_frozen_one(job):
 
 
 def test_a_new_coordinator_does_not_begin_without_the_state_that_others_know_of(job):
-    """Two ranks of three were admitted together with the one that had the state, and the coordinator was lost."""
+    """Two ranks of three were admitted together with the one that had the state, and the
+    coordinator was lost.
+    """
     job = job(3)
     two = [job.connect(rank, last=[4, 3], newest=3) for rank in (1, 2)]
     until(lambda: waited(job) is not None and waited(job) > elastic_generation.WINDOW + 0.3)
@@ -413,7 +463,9 @@ def test_a_new_coordinator_does_not_begin_without_the_state_that_others_know_of(
 
 
 def test_all_processes_of_the_job_are_enough_for_a_new_coordinator(job):
-    """Half of the last generation have died with the coordinator; the processes in their place prove that."""
+    """Half of the last generation have died with the coordinator; the processes in their place
+    prove that.
+    """
     job = job(4)
     survivor = job.connect(3, last=[7, 4], state=7, newest=7)
     new = [job.connect(rank, pid=500 + rank) for rank in range(2)]
@@ -430,7 +482,13 @@ def test_a_coordinator_that_was_stopped_has_not_waited_meanwhile(job):
     first, *_ = generation(job, 3)
     job.loop.call_soon_threadsafe(job.coordinator.generation.end, "test")
     back = first.report(0, 3, state=0)
-    until(lambda: waited(job) is not None and job.coordinator.next is not None and job.coordinator.next.waiting)
+    until(
+        lambda: (
+            waited(job) is not None
+            and job.coordinator.next is not None
+            and job.coordinator.next.waiting
+        )
+    )
     ended, done = job.coordinator.generation, concurrent.futures.Future()
     before = ended.waited
     job.loop.call_soon_threadsafe(lambda: done.set_result(ended.tick(60.0)))
@@ -439,7 +497,9 @@ def test_a_coordinator_that_was_stopped_has_not_waited_meanwhile(job):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_coordinator_that_is_killed_or_stopped_before_it_listens_is_no_error_of_the_user(monkeypatch, start, number):
+def test_a_coordinator_that_is_killed_or_stopped_before_it_listens_is_no_error_of_the_user(
+    monkeypatch, start, number
+):
     monkeypatch.setattr(joining, "SILENT", 0.3)
     monkeypatch.setattr(frozen, "APART", 0.2)
     popen, at_once = joining.subprocess.Popen, []
@@ -476,10 +536,16 @@ os._exit(0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("served", [True, False], ids=["a rank is missing", "the service is missing"])
+@pytest.mark.parametrize(
+    "served", [True, False], ids=["a rank is missing", "the service is missing"]
+)
 def test_a_process_that_nobody_connects_with_keeps_its_state(served):
-    """JAX would abort it after `JAXDP_TIMEOUT`, and it would not hear before that the generation has ended."""
+    """JAX would abort it after `JAXDP_TIMEOUT`, and it would not hear before that the generation
+    has ended.
+    """
     code = CONNECT.replace("SERVED", str(served))
     env = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=50
+    )
     assert (done.returncode, done.stdout) == (0, "lost\n"), done.stderr

@@ -1,4 +1,6 @@
-"""Copies of sharded state: assembled from their parts on any number of devices; neighbours are on other hosts."""
+"""Copies of sharded state: assembled from their parts on any number of devices; neighbours are on
+other hosts.
+"""
 
 import jax
 import numpy as np
@@ -18,13 +20,17 @@ LAYOUTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "devices", "layout"), LAYOUTS)
 def test_parts_are_assembled_on_another_number_of_devices(backend, devices, layout):
-    strategy, _, _ = toys.build(toys.dropout_model(), toys.data(), backend=backend, devices=devices, layout=layout)
+    strategy, _, _ = toys.build(
+        toys.dropout_model(), toys.data(), backend=backend, devices=devices, layout=layout
+    )
     state = strategy.export(strategy.init())
     copies = Copies(strategy, [""])
     parts = copies.read(copies.start(state))
     assert len(parts) == 1 + (layout.get("shard_size", devices) if layout else 0)
     for number in (1, 2, 6):
-        other, _, _ = toys.build(toys.dropout_model(), toys.data(), backend="pjit", devices=number, layout={"zero": 3})
+        other, _, _ = toys.build(
+            toys.dropout_model(), toys.data(), backend="pjit", devices=number, layout={"zero": 3}
+        )
         shapes, structure = jax.tree.flatten(other.abstract())
         new = jax.tree.unflatten(structure, assemble(shapes, copies.dims, parts.items()))
         jax.tree.map(np.testing.assert_array_equal, new, state)

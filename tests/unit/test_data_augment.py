@@ -7,7 +7,9 @@ import pytest
 
 from jaxdp.data.augment import random_crop, random_flip, standardize
 
-IMAGES = np.random.default_rng(0).integers(1, 256, (12, 9, 7, 3), np.uint8)  # no zeros: padding shows
+IMAGES = np.random.default_rng(0).integers(
+    1, 256, (12, 9, 7, 3), np.uint8
+)  # no zeros: padding shows
 AUGMENTATIONS = {"crop": lambda images, key: random_crop(images, key, 3), "flip": random_flip}
 
 
@@ -21,7 +23,12 @@ def test_a_crop_is_a_window_of_the_padded_image():
     corners = set()
     for seed in range(40):
         for image, got in zip(padded, np.asarray(random_crop(IMAGES, jax.random.key(seed), 3))):
-            found = [(y, x) for y in range(7) for x in range(7) if np.array_equal(image[y : y + 9, x : x + 7], got)]
+            found = [
+                (y, x)
+                for y in range(7)
+                for x in range(7)
+                if np.array_equal(image[y : y + 9, x : x + 7], got)
+            ]
             assert len(found) == 1
             corners.update(found)
     assert len(corners) == 49, "some shifts never happen"
@@ -63,11 +70,14 @@ def test_the_dtype_stays(augment, kind):
     with jax.numpy_dtype_promotion("strict"):
         got = jax.jit(augment)(jnp.asarray(IMAGES).astype(kind), jax.random.key(0))
     assert got.dtype == kind and got.shape == IMAGES.shape
-    np.testing.assert_array_equal(got, np.asarray(augment(IMAGES, jax.random.key(0))).astype(got.dtype))
+    np.testing.assert_array_equal(
+        got, np.asarray(augment(IMAGES, jax.random.key(0))).astype(got.dtype)
+    )
 
 
 @pytest.mark.parametrize(
-    ("mean", "std", "top"), [(0.25, 0.5, 255), ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6), 255), (0.0, 1.0, 16)]
+    ("mean", "std", "top"),
+    [(0.25, 0.5, 255), ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6), 255), (0.0, 1.0, 16)],
 )
 def test_standardize_by_channel_with_the_same_bits_everywhere(mean, std, top):
     want = (IMAGES.astype(np.float64) / top - np.array(mean)) / np.array(std)
@@ -76,7 +86,9 @@ def test_standardize_by_channel_with_the_same_bits_everywhere(mean, std, top):
             standardize(IMAGES, mean, std, top),
             standardize(jnp.asarray(IMAGES), mean, std, top),
             jax.jit(lambda images: standardize(images, mean, std, top))(IMAGES),
-            jax.jit(jax.vmap(lambda images: standardize(images, mean, std, top)))(IMAGES[:, None])[:, 0],
+            jax.jit(jax.vmap(lambda images: standardize(images, mean, std, top)))(IMAGES[:, None])[
+                :, 0
+            ],
         ]
     np.testing.assert_allclose(got[0], want, rtol=1e-5, atol=1e-5)
     for one in got:

@@ -20,7 +20,9 @@ Y = np.arange(6, dtype=np.int32)
 
 
 class MapStyle:
-    """As in other libraries: a length, one example at a time, and a `transform` that is none of ours."""
+    """As in other libraries: a length, one example at a time, and a `transform` that is none of
+    ours.
+    """
 
     transform = "not ours"
 
@@ -71,10 +73,13 @@ def test_a_pair_of_arrays_is_inputs_and_labels_in_a_tuple_or_a_list():
         dataset = as_dataset(pair)
         assert len(dataset) == len(X)
         for key, value in dataset.read(np.arange(len(X))).items():
-            np.testing.assert_array_equal(value, {"inputs": X, "labels": Y}[key].astype(value.dtype))
+            np.testing.assert_array_equal(
+                value, {"inputs": X, "labels": Y}[key].astype(value.dtype)
+            )
     assert len(as_dataset([X, X.astype(np.float64)])) == len(X), "two examples would be alike"
     with pytest.raises(
-        UsageError, match=r"a list of two arrays float32\[.*\] may be a pair or two examples; give a tuple"
+        UsageError,
+        match=r"a list of two arrays float32\[.*\] may be a pair or two examples; give a tuple",
     ):
         as_dataset([X, X.copy()])
 
@@ -82,7 +87,9 @@ def test_a_pair_of_arrays_is_inputs_and_labels_in_a_tuple_or_a_list():
 WRONG = "has 'mask' {} in example 4; set it to 0 where nothing counts, and to 1 or another positive weight elsewhere"
 
 
-@pytest.mark.parametrize("value, dtype", [(-1, "float32"), (-1, "int8"), (np.nan, "float16"), (np.inf, "float64")])
+@pytest.mark.parametrize(
+    "value, dtype", [(-1, "float32"), (-1, "int8"), (np.nan, "float16"), (np.inf, "float64")]
+)
 @pytest.mark.parametrize("shape", [(6,), (6, 3)])
 def test_a_mask_that_is_negative_or_not_finite_is_refused(value, dtype, shape, tmp_path):
     """In memory as soon as it is given; elsewhere as soon as a batch has it."""
@@ -101,7 +108,12 @@ def test_a_mask_that_is_negative_or_not_finite_is_refused(value, dtype, shape, t
 
 
 def test_masks_of_weights_booleans_and_integers_are_read():
-    for mask in (np.linspace(0, 2, 6), np.arange(6) > 2, np.arange(6, dtype=np.uint8), np.arange(6) % 2):
+    for mask in (
+        np.linspace(0, 2, 6),
+        np.arange(6) > 2,
+        np.arange(6, dtype=np.uint8),
+        np.arange(6) % 2,
+    ):
         Arrays(inputs=X, mask=mask)
 
 
@@ -136,7 +148,9 @@ def test_a_memory_map_is_not_read_whole(tmp_path):
 
 class Unlike(MapStyle):
     def __init__(self, odd):
-        super().__init__([{"inputs": np.zeros((28, 28), np.uint8), "labels": np.int32(1)} for _ in range(20)])
+        super().__init__(
+            [{"inputs": np.zeros((28, 28), np.uint8), "labels": np.int32(1)} for _ in range(20)]
+        )
         self.items[17] = odd
 
 
@@ -156,9 +170,18 @@ class Unlike(MapStyle):
             r"example 17 has keys \['inputs'\], example 0 has \['inputs', 'labels'\]",
         ),
         ((1, 2, 3), r"example 17 is a tuple of 3; give \(inputs, labels\) or a dict"),
-        ({"inputs": np.zeros((28, 28), np.uint8), "labels": "cat"}, "'labels' of example 17 is <U3, not numbers"),
-        ({"inputs": np.zeros((28, 28), np.uint8), "labels": None}, "'labels' of example 17 is object, not numbers"),
-        ({"inputs": np.zeros((28, 28), np.uint8), "labels": [[1], [2, 3]]}, "'labels' of example 17 is ragged"),
+        (
+            {"inputs": np.zeros((28, 28), np.uint8), "labels": "cat"},
+            "'labels' of example 17 is <U3, not numbers",
+        ),
+        (
+            {"inputs": np.zeros((28, 28), np.uint8), "labels": None},
+            "'labels' of example 17 is object, not numbers",
+        ),
+        (
+            {"inputs": np.zeros((28, 28), np.uint8), "labels": [[1], [2, 3]]},
+            "'labels' of example 17 is ragged",
+        ),
     ],
 )
 def test_an_example_unlike_the_first_is_named(odd, said):
@@ -190,7 +213,10 @@ def test_what_is_no_data_set_is_refused(source, said):
 
 def test_the_other_byte_order_is_converted_if_it_is_in_memory(tmp_path):
     """JAX has no such arrays."""
-    for source in ((X.astype(">f4"), Y.astype(">i8")), [(x.astype(">f4"), y.astype(">i8")) for x, y in zip(X, Y)]):
+    for source in (
+        (X.astype(">f4"), Y.astype(">i8")),
+        [(x.astype(">f4"), y.astype(">i8")) for x, y in zip(X, Y)],
+    ):
         assert {value.dtype.str for value in read(source).values()} == {"<f4", "<i4"}
     np.save(tmp_path / "x.npy", X.astype(">f4"))
     with pytest.raises(UsageError, match="'inputs' is >f4, which JAX lacks"):
@@ -209,7 +235,9 @@ def test_64_bit_data_needs_x64(kind):
     labels[-1] = 2**31
     dataset = as_dataset((X, labels))
     check_dtypes(dataset, x64=True)
-    with pytest.raises(UsageError, match=f"'labels' is {kind}, .*cast to .*precision.params: float64") as error:
+    with pytest.raises(
+        UsageError, match=f"'labels' is {kind}, .*cast to .*precision.params: float64"
+    ) as error:
         check_dtypes(dataset, x64=False)
     assert ("labels that are classes to int32" in str(error.value)) == (kind == "float64")
     assert dataset.read(np.arange(2))["labels"].dtype == kind
@@ -217,7 +245,9 @@ def test_64_bit_data_needs_x64(kind):
 
 def test_python_integers_too_wide_for_32_bits_stay_as_they_are():
     assert read([2**40, 1], [0])["inputs"].tolist() == [2**40]
-    with pytest.raises(UsageError, match=r"example 1 has 'inputs' of shape .* int64, example 0 has .* int32"):
+    with pytest.raises(
+        UsageError, match=r"example 1 has 'inputs' of shape .* int64, example 0 has .* int32"
+    ):
         read([1, 2**40], [1])
     with pytest.raises(UsageError, match=r"'inputs' is float64, .*float32"):
         check_dtypes(as_dataset([0.1, 0.2]), x64=False)
@@ -232,7 +262,9 @@ def test_int64_that_only_some_examples_need_is_read_if_jax_has_it():
     fits = as_dataset(source[:1])
     before = fingerprint(fits)
     check_dtypes(fits, x64=True)
-    assert fits.read(np.zeros(1, np.int64))["labels"].dtype == np.int32 and fingerprint(fits) == before
+    assert (
+        fits.read(np.zeros(1, np.int64))["labels"].dtype == np.int32 and fingerprint(fits) == before
+    )
 
 
 def test_half_precision_and_bools_are_numbers():
@@ -243,9 +275,15 @@ def test_half_precision_and_bools_are_numbers():
 
 def test_the_fingerprint_tells_data_apart():
     base = fingerprint(Arrays(inputs=X, labels=Y))
-    assert base == fingerprint(Arrays(labels=Y.copy(), inputs=X.copy())) == fingerprint(as_dataset((X, Y)))
+    assert (
+        base
+        == fingerprint(Arrays(labels=Y.copy(), inputs=X.copy()))
+        == fingerprint(as_dataset((X, Y)))
+    )
     assert len(base) == 16 and int(base, 16) >= 0
-    assert base == fingerprint(Arrays(inputs=X.astype(">f4"), labels=Y)), "the byte order is not the data"
+    assert base == fingerprint(Arrays(inputs=X.astype(">f4"), labels=Y)), (
+        "the byte order is not the data"
+    )
     changed = X.copy()
     changed[5, 3] += 1
 
@@ -309,7 +347,9 @@ MAKES = {
     "an own data set": lambda labels, folder: Readable(labels),
     "a subclass with another read": lambda labels, folder: Doubled(labels=labels),
     "a file": lambda labels, folder: npz(folder, labels=labels),
-    "the test rows of a file": lambda labels, folder: npz(folder, "test", 0.5, labels=np.repeat(labels, 2)),
+    "the test rows of a file": lambda labels, folder: npz(
+        folder, "test", 0.5, labels=np.repeat(labels, 2)
+    ),
     "a text": lambda labels, folder: Windows([labels], 3, 1),
     "tokens": lambda labels, folder: token_file(folder, labels),
     "a mixture": lambda labels, folder: Mixture({"a": {"labels": labels}, "b": {"labels": labels}}),
@@ -329,7 +369,10 @@ def token_file(folder, tokens):
 @pytest.mark.parametrize("kind", MAKES)
 def test_contents_are_of_all_examples(tmp_path, kind):
     """Every example counts, where a fingerprint is of 64; the same data has the same digests."""
-    make = lambda labels: contents(MAKES[kind](labels, tmp_path))
+
+    def make(labels):
+        return contents(MAKES[kind](labels, tmp_path))
+
     first, changed = make(LABELS), LABELS.copy()
     changed[np.arange(450) % 7 > 0] += 500
     changed[probes(Readable(LABELS))] = LABELS[probes(Readable(LABELS))]
@@ -345,7 +388,10 @@ def test_what_contents_leave_out_is_said(tmp_path, monkeypatch):
     changed[3] += 1
     assert difference(slow, contents(Readable(changed))) is None, "only what both have is compared"
     monkeypatch.setattr("jaxdp.data.contents.MOST", 2000)
-    large = lambda labels: contents(Arrays(inputs=np.zeros((450, 8), np.float32), labels=labels))
+
+    def large(labels):
+        return contents(Arrays(inputs=np.zeros((450, 8), np.float32), labels=labels))
+
     assert large(LABELS)["partly"] == "64 of 450 examples and 1 of 2 files or arrays"
     assert difference(large(LABELS), large(changed)) is not None
 
@@ -378,7 +424,9 @@ def test_a_mapped_file_that_shrinks_is_named(tmp_path, kind):
         for name in ("inputs", "labels"):
             np.save(tmp_path / f"{name}.npy", np.zeros((50_000,), np.int32))
         dataset, file = (
-            Arrays(**{n: np.load(tmp_path / f"{n}.npy", mmap_mode="r") for n in ("inputs", "labels")}),
+            Arrays(
+                **{n: np.load(tmp_path / f"{n}.npy", mmap_mode="r") for n in ("inputs", "labels")}
+            ),
             "inputs.npy",
         )
     else:

@@ -1,4 +1,6 @@
-"""Data of other makes: folders of images, Hugging Face's data sets, grain's sources, sequences of tensors."""
+"""Data of other makes: folders of images, Hugging Face's data sets, grain's sources, sequences of
+tensors.
+"""
 
 import importlib.util
 import itertools
@@ -23,12 +25,15 @@ from jaxdp.errors import UsageError
 RNG = np.random.default_rng(0)
 
 
-# --- folders of images -----------------------------------------------------------------------------------------------
+# --- folders of images
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def save():
-    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed (pip install -e '.[images]')")
+    image = pytest.importorskip(
+        "PIL.Image", reason="Pillow is not installed (pip install -e '.[images]')"
+    )
 
     def write(path, pixels, **how):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,17 +46,29 @@ def test_the_folders_of_a_split_are_its_classes(tmp_path, save):
     for split, count in (("train", 3), ("val", 2)):
         for label, name in enumerate(("ant", "bee")):
             for i in range(count):
-                save(tmp_path / split / name / f"{i}.png", np.full((8, 8, 3), 100 * label + 10 * i + (split == "val")))
+                save(
+                    tmp_path / split / name / f"{i}.png",
+                    np.full((8, 8, 3), 100 * label + 10 * i + (split == "val")),
+                )
     (tmp_path / "train" / "bee" / "notes.txt").write_text("no image")
     train, test = (ImageFolder(str(tmp_path), split, size=8) for split in ("train", "test"))
     assert (len(train), len(test), train.class_names, test.classes) == (6, 4, ["ant", "bee"], 2)
     found = train.read(np.array([5, 0, 1]))
-    assert found["inputs"].dtype == np.uint8 and found["inputs"][:, 0, 0, 0].tolist() == [120, 0, 10]
-    assert found["labels"].tolist() == [1, 0, 0] and test.read(np.arange(4))["inputs"][2, 3, 3, 1] == 101
+    assert found["inputs"].dtype == np.uint8 and found["inputs"][:, 0, 0, 0].tolist() == [
+        120,
+        0,
+        10,
+    ]
+    assert (
+        found["labels"].tolist() == [1, 0, 0]
+        and test.read(np.arange(4))["inputs"][2, 3, 3, 1] == 101
+    )
     assert len(pickle.loads(pickle.dumps(train))) == 6
     check_dtypes(train, x64=False)
     save(tmp_path / "val" / "cow" / "0.png", np.zeros((8, 8, 3)))
-    with pytest.raises(UsageError, match=r"data.args.root: '.*val' has class 'cow', which train lacks"):
+    with pytest.raises(
+        UsageError, match=r"data.args.root: '.*val' has class 'cow', which train lacks"
+    ):
         ImageFolder(str(tmp_path), "test", size=8)
 
 
@@ -65,17 +82,28 @@ def test_sets_with_other_classes_are_not_scored_or_mixed(tmp_path, save):
         for split, name in itertools.product(("train", "test"), names):
             save(tmp_path / root / split / name / "0.png", np.zeros((8, 8, 3)))
 
-    folder = lambda root: {"target": "ImageFolder", "args": {"root": str(tmp_path / root), "size": 8}}
-    mixed = lambda *roots: Mixture({root: folder(root) for root in roots})
+    def folder(root):
+        return {"target": "ImageFolder", "args": {"root": str(tmp_path / root), "size": 8}}
+
+    def mixed(*roots):
+        return Mixture({root: folder(root) for root in roots})
 
     def read(key, root):
-        sets = (x for name, entry in (("data", folder("all")), (key, folder(root))) for x in (f"--{name}", str(entry)))
+        sets = (
+            x
+            for name, entry in (("data", folder("all")), (key, folder(root)))
+            for x in (f"--{name}", str(entry))
+        )
         return make_data(load(["--config", "configs/digits.yaml", *sets])[0])
 
-    assert list(read("eval.data", "all")[1]) == list(read("eval.data", "first")[1]) == [""]  # the same labels
+    assert (
+        list(read("eval.data", "all")[1]) == list(read("eval.data", "first")[1]) == [""]
+    )  # the same labels
     assert mixed("all").class_names == ["ant", "bee", "cow"]
     for key in ("eval.data", "eval.also.few"):
-        with pytest.raises(UsageError, match=rf"{key}: label 1 is 'cow', but 'bee' in the training data; make them"):
+        with pytest.raises(
+            UsageError, match=rf"{key}: label 1 is 'cow', but 'bee' in the training data; make them"
+        ):
             read(key, "some")
     with pytest.raises(UsageError, match=r"data.args.sets.some: classes 2, unlike 3 of all"):
         mixed("all", "some")
@@ -87,11 +115,17 @@ def test_without_folders_for_splits_a_share_is_held_out_by_name(tmp_path, save):
     for name in ("ant", "bee"):
         for i in range(40):
             save(tmp_path / name / f"{i}.png", np.full((4, 4, 3), i))
-    before = {split: set(ImageFolder(str(tmp_path), split, 4, test_fraction=0.25).files) for split in ("train", "test")}
+    before = {
+        split: set(ImageFolder(str(tmp_path), split, 4, test_fraction=0.25).files)
+        for split in ("train", "test")
+    }
     assert len(before["train"] | before["test"]) == 80 and not before["train"] & before["test"]
     assert 10 <= len(before["test"]) <= 30
     save(tmp_path / "cow" / "new.png", np.zeros((4, 4, 3)))
-    after = {split: set(ImageFolder(str(tmp_path), split, 4, test_fraction=0.25).files) for split in ("train", "test")}
+    after = {
+        split: set(ImageFolder(str(tmp_path), split, 4, test_fraction=0.25).files)
+        for split in ("train", "test")
+    }
     assert before["train"] <= after["train"] and before["test"] <= after["test"]
 
 
@@ -100,7 +134,9 @@ def test_an_image_is_resized_by_its_shorter_side_and_cut_to_the_middle(tmp_path,
     wide[:, 10:20] = 200
     save(tmp_path / "wide.png", wide)
     np.testing.assert_array_equal(decode(tmp_path / "wide.png", 10), np.full((10, 10, 3), 200))
-    assert decode(tmp_path / "wide.png", 5).shape == (5, 5, 3) and decode(tmp_path / "wide.png", 50).shape == (
+    assert decode(tmp_path / "wide.png", 5).shape == (5, 5, 3) and decode(
+        tmp_path / "wide.png", 50
+    ).shape == (
         50,
         50,
         3,
@@ -108,7 +144,9 @@ def test_an_image_is_resized_by_its_shorter_side_and_cut_to_the_middle(tmp_path,
     np.testing.assert_array_equal(decode(tmp_path / "wide.png", 5)[:, 1:4], np.full((5, 3, 3), 200))
     gray = RNG.integers(0, 256, (7, 7))
     save(tmp_path / "gray.png", gray)
-    np.testing.assert_array_equal(decode(tmp_path / "gray.png", 7), np.repeat(gray[..., None], 3, 2))
+    np.testing.assert_array_equal(
+        decode(tmp_path / "gray.png", 7), np.repeat(gray[..., None], 3, 2)
+    )
     top = np.zeros((6, 6, 3))
     top[:3] = 255
     from PIL import Image
@@ -119,11 +157,18 @@ def test_an_image_is_resized_by_its_shorter_side_and_cut_to_the_middle(tmp_path,
     np.testing.assert_array_equal(decode(tmp_path / "turned.png", 6), top[::-1])
 
 
-@pytest.mark.parametrize(("dtype", "name"), [("uint16", "deep.png"), ("int32", "deep.tiff"), ("float32", "deep.tiff")])
+@pytest.mark.parametrize(
+    ("dtype", "name"), [("uint16", "deep.png"), ("int32", "deep.tiff"), ("float32", "deep.tiff")]
+)
 def test_an_image_of_more_than_8_bits_a_channel_is_refused(tmp_path, dtype, name):
-    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed (pip install -e '.[images]')")
+    image = pytest.importorskip(
+        "PIL.Image", reason="Pillow is not installed (pip install -e '.[images]')"
+    )
     image.fromarray(np.linspace(0, 60_000, 16).reshape(4, 4).astype(dtype)).save(tmp_path / name)
-    with pytest.raises(UsageError, match=rf"cannot read image '.*{name}': .* have more than 8 bits a channel; replace"):
+    with pytest.raises(
+        UsageError,
+        match=rf"cannot read image '.*{name}': .* have more than 8 bits a channel; replace",
+    ):
         decode(tmp_path / name, 4)
 
 
@@ -135,10 +180,16 @@ def test_what_is_no_image_is_named_with_its_path(tmp_path, save):
     source = ImageFolder(str(tmp_path), size=8, test_fraction=1e-9)
     assert source.read(np.array([0]))["inputs"].shape == (1, 8, 8, 3)
     for index, name in ((1, "b"), (2, "c")):
-        with pytest.raises(UsageError, match=rf"data: cannot read image '.*cat/{name}.jpg': .*; replace or remove it"):
+        with pytest.raises(
+            UsageError,
+            match=rf"data: cannot read image '.*cat/{name}.jpg': .*; replace or remove it",
+        ):
             source.read(np.array([0, index]))
     for root in ("none", str(tmp_path / "cat")):
-        with pytest.raises(UsageError, match=r"data.args.root: no folder of images in '.*'; images are in .*/CLASS or"):
+        with pytest.raises(
+            UsageError,
+            match=r"data.args.root: no folder of images in '.*'; images are in .*/CLASS or",
+        ):
             ImageFolder(root)
     with pytest.raises(UsageError, match=r"data.args.root: no image for test in its classes in"):
         ImageFolder(str(tmp_path), "test", test_fraction=1e-9)
@@ -163,7 +214,10 @@ def test_hidden_files_and_those_of_systems_are_never_read(tmp_path, save):
     (tmp_path / "train" / "bee" / "README").write_text("no image")
     (tmp_path / "labels.csv").write_text("a,b")
     source = ImageFolder(str(tmp_path), size=8, test_fraction=1e-9)
-    assert source.class_names == ["ant", "bee"] and images(source) == ["train/ant/1.JPG", "train/bee/1.JPG"]
+    assert source.class_names == ["ant", "bee"] and images(source) == [
+        "train/ant/1.JPG",
+        "train/bee/1.JPG",
+    ]
     assert source.inventory == (
         "2 images in 2 classes: ant 1, bee 1; ignored: 14 hidden, 1 .csv, 1 .txt, 1 without an ending"
     )
@@ -176,7 +230,11 @@ def test_a_class_of_other_endings_does_not_vanish(tmp_path, save, ending):
         pytest.skip("this Pillow reads no AVIF")
     for name in ("ant", "bee", "cow"):
         how = {"format": "AVIF" if ending == ".avif" else "JPEG"} if name == "bee" else {}
-        save(tmp_path / name / f"0{ending if name == 'bee' else '.png'}", np.full((8, 8, 3), 99), **how)
+        save(
+            tmp_path / name / f"0{ending if name == 'bee' else '.png'}",
+            np.full((8, 8, 3), 99),
+            **how,
+        )
     source = ImageFolder(str(tmp_path), size=8, test_fraction=1e-9)
     assert source.class_names == ["ant", "bee", "cow"] and source.labels.tolist() == [0, 1, 2]
     assert abs(int(source.read(np.array([1]))["inputs"][0, 4, 4, 0]) - 99) < 9
@@ -200,7 +258,10 @@ def test_a_class_without_an_image_is_refused_by_name(tmp_path, save):
     for i in range(30):
         save(tmp_path / "train" / f"{i:02}" / "0.png", np.zeros((8, 8, 3)))
     source = ImageFolder(str(tmp_path / "train"), size=8, test_fraction=1e-9)
-    assert source.inventory.startswith("30 images in 30 classes: 00 1, 01 1, ") and "and 22 more" in source.inventory
+    assert (
+        source.inventory.startswith("30 images in 30 classes: 00 1, 01 1, ")
+        and "and 22 more" in source.inventory
+    )
     (tmp_path / "train" / "00" / "0.png").rename(tmp_path / "train" / "0.png")
     with pytest.raises(UsageError, match=r"no image in '00' \(empty\)"):
         ImageFolder(str(tmp_path / "train"), size=8)
@@ -223,7 +284,14 @@ def test_links_to_folders_are_followed_and_loops_are_cut(tmp_path, save):
     for name, target in links.items():
         os.symlink(target, tmp_path / name)
     source = ImageFolder(str(tmp_path / "set"), size=8, test_fraction=1e-9)
-    found = ["ant/0.png", "ant/1.png", "bee/0.png", "bee/again/0.png", "bee/again/1.png", "bee/again/2.png"]
+    found = [
+        "ant/0.png",
+        "ant/1.png",
+        "bee/0.png",
+        "bee/again/0.png",
+        "bee/again/1.png",
+        "bee/again/2.png",
+    ]
     assert images(source) == found and source.class_names == ["ant", "bee"]
     assert "4 link to a folder that is read already, 2 broken link" in source.inventory
 
@@ -270,9 +338,21 @@ def test_folders_that_may_be_splits_or_classes_are_refused_or_chosen(tmp_path, s
             r"'test', 'train' in '.*flat' have images, but no folders of classes; set data.args.s",
         ),
         ("alone", ("Training",), r"'Training' in '.*alone' have images, but no folders of classes"),
-        ("beside", ("train/ant", "bee"), r"'train' looks like a split, but not 'bee' beside it; the folders .* are"),
-        ("two", ("train/ant", "training/ant"), r"'train', 'training' may each be the train split; the folders in"),
-        ("both", ("train_test/ant", "test/ant"), r"'train_test' may be either of two splits; the folders in"),
+        (
+            "beside",
+            ("train/ant", "bee"),
+            r"'train' looks like a split, but not 'bee' beside it; the folders .* are",
+        ),
+        (
+            "two",
+            ("train/ant", "training/ant"),
+            r"'train', 'training' may each be the train split; the folders in",
+        ),
+        (
+            "both",
+            ("train_test/ant", "test/ant"),
+            r"'train_test' may be either of two splits; the folders in",
+        ),
         ("held", ("val/ant",), r"has only 'val', nothing to train on; set data.args.splits"),
     ):
         with pytest.raises(UsageError, match=f"data.args.root: .*{words}"):
@@ -280,16 +360,25 @@ def test_folders_that_may_be_splits_or_classes_are_refused_or_chosen(tmp_path, s
     assert ImageFolder(str(tmp_path / "flat"), splits={}, **one).class_names == ["test", "train"]
     assert ImageFolder(str(tmp_path / "held"), "test", size=8).class_names == ["ant"]
     chosen = {"splits": {"train": "train_test", "test": "test"}, "size": 8}
-    assert [images(ImageFolder(str(tmp_path / "both"), split, **chosen)) for split in ("train", "test")] == [
+    assert [
+        images(ImageFolder(str(tmp_path / "both"), split, **chosen)) for split in ("train", "test")
+    ] == [
         ["train_test/ant/0.png"],
         ["test/ant/0.png"],
     ]
-    with pytest.raises(UsageError, match=r"data.args.splits.test: no 'val' in '.*both', only 'test', 'train_test'"):
+    with pytest.raises(
+        UsageError, match=r"data.args.splits.test: no 'val' in '.*both', only 'test', 'train_test'"
+    ):
         ImageFolder(str(tmp_path / "both"), splits={"test": "val"})
     with pytest.raises(UsageError, match=r"data.args.splits: 'dev' is not one of 'train', 'test'"):
         ImageFolder(str(tmp_path / "both"), splits={"dev": "val"})
-    plain = ImageFolder(tree("plain", "train/ant", "test/ant", "val/ant", "test_old/ant"), "test", size=8)
-    assert images(plain) == ["test/ant/0.png"] and "1 folder 'test_old', 1 folder 'val'" in plain.inventory
+    plain = ImageFolder(
+        tree("plain", "train/ant", "test/ant", "val/ant", "test_old/ant"), "test", size=8
+    )
+    assert (
+        images(plain) == ["test/ant/0.png"]
+        and "1 folder 'test_old', 1 folder 'val'" in plain.inventory
+    )
 
 
 def test_classes_do_not_depend_on_the_unicode_form_of_names(tmp_path, save):
@@ -300,20 +389,31 @@ def test_classes_do_not_depend_on_the_unicode_form_of_names(tmp_path, save):
                 for file in ("ez", "é", "f"):
                     kind = "NFC" if split == "test" else form
                     parts = [unicodedata.normalize(kind, part) for part in (name, f"{file}.png")]
-                    save(tmp_path / form / split / parts[0] / parts[1], np.full((4, 4, 3), ord(file[0]) % 256))
+                    save(
+                        tmp_path / form / split / parts[0] / parts[1],
+                        np.full((4, 4, 3), ord(file[0]) % 256),
+                    )
     sets = {form: ImageFolder(str(tmp_path / form), size=4) for form in ("NFC", "NFD")}
     for form, source in sets.items():
-        assert source.class_names == ["ez", "f", "é"] and len(ImageFolder(str(tmp_path / form), "test", size=4)) == 9
+        assert (
+            source.class_names == ["ez", "f", "é"]
+            and len(ImageFolder(str(tmp_path / form), "test", size=4)) == 9
+        )
         assert source.read(np.arange(9))["inputs"][:, 0, 0, 0].tolist() == [101, 102, 233] * 3
     assert contents(sets["NFC"]) == contents(sets["NFD"])
     shares = [
-        [unicodedata.normalize("NFC", x) for x in images(ImageFolder(str(tmp_path / form / "train"), size=4))]
+        [
+            unicodedata.normalize("NFC", x)
+            for x in images(ImageFolder(str(tmp_path / form / "train"), size=4))
+        ]
         for form in sets
     ]
     assert shares[0] == shares[1]
     for kind in ("NFC", "NFD"):
         save(tmp_path / "two" / unicodedata.normalize(kind, "é") / "0.png", np.zeros((4, 4, 3)))
-    with pytest.raises(UsageError, match=r"has two folders 'é', whose names differ only in their Unicode form"):
+    with pytest.raises(
+        UsageError, match=r"has two folders 'é', whose names differ only in their Unicode form"
+    ):
         ImageFolder(str(tmp_path / "two"))
 
 
@@ -334,14 +434,20 @@ def partly_damaged(tmp_path, save):
 
 
 def test_an_image_that_is_skipped_moves_no_other(partly_damaged, capsys):
-    make = lambda **args: ImageFolder(str(partly_damaged), size=8, test_fraction=1e-9, **args)
+    def make(**args):
+        return ImageFolder(str(partly_damaged), size=8, test_fraction=1e-9, **args)
+
     source = make(on_error="skip")
     everything = source.read(np.arange(12))
     assert (
-        everything["mask"].tolist() == [0, 1, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1] and everything["mask"].dtype == np.float32
+        everything["mask"].tolist() == [0, 1, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1]
+        and everything["mask"].dtype == np.float32
     )
     said = capsys.readouterr().err
-    assert said.count("warning: skipped, with mask 0: data: cannot read image") == 2 and "it has 0 bytes" in said
+    assert (
+        said.count("warning: skipped, with mask 0: data: cannot read image") == 2
+        and "it has 0 bytes" in said
+    )
     source.read(np.arange(12))
     assert capsys.readouterr().err == ""
     order = order_of(source, 4, 4, 0, True)
@@ -350,13 +456,18 @@ def test_an_image_that_is_skipped_moves_no_other(partly_damaged, capsys):
         for step in range(3):
             batch = read_batch(source, order, step, part)
             for name in ("labels", "mask"):
-                np.testing.assert_array_equal(batch[name], whole[step][name][part.start : part.stop])
+                np.testing.assert_array_equal(
+                    batch[name], whole[step][name][part.start : part.stop]
+                )
     assert sum(batch["mask"].sum() for batch in whole) == 10
     with pytest.raises(
-        UsageError, match=r"00.png': it has 0 bytes; replace or remove it, or set data.args.on_error: sk"
+        UsageError,
+        match=r"00.png': it has 0 bytes; replace or remove it, or set data.args.on_error: sk",
     ):
         make().read(np.array([0]))
-    with pytest.raises(UsageError, match=r"data.args.on_error: 'ignore' is not one of 'raise', 'skip'"):
+    with pytest.raises(
+        UsageError, match=r"data.args.on_error: 'ignore' is not one of 'raise', 'skip'"
+    ):
         make(on_error="ignore")
     assert "mask" not in make().read(np.array([1]))
 
@@ -376,7 +487,9 @@ def test_the_check_lists_all_that_cannot_be_read(partly_damaged, tmp_path, save,
             check(*argv)
         said = capsys.readouterr().out
         assert "00.png': it has 0 bytes" in said and "05.png': cannot identify image file" in said
-        assert "12 images in 2 classes: ant 6, bee 6" in said or "--config" in argv or argv[0].suffix
+        assert (
+            "12 images in 2 classes: ant 6, bee 6" in said or "--config" in argv or argv[0].suffix
+        )
     assert "eval.also.mixed.args.sets.b: 360 of 360 examples can be read" in said
     for name in ("ant/00.png", "bee/05.png"):
         (partly_damaged / name).unlink()
@@ -394,17 +507,23 @@ def test_the_check_lists_all_that_cannot_be_read(partly_damaged, tmp_path, save,
     (partly_damaged / "cow").mkdir()
     with pytest.raises(UsageError, match="1 problem, listed above"):
         check(partly_damaged)
-    for argv, words in (((), "INPUT: missing"), (("none",), "INPUT: 'none' does not exist; give a folder of images")):
+    for argv, words in (
+        ((), "INPUT: missing"),
+        (("none",), "INPUT: 'none' does not exist; give a folder of images"),
+    ):
         with pytest.raises(UsageError, match=words):
             check(*argv)
 
 
-# --- Hugging Face ----------------------------------------------------------------------------------------------------
+# --- Hugging Face
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def datasets():
-    return pytest.importorskip("datasets", reason="datasets is not installed (pip install -e '.[datasets]')")
+    return pytest.importorskip(
+        "datasets", reason="datasets is not installed (pip install -e '.[datasets]')"
+    )
 
 
 def test_columns_of_a_saved_data_set_by_split(tmp_path, datasets):
@@ -412,18 +531,26 @@ def test_columns_of_a_saved_data_set_by_split(tmp_path, datasets):
     row = datasets.List(datasets.Value("float32"), 3)
     made = datasets.Dataset.from_dict(
         {"x": x, "kind": y, "text": ["words"] * 9},
-        features=datasets.Features({"x": row, "kind": datasets.ClassLabel(4), "text": datasets.Value("string")}),
+        features=datasets.Features(
+            {"x": row, "kind": datasets.ClassLabel(4), "text": datasets.Value("string")}
+        ),
     )
-    parts = datasets.DatasetDict({"train": made.select(range(6)), "validation": made.select(range(6, 9))})
+    parts = datasets.DatasetDict(
+        {"train": made.select(range(6)), "validation": made.select(range(6, 9))}
+    )
     parts.save_to_disk(str(tmp_path / "parts"))
     columns = {"inputs": "x", "labels": "kind"}
-    train, test = (HuggingFace(str(tmp_path / "parts"), split, columns) for split in ("train", "test"))
+    train, test = (
+        HuggingFace(str(tmp_path / "parts"), split, columns) for split in ("train", "test")
+    )
     assert (len(train), len(test), train.classes, train.input_shape) == (6, 3, 4, (3,))
     for source in (train, pickle.loads(pickle.dumps(train))):
         found = source.read(np.array([4, 0, 4]))
         np.testing.assert_array_equal(found["inputs"], x[[4, 0, 4]], strict=True)
         np.testing.assert_array_equal(found["labels"], y[[4, 0, 4]].astype(np.int32), strict=True)
-    assert test.read(np.array([2]))["labels"].tolist() == [y[8]] and train.read(np.zeros(0, int))["inputs"].shape == (
+    assert test.read(np.array([2]))["labels"].tolist() == [y[8]] and train.read(np.zeros(0, int))[
+        "inputs"
+    ].shape == (
         0,
         3,
     )
@@ -435,7 +562,10 @@ def test_columns_of_a_saved_data_set_by_split(tmp_path, datasets):
     ):
         with pytest.raises(UsageError, match=words):
             HuggingFace(str(tmp_path / "parts"), columns=given)
-    with pytest.raises(UsageError, match=r"data.args.path: cannot load 'none' \(.*\); give a folder that save_to_disk"):
+    with pytest.raises(
+        UsageError,
+        match=r"data.args.path: cannot load 'none' \(.*\); give a folder that save_to_disk",
+    ):
         HuggingFace("none")
 
 
@@ -451,17 +581,31 @@ def test_a_folder_without_a_test_split_is_not_evaluated_on(tmp_path, datasets):
 
 
 def test_the_splits_of_a_saved_data_set_in_any_spelling(tmp_path, datasets):
-    made = lambda label: datasets.Dataset.from_dict({"inputs": [[1, 2], [3, 4]], "labels": [label, label]})
-    save = lambda name, **sets: datasets.DatasetDict({k: made(v) for k, v in sets.items()}).save_to_disk(
-        str(tmp_path / name)
-    )
+    def made(label):
+        return datasets.Dataset.from_dict({"inputs": [[1, 2], [3, 4]], "labels": [label, label]})
+
+    def save(name, **sets):
+        return datasets.DatasetDict({k: made(v) for k, v in sets.items()}).save_to_disk(
+            str(tmp_path / name)
+        )
+
     save("spelled", Training=0, Dev=1)
     save("mnli", train=0, validation_matched=1, validation_mismatched=2)
-    for name, split, label in (("spelled", "train", 0), ("spelled", "test", 1), ("mnli", "train", 0)):
-        assert HuggingFace(str(tmp_path / name), split).read(np.arange(2))["labels"].tolist() == [label, label]
+    for name, split, label in (
+        ("spelled", "train", 0),
+        ("spelled", "test", 1),
+        ("mnli", "train", 0),
+    ):
+        assert HuggingFace(str(tmp_path / name), split).read(np.arange(2))["labels"].tolist() == [
+            label,
+            label,
+        ]
     assert HuggingFace.has_split({"path": str(tmp_path / "spelled")})
     words = r"data.args.splits: 'validation_matched', 'validation_mismatched' may each be the test split; the splits of"
-    for make in (lambda path: HuggingFace(path, "test"), lambda path: HuggingFace.has_split({"path": path})):
+    for make in (
+        lambda path: HuggingFace(path, "test"),
+        lambda path: HuggingFace.has_split({"path": path}),
+    ):
         with pytest.raises(UsageError, match=words):
             make(str(tmp_path / "mnli"))
     chosen = HuggingFace(str(tmp_path / "mnli"), "test", splits={"test": "validation_mismatched"})
@@ -477,9 +621,15 @@ def test_a_split_without_labels_or_rows_is_refused_by_name(tmp_path, datasets):
     sets = {"train": train, "validation": train.select([]), "test": made}
     datasets.DatasetDict(sets).save_to_disk(str(tmp_path / "glue"))
     assert len(HuggingFace(str(tmp_path / "glue"))) == 3
-    with pytest.raises(UsageError, match=r"data: the split 'test' of '.*glue' has no labels: all are -1; use another"):
+    with pytest.raises(
+        UsageError,
+        match=r"data: the split 'test' of '.*glue' has no labels: all are -1; use another",
+    ):
         HuggingFace(str(tmp_path / "glue"), "test")
-    with pytest.raises(UsageError, match=r"data: the data set is empty; .*; the split 'validation' of '.*glue' has no"):
+    with pytest.raises(
+        UsageError,
+        match=r"data: the data set is empty; .*; the split 'validation' of '.*glue' has no",
+    ):
         HuggingFace(str(tmp_path / "glue"), "test", splits={"test": "validation"})
 
 
@@ -487,31 +637,46 @@ def test_rows_that_differ_are_named(tmp_path, datasets):
     made = datasets.Dataset.from_dict({"inputs": [[1, 2], [3, 4], [5, 6, 7]]})
     made.save_to_disk(str(tmp_path / "one"))
     source = HuggingFace(str(tmp_path / "one"))
-    assert source.read(np.array([1, 0]))["inputs"].tolist() == [[3, 4], [1, 2]] and not hasattr(source, "classes")
+    assert source.read(np.array([1, 0]))["inputs"].tolist() == [[3, 4], [1, 2]] and not hasattr(
+        source, "classes"
+    )
     for indices in ([0, 2], [2], [2, 2]):
-        with pytest.raises(UsageError, match=r"2 has 'inputs' of shape \(3,\) int32, example 0 has \(2,\) int32"):
+        with pytest.raises(
+            UsageError, match=r"2 has 'inputs' of shape \(3,\) int32, example 0 has \(2,\) int32"
+        ):
             source.read(np.array(indices))
 
 
 def test_rows_with_integers_too_wide_for_32_bits_need_x64(tmp_path, datasets):
     datasets.Dataset.from_dict({"inputs": [1, 2**40]}).save_to_disk(str(tmp_path / "one"))
     source = HuggingFace(str(tmp_path / "one"))
-    with pytest.raises(UsageError, match=r"example 1 has 'inputs' of shape \(\) int64, example 0 has \(\) int32"):
+    with pytest.raises(
+        UsageError, match=r"example 1 has 'inputs' of shape \(\) int64, example 0 has \(\) int32"
+    ):
         source.read(np.arange(2))
     check_dtypes(source, x64=True)
-    assert source.read(np.array([0]))["inputs"].dtype == np.int64 and source.read(np.arange(2))["inputs"][1] == 2**40
+    assert (
+        source.read(np.array([0]))["inputs"].dtype == np.int64
+        and source.read(np.arange(2))["inputs"][1] == 2**40
+    )
 
 
-# --- sequences of other libraries ------------------------------------------------------------------------------------
+# --- sequences of other libraries
+# ------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(importlib.util.find_spec("grain") is None, reason="grain is not installed (pip install grain)")
+@pytest.mark.skipif(
+    importlib.util.find_spec("grain") is None, reason="grain is not installed (pip install grain)"
+)
 def test_a_source_of_grain_is_a_data_set():
     import grain
 
     x = RNG.normal(size=(10, 3)).astype(np.float32)
     ranges = grain.MapDataset.range(10).map(lambda i: {"inputs": x[i], "labels": np.int32(i)})
-    for source in (ranges, grain.MapDataset.source([{"inputs": v, "labels": np.int32(i)} for i, v in enumerate(x)])):
+    for source in (
+        ranges,
+        grain.MapDataset.source([{"inputs": v, "labels": np.int32(i)} for i, v in enumerate(x)]),
+    ):
         found = as_dataset(source).read(np.array([7, 2]))
         np.testing.assert_array_equal(found["inputs"], x[[7, 2]], strict=True)
         assert found["labels"].tolist() == [7, 2]

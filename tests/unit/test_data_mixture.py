@@ -26,7 +26,9 @@ def numbers(first, count, split="train"):
 
 
 def read(dataset, order, step, shares):
-    """The examples of a batch by row, put together from what each process reads; shares: microbatches by process."""
+    """The examples of a batch by row, put together from what each process reads; shares:
+    microbatches by process.
+    """
     rows = {}
     for share in shares:
         batch = read_batch(dataset, order, step, share)
@@ -40,10 +42,13 @@ def shares(draw, microbatches):
     """Assignments of the microbatches to processes."""
     processes = draw(st.integers(1, microbatches))
     owners = [draw(st.integers(0, processes - 1)) for _ in range(microbatches)]
-    return [x for p in range(processes) if (x := [m for m, owner in enumerate(owners) if owner == p])]
+    return [
+        x for p in range(processes) if (x := [m for m, owner in enumerate(owners) if owner == p])
+    ]
 
 
-# --- mixtures --------------------------------------------------------------------------------------------------------
+# --- mixtures
+# --------------------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=15)
@@ -52,7 +57,9 @@ def shares(draw, microbatches):
 def test_a_mixture_has_its_examples_by_weight_on_any_number_of_devices_from_any_update_on(data):
     sizes = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4))
     weights = data.draw(st.lists(st.floats(0.1, 10), min_size=len(sizes), max_size=len(sizes)))
-    size, batch_size, microbatches = (data.draw(st.integers(*x)) for x in ((500, 600), (20, 200), (1, 8)))
+    size, batch_size, microbatches = (
+        data.draw(st.integers(*x)) for x in ((500, 600), (20, 200), (1, 8))
+    )
     sets = {f"set{i}": numbers(1000 * i, n) for i, n in enumerate(sizes)}
     mixture = Mixture(sets, dict(zip(sets, weights)), size)
     order = order_of(mixture, batch_size, microbatches, data.draw(st.integers(0, 9)))
@@ -95,7 +102,9 @@ def test_the_test_split_has_the_sets_that_have_one_without_weights():
     assert Mixture.has_split({"sets": sets}) and not Mixture.has_split({"sets": {"a": sets["a"]}})
     assert not Mixture.has_split({"sets": None})
     test = Mixture(
-        {"b": "Digits", "c": {"target": "Digits", "args": {"split": "train"}}}, {"b": 1, "c": 5}, split="test"
+        {"b": "Digits", "c": {"target": "Digits", "args": {"split": "train"}}},
+        {"b": 1, "c": 5},
+        split="test",
     )
     assert len(test) == 360 and test.classes == 10 and test.input_shape == (8, 8, 1)
     assert not order_of(test, 100, 4, 0, shuffle=False).shuffle
@@ -103,10 +112,15 @@ def test_the_test_split_has_the_sets_that_have_one_without_weights():
 
 def test_a_file_without_a_test_split_leaves_the_others_theirs(tmp_path):
     np.savez(tmp_path / "few.npz", inputs=np.arange(20), labels=np.arange(20))
-    sets = {n: {"target": "Npz", "args": {"path": str(tmp_path / "few.npz"), "test_fraction": n}} for n in (0.0, 0.5)}
+    sets = {
+        n: {"target": "Npz", "args": {"path": str(tmp_path / "few.npz"), "test_fraction": n}}
+        for n in (0.0, 0.5)
+    }
     sets = {"whole": sets[0.0], "halves": sets[0.5]}
     assert Mixture(sets, split="test").names == ["halves"] and len(Mixture(sets)) == 30
-    assert Mixture.has_split({"sets": sets}) and not Mixture.has_split({"sets": {"whole": sets["whole"]}})
+    assert Mixture.has_split({"sets": sets}) and not Mixture.has_split(
+        {"sets": {"whole": sets["whole"]}}
+    )
 
 
 def test_each_set_keeps_its_transform():
@@ -138,7 +152,10 @@ def test_int64_that_only_some_examples_need_is_read_as_from_one_set():
     check_dtypes(mixture, x64=True)
     inputs = mixture.read(np.arange(4))["inputs"]
     assert inputs.dtype == np.int64 and inputs.tolist() == [3, 2**40] * 2
-    with pytest.raises(UsageError, match=r"data.args.sets.b: examples of .*int32.*, unlike .*int64.* of a; make them"):
+    with pytest.raises(
+        UsageError,
+        match=r"data.args.sets.b: examples of .*int32.*, unlike .*int64.* of a; make them",
+    ):
         check_dtypes(Mixture({"a": few, "b": none}), x64=True)
 
 
@@ -147,9 +164,13 @@ def test_an_entry_that_a_mixture_adds_itself_is_named():
         def transform(self, batch, key, train):
             return batch
 
-    with pytest.raises(UsageError, match=r"data.args.sets: the examples have an entry 'set', which .*; rename it"):
+    with pytest.raises(
+        UsageError, match=r"data.args.sets: the examples have an entry 'set', which .*; rename it"
+    ):
         Mixture({"a": Scaled(inputs=np.arange(3), set=np.arange(3))})
-    assert Mixture({"a": {"inputs": np.arange(3), "set": np.arange(3)}}).read(np.array([2]))["set"].tolist() == [2]
+    assert Mixture({"a": {"inputs": np.arange(3), "set": np.arange(3)}}).read(np.array([2]))[
+        "set"
+    ].tolist() == [2]
 
 
 @pytest.mark.parametrize(
@@ -179,7 +200,8 @@ def test_bad_mixtures_are_named(sets, args, message):
         Mixture(sets, **args)
 
 
-# --- streams ---------------------------------------------------------------------------------------------------------
+# --- streams
+# ---------------------------------------------------------------------------------------------------------
 
 
 def count_to(count, start=0):
@@ -201,7 +223,10 @@ def test_a_stream_is_read_by_position_on_any_number_of_devices_from_any_update_o
     size = data.draw(st.sampled_from([None, count, count - 17]))
     batch_size, microbatches = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 8))
     source = data.draw(st.sampled_from([count_to, only_in_order]))
-    make = lambda: Stream(source, {"count": count}, size, block, decode)
+
+    def make():
+        return Stream(source, {"count": count}, size, block, decode)
+
     order = order_of(make(), batch_size, microbatches, data.draw(st.integers(0, 9)))
     stream, alone = make(), []
     if size is None:
@@ -210,7 +235,10 @@ def test_a_stream_is_read_by_position_on_any_number_of_devices_from_any_update_o
                 alone.append(read(stream, order, step, [range(microbatches)]))
         assert len(stream) == UNKNOWN
     else:
-        alone = [read(stream, order, step, [range(microbatches)]) for step in range(2 * order.steps_per_epoch)]
+        alone = [
+            read(stream, order, step, [range(microbatches)])
+            for step in range(2 * order.steps_per_epoch)
+        ]
     drawn = [x for batch in alone for x in batch]
     if size is None:
         assert count - len(drawn) < batch_size + block and len(set(drawn)) == len(drawn)
@@ -226,7 +254,9 @@ def test_a_stream_is_read_by_position_on_any_number_of_devices_from_any_update_o
             for step in range(start, len(alone)):
                 rows = [row for row in range(len(alone[step])) if row % microbatches in process]
                 batch = read_batch(own, order, step, process)
-                assert sorted(batch["inputs"][batch["mask"] > 0]) == sorted(alone[step][row] for row in rows)
+                assert sorted(batch["inputs"][batch["mask"] > 0]) == sorted(
+                    alone[step][row] for row in rows
+                )
 
 
 def test_a_process_decodes_only_its_own_rows_and_opens_the_stream_at_its_position():
@@ -245,9 +275,14 @@ def test_a_process_decodes_only_its_own_rows_and_opens_the_stream_at_its_positio
     decoded.clear()
     read_batch(stream, order, 500, [1, 3])
     read_batch(stream, order, 501, [1, 3])
-    assert sorted(decoded) == [4001, 4003, 4005, 4007, 4009, 4011, 4013, 4015] and opened == [0, 4000]
+    assert sorted(decoded) == [4001, 4003, 4005, 4007, 4009, 4011, 4013, 4015] and opened == [
+        0,
+        4000,
+    ]
     stream = pickle.loads(pickle.dumps(Stream(count_to, {"count": 10_000}, decode=decode)))
-    assert stream.records.iterator is None and read_batch(stream, order, 500, [0])["inputs"].tolist() == [[4000, 4004]]
+    assert stream.records.iterator is None and read_batch(stream, order, 500, [0])[
+        "inputs"
+    ].tolist() == [[4000, 4004]]
     assert stream.records.first == 4000
 
 
@@ -261,7 +296,9 @@ def test_workers_read_a_stream():
     for share in ([0], [1], [2]):  # the last batch has rows for the first of them, but is not full
         with pytest.raises(StreamEnded, match="the stream ends after 100 examples"):
             read_batch(stream, order, 3, share)
-    assert [x["inputs"].T.reshape(-1).tolist() for x in plain] == [[*range(i, i + 30)] for i in (0, 30, 60)]
+    assert [x["inputs"].T.reshape(-1).tolist() for x in plain] == [
+        [*range(i, i + 30)] for i in (0, 30, 60)
+    ]
     error = pickle.loads(pickle.dumps(StreamEnded("data: it ends")))
     assert isinstance(error, StreamEnded) and str(error) == "data: it ends"
 
@@ -277,7 +314,10 @@ def test_several_steps_over_the_end_of_an_epoch_keep_a_short_window():
 
 
 def test_examples_of_a_stream_may_be_dicts_or_pairs():
-    for form in (lambda i: {"inputs": np.float32(i), "labels": 2 * i}, lambda i: (np.float32(i), 2 * i)):
+    for form in (
+        lambda i: {"inputs": np.float32(i), "labels": 2 * i},
+        lambda i: (np.float32(i), 2 * i),
+    ):
         stream = as_dataset(Stream(lambda form=form: map(form, range(70))))
         found = stream.read(np.array([5, 69]))
         assert found["inputs"].tolist() == [5, 69] and found["labels"].tolist() == [10, 138]
@@ -288,13 +328,28 @@ def test_examples_of_a_stream_may_be_dicts_or_pairs():
     ("args", "message"),
     [
         ({"source": "os.none"}, r"data.args.source: module 'os' has no 'none'"),
-        ({"source": [1, 2]}, r"data.args.source: list is not a function or a class that returns an iterable"),
-        ({"source": lambda: iter(())}, r"data.args.source: the stream is empty; give it at least one example"),
+        (
+            {"source": [1, 2]},
+            r"data.args.source: list is not a function or a class that returns an iterable",
+        ),
+        (
+            {"source": lambda: iter(())},
+            r"data.args.source: the stream is empty; give it at least one example",
+        ),
         ({"source": lambda: 3}, r"data.args.source: it returned a int, which is not iterable"),
-        ({"source": count_to, "args": {"counts": 3}}, r"data.args.args.counts: count_to takes no such argument; did"),
+        (
+            {"source": count_to, "args": {"counts": 3}},
+            r"data.args.args.counts: count_to takes no such argument; did",
+        ),
         ({"source": count_to, "args": {"count": 3}, "size": 0}, r"data.args.size: 0 is too small"),
-        ({"source": count_to, "args": {"count": 3}, "shuffle": 0}, r"data.args.shuffle: 0 is too small"),
-        ({"source": count_to, "args": {"count": 3}, "split": "all"}, r"data.args.split: 'all' is not one of"),
+        (
+            {"source": count_to, "args": {"count": 3}, "shuffle": 0},
+            r"data.args.shuffle: 0 is too small",
+        ),
+        (
+            {"source": count_to, "args": {"count": 3}, "split": "all"},
+            r"data.args.split: 'all' is not one of",
+        ),
     ],
 )
 def test_bad_streams_are_named(args, message):

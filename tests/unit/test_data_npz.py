@@ -39,9 +39,14 @@ def test_each_row_is_in_one_split_and_read_from_disk(how, tmp_path):
     got = [np.concatenate([rows(train)[key], rows(test)[key]]) for key in ("inputs", "labels")]
     order, expected = np.lexsort(got[0].T), np.lexsort(X.T)
     assert np.array_equal(got[0][order], X[expected]) and np.array_equal(got[1][order], Y[expected])
-    assert got[1].dtype == np.int32 and isinstance(train.arrays["inputs"].base, np.memmap) == (how != "compressed")
+    assert got[1].dtype == np.int32 and isinstance(train.arrays["inputs"].base, np.memmap) == (
+        how != "compressed"
+    )
     again = pickle.loads(pickle.dumps(train))
-    assert np.array_equal(rows(again)["inputs"], rows(train)["inputs"]) and len(pickle.dumps(train)) < 300
+    assert (
+        np.array_equal(rows(again)["inputs"], rows(train)["inputs"])
+        and len(pickle.dumps(train)) < 300
+    )
 
 
 def test_arrays_for_the_test_split_are_used_in_full(tmp_path):
@@ -73,7 +78,9 @@ def test_a_split_in_any_spelling_is_no_training_data(how, train, test, key, tmp_
     if how == "folder" and train.lower() == test.lower():
         pytest.skip("one file")
     path = save(tmp_path, how, **{train: X, test: X[:7] + 1})
-    assert np.array_equal(rows(Npz(path))[key], X) and np.array_equal(rows(Npz(path, "test"))[key], X[:7] + 1)
+    assert np.array_equal(rows(Npz(path))[key], X) and np.array_equal(
+        rows(Npz(path, "test"))[key], X[:7] + 1
+    )
     assert Npz.has_split({"path": path, "test_fraction": 0})
     assert Npz(path).inventory == f"train: {train}; test: {test}"
 
@@ -81,9 +88,21 @@ def test_a_split_in_any_spelling_is_no_training_data(how, train, test, key, tmp_
 @pytest.mark.parametrize(
     ("names", "split", "words"),
     [
-        ("train_images test_pictures", "train", "no array to train on is the same but for its split; the arrays of"),
-        ("age test_score", "train", "no array to train on is the same .* are 'age', 'test_score'; name those to train"),
-        ("train_x x_train x_test", "train", "'train_x' and 'x_train' are the same array for training; the arrays of"),
+        (
+            "train_images test_pictures",
+            "train",
+            "no array to train on is the same but for its split; the arrays of",
+        ),
+        (
+            "age test_score",
+            "train",
+            "no array to train on is the same .* are 'age', 'test_score'; name those to train",
+        ),
+        (
+            "train_x x_train x_test",
+            "train",
+            "'train_x' and 'x_train' are the same array for training; the arrays of",
+        ),
         ("x x_train x_test", "train", "'x' and 'x_train' are the same array for training"),
         ("x_train_val x_test", "train", "'x_train_val' may be either of two splits; the arrays of"),
         (
@@ -102,9 +121,21 @@ def test_arrays_that_may_be_splits_are_refused_with_their_names(names, split, wo
 
 
 def test_of_two_evaluation_splits_one_is_read_and_the_other_named(tmp_path):
-    path = save(tmp_path, "stored", x_train=X, x_val=X[:3], x_test=X[:7], y_train=Y, y_val=Y[:3], y_test=Y[:7])
+    path = save(
+        tmp_path,
+        "stored",
+        x_train=X,
+        x_val=X[:3],
+        x_test=X[:7],
+        y_train=Y,
+        y_val=Y[:3],
+        y_test=Y[:7],
+    )
     assert len(Npz(path, "test")) == 7 and len(Npz(path)) == 40
-    assert Npz(path).inventory == "train: x_train, y_train; test: x_test, y_test; not read: x_val, y_val"
+    assert (
+        Npz(path).inventory
+        == "train: x_train, y_train; test: x_test, y_test; not read: x_val, y_val"
+    )
     chosen = Npz(path, arrays={"inputs": "x_val", "labels": "y_val"}, test_fraction=0)
     assert len(chosen) == 3
     only = save(tmp_path, "folder", x_test=X[:7], y_test=Y[:7])
@@ -112,14 +143,20 @@ def test_of_two_evaluation_splits_one_is_read_and_the_other_named(tmp_path):
 
 
 def test_a_split_without_labels_or_rows_is_named(tmp_path):
-    path = save(tmp_path, "stored", inputs=X, labels=Y, inputs_test=X[:3], labels_test=np.full(3, -1))
+    path = save(
+        tmp_path, "stored", inputs=X, labels=Y, inputs_test=X[:3], labels_test=np.full(3, -1)
+    )
     assert len(Npz(path)) == 40
     with pytest.raises(
-        UsageError, match=r"data: 'labels_test' of '.*npz', for its test split, has no labels: all are -1"
+        UsageError,
+        match=r"data: 'labels_test' of '.*npz', for its test split, has no labels: all are -1",
     ):
         Npz(path, "test")
     path = save(tmp_path, "folder", inputs=X, labels=Y, inputs_val=X[:0], labels_val=Y[:0])
-    with pytest.raises(UsageError, match=r"^data: the data set is empty; .*'inputs_val' of '.*', for its test split"):
+    with pytest.raises(
+        UsageError,
+        match=r"^data: the data set is empty; .*'inputs_val' of '.*', for its test split",
+    ):
         Npz(path, "test")
 
 
@@ -136,19 +173,43 @@ def test_a_model_trains_on_it_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("arrays", "args", "text"),
     [
-        ({}, {"path": "nowhere.npz"}, r"data.args.path: cannot read 'nowhere.npz' \(No such file or directory\)"),
+        (
+            {},
+            {"path": "nowhere.npz"},
+            r"data.args.path: cannot read 'nowhere.npz' \(No such file or directory\)",
+        ),
         (
             {},
             {"path": __file__},
             r"data.args.path: cannot read .* \(it is not a .npz file, or its end is missing\); give a",
         ),
-        ({"x": X}, {"arrays": {"inputs": "y"}}, "data.args.arrays.inputs: .* has no array 'y'; its arrays: x"),
-        ({"x": X}, {"arrays": {"inputs": 3}}, "data.args.arrays.inputs: .* has no array 3; its arrays: x"),
-        ({"x": X, "y": Y, "x_test": X}, {"split": "test"}, "data.args.arrays.y: .* has no array 'y_test'"),
+        (
+            {"x": X},
+            {"arrays": {"inputs": "y"}},
+            "data.args.arrays.inputs: .* has no array 'y'; its arrays: x",
+        ),
+        (
+            {"x": X},
+            {"arrays": {"inputs": 3}},
+            "data.args.arrays.inputs: .* has no array 3; its arrays: x",
+        ),
+        (
+            {"x": X, "y": Y, "x_test": X},
+            {"split": "test"},
+            "data.args.arrays.y: .* has no array 'y_test'",
+        ),
         ({"x": X, "y": Y[1:]}, {}, "data: arrays differ in their number of examples"),
         ({"x": np.array([{}])}, {}, r"data.args.path: cannot read .* \(Python objects in it\)"),
-        ({"x": X}, {"test_fraction": 1.0}, "data.args.test_fraction: 1.0 is not at least 0 and below 1"),
-        ({"x": X}, {"test_fraction": 0.001, "split": "test"}, "data.args.test_fraction: 0.001 of 40 rows: no test"),
+        (
+            {"x": X},
+            {"test_fraction": 1.0},
+            "data.args.test_fraction: 1.0 is not at least 0 and below 1",
+        ),
+        (
+            {"x": X},
+            {"test_fraction": 0.001, "split": "test"},
+            "data.args.test_fraction: 0.001 of 40 rows: no test",
+        ),
     ],
 )
 def test_what_is_missing_is_one_line(arrays, args, text, tmp_path):
@@ -165,7 +226,9 @@ def test_a_damaged_file_is_one_line(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "inputs.npy").touch()
     for damaged in (path, str(tmp_path / "empty")):
-        with pytest.raises(UsageError, match=r"data.args.path: cannot read .*; give a .npz file of numbers"):
+        with pytest.raises(
+            UsageError, match=r"data.args.path: cannot read .*; give a .npz file of numbers"
+        ):
             Npz(damaged)
 
 
@@ -179,11 +242,22 @@ def unlabeled(split="train"):
 
 def test_a_set_that_is_none_empty_or_without_labels_is_named_with_its_split():
     """That of a function of the user's, too, which may have one label of -1."""
-    sources = {"mine": nothing, "glue": unlabeled, "empty": lambda split: [], "some": (X[:2], np.array([-1, 0]))}
+    sources = {
+        "mine": nothing,
+        "glue": unlabeled,
+        "empty": lambda split: [],
+        "some": (X[:2], np.array([-1, 0])),
+    }
     for name, words in (
         ("mine", "eval.also.a: the test split of mine is None; return the examples"),
-        ("glue", "eval.also.a: the test split of glue has no labels: all are -1; use another split"),
-        ("empty", r"eval.also.a: the data set is empty; give it at least one example \(the test split of empty\)"),
+        (
+            "glue",
+            "eval.also.a: the test split of glue has no labels: all are -1; use another split",
+        ),
+        (
+            "empty",
+            r"eval.also.a: the data set is empty; give it at least one example \(the test split of empty\)",
+        ),
     ):
         with pytest.raises(UsageError, match=f"^{words}"):
             read_set("eval.also.a", Target(name), "test", False, sources)
@@ -194,7 +268,8 @@ def test_a_set_that_is_none_empty_or_without_labels_is_named_with_its_split():
 def test_a_dict_of_splits_is_no_example():
     for splits in ({"train": X, "test": X}, {"xTrain": X, "xVal": X}):
         with pytest.raises(
-            UsageError, match=r"data: a dict of several splits \('.*', '.*'\); give the examples of one"
+            UsageError,
+            match=r"data: a dict of several splits \('.*', '.*'\); give the examples of one",
         ):
             as_dataset(splits)
     assert len(as_dataset({"inputs": X, "test_score": X})) == 40
@@ -203,7 +278,10 @@ def test_a_dict_of_splits_is_no_example():
 @pytest.mark.parametrize("key", ["data", "eval.data", "eval.also.small"])
 def test_an_error_names_the_key_of_its_set(key, tmp_path):
     path = save(tmp_path, "stored", inputs=X[:0], labels=Y[:0])
-    for fraction, words in {0.0: ": the data set is empty", 2: ".args.test_fraction: 2 is not at least 0"}.items():
+    for fraction, words in {
+        0.0: ": the data set is empty",
+        2: ".args.test_fraction: 2 is not at least 0",
+    }.items():
         target = Target("Npz", {"path": path, "split": "train", "test_fraction": fraction})
         with pytest.raises(UsageError, match=f"^{key}{words}"):
             read_set(key, target, "test", False, SOURCES)

@@ -1,4 +1,6 @@
-"""Documents packed from token files: each document whole where it fits, each token once, and no label of another."""
+"""Documents packed from token files: each document whole where it fits, each token once, and no
+label of another.
+"""
 
 import pickle
 
@@ -15,13 +17,19 @@ END = 0
 
 
 def write(path, documents, ends=True):
-    tokens = np.concatenate([np.append(d, END) for d in documents]) if ends else np.concatenate(documents)
+    tokens = (
+        np.concatenate([np.append(d, END) for d in documents])
+        if ends
+        else np.concatenate(documents)
+    )
     tokens.astype("<u2").tofile(path)
     return tokens
 
 
 def slowly(tokens, length):
-    """The examples, one document after the other: lists of pieces (tokens, the labels of those that have one)."""
+    """The examples, one document after the other: lists of pieces (tokens, the labels of those that
+    have one).
+    """
     documents, start = [], 0
     for i, token in enumerate(tokens):
         if token == END or i == len(tokens) - 1:
@@ -35,7 +43,10 @@ def slowly(tokens, length):
                 examples.append([])
                 used = 0
             labels = [
-                t for i in range(first, last) if tokens[i] != END and i + 1 < len(tokens) for t in [tokens[i + 1]]
+                t
+                for i in range(first, last)
+                if tokens[i] != END and i + 1 < len(tokens)
+                for t in [tokens[i + 1]]
             ]
             examples[-1].append((tokens[first:last], labels))
             used += last - first
@@ -51,7 +62,9 @@ def test_packing_is_that_of_a_loop_over_the_documents(tmp_path_factory, data):
     rng, examples = np.random.default_rng(data.draw(st.integers(0, 9))), []
     for i in range(files):
         documents = [rng.integers(1, 50, n) for n in [length + 1, *data.draw(sizes)]]
-        tokens = write(folder / f"{i}.bin", documents, ends=data.draw(st.booleans()) or not documents)
+        tokens = write(
+            folder / f"{i}.bin", documents, ends=data.draw(st.booleans()) or not documents
+        )
         examples += slowly(tokens, length)
     source = PackedTokens(str(folder), length=length, end_of_text=END, vocabulary=50)
     assert len(source) == len(examples)
@@ -64,7 +77,9 @@ def test_packing_is_that_of_a_loop_over_the_documents(tmp_path_factory, data):
         segments = [n for n, (tokens, _) in enumerate(pieces) for _ in tokens]
         assert batch["segments"][row].tolist() == [*segments, *[len(pieces)] * padding]
         masked = batch["mask"][row] > 0
-        assert batch["labels"][row][masked].tolist() == [label for _, labels in pieces for label in labels]
+        assert batch["labels"][row][masked].tolist() == [
+            label for _, labels in pieces for label in labels
+        ]
         assert not masked[len(used) :].any()
     assert {k: v.dtype.name for k, v in batch.items()} == {
         "inputs": "int32", "labels": "int32", "segments": "int32", "mask": "float32",
@@ -79,17 +94,26 @@ def test_a_large_file_is_searched_in_pieces_and_not_held(tmp_path, monkeypatch):
     in_pieces = PackedTokens(str(tmp_path), length=64, end_of_text=END)
     assert all(np.array_equal(*x) for x in zip(at_once.begins, in_pieces.begins))
     assert len(pickle.dumps(in_pieces)) < 8 * len(in_pieces) + 4000
-    train, test = (PackedTokens(str(tmp_path), split, length=64, end_of_text=END) for split in ("train", "test"))
+    train, test = (
+        PackedTokens(str(tmp_path), split, length=64, end_of_text=END)
+        for split in ("train", "test")
+    )
     assert 0.08 < len(test) / (len(train) + len(test)) < 0.12
 
 
 def test_bad_files_are_named(tmp_path):
     write(tmp_path / "a.bin", [np.arange(1, 30)])
-    with pytest.raises(UsageError, match=r"data.args.end_of_text: documents: separate needs the token that ends"):
+    with pytest.raises(
+        UsageError, match=r"data.args.end_of_text: documents: separate needs the token that ends"
+    ):
         PackedTokens(str(tmp_path), length=8)
-    with pytest.raises(UsageError, match=r"data.args.length: 64, but there are 30 tokens; make it smaller"):
+    with pytest.raises(
+        UsageError, match=r"data.args.length: 64, but there are 30 tokens; make it smaller"
+    ):
         PackedTokens(str(tmp_path), length=64, end_of_text=END)
-    with pytest.raises(UsageError, match=r"a.bin: token 19 is 20, and the vocabulary has 20; give a larger one"):
+    with pytest.raises(
+        UsageError, match=r"a.bin: token 19 is 20, and the vocabulary has 20; give a larger one"
+    ):
         PackedTokens(str(tmp_path), length=8, end_of_text=END, vocabulary=20)
     source = PackedTokens(str(tmp_path), length=8, end_of_text=END)
     with pytest.raises(IndexError):

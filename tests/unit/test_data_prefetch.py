@@ -1,4 +1,6 @@
-"""Prefetch: in order, bounded, its faults handed over, and gone when it is left. read_batch: rows, shapes, masks."""
+"""Prefetch: in order, bounded, its faults handed over, and gone when it is left. read_batch: rows,
+shapes, masks.
+"""
 
 import threading
 import time
@@ -76,7 +78,10 @@ def test_a_stray_stop_iteration_does_not_end_the_run_quietly(depth):
     def make(step):
         return next(iter([]))
 
-    with pytest.raises(RuntimeError, match="StopIteration"), prefetch(make, range(9), depth) as items:
+    with (
+        pytest.raises(RuntimeError, match="StopIteration"),
+        prefetch(make, range(9), depth) as items,
+    ):
         list(items)
 
 
@@ -123,7 +128,8 @@ def test_a_read_that_hangs_does_not_keep_the_run_from_ending(monkeypatch):
     thread.join(5)
 
 
-# --- read_batch ------------------------------------------------------------------------------------------------------
+# --- read_batch
+# ------------------------------------------------------------------------------------------------------
 
 X = np.arange(40, dtype=np.float32).reshape(10, 2, 2)
 Y = np.arange(10, dtype=np.int32)
@@ -167,7 +173,10 @@ def test_the_data_sets_own_mask_is_kept_in_its_shape(kind):
     [
         ([X], "Broken.read gave a list; return a dict of arrays"),
         ({"inputs": X[:2]}, r"Broken.read gave 'inputs' of shape \(2, 2, 2\) for 6 indices"),
-        ({"inputs": X[:6], "labels": 3}, "Broken.read gave 'labels' as int for 6 indices; return arrays"),
+        (
+            {"inputs": X[:6], "labels": 3},
+            "Broken.read gave 'labels' as int for 6 indices; return arrays",
+        ),
     ],
 )
 def test_a_read_that_breaks_the_contract_is_named(given, said):

@@ -1,4 +1,6 @@
-"""The standard library's source as a data set, against the files themselves and against small folders."""
+"""The standard library's source as a data set, against the files themselves and against small
+folders.
+"""
 
 import sysconfig
 
@@ -41,7 +43,9 @@ def test_it_is_the_library_of_this_python():
 
 
 def test_examples_follow_one_another_and_the_tail_is_left_out(library):
-    library({"a.py": bytes(range(1, 9)), "b/c.py": bytes(range(11, 20))})  # neither is in the test split
+    library(
+        {"a.py": bytes(range(1, 9)), "b/c.py": bytes(range(11, 20))}
+    )  # neither is in the test split
     source = PythonSource(length=5)
     text = np.array([*range(1, 9), 0, *range(11, 20)])
     got = source.read(np.arange(len(source)))
@@ -78,7 +82,10 @@ def test_splits_share_no_file_and_skip_what_is_not_the_library(library):
         ({"length": 0}, "data.args.length: 0 is too small"),
         ({"max_mb": 0}, "data.args.max_mb: 0 must be greater than 0"),
         ({"length": 100}, "data.args.length: 100, but there are 9 bytes; make it smaller"),
-        ({"split": "test"}, "data: no Python source in .*; use a Python whose library is not packed"),
+        (
+            {"split": "test"},
+            "data: no Python source in .*; use a Python whose library is not packed",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_named(library, args, words):

@@ -1,4 +1,6 @@
-"""Built-in sources against small files in the official formats, damaged ones too, and the real ones where present."""
+"""Built-in sources against small files in the official formats, damaged ones too, and the real ones
+where present.
+"""
 
 import functools
 import gzip
@@ -20,10 +22,13 @@ from jaxdp.errors import UsageError
 RNG = np.random.default_rng(0)
 REAL = os.environ.get("JAXDP_DATA")
 OF_IMAGES = [name for name in jaxdp.data.SOURCES if hasattr(getattr(jaxdp.data, name), "transform")]
-real_data = pytest.mark.skipif(not REAL, reason="JAXDP_DATA does not name a folder with the full data sets")
+real_data = pytest.mark.skipif(
+    not REAL, reason="JAXDP_DATA does not name a folder with the full data sets"
+)
 
 
-# --- the contract of every source ------------------------------------------------------------------------------------
+# --- the contract of every source
+# ------------------------------------------------------------------------------------
 
 
 def write_cifar(folder, rows=6, **dump):
@@ -32,21 +37,33 @@ def write_cifar(folder, rows=6, **dump):
     for name in (*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"):
         planes = RNG.integers(0, 256, (rows, 3072), np.uint8)
         labels = RNG.integers(0, 10, rows).tolist()
-        content = {b"batch_label": b"one", b"labels": labels, b"data": planes, b"filenames": [b"a.png"] * rows}
+        content = {
+            b"batch_label": b"one",
+            b"labels": labels,
+            b"data": planes,
+            b"filenames": [b"a.png"] * rows,
+        }
         (folder / name).write_bytes(pickle.dumps(content, **dump))
         written[name] = planes, labels
     return written
 
 
 def idx(array):
-    return bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+    return (
+        bytes([0, 0, 8, array.ndim])
+        + struct.pack(f">{array.ndim}I", *array.shape)
+        + array.tobytes()
+    )
 
 
 def write_mnist(folder, rows=7, zipped=True, mark="-"):
     folder.mkdir(parents=True, exist_ok=True)
     written = {}
     for split, stem in (("train", "train"), ("test", "t10k")):
-        images, labels = RNG.integers(0, 256, (rows, 28, 28), np.uint8), RNG.integers(0, 10, rows).astype(np.uint8)
+        images, labels = (
+            RNG.integers(0, 256, (rows, 28, 28), np.uint8),
+            RNG.integers(0, 10, rows).astype(np.uint8),
+        )
         for kind, array in (("images", images), ("labels", labels)):
             path = folder / f"{stem}-{kind}{mark}idx{array.ndim}-ubyte{'.gz' if zipped else ''}"
             path.write_bytes(gzip.compress(idx(array)) if zipped else idx(array))
@@ -65,7 +82,9 @@ def write_text(folder):
 
 
 def write_images(folder):
-    pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed (pip install -e '.[images]')")
+    pillow = pytest.importorskip(
+        "PIL.Image", reason="Pillow is not installed (pip install -e '.[images]')"
+    )
     for split in ("train", "test"):
         for name in ("cat", "dog"):
             (folder / split / name).mkdir(parents=True)
@@ -76,7 +95,9 @@ def write_images(folder):
 
 def write_hugging_face(folder):
     datasets = pytest.importorskip("datasets", reason="pip install -e '.[datasets]'")
-    features = datasets.Features({"inputs": datasets.Array2D((4, 3), "uint8"), "labels": datasets.ClassLabel(3)})
+    features = datasets.Features(
+        {"inputs": datasets.Array2D((4, 3), "uint8"), "labels": datasets.ClassLabel(3)}
+    )
     rows = {"inputs": RNG.integers(0, 256, (8, 4, 3), np.uint8), "labels": RNG.integers(0, 3, 8)}
     made = datasets.Dataset.from_dict(rows, features=features)
     datasets.DatasetDict({"train": made, "test": made}).save_to_disk(str(folder))
@@ -84,7 +105,13 @@ def write_hugging_face(folder):
 
 def write_npz(folder):
     folder.mkdir()
-    rows = lambda n: {"inputs": RNG.integers(0, 256, (n, 4, 3), np.uint8), "labels": RNG.integers(0, 3, n)}
+
+    def rows(n):
+        return {
+            "inputs": RNG.integers(0, 256, (n, 4, 3), np.uint8),
+            "labels": RNG.integers(0, 3, n),
+        }
+
     np.savez(folder / "data.npz", **rows(8), **{f"{k}_test": v for k, v in rows(6).items()})
 
 
@@ -124,9 +151,14 @@ def make(name, folder, **args):
 def test_every_source_keeps_the_contract(name, split, tmp_path):
     source = make(name, tmp_path, split=split)
     got = source.read(np.array([3, 0, 3]))
-    assert got["inputs"].shape == (3, *source.input_shape) and got["inputs"].dtype in (np.uint8, np.int32)
+    assert got["inputs"].shape == (3, *source.input_shape) and got["inputs"].dtype in (
+        np.uint8,
+        np.int32,
+    )
     assert got["labels"].shape in ((3,), got["inputs"].shape) and got["labels"].dtype == np.int32
-    assert got["labels"].max() < source.classes and np.array_equal(got["inputs"][0], got["inputs"][2])
+    assert got["labels"].max() < source.classes and np.array_equal(
+        got["inputs"][0], got["inputs"][2]
+    )
     check_dtypes(source, x64=False)
 
 
@@ -147,10 +179,14 @@ def test_images_are_scaled_and_in_training_moved_by_a_key(name, split, tmp_path)
         assert out["inputs"].dtype == np.float32 and out["inputs"].shape == rows["inputs"].shape
         assert np.isfinite(out["inputs"]).all()
     assert np.array_equal(still["inputs"], again["inputs"]), "evaluation must not depend on a key"
-    assert not np.array_equal(moved["inputs"], other["inputs"]) and not np.array_equal(still["inputs"], moved["inputs"])
+    assert not np.array_equal(moved["inputs"], other["inputs"]) and not np.array_equal(
+        still["inputs"], moved["inputs"]
+    )
     source.augment = False
     with jax.numpy_dtype_promotion("strict"):
-        assert np.array_equal(source.transform(batch, jax.random.key(0), True)["inputs"], still["inputs"])
+        assert np.array_equal(
+            source.transform(batch, jax.random.key(0), True)["inputs"], still["inputs"]
+        )
 
 
 @pytest.mark.parametrize("name", RANDOM_ACCESS)
@@ -167,7 +203,8 @@ def test_sources_load_without_jax():
         _ = jaxdp.data.CIFAR11
 
 
-# --- digits ----------------------------------------------------------------------------------------------------------
+# --- digits
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_digits_are_the_published_ones():
@@ -175,14 +212,24 @@ def test_digits_are_the_published_ones():
     assert (len(train), len(test)) == (1437, 360)
     counts = sum(np.bincount(split.arrays["labels"], minlength=10) for split in (train, test))
     assert counts.tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
-    assert test.arrays["inputs"][0, 0, :, 0].tolist() == [0, 0, 5, 13, 9, 1, 0, 0]  # the file's first row, a zero
+    assert test.arrays["inputs"][0, 0, :, 0].tolist() == [
+        0,
+        0,
+        5,
+        13,
+        9,
+        1,
+        0,
+        0,
+    ]  # the file's first row, a zero
     assert test.arrays["labels"][0] == 0 and train.arrays["labels"][:4].tolist() == [1, 2, 3, 4]
     assert max(split.arrays["inputs"].max() for split in (train, test)) == 16
     scaled = train.transform(train.read(np.arange(100)), None, False)["inputs"]
     assert (float(scaled.min()), float(scaled.max())) == (0.0, 1.0)
 
 
-# --- CIFAR-10 --------------------------------------------------------------------------------------------------------
+# --- CIFAR-10
+# --------------------------------------------------------------------------------------------------------
 
 
 def python2_pickle(content):
@@ -197,7 +244,11 @@ def python2_pickle(content):
     string(b"data")
     out.write(b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\nK\x00\x85")
     string(b"b")
-    out.write(b"tR(K\x01" + b"".join(b"J" + struct.pack("<i", n) for n in planes.shape) + b"\x86cnumpy\ndtype\n(")
+    out.write(
+        b"tR(K\x01"
+        + b"".join(b"J" + struct.pack("<i", n) for n in planes.shape)
+        + b"\x86cnumpy\ndtype\n("
+    )
     string(b"u1")
     out.write(b"K\x00K\x01tR(K\x03")
     string(b"|")
@@ -212,13 +263,20 @@ def python2_pickle(content):
 @pytest.mark.parametrize("dump", [{"protocol": n} for n in (0, 1, 2, 3, 4, 5)], ids=str)
 def test_cifar_reads_every_protocol(tmp_path, dump):
     written = write_cifar(tmp_path / "cifar-10-batches-py", **dump)
-    train, test = CIFAR10(str(tmp_path)), CIFAR10(str(tmp_path / "cifar-10-batches-py"), split="test")
+    train, test = (
+        CIFAR10(str(tmp_path)),
+        CIFAR10(str(tmp_path / "cifar-10-batches-py"), split="test"),
+    )
     assert (len(train), len(test)) == (30, 6)
     planes, labels = written["data_batch_2"]
     got = train.read(np.arange(6, 12))
     assert got["labels"].tolist() == labels
-    assert np.array_equal(got["inputs"][4, 5, 9], planes[4].reshape(3, 32, 32)[:, 5, 9])  # [row, column] -> r, g, b
-    assert np.array_equal(test.arrays["inputs"].transpose(0, 3, 1, 2).reshape(-1, 3072), written["test_batch"][0])
+    assert np.array_equal(
+        got["inputs"][4, 5, 9], planes[4].reshape(3, 32, 32)[:, 5, 9]
+    )  # [row, column] -> r, g, b
+    assert np.array_equal(
+        test.arrays["inputs"].transpose(0, 3, 1, 2).reshape(-1, 3072), written["test_batch"][0]
+    )
 
 
 def test_cifar_reads_python_2_files_and_the_variants_of_others(tmp_path):
@@ -226,17 +284,25 @@ def test_cifar_reads_python_2_files_and_the_variants_of_others(tmp_path):
     planes, labels = written["test_batch"]
     variants = {
         "Python 2": python2_pickle((planes, labels)),
-        "old module path": pickle.dumps({"data": planes, "labels": labels}, 2).replace(b"numpy._core", b"numpy.core"),
+        "old module path": pickle.dumps({"data": planes, "labels": labels}, 2).replace(
+            b"numpy._core", b"numpy.core"
+        ),
         "labels as an array": pickle.dumps({"data": planes, "labels": np.array(labels)}),
-        "labels as NumPy numbers": pickle.dumps({"data": planes, "labels": list(np.array(labels, ">i2"))}),
+        "labels as NumPy numbers": pickle.dumps(
+            {"data": planes, "labels": list(np.array(labels, ">i2"))}
+        ),
         "Fortran order": pickle.dumps({"data": np.asfortranarray(planes), "labels": labels}, 2),
-        "Fortran order, protocol 5": pickle.dumps({"data": np.asfortranarray(planes), "labels": labels}, 5),
+        "Fortran order, protocol 5": pickle.dumps(
+            {"data": np.asfortranarray(planes), "labels": labels}, 5
+        ),
     }
     for name, content in variants.items():
         (tmp_path / "test_batch").write_bytes(content)
         test = CIFAR10(str(tmp_path), split="test")
         assert test.arrays["labels"].tolist() == labels, name
-        assert np.array_equal(test.arrays["inputs"].transpose(0, 3, 1, 2).reshape(-1, 3072), planes), name
+        assert np.array_equal(
+            test.arrays["inputs"].transpose(0, 3, 1, 2).reshape(-1, 3072), planes
+        ), name
 
 
 class Evil:
@@ -260,9 +326,13 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path):
     }
     for name, attack in evil.items():
         for protocol in (0, 2, 4, 5):
-            content = pickle.dumps({b"labels": [attack], b"data": np.zeros((1, 3072), np.uint8)}, protocol)
+            content = pickle.dumps(
+                {b"labels": [attack], b"data": np.zeros((1, 3072), np.uint8)}, protocol
+            )
             (tmp_path / "test_batch").write_bytes(content)
-            with pytest.raises(UsageError, match=r"cannot read .*test_batch: it asks for .*; only arrays") as caught:
+            with pytest.raises(
+                UsageError, match=r"cannot read .*test_batch: it asks for .*; only arrays"
+            ) as caught:
                 CIFAR10(str(tmp_path), split="test")
             assert name.split(".")[-1] in str(caught.value).replace("_io.open", "io.open")
     assert not victim.exists()
@@ -276,7 +346,10 @@ NO_BATCH = r"test_batch is not a CIFAR-10 batch: 'data' must be \[n, 3072\] uint
     [
         (b"", "EOFError"),
         (b"<html>not found</html>", "test_batch: "),
-        (pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "labels": [1, 2]})[:-3000], "truncated|Ran out"),
+        (
+            pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "labels": [1, 2]})[:-3000],
+            "truncated|Ran out",
+        ),
         (pickle.dumps([1, 2]), NO_BATCH),
         (pickle.dumps({"data": np.zeros((2, 3072), np.uint8)}), NO_BATCH),
         (pickle.dumps({"data": np.zeros((2, 3000), np.uint8), "labels": [1, 2]}), NO_BATCH),
@@ -294,12 +367,15 @@ def test_a_damaged_cifar_file_is_named_with_the_cause(tmp_path, content, cause):
     (tmp_path / "test_batch").write_bytes(content)
     with pytest.raises(UsageError, match=cause) as caught:
         CIFAR10(str(tmp_path), split="test")
-    assert "data.args.root: " in str(caught.value) and str(tmp_path / "test_batch") in str(caught.value)
+    assert "data.args.root: " in str(caught.value) and str(tmp_path / "test_batch") in str(
+        caught.value
+    )
 
 
 def test_missing_cifar_files_say_where_to_fetch_them(tmp_path):
     with pytest.raises(
-        UsageError, match=r"data.args.root: no CIFAR-10 batches in '.*nowhere'.*cifar-10-python.tar.gz from"
+        UsageError,
+        match=r"data.args.root: no CIFAR-10 batches in '.*nowhere'.*cifar-10-python.tar.gz from",
     ):
         CIFAR10(str(tmp_path / "nowhere"))
     write_cifar(tmp_path)
@@ -308,7 +384,8 @@ def test_missing_cifar_files_say_where_to_fetch_them(tmp_path):
         CIFAR10(str(tmp_path))
 
 
-# --- MNIST -----------------------------------------------------------------------------------------------------------
+# --- MNIST
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["", "mnist", "MNIST/raw"])
@@ -324,12 +401,15 @@ def test_mnist_reads_idx(tmp_path, where, zipped, mark):
 
 def test_fashion_mnist_has_its_own_folder_and_mean(tmp_path):
     write_mnist(tmp_path / "mnist")
-    with pytest.raises(UsageError, match=r"no Fashion-MNIST file 'train-images-idx3-ubyte.gz' in .*zalandoresearch"):
+    with pytest.raises(
+        UsageError, match=r"no Fashion-MNIST file 'train-images-idx3-ubyte.gz' in .*zalandoresearch"
+    ):
         FashionMNIST(str(tmp_path))
     write_mnist(tmp_path / "fashion-mnist")
     batch = FashionMNIST(str(tmp_path)).read(np.arange(2))
     means = [
-        float(source(str(tmp_path)).transform(batch, None, False)["inputs"].mean()) for source in (MNIST, FashionMNIST)
+        float(source(str(tmp_path)).transform(batch, None, False)["inputs"].mean())
+        for source in (MNIST, FashionMNIST)
     ]
     raw = batch["inputs"].mean() / 255
     assert means == pytest.approx([(raw - 0.1307) / 0.3081, (raw - 0.2860) / 0.3530], rel=1e-5)
@@ -347,7 +427,11 @@ zipped = functools.partial(gzip.compress, mtime=0)
         ("images-idx3", b"<html>", "cannot read .*(gzip|compressed)"),
         ("images-idx3", b"\x1f\x8b" + bytes(30), "cannot read "),
         ("images-idx3", zipped(idx(IMAGES)[:-5]), "has 5,483 bytes of data, its header says 5,488"),
-        ("images-idx3", zipped(idx(IMAGES) + b"more"), "has 5,492 bytes of data, its header says 5,488"),
+        (
+            "images-idx3",
+            zipped(idx(IMAGES) + b"more"),
+            "has 5,492 bytes of data, its header says 5,488",
+        ),
         (
             "images-idx3",
             zipped(b"\x93NUMPY" + bytes(100)),
@@ -369,7 +453,8 @@ def test_a_damaged_idx_file_is_named_with_the_cause(tmp_path, stem, content, cau
     assert "data.args.root: " in str(caught.value) and str(path) in str(caught.value)
 
 
-# --- the full sets ---------------------------------------------------------------------------------------------------
+# --- the full sets
+# ---------------------------------------------------------------------------------------------------
 
 
 @real_data
@@ -387,4 +472,6 @@ def test_the_full_set(source, sizes, first):
     counts = np.bincount(train.arrays["labels"])
     assert counts.size == 10 and (counts.min() == counts.max() or source is MNIST)
     sample = train.transform(train.read(np.arange(0, len(train), 5)), None, False)["inputs"]
-    assert np.allclose(sample.mean((0, 1, 2)), 0, atol=0.02) and np.allclose(sample.std((0, 1, 2)), 1, atol=0.02)
+    assert np.allclose(sample.mean((0, 1, 2)), 0, atol=0.02) and np.allclose(
+        sample.std((0, 1, 2)), 1, atol=0.02
+    )

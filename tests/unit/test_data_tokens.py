@@ -1,4 +1,6 @@
-"""Files of tokens in nanoGPT's and llm.c's formats, torn ones too, and `jaxdp data tokenize`, which makes them."""
+"""Files of tokens in nanoGPT's and llm.c's formats, torn ones too, and `jaxdp data tokenize`, which
+makes them.
+"""
 
 import importlib.util
 import json
@@ -27,7 +29,9 @@ from tokenizer_files import bpe
 ROOT = Path(__file__).parents[2]
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, 1000, 500)
-needs_bpe = pytest.mark.skipif(importlib.util.find_spec("tokenizers") is None, reason="tokenizers is not installed")
+needs_bpe = pytest.mark.skipif(
+    importlib.util.find_spec("tokenizers") is None, reason="tokenizers is not installed"
+)
 
 
 def raw(path, tokens, dtype="<u2"):
@@ -50,14 +54,19 @@ def all_tokens(source):
     return found["inputs"].ravel().tolist()
 
 
-# --- formats ---------------------------------------------------------------------------------------------------------
+# --- formats
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("make", "args", "classes"),
     [
         (raw, {}, 50257),
-        (lambda path, tokens: raw(path, tokens, "<u4"), {"dtype": "uint32", "vocabulary": 2000}, 2000),
+        (
+            lambda path, tokens: raw(path, tokens, "<u4"),
+            {"dtype": "uint32", "vocabulary": 2000},
+            2000,
+        ),
         (llmc, {}, 50257),
         (lambda path, tokens: llmc(path, tokens, 20240801, 7, "<u4"), {}, 128256),
     ],
@@ -73,7 +82,9 @@ def test_every_format_gives_its_tokens(tmp_path, make, args, classes):
     assert all_tokens(again) == all_tokens(source) and fingerprint(again) == fingerprint(source)
     assert len(pickle.dumps(source)) < 2000, "a process that gets it maps the file itself"
     overlapping = TokenFile(path, length=7, stride=2, **args)
-    assert len(overlapping) == 247 and overlapping.read(np.array([3]))["inputs"].tolist() == [TOKENS[6:13].tolist()]
+    assert len(overlapping) == 247 and overlapping.read(np.array([3]))["inputs"].tolist() == [
+        TOKENS[6:13].tolist()
+    ]
 
 
 def test_a_folder_or_a_pattern_is_all_its_files_and_no_window_crosses(tmp_path):
@@ -105,14 +116,18 @@ def test_a_split_is_its_own_files(tmp_path, train, test):
     assert all_tokens(TokenFile(str(tmp_path), "test", 4)) == TOKENS[400:496].tolist()
     assert len(TokenFile(str(tmp_path), length=4)) == 99 + 24
     one = str(tmp_path / f"{test}.bin")
-    assert all_tokens(TokenFile(one, "test", 4)) == TOKENS[400:496].tolist(), "files for validation are not divided"
+    assert all_tokens(TokenFile(one, "test", 4)) == TOKENS[400:496].tolist(), (
+        "files for validation are not divided"
+    )
 
 
 def test_without_files_of_its_own_the_test_split_is_the_last_tokens(tmp_path):
     raw(tmp_path / "a.bin", TOKENS[:300])
     raw(tmp_path / "b.bin", TOKENS[300:])
     parts = [TokenFile(str(tmp_path), split, 4, test_fraction=0.5) for split in ("train", "test")]
-    assert all_tokens(parts[0]) == TOKENS[:248].tolist() and fingerprint(parts[0]) != fingerprint(parts[1])
+    assert all_tokens(parts[0]) == TOKENS[:248].tolist() and fingerprint(parts[0]) != fingerprint(
+        parts[1]
+    )
     assert all_tokens(parts[1]) == [*TOKENS[250:298].tolist(), *TOKENS[300:496].tolist()]
     assert all_tokens(pickle.loads(pickle.dumps(parts[1]))) == all_tokens(parts[1])
 
@@ -123,36 +138,73 @@ def test_documents_are_separated_by_the_token_that_ends_them(tmp_path):
     assert found["segments"].tolist() == [[0, 0, 1, 1], [0, 1, 1, 1]]
     assert found["mask"].tolist() == [[1, 0, 1, 1], [0, 1, 1, 1]]
     assert "mask" not in TokenFile(path, length=4, end_of_text=0).read(np.array([0]))
-    with pytest.raises(UsageError, match=r"data.args.end_of_text: documents: separate needs the token"):
+    with pytest.raises(
+        UsageError, match=r"data.args.end_of_text: documents: separate needs the token"
+    ):
         TokenFile(path, length=4, documents="separate")
 
 
 @pytest.mark.parametrize(
     ("make", "args", "words"),
     [
-        (lambda p: p.write_bytes(b"abc"), {}, r"x.bin' has a torn end: 3 bytes are no whole number of uint16"),
-        (lambda p: p.write_bytes(b"abcdef"), {"dtype": "uint32"}, r"torn end: 6 bytes are no whole number of uint32"),
-        (lambda p: llmc(p, TOKENS, count=501), {}, r"x.bin' has 500 tokens, instead of 501; write it again"),
-        (lambda p: llmc(p, TOKENS, version=2), {}, r"x.bin' is llm.c's version 2; only 1 is supported"),
+        (
+            lambda p: p.write_bytes(b"abc"),
+            {},
+            r"x.bin' has a torn end: 3 bytes are no whole number of uint16",
+        ),
+        (
+            lambda p: p.write_bytes(b"abcdef"),
+            {"dtype": "uint32"},
+            r"torn end: 6 bytes are no whole number of uint32",
+        ),
+        (
+            lambda p: llmc(p, TOKENS, count=501),
+            {},
+            r"x.bin' has 500 tokens, instead of 501; write it again",
+        ),
+        (
+            lambda p: llmc(p, TOKENS, version=2),
+            {},
+            r"x.bin' is llm.c's version 2; only 1 is supported",
+        ),
         (
             lambda p: raw(p, TOKENS),
             {"length": 500},
             r"data.args.length: 500, but there are 500 tokens",
         ),
         (lambda p: raw(p, []), {}, r"but there are 0 tokens"),
-        (lambda p: raw(p, TOKENS), {"dtype": "int32"}, r"data.args.dtype: 'int32' is not one of 'uint16', 'uint32'"),
+        (
+            lambda p: raw(p, TOKENS),
+            {"dtype": "int32"},
+            r"data.args.dtype: 'int32' is not one of 'uint16', 'uint32'",
+        ),
         (lambda p: raw(p, TOKENS), {"split": "val"}, r"data.args.split: 'val' is not one of"),
         (lambda p: raw(p, TOKENS), {"vocabulary": 0}, r"data.args.vocabulary: 0 is too small"),
-        (lambda p: raw(p, TOKENS), {"end_of_text": -1}, r"data.args.end_of_text: -1 is not in the vocabulary"),
-        (lambda p: raw(p, TOKENS), {"documents": "split"}, r"data.args.documents: 'split' is not one of"),
-        (lambda p: (p.parent / "tokens.json").write_text("{") and raw(p, TOKENS), {}, r"cannot read '.*tokens.json'"),
+        (
+            lambda p: raw(p, TOKENS),
+            {"end_of_text": -1},
+            r"data.args.end_of_text: -1 is not in the vocabulary",
+        ),
+        (
+            lambda p: raw(p, TOKENS),
+            {"documents": "split"},
+            r"data.args.documents: 'split' is not one of",
+        ),
+        (
+            lambda p: (p.parent / "tokens.json").write_text("{") and raw(p, TOKENS),
+            {},
+            r"cannot read '.*tokens.json'",
+        ),
         (
             lambda p: (p.parent / "tokens.json").write_text("{}") and raw(p, TOKENS),
             {},
             r"its format is not 1;",
         ),
         (
-            lambda p: (p.parent / "tokens.json").write_text('{"format": 1, "shards": []}') and raw(p, TOKENS),
+            lambda p: (
+                (p.parent / "tokens.json").write_text('{"format": 1, "shards": []}')
+                and raw(p, TOKENS)
+            ),
             {},
             r"its shards is \[\]; write it again",
         ),
@@ -167,12 +219,18 @@ def test_a_bad_file_is_named(tmp_path, make, args, words):
 def test_a_vocabulary_that_is_too_small_and_a_path_that_is_not_there(tmp_path):
     path = raw(tmp_path / "x.bin", TOKENS)
     first = int(np.argmax(TOKENS >= 900))
-    with pytest.raises(UsageError, match=rf"vocabulary: .*x.bin: token {first} is {TOKENS[first]}, and .* has 900"):
+    with pytest.raises(
+        UsageError, match=rf"vocabulary: .*x.bin: token {first} is {TOKENS[first]}, and .* has 900"
+    ):
         TokenFile(path, length=4, vocabulary=900)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match=r"data.args.path: no .bin file in '.*empty'; `jaxdp data tokenize` makes"):
+    with pytest.raises(
+        UsageError, match=r"data.args.path: no .bin file in '.*empty'; `jaxdp data tokenize` makes"
+    ):
         TokenFile(str(tmp_path / "empty"))
-    with pytest.raises(UsageError, match=r"data.args.path: no such file, folder or pattern: 'none/\*.bin'"):
+    with pytest.raises(
+        UsageError, match=r"data.args.path: no such file, folder or pattern: 'none/\*.bin'"
+    ):
         TokenFile("none/*.bin")
 
 
@@ -187,11 +245,16 @@ def test_a_file_of_20_gb_starts_at_once(tmp_path):
     fingerprint(source)
     found = source.read(np.array([0, 9_000_000_000 // 8]))
     assert time.perf_counter() - start < 2
-    assert len(source) == (10**10 - 9) // 8 + 1 and found["inputs"].tolist() == [[0] * 8, list(range(1, 9))]
+    assert len(source) == (10**10 - 9) // 8 + 1 and found["inputs"].tolist() == [
+        [0] * 8,
+        list(range(1, 9)),
+    ]
 
 
 def sparse(path, size, pieces, dtype="<u2", head=b""):
-    """A file of `size` tokens that takes no room, all 0 but for the pieces {place: tokens}, and what it should hold."""
+    """A file of `size` tokens that takes no room, all 0 but for the pieces {place: tokens}, and
+    what it should hold.
+    """
     wanted = np.zeros(size, dtype)
     with path.open("wb") as file:
         file.write(head)
@@ -223,13 +286,19 @@ def test_each_part_of_a_file_is_read_at_its_own_place(tmp_path, dtype, split):
     indices = RNG.permutation(len(source))
     assert_windows(source, [part], indices[:300])
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda part_of: assert_windows(source, [part], part_of), np.array_split(indices, 16)))
+        list(
+            pool.map(
+                lambda part_of: assert_windows(source, [part], part_of), np.array_split(indices, 16)
+            )
+        )
 
 
 def test_a_token_beyond_the_vocabulary_is_named_where_it_is_read(tmp_path):
     sparse(tmp_path / "x.bin", (1 << 24) + 1000, {10_000_003: [70]})
     source = TokenFile(str(tmp_path / "x.bin"), length=10, vocabulary=70)
-    with pytest.raises(UsageError, match=r"x.bin: token 10,000,003 is 70, and the vocabulary has 70"):
+    with pytest.raises(
+        UsageError, match=r"x.bin: token 10,000,003 is 70, and the vocabulary has 70"
+    ):
         source.read(np.array([500_000, 1_000_000]))
 
 
@@ -237,9 +306,13 @@ def test_a_token_beyond_the_vocabulary_is_named_where_it_is_read(tmp_path):
 def test_a_file_is_closed_with_its_data_set(tmp_path):
     for name in "abc":
         raw(tmp_path / f"{name}.bin", TOKENS)
-    is_open = lambda: sum(
-        os.path.realpath(f"/proc/self/fd/{number}").startswith(str(tmp_path)) for number in os.listdir("/proc/self/fd")
-    )
+
+    def is_open():
+        return sum(
+            os.path.realpath(f"/proc/self/fd/{number}").startswith(str(tmp_path))
+            for number in os.listdir("/proc/self/fd")
+        )
+
     source = TokenFile(str(tmp_path), length=4)
     stored = pickle.dumps(source)
     assert is_open() >= 3
@@ -263,7 +336,8 @@ def test_a_config_takes_both_splits_and_the_vocabulary(tmp_path):
     assert (len(train), len(test), train.classes) == (99, 24, 1000)
 
 
-# --- jaxdp data tokenize ---------------------------------------------------------------------------------------------
+# --- jaxdp data tokenize
+# ---------------------------------------------------------------------------------------------
 
 
 def command(*argv, code=0):
@@ -288,39 +362,80 @@ def test_the_command_makes_what_token_file_reads(tmp_path):
     done = command("tokenize", "--output", out, "--tokenizer=char", tmp_path / "poem.txt", "--split", 0.2,
                    "--shard_tokens", 1000)  # fmt: skip
     meta = json.loads((out / "tokens.json").read_text())
-    train, test = (TokenFile(str(out), split, 16, documents="ignore") for split in ("train", "test"))
-    assert meta["counts"]["train"] + meta["counts"]["val"] == len(POEM) and meta["end_of_text"] is None
-    assert (meta["dtype"], meta["vocabulary"]) == ("uint16", len(set(POEM))) == ("uint16", train.classes)
-    assert f"{meta['counts']['train']:,} tokens to train on" in done.stdout and len(done.stdout.splitlines()) == 2
+    train, test = (
+        TokenFile(str(out), split, 16, documents="ignore") for split in ("train", "test")
+    )
+    assert (
+        meta["counts"]["train"] + meta["counts"]["val"] == len(POEM) and meta["end_of_text"] is None
+    )
+    assert (
+        (meta["dtype"], meta["vocabulary"])
+        == ("uint16", len(set(POEM)))
+        == ("uint16", train.classes)
+    )
+    assert (
+        f"{meta['counts']['train']:,} tokens to train on" in done.stdout
+        and len(done.stdout.splitlines()) == 2
+    )
     assert set(meta["shards"].values()) > {1000} and max(meta["shards"].values()) == 1000
     assert sorted(os.listdir(out)) == sorted([*meta["shards"], "tokens.json"])
     whole = [np.concatenate(source.shards).tolist() for source in (train, test)]
     texts = [train.tokenizer.decode(part) for part in whole]
-    assert "".join(texts) == POEM and texts[1].startswith("line ") and 0.15 < len(texts[1]) / len(POEM) <= 0.2
+    assert (
+        "".join(texts) == POEM
+        and texts[1].startswith("line ")
+        and 0.15 < len(texts[1]) / len(POEM) <= 0.2
+    )
     reference = TextFile(str(tmp_path / "poem.txt"), length=16, tokenizer="char")
     assert reference.tokenizer.spec() == meta["tokenizer"]
     (out / "val_000000.bin").write_bytes(b"ab")
-    with pytest.raises(UsageError, match=r"val_000000.bin' has 1 tokens, instead of [\d,]+; write it again"):
+    with pytest.raises(
+        UsageError, match=r"val_000000.bin' has 1 tokens, instead of [\d,]+; write it again"
+    ):
         TokenFile(str(out), "test", 16)
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ((), "jaxdp data: no action given; it is `jaxdp data tokenize INPUT... --output DIR` or `jaxdp data check"),
-        (("tokenise", "a.txt"), "jaxdp data: unknown action 'tokenise'; it is `jaxdp data tokenize"),
+        (
+            (),
+            "jaxdp data: no action given; it is `jaxdp data tokenize INPUT... --output DIR` or `jaxdp data check",
+        ),
+        (
+            ("tokenise", "a.txt"),
+            "jaxdp data: unknown action 'tokenise'; it is `jaxdp data tokenize",
+        ),
         (("tokenize",), "INPUT: missing; give .txt or .jsonl files"),
         (("tokenize", "none.txt"), "INPUT: no file 'none.txt'; give .txt or .jsonl files"),
         (("tokenize", "Makefile"), "INPUT: 'Makefile' ends in neither .txt nor .jsonl"),
         (("tokenize", "{poem}"), "--output: missing; name the folder to make"),
         (("tokenize", "{poem}.gz", "--output", "{new}"), "INPUT: no file"),
-        (("tokenize", "{poem}", "--output", "tests"), "--output: 'tests' already exists; choose another"),
-        (("tokenize", "{poem}", "--output", "{new}", "--split", "1"), "--split: 1.0 is not in [0, 1); e.g. 0.01"),
+        (
+            ("tokenize", "{poem}", "--output", "tests"),
+            "--output: 'tests' already exists; choose another",
+        ),
+        (
+            ("tokenize", "{poem}", "--output", "{new}", "--split", "1"),
+            "--split: 1.0 is not in [0, 1); e.g. 0.01",
+        ),
         (("tokenize", "{poem}", "--output", "{new}", "--tokenizer", "bits"), "--tokenizer: "),
-        (("tokenize", "{poem}", "--output", "{new}", "--tokenizer", "words"), "--tokenizer: words is not for files"),
-        (("tokenize", "{poem}", "--output", "{new}", "--shard_tokens", "0"), "--shard_tokens: 0 is too small"),
-        (("tokenize", "{poem}", "--output", "{new}", "--shard_tokens", "x"), "--shard_tokens: 'x' is not an integer"),
-        (("tokenize", "{poem}", "--out", "x"), "command line: unknown option 'out'; did you mean 'output'?"),
+        (
+            ("tokenize", "{poem}", "--output", "{new}", "--tokenizer", "words"),
+            "--tokenizer: words is not for files",
+        ),
+        (
+            ("tokenize", "{poem}", "--output", "{new}", "--shard_tokens", "0"),
+            "--shard_tokens: 0 is too small",
+        ),
+        (
+            ("tokenize", "{poem}", "--output", "{new}", "--shard_tokens", "x"),
+            "--shard_tokens: 'x' is not an integer",
+        ),
+        (
+            ("tokenize", "{poem}", "--out", "x"),
+            "command line: unknown option 'out'; did you mean 'output'?",
+        ),
     ],
 )
 def test_a_bad_command_is_refused_in_one_line(tmp_path, argv, words):
@@ -340,7 +455,14 @@ def test_what_is_refused_ends_with_code_2_and_needs_no_jax(tmp_path):
         "import sys; from jaxdp.cli import Call, load_options; from jaxdp.cli.data import run as data\n"
         "data(Call(options=load_options(sys.argv[1:], 'data'))); assert 'jax' not in sys.modules"
     )
-    argv = ["tokenize", str(tmp_path / "poem.txt"), "--output", str(tmp_path / "out"), "--tokenizer", "byte"]
+    argv = [
+        "tokenize",
+        str(tmp_path / "poem.txt"),
+        "--output",
+        str(tmp_path / "out"),
+        "--tokenizer",
+        "byte",
+    ]
     subprocess.run([sys.executable, "-c", code, *argv], check=True, timeout=60, capture_output=True)
 
 
@@ -351,7 +473,10 @@ def test_a_shard_that_is_not_there_is_named(tmp_path):
     (tmp_path / "tokens.json").write_text(json.dumps(meta))
     whole = TokenFile(str(tmp_path), length=8)
     (tmp_path / "b.bin").unlink()
-    with pytest.raises(UsageError, match=r"data.args.path: '.*' lacks 'b.bin', which its tokens.json lists; copy it"):
+    with pytest.raises(
+        UsageError,
+        match=r"data.args.path: '.*' lacks 'b.bin', which its tokens.json lists; copy it",
+    ):
         TokenFile(str(tmp_path), length=8)
     assert 0 < len(TokenFile(str(tmp_path / "a.bin"), length=8)) < len(whole)
 
@@ -360,7 +485,9 @@ def test_a_run_that_fails_leaves_no_output(tmp_path):
     good, bad = tmp_path / "a.txt", tmp_path / "b.txt"
     good.write_text(POEM)
     bad.write_bytes(b"ab\xff\n" * 9)
-    with pytest.raises(UsageError, match=r"INPUT: '.*b.txt' is not UTF-8: byte 2 is 0xff; convert it"):
+    with pytest.raises(
+        UsageError, match=r"INPUT: '.*b.txt' is not UTF-8: byte 2 is 0xff; convert it"
+    ):
         tokenize([good, bad], tmp_path / "out", "byte", 0.1, 100)
     assert sorted(os.listdir(tmp_path)) == ["a.txt", "b.txt"]
     with pytest.raises(UsageError, match=r"INPUT: .*c.txt' have no text"):
@@ -375,7 +502,10 @@ def test_documents_end_where_they_end(tmp_path):
     plain.write_text("six\n\nseven\n")
     meta = tokenize([lines, marked, plain], tmp_path / "out", "byte", 0, 1000)
     source = TokenFile(str(tmp_path / "out"), length=8, documents="separate")
-    assert bytes(np.concatenate(source.shards).tolist()) == b"one\0two\0three\0four\0five\0six\n\nseven\n"
+    assert (
+        bytes(np.concatenate(source.shards).tolist())
+        == b"one\0two\0three\0four\0five\0six\n\nseven\n"
+    )
     assert meta["counts"]["val"] == 0 and meta["end_of_text"] == 0
     assert source.read(np.array([0]))["mask"].tolist() == [[1, 1, 1, 0, 1, 1, 1, 0]]
     tokenize([lines, marked], tmp_path / "char", "char", 0.3, 1000)
@@ -388,21 +518,36 @@ def test_files_for_validation_by_their_names_are_not_trained_on(tmp_path, capsys
     for name, text in parts.items():
         (tmp_path / name).write_text(text)
     files = [str(tmp_path / name) for name in parts]
-    options = load_options(["tokenize", *files, "--output", str(tmp_path / "out"), "--tokenizer", "byte"], "data")
+    options = load_options(
+        ["tokenize", *files, "--output", str(tmp_path / "out"), "--tokenizer", "byte"], "data"
+    )
     data(Call(options=options))
     for split, text in zip(("train", "test"), parts.values()):
-        assert bytes(np.concatenate(TokenFile(str(tmp_path / "out"), split, 8).shards).tolist()).decode() == text
-    assert f"for validation, as its name says, instead of a share of each file: {files[1]}" in capsys.readouterr().out
+        assert (
+            bytes(
+                np.concatenate(TokenFile(str(tmp_path / "out"), split, 8).shards).tolist()
+            ).decode()
+            == text
+        )
+    assert (
+        f"for validation, as its name says, instead of a share of each file: {files[1]}"
+        in capsys.readouterr().out
+    )
     (tmp_path / "wiki.test.txt").write_text("test\n")
     for names, words in (
-        ((*parts, "wiki.test.txt"), "'.*wiki.Valid.txt', '.*wiki.test.txt' are both for validation and for testing"),
+        (
+            (*parts, "wiki.test.txt"),
+            "'.*wiki.Valid.txt', '.*wiki.test.txt' are both for validation and for testing",
+        ),
         (("train_test.txt", *parts), "INPUT: 'train_test' may be either of two splits; rename it"),
     ):
         (tmp_path / "train_test.txt").write_text("any\n")
         with pytest.raises(UsageError, match=words):
             tokenize([tmp_path / name for name in names], tmp_path / "new", "byte", 0.1, 1000)
     (tmp_path / "wiki.test.txt").write_text("test\n" * 9)
-    meta = tokenize([tmp_path / "wiki.test.txt"], tmp_path / "alone", "byte", 0.5, 1000)  # nothing else to train on
+    meta = tokenize(
+        [tmp_path / "wiki.test.txt"], tmp_path / "alone", "byte", 0.5, 1000
+    )  # nothing else to train on
     assert meta["counts"] == {"train": 25, "val": 20}
 
 
@@ -415,7 +560,12 @@ def test_files_for_validation_by_their_names_are_not_trained_on(tmp_path, capsys
             0.1,
             "--split: 0.1 leaves nothing for validation: a file is divided between two lines",
         ),
-        ("a.jsonl", '{"text": "a single document"}\n', 0.01, "--split: 0.01 leaves nothing for validation"),
+        (
+            "a.jsonl",
+            '{"text": "a single document"}\n',
+            0.01,
+            "--split: 0.01 leaves nothing for validation",
+        ),
         ("a.jsonl", '{"text": "a"}\n\n\n', 0.1, "--split: 0.1 leaves nothing for validation"),
         ("a.jsonl", '\n{"text": "a"}\n', 0.99, "--split: 0.99 leaves nothing to train on"),
     ],
@@ -430,7 +580,14 @@ def test_a_split_without_tokens_is_refused(tmp_path, name, content, split, words
 
 
 def test_bad_lines_and_texts_are_named_with_their_position(tmp_path, capsys):
-    lines = ['{"text": "one"}', '{"txt": "b"}', '{"text": "c"}', '{"text": "\\ud83d"}', '{"text": "a\\u0000"}', "[1"]
+    lines = [
+        '{"text": "one"}',
+        '{"txt": "b"}',
+        '{"text": "c"}',
+        '{"text": "\\ud83d"}',
+        '{"text": "a\\u0000"}',
+        "[1",
+    ]
     (tmp_path / "a.JSONL").write_text("\n".join(lines) + "\n")
     for split, words in ((0, "line 2 at byte 16 is no JSON object"), (0.5, "line 2 at byte 16")):
         with pytest.raises(UsageError, match=f"INPUT: '.*a.JSONL': {words}"):
@@ -438,17 +595,28 @@ def test_bad_lines_and_texts_are_named_with_their_position(tmp_path, capsys):
     with pytest.raises(UsageError, match="data check: 3 problems, listed above"):
         data(Call(options=load_options(["check", str(tmp_path / "a.JSONL")], "data")))
     said = capsys.readouterr().out
-    assert "line 2 at byte 16" in said and "line 4 at byte 43 has half a character" in said and "line 6 at byte" in said
+    assert (
+        "line 2 at byte 16" in said
+        and "line 4 at byte 43 has half a character" in said
+        and "line 6 at byte" in said
+    )
     for tokenizer in ("byte", "char"):
         (tmp_path / "b.txt").write_bytes(b"ab\ncd\0\nef\n" * 3)
-        with pytest.raises(UsageError, match=r"INPUT: '.*b.txt' has '\\x00' at byte 5, which ends a document"):
+        with pytest.raises(
+            UsageError, match=r"INPUT: '.*b.txt' has '\\x00' at byte 5, which ends a document"
+        ):
             tokenize([tmp_path / "b.txt"], tmp_path / "out", tokenizer, 0.3, 1000)
         (tmp_path / "c.jsonl").write_text('{"text": "c"}\n' * 8 + '{"text": "a\\u0000"}\n')
-        with pytest.raises(UsageError, match=r"INPUT: '.*c.jsonl': line 9 at byte 112 has '\\x00' in its text"):
+        with pytest.raises(
+            UsageError, match=r"INPUT: '.*c.jsonl': line 9 at byte 112 has '\\x00' in its text"
+        ):
             tokenize([tmp_path / "c.jsonl"], tmp_path / "out", tokenizer, 0.1, 1000)
     (tmp_path / "d.txt").write_bytes(b"\xef\xbb\xbfone\rtwo\rthree\r")
     tokenize([tmp_path / "d.txt"], tmp_path / "out", "byte", 0.4, 1000)
-    texts = [bytes(np.concatenate(TokenFile(str(tmp_path / "out"), s, 4).shards).tolist()) for s in ("train", "test")]
+    texts = [
+        bytes(np.concatenate(TokenFile(str(tmp_path / "out"), s, 4).shards).tolist())
+        for s in ("train", "test")
+    ]
     assert texts == [b"one\rtwo\r", b"three\r"]
 
 
@@ -494,7 +662,11 @@ def test_a_tokenizer_file_goes_with_the_tokens(tmp_path):
     (tmp_path / "out").rename(tmp_path / "moved")
     source = TokenFile(str(tmp_path / "moved"), length=16)
     assert (
-        meta["tokenizer"]["path"] == "tokenizer.json" and source.classes == meta["vocabulary"] == source.tokenizer.size
+        meta["tokenizer"]["path"] == "tokenizer.json"
+        and source.classes == meta["vocabulary"] == source.tokenizer.size
     )
     whole = np.concatenate(source.shards)
-    assert source.tokenizer.decode(whole) == POEM + "<|endoftext|>" + POEM and (whole == meta["end_of_text"]).sum() == 1
+    assert (
+        source.tokenizer.decode(whole) == POEM + "<|endoftext|>" + POEM
+        and (whole == meta["end_of_text"]).sum() == 1
+    )

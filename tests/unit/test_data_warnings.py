@@ -1,4 +1,6 @@
-"""Warnings at the start about data that does not suit the model; none for models and data that are sound."""
+"""Warnings at the start about data that does not suit the model; none for models and data that are
+sound.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,12 @@ from jaxdp.models.layers import ConvBN
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(800, 8)).astype(np.float32), np.arange(800, dtype=np.int32) % 3
 IMAGES = RNG.integers(0, 256, (100, 8, 8, 1), np.uint8)
-MASKED, PADDING, ROWS, SCALE = "an argument mask", "counts padding", "BatchNorm normalizes", "as it is"
+MASKED, PADDING, ROWS, SCALE = (
+    "an argument mask",
+    "counts padding",
+    "BatchNorm normalizes",
+    "as it is",
+)
 
 
 class Norm(nnx.Module):
@@ -36,14 +43,22 @@ class Linen(linen.Module):
 
 
 class Tracker(nnx.Module):
-    """Has an average that its outputs do not depend on, or a state that does not depend on the examples."""
+    """Has an average that its outputs do not depend on, or a state that does not depend on the
+    examples.
+    """
 
     def __init__(self, of="inputs", *, rngs):
-        self.layer, self.mean, self.of = nnx.Linear(8, 3, rngs=rngs), nnx.BatchStat(jnp.zeros(8)), of
+        self.layer, self.mean, self.of = (
+            nnx.Linear(8, 3, rngs=rngs),
+            nnx.BatchStat(jnp.zeros(8)),
+            of,
+        )
 
     def __call__(self, x, mask):
         rows = jnp.where(mask[:, None], x, 0).sum(0) / jnp.maximum(mask.sum(), 1)
-        self.mean[...] = 0.9 * self.mean[...] + (rows if self.of == "inputs" else self.layer.kernel[...].sum(1))
+        self.mean[...] = 0.9 * self.mean[...] + (
+            rows if self.of == "inputs" else self.layer.kernel[...].sum(1)
+        )
         return self.layer(x)
 
 
@@ -59,7 +74,11 @@ class Flat(nnx.Module):
 
 class Tokens(nnx.Module):
     def __init__(self, one_hot=False, *, rngs):
-        self.embed, self.layer, self.one_hot = nnx.Embed(256, 256, rngs=rngs), nnx.Linear(256, 3, rngs=rngs), one_hot
+        self.embed, self.layer, self.one_hot = (
+            nnx.Embed(256, 256, rngs=rngs),
+            nnx.Linear(256, 3, rngs=rngs),
+            one_hot,
+        )
 
     def __call__(self, x):
         x = x.reshape(len(x), -1)
@@ -67,9 +86,20 @@ class Tokens(nnx.Module):
 
 
 def warnings(model, data, batch_size=80, microbatches=8, steps=100, transform=None, **args):
-    words = ["--model.target", "net", "--data.target", "set", "--batch_size", batch_size, "--steps", steps]
+    words = [
+        "--model.target",
+        "net",
+        "--data.target",
+        "set",
+        "--batch_size",
+        batch_size,
+        "--steps",
+        steps,
+    ]
     words += ["--microbatches", microbatches, "--parallel.devices", 1]
-    config, _, _ = cli.load([*map(str, words), *(["--data.transform.target", transform] if transform else [])])
+    config, _, _ = cli.load(
+        [*map(str, words), *(["--data.transform.target", transform] if transform else [])]
+    )
     objects = {"model": {"net": lambda rngs: model(rngs=rngs, **args)}, "data": {"set": data}}
     if model is Linen:
         objects["model"]["net"] = Linen()
@@ -77,7 +107,11 @@ def warnings(model, data, batch_size=80, microbatches=8, steps=100, transform=No
     return data_warnings(config, parts, jax.eval_shape(state_maker(config, parts)), 1)
 
 
-BATCH_NORM, MASKED_NORM, LAYER_NORM = {"norm": nnx.BatchNorm}, {"norm": nnx.BatchNorm, "masks": True}, nnx.LayerNorm
+BATCH_NORM, MASKED_NORM, LAYER_NORM = (
+    {"norm": nnx.BatchNorm},
+    {"norm": nnx.BatchNorm, "masks": True},
+    nnx.LayerNorm,
+)
 STATES = {
     "padding in each batch": (Norm, BATCH_NORM, (100, 8), [PADDING]),
     "padding in the last batch": (Norm, BATCH_NORM, (128, 8), [PADDING]),
@@ -96,7 +130,8 @@ STATES = {
 
 
 @pytest.mark.parametrize(
-    "name", only(["few rows, and padding", "the mask is used", "an average of the examples"], STATES)
+    "name",
+    only(["few rows, and padding", "the mask is used", "an average of the examples"], STATES),
 )
 def test_a_batch_norm_that_counts_padding_or_sees_few_rows(name):
     model, args, sizes, words = STATES[name]
@@ -119,9 +154,19 @@ PIXELS = {
     "a convolution": (Images, {}, IMAGES, True),
     "floats from 0 to 255": (Flat, {}, IMAGES.astype(np.float32), True),
     "int32": (Flat, {}, IMAGES.reshape(100, 64).astype(np.int32), True),
-    "mirrored and cast": (Flat, {"before": lambda x: x[:, ::-1].astype(jnp.bfloat16)}, IMAGES, True),
+    "mirrored and cast": (
+        Flat,
+        {"before": lambda x: x[:, ::-1].astype(jnp.bfloat16)},
+        IMAGES,
+        True,
+    ),
     "scaled by the model": (Flat, {"before": lambda x: x / 255}, IMAGES, False),
-    "standardized by the model": (Flat, {"before": lambda x: (x - x.mean()) / x.std()}, IMAGES, False),
+    "standardized by the model": (
+        Flat,
+        {"before": lambda x: (x - x.mean()) / x.std()},
+        IMAGES,
+        False,
+    ),
     "floats from 0 to 1": (Flat, {}, (IMAGES / 255).astype(np.float32), False),
     "floats of any size": (Flat, {}, 255 * RNG.normal(size=(100, 64)).astype(np.float32), False),
     "black and white": (Flat, {}, IMAGES > 127, False),
@@ -136,7 +181,9 @@ PIXELS = {
 def test_pixels_that_are_not_scaled(name):
     model, args, inputs, warned = PIXELS[name]
     texts = warnings(model, (inputs, Y[:100]), 80, 2, **args)
-    assert len(texts) == warned and all("'inputs' (" in text and "up to 25" in text for text in texts), texts
+    assert len(texts) == warned and all(
+        "'inputs' (" in text and "up to 25" in text for text in texts
+    ), texts
     if name in ("uint8", "int32"):
         assert "with data.transform: {target: Scale}" in texts[0]
         assert not warnings(model, (inputs, Y[:100]), 80, 2, transform="Scale", **args)

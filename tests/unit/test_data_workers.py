@@ -1,4 +1,6 @@
-"""Batches read by worker processes: the same in the same order, faults handed over, and no process left behind."""
+"""Batches read by worker processes: the same in the same order, faults handed over, and no process
+left behind.
+"""
 
 import os
 import pathlib
@@ -54,7 +56,9 @@ def gone(pids):
 
 
 def test_workers_read_what_a_thread_reads_in_its_order():
-    dataset = Marked(inputs=X[:, :, ::-1], labels=np.arange(50), empty=np.zeros((50, 0), np.float32))
+    dataset = Marked(
+        inputs=X[:, :, ::-1], labels=np.arange(50), empty=np.zeros((50, 0), np.float32)
+    )
     with prefetch_in_workers(dataset, CURSOR, [2, 0], range(3, 20), 2) as batches:
         found = list(batches)
     pids = [set(np.unique(batch.pop("pid"))) for batch in found]
@@ -74,7 +78,9 @@ def test_workers_read_what_a_thread_reads_in_its_order():
         assert [int(batch["pid"][0, 0]) for batch in batches] == [os.getpid()] * 2
 
 
-@pytest.mark.parametrize("bad", [(UsageError, "data: example 7 is bad"), (ValueError, "seven"), (Odd, "one", "two")])
+@pytest.mark.parametrize(
+    "bad", [(UsageError, "data: example 7 is bad"), (ValueError, "seven"), (Odd, "one", "two")]
+)
 def test_a_fault_arrives_after_the_batches_before_it_with_its_traceback(bad):
     fault = bad[0](*bad[1:])
     wanted = RuntimeError if bad[0] is Odd else bad[0]
@@ -87,7 +93,9 @@ def test_a_fault_arrives_after_the_batches_before_it_with_its_traceback(bad):
         for batch in batches:
             got.append(batch)
     assert len(got) == first and str(fault) in str(caught.value) and type(caught.value) is wanted
-    assert f"at step {first}" in caught.value.__notes__[0] and "in read" in caught.value.__notes__[0]
+    assert (
+        f"at step {first}" in caught.value.__notes__[0] and "in read" in caught.value.__notes__[0]
+    )
 
 
 @pytest.mark.parametrize("steps", [None, [range(7)]])
@@ -99,16 +107,23 @@ def test_a_fault_names_its_example_and_its_step(steps):
     first = next(step for step in range(7) if 7 in CURSOR.rows(step, [0, 1, 2])[0])
     with (
         pytest.raises(ZeroDivisionError) as caught,
-        prefetch_in_workers(Examples(Rows(X)), CURSOR, [0, 1, 2], range(7), 0, groups=steps) as batches,
+        prefetch_in_workers(
+            Examples(Rows(X)), CURSOR, [0, 1, 2], range(7), 0, groups=steps
+        ) as batches,
     ):
         list(batches)
     where = "0 to 6" if steps else first
-    assert caught.value.__notes__ == ["as example 7 was read", f"as the batch of step {where} was read, counted from 0"]
+    assert caught.value.__notes__ == [
+        "as example 7 was read",
+        f"as the batch of step {where} was read, counted from 0",
+    ]
 
 
 def test_a_worker_that_is_killed_is_named_and_a_dataset_that_cannot_be_sent_is_refused():
     with (
-        pytest.raises(RunFailed, match=r"worker 0 of 1 ended with code -9 while it read step \d+; is there"),
+        pytest.raises(
+            RunFailed, match=r"worker 0 of 1 ended with code -9 while it read step \d+; is there"
+        ),
         prefetch_in_workers(Marked(inputs=X), CURSOR, [0], range(10**6), 1) as batches,
     ):
         pid = int(next(batches)["pid"][0, 0])
@@ -117,7 +132,9 @@ def test_a_worker_that_is_killed_is_named_and_a_dataset_that_cannot_be_sent_is_r
     dataset = Marked(inputs=X)
     dataset.open = lambda: 0
     with (
-        pytest.raises(UsageError, match=r"Marked cannot be sent to another process .*set data.workers to 0"),
+        pytest.raises(
+            UsageError, match=r"Marked cannot be sent to another process .*set data.workers to 0"
+        ),
         prefetch_in_workers(dataset, CURSOR, [0], range(9), 1),
     ):
         pass
@@ -159,18 +176,26 @@ def start(tmp_path, how):
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL, None])
 def test_workers_die_with_the_run_however_it_ends_and_say_nothing(tmp_path, number):
-    """A signal goes to the whole group, as from a terminal or a scheduler, but a kill to the run alone."""
+    """A signal goes to the whole group, as from a terminal or a scheduler, but a kill to the run
+    alone.
+    """
     process, pids = start(tmp_path, "leaves" if number is None else "runs")
     if number == signal.SIGKILL:
         process.kill()
     elif number is not None:
         os.killpg(process.pid, number)
     _, errors = process.communicate(timeout=20)
-    assert process.returncode == {None: 3, signal.SIGINT: -signal.SIGINT}.get(number, -(number or 0))
+    assert process.returncode == {None: 3, signal.SIGINT: -signal.SIGINT}.get(
+        number, -(number or 0)
+    )
     assert gone(pids)
     lines = [line for line in errors.splitlines() if line]
     if number == signal.SIGINT:  # the run's own
-        assert errors.count("Traceback") == 1 and lines[-1] == "KeyboardInterrupt" and "jaxdp-worker" not in errors
+        assert (
+            errors.count("Traceback") == 1
+            and lines[-1] == "KeyboardInterrupt"
+            and "jaxdp-worker" not in errors
+        )
     else:
         assert lines == []
 

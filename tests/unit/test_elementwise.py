@@ -8,15 +8,29 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxdp.errors import UsageError
-from jaxdp.optim import OPTIMIZERS, check_elementwise, decay_mask, make_optimizer, scale_by_path, zero1
+from jaxdp.optim import (
+    OPTIMIZERS,
+    check_elementwise,
+    decay_mask,
+    make_optimizer,
+    scale_by_path,
+    zero1,
+)
 
 F32 = np.float32
 PARAMS = {
-    "layer": {"kernel": jax.ShapeDtypeStruct((16, 8), F32), "bias": jax.ShapeDtypeStruct((8,), F32)},
+    "layer": {
+        "kernel": jax.ShapeDtypeStruct((16, 8), F32),
+        "bias": jax.ShapeDtypeStruct((8,), F32),
+    },
     "head": {"kernel": jax.ShapeDtypeStruct((8, 24), F32), "bias": jax.ShapeDtypeStruct((3,), F32)},
 }
 MASK = decay_mask(["bias$"])
-BY_PATH = lambda params: jax.tree_util.tree_map_with_path(lambda path, _: str(path[0].key), params)
+
+
+def BY_PATH(params):
+    return jax.tree_util.tree_map_with_path(lambda path, _: str(path[0].key), params)
+
 
 ELEMENTWISE = {
     "sgd": optax.sgd(0.1),
@@ -30,7 +44,9 @@ ELEMENTWISE = {
     "adagrad": optax.adagrad(0.1),
     "adabelief": optax.adabelief(1e-3),
     "schedule-free": optax.contrib.schedule_free_adamw(1e-3),
-    "labels by path": optax.multi_transform({"layer": optax.sgd(0.1), "head": optax.adam(0.1)}, BY_PATH),
+    "labels by path": optax.multi_transform(
+        {"layer": optax.sgd(0.1), "head": optax.adam(0.1)}, BY_PATH
+    ),
     "masked": optax.masked(optax.adam(0.1), MASK),
     "clip by value": optax.chain(optax.clip(1.0), optax.adam(0.1)),
     "zero nans": optax.chain(optax.zero_nans(), optax.adam(0.1)),
@@ -70,7 +86,9 @@ def test_elementwise_ones_are_accepted(name):
 @pytest.mark.parametrize("name", NOT)
 def test_others_are_refused_in_one_line(name):
     operation = r"(\w+ of head/kernel \w+\[8,24\] differs on slices|.*depend on the shape of a parameter that is split)"
-    with pytest.raises(UsageError, match=rf"^optimizer: it is not elementwise: {operation}; .*adamw.*pjit$"):
+    with pytest.raises(
+        UsageError, match=rf"^optimizer: it is not elementwise: {operation}; .*adamw.*pjit$"
+    ):
         check_elementwise(NOT[name], PARAMS, 8)
 
 
@@ -88,8 +106,12 @@ def test_where_nothing_is_split_everything_is_accepted():
     odd = {"a": jax.ShapeDtypeStruct((3, 5), F32), "b": jax.ShapeDtypeStruct((), F32)}
     check_elementwise(optax.lamb(1e-3), odd, 2)
     check_elementwise(optax.lamb(1e-3), PARAMS, 1)
-    whole_norm = optax.masked(optax.scale_by_trust_ratio(), {"a": False, "b": True})  # of the leaf that is not split
-    check_elementwise(whole_norm, {"a": jax.ShapeDtypeStruct((16,), F32), "b": jax.ShapeDtypeStruct((3,), F32)}, 2)
+    whole_norm = optax.masked(
+        optax.scale_by_trust_ratio(), {"a": False, "b": True}
+    )  # of the leaf that is not split
+    check_elementwise(
+        whole_norm, {"a": jax.ShapeDtypeStruct((16,), F32), "b": jax.ShapeDtypeStruct((3,), F32)}, 2
+    )
 
 
 def test_adafactor_is_refused_for_its_factoring_alone():
@@ -118,7 +140,10 @@ def test_what_fails_on_slices_is_refused_with_its_reason():
         return updates, state
 
     tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-    with pytest.raises(UsageError, match=r"^optimizer: it fails on slices .*: TypeError: only for \[8, 24\]; .*pjit$"):
+    with pytest.raises(
+        UsageError,
+        match=r"^optimizer: it fails on slices .*: TypeError: only for \[8, 24\]; .*pjit$",
+    ):
         check_elementwise(tx, PARAMS, 8)
 
 
@@ -137,10 +162,15 @@ PLACES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("place", "x64"), [*((place, False) for place in PLACES), ("pmap", True), ("jit", True)])
+@pytest.mark.parametrize(
+    ("place", "x64"), [*((place, False) for place in PLACES), ("pmap", True), ("jit", True)]
+)
 def test_it_works_wherever_it_is_called(place, x64):
     """While JAX traces something else, and under settings that forbid NaNs and transfers."""
-    good, bad = optax.sgd(optax.linear_schedule(0.0, 1e-3, 7)), optax.chain(optax.clip_by_global_norm(1.0))  # unseen
+    good, bad = (
+        optax.sgd(optax.linear_schedule(0.0, 1e-3, 7)),
+        optax.chain(optax.clip_by_global_norm(1.0)),
+    )  # unseen
     seen = []
 
     def f(x):
@@ -170,15 +200,21 @@ def later(updates, state, params=None):
 
 
 def looped(updates, params):
-    return jax.tree.map(lambda g: jax.lax.scan(lambda total, row: (total + row, total), g[0], g)[1], updates)
+    return jax.tree.map(
+        lambda g: jax.lax.scan(lambda total, row: (total + row, total), g[0], g)[1], updates
+    )
 
 
 FOUND = {
     "a constant": optax.stateless(constant),
     "a parameter of an operation": optax.stateless(power),
-    "the state of the next update": optax.GradientTransformation(lambda params: jnp.ones(()), later),
+    "the state of the next update": optax.GradientTransformation(
+        lambda params: jnp.ones(()), later
+    ),
     "a loop over a split dim": optax.stateless(looped),
-    "a loop inside a branch": optax.stateless(lambda g, params: jax.lax.cond(True, looped, looped, g, params)),
+    "a loop inside a branch": optax.stateless(
+        lambda g, params: jax.lax.cond(True, looped, looped, g, params)
+    ),
 }
 
 
@@ -189,12 +225,19 @@ def test_what_depends_on_a_shape_is_found(name):
 
 
 def test_a_padded_size_decides_nothing():
-    """A leaf of 1,031 elements becomes 1,032 on two devices; an operation that only the padded leaf has is found."""
+    """A leaf of 1,031 elements becomes 1,032 on two devices; an operation that only the padded leaf
+    has is found.
+    """
     leaf = {"a": jax.ShapeDtypeStruct((1031,), F32)}
     check_elementwise(optax.adam(1e-3), leaf, 2, pad=True)
-    negate = lambda g: -g if g.shape[0] > 1031 else g
+
+    def negate(g):
+        return -g if g.shape[0] > 1031 else g
+
     with pytest.raises(UsageError, match="not elementwise"):
-        check_elementwise(optax.stateless(lambda u, params: jax.tree.map(negate, u)), leaf, 2, pad=True)
+        check_elementwise(
+            optax.stateless(lambda u, params: jax.tree.map(negate, u)), leaf, 2, pad=True
+        )
 
 
 def test_zero1_refuses_while_it_is_traced():

@@ -1,4 +1,6 @@
-"""What is evaluated, exported and predicted with: weights and statistics that belong together, and none in between."""
+"""What is evaluated, exported and predicted with: weights and statistics that belong together, and
+none in between.
+"""
 
 import shutil
 
@@ -34,7 +36,10 @@ class Net(nnx.Module):
     """With BatchNorm."""
 
     def __init__(self, rngs: nnx.Rngs):
-        self.first, self.norm = nnx.Linear(4, 8, rngs=rngs), nnx.BatchNorm(8, momentum=0.5, rngs=rngs)
+        self.first, self.norm = (
+            nnx.Linear(4, 8, rngs=rngs),
+            nnx.BatchNorm(8, momentum=0.5, rngs=rngs),
+        )
         self.last = nnx.Linear(8, 2, rngs=rngs)
 
     def __call__(self, x):
@@ -50,14 +55,25 @@ class Plain(nnx.Module):
 
 
 def fit(model=Net, optimizer=None, **more):
-    base = {"steps": 6, "batch_size": 30, "parallel": {"devices": 1}, "eval_data": (X, Y), "log": {"every": 1}}
+    base = {
+        "steps": 6,
+        "batch_size": 30,
+        "parallel": {"devices": 1},
+        "eval_data": (X, Y),
+        "log": {"every": 1},
+    }
     return jaxdp.fit(
-        model, (X, Y), optimizer=optimizer or {"target": "adam", "lr": 0.05, "ema": 0.8}, **{**base, **more}
+        model,
+        (X, Y),
+        optimizer=optimizer or {"target": "adam", "lr": 0.05, "ema": 0.8},
+        **{**base, **more},
     )
 
 
 def named(tree):
-    return {path_string(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+    return {
+        path_string(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    }
 
 
 def loss_of(params, statistics=None):
@@ -72,7 +88,8 @@ def loss_of(params, statistics=None):
     return np.mean(top[:, 0] + np.log(np.exp(logits - top).sum(1)) - logits[np.arange(len(Y)), Y])
 
 
-# --- the average, and its statistics --------------------------------------------------------------------------------
+# --- the average, and its statistics
+# --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +102,9 @@ def test_the_average_is_used_with_the_average_of_the_statistics(averaged, tmp_pa
     assert abs(want - loss_of(averaged.ema, averaged.model_state)) > 1e-3
     assert averaged.final["loss"] == averaged.evaluate()["loss"] == pytest.approx(want, rel=1e-5)
     logits = averaged.predict(X)
-    assert np.mean(np.log(np.exp(logits).sum(1)) - logits[np.arange(len(Y)), Y]) == pytest.approx(want, rel=1e-5)
+    assert np.mean(np.log(np.exp(logits).sum(1)) - logits[np.arange(len(Y)), Y]) == pytest.approx(
+        want, rel=1e-5
+    )
     assert averaged.evaluate(ema=False)["loss"] == pytest.approx(
         loss_of(averaged.params, averaged.model_state), rel=1e-5
     )
@@ -94,20 +113,39 @@ def test_the_average_is_used_with_the_average_of_the_statistics(averaged, tmp_pa
 @pytest.mark.slow
 def test_it_is_exported_and_loaded_with_them(averaged, tmp_path):
     file = tmp_path / "a.safetensors"
-    export({"run_dir": str(averaged.run_dir), "step": None, "output": str(file), "ema": True, "layout": "jaxdp"})
+    export(
+        {
+            "run_dir": str(averaged.run_dir),
+            "step": None,
+            "output": str(file),
+            "ema": True,
+            "layout": "jaxdp",
+        }
+    )
     for source in (file, averaged.run_dir):
-        begun = fit(init_from=source, init={"ema": True}, steps=1, optimizer={"target": "sgd", "lr": 0.0, "ema": 0.9})
+        begun = fit(
+            init_from=source,
+            init={"ema": True},
+            steps=1,
+            optimizer={"target": "sgd", "lr": 0.0, "ema": 0.9},
+        )
         assert jax.tree.all(jax.tree.map(np.array_equal, begun.params, averaged.ema))
         assert (
             abs(named(begun.ema_state)["norm/mean"] - named(averaged.ema_state)["norm/mean"]).max()
-            < 0.1 * abs(named(begun.model_state)["norm/mean"] - named(averaged.ema_state)["norm/mean"]).max() + 1e-6
+            < 0.1
+            * abs(
+                named(begun.model_state)["norm/mean"] - named(averaged.ema_state)["norm/mean"]
+            ).max()
+            + 1e-6
         )
 
 
 @pytest.mark.parametrize("layout", first(1, [*LAYOUTS, "exact"]))
 def test_the_statistics_are_averaged_by_the_formula(layout):
     more = {"backend": "pjit", "reduction": "exact"} if layout == "exact" else LAYOUTS[layout]
-    strategy, step, batch = toys.build(toys.of_all_kinds(), toys.data(), devices=8, ema=0.75, sequential=True, **more)
+    strategy, step, batch = toys.build(
+        toys.of_all_kinds(), toys.data(), devices=8, ema=0.75, sequential=True, **more
+    )
     state, update = strategy.init(), strategy.compile(step).update
     want = np.array(strategy.export(state).model_state["mean"])
     for i in range(4):
@@ -123,7 +161,9 @@ def test_the_statistics_are_averaged_by_the_formula(layout):
 
 def test_a_minimum_that_starts_at_infinity_has_an_average():
     start = {"least": jnp.array([np.inf, np.inf, 2.0]), "calls": None}
-    new = average_statistics(start, {"least": jnp.array([3.0, np.inf, 1.0]), "calls": jnp.int32(1)}, 0.75)
+    new = average_statistics(
+        start, {"least": jnp.array([3.0, np.inf, 1.0]), "calls": jnp.int32(1)}, 0.75
+    )
     np.testing.assert_array_equal(new["least"], [3.0, np.inf, 1.75])
 
 
@@ -138,14 +178,17 @@ def test_a_checkpoint_without_them_starts_from_the_model_state(tmp_path, monkeyp
     config, *_ = load(["--config", str(GOLDEN / "golden.yaml"), "--parallel.devices", "1"])
     run, said = make_run(config, tmp_path / "run", current()), []
     state = run.checkpoints.restore(run.checkpoints.latest(), run.strategy.abstract(), said.append)
-    assert said == ["checkpoint 10 has no running average of the model state: it starts from the model state"]
+    assert said == [
+        "checkpoint 10 has no running average of the model state: it starts from the model state"
+    ]
     np.testing.assert_array_equal(state.ema_state["mean"], state.model_state["mean"])
     assert state.ema_state["calls"] is None
     weights = on_host(from_checkpoint(tmp_path / "run" / "checkpoints" / "10", True))
     np.testing.assert_array_equal(weights["model_state/mean"], state.model_state["mean"])
 
 
-# --- optimizers that train other weights than those to evaluate -----------------------------------------------------
+# --- optimizers that train other weights than those to evaluate
+# -----------------------------------------------------
 
 
 def masked(tx):
@@ -153,18 +196,30 @@ def masked(tx):
 
 
 def partitioned(tx):
-    return optax.partition({"first": tx, "last": optax.adam(0.1)}, {"first": "first", "last": "last"})
+    return optax.partition(
+        {"first": tx, "last": optax.adam(0.1)}, {"first": "first", "last": "last"}
+    )
 
 
-FREE = lambda: optax.contrib.schedule_free_sgd(0.2, warmup_steps=2, b1=0.7)
-SAM = lambda period=2: optax.contrib.sam(optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.5)), period)
+def FREE():
+    return optax.contrib.schedule_free_sgd(0.2, warmup_steps=2, b1=0.7)
+
+
+def SAM(period=2):
+    return optax.contrib.sam(
+        optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.5)), period
+    )
+
+
 WRAPPED = {
     "itself": FREE,
     "in a chain": lambda: optax.chain(optax.clip(1.0), FREE()),
     "masked": lambda: masked(FREE()),
     "of a part": lambda: partitioned(FREE()),
     "several steps": lambda: optax.MultiSteps(FREE(), 2).gradient_transformation(),
-    "injected": lambda: optax.inject_hyperparams(optax.contrib.schedule_free_sgd)(learning_rate=0.2, b1=0.7),
+    "injected": lambda: optax.inject_hyperparams(optax.contrib.schedule_free_sgd)(
+        learning_rate=0.2, b1=0.7
+    ),
     "adamw": lambda: optax.contrib.schedule_free_adamw(0.05, b1=0.8),
     "sam between": lambda: SAM(4),
     "sam at its end": lambda: SAM(3),
@@ -173,11 +228,17 @@ WRAPPED = {
 
 def evaluated_by_optax(state, params):
     """The parameters to evaluate, with Optax's own function, for the states of WRAPPED."""
-    is_one = lambda x: isinstance(x, optax.contrib.ScheduleFreeState | optax.contrib.SAMState)
+
+    def is_one(x):
+        return isinstance(x, optax.contrib.ScheduleFreeState | optax.contrib.SAMState)
+
     (own,) = [x for x in jax.tree.leaves(state, is_leaf=is_one) if is_one(x)]
     if isinstance(own, optax.contrib.SAMState):
         return own.cache if int(own.steps_since_sync) else params
-    is_masked = lambda x: isinstance(x, optax.MaskedNode)
+
+    def is_masked(x):
+        return isinstance(x, optax.MaskedNode)
+
     ours = jax.tree.map(lambda z, y: z if is_masked(z) else y, own.z, params, is_leaf=is_masked)
     x = optax.contrib.schedule_free_eval_params(own, ours)
     return jax.tree.map(lambda x, y: y if is_masked(x) else x, x, params, is_leaf=is_masked)
@@ -192,7 +253,10 @@ def test_the_weights_to_evaluate_are_those_of_optax(name):
     for i in range(6):
         updates, state = update(jax.tree.map(lambda p, i=i: jnp.cos(p + i), params), state, params)
         params = optax.apply_updates(params, updates)
-    got, want = evaluation_params(params, evaluation_arrays(state)), evaluated_by_optax(state, params)
+    got, want = (
+        evaluation_params(params, evaluation_arrays(state)),
+        evaluated_by_optax(state, params),
+    )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), got, want)
     moved = any(np.any(a != b) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(params)))
     assert moved == (name != "sam at its end")
@@ -200,7 +264,11 @@ def test_the_weights_to_evaluate_are_those_of_optax(name):
 
 def test_other_states_have_none():
     params = {"z": jnp.ones(2), "b1": jnp.ones(3), "cache": {"x": jnp.ones(2)}}
-    for tx in (optax.adam(1.0), optax.inject_hyperparams(optax.adam)(learning_rate=1.0), optax.sgd(0.1, 0.9)):
+    for tx in (
+        optax.adam(1.0),
+        optax.inject_hyperparams(optax.adam)(learning_rate=1.0),
+        optax.sgd(0.1, 0.9),
+    ):
         assert evaluation_arrays(tx.init(params)) == {}
 
 
@@ -215,7 +283,9 @@ PARALLEL = {
 
 @pytest.mark.parametrize("layout", first(1, [*PARALLEL]))
 def test_they_are_evaluated_predicted_exported_and_loaded(layout, tmp_path, capsys):
-    trained = fit(Plain, FREE(), run_dir=tmp_path / "run", eval={"every": 3}, parallel=PARALLEL[layout])
+    trained = fit(
+        Plain, FREE(), run_dir=tmp_path / "run", eval={"every": 3}, parallel=PARALLEL[layout]
+    )
     checkpoint = tmp_path / "run" / "checkpoints" / "6"
     raw = on_host(from_checkpoint(checkpoint, False))
     assert raw.keys() == named(trained.params).keys()
@@ -223,15 +293,23 @@ def test_they_are_evaluated_predicted_exported_and_loaded(layout, tmp_path, caps
         np.testing.assert_allclose(raw[name], x, rtol=1e-6, atol=1e-7)
     want = loss_of(trained.params)
     assert (
-        trained.final["loss"] == pytest.approx(want, rel=1e-5) and trained.evaluate()["loss"] == trained.final["loss"]
+        trained.final["loss"] == pytest.approx(want, rel=1e-5)
+        and trained.evaluate()["loss"] == trained.final["loss"]
     )
     logits = trained.predict(X)
-    assert np.mean(np.log(np.exp(logits).sum(1)) - logits[np.arange(len(Y)), Y]) == pytest.approx(want, rel=1e-5)
+    assert np.mean(np.log(np.exp(logits).sum(1)) - logits[np.arange(len(Y)), Y]) == pytest.approx(
+        want, rel=1e-5
+    )
     np.testing.assert_allclose(trained.model(X), logits, rtol=1e-4, atol=1e-5)
-    begun = fit(Plain, optax.sgd(0.0), init_from=tmp_path / "run", steps=1, parallel=PARALLEL[layout])
+    begun = fit(
+        Plain, optax.sgd(0.0), init_from=tmp_path / "run", steps=1, parallel=PARALLEL[layout]
+    )
     assert begun.final["loss"] == pytest.approx(want, rel=1e-5)
     training = trained.final["params_sha256"]
-    assert fit(Plain, FREE(), run_dir=tmp_path / "run", eval={"every": 3}).final["params_sha256"] == training
+    assert (
+        fit(Plain, FREE(), run_dir=tmp_path / "run", eval={"every": 3}).final["params_sha256"]
+        == training
+    )
     assert "nothing to do" in capsys.readouterr().out
 
 
@@ -240,11 +318,16 @@ def test_a_run_that_is_resumed_is_that_of_one_piece(tmp_path):
     """The checkpoint has the weights that are trained."""
     whole = fit(Plain, FREE(), run_dir=tmp_path / "whole")
     fit(Plain, FREE(), run_dir=tmp_path / "parts", steps=3)
-    assert fit(Plain, FREE(), run_dir=tmp_path / "parts").final["params_sha256"] == whole.final["params_sha256"]
+    assert (
+        fit(Plain, FREE(), run_dir=tmp_path / "parts").final["params_sha256"]
+        == whole.final["params_sha256"]
+    )
 
 
 def test_replicas_with_such_an_optimizer_are_refused():
-    with pytest.raises(UsageError, match=r"outer.replicas: 2 .* which evaluates other parameters than it trains"):
+    with pytest.raises(
+        UsageError, match=r"outer.replicas: 2 .* which evaluates other parameters than it trains"
+    ):
         fit(Plain, FREE(), outer={"replicas": 2, "every": 2})
 
 

@@ -12,7 +12,9 @@ from jaxdp.errors import UsageError
 
 
 def batch_in_order(cursor, step, shares):
-    """The batch's examples by row, put together from what each of the `shares` of slots reads on its own."""
+    """The batch's examples by row, put together from what each of the `shares` of slots reads on
+    its own.
+    """
     rows = {}
     for slots in shares:
         indices, mask = cursor.rows(step, slots)
@@ -32,7 +34,10 @@ def deals(draw, microbatches):
     slots = draw(st.permutations([*range(microbatches), *[-1] * draw(st.integers(0, 3))]))
     processes = draw(st.integers(1, 5))
     owners = [draw(st.integers(0, processes - 1)) for _ in slots]
-    return [[slot for slot, owner in zip(slots, owners) if owner == process] for process in range(processes)]
+    return [
+        [slot for slot, owner in zip(slots, owners) if owner == process]
+        for process in range(processes)
+    ]
 
 
 @settings(deadline=None, max_examples=150)
@@ -41,7 +46,11 @@ def test_each_example_once_an_epoch_in_an_order_that_no_deal_changes(data):
     size, batch_size = data.draw(st.integers(1, 90)), data.draw(st.integers(1, 40))
     microbatches = data.draw(st.integers(1, 9))
     cursor = EpochOrder(
-        size, batch_size, microbatches, data.draw(st.integers(-(2**70), 2**70)), data.draw(st.booleans())
+        size,
+        batch_size,
+        microbatches,
+        data.draw(st.integers(-(2**70), 2**70)),
+        data.draw(st.booleans()),
     )
     epoch = data.draw(st.integers(0, 3))
     order = []
@@ -52,15 +61,21 @@ def test_each_example_once_an_epoch_in_an_order_that_no_deal_changes(data):
     assert sorted(order) == list(range(size))
     assert cursor.shuffle or order == list(range(size))
     whole = EpochOrder(size, size, 1, cursor.seed, cursor.shuffle)
-    assert order == whole.rows(epoch, [0])[0][0].tolist(), "the order depends on the batch size or the microbatches"
+    assert order == whole.rows(epoch, [0])[0][0].tolist(), (
+        "the order depends on the batch size or the microbatches"
+    )
 
 
 @given(st.integers(1, 300), st.integers(1, 60), st.integers(1, 9), st.integers(0, 40))
-def test_padding_is_the_batchs_first_example_or_its_first_microbatch(size, batch_size, microbatches, step):
+def test_padding_is_the_batchs_first_example_or_its_first_microbatch(
+    size, batch_size, microbatches, step
+):
     cursor = EpochOrder(size, batch_size, microbatches, seed=5)
     indices, mask = cursor.rows(step, [*range(microbatches), -1])
     empty = ~mask.any(1)
-    assert (indices[~mask & ~empty[:, None]] == indices[0, 0]).all() and (indices[empty] == indices[0]).all()
+    assert (indices[~mask & ~empty[:, None]] == indices[0, 0]).all() and (
+        indices[empty] == indices[0]
+    ).all()
     assert mask[0, 0] and empty[-1]
     assert mask.sum() == cursor.examples(step)
 
@@ -91,7 +106,8 @@ def test_every_element_goes_everywhere_equally_often(size):
     seeds = 4000
     orders = np.stack([permute(np.arange(size), size, seed, 0) for seed in range(seeds)])
     counts = np.stack([np.bincount(orders[:, place], minlength=size) for place in range(size)])
-    # Chi-square of a place x element table with (size - 1)^2 degrees of freedom; five standard deviations are allowed.
+    # Chi-square of a place x element table with (size - 1)^2 degrees of freedom; five standard
+    # deviations are allowed.
     chi_square = ((counts - seeds / size) ** 2 / (seeds / size)).sum()
     freedom = (size - 1) ** 2
     assert abs(chi_square - freedom) < 5 * np.sqrt(2 * freedom)
@@ -117,7 +133,11 @@ def test_neighbours_do_not_stay_neighbours(size):
 
 def test_seeds_and_epochs_give_unrelated_orders():
     size = 2000
-    orders = [permute(np.arange(size), size, seed, epoch) for seed in (0, 1, -1, 2**64 + 7) for epoch in (0, 1, 2)]
+    orders = [
+        permute(np.arange(size), size, seed, epoch)
+        for seed in (0, 1, -1, 2**64 + 7)
+        for epoch in (0, 1, 2)
+    ]
     for one, other in itertools.combinations(orders, 2):
         assert (one == other).sum() <= 12  # one by chance
         assert abs(np.corrcoef(one, other)[0, 1]) < 5 / np.sqrt(size)
@@ -126,7 +146,11 @@ def test_seeds_and_epochs_give_unrelated_orders():
 def test_the_order_is_frozen():
     """A resumed run has to draw what the first one would have: these numbers may never change."""
     assert permute(np.arange(10), 10, 0, 0).tolist() == [9, 5, 7, 8, 1, 4, 0, 3, 6, 2]
-    assert permute(np.arange(3), 20_000_000_000, 42, 7).tolist() == [423287408, 17404662043, 16633256896]
+    assert permute(np.arange(3), 20_000_000_000, 42, 7).tolist() == [
+        423287408,
+        17404662043,
+        16633256896,
+    ]
 
 
 def test_twenty_billion_examples():

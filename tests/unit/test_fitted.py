@@ -1,4 +1,6 @@
-"""What `jaxdp.fit` returns: metrics at a glance, history, predictions, evaluations, and the trained module."""
+"""What `jaxdp.fit` returns: metrics at a glance, history, predictions, evaluations, and the trained
+module.
+"""
 
 import equinox
 import jax
@@ -32,7 +34,13 @@ class Net(nnx.Module):
 
 
 def fit(model=Net, **more):
-    base = {"steps": 6, "batch_size": 30, "eval": {"every": 2}, "log": {"every": 2}, "parallel": {"devices": 1}}
+    base = {
+        "steps": 6,
+        "batch_size": 30,
+        "eval": {"every": 2},
+        "log": {"every": 2},
+        "parallel": {"devices": 1},
+    }
     return jaxdp.fit(model, (X, Y), **{**base, "eval_data": (X[:50], Y[:50]), **more})
 
 
@@ -42,7 +50,13 @@ def fitted():
 
 
 def test_how_jax_lowers_products_changes_for_a_run_only(fitted):
-    text = lambda: jax.jit(lambda x: jax.lax.dot_general(x, x, (((0,), (0,)), ((), ())))).lower(X).as_text()
+    def text():
+        return (
+            jax.jit(lambda x: jax.lax.dot_general(x, x, (((0,), (0,)), ((), ()))))
+            .lower(X)
+            .as_text()
+        )
+
     before = text()
     with settings(fitted.config):
         make_reduction("exact")
@@ -76,7 +90,10 @@ EMPTY = (
     "model, words",
     [
         (EMPTY, "model: its state 'seen' has shape .0,.; it is empty"),
-        (PHASE, "parameter 'phase' is complex64.*; store its real and imaginary parts as two arrays"),
+        (
+            PHASE,
+            "parameter 'phase' is complex64.*; store its real and imaginary parts as two arrays",
+        ),
         (ORDER, "parameter 'order' is int32.*; make it part of the model's state, or a constant"),
         (CLASH, "2 parameters have the path 'a/b'"),
         (GROWING, "'seen' changes from"),
@@ -90,7 +107,9 @@ def test_a_model_that_would_fail_later_is_refused(model, words):
 def test_it_is_printed_in_a_line_and_shown_as_a_table(fitted):
     text = repr(fitted)
     loss, accuracy = f"{fitted.final['loss']:.4f}", f"{fitted.final['accuracy']:.4f}"
-    assert text == f"Fitted(step 6, loss {loss}, accuracy {accuracy}; 74 parameters; {fitted.run_dir})"
+    assert (
+        text == f"Fitted(step 6, loss {loss}, accuracy {accuracy}; 74 parameters; {fitted.run_dir})"
+    )
     table = fitted._repr_html_()
     assert f"<tr><th>accuracy</th><td>{accuracy}</td></tr>" in table and "<td>74</td>" in table
 
@@ -112,7 +131,9 @@ def test_predictions_are_those_that_the_evaluation_scored(fitted):
     outputs = fitted.predict(X[:50], batch_size=16)
     assert isinstance(outputs, np.ndarray) and outputs.shape == (50, 2)
     assert (outputs.argmax(1) == Y[:50]).mean() == pytest.approx(fitted.final["accuracy"])
-    np.testing.assert_allclose(fitted.predict({"inputs": X[:1].astype(np.float64)}), outputs[:1], rtol=1e-5)
+    np.testing.assert_allclose(
+        fitted.predict({"inputs": X[:1].astype(np.float64)}), outputs[:1], rtol=1e-5
+    )
     assert not np.allclose(fitted.predict(X[:50], ema=True), outputs)
 
 
@@ -145,10 +166,18 @@ class Scaled:
 @pytest.mark.slow
 def test_each_evaluation_set_is_read_with_its_own_transform():
     """Also if the first has one and another none, or they have one class."""
-    also = {k: {"target": f"{__name__}.Scaled", "args": {"factor": x}} for k, x in (("same", 1.0), ("half", 0.5))}
+    also = {
+        k: {"target": f"{__name__}.Scaled", "args": {"factor": x}}
+        for k, x in (("same", 1.0), ("half", 0.5))
+    }
     trained = fit(eval={"also": also}, eval_data=Scaled(-3.0))
-    apart = {name: trained.evaluate(Scaled(x)) for name, x in (("", -3.0), ("same/", 1.0), ("half/", 0.5))}
-    assert {name + k: x for name, numbers in apart.items() for k, x in numbers.items()}.items() <= trained.final.items()
+    apart = {
+        name: trained.evaluate(Scaled(x))
+        for name, x in (("", -3.0), ("same/", 1.0), ("half/", 0.5))
+    }
+    assert {
+        name + k: x for name, numbers in apart.items() for k, x in numbers.items()
+    }.items() <= trained.final.items()
     assert len({numbers["loss"] for numbers in apart.values()}) == 3
 
 
@@ -163,7 +192,9 @@ def test_it_never_evaluates_what_another_run_has_written(tmp_path):
     more = {"run_dir": tmp_path, "steps": 1, "eval_data": None}
     first = fit(**more)
     fit(**more, seed=1, overwrite=True)
-    with pytest.raises(UsageError, match="no longer has this run's checkpoint of step 1; call fit again"):
+    with pytest.raises(
+        UsageError, match="no longer has this run's checkpoint of step 1; call fit again"
+    ):
         first.evaluate((X, Y))
     assert first.predict(X).shape == (90, 2)
 
@@ -180,14 +211,21 @@ def test_a_finished_run_with_a_loss_of_nan_is_returned_again(tmp_path):
 def test_a_process_that_dies_before_the_final_record_does_not_lose_the_last_loss(tmp_path):
     first = fit(eval_data=None, steps=2, run_dir=tmp_path)
     file = tmp_path / "metrics.jsonl"
-    file.write_text("".join(line for line in file.read_text().splitlines(True) if '"final"' not in line))
+    file.write_text(
+        "".join(line for line in file.read_text().splitlines(True) if '"final"' not in line)
+    )
     final = fit(eval_data=None, steps=2, run_dir=tmp_path).final
-    assert {**final, "goodput": 0} == {**first.final, "goodput": 0} and '"final"' in file.read_text()
+    assert {**final, "goodput": 0} == {
+        **first.final,
+        "goodput": 0,
+    } and '"final"' in file.read_text()
 
 
 @pytest.mark.slow
 def test_a_run_that_is_made_longer_is_that_of_all_its_steps(tmp_path):
-    """As docs/notebook.md does it: the learning rates of `schedule_steps` do not depend on the steps."""
+    """As docs/notebook.md does it: the learning rates of `schedule_steps` do not depend on the
+    steps.
+    """
     more = {"optimizer": {"target": "adamw", "lr": 0.01, "schedule_steps": 8}}
     fit(**more, steps=4, run_dir=tmp_path / "parts")
     longer = fit(**more, steps=8, run_dir=tmp_path / "parts")
@@ -233,7 +271,9 @@ def plain_apply(params, inputs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [linen.Dense(2), Tree, (plain_init, plain_apply)], ids=["linen", "equinox", "pair"])
+@pytest.mark.parametrize(
+    "model", [linen.Dense(2), Tree, (plain_init, plain_apply)], ids=["linen", "equinox", "pair"]
+)
 def test_every_library_has_its_own_kind_of_module(model):
     fitted = fit(model, steps=2)
     call = jax.vmap(fitted.model) if model is Tree else fitted.model
@@ -243,10 +283,18 @@ def test_every_library_has_its_own_kind_of_module(model):
 @pytest.mark.slow
 def test_a_loss_without_evaluation_data_says_what_it_is_of(capsys):
     fitted = fit(eval_data=None, steps=2)
-    assert fitted.final["loss_of"] == "the last batch" and fitted.final["loss"] == fitted.history["train"]["loss"][-1]
-    assert "(of the last batch: no evaluation data)" in capsys.readouterr().out and "of the last batch" in repr(fitted)
+    assert (
+        fitted.final["loss_of"] == "the last batch"
+        and fitted.final["loss"] == fitted.history["train"]["loss"][-1]
+    )
+    assert (
+        "(of the last batch: no evaluation data)" in capsys.readouterr().out
+        and "of the last batch" in repr(fitted)
+    )
     assert fitted.history["eval"] == {}
-    with pytest.raises(UsageError, match="evaluate: the run has no evaluation data; give a data set"):
+    with pytest.raises(
+        UsageError, match="evaluate: the run has no evaluation data; give a data set"
+    ):
         fitted.evaluate()
     with pytest.raises(UsageError, match="ema: True, but the run has no running average"):
         fitted.predict(X, ema=True)
@@ -255,7 +303,10 @@ def test_a_loss_without_evaluation_data_says_what_it_is_of(capsys):
 @pytest.mark.parametrize(
     ("x", "text"),
     [
-        (X[0], r"predict: 'inputs' is float32\[4\], but the model was trained on float32\[rows, 4\]"),
+        (
+            X[0],
+            r"predict: 'inputs' is float32\[4\], but the model was trained on float32\[rows, 4\]",
+        ),
         (X.astype(complex), "predict: 'inputs' is complex128"),
         ({"x": X}, r"predict: the training data has no 'x', only \['inputs', 'labels'\]"),
         (X[:, :3], "model: .*it failed at|model: its arguments do not fit the data"),
@@ -268,16 +319,23 @@ def test_what_does_not_fit_is_one_line(fitted, x, text):
         fitted.predict(x)
 
 
-@pytest.mark.parametrize(("values", "dtype"), [(np.uint16([[300]]), np.uint8), (np.int32([[200]]), np.int8)])
+@pytest.mark.parametrize(
+    ("values", "dtype"), [(np.uint16([[300]]), np.uint8), (np.int32([[200]]), np.int8)]
+)
 def test_integers_that_would_wrap_around_do_not_fit(values, dtype):
-    assert fitting({"inputs": np.ones_like(values)}, {"inputs": ((1, 1), dtype)})["inputs"].dtype == dtype
+    assert (
+        fitting({"inputs": np.ones_like(values)}, {"inputs": ((1, 1), dtype)})["inputs"].dtype
+        == dtype
+    )
     with pytest.raises(UsageError, match="but the model was trained on"):
         fitting({"inputs": values}, {"inputs": ((1, 1), dtype)})
 
 
 @pytest.mark.parametrize("batch_size", [0, 2.5, None, "8"])
 def test_a_batch_size_that_is_none_is_one_line(fitted, batch_size):
-    with pytest.raises(UsageError, match=f"predict: batch_size {batch_size!r} is not an integer of at least 1"):
+    with pytest.raises(
+        UsageError, match=f"predict: batch_size {batch_size!r} is not an integer of at least 1"
+    ):
         fitted.predict(X, batch_size=batch_size)
 
 
@@ -295,10 +353,18 @@ class Cell(nnx.Module):
 @pytest.mark.slow
 @pytest.mark.slow
 def test_a_stream_that_ends_within_a_call_of_several_updates_is_read_to_its_end():
-    rows = lambda: ((X[i], Y[i]) for i in range(64))
+    def rows():
+        return ((X[i], Y[i]) for i in range(64))
+
     digests = set()
     for several in (1, 4, 8):
-        more = {"steps_per_call": several, "batch_size": 10, "steps": 8, "eval": {}, "parallel": {"devices": 1}}
+        more = {
+            "steps_per_call": several,
+            "batch_size": 10,
+            "steps": 8,
+            "eval": {},
+            "parallel": {"devices": 1},
+        }
         final = jaxdp.fit(Net, Stream(rows), **more).final
         digests.add((final["step"], final["params_sha256"]))
     assert len(digests) == 1 and digests.pop()[0] == 6
@@ -311,7 +377,10 @@ def test_a_finished_run_is_evaluated_again_if_the_evaluation_has_changed(tmp_pat
     second = fit(**more, **ema)
     assert second.final["loss"] == first.evaluate(ema=True)["loss"] != first.final["loss"]
     assert second.final["params_sha256"] == first.final["params_sha256"]
-    assert second.history["eval"]["step"] == [2, 4, 6] and "nothing to do" not in capsys.readouterr().out
+    assert (
+        second.history["eval"]["step"] == [2, 4, 6]
+        and "nothing to do" not in capsys.readouterr().out
+    )
     assert fit(**more, **ema).final == second.final and "nothing to do" in capsys.readouterr().out
 
 
@@ -325,15 +394,26 @@ class Events:
 
 
 @pytest.mark.slow
-def test_a_run_whose_stream_has_ended_is_returned_until_the_stream_is_longer(tmp_path, capsys, monkeypatch):
-    more = {"batch_size": 10, "steps": 9, "eval": {"every": 3}, "parallel": {"devices": 1}, "run_dir": tmp_path}
+def test_a_run_whose_stream_has_ended_is_returned_until_the_stream_is_longer(
+    tmp_path, capsys, monkeypatch
+):
+    more = {
+        "batch_size": 10,
+        "steps": 9,
+        "eval": {"every": 3},
+        "parallel": {"devices": 1},
+        "run_dir": tmp_path,
+    }
     more |= {"optimizer": {"schedule": "constant"}, "eval_data": (X, Y)}
     first = jaxdp.fit(Net, Stream(Events), **more)
     assert first.history["eval"]["step"] == [3, 6]
     lines = (tmp_path / "metrics.jsonl").read_text()
     again = jaxdp.fit(Net, Stream(Events), **more)
     assert again.final == first.final and (tmp_path / "metrics.jsonl").read_text() == lines
-    assert "at its last step 6 (data: the stream ends after 64 examples); nothing to do" in capsys.readouterr().out
+    assert (
+        "at its last step 6 (data: the stream ends after 64 examples); nothing to do"
+        in capsys.readouterr().out
+    )
     monkeypatch.setattr(Events, "count", 75)
     longer = jaxdp.fit(Net, Stream(Events), **more)
     assert longer.final["step"] == 7 and longer.history["eval"]["step"] == [3, 6, 7]

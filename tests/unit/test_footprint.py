@@ -1,4 +1,6 @@
-"""What a run says of its bytes is what its layout and its program have; nothing is compiled to know it."""
+"""What a run says of its bytes is what its layout and its program have; nothing is compiled to know
+it.
+"""
 
 import threading
 
@@ -22,7 +24,9 @@ def test_a_program_that_has_run_tells_what_it_sends(backend, devices):
     read = read_batch(Arrays(**examples), EpochOrder(40, 20, 8, 0), 0, strategy.local_microbatches)
     batch = strategy.shard_batch(read)
     slots = strategy.assignment.shape[1]
-    assert memory.of_compiled(program.lowered(state, batch), devices, slots) is None  # it would have to compile
+    assert (
+        memory.of_compiled(program.lowered(state, batch), devices, slots) is None
+    )  # it would have to compile
     state, _ = program.update(state, batch)
     found = memory.of_compiled(program.lowered(state, batch), devices, slots)
     sizes = memory.bytes_by_tree(strategy, step, read, split_grads=False)

@@ -1,4 +1,6 @@
-"""The commit and the changes that a run starts with: recorded if it costs nothing, and never in its way."""
+"""The commit and the changes that a run starts with: recorded if it costs nothing, and never in its
+way.
+"""
 
 import stat
 import subprocess
@@ -18,7 +20,11 @@ def repository(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "repository/inside")
     (tmp_path / "repository/code.py").write_text("a = 1\n")
     identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
-    for command in (["init", "-q", ".."], ["add", "../code.py"], [*identity, "commit", "-q", "-m", "first"]):
+    for command in (
+        ["init", "-q", ".."],
+        ["add", "../code.py"],
+        [*identity, "commit", "-q", "-m", "first"],
+    ):
         subprocess.run(["git", *command], check=True)
     return tmp_path
 
@@ -27,8 +33,13 @@ def test_the_commit_and_the_changes_of_a_repository(repository):
     run, code = repository / "run", repository / "repository/code.py"
     (run / "git.diff").write_text("of the start before")
     (run / "git.diff").chmod(0o644)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    assert git.record(run) == {"git": {"commit": commit, "changed": False}} and not (run / "git.diff").exists()
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
+    assert (
+        git.record(run) == {"git": {"commit": commit, "changed": False}}
+        and not (run / "git.diff").exists()
+    )
     code.write_text("a = 2\n")
     assert git.record(run) == {"git": {"commit": commit, "changed": True}}
     assert (run / "git.diff").read_text().endswith("-a = 1\n+a = 2\n")

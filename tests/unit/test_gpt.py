@@ -14,7 +14,14 @@ from jaxdp.models.attention import causal, fused, same
 from jaxdp.models.gpt import GPT, look_up
 
 VOCABULARY, LENGTH = 11, 6
-SMALL = {"input_shape": (LENGTH,), "num_classes": VOCABULARY, "layers": 3, "heads": 4, "dim": 16, "hidden": 24}
+SMALL = {
+    "input_shape": (LENGTH,),
+    "num_classes": VOCABULARY,
+    "layers": 3,
+    "heads": 4,
+    "dim": 16,
+    "hidden": 24,
+}
 LLAMA = {"norm": "rms", "mlp": "swiglu", "positions": "rotary", "tied": False, "bias": False}
 VARIANTS = {
     "gpt2": {},
@@ -29,25 +36,34 @@ def model(**args):
 
 
 def tokens(examples=2, seed=0, dtype=np.int32):
-    return {"inputs": np.random.default_rng(seed).integers(VOCABULARY, size=(examples, LENGTH)).astype(dtype)}
+    return {
+        "inputs": np.random.default_rng(seed)
+        .integers(VOCABULARY, size=(examples, LENGTH))
+        .astype(dtype)
+    }
 
 
 def draw(made, dtype=np.float32):
     """Parameters without an initial 0 or 1 among them."""
     rng = np.random.default_rng(0)
     shapes = jax.eval_shape(made.init, KEY, tokens())[0]
-    return jax.tree.map(lambda x: jnp.asarray(0.3 * (rng.normal(size=x.shape) + (x.ndim < 3)), dtype), shapes)
+    return jax.tree.map(
+        lambda x: jnp.asarray(0.3 * (rng.normal(size=x.shape) + (x.ndim < 3)), dtype), shapes
+    )
 
 
 def logits(made, params, batch, train=False, key=KEY):
     return made.apply(params, {}, batch, key, train)[0].compute()
 
 
-# --- the numbers -----------------------------------------------------------------------------------------------------
+# --- the numbers
+# -----------------------------------------------------------------------------------------------------
 
 
 def oracle(p, tokens, heads=4, norm="layer", mlp="gelu", kv_heads=None, rotary_base=1e4, **_):
-    """The logits of one row of tokens by loops over blocks, heads and tokens, from the papers; NumPy alone."""
+    """The logits of one row of tokens by loops over blocks, heads and tokens, from the papers;
+    NumPy alone.
+    """
 
     def normalize(x, p):
         if norm == "rms":
@@ -84,7 +100,9 @@ def oracle(p, tokens, heads=4, norm="layer", mlp="gelu", kv_heads=None, rotary_b
             gate = linear(x, p["gate"])
             return linear(gate / (1 + np.exp(-gate)) * linear(x, p["up"]), p["back"])
         up = linear(x, p["up"])
-        return linear(0.5 * up * (1 + np.tanh(np.sqrt(2 / np.pi) * (up + 0.044715 * up**3))), p["back"])
+        return linear(
+            0.5 * up * (1 + np.tanh(np.sqrt(2 / np.pi) * (up + 0.044715 * up**3))), p["back"]
+        )
 
     p, rotary = jax.tree.map(np.asarray, p), "positions" not in p
     x = p["embed"]["embedding"][tokens]
@@ -132,10 +150,15 @@ def test_logits_of_narrow_floats_are_not_rounded_and_their_gradients_are_narrow(
     want = np.einsum("...d,vd->...v", *(np.asarray(a, np.float64) for a in (x, kernel[0, :7])))
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, want, atol=1e-5)
-    squares = lambda x, kernel: jnp.sum(Logits(x, kernel, 7).compute() ** 2)
+
+    def squares(x, kernel):
+        return jnp.sum(Logits(x, kernel, 7).compute() ** 2)
+
     gradients = jax.grad(squares, (0, 1))(x, kernel[0])
     wanted = np.einsum("btv,vd->btd", 2 * want, np.asarray(kernel[0, :7], np.float64))
-    np.testing.assert_allclose(np.asarray(gradients[0], np.float64), wanted, atol=0.02 * np.abs(wanted).max())
+    np.testing.assert_allclose(
+        np.asarray(gradients[0], np.float64), wanted, atol=0.02 * np.abs(wanted).max()
+    )
     assert {g.dtype for g in gradients} == {jnp.dtype(dtype)}
 
 
@@ -157,10 +180,14 @@ def test_a_later_token_leaves_earlier_logits(name):
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_tokens_see_their_own_segment_only(name):
-    """Two documents packed into one example; under learned positions the second stands where it does alone."""
+    """Two documents packed into one example; under learned positions the second stands where it
+    does alone.
+    """
     made = model(**VARIANTS[name])
     params, text = draw(made), tokens(2)["inputs"]
-    run = jax.jit(lambda inputs, segments: logits(made, params, {"inputs": inputs, "segments": segments}))
+    run = jax.jit(
+        lambda inputs, segments: logits(made, params, {"inputs": inputs, "segments": segments})
+    )
     segments = np.array([[5, 5, 5, 2, 2, 2], [0, 0, 0, 0, 0, 0]], np.int32)
     got = run(text, segments)
     np.testing.assert_allclose(got[1], logits(made, params, {"inputs": text})[1], atol=1e-5)
@@ -169,7 +196,9 @@ def test_tokens_see_their_own_segment_only(name):
     np.testing.assert_array_equal(run(other, segments)[0, 3:], got[0, 3:])
     assert np.abs(run(other, np.zeros_like(segments))[0, 3:] - got[0, 3:]).max() > 1e-3
     moved = np.concatenate([text[:1, 3:], text[:1, :3]], 1)
-    if "rotary" in VARIANTS[name].get("positions", ""):  # only distances count, so a document may stand anywhere
+    if "rotary" in VARIANTS[name].get(
+        "positions", ""
+    ):  # only distances count, so a document may stand anywhere
         np.testing.assert_allclose(run(moved, segments[:1])[0, :3], got[0, 3:], atol=1e-5)
 
 
@@ -179,7 +208,9 @@ def test_the_mask_that_cudnn_is_given_is_that_of_segments():
     rng = np.random.default_rng(0)
     query, key, value = jnp.asarray(rng.normal(size=(3, 2, 5, 4, 8)), jnp.float32)
     segments = jnp.asarray([[0, 0, 1, 1, 1], [3, 3, 3, 3, 4]])
-    want = jax.nn.dot_product_attention(query, key, value, mask=same(segments), is_causal=True, implementation="xla")
+    want = jax.nn.dot_product_attention(
+        query, key, value, mask=same(segments), is_causal=True, implementation="xla"
+    )
     np.testing.assert_allclose(causal(query, key, value, segments), want, atol=1e-5)
 
 
@@ -205,7 +236,9 @@ def test_the_embedding_s_gradient_is_that_of_differences():
 
         @jax.jit
         def total(embedding):
-            return jnp.sum(weights * logits(made, {**params, "embed": {"embedding": embedding}}, batch))
+            return jnp.sum(
+                weights * logits(made, {**params, "embed": {"embedding": embedding}}, batch)
+            )
 
         at = params["embed"]["embedding"]
         slope = (total(at + 1e-5 * step) - total(at - 1e-5 * step)) / 2e-5
@@ -244,14 +277,17 @@ def test_training_is_the_same_on_any_devices():
     made = model(layers=2, dropout=0.1, **VARIANTS["llama"])
     with jax.enable_x64(True):
         one, four = (
-            toys.train(made, examples, backend=backend, devices=n, steps=3, batch_size=12, dtype="float64")
+            toys.train(
+                made, examples, backend=backend, devices=n, steps=3, batch_size=12, dtype="float64"
+            )
             for backend, n in (("pmap", 1), ("pjit", 4))
         )
     assert four[2][-1]["loss"] < four[2][0]["loss"]
     assert toys.relative_error(four[1].params, one[1].params)[0] < 1e-10
 
 
-# --- sizes, initialization, errors -----------------------------------------------------------------------------------
+# --- sizes, initialization, errors
+# -----------------------------------------------------------------------------------
 
 
 def shapes(**args):
@@ -281,11 +317,17 @@ def test_llama_7b_has_its_published_size():
 def test_initial_weights_are_gpt2s():
     params = jax.jit(model(dim=64, hidden=256, layers=8).init)(KEY, tokens())[0]
     stack = params["blocks"]["stack"]
-    for leaf in (params["embed"]["embedding"], params["positions"], stack["attention"]["query"]["kernel"]):
+    for leaf in (
+        params["embed"]["embedding"],
+        params["positions"],
+        stack["attention"]["query"]["kernel"],
+    ):
         assert np.std(leaf) == pytest.approx(0.02, rel=0.1) and abs(np.mean(leaf)) < 0.003
     for part in ("attention", "mlp"):
         kernel = stack[part]["back"]["kernel"]
-        assert np.std(kernel) == pytest.approx(0.005, rel=0.05) and not np.array_equal(kernel[0], kernel[1])
+        assert np.std(kernel) == pytest.approx(0.005, rel=0.05) and not np.array_equal(
+            kernel[0], kernel[1]
+        )
 
 
 @pytest.mark.parametrize(
@@ -298,8 +340,14 @@ def test_initial_weights_are_gpt2s():
         ({"norm": "batch"}, "model.args.norm: 'batch' is not one of 'layer', 'rms'"),
         ({"mlp": "relu"}, "model.args.mlp: 'relu' is not one of 'gelu', 'swiglu'"),
         ({"positions": "alibi"}, "model.args.positions: 'alibi' is not one of 'learned', 'rotary'"),
-        ({"attention": "flash"}, "model.args.attention: 'flash' is not one of 'auto', 'xla', 'cudnn'"),
-        ({"positions": "rotary", "dim": 12}, "model.args.heads: 4 of 3 dims cannot rotate by pairs"),
+        (
+            {"attention": "flash"},
+            "model.args.attention: 'flash' is not one of 'auto', 'xla', 'cudnn'",
+        ),
+        (
+            {"positions": "rotary", "dim": 12},
+            "model.args.heads: 4 of 3 dims cannot rotate by pairs",
+        ),
         ({"dropout": 1.0}, r"model.args.dropout: 1.0 is not in \[0, 1\)"),
         ({"input_shape": (8, 8, 1)}, r"model.args.input_shape: \(8, 8, 1\) is not \(length,\)"),
     ],
@@ -320,9 +368,13 @@ def test_inputs_that_do_not_fit_are_named():
         with pytest.raises(UsageError, match=words):
             logits(made, params, {"inputs": inputs})
     with pytest.raises(UsageError, match=r"segments\[2\] do not fit tokens\[2, 3\]"):
-        logits(made, params, {"inputs": np.zeros((2, 3), np.int32), "segments": np.zeros(2, np.int32)})
+        logits(
+            made, params, {"inputs": np.zeros((2, 3), np.int32), "segments": np.zeros(2, np.int32)}
+        )
     heads = jnp.zeros((1, 2, 4, 8), jnp.float32)
-    with pytest.raises(UsageError, match="'cudnn' needs bfloat16 on an NVIDIA GPU, not float32 on cpu"):
+    with pytest.raises(
+        UsageError, match="'cudnn' needs bfloat16 on an NVIDIA GPU, not float32 on cpu"
+    ):
         fused(heads, heads, heads)
 
 
@@ -333,5 +385,7 @@ def test_blocks_of_their_own_compute_what_scanned_ones_do():
     stack = params["blocks"]["stack"]
     each = {str(i): jax.tree.map(lambda x, i=i: x[i], stack) for i in range(SMALL["layers"])}
     own = {**params, "blocks": {"modules": each}}
-    np.testing.assert_allclose(logits(scanned, params, tokens()), logits(chained, own, tokens()), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        logits(scanned, params, tokens()), logits(chained, own, tokens()), rtol=1e-5, atol=1e-6
+    )
     assert chained.blocks == () and scanned.blocks == ("blocks/stack",)

@@ -1,4 +1,6 @@
-"""GPT-2's published weights: a checkpoint in their layout, and a GPT-2 of plain NumPy that reads it as it stands."""
+"""GPT-2's published weights: a checkpoint in their layout, and a GPT-2 of plain NumPy that reads it
+as it stands.
+"""
 
 import json
 import re
@@ -34,7 +36,10 @@ EXAMPLES = [{"inputs": row[:-1], "labels": row[1:]} for row in TEXT]
 def published(prefix="", seed=0):
     """A checkpoint of random numbers."""
     rng = np.random.default_rng(seed)
-    draw = lambda *shape: 0.3 * rng.normal(size=shape).astype(np.float32)
+
+    def draw(*shape):
+        return 0.3 * rng.normal(size=shape).astype(np.float32)
+
     arrays = {"wte.weight": draw(VOCABULARY, DIM), "wpe.weight": draw(LENGTH, DIM)}
     for i in range(LAYERS):
         block = {
@@ -51,16 +56,25 @@ def published(prefix="", seed=0):
 
 
 def oracle(w, tokens):
-    """The logits of tokens [example, token]: GPT-2 in NumPy, by its published names, biases of keys and all."""
+    """The logits of tokens [example, token]: GPT-2 in NumPy, by its published names, biases of keys
+    and all.
+    """
 
     def norm(x, name):
         x = x - x.mean(-1, keepdims=True)
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * w[f"{name}.weight"] + w[f"{name}.bias"]
+        return (
+            x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * w[f"{name}.weight"]
+            + w[f"{name}.bias"]
+        )
 
-    linear = lambda x, name: x @ w[f"{name}.weight"] + w[f"{name}.bias"]
+    def linear(x, name):
+        return x @ w[f"{name}.weight"] + w[f"{name}.bias"]
+
     x = w["wte.weight"][tokens] + w["wpe.weight"][: tokens.shape[1]]
     for i in range(LAYERS):
-        heads = linear(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn").reshape(*tokens.shape, 3, HEADS, DIM // HEADS)
+        heads = linear(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn").reshape(
+            *tokens.shape, 3, HEADS, DIM // HEADS
+        )
         query, key, value = np.moveaxis(heads, 2, 0).swapaxes(2, 3)  # [example, head, token, width]
         scores = query @ key.swapaxes(2, 3) / np.sqrt(DIM / HEADS)
         weights = np.exp(np.where(np.tri(tokens.shape[1], dtype=bool), scores, -np.inf))
@@ -80,18 +94,32 @@ def nats(logits, labels):
 
 
 def model(**args):
-    sizes = {"input_shape": (LENGTH,), "num_classes": VOCABULARY, "layers": LAYERS, "heads": HEADS, "dim": DIM}
+    sizes = {
+        "input_shape": (LENGTH,),
+        "num_classes": VOCABULARY,
+        "layers": LAYERS,
+        "heads": HEADS,
+        "dim": DIM,
+    }
     return as_model(lambda rngs: GPT(**{**sizes, **args}, rngs=rngs))
 
 
 def from_published(tensors, stacked=True):
     """{our path: array} of the tensors of a file."""
     stored = {name: Array(x.shape, x.dtype, (Part(name),), name) for name, x in tensors.items()}
-    take = lambda part: (
-        tensors[part.tensor] if part.third is None else np.split(tensors[part.tensor], 3, -1)[part.third]
-    )
+
+    def take(part):
+        return (
+            tensors[part.tensor]
+            if part.third is None
+            else np.split(tensors[part.tensor], 3, -1)[part.third]
+        )
+
     arrays = arrays_of(GPT2, stored, stacked)
-    return {k: np.stack([*map(take, x.parts)]) if x.stacked else take(x.parts[0]) for k, x in arrays.items()}
+    return {
+        k: np.stack([*map(take, x.parts)]) if x.stacked else take(x.parts[0])
+        for k, x in arrays.items()
+    }
 
 
 def nested(flat):
@@ -111,11 +139,15 @@ def nested(flat):
 def test_logits_and_loss_are_those_of_the_published_model(scan, prefix):
     made, (inputs, labels) = model(scan=scan), (TEXT[:4, :-1], TEXT[:4, 1:])
     params = nested(from_published(published(prefix), scan))
-    got = jax.jit(lambda p: made.apply(p, {}, {"inputs": inputs}, jax.random.key(0), False)[0].compute())(params)
+    got = jax.jit(
+        lambda p: made.apply(p, {}, {"inputs": inputs}, jax.random.key(0), False)[0].compute()
+    )(params)
     got, want = np.asarray(got)[..., :VOCABULARY], oracle(published(), inputs)
     assert np.abs(want).max() > 1
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
-    total, weight, _ = SoftmaxCrossEntropy()(jnp.asarray(got), {"labels": labels, "mask": jnp.ones(labels.shape)})
+    total, weight, _ = SoftmaxCrossEntropy()(
+        jnp.asarray(got), {"labels": labels, "mask": jnp.ones(labels.shape)}
+    )
     np.testing.assert_allclose(total / weight, nats(want, labels), rtol=1e-5)
 
 
@@ -127,7 +159,10 @@ def test_what_is_written_in_the_layout_reads_back(scan):
         if name.endswith("attn.bias"):
             continue
         if name.endswith("c_attn.bias"):
-            x, y = np.delete(x.reshape(3, DIM), 1, 0), np.delete(written[name].reshape(3, DIM), 1, 0)
+            x, y = (
+                np.delete(x.reshape(3, DIM), 1, 0),
+                np.delete(written[name].reshape(3, DIM), 1, 0),
+            )
             assert not written[name].reshape(3, DIM)[1].any()
         else:
             y = written[name]
@@ -147,7 +182,10 @@ def begun(file, made, **options):
     tx = toys.OPTIMIZERS["momentum"][0]()
     state = strategy.export(begin_with(strategy, weights, found.pairs, tx, step.trainable))
     first = strategy.export(strategy.init())
-    numbers = lambda tree: {path_string(k): np.array(x) for k, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+    def numbers(tree):
+        return {path_string(k): np.array(x) for k, x in jax.tree_util.tree_leaves_with_path(tree)}
+
     return (
         numbers(state.params),
         f"{describe(found, ours, weights.title, weights.rows)}\n{weights.note}",
@@ -157,7 +195,9 @@ def begun(file, made, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout", first(1, [{"backend": "pjit", "devices": 4, "layout": {"zero": 3}}, {}]), ids=["zero 3", "one"]
+    "layout",
+    first(1, [{"backend": "pjit", "devices": 4, "layout": {"zero": 3}}, {}]),
+    ids=["zero 3", "one"],
 )
 def test_a_file_is_read_in_its_place(tmp_path, layout):
     """Split over devices or not; rows of the embedding beyond the file's stay as they were."""
@@ -171,9 +211,15 @@ def test_a_file_is_read_in_its_place(tmp_path, layout):
         np.testing.assert_array_equal(params[name][: len(x)], x)
     kept = params["embed/embedding"][VOCABULARY:]
     np.testing.assert_array_equal(kept, first["embed/embedding"][VOCABULARY:])
-    assert kept[: ROWS - VOCABULARY].any(1).all() and "not used" not in said and "not in the source" not in said
+    assert (
+        kept[: ROWS - VOCABULARY].any(1).all()
+        and "not used" not in said
+        and "not in the source" not in said
+    )
     assert f"19 of 19 parameters, {sum(x.size for x in want.values()):,} elements" in said
-    assert re.search(rf"rows {VOCABULARY} to {rows - 1} of embed/embedding left as initialized; key biases", said)
+    assert re.search(
+        rf"rows {VOCABULARY} to {rows - 1} of embed/embedding left as initialized; key biases", said
+    )
 
 
 @pytest.mark.slow
@@ -191,9 +237,18 @@ def test_fewer_positions_and_blocks_of_their_own(tmp_path):
     ("args", "words"),
     [
         ({"layers": 3}, r"has shape \(2, 8\) in .* as 'h.\*.attn.c_proj.bias', but \(3, 8\) here"),
-        ({"num_classes": 12, "dim": 8}, r"'embed/embedding' has shape \(13, 8\) in .* as 'wte.weight', but \(12, 8\)"),
-        ({"hidden": 16}, r"has shape \(2, 32, 8\) in .* as 'h.\*.mlp.c_proj.weight', but \(2, 16, 8\)"),
-        ({"input_shape": (9,)}, r"'positions' has shape \(8, 8\) in .* as 'wpe.weight', but \(9, 8\) here"),
+        (
+            {"num_classes": 12, "dim": 8},
+            r"'embed/embedding' has shape \(13, 8\) in .* as 'wte.weight', but \(12, 8\)",
+        ),
+        (
+            {"hidden": 16},
+            r"has shape \(2, 32, 8\) in .* as 'h.\*.mlp.c_proj.weight', but \(2, 16, 8\)",
+        ),
+        (
+            {"input_shape": (9,)},
+            r"'positions' has shape \(8, 8\) in .* as 'wpe.weight', but \(9, 8\) here",
+        ),
     ],
     ids=["layers", "vocabulary", "hidden", "positions"],
 )
@@ -225,10 +280,15 @@ def test_other_files_and_other_models_are_left_as_they_are(tmp_path):
 
 @pytest.mark.slow
 def test_train_begins_with_a_published_file_and_export_writes_one(tmp_path):
-    """The loss of the first update is that of the published model on the data; so is that of what is written."""
+    """The loss of the first update is that of the published model on the data; so is that of what
+    is written.
+    """
     save_file(published(), tmp_path / "model.safetensors", {"format": "pt"})
     config = {
-        "model": {"target": "GPT", "args": {"num_classes": VOCABULARY, "layers": LAYERS, "heads": HEADS, "dim": DIM}},
+        "model": {
+            "target": "GPT",
+            "args": {"num_classes": VOCABULARY, "layers": LAYERS, "heads": HEADS, "dim": DIM},
+        },
         "data": {"target": f"{__name__}.EXAMPLES"},
         "steps": 2,
         "batch_size": 16,
@@ -237,16 +297,25 @@ def test_train_begins_with_a_published_file_and_export_writes_one(tmp_path):
         "optimizer": {"target": "sgd", "lr": 0.1},
     }
     file = write(tmp_path, json.dumps(config))
-    done = jaxdp("--config", file, "--run_dir", tmp_path / "run", env={"PYTHONPATH": "tests/support:."})
-    assert "loaded 19 of 19 parameters" in done.stdout and "in GPT-2's published layout" in done.stdout
+    done = jaxdp(
+        "--config", file, "--run_dir", tmp_path / "run", env={"PYTHONPATH": "tests/support:."}
+    )
+    assert (
+        "loaded 19 of 19 parameters" in done.stdout and "in GPT-2's published layout" in done.stdout
+    )
     losses = [record["loss"] for record in records(tmp_path / "run", "train")]
-    np.testing.assert_allclose(losses[0], nats(oracle(published(), TEXT[:, :-1]), TEXT[:, 1:]), rtol=1e-5)
+    np.testing.assert_allclose(
+        losses[0], nats(oracle(published(), TEXT[:, :-1]), TEXT[:, 1:]), rtol=1e-5
+    )
     assert losses[1] < losses[0]
     export(load_options(["--run_dir", str(tmp_path / "run"), "--layout", "huggingface"], "export"))
     trained = load_file(tmp_path / "run" / "huggingface" / "model.safetensors")
     trained = {name.removeprefix("transformer."): x for name, x in trained.items()}
     final = records(tmp_path / "run", "train")[-1]
-    assert trained.keys() == published().keys() - {f"h.{i}.attn.bias" for i in range(LAYERS)} and final["step"] == 2
+    assert (
+        trained.keys() == published().keys() - {f"h.{i}.attn.bias" for i in range(LAYERS)}
+        and final["step"] == 2
+    )
     assert trained["wte.weight"].shape == (VOCABULARY, DIM)  # without the rows that pad ours
     after = nats(oracle(trained, TEXT[:, :-1]), TEXT[:, 1:])
     assert losses[0] - after > 1.2 * (losses[0] - losses[1])  # two updates on
@@ -278,7 +347,10 @@ loss = torch.nn.functional.cross_entropy(torch.tensor(logits).flatten(0, 1), lab
 np.savez(f"{directory}/{verb}.npz", logits=logits, loss=loss, **state)
 """
 SENTENCES = {"inputs": np.arange(48).reshape(4, 12) * 5 % 257}
-SENTENCES = {k: v.astype(np.int32) for k, v in {**SENTENCES, "labels": np.roll(SENTENCES["inputs"], -1, 1)}.items()}
+SENTENCES = {
+    k: v.astype(np.int32)
+    for k, v in {**SENTENCES, "labels": np.roll(SENTENCES["inputs"], -1, 1)}.items()
+}
 
 
 @pytest.mark.slow
@@ -287,7 +359,10 @@ def test_transformers_loads_what_is_exported_with_the_same_state_and_logits(tmp_
     """257 tokens, no multiple of what our embedding is padded to; an update with a rate of zero."""
     with_transformers(TRANSFORMERS, tmp_path, "make", dtype)
     config = {
-        "model": {"target": "GPT", "args": {"num_classes": 257, "layers": 2, "heads": 2, "dim": 32}},
+        "model": {
+            "target": "GPT",
+            "args": {"num_classes": 257, "layers": 2, "heads": 2, "dim": 32},
+        },
         "data": {"target": f"{__name__}.SENTENCES"},
         "loss": {"target": "CausalLM"},
         "steps": 1,
@@ -299,7 +374,14 @@ def test_transformers_loads_what_is_exported_with_the_same_state_and_logits(tmp_
     done = jaxdp("--config", write(tmp_path, json.dumps(config)), "--run_dir", tmp_path / "run",
                  env={"PYTHONPATH": "tests/support:."})  # fmt: skip
     assert "rows 257 to 383 of embed/embedding left as initialized" in done.stdout
-    argv = ["--run_dir", str(tmp_path / "run"), "--layout", "huggingface", "--output", str(tmp_path / "folder")]
+    argv = [
+        "--run_dir",
+        str(tmp_path / "run"),
+        "--layout",
+        "huggingface",
+        "--output",
+        str(tmp_path / "folder"),
+    ]
     export(load_options(argv, "export"))
     with_transformers(TRANSFORMERS, tmp_path / "folder", "load", dtype)
     made, loaded = (np.load(tmp_path / name) for name in ("make.npz", "folder/load.npz"))
@@ -307,4 +389,6 @@ def test_transformers_loads_what_is_exported_with_the_same_state_and_logits(tmp_
     for name in made.files:
         np.testing.assert_array_equal(loaded[name], made[name], err_msg=name)
     tolerance = 1e-5 if dtype == "float32" else 1e-2
-    np.testing.assert_allclose(records(tmp_path / "run", "train")[0]["loss"], made["loss"], rtol=tolerance)
+    np.testing.assert_allclose(
+        records(tmp_path / "run", "train")[0]["loss"], made["loss"], rtol=tolerance
+    )

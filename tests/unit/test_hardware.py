@@ -7,11 +7,19 @@ import yaml
 
 from benchmarks import published
 from jaxdp.analysis import hardware
-from jaxdp.analysis.hardware import HARDWARE, Hardware, collective_seconds, load_hardware, update_seconds
+from jaxdp.analysis.hardware import (
+    HARDWARE,
+    Hardware,
+    collective_seconds,
+    load_hardware,
+    update_seconds,
+)
 from jaxdp.analysis.hlo import WIRE, Collective
 from jaxdp.errors import UsageError
 
-HW = Hardware("toy", {"float32": 1e12}, 1e9, 1e10, 8, 100.0, 0.5, 10.0, 3.0, 0.5, "made up")  # bytes/s and s by hand
+HW = Hardware(
+    "toy", {"float32": 1e12}, 1e9, 1e10, 8, 100.0, 0.5, 10.0, 3.0, 0.5, "made up"
+)  # bytes/s and s by hand
 
 
 def seconds(kind, size, n, g=None):
@@ -61,7 +69,9 @@ def test_every_kind_has_a_cost_and_alone_it_is_free(kind):
 
 def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather_but_for_latency():
     still = HW._replace(intra_latency=0.0, inter_latency=0.0)
-    parts = [collective_seconds(still, kind, 800, 16, 8) for kind in ("reduce-scatter", "all-gather")]
+    parts = [
+        collective_seconds(still, kind, 800, 16, 8) for kind in ("reduce-scatter", "all-gather")
+    ]
     assert collective_seconds(still, "all-reduce", 800, 16, 8) == pytest.approx(sum(parts))
 
 
@@ -89,10 +99,17 @@ def test_an_update_lies_between_two_bounds():
     sent = communication / hardware.NETWORK
     assert got.pop("expected") == pytest.approx(12 + sent - hardware.OVERLAP * 12)
     assert got == pytest.approx(
-        {"compute": 12, "communication": communication, "no_overlap": 12 + communication, "full_overlap": communication}
+        {
+            "compute": 12,
+            "communication": communication,
+            "no_overlap": 12 + communication,
+            "full_overlap": communication,
+        }
     )
     assert update_seconds(HW, 5e12, "float32", [])["full_overlap"] == 10
-    with pytest.raises(UsageError, match=r"hardware.flops.bfloat16: 'toy' has no peak for it; it has: float32"):
+    with pytest.raises(
+        UsageError, match=r"hardware.flops.bfloat16: 'toy' has no peak for it; it has: float32"
+    ):
         update_seconds(HW, 1.0, "bfloat16", [])
 
 
@@ -115,8 +132,11 @@ def test_published_figures():
         450e9,
         50e9,
     )
-    # A gigabyte of gradients over two hosts: 3.9 ms on NVLink, 2.5 ms on the network, a few microseconds of steps.
-    assert collective_seconds(h100, "all-reduce", 1e9, 16) == pytest.approx(6.39e-3 + 19.4e-6, rel=1e-3)
+    # A gigabyte of gradients over two hosts: 3.9 ms on NVLink, 2.5 ms on the network, a few
+    # microseconds of steps.
+    assert collective_seconds(h100, "all-reduce", 1e9, 16) == pytest.approx(
+        6.39e-3 + 19.4e-6, rel=1e-3
+    )
 
 
 def test_the_constants_are_fitted_to_half_of_the_published_runs():
@@ -142,7 +162,9 @@ def written(tmp_path, **fields):
 
 def test_a_file_is_what_it_says(tmp_path):
     assert load_hardware(written(tmp_path)) == HW
-    assert load_hardware(written(tmp_path, memory="80e9", inter_latency=0)).memory == 80e9  # YAML's 80e9 is a text
+    assert (
+        load_hardware(written(tmp_path, memory="80e9", inter_latency=0)).memory == 80e9
+    )  # YAML's 80e9 is a text
     assert isinstance(load_hardware(written(tmp_path, devices_per_host=4.0)).devices_per_host, int)
 
 
@@ -158,8 +180,16 @@ def test_a_file_is_what_it_says(tmp_path):
         ("inter_latency", -1e-6, '"inter_latency": Not of type NonNegativeFloat: -1e-06'),
         ("flops", 1e12, '"flops": Expected a .*dict'),
         ("flops", {"bfloat16": "fast"}, "\"flops\": Not of type PositiveFloat: .* 'fast'"),
-        ("efficiency", 50, '"efficiency": Not of type Share: 50 does not conform to restriction v>0 and v<=1'),
-        ("devices_per_host", 2.5, '"devices_per_host": Not of type PositiveInt: 2.5 not an integer'),
+        (
+            "efficiency",
+            50,
+            '"efficiency": Not of type Share: 50 does not conform to restriction v>0 and v<=1',
+        ),
+        (
+            "devices_per_host",
+            2.5,
+            '"devices_per_host": Not of type PositiveInt: 2.5 not an integer',
+        ),
         ("source", 7, '"source": Expected a .*str'),
     ],
 )
@@ -171,7 +201,8 @@ def test_a_wrong_field_is_named(tmp_path, field, value, says):
 
 def test_an_unknown_name_suggests_the_nearest(tmp_path):
     with pytest.raises(
-        UsageError, match=r"hardware: 'h200' is neither a file nor known; did you mean 'h200-nvlink-ib400'"
+        UsageError,
+        match=r"hardware: 'h200' is neither a file nor known; did you mean 'h200-nvlink-ib400'",
     ):
         load_hardware("h200")
     with pytest.raises(UsageError, match="known: h100-nvlink-ib400, h200"):
@@ -182,6 +213,8 @@ def test_an_unknown_name_suggests_the_nearest(tmp_path):
 def test_a_file_that_is_no_mapping(tmp_path, text):
     file = tmp_path / "bad.yaml"
     file.write_text(text)
-    with pytest.raises(UsageError, match=r"hardware: '.*bad.yaml' (has no fields|cannot be read)") as error:
+    with pytest.raises(
+        UsageError, match=r"hardware: '.*bad.yaml' (has no fields|cannot be read)"
+    ) as error:
         load_hardware(str(file))
     assert "\n" not in str(error.value)

@@ -1,4 +1,6 @@
-"""What a compiled program moves is read right: kinds, bytes, dtypes, groups, and times the loops around it."""
+"""What a compiled program moves is read right: kinds, bytes, dtypes, groups, and times the loops
+around it.
+"""
 
 import textwrap
 
@@ -56,7 +58,10 @@ def test_the_whole_array_is_what_is_scattered_and_gathered():
     assert scatter[:6] == ("reduce-scatter", 1, 96, "float32", 4, ROWS)
     assert gather[:6] == ("all-gather", 1, 96, "float32", 4, ROWS)
     assert scatter.wire == gather.wire == 96
-    assert summarize([scatter, gather]) == {"reduce-scatter": (1, 96, 96), "all-gather": (1, 96, 96)}
+    assert summarize([scatter, gather]) == {
+        "reduce-scatter": (1, 96, 96),
+        "all-gather": (1, 96, 96),
+    }
 
 
 def test_a_group_along_either_axis():
@@ -73,7 +78,9 @@ def test_nested_loops_multiply():
 
         def outer(c, _):
             c, _ = jax.lax.scan(inner, c, None, length=3)
-            return jnp.sin(jax.lax.all_gather(jax.lax.psum_scatter(c, "r", tiled=True), "r", tiled=True)), None
+            return jnp.sin(
+                jax.lax.all_gather(jax.lax.psum_scatter(c, "r", tiled=True), "r", tiled=True)
+            ), None
 
         return jax.lax.scan(outer, x, None, length=5)[0]
 
@@ -93,15 +100,24 @@ def test_what_only_the_run_knows_is_flagged():
     assert brief(found(f, X)) == [("all-reduce", 1, 96, "float32", n, False) for n in (4, 2)]
 
 
-@pytest.mark.parametrize("over", [mapped, lambda f: jax.pmap(f, axis_name="d")], ids=["shard_map", "pmap"])
+@pytest.mark.parametrize(
+    "over", [mapped, lambda f: jax.pmap(f, axis_name="d")], ids=["shard_map", "pmap"]
+)
 def test_a_loop_that_names_its_length_is_counted(over):
     """Also around another, and inside a loop of unknown length."""
 
     def f(x):
         live, like = opaque_true(x[0, 0].astype(jnp.int32)), x[0]
-        add = lambda c, y: (c + jax.lax.psum(c + y, "d"), y)
-        outer = lambda c, y: (scan_unfused(add, c, x[:3], live, like)[0] + jax.lax.pmin(c, "d"), y)
-        scan = lambda c: scan_unfused(outer, c, x[:5], live, like)[0]
+
+        def add(c, y):
+            return (c + jax.lax.psum(c + y, "d"), y)
+
+        def outer(c, y):
+            return (scan_unfused(add, c, x[:3], live, like)[0] + jax.lax.pmin(c, "d"), y)
+
+        def scan(c):
+            return scan_unfused(outer, c, x[:5], live, like)[0]
+
         return jax.lax.while_loop(lambda c: c.sum() < 9, scan, x[0])
 
     lowered = over(f).lower(X if over is mapped else jnp.ones((8, *X.shape)))
@@ -116,9 +132,10 @@ def test_narrow_floats_are_recovered_beside_wide_ones():
         ("all-reduce", 1, 20, "float32", 8, True),
         ("all-reduce", 1, 48, "bfloat16", 8, True),
     ]
-    assert {c.dtype for c in collectives(mapped(lambda x: jax.lax.psum(x, "d")).lower(x).compile().as_text())} == {
-        "float32"
-    }, "XLA:CPU no longer widens: the second text is not needed"
+    assert {
+        c.dtype
+        for c in collectives(mapped(lambda x: jax.lax.psum(x, "d")).lower(x).compile().as_text())
+    } == {"float32"}, "XLA:CPU no longer widens: the second text is not needed"
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -142,7 +159,9 @@ def test_a_float32_of_the_same_size_stays():
 
 def test_integers_and_booleans():
     x = jnp.ones((8, 3), jnp.int8)
-    assert brief(found(lambda x: jax.lax.pmax(x, "d"), x)) == [("all-reduce", 1, 24, "int8", 4, True)]
+    assert brief(found(lambda x: jax.lax.pmax(x, "d"), x)) == [
+        ("all-reduce", 1, 24, "int8", 4, True)
+    ]
     assert brief(found(lambda x: jax.lax.all_gather(x > 0, "d"), x))[0][:3] == ("all-gather", 1, 96)
 
 
@@ -152,20 +171,30 @@ def test_many_operands_are_one_collective():
 
 
 def test_what_the_partitioner_inserts_is_seen():
-    put = lambda x, spec: jax.device_put(x, NamedSharding(MESH, spec))
+    def put(x, spec):
+        return jax.device_put(x, NamedSharding(MESH, spec))
+
     a, b = put(jnp.ones((16, 32)), P(None, "d")), put(jnp.ones((32, 8)), P("d", None))
     compiled = jax.jit(jnp.dot, out_shardings=NamedSharding(MESH, P())).lower(a, b).compile()
-    assert [c[:6] for c in collectives(compiled.as_text())] == [("all-reduce", 1, 16 * 8 * 4, "float32", 4, ROWS)]
+    assert [c[:6] for c in collectives(compiled.as_text())] == [
+        ("all-reduce", 1, 16 * 8 * 4, "float32", 4, ROWS)
+    ]
 
 
 def test_pmap():
     lowered = jax.pmap(lambda x: jax.lax.psum(x, "i"), axis_name="i").lower(X)
-    assert [c[:6] for c in collectives(lowered.compile().as_text())] == [("all-reduce", 1, 12, "float32", 8, ALL)]
+    assert [c[:6] for c in collectives(lowered.compile().as_text())] == [
+        ("all-reduce", 1, 12, "float32", 8, ALL)
+    ]
 
 
 def test_groups_follow_the_mesh_and_not_the_device_ids():
     axes = (AxisType.Auto,) * 3
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2).transpose(2, 1, 0), ("a", "b", "c"), axis_types=axes)
+    mesh = Mesh(
+        np.array(jax.devices()).reshape(2, 2, 2).transpose(2, 1, 0),
+        ("a", "b", "c"),
+        axis_types=axes,
+    )
     (c,) = found(lambda x: jax.lax.all_gather(x, ("c", "a")), X, mesh=mesh)
     assert c[:6] == ("all-gather", 1, 4 * 96, "float32", 4, ((0, 4, 1, 5), (2, 6, 3, 7)))
 
@@ -253,7 +282,9 @@ def test_a_gpu_program():
     assert got[2].groups == ((0, 2, 4, 6), (1, 3, 5, 7)) and got[7].groups == ((0, 4), (1, 5))
 
 
-@pytest.mark.parametrize("count, exact", [("", False), (', backend_config={"known_trip_count":{"n":"3"}}', True)])
+@pytest.mark.parametrize(
+    "count, exact", [("", False), (', backend_config={"known_trip_count":{"n":"3"}}', True)]
+)
 def test_a_loop_in_a_loop_of_unknown_length(count, exact):
     text = f"""
         HloModule m, num_partitions=2
@@ -271,7 +302,9 @@ def test_a_loop_in_a_loop_of_unknown_length(count, exact):
           ROOT %w = f32[4] while(%twice), condition=%c, body=%outer{count}
         }}
     """
-    assert brief(read(text)) == [("all-reduce", 5 * (1 + (3 if exact else 1)), 16, "float32", 2, exact)]
+    assert brief(read(text)) == [
+        ("all-reduce", 5 * (1 + (3 if exact else 1)), 16, "float32", 2, exact)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,11 @@ import pytest
 from jaxdp.distributed import hosts
 
 GROUPS = {
-    "version 2": ("0::/a/b\n", {"a/cpu.max": "150000 100000\n", "a/b/cpu.max": "max 100000\n"}, 1.5),
+    "version 2": (
+        "0::/a/b\n",
+        {"a/cpu.max": "150000 100000\n", "a/b/cpu.max": "max 100000\n"},
+        1.5,
+    ),
     "version 2 in a container": ("0::/\n", {"cpu.max": "50000 100000\n"}, 0.5),
     "version 1": (
         "3:cpu,cpuacct:/docker/x\n1:memory:/docker/x\n",
@@ -21,7 +25,11 @@ GROUPS = {
     ),
     "no limit": (
         "3:cpu,cpuacct:/\n0::/\n",
-        {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n", "cpu.max": "max 100000\n"},
+        {
+            "cpu/cpu.cfs_quota_us": "-1\n",
+            "cpu/cpu.cfs_period_us": "100000\n",
+            "cpu.max": "max 100000\n",
+        },
         math.inf,
     ),
 }

@@ -24,7 +24,10 @@ def on_devices(kind, f, *xs):
     if kind == "pmap":
         return jax.tree.map(np.asarray, jax.pmap(f, "i")(*xs))
     spec = P("i")
-    each = lambda *rows: jax.tree.map(lambda y: y[None], f(*(row[0] for row in rows)))
+
+    def each(*rows):
+        return jax.tree.map(lambda y: y[None], f(*(row[0] for row in rows)))
+
     mesh = Mesh(np.array(jax.devices()[:N]), ("i",))
     mapped = jax.shard_map(each, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     return jax.tree.map(np.asarray, jax.jit(mapped)(*xs))
@@ -32,7 +35,9 @@ def on_devices(kind, f, *xs):
 
 def values(dtype="float32", shape=(N, 8, 3)):
     x = np.random.default_rng(3).integers(0 if dtype[0] in "ub" else -2, 3, shape)
-    return (x + 1j * x[:, ::-1]).astype(dtype) if dtype == "complex64" else x.astype(jnp.dtype(dtype))
+    return (
+        (x + 1j * x[:, ::-1]).astype(dtype) if dtype == "complex64" else x.astype(jnp.dtype(dtype))
+    )
 
 
 def group_of(groups, rank):
@@ -41,7 +46,11 @@ def group_of(groups, rank):
 
 def reduced(op, rows):
     out = functools.reduce(NUMPY[op], rows)
-    return (out.astype(np.complex128) / len(rows)).astype(out.dtype) if op == "avg" else out.astype(rows[0].dtype)
+    return (
+        (out.astype(np.complex128) / len(rows)).astype(out.dtype)
+        if op == "avg"
+        else out.astype(rows[0].dtype)
+    )
 
 
 def same(got, want):
@@ -54,7 +63,9 @@ def same(got, want):
 @pytest.mark.parametrize("groups", [None, EVEN, UNEVEN], ids=["all", "even", "uneven"])
 @pytest.mark.parametrize("op", [*NUMPY])
 def test_reductions(op, groups):
-    fits = lambda d: d != "bool" if op == "avg" else d != "complex64" or op in ("sum", "prod")
+    def fits(d):
+        return d != "bool" if op == "avg" else d != "complex64" or op in ("sum", "prod")
+
     dtypes = [d for d in DTYPES if fits(d) and not (op == "avg" and d in ("int8", "uint32"))]
     xs = [values(d) for d in dtypes]
     roots = 2 if groups is None else [g[1] for g in groups]
@@ -130,7 +141,10 @@ def test_reduce_scatter_of_a_list_in_both_senses():
     xs = [values(shape=(N, 8, 3)) + j for j in range(N)]
     each, one = on_devices(
         "pmap",
-        lambda *x: (lax.reduce_scatter(list(x), "i"), lax.reduce_scatter(list(x), "i", "max", per_rank=True)),
+        lambda *x: (
+            lax.reduce_scatter(list(x), "i"),
+            lax.reduce_scatter(list(x), "i", "max", per_rank=True),
+        ),
         *xs,
     )
     for r in range(N):
@@ -144,7 +158,11 @@ def test_nan_stays_and_halves_are_rounded_once():
     x[3, 0] = np.nan
     for op in NUMPY:
         got = on_devices("pmap", lambda a, op=op: lax.allreduce(a, "i", op, EVEN), x)
-        assert np.isnan(got[:4, 0]).all() and not np.isnan(got[4:]).any() and not np.isnan(got[:, 1]).any()
+        assert (
+            np.isnan(got[:4, 0]).all()
+            and not np.isnan(got[4:]).any()
+            and not np.isnan(got[:, 1]).any()
+        )
     big = np.where(np.arange(N) == 0, 256, 1).astype(jnp.bfloat16)
     got = on_devices("pmap", lambda a: lax.allreduce(a, "i"), big)
     same(got, np.full(N, np.float32(263)).astype(jnp.bfloat16))
@@ -152,7 +170,9 @@ def test_nan_stays_and_halves_are_rounded_once():
 
 @pytest.mark.slow
 def test_gradients_are_those_of_the_same_function_without_devices():
-    """d/dx of sum over devices of w . f(x): what each moves is linear, and so its transpose moves back."""
+    """d/dx of sum over devices of w . f(x): what each moves is linear, and so its transpose moves
+    back.
+    """
     x, w = values(shape=(N, 8)), np.random.default_rng(4).normal(size=(N, 64)).astype(np.float32)
     plain = {
         "avg": lambda a: jnp.broadcast_to(a.mean(0), a.shape),
@@ -174,7 +194,10 @@ def test_gradients_are_those_of_the_same_function_without_devices():
         "reduce_scatter": lambda a: lax.reduce_scatter(a, "i"),
         "send": lambda a: lax.send_recv(a, "i", 6, 1),
     }
-    dot = lambda y, v: (y * v[: y.size]).sum()
+
+    def dot(y, v):
+        return (y * v[: y.size]).sum()
+
     for name, f in mapped.items():
         got = on_devices("shard_map", lambda a, v, f=f: jax.grad(lambda b: dot(f(b), v))(a), x, w)
         want = jax.grad(lambda b, g=plain[name]: sum(dot(y, v) for y, v in zip(g(b), w)))(x)
@@ -192,8 +215,14 @@ def test_gradients_are_those_of_the_same_function_without_devices():
         (lambda x: lax.broadcast(x, "i", 8), "root=8 is not a rank"),
         (lambda x: lax.reduce_scatter(x[:3], "i"), "8 equal chunks"),
         (lambda x: lax.reduce_scatter([x] * 3, "i", per_rank=True), "a list of 8"),
-        (lambda x: lax.reduce_scatter([x[:1]] + [x] * 7, "i", per_rank=True), "8 arrays of one type and shape"),
-        (lambda x: lax.reduce_scatter([x.astype(int)] + [x] * 7, "i", per_rank=True), "of one type and shape"),
+        (
+            lambda x: lax.reduce_scatter([x[:1]] + [x] * 7, "i", per_rank=True),
+            "8 arrays of one type and shape",
+        ),
+        (
+            lambda x: lax.reduce_scatter([x.astype(int)] + [x] * 7, "i", per_rank=True),
+            "of one type and shape",
+        ),
         (lambda x: lax.reduce_scatter([{"a": x}] * 8, "i", per_rank=True), "of one type and shape"),
         (lambda x: lax.allreduce(x, "j"), "no axis 'j' is mapped here"),
         (lambda x: lax.allreduce(x, "i", ["sum"]), "op=['sum'] is not one of"),

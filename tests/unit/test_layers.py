@@ -91,7 +91,10 @@ def test_each_layer_imports_only_those_before_it():
 
 def test_no_module_imports_itself_through_others():
     names = modules()
-    graph = {name: {o for o in imports(file, names) if o not in ("jaxdp", name)} for name, file in names.items()}
+    graph = {
+        name: {o for o in imports(file, names) if o not in ("jaxdp", name)}
+        for name, file in names.items()
+    }
     done, path = set(), []
 
     def visit(name):
@@ -121,7 +124,11 @@ def test_no_test_module_imports_another():
 
 def test_the_config_is_known_to_few():
     names = modules()
-    users = {layer(name) for name, file in names.items() if any(layer(o) == "config" for o in imports(file, names))}
+    users = {
+        layer(name)
+        for name, file in names.items()
+        if any(layer(o) == "config" for o in imports(file, names))
+    }
     assert users == NEED_CONFIG
 
 
@@ -142,15 +149,29 @@ def test_every_text_file_has_an_encoding():
     """Not that of the locale: for files, and for what other programs print."""
     found, missing = 0, []
     for file in [*ROOT.rglob("*.py"), *(ROOT.parent / "examples").rglob("*.py")]:
-        calls = [node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+        calls = [
+            node
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+            if isinstance(node, ast.Call)
+        ]
         for call in calls:
             is_method = isinstance(call.func, ast.Attribute)
             name = call.func.attr if is_method else getattr(call.func, "id", "")
             keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
             constants = [ast.literal_eval(x) for x in call.args if isinstance(x, ast.Constant)]
-            opens = name == "fdopen" or (name == "open" and (not is_method or constants or not call.args))
-            is_text = opens and not {"rb", "wb", "ab"} & {*constants} and not ast.unparse(call).startswith("os.open(")
-            if is_text or keywords.get("text") == "True" or (is_method and name in ("read_text", "write_text")):
+            opens = name == "fdopen" or (
+                name == "open" and (not is_method or constants or not call.args)
+            )
+            is_text = (
+                opens
+                and not {"rb", "wb", "ab"} & {*constants}
+                and not ast.unparse(call).startswith("os.open(")
+            )
+            if (
+                is_text
+                or keywords.get("text") == "True"
+                or (is_method and name in ("read_text", "write_text"))
+            ):
                 found += 1
                 missing += [f"{file}:{call.lineno}"] * ("encoding" not in keywords)
     assert found > 30 and not missing

@@ -1,4 +1,6 @@
-"""The loop from plain objects, without a config: evaluation, faults of a reader, resuming with carried state."""
+"""The loop from plain objects, without a config: evaluation, faults of a reader, resuming with
+carried state.
+"""
 
 import contextlib
 import dataclasses
@@ -37,7 +39,9 @@ def test_evaluation_counts_every_example_once(tmp_path, where):
     logits, _ = model.apply(state.params, state.model_state, batch, jax.random.key(0), False)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, held_out["labels"])
     assert final["loss"] == pytest.approx(float(losses.mean()), rel=1e-5)
-    assert final["accuracy"] == pytest.approx(float((logits.argmax(-1) == held_out["labels"]).mean()), abs=1e-6)
+    assert final["accuracy"] == pytest.approx(
+        float((logits.argmax(-1) == held_out["labels"]).mean()), abs=1e-6
+    )
     assert final["params_sha256"] == params_sha256(state.params)
     kinds = [(r["split"], r["step"]) for r in run.log.writer.records]
     assert kinds == [("train", 2), ("eval", 3), ("train", 4), ("train", 6), ("final", 6)]
@@ -51,7 +55,9 @@ class Broken(Arrays):
 
 
 def test_an_evaluation_does_not_go_on_from_training(tmp_path):
-    """Of a data set that says itself where what is carried begins anew, which may be later than its first example."""
+    """Of a data set that says itself where what is carried begins anew, which may be later than its
+    first example.
+    """
     examples = {**toys.data(60), "reset": np.arange(60) == 33}
     run = make_run(tmp_path, toys.summing(), examples=examples, held_out=examples)
     program, state = run.strategy.compile(run.step), run.strategy.init()
@@ -79,7 +85,9 @@ class Counting(Monitor):
 @pytest.mark.parametrize("where", first(1, [("pjit", 3), ("pmap", 1)]), ids=str)
 @pytest.mark.parametrize("steps_per_call", only([1, 3], [1, 3, 16]))
 def test_a_run_that_is_halted_ends_a_few_updates_later(tmp_path, steps_per_call, where):
-    """Also where nothing is logged, evaluated or saved until the end; the state is that before the halt."""
+    """Also where nothing is logged, evaluated or saved until the end; the state is that before the
+    halt.
+    """
     backend, devices = where
     data = toys.data(60)
     data["inputs"][:, 0] = np.nan
@@ -87,9 +95,8 @@ def test_a_run_that_is_halted_ends_a_few_updates_later(tmp_path, steps_per_call,
         tmp_path, toys.MODELS["mlp"](), backend, devices, examples=data, steps=400, log_every=1000,
         steps_per_call=steps_per_call, watch=(watch := Counting()), directory=tmp_path,
     )  # fmt: skip
-    words = (
-        "updates 1 to 10 were not finite, 10 in a row .* there is no checkpoint; the batch of update 1 has inputs not "
-    )
+    words = "updates 1 to 10 were not finite, 10 in a row .* there is no checkpoint; "
+    words += "the batch of update 1 has inputs not "
     with pytest.raises(RunFailed, match=words + "finite in 20 examples, labels from 0 to 2;"):
         loop.fit(run)
     assert watch.made <= 10 + BEHIND + 2 * steps_per_call and not run.checkpoints.steps()
@@ -114,7 +121,9 @@ class Checked(Arrays):
 @pytest.mark.parametrize("steps_per_call", first(1, [4, 1]))
 @pytest.mark.parametrize("where", ["train", "eval", "last"])
 def test_a_label_that_is_no_class_is_named_as_soon_as_it_is_seen(tmp_path, where, steps_per_call):
-    """One of 60, with batches between that have none; and one of the evaluation, or of the last update."""
+    """One of 60, with batches between that have none; and one of the evaluation, or of the last
+    update.
+    """
     data, watch, loss = toys.data(60), Counting(), SoftmaxCrossEntropy()
     data["labels"][7] = toys.CLASSES
     sound = toys.data(60)
@@ -125,8 +134,14 @@ def test_a_label_that_is_no_class_is_named_as_soon_as_it_is_seen(tmp_path, where
         steps=3 if where == "last" else 400, log_every=1000, eval_every=8, steps_per_call=steps_per_call, watch=watch,
     )  # fmt: skip
     check = functools.partial(loss.check, shapes)
-    checked = lambda source: dataclasses.replace(source, check=check)
-    sources = {"train": checked(run.data.train), "eval": {name: checked(x) for name, x in run.data.eval.items()}}
+
+    def checked(source):
+        return dataclasses.replace(source, check=check)
+
+    sources = {
+        "train": checked(run.data.train),
+        "eval": {name: checked(x) for name, x in run.data.eval.items()},
+    }
     run = run.replace(**sources)
     batch = "batch 0 of the evaluation" if where == "eval" else r"the batch of update \d"
     words = rf"a label is 3, but the model's outputs are for 3 classes, 0 to 2; number .* \(in {batch}\)"
@@ -141,18 +156,29 @@ def test_a_loss_that_is_not_finite_for_another_reason_ends_nothing(tmp_path):
     data, made = toys.data(60), []
     data["inputs"][7] = np.nan
     for name in ("looks", "does not"):
-        run = make_run(tmp_path / name, toys.MODELS["mlp"](), examples=data, steps=30, log_every=5, save_every=4)
+        run = make_run(
+            tmp_path / name,
+            toys.MODELS["mlp"](),
+            examples=data,
+            steps=30,
+            log_every=5,
+            save_every=4,
+        )
         asked = []
         check = asked.append if name == "looks" else None
         run = run.replace(train=dataclasses.replace(run.data.train, check=check))
         final, _ = loop.fit(run)
         records = [(r["step"], r.get("loss")) for r in run.log.writer.records]
         made.append((final["params_sha256"], records, sorted(run.checkpoints.steps())))
-        assert len(asked) == (EXAMINED if check else 0) and all(np.isnan(e["inputs"]).any() for e in asked)
+        assert len(asked) == (EXAMINED if check else 0) and all(
+            np.isnan(e["inputs"]).any() for e in asked
+        )
     np.testing.assert_equal(made[0], made[1])
 
 
-@pytest.mark.parametrize("every, lost", [(4, "the last 2 updates came after the last outer step"), (3, ""), (1, "")])
+@pytest.mark.parametrize(
+    "every, lost", [(4, "the last 2 updates came after the last outer step"), (3, ""), (1, "")]
+)
 def test_updates_that_an_outer_step_did_not_follow_are_counted(tmp_path, every, lost):
     """The data may end between two outer steps."""
     run = make_run(tmp_path, toys.MODELS["mlp"](), outer_every=every)
@@ -215,21 +241,35 @@ def test_old_checkpoints_go_and_stray_directories_are_no_steps(tmp_path):
 
 def test_a_resumed_metrics_file_has_no_torn_or_later_lines(tmp_path):
     file = tmp_path / "metrics.jsonl"
-    file.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": NaN}\n{"step": 3, "loss": 1.0}\n{"st')
+    file.write_text(
+        '{"step": 1, "loss": 1.0}\n{"step": 2, "loss": NaN}\n{"step": 3, "loss": 1.0}\n{"st'
+    )
     lines = JsonLines(file, keep_until=2)
     lines.write({"step": 3, "split": "train", "loss": float("inf")})
     lines.close()
     assert [r["step"] for r in read(file)] == [1, 2, 3]
     assert float(read(file)[2]["loss"]) == np.inf
-    file.write_text("".join(f'{{"step": {n}, "split": "{split}"}}\n' for n in (2, 4) for split in ("train", "eval")))
+    file.write_text(
+        "".join(
+            f'{{"step": {n}, "split": "{split}"}}\n' for n in (2, 4) for split in ("train", "eval")
+        )
+    )
     JsonLines(file, keep_until=4, evaluated=False).close()  # it will be made again
-    assert [(r["step"], r["split"]) for r in read(file)] == [(2, "train"), (2, "eval"), (4, "train")]
+    assert [(r["step"], r["split"]) for r in read(file)] == [
+        (2, "train"),
+        (2, "eval"),
+        (4, "train"),
+    ]
 
 
 def test_a_long_metrics_file_is_read_from_its_end(tmp_path):
     file, line = tmp_path / "metrics.jsonl", '{{"step": {}, "split": "train"}}\n'.format
     begin = "not read, and kept\n" + "".join(map(line, range(1, 9_990)))
-    late = [*range(9_991, 10_100), 9_990, *range(10_100, 10_300)]  # update 9,990 came late, from another process
+    late = [
+        *range(9_991, 10_100),
+        9_990,
+        *range(10_100, 10_300),
+    ]  # update 9,990 came late, from another process
     file.write_text(begin + "".join(map(line, late)))
     assert [r["step"] for r in read(file, 10_200)] == late[-100 - ENOUGH :]
     JsonLines(file, keep_until=9_995).close()
@@ -239,13 +279,19 @@ def test_a_long_metrics_file_is_read_from_its_end(tmp_path):
 @pytest.mark.parametrize(
     ("final", "evaluated", "kept"),
     [
-        ({"loss": 0.5}, True, [{"step": 4, "split": "eval", "time": 1.0, "loss": 0.5}]),  # it is not made again
+        (
+            {"loss": 0.5},
+            True,
+            [{"step": 4, "split": "eval", "time": 1.0, "loss": 0.5}],
+        ),  # it is not made again
         ({"loss": 0.5}, False, []),
         ({"loss": 0.5, "stopped": "enough"}, True, []),  # it has a line of its own
         ({"loss": 0.5, "loss_of": "the last batch"}, True, []),
     ],
 )
-def test_the_last_evaluation_of_a_run_that_is_made_longer_gets_a_line(tmp_path, final, evaluated, kept):
+def test_the_last_evaluation_of_a_run_that_is_made_longer_gets_a_line(
+    tmp_path, final, evaluated, kept
+):
     file = tmp_path / "metrics.jsonl"
     other = {"params_sha256": "0", "goodput": 0.5, "time": 1.0}
     file.write_text(json.dumps({"step": 4, "split": "final", **final, **other}) + "\n")

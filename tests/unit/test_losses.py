@@ -1,4 +1,6 @@
-"""Losses by themselves: their sums, logits in pieces, several tasks; and one that couples examples, on any devices."""
+"""Losses by themselves: their sums, logits in pieces, several tasks; and one that couples examples,
+on any devices.
+"""
 
 import dataclasses
 
@@ -33,7 +35,9 @@ def some(shape=(ROWS,)):
 def test_cross_entropy_is_numpy_s(smoothing):
     scores, batch = some((4, 3))
     with jax.enable_x64(True):
-        total, weight, metrics = SoftmaxCrossEntropy(smoothing, top_k=[1, 3])(jnp.asarray(scores), batch)
+        total, weight, metrics = SoftmaxCrossEntropy(smoothing, top_k=[1, 3])(
+            jnp.asarray(scores), batch
+        )
     logs = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
     target = np.eye(CLASSES)[batch["labels"]] * (1 - smoothing) + smoothing / CLASSES
     mask = batch["mask"]
@@ -49,7 +53,11 @@ def test_equal_logits_are_ranked_as_by_argmax():
     labels = np.arange(CLASSES, dtype=np.int32)
     batch = {"labels": labels, "mask": np.ones(CLASSES, np.float32)}
     metrics = SoftmaxCrossEntropy(top_k=[1, 3])(jnp.zeros((CLASSES, CLASSES)), batch)[2]
-    assert [float(metrics[name]) for name in ("accuracy", "top1_accuracy", "top3_accuracy")] == [1, 1, 3]
+    assert [float(metrics[name]) for name in ("accuracy", "top1_accuracy", "top3_accuracy")] == [
+        1,
+        1,
+        3,
+    ]
 
 
 def test_outputs_that_are_no_numbers_are_no_hits():
@@ -69,12 +77,19 @@ def test_a_label_that_is_no_class_is_not_finite_and_where_the_mask_is_0_it_is_no
     )
     run = jax.value_and_grad(lambda scores, batch: SoftmaxCrossEntropy()(scores, batch)[0])
     value, grad = run(scores, batch)
-    assert float(value) == pytest.approx(1.5 * np.log(3)) and not grad[2:].any() and np.isfinite(grad).all()
+    assert (
+        float(value) == pytest.approx(1.5 * np.log(3))
+        and not grad[2:].any()
+        and np.isfinite(grad).all()
+    )
     SoftmaxCrossEntropy().check(scores, batch)
     for label, kind in ((-1, np.int32), (3, np.uint8)):
         wrong = {**batch, "labels": np.array([0, label, 0, 0], kind)}
         assert np.isnan(run(scores, wrong)[0])
-        with pytest.raises(UsageError, match=f"tasks.a: a label is {label}, but the model's outputs are for 3 classes"):
+        with pytest.raises(
+            UsageError,
+            match=f"tasks.a: a label is {label}, but the model's outputs are for 3 classes",
+        ):
             task = {"target": "SoftmaxCrossEntropy", "labels": "labels"}
             MultiTask({"a": task}).check({"a": scores}, wrong)
 
@@ -83,25 +98,33 @@ def test_a_label_that_is_no_class_is_not_finite_and_where_the_mask_is_0_it_is_no
 def test_probabilities_are_labels_too():
     scores, batch = some()
     hard = SoftmaxCrossEntropy(0.1)(jnp.asarray(scores), batch)
-    soft = SoftmaxCrossEntropy(0.1)(jnp.asarray(scores), {**batch, "labels": np.eye(CLASSES)[batch["labels"]]})
+    soft = SoftmaxCrossEntropy(0.1)(
+        jnp.asarray(scores), {**batch, "labels": np.eye(CLASSES)[batch["labels"]]}
+    )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), hard, soft)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_logits_in_pieces_are_the_whole(monkeypatch, dtype):
-    """Values and gradients, with rows beyond the vocabulary; and no array of the program is as large as all logits."""
+    """Values and gradients, with rows beyond the vocabulary; and no array of the program is as
+    large as all logits.
+    """
     tokens, dim, rows, classes = 40, 8, 128, 100
     tolerance = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.02}[dtype]
     with jax.enable_x64(True):
-        x, kernel = (jnp.asarray(RNG.normal(size=s), dtype) for s in ((2, tokens // 2, dim), (rows, dim)))
+        x, kernel = (
+            jnp.asarray(RNG.normal(size=s), dtype) for s in ((2, tokens // 2, dim), (rows, dim))
+        )
         labels = RNG.integers(classes, size=x.shape[:2])
         mask = RNG.integers(2, size=labels.shape).astype(np.float32)
         loss = CausalLM(0.1, top_k=[5])
 
         def sums(x, kernel, whole):
             outputs = Logits(x, kernel, classes)
-            total, weight, metrics = loss(outputs.compute() if whole else outputs, {"labels": labels, "mask": mask})
+            total, weight, metrics = loss(
+                outputs.compute() if whole else outputs, {"labels": labels, "mask": mask}
+            )
             return total, (weight, metrics)
 
         run = jax.jit(jax.value_and_grad(sums, argnums=(0, 1), has_aux=True), static_argnums=2)
@@ -113,11 +136,15 @@ def test_logits_in_pieces_are_the_whole(monkeypatch, dtype):
             assert toys.relative_error(got, want)[0] < tolerance
             assert np.all(np.asarray(got[1][1], np.float64)[classes:] == 0)
             text = run.lower(x, kernel, False).compile().as_text()
-            assert (f"{tokens},{rows}" in text or f"{tokens},{classes}" in text) == (at_once > tokens * rows)
+            assert (f"{tokens},{rows}" in text or f"{tokens},{classes}" in text) == (
+                at_once > tokens * rows
+            )
 
 
 def test_pieces_of_logits_are_larger_on_accelerators():
-    """Where each costs another pass over the kernel, of GPT-2 77 MB in bfloat16; there in rows that fill tiles."""
+    """Where each costs another pass over the kernel, of GPT-2 77 MB in bfloat16; there in rows that
+    fill tiles.
+    """
     assert [rows_at_once(50_304, cpu) for cpu in (True, False)] == [333, 5_248]
     assert rows_at_once(2**29, False) == 1 and rows_at_once(2**22, False) == 64
 
@@ -131,15 +158,23 @@ def test_tasks_add_up_by_their_weights():
     """One over examples, one over tokens: each counts as the mean over its own elements."""
     scores, batch = some()
     tokens = RNG.normal(size=(ROWS, 5))
-    batch |= {"class": batch.pop("labels"), "height": RNG.normal(size=(ROWS, 5)), "mask": np.ones(ROWS)}
+    batch |= {
+        "class": batch.pop("labels"),
+        "height": RNG.normal(size=(ROWS, 5)),
+        "mask": np.ones(ROWS),
+    }
     loss = MultiTask(
         {
             "class": {"target": "SoftmaxCrossEntropy"},
             "depth": {"target": "MeanSquaredError", "weight": 0.5, "labels": "height"},
         }
     )
-    total, weight, metrics = loss({"class": jnp.asarray(scores), "depth": jnp.asarray(tokens)}, batch)
-    own, _, accuracy = SoftmaxCrossEntropy()(jnp.asarray(scores), {**batch, "labels": batch["class"]})
+    total, weight, metrics = loss(
+        {"class": jnp.asarray(scores), "depth": jnp.asarray(tokens)}, batch
+    )
+    own, _, accuracy = SoftmaxCrossEntropy()(
+        jnp.asarray(scores), {**batch, "labels": batch["class"]}
+    )
     other, *_ = MeanSquaredError()(jnp.asarray(tokens), {**batch, "labels": batch["height"]})
     np.testing.assert_allclose(total, own + 0.5 * other, rtol=1e-5)
     assert float(weight) == ROWS and set(metrics) == {"class_loss", "class_accuracy", "depth_loss"}
@@ -147,7 +182,10 @@ def test_tasks_add_up_by_their_weights():
 
 
 SOFT = np.full((2, 4, CLASSES), 1 / CLASSES, np.float32)
-TASKS = {"a": {"target": "SoftmaxCrossEntropy"}, "b": {"target": "MeanSquaredError", "labels": "heights"}}
+TASKS = {
+    "a": {"target": "SoftmaxCrossEntropy"},
+    "b": {"target": "MeanSquaredError", "labels": "heights"},
+}
 EXCLUDED = {  # name: (the loss, outputs [example, token, ...] -> its outputs, labels)
     "tokens": (CausalLM(0.1, top_k=[1, 3]), lambda x: x, np.ones((2, 4), np.int32)),
     "lazy": (CausalLM(), lambda x: Logits(x, jnp.ones((8, CLASSES)), 7), np.ones((2, 4), np.int32)),
@@ -163,7 +201,9 @@ EXCLUDED = {  # name: (the loss, outputs [example, token, ...] -> its outputs, l
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("name", EXCLUDED)
 def test_outputs_and_labels_that_the_mask_excludes_are_not_read(name):
-    """Neither by the loss and its metrics nor by its gradient, which is 0 there; of some, and of all."""
+    """Neither by the loss and its metrics nor by its gradient, which is 0 there; of some, and of
+    all.
+    """
     loss, form, labels = EXCLUDED[name]
     x = np.random.default_rng(0).normal(size=(2, 4, CLASSES)).astype(np.float32)
 
@@ -174,11 +214,18 @@ def test_outputs_and_labels_that_the_mask_excludes_are_not_read(name):
 
     @jax.jit
     def run(x, batch, excluded, bad):
-        outputs = lambda x: form(jnp.where(excluded[..., None], bad, x))
-        summed = lambda x: (lambda total, *more: (total, more))(*loss(outputs(x), batch))
+        def outputs(x):
+            return form(jnp.where(excluded[..., None], bad, x))
+
+        def summed(x):
+            return (lambda total, *more: (total, more))(*loss(outputs(x), batch))
+
         return jax.value_and_grad(summed, has_aux=True)(x), of_outputs(outputs(x), batch)
 
-    for mask in (np.array([[1, 0, 0.5, 1], [0, 1, 1, 0]], np.float32), np.zeros((2, 4), np.float32)):
+    for mask in (
+        np.array([[1, 0, 0.5, 1], [0, 1, 1, 0]], np.float32),
+        np.zeros((2, 4), np.float32),
+    ):
         mask = mask[0] if name == "pairs" else mask
         excluded, results = np.broadcast_to(mask == 0, (2, 4)), []
         for bad in np.array([0.1, np.nan, np.inf, -np.inf, 1e38], np.float32):
@@ -213,14 +260,34 @@ def test_arguments_that_make_no_loss(make, words):
 def test_outputs_that_do_not_fit_are_named_with_both_shapes():
     batch = {"labels": np.zeros(4, np.int32), "mask": np.ones(4), "other": np.zeros(4)}
     for loss, outputs, words in (
-        (SoftmaxCrossEntropy(), jnp.zeros((4, 2, 3)), r"outputs \(4, 2, 3\) do not fit labels \(4,\)"),
-        (SoftmaxCrossEntropy(), Logits(jnp.zeros((4, 2, 3)), jnp.zeros((8, 3)), 5), r"outputs \(4, 2, 5\) do not fit"),
-        (SoftmaxCrossEntropy(), jnp.zeros(4), r"outputs \(4,\) do not fit .* logits \[4, classes\], or use MeanSq"),
+        (
+            SoftmaxCrossEntropy(),
+            jnp.zeros((4, 2, 3)),
+            r"outputs \(4, 2, 3\) do not fit labels \(4,\)",
+        ),
+        (
+            SoftmaxCrossEntropy(),
+            Logits(jnp.zeros((4, 2, 3)), jnp.zeros((8, 3)), 5),
+            r"outputs \(4, 2, 5\) do not fit",
+        ),
+        (
+            SoftmaxCrossEntropy(),
+            jnp.zeros(4),
+            r"outputs \(4,\) do not fit .* logits \[4, classes\], or use MeanSq",
+        ),
         (MeanSquaredError(), jnp.zeros((4, 2)), r"outputs \(4, 2\) do not fit labels \(4,\)"),
-        (SoftmaxCrossEntropy(), {"a": jnp.zeros((4, 2))}, r"returns {'a': \(4, 2\)}, not one array; return that alone"),
+        (
+            SoftmaxCrossEntropy(),
+            {"a": jnp.zeros((4, 2))},
+            r"returns {'a': \(4, 2\)}, not one array; return that alone",
+        ),
         (MeanSquaredError(), (jnp.zeros(4), None), "the model returns tuple, not one array"),
         (Contrastive(), jnp.zeros((4, 2)), "no pair of embeddings"),
-        (MultiTask({"a": {"target": "CausalLM"}}), {"b": 0}, r"no outputs 'a'; the model returns \['b'\]"),
+        (
+            MultiTask({"a": {"target": "CausalLM"}}),
+            {"b": 0},
+            r"no outputs 'a'; the model returns \['b'\]",
+        ),
         (MultiTask({"a": {"target": "CausalLM"}}), {"a": 0}, r"no labels 'a'; the data has"),
     ):
         with pytest.raises(UsageError, match=words):
@@ -231,16 +298,22 @@ def test_outputs_that_do_not_fit_are_named_with_both_shapes():
         SoftmaxCrossEntropy()(jnp.zeros((4, 2)), {**batch, "labels": np.zeros((4, 2), np.int32)})
 
 
-# --- a loss over the whole batch -------------------------------------------------------------------------------------
+# --- a loss over the whole batch
+# -------------------------------------------------------------------------------------
 
 
 def two_towers(width=6):
-    """Two embeddings of an image, one of them of a noisy copy: noise by the microbatch's key, a running mean."""
+    """Two embeddings of an image, one of them of a noisy copy: noise by the microbatch's key, a
+    running mean.
+    """
 
     def init(key, batch):
         one, two = jax.random.split(key)
         size = np.prod(batch["inputs"].shape[1:])
-        draw = lambda key: jax.random.normal(key, (size, width)) / size**0.5
+
+        def draw(key):
+            return jax.random.normal(key, (size, width)) / size**0.5
+
         return {"first": draw(one), "second": draw(two)}, {"mean": jnp.zeros(())}
 
     def apply(params, state, batch, key, train):
@@ -248,7 +321,9 @@ def two_towers(width=6):
         noisy = x + 0.1 * jax.random.normal(key, x.shape, x.dtype) * train
         mask = batch["mask"].astype(x.dtype)
         seen = jnp.sum(mask * x.mean(-1)) / jnp.sum(mask)
-        return (x @ params["first"], jnp.tanh(noisy @ params["second"])), {"mean": 0.9 * state["mean"] + 0.1 * seen}
+        return (x @ params["first"], jnp.tanh(noisy @ params["second"])), {
+            "mean": 0.9 * state["mean"] + 0.1 * seen
+        }
 
     return Model(init, apply)
 
@@ -273,11 +348,16 @@ def whole_batch(examples, model, params, steps, batch_size=20, microbatches=8):
         a, b = (jnp.concatenate(x) for x in zip(*outputs))
         a, b = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (a, b))
         scores = a @ b.T / 0.07
-        both = [jnp.diagonal(s - jax.nn.logsumexp(s, -1, keepdims=True)).mean() for s in (scores, scores.T)]
+        both = [
+            jnp.diagonal(s - jax.nn.logsumexp(s, -1, keepdims=True)).mean()
+            for s in (scores, scores.T)
+        ]
         return -0.5 * sum(both)
 
     for step in range(steps):
-        rows = np.arange(step % per_epoch * batch_size, min((step % per_epoch + 1) * batch_size, size))
+        rows = np.arange(
+            step % per_epoch * batch_size, min((step % per_epoch + 1) * batch_size, size)
+        )
         loss, grads = jax.value_and_grad(value)(params, rows, step)
         updates, opt = tx.update(grads, opt)
         params, losses = optax.apply_updates(params, updates), [*losses, loss]
@@ -307,17 +387,23 @@ def test_a_contrastive_loss_is_that_of_the_whole_batch_on_any_devices():
             assert toys.relative_error(last.params, want)[0] < 1e-12
             assert toys.relative_error(last.model_state, averages)[0] < 1e-12
             np.testing.assert_allclose([m["loss"] for m in metrics], losses, rtol=1e-12)
-            assert [float(m["weight"]) for m in metrics] == pytest.approx([20, 20, 13, 20], rel=1e-12)
+            assert [float(m["weight"]) for m in metrics] == pytest.approx(
+                [20, 20, 13, 20], rel=1e-12
+            )
 
 
 @pytest.mark.slow
 def test_a_contrastive_evaluation_couples_the_batch_too():
     examples, found = toys.data(20), []
     for devices in (1, 4):
-        strategy, step, batch = toys.build(two_towers(), examples, loss=Contrastive(), devices=devices)
+        strategy, step, batch = toys.build(
+            two_towers(), examples, loss=Contrastive(), devices=devices
+        )
         state = strategy.init()
         sums = strategy.compile(step).evaluate(state, batch(0))
-        found.append((float(sums.loss / sums.weight), float(sums.metrics["accuracy"] / sums.weight)))
+        found.append(
+            (float(sums.loss / sums.weight), float(sums.metrics["accuracy"] / sums.weight))
+        )
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
 
 
@@ -328,10 +414,14 @@ def test_exact_mode_refuses_what_couples_examples(reduction):
     parts = make_parts(config)
     parts = parts._replace(forward=parts.forward._replace(loss=Contrastive()))
     make_the_step(config, parts)
-    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, reduction=reduction))
+    config = dataclasses.replace(
+        config, parallel=dataclasses.replace(config.parallel, reduction=reduction)
+    )
     message = rf"parallel\.reduction: {reduction} computes each microbatch separately"
     with pytest.raises(UsageError, match=message):
         make_the_step(config, parts)
-    strategy, step, batch = toys.build(two_towers(), toys.data(20), loss=Contrastive(), reduction=reduction)
+    strategy, step, batch = toys.build(
+        two_towers(), toys.data(20), loss=Contrastive(), reduction=reduction
+    )
     with pytest.raises(UsageError, match=message):
         strategy.compile(step).update(strategy.init(), batch(0))

@@ -1,4 +1,6 @@
-"""A metric is a sum, divided by the loss's weight, or a pair (sum, its own weight), from the loss to every record."""
+"""A metric is a sum, divided by the loss's weight, or a pair (sum, its own weight), from the loss
+to every record.
+"""
 
 import math
 
@@ -35,7 +37,9 @@ def per_class(outputs, batch):
     return total, weight, {**metrics, "all": jnp.sum(batch["inputs"][:, 0, 0, 0] * batch["mask"])}
 
 
-per_class.derive = lambda means: {"balanced": sum(means[f"class{c}"] for c in range(toys.CLASSES)) / toys.CLASSES}
+per_class.derive = lambda means: {
+    "balanced": sum(means[f"class{c}"] for c in range(toys.CLASSES)) / toys.CLASSES
+}
 
 
 def coupled(outputs, batch):
@@ -49,7 +53,10 @@ def want(batch):
     """{metric: mean} of a batch, by NumPy; NaN of a class that it has not."""
     made = examples(np.float64)
     x, labels = (made[k][20 * batch : 20 * batch + 20] for k in ("inputs", "labels"))
-    means = {f"class{c}": x[labels == c, 0, 0, 0].mean() if (labels == c).any() else np.nan for c in range(3)}
+    means = {
+        f"class{c}": x[labels == c, 0, 0, 0].mean() if (labels == c).any() else np.nan
+        for c in range(3)
+    }
     return {**means, "all": x[:, 0, 0, 0].mean()}
 
 
@@ -59,7 +66,13 @@ WAYS = [
     {"devices": 2, "backend": "pjit", "loss": coupled, "accumulate": "scan"},
     {"devices": 1},
     {"devices": 3, "backend": "pjit"},
-    {"devices": 4, "backend": "pjit", "layout": {"zero": 3}, "accumulate": "scan", "reduction": "bucket"},
+    {
+        "devices": 4,
+        "backend": "pjit",
+        "layout": {"zero": 3},
+        "accumulate": "scan",
+        "reduction": "bucket",
+    },
     {"devices": 2, "reduction": "exact"},
     {"devices": 2, "loss": coupled},
 ]
@@ -73,18 +86,25 @@ WAYS = [
 )
 def test_each_metric_is_divided_by_its_own_weight_in_every_layout(way):
     _, _, metrics, *_ = toys.train(
-        toys.MODELS["mlp"](), examples(), steps=3, **{"loss": per_class, "optimizer": "momentum", **way}
+        toys.MODELS["mlp"](),
+        examples(),
+        steps=3,
+        **{"loss": per_class, "optimizer": "momentum", **way},
     )
     for batch, got in enumerate(metrics):
         for name, mean in want(batch).items():
-            np.testing.assert_allclose(got[name], mean, rtol=1e-5, err_msg=f"{name} of batch {batch}")
+            np.testing.assert_allclose(
+                got[name], mean, rtol=1e-5, err_msg=f"{name} of batch {batch}"
+            )
     assert [float(m[f"{WEIGHT}class{RARE}"]) for m in metrics] == pytest.approx([0, 0, 8], rel=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps_per_call", first(1, [3, 1]))
 def test_records_leave_out_what_nothing_was_counted_for(tmp_path, steps_per_call):
-    """Of updates, evaluations and the end; what `derive` makes of a mean of nothing is left out with it."""
+    """Of updates, evaluations and the end; what `derive` makes of a mean of nothing is left out
+    with it.
+    """
     train, held_out = toys.data(60), examples()
     train["labels"] = (np.arange(60) % 2).astype(np.int32)
     run = make_run(
@@ -93,10 +113,21 @@ def test_records_leave_out_what_nothing_was_counted_for(tmp_path, steps_per_call
     )  # fmt: skip
     run.checkpoints.best = f"class{RARE}"
     final, records = loop.fit(run)[0], run.log.writer.records
-    assert [(r["step"], r["split"][0]) for r in records] == [(1, "t"), (2, "t"), (3, "t"), (3, "e"), (4, "t"), (4, "f")]
+    assert [(r["step"], r["split"][0]) for r in records] == [
+        (1, "t"),
+        (2, "t"),
+        (3, "t"),
+        (3, "e"),
+        (4, "t"),
+        (4, "f"),
+    ]
     for record in (*records[:3], records[4]):
-        assert {"class0", "class1", "all"} <= set(record) and not {"class2", "balanced"} & set(record)
-        assert all(math.isfinite(v) for v in record.values() if isinstance(v, float)) and WEIGHT not in str(record)
+        assert {"class0", "class1", "all"} <= set(record) and not {"class2", "balanced"} & set(
+            record
+        )
+        assert all(
+            math.isfinite(v) for v in record.values() if isinstance(v, float)
+        ) and WEIGHT not in str(record)
     x, labels = (np.float64(held_out[k]) for k in ("inputs", "labels"))
     means = [x[labels == c, 0, 0, 0].mean() for c in range(3)]
     for record in (records[3], final):
@@ -114,7 +145,15 @@ def test_a_metric_that_is_not_finite_is_shown_as_it_is(tmp_path):
 
     def broken(outputs, batch):
         total, weight, _ = SoftmaxCrossEntropy()(outputs, batch)
-        return total, weight, {"nan": (weight * jnp.nan, weight), "inf": (weight, 0 * weight), "sum": weight * jnp.nan}
+        return (
+            total,
+            weight,
+            {
+                "nan": (weight * jnp.nan, weight),
+                "inf": (weight, 0 * weight),
+                "sum": weight * jnp.nan,
+            },
+        )
 
     run = make_run(tmp_path, toys.MODELS["mlp"](), loss=broken, steps=2, log_every=1)
     loop.fit(run)
@@ -125,7 +164,11 @@ def test_a_metric_that_is_not_finite_is_shown_as_it_is(tmp_path):
 def rare(outputs, batch):
     """Of examples of one class alone."""
     own = batch["mask"] * (batch["labels"] == RARE)
-    return jnp.sum(outputs[:, 0] * own), jnp.sum(own), {"own": (jnp.sum(outputs[:, 1] * own), 2 * jnp.sum(own))}
+    return (
+        jnp.sum(outputs[:, 0] * own),
+        jnp.sum(own),
+        {"own": (jnp.sum(outputs[:, 1] * own), 2 * jnp.sum(own))},
+    )
 
 
 def test_metrics_of_tasks_are_means_over_their_own_elements_however_a_batch_is_split():
@@ -133,7 +176,10 @@ def test_metrics_of_tasks_are_means_over_their_own_elements_however_a_batch_is_s
     outputs = {"x": np.arange(12.0).reshape(6, 2)}
     batch = {"a": np.array([RARE, RARE, 0, RARE, 0, 0]), "mask": np.ones(6)}
     for parts in ([slice(0, 6)], [slice(0, 1), slice(1, 4), slice(4, 6)]):
-        rows = lambda tree, part: jax.tree.map(lambda x: jnp.asarray(x[part]), tree)
+
+        def rows(tree, part):
+            return jax.tree.map(lambda x: jnp.asarray(x[part]), tree)
+
         found = [check_result(loss(rows(outputs, part), rows(batch, part)))[2] for part in parts]
         total = {name: sum(float(one[name]) for one in found) for name in found[0]}
         assert total["a_loss"] / total[f"{WEIGHT}a_loss"] == pytest.approx((0 + 2 + 6) / 3)
@@ -142,7 +188,10 @@ def test_metrics_of_tasks_are_means_over_their_own_elements_however_a_batch_is_s
 
 @pytest.mark.slow
 def test_perplexity_is_that_of_the_cross_entropy_without_smoothing():
-    scores, labels = np.random.default_rng(0).normal(size=(4, 3, 7)), (np.arange(12, dtype=np.int32) % 7).reshape(4, 3)
+    scores, labels = (
+        np.random.default_rng(0).normal(size=(4, 3, 7)),
+        (np.arange(12, dtype=np.int32) % 7).reshape(4, 3),
+    )
     batch = {"labels": labels, "mask": np.array([[1.0, 1, 0]] * 4)}
     logs = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
     nats = -np.take_along_axis(logs, labels[..., None], -1)[..., 0][:, :2].mean()
@@ -162,16 +211,24 @@ ONE = jnp.ones(())
     ids=str,
 )  # fmt: skip
 def test_what_is_neither_a_sum_nor_a_pair_is_refused(metrics):
-    with pytest.raises(UsageError, match=r"a loss returns \(sum \[\], weight \[\], {name: sum \[\] or"):
+    with pytest.raises(
+        UsageError, match=r"a loss returns \(sum \[\], weight \[\], {name: sum \[\] or"
+    ):
         check_result((ONE, ONE, metrics))
-    assert check_result((ONE, ONE, {"a": [ONE, ONE], "b": ONE}))[2].keys() == {"a", f"{WEIGHT}a", "b"}
+    assert check_result((ONE, ONE, {"a": [ONE, ONE], "b": ONE}))[2].keys() == {
+        "a",
+        f"{WEIGHT}a",
+        "b",
+    }
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
 def test_sums_of_a_loss_in_few_bits_are_added_in_float32(dtype):
     """Where 256 + 1 is 256, the weight would depend on how the microbatches are split over devices."""
     one = jnp.ones((), dtype)
-    total, weight, metrics = check_result((one, one, {"hits": one, "of": (one, one), "count": jnp.int32(1)}))
+    total, weight, metrics = check_result(
+        (one, one, {"hits": one, "of": (one, one), "count": jnp.int32(1)})
+    )
     assert {x.dtype.name for x in (total, weight, *metrics.values())} == {"float32", "int32"}
     assert metrics["count"].dtype == jnp.int32
     with pytest.raises(UsageError, match=r"^loss: its sum is int32, which has no gradient"):

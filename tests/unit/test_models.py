@@ -21,7 +21,9 @@ class Tied(nnx.Module):
 
     def __init__(self, rngs):
         self.embed = nnx.Embed(11, 8, rngs=rngs)
-        self.parts = nnx.Dict(a=nnx.List([nnx.Linear(8, 8, rngs=rngs)]), b=nnx.LayerNorm(8, rngs=rngs))
+        self.parts = nnx.Dict(
+            a=nnx.List([nnx.Linear(8, 8, rngs=rngs)]), b=nnx.LayerNorm(8, rngs=rngs)
+        )
         self.first, self.second = nnx.Dropout(0.2, rngs=rngs.fork()), nnx.Dropout(0.2, rngs=rngs)
 
     def __call__(self, inputs):
@@ -33,7 +35,9 @@ class LinenTied(linen.Module):
     @linen.compact
     def __call__(this, tokens, deterministic: bool):  # no argument is called self
         embed = linen.Embed(11, 8)
-        x = linen.Dropout(0.2, deterministic=deterministic)(linen.relu(linen.Dense(8)(embed(tokens))))
+        x = linen.Dropout(0.2, deterministic=deterministic)(
+            linen.relu(linen.Dense(8)(embed(tokens)))
+        )
         return embed.attend(x)
 
 
@@ -45,14 +49,21 @@ def tokens(size=40):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", first(1, [as_model(Tied), as_model(LinenTied())]), ids=["nnx", "linen"])
+@pytest.mark.parametrize(
+    "model", first(1, [as_model(Tied), as_model(LinenTied())]), ids=["nnx", "linen"]
+)
 def test_embeddings_and_token_masks_are_the_same_on_any_devices(model):
     with jax.enable_x64(True):
         states = [
-            toys.train(model, tokens(), backend=backend, devices=n, steps=5, batch_size=16, dtype="float64")[1]
+            toys.train(
+                model, tokens(), backend=backend, devices=n, steps=5, batch_size=16, dtype="float64"
+            )[1]
             for backend, n in (("pmap", 1), ("pjit", 3))
         ]
-    assert states[0].params["embed" if "embed" in states[0].params else "Embed_0"]["embedding"].dtype == np.float64
+    assert (
+        states[0].params["embed" if "embed" in states[0].params else "Embed_0"]["embedding"].dtype
+        == np.float64
+    )
     for state in states[1:]:
         assert toys.relative_error(state.params, states[0].params)[0] < 1e-12
 
@@ -82,12 +93,18 @@ SIZES = {
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("name", SIZES)
 def test_every_product_is_computed_in_the_policys_dtype(name):
-    """Forward and backward, in training and evaluation, though BatchNorm's averages are float32 and stay so."""
+    """Forward and backward, in training and evaluation, though BatchNorm's averages are float32 and
+    stay so.
+    """
     target, *_ = name.split()
     words = target in ("GPT", "LSTM", "RNN")
     shape = (6,) if words else (32, 32, 3)
     inputs = jnp.zeros((4, *shape), jnp.int32 if words else jnp.bfloat16)
-    batch = {"inputs": inputs, "labels": inputs, "mask": jnp.ones((4, *shape[: 1 if words else 0]), bool)}
+    batch = {
+        "inputs": inputs,
+        "labels": inputs,
+        "mask": jnp.ones((4, *shape[: 1 if words else 0]), bool),
+    }
     made = locate("model", target, MODELS)
     model = as_model(lambda rngs: made(input_shape=shape, num_classes=16, **SIZES[name], rngs=rngs))
     params, state = jax.eval_shape(model.init, jax.random.key(0), batch)
@@ -99,7 +116,9 @@ def test_every_product_is_computed_in_the_policys_dtype(name):
             outputs, state = model.apply(params, state, batch, jax.random.key(0), train)
             return compute_logits(outputs).astype(jnp.float32).sum(), state
 
-        jaxpr, (_, after) = jax.make_jaxpr(jax.grad(total, has_aux=True), return_shape=True)(params, state)
+        jaxpr, (_, after) = jax.make_jaxpr(jax.grad(total, has_aux=True), return_shape=True)(
+            params, state
+        )
         found = list(products(jaxpr))
         assert len(found) > 4 and set(found) == {"bfloat16"}
         assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
@@ -110,7 +129,9 @@ def products(jaxpr):
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
             yield from (x.aval.dtype.name for x in eqn.invars)
-        for value in jax.tree.leaves(tuple(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+        for value in jax.tree.leaves(
+            tuple(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
             if hasattr(value, "eqns"):
                 yield from products(getattr(value, "jaxpr", value))
 
@@ -119,7 +140,9 @@ def products(jaxpr):
 @pytest.mark.parametrize(
     "made",
     [
-        lambda rngs: nnx.Sequential(nnx.Linear(32, 8, rngs=rngs), nnx.relu, nnx.Linear(8, toys.CLASSES, rngs=rngs)),
+        lambda rngs: nnx.Sequential(
+            nnx.Linear(32, 8, rngs=rngs), nnx.relu, nnx.Linear(8, toys.CLASSES, rngs=rngs)
+        ),
         linen.Sequential([linen.Dense(8), linen.relu, linen.Dense(toys.CLASSES)]),
     ],
     ids=["nnx", "linen"],
@@ -136,7 +159,10 @@ class Flags(nnx.Module):
 
     def __init__(self, rngs):
         self.head = nnx.Linear(32, toys.CLASSES, rngs=rngs)
-        self.flag, self.calls = nnx.Variable(jnp.array([True, False])), nnx.Variable(jnp.zeros((), jnp.int32))
+        self.flag, self.calls = (
+            nnx.Variable(jnp.array([True, False])),
+            nnx.Variable(jnp.zeros((), jnp.int32)),
+        )
 
     def __call__(self, x):
         self.calls[...] += 1
@@ -147,7 +173,10 @@ class Flags(nnx.Module):
 @pytest.mark.parametrize("backend", first(1, ["pjit", "pmap"]))
 def test_boolean_and_integer_state_keep_their_types(backend):
     _, state, *_ = toys.train(as_model(Flags), toys.data(24), backend=backend, devices=4, steps=3)
-    assert state.model_state["flag"].dtype == bool and state.model_state["flag"].tolist() == [True, False]
+    assert state.model_state["flag"].dtype == bool and state.model_state["flag"].tolist() == [
+        True,
+        False,
+    ]
     assert state.model_state["calls"].dtype == np.int32 and state.model_state["calls"] == 3
 
 
@@ -165,7 +194,9 @@ def test_an_error_averages_over_what_the_mask_has_not():
         np.testing.assert_allclose(total, (per * mask).sum(), rtol=1e-5)
         assert weight == mask.sum()
     with pytest.raises(UsageError, match="mask"):
-        MeanSquaredError()(jnp.zeros((5, 4)), {"labels": jnp.zeros((5, 4)), "mask": jnp.zeros((5, 3))})
+        MeanSquaredError()(
+            jnp.zeros((5, 4)), {"labels": jnp.zeros((5, 4)), "mask": jnp.zeros((5, 3))}
+        )
 
 
 @pytest.mark.parametrize(
@@ -180,7 +211,9 @@ def test_an_error_averages_over_what_the_mask_has_not():
     ids=["mean", "number as weight", "vector", "vector metric", "no metrics"],
 )
 def test_a_loss_that_is_none_says_what_it_returned(loss):
-    with pytest.raises(UsageError, match=r"loss: it returned .* a loss returns \(sum \[\], weight \[\]"):
+    with pytest.raises(
+        UsageError, match=r"loss: it returned .* a loss returns \(sum \[\], weight \[\]"
+    ):
         toys.train(toys.MODELS["mlp"](), toys.data(24), loss=loss, steps=1)
 
 
@@ -200,7 +233,10 @@ def test_missing_labels_and_arguments_without_a_source_are_named():
 
 class Lookup(nnx.Module):
     def __init__(self, rngs):
-        self.embed, self.head = nnx.Embed(11, 8, rngs=rngs), nnx.Linear(8, 11, use_bias=False, rngs=rngs)
+        self.embed, self.head = (
+            nnx.Embed(11, 8, rngs=rngs),
+            nnx.Linear(8, 11, use_bias=False, rngs=rngs),
+        )
 
     def __call__(self, inputs):
         return self.head(self.embed(inputs))
@@ -208,9 +244,13 @@ class Lookup(nnx.Module):
 
 @pytest.mark.slow
 def test_an_embedding_s_gradient_is_the_sum_over_its_tokens_wherever_they_are():
-    """By NumPy, for one update of plain gradient descent: most places hold one token, and one token is nowhere."""
+    """By NumPy, for one update of plain gradient descent: most places hold one token, and one token
+    is nowhere.
+    """
     examples = tokens(20)
-    examples["inputs"] = np.where(examples["inputs"] < 6, 3, examples["inputs"] % 10).astype(np.int32)
+    examples["inputs"] = np.where(examples["inputs"] < 6, 3, examples["inputs"] % 10).astype(
+        np.int32
+    )
     with jax.enable_x64(True):
         for backend, layout in (("pmap", None), ("pjit", {"zero": 3})):
             first, last, *_ = toys.train(
@@ -223,14 +263,18 @@ def test_an_embedding_s_gradient_is_the_sum_over_its_tokens_wherever_they_are():
             error *= (examples["mask"].astype(float) / examples["mask"].sum())[..., None]
             gradient = np.zeros_like(table)
             np.add.at(gradient, examples["inputs"], error @ head.T)
-            np.testing.assert_allclose(table - last.params["embed"]["embedding"], gradient, rtol=1e-10, atol=1e-14)
+            np.testing.assert_allclose(
+                table - last.params["embed"]["embedding"], gradient, rtol=1e-10, atol=1e-14
+            )
             assert not gradient[10].any() and np.abs(gradient[3]).max() > 0.01
 
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("name, args", [("CNN", {"widths": [4]}), ("ResNet9", {"width": 4})])
 def test_dropout_is_for_training(name, args):
-    model = locate("model", name, MODELS)(input_shape=(8, 8, 1), num_classes=3, dropout=0.5, rngs=nnx.Rngs(0), **args)
+    model = locate("model", name, MODELS)(
+        input_shape=(8, 8, 1), num_classes=3, dropout=0.5, rngs=nnx.Rngs(0), **args
+    )
     output = nnx.jit(lambda model: model(jax.random.normal(jax.random.key(0), (8, 8, 8, 1))))
     model.train()
     assert not np.array_equal(output(model), output(model))

@@ -1,4 +1,6 @@
-"""Names of folders and of parameters: what is saved comes back, or the run is refused before its first update."""
+"""Names of folders and of parameters: what is saved comes back, or the run is refused before its
+first update.
+"""
 
 import os
 import pathlib
@@ -28,19 +30,29 @@ from jaxdp.split import path_string
 def state_of(params):
     params = jax.tree.map(jax.numpy.asarray, params)
     tx = optax.adam(1e-3)
-    return TrainState(jax.numpy.int32(7), params, {"mean": jax.numpy.ones(2)}, tx.init(params), ema=params)
+    return TrainState(
+        jax.numpy.int32(7), params, {"mean": jax.numpy.ones(2)}, tx.init(params), ema=params
+    )
 
 
 def alike(one, other):
-    arrays = [{path_string(p): np.asarray(x) for p, x in jax.tree_util.tree_leaves_with_path(t)} for t in (one, other)]
-    assert jax.tree.structure(one) == jax.tree.structure(other) and arrays[0].keys() == arrays[1].keys()
+    arrays = [
+        {path_string(p): np.asarray(x) for p, x in jax.tree_util.tree_leaves_with_path(t)}
+        for t in (one, other)
+    ]
+    assert (
+        jax.tree.structure(one) == jax.tree.structure(other)
+        and arrays[0].keys() == arrays[1].keys()
+    )
     for name, x in arrays[0].items():
         y = arrays[1][name]
         assert (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes()), name
 
 
 def round_trip(parts, params):
-    """Return "" once a state is saved in a folder, restored, exported and imported, or why a run would be refused."""
+    """Return "" once a state is saved in a folder, restored, exported and imported, or why a run
+    would be refused.
+    """
     top = pathlib.Path(tempfile.mkdtemp())
     try:
         try:
@@ -60,19 +72,34 @@ def round_trip(parts, params):
         checkpoints = Checkpoints(directory / "checkpoints", context=Context())
         checkpoints.save(7, state, META, said.append)
         assert checkpoints.wait() is None and said == ["saved step 7"]
-        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+        abstract = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+        )
         again = Checkpoints(directory / "checkpoints", context=Context())
         assert again.latest() == 7
         alike(again.restore(7, abstract), state)
 
-        expected = {name: np.asarray(x) for name, x in named(state.params, state.model_state).items()}
+        expected = {
+            name: np.asarray(x) for name, x in named(state.params, state.model_state).items()
+        }
         stored = on_host(from_checkpoint(locate(str(directory)), ema=False))
         assert stored.keys() == expected.keys()
         output = top / "weights.safetensors"
-        export({"run_dir": str(directory), "step": None, "output": str(output), "ema": True, "layout": "jaxdp"})
+        export(
+            {
+                "run_dir": str(directory),
+                "step": None,
+                "output": str(output),
+                "ema": True,
+                "layout": "jaxdp",
+            }
+        )
         weights = from_safetensors(output, ema=True)
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        target = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        def target(x):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
         read = weights.read({name: target(x) for name, x in expected.items()})
         for name, x in expected.items():
             for y in (stored[name], np.asarray(read[name])):
@@ -89,7 +116,10 @@ ONE = np.ones(3, np.float32)
 @settings(common, max_examples=4)
 @given(odd_names.folders, odd_names.trees)
 @example(["lr=[1e-3]"], {"a.b": ONE, "a": {"b": 2 * ONE}})
-@example(["*", "{a,b}\n"], {"": ONE, "0": [ONE, (ONE, 2 * ONE)], "W": ONE, "w": 3 * ONE, "_METADATA": ONE})
+@example(
+    ["*", "{a,b}\n"],
+    {"": ONE, "0": [ONE, (ONE, 2 * ONE)], "W": ONE, "w": 3 * ONE, "_METADATA": ONE},
+)
 def test_a_state_of_any_names_in_any_folder_comes_back(parts, params):
     round_trip(parts, params)
 
@@ -124,8 +154,14 @@ def test_each_odd_key(key):
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        ({"a/b": ONE, "a": {"b": ONE}}, "model: 2 parameters have the path 'a/b'; rename all but one"),
-        ({"model_state": ONE}, "model: parameter 'model_state' has a name that files of weights use"),
+        (
+            {"a/b": ONE, "a": {"b": ONE}},
+            "model: 2 parameters have the path 'a/b'; rename all but one",
+        ),
+        (
+            {"model_state": ONE},
+            "model: parameter 'model_state' has a name that files of weights use",
+        ),
         ({"\ud800": ONE}, "has half a character in its name, which no file can store; rename it"),
     ],
 )
@@ -144,11 +180,15 @@ def test_a_first_save_that_is_not_what_was_given_is_not_reported(tmp_path, monke
         lambda tree: {**tree, "params": {"w": 2 * tree["params"]["w"]}},
         lambda tree: {"params": tree["params"]},
     ):
-        monkeypatch.setattr(store, "save", lambda folder, tree, change=change: save(folder, change(tree)))
+        monkeypatch.setattr(
+            store, "save", lambda folder, tree, change=change: save(folder, change(tree))
+        )
         said = []
         checkpoints = Checkpoints(tmp_path, context=Context())
         checkpoints.save(1, state_of({"w": ONE}), META, said.append)
-        assert "could not be saved: read back, " in str(checkpoints.wait()) and not checkpoints.steps()
+        assert (
+            "could not be saved: read back, " in str(checkpoints.wait()) and not checkpoints.steps()
+        )
         assert not any("saved step" in line for line in said)
     monkeypatch.setattr(store, "save", save)
     checkpoints.save(2, state_of({"w": ONE}), META, said.append)

@@ -14,11 +14,21 @@ from jaxdp.assemble.components import make_tx, schedule_of
 from jaxdp.config import Config
 from jaxdp.config.training import Optimizer
 from jaxdp.errors import UsageError
-from jaxdp.optim import OPTIMIZERS, SCHEDULES, decay_mask, make_optimizer, make_schedule, scale_by_path
+from jaxdp.optim import (
+    OPTIMIZERS,
+    SCHEDULES,
+    decay_mask,
+    make_optimizer,
+    make_schedule,
+    scale_by_path,
+)
 from jaxdp.optim.muon import matrices
 from jaxdp.optim.roles import Role
 
-PARAMS = {"layer": {"kernel": jnp.full((4, 4), 2.0), "bias": jnp.full(4, 2.0)}, "norm": {"scale": jnp.ones(4) * 2}}
+PARAMS = {
+    "layer": {"kernel": jnp.full((4, 4), 2.0), "bias": jnp.full(4, 2.0)},
+    "norm": {"scale": jnp.ones(4) * 2},
+}
 RNG = np.random.default_rng(0)
 NO_DECAY = [r"(^|/)(bias|scale)$"]
 
@@ -79,7 +89,9 @@ def test_the_config_names_the_schedules_of_the_table():
 
 def test_any_function_that_returns_a_schedule_is_one():
     """Its own parameters come from args, and lr, steps and final_lr from the config."""
-    mine = make_schedule({"target": "rates.decay_to", "args": {"factor": 0.25}}, 0.8, 100, warmup_steps=10)
+    mine = make_schedule(
+        {"target": "rates.decay_to", "args": {"factor": 0.25}}, 0.8, 100, warmup_steps=10
+    )
     assert [float(mine(i)) for i in (5, 10, 11)] == pytest.approx([0.4, 0.8, 0.2])
     assert make_schedule("rates.decay_to", 0.8, 100)(1) == pytest.approx(0.4)
     args = {"init_value": 0.1, "decay_steps": 50}
@@ -87,7 +99,9 @@ def test_any_function_that_returns_a_schedule_is_one():
     assert [float(of_optax(i)) for i in (0, 25, 50)] == pytest.approx([0.1, 0.05, 0.0], abs=1e-6)
 
 
-@pytest.mark.parametrize("name, values", [("wsd", [1, 1, 1, 0.5, 0]), ("restarts", [1, 1, 1, 0.345, 0])])
+@pytest.mark.parametrize(
+    "name, values", [("wsd", [1, 1, 1, 0.5, 0]), ("restarts", [1, 1, 1, 0.345, 0])]
+)
 def test_the_schedules_of_the_example(name, values, monkeypatch):
     monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[2] / "examples")
     schedule = make_schedule(f"schedules.{name}", 1.0, 100, final_lr=0.0)
@@ -106,8 +120,14 @@ def test_the_schedules_of_the_example(name, values, monkeypatch):
         ),
         ({"target": "rates.decay_to", "args": {"fctor": 1}}, "did you mean 'factor'"),
         ("jax.numpy.zeros", "optimizer.schedule.args.shape: zeros needs it"),
-        ("rates.pair", "'rates.pair' must return a function from the number of an update to one learning rate"),
-        ({"args": {}}, "optimizer.schedule: {'args': {}} is not a schedule; give a name such as cosine"),
+        (
+            "rates.pair",
+            "'rates.pair' must return a function from the number of an update to one learning rate",
+        ),
+        (
+            {"args": {}},
+            "optimizer.schedule: {'args': {}} is not a schedule; give a name such as cosine",
+        ),
     ],
 )
 def test_what_is_no_schedule_is_refused(shape, words):
@@ -116,7 +136,10 @@ def test_what_is_no_schedule_is_refused(shape, words):
 
 
 def test_the_decay_mask_goes_by_path():
-    assert decay_mask(NO_DECAY)(PARAMS) == {"layer": {"kernel": True, "bias": False}, "norm": {"scale": False}}
+    assert decay_mask(NO_DECAY)(PARAMS) == {
+        "layer": {"kernel": True, "bias": False},
+        "norm": {"scale": False},
+    }
     assert decay_mask(["^norm/"])(PARAMS)["layer"] == {"kernel": True, "bias": True}
 
 
@@ -135,7 +158,9 @@ def test_learning_rates_go_by_path_the_first_expression_counts():
     got = jax.tree.map(lambda u: float(u.ravel()[0]), updates)
     assert got == {"layer": {"kernel": 0.5, "bias": 0.25}, "norm": {"scale": 1.0}}
     half = jax.tree.map(lambda g: g.astype(jnp.bfloat16), grads)
-    assert {u.dtype.name for u in jax.tree.leaves(tx.update(half, tx.init(half))[0])} == {"bfloat16"}
+    assert {u.dtype.name for u in jax.tree.leaves(tx.update(half, tx.init(half))[0])} == {
+        "bfloat16"
+    }
     with pytest.raises(UsageError, match=r"lr_scale: '\(' is not a regular expression"):
         scale_by_path({"(": 1.0})
 
@@ -147,11 +172,18 @@ def test_a_scaled_learning_rate_is_another_learning_rate_decay_included(name):
         make_optimizer(OPTIMIZERS[name], optax.constant_schedule(lr), 0.1, NO_DECAY, lr_scale=scale)
         for lr, scale in ((0.02, {}), (0.02, {"norm|kernel": 0.5}), (0.01, {}))
     )
-    grads = jax.tree.map(lambda p: jnp.cos(jnp.arange(p.size, dtype=p.dtype)).reshape(p.shape), PARAMS)
-    of = lambda tx: tx.update(grads, tx.init(PARAMS), PARAMS)[0]
+    grads = jax.tree.map(
+        lambda p: jnp.cos(jnp.arange(p.size, dtype=p.dtype)).reshape(p.shape), PARAMS
+    )
+
+    def of(tx):
+        return tx.update(grads, tx.init(PARAMS), PARAMS)[0]
+
     assert jax.tree.structure(plain.init(PARAMS)) == jax.tree.structure(all_half.init(PARAMS))
     for path, got in jax.tree_util.tree_leaves_with_path(of(half)):
-        want = dict(jax.tree_util.tree_leaves_with_path(of(plain if path[-1].key == "bias" else all_half)))[path]
+        want = dict(
+            jax.tree_util.tree_leaves_with_path(of(plain if path[-1].key == "bias" else all_half))
+        )[path]
         np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
@@ -161,7 +193,10 @@ STACKED = {
         "kernel": RNG.normal(size=(3, 4, 6)).astype(np.float32),
         "scale": RNG.normal(size=(3, 4)).astype(np.float32),
     },
-    "head": {"kernel": RNG.normal(size=(4, 10)).astype(np.float32), "bias": np.zeros(10, np.float32)},
+    "head": {
+        "kernel": RNG.normal(size=(4, 10)).astype(np.float32),
+        "bias": np.zeros(10, np.float32),
+    },
     "conv": RNG.normal(size=(3, 3, 2, 4)).astype(np.float32),
 }
 
@@ -171,7 +206,9 @@ ROLES = {"embed/embedding": Role("table", True)}
 
 def train_muon(params, blocks, **args):
     schedule = optax.constant_schedule(0.1)
-    tx = make_optimizer(OPTIMIZERS["muon"], schedule, 0.1, NO_DECAY, blocks=blocks, roles=ROLES, **args)
+    tx = make_optimizer(
+        OPTIMIZERS["muon"], schedule, 0.1, NO_DECAY, blocks=blocks, roles=ROLES, **args
+    )
 
     @jax.jit
     def update(params, state):
@@ -189,16 +226,25 @@ def test_muon_takes_matrices_stacked_or_not():
     assert found["blocks"] == {"kernel": (1, 2), "scale": None}
     assert found["head"] == {"kernel": (0, 1), "bias": None}
     assert found["embed"]["embedding"] is None and found["conv"] == ((0, 1, 2), 3)
-    assert matrices()(STACKED)["blocks"] == {"kernel": ((0, 1), 2), "scale": (0, 1)}  # it has to be told
+    assert matrices()(STACKED)["blocks"] == {
+        "kernel": ((0, 1), 2),
+        "scale": (0, 1),
+    }  # it has to be told
 
 
 @pytest.mark.slow
 def test_muon_updates_a_stack_block_by_block():
-    block = lambda i: jax.tree.map(lambda x: x[i], STACKED["blocks"])
+    def block(i):
+        return jax.tree.map(lambda x: x[i], STACKED["blocks"])
+
     apart = {**STACKED, "blocks": [block(i) for i in range(3)]}
     got, want = train_muon(STACKED, ["blocks"]), train_muon(apart, [])
     blocks = jax.tree.map(lambda *xs: np.stack(xs), *want.pop("blocks"))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, {**want, "blocks": blocks})
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        got,
+        {**want, "blocks": blocks},
+    )
 
 
 @pytest.mark.slow
@@ -221,13 +267,19 @@ def test_muons_matrices_are_optaxs_and_the_rest_is_adamw(adam):
             params = optax.apply_updates(params, updates)
         for path, want in jax.tree_util.tree_leaves_with_path(params):
             own = dict(jax.tree_util.tree_leaves_with_path(got))[path]
-            np.testing.assert_allclose(own, want, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path))
+            np.testing.assert_allclose(
+                own, want, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path)
+            )
 
 
 @pytest.mark.parametrize("no_decay", [["bias"], pytest.param([], marks=pytest.mark.slow)])
 def test_muons_other_part_has_its_own_rate_with_the_same_schedule_and_decay(no_decay):
     def history(lr, **args):
-        config = Config(optimizer=Optimizer("muon", lr, "linear", weight_decay=0.5, no_decay=no_decay, args=args))
+        config = Config(
+            optimizer=Optimizer(
+                "muon", lr, "linear", weight_decay=0.5, no_decay=no_decay, args=args
+            )
+        )
         tx = make_tx(config, schedule_of(config, 4))
         params = {"kernel": jnp.eye(3), "bias": jnp.ones(3)}
         state, updates = tx.init(params), []

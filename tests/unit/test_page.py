@@ -1,4 +1,6 @@
-"""The parts of the report beside its curves: what the page is given, and what a browser makes of it."""
+"""The parts of the report beside its curves: what the page is given, and what a browser makes of
+it.
+"""
 
 import base64
 import csv
@@ -27,7 +29,10 @@ def make_run(directory, config="{}", last="finished", **final):
     records = [{"step": i, "split": "train", "loss": 2.0 / i, "time": 1.7e9 + i} for i in (1, 2, 3)]
     records.append({"step": 3, "split": "final", "loss": 0.5, **final, "time": 1.7e9 + 4})
     (directory / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    events = [{"t": 1.7e9, "kind": "start", "step": 0, "steps": 3}, {"t": 1.7e9 + 4, "kind": last, "step": 3}]
+    events = [
+        {"t": 1.7e9, "kind": "start", "step": 0, "steps": 3},
+        {"t": 1.7e9 + 4, "kind": last, "step": 3},
+    ]
     (directory / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
     (directory / "config.yaml").write_text(config)
     (directory / "env.json").write_text("{}")
@@ -60,7 +65,13 @@ def test_a_report_is_rewritten_during_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     reports, file = Reports(run), run / "report.html"
     written = []
-    for split, now in (("train", 109), ("train", 111), ("eval", 111.5), ("eval", 112.5), ("final", 999)):
+    for split, now in (
+        ("train", 109),
+        ("train", 111),
+        ("eval", 111.5),
+        ("eval", 112.5),
+        ("final", 999),
+    ):
         clock[0] = now
         reports.write({"step": 1, "split": split})
         written.append(file.is_file())
@@ -70,7 +81,9 @@ def test_a_report_is_rewritten_during_the_run(tmp_path, monkeypatch):
     reports.close()
     assert written == [False, True, False, True, False]
     page = data_of(file.read_text())
-    assert page["runs"][0]["state"]["word"] == "finished" and abs(page["written"] - time.time()) < 60
+    assert (
+        page["runs"][0]["state"]["word"] == "finished" and abs(page["written"] - time.time()) < 60
+    )
 
 
 @pytest.mark.slow
@@ -84,7 +97,9 @@ def test_the_page_of_a_run_reloads_itself_until_it_has_ended(tmp_path):
         page.open(file, height=300)
         assert page("document.documentElement.dataset.live") == "yes"
         assert "this page reloads itself" in page("document.body.innerText")
-        page("document.querySelector('[data-axis=time]').click(); jaxdp.zoom([0, 2]); scrollTo(0, 200)")
+        page(
+            "document.querySelector('[data-axis=time]').click(); jaxdp.zoom([0, 2]); scrollTo(0, 200)"
+        )
         html.write(file, html.render([read_run(run, alive=False)]))
         deadline = time.monotonic() + 30
         root = "document.documentElement?.dataset"
@@ -93,7 +108,10 @@ def test_the_page_of_a_run_reloads_itself_until_it_has_ended(tmp_path):
             time.sleep(0.1)
         text = page("document.body.innerText")
         assert "finished" in text and "reloads itself" not in text
-        assert page("[jaxdp.view.axis, jaxdp.view.zoom, scrollY]") == ["time", [0, 2], 200] and page.errors == []
+        assert (
+            page("[jaxdp.view.axis, jaxdp.view.zoom, scrollY]") == ["time", [0, 2], 200]
+            and page.errors == []
+        )
 
 
 def test_the_page_knows_which_metrics_are_better_if_smaller(tmp_path):
@@ -104,8 +122,15 @@ def test_the_page_knows_which_metrics_are_better_if_smaller(tmp_path):
 @pytest.mark.slow
 @needs_browser
 def test_runs_are_sorted_by_a_click_and_drawn_against_their_keys(tmp_path):
-    """The best of each metric is marked; what is missing or not finite is last in either direction, and not drawn."""
-    table = [("a", 1e-4, 0.9, 0.5), ("b", 1e-1, 0.2, 0.7), ("c", 1e-3, "nan", 0.6), ("d", None, 0.4, 0.6)]
+    """The best of each metric is marked; what is missing or not finite is last in either direction,
+    and not drawn.
+    """
+    table = [
+        ("a", 1e-4, 0.9, 0.5),
+        ("b", 1e-1, 0.2, 0.7),
+        ("c", 1e-3, "nan", 0.6),
+        ("d", None, 0.4, 0.6),
+    ]
     runs = []
     for name, lr, loss, accuracy in table:
         config = json.dumps({"steps": 3, "run_dir": name, "lr": lr, "target": f"<b>{name}"})
@@ -130,14 +155,23 @@ def test_runs_are_sorted_by_a_click_and_drawn_against_their_keys(tmp_path):
                 found.append(page(order))
             assert found == [first, second], column
         points = "[...document.querySelectorAll('[data-key=lr] circle')].map((c) => c.dataset.run).join('')"
-        assert page("[...document.querySelectorAll('.scatter')].map((s) => s.dataset.key)") == ["lr"]
-        assert page(points) == "01" and "2 runs without a number here" in page("document.body.innerText")
+        assert page("[...document.querySelectorAll('.scatter')].map((s) => s.dataset.key)") == [
+            "lr"
+        ]
+        assert page(points) == "01" and "2 runs without a number here" in page(
+            "document.body.innerText"
+        )
         page(
             "const choice = document.querySelector('#against select'); choice.value = 'accuracy';"
             "choice.dispatchEvent(new Event('change'))"
         )
-        assert page(points) == "012" and page("document.querySelector('[data-key=lr] svg').dataset.log") == "true false"
-        x = page("[...document.querySelectorAll('[data-key=lr] circle')].map((c) => +c.getAttribute('cx'))")
+        assert (
+            page(points) == "012"
+            and page("document.querySelector('[data-key=lr] svg').dataset.log") == "true false"
+        )
+        x = page(
+            "[...document.querySelectorAll('[data-key=lr] circle')].map((c) => +c.getAttribute('cx'))"
+        )
         assert (x[1] - x[0]) / (x[2] - x[0]) == pytest.approx(3)  # three decades and one
         page.open(file, width=390, height=844)
         assert page("document.documentElement.scrollWidth") <= 390 and page.errors == []
@@ -158,7 +192,9 @@ def test_the_page_knows_the_defaults(tmp_path):
     for page in (html.render([read_run(run)], defaults), written_by(Reports(run, defaults))):
         found = data_of(page)["defaults"]
         assert (
-            found["batch_size"] == 128 and found["optimizer.lr"] == Config().optimizer.lr and found["eval.also"] == {}
+            found["batch_size"] == 128
+            and found["optimizer.lr"] == Config().optimizer.lr
+            and found["eval.also"] == {}
         )
 
 
@@ -171,10 +207,13 @@ def written_by(reports):
 @needs_browser
 def test_keys_that_were_set_come_before_the_defaults(tmp_path):
     run = make_run(
-        tmp_path / "run", "batch_size: 128\nsteps: 3\neval: {also: {}, every: 7}\nof_an_older_version: .nan\n"
+        tmp_path / "run",
+        "batch_size: 128\nsteps: 3\neval: {also: {}, every: 7}\nof_an_older_version: .nan\n",
     )
     with Browser() as page:
-        html.write(run / "report.html", html.render([read_run(run)], flat(dataclasses.asdict(Config()))))
+        html.write(
+            run / "report.html", html.render([read_run(run)], flat(dataclasses.asdict(Config())))
+        )
         page.open(run / "report.html")
         keys = "[...document.querySelectorAll('#config {} dt')].map((k) => k.innerText || k.textContent)"
         assert page(keys.format("> dl")) == ["steps", "eval.every", "of_an_older_version"]
@@ -191,8 +230,12 @@ def test_the_points_of_a_curve_as_csv(tmp_path):
     html.write(file, html.render([read_run(run)]))
     with Browser() as page:
         page.open(file)
-        page("addEventListener('click', (event) => event.preventDefault()); document.querySelector('.csv').click()")
-        link = page("[document.querySelector('.csv').download, document.querySelector('.csv').href]")
+        page(
+            "addEventListener('click', (event) => event.preventDefault()); document.querySelector('.csv').click()"
+        )
+        link = page(
+            "[document.querySelector('.csv').download, document.querySelector('.csv').href]"
+        )
         kind, _, text = link[1].partition(",")
         assert link[0] == "loss.csv" and kind == "data:text/csv;charset=utf-8"
         rows = [*csv.reader(urllib.parse.unquote(text).splitlines())]
@@ -220,7 +263,10 @@ def test_media_by_step_limited_in_size(tmp_path):
     image = {"step": 9, "name": "b-c", "image": "data:image/png;base64,cG5n"}
     text = {"step": 10, "name": "a", "text": "</script>\ufffd"}
     assert read_run(run)["media"] == {"items": [first, image, text, long], "omitted": 1}
-    assert media.read(run, 20_016) == {"items": [image, text, long], "omitted": 2}  # the last steps come first
+    assert media.read(run, 20_016) == {
+        "items": [image, text, long],
+        "omitted": 2,
+    }  # the last steps come first
     page = html.render([read_run(run)])
     assert data_of(page)["runs"][0]["media"]["items"][2] == text and page.count("</script>") == 2
 
@@ -234,7 +280,10 @@ PIXEL = (  # a PNG
 @needs_browser
 def test_images_and_texts_in_a_browser(tmp_path):
     """As text, whatever it contains."""
-    runs, hostile = [make_run(tmp_path / name) for name in "ab"], "<img src=x onerror='window.pwned=1'>"
+    runs, hostile = (
+        [make_run(tmp_path / name) for name in "ab"],
+        "<img src=x onerror='window.pwned=1'>",
+    )
     for run in runs:
         (run / "media").mkdir()
         (run / "media" / "1-<b>x.png").write_bytes(base64.b64decode(PIXEL))
@@ -260,12 +309,17 @@ def test_histograms_by_name_and_step(tmp_path):
     ]  # fmt: skip
     with (run / "events.jsonl").open("a") as file:
         for row in rows:
-            file.write(json.dumps({"t": 1.7e9 + 3, "kind": "histogram", "name": "a/b", **row}) + "\n")
+            file.write(
+                json.dumps({"t": 1.7e9 + 3, "kind": "histogram", "name": "a/b", **row}) + "\n"
+            )
         file.write('{"t": 1.7e9, "kind": "mine", "deep": [{"x": NaN}, -Infinity]}\n')
     found = read_run(run)
     assert found["histograms"] == {"a/b": [valid, {**valid, "step": 4}]}
     assert [e["kind"] for e in found["events"]] == ["start", "mine", "finished"]
-    assert data_of(html.render([found]))["runs"][0]["events"][1]["deep"] == [{"x": "NaN"}, "-Infinity"]
+    assert data_of(html.render([found]))["runs"][0]["events"][1]["deep"] == [
+        {"x": "NaN"},
+        "-Infinity",
+    ]
     assert read_run(run, runs=2)["histograms"] == {}
 
 
@@ -275,12 +329,24 @@ def test_histograms_in_a_browser(tmp_path):
     run, name = make_run(tmp_path / "run"), "__proto__<b>"
     with (run / "events.jsonl").open("a") as file:
         for step, low, counts in ((1, 0.0, [4, 0]), (2, 0.0, [0, 0]), (3, -2.0, [0, 9, 1])):
-            event = {"kind": "histogram", "name": name, "step": step, "low": low, "high": 2, "counts": counts}
+            event = {
+                "kind": "histogram",
+                "name": name,
+                "step": step,
+                "low": low,
+                "high": 2,
+                "counts": counts,
+            }
             file.write(json.dumps({"t": 1.7e9 + step, **event}) + "\n")
     html.write(tmp_path / "page.html", html.render([read_run(run)]))
     with Browser() as page:
         page.open(tmp_path / "page.html")
-        assert name in (text := page("document.getElementById('histograms').innerText")) and "step 1 to 3" in text
+        assert (
+            name in (text := page("document.getElementById('histograms').innerText"))
+            and "step 1 to 3" in text
+        )
         alpha = "document.querySelector('#histograms canvas').getContext('2d').getImageData({}, {}, 1, 1).data[3]"
-        drawn = [[page(alpha.format(x, y)) for x in (100, 320, 540)] for y in (30, 90, 120, 230)]  # from 2 down to -2
+        drawn = [
+            [page(alpha.format(x, y)) for x in (100, 320, 540)] for y in (30, 90, 120, 230)
+        ]  # from 2 down to -2
         assert drawn == [[0, 0, 85], [255, 0, 255], [0, 0, 255], [0, 0, 0]] and page.errors == []

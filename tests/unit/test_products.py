@@ -1,4 +1,6 @@
-"""Products, convolutions and sums of exact mode: the values of JAX's own, the same bits on any number of threads."""
+"""Products, convolutions and sums of exact mode: the values of JAX's own, the same bits on any
+number of threads.
+"""
 
 import json
 import sys
@@ -16,7 +18,11 @@ from launch import SUPPORT, together
 GEOMETRIES = {
     "strided": ((2, 9, 8, 3), (3, 3, 3, 4), {"window_strides": (2, 3)}),
     "grouped": ((2, 6, 6, 6), (3, 3, 3, 4), {"feature_group_count": 2}),
-    "transposed": ((2, 4, 5, 3), (3, 3, 3, 4), {"lhs_dilation": (2, 3), "padding": ((1, 2), (-1, 2))}),
+    "transposed": (
+        (2, 4, 5, 3),
+        (3, 3, 3, 4),
+        {"lhs_dilation": (2, 3), "padding": ((1, 2), (-1, 2))},
+    ),
     "same": ((2, 7, 6, 3), (3, 2, 3, 4), {}),
     "one position": ((2, 5, 5, 3), (5, 5, 3, 4), {"padding": "VALID"}),
     "1x1": ((2, 5, 4, 3), (1, 1, 3, 4), {}),
@@ -34,8 +40,13 @@ GEOMETRIES = {
 def by_products(f, *args):
     """f(*args), with each convolution, product and sum evaluated as `lower_on_cpu` lowers it."""
     closed = jax.make_jaxpr(f)(*args)
-    values = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True))
-    replaced = {"conv_general_dilated": products._convolution, "dot_general": products._transposed_dot}
+    values = dict(
+        zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True)
+    )
+    replaced = {
+        "conv_general_dilated": products._convolution,
+        "dot_general": products._transposed_dot,
+    }
     replaced["reduce_sum"] = products._sum
     count = 0
     for eqn in closed.jaxpr.eqns:
@@ -43,7 +54,9 @@ def by_products(f, *args):
         inputs = [x.val if isinstance(x, Literal) else values[x] for x in eqn.invars]
         bind = replaced.get(eqn.primitive.name) or eqn.primitive.bind
         out = bind(*inputs, **eqn.params)
-        values.update(zip(eqn.outvars, out if eqn.primitive.multiple_results else [out], strict=True))
+        values.update(
+            zip(eqn.outvars, out if eqn.primitive.multiple_results else [out], strict=True)
+        )
     assert count or not all(x.size for x in args)
     return [values[x] for x in closed.jaxpr.outvars]
 
@@ -55,21 +68,30 @@ def test_a_convolution_and_its_gradients_are_those_of_jax(name, dtype):
     x_shape, w_shape, more = GEOMETRIES[name]
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(rng.standard_normal(s), dtype) for s in (x_shape, w_shape))
-    f = lambda x, w: convolution(x, w, **more)
+
+    def f(x, w):
+        return convolution(x, w, **more)
+
     out = jnp.asarray(rng.standard_normal(f(x, w).shape), dtype)
 
     def backward(i):
         def pull(x, w, out):
-            of_one = lambda t: f(*(t if i == j else a for j, a in enumerate((x, w))))
+            def of_one(t):
+                return f(*(t if i == j else a for j, a in enumerate((x, w))))
+
             return jax.linear_transpose(of_one, (x, w)[i])(out)
 
         return pull
 
     tolerance = {"float32": 1e-5, "bfloat16": 2e-2}[dtype]
     for g, args in ((f, (x, w)), (backward(0), (x, w, out)), (backward(1), (x, w, out))):
-        got, want = jax.jit(lambda *args, g=g: (*by_products(g, *args), *jax.tree.leaves(g(*args))))(*args)
+        got, want = jax.jit(
+            lambda *args, g=g: (*by_products(g, *args), *jax.tree.leaves(g(*args)))
+        )(*args)
         assert got.dtype == want.dtype and got.shape == want.shape
-        np.testing.assert_allclose(got.astype("float32"), want.astype("float32"), tolerance, 8 * tolerance)
+        np.testing.assert_allclose(
+            got.astype("float32"), want.astype("float32"), tolerance, 8 * tolerance
+        )
 
 
 PRODUCTS = {  # (shapes, the contracted and the batch dimensions of both)
@@ -88,7 +110,10 @@ def test_a_product_is_that_of_jax(name):
     x_shape, y_shape, dimensions = PRODUCTS[name]
     rng = np.random.default_rng(0)
     x, y = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in (x_shape, y_shape))
-    f = lambda x, y: jax.lax.dot_general(x, y, dimensions)
+
+    def f(x, y):
+        return jax.lax.dot_general(x, y, dimensions)
+
     got, want = jax.jit(lambda x, y: (*by_products(f, x, y), f(x, y)))(x, y)
     np.testing.assert_allclose(got, want, 1e-5, 1e-6)
 
@@ -116,7 +141,9 @@ def test_a_sum_is_that_of_numpy(name, dtype):
     x = np.asarray(x).astype("float64")
     error = np.abs(np.asarray(got).astype("float64") - x.sum(axes))
     assert got.dtype == dtype and got.shape == error.shape
-    assert np.all(error <= {"float32": 1e-5, "bfloat16": 2e-2, "int32": 0}[dtype] * np.abs(x).sum(axes))
+    assert np.all(
+        error <= {"float32": 1e-5, "bfloat16": 2e-2, "int32": 0}[dtype] * np.abs(x).sum(axes)
+    )
 
 
 @pytest.mark.quick(1)

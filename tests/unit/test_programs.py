@@ -1,4 +1,6 @@
-"""Traced programs as text: what differs between processes that trace the same program is no part of it."""
+"""Traced programs as text: what differs between processes that trace the same program is no part of
+it.
+"""
 
 import jax
 import numpy as np
@@ -10,6 +12,8 @@ def test_shapes_are_described_by_what_they_are_and_not_by_where_they_are_in_memo
     first, second, other = (jax.ShapeDtypeStruct(shape, np.float32) for shape in ((3,), (3,), (4,)))
     assert describe(first) == describe(second) != describe(other)
     assert describe(np.ones(3)) == describe(np.ones(3)) != describe(np.zeros(3))
-    program = jax.make_jaxpr(lambda x: jax.pure_callback(np.sort, first, x))(np.zeros(3, np.float32))
+    program = jax.make_jaxpr(lambda x: jax.pure_callback(np.sort, first, x))(
+        np.zeros(3, np.float32)
+    )
     (text, *_), _ = lines(program)
     assert "float32[3]" in text

@@ -1,4 +1,6 @@
-"""The learning rate that a run records is the one that its optimizer applies, in the precision of the run."""
+"""The learning rate that a run records is the one that its optimizer applies, in the precision of
+the run.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +70,9 @@ def test_so_is_that_of_a_users_schedule_after_a_warm_up(target, x64):
     if target != "optax.piecewise_constant_schedule":
         schedule = make_schedule({"target": target, "args": args}, LR, STEPS, WARMUP)
         want = [LR * i / WARMUP if i < WARMUP else formula(i - WARMUP) for i in COUNTS]
-        np.testing.assert_allclose([schedule(np.int32(i)) for i in COUNTS], want, rtol=1e-15, atol=1e-16)
+        np.testing.assert_allclose(
+            [schedule(np.int32(i)) for i in COUNTS], want, rtol=1e-15, atol=1e-16
+        )
     got = [make_schedule({"target": target, "args": args}, LR, STEPS)(jnp.int32(i)) for i in COUNTS]
     np.testing.assert_allclose(got, [formula(i) for i in COUNTS], rtol=1e-15, atol=1e-16)
 
@@ -83,16 +87,34 @@ def every(k, tx):
 CASES = {  # optimizer of a learning rate -> the rates of six updates; None: it shows none
     "sgd": (lambda lr: OPTIMIZERS["sgd"](lr, momentum=0.9), [0, 1, 2, 3, 4, 5]),
     "three steps to one": (lambda lr: every(3, optax.adam(lr)), [0, 0, 0, 1, 1, 1]),
-    "with clipping around it": (lambda lr: optax.chain(optax.clip(1.0), every(2, optax.sgd(lr))), [0, 0, 1, 1, 2, 2]),
+    "with clipping around it": (
+        lambda lr: optax.chain(optax.clip(1.0), every(2, optax.sgd(lr))),
+        [0, 0, 1, 1, 2, 2],
+    ),
     "steps in steps": (lambda lr: every(2, every(2, optax.sgd(lr))), [0, 0, 0, 0, 1, 1]),
-    "an injected schedule": (lambda lr: optax.inject_hyperparams(optax.adamw)(learning_rate=lr), [0, 1, 2, 3, 4, 5]),
-    "injected, three to one": (lambda lr: every(3, optax.inject_hyperparams(optax.sgd)(lr)), [0, 0, 0, 1, 1, 1]),
-    "an injected constant": (lambda lr: optax.inject_hyperparams(optax.sgd)(learning_rate=0.25), [2] * 6),
+    "an injected schedule": (
+        lambda lr: optax.inject_hyperparams(optax.adamw)(learning_rate=lr),
+        [0, 1, 2, 3, 4, 5],
+    ),
+    "injected, three to one": (
+        lambda lr: every(3, optax.inject_hyperparams(optax.sgd)(lr)),
+        [0, 0, 0, 1, 1, 1],
+    ),
+    "an injected constant": (
+        lambda lr: optax.inject_hyperparams(optax.sgd)(learning_rate=0.25),
+        [2] * 6,
+    ),
     "a rate of its own": (lambda lr: optax.sgd(0.25), None),
     "a schedule that no update reads": (lambda lr: optax.chain(optax.sgd(0.25), counted(lr)), None),
-    "a count that starts at 2": (lambda lr: optax.scale_by_schedule(lambda i: -lr(i + 2)), [2, 3, 4, 5, 6, 7]),
+    "a count that starts at 2": (
+        lambda lr: optax.scale_by_schedule(lambda i: -lr(i + 2)),
+        [2, 3, 4, 5, 6, 7],
+    ),
     "jitted": (lambda lr: jitted(optax.adamw(lr)), [0, 1, 2, 3, 4, 5]),
-    "schedule-free": (lambda lr: optax.contrib.schedule_free(optax.sgd(lr), lr), [0, 1, 2, 3, 4, 5]),
+    "schedule-free": (
+        lambda lr: optax.contrib.schedule_free(optax.sgd(lr), lr),
+        [0, 1, 2, 3, 4, 5],
+    ),
     "parts": (
         lambda lr: optax.partition({"x": optax.sgd(lr), "y": optax.adam(lr)}, {"a": "x", "b": "y"}),
         [0, 1, 2, 3, 4, 5],
@@ -100,18 +122,26 @@ CASES = {  # optimizer of a learning rate -> the rates of six updates; None: it 
     "muon": (lambda lr: OPTIMIZERS["muon"](lr, weight_decay=0.1), [0, 1, 2, 3, 4, 5]),
     "adafactor": (lambda lr: OPTIMIZERS["adafactor"](lr, weight_decay=0.1), [0, 1, 2, 3, 4, 5]),
     "lamb": (OPTIMIZERS["lamb"], [0, 1, 2, 3, 4, 5]),
-    "masked": (lambda lr: optax.masked(optax.lion(lr), {"a": True, "b": False}), [0, 1, 2, 3, 4, 5]),
+    "masked": (
+        lambda lr: optax.masked(optax.lion(lr), {"a": True, "b": False}),
+        [0, 1, 2, 3, 4, 5],
+    ),
     "prodigy": (lambda lr: optax.contrib.prodigy(lr), [0, 1, 2, 3, 4, 5]),
 }
 
 
 def counted(schedule):
     """Keeps a rate in its state and changes nothing."""
-    update = lambda updates, state, params=None: (
-        updates,
-        {"count": state["count"] + 1, "rate": schedule(state["count"])},
+
+    def update(updates, state, params=None):
+        return (
+            updates,
+            {"count": state["count"] + 1, "rate": schedule(state["count"])},
+        )
+
+    return optax.GradientTransformation(
+        lambda params: {"count": jnp.int32(0), "rate": jnp.float32(0)}, update
     )
-    return optax.GradientTransformation(lambda params: {"count": jnp.int32(0), "rate": jnp.float32(0)}, update)
 
 
 def jitted(tx):

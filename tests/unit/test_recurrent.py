@@ -1,4 +1,6 @@
-"""Recurrent language models against plain loops in NumPy, over batches that go on where the last one ended."""
+"""Recurrent language models against plain loops in NumPy, over batches that go on where the last
+one ended.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,13 @@ from jaxdp.models import as_model
 from jaxdp.models.recurrent import LSTM, RNN
 
 VOCABULARY, LENGTH, HIDDEN = 11, 5, 6
-SMALL = {"input_shape": (LENGTH,), "num_classes": VOCABULARY, "dim": 4, "hidden": HIDDEN, "layers": 2}
+SMALL = {
+    "input_shape": (LENGTH,),
+    "num_classes": VOCABULARY,
+    "dim": 4,
+    "hidden": HIDDEN,
+    "layers": 2,
+}
 KINDS = {
     "lstm": (LSTM, {}),
     "tied lstm": (LSTM, {"dim": HIDDEN, "layers": 1, "tied": True}),
@@ -28,12 +36,19 @@ def model(name, **args):
 
 
 def tokens(examples=3, seed=0):
-    return {"inputs": np.random.default_rng(seed).integers(VOCABULARY, size=(examples, LENGTH)).astype(np.int32)}
+    return {
+        "inputs": np.random.default_rng(seed)
+        .integers(VOCABULARY, size=(examples, LENGTH))
+        .astype(np.int32)
+    }
 
 
 def oracle(p, text, nonlinearity):
     """The logits of one stream of any length, token by token; from the papers."""
-    sigmoid = lambda x: 1 / (1 + np.exp(-x))
+
+    def sigmoid(x):
+        return 1 / (1 + np.exp(-x))
+
     layers = [p["layers"][str(i)]["weights"] for i in range(len(p["layers"]))]
     state, logits = [(np.zeros(HIDDEN), np.zeros(HIDDEN)) for _ in layers], []
     for token in text:
@@ -48,7 +63,11 @@ def oracle(p, text, nonlinearity):
                 cell = sigmoid(forget) * cell + sigmoid(take) * np.tanh(new)
                 x = sigmoid(give) * np.tanh(cell)
             state[i] = cell, x
-        logits.append(x @ p["head"]["kernel"] + p["head"]["bias"] if "head" in p else p["embed"]["embedding"] @ x)
+        logits.append(
+            x @ p["head"]["kernel"] + p["head"]["bias"]
+            if "head" in p
+            else p["embed"]["embedding"] @ x
+        )
     return np.array(logits)
 
 
@@ -81,7 +100,10 @@ def test_gradients_stop_where_a_batch_begins():
         params, state = jax.jit(made.init)(KEY, batch)
         params = jax.tree.map(lambda x: x.astype(np.float64), params)
         state = jax.tree.map(lambda x: jnp.full(x.shape, 0.3), state)
-        total = lambda params, state: jnp.sum(jnp.sin(made.apply(params, state, batch, KEY, False)[0]))
+
+        def total(params, state):
+            return jnp.sum(jnp.sin(made.apply(params, state, batch, KEY, False)[0]))
+
         slopes, of_state = jax.jit(jax.grad(total, (0, 1)))(params, state)
         assert not any(np.any(g) for g in jax.tree.leaves(of_state))
         way = jax.tree.map(lambda x: np.random.default_rng(1).normal(size=x.shape), params)
@@ -92,10 +114,15 @@ def test_gradients_stop_where_a_batch_begins():
 
 @pytest.mark.slow
 def test_a_module_by_itself_goes_on_too():
-    """Made outside of a trainer, its carry is for no example yet, and becomes that of the first call's."""
+    """Made outside of a trainer, its carry is for no example yet, and becomes that of the first
+    call's.
+    """
     module, text = LSTM(**{**SMALL, "layers": 1}, rngs=nnx.Rngs(0)), tokens()["inputs"]
     first, second = module(text), module(text)
-    assert first.shape == (3, LENGTH, VOCABULARY) and module.layers[0].cell[...].shape == (3, HIDDEN)
+    assert first.shape == (3, LENGTH, VOCABULARY) and module.layers[0].cell[...].shape == (
+        3,
+        HIDDEN,
+    )
     assert np.abs(second - first).max() > 1e-3
 
 
@@ -106,7 +133,9 @@ def test_dtypes_are_those_of_the_parameters_and_the_cell_s_is_wide():
     exact, _ = made.apply(params, state, batch, KEY, False)
     rough = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     outputs, new = jax.jit(lambda p: made.apply(p, state, batch, KEY, False))(rough)
-    assert outputs.dtype == jnp.bfloat16 and {x.dtype for x in jax.tree.leaves(new)} == {jnp.dtype("float32")}
+    assert outputs.dtype == jnp.bfloat16 and {x.dtype for x in jax.tree.leaves(new)} == {
+        jnp.dtype("float32")
+    }
     np.testing.assert_allclose(outputs.astype(np.float32), exact, atol=0.05)
 
 
@@ -119,7 +148,9 @@ def test_training_is_the_same_on_any_devices_and_learns():
     made = model("lstm", dropout=0.1, layers=1)
     with jax.enable_x64(True):
         one, four = (
-            toys.train(made, examples, devices=n, backend="pjit", steps=12, batch_size=12, dtype="float64")
+            toys.train(
+                made, examples, devices=n, backend="pjit", steps=12, batch_size=12, dtype="float64"
+            )
             for n in (1, 4)
         )
     for name in ("params", "carry"):
@@ -133,8 +164,16 @@ def test_training_is_the_same_on_any_devices_and_learns():
         ("lstm", {"layers": 0}, "model.args.layers: 0 is too small"),
         ("lstm", {"tied": True}, "model.args.hidden: 6 is not dim, 4, as tied requires"),
         ("lstm", {"dropout": 1.0}, r"model.args.dropout: 1.0 is not in \[0, 1\)"),
-        ("lstm", {"input_shape": (8, 8, 1)}, r"model.args.input_shape: \(8, 8, 1\) is not \(length,\)"),
-        ("tanh", {"nonlinearity": "gelu"}, "model.args.nonlinearity: 'gelu' is not one of 'tanh', 'relu'"),
+        (
+            "lstm",
+            {"input_shape": (8, 8, 1)},
+            r"model.args.input_shape: \(8, 8, 1\) is not \(length,\)",
+        ),
+        (
+            "tanh",
+            {"nonlinearity": "gelu"},
+            "model.args.nonlinearity: 'gelu' is not one of 'tanh', 'relu'",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(name, args, words):
@@ -146,4 +185,6 @@ def test_inputs_that_are_no_tokens_are_named():
     made = model("tanh")
     params, state = jax.eval_shape(made.init, KEY, tokens())
     with pytest.raises(UsageError, match=r"RNN reads integers \[example, token\], not float32"):
-        jax.eval_shape(lambda *args: made.apply(*args, False), params, state, {"inputs": np.zeros((2, 3))}, KEY)
+        jax.eval_shape(
+            lambda *args: made.apply(*args, False), params, state, {"inputs": np.zeros((2, 3))}, KEY
+        )

@@ -33,7 +33,11 @@ class Equinox(eqx.Module):
     def __init__(self, key):
         keys = jax.random.split(key, 4)
         self.conv = eqx.nn.Conv2d(1, 4, 3, padding=1, key=keys[0])
-        self.norm, self.group, self.rms = eqx.nn.LayerNorm((4, 8, 8)), eqx.nn.GroupNorm(2, 4), eqx.nn.RMSNorm(8)
+        self.norm, self.group, self.rms = (
+            eqx.nn.LayerNorm((4, 8, 8)),
+            eqx.nn.GroupNorm(2, 4),
+            eqx.nn.RMSNorm(8),
+        )
         self.lookup = eqx.nn.Embedding(5, 8, key=keys[1])
         self.cls = jnp.ones((1, 8))
         self.attend = eqx.nn.MultiheadAttention(2, 8, use_query_bias=True, key=keys[2])
@@ -52,16 +56,24 @@ class Linen(linen.Module):
     @linen.compact
     def __call__(self, x):
         x = linen.Conv(8, (2, 2), strides=2, name="wte")(x).reshape(len(x), 16, 8)
-        start = jnp.broadcast_to(self.param("bias_free", linen.initializers.ones, (1, 1, 8)), (len(x), 1, 8))
-        x = jnp.concatenate([start, x], 1) + self.param("w", linen.initializers.normal(), (1, 17, 8))
-        x = self.param("kernel", linen.initializers.ones, (8,)) * linen.MultiHeadAttention(2, name="embedding")(x)
+        start = jnp.broadcast_to(
+            self.param("bias_free", linen.initializers.ones, (1, 1, 8)), (len(x), 1, 8)
+        )
+        x = jnp.concatenate([start, x], 1) + self.param(
+            "w", linen.initializers.normal(), (1, 17, 8)
+        )
+        x = self.param("kernel", linen.initializers.ones, (8,)) * linen.MultiHeadAttention(
+            2, name="embedding"
+        )(x)
         x = linen.DenseGeneral((2, 3), name="scale")(x)
         x = linen.DenseGeneral(4, axis=(-2, -1), name="positions")(x)
         return linen.Dense(10, name="embed")(x.mean(1))
 
 
 class Flax(nnx.Module):
-    """A depthwise convolution, a head of one output, and a matrix by which nothing is multiplied but elements."""
+    """A depthwise convolution, a head of one output, and a matrix by which nothing is multiplied
+    but elements.
+    """
 
     def __init__(self, rngs):
         self.embed = nnx.Conv(1, 6, (3, 3), rngs=rngs)
@@ -77,7 +89,9 @@ class Flax(nnx.Module):
 
 
 def init(key, inputs):
-    draw = lambda *shape: jax.random.normal(jax.random.fold_in(key, len(shape) + sum(shape)), shape) * 0.1
+    def draw(*shape):
+        return jax.random.normal(jax.random.fold_in(key, len(shape) + sum(shape)), shape) * 0.1
+
     return {
         "wte": draw(17, 6), "one_hot": draw(17, 6), "wpe": draw(64, 6), "relative": draw(3, 6),
         "layers": {"w": draw(3, 6, 6), "b": draw(3, 6), "g": draw(3, 6)},
@@ -105,7 +119,8 @@ def apply(p, inputs):
     return (x * jax.nn.softmax(x @ p["v"], 1)).sum(1) @ p["head"][0] + p["head"][1]
 
 
-CASES = {  # model: (paths without decay, {path of a matrix: (dims that it sums over, dims of its output)})
+# model: (paths without decay, {path of a matrix: (dims that it sums over, dims of its output)})
+CASES = {
     "equinox": (
         lambda key: Equinox(key),
         "conv/bias norm/weight norm/bias group/weight group/bias rms/weight rms/bias cls attend/query_proj/bias "
@@ -158,7 +173,13 @@ def case(request):
     model, spared, matrices = CASES[request.param]
     config, parts = parts_of(model, target="muon", weight_decay=0.1)
     shapes = jax.eval_shape(state_maker(config, parts)).params
-    return config, parts, jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes), {*spared.split()}, matrices
+    return (
+        config,
+        parts,
+        jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes),
+        {*spared.split()},
+        matrices,
+    )
 
 
 def moved(tx, params):
@@ -171,14 +192,19 @@ def test_decay_spares_biases_scales_and_vectors_whatever_their_names(case):
     _, parts, params, spared, _ = case
     tx = make_optimizer(OPTIMIZERS["sgd"], lambda step: 1.0, 0.1, "auto", roles=parts.roles)
     assert moved(tx, params) == by_path(params).keys() - spared
-    slices = jax.tree.map(lambda x: x[(slice(1),) * x.ndim], params)  # a row of a kernel looks like a vector
+    slices = jax.tree.map(
+        lambda x: x[(slice(1),) * x.ndim], params
+    )  # a row of a kernel looks like a vector
     assert moved(tx, slices) == by_path(params).keys() - spared
 
 
 def test_muon_takes_kernels_as_matrices_and_leaves_the_rest_to_adam(case):
     _, parts, params, _, matrices = case
     found = matrices_of(roles=parts.roles)(params)
-    is_leaf = lambda x: x is None or isinstance(x, MuonDimensionNumbers)
+
+    def is_leaf(x):
+        return x is None or isinstance(x, MuonDimensionNumbers)
+
     leaves = jax.tree_util.tree_leaves_with_path(found, is_leaf=is_leaf)
     assert {path_string(path): tuple(x) for path, x in leaves if x is not None} == matrices
 
@@ -186,21 +212,31 @@ def test_muon_takes_kernels_as_matrices_and_leaves_the_rest_to_adam(case):
 def test_one_line_says_what_decays_and_what_muon_takes(case):
     config, parts, params, spared, matrices = case
     sizes = {path: x.size for path, x in by_path(params).items()}
-    count = lambda names: sum(sizes[name] for name in names)
+
+    def count(names):
+        return sum(sizes[name] for name in names)
+
     text = describe_groups(config, parts, params)
     assert text.count("\n") == 0
-    assert f"({count(sizes.keys() - spared):,} parameters), not for {len(spared)} vectors ({count(spared):,} " in text
+    assert (
+        f"({count(sizes.keys() - spared):,} parameters), not for {len(spared)} vectors ({count(spared):,} "
+        in text
+    )
     assert f"muon for {len(matrices)} kernels ({count(matrices):,} parameters), adam for " in text
 
 
 def test_expressions_keep_their_meaning_and_frozen_arrays_have_no_part():
-    config, parts = parts_of(Flax, target="sgd", weight_decay=0.1, no_decay=["^gamma$"], frozen=["^embed/"])
+    config, parts = parts_of(
+        Flax, target="sgd", weight_decay=0.1, no_decay=["^gamma$"], frozen=["^embed/"]
+    )
     params = jax.eval_shape(state_maker(config, parts)).params
     params = parts.rule.trainable(jax.tree.map(lambda x: np.ones(x.shape, x.dtype), params))
     assert moved(parts.rule.tx, params) == by_path(params).keys() - {"gamma"}
     assert describe_groups(config, parts, params).endswith("not for 1 array (48 parameters)")
     plain = parts_of(Flax)
-    assert plain[1].roles == {} and describe_groups(*plain, params) == ""  # without decay, the model is not traced
+    assert (
+        plain[1].roles == {} and describe_groups(*plain, params) == ""
+    )  # without decay, the model is not traced
 
 
 def test_a_model_that_cannot_be_traced_is_reported_by_the_rehearsal():
@@ -224,7 +260,10 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_kernel_is_found_behind_what_moves_its_elements(name):
-    shapes = {"w": jax.ShapeDtypeStruct((2, 6, 6), np.float32)}, jax.ShapeDtypeStruct((3, 12), np.float32)
+    shapes = (
+        {"w": jax.ShapeDtypeStruct((2, 6, 6), np.float32)},
+        jax.ShapeDtypeStruct((3, 12), np.float32),
+    )
     program = jax.make_jaxpr(lambda params, x: LAYOUTS[name](params["w"], x))(*shapes)
     role = find_roles(program, shapes[0])["w"]
     assert (role.kind, role.decays) == ("kernel", True)

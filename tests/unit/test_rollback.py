@@ -1,4 +1,6 @@
-"""Which state a rollback returns to follows from keys of numbers alone, whatever was saved beside it."""
+"""Which state a rollback returns to follows from keys of numbers alone, whatever was saved beside
+it.
+"""
 
 import contextlib
 import json
@@ -35,9 +37,20 @@ class StopAt:
 
 
 def fit(run_dir, spike=SPIKE, **more):
-    base = {"steps": 24, "batch_size": 10, "microbatches": 2, "parallel": {"devices": 1}, "log": {"every": 1}}
-    data, rate = {"target": Arrays(inputs=X, labels=Y), "order": "sequential"}, {"target": "sgd", "lr": 0.01}
-    return jaxdp.fit(MODEL, data, optimizer=rate, **{**base, "run_dir": run_dir, "spike": spike, **more})
+    base = {
+        "steps": 24,
+        "batch_size": 10,
+        "microbatches": 2,
+        "parallel": {"devices": 1},
+        "log": {"every": 1},
+    }
+    data, rate = (
+        {"target": Arrays(inputs=X, labels=Y), "order": "sequential"},
+        {"target": "sgd", "lr": 0.01},
+    )
+    return jaxdp.fit(
+        MODEL, data, optimizer=rate, **{**base, "run_dir": run_dir, "spike": spike, **more}
+    )
 
 
 def curve(run_dir):
@@ -66,7 +79,10 @@ def plain(tmp_path_factory):
 
 
 def test_a_rollback_returns_to_the_last_multiple_of_its_interval(plain):
-    assert plain[2] == [(7, 4), (15, 12)]  # batches 4 to 6 are skipped: the second spike is that of update 15
+    assert plain[2] == [
+        (7, 4),
+        (15, 12),
+    ]  # batches 4 to 6 are skipped: the second spike is that of update 15
     assert [step for step, _ in plain[1]] == [*range(1, 25)]
 
 
@@ -79,7 +95,9 @@ def test_the_numbers_do_not_depend_on_what_else_is_saved(plain, tmp_path, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [6, 11, 14])
 def test_nor_on_a_stop_between(plain, tmp_path, step):
-    """After a stop at the update before the spike, the rollback is made before the save, and again after the start."""
+    """After a stop at the update before the spike, the rollback is made before the save, and again
+    after the start.
+    """
     for callback in (StopAt(step), StopAt(-1)):
         with contextlib.suppress(SystemExit):
             final = fit(tmp_path / "run", checkpoint={"keep": 1}, callbacks=[callback]).final
@@ -88,7 +106,9 @@ def test_nor_on_a_stop_between(plain, tmp_path, step):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step, lost, words", [(13, 12, "warning: no checkpoint of update 12"), (5, 4, None)])
+@pytest.mark.parametrize(
+    "step, lost, words", [(13, 12, "warning: no checkpoint of update 12"), (5, 4, None)]
+)
 def test_without_the_state_to_return_to_it_says_so(tmp_path, capsys, step, lost, words):
     """It goes back to the one before it; without any, the run ends."""
     with pytest.raises(SystemExit):
@@ -103,5 +123,7 @@ def test_without_the_state_to_return_to_it_says_so(tmp_path, capsys, step, lost,
 
 
 def test_states_between_two_outer_steps_are_refused():
-    with pytest.raises(UsageError, match=r"spike.every: 4 is no multiple of outer.every: 3, .*; set it to 6"):
+    with pytest.raises(
+        UsageError, match=r"spike.every: 4 is no multiple of outer.every: 3, .*; set it to 6"
+    ):
         fit(None, outer={"replicas": 2, "every": 3})

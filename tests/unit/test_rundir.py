@@ -1,4 +1,6 @@
-"""A run directory belongs to one process: a live one is respected at once, one that is ending is waited for."""
+"""A run directory belongs to one process: a live one is respected at once, one that is ending is
+waited for.
+"""
 
 import contextlib
 import os
@@ -34,7 +36,9 @@ for line in sys.stdin:
 @contextlib.contextmanager
 def holder(directory, *starters):
     command = [sys.executable, "-c", HOLDER, str(directory), *map(str, starters)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout.readline() == "held\n"
             yield process
@@ -53,7 +57,9 @@ def test_a_live_holder_is_respected_at_once(tmp_path, capsys):
         began = time.monotonic()
         held, problem = rundir.lock(tmp_path)
         assert held is None and time.monotonic() - began < 5 and not capsys.readouterr().err
-        assert f"is in use by process {process.pid} on " in problem and "wait for its end" in problem
+        assert (
+            f"is in use by process {process.pid} on " in problem and "wait for its end" in problem
+        )
 
 
 @pytest.mark.parametrize("why", ["it says so", "its mpirun has ended"])
@@ -67,7 +73,9 @@ def test_a_holder_that_is_ending_is_waited_for(tmp_path, capsys, monkeypatch, wh
         held, problem = rundir.lock(tmp_path)
         assert held is None and "is in use by process" in problem
         monkeypatch.setattr(rundir, "WAIT", 60.0)
-        monkeypatch.setattr(rundir.time, "sleep", lambda seconds: process.kill())  # it ends while it is waited for
+        monkeypatch.setattr(
+            rundir.time, "sleep", lambda seconds: process.kill()
+        )  # it ends while it is waited for
         held, problem = rundir.lock(tmp_path)
         assert held is not None and problem is None
         held.close()
@@ -76,7 +84,15 @@ def test_a_holder_that_is_ending_is_waited_for(tmp_path, capsys, monkeypatch, wh
 
 
 @pytest.mark.parametrize(
-    "text", ["", "\udcff\udcfe", "process 7 on a since then\n", "[" * 100000, '{"name": 1}', '{"ending": true}']
+    "text",
+    [
+        "",
+        "\udcff\udcfe",
+        "process 7 on a since then\n",
+        "[" * 100000,
+        '{"name": 1}',
+        '{"ending": true}',
+    ],
 )
 def test_a_lock_file_with_anything_in_it(tmp_path, text):
     (tmp_path / ".lock").write_bytes(os.fsencode(text))
@@ -103,13 +119,20 @@ def test_a_job_takes_the_directory_from_its_own_stopped_rank(tmp_path, monkeypat
         assert stopped.stdout.readline() == "ending\n"
         stopped.kill()
         stopped.wait()
-        other = subprocess.run([sys.executable, "-c", HOLDER, str(tmp_path)], capture_output=True, text=True)
-        assert f"is in use by process {os.getpid()} on " in other.stderr and "which is ending" not in other.stderr
+        other = subprocess.run(
+            [sys.executable, "-c", HOLDER, str(tmp_path)], capture_output=True, text=True
+        )
+        assert (
+            f"is in use by process {os.getpid()} on " in other.stderr
+            and "which is ending" not in other.stderr
+        )
         held.close()
 
 
 def test_a_full_disk_keeps_the_files_of_an_earlier_start(tmp_path, monkeypatch):
-    """A run that resumes, or the next generation of an elastic job, continues; a first start says what is wrong."""
+    """A run that resumes, or the next generation of an elastic job, continues; a first start says
+    what is wrong.
+    """
 
     def full(path, text, **how):
         path.touch()
@@ -119,7 +142,10 @@ def test_a_full_disk_keeps_the_files_of_an_earlier_start(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr("pathlib.Path.write_text", full)
         rundir.write_config(tmp_path, {"steps": 2})
-        with pytest.raises(UsageError, match=r"run_dir: cannot write in '.*': No space left on device; choose another"):
+        with pytest.raises(
+            UsageError,
+            match=r"run_dir: cannot write in '.*': No space left on device; choose another",
+        ):
             rundir.write_env(tmp_path, {})
     assert (tmp_path / "config.yaml").read_text() == "steps: 1\n"
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
@@ -149,7 +175,9 @@ WRITERS = {
     ".nonce": lock,
     "metrics.jsonl": append,
     "events.jsonl": lambda directory: Events(directory).note("start"),
-    "events.jsonl of a coordinator": lambda directory: faults.append_event(str(directory / "events.jsonl"), "lost"),
+    "events.jsonl of a coordinator": lambda directory: faults.append_event(
+        str(directory / "events.jsonl"), "lost"
+    ),
     "config.yaml": lambda directory: rundir.write_config(directory, {"steps": 1}),
     "config.yaml.PID.tmp": lambda directory: rundir.write_config(directory, {"steps": 1}),
     "stacks/rank_0.txt": write_stacks,

@@ -1,4 +1,6 @@
-"""What keeps the coordinator and the checkpoints small with thousands of processes, and the commands of scale.md."""
+"""What keeps the coordinator and the checkpoints small with thousands of processes, and the
+commands of scale.md.
+"""
 
 import asyncio
 import concurrent.futures
@@ -20,7 +22,17 @@ import pytest
 from benchmarks.clients import Client, Clients, facts
 from jaxdp import compilation_cache
 from jaxdp.checkpoint.commit import Commit, PeerFailed
-from jaxdp.distributed import channel, connection, exchange, hosts, joining, membership, messages, protocol, sockets
+from jaxdp.distributed import (
+    channel,
+    connection,
+    exchange,
+    hosts,
+    joining,
+    membership,
+    messages,
+    protocol,
+    sockets,
+)
 from jaxdp.distributed.connection import Connection
 from jaxdp.distributed.context import Context
 from jaxdp.distributed.generation import QUIET, Generation, Member
@@ -56,27 +68,37 @@ def test_an_answer_is_encoded_once_for_all_members():
     exchanges = exchange.Exchanges(set())
     for rank in range(size):
         assert len(answers) == 0
-        reply = lambda answer: answers.append(answer("agree 0"))
+
+        def reply(answer):
+            return answers.append(answer("agree 0"))
+
         exchanges.add(rank, range(size), reply, "agree", 0, "x" * (rank == 7), 60.0, False)
-    assert len(answers) == size and len({id(answer) for answer in answers}) == 1 and not exchanges.open
+    assert (
+        len(answers) == size and len({id(answer) for answer in answers}) == 1 and not exchanges.open
+    )
     answer = json.loads(answers[0].payload)
-    assert answer["kinds"] == ["", "x"] and [i for i, kind in enumerate(answer["of"]) if kind] == [7]
+    assert answer["kinds"] == ["", "x"] and [i for i, kind in enumerate(answer["of"]) if kind] == [
+        7
+    ]
     assert answer["id"] == "agree 0"
 
 
 def test_an_exchange_ends_with_a_rank_that_has_left_or_is_late():
     departed, answers = set(), []
     exchanges = exchange.Exchanges(departed)
-    add = lambda rank, turn, timeout: exchanges.add(
-        rank,
-        range(3),
-        lambda answer: answers.append(json.loads(answer(str(rank)).payload)),
-        "a",
-        turn,
-        "t",
-        timeout,
-        False,
-    )
+
+    def add(rank, turn, timeout):
+        return exchanges.add(
+            rank,
+            range(3),
+            lambda answer: answers.append(json.loads(answer(str(rank)).payload)),
+            "a",
+            turn,
+            "t",
+            timeout,
+            False,
+        )
+
     add(0, 0, 60.0)
     add(2, 0, 60.0)
     departed.add(1)
@@ -105,10 +127,17 @@ def test_keys_wait_for_their_texts():
 
 def test_a_message_to_all_is_sealed_for_each():
     message = channel.encode({"x": 1})
-    sent, received = [[channel.to_rank("secret", b"nonce", bytes([i])) for i in range(2)] for _ in range(2)]
+    sent, received = [
+        [channel.to_rank("secret", b"nonce", bytes([i])) for i in range(2)] for _ in range(2)
+    ]
     frames = [sealer.seal(message) for sealer in sent]
-    assert frames[0] != frames[1] and frames[0] != sent[0].seal(message)  # of another connection; the second one
-    opened = lambda i, frame: received[i].open(frame[: channel.HEAD], frame[channel.HEAD :])
+    assert frames[0] != frames[1] and frames[0] != sent[0].seal(
+        message
+    )  # of another connection; the second one
+
+    def opened(i, frame):
+        return received[i].open(frame[: channel.HEAD], frame[channel.HEAD :])
+
     assert [opened(i, frame) for i, frame in enumerate(frames)] == [{"x": 1}] * 2
     with pytest.raises(channel.Refused, match="secret"):
         opened(0, frames[0])
@@ -117,7 +146,9 @@ def test_a_message_to_all_is_sealed_for_each():
 def test_a_coordinator_without_enough_files(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 4096))
     settings = protocol.Settings(4096, "secret", 1, "127.0.0.1", None, 60.0, 20.0)
-    with pytest.raises(UsageError, match="open 4096 files, and the coordinator of 4096 processes needs 8292"):
+    with pytest.raises(
+        UsageError, match="open 4096 files, and the coordinator of 4096 processes needs 8292"
+    ):
         joining.start_coordinator(settings, "here")
 
 
@@ -134,21 +165,33 @@ def test_the_ranks_of_a_lost_switch_are_a_fault_that_is_heard():
     """Their names together are longer than a text that a rank accepts."""
     reported, frames = [], []
     settings = protocol.Settings(1000, "secret", 1, "127.0.0.1", None, 60.0, 20.0)
-    coordinator = types.SimpleNamespace(settings=settings, report=reported.append, done=threading.Event())
+    coordinator = types.SimpleNamespace(
+        settings=settings, report=reported.append, done=threading.Event()
+    )
 
     async def lose() -> None:
         generation = Generation(coordinator)
         generation.admitted = True
         for rank in range(1000):
             sealer = channel.to_rank("secret", b"", b"")
-            member = Member(generation, facts(rank, 1000), types.SimpleNamespace(write=frames.append), sealer)
+            member = Member(
+                generation, facts(rank, 1000), types.SimpleNamespace(write=frames.append), sealer
+            )
             generation.members[rank], member.silent = member, 19.95 * (rank >= 500)
         generation.check_silence(0.1)
 
     asyncio.run(lose())
-    assert len(frames) == 1000 and "rank 507 (host node00063.cluster) and 492 others have not been heard" in reported[0]
-    fault = channel.to_rank("secret", b"", b"").open(frames[0][: channel.HEAD], frames[0][channel.HEAD :])
-    assert messages.checked(fault, {"fault": str, "code": range(256)}) == {"fault": reported[0], "code": 1}
+    assert (
+        len(frames) == 1000
+        and "rank 507 (host node00063.cluster) and 492 others have not been heard" in reported[0]
+    )
+    fault = channel.to_rank("secret", b"", b"").open(
+        frames[0][: channel.HEAD], frames[0][channel.HEAD :]
+    )
+    assert messages.checked(fault, {"fault": str, "code": range(256)}) == {
+        "fault": reported[0],
+        "code": 1,
+    }
 
 
 @pytest.mark.parametrize(("processes", "limit"), [(256, compilation_cache.SIZE), (257, -1)])
@@ -169,7 +212,9 @@ def test_the_compilation_cache_of_a_large_job_has_no_lock(tmp_path, monkeypatch,
 def clients():
     """Clients of a real coordinator, in threads of this process."""
     size, port, secret = 40, hosts.free_port(), secrets.token_hex(16)
-    settings = protocol.Settings(size, secret, port, "127.0.0.1", None, 60.0, 20.0, os.open(os.devnull, os.O_WRONLY))
+    settings = protocol.Settings(
+        size, secret, port, "127.0.0.1", None, 60.0, 20.0, os.open(os.devnull, os.O_WRONLY)
+    )
     joining.start_coordinator(settings, "here")
     clients = Clients(port, secret, range(size), size)
     clients.join()
@@ -248,13 +293,18 @@ def test_coordinators_that_come_and_go_refuse_nobody():
 
 @pytest.fixture
 def enter(request):
-    """A function that enters the current generation of an elastic job of three, and exchanges a text there."""
+    """A function that enters the current generation of an elastic job of three, and exchanges a
+    text there.
+    """
     port, secret, members = hosts.free_port(), secrets.token_hex(16), []
     options = {"elastic": True, "join_after": getattr(request, "param", 0.0)}
     settings = protocol.Settings(3, secret, port, "127.0.0.1", None, 60.0, 20.0, **options)
-    start = lambda: joining.start_coordinator(
-        dataclasses.replace(settings, stderr=os.open(os.devnull, os.O_WRONLY)), "here"
-    )
+
+    def start():
+        return joining.start_coordinator(
+            dataclasses.replace(settings, stderr=os.open(os.devnull, os.O_WRONLY)), "here"
+        )
+
     start()
     sockets.spare(port)
 
@@ -272,7 +322,11 @@ def enter(request):
         child.kill()
         child.communicate()
 
-    enter.start, enter.kill_coordinator, enter.address = start, kill_coordinator, ("127.0.0.1", port, secret)
+    enter.start, enter.kill_coordinator, enter.address = (
+        start,
+        kill_coordinator,
+        ("127.0.0.1", port, secret),
+    )
     yield enter
     for member in members:
         leave(member)
@@ -300,7 +354,9 @@ def test_the_facts_and_exchanges_of_the_next_generation(enter):
         assert first[1][0].has_ended(60.0) and first[2][0].has_ended(60.0)
         assert not first[1][0].report_fault("what another process has caused")
         second = [*pool.map(lambda rank: enter(rank, last=[0, 3]), (1, 2))]
-    assert [x[1:] for x in second] == [(1, ["1", "2"], [[0, 3]] * 2)] * 2 and [x[0].rank for x in second] == [0, 1]
+    assert [x[1:] for x in second] == [(1, ["1", "2"], [[0, 3]] * 2)] * 2 and [
+        x[0].rank for x in second
+    ] == [0, 1]
 
 
 def test_a_new_process_prepares_before_the_others_stop_for_it(enter):
@@ -320,7 +376,9 @@ def test_a_new_process_prepares_before_the_others_stop_for_it(enter):
         assert asked.wait(60)
         regroup(second[0])
         assert all(member.has_ended(60.0) for member in second)
-        third = [*pool.map(lambda rank: enter(rank, last=[1, 2], pid=facts(rank + 1, 3)["pid"]), (0, 1))]
+        third = [
+            *pool.map(lambda rank: enter(rank, last=[1, 2], pid=facts(rank + 1, 3)["pid"]), (0, 1))
+        ]
         assert [x[0].rank for x in [*third, new.result()]] == [0, 1, 2] and new.result()[1] == 2
 
 
@@ -335,18 +393,27 @@ def test_a_process_that_prepares_hears_that_the_job_has_ended(enter):
             member.leave()
             leave(member)
         joining._children[-1].wait(60)
-        while "heartbeats of a process that joins" in {thread.name for thread in threading.enumerate()}:
+        while "heartbeats of a process that joins" in {
+            thread.name for thread in threading.enumerate()
+        }:
             time.sleep(0.05)
         may_end.set()
-        with pytest.raises(DistributedError, match="the job ended before this process could join") as error:
+        with pytest.raises(
+            DistributedError, match="the job ended before this process could join"
+        ) as error:
             new.result()
         assert error.value.code == 0
 
 
 @pytest.mark.slow
 def test_a_process_that_the_others_need_is_not_asked_to_prepare(enter):
-    """One of three cannot continue alone if the others may be alive, until a process comes from the host of one."""
-    prepare = lambda: pytest.fail("this process was asked to prepare")
+    """One of three cannot continue alone if the others may be alive, until a process comes from the
+    host of one.
+    """
+
+    def prepare():
+        return pytest.fail("this process was asked to prepare")
+
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         first = [*pool.map(lambda rank: enter(rank, boot=str(rank)), range(3))]
         for member, *_ in first[1:]:
@@ -359,7 +426,9 @@ def test_a_process_that_the_others_need_is_not_asked_to_prepare(enter):
 
 @pytest.mark.parametrize("enter", [math.inf], indirect=True, ids=["join_after"])
 def test_the_others_do_not_stop_for_a_new_process_before_join_after(enter):
-    """A generation that forms for another reason admits it; so does one that cannot train without it."""
+    """A generation that forms for another reason admits it; so does one that cannot train without
+    it.
+    """
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         first = [*pool.map(enter, range(3))]
         new = pool.submit(enter, 0, pid=1 << 30)
@@ -374,13 +443,18 @@ def test_the_others_do_not_stop_for_a_new_process_before_join_after(enter):
         second[1][0].announce("waiting", "")
         assert asked.wait(60) and not late.done()
         regroup(second[0][0])
-        last = [pool.submit(enter, x[0].rank, last=[1, 3], pid=x[0].job.facts[x[0].rank]["pid"]) for x in second]
+        last = [
+            pool.submit(enter, x[0].rank, last=[1, 3], pid=x[0].job.facts[x[0].rank]["pid"])
+            for x in second
+        ]
         assert [x.result()[0].rank for x in [*last, late]] == [0, 1, 2, 3]
 
 
 @pytest.mark.slow
 def test_the_others_wait_for_a_survivor_that_is_busy(enter):
-    """A process that has just started would otherwise be rank 0, without the state, while the others are alive."""
+    """A process that has just started would otherwise be rank 0, without the state, while the
+    others are alive.
+    """
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         first = [*pool.map(enter, range(3))]
         leave(first[0][0])
@@ -388,13 +462,17 @@ def test_the_others_wait_for_a_survivor_that_is_busy(enter):
         second = [pool.submit(enter, 0, pid=1 << 30)]
         assert not concurrent.futures.wait(second, protocol.WINDOW + 2).done
         second += [pool.submit(enter, rank, last=[0, 3]) for rank in (1, 2)]
-    assert [x.result()[0].rank for x in second] == [2, 0, 1] and {x.result()[1] for x in second} == {1}
+    assert [x.result()[0].rank for x in second] == [2, 0, 1] and {
+        x.result()[1] for x in second
+    } == {1}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("busy", [1, 2])
 def test_a_coordinator_in_the_place_of_another_waits_for_survivors_that_are_busy(enter, busy):
-    """One of two alone would be too few to continue, and the one that compiles for longer would come as a new one."""
+    """One of two alone would be too few to continue, and the one that compiles for longer would
+    come as a new one.
+    """
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         first = [*pool.map(enter, range(3))]
         enter.kill_coordinator()
@@ -402,11 +480,16 @@ def test_a_coordinator_in_the_place_of_another_waits_for_survivors_that_are_busy
         enter.start()
         for member, *_ in first[: 3 - busy]:
             leave(member)  # as it does to report
-        report = lambda rank: pool.submit(enter, rank, last=[0, 3])
+
+        def report(rank):
+            return pool.submit(enter, rank, last=[0, 3])
+
         second = [report(rank) for rank in range(3 - busy)]
         assert not concurrent.futures.wait(second, protocol.WINDOW + 2).done
         second += [report(rank) for rank in range(3 - busy, 3)]
-    assert [x.result()[0].rank for x in second] == [0, 1, 2] and {x.result()[1] for x in second} == {1}
+    assert [x.result()[0].rank for x in second] == [0, 1, 2] and {
+        x.result()[1] for x in second
+    } == {1}
 
 
 @pytest.mark.slow
@@ -446,4 +529,7 @@ def test_a_process_that_waits_is_told_that_the_job_has_ended(enter, code):
         member.leave(0 if rank else code)  # as if rank 0 prints for all
         leave(member)
     with late.socket:
-        assert late.receive() == {"error": "the job ended before this process could join", "code": code}
+        assert late.receive() == {
+            "error": "the job ended before this process could join",
+            "code": code,
+        }

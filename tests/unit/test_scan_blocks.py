@@ -1,4 +1,6 @@
-"""Blocks in every way that a model may use them: split parameters are whole where they are read, and right."""
+"""Blocks in every way that a model may use them: split parameters are whole where they are read,
+and right.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +49,9 @@ def unscanned(stack, x):
     return jax.lax.scan(lambda x, p: block(p, x, None), x, stack)[0]
 
 
-inner_jit = jax.jit(scanned)  # traced once for all strategies: it must not keep anything of the first
+inner_jit = jax.jit(
+    scanned
+)  # traced once for all strategies: it must not keep anything of the first
 
 
 def plain(use, key="s", nest=lambda s, rest: {"s": s, "rest": rest}, path="s"):
@@ -55,12 +59,17 @@ def plain(use, key="s", nest=lambda s, rest: {"s": s, "rest": rest}, path="s"):
 
     def init(rng, batch):
         shape = (int(np.prod(batch["inputs"].shape[1:])), WIDTH)
-        draw = lambda i, *s: jax.random.normal(jax.random.fold_in(rng, i), s, jnp.float32) * 0.1
+
+        def draw(i, *s):
+            return jax.random.normal(jax.random.fold_in(rng, i), s, jnp.float32) * 0.1
+
         stack = {"w": draw(0, COUNT, WIDTH, WIDTH), "b": draw(1, COUNT, WIDTH)}
         return nest(stack, {"i": draw(2, *shape), "o": draw(3, WIDTH, toys.CLASSES)}), {}
 
     def apply(params, state, batch, rng, train):
-        stack, rest = (params["s"], params["rest"]) if isinstance(params, dict) else (params[0][0], params[1])
+        stack, rest = (
+            (params["s"], params["rest"]) if isinstance(params, dict) else (params[0][0], params[1])
+        )
         x = batch["inputs"].reshape(len(batch["inputs"]), -1) @ rest["i"]
         return use(stack, x) @ rest["o"], state
 

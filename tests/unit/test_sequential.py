@@ -1,4 +1,6 @@
-"""Rows that go on from batch to batch: the order, what begins anew, and that devices and backends do not matter."""
+"""Rows that go on from batch to batch: the order, what begins anew, and that devices and backends
+do not matter.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,9 @@ from jaxdp.data.prefetch import read_batch
 from jaxdp.losses import SoftmaxCrossEntropy
 
 
-@pytest.mark.parametrize("size, batch_size, microbatches", [(53, 20, 8), (12, 4, 4), (7, 10, 3), (40, 6, 8), (1, 1, 1)])
+@pytest.mark.parametrize(
+    "size, batch_size, microbatches", [(53, 20, 8), (12, 4, 4), (7, 10, 3), (40, 6, 8), (1, 1, 1)]
+)
 def test_every_row_reads_its_own_part_in_order(size, batch_size, microbatches):
     order = Streams(size, batch_size, microbatches)
     parts = np.array_split(np.arange(size), batch_size)
@@ -37,11 +41,17 @@ def test_a_batch_says_where_its_rows_begin_anew():
     later = read_batch(data, order, 1, [0, 1, -1])
     np.testing.assert_array_equal(later["inputs"][:2], [[1, 7], [4, 9]])
     np.testing.assert_array_equal(later["reset"][:2], [[False, False], [True, True]])
-    any_order = EpochOrder(10, 4, 2, shuffle=False)  # says nothing of it by itself, but that there is nothing before it
+    any_order = EpochOrder(
+        10, 4, 2, shuffle=False
+    )  # says nothing of it by itself, but that there is nothing before it
     assert read_batch(data, any_order, 0, [0, 1])["reset"].all()
-    np.testing.assert_array_equal(read_batch(data, any_order, 1, [0, 1])["reset"], [[True, False], [False, False]])
+    np.testing.assert_array_equal(
+        read_batch(data, any_order, 1, [0, 1])["reset"], [[True, False], [False, False]]
+    )
     assert "reset" not in read_batch(Arrays(inputs=np.arange(10.0)), any_order, 0, [0, 1])
-    of_tokens = Arrays(inputs=np.arange(10.0), reset=np.ones((10, 3)))  # something else of the same name
+    of_tokens = Arrays(
+        inputs=np.arange(10.0), reset=np.ones((10, 3))
+    )  # something else of the same name
     assert read_batch(of_tokens, any_order, 0, [0, 1])["reset"].shape == (2, 2, 3)
 
 
@@ -60,7 +70,13 @@ def test_what_is_carried_begins_anew_with_an_epoch(way):
     model, examples = toys.summing(), toys.data(53)
     for steps in (2, 4):
         _, state, *_ = toys.train(
-            model, examples, steps=steps, sequential=True, backend=backend, devices=devices, accumulate=accumulate
+            model,
+            examples,
+            steps=steps,
+            sequential=True,
+            backend=backend,
+            devices=devices,
+            accumulate=accumulate,
         )
         for r, want in enumerate(unrolled(examples, 20, steps)):
             got = state.carry["seen"][r % 8, r // 8]
@@ -90,7 +106,11 @@ def test_an_evaluation_goes_on_from_batch_to_batch():
         scores = seen @ params["kernel"]
         logs = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
         total -= logs[np.arange(len(part)), examples["labels"][part]].sum()
-    for way in ({"devices": 1}, {"devices": 4, "backend": "pjit"}, {"reduction": "exact", "devices": 2}):
+    for way in (
+        {"devices": 1},
+        {"devices": 4, "backend": "pjit"},
+        {"reduction": "exact", "devices": 2},
+    ):
         assert evaluated(model, examples, True, **way) == pytest.approx(total / 53, rel=1e-4)
     # In any other order each batch begins with nothing.
     alone = examples["inputs"].reshape(53, -1) @ params["kernel"]
@@ -111,21 +131,32 @@ def test_training_in_order_is_the_same_on_any_devices_and_backend():
             for backend, devices, reduction in ways
         ]  # fmt: skip
     for state in states[1:]:
-        assert toys.relative_error((state.params, state.carry), (states[0].params, states[0].carry))[0] < 1e-11
+        assert (
+            toys.relative_error((state.params, state.carry), (states[0].params, states[0].carry))[0]
+            < 1e-11
+        )
 
 
-WAYS = [("pjit", 3, "xla"), ("pmap", 1, "xla"), ("pmap", 4, "bucket"), ("pmap", 2, "exact"), ("pjit", 4, "exact")]
+WAYS = [
+    ("pjit", 3, "xla"),
+    ("pmap", 1, "xla"),
+    ("pmap", 4, "bucket"),
+    ("pmap", 2, "exact"),
+    ("pjit", 4, "exact"),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", first(1, WAYS), ids=str)
 @pytest.mark.parametrize("own", [False, True])
 def test_a_skipped_update_begins_anew_all_the_same(way, own):
-    """The first batch of the second epoch is not finite, or some in the middle with resets of the data's own; what is
-    carried after it is the sum since then, without what was skipped."""
+    """The first batch of the second epoch is not finite, or some in the middle with resets of the
+    data's own; what is carried after it is the sum since then, without what was skipped."""
     backend, devices, reduction = way
     examples, bad = toys.data(60), 1 if own else 3
-    examples |= {"odd": np.zeros(60, np.float32)} | ({"reset": np.arange(60) % 3 == 1} if own else {})
+    examples |= {"odd": np.zeros(60, np.float32)} | (
+        {"reset": np.arange(60) % 3 == 1} if own else {}
+    )
 
     def loss(outputs, batch):
         total, weight, metrics = SoftmaxCrossEntropy()(outputs, batch)

@@ -1,5 +1,5 @@
-"""What `init_from` compares before it reads: files and tensors that are missing, and models that compute another thing
-with the same shapes."""
+"""What `init_from` compares before it reads: files and tensors that are missing, and models that
+compute another thing with the same shapes."""
 
 import dataclasses
 import json
@@ -25,10 +25,21 @@ from jaxdp.errors import UsageError
 from jaxdp.models.gpt import GPT
 
 LENGTH, TOKENS = 8, 13
-EXAMPLES = [{"inputs": row[:-1], "labels": row[1:]} for row in np.arange(90, dtype=np.int32).reshape(10, 9) % TOKENS]
+EXAMPLES = [
+    {"inputs": row[:-1], "labels": row[1:]}
+    for row in np.arange(90, dtype=np.int32).reshape(10, 9) % TOKENS
+]
 SIZES = {"num_classes": TOKENS, "layers": 2, "heads": 4, "dim": 16}
 GPT2 = {**SIZES, "hidden": 24}
-LLAMA = {**GPT2, "norm": "rms", "mlp": "swiglu", "positions": "rotary", "tied": False, "bias": False, "kv_heads": 2}
+LLAMA = {
+    **GPT2,
+    "norm": "rms",
+    "mlp": "swiglu",
+    "positions": "rotary",
+    "tied": False,
+    "bias": False,
+    "kv_heads": 2,
+}
 FORMS = {"gpt2": GPT2, "llama": LLAMA}
 
 
@@ -36,8 +47,15 @@ class Half(nnx.Module):
     """A model of the user: a rate that changes its outputs, one of dropout, a size, and BatchNorm."""
 
     def __init__(self, width: int = 4, scale: float = 1.0, dropout: float = 0.0, *, rngs: nnx.Rngs):
-        self.first, self.norm = nnx.Linear(LENGTH, width, rngs=rngs), nnx.BatchNorm(width, rngs=rngs)
-        self.last, self.dropout, self.scale = nnx.Linear(width, 3, rngs=rngs), nnx.Dropout(dropout, rngs=rngs), scale
+        self.first, self.norm = (
+            nnx.Linear(LENGTH, width, rngs=rngs),
+            nnx.BatchNorm(width, rngs=rngs),
+        )
+        self.last, self.dropout, self.scale = (
+            nnx.Linear(width, 3, rngs=rngs),
+            nnx.Dropout(dropout, rngs=rngs),
+            scale,
+        )
 
     def __call__(self, x):
         return self.last(self.dropout(nnx.relu(self.norm(self.first(x * self.scale)))))
@@ -50,7 +68,9 @@ class Wrapped(GPT):
         super().__init__(input_shape, num_classes, rngs=rngs, **args)
 
 
-FLOATS = [{"inputs": np.arange(LENGTH, dtype=np.float32) + i, "labels": np.int32(i % 3)} for i in range(8)]
+FLOATS = [
+    {"inputs": np.arange(LENGTH, dtype=np.float32) + i, "labels": np.int32(i % 3)} for i in range(8)
+]
 
 
 BUILT = {}
@@ -61,7 +81,13 @@ def built(args, target="GPT", data="EXAMPLES"):
     model = {"target": target if target == "GPT" else f"{__name__}.{target}", "args": args}
     if (key := json.dumps(model)) not in BUILT:
         loss = {"target": "CausalLM" if data == "EXAMPLES" else "SoftmaxCrossEntropy"}
-        values = {"model": model, "data": {"target": f"{__name__}.{data}"}, "loss": loss, "steps": 1, "batch_size": 8}
+        values = {
+            "model": model,
+            "data": {"target": f"{__name__}.{data}"},
+            "loss": loss,
+            "steps": 1,
+            "batch_size": 8,
+        }
         config = from_mapping(values, "it")
         parts = make_parts(config)
         BUILT[key] = config, parts, named(*state_of(parts, parts.forward.model))
@@ -111,7 +137,10 @@ def folders(tmp_path_factory):
     made = {}
     for form, args in FORMS.items():
         made[form] = tmp_path_factory.mktemp(form)
-        meta = {"config": {"model": {"target": "GPT", "args": args}}, "data": {"input_shape": [LENGTH]}}
+        meta = {
+            "config": {"model": {"target": "GPT", "args": args}},
+            "data": {"input_shape": [LENGTH]},
+        }
         huggingface.write(made[form], numbers(built(args)[2]), meta)
     return made
 
@@ -129,7 +158,9 @@ def change(folder, update=None, without=(), config=None):
     save_file(tensors, file, {"format": "pt"})
     if config is not None:
         described = json.loads((folder / "config.json").read_text()) | config
-        (folder / "config.json").write_text(json.dumps({k: v for k, v in described.items() if v != "absent"}))
+        (folder / "config.json").write_text(
+            json.dumps({k: v for k, v in described.items() if v != "absent"})
+        )
     return folder
 
 
@@ -137,24 +168,33 @@ def run_of(directory, args, target="GPT", data="EXAMPLES", extra=()):
     """A run directory with a checkpoint of such a model; extra: names of more arrays."""
     config, _, shapes = built(args, target, data)
     arrays = numbers(shapes) | {name: np.ones(2, np.float32) for name in extra}
-    state = {k.removeprefix("model_state/"): x for k, x in arrays.items() if k.startswith("model_state/")}
+    state = {
+        k.removeprefix("model_state/"): x for k, x in arrays.items() if k.startswith("model_state/")
+    }
     params = {k: x for k, x in arrays.items() if not k.startswith("model_state/")}
     trained = TrainState(np.int32(1), nested(params), nested(state), {})
     facts = {"input_shape": [LENGTH], "num_classes": 0}
     model = {"target": config.model.target, "args": config.model.args}
-    checkpoints = Checkpoints(directory / "checkpoints", facts={"config": {"model": model}, "data": facts})
+    checkpoints = Checkpoints(
+        directory / "checkpoints", facts={"config": {"model": model}, "data": facts}
+    )
     checkpoints.save(1, jax.tree.map(jax.numpy.asarray, trained), {})
     assert checkpoints.wait() is None
     return directory
 
 
-# --- tensors --------------------------------------------------------------------------------------------------------
+# --- tensors
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_complete_folder_loads_and_leaves_nothing_out(form, folders):
     text = load(folders[form], FORMS[form])
-    assert "left as initialized, skipped" not in text and "not used" not in text and "not compared" not in text
+    assert (
+        "left as initialized, skipped" not in text
+        and "not used" not in text
+        and "not compared" not in text
+    )
     count = len(built(FORMS[form])[2])
     assert f"loaded {count} of {count} parameters" in text
 
@@ -171,7 +211,9 @@ def test_a_tensor_that_is_missing_is_refused_by_its_name(folder):
         source = change(folder(form), without=[name])
         text = refused(source, FORMS[form])
         assert f"it has no {name!r} for {ours!r}" in text and "init.skip, such as '^" in text
-        assert f"left as initialized, skipped: {ours}" in load(source, FORMS[form], skip=[f"^{ours}$"])
+        assert f"left as initialized, skipped: {ours}" in load(
+            source, FORMS[form], skip=[f"^{ours}$"]
+        )
         shutil.rmtree(source)
     source = change(folder(), without=["transformer.h.1.ln_1.bias"])
     text = refused(source, {**GPT2, "scan": False})
@@ -182,7 +224,9 @@ def test_a_tensor_that_no_parameter_uses_is_refused_by_its_name(folder):
     extra = {"transformer.h.0.attn.q_norm.weight": np.ones(4, np.float32)}
     source = change(folder(), extra)
     assert "no parameter here is its 'transformer.h.0.attn.q_norm.weight'" in refused(source, GPT2)
-    assert "not used from the source: transformer.h.0.attn.q_norm.weight" in load(source, GPT2, skip=["q_norm"])
+    assert "not used from the source: transformer.h.0.attn.q_norm.weight" in load(
+        source, GPT2, skip=["q_norm"]
+    )
 
 
 def test_a_head_is_dropped_only_if_it_repeats_the_embedding(folder):
@@ -206,7 +250,14 @@ def test_biases_of_zeros_are_left_out_and_others_are_refused(folder):
     source = folder()
     without = {**GPT2, "bias": False}
     assert "no parameter here is its 'transformer." in refused(source, without)
-    change(source, {k: np.zeros_like(x) for k, x in load_file(source / "model.safetensors").items() if "bias" in k})
+    change(
+        source,
+        {
+            k: np.zeros_like(x)
+            for k, x in load_file(source / "model.safetensors").items()
+            if "bias" in k
+        },
+    )
     assert "left out, which changes nothing" in load(source, without)
 
 
@@ -236,7 +287,8 @@ def test_tensors_of_another_form_are_refused(update, words, folder):
     assert words in refused(change(folder(), update), GPT2)
 
 
-# --- files ----------------------------------------------------------------------------------------------------------
+# --- files
+# ----------------------------------------------------------------------------------------------------------
 
 
 def split(folder, index=True):
@@ -249,7 +301,9 @@ def split(folder, index=True):
         save_file(half, folder / name, {"format": "pt"})
     where = {tensor: name for name, half in zip(names, halves) for tensor in half}
     if index:
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": where})
+        )
     return names, where
 
 
@@ -259,7 +313,10 @@ def test_all_parts_of_a_folder_are_read(index, folder, folders):
     split(source, index)
     weights, one = fit(source, LLAMA).weights, fit(folders["llama"], LLAMA).weights
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    wanted = {k: jax.ShapeDtypeStruct(x.shape, np.float32, sharding=place) for k, x in built(LLAMA)[2].items()}
+    wanted = {
+        k: jax.ShapeDtypeStruct(x.shape, np.float32, sharding=place)
+        for k, x in built(LLAMA)[2].items()
+    }
     for name, x in one.read(wanted).items():
         np.testing.assert_array_equal(weights.read(wanted)[name], x, err_msg=name)
 
@@ -280,7 +337,13 @@ def test_parts_that_contradict_each_other_are_refused(folder):
     index, tensor = source / "model.safetensors.index.json", next(iter(where))
     index.write_text(json.dumps({"weight_map": {**where, tensor: names[1]}}))
     assert f"names {tensor!r} in {names[1]}, which lacks it" in refused(source, GPT2)
-    for content in ("{", "[]", '{"weight_map": {}}', '{"weight_map": {"a": "../b.safetensors"}}', ""):
+    for content in (
+        "{",
+        "[]",
+        '{"weight_map": {}}',
+        '{"weight_map": {"a": "../b.safetensors"}}',
+        "",
+    ):
         index.write_text(content)
         assert "index.json' " in refused(source, GPT2)
     index.write_text(json.dumps({"weight_map": where}))
@@ -291,23 +354,32 @@ def test_parts_that_contradict_each_other_are_refused(folder):
 
 def test_files_that_are_something_else_are_named(tmp_path, folder):
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 548105171\n"
-    for content, words in ((b"", "it is empty"), (pointer, "git lfs pull"), (b"PK\x03\x04" + bytes(99), "of PyTorch")):
+    for content, words in (
+        (b"", "it is empty"),
+        (pointer, "git lfs pull"),
+        (b"PK\x03\x04" + bytes(99), "of PyTorch"),
+    ):
         (tmp_path / "model.safetensors").write_bytes(content)
         for source in (tmp_path, tmp_path / "model.safetensors"):
             assert words in refused(source, GPT2)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
-    assert "is a file of PyTorch; save its tensors with safe" in refused(tmp_path / "pytorch_model.bin", GPT2)
+    assert "is a file of PyTorch; save its tensors with safe" in refused(
+        tmp_path / "pytorch_model.bin", GPT2
+    )
     assert "has only files of PyTorch (pytorch_model.bin)" in refused(tmp_path, GPT2)
     for name in ("a", "b"):
         save_file({"x": np.zeros(2)}, tmp_path / f"{name}.safetensors")
-    assert "several sets of weights (a.safetensors, b.safetensors); give one" in refused(tmp_path, GPT2)
+    assert "several sets of weights (a.safetensors, b.safetensors); give one" in refused(
+        tmp_path, GPT2
+    )
     source = folder()
     (source / "config.json").write_bytes(pointer)
     assert "config.json' is not a JSON mapping (it is a pointer of Git LFS" in refused(source, GPT2)
 
 
-# --- config.json ----------------------------------------------------------------------------------------------------
+# --- config.json
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.quick(6)
@@ -349,21 +421,30 @@ def test_what_config_json_says_and_the_shapes_do_not_is_compared(form, config, w
 
 
 def test_a_config_json_of_the_same_function_is_no_difference(folder):
-    source = change(folder("llama"), config={"model_type": "mistral", "sliding_window": 8, "hidden_act": "swish"})
+    source = change(
+        folder("llama"),
+        config={"model_type": "mistral", "sliding_window": 8, "hidden_act": "swish"},
+    )
     assert "not compared" not in load(source, LLAMA)
     (source / "config.json").unlink()
-    assert "not compared: heads, kv_heads, rotary_base, epsilon, the activation: there is no config.json" in load(
-        source, LLAMA
+    assert (
+        "not compared: heads, kv_heads, rotary_base, epsilon, the activation: there is no config.json"
+        in load(source, LLAMA)
     )
 
 
 def test_a_difference_that_is_wanted_is_named(folder):
-    source = change(folder("llama"), config={"rope_theta": 5e5, "rope_parameters": None, "num_attention_heads": 8})
+    source = change(
+        folder("llama"),
+        config={"rope_theta": 5e5, "rope_parameters": None, "num_attention_heads": 8},
+    )
     assert "(and 1 more)" in refused(source, LLAMA)
     assert "heads is 4" in refused(source, LLAMA, changed=["rotary_base"])
     text = load(source, LLAMA, changed=["rotary_base", "heads"])
     assert "differs from the source, as init.changed says: rotary_base, heads" in text
-    assert "init.changed: 'hedas' does not differ from" in refused(source, LLAMA, changed=["rotary_base", "hedas"])
+    assert "init.changed: 'hedas' does not differ from" in refused(
+        source, LLAMA, changed=["rotary_base", "hedas"]
+    )
     assert "loaded 12 of 12" in load(source, {**LLAMA, "rotary_base": 5e5}, changed=["heads"])
 
 
@@ -373,7 +454,11 @@ def test_what_the_tensors_say_is_compared_without_a_config_json(folder):
     assert "model.args.num_classes is 16, but 'transformer.wte.weight' has 13 rows" in refused(
         source, {**GPT2, "num_classes": 16}
     )
-    zeros = {k: np.zeros_like(x) for k, x in load_file(source / "model.safetensors").items() if k.endswith("bias")}
+    zeros = {
+        k: np.zeros_like(x)
+        for k, x in load_file(source / "model.safetensors").items()
+        if k.endswith("bias")
+    }
     text = refused(change(source, zeros), {**GPT2, "norm": "rms", "bias": False})
     assert "model.args.norm is 'rms', but 'layer' in GPT-2's layout" in text
     other = folder("llama")
@@ -388,10 +473,13 @@ def test_what_the_tensors_say_is_compared_without_a_config_json(folder):
 def test_a_gpt_inside_a_class_of_the_user_is_compared_too(folder):
     source = folder()
     assert "loaded" in load(source, GPT2, target="Wrapped")
-    assert "model.args.heads is 2, but n_head: 4 in" in refused(source, {**GPT2, "heads": 2}, target="Wrapped")
+    assert "model.args.heads is 2, but n_head: 4 in" in refused(
+        source, {**GPT2, "heads": 2}, target="Wrapped"
+    )
 
 
-# --- runs -----------------------------------------------------------------------------------------------------------
+# --- runs
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.quick(1)
@@ -399,11 +487,23 @@ def test_a_gpt_inside_a_class_of_the_user_is_compared_too(folder):
     ("theirs", "ours", "words"),
     [
         ({}, {"heads": 2}, "model.args.heads is 2, but 4 in"),
-        ({"positions": "rotary"}, {"positions": "rotary", "rotary_base": 5e5}, "rotary_base is 500000.0, but 10000.0"),
+        (
+            {"positions": "rotary"},
+            {"positions": "rotary", "rotary_base": 5e5},
+            "rotary_base is 500000.0, but 10000.0",
+        ),
         ({"epsilon": 1e-6}, {}, "model.args.epsilon is 1e-05, but 1e-06 in"),
-        ({"bias": False}, {"bias": False, "norm": "rms"}, "model.args.norm is 'rms', but 'layer' in"),
+        (
+            {"bias": False},
+            {"bias": False, "norm": "rms"},
+            "model.args.norm is 'rms', but 'layer' in",
+        ),
         ({}, {"num_classes": 14}, "model.args.num_classes is 14, but 13 in"),
-        ({"kv_heads": 2}, {"heads": 8, "kv_heads": 4}, "model.args.kv_heads is 4, but 2 in"),  # equal shapes together
+        (
+            {"kv_heads": 2},
+            {"heads": 8, "kv_heads": 4},
+            "model.args.kv_heads is 4, but 2 in",
+        ),  # equal shapes together
     ],
 )
 def test_arguments_that_a_run_has_saved_are_compared(theirs, ours, words, tmp_path):
@@ -411,14 +511,22 @@ def test_arguments_that_a_run_has_saved_are_compared(theirs, ours, words, tmp_pa
     text = refused(source, args)
     name = words.split(" ")[0].removeprefix("model.args.")
     assert words in text and f"set model.args.{name} to " in text
-    assert "as init.changed says" in load(source, args, changed=[*{**theirs, **ours}.keys() - {"positions", "bias"}])
+    assert "as init.changed says" in load(
+        source, args, changed=[*{**theirs, **ours}.keys() - {"positions", "bias"}]
+    )
     assert "not compared" not in load(source, {**SIZES, **theirs})
 
 
 @pytest.mark.slow
 def test_arguments_that_change_no_output_may_differ(tmp_path):
     source = run_of(tmp_path, SIZES)
-    for args in ({"dropout": 0.1}, {"attention": "xla"}, {"kv_heads": 4}, {"epsilon": 1e-5}, {"hidden": 64}):
+    for args in (
+        {"dropout": 0.1},
+        {"attention": "xla"},
+        {"kv_heads": 4},
+        {"epsilon": 1e-5},
+        {"hidden": 64},
+    ):
         assert "loaded 19 of 19" in load(source, {**SIZES, **args})
 
 
@@ -448,7 +556,9 @@ def test_arrays_of_a_run_that_are_only_here_or_there_are_refused(tmp_path):
     assert "not used from the source: head/kernel, model_state/count" in load(
         source, SIZES, skip=["^head/", "^model_state/"]
     )
-    assert "it has no 'positions', and no parameter" not in refused(source, {**SIZES, "positions": "rotary"})
+    assert "it has no 'positions', and no parameter" not in refused(
+        source, {**SIZES, "positions": "rotary"}
+    )
     tied = run_of(tmp_path / "tied", SIZES)
     text = refused(tied, {**SIZES, "tied": False})
     assert "it has no 'head/kernel'" in text and "the source has model.args tied: True" in text
@@ -459,7 +569,9 @@ def test_an_exported_file_is_compared_like_its_run(tmp_path):
 
     source = run_of(tmp_path, SIZES)
     file = tmp_path / "a.safetensors"
-    export({"run_dir": str(source), "step": None, "output": str(file), "ema": False, "layout": "jaxdp"})
+    export(
+        {"run_dir": str(source), "step": None, "output": str(file), "ema": False, "layout": "jaxdp"}
+    )
     assert "loaded 19 of 19" in load(file, SIZES)
     assert "model.args.heads is 2, but 4 in" in refused(file, {**SIZES, "heads": 2})
     save_file(load_file(file), file)  # another program's: without metadata

@@ -41,13 +41,21 @@ class Norm(nnx.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("where", first(1, [("pjit", 3), ("pmap", 1), ("pmap", 8)]), ids=str)
 def test_running_statistics_are_those_of_the_real_rows(where):
-    """13 rows in 8 microbatches of 2 places: some full, some with one row; then 5 rows: three with none."""
+    """13 rows in 8 microbatches of 2 places: some full, some with one row; then 5 rows: three with
+    none.
+    """
     backend, devices = where
     for size in (13, 5):
         examples = toys.data(size, dtype="float64")
         with jax.enable_x64(True):
             _, state, *_ = toys.train(
-                as_model(Norm), examples, backend=backend, devices=devices, steps=1, batch_size=16, dtype="float64"
+                as_model(Norm),
+                examples,
+                backend=backend,
+                devices=devices,
+                steps=1,
+                batch_size=16,
+                dtype="float64",
             )
         x, rows = examples["inputs"], min(size, 8)
         pieces = [x[m::8] for m in range(rows)]
@@ -56,7 +64,9 @@ def test_running_statistics_are_those_of_the_real_rows(where):
         var = 0.5 * np.ones(2) + 0.5 * sum(s * p.var((0, 1, 2)) for s, p in zip(share, pieces))
         np.testing.assert_allclose(state.model_state["norm"]["mean"], mean, rtol=1e-12)
         np.testing.assert_allclose(state.model_state["norm"]["var"], var, rtol=1e-12)
-        np.testing.assert_allclose(mean, 0.5 * x.mean((0, 1, 2)), rtol=1e-12)  # the mean of all real rows
+        np.testing.assert_allclose(
+            mean, 0.5 * x.mean((0, 1, 2)), rtol=1e-12
+        )  # the mean of all real rows
 
 
 @pytest.mark.slow
@@ -90,7 +100,9 @@ def test_a_microbatch_of_padding_changes_nothing(model, accumulate):
         make_step(forward, rule, accumulate),
         init_state(forward, rule, 8, {k: v[:2] for k, v in examples.items()}),
     )
-    batch = read_batch(Arrays(**examples), EpochOrder(6, 6, 4, 0, shuffle=False), 0, np.array([0, 1, 2, 3, -1, -1]))
+    batch = read_batch(
+        Arrays(**examples), EpochOrder(6, 6, 4, 0, shuffle=False), 0, np.array([0, 1, 2, 3, -1, -1])
+    )
     grads = jax.jit(step.grads)
     with_padding = grads(state.view(0), batch, jnp.array([0, 1, 2, 3, 5, -1]))
     without = grads(state.view(0), {k: v[:4] for k, v in batch.items()}, jnp.arange(4))
@@ -109,7 +121,10 @@ def test_a_model_without_a_vmap_computes_one_microbatch_or_one_after_the_other()
         return (x * host) @ params["w"], state
 
     examples = toys.data(8)
-    init = lambda key, batch: ({"w": jnp.ones((examples["inputs"][0].size, toys.CLASSES))}, {})
+
+    def init(key, batch):
+        return ({"w": jnp.ones((examples["inputs"][0].size, toys.CLASSES))}, {})
+
     forward, rule = Forward(Model(init, apply), SoftmaxCrossEntropy()), UpdateRule(optax.sgd(0.1))
     state = init_state(forward, rule, 4, {k: v[:2] for k, v in examples.items()})
     batch = read_batch(Arrays(**examples), EpochOrder(8, 8, 4, 0, shuffle=False), 0, np.arange(4))
@@ -142,7 +157,9 @@ def test_carry_stays_with_its_places_and_integers_count_once(backend, devices, a
             want[r % 8, r // 8] += row
     np.testing.assert_allclose(state.carry["seen"], want, rtol=1e-5, atol=1e-5)
     exported = jax.tree.map(jnp.asarray, state)
-    again = strategy.export(strategy.adopt(jax.device_put(exported, strategy.abstract().step.sharding)))
+    again = strategy.export(
+        strategy.adopt(jax.device_put(exported, strategy.abstract().step.sharding))
+    )
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, again), state)
 
 
@@ -158,7 +175,9 @@ def test_carry_stays_with_its_places_and_integers_count_once(backend, devices, a
     ],
 )
 def test_state_of_any_dtype_after_many_microbatches(old, new):
-    """The sum of all changes does not fit into 32 bits, and complex numbers keep their imaginary part."""
+    """The sum of all changes does not fit into 32 bits, and complex numbers keep their imaginary
+    part.
+    """
     sums = weighted_state(jnp.asarray(old), jnp.asarray(new), jnp.float32(2), jnp.bool_(True))
     total, weight = jax.tree.map(lambda x: x * 8, sums), jnp.float32(16)
     result, disagreeing = mean_state(jnp.asarray(old), total, weight)
@@ -170,7 +189,9 @@ def test_state_of_any_dtype_after_many_microbatches(old, new):
 def test_state_that_no_microbatch_changes_keeps_its_bits():
     old = jnp.array([0.1, 1e-9, -jnp.inf, 1 / 3])
     sums = [weighted_state(old, old, jnp.float32(w), jnp.bool_(True)) for w in (3, 5, 7)]
-    assert np.array_equal(mean_state(old, jax.tree.map(lambda *x: sum(x), *sums), jnp.float32(15))[0], old)
+    assert np.array_equal(
+        mean_state(old, jax.tree.map(lambda *x: sum(x), *sums), jnp.float32(15))[0], old
+    )
 
 
 def test_a_64_bit_counter_beyond_32_bits():
@@ -190,7 +211,9 @@ def test_integers_that_disagree_are_counted():
 
 
 class Standardized(nnx.Module):
-    """Divides by the deviation of a microbatch; the derivative of a deviation of equal examples is not finite."""
+    """Divides by the deviation of a microbatch; the derivative of a deviation of equal examples is
+    not finite.
+    """
 
     def __init__(self, rngs):
         self.up = nnx.Linear(32, 5, use_bias=False, rngs=rngs)
@@ -205,7 +228,9 @@ class Standardized(nnx.Module):
 def test_a_place_without_a_microbatch_has_finite_gradients():
     """Three devices have nine places for eight microbatches."""
     settings = {"steps": 2, "optimizer": "momentum"}
-    ways = [toys.train(as_model(Standardized), toys.data(40), devices=n, **settings) for n in (1, 3)]
+    ways = [
+        toys.train(as_model(Standardized), toys.data(40), devices=n, **settings) for n in (1, 3)
+    ]
     assert all(m["skipped"] == 0 for _, _, metrics, *_ in ways for m in metrics)
     assert toys.relative_error(ways[1][1].params, ways[0][1].params)[0] < 1e-5
 
@@ -213,8 +238,19 @@ def test_a_place_without_a_microbatch_has_finite_gradients():
 @pytest.mark.slow
 def test_many_microbatches_add_up_in_bfloat16_too():
     examples = {k: np.repeat(v[:1], 512, 0) for k, v in toys.data(1).items()}
-    settings = {"steps": 1, "batch_size": 512, "microbatches": 512, "dtype": "bfloat16", "optimizer": "momentum"}
-    norm = lambda how: toys.train(toys.MODELS["mlp"](), examples, accumulate=how, **settings)[2][0]["grad_norm"]
+    settings = {
+        "steps": 1,
+        "batch_size": 512,
+        "microbatches": 512,
+        "dtype": "bfloat16",
+        "optimizer": "momentum",
+    }
+
+    def norm(how):
+        return toys.train(toys.MODELS["mlp"](), examples, accumulate=how, **settings)[2][0][
+            "grad_norm"
+        ]
+
     assert norm("scan") == pytest.approx(float(norm("vmap")), rel=0.02)
 
 
@@ -224,7 +260,11 @@ def test_a_batch_without_weight_has_no_loss_and_no_update(factor):
     examples = toys.data(40)
     examples["mask"] = np.where(np.arange(40) < 20, factor, 1).astype(np.float32)
     first, last, metrics, *_ = toys.train(toys.MODELS["mlp"](), examples, steps=1, devices=2)
-    assert np.isnan(metrics[0]["loss"]) and np.isnan(metrics[0]["accuracy"]) and metrics[0]["skipped"] == 1
+    assert (
+        np.isnan(metrics[0]["loss"])
+        and np.isnan(metrics[0]["accuracy"])
+        and metrics[0]["skipped"] == 1
+    )
     jax.tree.map(np.testing.assert_array_equal, first.params, last.params)
 
 
@@ -248,7 +288,9 @@ class LinenRecurrent(linen.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", first(1, [as_model(Recurrent), as_model(LinenRecurrent())]), ids=["nnx", "linen"])
+@pytest.mark.parametrize(
+    "model", first(1, [as_model(Recurrent), as_model(LinenRecurrent())]), ids=["nnx", "linen"]
+)
 def test_modules_carry_state_by_place(model):
     examples = toys.data(60)
     _, state, *_ = toys.train(model, examples, devices=4, steps=2)
@@ -289,7 +331,9 @@ def test_a_linen_module_trains_the_same_on_one_and_eight_devices():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [as_model(LinenNet()), toys.MODELS["resnet"]()], ids=["linen", "nnx"])
+@pytest.mark.parametrize(
+    "model", [as_model(LinenNet()), toys.MODELS["resnet"]()], ids=["linen", "nnx"]
+)
 def test_evaluation_changes_no_state_and_draws_no_dropout(model):
     examples = toys.data(16)
     params, state = model.init(jax.random.key(0), examples)
@@ -324,9 +368,13 @@ def test_clipping_is_of_the_global_norm_of_the_mean_gradient():
 def test_gradients_that_are_not_finite_are_counted():
     examples = toys.data(16)
     examples["inputs"][3] = np.nan
-    *_, metrics, _, _ = toys.train(toys.MODELS["mlp"](), examples, steps=1, devices=2, batch_size=16)
+    *_, metrics, _, _ = toys.train(
+        toys.MODELS["mlp"](), examples, steps=1, devices=2, batch_size=16
+    )
     assert metrics[0]["nonfinite_grads"] > 0
-    *_, metrics, _, _ = toys.train(toys.MODELS["mlp"](), toys.data(16), steps=1, devices=2, batch_size=16)
+    *_, metrics, _, _ = toys.train(
+        toys.MODELS["mlp"](), toys.data(16), steps=1, devices=2, batch_size=16
+    )
     assert metrics[0]["nonfinite_grads"] == 0
 
 
@@ -336,7 +384,11 @@ def shapes(model, shape):
 
 
 def test_resnet9_has_needles_shape():
-    kernels = [s for p, s in shapes(as_model(lambda rngs: ResNet9(rngs=rngs)), (32, 32, 3)).items() if "kernel" in p]
+    kernels = [
+        s
+        for p, s in shapes(as_model(lambda rngs: ResNet9(rngs=rngs)), (32, 32, 3)).items()
+        if "kernel" in p
+    ]
     want = [
         (7, 7, 3, 16), (3, 3, 16, 32), (3, 3, 32, 32), (3, 3, 32, 32), (3, 3, 32, 64), (3, 3, 64, 128),
         (3, 3, 128, 128), (3, 3, 128, 128), (128, 128), (128, 10),
@@ -349,9 +401,16 @@ def test_resnet9_has_needles_shape():
 def test_resnet9_gives_logits_for_any_image_size(variant):
     for shape in ((32, 32, 3), (28, 28, 1)):
         model = as_model(lambda rngs, s=shape: ResNet9(s, 7, variant, 4, rngs=rngs))
-        params, state = jax.eval_shape(model.init, jax.random.key(0), {"inputs": jnp.zeros((2, *shape))})
-        batch = {"inputs": jax.ShapeDtypeStruct((2, *shape), jnp.float32), "mask": jax.ShapeDtypeStruct((2,), bool)}
-        outputs, _ = jax.eval_shape(functools.partial(model.apply, train=True), params, state, batch, jax.random.key(0))
+        params, state = jax.eval_shape(
+            model.init, jax.random.key(0), {"inputs": jnp.zeros((2, *shape))}
+        )
+        batch = {
+            "inputs": jax.ShapeDtypeStruct((2, *shape), jnp.float32),
+            "mask": jax.ShapeDtypeStruct((2,), bool),
+        }
+        outputs, _ = jax.eval_shape(
+            functools.partial(model.apply, train=True), params, state, batch, jax.random.key(0)
+        )
         assert outputs.shape == (2, 7)
 
 
@@ -362,23 +421,33 @@ def test_synchronized_batchnorm_sees_all_devices():
     states = {}
     with jax.enable_x64(True):
         for sync in (True, False):
-            model = as_model(lambda rngs, s=sync: CNN(toys.SHAPE, toys.CLASSES, (4,), sync=s, rngs=rngs))
-            _, state, *_ = toys.train(model, examples, devices=8, steps=1, batch_size=16, dtype="float64")
+            model = as_model(
+                lambda rngs, s=sync: CNN(toys.SHAPE, toys.CLASSES, (4,), sync=s, rngs=rngs)
+            )
+            _, state, *_ = toys.train(
+                model, examples, devices=8, steps=1, batch_size=16, dtype="float64"
+            )
             states[sync] = state.model_state["blocks"]["0"]["norm"]
-        one = toys.train(model, examples, devices=1, microbatches=1, steps=1, batch_size=16, dtype="float64")[1]
+        one = toys.train(
+            model, examples, devices=1, microbatches=1, steps=1, batch_size=16, dtype="float64"
+        )[1]
     whole = one.model_state["blocks"]["0"]["norm"]
     assert toys.relative_error(states[True], whole)[0] < 1e-12
     assert toys.relative_error(states[False], whole)[0] > 1e-3
 
 
 @pytest.mark.parametrize(
-    "row", [("pmap", 1, "xla", 0), pytest.param(("pjit", 2, "exact8", 3), marks=pytest.mark.slow)], ids=str
+    "row",
+    [("pmap", 1, "xla", 0), pytest.param(("pjit", 2, "exact8", 3), marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_runs_that_differ_only_in_their_seed_share_their_programs(row, tmp_path):
     settings = dict(zip(("backend", "devices", "reduction"), row)) | {"layout": {"zero": row[-1]}}
     programs, initial = [], []
     for seed in (0, 1):
-        strategy, step, batch = toys.build(toys.MODELS["dropout"](), toys.data(), seed=seed, **settings)
+        strategy, step, batch = toys.build(
+            toys.MODELS["dropout"](), toys.data(), seed=seed, **settings
+        )
         jax.config.update("jax_dump_ir_to", str(tmp_path / str(seed)))  # of what is compiled
         try:
             state = strategy.init()
@@ -387,7 +456,10 @@ def test_runs_that_differ_only_in_their_seed_share_their_programs(row, tmp_path)
         initial.append(jax.device_get(strategy.export(state).params))
         (file,) = (tmp_path / str(seed)).glob("*_jit_full_compile.mlir")
         program = strategy.compile(step)
-        lowered = program.lowered(state, batch(0))["update"], program.evaluate.lower(state, batch(0))
+        lowered = (
+            program.lowered(state, batch(0))["update"],
+            program.evaluate.lower(state, batch(0)),
+        )
         programs.append([file.read_text(), *(part.as_text() for part in lowered)])
     assert programs[0] == programs[1]
     assert toys.relative_error(*initial)[0] > 0.1
@@ -397,8 +469,13 @@ def test_runs_that_differ_only_in_their_seed_share_their_programs(row, tmp_path)
 def test_the_seed_decides_what_dropout_drops():
     examples, forward = toys.data(8), Forward(toys.MODELS["dropout"](), SoftmaxCrossEntropy())
     step = make_step(forward, UpdateRule(optax.sgd(0.1)))
-    state = init_state(forward, UpdateRule(optax.sgd(0.1)), 8, {k: v[:1] for k, v in examples.items()})
+    state = init_state(
+        forward, UpdateRule(optax.sgd(0.1)), 8, {k: v[:1] for k, v in examples.items()}
+    )
     batch = read_batch(Arrays(**examples), EpochOrder(8, 8, 8, 0, shuffle=False), 0, np.arange(8))
     grads = jax.jit(step.grads)
-    losses = [float(grads(state.view(np.uint32(seed)), batch, np.arange(8)).loss) for seed in (0, 0, 1, 2**32 - 1)]
+    losses = [
+        float(grads(state.view(np.uint32(seed)), batch, np.arange(8)).loss)
+        for seed in (0, 0, 1, 2**32 - 1)
+    ]
     assert losses[0] == losses[1] and len({*losses}) == 3

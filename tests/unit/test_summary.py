@@ -24,7 +24,10 @@ def listed(capsys, config, *argv):
 def test_seven_billion_parameters_are_counted_and_not_one_is_allocated(capsys):
     before = sum(x.nbytes for x in jax.live_arrays())
     result = json.loads(listed(capsys, "llama_7b", "--json"))
-    assert result["parameters"] == result["trainable"] == 6_738_415_616 and result["bytes"] == 4 * result["parameters"]
+    assert (
+        result["parameters"] == result["trainable"] == 6_738_415_616
+        and result["bytes"] == 4 * result["parameters"]
+    )
     assert sum(row["count"] for row in result["arrays"]) == result["parameters"]
     row = next(row for row in result["arrays"] if row["path"] == "embed/embedding")
     assert (row["shape"], row["dtype"], row["kind"]) == ([32000, 4096], "float32", "trainable")
@@ -34,9 +37,16 @@ def test_seven_billion_parameters_are_counted_and_not_one_is_allocated(capsys):
 def test_frozen_parameters_are_marked(capsys):
     lines = listed(capsys, "digits", "--optimizer.frozen", "[layers/1/]").splitlines()
     kinds = {line.split()[0]: line.split()[1] for line in lines[1:-3]}
-    assert kinds["layers/1/kernel"] == "frozen" and kinds["layers/0/kernel"] == "trainable" and len(kinds) == 6
+    assert (
+        kinds["layers/1/kernel"] == "frozen"
+        and kinds["layers/0/kernel"] == "trainable"
+        and len(kinds) == 6
+    )
     assert lines[-2] == "MLP: 85,002 parameters (19,210 trainable, 65,792 frozen), 340 kB"
-    assert lines[-1] == "weight decay 0.01 for 2 kernels (18,944 parameters), not for 2 vectors (266 parameters)"
+    assert (
+        lines[-1]
+        == "weight decay 0.01 for 2 kernels (18,944 parameters), not for 2 vectors (266 parameters)"
+    )
     with pytest.raises(UsageError, match=r"optimizer.frozen: 'nothing' matches no parameter"):
         listed(capsys, "digits", "--optimizer.frozen", "[nothing]")
 

@@ -1,4 +1,6 @@
-"""What a run says of its speed: model FLOPs as they are counted and by formula, peaks by device, and goodput."""
+"""What a run says of its speed: model FLOPs as they are counted and by formula, peaks by device,
+and goodput.
+"""
 
 import json
 import time
@@ -45,7 +47,9 @@ def rehearsed(**more):
     return flops, jax.eval_shape(make_state).params
 
 
-@pytest.mark.parametrize(("name", "value"), [("threefry_partitionable", False), ("default_prng_impl", "rbg")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("threefry_partitionable", False), ("default_prng_impl", "rbg")]
+)
 def test_a_setting_of_jax_with_which_numbers_depend_on_the_devices_is_named(name, value):
     before = jax.config.values[f"jax_{name}"]
     jax.config.update(f"jax_{name}", value)
@@ -62,7 +66,9 @@ def test_the_flops_of_a_gpt_are_those_of_the_formula():
     flops, params = rehearsed()
     used = sum(x.size for x in jax.tree.leaves(params)) - params["positions"].size
     assert flops / TOKENS == pytest.approx(6 * used + 12 * LAYERS * DIM * TOKENS, rel=0.02)
-    assert rehearsed(parallel={"remat": "full"})[0] == pytest.approx(flops, rel=1e-6)  # no more for computing it twice
+    assert rehearsed(parallel={"remat": "full"})[0] == pytest.approx(
+        flops, rel=1e-6
+    )  # no more for computing it twice
     assert rehearsed(microbatches=2)[0] == flops
 
 
@@ -80,7 +86,10 @@ def gpu(monkeypatch):
 def test_the_products_of_cudnns_attention_are_counted(gpu):
     """2 forward and 4 backward, the mask aside."""
     x, product = jax.ShapeDtypeStruct((8, 256, 4, 64), jnp.bfloat16), 2 * 8 * 4 * 256 * 256 * 64
-    attend = lambda *x: fused(*x).astype(jnp.float32).sum()
+
+    def attend(*x):
+        return fused(*x).astype(jnp.float32).sum()
+
     assert count_flops(jax.make_jaxpr(attend)(x, x, x)) == 2 * product
     assert count_flops(jax.make_jaxpr(jax.grad(attend, (0, 1, 2)))(x, x, x)) == 6 * product
 
@@ -92,7 +101,9 @@ def test_a_gpt_with_cudnns_attention_is_rehearsed(gpu):
     flops, params = rehearsed(model=model, precision=bf16)
     used = sum(x.size for x in jax.tree.leaves(params)) - params["positions"].size
     assert flops / TOKENS == pytest.approx(6 * used + 12 * LAYERS * DIM * TOKENS, rel=0.02)
-    with pytest.raises(UsageError, match=r"model.args.attention: 'cudnn' needs bfloat16 .*, not float32 on gpu"):
+    with pytest.raises(
+        UsageError, match=r"model.args.attention: 'cudnn' needs bfloat16 .*, not float32 on gpu"
+    ):
         rehearsed(model=model)
 
 
@@ -102,7 +113,12 @@ def test_a_gpt_with_cudnns_attention_is_rehearsed(gpu):
         ("NVIDIA H200", "bfloat16", "default", 989.4e12),
         ("NVIDIA H100 80GB HBM3", "float32", "default", 494.7e12),
         ("NVIDIA H100 80GB HBM3", "float32", "highest", 66.9e12),
-        ("NVIDIA H100 PCIe", "bfloat16", "default", None),  # slower, and no sheet of it is in the table
+        (
+            "NVIDIA H100 PCIe",
+            "bfloat16",
+            "default",
+            None,
+        ),  # slower, and no sheet of it is in the table
         ("NVIDIA A100-SXM4-80GB", "float16", "default", 312e12),
         ("NVIDIA L4", "bfloat16", "default", 121e12),
         ("NVIDIA L40S", "bfloat16", "default", None),
@@ -121,13 +137,17 @@ def test_peaks_by_kind_of_device(kind, compute, matmul, peak):
 
 def test_a_record_of_an_interval():
     speed = throughput(examples=64, tokens=128, flops=3e9, peak=4e12)
-    assert speed(100.0) == pytest.approx({"tokens_per_s": 81_920, "model_flops_per_s": 1.92e12, "mfu": 0.48})
+    assert speed(100.0) == pytest.approx(
+        {"tokens_per_s": 81_920, "model_flops_per_s": 1.92e12, "mfu": 0.48}
+    )
     assert throughput(64, None, None, 4e12)(100.0) == {}
     assert throughput(64, None, 3e9, None)(100.0) == {"model_flops_per_s": pytest.approx(1.92e12)}
 
 
 def test_goodput_is_of_the_time_since_the_first_start(tmp_path):
-    """5 updates of 0.4 s and, after a restart, 5 of 0.2 s, in 10 s; evaluations and what came before are not work."""
+    """5 updates of 0.4 s and, after a restart, 5 of 0.2 s, in 10 s; evaluations and what came
+    before are not work.
+    """
     file, now = tmp_path / "metrics.jsonl", time.time()
     records = [
         {"step": 5, "split": "train", "step_time_ms": 400.0},
@@ -149,12 +169,21 @@ def test_a_run_directory_keeps_when_it_began(tmp_path):
 
 
 def test_the_console_shows_it(capsys):
-    record = {"step": 2, "split": "train", "loss": 1.0, "examples_per_s": 2e3, "tokens_per_s": 2.5e5, "mfu": 0.412}
+    record = {
+        "step": 2,
+        "split": "train",
+        "loss": 1.0,
+        "examples_per_s": 2e3,
+        "tokens_per_s": 2.5e5,
+        "mfu": 0.412,
+    }
     Console(2).write({**record, "input_wait": 0.25})
     Console(2).write({"step": 2, "split": "final", "goodput": 0.9, "input_wait": 0.01})
     lines = capsys.readouterr().out.splitlines()
     told = " ".join(lines[0].split())
-    assert told.endswith("loss 1.0000 examples/s 2,000 tokens/s 250,000 MFU 41.2% waits for data 25%")
+    assert told.endswith(
+        "loss 1.0000 examples/s 2,000 tokens/s 250,000 MFU 41.2% waits for data 25%"
+    )
     assert " ".join(lines[1].split()).endswith("goodput 90.0%")
 
 
@@ -162,7 +191,9 @@ COMPILES = 0.5  # seconds
 
 
 def timed(records, groups, every, paused=()):
-    """{step: milliseconds} as recorded, of calls of 20 ms an update, where the first of each length compiles."""
+    """{step: milliseconds} as recorded, of calls of 20 ms an update, where the first of each length
+    compiles.
+    """
     seen = set()
 
     def call(updates):
@@ -182,14 +213,20 @@ def timed(records, groups, every, paused=()):
 
 @pytest.mark.slow
 def test_compiling_is_no_time_of_an_update():
-    """Calls of two updates and of one: the first of each compiles; and what runs in a pause is not counted either."""
-    found = timed(Lines(), [range(i, i + 2) for i in range(1, 13, 2)] + [range(13, 14)], 4, paused=(6, 8))
+    """Calls of two updates and of one: the first of each compiles; and what runs in a pause is not
+    counted either.
+    """
+    found = timed(
+        Lines(), [range(i, i + 2) for i in range(1, 13, 2)] + [range(13, 14)], 4, paused=(6, 8)
+    )
     assert list(found) == [4, 8, 12], found  # of 13 there is the first alone
     assert all(20 <= ms < 100 for ms in found.values()), found
 
 
 def test_updates_before_and_after_a_pause_are_counted():
-    """Every third update is slow, and a pause follows another: the record's time is still the mean of all three."""
+    """Every third update is slow, and a pause follows another: the record's time is still the mean
+    of all three.
+    """
     records = Lines()
     with Meter(records, 3, 6, 10.0) as meter:
         for updates, _ in meter.reading((range(i, i + 1), None) for i in range(1, 7)):
@@ -203,17 +240,29 @@ def test_updates_before_and_after_a_pause_are_counted():
 
 
 def test_a_record_that_is_told_late_takes_nothing_off_the_next():
-    """Its writer is at work, and sees the end of what it writes of, while the next program compiles."""
+    """Its writer is at work, and sees the end of what it writes of, while the next program
+    compiles.
+    """
     began = time.perf_counter()
     found = timed(Late(), [range(1, 4), range(4, 7), range(7, 8), range(8, 9)], 1)
     others = time.perf_counter() - began - 2 * COMPILES
     assert list(found) == [4, 5, 6, 8] and all(ms >= 15 for ms in found.values()), found
-    assert sum(found.values()) < 1e3 * others, (found, others)  # compiling is in none of them, however slow the machine
+    assert sum(found.values()) < 1e3 * others, (
+        found,
+        others,
+    )  # compiling is in none of them, however slow the machine
 
 
 def test_an_interval_of_one_call_is_timed(tmp_path):
     """Also where an evaluation follows each."""
-    run = make_run(tmp_path, toys.MODELS["mlp"](), held_out=toys.data(20), steps=12, steps_per_call=4, log_every=4)
+    run = make_run(
+        tmp_path,
+        toys.MODELS["mlp"](),
+        held_out=toys.data(20),
+        steps=12,
+        steps_per_call=4,
+        log_every=4,
+    )
     loop.fit(run.replace(eval_every=4))
     train = [r for r in run.log.writer.records if r["split"] == "train"]
     assert ["step_time_ms" in r for r in train] == [False, True, True]

@@ -16,7 +16,10 @@ KEY = jax.random.key(3)
 
 
 def noisy(example, key):
-    return {**example, "inputs": example["inputs"] + jax.random.normal(key, example["inputs"].shape)}
+    return {
+        **example,
+        "inputs": example["inputs"] + jax.random.normal(key, example["inputs"].shape),
+    }
 
 
 def test_each_example_has_a_key_of_its_own_and_evaluation_none():
@@ -27,9 +30,12 @@ def test_each_example_has_a_key_of_its_own_and_evaluation_none():
     np.testing.assert_allclose(found["inputs"], want, rtol=1e-6)
     np.testing.assert_array_equal(found["mask"], batch["mask"])
     assert transform(batch, KEY, False) is batch
-    scaled = as_transform(lambda example, key, train: {**example, "inputs": example["inputs"] + (1 if train else 2)})
+    scaled = as_transform(
+        lambda example, key, train: {**example, "inputs": example["inputs"] + (1 if train else 2)}
+    )
     assert (
-        float(scaled(batch, KEY, False)["inputs"][0, 0]) == 2 and float(scaled(batch, KEY, True)["inputs"][0, 0]) == 1
+        float(scaled(batch, KEY, False)["inputs"][0, 0]) == 2
+        and float(scaled(batch, KEY, True)["inputs"][0, 0]) == 1
     )
 
 
@@ -48,9 +54,15 @@ def test_mixup_mixes_real_examples_with_real_ones():
 
 
 def test_a_label_outside_of_mixups_classes_is_nan_unless_it_is_masked():
-    batch = {"inputs": jnp.eye(5), "labels": jnp.asarray([0, 9, 2, -100, 4]), "mask": jnp.asarray([1.0, 1, 1, 0, 1])}
+    batch = {
+        "inputs": jnp.eye(5),
+        "labels": jnp.asarray([0, 9, 2, -100, 4]),
+        "mask": jnp.asarray([1.0, 1, 1, 0, 1]),
+    }
     found = np.isnan(Mixup(classes=5)(batch, KEY, True)["labels"]).any(-1)
-    np.testing.assert_array_equal(found, [False, True, True, False, False])  # and the example that it is mixed into
+    np.testing.assert_array_equal(
+        found, [False, True, True, False, False]
+    )  # and the example that it is mixed into
 
 
 def test_a_batched_function_with_arguments_gets_the_microbatch():
@@ -59,8 +71,12 @@ def test_a_batched_function_with_arguments_gets_the_microbatch():
 
     shift.batched = True
     batch = {"inputs": jnp.zeros((5, 3)), "mask": jnp.ones(5)}
-    assert float(as_transform(functools.partial(shift, by=2))(batch, KEY, True)["inputs"][0, 0]) == 10
-    with pytest.raises(UsageError, match=r"data.transform.args.by: shift needs it; set data.transform.args.by"):
+    assert (
+        float(as_transform(functools.partial(shift, by=2))(batch, KEY, True)["inputs"][0, 0]) == 10
+    )
+    with pytest.raises(
+        UsageError, match=r"data.transform.args.by: shift needs it; set data.transform.args.by"
+    ):
         as_transform(shift)
 
 
@@ -74,7 +90,11 @@ def test_the_second_of_two_transforms_has_an_independent_key():
 
 @pytest.mark.slow
 def test_mixup_leaves_out_examples_that_the_data_masks():
-    batch = {"inputs": jnp.eye(5), "labels": jnp.asarray([0, -100, 2, 3, -100]), "mask": jnp.asarray([1.0, 0, 1, 1, 0])}
+    batch = {
+        "inputs": jnp.eye(5),
+        "labels": jnp.asarray([0, -100, 2, 3, -100]),
+        "mask": jnp.asarray([1.0, 0, 1, 1, 0]),
+    }
     found = Mixup(classes=5)(batch, KEY, True)
     share = float(found["labels"][2, 2])
     want = share * np.eye(5) + (1 - share) * np.eye(5)[[3, 1, 0, 2, 4]]
@@ -98,18 +118,27 @@ def test_they_train_the_same_on_any_devices():
 
 
 def test_what_is_no_transform():
-    with pytest.raises(UsageError, match=r"data.transform.target: .* takes 1 arguments; it must be \(example, key\)"):
+    with pytest.raises(
+        UsageError,
+        match=r"data.transform.target: .* takes 1 arguments; it must be \(example, key\)",
+    ):
         as_transform(lambda example: example)
-    with pytest.raises(UsageError, match=r"data.transform.args.strength: .* needs it; set data.transform.args.str"):
+    with pytest.raises(
+        UsageError, match=r"data.transform.args.strength: .* needs it; set data.transform.args.str"
+    ):
         as_transform(lambda example, key, strength: example)
     batch = {"inputs": jnp.zeros((5, 3)), "mask": jnp.ones(5)}
     with pytest.raises(UsageError, match=r"it returned .*; return a dict of arrays"):
         as_transform(lambda example, key: example["inputs"])(batch, KEY, True)
-    with pytest.raises(UsageError, match=r"it returned 'mask', which only the data can set; add it to the examples"):
+    with pytest.raises(
+        UsageError, match=r"it returned 'mask', which only the data can set; add it to the examples"
+    ):
         as_transform(lambda example, key: {**example, "mask": 0})(batch, KEY, True)
 
 
-@pytest.mark.parametrize("f", [lambda e, key, train: e, lambda e, key, train=False: e, lambda e, key, *, train=True: e])
+@pytest.mark.parametrize(
+    "f", [lambda e, key, train: e, lambda e, key, train=False: e, lambda e, key, *, train=True: e]
+)
 def test_a_transform_with_an_argument_train_runs_in_evaluation(f):
     seen = []
 
@@ -130,7 +159,10 @@ def test_scale_divides_an_entry_and_leaves_the_others(train):
     found = as_transform(Scale())(batch, KEY, train)
     assert found["inputs"].dtype == np.float32 and found["labels"] is batch["labels"]
     np.testing.assert_allclose(found["inputs"], [[0, 0.2, 1]], rtol=1e-6)
-    with pytest.raises(UsageError, match=r"data.transform.args.name: no 'image'; the data has \['inputs', 'labels'\]"):
+    with pytest.raises(
+        UsageError,
+        match=r"data.transform.args.name: no 'image'; the data has \['inputs', 'labels'\]",
+    ):
         Scale(name="image")(batch, KEY, train)
     with pytest.raises(UsageError, match=r"data.transform.args.divisor: 0 must be greater than 0"):
         Scale(0)

@@ -27,9 +27,13 @@ ODD = [
     "\t", "\x00", "\x85", "\u2028", "\ufeff", "\ud800", "🙂", "[1, 2]", "{a: 1}", "0b1", "+1", "-0", "1e-3", "NULL",
     "1" * 90,
 ]  # fmt: skip
-TEXTS = st.one_of(st.sampled_from(ODD), st.text(max_size=8), st.text("0123456789+-_.:exobnulyt~ ", max_size=6))
+TEXTS = st.one_of(
+    st.sampled_from(ODD), st.text(max_size=8), st.text("0123456789+-_.:exobnulyt~ ", max_size=6)
+)
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), TEXTS)
-VALUES = st.recursive(SCALARS, lambda x: st.lists(x, max_size=3) | st.dictionaries(TEXTS, x, max_size=3), max_leaves=6)
+VALUES = st.recursive(
+    SCALARS, lambda x: st.lists(x, max_size=3) | st.dictionaries(TEXTS, x, max_size=3), max_leaves=6
+)
 BASE = {"steps": 1, "model": {"target": "MLP"}, "data": {"target": "Digits"}}
 
 
@@ -40,7 +44,10 @@ def with_args(args: dict[str, Any]) -> Config:
 def in_file(tmp_path: pathlib.Path, text: str, *argv: str) -> Any:
     """Return the data's arguments of a config file with these, in YAML's flow style."""
     file = tmp_path / "config.yaml"
-    file.write_text(f"steps: 1\nmodel: {{target: MLP}}\ndata: {{target: Digits, args: {text}}}\n", encoding="utf-8")
+    file.write_text(
+        f"steps: 1\nmodel: {{target: MLP}}\ndata: {{target: Digits, args: {text}}}\n",
+        encoding="utf-8",
+    )
     return load(["--config", str(file), *argv])[0].data.args
 
 
@@ -76,7 +83,9 @@ def test_yaml_keeps_every_value(value):
 @example({f"a{number}": text for number, text in enumerate(ODD)})
 def test_a_run_directory_has_the_values_of_the_run(tmp_path_factory, args):
     directory = tmp_path_factory.mktemp("run")
-    config = dataclasses.replace(with_args(args), callbacks=[{"target": "a.B", "args": args}], init_from="~1e3")
+    config = dataclasses.replace(
+        with_args(args), callbacks=[{"target": "a.B", "args": args}], init_from="~1e3"
+    )
     rundir.write_config(directory, dataclasses.asdict(config))
     again = load(["--run_dir", str(directory)], "eval")[0]
     for name in ("data", "callbacks", "model", "optimizer"):
@@ -84,22 +93,39 @@ def test_a_run_directory_has_the_values_of_the_run(tmp_path_factory, args):
         assert same(before, after)
     text = (directory / "config.yaml").read_text(encoding="utf-8")
     args = yaml.safe_load(text)["data"]["args"]  # other programs read YAML 1.1
-    assert all(isinstance(args[name], str) for name, value in config.data.args.items() if isinstance(value, str))
+    assert all(
+        isinstance(args[name], str)
+        for name, value in config.data.args.items()
+        if isinstance(value, str)
+    )
 
 
 @pytest.mark.parametrize(
-    "text", ["no", "on", "Yes", "y", "0123", "-007", "16:9", "1:30", "1_0", "2026-01-01", "=", "0b1"]
+    "text",
+    ["no", "on", "Yes", "y", "0123", "-007", "16:9", "1:30", "1_0", "2026-01-01", "=", "0b1"],
 )
 def test_a_scalar_is_a_text_where_yaml_1_1_reads_another_value(tmp_path, text):
     assert same(
-        in_file(tmp_path, f"{{a: {text}, b: [{text}], c: {{{text}: 1}}}}"), {"a": text, "b": [text], "c": {text: 1}}
+        in_file(tmp_path, f"{{a: {text}, b: [{text}], c: {{{text}: 1}}}}"),
+        {"a": text, "b": [text], "c": {text: 1}},
     )
     assert same(
-        in_file(tmp_path, "{}", "--data.args.a", text, f"--data.args.b.c=[{text}]"), {"a": text, "b": {"c": [text]}}
+        in_file(tmp_path, "{}", "--data.args.a", text, f"--data.args.b.c=[{text}]"),
+        {"a": text, "b": {"c": [text]}},
     )
 
 
-NUMBERS = {"1e-3": 1e-3, "-1e3": -1e3, "1.10": 1.1, ".5": 0.5, "5.": 5.0, "0x10": 16, "0o17": 15, "+3": 3, "-0": 0}
+NUMBERS = {
+    "1e-3": 1e-3,
+    "-1e3": -1e3,
+    "1.10": 1.1,
+    ".5": 0.5,
+    "5.": 5.0,
+    "0x10": 16,
+    "0o17": 15,
+    "+3": 3,
+    "-0": 0,
+}
 
 
 @pytest.mark.parametrize(("text", "value"), NUMBERS.items())
@@ -126,7 +152,15 @@ def test_a_text_on_the_command_line_is_itself(tmp_path, text):
 def test_a_path_may_look_like_another_value(tmp_path):
     for text in ("2026", "1.10", "1e3", "0x10", "true", "no", "[a]", "{a", "0123", "'a", "-1e-3"):
         config = load(
-            ["--steps=1", "--model.target=MLP", "--data.target=Digits", "--run_dir", text, "--init_from", text]
+            [
+                "--steps=1",
+                "--model.target=MLP",
+                "--data.target=Digits",
+                "--run_dir",
+                text,
+                "--init_from",
+                text,
+            ]
         )[0]
         assert (config.run_dir, config.init_from) == (text, text)
     file = tmp_path / "config.yaml"
@@ -149,12 +183,13 @@ def reads(
 
 
 def test_an_annotation_decides_what_an_unquoted_scalar_is(tmp_path):
-    text = (
-        "{path: 1.10, root: 2026, shift: 1e-3, size: 0x10, names: [1, 2.50, a], also: {a: 1e3}, kind: 2.0, free: 1.10}"
-    )
+    text = "{path: 1.10, root: 2026, shift: 1e-3, size: 0x10, names: [1, 2.50, a], "
+    text += "also: {a: 1e3}, kind: 2.0, free: 1.10}"
     args = in_file(tmp_path, text)
     made = bind("data", reads, args)()
-    assert same(made, ("1.10", "2026", 1e-3, 16, False, ["1", "2.50", "a"], {"a": "1e3"}, "2.0", 1.1))
+    assert same(
+        made, ("1.10", "2026", 1e-3, 16, False, ["1", "2.50", "a"], {"a": "1e3"}, "2.0", 1.1)
+    )
     assert [type(x) for x in made[2:4]] == [float, int] and type(made[-1]) is float
     assert args["path"].text == "1.10" and args["shift"].text == "1e-3"  # as they are saved
     assert same(bind("data", reads, {"shift": 2, "size": "all"})()[2:4], (2, "all"))
@@ -186,7 +221,10 @@ def test_the_arguments_of_nested_targets_are_read_by_their_own_annotations(tmp_p
     args = in_file(tmp_path, text)
     sets, weights, more = bind("data", mixture, args)()
     assert type(weights["a"]) is float
-    assert bind("data", reads, sets["a"]["args"])()[0] == "1.10" and bind("data", reads, more)()[0] == "2.50"
+    assert (
+        bind("data", reads, sets["a"]["args"])()[0] == "1.10"
+        and bind("data", reads, more)()[0] == "2.50"
+    )
 
 
 def test_a_number_remembers_how_it_was_written():
@@ -201,7 +239,16 @@ def test_a_number_remembers_how_it_was_written():
 
 
 @pytest.mark.parametrize(
-    "tag", ["!!python/object:os.system x", "!!set {a}", "!!timestamp 2026-01-01", "!x y", "!!int x", "*a", "%"]
+    "tag",
+    [
+        "!!python/object:os.system x",
+        "!!set {a}",
+        "!!timestamp 2026-01-01",
+        "!x y",
+        "!!int x",
+        "*a",
+        "%",
+    ],
 )
 def test_yaml_that_is_not_of_the_core_schema_is_one_line(tmp_path, tag):
     with pytest.raises(UsageError, match=r"config.yaml: not YAML: ") as error:
@@ -212,7 +259,8 @@ def test_yaml_that_is_not_of_the_core_schema_is_one_line(tmp_path, tag):
 @pytest.mark.parametrize("value", [b"x", {1, 2}, datetime.date(2026, 1, 1), object()])
 def test_a_value_that_would_come_back_as_another_is_refused(value):
     with pytest.raises(
-        UsageError, match=rf"^data.args.a: config.yaml cannot store a value of type {type(value).__name__}"
+        UsageError,
+        match=rf"^data.args.a: config.yaml cannot store a value of type {type(value).__name__}",
     ):
         with_args({"a": value})
 
@@ -237,5 +285,12 @@ def test_a_config_in_another_encoding_is_one_line(tmp_path, encoding, words):
 def test_a_config_is_utf_8_with_or_without_a_mark(tmp_path):
     for encoding in ("utf-8", "utf-8-sig"):
         (tmp_path / "config.yaml").write_bytes("# é\nrun_dir: é\nsteps: 1\n".encode(encoding))
-        config = load(["--config", str(tmp_path / "config.yaml"), "--model.target=MLP", "--data.target=Digits"])[0]
+        config = load(
+            [
+                "--config",
+                str(tmp_path / "config.yaml"),
+                "--model.target=MLP",
+                "--data.target=Digits",
+            ]
+        )[0]
         assert config.run_dir == "é"

@@ -11,7 +11,14 @@ from jaxdp.models import as_model
 from jaxdp.models.vit import ViT
 
 SHAPE, CLASSES, KEY = (4, 6, 2), 3, jax.random.key(0)
-SMALL = {"input_shape": SHAPE, "num_classes": CLASSES, "patch": 2, "layers": 2, "heads": 2, "dim": 8}
+SMALL = {
+    "input_shape": SHAPE,
+    "num_classes": CLASSES,
+    "patch": 2,
+    "layers": 2,
+    "heads": 2,
+    "dim": 8,
+}
 
 
 def model(**args):
@@ -25,13 +32,17 @@ def oracle(p, image):
         x = x - x.mean(-1, keepdims=True)
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * p["scale"] + p["bias"]
 
-    linear = lambda x, p: x @ p["kernel"] + p.get("bias", 0)
+    def linear(x, p):
+        return x @ p["kernel"] + p.get("bias", 0)
+
     cuts = [image[i : i + 2, j : j + 2].ravel() for i in range(0, 4, 2) for j in range(0, 6, 2)]
     x = linear(np.array(cuts), p["embed"]) + p["positions"]
     for i in range(2):
         block = jax.tree.map(lambda leaf, i=i: leaf[i], p["blocks"]["stack"])
         y, a = normalize(x, block["norm1"]), block["attention"]
-        query, key, value = (linear(y, a[name]).reshape(6, 2, 4) for name in ("query", "key", "value"))
+        query, key, value = (
+            linear(y, a[name]).reshape(6, 2, 4) for name in ("query", "key", "value")
+        )
         mixed = np.zeros((6, 2, 4))
         for t in range(6):
             for h in range(2):
@@ -39,7 +50,10 @@ def oracle(p, image):
                 mixed[t, h] = weights / weights.sum() @ value[:, h]
         x = x + linear(mixed.reshape(6, 8), a["back"])
         up = linear(normalize(x, block["norm2"]), block["mlp"]["up"])
-        x = x + linear(0.5 * up * (1 + np.tanh(np.sqrt(2 / np.pi) * (up + 0.044715 * up**3))), block["mlp"]["back"])
+        x = x + linear(
+            0.5 * up * (1 + np.tanh(np.sqrt(2 / np.pi) * (up + 0.044715 * up**3))),
+            block["mlp"]["back"],
+        )
     return linear(normalize(x, p["norm"]).mean(0), p["head"])
 
 
@@ -51,11 +65,15 @@ def test_logits_are_those_of_plain_loops():
         params = jax.tree.map(lambda x: 0.3 * (rng.normal(size=x.shape) + (x.ndim < 3)), shapes)
         got = jax.jit(lambda p: made.apply(p, {}, batch, KEY, False)[0])(params)
         assert got.dtype == np.float64 and made.blocks == ("blocks/stack",)
-    np.testing.assert_allclose(got, [oracle(params, image) for image in batch["inputs"]], rtol=0, atol=1e-12)
+    np.testing.assert_allclose(
+        got, [oracle(params, image) for image in batch["inputs"]], rtol=0, atol=1e-12
+    )
 
 
 def test_a_tiny_one_has_its_published_size():
-    """DeiT-Ti: 5,717,416 parameters, but for the class token and its position, and the biases of keys."""
+    """DeiT-Ti: 5,717,416 parameters, but for the class token and its position, and the biases of
+    keys.
+    """
     made = as_model(lambda rngs: ViT((224, 224, 3), 1000, patch=16, rngs=rngs))
     params = jax.eval_shape(made.init, KEY, {"inputs": jnp.zeros((1, 224, 224, 3))})[0]
     assert sum(x.size for x in jax.tree.leaves(params)) == 5_717_416 - 2 * 192 - 12 * 192
@@ -74,7 +92,10 @@ def test_it_learns():
         ({"patch": 4}, "model.args.patch: 4 does not divide images of 4x6"),
         ({"heads": 3}, "model.args.dim: 8 does not divide by heads: 3"),
         ({"layers": 0}, "model.args.layers: 0 is too small"),
-        ({"input_shape": (8,)}, r"model.args.input_shape: \(8,\) is not \(height, width, channels\)"),
+        (
+            {"input_shape": (8,)},
+            r"model.args.input_shape: \(8,\) is not \(height, width, channels\)",
+        ),
         ({"dropout": -0.1}, r"model.args.dropout: -0.1 is not in \[0, 1\)"),
     ],
 )

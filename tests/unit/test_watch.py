@@ -1,4 +1,6 @@
-"""What watches over a run, without a launcher: where all stop, who is behind, what a guard's halt does to the loop."""
+"""What watches over a run, without a launcher: where all stop, who is behind, what a guard's halt
+does to the loop.
+"""
 
 import contextlib
 import json
@@ -62,7 +64,9 @@ def test_who_is_behind(passed, words):
 
 
 class Spiked(Arrays):
-    """Batches of 20 whose labels are wrong where the batch is one of `bad`, by its order of being read."""
+    """Batches of 20 whose labels are wrong where the batch is one of `bad`, by its order of being
+    read.
+    """
 
     def __init__(self, bad, what="spike", **arrays):
         super().__init__(**arrays)
@@ -80,14 +84,25 @@ class Spiked(Arrays):
 
 def guarded_run(tmp_path, bad, what="spike", spike=None, steps=12, **settings):
     data = Spiked(bad, what, **toys.data(60))
-    run = make_run(tmp_path, toys.MODELS["mlp"](), train=data, steps=steps, save_every=3, spike=spike, **settings)
+    run = make_run(
+        tmp_path,
+        toys.MODELS["mlp"](),
+        train=data,
+        steps=steps,
+        save_every=3,
+        spike=spike,
+        **settings,
+    )
     watch = RunMonitor(run.checkpoints.context, tmp_path, None)
     return run.replace(watch=watch, directory=tmp_path)
 
 
 def test_updates_that_are_not_finite_stop_the_run_and_their_examples_are_named(tmp_path):
     run = guarded_run(tmp_path, range(5, 100), "nan", steps=40)
-    with pytest.raises(RunFailed, match=r"updates 5 to 14 were not finite, 10 in a row .* checkpoint 12 is the last"):
+    with pytest.raises(
+        RunFailed,
+        match=r"updates 5 to 14 were not finite, 10 in a row .* checkpoint 12 is the last",
+    ):
         loop.fit(run)
     run.hooks.watch.stop()
     found = json.loads((tmp_path / "halted.json").read_text())["updates"]
@@ -95,7 +110,9 @@ def test_updates_that_are_not_finite_stop_the_run_and_their_examples_are_named(t
     indices, rows = run.data.train.order.rows(4, np.arange(8))
     assert found["5"] == sorted(indices[rows].tolist())
     restored = run.checkpoints.restore(12, run.strategy.abstract())
-    assert int(restored.guard.in_a_row) == 8 and all(np.isfinite(x).all() for x in jax.tree.leaves(restored.params))
+    assert int(restored.guard.in_a_row) == 8 and all(
+        np.isfinite(x).all() for x in jax.tree.leaves(restored.params)
+    )
 
 
 @pytest.mark.slow
@@ -104,7 +121,10 @@ def test_a_spike_rolls_back_and_its_data_is_left_out(tmp_path):
     run = guarded_run(tmp_path, [8], spike=spike)
     final, _ = loop.fit(run)
     run.hooks.watch.stop()
-    assert "the loss of update 8 is a spike: back to step 6, continuing with the data after it" in run.log.writer.said
+    assert (
+        "the loss of update 8 is a spike: back to step 6, continuing with the data after it"
+        in run.log.writer.said
+    )
     meta = run.checkpoints.meta(12)
     assert (meta["offset"], meta["rollbacks"]) == (2, 1) and np.isfinite(final["loss"])
     steps = [r["step"] for r in run.log.writer.records if r["split"] == "train"]
@@ -135,16 +155,26 @@ def test_a_run_that_is_rolled_back_continues_to_take_snapshots(tmp_path):
     loop.fit(run)
     run.hooks.watch.stop()
     snapshots.settle()
-    assert len(compilations) == 3  # the initial state, the first update, and the first one after the rollback
+    assert (
+        len(compilations) == 3
+    )  # the initial state, the first update, and the first one after the rollback
     assert snapshots.newest.step == 11 and json.loads(snapshots.newest.meta)["offset"] == 2
 
 
 def test_the_parts_of_a_state_that_was_recovered_are_kept():
-    """The copy of a recovered state has the slices of other devices; a process must have all that it says it has."""
-    part = lambda *numbers: {n: [np.full(3, n)] for n in (WHOLE, *numbers)}
+    """The copy of a recovered state has the slices of other devices; a process must have all that
+    it says it has.
+    """
+
+    def part(*numbers):
+        return {n: [np.full(3, n)] for n in (WHOLE, *numbers)}
+
     snapshots, old = Snapshots(5), Snapshot(15, part(0, 1), "{}", [0, WHOLE], 4).with_checksums()
     copies = types.SimpleNamespace(read=lambda parts: parts)
-    for offset, kept in ((0, {WHOLE, 0, 1, 2}), (2, {WHOLE, 2})):  # 2: rolled back, so another state
+    for offset, kept in (
+        (0, {WHOLE, 0, 1, 2}),
+        (2, {WHOLE, 2}),
+    ):  # 2: rolled back, so another state
         snapshots.newest, snapshots.previous, snapshots._copies = old, None, copies
         snapshots._pending = Snapshot(15, part(2), "{}", [0, WHOLE], 4, offset)
         snapshots.settle()
@@ -153,15 +183,23 @@ def test_the_parts_of_a_state_that_was_recovered_are_kept():
 
 
 def test_snapshots_take_a_hundredth_of_the_time():
-    taken = [(10, 0.0, 0.5), (20, 1.5, 1.5495), (30, 2.5495, 2.8)]  # update, began, ended; an update takes 0.1 s
+    taken = [
+        (10, 0.0, 0.5),
+        (20, 1.5, 1.5495),
+        (30, 2.5495, 2.8),
+    ]  # update, began, ended; an update takes 0.1 s
     assert affordable(taken) == 50
     paused = [(40, 1003.8, 1003.9), (50, 1004.9, 1005.0), (60, 2006.0, 2006.1)]  # twice for 1,000 s
     assert affordable([*taken, *paused]) == 50
-    assert affordable([(10, 0.0, 0.001), *taken[1:], *paused]) == 50  # the first reads no copy, and compiles
+    assert (
+        affordable([(10, 0.0, 0.001), *taken[1:], *paused]) == 50
+    )  # the first reads no copy, and compiles
     rolled_back = [(25, 3.3, 3.35), (35, 4.35, 4.4), (45, 5.4, 5.45)]
     assert affordable([*taken, *rolled_back]) == 50
     assert affordable([(10, 0.0, 0.5), (20, 1.5, 1.5001), (30, 2.5001, 2.6)]) == 4  # 0.4 s
-    assert affordable([(10, 0.0, 0.5), (20, 0.53, 0.5301), (30, 0.5601, 0.6)]) == 134  # of updates of 3 ms
+    assert (
+        affordable([(10, 0.0, 0.5), (20, 0.53, 0.5301), (30, 0.5601, 0.6)]) == 134
+    )  # of updates of 3 ms
 
 
 @pytest.mark.slow
@@ -203,7 +241,9 @@ class Evaluated:
 @pytest.mark.slow
 @pytest.mark.parametrize("save_every", [4, None])
 def test_a_rollback_restores_the_callbacks(tmp_path, save_every):
-    """The evaluations of discarded updates do not count; without a checkpoint the state is that of the start."""
+    """The evaluations of discarded updates do not count; without a checkpoint the state is that of
+    the start.
+    """
     spike, callback = Spike(factor=3.0, after=2, action="rollback"), Evaluated()
     more = {"held_out": toys.data(33, seed=5), "eval_every": 2, "callbacks": Callbacks([callback])}
     run = guarded_run(tmp_path, [7], spike=spike, **more).replace(save_every=save_every)
@@ -220,14 +260,21 @@ def test_preempted_after_an_evaluation_it_is_not_made_again(tmp_path):
     watch = RunMonitor(run.checkpoints.context, tmp_path, None)
     run = run.replace(watch=watch)
     write = run.log.writer.write
-    run.log.writer.write = lambda record: (write(record), record["split"] == "eval" and watch._preempt("SIGTERM"))
+    run.log.writer.write = lambda record: (
+        write(record),
+        record["split"] == "eval" and watch._preempt("SIGTERM"),
+    )
     with pytest.raises(Stopped, match="SIGTERM on rank 0"):
         loop.fit(run)
     watch.stop()
     meta = run.checkpoints.meta(2)
     assert meta["evaluated"] and meta["metrics"]["loss"] == run.log.writer.records[-1]["loss"]
-    assert run.log.writer.said[-1].startswith("preempted by SIGTERM on rank 0, after update 2: saved step 2")
-    again = make_run(tmp_path, toys.MODELS["mlp"](), held_out=held_out, eval_every=2, start=2, evaluated=True)
+    assert run.log.writer.said[-1].startswith(
+        "preempted by SIGTERM on rank 0, after update 2: saved step 2"
+    )
+    again = make_run(
+        tmp_path, toys.MODELS["mlp"](), held_out=held_out, eval_every=2, start=2, evaluated=True
+    )
     loop.fit(again)
     assert [(r["split"], r["step"]) for r in again.log.writer.records] == [
         ("train", 4), ("eval", 4), ("train", 6), ("final", 6)
@@ -286,7 +333,9 @@ print("right")
 
 
 def test_a_forked_child_dies_of_its_signals_and_they_are_not_ours():
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", CHILD], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CHILD], capture_output=True, text=True, timeout=60
+    )
     assert done.stdout == "right\n", done.stdout + done.stderr
 
 
@@ -303,7 +352,11 @@ def test_a_process_that_stands_still_ends_itself(tmp_path):
         "time.sleep(60)\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ,
     )
     assert process.stdout.readline() == "ready\n"
     threading.Timer(1.0, process.send_signal, [signal.SIGSTOP]).start()
@@ -312,7 +365,9 @@ def test_a_process_that_stands_still_ends_itself(tmp_path):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1 and time.monotonic() - began > 8.5
     assert "jaxdp: no progress for 3 s (watchdog.step_timeout: 3): update 7 (<string>:" in err
-    assert "time.sleep" not in err and "<string>" in (tmp_path / "stacks" / "rank_0.txt").read_text()
+    assert (
+        "time.sleep" not in err and "<string>" in (tmp_path / "stacks" / "rank_0.txt").read_text()
+    )
 
 
 @pytest.mark.slow

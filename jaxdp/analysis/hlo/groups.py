@@ -16,11 +16,12 @@ _ATTRIBUTE = re.compile(
 
 
 def replica_groups(attributes: str, devices: int) -> Groups:
-    """Return the groups of a collective in HLO text; without the attribute, all `devices` are one group.
+    """Return the groups of a collective in HLO text; without the attribute, all `devices` are one
+    group.
 
-    {{0,1},{2,3}}; [2,4]<=[4,2]T(1,0), an iota reshaped and transposed; mesh['r'=2,'d'=4] {'d'}, the axes that a group
-    runs along, perhaps with device_ids=(...); source_target_pairs={{0,1},{1,0}}, the devices that the pairs connect
-    (XLA: hlo/ir/replica_group.cc, hlo/ir/mesh_and_axis.cc).
+    {{0,1},{2,3}}; [2,4]<=[4,2]T(1,0), an iota reshaped and transposed; mesh['r'=2,'d'=4] {'d'}, the
+    axes that a group runs along, perhaps with device_ids=(...); source_target_pairs={{0,1},{1,0}},
+    the devices that the pairs connect (XLA: hlo/ir/replica_group.cc, hlo/ir/mesh_and_axis.cc).
     """
     attribute = _ATTRIBUTE.search(attributes)
     if attribute is None or attribute[1] == "{}":
@@ -51,9 +52,9 @@ def _parsed(text: str) -> Groups:
 def _along(mesh: str, axes: str) -> Groups:
     """Return the groups of devices along some axes of a mesh.
 
-    A sub-axis 'd':(pre)size is the dim of that size in d reshaped to [pre, size, rest]; several may cut one axis. So
-    each axis is cut where any of them begins or ends: `dims` has a name, a beginning and an end per piece.
-    """
+    A sub-axis 'd':(pre)size is the dim of that size in d reshaped to [pre, size, rest]; several may
+    cut one axis. So each axis is cut where any of them begins or ends: `dims` has a name, a
+    beginning and an end per piece."""
     sizes = {name: int(n) for name, n in re.findall(r"'?([^',\[\]=]+)'?=(\d+)", mesh.split("]")[0])}
     ids = re.search(r"device_ids=\((.*)\)", mesh)
     order = np.arange(math.prod(sizes.values()))

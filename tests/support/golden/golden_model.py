@@ -1,4 +1,6 @@
-"""A model that has everything a checkpoint may hold: parameters, running averages, a counter, a carry, dropout."""
+"""A model that has everything a checkpoint may hold: parameters, running averages, a counter, a
+carry, dropout.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +19,14 @@ def golden(input_shape, num_classes) -> Model:
     def init(key, batch):
         first, second = jax.random.split(key)
         params = {
-            "hidden": {"kernel": 0.1 * jax.random.normal(first, (size, WIDTH)), "bias": jnp.zeros(WIDTH)},
-            "head": {"kernel": 0.1 * jax.random.normal(second, (WIDTH, num_classes)), "bias": jnp.zeros(num_classes)},
+            "hidden": {
+                "kernel": 0.1 * jax.random.normal(first, (size, WIDTH)),
+                "bias": jnp.zeros(WIDTH),
+            },
+            "head": {
+                "kernel": 0.1 * jax.random.normal(second, (WIDTH, num_classes)),
+                "bias": jnp.zeros(num_classes),
+            },
         }
         carry = {"trace": jnp.zeros((len(batch["inputs"]), WIDTH))}
         return params, {"mean": jnp.zeros(WIDTH), "calls": jnp.zeros((), jnp.int32), "carry": carry}
@@ -33,6 +41,8 @@ def golden(input_shape, num_classes) -> Model:
             hidden = jnp.where(jax.random.bernoulli(key, 0.9, hidden.shape), hidden / 0.9, 0.0)
         else:
             new = state
-        return (hidden - state["mean"] + trace) @ params["head"]["kernel"] + params["head"]["bias"], new
+        return (hidden - state["mean"] + trace) @ params["head"]["kernel"] + params["head"][
+            "bias"
+        ], new
 
     return Model(init, apply)

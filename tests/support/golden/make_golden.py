@@ -1,10 +1,11 @@
-"""Makes the golden: a run of 2 processes with 2 devices each, ZeRO-3, as it stood after update 10 of 20.
+"""Makes the golden: a run of 2 processes with 2 devices each, ZeRO-3, as it stood after update 10
+of 20.
 
     python tests/support/golden/make_golden.py
 
-It is made once for each format of checkpoints, and then stays as it is; jaxdp must read it from then on. run/ is the
-run directory; expected.json says what it holds (dtype, shape and SHA-256 of every leaf) and how it went on.
-"""
+It is made once for each format of checkpoints, and then stays as it is; jaxdp must read it from
+then on. run/ is the run directory; expected.json says what it holds (dtype, shape and SHA-256 of
+every leaf) and how it went on."""
 
 import hashlib
 import json
@@ -37,20 +38,39 @@ def leaves(state):
     from jaxdp.checkpoint.leaves import fields_of
     from jaxdp.split import path_string
 
-    return {path_string(path): leaf(x) for path, x in jax.tree_util.tree_leaves_with_path(fields_of(state))}
+    return {
+        path_string(path): leaf(x)
+        for path, x in jax.tree_util.tree_leaves_with_path(fields_of(state))
+    }
 
 
 def train(folder):
-    """The whole run, by hand on two processes, in folder/golden: Orbax writes the path into the files."""
+    """The whole run, by hand on two processes, in folder/golden: Orbax writes the path into the
+    files.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT)])}
+    env = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT)]),
+    }
     env |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     env |= {"JAXDP_COORDINATOR": address, "JAXDP_NUM_PROCESSES": "2"}
-    argv = [sys.executable, str(ROOT / "train.py"), "--config", str(HERE / "golden.yaml"), "--run_dir", "golden"]
+    argv = [
+        sys.executable,
+        str(ROOT / "train.py"),
+        "--config",
+        str(HERE / "golden.yaml"),
+        "--run_dir",
+        "golden",
+    ]
     argv += ["--parallel.backend", "pjit", "--parallel.zero", "3"]
-    both = [subprocess.Popen(argv, cwd=folder, env=env | {"JAXDP_PROCESS_ID": str(rank)}) for rank in range(2)]
+    both = [
+        subprocess.Popen(argv, cwd=folder, env=env | {"JAXDP_PROCESS_ID": str(rank)})
+        for rank in range(2)
+    ]
     if sum(process.wait() != 0 for process in both):
         sys.exit("the run failed")
 
@@ -82,7 +102,11 @@ def main():
     sys.path.insert(0, str(HERE))
     expected = {
         "leaves": restored(run),
-        "losses": {line["step"]: line["loss"] for line in lines if line["split"] == "train" and line["step"] > STEP},
+        "losses": {
+            line["step"]: line["loss"]
+            for line in lines
+            if line["split"] == "train" and line["step"] > STEP
+        },
         "final": {name: lines[-1][name] for name in ("loss", "accuracy")},
     }
     (HERE / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")

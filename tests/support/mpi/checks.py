@@ -1,4 +1,6 @@
-"""What the scripts of collectives share: this process, values to send, and comparisons, which are counted."""
+"""What the scripts of collectives share: this process, values to send, and comparisons, which are
+counted.
+"""
 
 import warnings
 
@@ -20,7 +22,13 @@ def same(got, want, what):
     """Equal in type, shape and bits."""
     global done
     got, want = np.asarray(got), np.asarray(want)
-    assert got.dtype == want.dtype and got.shape == want.shape, (what, got.dtype, want.dtype, got.shape, want.shape)
+    assert got.dtype == want.dtype and got.shape == want.shape, (
+        what,
+        got.dtype,
+        want.dtype,
+        got.shape,
+        want.shape,
+    )
     assert got.tobytes() == want.tobytes(), (what, got, want)
     done += 1
 
@@ -28,7 +36,11 @@ def same(got, want, what):
 def values(dtype, r, shape=(2 * size, 3)):
     """Small integers that every type and every sum of them holds exactly; different on each rank."""
     x = np.random.default_rng(7 + r).integers(0 if dtype.startswith(("u", "b")) else -3, 4, shape)
-    return (x + 1j * x[::-1]).astype(dtype) if dtype.startswith("complex") else x.astype(jnp.dtype(dtype))
+    return (
+        (x + 1j * x[::-1]).astype(dtype)
+        if dtype.startswith("complex")
+        else x.astype(jnp.dtype(dtype))
+    )
 
 
 def reduced(op, arrays):
@@ -36,7 +48,9 @@ def reduced(op, arrays):
     out = arrays[0]
     for x in arrays[1:]:
         out = NUMPY["sum" if op == "avg" else op](out, x)
-    return (out.astype(np.float64) / len(arrays)).astype(dtype) if op == "avg" else out.astype(dtype)
+    return (
+        (out.astype(np.float64) / len(arrays)).astype(dtype) if op == "avg" else out.astype(dtype)
+    )
 
 
 def group_of(groups):

@@ -22,4 +22,6 @@ line = {
     "devices": jax.local_device_count(),
     "total": total,
 }
-sys.stdout.write(json.dumps(line) + "\n")  # in one piece: print writes the end of the line by itself
+sys.stdout.write(
+    json.dumps(line) + "\n"
+)  # in one piece: print writes the end of the line by itself

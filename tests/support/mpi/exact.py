@@ -1,9 +1,10 @@
-"""Runs in exact mode, over devices of all processes: `mpirun -np 2 python tests/support/mpi/exact.py ROW ...`.
+"""Runs in exact mode, over devices of all processes: `mpirun -np 2 python
+tests/support/mpi/exact.py ROW ...`.
 
-A row is model-backend-zero-place-gradient_buffer-optimizer-sum: model is a name or name.precision; place is the
-devices, or devices/shard_size; sum is an exact reduction, or one with its exact_group (exact/2), or what must not pass
-for exact: vmap or scan. Rank 0 prints one line of JSON: {row: [SHA-256 of the final state, [[loss, norm of the
-gradient] of each update]]}, floats as `float.hex`.
+A row is model-backend-zero-place-gradient_buffer-optimizer-sum: model is a name or name.precision;
+place is the devices, or devices/shard_size; sum is an exact reduction, or one with its exact_group
+(exact/2), or what must not pass for exact: vmap or scan. Rank 0 prints one line of JSON: {row:
+[SHA-256 of the final state, [[loss, norm of the gradient] of each update]]}, floats as `float.hex`.
 """
 
 # ruff: noqa: E402
@@ -35,7 +36,11 @@ from jaxdp.models.gpt import GPT
 from jaxdp.models.mlp import MLP
 from jaxdp.precision import LossScaling, Policy
 
-STEPS, BATCH, EXAMPLES = 6, 20, 46  # batches of 20, 20 and 6 rows: two of the 8 microbatches then have none
+STEPS, BATCH, EXAMPLES = (
+    6,
+    20,
+    46,
+)  # batches of 20, 20 and 6 rows: two of the 8 microbatches then have none
 FAULTS = ("vmap", "scan")  # how `bucket` sums the microbatches of a device
 
 
@@ -48,7 +53,9 @@ def augment(batch, key, train):
 
 
 def text(vocabulary=11, length=6):
-    tokens = np.random.default_rng(0).integers(vocabulary, size=(EXAMPLES, length + 1)).astype(np.int32)
+    tokens = (
+        np.random.default_rng(0).integers(vocabulary, size=(EXAMPLES, length + 1)).astype(np.int32)
+    )
     return {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
@@ -82,15 +89,26 @@ class Net(nnx.Module):
 
 def convolutions(rngs):
     """Plain, strided, dilated, depthwise, grouped and transposed."""
-    conv = lambda i, o, **options: nnx.Conv(i, o, (3, 3), rngs=rngs, **options)
+
+    def conv(i, o, **options):
+        return nnx.Conv(i, o, (3, 3), rngs=rngs, **options)
+
     up = nnx.ConvTranspose(9, 7, (3, 3), strides=(2, 2), rngs=rngs)
-    plain = [conv(2, 13), nnx.BatchNorm(13, rngs=rngs), nnx.gelu, conv(13, 12, kernel_dilation=2), nnx.relu]
+    plain = [
+        conv(2, 13),
+        nnx.BatchNorm(13, rngs=rngs),
+        nnx.gelu,
+        conv(13, 12, kernel_dilation=2),
+        nnx.relu,
+    ]
     grouped = [conv(12, 12, feature_group_count=12), nnx.gelu, conv(12, 9, feature_group_count=3)]
     return Net([*plain, *grouped, up, nnx.gelu, conv(7, 16, strides=2)], 16, rngs)
 
 
 def gru(rngs):
-    rows = lambda x: x.reshape(len(x), toys.SHAPE[0], -1)
+    def rows(x):
+        return x.reshape(len(x), toys.SHAPE[0], -1)
+
     return Net([rows, nnx.RNN(nnx.GRUCell(8, 13, rngs=rngs))], 13, rngs)
 
 
@@ -115,7 +133,9 @@ def experts(rngs):
 
 
 class Large(nnx.Module):
-    """Reductions of parameters that are larger than a thread's share: means, variances, norms, a softmax."""
+    """Reductions of parameters that are larger than a thread's share: means, variances, norms, a
+    softmax.
+    """
 
     def __init__(self, rngs):
         self.vector = nnx.Param(jax.random.normal(rngs.params(), (300007,)))
@@ -124,7 +144,9 @@ class Large(nnx.Module):
     def __call__(self, x):
         v, m = self.vector[...], self.matrix[...]
         of_vector = v.var() + (jax.nn.softmax(v) * v).sum()
-        return x * (1 + v.mean()) + of_vector + jnp.tanh(m).mean(1).max() + jnp.square(m).sum(0).mean()
+        return (
+            x * (1 + v.mean()) + of_vector + jnp.tanh(m).mean(1).max() + jnp.square(m).sum(0).mean()
+        )
 
 
 def large(rngs):
@@ -146,18 +168,40 @@ PRECISIONS = {
 MODELS = {  # (model, examples, more of `toys.build`)
     "dropout": lambda: (toys.MODELS["dropout"](), toys.data(EXAMPLES), {}),
     "resnet": lambda: (toys.MODELS["resnet"](), toys.data(EXAMPLES), {"transform": augment}),
-    "blocks": lambda: (toys.MODELS["blocks"](dropout=0.2), toys.data(EXAMPLES), {"remat": "dots_no_batch"}),
+    "blocks": lambda: (
+        toys.MODELS["blocks"](dropout=0.2),
+        toys.data(EXAMPLES),
+        {"remat": "dots_no_batch"},
+    ),
     "gpt": lambda: (as_model(gpt), text(), {"remat": "dots_no_batch"}),
     "lstm": lambda: (toys.lstm_model(), toys.data(EXAMPLES), {}),
     "twelve": lambda: (toys.MODELS["dropout"](), toys.data(EXAMPLES), {"microbatches": 12}),
-    "sixteen": lambda: (toys.MODELS["blocks"](), toys.data(EXAMPLES), {"microbatches": 16, "remat": "full"}),
+    "sixteen": lambda: (
+        toys.MODELS["blocks"](),
+        toys.data(EXAMPLES),
+        {"microbatches": 16, "remat": "full"},
+    ),
     **{
-        make.__name__: functools.partial(lambda make: (as_model(make), toys.data(EXAMPLES), {}), make)
+        make.__name__: functools.partial(
+            lambda make: (as_model(make), toys.data(EXAMPLES), {}), make
+        )
         for make in (convolutions, gru, experts, large)
     },
-    "float64": lambda: (toys.lstm_model(), toys.data(EXAMPLES, dtype="float64"), {"dtype": "float64"}),
-    "frozen": lambda: (toys.MODELS["blocks"](), toys.data(EXAMPLES), {"frozen": ("embed", "up/bias")}),
-    "guarded": lambda: (toys.MODELS["dropout"](), broken(), {"spike": Spike(1.02, decay=0.5, after=1)}),
+    "float64": lambda: (
+        toys.lstm_model(),
+        toys.data(EXAMPLES, dtype="float64"),
+        {"dtype": "float64"},
+    ),
+    "frozen": lambda: (
+        toys.MODELS["blocks"](),
+        toys.data(EXAMPLES),
+        {"frozen": ("embed", "up/bias")},
+    ),
+    "guarded": lambda: (
+        toys.MODELS["dropout"](),
+        broken(),
+        {"spike": Spike(1.02, decay=0.5, after=1)},
+    ),
     "wide": lambda: (as_model(wide), toys.data(1200), {"batch_size": 500}),
 }
 
@@ -172,7 +216,9 @@ def train(row):
     )
     reduction, _, group = how.partition("/")
     sums = {"reduction": "bucket", "accumulate": how} if how in FAULTS else {"reduction": reduction}
-    options = {"batch_size": BATCH, "group": int(group or 1)} | sums | options | PRECISIONS[precision]
+    options = (
+        {"batch_size": BATCH, "group": int(group or 1)} | sums | options | PRECISIONS[precision]
+    )
     strategy, step, batch = toys.build(
         model, examples, backend=backend, devices=int(devices), optimizer=optimizer, ema=0.9, layout=layout, **options,
     )  # fmt: skip

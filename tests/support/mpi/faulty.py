@@ -1,4 +1,6 @@
-"""Data, a loss and a model with a fault to order: which, on which rank, at which read. For test_faults."""
+"""Data, a loss and a model with a fault to order: which, on which rank, at which read. For
+test_faults.
+"""
 
 import os
 import pathlib
@@ -17,9 +19,13 @@ POISON = 255  # pixels are at most 16
 
 
 class Faulty(Digits):
-    """The digits; each read of a batch of the split `where` takes 5 ms, and read number `at` on `rank` has a fault."""
+    """The digits; each read of a batch of the split `where` takes 5 ms, and read number `at` on
+    `rank` has a fault.
+    """
 
-    def __init__(self, split="train", what="none", rank=0, at=0, where="train", run_dir="", then=""):
+    def __init__(
+        self, split="train", what="none", rank=0, at=0, where="train", run_dir="", then=""
+    ):
         super().__init__(split)
         self.what, self.rank, self.at, self.run_dir = what, rank, at, pathlib.Path(run_dir)
         self.reads, self.split, self.then = 0, split, then
@@ -28,7 +34,10 @@ class Faulty(Digits):
     def read(self, indices):
         values = super().read(indices)
         if self.what == "a label is 10":
-            return {**values, "labels": np.where((indices == self.at) & self.armed, 10, values["labels"])}
+            return {
+                **values,
+                "labels": np.where((indices == self.at) & self.armed, 10, values["labels"]),
+            }
         if len(indices) in (1, 18, 64):  # an example, a microbatch to rehearse with, a fingerprint
             return values
         time.sleep(0.005)

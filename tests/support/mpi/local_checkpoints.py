@@ -1,5 +1,5 @@
-"""Two processes with separate directories: saves, and what each restores after its files were lost; for
-test_local_checkpoints."""
+"""Two processes with separate directories: saves, and what each restores after its files were lost;
+for test_local_checkpoints."""
 
 import pathlib
 import shutil
@@ -25,7 +25,9 @@ digests = [digest(state) for state in states]
 
 
 def start(name, *steps):
-    """Checkpoints of a job in `name`, each process with its own directory, after saves of the states of `steps`."""
+    """Checkpoints of a job in `name`, each process with its own directory, after saves of the
+    states of `steps`.
+    """
     checkpoints = LocalCheckpoints(base / f"{name}{rank}" / "checkpoints", keep=9)
     checkpoints.attach("")
     assert not checkpoints.is_shared and checkpoints.writes
@@ -75,7 +77,9 @@ resumed("torn", 2, "checkpoint 2 was not finished", "copied from rank 1")
 
 start("manifest", 1, 2)
 on(0, lambda: (folder("manifest", 0, 2) / "manifest.json").write_text("{"))
-resumed("manifest", 2, "checkpoint 2 is damaged: its manifest.json cannot be read", "copied from rank 1")
+resumed(
+    "manifest", 2, "checkpoint 2 is damaged: its manifest.json cannot be read", "copied from rank 1"
+)
 
 start("both", 1, 2)
 (folder("both", rank, 2) / "manifest.json").write_text("{")

@@ -1,7 +1,8 @@
-"""A loop of one's own on several processes: `mpirun -np 3 python tests/support/mpi/own_loop.py ranks` (or `devices`).
+"""A loop of one's own on several processes: `mpirun -np 3 python tests/support/mpi/own_loop.py
+ranks` (or `devices`).
 
-Rank 0 prints the loss of each update of each loop as one line of JSON; what differs from what it should be raises.
-"""
+Rank 0 prints the loss of each update of each loop as one line of JSON; what differs from what it
+should be raises."""
 
 import json
 import sys
@@ -25,7 +26,9 @@ def data():
 
 
 def weights(seed):
-    draw = lambda key, *shape: jax.random.normal(jax.random.key(key), shape) / np.sqrt(shape[0])
+    def draw(key, *shape):
+        return jax.random.normal(jax.random.key(key), shape) / np.sqrt(shape[0])
+
     return {"in": draw(2 * seed, 64, 16), "out": draw(2 * seed + 1, 16, 10), "bias": jnp.zeros(10)}
 
 
@@ -41,7 +44,10 @@ def plain():
     """The losses of a loop that knows nothing of jaxdp but the order of the examples."""
     params, (x, y) = weights(0), data()
     state, curve = adam.init(params), []
-    backward, update = jax.jit(jax.value_and_grad(lambda *args: losses_of(*args).mean())), jax.jit(adam.update)
+    backward, update = (
+        jax.jit(jax.value_and_grad(lambda *args: losses_of(*args).mean())),
+        jax.jit(adam.update),
+    )
     sampler = jaxdp.DistributedSampler(EXAMPLES, seed=SEED, rank=0, size=1)
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
@@ -80,10 +86,14 @@ def by_devices(context):
     devices, state = jax.local_device_count(), tx.init(params)
 
     def update(params, state, x, y, mask):
-        mean = lambda params: jnp.where(mask, losses_of(params, x, y), 0).sum() / mask.sum()
+        def mean(params):
+            return jnp.where(mask, losses_of(params, x, y), 0).sum() / mask.sum()
+
         loss, grads = jax.value_and_grad(mean)(params)
         updates, state = tx.update(grads, state, params, weight=mask.sum())
-        whole = jax.lax.psum(jnp.where(mask.any(), loss * mask.sum(), 0), "batch") / jax.lax.psum(mask.sum(), "batch")
+        whole = jax.lax.psum(jnp.where(mask.any(), loss * mask.sum(), 0), "batch") / jax.lax.psum(
+            mask.sum(), "batch"
+        )
         return optax.apply_updates(params, updates), state, whole
 
     params, state = jax.tree.map(lambda x: jnp.stack([x] * devices), (params, state))
@@ -99,14 +109,22 @@ def by_devices(context):
 def by_a_mesh_each(context):
     """jit over each process's own devices, and the eager mean between the processes."""
     mesh = jax.make_mesh(
-        (jax.local_device_count(),), ("d",), devices=jax.local_devices(), axis_types=(jax.sharding.AxisType.Auto,)
+        (jax.local_device_count(),),
+        ("d",),
+        devices=jax.local_devices(),
+        axis_types=(jax.sharding.AxisType.Auto,),
     )
     split, whole = (jax.NamedSharding(mesh, spec) for spec in (jax.P("d"), jax.P()))
     params = jaxdp.broadcast_parameters(jax.device_put(weights(context.rank), whole))
     tx = jaxdp.distributed_optimizer(adam)
-    mean = lambda params, x, y, mask: losses_of(params, x, y).sum(where=mask) / mask.sum()
+
+    def mean(params, x, y, mask):
+        return losses_of(params, x, y).sum(where=mask) / mask.sum()
+
     backward, state, curve = jax.jit(jax.value_and_grad(mean)), tx.init(params), []
-    for (x, y), mask in jaxdp.partition_dataset(data(), BATCH, SEED, devices=jax.local_device_count()):
+    for (x, y), mask in jaxdp.partition_dataset(
+        data(), BATCH, SEED, devices=jax.local_device_count()
+    ):
         loss, grads = backward(params, *jax.device_put((x, y, mask), split))
         updates, state = tx.update(grads, state, params, weight=mask.sum())
         assert updates["in"].sharding.is_equivalent_to(whole, 2)
@@ -138,9 +156,18 @@ def everything(rank):
         "key": jax.random.key(rank),
         "keys": jax.random.split(jax.random.key(rank), 2),
         "raw": jax.random.PRNGKey(rank),
-        "numpy": (rng.normal(size=3), np.int64(2**40 + rank), rng.integers(0, 9, (2, 2), np.uint16)),
+        "numpy": (
+            rng.normal(size=3),
+            np.int64(2**40 + rank),
+            rng.integers(0, 9, (2, 2), np.uint16),
+        ),
         "swapped": [np.array([1.5 + rank, 2], dtype) for dtype in (">f4", ">f8", ">i2", "<i4")],
-        "python": {"float": 0.1 + rank, "int": 2**60 + rank, "bool": rank == 2, "complex": 1j * rank},
+        "python": {
+            "float": 0.1 + rank,
+            "int": 2**60 + rank,
+            "bool": rank == 2,
+            "complex": 1j * rank,
+        },
         "none": None,
         "function": max,
         "adam": optax.adam(1e-3).init({"w": jnp.full(3, float(rank))}),
@@ -148,8 +175,14 @@ def everything(rank):
 
 
 def bits(x):
-    x = jax.random.key_data(x) if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-    return x if callable(x) else (type(x), np.asarray(x).dtype, np.shape(x), np.asarray(x).tobytes())
+    x = (
+        jax.random.key_data(x)
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        else x
+    )
+    return (
+        x if callable(x) else (type(x), np.asarray(x).dtype, np.shape(x), np.asarray(x).tobytes())
+    )
 
 
 def broadcasting(context):
@@ -159,13 +192,34 @@ def broadcasting(context):
         assert jax.tree.structure(got) == jax.tree.structure(want)
         assert jax.tree.map(bits, got) == jax.tree.map(bits, want)
         for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(brought)):
-            assert not isinstance(x, jax.Array) or (x.sharding, x.committed) == (y.sharding, y.committed)
+            assert not isinstance(x, jax.Array) or (x.sharding, x.committed) == (
+                y.sharding,
+                y.committed,
+            )
     tree = {"dense": {"kernel": jnp.zeros((4, 2 + (context.rank == 1)))}}
-    fails(jaxdp.UsageError, lambda: jaxdp.broadcast_parameters(tree), "rank 1", "dense/kernel=float32[4,3]", "[4,2]")
+    fails(
+        jaxdp.UsageError,
+        lambda: jaxdp.broadcast_parameters(tree),
+        "rank 1",
+        "dense/kernel=float32[4,3]",
+        "[4,2]",
+    )
     tree = {"dense": 1.0, "bias" if context.rank == 2 else "kernel": 2.0}
-    fails(jaxdp.UsageError, lambda: jaxdp.broadcast_parameters(tree), "rank 2", "kernel=None", "kernel=float")
+    fails(
+        jaxdp.UsageError,
+        lambda: jaxdp.broadcast_parameters(tree),
+        "rank 2",
+        "kernel=None",
+        "kernel=float",
+    )
     large = {"seed": 2**63 + 5 if context.rank == 0 else 5}
-    fails(jaxdp.UsageError, lambda: jaxdp.broadcast_parameters(large), "rank 1", "seed=int (int64)", "(uint64)")
+    fails(
+        jaxdp.UsageError,
+        lambda: jaxdp.broadcast_parameters(large),
+        "rank 1",
+        "seed=int (int64)",
+        "(uint64)",
+    )
     fails(jaxdp.UsageError, lambda: jaxdp.broadcast_parameters(1.0, 3), "root=3", "0 to 2")
 
 
@@ -182,15 +236,28 @@ def metrics(context):
     assert np.isnan(jaxdp.allreduce_metrics(1.0, weight=0))
     assert jaxdp.allreduce_metrics({"a": np.inf if rank else 1.0}) == {"a": np.inf}
     usage, ones = jaxdp.UsageError, np.ones(2)
-    fails(usage, lambda: jaxdp.allreduce_metrics({"a": ones if rank == 1 else 1.0}), "rank 1", "'a' has shape (2,)")
-    fails(usage, lambda: jaxdp.allreduce_metrics({"a" if rank < 2 else "b": 1.0}), "rank 2", "has b", "has a")
+    fails(
+        usage,
+        lambda: jaxdp.allreduce_metrics({"a": ones if rank == 1 else 1.0}),
+        "rank 1",
+        "'a' has shape (2,)",
+    )
+    fails(
+        usage,
+        lambda: jaxdp.allreduce_metrics({"a" if rank < 2 else "b": 1.0}),
+        "rank 2",
+        "has b",
+        "has a",
+    )
     fails(usage, lambda: jaxdp.allreduce_metrics(1.0, weight=-1), "weight: -1.0")
 
 
 def gradients(context):
     rank, tx = context.rank, jaxdp.distributed_optimizer(optax.identity())
     grads = {
-        "half": jnp.full(3, 40000.0 if rank == 0 else 0.0, jnp.float16),  # x 3 would overflow in float16
+        "half": jnp.full(
+            3, 40000.0 if rank == 0 else 0.0, jnp.float16
+        ),  # x 3 would overflow in float16
         "float": np.full((2, 2), rank, np.float32),
         "complex": jnp.full(2, 1j * rank, jnp.complex64),
         "step": jnp.int32(rank),
@@ -201,8 +268,15 @@ def gradients(context):
     mean = tx.update(whole, tx.init(None))[0]["w"]
     assert mean.sharding.is_equivalent_to(everywhere, 1)
     assert np.asarray(mean).tolist() == [0, 1, 2]
-    search = lambda: tx.update(grads, tx.init(None), value_fn=lambda params: 0.0)
-    fails(jaxdp.UsageError, search, "a loss function, as of a line search, sees the data of its own rank alone")
+
+    def search():
+        return tx.update(grads, tx.init(None), value_fn=lambda params: 0.0)
+
+    fails(
+        jaxdp.UsageError,
+        search,
+        "a loss function, as of a line search, sees the data of its own rank alone",
+    )
     placed = jax.device_put(grads, jax.local_devices()[-1])
     for brought in (grads, placed):
         mean, _ = tx.update(brought, tx.init(None), weight=[3, 2, 1][rank])
@@ -211,22 +285,45 @@ def gradients(context):
         np.testing.assert_allclose(mean["float"], np.full((2, 2), 4 / 6), rtol=1e-6)
         np.testing.assert_allclose(mean["complex"], np.full(2, 4j / 6), rtol=1e-6)
         assert mean["step"] == rank
-    np.testing.assert_allclose(tx.update(grads, tx.init(None))[0]["float"], np.ones((2, 2)), rtol=1e-6)
+    np.testing.assert_allclose(
+        tx.update(grads, tx.init(None))[0]["float"], np.ones((2, 2)), rtol=1e-6
+    )
     np.testing.assert_array_equal(tx.update(grads, tx.init(None), weight=0)[0]["half"], np.zeros(3))
-    step = lambda tree, **extra: tx.update(tree, tx.init(None), **extra)
+
+    def step(tree, **extra):
+        return tx.update(tree, tx.init(None), **extra)
+
     # what one rank alone has wrong is an error on all, at once
     for weight in (-1, np.nan, "x", np.ones(2)):
         fails(
-            jaxdp.UsageError, lambda weight=weight: step(grads, weight=weight if rank == 1 else 1), "rank 1", "weight"
+            jaxdp.UsageError,
+            lambda weight=weight: step(grads, weight=weight if rank == 1 else 1),
+            "rank 1",
+            "weight",
         )
     renamed = {"bias" if k == "float" and rank == 2 else k: x for k, x in grads.items()}
-    fails(jaxdp.DistributedError, lambda: step(renamed), "rank 0, 1: ", "float, half", "rank 2: ", "bias, complex")
+    fails(
+        jaxdp.DistributedError,
+        lambda: step(renamed),
+        "rank 0, 1: ",
+        "float, half",
+        "rank 2: ",
+        "bias, complex",
+    )
     weight = {} if rank == 1 else {"weight": 1}
-    fails(jaxdp.DistributedError, lambda: tx.update(grads, tx.init(None), **weight), "rank 1", "rank 0, 2", "weights")
+    fails(
+        jaxdp.DistributedError,
+        lambda: tx.update(grads, tx.init(None), **weight),
+        "rank 1",
+        "rank 0, 2",
+        "weights",
+    )
 
 
 def partitions(context):
-    """All ranks' rows together are a single process's batches; what the ranks ask for must be the same."""
+    """All ranks' rows together are a single process's batches; what the ranks ask for must be the
+    same.
+    """
     for shuffle, seen in ((True, 7), (False, 1)):
         whole = jaxdp.DistributedSampler(23, seed=1, shuffle=shuffle, rank=0, size=1)
         part = jaxdp.partition_dataset(np.arange(23), 5, 1, shuffle)
@@ -234,7 +331,9 @@ def partitions(context):
         for epoch in (seen, seen + 1):
             whole.set_epoch(epoch)
             for own, rows in zip(part, whole.batches(5), strict=True):
-                theirs = [json.loads(text) for text in context.exchange("rows", json.dumps(own.tolist()))]
+                theirs = [
+                    json.loads(text) for text in context.exchange("rows", json.dumps(own.tolist()))
+                ]
                 assert (
                     sorted(np.concatenate(theirs)) == sorted(rows)
                     and max(map(len, theirs)) - min(map(len, theirs)) <= 1
@@ -244,16 +343,34 @@ def partitions(context):
     part, total = jaxdp.partition_dataset(np.arange(97), 24, 1, sizes=shares.tolist()), 0
     for own, rows in zip(part, whole.batches(24), strict=True):
         theirs = [json.loads(text) for text in context.exchange("rows", json.dumps(own.tolist()))]
-        assert np.concatenate(theirs).tolist() == rows, "next to one another, in the order of the batch"
+        assert np.concatenate(theirs).tolist() == rows, (
+            "next to one another, in the order of the batch"
+        )
         assert all(abs(len(t) - share * len(rows)) <= 1 for t, share in zip(theirs, shares))
         total += len(rows)
     assert total == 97
     seed = int(context.rank == 2)
-    fails(jaxdp.UsageError, lambda: jaxdp.partition_dataset(np.arange(9), 3, seed), "rank 2", "seed=1", "seed=0")
+    fails(
+        jaxdp.UsageError,
+        lambda: jaxdp.partition_dataset(np.arange(9), 3, seed),
+        "rank 2",
+        "seed=1",
+        "seed=0",
+    )
     other = np.arange(9) + (context.rank == 2)
-    fails(jaxdp.UsageError, lambda: jaxdp.partition_dataset(other, 3), "rank 2", "the arrays' fingerprint=")
+    fails(
+        jaxdp.UsageError,
+        lambda: jaxdp.partition_dataset(other, 3),
+        "rank 2",
+        "the arrays' fingerprint=",
+    )
     listed = [*other.astype(np.float32 if context.rank == 2 else np.int32)]
-    fails(jaxdp.UsageError, lambda: jaxdp.partition_dataset(listed, 3), "rank 2", "an example={'inputs': 'float32[]'}")
+    fails(
+        jaxdp.UsageError,
+        lambda: jaxdp.partition_dataset(listed, 3),
+        "rank 2",
+        "an example={'inputs': 'float32[]'}",
+    )
     assert isinstance(jaxdp.partition_dataset(np.arange(9), 3), Partition)
 
 

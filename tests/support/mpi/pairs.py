@@ -1,4 +1,6 @@
-"""Restores under every strategy, over all processes, what one process saved, and saves it; for test_checkpoint."""
+"""Restores under every strategy, over all processes, what one process saved, and saves it; for
+test_checkpoint.
+"""
 
 import pathlib
 import sys

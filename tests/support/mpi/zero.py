@@ -1,7 +1,8 @@
-"""Every strategy, one by one, over all devices of all processes: `mpirun -np 2 python tests/support/mpi/zero.py`.
+"""Every strategy, one by one, over all devices of all processes: `mpirun -np 2 python
+tests/support/mpi/zero.py`.
 
-Rank 0 prints one line of JSON: {strategy: the loss of each update, the last norm of the gradient, and of some the
-loss of the averaged parameters}.
+Rank 0 prints one line of JSON: {strategy: the loss of each update, the last norm of the gradient,
+and of some the loss of the averaged parameters}.
 """
 
 import json
@@ -16,7 +17,8 @@ import jaxdp
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import toys
 
-STRATEGIES = {  # (backend, reduction, layout, model): scanned blocks where a stage works block by block
+# (backend, reduction, layout, model): scanned blocks where a stage works block by block
+STRATEGIES = {
     "pmap 0": ("pmap", "bucket", {}, "mlp"),
     "pmap 1": ("pmap", "auto", {"zero": 1}, "mlp"),
     "pjit 0": ("pjit", "xla", {}, "mlp"),
