@@ -137,16 +137,16 @@ class Saved:
 
 def worker(args: argparse.Namespace, more: list[str]) -> None:
     """Train with an audit, and write what it named and how long it took."""
-    from jaxdp import environment
-    from jaxdp.assemble.checks import with_checks
-    from jaxdp.assemble.run import make_run
     from jaxdp.audit import inject
     from jaxdp.cli import load
-    from jaxdp.config.check import resolve
-    from jaxdp.distributed import context as distributed
+    from jaxdp.config.validation import resolve
     from jaxdp.metrics.events import NoEvents
     from jaxdp.parallel.placement import open_collectives
-    from jaxdp.training import loop
+    from jaxdp.process import context as distributed
+    from jaxdp.process import environment
+    from jaxdp.run.build import make_run
+    from jaxdp.run.config_checks import with_checks
+    from jaxdp.train import loop
 
     environment.exact()
     context = distributed.init()

@@ -22,9 +22,9 @@ import jax
 import jaxdp
 from benchmarks.harness import quartiles
 from benchmarks.job import ROOT
-from jaxdp import environment
-from jaxdp.assemble.run import make_run
 from jaxdp.cli import load
+from jaxdp.process import environment
+from jaxdp.run.build import make_run
 
 # config: (updates a turn, what differs)
 CASES: dict[str, tuple[int, list[str]]] = {

@@ -25,7 +25,7 @@ import optax
 
 import jaxdp
 from jaxdp.checkpoint.store import Checkpoints
-from jaxdp.core.state import TrainState
+from jaxdp.train.state import TrainState
 
 META: dict[str, Any] = {"config": {}}
 NAMES = ("sync", "call", "first update", "until durable", "alone", "beside a save")

@@ -22,8 +22,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxdp.distributed import connection, hosts, joining, membership
-from jaxdp.distributed.protocol import Facts, Settings
+from jaxdp.process import connection, hosts, joining, membership
+from jaxdp.process.protocol import Facts, Settings
 
 TIMEOUT = 250.0  # seconds of all calls
 BYTES, LIMIT = (0, 8, 1024), 4e9  # of exchanged texts; of all answers together

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.base import Arrays
 from jaxdp.data.cifar10 import CIFAR10, MEAN, STD
+from jaxdp.data.dataset import Arrays
 from jaxdp.data.digits import Digits
 
 

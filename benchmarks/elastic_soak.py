@@ -117,9 +117,7 @@ class Job(Run):
         found = []
         for process in pathlib.Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                is_one = (
-                    b"jaxdp.distributed.coordinator_process" in (process / "cmdline").read_bytes()
-                )
+                is_one = b"jaxdp.process.coordinator_process" in (process / "cmdline").read_bytes()
                 if is_one and (process / "cwd").readlink() == self.folder:
                     found.append(int(process.name))
         return found

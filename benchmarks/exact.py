@@ -35,8 +35,8 @@ def work(way: str, argv: list[str]) -> None:
     """One job: compiles, then makes a few updates for every line on standard input, and prints how
     long they took.
     """
-    from jaxdp import environment
     from jaxdp.cli import load
+    from jaxdp.process import environment
 
     config, *_ = load(argv)
     reduction = way.partition(" ")[0]
@@ -52,15 +52,15 @@ def work(way: str, argv: list[str]) -> None:
     import jax
 
     import jaxdp
-    from jaxdp.analysis.hlo import collectives
-    from jaxdp.assemble.components import (
+    from jaxdp.data.prefetch import read_batch
+    from jaxdp.plan.hlo import collectives
+    from jaxdp.run.components import (
         make_parts,
         make_strategy,
         make_the_step,
         set_jax,
         state_maker,
     )
-    from jaxdp.data.prefetch import read_batch
 
     context = jaxdp.init()
     set_jax(config)

@@ -20,13 +20,13 @@ import jax
 
 import jaxdp
 from benchmarks.job import ROOT
-from jaxdp.assemble.run import make_run
 from jaxdp.cli import load
 from jaxdp.data.cifar10 import CIFAR10
 from jaxdp.metrics.writer import Writer
-from jaxdp.training import loop
-from jaxdp.training.lookback import Lookback
-from jaxdp.training.run import Progress
+from jaxdp.run.build import make_run
+from jaxdp.train import loop
+from jaxdp.train.lookback import Lookback
+from jaxdp.train.run import Progress
 
 
 class Waits(Writer):

@@ -9,10 +9,10 @@ import sys
 import jax
 import numpy as np
 
-from jaxdp.analysis.flops import count_flops
-from jaxdp.assemble.components import make_parts, make_the_step, set_jax, state_maker
 from jaxdp.cli import load
 from jaxdp.data.prefetch import read_batch
+from jaxdp.plan.flops import count_flops
+from jaxdp.run.components import make_parts, make_the_step, set_jax, state_maker
 
 
 def main(argv: list[str]) -> None:

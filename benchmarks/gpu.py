@@ -29,7 +29,7 @@ import numpy as np
 from benchmarks import harness, job
 from benchmarks.gpu_bench import NO_TIME, Bench, printed
 from benchmarks.run import ROOT, TORCH, make_material
-from jaxdp.analysis.hardware import peak_flops
+from jaxdp.plan.hardware import peak_flops
 
 TOLERANCE = 2e-2  # of curves in bfloat16
 ACCURACY = 0.94  # of DAWNBench

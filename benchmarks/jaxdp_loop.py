@@ -9,9 +9,9 @@ import sys
 from typing import Any
 
 from benchmarks import contender
-from jaxdp import environment
 from jaxdp.cli import load, set_threads
 from jaxdp.metrics.writer import Many, Writer
+from jaxdp.process import environment
 
 
 class Losses(Writer):
@@ -32,12 +32,12 @@ def main(folder: str, argv: list[str]) -> None:
     import jax
 
     import jaxdp
-    from jaxdp.assemble.run import make_run
     from jaxdp.metrics.jsonl import JsonLines
-    from jaxdp.supervise.monitor import RunMonitor
-    from jaxdp.training import loop
-    from jaxdp.training.lookback import Lookback
-    from jaxdp.training.run import Progress
+    from jaxdp.process.monitor import RunMonitor
+    from jaxdp.run.build import make_run
+    from jaxdp.train import loop
+    from jaxdp.train.lookback import Lookback
+    from jaxdp.train.run import Progress
 
     context = jaxdp.init()
     directory = pathlib.Path(folder)

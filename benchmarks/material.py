@@ -47,10 +47,10 @@ def main(folder: str, updates: int, argv: list[str]) -> None:
     import jax
 
     from benchmarks.data import pixels
-    from jaxdp.assemble.components import make_parts, schedule_of, set_jax, state_maker
-    from jaxdp.assemble.data import facts_of
     from jaxdp.checkpoint.weights import named
     from jaxdp.cli import load
+    from jaxdp.run.components import make_parts, schedule_of, set_jax, state_maker
+    from jaxdp.run.datasets import facts_of
 
     config, *_ = load([*argv, "--steps", str(updates), "--epochs", "null"])
     set_jax(config)

@@ -7,7 +7,7 @@ attention's 12 layers x width x length per token, the collectives of its layout)
 fitted; a source with one run is only judged.
 
     python -m benchmarks.published          # the table of docs/plan.md
-    python -m benchmarks.published --fit    # the constants of jaxdp/analysis/hardware.py, from the fitted half
+    python -m benchmarks.published --fit    # the constants of jaxdp/plan/hardware.py, from the fitted half
 """
 
 import argparse
@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from benchmarks.published_runs import BF16, RUNS, SOURCES, Run
-from jaxdp.analysis.hardware import HARDWARE, NETWORK, OVERLAP, expected_seconds, update_seconds
-from jaxdp.analysis.hlo import Collective
+from jaxdp.plan.hardware import HARDWARE, NETWORK, OVERLAP, expected_seconds, update_seconds
+from jaxdp.plan.hlo import Collective
 
 
 class Seconds(NamedTuple):

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks import harness, job
 from benchmarks.cases import CPU, SCRIPTS, SMALLEST, Case, Claim, Entry, Script
-from jaxdp.environment import tunables
+from jaxdp.process.environment import tunables
 
 ROOT = job.ROOT
 TORCH = "JAXDP_BENCH_TORCH"

@@ -22,8 +22,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxdp
 from jaxdp.axes import DATA
-from jaxdp.parallel import REDUCTIONS
 from jaxdp.parallel.placement import data_mesh, ordered_devices
+from jaxdp.run.strategies import REDUCTIONS
 
 SIZE = 1000
 

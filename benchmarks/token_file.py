@@ -22,7 +22,7 @@ import time
 
 import numpy as np
 
-from jaxdp.data.base import fingerprint
+from jaxdp.data.dataset import fingerprint
 from jaxdp.data.token_file import TokenFile
 
 MEMORY = 1 << 29  # bytes, of which a part is copied

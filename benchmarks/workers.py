@@ -18,7 +18,7 @@ import time
 import numpy as np
 from PIL import Image
 
-from jaxdp.data.base import Arrays
+from jaxdp.data.dataset import Arrays
 from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.image_folder import ImageFolder
 from jaxdp.data.workers import prefetch_in_workers

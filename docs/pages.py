@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 import jaxdp
 from jaxdp import cli
 from jaxdp.config import Config
-from jaxdp.config.check import decides
 from jaxdp.config.keys import inner
+from jaxdp.config.validation import decides
 
 # Title -> (text, names as they are imported).
 SECTIONS: dict[str, tuple[str, list[str]]] = {
@@ -34,13 +34,13 @@ SECTIONS: dict[str, tuple[str, list[str]]] = {
     ),
     "Results": (
         "What `jaxdp.fit` returns ([Notebooks](../notebook.md)).",
-        ["jaxdp.job.fitted.Fitted"],
+        ["jaxdp.run.fitted.Fitted"],
     ),
     "Optimizers": (
         "`optimizer.target` is sgd, adam, adamw, lamb, adafactor, lion, muon, or a function that returns an Optax "
         "transformation.",
         [
-            "jaxdp.optim.table.make_optimizer",
+            "jaxdp.optim.optimizers.make_optimizer",
             "jaxdp.optim.schedule.make_schedule",
             "jaxdp.optim.zero.zero1",
             "jaxdp.optim.muon.muon",
@@ -49,7 +49,7 @@ SECTIONS: dict[str, tuple[str, list[str]]] = {
     "Data": (
         "[Data](../data.md) is the page to begin with.",
         [
-            "jaxdp.data.base.Dataset",
+            "jaxdp.data.dataset.Dataset",
             "jaxdp.data.digits.Digits",
             "jaxdp.data.npz.Npz",
             "jaxdp.data.python_source.PythonSource",
@@ -90,12 +90,12 @@ SECTIONS: dict[str, tuple[str, list[str]]] = {
     "The step and its strategies": (
         "What the trainer is built from; each part takes plain arguments.",
         [
-            "jaxdp.core.state.TrainState",
-            "jaxdp.core.state.Sums",
-            "jaxdp.core.options.Forward",
-            "jaxdp.core.options.UpdateRule",
-            "jaxdp.core.step.Step",
-            "jaxdp.core.step.make_step",
+            "jaxdp.train.state.TrainState",
+            "jaxdp.train.state.Sums",
+            "jaxdp.train.options.Forward",
+            "jaxdp.train.options.UpdateRule",
+            "jaxdp.train.step.Step",
+            "jaxdp.train.step.make_step",
             "jaxdp.parallel.strategy.Strategy",
             "jaxdp.parallel.strategy.Program",
             "jaxdp.parallel.pmap.PMap",
@@ -106,7 +106,7 @@ SECTIONS: dict[str, tuple[str, list[str]]] = {
     ),
     "Writers and hardware": (
         "[Watch a run](../monitoring.md) and [plan](../plan.md) use these.",
-        ["jaxdp.metrics.writer.Writer", "jaxdp.analysis.hardware.Hardware"],
+        ["jaxdp.metrics.writer.Writer", "jaxdp.plan.hardware.Hardware"],
     ),
 }
 

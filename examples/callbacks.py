@@ -12,8 +12,8 @@ import numpy as np
 
 import jaxdp
 from jaxdp.checkpoint.weights import from_checkpoint, on_host
+from jaxdp.cli.option_table import VERBS
 from jaxdp.cli.sample import sample
-from jaxdp.cli.table import VERBS
 from jaxdp.logits import compute_logits
 from jaxdp.losses import SoftmaxCrossEntropy
 

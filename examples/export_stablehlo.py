@@ -18,16 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from jaxdp.assemble.components import make_parts, set_jax
 from jaxdp.checkpoint import manifest
 from jaxdp.checkpoint.weights import MODEL_STATE, from_checkpoint, locate, on_host
 from jaxdp.config.reading import from_mapping
-from jaxdp.core.carry import split_carry
 from jaxdp.errors import one_line
 from jaxdp.logits import compute_logits
 from jaxdp.models.base import CARRY
 from jaxdp.precision import cast_floats
+from jaxdp.run.components import make_parts, set_jax
 from jaxdp.split import path_string
+from jaxdp.train.carry import split_carry
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 SCRIPT = '''"""Run the exported forward pass: python run.py inputs.npy outputs.npy"""

@@ -20,8 +20,8 @@ import optax
 
 import jaxdp
 from jaxdp.data.augment import standardize
-from jaxdp.data.base import Arrays
 from jaxdp.data.cifar10 import CIFAR10, MEAN, STD
+from jaxdp.data.dataset import Arrays
 from jaxdp.models import as_model
 from jaxdp.models.resnet9 import ResNet9
 

@@ -7,7 +7,7 @@ python examples/optuna_search.py
 import optuna
 
 import jaxdp
-from jaxdp.training.callbacks import StopTraining
+from jaxdp.run.callbacks import StopTraining
 
 
 class Prune:

@@ -2,7 +2,7 @@
 the speed.
 """
 
-from jaxdp import imports  # noqa: F401  # first: other imports go through its finder
+from jaxdp.process import imports  # noqa: F401  # first: other imports go through its finder
 
 # isort: split
 import importlib
@@ -12,10 +12,10 @@ __version__ = "0.2.0.dev0"
 
 # Public names load on first use, so that `jaxdp --help` and a config error need no jax.
 _HOME = {
-    "init": "jaxdp.distributed.context",
-    "current": "jaxdp.distributed.context",
-    "Context": "jaxdp.distributed.context",
-    "ElasticOptions": "jaxdp.distributed.context",
+    "init": "jaxdp.process.context",
+    "current": "jaxdp.process.context",
+    "Context": "jaxdp.process.context",
+    "ElasticOptions": "jaxdp.process.context",
     **dict.fromkeys(
         [
             "allreduce",
@@ -29,7 +29,7 @@ _HOME = {
             "recv",
             "all_to_all",
         ],
-        "jaxdp.distributed.collectives",
+        "jaxdp.interop.collectives",
     ),
     "fit": "jaxdp.api",
     "partition_dataset": "jaxdp.interop.partition",

@@ -9,7 +9,7 @@ HELD = (
     signal.SIGUSR1,
     signal.SIGHUP,
     signal.SIGINT,
-)  # until `jaxdp.supervise.signals` takes them
+)  # until `jaxdp.process.signals` takes them
 COMPUTING = (
     "train",
     "eval",
@@ -28,7 +28,7 @@ def command(argv: list[str] | None = None) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in COMPUTING:
-        from jaxdp import environment
+        from jaxdp.process import environment
 
         environment.malloc()
     from jaxdp.cli import main

@@ -11,18 +11,16 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxdp import environment
 from jaxdp.config import Config
 from jaxdp.config.reading import from_mapping
-from jaxdp.distributed import launchers
 from jaxdp.errors import PREEMPTED, DistributedError, UsageError
-from jaxdp.job.objects import name_it
-from jaxdp.supervise import signals
+from jaxdp.process import environment, launchers, signals
+from jaxdp.run.objects import name_it
 from jaxdp.targets import OBJECT
 
 if TYPE_CHECKING:
-    from jaxdp.distributed.context import Context
-    from jaxdp.job.fitted import Fitted
+    from jaxdp.process.context import Context
+    from jaxdp.run.fitted import Fitted
 
 SECTIONS = ("model", "data", "loss", "optimizer")
 
@@ -52,7 +50,7 @@ def fit(
     metric sums). optimizer: an Optax transformation. Each of them may also be a name as in a
     config, or {"target": name or object, "args": {...}, ...}. eval_data: the evaluation set; by
     default the dataset's test split, if it has one. transform: see `data.transform`. callbacks:
-    objects with methods of `jaxdp.training.callbacks`, or entries as in a config. The other
+    objects with methods of `jaxdp.run.callbacks`, or entries as in a config. The other
     arguments are keys of a config, with dicts for its sections: steps or epochs, batch_size,
     microbatches, parallel={"zero": 1}, eval={"every": 100} (docs/own_model.md; `jaxdp train --help`
     lists all).
@@ -62,7 +60,7 @@ def fit(
     objects are compared by what they compute; those that differ raise UsageError. overwrite: remove
     an existing run and start again.
 
-    Returns a `jaxdp.job.fitted.Fitted`: predict, evaluate, model, history, params. Under mpirun
+    Returns a `jaxdp.run.fitted.Fitted`: predict, evaluate, model, history, params. Under mpirun
     every process calls `fit`. Raises UsageError for arguments that do not fit, before training
     starts. SIGTERM, SIGUSR1 and SIGHUP end the script with exit code 75, after a save; so does
     SIGINT, which in a single process raises KeyboardInterrupt instead.
@@ -110,10 +108,10 @@ def run(
         config = dataclasses.replace(config, run_dir=context.of_root("run_dir", temporary))
     if ignored_flags and context.is_root:
         print(f"jaxdp: {ignored_flags}", file=sys.stderr)
-    from jaxdp.distributed.context import leave
-    from jaxdp.job.fitted import make_fitted, settings
-    from jaxdp.job.train import train
-    from jaxdp.supervise.monitor import Stopped
+    from jaxdp.process.context import leave
+    from jaxdp.process.monitor import Stopped
+    from jaxdp.run.fitted import make_fitted, settings
+    from jaxdp.run.training_job import train
 
     if in_main_thread:
         signals.act()
@@ -136,7 +134,7 @@ def join(
 ) -> "Context":
     """Join the job."""
     import jaxdp
-    from jaxdp.job.elastic import settings
+    from jaxdp.elasticity.elastic_job import settings
 
     return jaxdp.init(elastic=settings(config, objects or {}))
 
@@ -148,7 +146,7 @@ def end_start(name: str) -> None:
     Runs in a thread, since the main thread may wait for something that never comes.
     """
     text = f"{name} before the first update: nothing to save; run the same command to start again"
-    if (context := sys.modules.get("jaxdp.distributed.context")) is None:
+    if (context := sys.modules.get("jaxdp.process.context")) is None:
         os.write(2, f"jaxdp: {text}\n".encode())
         os._exit(PREEMPTED)
     context.fail(DistributedError(text), PREEMPTED)

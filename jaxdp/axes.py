@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 
 DATA = "data"  # one entry per device: every replica's share of the batch
-# the logical replicas of local updates (`jaxdp.parallel.outer`); inside one of them, DATA
+# the logical replicas of local updates (`jaxdp.outer.replicas`); inside one of them, DATA
 OUTER = "outer"
 REPLICA, SHARD = (
     "replica",

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterable
 from typing import Any
 
-from jaxdp import imports
+from jaxdp.process import imports
 
 OUT_OF_MEMORY = re.compile(
     r"RESOURCE_EXHAUSTED|out of memory|unable to allocate|cannot allocate memory|failed to allocate|bad_alloc",

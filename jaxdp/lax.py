@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxdp.distributed.kernels import REDUCTIONS, axis_size, check_op, of_member, reduced, scattered
-from jaxdp.distributed.signature import Groups, Partition, as_rank, has_dim, partition, roots_of
 from jaxdp.errors import UsageError, one_line
+from jaxdp.interop.kernels import REDUCTIONS, axis_size, check_op, of_member, reduced, scattered
+from jaxdp.process.signature import Groups, Partition, as_rank, has_dim, partition, roots_of
 
 Tree = Any
 

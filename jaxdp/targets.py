@@ -13,9 +13,10 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_type_hints
 
-from jaxdp import imports, user_errors
+from jaxdp.config.values import YAML, fits, in_words, plain, typed
 from jaxdp.errors import UsageError, nearest, suggest
-from jaxdp.values import YAML, fits, in_words, plain, typed
+from jaxdp.process import imports
+from jaxdp.run import user_errors
 
 # prefix, in a config, of the name of an Optax transformation that a script passed to `fit`
 OF_SCRIPT = "optax"

@@ -28,7 +28,7 @@ if (
     signal.signal(signal.SIGINT, signal.default_int_handler)
 MAPS = pathlib.Path("/proc/self/maps")
 TESTS = itertools.count()
-os.environ.setdefault("NPROC", "32")  # threads: see `jaxdp.environment.enough_threads`
+os.environ.setdefault("NPROC", "32")  # threads: see `jaxdp.process.environment.enough_threads`
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -90,7 +90,7 @@ def usual_lowering_of_a_module():
     """Fixtures of exact sums change how this process lowers products from then on; tests of other
     modules follow.
     """
-    from jaxdp.distributed import private_jax
+    from jaxdp.process import private_jax
 
     with private_jax.usual_lowerings():
         yield
@@ -99,7 +99,7 @@ def usual_lowering_of_a_module():
 @pytest.fixture(autouse=True)
 def usual_lowering(usual_lowering_of_a_module):
     """The same for a test."""
-    from jaxdp.distributed import private_jax
+    from jaxdp.process import private_jax
 
     with private_jax.usual_lowerings():
         yield

@@ -18,13 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.audit.products import mark_replaced, number_of_products, visit_products
+from jaxdp.audit.product_sums import mark_replaced, number_of_products, visit_products
 from jaxdp.axes import data_axes
-from jaxdp.core.state import Batch, Sums
-from jaxdp.core.step import Step
 from jaxdp.errors import UsageError
-from jaxdp.parallel.rounding import BITS, fusion_barrier, opaque_true
-from jaxdp.training.run import Progress, Run
+from jaxdp.exact.rounding import BITS, fusion_barrier, opaque_true
+from jaxdp.train.run import Progress, Run
+from jaxdp.train.state import Batch, Sums
+from jaxdp.train.step import Step
 
 NAME = "JAXDP_FAULT"
 TARGETS = {

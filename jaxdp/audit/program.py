@@ -15,15 +15,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import tree_flatten_with_path
 
-from jaxdp.audit.products import visit_products
-from jaxdp.core.state import Batch, TrainState
-from jaxdp.core.step import Step
+from jaxdp.audit.product_sums import visit_products
+from jaxdp.exact.products import WINDOW
 from jaxdp.parallel.placement import of_device
-from jaxdp.parallel.products import WINDOW
 from jaxdp.parallel.strategy import Strategy
 from jaxdp.parallel.sums import order_of
 from jaxdp.precision import is_key
 from jaxdp.split import fit, path_string
+from jaxdp.train.state import Batch, TrainState
+from jaxdp.train.step import Step
 
 SMALL = 1024  # elements
 BITS: dict[int, Any] = {

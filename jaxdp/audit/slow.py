@@ -14,10 +14,10 @@ from typing import Any
 import jax
 
 from jaxdp.audit.program import Probe
-from jaxdp.core.state import Batch, TrainState
 from jaxdp.cpu import on_cpu
-from jaxdp.distributed.context import SLOW
-from jaxdp.training.run import Progress, Run
+from jaxdp.process.context import SLOW
+from jaxdp.train.run import Progress, Run
+from jaxdp.train.state import Batch, TrainState
 
 RISE, RECENT, BEFORE = 1.1, 5, 50  # the factor of a rise, from BEFORE updates to RECENT ones
 ENOUGH = 20  # updates before the first rise

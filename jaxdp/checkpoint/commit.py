@@ -8,9 +8,9 @@ from typing import Any
 
 from jaxdp.checkpoint import manifest
 from jaxdp.checkpoint.orbax import TIMEOUT
-from jaxdp.distributed import membership
-from jaxdp.distributed.context import Context
 from jaxdp.errors import one_line
+from jaxdp.process import membership
+from jaxdp.process.context import Context
 
 
 class PeerFailed(Exception):

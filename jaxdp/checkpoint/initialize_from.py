@@ -2,7 +2,7 @@
 what follows.
 
 Optimizer state and running average are computed from the loaded parameters.
-`jaxdp.checkpoint.weights` opens a source; `jaxdp.assemble.initialize_from` applies this to the
+`jaxdp.checkpoint.weights` opens a source; `jaxdp.run.initial_weights` applies this to the
 config's `init_from` and `init`."""
 
 import math
@@ -17,13 +17,13 @@ import optax
 
 from jaxdp.checkpoint.published_config import Difference
 from jaxdp.checkpoint.weights import MODEL_STATE, Weights, named
-from jaxdp.core.average import first_statistics
-from jaxdp.core.state import TrainState
-from jaxdp.distributed.hosts import listed
 from jaxdp.errors import UsageError, nearest
 from jaxdp.parallel.strategy import Strategy
 from jaxdp.precision import kind
+from jaxdp.process.hosts import listed
 from jaxdp.split import path_string
+from jaxdp.train.average import first_statistics
+from jaxdp.train.state import TrainState
 
 Tree = Any
 

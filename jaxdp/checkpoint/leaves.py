@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import SequenceKey
 
-from jaxdp.core.state import TrainState
 from jaxdp.errors import UsageError
 from jaxdp.split import path_string
+from jaxdp.train.state import TrainState
 
 ADDED = ("ema_state",)  # fields that a checkpoint of version 0.1 does not have
 PLAIN = re.compile(r"[A-Za-z0-9_-]{1,100}")

@@ -18,13 +18,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdp import rundir
 from jaxdp.checkpoint import folders, manifest
 from jaxdp.checkpoint.digest import host
 from jaxdp.checkpoint.orbax import TIMEOUT, prepare, save_alone
 from jaxdp.checkpoint.store import Checkpoints, Say
-from jaxdp.distributed.collectives import broadcast
 from jaxdp.errors import UsageError
+from jaxdp.interop.collectives import broadcast
+from jaxdp.run import rundir
 
 CHUNK = 1 << 22  # bytes of a file in one broadcast
 

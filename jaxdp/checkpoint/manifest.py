@@ -15,8 +15,8 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from jaxdp import rundir
 from jaxdp.errors import UsageError
+from jaxdp.run import rundir
 
 NAME = "manifest.json"
 FORMAT = 1

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from jaxdp.distributed import membership
-from jaxdp.distributed.context import Context, current
+from jaxdp.process import membership
+from jaxdp.process.context import Context, current
 
 TIMEOUT = 1200.0  # seconds for the files of one save
 SLICE = (

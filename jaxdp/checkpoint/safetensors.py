@@ -12,7 +12,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jaxdp import rundir
+from jaxdp.run import rundir
 
 __all__ = ["Array", "Header", "Part", "SafetensorError", "equal", "header", "read", "rows", "write"]
 

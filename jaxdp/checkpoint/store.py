@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdp import rundir
 from jaxdp.checkpoint import folders, manifest
 from jaxdp.checkpoint.commit import Commit, PeerFailed, reason_of
 from jaxdp.checkpoint.leaves import (
@@ -34,14 +33,15 @@ from jaxdp.checkpoint.leaves import (
 from jaxdp.checkpoint.manifest import Damaged
 from jaxdp.checkpoint.orbax import TIMEOUT, load, prepare, save, silence_orbax
 from jaxdp.checkpoint.read_back import read_back, sample
-from jaxdp.core.average import first_statistics
-from jaxdp.core.state import TrainState
-from jaxdp.distributed import membership
-from jaxdp.distributed.context import Context, current
 from jaxdp.errors import UsageError
 from jaxdp.metrics.events import NoEvents
 from jaxdp.metrics.numbers import smaller_is_better
+from jaxdp.process import membership
+from jaxdp.process.context import Context, current
+from jaxdp.run import rundir
 from jaxdp.split import path_string
+from jaxdp.train.average import first_statistics
+from jaxdp.train.state import TrainState
 
 Say = Callable[[str], None]
 

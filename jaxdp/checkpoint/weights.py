@@ -17,10 +17,10 @@ from jaxdp.checkpoint import manifest, published, published_files, safetensors
 from jaxdp.checkpoint.leaves import path_in
 from jaxdp.checkpoint.orbax import described, load, orbax
 from jaxdp.checkpoint.store import Checkpoints
-from jaxdp.distributed.hosts import listed
 from jaxdp.errors import UsageError, one_line
 from jaxdp.optim.evaluation import sources
 from jaxdp.precision import kind
+from jaxdp.process.hosts import listed
 from jaxdp.split import path_string
 
 GIVE = "give a run directory, one of its checkpoints (.../checkpoints/STEP) or a .safetensors file, or a folder of such"

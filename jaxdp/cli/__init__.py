@@ -13,12 +13,11 @@ import sys
 import traceback
 from typing import Any, NamedTuple, NoReturn
 
-from jaxdp import __version__, environment
+from jaxdp import __version__
 from jaxdp.api import end_start, join, set_threads
+from jaxdp.cli.option_table import VERBS
 from jaxdp.cli.parse import help_of, load, load_options, split_command
-from jaxdp.cli.table import VERBS
 from jaxdp.config import Config
-from jaxdp.distributed import launchers
 from jaxdp.errors import (
     INTERRUPTED,
     PREEMPTED,
@@ -29,7 +28,7 @@ from jaxdp.errors import (
     suggest,
 )
 from jaxdp.metrics import safe_print
-from jaxdp.supervise import signals
+from jaxdp.process import environment, launchers, signals
 
 __all__ = ["PREEMPTED", "VERBS", "Call", "help_of", "load", "load_options", "main", "set_threads"]
 # Objects created between two garbage collections. With Python's 700, collections took 12 % of a
@@ -174,8 +173,8 @@ def run_in_job(name: str, argv: list[str]) -> None:
     context.agree(error)
     if left_out and context.is_root:
         print(f"jaxdp: {left_out}", file=sys.stderr)
-    from jaxdp.distributed.context import leave
-    from jaxdp.supervise.monitor import Stopped
+    from jaxdp.process.context import leave
+    from jaxdp.process.monitor import Stopped
 
     try:
         verb.run(Call(config, path, options, context))
@@ -188,14 +187,14 @@ def run_in_job(name: str, argv: list[str]) -> None:
 
 
 def _module(name: str) -> Any:
-    return importlib.import_module(f"jaxdp.cli.{name}")
+    return importlib.import_module("jaxdp.sweep.sweep" if name == "sweep" else f"jaxdp.cli.{name}")
 
 
 def _context() -> Any:
-    """Return the module `jaxdp.distributed.context`; None if it was not imported, and so no job was
+    """Return the module `jaxdp.process.context`; None if it was not imported, and so no job was
     joined.
     """
-    return sys.modules.get("jaxdp.distributed.context")
+    return sys.modules.get("jaxdp.process.context")
 
 
 def _refuse(error: ReportedError, code: int | None = None) -> NoReturn:

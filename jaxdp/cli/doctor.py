@@ -7,8 +7,8 @@ import sys
 from typing import NoReturn
 
 from jaxdp.cli import Call
-from jaxdp.doctor.check import FAILURE, as_json, as_text
 from jaxdp.doctor.examine import examine
+from jaxdp.doctor.findings import FAILURE, as_json, as_text
 
 
 def run(call: Call) -> NoReturn:

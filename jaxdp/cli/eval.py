@@ -3,20 +3,20 @@
 import pathlib
 
 from jaxdp import config as schema
-from jaxdp import rundir
-from jaxdp.assemble.components import NOTHING
-from jaxdp.assemble.run import make_run
 from jaxdp.cli import Call
 from jaxdp.cli.export import missing_step
 from jaxdp.config import Config
-from jaxdp.distributed.context import Context
 from jaxdp.errors import RunFailed, UsageError
-from jaxdp.job.resume import resume_step
-from jaxdp.job.train import use_compilation_cache
 from jaxdp.metrics.console import Console
 from jaxdp.parallel.placement import open_collectives
-from jaxdp.training.evaluate import evaluate, not_finite
-from jaxdp.training.save import restore
+from jaxdp.process.context import Context
+from jaxdp.run import rundir
+from jaxdp.run.build import make_run
+from jaxdp.run.components import NOTHING
+from jaxdp.run.resume import resume_step
+from jaxdp.run.save import restore
+from jaxdp.run.training_job import use_compilation_cache
+from jaxdp.train.evaluate import evaluate, not_finite
 
 
 def run(call: Call) -> None:

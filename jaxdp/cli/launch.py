@@ -10,11 +10,11 @@ import sys
 import time
 
 from jaxdp.cli import Call, load
-from jaxdp.cli.forked import Forked, preload
-from jaxdp.cli.table import VERBS
-from jaxdp.distributed import hosts
+from jaxdp.cli.option_table import VERBS
 from jaxdp.errors import INTERRUPTED, PREEMPTED, UsageError
-from jaxdp.supervise.signals import handled
+from jaxdp.process import hosts
+from jaxdp.process.signals import handled
+from jaxdp.sweep.forked import Forked, preload
 
 FINAL = (0, 2, PREEMPTED)  # exit codes after which a process is not started again
 PAUSE = 30.0  # seconds before a restart, at most

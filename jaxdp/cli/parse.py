@@ -10,13 +10,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, get_type_hints
 
-from jaxdp import rundir
-from jaxdp import values as texts
-from jaxdp.cli.table import VERBS, Option
+from jaxdp.cli.option_table import VERBS, Option
 from jaxdp.config import Config
+from jaxdp.config import values as texts
 from jaxdp.config.keys import check_key, check_structure, expected, inner, known_keys, program
 from jaxdp.config.reading import from_mapping, put
 from jaxdp.errors import UsageError, one_line, suggest
+from jaxdp.run import rundir
 
 Options = Mapping[str, Option]
 FLAGS = ("help", "print_config")

@@ -7,18 +7,18 @@ from typing import Any
 
 import jax
 
-from jaxdp.analysis.hardware import NETWORK, OVERLAP, Hardware, load_hardware, rate
-from jaxdp.analysis.hlo import summarize
-from jaxdp.analysis.plan import Plan, make_plan, predict, recommend
-from jaxdp.analysis.sites import describe, read_network
-from jaxdp.assemble.components import Parts, make_parts, make_the_step, set_jax, state_maker
-from jaxdp.assemble.preflight import rehearse
-from jaxdp.assemble.run import changes_for, make_case
 from jaxdp.cli import Call
 from jaxdp.config import Config
 from jaxdp.errors import UsageError
 from jaxdp.metrics.numbers import size, table
 from jaxdp.parallel.pjit import group_size
+from jaxdp.plan.hardware import NETWORK, OVERLAP, Hardware, load_hardware, rate
+from jaxdp.plan.hlo import summarize
+from jaxdp.plan.prediction import Plan, make_plan, predict, recommend
+from jaxdp.plan.sites import describe, read_network
+from jaxdp.run.build import changes_for, make_case
+from jaxdp.run.components import Parts, make_parts, make_the_step, set_jax, state_maker
+from jaxdp.run.preflight import rehearse
 
 UNITS = {
     "": 1,

@@ -6,14 +6,14 @@ from typing import Any
 import jax
 
 from jaxdp import config as schema
-from jaxdp.analysis import trace
-from jaxdp.assemble.run import make_run
 from jaxdp.cli import Call
 from jaxdp.config import Config
-from jaxdp.distributed.context import Context
 from jaxdp.metrics.numbers import number, table
 from jaxdp.parallel.placement import open_collectives
-from jaxdp.training.profile import folder
+from jaxdp.plan import trace
+from jaxdp.process.context import Context
+from jaxdp.run.build import make_run
+from jaxdp.run.profile_window import folder
 
 WARM_UP = 3  # updates before the trace: compilation, and other work of the first ones
 WIDTH = 72  # characters of a name in the table

@@ -10,8 +10,8 @@ from jaxdp.config import Config
 from jaxdp.errors import UsageError
 from jaxdp.report import html
 from jaxdp.report.read import Json, flat, read_run
+from jaxdp.report.report_writer import NAME
 from jaxdp.report.table import SWEEP, ranked, table
-from jaxdp.report.writer import NAME
 
 
 def run(call: Call) -> None:

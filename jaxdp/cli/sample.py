@@ -11,22 +11,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp import rundir
-from jaxdp.assemble.components import make_model, set_jax
 from jaxdp.checkpoint import manifest
 from jaxdp.checkpoint.weights import MODEL_STATE, Weights, from_checkpoint, on_host
 from jaxdp.cli import Call
 from jaxdp.cli.export import choose_step
 from jaxdp.config.reading import from_mapping
-from jaxdp.core.carry import split_carry
 from jaxdp.data.tokenizers import from_spec
 from jaxdp.errors import UsageError
 from jaxdp.logits import Logits
 from jaxdp.models import MODELS
 from jaxdp.models.base import CARRY, Model
 from jaxdp.precision import cast_floats
+from jaxdp.run import rundir
+from jaxdp.run.components import make_model, set_jax
 from jaxdp.split import path_string
 from jaxdp.targets import locate
+from jaxdp.train.carry import split_carry
 
 Tree = Any
 Draw = Callable[[jax.Array, jax.Array], jax.Array]  # (logits [vocabulary], key) -> token []

@@ -4,9 +4,9 @@ import json
 
 import jax
 
-from jaxdp.analysis import summary
-from jaxdp.assemble.components import check_paths, describe_groups, make_parts, set_jax, state_maker
 from jaxdp.cli import Call
+from jaxdp.plan import model_summary
+from jaxdp.run.components import check_paths, describe_groups, make_parts, set_jax, state_maker
 
 
 def run(call: Call) -> None:
@@ -14,16 +14,16 @@ def run(call: Call) -> None:
     set_jax(config)
     shapes = jax.eval_shape(state_maker(config, parts := make_parts(config)))
     check_paths(config, shapes.params)
-    rows = summary.arrays(shapes, config.optimizer.frozen)
+    rows = model_summary.arrays(shapes, config.optimizer.frozen)
     groups = describe_groups(config, parts, shapes.params)
     if call.options["json"]:
         facts = {
             "model": config.model.target,
-            **summary.totals(rows),
+            **model_summary.totals(rows),
             "groups": groups,
             "arrays": rows,
         }
         print(json.dumps(facts, indent=1))
     else:
-        print(summary.text(config.model.target, rows))
+        print(model_summary.text(config.model.target, rows))
         print(groups, end="\n" * bool(groups))

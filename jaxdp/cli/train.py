@@ -1,7 +1,7 @@
 """The verb `train`."""
 
 from jaxdp.cli import Call
-from jaxdp.job.train import train
+from jaxdp.run.training_job import train
 
 
 def run(call: Call) -> None:

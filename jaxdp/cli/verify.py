@@ -5,18 +5,18 @@ import sys
 
 import jax
 
-from jaxdp import user_errors
-from jaxdp.assemble.components import set_jax
-from jaxdp.assemble.verification import (
+from jaxdp.cli import Call
+from jaxdp.process.context import SLOW
+from jaxdp.process.environment import add_flag
+from jaxdp.run import user_errors
+from jaxdp.run.components import set_jax
+from jaxdp.run.verification import (
     ALONE,
     QUICK_COMPILATION,
     exactly,
     make_problem,
     verify_exactly,
 )
-from jaxdp.cli import Call
-from jaxdp.distributed.context import SLOW
-from jaxdp.environment import add_flag
 from jaxdp.verify import as_json, as_text, verify
 
 

@@ -8,8 +8,8 @@ import sys
 from typing import Any, get_args, get_origin, get_type_hints
 
 from jaxdp.config import Config
+from jaxdp.config.values import in_words
 from jaxdp.errors import UsageError, nearest, one_line, suggest
-from jaxdp.values import in_words
 
 RENAMED = {"parallel.accumulator": "parallel.gradient_buffer"}  # former key -> key
 FORMER_VALUES = {

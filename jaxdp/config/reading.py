@@ -5,10 +5,10 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
-from jaxdp import values as texts
 from jaxdp.config import Config
-from jaxdp.config.check import flatten, resolve
+from jaxdp.config import values as texts
 from jaxdp.config.keys import check_structure, expected, inner, known_keys
+from jaxdp.config.validation import flatten, resolve
 from jaxdp.errors import UsageError
 
 

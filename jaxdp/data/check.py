@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxdp.data.base import PROBES, UNKNOWN, Dataset
+from jaxdp.data.dataset import PROBES, UNKNOWN, Dataset
 from jaxdp.data.documents import LINES, check_start, is_lines, line_problems, pieces
 from jaxdp.data.image_files import counted, describe, find_classes, find_splits
 from jaxdp.data.image_folder import ImageFolder, decode, import_pillow

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.base import Arrays, check_split
+from jaxdp.data.dataset import Arrays, check_split
 from jaxdp.errors import UsageError
 
 FOLDER = "cifar-10-batches-py"

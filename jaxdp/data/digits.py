@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.base import Arrays, check_split
+from jaxdp.data.dataset import Arrays, check_split
 
 
 class Digits(Arrays):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.base import EMPTY, Examples, check_labels, check_split, fits_int32, probes
+from jaxdp.data.dataset import EMPTY, Examples, check_labels, check_split, fits_int32, probes
 from jaxdp.data.split_names import check_clear, choose_split, listed, named_split, split_names
 from jaxdp.errors import UsageError, import_optional, one_line
 

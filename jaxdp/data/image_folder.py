@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxdp.data.base import check_split
+from jaxdp.data.dataset import check_split
 from jaxdp.data.image_files import FIX, describe, find_classes, find_splits
 from jaxdp.data.parts import Part, file_part
 from jaxdp.data.split_names import normalized

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.base import (
+from jaxdp.data.dataset import (
     Dataset,
     as_dataset,
     check_split,

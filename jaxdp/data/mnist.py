@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxdp.data.base import Arrays, check_split
+from jaxdp.data.dataset import Arrays, check_split
 from jaxdp.errors import UsageError
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.base import EMPTY, Arrays, check_labels, check_split, fits_int32
+from jaxdp.data.dataset import EMPTY, Arrays, check_labels, check_split, fits_int32
 from jaxdp.data.parts import Part
 from jaxdp.data.split_names import EVALUATED, check_clear, listed, of_split, split_names
 from jaxdp.errors import UsageError, one_line

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.base import Arrays, check_split
+from jaxdp.data.dataset import Arrays, check_split
 from jaxdp.data.documents import BLANK_LINES, MARK, RESERVED, is_lines, pieces
 from jaxdp.data.text import read_text
 from jaxdp.data.tokenizers import make_tokenizer, reserved

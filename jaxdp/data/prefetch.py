@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxdp.data.base import Dataset, read_examples, replace_masked
+from jaxdp.data.dataset import Dataset, read_examples, replace_masked
 from jaxdp.data.example_order import RESET, ExampleOrder
 
 S = TypeVar("S")

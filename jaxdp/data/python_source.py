@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxdp.data.base import check_split
+from jaxdp.data.dataset import check_split
 from jaxdp.data.tokenizers import Byte
 from jaxdp.data.windows import Windows
 from jaxdp.errors import UsageError

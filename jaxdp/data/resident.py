@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.data.base import Arrays, Dataset, read_examples
+from jaxdp.data.dataset import Arrays, Dataset, read_examples
 from jaxdp.data.example_order import RESET, ExampleOrder
 from jaxdp.data.prefetch import prefetch, read_batches
 from jaxdp.errors import UsageError

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.base import PROBES, UNKNOWN, Examples, check_split
+from jaxdp.data.dataset import PROBES, UNKNOWN, Examples, check_split
 from jaxdp.data.example_order import EpochOrder, ExampleOrder, permute
 from jaxdp.errors import UsageError, check_sizes
 from jaxdp.targets import bind, call, locate, parameters

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.base import check_split
+from jaxdp.data.dataset import check_split
 from jaxdp.data.documents import BOM, check_format
 from jaxdp.data.tokenizers import Words, make_tokenizer
 from jaxdp.data.windows import Windows, check_fraction

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxdp.data.base import MappedFiles, check_split
+from jaxdp.data.dataset import MappedFiles, check_split
 from jaxdp.data.parts import Part
 from jaxdp.data.split_names import EVALUATED, check_clear, listed, split_names
 from jaxdp.data.tokenizers import Tokenizer, from_spec

@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxdp.distributed import gpus, hosts
-from jaxdp.doctor.check import Check, failure, ok, warning
+from jaxdp.doctor.findings import Check, failure, ok, warning
 from jaxdp.doctor.versions import plugins
 from jaxdp.errors import install
 from jaxdp.metrics.numbers import size
+from jaxdp.process import gpus, hosts
 
 # The oldest driver for each CUDA of JAX's wheels: NVIDIA's table of minor version compatibility.
 DRIVERS = {"cuda12": (525, 60), "cuda13": (580, 0)}

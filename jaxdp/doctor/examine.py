@@ -15,12 +15,11 @@ import tempfile
 import time
 from typing import NamedTuple
 
-from jaxdp import imports
-from jaxdp.distributed import hosts
-from jaxdp.distributed.mpi import waits_until_every_rank_calls_mpi_init
-from jaxdp.doctor.check import LIMIT, OK, Check, as_text, failure, of_text
+from jaxdp.doctor.findings import LIMIT, OK, Check, as_text, failure, of_text
 from jaxdp.doctor.resources import check_missing, existing, marker
 from jaxdp.errors import install
+from jaxdp.process import hosts, imports
+from jaxdp.process.mpi import waits_until_every_rank_calls_mpi_init
 
 SILENT = "it ended by itself"
 MPI_INIT = failure(

@@ -16,12 +16,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jaxdp import rundir
-from jaxdp.distributed import hosts, launchers, protocol
-from jaxdp.distributed.world import World
-from jaxdp.doctor import devices, mpi, network, resources, settings, versions
-from jaxdp.doctor.check import LIMIT, OK, Check, Checker, of_text, ok, run_checks
+from jaxdp.doctor import devices, mpi_check, network, resources, settings, versions
+from jaxdp.doctor.findings import LIMIT, OK, Check, Checker, of_text, ok, run_checks
 from jaxdp.errors import ReportedError, UsageError
+from jaxdp.process import hosts, launchers, protocol
+from jaxdp.process.world import World
+from jaxdp.run import rundir
 
 
 def main(directory: pathlib.Path, launcher: int) -> None:
@@ -63,7 +63,7 @@ def main(directory: pathlib.Path, launcher: int) -> None:
         facts["marker"] = text
     import jax
 
-    from jaxdp.distributed import context as contexts
+    from jaxdp.process import context as contexts
 
     try:
         context = contexts.init(timeout=timeout) if world else contexts.Context()
@@ -114,7 +114,7 @@ def local_checks(world: World | None, directory: pathlib.Path) -> dict[str, Chec
     alone = world is None or (
         size == 1 and world.launcher in ("none", "jaxdp")
     )  # mpirun does not start mpirun
-    return checks | {"mpirun": mpi.check_mpirun} if alone else checks
+    return checks | {"mpirun": mpi_check.check_mpirun} if alone else checks
 
 
 def check_between(

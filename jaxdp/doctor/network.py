@@ -4,8 +4,8 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxdp.distributed import hosts
-from jaxdp.doctor.check import Check, failure, ok, warning
+from jaxdp.doctor.findings import Check, failure, ok, warning
+from jaxdp.process import hosts
 
 HOSTS = 16  # other hosts that each host connects to, at most
 

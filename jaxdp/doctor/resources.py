@@ -13,10 +13,10 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxdp.distributed import hosts
-from jaxdp.doctor.check import Check, failure, graded, ok, warning
+from jaxdp.doctor.findings import Check, failure, graded, ok, warning
 from jaxdp.metrics.numbers import size as shown
-from jaxdp.rundir import sees
+from jaxdp.process import hosts
+from jaxdp.run.rundir import sees
 
 MB, GB = 1 << 20, 1 << 30
 BIND = "mpirun --bind-to none (Open MPI), -bind-to none (MPICH), or srun --cpus-per-task"

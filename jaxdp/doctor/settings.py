@@ -5,9 +5,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from jaxdp.distributed import gpus
-from jaxdp.doctor.check import FAILURE, WARNING, Check, ok, warning
+from jaxdp.doctor.findings import FAILURE, WARNING, Check, ok, warning
 from jaxdp.errors import suggest
+from jaxdp.process import gpus
 
 NAMES = [
     "COORDINATOR",

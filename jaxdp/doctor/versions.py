@@ -12,8 +12,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from jaxdp.doctor.check import Check, failure, ok, warning
-from jaxdp.rundir import PACKAGES, installed
+from jaxdp.doctor.findings import Check, failure, ok, warning
+from jaxdp.run.rundir import PACKAGES, installed
 
 JAXDP = "jaxdp-trainer"
 PLUGIN = re.compile(r"jax-(cuda\d+|rocm\d+)-(plugin|pjrt)")

@@ -6,16 +6,16 @@ from typing import Any, TypeVar, cast
 import jax
 import numpy as np
 
-from jaxdp.distributed import membership
-from jaxdp.distributed.context import Context, joined
-from jaxdp.distributed.signature import described, native
+from jaxdp.elasticity.generations import run_generations
+from jaxdp.elasticity.snapshots import Snapshot, find, receive
 from jaxdp.errors import RunFailed, UsageError
 from jaxdp.precision import is_key
+from jaxdp.process import membership
+from jaxdp.process.agreement import Agreement
+from jaxdp.process.context import Context, joined
+from jaxdp.process.monitor import Stopped
+from jaxdp.process.signature import described, native
 from jaxdp.split import WHOLE, path_string
-from jaxdp.supervise.agreement import Agreement
-from jaxdp.supervise.generations import run_generations
-from jaxdp.supervise.monitor import Stopped
-from jaxdp.training.snapshots import Snapshot, find, receive
 
 T = TypeVar("T")
 State = Any  # a pytree of arrays and numbers

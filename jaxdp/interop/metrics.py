@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdp.distributed import protocol
-from jaxdp.distributed.context import joined
 from jaxdp.errors import UsageError, one_line
+from jaxdp.process import protocol
+from jaxdp.process.context import joined
 from jaxdp.split import path_string
 
 

@@ -16,13 +16,13 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdp.distributed import kernels
-from jaxdp.distributed.caches import cached
-from jaxdp.distributed.context import joined
-from jaxdp.distributed.signature import Signature, as_array, compare, described
 from jaxdp.errors import UsageError, one_line
+from jaxdp.interop import kernels
 from jaxdp.interop.parameters import placed
-from jaxdp.parallel import make_reduction
+from jaxdp.process.caches import cached
+from jaxdp.process.context import joined
+from jaxdp.process.signature import Signature, as_array, compare, described
+from jaxdp.run.strategies import make_reduction
 from jaxdp.split import path_string
 
 Tree = Any

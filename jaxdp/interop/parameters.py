@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.distributed import protocol
-from jaxdp.distributed.collectives import broadcast
-from jaxdp.distributed.context import joined
-from jaxdp.distributed.signature import as_array, described, native
 from jaxdp.errors import UsageError
+from jaxdp.interop.collectives import broadcast
 from jaxdp.precision import is_key
+from jaxdp.process import protocol
+from jaxdp.process.context import joined
+from jaxdp.process.signature import as_array, described, native
 from jaxdp.split import path_string
 
 Tree = Any

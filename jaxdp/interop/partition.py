@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.base import UNKNOWN, Arrays, Examples, as_dataset, fingerprint
+from jaxdp.data.dataset import UNKNOWN, Arrays, Examples, as_dataset, fingerprint
 from jaxdp.data.example_order import order_of
-from jaxdp.distributed import protocol
-from jaxdp.distributed.context import joined
 from jaxdp.errors import UsageError
+from jaxdp.process import protocol
+from jaxdp.process.context import joined
 
 Rows = dict[str, np.ndarray]
 
@@ -94,7 +94,7 @@ def partition_dataset(
     ranks, epoch by epoch.
 
     dataset: a pair (inputs, labels) of arrays, a dict of arrays, one array, a sized sequence of
-    examples, or a `jaxdp.data.base.Dataset`. A batch is stacked NumPy arrays[row, ...] in the
+    examples, or a `jaxdp.data.dataset.Dataset`. A batch is stacked NumPy arrays[row, ...] in the
     structure of an example: a pair, a dict or one array. Row r of the batch goes to rank r % size:
     all ranks together see the batches that one process sees with the same seed, each example once
     per epoch. If size does not divide the rows, ranks differ by one row, and may have none in an

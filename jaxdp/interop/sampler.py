@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from jaxdp.data.example_order import EpochOrder, permute
-from jaxdp.distributed.context import joined
 from jaxdp.errors import UsageError
 from jaxdp.interop.partition import check_integers
+from jaxdp.process.context import joined
 
 
 class DistributedSampler:

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxdp import rundir
 from jaxdp.metrics.jsonl import dump
+from jaxdp.run import rundir
 
 NAME = "events.jsonl"
 BEGINS = ("start", "resume")

@@ -11,8 +11,8 @@ import re
 import time
 from typing import IO, Any
 
-from jaxdp import rundir
 from jaxdp.metrics.writer import KEPT, Record, Writer
+from jaxdp.run import rundir
 
 SPLIT = re.compile(rb'"split": *"(\w*)"')
 ENOUGH = 2 * KEPT  # records of earlier updates, before which there is none of a later one

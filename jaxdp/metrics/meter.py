@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from jaxdp.metrics.sums import make_record
 from jaxdp.metrics.writer import Record, Writer
+from jaxdp.train.metric_sums import make_record
 
 T = TypeVar("T")
 LAST_WORDS = 2.0  # seconds that a failing run waits for its pending records

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from flax import errors, linen
 
-from jaxdp import user_errors
 from jaxdp.models.base import CARRY, Model, call_arguments, keep_dtypes, modes, named, rehearse
+from jaxdp.run import user_errors
 
 
 def from_linen(module: linen.Module) -> Model:

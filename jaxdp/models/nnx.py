@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from jaxdp import user_errors
 from jaxdp.errors import UsageError
 from jaxdp.models.base import (
     CARRY,
@@ -23,6 +22,7 @@ from jaxdp.models.base import (
     rehearse,
 )
 from jaxdp.models.scan import scan_blocks
+from jaxdp.run import user_errors
 
 
 class Carry(nnx.Variable):

@@ -5,9 +5,9 @@ Weight decay and Muon select parameters by their role in the model, learning-rat
 optimizers that need full leaves."""
 
 from jaxdp.optim.elementwise import check_elementwise
+from jaxdp.optim.optimizers import OPTIMIZERS, checked, decay_mask, make_optimizer, scale_by_path
 from jaxdp.optim.roles import find_roles
 from jaxdp.optim.schedule import SCHEDULES, make_schedule
-from jaxdp.optim.table import OPTIMIZERS, checked, decay_mask, make_optimizer, scale_by_path
 from jaxdp.optim.zero import zero1
 
 __all__ = [

@@ -14,9 +14,9 @@ import numpy as np
 import optax
 from jax.extend import core as jex
 
-from jaxdp.core.interpreter import needed
 from jaxdp.errors import UsageError, one_line
 from jaxdp.split import WHOLE, padded_shape, path_string, split_dims
+from jaxdp.train.interpreter import needed
 
 Tree = Any
 Shape = tuple[int, ...]

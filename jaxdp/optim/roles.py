@@ -17,9 +17,9 @@ import jax
 from jax.extend import core as jex
 from optax.contrib import MuonDimensionNumbers
 
-from jaxdp.core.interpreter import scan_counts
 from jaxdp.optim.elementwise import ELEMENTWISE
 from jaxdp.split import is_stacked, path_string
+from jaxdp.train.interpreter import scan_counts
 
 AUTO = "auto"  # in the place of the expressions of parameters without weight decay
 KERNEL, TABLE, VECTOR, OTHER = "kernel", "table", "vector", "other array"  # roles

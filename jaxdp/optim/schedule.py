@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxdp.core.rate import name_rate
 from jaxdp.errors import UsageError
 from jaxdp.targets import bind, call, locate, require, targets_in
+from jaxdp.train.rate import name_rate
 
 Schedule = Callable[[Any], Any]
 KEY = "optimizer.schedule"
@@ -77,7 +77,7 @@ def make_schedule(
 
 def named(schedule: Schedule) -> Schedule:
     """Wrap a schedule: an integer count is as wide as JAX allows, and its rate has a name
-    (`jaxdp.core.rate`).
+    (`jaxdp.train.rate`).
 
     Optax divides the count, and the quotient of an int32 is a float32 in a float64 program.
     """

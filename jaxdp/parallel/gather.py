@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxdp.axes import Axes
-from jaxdp.core.frozen import merge
-from jaxdp.core.state import Gather, plain_gather
-from jaxdp.metrics.sums import at_least_float32
+from jaxdp.exact.rounding import fusion_barrier
 from jaxdp.models.scan import BlockGather, as_they_are
 from jaxdp.parallel.padding import fit_trees
 from jaxdp.parallel.reduction import Reduction
-from jaxdp.parallel.rounding import fusion_barrier
 from jaxdp.precision import cast_floats
 from jaxdp.split import path_string, take
+from jaxdp.train.frozen import merge
+from jaxdp.train.metric_sums import at_least_float32
+from jaxdp.train.state import Gather, plain_gather
 
 Tree = Any
 
@@ -28,7 +28,7 @@ class GatherRule(NamedTuple):
     shard_params: parameters are slices. shard_grads: the backward pass reduces gradients to slices;
     else they are full and not reduced. blocks: paths of stacked parameters [block, ...]; a model
     that scans blocks gathers one at a time. live: if not None, a fusion barrier
-    (`jaxdp.parallel.rounding`) follows gathered parameters and precedes the reduction of gradients;
+    (`jaxdp.exact.rounding`) follows gathered parameters and precedes the reduction of gradients;
     blocks get one in every layout, so that a block is the same program in all."""
 
     reduction: Reduction

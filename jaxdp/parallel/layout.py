@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxdp.core.state import TrainState
 from jaxdp.errors import UsageError
 from jaxdp.split import WHOLE, path_string, split_dims
+from jaxdp.train.state import TrainState
 
 Tree = Any
 

@@ -43,6 +43,7 @@ class Mapped:
             first, second = self.takes
             return self.gives.cut(f(seed, first.join(*parts[:2]), second.join(*parts[2:])))
 
+        run.__name__ = f.__name__  # in profiles
         local = data_mesh([devices[i] for i in of_this_process(devices)])
         self.local = {
             varies: NamedSharding(local, P(DATA) if varies else P()) for varies in (True, False)

@@ -13,12 +13,12 @@ import jax
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from jaxdp.core.state import TrainState
-from jaxdp.distributed.caches import cached
 from jaxdp.errors import UsageError
 from jaxdp.optim import check_elementwise
 from jaxdp.parallel.layout import Sharding, opt_state_dims, param_dims
+from jaxdp.process.caches import cached
 from jaxdp.split import WHOLE, fit, padded_shape, spec
+from jaxdp.train.state import TrainState
 
 Tree = Any
 

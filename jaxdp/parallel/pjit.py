@@ -13,10 +13,6 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
 
 from jaxdp.axes import FLAT, REPLICA, SHARD, Axes
-from jaxdp.core.average import averaged_state
-from jaxdp.core.frozen import merge
-from jaxdp.core.state import Batch, Sums, TrainState, View
-from jaxdp.core.step import Step
 from jaxdp.errors import UsageError
 from jaxdp.optim import check_elementwise
 from jaxdp.optim.evaluation import evaluation_arrays, evaluation_params
@@ -28,6 +24,10 @@ from jaxdp.parallel.reduction import Reduction
 from jaxdp.parallel.strategy import Program, Seeded
 from jaxdp.parallel.sums import ReductionPlan, arithmetic, joiner, replica_microbatches
 from jaxdp.split import spec, split_dims
+from jaxdp.train.average import averaged_state
+from jaxdp.train.frozen import merge
+from jaxdp.train.state import Batch, Sums, TrainState, View
+from jaxdp.train.step import Step
 
 
 class PJit:

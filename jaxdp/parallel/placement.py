@@ -12,14 +12,14 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
 
 from jaxdp.axes import DATA, FLAT, REPLICA, SHARD, Axes
-from jaxdp.core.state import Batch, TrainState
-from jaxdp.distributed.context import SLOW, Context
 from jaxdp.errors import TooManyDevices
+from jaxdp.exact.rounding import BITS, fusion_barrier
 from jaxdp.parallel.padding import fit_trees, sharding_of
-from jaxdp.parallel.rounding import BITS, fusion_barrier
 from jaxdp.parallel.sums import order_of
 from jaxdp.precision import is_key
+from jaxdp.process.context import SLOW, Context
 from jaxdp.split import WHOLE, spec
+from jaxdp.train.state import Batch, TrainState
 
 Live = Callable[[jax.Array], jax.Array | None]  # `jaxdp.parallel.sums.Arithmetic.live`
 

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxdp.core.state import Batch, Sums, TrainState
-from jaxdp.core.step import Step
 from jaxdp.parallel.layout import Share
+from jaxdp.train.state import Batch, Sums, TrainState
+from jaxdp.train.step import Step
 
 Update = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
 

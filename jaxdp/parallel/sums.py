@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.axes import Axes
-from jaxdp.core.frozen import merge
-from jaxdp.core.norm import plain_total
-from jaxdp.core.state import Batch, Gather, Join, Sums, Total, View
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.split import WHOLE
+from jaxdp.train.frozen import merge
+from jaxdp.train.norm import plain_total
+from jaxdp.train.state import Batch, Gather, Join, Sums, Total, View
 
 MicrobatchSums = Callable[[View, Batch, jax.Array, Gather, Join], Sums]
 Reduce = Callable[[Sums], Sums]

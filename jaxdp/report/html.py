@@ -12,8 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxdp import rundir
 from jaxdp.metrics.numbers import SMALLER
+from jaxdp.run import rundir
 
 FOLDER = pathlib.Path(__file__).parent / "page"
 SCRIPTS = ("data.js", "chart.js", "parts.js", "runs.js", "live.js", "main.js")

@@ -7,11 +7,11 @@ import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jaxdp.config.values import load
 from jaxdp.errors import UsageError, one_line
 from jaxdp.metrics import events as kinds
 from jaxdp.metrics.jsonl import read, sample
 from jaxdp.report import histograms, media, spent
-from jaxdp.values import load
 
 Json = dict[str, Any]
 DIGITS = 6  # significant digits of a number in the page
@@ -109,7 +109,7 @@ def check(directory: pathlib.Path) -> None:
 
 
 def is_held(directory: pathlib.Path) -> bool:
-    """Return True if a process has the lock of the run directory; see `jaxdp.rundir.lock`."""
+    """Return True if a process has the lock of the run directory; see `jaxdp.run.rundir.lock`."""
     try:
         with (directory / ".lock").open("rb") as file:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

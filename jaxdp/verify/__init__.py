@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError
-from jaxdp.verify import checks
+from jaxdp.process.context import Context
+from jaxdp.verify import verify_checks
 from jaxdp.verify.compare import Reference, find_reference, list_leaves
 from jaxdp.verify.configurations import Configuration, choose_configurations, clip
 from jaxdp.verify.facts import COARSE, find_facts
@@ -30,8 +30,8 @@ from jaxdp.verify.problem import (
     in_traceable_precision,
     make_trial,
 )
-from jaxdp.verify.report import Report, as_json, as_text, describe
-from jaxdp.verify.training import run_configuration
+from jaxdp.verify.trained import run_configuration
+from jaxdp.verify.verdict import Report, as_json, as_text, describe
 
 __all__ = ["Configuration", "Problem", "Report", "as_json", "as_text", "settings", "verify"]
 
@@ -104,14 +104,14 @@ def verify(
             None if on_cpu else start(problem.elsewhere, False)
         )  # compare CPU with CPU
         setup = make_setup(problem, trial)
-        (dtype, random), mappable = checks.traits_of(setup), checks.is_mappable(setup)
+        (dtype, random), mappable = verify_checks.traits_of(setup), verify_checks.is_mappable(setup)
         narrowest = max(dtype, problem.narrowest, key=lambda x: float(jax.numpy.finfo(x).eps))
         own = start(problem.own_precision) if context.is_root and narrowest.itemsize < 4 else None
-        limit = tolerance or checks.TOLERANCE[dtype.name]
+        limit = tolerance or verify_checks.TOLERANCE[dtype.name]
         report = Report(
             describe_setting(setup, devices),
             f"error (allowed {limit:g})",
-            [checks.check_data(problem)],
+            [verify_checks.check_data(problem)],
         )
         if dtype != np.float64:
             text = f"the model or the loss computes in {dtype.name}, also from float64 arguments"
@@ -140,7 +140,7 @@ def verify(
 
         report.run(run, chosen, progress)
         if own is not None:
-            report.checks.append(checks.check_own_precision(own(), narrowest))
+            report.checks.append(verify_checks.check_own_precision(own(), narrowest))
         report.causes = [*failures(report), *find_causes(report, reference, first)]
         if not mappable and first.accumulate == "vmap":
             report.causes.insert(0, NOT_MAPPABLE)
@@ -215,20 +215,20 @@ def check_parts(
     elsewhere: the process with other surroundings; near: one with the same, if this one computes on
     no CPU."""
     facts, exactness = find_facts(setup), min(COARSE, tolerance)
-    report.checks.append(checks.check_repeat(setup, math.inf if near else exactness, facts))
-    if checks.any_failed(context, report.checks):
+    report.checks.append(verify_checks.check_repeat(setup, math.inf if near else exactness, facts))
+    if verify_checks.any_failed(context, report.checks):
         return False
-    others = [checks.check_loss(setup, tolerance)]  # while the other process computes
+    others = [verify_checks.check_loss(setup, tolerance)]  # while the other process computes
     if others[0].verdict != FAILED:
-        others.append(checks.check_padding(setup, random, tolerance))
+        others.append(verify_checks.check_padding(setup, random, tolerance))
     if elsewhere is not None:
-        report.checks[-1] = checks.check_elsewhere(
+        report.checks[-1] = verify_checks.check_elsewhere(
             near() if near else facts, elsewhere(), exactness
         )
-    if checks.any_failed(context, report.checks):
+    if verify_checks.any_failed(context, report.checks):
         return False
     report.checks += others[:1]
-    if checks.any_failed(context, report.checks):
+    if verify_checks.any_failed(context, report.checks):
         return False
     report.checks += others[1:]
     return True

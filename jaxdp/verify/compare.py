@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.checkpoint.digest import host
-from jaxdp.core.options import UpdateRule
-from jaxdp.distributed.hosts import listed
+from jaxdp.process.hosts import listed
 from jaxdp.split import path_string
+from jaxdp.train.options import UpdateRule
 from jaxdp.verify.oracle import Trained
 from jaxdp.verify.problem import NOTE, Check
 

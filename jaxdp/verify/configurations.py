@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
-from jaxdp.core.state import TrainState
 from jaxdp.errors import UsageError
-from jaxdp.parallel import REDUCTIONS, STAGES, STRATEGIES, make_reduction
-from jaxdp.parallel.fixed_point import FORMATS
+from jaxdp.exact.fixed_point import FORMATS
 from jaxdp.parallel.layout import ZERO, Sharding
+from jaxdp.run.strategies import REDUCTIONS, STAGES, STRATEGIES, make_reduction
+from jaxdp.train.state import TrainState
 
 ODD = 3  # a number of devices that divides neither the microbatches nor most dims
 

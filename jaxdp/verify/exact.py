@@ -9,16 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.checkpoint.digest import params_sha256
-from jaxdp.core.state import Batch, TrainState
-from jaxdp.core.step import Step
-from jaxdp.distributed.hosts import listed
 from jaxdp.errors import UsageError
-from jaxdp.parallel import Strategy
+from jaxdp.parallel.strategy import Strategy
+from jaxdp.process.hosts import listed
+from jaxdp.train.state import Batch, TrainState
+from jaxdp.train.step import Step
 from jaxdp.verify.compare import leaves
 from jaxdp.verify.configurations import Configuration, choose_configurations
 from jaxdp.verify.problem import FAILED, OK
-from jaxdp.verify.report import Report, Result, describe
-from jaxdp.verify.training import run_updates
+from jaxdp.verify.trained import run_updates
+from jaxdp.verify.verdict import Report, Result, describe
 
 # configuration -> (its strategy, the step, batch number -> its batch on the strategy's devices)
 Make = Callable[[Configuration], tuple[Strategy, Step, Callable[[int], Batch]]]

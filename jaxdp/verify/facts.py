@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.analysis.programs import Digest, describe, digest, lines
-from jaxdp.data.base import probes
+from jaxdp.data.dataset import probes
 from jaxdp.data.example_order import EpochOrder, Streams
 from jaxdp.data.prefetch import read_batch
+from jaxdp.plan.programs import Digest, describe, digest, lines
 from jaxdp.precision import cast_floats
 from jaxdp.verify.compare import difference, flatten, leaves, worst
 from jaxdp.verify.oracle import Setup, key_of, make_oracle, partition, train

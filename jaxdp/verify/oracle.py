@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdp.core.options import UpdateRule
 from jaxdp.data.example_order import RESET
 from jaxdp.losses import apply_loss
-from jaxdp.metrics.sums import check_result
 from jaxdp.models.base import CARRY
 from jaxdp.precision import cast_floats
 from jaxdp.split import path_string
+from jaxdp.train.metric_sums import check_result
+from jaxdp.train.options import UpdateRule
 from jaxdp.verify.problem import Problem, Tree, Trial
 
 Batch = dict[str, Any]

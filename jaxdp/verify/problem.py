@@ -11,16 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdp.core.options import Forward, UpdateRule, first_microbatch
-from jaxdp.core.step import Step
-from jaxdp.data.base import Dataset
+from jaxdp.data.dataset import Dataset
 from jaxdp.data.example_order import ExampleOrder
 from jaxdp.data.prefetch import read_batch
-from jaxdp.distributed import hosts
 from jaxdp.errors import UsageError
-from jaxdp.parallel import Strategy
+from jaxdp.parallel.strategy import Strategy
 from jaxdp.precision import cast_floats
+from jaxdp.process import hosts
 from jaxdp.targets import attribute
+from jaxdp.train.options import Forward, UpdateRule, first_microbatch
+from jaxdp.train.step import Step
 from jaxdp.verify.configurations import Configuration
 
 OK, FAILED, NOTE, SKIPPED, REFUSED = "ok", "FAILED", "note", "skipped", "refused"

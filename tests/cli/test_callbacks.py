@@ -11,9 +11,9 @@ import pytest
 
 import jaxdp
 import toys
-from jaxdp.distributed.context import Context
 from jaxdp.errors import RunFailed, UsageError
-from jaxdp.training.callbacks import Callbacks, EarlyStopping, StopTraining, make_callbacks
+from jaxdp.process.context import Context
+from jaxdp.run.callbacks import Callbacks, EarlyStopping, StopTraining, make_callbacks
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = {
@@ -187,7 +187,7 @@ def test_an_early_stop_is_remembered_if_the_final_record_was_not_written(
         return EarlyStopping("accuracy", patience=2, min_delta=10.0)
 
     with monkeypatch.context() as patched:
-        patched.setattr("jaxdp.training.loop.params_sha256", lambda params: 1 / 0)
+        patched.setattr("jaxdp.train.loop.params_sha256", lambda params: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             fit(stopping(), **config)
     done = fit(stopping(), **config)
@@ -398,8 +398,8 @@ def test_a_script_s_callbacks_are_not_needed_to_evaluate_its_run(tmp_path):
         "steps: 2\nlog: {every: 1}\ncallbacks: [{target: nowhere.Callback}]\nmodel: {target: MLP}\n"
     )
     (tmp_path / "config.yaml").write_text(config + "data: {target: Digits}\n")
-    from jaxdp.assemble.run import make_run
     from jaxdp.cli import load
+    from jaxdp.run.build import make_run
 
     run = make_run(load(["--config", str(tmp_path / "config.yaml")])[0], tmp_path, Context())
     assert run.hooks.callbacks.callbacks == ()

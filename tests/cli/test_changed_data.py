@@ -11,9 +11,9 @@ import pytest
 import jaxdp
 from cli_runs import ended, records, write
 from jaxdp.checkpoint import manifest
-from jaxdp.data.base import Arrays, probes
+from jaxdp.data.dataset import Arrays, probes
 from jaxdp.errors import RunFailed, UsageError
-from jaxdp.training.callbacks import EarlyStopping
+from jaxdp.run.callbacks import EarlyStopping
 
 CONFIG = """
 model: {{target: MLP, args: {{hidden: [8]}}}}

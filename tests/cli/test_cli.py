@@ -18,14 +18,14 @@ from cli_runs import curve, ended, jaxdp, records, write
 from covering import first
 from faulty_runs import when
 from jaxdp import cli
-from jaxdp.assemble.components import check_paths
 from jaxdp.cli import Call, launch
-from jaxdp.cli.forked import Forked
+from jaxdp.cli.option_table import VERBS
 from jaxdp.cli.parse import split_command
-from jaxdp.cli.table import VERBS
 from jaxdp.config.keys import known_keys
 from jaxdp.errors import UsageError
-from jaxdp.job.resume import spared_by
+from jaxdp.run.components import check_paths
+from jaxdp.run.resume import spared_by
+from jaxdp.sweep.forked import Forked
 from launch import mpirun, port, processes, together
 from two_hosts import TwoHosts
 

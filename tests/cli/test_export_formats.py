@@ -18,7 +18,6 @@ from cli_runs import ended
 from jaxdp import fit
 from jaxdp.checkpoint.weights import as_published, named, open_weights
 from jaxdp.cli import huggingface
-from jaxdp.core.carry import split_carry
 from jaxdp.data import Digits
 from jaxdp.data.tokenizers import Byte, Char
 from jaxdp.errors import UsageError
@@ -31,6 +30,7 @@ from jaxdp.models.mlp import MLP
 from jaxdp.models.recurrent import LSTM
 from jaxdp.models.resnet9 import ResNet9
 from jaxdp.models.vit import ViT
+from jaxdp.train.carry import split_carry
 from launch import ROOT
 from published_models import with_transformers
 

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from cli_runs import records
-from jaxdp import imports
 from jaxdp.errors import UsageError, import_optional
+from jaxdp.process import imports
 from launch import ROOT, environment
 
 # Of the standard library, of what jaxdp needs, and of what these import late, in a thread or in
@@ -61,7 +61,7 @@ steps: 2
 """,
     "script.py": """
 import jaxdp
-from jaxdp.config.check import flatten
+from jaxdp.config.validation import flatten
 
 if __name__ == "__main__":
     import requests, turtle

@@ -18,7 +18,6 @@ import pytest
 from rich.console import Console as Terminal
 
 from covering import first
-from jaxdp.analysis import trace
 from jaxdp.errors import UsageError
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.background_writer import BackgroundWriter
@@ -26,7 +25,8 @@ from jaxdp.metrics.console import Clock, Console
 from jaxdp.metrics.numbers import duration, number
 from jaxdp.metrics.panel import Panel, sparkline
 from jaxdp.metrics.writers import check_writers, make_writers
-from jaxdp.training import profile
+from jaxdp.plan import trace
+from jaxdp.run import profile_window
 
 JAXDP = [sys.executable, "-m", "jaxdp"]
 DIGITS = ["--config", "configs/digits.yaml", "--model.args.hidden", "[8]"]
@@ -504,10 +504,10 @@ def test_a_signal_asks_for_a_trace(tmp_path):
 
 
 def test_each_of_several_processes_has_a_folder_for_its_traces(monkeypatch, tmp_path):
-    assert profile.folder(tmp_path) == tmp_path / "profile"
+    assert profile_window.folder(tmp_path) == tmp_path / "profile"
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    assert profile.folder(tmp_path) == tmp_path / "profile" / "rank_1"
+    assert profile_window.folder(tmp_path) == tmp_path / "profile" / "rank_1"
 
 
 @pytest.mark.slow

@@ -20,14 +20,14 @@ import pytest
 
 from cli_runs import ended
 from jaxdp import cli
-from jaxdp.assemble.run import make_run
-from jaxdp.distributed.context import Context
 from jaxdp.errors import RunFailed, UsageError, explained
-from jaxdp.job.start import advice
-from jaxdp.job.train import train
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.jsonl import JsonLines
-from jaxdp.training.callbacks import Callbacks, EarlyStopping
+from jaxdp.process.context import Context
+from jaxdp.run.build import make_run
+from jaxdp.run.callbacks import Callbacks, EarlyStopping
+from jaxdp.run.start import advice
+from jaxdp.run.training_job import train
 from launch import mpirun
 
 ROOT = pathlib.Path(__file__).parents[2]

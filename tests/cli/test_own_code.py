@@ -12,10 +12,10 @@ import pytest
 
 from covering import first
 from jaxdp import current
-from jaxdp.assemble.run import make_run
 from jaxdp.cli import load
 from jaxdp.errors import UsageError
-from jaxdp.job.train import train
+from jaxdp.run.build import make_run
+from jaxdp.run.training_job import train
 
 CODE = """
 import jax

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cli_runs import ended, records
-from jaxdp import rundir
+from jaxdp.run import rundir
 
 CONFIG = """
 model: {{target: MLP, args: {{hidden: [4]}}}}

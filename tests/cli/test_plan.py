@@ -16,25 +16,25 @@ from jax.tree_util import Partial
 
 import toys
 from covering import first
-from jaxdp.analysis.flops import count_flops
-from jaxdp.analysis.hardware import HARDWARE
-from jaxdp.analysis.hlo import summarize
-from jaxdp.analysis.plan import Case, make_plan, predict, recommend
-from jaxdp.assemble.components import make_parts
-from jaxdp.assemble.run import changes_for, make_case
 from jaxdp.cli import load
 from jaxdp.cli.plan import read_bytes, read_stages
 from jaxdp.config import Parallel
-from jaxdp.core.options import Forward, UpdateRule
-from jaxdp.core.state import init_state
-from jaxdp.core.step import make_step
 from jaxdp.errors import UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.metrics.numbers import size
 from jaxdp.models import as_model
 from jaxdp.models.gpt import GPT
-from jaxdp.parallel import STRATEGIES, make_reduction
 from jaxdp.parallel.layout import Sharding
+from jaxdp.plan.flops import count_flops
+from jaxdp.plan.hardware import HARDWARE
+from jaxdp.plan.hlo import summarize
+from jaxdp.plan.prediction import Case, make_plan, predict, recommend
+from jaxdp.run.build import changes_for, make_case
+from jaxdp.run.components import make_parts
+from jaxdp.run.strategies import STRATEGIES, make_reduction
+from jaxdp.train.options import Forward, UpdateRule
+from jaxdp.train.state import init_state
+from jaxdp.train.step import make_step
 from launch import in_process
 
 TOKENS = 16

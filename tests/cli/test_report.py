@@ -22,7 +22,7 @@ from jaxdp.metrics.events import Events
 from jaxdp.metrics.jsonl import read
 from jaxdp.report import html, spent
 from jaxdp.report.read import columns, flat, read_run, rounded
-from jaxdp.report.writer import Reports
+from jaxdp.report.report_writer import Reports
 from launch import environment
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxdp import compilation_cache
 from jaxdp.cli import load
-from jaxdp.environment import processor
 from jaxdp.errors import UsageError
+from jaxdp.process import compilation_cache
+from jaxdp.process.environment import processor
 from launch import environment, mpirun
 
 ROOT = pathlib.Path(__file__).parents[2]

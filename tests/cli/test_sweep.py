@@ -13,13 +13,13 @@ import time
 import pytest
 
 from cli_runs import DIGITS, ended, records
-from jaxdp import rundir
-from jaxdp.cli.slots import make_slots
-from jaxdp.cli.sweep import array_part, make_trials, name_of, split_arguments, split_values
-from jaxdp.distributed import gpus
 from jaxdp.errors import UsageError
+from jaxdp.process import gpus
 from jaxdp.report.read import read_run
 from jaxdp.report.table import ranked, table
+from jaxdp.run import rundir
+from jaxdp.sweep.slots import make_slots
+from jaxdp.sweep.sweep import array_part, make_trials, name_of, split_arguments, split_values
 from launch import ROOT
 
 SMALL = [*DIGITS, "--epochs", "null", "--log.every", "5", "--eval.every", "100"]

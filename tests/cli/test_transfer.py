@@ -28,7 +28,7 @@ from jaxdp.checkpoint.initialize_from import Match, begin_with, describe, match
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.checkpoint.weights import locate, named, open_weights
 from jaxdp.cli.export import export
-from jaxdp.config import check
+from jaxdp.config import validation
 from jaxdp.errors import UsageError
 from jaxdp.models import as_model
 from jaxdp.models.mlp import MLP
@@ -612,9 +612,9 @@ def test_a_config_from_before_a_key_was_there_has_its_default():
 
     old = flat()
     del old["init"], old["init_from"]
-    assert check.changed_numbers(old, config) == []
+    assert validation.changed_numbers(old, config) == []
     old = flat(init_from="runs/a", init={"skip": ["^head/"]})
-    assert check.changed_numbers(old, config) == [
+    assert validation.changed_numbers(old, config) == [
         "init_from: 'runs/a' -> None",
         "init.skip: ['^head/'] -> []",
     ]

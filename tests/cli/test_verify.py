@@ -20,25 +20,25 @@ import toys
 import verify_cases
 from cli_runs import ended
 from covering import only
-from jaxdp.assemble.components import make_parts
-from jaxdp.assemble.verification import error_of_sum, make_problem, make_variant
 from jaxdp.cli import load
-from jaxdp.core.options import Forward, UpdateRule
-from jaxdp.data.base import Arrays
+from jaxdp.data.dataset import Arrays
 from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError
+from jaxdp.exact.fixed_point import FORMATS
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models.base import Model
-from jaxdp.parallel import REDUCTIONS, STAGES
-from jaxdp.parallel.fixed_point import FORMATS
 from jaxdp.parallel.reduction import xla
+from jaxdp.run.components import make_parts
+from jaxdp.run.strategies import REDUCTIONS, STAGES
+from jaxdp.run.verification import error_of_sum, make_problem, make_variant
+from jaxdp.train.options import Forward, UpdateRule
 from jaxdp.verify import NOT_MAPPABLE, Configuration, Problem, as_text, settings, verify
-from jaxdp.verify.checks import OwnPrecision, check_own_precision, check_repeat, traits_of
 from jaxdp.verify.compare import difference, find_reference
 from jaxdp.verify.configurations import ONE_DEVICE, choose_configurations, is_meaningful, pairs
 from jaxdp.verify.oracle import Setup, Start, Trained, make_oracle, make_setup, train
 from jaxdp.verify.problem import Trial, check_memory, in_traceable_precision, make_trial
+from jaxdp.verify.verify_checks import OwnPrecision, check_own_precision, check_repeat, traits_of
 from verify_cases import named
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -865,7 +865,7 @@ def test_what_is_too_large_or_too_small_is_refused_with_what_to_set(monkeypatch)
     small = problem(toys.MODELS["mlp"]())
     with settings(jax.devices()[0]):
         trial = make_trial(small, 4, 1)
-        monkeypatch.setattr("jaxdp.distributed.hosts.free_memory", lambda: 1e3)
+        monkeypatch.setattr("jaxdp.process.hosts.free_memory", lambda: 1e3)
         with pytest.raises(
             UsageError,
             match=r"verify.model_args: 291 parameters need .* --verify.model_args.layers 2",

@@ -17,8 +17,8 @@ import jax
 import pytest
 
 from jaxdp.doctor import devices, examine, resources, settings, versions
-from jaxdp.doctor.check import FAILURE, OK, WARNING, as_json, as_text, failure, ok, run_checks
 from jaxdp.doctor.examine import SILENT
+from jaxdp.doctor.findings import FAILURE, OK, WARNING, as_json, as_text, failure, ok, run_checks
 from jaxdp.errors import UsageError
 from launch import ROOT, environment, find, mpirun, port, processes, ranks, require
 from two_hosts import TwoHosts

@@ -7,9 +7,10 @@ import socket
 import numpy as np
 import pytest
 
-from jaxdp.distributed import context, gpus, hosts
-from jaxdp.distributed.gpus import bind
-from jaxdp.distributed.launchers import (
+from jaxdp.errors import UsageError
+from jaxdp.process import context, gpus, hosts
+from jaxdp.process.gpus import bind
+from jaxdp.process.launchers import (
     World,
     address,
     discover,
@@ -17,8 +18,7 @@ from jaxdp.distributed.launchers import (
     kubernetes,
     tasks_per_node,
 )
-from jaxdp.distributed.protocol import default_timeout, difference, silence
-from jaxdp.errors import UsageError
+from jaxdp.process.protocol import default_timeout, difference, silence
 
 JAXDP = {"JAXDP_COORDINATOR": "10.0.0.1:12355", "JAXDP_NUM_PROCESSES": "4", "JAXDP_PROCESS_ID": "3"}
 OPENMPI = {

@@ -15,9 +15,9 @@ import pytest
 
 import launch
 from faulty_runs import final, kept, when, written
-from jaxdp.distributed import channel, hosts, joining, messages, private_jax, protocol
-from jaxdp.distributed.connection import NOBODY, Connection, Foreign
 from jaxdp.errors import UsageError
+from jaxdp.process import channel, hosts, joining, messages, private_jax, protocol
+from jaxdp.process.connection import NOBODY, Connection, Foreign
 from launch import port, ranks
 from two_hosts import TwoHosts
 
@@ -31,7 +31,7 @@ GARBAGE = [
 
 
 def test_the_coordinator_is_silent_if_rank_0_ends_while_it_starts():
-    command = [sys.executable, "-P", "-m", "jaxdp.distributed.coordinator_process"]
+    command = [sys.executable, "-P", "-m", "jaxdp.process.coordinator_process"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     settings = protocol.Settings(2, "secret", port(), "127.0.0.1", None, 60.0, 20.0)
     env = {**os.environ, "PYTHONPATH": str(launch.ROOT)}

@@ -18,10 +18,10 @@ from jax.sharding import PartitionSpec as P
 import jaxdp
 from jaxdp import data
 from jaxdp.data import Digits
-from jaxdp.distributed.context import shutdown
 from jaxdp.interop import elastic
 from jaxdp.interop.metrics import _mean
 from jaxdp.interop.partition import check_sizes
+from jaxdp.process.context import shutdown
 from jaxdp.split import WHOLE
 from launch import ROOT, SUPPORT, mpirun, port, processes, ranks, require, together
 from mpi import own_loop
@@ -655,9 +655,7 @@ def test_metrics_alone_are_floats():
 
 
 def test_who_was_started_with_others_must_join_them(monkeypatch):
-    monkeypatch.setattr(
-        "jaxdp.distributed.context._current", None
-    )  # an earlier test may have joined
+    monkeypatch.setattr("jaxdp.process.context._current", None)  # an earlier test may have joined
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     for call in (

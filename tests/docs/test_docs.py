@@ -25,7 +25,7 @@ from commands import blocks as all_blocks
 from jaxdp import cli
 from jaxdp.cli.export import export
 from jaxdp.config.keys import inner, known_keys
-from jaxdp.distributed import launchers
+from jaxdp.process import launchers
 from launch import environment, find
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -337,7 +337,7 @@ def kubernetes():
 
 def test_the_manifests_say_what_is_read(monkeypatch):
     """Of Kubernetes: the variables, and what the pods' names have to be; see
-    jaxdp/distributed/launchers.py.
+    jaxdp/process/launchers.py.
     """
     text, manifests = kubernetes()
     service, job, jobset, mpijob = manifests

@@ -12,19 +12,19 @@ import pytest
 
 import toys
 from covering import first
-from jaxdp.assemble.components import make_parts
-from jaxdp.assemble.run import is_padded
 from jaxdp.cli import load
-from jaxdp.config import check
-from jaxdp.core.skip import Spike
-from jaxdp.data.base import Arrays
+from jaxdp.config import validation
+from jaxdp.data.dataset import Arrays
 from jaxdp.data.example_order import EpochOrder, Streams
 from jaxdp.data.prefetch import read_batch, read_batches
 from jaxdp.data.resident import Resident, gather
 from jaxdp.errors import UsageError
 from jaxdp.parallel.placement import assign_microbatches
-from jaxdp.training import loop
-from jaxdp.training.profile import Profile
+from jaxdp.run.build import is_padded
+from jaxdp.run.components import make_parts
+from jaxdp.run.profile_window import Profile
+from jaxdp.train import loop
+from jaxdp.train.skip import Spike
 from launch import mpirun
 from plain_runs import make_run
 
@@ -240,7 +240,7 @@ def test_what_does_not_go_together_is_said(extra, text):
     ],
 )
 def test_padding_is_known_of_beforehand(keys, devices, offset, padded):
-    config = check.resolve(load(["--config", str(DIGITS), *keys])[0])
+    config = validation.resolve(load(["--config", str(DIGITS), *keys])[0])
     parts = make_parts(config)
     table = assign_microbatches(config.microbatches, devices)
     assert is_padded(config, parts, table, offset) == padded
@@ -250,7 +250,7 @@ def test_padding_is_known_of_beforehand(keys, devices, offset, padded):
 
 
 def test_a_mask_of_the_data_is_never_left_out():
-    config = check.resolve(load(["--config", str(DIGITS), "--steps", "22"])[0])
+    config = validation.resolve(load(["--config", str(DIGITS), "--steps", "22"])[0])
     parts = make_parts(config)
     own = Arrays(**{**toys.data(1437), "mask": np.ones(1437, np.float32)})
     assert is_padded(config, parts._replace(dataset=own), assign_microbatches(8, 1))

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 import toys
 from covering import cover, first, name, product
 from jaxdp.axes import DATA
-from jaxdp.core.options import Forward, UpdateRule
-from jaxdp.core.state import init_state
-from jaxdp.core.step import make_step
-from jaxdp.data.base import Arrays
+from jaxdp.data.dataset import Arrays
 from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.prefetch import read_batch
 from jaxdp.losses import MeanSquaredError, SoftmaxCrossEntropy
 from jaxdp.models import as_model
+from jaxdp.train.options import Forward, UpdateRule
+from jaxdp.train.state import init_state
+from jaxdp.train.step import make_step
 from judging import STEPS, TOLERANCE, judged, smallest
 
 FACTORS = {

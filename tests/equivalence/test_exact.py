@@ -1,7 +1,7 @@
 """Exact mode trains the same bits on any number of devices and processes, in every stage; and what
 that is made of.
 
-Bits of runs are compared in jobs of their own, which `jaxdp.environment.exact` prepares before JAX
+Bits of runs are compared in jobs of their own, which `jaxdp.process.environment.exact` prepares before JAX
 starts."""
 
 import functools
@@ -19,18 +19,17 @@ import pytest
 import toys
 from cli_runs import curve, jaxdp, records, write
 from covering import first
-from jaxdp import environment
-from jaxdp.analysis.hlo import collectives
 from jaxdp.api import fit
-from jaxdp.assemble.preflight import check_optimizer
 from jaxdp.config import Config, Optimizer
-from jaxdp.distributed import private_jax
 from jaxdp.errors import UsageError
+from jaxdp.exact.rounding import as_written, fusion_barrier, opaque_true
 from jaxdp.models import as_model
 from jaxdp.models.mlp import MLP
 from jaxdp.optim import OPTIMIZERS
 from jaxdp.parallel.placement import assign_microbatches
-from jaxdp.parallel.rounding import as_written, fusion_barrier, opaque_true
+from jaxdp.plan.hlo import collectives
+from jaxdp.process import environment, private_jax
+from jaxdp.run.preflight import check_optimizer
 from jaxdp.verify import Configuration, as_json, as_text
 from jaxdp.verify.exact import compare_bits
 from launch import SUPPORT, Finished, mpirun, together
@@ -731,7 +730,7 @@ def test_fit_is_refused_in_one_line_where_jax_has_opened_its_devices_without_the
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
     images = toys.data()
     with pytest.raises(
-        UsageError, match=r"call jaxdp.environment.exact.. before JAX opens its devices$"
+        UsageError, match=r"call jaxdp.process.environment.exact.. before JAX opens its devices$"
     ):
         fit(
             "MLP",

@@ -20,8 +20,7 @@ from covering import first
 from jaxdp.axes import DATA, FLAT
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.errors import UsageError
-from jaxdp.parallel import REDUCTIONS
-from jaxdp.parallel.fixed_point import (
+from jaxdp.exact.fixed_point import (
     FORMATS,
     LARGEST,
     NEAR,
@@ -41,8 +40,9 @@ from jaxdp.parallel.fixed_point import (
     uniform,
     unpack,
 )  # fmt: skip
+from jaxdp.exact.rounding import opaque_true
 from jaxdp.parallel.placement import data_mesh
-from jaxdp.parallel.rounding import opaque_true
+from jaxdp.run.strategies import REDUCTIONS
 from jaxdp.split import WHOLE, spec, split_dims
 
 EXACT, EXACT16, EXACT8 = FORMATS.values()

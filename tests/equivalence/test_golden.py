@@ -11,11 +11,11 @@ import sys
 import pytest
 
 from covering import first
-from jaxdp.assemble.run import make_run
 from jaxdp.checkpoint import manifest
 from jaxdp.cli import load
-from jaxdp.distributed.context import current
-from jaxdp.training import loop
+from jaxdp.process.context import current
+from jaxdp.run.build import make_run
+from jaxdp.train import loop
 from launch import ROOT, SUPPORT
 
 GOLDEN = SUPPORT / "golden"

@@ -18,17 +18,17 @@ from jax.extend.core import jaxpr_as_fun
 import toys
 from cli_runs import DIGITS
 from covering import first, only
-from jaxdp.assemble.components import make_parts, make_the_step, state_maker
 from jaxdp.cli import load
-from jaxdp.config import check
-from jaxdp.core import skip
-from jaxdp.core.skip import NONFINITE, SPIKE, Spike, decide, start_guard
+from jaxdp.config import validation
 from jaxdp.data.prefetch import read_batch
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.metrics.console import Console
 from jaxdp.metrics.meter import Meter
 from jaxdp.optim import OPTIMIZERS
 from jaxdp.precision import LossScaling
+from jaxdp.run.components import make_parts, make_the_step, state_maker
+from jaxdp.train import skip
+from jaxdp.train.skip import NONFINITE, SPIKE, Spike, decide, start_guard
 from layouts import LAYOUTS as USUAL
 from layouts import assert_same_bits, contents
 from programs import compiled
@@ -469,14 +469,14 @@ def test_records_have_the_counts_and_the_console_says_the_total(capsys):
 
 @pytest.mark.slow
 def test_the_config_makes_the_guard():
-    assert make_parts(check.resolve(load(DIGITS)[0])).rule.spike is None
+    assert make_parts(validation.resolve(load(DIGITS)[0])).rule.spike is None
     extra = [
         "--nonfinite.max_consecutive=2",
         "--spike.factor=3",
         "--spike.after=7",
         "--spike.action=rollback",
     ]
-    config = check.resolve(load([*DIGITS, *extra])[0])
+    config = validation.resolve(load([*DIGITS, *extra])[0])
     parts = make_parts(config)
     assert parts.rule.spike == Spike(3.0, 0.98, 7, "rollback")
     step, make = make_the_step(config, parts), state_maker(config, parts)

@@ -17,20 +17,20 @@ from jax.tree_util import Partial
 
 import toys
 from cli_runs import ended, jaxdp, records, write
-from jaxdp.assemble.components import make_outer, make_parts
 from jaxdp.cli import load
-from jaxdp.core.master import master_copy, with_master
-from jaxdp.core.options import Forward, UpdateRule
-from jaxdp.core.state import init_state
-from jaxdp.core.step import make_step
-from jaxdp.data.base import Arrays
+from jaxdp.data.dataset import Arrays
 from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
-from jaxdp.parallel import make_reduction
-from jaxdp.parallel.outer import OuterRule, Replicas, assign_replicas, split_replicas
+from jaxdp.outer.replicas import OuterRule, Replicas, assign_replicas, split_replicas
 from jaxdp.parallel.placement import assign_microbatches, ordered_devices
+from jaxdp.run.components import make_outer, make_parts
+from jaxdp.run.strategies import make_reduction
+from jaxdp.train.master import master_copy, with_master
+from jaxdp.train.options import Forward, UpdateRule
+from jaxdp.train.state import init_state
+from jaxdp.train.step import make_step
 from launch import mpirun
 
 MICROBATCHES, BATCH = 8, 20

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 import toys
 from checkpoints import META
 from jaxdp import split
-from jaxdp.analysis import memory
 from jaxdp.checkpoint.digest import params_sha256
 from jaxdp.checkpoint.store import Checkpoints
+from jaxdp.elasticity.copies import Copies, assemble
 from jaxdp.errors import UsageError
 from jaxdp.parallel.layout import Sharding, rule_dims
 from jaxdp.parallel.padding import can_pad
+from jaxdp.plan import memory
 from jaxdp.split import WHOLE, fit, padded_shape, split_dim, take
-from jaxdp.training.copies import Copies, assemble
 from programs import USUAL, build, size
 
 

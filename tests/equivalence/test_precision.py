@@ -12,19 +12,19 @@ import pytest
 
 import toys
 from covering import cover, first, name, only, product
-from jaxdp.analysis.hlo import collectives, summarize
-from jaxdp.assemble.components import check_paths
 from jaxdp.config import Config, Optimizer
-from jaxdp.core.master import master_copy, with_master
-from jaxdp.core.master import split as halves
-from jaxdp.core.options import Forward, UpdateRule
-from jaxdp.core.step import make_step
 from jaxdp.errors import UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models.base import Model
 from jaxdp.optim import make_optimizer
+from jaxdp.plan.hlo import collectives, summarize
 from jaxdp.precision import LossScaling, Policy
+from jaxdp.run.components import check_paths
 from jaxdp.split import WHOLE, path_string, split_dims
+from jaxdp.train.master import master_copy, with_master
+from jaxdp.train.master import split as halves
+from jaxdp.train.options import Forward, UpdateRule
+from jaxdp.train.step import make_step
 from layouts import LAYOUTS, assert_same_bits, contents
 from programs import compiled
 

@@ -9,13 +9,13 @@ import optax
 import pytest
 
 import toys
-from jaxdp.core.microbatch import replace_masked
-from jaxdp.core.options import Forward, UpdateRule
-from jaxdp.core.state import init_state
-from jaxdp.core.step import make_step
+from jaxdp.exact.fixed_point import largest_exponent, quantize_values, restore_values
 from jaxdp.losses import Contrastive, MeanSquaredError, SoftmaxCrossEntropy
 from jaxdp.models.base import Model
-from jaxdp.parallel.fixed_point import largest_exponent, quantize_values, restore_values
+from jaxdp.train.microbatch import replace_masked
+from jaxdp.train.options import Forward, UpdateRule
+from jaxdp.train.state import init_state
+from jaxdp.train.step import make_step
 
 # --- values as integers
 # ---------------------------------------------------------------------------------------------

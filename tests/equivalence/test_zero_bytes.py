@@ -15,7 +15,7 @@ import pytest
 
 import toys
 from covering import cover, first, name, only, product
-from jaxdp.analysis.hlo import Collective, collectives, summarize
+from jaxdp.plan.hlo import Collective, collectives, summarize
 from jaxdp.precision import Policy
 from programs import DEVICES, LAYERS, OPTIMIZERS, SLOTS, USUAL, build, compiled, size
 

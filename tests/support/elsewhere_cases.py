@@ -437,8 +437,8 @@ INNOCENT = {
 
 def verified(argv, devices=None, updates=1):
     """The report on a case, on this number of devices of this process."""
-    from jaxdp.assemble.verification import make_problem
     from jaxdp.cli import load
+    from jaxdp.run.verification import make_problem
     from jaxdp.verify import verify
 
     with tempfile.TemporaryDirectory() as folder:

@@ -19,8 +19,8 @@ import time
 import traceback
 
 from benchmarks import job
-from jaxdp.cli.forked import preload
-from jaxdp.environment import tunables
+from jaxdp.process.environment import tunables
+from jaxdp.sweep.forked import preload
 
 popen = job.start
 

@@ -24,9 +24,10 @@ import jax
 import pytest
 
 from benchmarks.job import AS_ROOT
-from jaxdp import cli, rundir
-from jaxdp.assemble.components import SETTINGS
-from jaxdp.supervise import signals
+from jaxdp import cli
+from jaxdp.process import signals
+from jaxdp.run import rundir
+from jaxdp.run.components import SETTINGS
 
 SUPPORT = pathlib.Path(__file__).parent
 ROOT = SUPPORT.parent.parent

@@ -6,15 +6,15 @@ from jax.tree_util import Partial
 
 import toys
 from jaxdp.checkpoint.store import Checkpoints
-from jaxdp.core.options import Forward, UpdateRule
-from jaxdp.core.state import init_state
-from jaxdp.core.step import make_step
-from jaxdp.data.base import Arrays
+from jaxdp.data.dataset import Arrays
 from jaxdp.data.example_order import EpochOrder
 from jaxdp.losses import SoftmaxCrossEntropy
-from jaxdp.parallel import STRATEGIES, make_reduction
-from jaxdp.training.run import Data, Log, LoopOptions, Run
-from jaxdp.training.source import Source
+from jaxdp.run.source import Source
+from jaxdp.run.strategies import STRATEGIES, make_reduction
+from jaxdp.train.options import Forward, UpdateRule
+from jaxdp.train.run import Data, Log, LoopOptions, Run
+from jaxdp.train.state import init_state
+from jaxdp.train.step import make_step
 
 
 class Kept:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import sys
 
-from jaxdp import environment
+from jaxdp.process import environment
 
 environment.exact()
 
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from convolutions import convolution
-from jaxdp.parallel.products import lower_on_cpu
+from jaxdp.exact.products import lower_on_cpu
 
 SHAPES = {  # name: (einsum, shapes)
     "kernel": ("nk,km->nm", (16384, 64), (64, 64)),

@@ -8,16 +8,16 @@ import numpy as np
 import optax
 from jax.tree_util import Partial
 
-from jaxdp.analysis.hlo import Collective, collectives
-from jaxdp.core.options import Forward, UpdateRule
-from jaxdp.core.state import init_state
-from jaxdp.core.step import make_step
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models import as_model
 from jaxdp.models.gpt import GPT
-from jaxdp.parallel import STRATEGIES, make_reduction
 from jaxdp.parallel.layout import Sharding
+from jaxdp.plan.hlo import Collective, collectives
 from jaxdp.precision import Policy
+from jaxdp.run.strategies import STRATEGIES, make_reduction
+from jaxdp.train.options import Forward, UpdateRule
+from jaxdp.train.state import init_state
+from jaxdp.train.step import make_step
 
 DEVICES, LAYERS, TOKENS, SLOTS = 8, 16, 16, 4  # SLOTS: microbatches of a device
 OPTIMIZERS = {

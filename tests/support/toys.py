@@ -7,12 +7,11 @@ import optax
 from flax import nnx
 from jax.tree_util import Partial
 
-from jaxdp.core.options import Forward, UpdateRule
-from jaxdp.core.state import init_state
-from jaxdp.core.step import make_step
-from jaxdp.data.base import Arrays
+from jaxdp.data.dataset import Arrays
 from jaxdp.data.example_order import EpochOrder, Streams
 from jaxdp.data.prefetch import read_batch
+from jaxdp.exact.fixed_point import FORMATS
+from jaxdp.exact.integer_sums import remembering
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models import as_model
 from jaxdp.models.base import Model
@@ -20,11 +19,12 @@ from jaxdp.models.layers import ConvBN, Residual
 from jaxdp.models.mlp import MLP
 from jaxdp.models.nnx import Blocks
 from jaxdp.optim import OPTIMIZERS as TABLE
-from jaxdp.parallel import STRATEGIES, make_reduction
-from jaxdp.parallel.fixed_point import FORMATS
-from jaxdp.parallel.integer_sums import remembering
 from jaxdp.parallel.layout import Sharding
 from jaxdp.precision import Policy
+from jaxdp.run.strategies import STRATEGIES, make_reduction
+from jaxdp.train.options import Forward, UpdateRule
+from jaxdp.train.state import init_state
+from jaxdp.train.step import make_step
 
 SHAPE, CLASSES, WIDTH = (4, 4, 2), 3, 24
 SIZES = np.logspace(-30, 30, 32)  # of the squares of `tracking`

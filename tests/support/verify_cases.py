@@ -20,7 +20,7 @@ from jax import device_count
 
 import jaxdp
 import toys
-from jaxdp.data.base import Arrays
+from jaxdp.data.dataset import Arrays
 from jaxdp.models.base import Model
 
 STARTED = time.time()

@@ -14,13 +14,13 @@ from flax import linen, nnx, struct
 import jaxdp.models.equinox as adapter
 import toys
 from covering import first
-from jaxdp.assemble.components import make_parts
 from jaxdp.cli import load
 from jaxdp.errors import UsageError
 from jaxdp.models import as_model
 from jaxdp.models.base import Model
 from jaxdp.models.functions import from_functions
 from jaxdp.models.nnx import Blocks, Carry
+from jaxdp.run.components import make_parts
 from jaxdp.split import path_string
 
 INPUTS, WIDTH, DROPOUT = 32, 6, 0.25

@@ -15,21 +15,21 @@ from jax.sharding import PartitionSpec as P
 
 import toys
 from cli_runs import DIGITS
-from jaxdp.audit import inject, products, slow
-from jaxdp.audit.check import Audit
+from jaxdp.audit import inject, product_sums, slow
+from jaxdp.audit.auditor import Audit
 from jaxdp.audit.program import Probe, fingerprint
 from jaxdp.audit.votes import judge
 from jaxdp.axes import DATA, OUTER
 from jaxdp.cli import load
-from jaxdp.data.base import Arrays
+from jaxdp.data.dataset import Arrays
 from jaxdp.data.stream import StreamEnded
 from jaxdp.errors import RunFailed, UsageError
 from jaxdp.metrics.events import Events
 from jaxdp.metrics.jsonl import read
 from jaxdp.models.base import Model
 from jaxdp.parallel.layout import Sharding
-from jaxdp.training import loop
-from jaxdp.training.callbacks import Callbacks, StopTraining
+from jaxdp.run.callbacks import Callbacks, StopTraining
+from jaxdp.train import loop
 from plain_runs import make_run
 
 NDIM = {"inputs": 1 + len(toys.SHAPE), "labels": 1}
@@ -471,15 +471,15 @@ def test_products_in_a_scan_are_visited():
     def print_of(number, x):
         return (x, fingerprint(x))
 
-    result, prints = jax.jit(products.visit_products(grads, print_of))(w)
+    result, prints = jax.jit(product_sums.visit_products(grads, print_of))(w)
     np.testing.assert_array_equal(result, jax.jit(grads)(w))
-    assert len(prints) == products.number_of_products(grads, w) > 3
+    assert len(prints) == product_sums.number_of_products(grads, w) > 3
 
     def flipped(number, x):
-        return (products.mark_replaced(x.at[0].set(-x[0])) if number == 0 else x), jnp.uint32(0)
+        return (product_sums.mark_replaced(x.at[0].set(-x[0])) if number == 0 else x), jnp.uint32(0)
 
     def replaced(w):
-        return products.visit_products(grads, flipped)(w)[0]
+        return product_sums.visit_products(grads, flipped)(w)[0]
 
-    changed = jax.jit(products.visit_products(replaced, print_of))(w)[1]
+    changed = jax.jit(product_sums.visit_products(replaced, print_of))(w)[1]
     assert {int(x) for x in changed} != {int(x) for x in prints} and len(changed) == len(prints) + 1

@@ -22,14 +22,14 @@ import toys
 from checkpoints import META, WAYS, digest, strategy
 from jaxdp.checkpoint import manifest, orbax
 from jaxdp.checkpoint.store import Checkpoints
-from jaxdp.core.options import Forward, UpdateRule
-from jaxdp.core.state import init_state
-from jaxdp.distributed import membership
-from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.precision import LossScaling
+from jaxdp.process import membership
+from jaxdp.process.context import Context
 from jaxdp.split import path_string
+from jaxdp.train.options import Forward, UpdateRule
+from jaxdp.train.state import init_state
 
 
 def states(n=2, seed=0):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxdp
-from jaxdp.distributed import packing
+from jaxdp.interop import flat_buffers
 
 
 def test_alone_every_collective_gives_back_what_it_got():
@@ -31,7 +31,7 @@ def test_a_timeout_that_is_none_is_refused(monkeypatch):
 
 
 def test_a_collective_before_init_is_refused_where_there_are_other_processes(monkeypatch):
-    monkeypatch.setattr("jaxdp.distributed.context._current", None)
+    monkeypatch.setattr("jaxdp.process.context._current", None)
     for name, value in {
         "JAXDP_COORDINATOR": "h:1",
         "JAXDP_NUM_PROCESSES": "2",
@@ -76,7 +76,7 @@ def test_the_bits_of_numbers_of_any_width_come_back(dtype):
     x = jnp.arange(8).astype(dtype) * jnp.asarray(
         -1 if dtype not in ("uint4", "bool") else 1, dtype
     )
-    bits = jax.jit(packing.to_bits)(x)
+    bits = jax.jit(flat_buffers.to_bits)(x)
     assert jnp.issubdtype(bits.dtype, jnp.unsignedinteger)
-    got = jax.jit(packing.from_bits, static_argnums=1)(bits, x.dtype)
+    got = jax.jit(flat_buffers.from_bits, static_argnums=1)(bits, x.dtype)
     assert got.dtype == x.dtype and np.asarray(got).tobytes() == np.asarray(x).tobytes()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cli_runs import DIGITS
 from jaxdp import config as schema
 from jaxdp.cli import help_of, load
-from jaxdp.config import check, keys
+from jaxdp.config import keys, validation
 from jaxdp.config.reading import from_mapping
 from jaxdp.errors import UsageError, nearest
 
@@ -32,7 +32,7 @@ def test_shipped_configs_load_and_say_how_they_are_run(file):
 
 def test_the_contract_of_keys_and_defaults():
     config, *_ = load(["--steps", "5", "--model.target", "MLP", "--data.target", "Digits"])
-    flat = check.flatten(config)
+    flat = validation.flatten(config)
     want = {
         "seed": 0, "run_dir": None, "steps": 5, "epochs": None, "batch_size": 128, "microbatches": 8,
         "init_from": None, "model.target": "MLP", "model.args": {}, "data.target": "Digits", "data.args": {},
@@ -372,14 +372,14 @@ def test_every_field_says_what_it_decides():
         "nonfinite.max_consecutive": "speed", "spike.factor": "numbers", "spike.max_rollbacks": "numbers",
         "spike.every": "numbers",
     }.items():  # fmt: skip
-        assert check.decides(key) == value, key
-    assert {check.decides(k) for k in keys.known_keys()} == {"numbers", "speed"}
+        assert validation.decides(key) == value, key
+    assert {validation.decides(k) for k in keys.known_keys()} == {"numbers", "speed"}
 
 
 def test_a_change_of_speed_is_no_change_of_numbers():
     before = dataclasses.asdict(load(DIGITS)[0])
     assert (
-        check.changed_numbers(
+        validation.changed_numbers(
             before, load([*DIGITS, "--parallel.backend", "pjit", "--log.every", "7"])[0]
         )
         == []
@@ -388,8 +388,8 @@ def test_a_change_of_speed_is_no_change_of_numbers():
         ["--eval.data.target", "Digits"],
         ["--eval.data.target", "Npz", "--eval.data.args.path", "a.npz"],
     ):
-        assert check.changed_numbers(before, load([*DIGITS, *data])[0]) == []
-    changed = check.changed_numbers(
+        assert validation.changed_numbers(before, load([*DIGITS, *data])[0]) == []
+    changed = validation.changed_numbers(
         before, load([*DIGITS, "--seed", "7", "--model.args.hidden", "[3]"])[0]
     )
     assert changed == ["seed: 0 -> 7", "model.args.hidden: [256, 256] -> [3]"]
@@ -402,7 +402,7 @@ def test_more_steps_are_no_change_if_the_learning_rates_do_not_depend_on_them(op
     """An Optax transformation has its own; its config has an unused cosine schedule."""
     base = {"model": {"target": "MLP"}, "data": {"target": "Digits"}, "optimizer": optimizer}
     before, after = (from_mapping({**base, "steps": steps}, "fit") for steps in (4, 8))
-    assert check.changed_numbers(dataclasses.asdict(before), after) == []
+    assert validation.changed_numbers(dataclasses.asdict(before), after) == []
 
 
 def test_a_tuple_is_the_list_that_a_checkpoint_has():
@@ -411,7 +411,7 @@ def test_a_tuple_is_the_list_that_a_checkpoint_has():
         {"model": {"target": "Net", "args": args}, "data": {"target": "Digits"}, "steps": 1}, "fit"
     )
     saved = json.loads(json.dumps(dataclasses.asdict(config)))
-    assert config.model.args == args and check.changed_numbers(saved, config) == []
+    assert config.model.args == args and validation.changed_numbers(saved, config) == []
 
 
 def test_the_order_of_factors_is_compared_as_the_first_match_decides():
@@ -419,8 +419,8 @@ def test_the_order_of_factors_is_compared_as_the_first_match_decides():
     before, after = (
         load([*DIGITS, "--optimizer.lr_scale", json.dumps(scale)])[0] for scale in scales
     )
-    assert check.changed_numbers(dataclasses.asdict(before), before) == []
-    changed = check.changed_numbers(dataclasses.asdict(before), after)
+    assert validation.changed_numbers(dataclasses.asdict(before), before) == []
+    changed = validation.changed_numbers(dataclasses.asdict(before), after)
     assert changed == [
         "optimizer.lr_scale: [('kernel', 0.1), ('.*', 1.0)] -> [('.*', 1.0), ('kernel', 0.1)]"
     ]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxdp.data import Mixture, Npz, Stream, TokenFile
-from jaxdp.data.base import Arrays, Examples, as_dataset, check_dtypes, fingerprint, probes
 from jaxdp.data.contents import contents, difference
+from jaxdp.data.dataset import Arrays, Examples, as_dataset, check_dtypes, fingerprint, probes
 from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.prefetch import read_batch
 from jaxdp.data.windows import Windows

@@ -11,16 +11,16 @@ import unicodedata
 import numpy as np
 import pytest
 
-from jaxdp.assemble.data import make_data
 from jaxdp.cli import Call, load, load_options
 from jaxdp.cli.data import run as data_command
 from jaxdp.data import HuggingFace, ImageFolder, Mixture
-from jaxdp.data.base import as_dataset, check_dtypes
 from jaxdp.data.contents import contents
+from jaxdp.data.dataset import as_dataset, check_dtypes
 from jaxdp.data.example_order import order_of
 from jaxdp.data.image_folder import decode
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError
+from jaxdp.run.datasets import make_data
 
 RNG = np.random.default_rng(0)
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxdp.data import Mixture, Stream
-from jaxdp.data.base import UNKNOWN, Arrays, as_dataset, check_dtypes, fingerprint
+from jaxdp.data.dataset import UNKNOWN, Arrays, as_dataset, check_dtypes, fingerprint
 from jaxdp.data.example_order import order_of
 from jaxdp.data.mixture import split_by_weight
 from jaxdp.data.prefetch import read_batch, read_batches

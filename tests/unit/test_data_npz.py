@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import jaxdp
-from jaxdp.assemble.data import read_set
 from jaxdp.config.training import Target
 from jaxdp.data import SOURCES, Npz
-from jaxdp.data.base import as_dataset
+from jaxdp.data.dataset import as_dataset
 from jaxdp.errors import UsageError
+from jaxdp.run.datasets import read_set
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(40, 5)).astype(np.float32), RNG.integers(0, 3, 40)

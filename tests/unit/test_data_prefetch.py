@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxdp.data import prefetch as module
-from jaxdp.data.base import Arrays, Examples
+from jaxdp.data.dataset import Arrays, Examples
 from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.prefetch import prefetch, read_batch
 from jaxdp.errors import UsageError

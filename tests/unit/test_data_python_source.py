@@ -9,7 +9,7 @@ import pytest
 
 import jaxdp.data
 from jaxdp.data import PythonSource
-from jaxdp.data.base import check_dtypes, fingerprint
+from jaxdp.data.dataset import check_dtypes, fingerprint
 from jaxdp.errors import UsageError
 
 

@@ -16,7 +16,7 @@ import pytest
 
 import jaxdp.data
 from jaxdp.data import CIFAR10, MNIST, Digits, FashionMNIST
-from jaxdp.data.base import check_dtypes
+from jaxdp.data.dataset import check_dtypes
 from jaxdp.errors import UsageError
 
 RNG = np.random.default_rng(0)

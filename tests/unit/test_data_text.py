@@ -14,16 +14,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxdp.assemble.data import make_data, read_set
 from jaxdp.cli import load
 from jaxdp.config.training import Target
 from jaxdp.data import SOURCES, Documents, PennTreebank, TextFile
 from jaxdp.data import windows as module
-from jaxdp.data.base import check_dtypes, fingerprint
+from jaxdp.data.dataset import check_dtypes, fingerprint
 from jaxdp.data.packing import pack, read_documents
 from jaxdp.data.tokenizers import Byte, Char, File, Named, Words, from_spec, make_tokenizer
 from jaxdp.data.windows import Windows, cut
 from jaxdp.errors import UsageError
+from jaxdp.run.datasets import make_data, read_set
 from tokenizer_files import TEXT, bpe
 
 REAL = os.environ.get("JAXDP_DATA")

@@ -19,7 +19,7 @@ from jaxdp.cli import Call, load_options
 from jaxdp.cli.data import run as data
 from jaxdp.data import TextFile, TokenFile
 from jaxdp.data import documents as module
-from jaxdp.data.base import check_dtypes, fingerprint
+from jaxdp.data.dataset import check_dtypes, fingerprint
 from jaxdp.data.documents import boundary, pieces
 from jaxdp.data.tokenize import tokenize
 from jaxdp.data.tokenizers import File
@@ -325,8 +325,8 @@ def test_a_file_is_closed_with_its_data_set(tmp_path):
 
 
 def test_a_config_takes_both_splits_and_the_vocabulary(tmp_path):
-    from jaxdp.assemble.data import make_data
     from jaxdp.config import Config, DataTarget
+    from jaxdp.run.datasets import make_data
 
     raw(tmp_path / "train.bin", TOKENS[:400])
     raw(tmp_path / "val.bin", TOKENS[400:])

@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxdp.data.base import Arrays, Examples
+from jaxdp.data.dataset import Arrays, Examples
 from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.prefetch import read_batch
 from jaxdp.data.workers import prefetch_in_workers

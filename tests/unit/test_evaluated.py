@@ -14,15 +14,15 @@ from flax import nnx
 import jaxdp
 import toys
 from covering import first
-from jaxdp.assemble.run import make_run
 from jaxdp.checkpoint.weights import from_checkpoint, on_host
 from jaxdp.cli import load
 from jaxdp.cli.export import export
-from jaxdp.core.average import average_statistics
-from jaxdp.distributed.context import current
 from jaxdp.errors import UsageError
 from jaxdp.optim.evaluation import evaluation_arrays, evaluation_params
+from jaxdp.process.context import current
+from jaxdp.run.build import make_run
 from jaxdp.split import path_string
+from jaxdp.train.average import average_statistics
 from launch import SUPPORT
 from layouts import LAYOUTS
 

@@ -12,10 +12,10 @@ from flax import linen, nnx
 import jaxdp
 from jaxdp.data import Stream
 from jaxdp.errors import UsageError
-from jaxdp.job.fitted import fitting, settings
-from jaxdp.job.objects import name_it
 from jaxdp.models.nnx import Carry
-from jaxdp.parallel import make_reduction
+from jaxdp.run.fitted import fitting, settings
+from jaxdp.run.objects import name_it
+from jaxdp.run.strategies import make_reduction
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(90, 4)).astype(np.float32)

@@ -8,11 +8,11 @@ import jax
 import pytest
 
 import toys
-from jaxdp.analysis import memory
-from jaxdp.data.base import Arrays
+from jaxdp.data.dataset import Arrays
 from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.prefetch import read_batch
-from jaxdp.distributed import faults
+from jaxdp.plan import memory
+from jaxdp.process import faults
 
 
 @pytest.mark.slow

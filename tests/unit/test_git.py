@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from jaxdp.job import git
+from jaxdp.run import git
 
 
 @pytest.fixture

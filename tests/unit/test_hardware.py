@@ -6,16 +6,16 @@ import pytest
 import yaml
 
 from benchmarks import published
-from jaxdp.analysis import hardware
-from jaxdp.analysis.hardware import (
+from jaxdp.errors import UsageError
+from jaxdp.plan import hardware
+from jaxdp.plan.hardware import (
     HARDWARE,
     Hardware,
     collective_seconds,
     load_hardware,
     update_seconds,
 )
-from jaxdp.analysis.hlo import WIRE, Collective
-from jaxdp.errors import UsageError
+from jaxdp.plan.hlo import WIRE, Collective
 
 HW = Hardware(
     "toy", {"float32": 1e12}, 1e9, 1e10, 8, 100.0, 0.5, 10.0, 3.0, 0.5, "made up"

@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdp.analysis.hlo import Collective, collectives, summarize
-from jaxdp.analysis.hlo.groups import replica_groups
-from jaxdp.parallel.rounding import opaque_true, scan_unfused
+from jaxdp.exact.rounding import opaque_true, scan_unfused
+from jaxdp.plan.hlo import Collective, collectives, summarize
+from jaxdp.plan.hlo.groups import replica_groups
 
 MESH = Mesh(np.array(jax.devices()).reshape(2, 4), ("r", "d"), axis_types=(AxisType.Auto,) * 2)
 ALL = (tuple(range(8)),)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from jaxdp.distributed import hosts
+from jaxdp.process import hosts
 
 GROUPS = {
     "version 2": (

@@ -16,7 +16,6 @@ from flax import nnx
 from jax import lax
 
 from covering import first
-from jaxdp import environment
 from jaxdp.cpu import convolve, product
 from jaxdp.models.attention import SHORTEST, causal, shares
 from jaxdp.models.cnn import CNN
@@ -25,6 +24,7 @@ from jaxdp.models.mlp import MLP
 from jaxdp.models.normalization import LayerNorm, RMSNorm
 from jaxdp.models.resnet9 import ResNet9, halve
 from jaxdp.models.vit import ViT
+from jaxdp.process import environment
 
 DIMS = lax.conv_dimension_numbers((1, 1, 1, 1), (1, 1, 1, 1), ("NHWC", "HWIO", "NHWC"))
 

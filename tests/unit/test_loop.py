@@ -17,13 +17,13 @@ import pytest
 import toys
 from covering import first, only
 from jaxdp.checkpoint.digest import params_sha256
-from jaxdp.data.base import Arrays
+from jaxdp.data.dataset import Arrays
 from jaxdp.errors import RunFailed, UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.metrics.jsonl import ENOUGH, JsonLines, read
-from jaxdp.supervise.monitor import Monitor, Stopped
-from jaxdp.training import loop
-from jaxdp.training.lookback import BEHIND, EXAMINED
+from jaxdp.process.monitor import Monitor, Stopped
+from jaxdp.train import loop
+from jaxdp.train.lookback import BEHIND, EXAMINED
 from plain_runs import make_run
 
 

@@ -12,12 +12,12 @@ import pytest
 
 import toys
 from jaxdp import logits as pieces
-from jaxdp.assemble.components import make_parts, make_the_step
 from jaxdp.cli import load
 from jaxdp.errors import UsageError
 from jaxdp.logits import Logits, rows_at_once
 from jaxdp.losses import CausalLM, Contrastive, MeanSquaredError, MultiTask, SoftmaxCrossEntropy
 from jaxdp.models.base import Model
+from jaxdp.run.components import make_parts, make_the_step
 
 RNG = np.random.default_rng(0)
 ROWS, CLASSES = 12, 7

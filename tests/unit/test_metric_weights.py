@@ -13,8 +13,8 @@ import toys
 from covering import first
 from jaxdp.errors import UsageError
 from jaxdp.losses import CausalLM, MultiTask, SoftmaxCrossEntropy
-from jaxdp.metrics.sums import WEIGHT, check_result
-from jaxdp.training import loop
+from jaxdp.train import loop
+from jaxdp.train.metric_sums import WEIGHT, check_result
 from jaxdp.verify.oracle import mean_of
 from plain_runs import make_run
 

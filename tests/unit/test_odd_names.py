@@ -15,16 +15,16 @@ from hypothesis import HealthCheck, example, given, settings
 
 import odd_names
 from checkpoints import META
-from jaxdp import rundir
-from jaxdp.assemble.preflight import check_leaves
 from jaxdp.checkpoint import orbax
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.checkpoint.weights import from_checkpoint, from_safetensors, locate, named, on_host
 from jaxdp.cli.export import export
-from jaxdp.core.state import TrainState
-from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError
+from jaxdp.process.context import Context
+from jaxdp.run import rundir
+from jaxdp.run.preflight import check_leaves
 from jaxdp.split import path_string
+from jaxdp.train.state import TrainState
 
 
 def state_of(params):

@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 
-from jaxdp.assemble.components import make_tx, schedule_of
 from jaxdp.config import Config
 from jaxdp.config.training import Optimizer
 from jaxdp.errors import UsageError
@@ -24,6 +23,7 @@ from jaxdp.optim import (
 )
 from jaxdp.optim.muon import matrices
 from jaxdp.optim.roles import Role
+from jaxdp.run.components import make_tx, schedule_of
 
 PARAMS = {
     "layer": {"kernel": jnp.full((4, 4), 2.0), "bias": jnp.full(4, 2.0)},

@@ -18,7 +18,7 @@ from jaxdp.metrics.events import Events
 from jaxdp.metrics.numbers import SMALLER
 from jaxdp.report import html, media
 from jaxdp.report.read import flat, read_run
-from jaxdp.report.writer import Reports
+from jaxdp.report.report_writer import Reports
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
 

@@ -12,7 +12,7 @@ import pytest
 from jax.extend.core import Literal
 
 from convolutions import convolution
-from jaxdp.parallel import products
+from jaxdp.exact import products
 from launch import SUPPORT, together
 
 GEOMETRIES = {

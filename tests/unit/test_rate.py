@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxdp.core.rate import rate_of
 from jaxdp.optim import OPTIMIZERS, make_schedule
+from jaxdp.train.rate import rate_of
 
 LR, STEPS, WARMUP = 0.3, 20, 4
 

@@ -8,13 +8,13 @@ import pytest
 from flax import linen, nnx
 from optax.contrib import MuonDimensionNumbers
 
-from jaxdp.assemble.components import describe_groups, make_parts, state_maker
 from jaxdp.config import Config
 from jaxdp.config.training import DataTarget, ModelTarget, Optimizer, Precision
 from jaxdp.optim import make_optimizer
 from jaxdp.optim.muon import matrices as matrices_of
+from jaxdp.optim.optimizers import OPTIMIZERS
 from jaxdp.optim.roles import find_roles
-from jaxdp.optim.table import OPTIMIZERS
+from jaxdp.run.components import describe_groups, make_parts, state_maker
 from jaxdp.split import path_string
 
 

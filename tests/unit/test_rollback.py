@@ -13,7 +13,7 @@ import pytest
 
 import jaxdp
 from covering import first
-from jaxdp.data.base import Arrays
+from jaxdp.data.dataset import Arrays
 from jaxdp.errors import RunFailed, UsageError
 
 RNG = np.random.default_rng(0)

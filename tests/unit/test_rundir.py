@@ -10,14 +10,14 @@ import time
 
 import pytest
 
-from jaxdp import rundir
-from jaxdp.distributed import faults
-from jaxdp.distributed.context import Context
 from jaxdp.errors import UsageError
 from jaxdp.metrics.events import Events
 from jaxdp.metrics.jsonl import JsonLines
+from jaxdp.process import faults
+from jaxdp.process.context import Context
+from jaxdp.process.watchdog import Watchdog
 from jaxdp.report import html
-from jaxdp.supervise.watchdog import Watchdog
+from jaxdp.run import rundir
 
 HOLDER = """
 import pathlib, sys, time

@@ -20,10 +20,11 @@ import jax
 import pytest
 
 from benchmarks.clients import Client, Clients, facts
-from jaxdp import compilation_cache
 from jaxdp.checkpoint.commit import Commit, PeerFailed
-from jaxdp.distributed import (
+from jaxdp.errors import PREEMPTED, DistributedError, GenerationEnded, UsageError
+from jaxdp.process import (
     channel,
+    compilation_cache,
     connection,
     exchange,
     hosts,
@@ -33,10 +34,9 @@ from jaxdp.distributed import (
     protocol,
     sockets,
 )
-from jaxdp.distributed.connection import Connection
-from jaxdp.distributed.context import Context
-from jaxdp.distributed.generation import QUIET, Generation, Member
-from jaxdp.errors import PREEMPTED, DistributedError, GenerationEnded, UsageError
+from jaxdp.process.connection import Connection
+from jaxdp.process.context import Context
+from jaxdp.process.generation import QUIET, Generation, Member
 
 
 @pytest.mark.parametrize("size", [1, 2, 9, 100])

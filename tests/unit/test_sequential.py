@@ -9,7 +9,7 @@ import pytest
 
 import toys
 from covering import first
-from jaxdp.data.base import Arrays
+from jaxdp.data.dataset import Arrays
 from jaxdp.data.example_order import EpochOrder, Streams
 from jaxdp.data.prefetch import read_batch
 from jaxdp.losses import SoftmaxCrossEntropy

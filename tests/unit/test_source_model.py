@@ -12,17 +12,17 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from jaxdp.assemble.components import make_parts
-from jaxdp.assemble.initialize_from import fitted
-from jaxdp.assemble.source_model import state_of
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.checkpoint.weights import locate, named, open_weights
 from jaxdp.cli import huggingface
 from jaxdp.config import Init
 from jaxdp.config.reading import from_mapping
-from jaxdp.core.state import TrainState
 from jaxdp.errors import UsageError
 from jaxdp.models.gpt import GPT
+from jaxdp.run.components import make_parts
+from jaxdp.run.initial_weights import fitted
+from jaxdp.run.source_model import state_of
+from jaxdp.train.state import TrainState
 
 LENGTH, TOKENS = 8, 13
 EXAMPLES = [

@@ -11,11 +11,7 @@ from flax import linen, nnx
 
 import toys
 from covering import first
-from jaxdp.core.model_state import mean_state, weighted_state
-from jaxdp.core.options import Forward, UpdateRule
-from jaxdp.core.state import init_state
-from jaxdp.core.step import make_step
-from jaxdp.data.base import Arrays
+from jaxdp.data.dataset import Arrays
 from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.prefetch import read_batch
 from jaxdp.losses import SoftmaxCrossEntropy
@@ -25,6 +21,10 @@ from jaxdp.models.cnn import CNN
 from jaxdp.models.nnx import Carry
 from jaxdp.models.resnet9 import ResNet9
 from jaxdp.split import path_string
+from jaxdp.train.model_state import mean_state, weighted_state
+from jaxdp.train.options import Forward, UpdateRule
+from jaxdp.train.state import init_state
+from jaxdp.train.step import make_step
 
 
 class Norm(nnx.Module):

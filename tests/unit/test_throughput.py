@@ -11,19 +11,19 @@ import jax.numpy as jnp
 import pytest
 
 import toys
-from jaxdp import rundir
-from jaxdp.analysis.flops import count_flops
-from jaxdp.analysis.hardware import peak_flops
-from jaxdp.assemble.components import make_parts, make_the_step, set_jax, state_maker
-from jaxdp.assemble.preflight import rehearse
 from jaxdp.config.reading import from_mapping
-from jaxdp.data.base import Arrays
+from jaxdp.data.dataset import Arrays
 from jaxdp.errors import UsageError
 from jaxdp.metrics.console import Console
 from jaxdp.metrics.meter import Meter
 from jaxdp.metrics.throughput import goodput, throughput
 from jaxdp.models.attention import fused
-from jaxdp.training import loop
+from jaxdp.plan.flops import count_flops
+from jaxdp.plan.hardware import peak_flops
+from jaxdp.run import rundir
+from jaxdp.run.components import make_parts, make_the_step, set_jax, state_maker
+from jaxdp.run.preflight import rehearse
+from jaxdp.train import loop
 from plain_runs import make_run
 
 LAYERS, DIM, TOKENS = 3, 128, 32

@@ -13,11 +13,11 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxdp import rundir, values
 from jaxdp.cli import load
-from jaxdp.config import Config
+from jaxdp.config import Config, values
 from jaxdp.config.reading import from_mapping
 from jaxdp.errors import UsageError
+from jaxdp.run import rundir
 from jaxdp.targets import bind
 
 ODD = [

@@ -18,19 +18,19 @@ import numpy as np
 import pytest
 
 import toys
-from jaxdp.core.skip import Spike
-from jaxdp.data.base import Arrays
-from jaxdp.distributed.context import Context
+from jaxdp.data.dataset import Arrays
+from jaxdp.elasticity import generations
+from jaxdp.elasticity.snapshots import Snapshot, Snapshots, affordable
 from jaxdp.errors import RunFailed
+from jaxdp.process.agreement import Agreement
+from jaxdp.process.context import Context
+from jaxdp.process.monitor import RunMonitor, Stopped
+from jaxdp.process.watchdog import verdict
+from jaxdp.run.callbacks import Callbacks
+from jaxdp.run.source import Source
 from jaxdp.split import WHOLE
-from jaxdp.supervise import generations
-from jaxdp.supervise.agreement import Agreement
-from jaxdp.supervise.monitor import RunMonitor, Stopped
-from jaxdp.supervise.watchdog import verdict
-from jaxdp.training import loop
-from jaxdp.training.callbacks import Callbacks
-from jaxdp.training.snapshots import Snapshot, Snapshots, affordable
-from jaxdp.training.source import Source
+from jaxdp.train import loop
+from jaxdp.train.skip import Spike
 from plain_runs import make_run
 
 ALONE = Context(hosts=("here",))
@@ -344,8 +344,8 @@ def test_a_process_that_stands_still_ends_itself(tmp_path):
     """One process alone: its stacks, one line, code 1; a suspension is no standstill."""
     code = (
         "import sys, time, pathlib\n"
-        "from jaxdp.distributed.context import Context\n"
-        "from jaxdp.supervise.watchdog import Watchdog\n"
+        "from jaxdp.process.context import Context\n"
+        "from jaxdp.process.watchdog import Watchdog\n"
         f"dog = Watchdog(Context(hosts=('here',)), pathlib.Path({str(tmp_path)!r}), 3.0)\n"
         "dog.at('update 7')\n"
         "print('ready', flush=True)\n"
@@ -376,8 +376,8 @@ def test_each_update_of_a_call_has_its_time(tmp_path, updates, ends):
     """A call of about 3 s, where one update may take 1 s."""
     code = (
         "import time, pathlib, jax, jax.numpy as jnp\n"
-        "from jaxdp.distributed.context import Context\n"
-        "from jaxdp.supervise.watchdog import Watchdog\n"
+        "from jaxdp.process.context import Context\n"
+        "from jaxdp.process.watchdog import Watchdog\n"
         f"dog = Watchdog(Context(hosts=('here',)), pathlib.Path({str(tmp_path)!r}), 1.0)\n"
         f"ones = lambda x: jnp.zeros({updates}) + x[0, 0]\n"
         "call = jax.jit(lambda n: ones(jax.lax.fori_loop(0, n, lambda _, x: jnp.tanh(x @ x), jnp.eye(64))))\n"

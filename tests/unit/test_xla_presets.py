@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jaxdp import environment
+from jaxdp.process import environment
 
 
 @pytest.fixture

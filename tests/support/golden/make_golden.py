@@ -77,10 +77,10 @@ def train(folder):
 
 def restored(run):
     """The checkpoint as one process on one device reads it."""
-    from jaxdp.assemble.run import make_run
     from jaxdp.cli import load
-    from jaxdp.distributed.context import current
-    from jaxdp.training.save import restore
+    from jaxdp.process.context import current
+    from jaxdp.run.build import make_run
+    from jaxdp.run.save import restore
 
     config, *_ = load(["--config", str(HERE / "golden.yaml")])
     made = make_run(config, run, current())

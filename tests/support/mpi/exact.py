@@ -15,7 +15,7 @@ import pathlib
 import sys
 import warnings
 
-from jaxdp import environment
+from jaxdp.process import environment
 
 environment.exact()
 
@@ -29,12 +29,12 @@ import jaxdp
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import toys
 from jaxdp.checkpoint.digest import host
-from jaxdp.core.skip import Spike
 from jaxdp.data.augment import random_crop, random_flip
 from jaxdp.models import as_model
 from jaxdp.models.gpt import GPT
 from jaxdp.models.mlp import MLP
 from jaxdp.precision import LossScaling, Policy
+from jaxdp.train.skip import Spike
 
 STEPS, BATCH, EXAMPLES = (
     6,

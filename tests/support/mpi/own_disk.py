@@ -5,7 +5,7 @@ rank's DISK at MOUNT.
 import os
 import sys
 
-from jaxdp.distributed.launchers import discover
+from jaxdp.process.launchers import discover
 
 end = sys.argv.index("--")
 mount, *disks = sys.argv[1:end]

@@ -1,3 +1,0 @@
-"""What a run costs before it runs: memory, FLOPs, bytes on the wire, and how this compares with a
-trace.
-"""

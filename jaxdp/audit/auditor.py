@@ -1,0 +1,230 @@
+"""The audit: every so many updates, all devices compute the same microbatch, and those that differ
+are named.
+
+It runs between two updates, on the state that the next one will use. Fingerprints of gradients and
+of the copies of the state are compared through the coordinator; where two differ, all devices
+compute again, and the majority is right."""
+
+import base64
+import contextlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxdp.audit.program import Probe
+from jaxdp.audit.votes import Groups, Verdict, judge
+from jaxdp.errors import RunFailed
+from jaxdp.parallel.placement import of_this_process
+from jaxdp.process import membership
+from jaxdp.process.context import SLOW
+from jaxdp.train.run import Progress, Run
+from jaxdp.train.state import Batch, TrainState
+
+AGAIN = 3  # repetitions that tell a device from software
+WAIT = 60.0  # seconds for the end of a generation that a process leaves
+
+
+class Audit:
+    """every: updates between two audits; there is one after the last update too. action: see the
+    config's `audit`.
+    """
+
+    def __init__(self, probe: Probe, every: int, action: str):
+        self.probe, self.every, self.action = probe, every, action
+        self.last: int | None = None  # the update after which the last audit was made
+        self.named: set[Any] = set()
+        self.failed = False  # then a later audit that passes does not make the state right
+        self.measure: Callable[..., np.ndarray] = (
+            self._measure
+        )  # one object: the monitor knows what it has compiled
+        self._titles: list[str] = []
+        self._groups: list[Groups] = []
+
+    def is_due(self, run: Run, progress: Progress, last: bool = False) -> bool:
+        if self.last is None:
+            self.last, run.checkpoints.audited = run.origin.start, passed_before(run)
+        passed = progress.step - self.last
+        return self.every > 0 and (not 0 <= passed < self.every or (last and passed > 0))
+
+    def check(self, run: Run, progress: Progress, batch: Batch) -> None:
+        """Audit the devices after an update. Raises RunFailed if the action is to end this process
+        or all.
+        """
+        step = self.last = progress.step
+        if not self._titles:
+            self._describe(run)
+        name = f"the audit after update {step}"
+
+        def compute():
+            return run.hooks.watch.run_step(name, self.measure, run, progress.state, batch)
+
+        runs = [
+            compute() for _ in range(2 if len(self._titles) == 1 else 1)
+        ]  # one device is compared in time
+        state = len(self._groups)
+        groups = [*self._groups, *[self._same_kind] * (len(runs[0][0]) - state)]
+        verdict = judge(runs, groups, state)
+        if verdict.devices:
+            verdict = judge([*runs, *(compute() for _ in range(AGAIN))], groups, state)
+        if verdict.software:
+            self.every = 0
+            text = (
+                f"audit: {len(verdict.unstable)} of {len(self._titles)} devices differ from themselves when they "
+                "repeat a microbatch: an operation of the model, loss or transform is not deterministic; there are no "
+                "further audits"
+            )
+            self._warn(run, step, "software", text)
+        if verdict.devices:
+            self.failed = True
+            self._act(run, step, verdict)
+        elif not self.failed:
+            run.checkpoints.audited = step
+
+    def _measure(self, run: Run, state: TrainState, batch: Batch) -> np.ndarray:
+        """Return the fingerprints [device, leaf] of all processes."""
+        prints = self.probe.fingerprints(*self.probe.inputs(state), batch)
+        shards = sorted(prints.addressable_shards, key=lambda s: s.index[0].start or 0)
+        local = np.concatenate([np.asarray(s.data) for s in shards])
+        damaged = run.hooks.snapshots is not None and run.hooks.snapshots.drop_damaged()
+        text = json.dumps([damaged, base64.b64encode(local.tobytes()).decode()])
+        texts = run.checkpoints.context.exchange("audit", text, SLOW)
+        rows = []
+        for rank, (damaged, row) in enumerate(map(json.loads, texts)):
+            rows.append(np.frombuffer(base64.b64decode(row), np.uint32).reshape(-1, local.shape[1]))
+            if damaged:
+                owner = run.checkpoints.context.title(rank)
+                text = f"audit: a snapshot in the memory of {owner} is damaged; it is not used"
+                self._warn(run, self.last, ("snapshot", rank), text)
+        return np.concatenate(rows)
+
+    def _describe(self, run: Run) -> None:
+        """Exchange the names and kinds of all devices; warn of leaves that have one copy only."""
+        context, devices = run.checkpoints.context, self.probe.strategy.devices
+        local = [devices[i] for i in of_this_process(devices)]
+        own = [
+            [kind_of(d), d.local_hardware_id, getattr(d, "uuid", None)] for d in local
+        ]  # unknown to the others
+        facts = [
+            fact
+            for text in context.exchange("devices", json.dumps(own), SLOW)
+            for fact in json.loads(text)
+        ]
+        kinds = [kind for kind, *_ in facts]
+        self._same_kind = [
+            [i for i, k in enumerate(kinds) if k == kind] for kind in dict.fromkeys(kinds)
+        ]
+        for device, (_, number, serial) in zip(devices, facts):
+            rank = device.process_index
+            owner = (
+                f"{context.title(rank)}, process {context.pids[rank]}"
+                if context.size > 1
+                else "this process"
+            )
+            name = (
+                f"{device.device_kind} {number} of {owner}{f', serial {serial}' if serial else ''}"
+            )
+            self._titles.append(f"device {len(self._titles)} ({name})")
+        shapes = jax.tree.leaves(self.probe.strategy.abstract(padded=True).replace(carry=None))
+        single = 0
+        for x in shapes:
+            holders: dict[Any, list[int]] = {}
+            for device, index in x.sharding.devices_indices_map(x.shape).items():
+                holders.setdefault(str(index), []).append(devices.index(device))
+            self._groups.append(list(holders.values()))
+            single += all(len(group) == 1 for group in holders.values())
+        if single and len(devices) > 1:
+            run.log.writer.say(
+                f"warning: audit: {single} of the state's {len(shapes)} leaves have one copy only, a shard of "
+                "parallel.zero or a replica of outer: the audit cannot compare them"
+            )
+
+    def _act(self, run: Run, step: int, verdict: Verdict) -> None:
+        context = run.checkpoints.context
+        text = f"audit after update {step}: {self._text(verdict)}"
+        devices = self.probe.strategy.devices
+        faulty = {devices[i].process_index for i in verdict.devices}
+        for i, leaf in verdict.devices.items():
+            where = {"device": i, "rank": devices[i].process_index, "leaf": self.probe.names[leaf]}
+            run.log.events.note("audit_failed", step, reason=text, **where)
+        if self.action == "warn":
+            return self._warn(run, step, frozenset(verdict.devices), text, log=False)
+        self._set_aside(run)
+        elastic = run.hooks.snapshots is not None
+        if self.action == "expel" and verdict.certain and elastic and len(faulty) < context.size:
+            if context.rank in faulty:
+                raise RunFailed(f"{text}; this process leaves the job")
+            member = membership.joined()
+            if member.has_ended(WAIT):
+                member.check_generation()
+        raise RunFailed(f"{text}; audit.action: {self.action} ends the job", rank=0)
+
+    def _set_aside(self, run: Run) -> None:
+        """Let no state that was copied since the last audit that passed be used again."""
+        passed = run.checkpoints.audited or 0
+        run.checkpoints.wait()
+        if run.hooks.snapshots is not None:
+            run.hooks.snapshots.drop_after(passed)
+        if run.checkpoints.writes:
+            for step in run.checkpoints.steps():
+                if step > passed:
+                    why = f"checkpoint {step} may be wrong: made after the last audit that passed, of {passed}"
+                    run.checkpoints.set_aside(step, "suspect", why, run.log.writer.say)
+        run.checkpoints.context.barrier("suspects", SLOW)
+
+    def _text(self, verdict: Verdict) -> str:
+        names = " and ".join(self._titles[i] for i in verdict.devices)
+        leaf = next(iter(verdict.devices.values()))
+        path, state = self.probe.names[leaf], leaf < len(self._groups)
+        others = f"of the {len(self._titles) - len(verdict.devices)} other devices"
+        if not verdict.certain:
+            which = "their copies" if state else "their results"
+            return f"{names} differ: {which} of {path}; with no majority, it is unknown which of them is wrong"
+        if verdict.unstable:
+            also = (
+                " (or an operation of the model is not deterministic)"
+                if len(self._titles) == 1
+                else ""
+            )
+            return f"{names} computes wrongly: {path} differs between repetitions on the same input{also}"
+        verb = "differ" if len(verdict.devices) > 1 else "differs"
+        if state:
+            return f"{names} has a wrong copy of the state: {path} {verb} from that {others}"
+        return f"{names} computes wrongly: {path} {verb} from that {others}, in each of {AGAIN + 1} repetitions"
+
+    def _warn(self, run: Run, step: int | None, what: Any, text: str, log: bool = True) -> None:
+        if what not in self.named:
+            self.named.add(what)
+            run.log.writer.say(f"warning: {text}")
+            if log:
+                run.log.events.note("audit", step, reason=text)
+
+
+def passed_before(run: Run) -> int:
+    """Return the last update that an audit had passed before this run, as its checkpoints store, or
+    0.
+    """
+    if (
+        run.origin.recovered is not None and run.hooks.snapshots.audited
+    ):  # only such states were copied
+        return run.origin.start
+
+    def stored():
+        return [meta.get("audited", 0) for meta in run.checkpoints.metas().values()]
+
+    return max(run.checkpoints.context.of_root("audited", stored, SLOW), default=0)
+
+
+def kind_of(device: jax.Device) -> str:
+    """Return the kind of a device: only those of one kind have the same bits."""
+    if device.platform == "cpu":
+        with (
+            contextlib.suppress(OSError, StopIteration),
+            open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file,
+        ):
+            return next(
+                line.partition(":")[2].strip() for line in file if line.startswith("model name")
+            )
+    return device.device_kind

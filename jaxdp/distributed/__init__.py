@@ -1,1 +1,0 @@
-"""Processes of a job: detection (launchers), rendezvous (coordinator, membership) and collectives."""

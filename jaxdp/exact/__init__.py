@@ -1,0 +1,1 @@
+"""Exact sums: the same bits on any number of devices."""

@@ -1,0 +1,274 @@
+"""Eager collectives between processes, on one array or a list. A mismatch raises an error on every
+rank: no hang.
+
+Every function takes an array or a list of arrays, of NumPy or JAX, and returns a jax.Array or a
+list of them. A list is sent in one transfer, or if it is reduced, in one transfer for each element
+type. A rank is a process, and its arrays live on its first device. Operations without arithmetic
+preserve the bits (-0.0, NaN payloads). 64-bit NumPy arrays are refused unless jax_enable_x64 is
+set; Python's numbers become int32, float32 and complex64, as in JAX.
+
+`groups`, such as [[0, 1], [2, 3]], are disjoint lists of ranks that work independently, of any
+size; the order of ranks is that of their results. A rank in no group works alone. **All ranks of
+the job make the same call with the same groups**, even ranks in no group. `root` is a rank of the
+job, or with several groups, a list with one rank of each.
+
+Before anything is sent, all ranks compare their arguments. Raises UsageError on every rank if one
+rank's arguments are invalid (naming that rank), and DistributedError if ranks disagree on
+operation, groups, shapes or types (naming the ranks and their versions), or if one does not call
+within JAXDP_TIMEOUT seconds (60).
+
+The operations are those of NCCL, and of RAF (github.com/awslabs/raf): see `docs/from_raf.md`.
+Inside jit, pmap and shard_map: `jaxdp.lax`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxdp.errors import UsageError, one_line
+from jaxdp.interop import kernels
+from jaxdp.process.context import joined
+from jaxdp.process.signature import (
+    Groups,
+    Partition,
+    Signature,
+    as_array,
+    as_rank,
+    compare,
+    described,
+    group_of,
+    has_dim,
+    partition,
+    roots_of,
+    shown,
+    zeros,
+)
+
+Arrays = Any  # an array, or a list of arrays
+Part = np.ndarray | jax.Array
+Root = int | Sequence[int]
+Check = Callable[[list[Part], int], None]  # (this rank's arrays, number of ranks in its group)
+
+
+class Collective(NamedTuple):
+    """An operation.
+
+    words: the arguments, besides op, groups and root, that must be equal on all ranks. kernel: a
+    key of `kernels.KERNELS`; by default `name`. stack: the argument is a list with one array for
+    each rank of the group, sent as one array.
+    """
+
+    name: str
+    words: Sequence[str] = ()
+    kernel: str | None = None
+    op: str | None = None
+    checks: Sequence[Check] = ()
+    stack: bool = False
+    split: int = 0
+    join: int = 0
+
+
+def _call(
+    collective: Collective,
+    x: Arrays,
+    groups: Groups = None,
+    root: Root | None = None,
+    pair: tuple[int, int] | None = None,
+) -> Any:
+    """Check this rank's arguments, compare them with those of the other ranks, transfer.
+
+    pair: the two ranks of a send, of which the root sends; None if all ranks take part.
+    """
+    name, words, kernel, op, checks, stack, split, join = collective
+    context, kernel = joined(), kernel or name
+    members = tuple(range(context.size)) if pair is None else pair
+    parts: Partition = (members,)
+    roots, arrays, error, reduces = None, None, None, kernel in kernels.REDUCING
+    words = [str(op), *words] if reduces else words
+    is_list, from_root = isinstance(x, list | tuple) and not stack, kernel in kernels.FROM_ROOT
+    try:
+        parts = (pair,) if pair else partition(groups, context.size)
+        group = group_of(context.rank, parts)
+        if root is not None:
+            roots = roots_of(root, parts, context.size)
+            named = [r for r, members in zip(roots, parts) if members[1:]]
+            words = words if pair else [*words, f"root={named[0] if len(named) == 1 else named}"]
+        if x is None and from_root:
+            if roots and context.rank in roots:
+                raise UsageError(f"rank {context.rank} is the root, but passed None; pass an array")
+        else:
+            arrays = [as_array(a) for a in (x if isinstance(x, list | tuple) else [x])]
+            arrays = [_stacked(arrays, len(group))] if stack else arrays
+            if reduces:
+                kernels.check_op(str(op), [a.dtype for a in arrays])
+            for check in checks:
+                check(arrays, len(group))
+    except (
+        Exception
+    ) as problem:  # any exception: the other ranks must receive it, or they would wait
+        error = one_line(problem)
+    types = None if arrays is None else [described(a) for a in arrays]
+    call = f"{name}({', '.join(words)})" if words else name
+    signature = Signature(call, types, is_list, error, "" if pair else shown(parts))
+    agreed = compare(context.rank, members, signature, parts, roots if from_root else None)
+    arrays = [zeros(text) for text in agreed.arrays or []] if arrays is None else arrays
+    argument = group.index(next(r for r in roots if r in group)) if from_root and roots else op
+    out = kernels.run(kernel, argument, arrays, context.rank, group, split, join)
+    if roots and not from_root and context.rank not in roots:
+        return [None] * len(out) if is_list else None
+    return out if agreed.is_list else out[0]
+
+
+def _stacked(arrays: list[Part], n: int) -> Part:
+    if len(arrays) != n or len({described(a) for a in arrays}) != 1:
+        texts = ", ".join(described(a) for a in arrays)
+        raise UsageError(
+            f"per_rank takes {n} arrays of one type and shape, one for each rank of the group; got {texts}"
+        )
+    return np.stack([np.asarray(a) for a in arrays])
+
+
+def _check_axis(axis: int, name: str = "axis", low: int = 1) -> Check:
+    """Return a check that every array has dim `axis`. low: the number of dims that a scalar counts
+    as.
+    """
+
+    def check(arrays: list[Part], n: int) -> None:
+        for a in arrays:
+            if not has_dim(axis, max(a.ndim, low)):
+                raise UsageError(f"{name}={axis!r}: {described(a)} has no dim {axis!r}")
+
+    return check
+
+
+def _check_divisible(axis: int = 0, name: str = "axis") -> Check:
+    def check(arrays: list[Part], n: int) -> None:
+        _check_axis(axis, name, 0)(arrays, n)
+        for a in arrays:
+            if a.shape[axis] % n:
+                raise UsageError(
+                    f"dim {axis} of {described(a)} cannot be split into {n} equal chunks, one a rank"
+                )
+
+    return check
+
+
+def allreduce(x: Arrays, op: str = "sum", groups: Groups = None) -> Arrays:
+    """Reduce x over the ranks by op (sum, prod, min, max, avg); every rank gets the result.
+
+    Floats below 32 bits are reduced in float32 and rounded once; integers wrap around; for bool,
+    sum and max are `or`, prod and min are `and`; NaN stays NaN. Raises UsageError for avg of
+    integers, min or max of complex numbers."""
+    return _call(Collective("allreduce", op=op), x, groups)
+
+
+def reduce(x: Arrays, root: Root = 0, op: str = "sum", groups: Groups = None) -> Arrays:
+    """Reduce x over the ranks by op; `root` gets the result, the others None (for a list, a list of
+    None).
+    """
+    return _call(Collective("reduce", kernel="allreduce", op=op), x, groups, root)
+
+
+def reduce_scatter(
+    x: Arrays, op: str = "sum", groups: Groups = None, per_rank: bool = False
+) -> Arrays:
+    """Reduce x[n * k, ...] over the n ranks of a group; the i-th of them gets chunk i of the
+    result: [k, ...].
+
+    In a list, each array is split. per_rank: a list has one array for each rank instead, all of one
+    shape, and the i-th rank gets the reduction of the i-th, as in RAF's `reduce_scatter` of a list.
+    Raises UsageError if n does not divide dim 0, or with per_rank, if there are not n arrays.
+    """
+    words = ["per_rank"] if per_rank else []
+    out = _call(
+        Collective("reduce_scatter", words, op=op, checks=[_check_divisible()], stack=per_rank),
+        x,
+        groups,
+    )
+    return out[0] if per_rank else out
+
+
+def allgather(x: Arrays, axis: int = 0, groups: Groups = None) -> Arrays:
+    """Concatenate the ranks' x along dim `axis`, in the order of the group, on every rank; scalars
+    become [n].
+    """
+    return _call(
+        Collective("allgather", [f"axis={axis}"], checks=[_check_axis(axis)], join=axis), x, groups
+    )
+
+
+def gather(x: Arrays, root: Root = 0, axis: int = 0, groups: Groups = None) -> Arrays:
+    """Concatenate the ranks' x along dim `axis` on rank `root`; the others get None (for a list, a
+    list of None).
+    """
+    gathered = Collective(
+        "gather", [f"axis={axis}"], "allgather", checks=[_check_axis(axis)], join=axis
+    )
+    return _call(gathered, x, groups, root)
+
+
+def broadcast(x: Arrays, root: Root = 0, groups: Groups = None) -> Arrays:
+    """Send the root's x to every rank, bit for bit. The others pass None, or arrays of the same
+    shapes and types.
+    """
+    return _call(Collective("broadcast"), x, groups, root)
+
+
+def scatter(x: Arrays, root: Root = 0, groups: Groups = None) -> Arrays:
+    """Send chunk i of the root's x[n * k, ...] to the i-th rank: [k, ...], bit for bit. The others
+    may pass None.
+    """
+    return _call(Collective("scatter", checks=[_check_divisible()]), x, groups, root)
+
+
+def all_to_all(
+    x: Arrays, split_axis: int = 0, concat_axis: int = 0, groups: Groups = None
+) -> Arrays:
+    """Send chunk j of x to the group's j-th rank; concatenate the received chunks in the order of
+    their ranks.
+
+    x is split into n equal chunks along dim `split_axis`; received chunks are joined along dim
+    `concat_axis`."""
+    checks = [_check_divisible(split_axis, "split_axis"), _check_axis(concat_axis, "concat_axis")]
+    words = [f"split_axis={split_axis}, concat_axis={concat_axis}"]
+    return _call(
+        Collective("all_to_all", words, checks=checks, split=split_axis, join=concat_axis),
+        x,
+        groups,
+    )
+
+
+def send(x: Arrays, dst: int) -> None:
+    """Send x to rank dst, and return when it has received it with `recv`.
+
+    Two ranks that both send to each other first deadlock: let one receive first, or use
+    `all_to_all`."""
+    _pair(x, "dst", dst)
+
+
+def recv(src: int) -> Arrays:
+    """Receive from rank src, bit for bit: an array, or a list if it sent one."""
+    return _pair(None, "src", src)
+
+
+def _pair(x: Arrays, name: str, value: int) -> Arrays:
+    context, sends = joined(), name == "dst"
+    try:
+        peer = as_rank(value, context.size)
+    except UsageError as error:
+        raise UsageError(f"{name}={error}") from None
+    if peer == context.rank:
+        raise UsageError(f"rank {peer} cannot {'send to' if sends else 'receive from'} itself")
+    sender, receiver = (context.rank, peer) if sends else (peer, context.rank)
+    pair = (min(sender, receiver), max(sender, receiver))
+    out = _call(
+        Collective(f"send from rank {sender} to rank {receiver}", kernel="send"),
+        x,
+        root=sender,
+        pair=pair,
+    )
+    return None if sends else out

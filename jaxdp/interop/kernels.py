@@ -1,0 +1,250 @@
+"""Compiled collectives: functions of one replica's buffers, run with shard_map over the
+participating ranks only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxdp.errors import UsageError
+from jaxdp.interop.flat_buffers import Part, from_bits, pack, stays, to_bits, unpack
+from jaxdp.process.caches import cached
+from jaxdp.process.signature import Partition
+
+AXIS = "rank"
+Transfer = Callable[[Array], Array]  # buffer[rows, element] -> buffer[rows', element]
+
+
+def accumulator(dtype: jnp.dtype) -> jnp.dtype:
+    """Return the dtype to reduce in: 32 bits for smaller floats and integers, which round or wrap
+    at the end.
+    """
+    if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
+        return jnp.dtype(jnp.float32)
+    if jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize < 4:
+        return jnp.dtype(jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32)
+    return dtype
+
+
+def of_member(groups: Partition, axis: Any, value: Callable[[tuple[int, ...], int], Any]) -> Array:
+    """Return value(group, index in the group) for the current member of the axis."""
+    table = {rank: value(group, index) for group in groups for index, rank in enumerate(group)}
+    return jnp.asarray([table[rank] for rank in range(len(table))])[lax.axis_index(axis)]
+
+
+def _divided(total: Array, axis: Any, groups: Partition | None) -> Array:
+    """Divide by the number of members. XLA would multiply by the reciprocal of a scalar, which
+    rounds 5/3 wrongly.
+    """
+    members = (
+        lax.axis_size(axis)
+        if groups is None
+        else of_member(groups, axis, lambda group, index: len(group))
+    )
+    return total / lax.optimization_barrier(jnp.full_like(total, members))
+
+
+def _product(x: Array, axis: Any, groups: Partition | None) -> Array:
+    """Gather and multiply in rank order: no backend has a native product."""
+    factors = lax.all_gather(x, axis)
+    if groups is not None:
+        ranks = range(lax.axis_size(axis))
+        in_group = of_member(groups, axis, lambda group, index: [rank in group for rank in ranks])
+        factors = jnp.where(in_group.reshape(-1, *[1] * x.ndim), factors, jnp.ones_like(factors))
+    return jnp.prod(factors, 0, promote_integers=False)
+
+
+def _extreme(native: Callable[..., Array]) -> Callable[[Array, Any, Partition | None], Array]:
+    """Return a min or max that propagates NaN from any member: Gloo's drops it."""
+
+    def reduce(x: Array, axis: Any, groups: Partition | None) -> Array:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return native(x, axis, axis_index_groups=groups)
+        is_nan = jnp.isnan(x)
+        best = native(jnp.where(is_nan, jnp.zeros_like(x), x), axis, axis_index_groups=groups)
+        return jnp.where(
+            lax.pmax(is_nan.astype(jnp.int32), axis, axis_index_groups=groups) > 0, jnp.nan, best
+        )
+
+    return reduce
+
+
+# op -> (accumulator, axis, groups or None for all members) -> result; bool is reduced as 0 and 1.
+REDUCTIONS: dict[str, Callable[[Array, Any, Partition | None], Array]] = {
+    "sum": lambda x, axis, groups: lax.psum(x, axis, axis_index_groups=groups),
+    "avg": lambda x, axis, groups: _divided(
+        lax.psum(x, axis, axis_index_groups=groups), axis, groups
+    ),
+    "prod": _product,
+    "min": _extreme(lax.pmin),
+    "max": _extreme(lax.pmax),
+}
+BOOLEAN = {
+    "sum": "max",
+    "prod": "min",
+    "min": "min",
+    "max": "max",
+}  # or, and, and, or: as NumPy adds and multiplies
+
+
+def axis_size(axis_name: Any) -> int:
+    """Return the number of devices along a mapped axis, or several. Raises UsageError if it is not
+    mapped here.
+    """
+    try:
+        return lax.axis_size(axis_name)
+    except NameError:
+        raise UsageError(
+            f"no axis {axis_name!r} is mapped here; call this inside the function that pmap or shard_map maps over it"
+        ) from None
+
+
+def check_op(op: str, dtypes: Iterable[Any]) -> None:
+    """Raise UsageError if the operation does not exist, or not for one of these dtypes."""
+    if not isinstance(op, str) or op not in REDUCTIONS:
+        raise UsageError(f"op={op!r} is not one of {', '.join(REDUCTIONS)}")
+    for dtype in dtypes:
+        if op == "avg" and not jnp.issubdtype(dtype, jnp.inexact):
+            raise UsageError(
+                f"the average of {dtype} is a fraction: cast it to a float, or take the sum"
+            )
+        if op in ("min", "max") and jnp.issubdtype(dtype, jnp.complexfloating):
+            raise UsageError(f"{dtype} has no order: op={op!r} is for real numbers")
+
+
+def reduced(op: str, x: Array, transfer: Callable[[str, Array], Array]) -> Array:
+    """Run `transfer(op, x)` in the accumulator's dtype and cast the result back."""
+    if x.dtype == jnp.bool_:
+        return transfer(BOOLEAN[op], x.astype(jnp.uint8)).astype(jnp.bool_)
+    return transfer(op, x.astype(accumulator(x.dtype))).astype(x.dtype)
+
+
+def scattered(op: str, x: Array, axis: Any = AXIS, groups: Partition | None = None) -> Array:
+    """Reduce x[member, ...] and return the current member's row. groups: of equal sizes."""
+    # Over Gloo, reduce-scatter dies after 30 s whatever the timeout (jax#40831) and was wrong at 24
+    # devices (#40830).
+    if op in ("sum", "avg") and jax.default_backend() != "cpu":
+        row = lax.psum_scatter(x, axis, axis_index_groups=groups)
+        return _divided(row, axis, groups) if op == "avg" else row
+    row = (
+        lax.axis_index(axis)
+        if groups is None
+        else of_member(groups, axis, lambda group, index: index)
+    )
+    return lax.dynamic_index_in_dim(REDUCTIONS[op](x, axis, groups), row, keepdims=False)
+
+
+def _moved(buffer: Array, transfer: Transfer) -> Array:
+    """Apply `transfer` to the bits of the buffer; if it is complex, to those of real and imaginary
+    part.
+    """
+    bits = to_bits(buffer)
+    moved = transfer(bits) if bits.ndim == 2 else jnp.stack([transfer(part) for part in bits])
+    return from_bits(moved, buffer.dtype)
+
+
+def _masked_sum(bits: Array, root: int) -> Array:
+    """Return `root`'s bits: all other ranks add zeros, and integers add without rounding."""
+    return lax.psum(jnp.where(lax.axis_index(AXIS) == root, bits, jnp.zeros_like(bits)), AXIS)
+
+
+# name -> (buffer[rows, element] of this replica, op or root) -> buffer
+KERNELS: dict[str, Callable[[Array, Any], Array]] = {
+    "allreduce": lambda x, op: reduced(op, x, lambda kind, b: REDUCTIONS[kind](b, AXIS, None)),
+    "reduce_scatter": lambda x, op: reduced(op, x, lambda kind, b: scattered(kind, b)[None]),
+    "allgather": lambda x, _: _moved(x, lambda b: lax.all_gather(b[0], AXIS)),
+    "broadcast": lambda x, root: _moved(x, lambda b: _masked_sum(b, root)),
+    "all_to_all": lambda x, _: _moved(x, lambda b: lax.all_to_all(b, AXIS, 0, 0)),
+    "scatter": lambda x, root: _moved(x, lambda b: lax.all_to_all(b, AXIS, 0, 0)[root][None]),
+    "send": lambda x, root: _moved(x, lambda b: lax.ppermute(b, AXIS, [(root, 1 - root)])),
+}
+CHUNKED = ("reduce_scatter", "all_to_all", "scatter")  # split a dim of the input over the members
+JOINED = ("allgather", "all_to_all")  # concatenate the members' parts along a dim
+FROM_ROOT = ("broadcast", "scatter", "send")
+REDUCING = ("allreduce", "reduce_scatter")  # the others only move bits
+
+
+def _split(x: Part, members: int, axis: int) -> Part:
+    """Reshape x[..., n * k, ...] to [n, ..., k, ...]."""
+    axis %= x.ndim
+    chunks = x.reshape(*x.shape[:axis], members, x.shape[axis] // members, *x.shape[axis + 1 :])
+    return (np if isinstance(x, np.ndarray) else jnp).moveaxis(chunks, axis, 0)
+
+
+def _join(part: Part, members: int, shape: tuple[int, ...], axis: int) -> Part:
+    """Concatenate part[n, element], the members' arrays of `shape`, to [..., n * k, ...]; scalars
+    become [n].
+    """
+    shape = shape or (1,)
+    axis %= len(shape)
+    arrays = part.reshape(members, *shape)
+    dims = [*shape[:axis], members * shape[axis], *shape[axis + 1 :]]
+    return (np if isinstance(part, np.ndarray) else jnp).moveaxis(arrays, 0, axis).reshape(dims)
+
+
+@cached
+def ranks_mesh(members: tuple[int, ...]) -> Mesh:
+    """Return the mesh of the first device of each of these ranks, along AXIS."""
+    first = {
+        r: min((d for d in jax.devices() if d.process_index == r), key=lambda d: d.id)
+        for r in members
+    }
+    return Mesh(np.array([first[r] for r in members]), (AXIS,))
+
+
+@cached
+def _program(name: str, argument: Any, members: tuple[int, ...]) -> Any:
+    def replica(buffers: list[Array]) -> list[Array]:
+        return [KERNELS[name](b, argument) for b in buffers]
+
+    spec = PartitionSpec(AXIS)
+    # Results differ between members, but only the local shard is read, so the output needs no dim
+    # for the axis.
+    mapped = jax.shard_map(
+        replica, mesh=ranks_mesh(members), in_specs=spec, out_specs=PartitionSpec(), check_vma=False
+    )
+    return jax.jit(mapped)
+
+
+def run(
+    name: str,
+    argument: Any,
+    arrays: Sequence[Part],
+    rank: int,
+    members: tuple[int, ...],
+    split: int = 0,
+    join: int = 0,
+) -> list[Array]:
+    """Run collective `name` on all `members` together, and return this rank's results.
+
+    argument: the operation of a reduction, or the index of the root in `members`. arrays: this
+    rank's, of the same shapes and dtypes as every member's. split, join: the dims along which to
+    split the input and join the parts. Each rank uses its first device.
+    """
+    mesh, n, as_bytes = ranks_mesh(members), len(members), name not in REDUCING
+    device, chunked = mesh.devices.flat[members.index(rank)], name in CHUNKED
+    if not stays(arrays, device):
+        arrays = [np.asarray(x) for x in arrays]
+    if chunked:
+        arrays = [_split(x, n, split) for x in arrays]
+    rows = n if chunked else 1
+    sharding = NamedSharding(mesh, PartitionSpec(AXIS))
+    local = jax.device_put(pack(arrays, rows, device, as_bytes), device)
+    sharded = [
+        jax.make_array_from_single_device_arrays((n * rows, b.shape[1]), sharding, [b])
+        for b in local
+    ]
+    results = [y.addressable_data(0) for y in _program(name, argument, members)(sharded)]
+
+    def finish(part: Part, shape: tuple[int, ...]) -> Part:
+        shape = shape[1:] if chunked else shape
+        return _join(part, n, shape, join) if name in JOINED else part.reshape(shape)
+
+    return jax.device_put(unpack(results, arrays, rows, device, as_bytes, finish), device)

@@ -1,1 +1,0 @@
-"""One training job: train a config in a run directory."""

@@ -1,0 +1,192 @@
+"""The table of optimizers, and settings of parameters by regular expressions that match anywhere in
+a path a/b/c.
+
+Weight decay is decoupled, or L2 where PyTorch's optimizer of that name uses L2.
+"""
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxdp.errors import ReportedError, UsageError
+from jaxdp.optim.muon import muon, with_decay
+from jaxdp.optim.roles import AUTO, Role, role_of
+from jaxdp.optim.schedule import Schedule
+from jaxdp.run import user_errors
+from jaxdp.split import path_string
+
+MASKS = ("mask", "weight_decay_mask")  # names of the argument that selects what decays
+
+
+def _decay_first(tx: Callable) -> Callable:
+    """Add L2 decay to the gradient before `tx`, as PyTorch's SGD and Adam do."""
+
+    @functools.wraps(tx)
+    def make(learning_rate: Schedule, weight_decay: float = 0.0, mask: Any = None, **args: Any):
+        decay = [optax.add_decayed_weights(weight_decay, mask)] if weight_decay else []
+        return optax.chain(*decay, tx(learning_rate, **args))
+
+    return make
+
+
+@functools.wraps(optax.adafactor)
+def _adafactor(learning_rate: Schedule, weight_decay: float = 0.0, mask: Any = None, **args: Any):
+    return with_decay(
+        optax.adafactor(learning_rate, weight_decay_rate=None, **args),
+        learning_rate,
+        weight_decay,
+        mask,
+    )
+
+
+OPTIMIZERS: dict[str, Callable] = {
+    "sgd": _decay_first(optax.sgd),
+    "adam": _decay_first(optax.adam),
+    "adamw": optax.adamw,
+    "lamb": optax.lamb,
+    "lion": optax.lion,
+    "adafactor": _adafactor,
+    "muon": muon,
+}
+"""make(learning_rate, weight_decay, mask, [blocks, roles], ...) -> transformation.
+
+On a stack of blocks [block, ...], muon works block by block. lamb uses one trust ratio for the full
+stack, and adafactor one clipping factor and one parameter scale, as Optax does for any leaf.
+"""
+
+
+def make_optimizer(
+    make: Callable,
+    schedule: Schedule,
+    weight_decay: float = 0.0,
+    no_decay: Sequence[str] = (),
+    *,
+    lr_scale: Mapping[str, float] = {},
+    blocks: Sequence[str] = (),
+    roles: Mapping[str, Role] = {},
+    **args: Any,
+) -> optax.GradientTransformation:
+    """Return make(learning_rate, weight_decay=, mask=, ...) with a weight-decay mask; see
+    `decay_mask`.
+
+    lr_scale: learning-rate factors by path; see `scale_by_path`.
+    blocks: paths (a/b) below which leaves are stacked [block, ...]. roles: of the parameters, see
+    `find_roles`. A `make` that takes `blocks` or `roles` gets them.
+    Raises UsageError if weight decay is requested and `make` does not support it.
+    """
+    names = inspect.signature(make).parameters
+    takes = taken_by(make)
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in names.values())
+    args |= {name: value for name, value in (("blocks", blocks), ("roles", roles)) if name in takes}
+    if "weight_decay" in takes:
+        args["weight_decay"] = weight_decay
+        masks = [name for name in MASKS if name in takes]
+        if masks:
+            args[masks[0]] = decay_mask(no_decay, blocks, roles)
+        elif weight_decay and no_decay:
+            raise UsageError(
+                f"optimizer.no_decay: {make.__name__} takes no mask and would decay all parameters; set no_decay to [] "
+                "or weight_decay to 0"
+            )
+    elif weight_decay and not open_ended:
+        raise UsageError(
+            f"optimizer.weight_decay: {weight_decay} but {make.__name__} takes none; set it to 0"
+        )
+    elif weight_decay:
+        args["weight_decay"] = weight_decay
+    if "learning_rate" in names or open_ended:
+        tx = make(learning_rate=schedule, **args)
+    else:
+        tx = make(schedule, **args)
+    return optax.chain(tx, scale_by_path(lr_scale)) if lr_scale else tx
+
+
+def taken_by(make: Callable) -> set[str]:
+    """Return the names of a function's parameters."""
+    return {
+        *inspect.signature(make).parameters,
+        *inspect.signature(make, follow_wrapped=False).parameters,
+    }
+
+
+def checked(name: str, tx: Any, key: str = "optimizer") -> optax.GradientTransformation:
+    """Return `tx` with init and update wrapped to raise UsageError if they fail. Raises UsageError
+    if it lacks them.
+
+    key: the section of the config, for messages.
+    """
+    if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
+        raise UsageError(
+            f"{key}.target: {name!r} returns {type(tx).__name__}, not an Optax transformation"
+        )
+
+    def init(params: Any) -> Any:
+        jax.tree.map(
+            jnp.asarray, state := tx.init(params)
+        )  # fails if a leaf of the state is not an array
+        return state
+
+    def with_usage_errors(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def run(*args: Any, **extra: Any) -> Any:
+            try:
+                return function(*args, **extra)
+            except ReportedError:
+                raise
+            except Exception as error:
+                raise UsageError(
+                    f"{key}.target: {name!r} cannot be used: jaxdp calls init(parameters) and update(gradients, "
+                    f"state, parameters), which failed{user_errors.cause(error)}"
+                ) from error
+
+        return run
+
+    functools.update_wrapper(init, tx.init)
+    kind = (
+        type(tx) if isinstance(tx, optax.GradientTransformation) else optax.GradientTransformation
+    )
+    return kind(with_usage_errors(init), with_usage_errors(tx.update))
+
+
+def decay_mask(
+    no_decay: Sequence[str], blocks: Sequence[str] = (), roles: Mapping[str, Role] = {}
+) -> Callable[[Any], Any]:
+    """Return a function from params to a tree of booleans, False for leaves without weight decay.
+
+    no_decay: expressions that match their paths; or AUTO: decay follows from `role_of` (see there
+    for the others)."""
+
+    def decays(path: Any, x: Any) -> bool:
+        if no_decay == AUTO:
+            return role_of(path, x, blocks, roles).decays
+        return not any(re.search(pattern, path_string(path)) for pattern in no_decay)
+
+    return lambda params: jax.tree_util.tree_map_with_path(decays, params)
+
+
+def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
+    """Scale each update by the factor of the first expression that matches its path, or by 1.
+
+    Chained after an optimizer, it also scales decoupled weight decay, like the lr of a PyTorch
+    parameter group; 0 freezes a parameter. Raises UsageError for an invalid expression.
+    """
+    rows = []
+    for pattern, factor in factors.items():
+        try:
+            rows.append((re.compile(pattern), factor))
+        except re.error as error:
+            raise UsageError(
+                f"lr_scale: {pattern!r} is not a regular expression: {error}"
+            ) from None
+
+    def scale(path: Any, update: Any) -> Any:
+        name = path_string(path)
+        return update * next((factor for pattern, factor in rows if pattern.search(name)), 1)
+
+    return optax.stateless(lambda updates, params: jax.tree_util.tree_map_with_path(scale, updates))

@@ -1,0 +1,343 @@
+"""Local updates: logical replicas train alone for `every` updates; then an outer optimizer moves
+what they share.
+
+    inner    each replica updates its own parameters, with its own microbatches and its own optimizer state
+    outer    gradient = shared parameters - mean of the replicas' parameters; then all replicas start from the result
+
+This is DiLoCo (Douillard et al., arXiv 2311.08105), after local SGD and federated averaging. The
+replicas are logical: the config decides how many there are, so one device computes what many sites
+would. A device has several replicas, or several devices share one. Nothing is sent between replicas
+but the differences, every `every` updates."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import Partial
+
+from jaxdp.axes import DATA, FLAT, OUTER, Axes
+from jaxdp.errors import UsageError
+from jaxdp.exact.rounding import opaque_true, scan_unfused
+from jaxdp.parallel.gather import GatherRule, make_gather
+from jaxdp.parallel.layout import ZERO
+from jaxdp.parallel.pjit import PJit
+from jaxdp.parallel.placement import (
+    assign_microbatches,
+    of_this_process,
+    ordered_devices,
+    sent_by_call,
+    state_shapes,
+)
+from jaxdp.parallel.reduction import Reduction
+from jaxdp.parallel.strategy import Program
+from jaxdp.parallel.sums import ReductionPlan, arithmetic, joiner, replica_microbatches
+from jaxdp.split import WHOLE
+from jaxdp.train import skip
+from jaxdp.train.average import average, average_statistics
+from jaxdp.train.frozen import merge
+from jaxdp.train.master import Master, master_copy
+from jaxdp.train.model_state import floats, mean_state, weighted_state
+from jaxdp.train.state import Batch, Sums, TrainState, microbatch_key
+from jaxdp.train.step import Step
+
+Tree = Any
+ALL = Axes(shard=DATA, replica=OUTER)
+OUTER_KEY = 1 << 20  # differs from what the keys of microbatches are folded with
+
+
+class OuterRule(NamedTuple):
+    """replicas: their number. every: updates between two outer steps. tx: the outer optimizer.
+    reduction: of the differences between the replicas.
+
+    trainable: see `Step`. blocks: paths of the parameters that are stacked [block, ...]. ema_decay:
+    of the average of the shared parameters, per update; an outer step moves it as far as `every`
+    updates."""
+
+    replicas: int
+    every: int
+    tx: optax.GradientTransformation
+    reduction: Reduction
+    trainable: Callable[[Tree], Tree]
+    blocks: tuple[str, ...] = ()
+    ema_decay: float | None = None
+
+
+class Local(NamedTuple):
+    """In the place of a state's optimizer state. replicas: their states, stacked [replica, ...];
+    outer: of `tx`.
+    """
+
+    replicas: TrainState
+    outer: Tree
+
+
+class Replicas(PJit):
+    """State of the replicas split over the axis `outer`; each replica's microbatches over the axis
+    `data`.
+
+    State and batches are placed as by `PJit`, whose arguments the others are. hosts: the host of
+    each process, so that replicas are split between hosts first. Raises UsageError if neither the
+    replicas can be split over the devices nor the devices over the replicas, or if the model
+    carries state from batch to batch."""
+
+    def __init__(
+        self,
+        make: Partial,
+        microbatches: int,
+        reduction: Reduction,
+        rule: OuterRule,
+        reduce_dtype: Any = None,
+        devices: Sequence[jax.Device] | None = None,
+        hosts: Sequence[str] = (),
+    ):
+        self.devices = ordered_devices(devices, hosts)
+        self.parts, self.per_device = split_replicas(rule.replicas, len(self.devices))
+        self.sharing = len(self.devices) // self.parts  # devices that share one replica
+        self.mesh = Mesh(
+            np.array(self.devices).reshape(self.parts, -1),
+            (OUTER, DATA),
+            axis_types=(AxisType.Auto,) * 2,
+        )
+        self.axes = Axes(shard=OUTER, replica=DATA)
+        self.rule, self.reduction, self.reduce_dtype = rule, reduction, reduce_dtype
+        self.arithmetic, self.blocks, self.layout = arithmetic(reduction), rule.blocks, ZERO[0]
+        self.own = microbatches // rule.replicas  # microbatches of a replica
+        self.of_replica = assign_microbatches(self.own, self.sharing, reduction.group)
+        self.assignment = assign_replicas(self.of_replica, rule.replicas, self.parts)
+        self.local_microbatches = self.assignment[of_this_process(self.devices)].reshape(-1)
+        self.by_call = sent_by_call(self.devices)
+        self.full, self.split = NamedSharding(self.mesh, P()), NamedSharding(self.mesh, P(ALL.all))
+        self.split_steps = NamedSharding(self.mesh, P(None, ALL.all))
+        self.make = Partial(lambda make: with_replicas(make(), rule), make)
+        self.shapes = self.stored = jax.eval_shape(
+            lambda state: with_replicas(state, rule), state_shapes(make)
+        )
+        if self.shapes.carry is not None:
+            raise UsageError(
+                "outer.replicas: the model carries state from batch to batch; use ordinary training",
+                rank=0,
+            )
+        whole = jax.tree.map(lambda _: WHOLE, self.shapes)
+        replicas = jax.tree.map(lambda _: 0, self.shapes.opt_state.replicas)
+        self.dims: Any = whole.replace(opt_state=whole.opt_state._replace(replicas=replicas))
+        self.slices: Any = whole.params
+
+    def check(self, tx: Any, params: Any) -> None:
+        """Accept any optimizer: it gets full arrays."""
+
+    def compile(self, step: Step) -> Program:
+        """Return the programs. Metrics of an update are those of this process's first replica, but
+        `halted` is that of all replicas at the last outer step: all processes halt at the same
+        update."""
+        state = jax.tree.map(lambda d: P() if d == WHOLE else P(OUTER), self.dims)
+        over = functools.partial(jax.shard_map, mesh=self.mesh, check_vma=False)
+        update = over(self._update(step), in_specs=(P(), state, P(ALL.all)), out_specs=(state, P()))
+        evaluate = over(self._evaluate(step), in_specs=(P(), P(ALL.all)), out_specs=P())
+        shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), state)
+
+        def evaluation(seed, state, batch):
+            return evaluate(state.view(seed), batch)
+
+        return self._program(step, update, (shardings, self.full), evaluation, self.full)
+
+    def _sums(self, step: Step, f: Callable[..., Sums], plan: ReductionPlan) -> Callable[..., Sums]:
+        """Return (view, batch[microbatch, ...], numbers) -> sums of a function of the step over the
+        plan's axes.
+        """
+        of_all, reduce = self.arithmetic.over_microbatches(f, plan)
+        rule = GatherRule(self.reduction, plan.axes, self.blocks, step.trainable)
+
+        def sums(view: Any, batch: Batch, numbers: jax.Array) -> Sums:
+            live, join = self.arithmetic.live(view.step), joiner(plan.assignment, plan.axes)
+            params, gather = make_gather(
+                view.params, self.slices, self.shapes.params, rule._replace(live=live)
+            )
+            return reduce(of_all(view._replace(params=params), batch, numbers, gather, join))
+
+        return sums
+
+    def _evaluate(self, step: Step) -> Callable[..., Sums]:
+        """Return the evaluation of the shared parameters: all devices share the microbatches."""
+        sums = self._sums(step, step.evaluate, ReductionPlan(self.reduction, self.assignment, ALL))
+        return lambda view, batch: sums(view, batch, replica_microbatches(self.assignment, ALL))
+
+    def _update(self, step: Step) -> Callable[..., Any]:
+        """Return an update on one device: of each of its replicas, and of what all share if that is
+        due.
+        """
+        plan = ReductionPlan(
+            self.reduction, self.of_replica, FLAT, dtype=self.reduce_dtype, is_update=True
+        )
+        grads = self._sums(step, step.grads, plan)
+        apply = self.arithmetic.finish(
+            lambda s, sums: step.apply(s, sums, self.arithmetic.total(None, DATA, s.step))
+        )
+
+        @functools.partial(jax.jit, inline=True)  # traced once
+        def one_replica(seed: jax.Array, piece: Any) -> Any:
+            number, replica, batch = piece
+            numbers = replica_microbatches(self.of_replica, FLAT)
+            numbers = jnp.where(numbers < 0, numbers, numbers + number * self.own)
+            new, metrics = apply(replica, grads(replica.view(seed), batch, numbers))
+            # a replica without examples, as in a ragged last batch, skips the update, but that is
+            # no fault
+            skipped = replica.guard.replace(skipped=new.guard.skipped)
+            return seed, (
+                new.replace(guard=skip.where(metrics["weight"] == 0, skipped, new.guard)),
+                metrics,
+            )
+
+        def update(seed: jax.Array, state: TrainState, batch: Batch) -> Any:
+            live, count = opaque_true(state.step), self.per_device
+            numbers = jax.lax.axis_index(OUTER) * count + jnp.arange(count)
+            batch = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+            pieces = numbers, state.opt_state.replicas, batch
+            like = jax.eval_shape(one_replica, seed, jax.tree.map(lambda x: x[0], pieces))[1]
+            _, (replicas, metrics) = scan_unfused(one_replica, seed, pieces, live, like)
+            new = state.replace(
+                step=state.step + 1, opt_state=state.opt_state._replace(replicas=replicas)
+            )
+            new = jax.lax.cond(
+                new.step % self.rule.every == 0, self._outer_step(step, seed), lambda s: s, new
+            )
+            return new, {**jax.tree.map(lambda x: x[0], metrics), "halted": new.guard.halted}
+
+        return update
+
+    def _outer_step(self, step: Step, seed: jax.Array) -> Callable[[TrainState], TrainState]:
+        """Return the outer update: the mean difference, the outer optimizer, and its result on all
+        replicas.
+        """
+        number, trainable, decay = self.rule.replicas, step.trainable, self.rule.ema_decay
+        reduction = self.rule.reduction
+        sum_over = functools.partial(
+            arithmetic(reduction).sum_rows, reduction, axis=OUTER, rows=number
+        )
+
+        def move(state: TrainState, moved: Tree, states: Tree) -> tuple[Tree, ...]:
+            """Return the parameters, the averages of the model, the running averages of both, and
+            the outer optimizer's state, from sums."""
+            params, mean = trainable(state.params), lambda x, like: (x / number).astype(like.dtype)
+            like = master_copy(params, state.opt_state.outer)
+            updates, outer = self.rule.tx.update(
+                jax.tree.map(mean, moved, like), state.opt_state.outer, params
+            )
+            params = merge(optax.apply_updates(params, updates), state.params)
+            averages = mean_state(floats(state.model_state), states, number * jnp.ones(()))[0]
+            if decay is None:
+                return params, averages, None, None, outer
+            ema = average(state.ema, params, decay**self.rule.every)
+            return (
+                params,
+                averages,
+                ema,
+                average_statistics(state.ema_state, averages, decay**self.rule.every),
+                outer,
+            )
+
+        def outer_step(state: TrainState) -> TrainState:
+            replicas = state.opt_state.replicas
+            own = master_copy(trainable(replicas.params), replicas.opt_state)
+            shared = master_copy(trainable(state.params), state.opt_state.outer)
+            differences = jax.tree.map(lambda x, y: y[None] - x, own, shared)
+            numbers = jax.lax.axis_index(OUTER) * self.per_device + jnp.arange(self.per_device)
+            keys = jax.vmap(
+                lambda n: jax.random.fold_in(microbatch_key(seed, state.step, n), OUTER_KEY)
+            )(numbers)
+
+            def weigh(new, _):
+                return weighted_state(floats(state.model_state), new, jnp.ones(()), jnp.bool_(True))
+
+            states = jax.vmap(weigh)(
+                floats(replicas.model_state), numbers
+            )  # there may be no floats to map over
+            sums = sum_over(differences, keys=keys), sum_over(states, keys=None)
+            params, averages, ema, ema_state, outer = self.arithmetic.rounded(move, state.step)(
+                state, *sums
+            )
+            model_state = merge(averages, jax.tree.map(first_of_all, replicas.model_state))
+
+            def spread(tree):
+                return jax.tree.map(
+                    lambda x: jnp.broadcast_to(x, (self.per_device, *x.shape)), tree
+                )
+
+            replicas = replicas.replace(params=spread(params), model_state=spread(model_state))
+            if isinstance(outer, Master):
+                replicas = replicas.replace(
+                    opt_state=replicas.opt_state._replace(low=spread(outer.low))
+                )
+
+            def of_halted(x):
+                return jnp.where(replicas.guard.halted > 0, x, jnp.zeros_like(x))
+
+            guard = jax.tree.map(lambda x: jax.lax.pmax(of_halted(x).max(0), OUTER), replicas.guard)
+            since = jnp.where(replicas.guard.halted > 0, replicas.guard.since, guard.halted_at).min(
+                0
+            )
+            guard = guard.replace(since=jax.lax.pmin(since, OUTER))
+            shared = {
+                "params": params,
+                "model_state": model_state,
+                "ema": ema,
+                "ema_state": ema_state,
+            }
+            return state.replace(**shared, guard=guard, opt_state=Local(replicas, outer))
+
+        return outer_step
+
+
+def with_replicas(one: TrainState, rule: OuterRule) -> TrainState:
+    """Return the initial state from that of ordinary training: replicas that are equal, and a new
+    outer optimizer.
+    """
+    replicas = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (rule.replicas, *x.shape)),
+        one.replace(ema=None, ema_state=None),
+    )
+    return one.replace(
+        opt_state=Local(replicas, rule.tx.init(rule.trainable(one.params))), exponents=None
+    )
+
+
+def split_replicas(replicas: int, devices: int) -> tuple[int, int]:
+    """Return (parts of the devices with other replicas, replicas of each part). Raises UsageError."""
+    if replicas % devices and devices % replicas:
+        fit = [n for n in range(1, devices + 1) if replicas % n == 0 or n % replicas == 0]
+        raise UsageError(
+            f"outer.replicas: {replicas} cannot be split over {devices} devices; use {fit[-1]} devices, or as many "
+            "replicas as they divide (this changes the numbers)",
+            rank=0,
+        )
+    parts = min(replicas, devices)
+    return parts, replicas // parts
+
+
+def assign_replicas(assignment: np.ndarray, replicas: int, parts: int) -> np.ndarray:
+    """Return the microbatches of each device [device, local], from those of one replica [device of
+    it, local].
+    """
+    own = int(assignment.max()) + 1
+    every = np.stack(
+        [np.where(assignment < 0, -1, assignment + number * own) for number in range(replicas)]
+    )
+    # [part, replica of the part, device of the replica, local] -> [device, local]
+    return (
+        every.reshape(parts, -1, *assignment.shape)
+        .swapaxes(1, 2)
+        .reshape(parts * len(assignment), -1)
+    )
+
+
+def first_of_all(x: jax.Array) -> jax.Array:
+    """Return the first replica's value of x [local replica, ...] on all devices: a replica that
+    skipped an update may have another counter."""
+    small = jnp.issubdtype(x.dtype, jnp.bool_) or x.dtype.itemsize < 4
+    sent = x[0].astype(jnp.int32) if small else x[0]  # a dtype that all backends support
+    return jax.lax.all_gather(sent, OUTER)[0].astype(x.dtype)

@@ -1,0 +1,84 @@
+"""The arrays of a model, from shapes alone: paths, shapes, dtypes, sizes, and which of them are
+trained.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxdp.metrics.numbers import size, table
+from jaxdp.split import path_string
+from jaxdp.train.frozen import freeze
+from jaxdp.train.state import TrainState
+
+
+def arrays(shapes: TrainState, frozen: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a row for each parameter and each array of the model state. frozen: expressions, see
+    `freeze`.
+    """
+    trained = {
+        path_string(path)
+        for path, _ in jax.tree_util.tree_leaves_with_path(freeze(frozen)(shapes.params))
+    }
+    rows = []
+    for kind, tree in (("frozen", shapes.params), ("state", shapes.model_state)):
+        for path, x in jax.tree_util.tree_leaves_with_path(tree):
+            name, count = path_string(path), math.prod(x.shape)
+            row = {"path": name, "shape": list(x.shape), "dtype": x.dtype.name, "count": count}
+            is_trained = kind == "frozen" and name in trained
+            rows.append(
+                {
+                    **row,
+                    "bytes": count * x.dtype.itemsize,
+                    "kind": "trainable" if is_trained else kind,
+                }
+            )
+    return rows
+
+
+def totals(rows: list[dict[str, Any]]) -> dict[str, int]:
+    """Return the number of parameters, of those that are trained and frozen, and the bytes of all
+    arrays.
+    """
+
+    def count(*kinds):
+        return sum(row["count"] for row in rows if row["kind"] in kinds)
+
+    numbers = {
+        "parameters": count("trainable", "frozen"),
+        "trainable": count("trainable"),
+        "frozen": count("frozen"),
+    }
+    return {**numbers, "bytes": sum(row["bytes"] for row in rows)}
+
+
+def text(model: str, rows: list[dict[str, Any]]) -> str:
+    """Return a table of the arrays with a line of totals. model: its name."""
+
+    def cells(row):
+        return [
+            row["kind"],
+            str(row["shape"]),
+            row["dtype"],
+            f"{row['count']:,}",
+            size(row["bytes"]),
+        ]
+
+    lines = table(
+        [
+            ["", "", "shape", "dtype", "count", "size"],
+            *([row["path"], *cells(row)] for row in rows),
+        ],
+        ">",
+    )
+    total = totals(rows)
+    parts = f"{total['trainable']:,} trainable, {total['frozen']:,} frozen"
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"{model}: {total['parameters']:,} parameters ({parts}), {size(total['bytes'])}",
+        ]
+    )

@@ -1,0 +1,1 @@
+"""The processes of a job: launchers, rendezvous, signals, and what ends them."""

@@ -1,0 +1,137 @@
+"""The coordinator: a small process on rank 0's host that every rank connects to; no rank's death
+ends it.
+
+It authenticates connections and passes their messages to the current `Generation` of ranks.
+Messages are those of `channel` and `protocol`; `coordinator_process` runs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import os
+import resource
+import secrets
+import threading
+import time
+from typing import Any
+
+from jaxdp.elasticity.elastic_generation import ElasticGeneration
+from jaxdp.process import channel, private_jax
+from jaxdp.process.generation import TICK, Generation, Member
+from jaxdp.process.messages import checked, printable
+from jaxdp.process.protocol import Settings
+
+FIRST_MESSAGE = 10.0  # seconds until a connection must have sent its first message
+UNAUTHENTICATED = (
+    4096  # open connections without a first message, at most; beyond that, the oldest is closed
+)
+
+
+class Coordinator:
+    """The connections of a job, and its generations of ranks: the current one, and in an elastic
+    job the next.
+    """
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.done = asyncio.Event()
+        self.generation: Generation = (
+            ElasticGeneration(self) if settings.elastic else Generation(self)
+        )
+        self.next: ElasticGeneration | None = None  # is forming
+        self.unauthenticated: collections.OrderedDict[asyncio.StreamWriter, None] = (
+            collections.OrderedDict()
+        )
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        spare = files // 2 - settings.size if files != resource.RLIM_INFINITY else UNAUTHENTICATED
+        self.most = min(
+            UNAUTHENTICATED, max(50, spare)
+        )  # the others are for ranks, here and in JAX's service
+        self.reported = False
+        self.services: list[Any] = []  # JAX's, one for each generation
+        self.jax_loaded = threading.Thread(target=private_jax.load)
+        self.jax_loaded.start()  # takes a large part of a second, while the ranks connect
+
+    def report(self, line: str) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self.settings.stderr, f"jaxdp: {line}\n".encode())
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection until it closes."""
+        self.unauthenticated[writer] = None
+        if len(self.unauthenticated) > self.most:
+            self.unauthenticated.popitem(last=False)[0].close()
+        member: Member | None = None
+        try:
+            nonce = secrets.token_bytes(channel.NONCE)
+            writer.write(channel.MAGIC + nonce)
+            sealer = channel.to_coordinator(self.settings.secret, nonce)
+            async with asyncio.timeout(FIRST_MESSAGE):
+                first = await self.receive(reader, sealer, channel.FIRST_LIMIT)
+            if probe := checked(first, {"nonce": str, "probe": True}):
+                nonces = nonce, probe["nonce"].encode()
+                writer.write(
+                    channel.to_rank(self.settings.secret, *nonces).seal(
+                        channel.encode({"pid": os.getpid()})
+                    )
+                )
+                return
+            member = self.admitting().join(first, nonce, writer)
+            self.unauthenticated.pop(writer, None)
+            while True:
+                message = await self.receive(
+                    reader, sealer
+                )  # meanwhile the member may pass to another generation
+                member.generation.handle(member, message)
+        except channel.Refused as error:
+            if member is None:
+                writer.write(channel.REFUSAL)
+            peer = writer.get_extra_info("peername") or ["?"]
+            self.refuse(f"a message from {peer[0]}", str(error))
+        except (OSError, EOFError, TimeoutError):
+            pass
+        finally:
+            self.unauthenticated.pop(writer, None)
+            if member is not None:
+                member.generation.disconnected(member)
+            writer.close()
+
+    def admitting(self) -> Generation:
+        """Return the generation that a new process joins: the current one until it is complete,
+        then the next.
+        """
+        current = self.generation
+        if not isinstance(current, ElasticGeneration) or not current.admitted:
+            return current
+        self.next = self.next or ElasticGeneration(self, current)
+        return self.next
+
+    async def receive(
+        self, reader: asyncio.StreamReader, sealer: channel.Sealer, limit: int = channel.LIMIT
+    ) -> dict[str, Any]:
+        head = await reader.readexactly(channel.HEAD)
+        return sealer.open(head, await reader.readexactly(channel.length(head, limit)))
+
+    def refuse(self, source: str, value: str) -> None:
+        """Report a message that does not belong to this job, once for the job."""
+        if not self.reported:
+            self.reported = True
+            self.report(
+                f"rank 0: refused {printable(source, 200)}: {printable(value, 80)}: not a message of this job; the "
+                "job continues, and refuses further ones silently (who can reach its port? see docs/hosts.md)"
+            )
+
+    async def watch(self) -> None:
+        """Check the generations until the job is over."""
+        checked_at = time.monotonic()
+        while not self.done.is_set():
+            await asyncio.sleep(TICK)
+            now = time.monotonic()
+            elapsed, checked_at = now - checked_at, now
+            if self.next is not None:
+                self.next.tick(elapsed)
+            self.generation.tick(elapsed)
+            if self.generation.is_empty() and (self.next is None or self.next.is_empty()):
+                self.done.set()

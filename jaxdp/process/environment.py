@@ -1,0 +1,276 @@
+"""Set the environment variables that JAX reads when it starts. This module does not import JAX."""
+
+import contextlib
+import hashlib
+import importlib.util
+import mmap
+import os
+import pathlib
+import platform
+import re
+import sys
+from collections.abc import Iterable
+
+from jaxdp.errors import UsageError
+from jaxdp.process import gpus
+
+COUNT = "--xla_force_host_platform_device_count"
+# The maxima of glibc's dynamic malloc thresholds, see mallopt(3). Larger blocks are returned to the
+# kernel at once.
+MALLOC = {"mmap_threshold": 2**25, "trim_threshold": 2**26}  # bytes
+HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
+MOST = 2048  # simulated devices; JAX fails with more
+THREADS = 4  # threads of the CPU's pool for each simulated device
+COMBINE = str(32 * 2**20)  # bytes: small enough to send while the backward pass continues
+OVERLAP = {
+    "--xla_gpu_enable_latency_hiding_scheduler": "true",
+    "--xla_gpu_enable_pipelined_all_reduce": "true",
+    "--xla_gpu_enable_pipelined_all_gather": "true",
+    "--xla_gpu_enable_pipelined_reduce_scatter": "true",
+    "--xla_gpu_enable_while_loop_double_buffering": "true",
+    "--xla_gpu_all_reduce_combine_threshold_bytes": COMBINE,
+    "--xla_gpu_all_gather_combine_threshold_bytes": COMBINE,
+    "--xla_gpu_reduce_scatter_combine_threshold_bytes": COMBINE,
+}
+PRESETS: dict[str, dict[str, str]] = {"default": {}, "overlap": OVERLAP}
+"""XLA_FLAGS that let collectives overlap with the backward pass on GPUs (docs.jax.dev, "GPU
+performance tips"), the most important first."""
+EXACT = {"--xla_allow_excess_precision": "false"}
+EXACT_GPU = {"--xla_gpu_deterministic_ops": "true", **EXACT}
+EXACT_CPU = {
+    "--xla_disable_hlo_passes": "algsimp,reshape-mover,cpu-parallel-task-assigner",
+    "--xla_cpu_experimental_ynn_fusion_type": "individual_dot",
+    **EXACT,
+}
+
+
+def compiled(where: str) -> pathlib.Path:
+    """Return the folder of programs compiled for this host's processor. where: `compilation_cache`,
+    or "auto": in the user's cache directory (XDG Base Directory Specification)."""
+    top = (
+        f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/jaxdp/xla" if where == "auto" else where
+    )
+    return pathlib.Path(top).expanduser().absolute() / processor()
+
+
+def processor() -> str:
+    """Return a short name (architecture and hash) for the instruction set of this host's processor."""
+    flags = ""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            flags = next((line for line in file if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        flags = platform.processor()
+    features = " ".join(sorted(flags.partition(":")[2].split() or [flags]))
+    return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"
+
+
+def malloc() -> None:
+    """Restart this process once, on CPU, with malloc settings that reuse memory between steps and
+    request huge pages.
+
+    Only commands call it, before anything else, so no work is lost.
+    XLA allocates a program's buffers in each call, and the kernel maps and clears them page by
+    page: 57,000 page faults a step take 70 of 330 ms for a GPT of 3.2M parameters on one core, and
+    2 of 10 ms for ResNet-9 on two processes. glibc raises its thresholds to these values itself,
+    but only as far as the largest array allocated so far. It reads GLIBC_TUNABLES only when a
+    process starts, so the new process removes it: the programs that it starts must not get it. A
+    user's GLIBC_TUNABLES is left unchanged."""
+    if os.environ.get("GLIBC_TUNABLES") == tunables():
+        del os.environ["GLIBC_TUNABLES"]
+    elif (
+        platform.libc_ver()[0] == "glibc"
+        and "GLIBC_TUNABLES" not in os.environ
+        and not gpus.count()
+    ):
+        environment = {**os.environ, "GLIBC_TUNABLES": tunables()}
+        with contextlib.suppress(OSError):
+            os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+
+
+def tunables() -> str:
+    """Return the value of GLIBC_TUNABLES that `malloc` sets."""
+    settings = dict(MALLOC)
+    with contextlib.suppress(OSError):
+        if "[madvise]" in pathlib.Path(HUGE_PAGES).read_text(
+            encoding="utf-8"
+        ):  # else the kernel uses them always, or never
+            settings["hugetlb"] = 1  # since glibc 2.35; older versions ignore it
+    return ":".join(f"glibc.malloc.{name}={value}" for name, value in settings.items())
+
+
+def use_cpu() -> None:
+    """Let JAX open the CPU alone, in this process and those that it starts, before it opens its
+    devices.
+    """
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    if "jax" in sys.modules:  # it has read the variable at its import
+        sys.modules["jax"].config.update("jax_platforms", "cpu")
+
+
+def simulate(devices: int) -> None:
+    """Simulate this number of devices on JAX's CPU backend, unless XLA_FLAGS sets one."""
+    if simulated() is None:
+        add_flag(f"{COUNT}={min(devices, MOST)}")
+
+
+def simulated() -> int | None:
+    """Return the number of CPU devices set in XLA_FLAGS; None if it is not set."""
+    counts = re.findall(rf"{COUNT}=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    return int(counts[-1]) if counts else None
+
+
+def add_flag(flag: str) -> None:
+    """Add a flag to XLA_FLAGS, unless it is set there."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if flag.partition("=")[0] not in [existing.partition("=")[0] for existing in flags.split()]:
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()
+
+
+def trace_operations() -> None:
+    """Include the operations of CPU programs in profiles; other platforms do so by default. Call
+    before JAX starts.
+    """
+    if not gpus.count():
+        add_flag("--xla_cpu_enable_xprof_traceme=true")
+
+
+def exact() -> None:
+    """Set the XLA flags that make results independent of the number of devices, before JAX opens
+    devices.
+
+    All platforms: no excess precision. With it, XLA skips a rounding to bfloat16 or float16
+    wherever it fuses two operations, and different programs fuse different ones. CPU: no algebraic
+    simplification, which chooses between a division and a product with the reciprocal by the rest
+    of the program; no reshape mover, which without the simplifier moves transposes until the
+    compiler's stack overflows; no loops divided among threads, whose ends are computed with scalar
+    instructions that round `exp` and `log` differently; library kernels for single products only,
+    since the rounding of fused reductions depends on their neighbours, and without the simplifier
+    jaxlib 0.10.2 writes out of bounds. GPU: deterministic operations, and none chosen by timing.
+    The number of threads does not matter (`jaxdp.exact.products`).
+
+    Raises `UsageError` if JAX has opened its devices without these settings.
+    """
+    if "jax" in sys.modules:
+        from jaxdp.process import private_jax
+
+        if private_jax.backends_initialized():
+            check_exact()
+    os.environ["XLA_FLAGS"] = _exact()
+
+
+def check_exact() -> None:
+    """Raise `UsageError` if `exact` was not called."""
+    if os.environ.get("XLA_FLAGS") != _exact():
+        raise UsageError(
+            f"parallel.reduction: exact needs XLA_FLAGS={_exact()!r} in the environment, not "
+            f"{os.environ.get('XLA_FLAGS')!r}; call jaxdp.process.environment.exact() before JAX opens its devices"
+        )
+
+
+def _exact() -> str:
+    """Return the XLA_FLAGS that `exact` sets."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    for name, value in (EXACT_GPU if gpus.count() else EXACT_CPU).items():
+        values = [flag.partition("=")[2] for flag in flags if flag.partition("=")[0] == name]
+        if name.endswith(
+            "passes"
+        ):  # repeated flags of this kind add up; for any other flag, the last one wins
+            passes = [one for flag in values for one in flag.split(",")]
+            value = ",".join([*passes, *(one for one in value.split(",") if one not in passes)])
+        if values != [value]:
+            flags = [flag for flag in flags if flag.partition("=")[0] != name]
+            flags.append(f"{name}={value}")
+    return " ".join(flags)
+
+
+def flags_of_numbers() -> str:
+    """Return the XLA_FLAGS that may change numbers: all but those for dumps and for the number of
+    devices.
+    """
+    harmless = ("--xla_dump", COUNT)
+    return " ".join(
+        sorted(f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(harmless))
+    )
+
+
+def enough_threads() -> None:
+    """Make the CPU thread pool large enough for every simulated device to wait in several
+    collectives.
+
+    XLA runs independent operations concurrently, in any order, and a collective blocks its thread.
+    With one thread for each device, some devices in one collective and the rest in another
+    deadlock."""
+    if devices := simulated():
+        os.environ.setdefault("NPROC", str(min(THREADS * devices, MOST)))
+
+
+def use_preset(
+    preset: str, devices: int | None = None, local_gpus: int | None = None
+) -> str | None:
+    """Set the flags of a preset that XLA knows, before JAX starts; flags that are already in
+    XLA_FLAGS are kept.
+
+    devices: as in `parallel.devices`; local_gpus: GPUs of this host, counted if None. Sets nothing
+    for one device, or without a GPU. Returns a line about flags that are left out, or None.
+    """
+    flags = PRESETS[preset]
+    if not flags or not has_several_gpus(
+        devices, gpus.count() if local_gpus is None else local_gpus
+    ):
+        return None
+    missing = unknown_flags(flags)
+    for name, value in flags.items():
+        if name not in missing:
+            add_flag(f"{name}={value}")
+    if missing:
+        return f"parallel.xla_preset: {preset} without {', '.join(sorted(missing))}, which this XLA does not know"
+    return None
+
+
+def has_several_gpus(devices: int | None, local_gpus: int) -> bool:
+    """Return True if there is more than one GPU to train on, as far as is known before any is
+    opened.
+    """
+    from jaxdp.process import launchers
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        local_gpus = min(local_gpus, len(gpus.listed(visible)))
+    return local_gpus > 0 and (
+        launchers.discover().size > 1 or min(local_gpus, devices or local_gpus) > 1
+    )
+
+
+def unknown_flags(names: Iterable[str]) -> set[str]:
+    """Return the flags that a library of XLA does not have: a registered flag's name is a string in
+    the library.
+    """
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(library.open("rb")) for library in libraries()]
+        contents = [
+            stack.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            for file in files
+        ]
+
+        def literal(name):
+            return b"\0" + name.removeprefix("--").encode() + b"\0"
+
+        return {
+            name for name in names if any(content.find(literal(name)) < 0 for content in contents)
+        }
+
+
+def libraries() -> list[pathlib.Path]:
+    """Return the files of jaxlib and of JAX's GPU plug-ins that read XLA_FLAGS. Does not import
+    them.
+    """
+    files: list[pathlib.Path] = []
+    for package, pattern in {
+        "jaxlib": "libjax_common*",
+        "jax_plugins": "xla_*/xla_*_plugin*.so",
+    }.items():
+        spec = importlib.util.find_spec(package)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            files += sorted(pathlib.Path(folder).glob(pattern))
+    return files

@@ -1,0 +1,332 @@
+"""One generation of a job: the ranks that train together, from the first to join until the last has
+left.
+
+It admits the ranks and compares their facts, runs JAX's coordination service, exchanges texts
+between ranks, stores a few keys, and detects dead ranks: a closed connection, or missing
+heartbeats. The first fault ends the job, and every rank receives its cause. In an elastic job
+(`elastic_generation`) it ends only the generation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import Any
+
+from jaxdp.elasticity.relay import Relay
+from jaxdp.errors import PREEMPTED, UsageError
+from jaxdp.process import channel, faults, hosts, private_jax
+from jaxdp.process.exchange import Exchanges, Keys
+from jaxdp.process.messages import checked
+from jaxdp.process.protocol import FACTS, OPERATIONS, Facts, beat_interval, difference, pack
+
+TICK = 0.1  # seconds between two checks of deadlines and silent ranks
+# seconds: if all ranks are silent for longer, the job is suspended, and no rank is declared dead
+QUIET = 5.0
+# seconds after which JAX's service closes a connection that the network does not answer on
+GRPC_SILENCE = 20.0
+HEARD = channel.encode({"beat": True})
+OTHERS = 5.0  # seconds that ranks have to come, and hear why the job does not start
+# seconds after which the others of a rank that left with an error end too: it may be an error of
+# all
+ALONE = 10.0
+LINGER = 20.0  # seconds that the coordinator runs after a fault, at most
+
+
+class Member:
+    """A rank that has joined: its facts and its connection."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        facts: Facts,
+        writer: asyncio.StreamWriter,
+        sealer: channel.Sealer,
+    ):
+        self.generation, self.facts, self.writer, self.sealer = generation, facts, writer, sealer
+        self.rank: int = facts["rank"]
+        self.silent = 0.0  # seconds
+        self.note: dict[str, Any] = {}
+
+    @property
+    def title(self) -> str:
+        return hosts.title(self.rank, self.facts["host"])
+
+    def send(self, **message: Any) -> None:
+        self.send_encoded(channel.encode(message))
+
+    def send_encoded(self, message: channel.Encoded) -> None:
+        with contextlib.suppress(OSError, RuntimeError):  # the rank has ended
+            self.writer.write(self.sealer.seal(message))
+
+
+class Generation:
+    """The ranks that train together. coordinator: the `Coordinator` that owns the generation."""
+
+    number = 0
+
+    def __init__(self, coordinator: Any):
+        self.coordinator, self.settings = coordinator, coordinator.settings
+        self.members: dict[int, Member] = {}  # the connected ranks
+        self.left: set[int] = set()  # ranks that have left the job
+        self.admitted = False  # whether all ranks have joined
+        self.size = self.settings.size
+        self.deadline = time.monotonic() + self.settings.timeout
+        self.fault: dict[str, Any] | None = None
+        self.log: str | None = None
+        self.exchanges, self.keys = Exchanges(self.left), Keys()
+        self.announced: dict[str, dict[str, Any]] = {}
+        self.suspended = False
+        self.jax_address = ""  # of JAX's service
+        self.refusal: dict[str, Any] = {}  # why the job does not start
+        self.rivals: list[Member] = []  # processes whose rank another one has too
+
+    # Joining
+
+    def greet(self, message: dict[str, Any], nonce: bytes, writer: asyncio.StreamWriter) -> Member:
+        """Return the process of a first message. Raises channel.Refused if the message is
+        malformed.
+        """
+        first = checked(message, {"nonce": str, "facts": FACTS})
+        if first is None or first["facts"]["rank"] >= first["facts"]["size"]:
+            raise channel.Refused("its first message is malformed")
+        key = channel.to_rank(self.settings.secret, nonce, first["nonce"].encode())
+        return Member(self, first["facts"], writer, key)
+
+    def join(self, message: dict[str, Any], nonce: bytes, writer: asyncio.StreamWriter) -> Member:
+        member = self.greet(message, nonce, writer)
+        if self.admitted:
+            late = f"{member.title} comes too late: all ranks of that job have joined; another job needs another port"
+            member.send(**self.refusal or {"error": late, "code": 1, "rank": member.rank})
+            raise EOFError
+        rival, self.members[member.rank] = self.members.get(member.rank), member
+        error = difference(self.members[0].facts, member.facts) if 0 in self.members else None
+        if rival:
+            error = (
+                f"two processes say they are rank {member.rank}: {rival.facts['pid']} on host {rival.facts['host']} "
+                f"and {member.facts['pid']} on host {member.facts['host']}: give every process its own rank"
+            )
+            self.rivals.append(rival)
+        elif member.rank == 0:
+            errors = (difference(member.facts, other.facts) for other in self.members.values())
+            error = next(filter(None, errors), None)
+        if error and not self.refusal:
+            self.refusal = {"error": error}
+            self.deadline = min(
+                self.deadline, time.monotonic() + OTHERS
+            )  # they would wait for those who have left
+        if len(self.members) == self.settings.size and self.refusal:
+            self.refuse_all(**self.refusal)
+        elif len(self.members) == self.settings.size:
+            self.admit()
+        return member
+
+    def admit(self) -> None:
+        """Start JAX's service and send every rank the facts of all, once all ranks have connected."""
+        self.admitted = True
+        facts = [self.members[rank].facts for rank in range(len(self.members))]
+        try:
+            hosts.check_reachable(facts)
+            one_host = hosts.on_one_host(facts)
+            port = hosts.free_port()
+            address = hosts.meeting_address(facts, port)
+            if not one_host and self.settings.jax_host:
+                address = hosts.join(self.settings.jax_host, port)
+            bind = hosts.listening_address(hosts.split(address)[0], one_host) or "::"
+            self.coordinator.jax_loaded.join()
+            listen = bind, port
+            if self.settings.silence > GRPC_SILENCE and not one_host:
+                listen = "127.0.0.1", hosts.free_port()
+                self.coordinator.services.append(Relay(*listen, (bind, port)))
+            service = private_jax.start_service(
+                hosts.join(*listen),
+                len(facts),
+                self.settings.secret,
+                shutdown_timeout=max(1, min(20, round(self.settings.timeout))),
+            )
+            self.coordinator.services.append(
+                service
+            )  # a client of an earlier one aborts its process if that one ends
+            self.jax_address = address
+        except (UsageError, RuntimeError) as error:
+            self.refuse_all(error=str(error))
+            return
+        for member in self.members.values():
+            member.send(rank=member.rank)
+        self.send_all(members=pack(facts), jax=address, generation=self.number)
+
+    def refuse_all(self, **reason: Any) -> None:
+        """Send every connected rank the same reason why the job does not start."""
+        self.admitted, self.refusal = True, reason
+        self.left |= self.members.keys()
+        self.send_all(**reason)
+        for rival in self.rivals:
+            rival.send(**reason)
+
+    def send_all(self, **message: Any) -> None:
+        """Send a message to all connected ranks."""
+        encoded = channel.encode(message)
+        for member in self.members.values():
+            member.send_encoded(encoded)
+
+    # Operations
+
+    def handle(self, member: Member, message: dict[str, Any]) -> None:
+        """Do one operation for a rank. Refuse a malformed one, without ending the rank."""
+        member.silent = 0.0
+        name, fields = message.get("op"), None
+        if (
+            isinstance(name, str) and name in OPERATIONS and hasattr(self, f"do_{name}")
+        ):  # regroup: if elastic
+            fields = checked(message, OPERATIONS[name])
+        if fields is None or not isinstance(message.get("id"), int | str | None):
+            self.coordinator.refuse(f"an operation of rank {member.rank}", str(name))
+            member.send(id=message.get("id"), refused=True)
+            return
+        reply = getattr(self, f"do_{name}")(member, message.get("id"), **fields)
+        if reply is not None:
+            member.send(id=message.get("id"), **reply)
+
+    def do_beat(self, member: Member, id: Any, note: dict[str, Any]) -> None:
+        member.note = note
+        if self.admitted or id is not None:  # else the rank waits for its admission
+            member.send_encoded(HEARD)
+
+    def do_beats(self, member: Member, id: Any, suspended: bool) -> dict[str, Any]:
+        notes = {m.rank: m.note for m in self.members.values()}
+        return {
+            "beats": {
+                rank: note for rank, note in notes.items() if note.get("suspended") or not suspended
+            }
+        }
+
+    def do_silent(self, member: Member, id: Any, seconds: float) -> None:
+        def answer() -> None:
+            silent = [
+                m.rank
+                for m in self.members.values()
+                if m.silent >= seconds - TICK and m is not member
+            ]
+            member.send(id=id, silent=silent, left=sorted(self.left))
+
+        asyncio.get_running_loop().call_later(min(seconds, 60.0), answer)
+
+    def do_exchange(
+        self, member: Member, id: Any, members: list[int] | None, **fields: Any
+    ) -> None:
+        group = range(self.size) if members is None else tuple(members)
+
+        def reply(answer):
+            return member.send_encoded(answer(id))
+
+        self.exchanges.add(member.rank, group, reply, **fields)
+
+    def do_put(self, member: Member, id: Any, key: str, text: str) -> dict[str, Any]:
+        self.keys.put(key, text)
+        return {}
+
+    def do_get(self, member: Member, id: Any, key: str, timeout: float) -> None:
+        self.keys.get(key, timeout, lambda text: member.send(id=id, text=text))
+
+    def do_announce(self, member: Member, id: Any, name: str, text: str) -> dict[str, Any]:
+        """Send every rank the first announcement of a name; ignore later ones."""
+        first = name not in self.announced
+        if first:
+            self.announced[name] = {"rank": member.rank, "text": text}
+            self.send_all(announced=name, **self.announced[name])
+        return {"first": first}
+
+    def do_fault(self, member: Member, id: Any, text: str, code: int) -> dict[str, Any]:
+        return {"first": self.fail(text, code, member.rank)}
+
+    def do_log(self, member: Member, id: Any, path: str) -> dict[str, Any]:
+        self.log = path
+        return {}
+
+    def do_leave(self, member: Member, id: Any, code: int) -> dict[str, Any]:
+        def end_others() -> None:
+            if not self.members.keys() <= self.left:
+                self.fail(f"{member.title} has ended with code {code}: see what it printed")
+
+        self.left.add(member.rank)
+        self.exchanges.remove_rank(member.rank)
+        if code not in (0, PREEMPTED):
+            asyncio.get_running_loop().call_later(ALONE, end_others)
+        return {}
+
+    # Faults
+
+    def fail(self, text: str, code: int = 1, author: int | None = None) -> bool:
+        """Fail with this cause: end the job, unless another fault came first; return whether this
+        one is the cause.
+        """
+        if self.fault is not None:
+            return False
+        self.fault = {"fault": text, "code": code, "rank": author}
+        if author is None:
+            self.coordinator.report(text)
+        self.send_all(**self.fault)
+        asyncio.get_running_loop().call_later(LINGER, self.coordinator.done.set)
+        return True
+
+    def disconnected(self, member: Member) -> None:
+        if self.members.get(member.rank) is not member:
+            return
+        del self.members[member.rank]
+        if self.admitted and member.rank not in self.left:
+            # Launchers kill all ranks some milliseconds after the first has died, and may blame
+            # another one.
+            process = f"{member.title}, process {member.facts['pid']}"
+            self.fail(f"{process}, ended first, without an error: killed or crashed")
+            self.left.add(member.rank)
+            self.exchanges.remove_rank(member.rank)
+        if (
+            member.rank == 0
+            and self.fault is not None
+            and self.fault["rank"] is None
+            and self.log is not None
+        ):
+            faults.append_event(self.log, self.fault["fault"])  # in case rank 0 could not
+
+    def is_empty(self) -> bool:
+        """Return whether all ranks have joined and disconnected."""
+        return self.admitted and not self.members
+
+    def tick(self, elapsed: float) -> None:
+        """Check deadlines and silent ranks. elapsed: seconds since the last call."""
+        recent = 1.5 * beat_interval(self.size)
+        self.exchanges.expire(
+            lambda rank: rank in self.members and self.members[rank].silent < recent
+        )
+        self.keys.expire()
+        if not self.admitted and time.monotonic() > self.deadline:
+            size, waited = self.settings.size, round(self.settings.timeout, 1)
+            missing = hosts.listed(rank for rank in range(size) if rank not in self.members)
+            text = (
+                f"rank {missing} of {size} did not come within {waited:g} s: see whether it was started and what it "
+                "printed (JAXDP_TIMEOUT sets how long to wait, in seconds)"
+            )
+            self.refuse_all(**self.refusal or {"error": text, "code": 1, "rank": 0})
+        if self.admitted:
+            self.check_silence(elapsed)
+
+    def check_silence(self, elapsed: float) -> None:
+        """Add up the silence of each rank, at most 1 s for each check, so that a suspended job
+        blames no rank.
+        """
+        active = [m for m in self.members.values() if m.rank not in self.left]
+        was_suspended = self.suspended
+        self.suspended = bool(active) and all(m.silent > QUIET for m in active)
+        for member in active:
+            member.silent = (
+                0.0 if was_suspended and not self.suspended else member.silent + min(elapsed, 1.0)
+            )
+        if not self.suspended and (
+            silent := [m for m in active if m.silent >= self.settings.silence]
+        ):
+            names = hosts.listed(m.title for m in silent)
+            verb = "has" if len(silent) == 1 else "have"
+            silence = self.settings.silence
+            self.fail(
+                f"{names} {verb} not been heard from for {silence:.0f} s: killed, stopped, or cut off"
+            )

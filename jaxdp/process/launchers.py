@@ -1,0 +1,258 @@
+"""Detect the launcher, the rank and the number of processes from environment variables alone."""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from typing import SupportsIndex
+
+from jaxdp.errors import UsageError
+from jaxdp.process.world import (
+    MPI,
+    Env,
+    Variables,
+    World,
+    address,
+    integer,
+    optional,
+    partners,
+    within,
+)
+
+PORT = 12355  # of pod 0, in Kubernetes
+
+
+def _under_srun(env: Env) -> bool:
+    """Return whether srun --mpi=pmi2 set PMI_RANK; there is no mpirun then, and Slurm is the
+    launcher.
+    """
+    return "MPI_LOCALRANKID" not in env and env.get("SLURM_STEP_NUM_TASKS") == env.get("PMI_SIZE")
+
+
+def _elastic(env: Env) -> str:
+    """Return the coordinator under torchrun. Its agent's store may occupy MASTER_PORT; then use the
+    next port.
+    """
+    port = integer(env, "MASTER_PORT", 1) + (env.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+    host = env["MASTER_ADDR"]
+    return address(
+        f"[{host}]:{port}" if ":" in host else f"{host}:{port}", "MASTER_ADDR:MASTER_PORT"
+    )
+
+
+def first_host(nodelist: str) -> str:
+    """Return the first host of a Slurm node list: node003 of `node[003-007,9],login`, r1n3 of
+    `r[1-2]n[3,4]`.
+    """
+    first = re.match(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodelist)
+    if not first or nodelist.count("[") != nodelist.count("]"):
+        raise UsageError(
+            f"SLURM_STEP_NODELIST={nodelist!r} is not a node list such as node[003-007,9]"
+        )
+    return re.sub(r"\[([^,\]-]*)[^\]]*\]", r"\1", first[0])
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Parse Slurm's tasks per node: [2, 2, 2, 1] for `2(x3),1`."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if not match:
+            raise UsageError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is not a list such as 2(x3),1")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def slurm(env: Env) -> World | None:
+    """Detect `srun`: only inside a job step, since a batch script alone is one process regardless
+    of --ntasks.
+    """
+    if not env.get("SLURM_STEP_NUM_TASKS"):
+        return None
+    partners(env, "slurm", ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"))
+    rank, size = integer(env, "SLURM_PROCID"), integer(env, "SLURM_STEP_NUM_TASKS", 1)
+    within(rank, "SLURM_PROCID", size, "SLURM_STEP_NUM_TASKS")
+    if size == 1:
+        return World(rank, size, 0, 1, "slurm")
+    partners(env, "slurm", ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_JOB_ID"))
+    local_size = None
+    if env.get("SLURM_STEP_TASKS_PER_NODE") and env.get("SLURM_NODEID"):
+        counts, node = (
+            tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"]),
+            integer(env, "SLURM_NODEID"),
+        )
+        within(
+            node, "SLURM_NODEID", len(counts), "the number of nodes in SLURM_STEP_TASKS_PER_NODE"
+        )
+        local_size = counts[node]
+    # Ports above 61000 are not handed out to outgoing connections; two steps of a job get different
+    # ones.
+    port = 61440 + (integer(env, "SLURM_JOB_ID") * 8 + (optional(env, "SLURM_STEP_ID") or 0)) % 4096
+    host = first_host(env["SLURM_STEP_NODELIST"])
+    return World(rank, size, optional(env, "SLURM_LOCALID"), local_size, "slurm", f"{host}:{port}")
+
+
+def kubernetes(env: Env) -> World | None:
+    """Detect an Indexed Job, or a Job of a JobSet, of JAXDP_NUM_PROCESSES pods: pod i is <job>-<i>,
+    pod 0 is rank 0.
+    """
+    if not env.get("JOB_COMPLETION_INDEX") or not env.get("JAXDP_NUM_PROCESSES"):
+        return None
+    rank, size = integer(env, "JOB_COMPLETION_INDEX"), integer(env, "JAXDP_NUM_PROCESSES", 1)
+    within(rank, "JOB_COMPLETION_INDEX", size, "JAXDP_NUM_PROCESSES")
+    if size == 1 or env.get("JAXDP_COORDINATOR"):
+        return World(rank, size, launcher="kubernetes")
+    pod, _, rest = (env.get("HOSTNAME") or socket.getfqdn()).partition(".")
+    full, _, domain = socket.getfqdn().partition(".")
+    job, _, index = pod.rpartition("-")
+    if not job or index != str(rank):
+        raise UsageError(
+            f"the pod's host name {pod!r} is not <job>-{rank}, so pod 0's cannot be derived: "
+            f"set JAXDP_COORDINATOR to host:port of the pod with JOB_COMPLETION_INDEX 0"
+        )
+    subdomain = rest or (domain if full == pod else "")
+    host = f"{job}-0.{subdomain}" if subdomain else f"{job}-0"
+    return World(rank, size, launcher="kubernetes", coordinator=f"{host}:{PORT}")
+
+
+TORCHRUN = Variables(
+    "torchrun",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    also=("MASTER_ADDR", "MASTER_PORT"),
+    coordinator=_elastic,
+    # Some clusters export MASTER_ADDR, RANK or WORLD_SIZE for every process: one of them alone
+    # proves nothing.
+    unless=lambda env: (
+        sum(bool(env.get(n)) for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")) < 2
+    ),
+)
+
+# In order of precedence, innermost first: if mpirun or torchrun's agent runs inside a Slurm step,
+# it started this process, and the step's variables describe something else.
+LAUNCHERS: tuple[Callable[[Env], World | None], ...] = (
+    Variables(
+        "jaxdp",
+        "JAXDP_PROCESS_ID",
+        "JAXDP_NUM_PROCESSES",
+        "JAXDP_LOCAL_RANK",
+        "JAXDP_LOCAL_SIZE",
+        unless=lambda env: (
+            bool(env.get("JOB_COMPLETION_INDEX")) and not env.get("JAXDP_PROCESS_ID")
+        ),
+    ).detect,
+    replace(TORCHRUN, trigger=("TORCHELASTIC_RUN_ID",)).detect,
+    Variables(
+        "openmpi",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ).detect,
+    Variables(  # MVAPICH 2; later ones are Hydra's
+        "mvapich",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ).detect,
+    Variables(
+        "hydra", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", unless=_under_srun
+    ).detect,
+    slurm,
+    TORCHRUN.detect,
+    kubernetes,
+)
+
+
+def _explicit(
+    rank: int | None, size: int | None, local_rank: int | None, local_size: int | None
+) -> World | None:
+    if rank is None and size is None:
+        return None
+    if rank is None or size is None:
+        raise UsageError(f"init(rank={rank}, size={size}): give both, or neither")
+    if size < 1 or not 0 <= rank < size:
+        raise UsageError(f"init(rank={rank}, size={size}): ranks run from 0 to size - 1")
+    return World(rank, size, local_rank, local_size, "explicit")
+
+
+def _whole(name: str, value: object) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, SupportsIndex)):
+        raise UsageError(
+            f"init({name}={value!r}): not a whole number; give one, such as int({value!r})"
+        )
+    return value if value is None else operator.index(value)
+
+
+def _check_local(local_rank: int | None, local_size: int | None, size: int) -> None:
+    most = size if local_size is None else local_size
+    if not 0 < most <= size or not 0 <= (local_rank or 0) < most:
+        text = f"init(local_rank={local_rank}, local_size={local_size})"
+        raise UsageError(
+            f"{text}: local ranks run from 0 to local_size - 1, and local_size to the {size} processes"
+        )
+
+
+def discover(
+    env: Env | None = None,
+    *,
+    coordinator: str | None = None,
+    rank: int | None = None,
+    size: int | None = None,
+    local_rank: int | None = None,
+    local_size: int | None = None,
+    init_method: str | None = None,
+) -> World:
+    """Return this process's World: from the arguments, else from the first launcher detected, else
+    a single process.
+
+    coordinator, init_method="tcp://host:port", JAXDP_COORDINATOR: address of rank 0, overriding the
+    launcher's. init_method="env://": use torchrun's variables and no others. Raises UsageError on
+    malformed or partial variables."""
+    env = os.environ if env is None else env
+    explicit = coordinator and address(coordinator, "coordinator")
+    rank, size = _whole("rank", rank), _whole("size", size)
+    local_rank, local_size = _whole("local_rank", local_rank), _whole("local_size", local_size)
+    world = _explicit(rank, size, local_rank, local_size)
+    if init_method == "env://":
+        if world is not None and env.get("MASTER_ADDR"):
+            partners(env, "env://", ("MASTER_ADDR", "MASTER_PORT"))
+            explicit = explicit or _elastic(env)
+        world = world or TORCHRUN.detect(env)
+        if world is None:
+            raise UsageError(
+                "init_method='env://', but RANK and WORLD_SIZE are not set: start it with torchrun"
+            )
+    elif isinstance(init_method, str) and init_method.startswith("tcp://"):
+        explicit = explicit or address(init_method, "init_method")
+    elif init_method is not None:
+        raise UsageError(f"init_method={init_method!r} is neither 'tcp://host:port' nor 'env://'")
+    if env.get("JAXDP_COORDINATOR") and not explicit:
+        explicit = address(env["JAXDP_COORDINATOR"], "JAXDP_COORDINATOR")
+    world = world or next(filter(None, (detect(env) for detect in LAUNCHERS)), None)
+    if world is None and explicit:
+        raise UsageError(
+            f"the coordinator is {explicit}, but the rank of this process is not set: "
+            "set JAXDP_PROCESS_ID and JAXDP_NUM_PROCESSES, or use mpirun, srun or torchrun"
+        )
+    world = world or World(0, 1)
+    if world.size > 1 and not (explicit or world.coordinator or world.launcher in MPI):
+        fix = "init(coordinator=...)" if world.launcher == "explicit" else "JAXDP_COORDINATOR"
+        raise UsageError(
+            f"{world.size} processes ({world.launcher}) need rank 0's address: set {fix} to its host:port"
+        )
+    if local_rank is not None or local_size is not None:
+        _check_local(local_rank, local_size, world.size)
+    return replace(
+        world,
+        coordinator=explicit or world.coordinator,
+        local_rank=world.local_rank if local_rank is None else local_rank,
+        local_size=world.local_size if local_size is None else local_size,
+    )

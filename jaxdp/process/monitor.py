@@ -1,0 +1,151 @@
+"""The monitor of a run: stop all processes at one point, end a hanging run, and name stragglers."""
+
+import contextlib
+import pathlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jaxdp.process import membership, signals
+from jaxdp.process.agreement import Agreement
+from jaxdp.process.context import Context
+from jaxdp.process.watchdog import Watchdog
+from jaxdp.run import rundir
+
+
+class Stopped(Exception):
+    """All processes have stopped at the same point. kind: 'preempt', 'halt' or 'regroup'.
+
+    why: the signal. rank: its receiver.
+    """
+
+    def __init__(self, kind: str, why: str = "", rank: int = 0):
+        super().__init__(f"{why or kind} on rank {rank}")
+        self.kind, self.why, self.rank = kind, why, rank
+
+
+class Monitor:
+    """The interface through which the training loop reports its progress. This base class does
+    nothing.
+    """
+
+    def run_step(self, what: str, f: Callable[..., Any], *args: Any) -> Any:
+        """Run f(*args) in all processes and return its result. Raises Stopped if all stop before
+        it.
+        """
+        return f(*args)
+
+    def sent(self, metrics: dict[str, Any]) -> None:
+        """Report the metrics, on the device, of updates that were dispatched."""
+
+    def reading(
+        self, batches: Iterator[tuple[range, Any]], start: int
+    ) -> Iterator[tuple[range, Any]]:
+        """Yield (the updates of a call, their data) from `batches`, which begin after update
+        `start`.
+        """
+        return batches
+
+    def suspend_timeout(self, where: str) -> contextlib.AbstractContextManager[None]:
+        """Suspend the step timeout inside this context."""
+        return contextlib.nullcontext()
+
+    def request(self, kind: str) -> None:
+        """Ask all processes to 'save', or to 'probe': to measure how long their devices compute."""
+
+    def is_asked(self, kind: str) -> bool:
+        """Return whether all processes must do so now, and reset the request."""
+        return False
+
+    def straggler(self, step_ms: float) -> dict[str, float]:
+        """Return the metrics of a process that slows down the others. step_ms: time of an update."""
+        return {}
+
+    def stop(self) -> None:
+        """Stop monitoring at the end of the run."""
+
+
+class RunMonitor(Watchdog, Monitor):
+    """The monitor of a training job. minutes: between two saves, besides those of the loop; None
+    for no such saves.
+
+    last_save: when the last of these was asked for, of `time.monotonic`; None: now.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        directory: pathlib.Path,
+        timeout: float | None = 600.0,
+        straggler_factor: float = 2.0,
+        minutes: float | None = None,
+        last_save: float | None = None,
+    ):
+        self.agreement, self.minutes = Agreement(context), minutes
+        if context.is_root and (member := membership.current()) is not None:
+            member.keep_log(str((directory / "events.jsonl").absolute()))
+        self._called: set[int] = set()
+        self._asked: set[str] = set()
+        self.last_save = time.monotonic() if last_save is None else last_save
+        super().__init__(context, directory, timeout, straggler_factor)
+        signals.subscribe(self._preempt)
+
+    def sent(self, metrics: dict[str, Any]) -> None:
+        signals.has_started()
+        super().sent(metrics)
+
+    def run_step(self, what: str, f: Callable[..., Any], *args: Any) -> Any:
+        while (request := self.agreement.point()) is not None:
+            if request["kind"] not in ("save", "probe"):
+                if request["kind"] != "regroup":
+                    rundir.mark_ending()  # the next job may start while this one saves
+                raise Stopped(**request)
+            self._asked.add(request["kind"])
+        self.at(what)
+        if id(f) in self._called:
+            result = f(*args)
+        else:
+            with self.suspend_timeout(f"{what} (compiles)"):
+                result = f(*args)
+            self._called.add(id(f))
+        return result
+
+    def reading(
+        self, batches: Iterator[tuple[range, Any]], start: int
+    ) -> Iterator[tuple[range, Any]]:
+        last = start  # the last update whose data was read
+        while True:
+            self.at(f"waits for the data of update {last + 1}")
+            began = time.perf_counter()
+            try:
+                updates, batch = next(batches)
+            except StopIteration:
+                return
+            if last > start:  # the first wait includes other work, such as imports
+                self.worked((time.perf_counter() - began) / len(updates))
+            yield updates, batch
+            last = updates[-1]
+
+    def request(self, kind: str) -> None:
+        self.agreement.request(kind)
+
+    def is_asked(self, kind: str) -> bool:
+        asked = kind in self._asked
+        self._asked.discard(kind)
+        if asked and kind == "save":
+            self.last_save = time.monotonic()
+        return asked
+
+    def stop(self) -> None:
+        signals.unsubscribe(self._preempt)
+        super().stop()
+
+    def _preempt(self, name: str) -> None:
+        if name != signals.TRACE:
+            self.agreement.request("preempt", name)
+
+    def each_check(self) -> None:
+        late = self.minutes is not None and time.monotonic() - self.last_save > 60.0 * self.minutes
+        if late and self.context.is_root:
+            self.last_save = time.monotonic()
+            self.request("save")

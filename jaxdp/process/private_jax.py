@@ -1,0 +1,272 @@
+"""The private parts of JAX that jaxdp uses, all of them, each with its reason.
+
+- `_jax.get_distributed_runtime_service`: JAX starts its coordination service inside rank 0, whose
+  death then aborts all other ranks. jaxdp runs it in the coordinator's process.
+- `_jax.get_distributed_runtime_client`, `distributed.global_state`: `jax.distributed.initialize` on
+  rank 0 starts that service too, so the client is created here. `verify` sets the number of a
+  process that is not connected at all.
+- `_jax.make_gloo_tcp_collectives`: Gloo listens on the address that the host's name resolves to,
+  and JAX has no option for another one. Without this, a job on one host could be reached from the
+  network.
+- `lax._dot_general_lower`: exact sums change how products are lowered for CPU, then call this.
+- `mlir._platform_specific_lowerings`: the table that this changes, to restore it; JAX has no
+  function for that.
+- `xla_bridge.backends_are_initialized`: whether it is too late to join other processes; there is no
+  public function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jaxdp.elasticity.relay import Relay
+from jaxdp.process import certificates
+from jaxdp.process.hosts import split
+
+# Seconds. The coordinator detects processes that die or are cut off; JAX would abort all of a job
+# that was suspended.
+HEARTBEAT = 7 * 86_400
+# seconds, and 5 that JAX adds, until a rank of an elastic job looks whether the others are still
+# there
+ATTEMPT = 1.0
+
+
+def load() -> None:
+    """Import the library of the coordination service."""
+    from jaxlib import _jax  # noqa: F401
+
+
+def service_has_tls() -> bool:
+    """Return whether JAX's coordination service uses mutual TLS: from JAX 0.12 on, with the package
+    cryptography.
+    """
+    from jaxlib import _jax
+
+    installed = importlib.util.find_spec("cryptography") is not None
+    return installed and "mtls_cert_file" in (_jax.get_distributed_runtime_service.__doc__ or "")
+
+
+def tls(secret: str) -> contextlib.AbstractContextManager[dict[str, str]]:
+    """Return a context with the options of the service and its clients; without TLS there are none."""
+    return certificates.files(secret) if service_has_tls() else contextlib.nullcontext({})
+
+
+def start_service(address: str, size: int, secret: str, shutdown_timeout: int) -> Any:
+    """Start JAX's coordination service at "host:port"; it ends when the object is deleted. Timeout
+    in seconds.
+
+    secret: clients prove that they have it, if JAX supports it. The coordinator detects processes
+    that die. To JAX that is no error (`recoverable`): a process that ends would wait 20 s for the
+    others, and then abort them."""
+    from jaxlib import _jax
+
+    with tls(secret) as options:
+        return _jax.get_distributed_runtime_service(
+            address,
+            size,
+            heartbeat_timeout=HEARTBEAT,
+            shutdown_timeout=shutdown_timeout,
+            recoverable=True,
+            **options,
+        )
+
+
+def make_client(address: str, rank: int, secret: str, timeout: float, elastic: bool = True) -> Any:
+    """Return a client of JAX's coordination service; `connect` waits for those of all other ranks.
+
+    elastic: if that takes longer than `timeout` seconds and the 5 that JAX adds, it raises
+    RuntimeError. JAX would abort the process, and its state would be lost; it does not if it has a
+    callback, which it then fails to call."""
+    from jaxlib import _jax
+
+    with tls(secret) as options:
+        return _jax.get_distributed_runtime_client(
+            address,
+            rank,
+            init_timeout=max(1, round(timeout)),
+            use_compression=True,
+            heartbeat_timeout=HEARTBEAT,
+            shutdown_on_destruction=not elastic,
+            **({"missed_heartbeat_callback": print} if elastic else {}),
+            **options,
+        )
+
+
+def connect_client(
+    address: str, rank: int, secret: str, timeout: float, proceed: Callable[[], None]
+) -> Any:
+    """Connect a client of an elastic job through a relay, and return it.
+
+    proceed: called every few seconds, since a rank or the service may be lost meanwhile. Raises
+    what it raises, and RuntimeError after `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        proceed()
+        relay = Relay(*split(address))
+        client = make_client(relay.address, rank, secret, ATTEMPT)
+        try:
+            client.connect()
+        except RuntimeError:
+            relay.close()
+            _failed.append(client)
+            if time.monotonic() > deadline:
+                raise
+        else:
+            _relays[:] = [(client, relay)]
+            return client
+
+
+def connect(
+    address: str,
+    rank: int,
+    size: int,
+    secret: str,
+    timeout: float,
+    devices: Sequence[int] | None,
+    proceed: Callable[[], None] | None = None,
+) -> None:
+    """Connect this process to JAX's coordination service, as `jax.distributed.initialize` does on
+    ranks above 0.
+
+    Args:
+        address: "host:port" of the service. secret: that of `start_service`.
+        timeout: seconds.
+        devices: the local GPUs of this process; None for all.
+        proceed: see `connect_client`, in an elastic job: this process may leave without waiting for
+            the others, and connect again. This closes its devices: all arrays and compiled programs
+            become invalid. They are closed last, so that a thread that still uses JAX cannot open
+            them for this process alone.
+    """
+    import jax
+    from jax._src.distributed import global_state
+    from jax.extend import backend
+
+    settings: dict[str, Any] = {"jax_cpu_collectives_implementation": "gloo"}
+    if devices is not None:
+        visible = ",".join(map(str, devices))
+        settings |= {"jax_cuda_visible_devices": visible, "jax_rocm_visible_devices": visible}
+    for option, value in settings.items():
+        with contextlib.suppress(AttributeError):  # an option of another release
+            jax.config.update(option, value)
+    if proceed is not None:
+        client = connect_client(address, rank, secret, timeout, proceed)
+    else:
+        client = make_client(address, rank, secret, timeout, elastic=False)
+        client.connect()
+    global_state.client, global_state.coordinator_address = client, address
+    global_state.process_id, global_state.num_processes = rank, size
+    if proceed is not None:
+        backend.clear_backends()
+
+
+def number_process(rank: int, size: int) -> None:
+    """Let JAX open its devices as process `rank` of `size`, without a connection to others:
+    `verify` asks how numbers depend on it. Programs of one device work as usual."""
+    from jax._src.distributed import global_state
+
+    global_state.process_id, global_state.num_processes = rank, size
+
+
+def is_connected() -> bool:
+    """Return whether this process is a client of a coordination service, started by jaxdp or by the
+    program.
+    """
+    from jax._src.distributed import global_state
+
+    return global_state.client is not None
+
+
+def cancel_calls() -> None:
+    """Leave JAX's coordination service, if connected: what waits in it, such as a barrier of Orbax,
+    raises at once.
+    """
+    while _relays:
+        client, relay = _relays.pop()
+        with contextlib.suppress(RuntimeError):  # it cannot say so
+            client.shutdown()
+        relay.close()
+
+
+_failed: list[
+    Any
+] = []  # clients that could not connect: one that is destroyed may wait for the others
+_relays: list[
+    tuple[Any, Relay]
+] = []  # the client of an elastic job, and its relay, until this process leaves
+
+
+def register(address: str, rank: int, secret: str) -> Any:
+    """Register in the place of a process that has died, and return the client.
+
+    The others wait until all ranks are registered.
+    """
+    client = make_client(address, rank, secret, 10)
+    with contextlib.suppress(RuntimeError):
+        client.connect()
+    return client
+
+
+@contextlib.contextmanager
+def store_programs() -> Iterator[None]:
+    """Let this process write what it compiles for CPU inside this context to the compilation cache.
+
+    JAX lets process 0 alone write, but on CPU the keys differ by process, so the others would
+    always compile again. Nothing else may read the number of this process meanwhile, as Orbax does
+    while it saves."""
+    import jax
+    from jax._src.distributed import global_state
+
+    number = global_state.process_id
+    global_state.process_id = 0 if jax.default_backend() == "cpu" else number
+    try:
+        yield
+    finally:
+        global_state.process_id = number
+
+
+def backends_initialized() -> bool:
+    """Return whether JAX has opened its devices, after which it cannot join other processes."""
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
+
+
+def bind_gloo(hostname: str) -> None:
+    """Make Gloo's collectives listen on this address only."""
+    from jax._src.lib import _jax
+
+    _jax.make_gloo_tcp_collectives = functools.partial(
+        _jax.make_gloo_tcp_collectives, hostname=hostname
+    )
+
+
+def lower_dot(ctx: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
+    """Lower `jax.lax.dot_general` for CPU as JAX does."""
+    from jax._src.lax.lax import _dot_general_lower
+
+    return _dot_general_lower(ctx, lhs, rhs, platform="cpu", **params)
+
+
+@contextlib.contextmanager
+def usual_lowerings() -> Iterator[None]:
+    """Restore at the end how JAX lowers products and sums for CPU: `jaxdp.exact.products`
+    changes it.
+    """
+    from jax import lax
+    from jax._src.interpreters import mlir
+
+    table = mlir._platform_specific_lowerings["cpu"]
+    changed = lax.dot_general_p, lax.conv_general_dilated_p, lax.reduce_sum_p
+    before = {p: table[p] for p in changed if p in table}
+    try:
+        yield
+    finally:
+        for p in changed:
+            table.pop(p, None)
+        table.update(before)

@@ -1,0 +1,363 @@
+"""Build a `Run` from a config."""
+
+import dataclasses
+import functools
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
+
+import jax
+import numpy as np
+from jax.tree_util import Partial
+
+from jaxdp.checkpoint.local import LocalCheckpoints
+from jaxdp.checkpoint.store import Checkpoints
+from jaxdp.config import Config, Parallel
+from jaxdp.cpu import on_cpu
+from jaxdp.data.contents import contents, has_parts
+from jaxdp.data.dataset import UNKNOWN
+from jaxdp.data.resident import Resident
+from jaxdp.errors import UsageError
+from jaxdp.metrics.throughput import throughput
+from jaxdp.metrics.writer import Record
+from jaxdp.optim import OPTIMIZERS
+from jaxdp.parallel.placement import assign_microbatches, state_shapes
+from jaxdp.parallel.strategy import Strategy
+from jaxdp.plan.hardware import peak_flops
+from jaxdp.plan.prediction import Case
+from jaxdp.plan.programs import Digest, check_same, digest, lines
+from jaxdp.process import environment
+from jaxdp.process.context import SLOW, Context
+from jaxdp.run import user_errors
+from jaxdp.run.components import (
+    NOTHING,
+    Objects,
+    Parts,
+    choose_accumulate,
+    choose_remat,
+    describe_groups,
+    make_parts,
+    make_strategy,
+    make_the_step,
+    set_jax,
+    spared,
+    state_maker,
+)
+from jaxdp.run.data_warnings import data_warnings
+from jaxdp.run.datasets import eval_key, facts_of, make_order
+from jaxdp.run.identity import facts, has_own_code, shapes_of
+from jaxdp.run.preflight import check_examples, check_optimizer, rehearse
+from jaxdp.run.profile_window import Profile, folder
+from jaxdp.run.rundir import versions
+from jaxdp.run.source import Source
+from jaxdp.run.strategies import STAGES
+from jaxdp.targets import attribute
+from jaxdp.train.rate import scheduled_rate
+from jaxdp.train.run import Data, Log, LoopOptions, Run
+from jaxdp.train.state import TrainState
+from jaxdp.train.step import Step
+
+T = TypeVar("T")
+
+
+class Prepared(NamedTuple):
+    """What a run needs on any number of devices.
+
+    contents: of the training set and of the evaluation sets by key, to compare on resume
+    (`jaxdp.data.contents`). facts: what all processes must have alike. flops: of an example,
+    forward and backward. programs: digests of those that `rehearse` traces, if they are to be
+    compared."""
+
+    parts: Parts
+    contents: dict[str, dict[str, Any]]
+    facts: dict[str, str]
+    flops: float
+    programs: dict[str, Digest]
+    make_state: Partial
+
+
+def prepare(config: Config, objects: Objects = NOTHING, several: bool = False) -> Prepared:
+    """Build and check what does not depend on the devices. several: there are other processes to
+    compare with.
+
+    Raises UsageError if the config, the data or the model is wrong, or they do not fit.
+    """
+    parts = make_parts(config, objects)
+    sets = {"data": parts.dataset, **{eval_key(name): x for name, x in parts.eval_sets.items()}}
+    with user_errors.reported():
+        found = {
+            key: contents(x, ("data" if key == "data" else "eval.data") in objects)
+            for key, x in sets.items()
+        }
+    data, *evaluated = [content["probes"] for content in found.values()]
+    same = {**facts(config, data), "eval data fingerprint": " ".join(evaluated)}
+    same |= {
+        f"{key} digest": str(found[key]["all"]) for key, x in sets.items() if has_parts(x)
+    }  # no time decides it
+    same |= {"XLA_FLAGS": environment.flags_of_numbers()}
+    same |= {"local devices": str(jax.local_device_count())} if several else {}
+    make_state = state_maker(config, parts)
+    flops, programs = rehearse(config, parts, make_the_step(config, parts), make_state)
+    compared = several or has_own_code(config, objects)
+    digests = (
+        {name: digest(lines(program)) for name, program in programs.items()} if compared else {}
+    )
+    return Prepared(parts, found, same, flops, digests, make_state)
+
+
+def prepare_on_all_ranks(
+    config: Config, context: Context, objects: Objects = NOTHING, before: Prepared | None = None
+) -> Prepared:
+    """Return the result of `prepare`, after all ranks have compared theirs.
+
+    before: that of an earlier generation of an elastic job, which is not made again. Raises
+    UsageError on every rank."""
+    set_jax(config)
+    jax.devices()  # opening them waits for the other processes, so do it outside of `on_all_ranks`
+    several = context.size > 1 or config.elastic.enabled  # others may join, and compare theirs
+    prepared = on_all_ranks(context, lambda: before or prepare(config, objects, several))
+    context.check_same("the run", prepared.facts)
+    if context.size > 1:
+        check_same(context, prepared.programs, SLOW)
+    return prepared
+
+
+def make_run(
+    config: Config,
+    directory: pathlib.Path,
+    context: Context,
+    objects: Objects = NOTHING,
+    offset: int = 0,
+    prepared: Prepared | None = None,
+) -> Run:
+    """Build the objects of a run; compute no arrays, write no files.
+
+    Raises UsageError on every rank, if any rank rejects its config, data or model.
+
+    Args:
+        objects: see `make_parts`.
+        offset: the number of batches that a resumed run has skipped.
+        prepared: the result of `prepare_on_all_ranks`, if it was called before.
+    """
+    prepared = prepared or prepare_on_all_ranks(config, context, objects)
+    parts, make_state = prepared.parts, prepared.make_state
+    devices = choose_devices(config, context)
+    assignment = assign_microbatches(config.microbatches, len(devices), config.parallel.exact_group)
+    step = make_the_step(config, parts, is_padded(config, parts, assignment, offset))
+    strategy = on_all_ranks(context, lambda: make_strategy(config, parts, make_state, devices))
+    on_all_ranks(context, lambda: check_optimizer(config, strategy, parts.rule.tx, step))
+    training, evaluation = on_all_ranks(
+        context, lambda: make_sources(config, parts, strategy, step)
+    )
+    spike = config.spike
+    rollback_every = (
+        spike.every if spike.factor is not None and spike.action == "rollback" else None
+    )
+    checkpoints = (LocalCheckpoints if config.checkpoint.local else Checkpoints)(
+        directory / "checkpoints",
+        config.checkpoint.keep,
+        keep_every=config.checkpoint.keep_every,
+        return_every=rollback_every,
+        best=config.checkpoint.best,
+        mode=config.checkpoint.mode,
+        context=context,
+        facts={
+            **describe_config(config, prepared, objects),
+            "spared": spared(config, parts, strategy.shapes.params)
+            if config.optimizer.weight_decay
+            else [],
+            "data_fingerprint": prepared.contents["data"]["probes"],
+            "data_contents": prepared.contents["data"],
+            "eval_contents": {
+                key: content for key, content in prepared.contents.items() if key != "data"
+            },
+            "data": facts_of(parts.dataset),
+            "saved_by": {
+                "processes": context.size,
+                "devices": len(devices),
+                "backend": config.parallel.backend,
+            },
+        },
+    )
+    options = LoopOptions(
+        parts.steps,
+        steps_per_call=config.steps_per_call
+        if len(parts.dataset) < UNKNOWN
+        else 1,  # it may end within a call
+        log_every=config.log.every,
+        eval_every=config.eval.every,
+        save_every=config.checkpoint.every,
+        asynchronous=config.checkpoint.asynchronous,
+        max_rollbacks=spike.max_rollbacks,
+        rollback_every=rollback_every,
+        outer_every=config.outer.every if config.outer.replicas > 1 else 1,
+    )
+    log = Log(
+        derive=attribute(parts.forward.loss, "derive", lambda means: {}),
+        advise=functools.partial(data_warnings, config, parts, strategy.shapes, len(devices)),
+        speed=speed(config, parts, prepared.flops, devices),
+        follows_schedule=lambda: follows_schedule(parts, state_shapes(make_state)),
+        directory=directory,
+        groups=describe_groups(
+            config, parts, strategy.shapes.params, {**OPTIMIZERS, **objects.get("optimizer", {})}
+        ),
+    )
+    return Run(
+        strategy, step, Data(training, evaluation, config.eval.ema), checkpoints, options, log
+    )
+
+
+def describe_config(config: Config, prepared: Prepared, objects: Objects) -> dict[str, Any]:
+    """Return what a checkpoint stores to compare on resume: the config, digests of what it
+    computes, and what these depend on although the numbers do not."""
+    model, digests = (
+        prepared.parts.forward.model,
+        {name: total for name, (total, _) in prepared.programs.items()},
+    )
+    if objects:
+        digests["the evaluation data"] = prepared.facts["eval data fingerprint"]
+    return {
+        "config": dataclasses.asdict(config),
+        "folder": os.getcwd(),
+        "versions": versions(),
+        "microbatches": config.microbatches,
+        "programs": digests,
+        "traced": [on_cpu(), choose_accumulate(config), choose_remat(config, model)],
+    }
+
+
+def make_sources(
+    config: Config, parts: Parts, strategy: Strategy, step: Step
+) -> tuple[Source, dict[str, Source]]:
+    """Return the source for training, and those for evaluation by name. Raises UsageError."""
+    checked = attribute(parts.forward.loss, "check", None) is not None
+    same = config.outer.replicas == 1  # else each process sees the loss of its own replica
+    first = getattr(next(iter(parts.eval_sets.values()), None), "transform", None)
+
+    def source(dataset: Any, order: Any, train: bool) -> Source:
+        own = parts if train else parts.evaluating(dataset)
+        resident = Resident(dataset, strategy) if config.data.on_device else None
+        known = checked and (same or not train)
+        check = functools.partial(check_examples, own, strategy.shapes, train) if known else None
+
+        def evaluation():
+            return strategy.compile(step._replace(evaluate=make_the_step(config, own).evaluate))
+
+        shared = train or getattr(dataset, "transform", None) == first
+        program = None if shared else functools.cache(evaluation)
+        return Source(dataset, order, config.data.workers, resident, check, program)
+
+    training = source(parts.dataset, parts.order, True)
+
+    def order(dataset):
+        return make_order(config, dataset, parts.sequential, shuffle=False)
+
+    return training, {name: source(x, order(x), False) for name, x in parts.eval_sets.items()}
+
+
+def follows_schedule(parts: Parts, state: TrainState) -> bool:
+    """Return whether the optimizer computes its updates with the rate of the config's schedule.
+    state: shapes.
+    """
+    params = parts.rule.trainable(state.params)
+    rate = functools.partial(scheduled_rate, parts.rule.tx)
+    return jax.eval_shape(rate, params, state.opt_state, params) is not None
+
+
+def changes_for(parallel: Parallel, zero: int) -> dict[str, Any]:
+    """Return the keys that a run must set to use this ZeRO stage, besides `zero`."""
+    backends = [name for name, stages in STAGES.items() if zero in stages]
+    changes: dict[str, Any] = {} if parallel.backend in backends else {"backend": backends[0]}
+    unused: dict[str, Any] = {} if zero else {"shard_size": None, "rules": {}}
+    return changes | {key: value for key, value in unused.items() if getattr(parallel, key)}
+
+
+def make_case(config: Config, parts: Parts, zero: int, per_device: int, devices: int) -> Case:
+    """Build the case that `plan` compiles: a ZeRO stage on `devices` devices with `per_device`
+    microbatches each.
+    """
+    parallel = dataclasses.replace(config.parallel, zero=zero, **changes_for(config.parallel, zero))
+    if devices > config.microbatches:
+        config = dataclasses.replace(config, microbatches=per_device * devices)
+    config = dataclasses.replace(config, parallel=parallel)
+    if devices > len(jax.devices()):
+        raise UsageError(
+            f"--devices: {devices}, but only {len(jax.devices())} can be simulated; plan for fewer"
+        )
+    strategy = make_strategy(config, parts, state_maker(config, parts), jax.devices()[:devices])
+    step = make_the_step(config, parts)
+    check_optimizer(config, strategy, parts.rule.tx, step)
+    size = parts.order.examples_per_microbatch
+    first = parts.dataset.read(np.zeros(1, np.int64))
+    example = {k: jax.ShapeDtypeStruct((size, *v.shape[1:]), v.dtype) for k, v in first.items()}
+    example.setdefault("mask", jax.ShapeDtypeStruct((size,), np.dtype(np.float32)))
+    return Case(
+        strategy, step, cast(Any, example), zero > 1 and parallel.gradient_buffer == "sharded"
+    )
+
+
+def speed(
+    config: Config, parts: Parts, flops: float, devices: Sequence[jax.Device]
+) -> Callable[[float], Record]:
+    """Return a function from an update's milliseconds to throughput and device utilization. flops:
+    per example.
+    """
+    shape, dtype = shapes_of(parts.dataset).get("inputs", ((), np.dtype(float)))
+    tokens = shape[1] if len(shape) == 2 and np.issubdtype(dtype, np.integer) else None
+    dtypes = config.precision
+    peak = peak_flops(devices[0].device_kind, dtypes.compute or dtypes.params, dtypes.matmul)
+    return throughput(
+        parts.order.examples_per_step, tokens, flops or None, peak and peak * len(devices)
+    )
+
+
+def make_profile(config: Config, directory: pathlib.Path, start: int, steps: int) -> Profile:
+    """Return the window of updates to trace, if it lies after `start`; a signal can request
+    another.
+    """
+    first, traces = config.profile.start, str(folder(directory))
+    if first is None or not start <= first < steps:
+        return Profile(traces, steps=config.profile.steps)
+    return Profile(traces, first, min(config.profile.steps, steps - first))
+
+
+def on_all_ranks(context: Context, make: Callable[[], T]) -> T:
+    """Run `make` on every rank. If any rank fails, all raise the lowest rank's `UsageError`."""
+    try:
+        result, problem = make(), None
+    except UsageError as error:
+        result, problem = None, str(error)
+    context.agree(problem, SLOW)
+    return cast(T, result)
+
+
+def is_padded(config: Config, parts: Parts, assignment: np.ndarray, offset: int = 0) -> bool:
+    """Return True if a batch of this run may have padding or a mask.
+
+    Exact mode always has masks, so that its operations do not depend on the run's length; a run
+    that may be rolled back reads batches that are not known beforehand.
+    """
+    order = parts.order
+    full_batches = (
+        order.size % order.batch_size == 0 or parts.steps + offset <= order.size // order.batch_size
+    )
+    even_split = order.batch_size % order.microbatches == 0 and (assignment >= 0).all()
+    always = config.parallel.exact or config.spike.action == "rollback"
+    return not full_batches or not even_split or always or "mask" in shapes_of(parts.dataset)
+
+
+def choose_devices(config: Config, context: Context) -> list[jax.Device]:
+    devices, wanted = jax.devices(), config.parallel.devices
+    if wanted is None:
+        return devices
+    if context.size > 1 and wanted != len(devices):
+        raise UsageError(
+            f"parallel.devices: {wanted}, but {context.size} processes use all {len(devices)}; leave it null",
+            rank=0,
+        )
+    if wanted > len(devices):
+        raise UsageError(
+            f"parallel.devices: {wanted}, but there are {len(devices)}; make it smaller"
+        )
+    return devices[:wanted]

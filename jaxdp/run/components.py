@@ -1,0 +1,498 @@
+"""The components that a config names: model, loss, optimizer, step and state; each can be built
+separately.
+"""
+
+import contextlib
+import functools
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.tree_util import Partial
+
+from jaxdp.checkpoint.orbax import import_all
+from jaxdp.config import Config
+from jaxdp.config.training import OuterOptimizer
+from jaxdp.data import SOURCES
+from jaxdp.data.dataset import Dataset
+from jaxdp.data.example_order import ExampleOrder
+from jaxdp.data.transforms import TRANSFORMS, both
+from jaxdp.errors import UsageError, nearest
+from jaxdp.exact.integer_sums import COUPLED, remembering
+from jaxdp.logits import compute_logits
+from jaxdp.losses import LOSSES, make_loss
+from jaxdp.models import MODELS, as_model, is_given
+from jaxdp.models.base import Model
+from jaxdp.optim import OPTIMIZERS, checked, decay_mask, find_roles, make_optimizer, make_schedule
+from jaxdp.optim.evaluation import evaluation_arrays
+from jaxdp.optim.optimizers import MASKS, taken_by
+from jaxdp.optim.roles import AUTO, Role, describe, role_of
+from jaxdp.outer.replicas import OuterRule, Replicas
+from jaxdp.parallel.layout import Sharding
+from jaxdp.parallel.padding import can_pad
+from jaxdp.parallel.pjit import group_size
+from jaxdp.parallel.placement import state_shapes
+from jaxdp.parallel.reduction import Reduction
+from jaxdp.parallel.strategy import Strategy
+from jaxdp.precision import LossScaling, cast_floats, policy
+from jaxdp.process import environment, imports, membership
+from jaxdp.process.context import current
+from jaxdp.run import user_errors
+from jaxdp.run.datasets import facts_of, is_sequential, make_data, make_order, make_transform
+from jaxdp.run.strategies import STRATEGIES, make_reduction
+from jaxdp.split import path_string
+from jaxdp.targets import attribute, bind, call, locate, parameters, require
+from jaxdp.train.master import with_master
+from jaxdp.train.options import Forward, UpdateRule, first_microbatch
+from jaxdp.train.skip import Spike
+from jaxdp.train.state import TrainState, Transform, init_state
+from jaxdp.train.step import Step, make_step
+
+Objects = Mapping[str, Mapping[str, Any]]
+NOTHING: Objects = {}
+SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision")
+FORMER_NO_DECAY = r"(^|/)(bias|scale)$"  # the default of optimizer.no_decay, before it was auto
+
+
+class Parts(NamedTuple):
+    """The built components of a config. eval_sets: the evaluation sets by name. order: the order of
+    the training data.
+
+    sequential: all sets are read sequentially. transform: the config's, which follows that of a
+    set. roles: of the parameters, if an optimizer asks for them.
+    """
+
+    forward: Forward
+    rule: UpdateRule
+    dataset: Dataset
+    eval_sets: dict[str, Dataset]
+    order: ExampleOrder
+    steps: int
+    sequential: bool
+    transform: Transform | None
+    roles: Mapping[str, Role] = {}
+
+    def evaluating(self, dataset: Dataset) -> "Parts":
+        """Return the parts that evaluate a set, with its own transform."""
+        transform = both(getattr(dataset, "transform", None), self.transform)
+        return self._replace(forward=self.forward._replace(eval_transform=transform))
+
+
+def set_jax(config: Config, sums: bool = True) -> None:
+    """Set JAX's settings (`SETTINGS`) from the config, before anything is built. sums: gradients
+    will be summed.
+    """
+    jax.config.update("jax_enable_x64", config.precision.params == "float64")
+    if config.parallel.exact and sums:
+        environment.check_exact()
+    jax.config.update(
+        "jax_default_matmul_precision",
+        None if config.precision.matmul == "default" else config.precision.matmul,
+    )
+    for name, needed in (
+        ("jax_threefry_partitionable", True),
+        ("jax_default_prng_impl", "threefry2x32"),
+    ):
+        if (value := jax.config.values[name]) != needed:
+            raise UsageError(
+                f"{name}: {value!r} makes numbers depend on the devices; set it to {needed!r}"
+            )
+    if "" not in sys.path:  # a target may be a module in the folder that the command runs in
+        sys.path.insert(0, "")
+    if problem := imports.check(import_all):
+        raise UsageError(problem)
+
+
+@contextlib.contextmanager
+def jax_settings(config: Config) -> Iterator[None]:
+    """Use `set_jax` inside this context, then restore the settings."""
+    before = {name: jax.config.values[name] for name in SETTINGS}
+    try:
+        set_jax(config)
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+@user_errors.reported()
+def make_parts(config: Config, objects: Objects = NOTHING) -> Parts:
+    """Build all components that the config names. Names are checked before any data is read.
+
+    objects: {section: {name: object}} of a script, in addition to built-in names and dotted paths.
+    """
+
+    def table(section, built_in):
+        return {**built_in, **objects.get(section, {})}
+
+    target = locate("model", config.model.target, table("model", MODELS))
+    if not is_given(target):
+        bind("model", target, config.model.args)
+    loss = make_loss(config.loss.target, config.loss.args, table=table("loss", LOSSES))
+    named_transform = make_transform(config, table("data.transform", TRANSFORMS))
+    optimizers = table("optimizer", OPTIMIZERS)
+    make_tx(config, lambda step: 0.0, table=optimizers)
+    dataset, eval_sets = make_data(config, table("data", SOURCES), table("eval.data", SOURCES))
+    model = make_model(config, target, facts_of(dataset))
+    model = model._replace(init=jax.jit(model.init))  # traced only once
+    transform = both(getattr(dataset, "transform", None), named_transform)
+    dtypes = config.precision
+    casts = policy(dtypes.params, dtypes.compute or dtypes.params, dtypes.reduce or dtypes.widest)
+    sequential = is_sequential(config, model, dataset, transform, casts)
+    order = make_order(config, dataset, sequential)
+    steps = config.steps or math.ceil((config.epochs or 0) * order.steps_per_epoch)
+    schedule, opt = schedule_of(config, steps), config.optimizer
+    remat, scaling = choose_remat(config, model), make_scaling(config, dataset)
+    forward = Forward(model, loss, casts, config.seed, remat, scaling, transform)
+    roles = roles_of(forward, dataset, order) if needs_roles(config) else {}
+    rule = UpdateRule(
+        make_tx(config, schedule, model.blocks, optimizers, roles),
+        opt.clip_norm,
+        opt.frozen,
+        opt.ema,
+        max_nonfinite=config.nonfinite.max_consecutive,
+        spike=make_spike(config),
+    )
+    parts = Parts(
+        forward, rule, dataset, eval_sets, order, steps, sequential, named_transform, roles
+    )
+    return parts.evaluating(next(iter(eval_sets.values()), dataset))
+
+
+def needs_roles(config: Config) -> bool:
+    """Return whether weight decay, or Muon, depends on the roles of the parameters."""
+    opt, outer = config.optimizer, config.outer.optimizer
+    decays = opt.weight_decay or outer.args.get("weight_decay")
+    return "muon" in (opt.target, outer.target) or bool(decays and opt.no_decay == AUTO)
+
+
+def spared(config: Config, parts: Parts, params: Any) -> list[str]:
+    """Return the paths of the parameters without weight decay."""
+    mask = decay_mask(config.optimizer.no_decay, parts.forward.model.blocks, parts.roles)(params)
+    return [
+        path_string(path)
+        for path, decays in jax.tree_util.tree_leaves_with_path(mask)
+        if not decays
+    ]
+
+
+def describe_groups(
+    config: Config, parts: Parts, params: Any, table: Mapping[str, Any] = OPTIMIZERS
+) -> str:
+    """Return in one line what weight decay and Muon apply to; "" if they are not used. params:
+    shapes.
+    """
+    opt, blocks, texts = config.optimizer, parts.forward.model.blocks, list[str]()
+    trained = parts.rule.trainable(params)
+    if opt.weight_decay and {*MASKS} & taken_by(locate("optimizer", opt.target, table)):
+        names = spared(config, parts, trained)
+        decayed, others = describe(
+            trained, lambda path, x: path_string(path) not in names, blocks, parts.roles
+        )
+        texts.append(
+            f"weight decay {opt.weight_decay:g} for {decayed}"
+            + f", not for {others}" * (others != "none")
+        )
+    if opt.target == "muon":
+
+        def is_matrix(path, x):
+            return role_of(path, x, blocks, parts.roles).matrix is not None
+
+        texts.append(
+            "muon for {}, adam for {}".format(*describe(trained, is_matrix, blocks, parts.roles))
+        )
+    return "; ".join(texts)
+
+
+def roles_of(forward: Forward, dataset: Dataset, order: ExampleOrder) -> dict[str, Role]:
+    """Return {path: role} of the parameters in a training call, or {} if the model cannot be
+    traced: the rehearsal (`jaxdp.run.preflight`), which follows, reports why."""
+    example, casts = dataset.read(np.zeros(1, np.int64)), forward.policy
+
+    def call(params: Any, model_state: Any) -> Any:
+        batch = casts.inputs(
+            first_microbatch(example, max(order.examples_per_microbatch, 2), forward.transform)
+        )
+        params, model_state = (
+            cast_floats(params, casts.compute),
+            cast_floats(model_state, casts.state),
+        )
+        return compute_logits(
+            forward.model.apply(params, model_state, batch, jax.random.key(0), True)[0]
+        )
+
+    def init() -> Any:
+        batch = first_microbatch(example, max(order.examples_per_microbatch, 2), forward.transform)
+        return forward.model.init(jax.random.key(forward.seed), casts.inputs(batch))
+
+    try:
+        params, model_state = jax.eval_shape(init)
+        program = jax.make_jaxpr(call)(params, model_state)
+    except Exception:
+        return {}
+    return find_roles(program, params, forward.model.blocks)
+
+
+def make_the_step(config: Config, parts: Parts, padded: bool = True) -> Step:
+    """Build the step. padded: see `make_step`. Raises UsageError if the loss couples examples in
+    exact mode.
+    """
+    loss = parts.forward.loss
+    if (
+        config.parallel.exact and attribute(loss, "scope", "example") == "global"
+    ):  # before anything is compiled
+        raise UsageError(COUPLED.format(config.parallel.reduction))
+    remat = choose_remat(
+        config, parts.forward.model
+    )  # of another strategy than the config's, perhaps
+    rule = (
+        parts.rule if config.outer.replicas == 1 else parts.rule._replace(ema_decay=None)
+    )  # outer steps average
+    return make_step(parts.forward._replace(remat=remat), rule, choose_accumulate(config), padded)
+
+
+def state_maker(config: Config, parts: Parts) -> Partial:
+    """Return a function that computes the state before the first update, with its seed; JAX traces
+    it once.
+    """
+    example, size = parts.dataset.read(np.zeros(1, np.int64)), parts.order.examples_per_microbatch
+
+    def make_state(seed: jax.Array) -> TrainState:
+        inputs = first_microbatch(example, size, parts.forward.transform)
+        return init_state(
+            parts.forward._replace(seed=seed), parts.rule, config.microbatches, inputs
+        )
+
+    make = remembering(make_state, parts.rule.trainable) if config.parallel.exact else make_state
+    return Partial(jax.jit(make, inline=True), np.uint32(config.seed))
+
+
+def make_strategy(
+    config: Config, parts: Parts, make_state: Partial, devices: Sequence[jax.Device]
+) -> Strategy:
+    """Build the strategy of the config's `parallel` and `outer`."""
+    parallel, reduce_dtype = config.parallel, parts.forward.policy.reduce
+    reduction = make_reduction(parallel.reduction, parallel.bucket_mb, parallel.exact_group)
+    if config.outer.replicas > 1:
+        if evaluation_arrays(state_shapes(make_state).opt_state):
+            raise UsageError(
+                f"outer.replicas: {config.outer.replicas} with optimizer.target: {config.optimizer.target}, which "
+                "evaluates other parameters than it trains, and an outer step moves only the latter; use another "
+                "optimizer, or set outer.replicas to 1"
+            )
+        rule, hosts = make_outer(config, parts, reduction), current().hosts
+        hosts = (
+            hosts if len(hosts) == jax.process_count() else ()
+        )  # else a script has connected the processes
+        return Replicas(
+            make_state, config.microbatches, reduction, rule, reduce_dtype, devices, hosts
+        )
+    blocks, rules = parts.forward.model.blocks, tuple(parallel.rules.items())
+    size, number, member = parallel.shard_size, len(devices), membership.current()
+    if (
+        size is not None and member is not None and member.job.generation
+    ):  # another number of devices may be left
+        size = min((k for k in range(size, number) if number % k == 0), default=None)
+    sharding = Sharding(parallel.zero, size, parallel.gradient_buffer, blocks, True, rules)
+    if parallel.zero:
+        count = group_size(size, number)
+        pad = can_pad(
+            parts.rule.tx, parts.rule.trainable, state_shapes(make_state), sharding, count
+        )
+        sharding = sharding._replace(pad=pad)
+    strategy = STRATEGIES[parallel.backend]
+    return strategy(make_state, config.microbatches, reduction, reduce_dtype, devices, sharding)
+
+
+def make_outer(config: Config, parts: Parts, reduction: Reduction) -> OuterRule:
+    """Build the rule of the outer steps; reduction: that of gradients. Raises UsageError if the run
+    does not work with local updates."""
+    outer, parallel = config.outer, config.parallel
+    if parts.steps % outer.every:
+        raise UsageError(
+            f"outer.every: {outer.every} does not divide the {parts.steps} updates of epochs: {config.epochs}; set "
+            f"steps to {-(-parts.steps // outer.every) * outer.every} instead"
+        )
+    target = locate("outer.optimizer", outer.optimizer.target, OPTIMIZERS)
+    is_default = outer.optimizer.target != "sgd" and outer.optimizer.args == OuterOptimizer().args
+    args = {} if is_default else outer.optimizer.args  # the default is for sgd
+    if "learning_rate" in args:
+        raise UsageError(
+            "outer.optimizer.args.learning_rate: it is set by outer.optimizer.lr; set that"
+        )
+    bound, blocks = bind("outer.optimizer", target, args), parts.forward.model.blocks
+    args = {
+        "no_decay": config.optimizer.no_decay,
+        "blocks": blocks,
+        "roles": parts.roles,
+        **bound.keywords,
+    }
+
+    def make():
+        return make_optimizer(target, lambda step: outer.optimizer.lr, **args)
+
+    tx = checked(outer.optimizer.target, call("outer.optimizer", bound, make), "outer.optimizer")
+    tx = in_state_dtype(config, tx)
+    reduction = (
+        make_reduction(outer.reduction, parallel.bucket_mb) if outer.reduction else reduction
+    )
+    return OuterRule(
+        outer.replicas,
+        outer.every,
+        tx,
+        reduction,
+        parts.rule.trainable,
+        blocks,
+        parts.rule.ema_decay,
+    )
+
+
+def make_model(config: Config, target: Any, data: Mapping[str, Any]) -> Model:
+    """Build the `Model` of a target: an object, or a function that may take input_shape and
+    num_classes.
+    """
+    if is_given(target):
+        if config.model.args:
+            raise UsageError(
+                f"model.args: {config.model.target!r} is an object and takes no args; leave them out"
+            )
+        return as_model(target)
+    known = {"input_shape": tuple(data["input_shape"]), "num_classes": data["num_classes"]}
+    bound = bind("model", target, config.model.args, {k: v for k, v in known.items() if v})
+    num_classes = bound.keywords.get("num_classes")
+    if isinstance(num_classes, int) and num_classes < known["num_classes"]:
+        raise UsageError(
+            f"model.args.num_classes: {num_classes}, but the data has {known['num_classes']} classes"
+        )
+    for name, make in {
+        "rngs": lambda rngs: bound(rngs=rngs),
+        "key": lambda key: bound(key=key),
+    }.items():
+        if name in parameters(
+            bound
+        ):  # a class of Flax NNX or Equinox, or a function that makes its module
+            require("model", bound, name)
+            return call("model", bound, functools.partial(as_model, make))
+    return call("model", bound, lambda: as_model(call("model", bound)))
+
+
+def schedule_of(config: Config, steps: int) -> Callable[[Any], Any]:
+    """Return the learning-rate schedule of a run of `steps` updates."""
+    opt = config.optimizer
+    return make_schedule(
+        opt.schedule, opt.lr, opt.schedule_steps or steps, opt.warmup_steps, opt.final_lr
+    )
+
+
+def make_tx(
+    config: Config,
+    schedule: Any,
+    blocks: Sequence[str] = (),
+    table: Mapping[str, Any] = OPTIMIZERS,
+    roles: Mapping[str, Role] = {},
+) -> Any:
+    """Build the optimizer. blocks, roles: see `make_optimizer`."""
+    opt = config.optimizer
+    target = locate("optimizer", opt.target, table)
+    bound = bind("optimizer", target, opt.args)
+    for arg, key in {
+        "learning_rate": "lr",
+        "weight_decay": "weight_decay",
+        "mask": "no_decay",
+    }.items():
+        if arg in opt.args:
+            raise UsageError(f"optimizer.args.{arg}: it is set by optimizer.{key}; set that")
+    args = dict(bound.keywords)
+    if target is OPTIMIZERS["muon"] and (rate := args.get("adam_learning_rate")) is not None:
+        args["adam_learning_rate"] = lambda step: rate * (schedule(step) / (opt.lr or 1))
+
+    def make():
+        return make_optimizer(
+            target,
+            schedule,
+            opt.weight_decay,
+            opt.no_decay,
+            lr_scale=opt.lr_scale,
+            blocks=blocks,
+            roles=roles,
+            **args,
+        )
+
+    return in_state_dtype(config, checked(opt.target, call("optimizer", bound, make)))
+
+
+def in_state_dtype(config: Config, tx: Any) -> Any:
+    """Return the optimizer; with a master copy, if its state is to be wider than the parameters."""
+    dtypes = config.precision
+    return with_master(tx) if dtypes.params == "bfloat16" != dtypes.state else tx
+
+
+def make_scaling(config: Config, dataset: Dataset) -> LossScaling | None:
+    """Build the loss scaling, for the weight of a full batch: its number of labels, one or more per
+    example.
+    """
+    scale, interval = config.precision.loss_scale, config.precision.loss_scale_interval
+    if scale is None:
+        return None
+    labels = np.asarray(dataset.read(np.zeros(1, np.int64)).get("labels", 0)).size
+    weight = float(config.batch_size * max(labels, 1))
+    if scale == "dynamic":
+        return LossScaling(interval=interval, weight=weight)
+    return LossScaling(float(scale), dynamic=False, weight=weight)
+
+
+def make_spike(config: Config) -> Spike | None:
+    spike = config.spike
+    return (
+        None
+        if spike.factor is None
+        else Spike(spike.factor, spike.decay, spike.after, spike.action)
+    )
+
+
+def choose_accumulate(config: Config) -> str:
+    """Return the configured accumulation; exact reductions call the step on one group at a time, so
+    'vmap' there.
+    """
+    parallel = config.parallel
+    return "vmap" if parallel.accumulate == "auto" or parallel.exact else parallel.accumulate
+
+
+def choose_remat(config: Config, model: Model) -> str:
+    """Return the configured remat policy. 'auto': in stage 3 the backward pass gathers a block's
+    parameters again, so that they are not kept in full; exact mode does the same in all stages."""
+    parallel = config.parallel
+    if parallel.remat == "auto":
+        return (
+            "dots_no_batch" if (parallel.zero == 3 or parallel.exact) and model.blocks else "none"
+        )
+    return parallel.remat
+
+
+def check_paths(config: Config, params: Any) -> None:
+    """Raise UsageError if an expression matches no parameter, or if all parameters are frozen."""
+    paths = [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    if not paths:
+        raise UsageError(
+            f"model: {config.model.target!r} has no parameters, so there is nothing to train"
+        )
+    opt = config.optimizer
+    named = opt.weight_decay and opt.no_decay != AUTO
+    no_decay = [x for x in opt.no_decay if named and x != FORMER_NO_DECAY]
+    for name, patterns in {
+        "frozen": opt.frozen,
+        "lr_scale": opt.lr_scale,
+        "no_decay": no_decay,
+    }.items():
+        for pattern in patterns:
+            if not any(re.search(pattern, path) for path in paths):
+                near = nearest(pattern, paths, 0.1) or paths[0]
+                raise UsageError(
+                    f"optimizer.{name}: {pattern!r} matches no parameter; a path is such as {near!r}"
+                )
+    if all(any(re.search(pattern, path) for pattern in opt.frozen) for path in paths):
+        raise UsageError(f"optimizer.frozen: {opt.frozen!r} leaves nothing to train")

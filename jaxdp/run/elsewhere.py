@@ -1,0 +1,219 @@
+"""Call a function in a fresh process beside this one, with the same or with other surroundings.
+
+What a config computes must not depend on the surroundings: the number of devices, the rank and the
+number of processes, variables of launchers, the date, the time zone, the host's name, the order of
+hashes. So `jaxdp verify` computes it in a process in which all of these are others, and compares.
+"""
+
+import contextlib
+import ctypes
+import datetime
+import functools
+import gc
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from jaxdp.errors import ReportedError
+from jaxdp.process import context, imports, private_jax
+from jaxdp.process.environment import COUNT
+from jaxdp.run import user_errors
+
+SLOW = 900.0  # seconds that the other process may take longer than this one
+CODE = "import sys; sys.path.append({!r}); import jaxdp; sys.path[:] = {!r}; "
+CODE += "from jaxdp.run.elsewhere import main; main()"
+MORE = 3  # what is added to a rank and to a number of processes: another parity, also of a half
+SHIFT = -(
+    405 * 86_400 + 5 * 3_600 + 17 * 60
+)  # seconds: another year, month, day of the week, hour and minute
+NEW_HOST = 0x04000000  # CLONE_NEWUTS, see unshare(2)
+RANKS = """
+RANK LOCAL_RANK GROUP_RANK ROLE_RANK NODE_RANK PROCESS_ID OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_RANK
+OMPI_COMM_WORLD_NODE_RANK PMI_RANK PMI_LOCAL_RANK PMI_ID PMIX_RANK PALS_RANKID PALS_LOCAL_RANKID MPI_LOCALRANKID
+MPI_RANK MV2_COMM_WORLD_RANK MV2_COMM_WORLD_LOCAL_RANK SLURM_PROCID SLURM_LOCALID SLURM_NODEID FLUX_TASK_RANK
+FLUX_TASK_LOCAL_ID JSM_NAMESPACE_RANK JSM_NAMESPACE_LOCAL_RANK JOB_COMPLETION_INDEX TPU_WORKER_ID CLOUD_TPU_TASK_ID
+HOROVOD_RANK HOROVOD_LOCAL_RANK JAX_PROCESS_ID JAX_PROCESS_INDEX JAXDP_PROCESS_ID JAXDP_LOCAL_RANK
+CUDA_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES HIP_VISIBLE_DEVICES
+"""
+SIZES = """
+WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE NNODES NUM_NODES NUM_PROCESSES NPROC_PER_NODE
+OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_SIZE OMPI_UNIVERSE_SIZE PMI_SIZE PMI_LOCAL_SIZE PALS_LOCAL_SIZE
+MPI_LOCALNRANKS MV2_COMM_WORLD_SIZE MV2_COMM_WORLD_LOCAL_SIZE SLURM_NTASKS SLURM_NPROCS SLURM_NNODES
+SLURM_JOB_NUM_NODES SLURM_STEP_NUM_TASKS SLURM_STEP_NUM_NODES SLURM_NTASKS_PER_NODE SLURM_TASKS_PER_NODE
+SLURM_GPUS_ON_NODE SLURM_CPUS_ON_NODE SLURM_CPUS_PER_TASK FLUX_JOB_SIZE FLUX_JOB_NNODES JSM_NAMESPACE_SIZE
+JSM_NAMESPACE_LOCAL_SIZE HOROVOD_SIZE HOROVOD_LOCAL_SIZE JAX_PROCESS_COUNT JAX_NUM_PROCESSES JAXDP_NUM_PROCESSES
+JAXDP_LOCAL_SIZE PYTHON_CPU_COUNT
+"""
+# Variables that connect this process to its launcher, by their beginnings: the other process is not
+# part of its job.
+PIPES = ("PMI_FD", "PMI_PORT", "PMIX_NAMESPACE", "PMIX_SERVER")
+
+
+@contextlib.contextmanager
+def process(
+    function: Callable[..., Any], *args: Any, devices: int, elsewhere: bool = False
+) -> Iterator[Callable[[], Any]]:
+    """Call a function in another process, on simulated CPU devices, until the context ends.
+
+    Yields a function that waits for the result and returns it, or a text that tells why there is
+    none.
+
+    Args:
+        function, args: pickled, so of a module.
+        devices: the number of simulated devices.
+        elsewhere: change the surroundings.
+    """
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(COUNT)]
+    variables = {k: v for k, v in os.environ.items() if not k.startswith(PIPES)}
+    variables |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join([*flags, f"{COUNT}={devices}"])}
+    if elsewhere:
+        variables |= surroundings()
+    with contextlib.ExitStack() as files:
+        request, answer, errors = (files.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+        pickle.dump((function, args, elsewhere), request)
+        request.seek(0)
+        argv = [
+            sys.executable,
+            "-P",
+            "-c",
+            CODE.format(os.path.dirname(os.path.dirname(imports.PACKAGE)), sys.path),
+        ]
+        child = subprocess.Popen(argv, stdin=request, stdout=answer, stderr=errors, env=variables)
+
+        def result() -> Any:
+            try:
+                code = child.wait(SLOW)
+            except subprocess.TimeoutExpired:
+                return f"it did not end in {SLOW:g} s"
+            for file in (answer, errors):
+                file.seek(0)
+            if code == 0:
+                return pickle.load(answer)
+            last = errors.read().decode(errors="replace").strip().splitlines()[-1:]
+            return f"the process ended with code {code}: {''.join(last)}"
+
+        try:
+            yield result
+        finally:
+            child.kill()
+            child.wait()
+
+
+def other_count(devices: int) -> int:
+    """Return another number of devices: smaller, with another parity, on the other side of usual
+    limits.
+    """
+    return 1 if devices > 1 else 8
+
+
+def surroundings() -> dict[str, str]:
+    """Return environment variables with other values than in this process."""
+
+    def other(name: str, least: int) -> str:
+        value = os.environ.get(name, "")
+        return str((int(value) if value.isdigit() else least) + MORE)
+
+    changed = {
+        name: other(name, least)
+        for least, names in enumerate((RANKS, SIZES))
+        for name in names.split()
+    }
+    hashes = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    names = dict.fromkeys(("HOSTNAME", "HOST", "SLURMD_NODENAME"), "elsewhere")
+    return {
+        **changed,
+        **names,
+        "PYTHONHASHSEED": hashes,
+        "TZ": "OTHER-23:59",
+    }  # ahead of UTC: another local date
+
+
+def main() -> None:
+    """Read a function from stdin, and write its result to what stdout was."""
+    gc.set_threshold(100_000)
+    answer = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    function, args, elsewhere = imports.for_user(pickle.load, sys.stdin.buffer)
+    if elsewhere:
+        enter()
+    try:
+        result = function(*args)
+    except ReportedError as error:
+        result = str(error)
+    except BaseException as error:
+        result = f"it failed{user_errors.cause(error)}"
+    pickle.dump(result, answer)
+    answer.flush()
+    os._exit(0)  # threads and exit handlers of the user's may wait for something
+
+
+def enter() -> None:
+    """Change what environment variables do not, before any of the user's code is imported."""
+    with contextlib.suppress(OSError, AttributeError):
+        if ctypes.CDLL(None).unshare(NEW_HOST) == 0:  # only root may
+            socket.sethostname("elsewhere")
+    private_jax.number_process(MORE, MORE + 1)
+    context._current = context.Context(
+        MORE, MORE + 1, MORE, MORE + 1, "none", ("",) * MORE + ("elsewhere",)
+    )
+    jax.devices()  # XLA's threads decide how sums are rounded, so it reads the old number of them
+    os.environ["NPROC"] = str(int(os.environ.get("NPROC") or 1) + MORE)
+    shift_clock()
+
+
+def shift_clock() -> None:
+    """Let Python tell another date.
+
+    This is the one place where functions of others are replaced: a process cannot be given a clock.
+    Nothing but the computation to compare runs in this process. Other modules of the standard
+    library take the time from these."""
+
+    def shifted(function: Callable[..., Any], by: int) -> Callable[..., Any]:
+        return functools.wraps(function)(lambda *args: function(*args) + by)
+
+    def by_default(function: Callable[..., Any], number: int) -> Callable[..., Any]:
+        """Pass the shifted time as argument `number`, the last one, if it is left out."""
+
+        def local():
+            return time.localtime() if function.__name__ in ("strftime", "asctime") else time.time()
+
+        return functools.wraps(function)(
+            lambda *args: function(*args, *[local()] * (len(args) <= number))
+        )
+
+    real = datetime.datetime
+
+    class Same(type):
+        def __instancecheck__(cls, value: object) -> bool:
+            return isinstance(value, real)
+
+    class Shifted(datetime.datetime, metaclass=Same):
+        @classmethod
+        def now(cls, tz: datetime.tzinfo | None = None) -> Any:
+            return cls.fromtimestamp(time.time(), tz)
+
+        @classmethod
+        def utcnow(cls) -> Any:
+            return cls.now(datetime.UTC).replace(tzinfo=None)
+
+    for name, by in {"time": SHIFT, "time_ns": SHIFT * 10**9}.items():
+        setattr(time, name, shifted(getattr(time, name), by))
+    for name, number in {
+        "localtime": 0,
+        "gmtime": 0,
+        "ctime": 0,
+        "asctime": 0,
+        "strftime": 1,
+    }.items():
+        setattr(time, name, by_default(getattr(time, name), number))
+    Shifted.__name__ = Shifted.__qualname__ = "datetime"
+    Shifted.__module__ = "datetime"
+    datetime.datetime = Shifted  # type: ignore[misc]

@@ -1,0 +1,110 @@
+"""Initialization of a run from another run's parameters; misfits are reported before anything is
+read.
+"""
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jaxdp.checkpoint.initialize_from import (
+    Match,
+    begin_with,
+    check_differences,
+    describe,
+    match,
+    matches,
+)
+from jaxdp.checkpoint.weights import Weights, as_published, locate, named, open_weights
+from jaxdp.config import Config
+from jaxdp.exact.integer_sums import remembering
+from jaxdp.outer.replicas import Replicas, with_replicas
+from jaxdp.precision import is_key
+from jaxdp.process.context import Context
+from jaxdp.run.build import on_all_ranks
+from jaxdp.run.components import Objects, Parts
+from jaxdp.run.source_model import compare
+from jaxdp.train.run import Run
+from jaxdp.train.state import TrainState
+
+
+class Fitting(NamedTuple):
+    """Weights that fit the model. matched: their names and ours. text: what is loaded, and what is
+    not, in lines.
+    """
+
+    weights: Weights
+    matched: Match
+    text: str
+
+
+def initialize_from(
+    run: Run, config: Config, context: Context, parts: Parts, objects: Objects
+) -> Run:
+    """Return the run with the initial state of `init_from` and `init`. parts, objects: of the run.
+    Raises UsageError on every rank."""
+    path, strategy = config.init_from, run.strategy
+    assert path is not None
+    local = on_all_ranks(context, lambda: str(locate(path)))
+    source = pathlib.Path(
+        context.of_root("init_from", lambda: local)
+    )  # ranks may differ while its run is going on
+    weights = on_all_ranks(context, lambda: open_weights(source, config.init.ema))
+    context.check_same("init_from", weights.facts)
+    shapes = named(strategy.shapes.params, strategy.shapes.model_state)
+    weights, matched, text = on_all_ranks(
+        context, lambda: fitted(config, parts, objects, weights, source, shapes)
+    )
+
+    def begin(run: Run) -> TrainState:
+        run.log.writer.say(text)
+        tx, trainable, strategy = parts.rule.tx, run.step.trainable, run.strategy
+        if not isinstance(strategy, Replicas):
+            return begin_with(strategy, weights, matched.pairs, tx, trainable)
+
+        def one(state):
+            return remembering(lambda: state, trainable)() if config.parallel.exact else state
+
+        def complete(state):
+            return with_replicas(one(state), strategy.rule)
+
+        return begin_with(strategy, weights, matched.pairs, tx, trainable, complete)
+
+    return run.replace(begin=begin)
+
+
+def fitted(
+    config: Config,
+    parts: Parts,
+    objects: Objects,
+    weights: Weights,
+    source: pathlib.Path,
+    shapes: Mapping[str, Any],
+) -> Fitting:
+    """Match weights with our parameters, and their model with ours. shapes: {our name: object with
+    shape and dtype}.
+
+    Raises UsageError if an array that `init` selects is missing, does not fit or is not used, and
+    if the models differ in an argument that changes the outputs.
+    """
+    init, ours = config.init, {name: x for name, x in shapes.items() if not is_key(x)}
+    if not init.rename:  # expressions apply to the file's own names
+        weights = as_published(weights, source, ours)
+    compared = compare(config, parts, objects, weights, source, ours)
+    matched = match(
+        ours,
+        weights.arrays,
+        weights.title,
+        rename=init.rename,
+        load=init.load,
+        skip=init.skip,
+        absent=weights.absent,
+        hint=compared.hint,
+    )
+    differences = [
+        x for x in compared.differences if x.name != "tied" or not matches(init.skip, "head/kernel")
+    ]
+    accepted = check_differences(differences, init.changed, weights.title)
+    loaded = describe(matched, ours, weights.title, weights.rows)
+    return Fitting(
+        weights, matched, "\n".join(filter(None, [loaded, weights.note, accepted, compared.note]))
+    )

@@ -1,0 +1,122 @@
+"""Rollback after a spike of the loss: restore an earlier state and continue with the data after the
+spike.
+"""
+
+import contextlib
+import json
+import pathlib
+
+import jax
+import numpy as np
+
+from jaxdp.errors import RunFailed
+from jaxdp.metrics.writer import Record
+from jaxdp.run import rundir
+from jaxdp.run.save import restore
+from jaxdp.run.source import describe
+from jaxdp.train.run import Progress, Run
+from jaxdp.train.skip import DISAGREEING, NONFINITE
+
+
+def roll_back(run: Run, progress: Progress, initial: Record) -> tuple[Run, Progress]:
+    """Restore an earlier state; return (the run, its progress), set to continue with the data after
+    the spike.
+
+    initial: the state of the callbacks before the first update.
+    Raises RunFailed if the run halted for another cause than a spike, or after `max_rollbacks`.
+    """
+    watch, offset, rollbacks = run.hooks.watch, run.origin.offset, run.origin.rollbacks
+    run.log.profile.stop()
+    run.log.profile.start = None
+    guard = jax.device_get(progress.state.guard)
+    first, last = int(guard.since), int(guard.halted_at)
+    with watch.suspend_timeout("waits for the checkpoint"):
+        run.checkpoints.wait()
+    halted = last if int(guard.halted) == NONFINITE else first
+    for step in [
+        step for step in run.checkpoints.steps() if step >= halted and run.checkpoints.writes
+    ]:
+        # saved between two outer steps
+        why = f"checkpoint {step} has a replica that halted at update {halted}"
+        run.checkpoints.set_aside(step, "halted", why, run.log.writer.say)
+    if int(guard.halted) == DISAGREEING:
+        raise RunFailed(
+            f"update {last}: integers of the model state differ between microbatches; a counter must not depend on "
+            "the examples (keep such state as a float, or under 'carry')",
+            rank=0,
+        )
+    file = write_batches(run, first, last)
+    if int(guard.halted) == NONFINITE:
+        last_saved = max(run.checkpoints.steps(), default=0)
+        checkpoint = (
+            f"checkpoint {last_saved} is the last" if last_saved else "there is no checkpoint"
+        )
+        batch = describe(run.data.train.read(first - 1 + offset))
+        raise RunFailed(
+            f"updates {first} to {last} were not finite, {int(guard.in_a_row)} in a row (nonfinite.max_consecutive); "
+            f"none of them was applied, {checkpoint}; the "
+            f"batch of update {first} has {batch}; the indices of all their examples are in {file}",
+            rank=0,
+        )
+    if rollbacks >= run.options.max_rollbacks:
+        raise RunFailed(
+            f"the loss of update {last} is a spike, and the run was rolled back {rollbacks} times already "
+            f"(spike.max_rollbacks); the indices of its examples are in {file}",
+            rank=0,
+        )
+    with watch.suspend_timeout("restores"):
+        step = state_to_return_to(run, halted)
+        state = restore(run, step) if step else run.origin.begin(run)
+        meta = run.checkpoints.context.of_root(
+            "meta", lambda: run.checkpoints.meta(step) if step else initial
+        )
+        run.hooks.callbacks.load(meta)
+    run.log.writer.rewind(step)
+    run.log.events.note("rolled_back", last, to=step, reason="a spike of the loss")
+    run.log.writer.say(
+        f"the loss of update {last} is a spike: back to step {step}, continuing with the data after it"
+    )
+    run = run.replace(
+        start=step, offset=offset + last - step, rollbacks=rollbacks + 1, recovered=None
+    )
+    return run, Progress(step, state, evaluated=step)
+
+
+def state_to_return_to(run: Run, halted: int) -> int:
+    """Return the step of the state to return to, 0 for the start; remove the checkpoints after it.
+
+    Checkpoints that are no multiple of `rollback_every` do not count: with others, what else is
+    saved would decide the numbers. Raises RunFailed if there is none, though one was due before
+    update `halted`."""
+    checkpoints, every = run.checkpoints, run.options.rollback_every
+    steps = checkpoints.steps()
+    step = checkpoints.latest(
+        run.log.writer.say, refused=[step for step in steps if every and step % every]
+    )
+    due = (halted - 1) // every * every if every else step
+    if due and not step:
+        raise RunFailed(
+            f"the loss of update {halted} is a spike, and the checkpoint of update {due} to return to is not in "
+            f"{str(checkpoints.directory)!r} (spike.every: {every}); set spike.action to skip, with resume.force",
+            rank=0,
+        )
+    if step < due:
+        run.log.writer.say(
+            f"warning: no checkpoint of update {due} (spike.every): going back further changes the numbers"
+        )
+    checkpoints.remove([other for other in steps if other > step])
+    return step
+
+
+def write_batches(run: Run, first: int, last: int) -> pathlib.Path:
+    """Write halted.json: the indices of the examples of updates `first` to `last`."""
+    file = run.log.directory / "halted.json"
+
+    def examples(update):
+        return np.sort(run.data.train.order.batch(update - 1 + run.origin.offset)).tolist()
+
+    batches = {update: examples(update) for update in range(first, last + 1)}
+    if run.checkpoints.context.is_root:
+        with contextlib.suppress(OSError), rundir.replaced(file) as new:
+            new.write_text(json.dumps({"updates": batches}) + "\n", encoding="utf-8")
+    return file

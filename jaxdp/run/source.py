@@ -1,0 +1,170 @@
+"""A dataset and the order in which it is read."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdp.data.example_order import ExampleOrder
+from jaxdp.data.resident import Resident
+from jaxdp.data.stream import Stream, StreamEnded
+from jaxdp.data.workers import prefetch_in_workers, single_steps
+from jaxdp.errors import DistributedError, GenerationEnded, UsageError
+from jaxdp.parallel.strategy import Program, Strategy
+from jaxdp.process import protocol
+from jaxdp.process.context import Context
+from jaxdp.train.state import Batch
+
+SHOWN = 8  # indices of examples in a message
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A dataset and its order, read by a thread, by `workers` processes, or from device memory
+    (`resident`).
+
+    check(examples): raise UsageError if the loss does not accept them; None: no check. program():
+    the programs that evaluate it, if its transform is not that of the run's first evaluation set.
+    """
+
+    dataset: Any
+    order: ExampleOrder
+    workers: int = 0
+    resident: Resident | None = None
+    check: Callable[[Mapping[str, Any]], None] | None = None
+    program: Callable[[], Program] | None = None
+
+    def read(self, number: int) -> dict[str, np.ndarray]:
+        """Read the examples of batch `number`, of all processes; no other thread may read at the
+        same time.
+        """
+        return self.dataset.read(self.order.batch(number))
+
+    def end(self, number: int) -> str | None:
+        """Return why a stream has no batch `number`, or None if there is one."""
+        try:
+            if isinstance(self.dataset, Stream):
+                self.dataset.require(self.order.batch(number))
+        except StreamEnded as error:
+            return str(error)
+        return None
+
+    def examine(self, number: int, name: str, context: Context) -> None:
+        """Raise UsageError, on every rank, if examples of batch `number` explain its non-finite
+        loss.
+        """
+        problem = None
+        try:
+            if self.check is not None:
+                self.check(self.read(number))
+        except UsageError as error:
+            problem = f"{error} (in {name})"
+        context.agree(problem)
+
+    def find_not_finite(self) -> str:
+        """Return in words which examples have values that are not finite, or that the mask excludes
+        all; else "".
+        """
+        first = self.dataset.read(np.zeros(1, np.int64))
+        if "mask" not in first and not any(
+            jnp.issubdtype(x.dtype, jnp.inexact) for x in first.values()
+        ):
+            return ""  # integers
+        rows, counted = dict[str, list[int]](), False
+        for number in range(self.order.steps_per_epoch):
+            examples = {name: np.asarray(x) for name, x in self.read(number).items()}
+            indices = self.order.batch(number)
+            mask = examples.get("mask", np.ones(len(indices))).reshape(len(indices), -1).any(1)
+            counted |= bool(mask.any())
+            for name, values in examples.items():
+                if jnp.issubdtype(values.dtype, jnp.inexact):
+                    wrong = ~np.isfinite(values).reshape(len(values), -1).all(1) & mask
+                    rows[name] = rows.get(name, []) + indices[wrong].tolist()
+        if not counted:
+            return "its mask is 0 in all examples, so none counts; give it some with a mask of 1"
+        texts = [
+            f"{name} not finite in {numbered(sorted(found))}"
+            for name, found in rows.items()
+            if found
+        ]
+        return f"{', '.join(texts)}; correct them, or set their mask to 0" if texts else ""
+
+    def batches(
+        self, start: int, stop: int, strategy: Strategy, groups: Iterable[range] | None = None
+    ) -> AbstractContextManager[Iterator[tuple[range, Batch]]]:
+        """Prefetch batches `start` to `stop - 1`: iterate over (steps, this process's share on its
+        devices).
+
+        groups: the same steps in order, in ranges, by default of one each; one of several gives
+        batches[step, ...]."""
+        groups = single_steps(range(start, stop)) if groups is None else groups
+        if self.resident is not None:
+            return self.resident.batches(self.order, groups)
+
+        def then(steps: range, batch: Any) -> tuple[range, Batch]:
+            return steps, strategy.shard_batch(batch, len(steps) > 1)
+
+        return prefetch_in_workers(
+            self.dataset,
+            self.order,
+            strategy.local_microbatches,
+            range(start, stop),
+            self.workers,
+            then,
+            groups,
+        )
+
+
+def until_the_end(
+    batches: Iterator[tuple[range, Batch]], context: Context, ended: Callable[[StreamEnded], None]
+) -> Iterator[tuple[range, Batch]]:
+    """Iterate over batches; if a stream ends before one of them on all processes, call `ended` and
+    end the iteration.
+
+    Raises UsageError if it ends on some of the processes only: the others wait for them in the
+    batch's update."""
+    batch: Any = None
+    try:
+        for batch in batches:
+            yield batch
+            batch = batch[0]
+    except StreamEnded as error:
+        last = "no batch" if batch is None else str(batch)
+        try:
+            every = context.exchange("the end of the stream", last, protocol.default_timeout(None))
+        except GenerationEnded:
+            raise
+        except DistributedError as missing:
+            every = [missing.texts.get(rank, "") for rank in range(context.size)]
+        if any(text != last for text in every):
+            others = ", ".join(str(rank) for rank, text in enumerate(every) if text != last)
+            raise UsageError(
+                f"{error}, but continues on rank {others}; let the source yield the same examples on every rank"
+            ) from None
+        ended(error)
+
+
+def numbered(indices: list[int]) -> str:
+    """Return "examples 3, 5, ..." with the first indices and the number of the others."""
+    more = f" and {len(indices) - SHOWN} more" if indices[SHOWN:] else ""
+    return f"example{'s' * (len(indices) > 1)} {', '.join(map(str, indices[:SHOWN]))}{more}"
+
+
+def describe(examples: Mapping[str, Any]) -> str:
+    """Describe a batch whose loss is not finite: the range of its integers, and examples with
+    non-finite floats.
+    """
+    words = []
+    for name, values in examples.items():
+        values = np.asarray(values)
+        if name == "mask" and not values.any():
+            words.append("mask 0 in all examples")
+        elif np.issubdtype(values.dtype, np.integer) and values.size:
+            words.append(f"{name} from {values.min()} to {values.max()}")
+        elif np.issubdtype(values.dtype, np.floating):
+            bad = int((~np.isfinite(values)).reshape(len(values), -1).any(1).sum())
+            words.append(f"{name} {f'not finite in {bad} examples' if bad else 'finite'}")
+    return ", ".join(words)

@@ -1,0 +1,58 @@
+"""Tables of the data-parallel strategies and reductions, by name; the contract tests cover every
+entry.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+
+from jaxdp.errors import UsageError
+from jaxdp.exact.fixed_point import FORMATS
+from jaxdp.exact.integer_sums import integers
+from jaxdp.parallel.pjit import PJit
+from jaxdp.parallel.pmap import PMap
+from jaxdp.parallel.reduction import Reduction, bucket, not_alone, with_padding, xla
+from jaxdp.parallel.strategy import Strategy
+from jaxdp.targets import bind, call, locate, require
+
+KEY = "parallel.reduction"
+STRATEGIES: dict[str, Callable[..., Strategy]] = {"pmap": PMap, "pjit": PJit}
+STAGES = {"pmap": (0, 1), "pjit": (0, 1, 2, 3)}
+"""The ZeRO stages that each strategy supports."""
+
+REDUCTIONS: dict[str, Callable[..., Reduction]] = {
+    "xla": xla,
+    "bucket": bucket,
+    **{name: functools.partial(integers, name) for name in FORMATS},
+}
+
+
+def make_reduction(name: str, bucket_mb: float = 25.0, group: int = 1) -> Reduction:
+    """Return the reduction of a name, or of the dotted path of a function that returns a
+    `Reduction`.
+
+    'auto' means bucket for CPU processes over Gloo, where XLA's combined all-reduce of many
+    operands is slow, else xla. A function gets those of bucket_mb, safe (no scatters) and group
+    (microbatches to compute at once) that it has parameters for. Raises UsageError for anything
+    else.
+
+    Over Gloo a scatter is an all-reduce and a slice: Gloo's reduce-scatter fails after 30 s
+    whatever the timeout, and was reported to return wrong results (jax#40831, jax#40830).
+    """
+    gloo = jax.process_count() > 1 and jax.default_backend() == "cpu"
+    if name == "auto":
+        name = "bucket" if gloo else "xla"
+    bound = bind(
+        KEY,
+        locate(KEY, name, REDUCTIONS, KEY),
+        {},
+        {"bucket_mb": bucket_mb, "safe": gloo, "group": group},
+    )
+    require(KEY, bound)
+    reduction = call(KEY, bound)
+    if not isinstance(reduction, Reduction):
+        raise UsageError(
+            f"{KEY}: {name!r} must return a jaxdp.parallel.reduction.Reduction; see docs/reductions.md"
+        )
+    return not_alone(with_padding(reduction))

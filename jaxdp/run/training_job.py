@@ -1,0 +1,349 @@
+"""Train a config in a run directory, with writers, a monitor and signals."""
+
+import contextlib
+import math
+import os
+import pathlib
+import time
+from collections.abc import Iterator
+
+from jaxdp import config as schema
+from jaxdp.audit.inject import of_this_process
+from jaxdp.checkpoint import folders
+from jaxdp.config import Config
+from jaxdp.elasticity.elastic_job import (
+    in_advance,
+    launcher_problem,
+    missing_records,
+    report_lost_updates,
+    wait_for_devices,
+)
+from jaxdp.elasticity.generations import has_ended, run_generations
+from jaxdp.elasticity.snapshots import Snapshots
+from jaxdp.errors import ReportedError, UsageError, one_line
+from jaxdp.metrics import safe_print
+from jaxdp.metrics.events import Events, NoEvents
+from jaxdp.metrics.jsonl import as_numbers, read
+from jaxdp.metrics.throughput import goodput
+from jaxdp.metrics.writer import Record, Writer
+from jaxdp.metrics.writers import check_writers
+from jaxdp.parallel.placement import open_collectives
+from jaxdp.process import compilation_cache, faults, membership, private_jax, signals
+from jaxdp.process.context import SLOW, Context
+from jaxdp.process.monitor import RunMonitor, Stopped
+from jaxdp.report import report_writer as report_file
+from jaxdp.run import rundir, user_errors
+from jaxdp.run.build import make_profile, make_run, on_all_ranks, prepare_on_all_ranks
+from jaxdp.run.callbacks import make_callbacks
+from jaxdp.run.components import NOTHING, Objects, choose_accumulate
+from jaxdp.run.config_checks import with_checks
+from jaxdp.run.resume import check_paths, lock_run_dir, resume_step
+from jaxdp.run.start import layout_of, start_writer, warning_of_lost_updates
+from jaxdp.train import loop
+from jaxdp.train.run import Run
+from jaxdp.train.state import TrainState
+
+RESUMED = (
+    "evaluated",
+    "metrics",
+    "stopped",
+    "offset",
+    "rollbacks",
+)  # metadata of a checkpoint that `Origin` has
+
+
+def train(
+    config: Config,
+    path: str | None,
+    context: Context,
+    objects: Objects = NOTHING,
+    keep: bool = False,
+    overwrite: bool = False,
+) -> tuple[Record, TrainState | None]:
+    """Create the run directory and train to the last update; return the final record and the state.
+
+    Args:
+        objects: see `make_parts`.
+        keep: return the exported state instead of None.
+        overwrite: remove an existing run from the directory first.
+    """
+    if config.elastic.enabled and context.size < (least := config.elastic.min_processes):
+        raise UsageError(
+            f"elastic.min_processes: {least}, but the job has {context.size}; start more of them",
+            rank=0,
+        )
+    if not config.elastic.enabled or membership.current() is None:
+        return train_here(config, path, context, objects, keep, overwrite)
+    if context.is_root and (problem := launcher_problem(context.launcher)) is not None:
+        safe_print.say(f"jaxdp: elastic.enabled: {problem}", error=True)
+    audited = config.audit.every if config.audit.action == "expel" else None
+    snapshots = Snapshots(audited or config.elastic.snapshot_every, bool(audited))
+    snapshots.prepared = in_advance.pop() if in_advance else None
+
+    def train_generation(context: Context) -> tuple[Record, TrainState | None]:
+        generation = membership.joined().job.generation
+        if generation:
+            wait_for_devices(config.outer.replicas, context, config.elastic.join_timeout)
+        return train_here(
+            config, path, context, objects, keep, overwrite and not generation, snapshots
+        )
+
+    return run_generations(train_generation, context, snapshots.end_generation)
+
+
+def train_here(
+    config: Config,
+    path: str | None,
+    context: Context,
+    objects: Objects,
+    keep: bool,
+    overwrite: bool,
+    snapshots: Snapshots | None = None,
+) -> tuple[Record, TrainState | None]:
+    """Train with the processes of `context`; see `train`. snapshots: of an elastic job."""
+    began = time.time()
+    directory = schema.run_dir(config, path)
+    if overwrite:  # not what this job has written before `jaxdp launch` started its processes again
+        since = float(os.environ.get("JAXDP_BEGAN", math.inf))
+        overwrite = context.of_root("overwrite", lambda: rundir.began(directory) < since)
+    use_compilation_cache(config, context)
+    on_all_ranks(
+        context,
+        lambda: check_paths(config, directory) if context.is_root and not overwrite else None,
+    )
+    prepared = prepare_on_all_ranks(
+        config, context, objects, snapshots.prepared if snapshots is not None else None
+    )
+    if snapshots is not None:
+        snapshots.prepared = prepared
+    run = make_run(config, directory, context, objects, prepared=prepared)
+    on_all_ranks(context, lambda: check_writers(config.log.writers))
+    callbacks = on_all_ranks(
+        context, lambda: make_callbacks(config.callbacks, objects.get("callbacks", {}), context)
+    )
+    check = context.is_root and (overwrite or not run.checkpoints.steps())
+    context.agree(rundir.not_ours(directory, overwrite) if check else None)
+    with lock_run_dir(directory, context, run.checkpoints) or contextlib.nullcontext():
+        context.agree(rundir.clear(directory) if overwrite and context.is_root else None)
+        if overwrite and run.checkpoints.writes:
+            folders.remove(run.checkpoints.directory, run.checkpoints.steps())
+        events = run.checkpoints.events = Events(directory) if context.is_root else NoEvents()
+        recovered = snapshots.recover(run, context) if snapshots is not None else None
+        start, saved = recovered[:2] if recovered else resume_step(run, config, context, objects)
+        if snapshots is not None and not recovered and context.is_root:
+            report_lost_updates(directory, start)
+        if start > (steps := run.options.steps):
+            raise UsageError(
+                f"steps: {steps}, but {str(directory)!r} is at step {start}; give more", rank=0
+            )
+        record = None if recovered else final_record(run, directory, context, start, saved)
+        if record is not None:
+            return record, run.checkpoints.restore(start, run.strategy.abstract()) if keep else None
+        if offset := saved.get("offset", 0):
+            run = make_run(config, directory, context, objects, offset, prepared).replace(
+                checkpoints=run.checkpoints
+            )
+        if (
+            snapshots is not None
+        ):  # the next generation may start from nothing, with the same objects of a script
+            snapshots.callbacks = snapshots.callbacks or callbacks.state()
+        callbacks.load(saved or (snapshots.callbacks if snapshots is not None else {}))
+        run = run.replace(
+            start=start,
+            **{name: saved[name] for name in RESUMED if name in saved},
+            profile=make_profile(config, directory, start, steps),
+            events=events,
+            callbacks=callbacks,
+            recovered=recovered and recovered[2],
+            snapshots=snapshots,
+            compiling=lambda: compiling(run, config),
+        )
+        run = with_checks(run, config, on_all_ranks(context, of_this_process))
+        if snapshots is not None:
+            snapshots.start(run)
+            membership.joined().report_state()
+        if not start and config.init_from is not None:
+            from jaxdp.run.initial_weights import initialize_from
+
+            run = initialize_from(run, config, context, prepared.parts, objects)
+        return supervised(warning_of_lost_updates(run, config), config, context, began, keep)
+
+
+def final_record(
+    run: Run, directory: pathlib.Path, context: Context, start: int, saved: Record
+) -> Record | None:
+    """Return the final record of a run that has finished already, and report this on root; None for
+    any other run.
+    """
+
+    def is_final(record):
+        return record.get("split") == "final" and {"step", "params_sha256"} <= record.keys()
+
+    def records():
+        return [*filter(is_final, read(directory / "metrics.jsonl"))]
+
+    final = context.of_root("final", lambda: [as_numbers(record) for record in records()[-1:]])
+    if not final or final[-1]["step"] != start or (run.data.eval and "changed" in saved):
+        return None
+
+    def end():
+        return (
+            run.data.train.end(start + saved.get("offset", 0)) if start < run.options.steps else ""
+        )
+
+    reason = ("changed" not in saved and final[-1].get("stopped")) or context.of_root(
+        "the next batch", end, SLOW
+    )
+    if reason is None:
+        return None
+    run.checkpoints.check_fits(start, run.strategy.abstract())
+    if context.is_root:
+        step = f"{start} ({reason})" if reason else start
+        restart = "another --run_dir starts over"
+        safe_print.say(
+            f"finished: {directory} is at its last step {step}; nothing to do ({restart})"
+        )
+        safe_print.say(summary(final[-1], directory))
+        if (directory / report_file.NAME).is_file():
+            safe_print.say(report_file.location(directory))
+    final[-1].pop("time", None)
+    return final[-1]
+
+
+@contextlib.contextmanager
+def compiling(run: Run, config: Config) -> Iterator[None]:
+    """Store what is compiled in this context. Raises UsageError if user code that can be traced
+    cannot be mapped.
+    """
+    scan = "; to call it for one microbatch at a time, set parallel.accumulate: scan"
+    store = (
+        contextlib.nullcontext() if run.checkpoints.is_saving() else private_jax.store_programs()
+    )
+    with user_errors.reported(lambda key: scan * (choose_accumulate(config) == "vmap")), store:
+        yield
+
+
+def use_compilation_cache(config: Config, context: Context) -> None:
+    """Enable the config's `compilation_cache`. Rank 0 prints a warning if it cannot be used."""
+    problem = compilation_cache.use(config.compilation_cache, context.size)
+    if problem and context.is_root:
+        safe_print.say(f"jaxdp: {problem}", error=True)
+
+
+def supervised(
+    run: Run, config: Config, context: Context, began: float, keep: bool
+) -> tuple[Record, TrainState | None]:
+    """Train with writers, a monitor and signals. began: the start of the command, in seconds since
+    1970.
+    """
+    directory, events, snapshots, start = (
+        run.log.directory,
+        run.log.events,
+        run.hooks.snapshots,
+        run.origin.start,
+    )
+    writer = Writer()
+    if snapshots is not None:
+        snapshots.records.rewind(start, run.origin.evaluated)
+        missing = missing_records(snapshots.records, context, directory / "metrics.jsonl")
+        writer = snapshots.records
+    if context.is_root:
+        layout = layout_of(run, config)
+        writer = start_writer(directory, config, context, run, layout)
+        if snapshots is not None:
+            snapshots.records.records.clear()
+            for record in missing:
+                writer.write(record)
+        if snapshots is None or not snapshots.generations:
+            rundir.write_layout(directory, layout)
+            run = run.replace(layout=layout)
+    facts = {
+        "devices": len(run.strategy.devices),
+        "processes": context.size,
+        "steps": run.options.steps,
+    }
+    if snapshots is not None and snapshots.reached > start:
+        facts["again"] = snapshots.reached - start
+    events.note("resume" if start else "start", start, t=round(began, 3), **facts)
+    limits = (
+        config.watchdog.step_timeout,
+        config.watchdog.straggler_factor,
+        config.checkpoint.every_minutes,
+    )
+    watch = RunMonitor(context, directory, *limits, last_save=snapshots and snapshots.last_save)
+
+    def account():
+        return context.of_root(
+            "goodput", lambda: goodput(directory / "metrics.jsonl", rundir.began(directory))
+        )
+
+    run = run.replace(writer=writer, watch=watch, account=account)
+
+    def on_signal(name: str) -> None:
+        if name == signals.TRACE:
+            run.log.profile.ask()
+        elif signals.is_starting():  # this process ends after its listeners have returned
+            events.note("preempted", start, reason=f"{name} on rank {context.rank}")
+
+    signals.subscribe(on_signal)
+    try:
+        open_collectives(context)
+        with log_failure(events, context.size == 1, snapshots is not None):
+            record, state = loop.fit(run)
+        writer.say(summary(record, directory))
+        return record, run.strategy.export(state) if keep else None
+    finally:
+        signals.unsubscribe(on_signal)
+        run.log.profile.stop()
+        watch.stop()
+        if snapshots is not None:
+            snapshots.last_save = watch.last_save
+            run.checkpoints.wait()
+        writer.close()
+
+
+@contextlib.contextmanager
+def log_failure(events: NoEvents, alone: bool, elastic: bool) -> Iterator[None]:
+    """Log an event if training ends by an error of this process or of another.
+
+    alone: whether this is the only process. Otherwise the fault of another one may be reported
+    after this error. elastic: the loss of another process is not a failure.
+    """
+
+    def log(text):
+        return events.note("failed", reason=text.rstrip(": "))
+
+    faults.subscribe(log)
+    unsubscribe = True
+    try:
+        yield
+    except Stopped as stop:
+        if stop.kind == "regroup":
+            events.note("regroup", reason=stop.why)
+        raise
+    except BaseException as error:
+        if elastic and has_ended(error):
+            events.note("regroup", reason=str(error)[:300])
+            raise
+        unsubscribe = alone
+        prefix = "" if alone or not faults.is_consequence(error) else "another process was lost: "
+        text = f"{prefix}{type(error).__name__}: {one_line(error)[:300]}"
+        log(str(error) if isinstance(error, ReportedError) else text)
+        raise
+    finally:
+        if unsubscribe:
+            faults.unsubscribe(log)
+
+
+def summary(final: Record, directory: pathlib.Path) -> str:
+    """Return the line that ends a run: its final metrics, a digest of the parameters, and the
+    directory.
+    """
+    numbers = [
+        f"{name} {final[name]:.4f}" for name in ("loss", "accuracy", "perplexity") if name in final
+    ]
+    if "loss_of" in final:
+        numbers[0] += f" (of {final['loss_of']}: no evaluation data)"
+    return "  ".join(
+        [*numbers, f"params_sha256 {final['params_sha256'][:16]}", f"files in {directory}"]
+    )

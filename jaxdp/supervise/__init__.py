@@ -1,1 +1,0 @@
-"""Supervision of a run: signals, preemption, and a watchdog for hanging steps."""

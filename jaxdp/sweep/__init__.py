@@ -1,0 +1,1 @@
+"""Many runs of one config, side by side."""

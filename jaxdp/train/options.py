@@ -1,0 +1,67 @@
+"""What a step computes: the forward pass of a microbatch, and the rule of an update."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxdp.losses import LossFn
+from jaxdp.models.base import Model
+from jaxdp.precision import LossScaling, Policy
+from jaxdp.train.frozen import freeze
+from jaxdp.train.skip import Spike
+
+Tree = Any
+Batch = dict[str, jax.Array]
+Transform = Callable[[Batch, jax.Array, bool], Batch]  # (batch, key, train) -> batch
+
+
+class Forward(NamedTuple):
+    """The forward pass of a microbatch, up to its loss.
+
+    seed: an int or a uint32 [], the root of all random keys.
+    remat: the values that the backward pass recomputes (`jaxdp.models.scan.REMAT`), block by block
+    if there are blocks. transform, eval_transform: change the batch before the model, in training
+    and evaluation."""
+
+    model: Model
+    loss: LossFn
+    policy: Policy = Policy()
+    seed: Any = 0
+    remat: str = "none"
+    loss_scaling: LossScaling | None = None
+    transform: Transform | None = None
+    eval_transform: Transform | None = None
+
+
+class UpdateRule(NamedTuple):
+    """How an update follows from the mean gradients.
+
+    frozen: expressions; parameters whose path matches one have no gradient and no optimizer state.
+    ema_decay: of the running average of the parameters; None: there is none.
+    schedule: the learning rate by applied update, to report as `lr` if the optimizer names none
+    (`jaxdp.train.rate`). max_nonfinite: halt training after this many consecutive updates with a
+    non-finite loss or gradient; each of them is skipped (`jaxdp.train.skip`). spike: how to detect
+    and treat a loss that is too large."""
+
+    tx: optax.GradientTransformation
+    clip_norm: float | None = None
+    frozen: Sequence[str] = ()
+    ema_decay: float | None = None
+    schedule: Callable[[jax.Array], jax.Array] | None = None
+    max_nonfinite: int = 10
+    spike: Spike | None = None
+
+    @property
+    def trainable(self) -> Callable[[Tree], Tree]:
+        """Return a function that replaces the frozen leaves of a tree like the parameters by None."""
+        return freeze(self.frozen)
+
+
+def first_microbatch(example: dict[str, Any], size: int, transform: Transform | None) -> Batch:
+    """Return a microbatch of `size` copies of an example [1, ...], transformed as for the model."""
+    inputs: Batch = {k: jnp.broadcast_to(v[0], (size, *v.shape[1:])) for k, v in example.items()}
+    inputs.setdefault("mask", jnp.ones(size, bool))
+    return inputs if transform is None else transform(inputs, jax.random.key(0), True)
