@@ -7,12 +7,14 @@ python -m benchmarks.flops --config configs/gpt_3m.yaml [--key value ...]
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.cli import load
 from jaxdp.data.prefetch import read_batch
 from jaxdp.plan.flops import count_flops
 from jaxdp.run.components import make_parts, make_the_step, set_jax, state_maker
+from jaxdp.train.step import Replica
 
 
 def main(argv: list[str]) -> None:
@@ -24,7 +26,7 @@ def main(argv: list[str]) -> None:
     batch = read_batch(parts.dataset, parts.order, 0, microbatches)
 
     def grads(s, b):
-        return step.grads(s.view(step.seed), b, microbatches)
+        return step.grads(s, b, Replica(jnp.asarray(microbatches)))
 
     print(count_flops(jax.make_jaxpr(grads)(state, batch)))
 

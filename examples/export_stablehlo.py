@@ -20,7 +20,7 @@ from jax import export
 
 from jaxdp.checkpoint import manifest
 from jaxdp.checkpoint.weights import MODEL_STATE, from_checkpoint, locate, on_host
-from jaxdp.config.reading import from_mapping
+from jaxdp.config.parsing import from_mapping
 from jaxdp.errors import one_line
 from jaxdp.logits import compute_logits
 from jaxdp.models.base import CARRY

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxdp.config import Config
-from jaxdp.config.reading import from_mapping
+from jaxdp.config.parsing import from_mapping
 from jaxdp.errors import PREEMPTED, DistributedError, UsageError
 from jaxdp.process import environment, launchers, signals
 from jaxdp.run.objects import name_it

@@ -127,7 +127,7 @@ class Audit:
                 f"{device.device_kind} {number} of {owner}{f', serial {serial}' if serial else ''}"
             )
             self._titles.append(f"device {len(self._titles)} ({name})")
-        shapes = jax.tree.leaves(self.probe.strategy.abstract(padded=True).replace(carry=None))
+        shapes = jax.tree.leaves(self.probe.strategy.abstract(padded=True).replace(kept={}))
         single = 0
         for x in shapes:
             holders: dict[Any, list[int]] = {}

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxdp.train.interpreter import Rule, bind, evaluate, interpret, scan_counts
+from jaxdp.optim.interpreter import Rule, bind, evaluate, interpret, scan_counts
 
 Visit = Callable[[int, jax.Array], tuple[jax.Array, jax.Array]]
 PRODUCTS = ("dot_general", "conv_general_dilated")

@@ -19,11 +19,11 @@ from jaxdp.audit.product_sums import visit_products
 from jaxdp.exact.products import WINDOW
 from jaxdp.parallel.placement import of_device
 from jaxdp.parallel.strategy import Strategy
-from jaxdp.parallel.sums import order_of
+from jaxdp.parallel.sum_plan import order_of
 from jaxdp.precision import is_key
 from jaxdp.split import fit, path_string
 from jaxdp.train.state import Batch, TrainState
-from jaxdp.train.step import Step
+from jaxdp.train.step import Replica, Step
 
 SMALL = 1024  # elements
 BITS: dict[int, Any] = {
@@ -44,9 +44,9 @@ class Probe:
         self.names: list[str] = []  # of the fingerprints: first those of the state
         self.axes = strategy.mesh.axis_names
         shardings = jax.tree.map(
-            lambda x: x.sharding, strategy.abstract(padded=True).replace(carry=None)
+            lambda x: x.sharding, strategy.abstract(padded=True).replace(kept={})
         )
-        self.specs = jax.tree.map(lambda x: x.spec, shardings).replace(carry=P())
+        self.specs = jax.tree.map(lambda x: x.spec, shardings).replace(kept=P())
         params = enumerate(jax.tree.leaves(shardings.params))
         self.sharded = [i for i, sharding in params if not sharding.is_fully_replicated]
         shapes = jax.tree.leaves(strategy.shapes.params)
@@ -92,6 +92,7 @@ class Probe:
         batch: Batch,
     ) -> jax.Array:
         dims, specs = form
+        seed = jnp.asarray(self.strategy.seed)
         order, local = order_of(self.strategy.assignment), self.strategy.assignment.shape[1]
 
         def compute(state: TrainState, full: dict[int, jax.Array], batch: Batch) -> jax.Array:
@@ -106,10 +107,14 @@ class Probe:
 
             leaves, structure = jax.tree.flatten(state.params)
             params = jax.tree.unflatten(structure, [full.get(i, x) for i, x in enumerate(leaves)])
-            carry = jax.tree.map(lambda x: x[number][None], state.carry)
-            view = state.view(self.step.seed)._replace(params=params, carry=carry, exponents=None)
-            visit = visit_products(self.step.grads, lambda _, x: (x, fingerprint(x)))
-            sums, products = visit(view, jax.tree.map(select, batch), number[None])
+            kept = jax.tree.map(lambda x: x[number][None], state.kept)
+            own = state.replace(params=params, kept=kept, opt_state=None, seed=seed)
+
+            def grads(state: TrainState, batch: Batch, number: jax.Array) -> Any:
+                return self.step.grads(state, batch, Replica(number))
+
+            visit = visit_products(grads, lambda _, x: (x, fingerprint(x)))
+            sums, products = visit(own, jax.tree.map(select, batch), number[None])
             results = {
                 "grads": sums.grads,
                 "loss": sums.loss,
@@ -118,7 +123,7 @@ class Probe:
             }
             flat = [
                 x
-                for tree in (state.replace(carry=None), results)
+                for tree in (state.replace(kept={}), results)
                 for x in tree_flatten_with_path(tree)[0]
             ]
             self.names = [path_string(path) for path, _ in flat] + [

@@ -22,7 +22,7 @@ from jaxdp.parallel.strategy import Strategy
 from jaxdp.precision import kind
 from jaxdp.process.hosts import listed
 from jaxdp.split import path_string
-from jaxdp.train.average import first_statistics
+from jaxdp.train.average import EMA, EMA_STATE, first_statistics
 from jaxdp.train.state import TrainState
 
 Tree = Any
@@ -237,7 +237,7 @@ def begin_with(
     complete: what the strategy needs beside those of ordinary training.
     """
     abstract, rows = strategy.abstract(), weights.rows
-    state = strategy.export(strategy.init()).replace(opt_state=None, ema=None, ema_state=None)
+    state = strategy.export(strategy.init()).replace(opt_state=None, extra={})
     initial = named(state.params, state.model_state)
     values = {name: x for name, x in initial.items() if pairs.get(name) in {None, *rows}}
     del initial
@@ -260,25 +260,21 @@ def begin_with(
         params=fill(abstract.params), model_state=fill(abstract.model_state, MODEL_STATE)
     )
 
-    def derive(state: TrainState) -> tuple[Tree, Tree, Tree]:
-        state = jax.tree.map(
-            jnp.copy, state
-        )  # an update donates all of the state, so no two arrays may share memory
-        params, like = state.params, abstract.ema
-        average = (
-            None if like is None else jax.tree.map(lambda p, e: p.astype(e.dtype), params, like)
-        )
-        statistics = None if like is None else first_statistics(state.model_state)
-        state = complete(
-            state.replace(opt_state=tx.init(trainable(params)), ema=average, ema_state=statistics)
-        )
-        return state.opt_state, state.ema, state.ema_state
+    def derive(state: TrainState) -> tuple[Tree, dict[str, Tree]]:
+        # An update donates all of the state, so no two arrays may share memory.
+        state = jax.tree.map(jnp.copy, state)
+        extra = {}
+        if (like := abstract.extra.get(EMA)) is not None:
+            extra[EMA] = jax.tree.map(lambda p, e: p.astype(e.dtype), state.params, like)
+        if EMA_STATE in abstract.extra:
+            extra[EMA_STATE] = first_statistics(state.model_state)
+        opt_state = tx.init(trainable(state.params))
+        state = complete(state.replace(opt_state=opt_state, extra=extra))
+        return state.opt_state, state.extra
 
-    shardings = jax.tree.map(
-        lambda x: x.sharding, (abstract.opt_state, abstract.ema, abstract.ema_state)
-    )
-    opt_state, ema, ema_state = jax.jit(derive, out_shardings=shardings)(state)
-    return strategy.adopt(state.replace(opt_state=opt_state, ema=ema, ema_state=ema_state))
+    shardings = jax.tree.map(lambda x: x.sharding, (abstract.opt_state, abstract.extra))
+    opt_state, extra = jax.jit(derive, out_shardings=shardings)(state)
+    return strategy.adopt(state.replace(opt_state=opt_state, extra=extra))
 
 
 def _merge_rows(rows: int, new: jax.Array, old: jax.Array) -> jax.Array:

@@ -1,6 +1,5 @@
 """The leaves of a saved state: their paths, dtypes and shapes."""
 
-import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from jaxdp.split import path_string
 from jaxdp.train.state import TrainState
 
 ADDED = ("ema_state",)  # fields that a checkpoint of version 0.1 does not have
+FIELDS = ("step", "params", "model_state", "opt_state", "loss_scale", "guard")
 PLAIN = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
@@ -26,9 +26,35 @@ def fields_of(state: TrainState) -> dict[str, Any]:
 
 
 def all_fields_of(state: TrainState) -> dict[str, Any]:
-    """Return {name: tree} of the fields that are in use."""
-    fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
+    """Return {name: tree} of what is saved of a state: the fields in use, and the entries of `extra`
+    and `kept` by their own names, as in checkpoints of version 0.1. The seed is the config's."""
+    fields = {name: getattr(state, name) for name in FIELDS}
+    fields["opt_state"] = jax.tree.map(
+        lambda x: all_fields_of(x) if is_state(x) else x, fields["opt_state"], is_leaf=is_state
+    )
+    fields |= {**state.extra, **state.kept}
     return {name: tree for name, tree in fields.items() if tree is not None}
+
+
+def state_of(fields: Mapping[str, Any], like: TrainState) -> TrainState:
+    """Return the state of saved fields, with the structure of `like`: the inverse of
+    `all_fields_of`."""
+
+    def nested(like: Any, saved: Any) -> Any:
+        return state_of(saved, like) if is_state(like) else saved
+
+    opt_state = jax.tree.map(nested, like.opt_state, fields["opt_state"], is_leaf=is_state)
+    return like.replace(
+        **{name: fields[name] for name in FIELDS if name in fields and name != "opt_state"},
+        opt_state=opt_state,
+        extra={name: fields[name] for name in like.extra},
+        kept={name: fields[name] for name in like.kept},
+        seed=None,
+    )
+
+
+def is_state(x: Any) -> bool:
+    return isinstance(x, TrainState)
 
 
 def leaves_of(tree: Any) -> dict[str, Any]:

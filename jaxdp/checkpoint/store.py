@@ -29,6 +29,7 @@ from jaxdp.checkpoint.leaves import (
     is_plain,
     leaves_of,
     number_of,
+    state_of,
 )
 from jaxdp.checkpoint.manifest import Damaged
 from jaxdp.checkpoint.orbax import TIMEOUT, load, prepare, save, silence_orbax
@@ -295,8 +296,8 @@ class Checkpoints:
         """
         saved = self.check_fits(step, abstract)
         numbered = self.context.of_root("numbered", lambda: self.meta(step).get("numbered"))
-        fields, exponents = all_fields_of(abstract), abstract.exponents
-        lacks = abstract.ema_state is not None and not any(
+        fields, exponents = all_fields_of(abstract), abstract.extra.get("exponents")
+        lacks = "ema_state" in abstract.extra and not any(
             path.startswith("ema_state") for path in saved
         )
         if lacks:
@@ -315,9 +316,9 @@ class Checkpoints:
             )
         else:
             state = load(folder, fields)
-        if exponents is None:
-            state["exponents"] = None
-        elif "exponents" not in state or state["exponents"].shape != exponents.shape:
+        if exponents is not None and (
+            "exponents" not in state or state["exponents"].shape != exponents.shape
+        ):
             state["exponents"] = jax.make_array_from_callback(
                 exponents.shape,
                 exponents.sharding,
@@ -333,7 +334,7 @@ class Checkpoints:
                 say(
                     f"checkpoint {step} has no running average of the model state: it starts from the model state"
                 )
-        return abstract.replace(**state)
+        return state_of(state, abstract)
 
     def check_fits(self, step: int, abstract: TrainState) -> dict[str, Any]:
         """Return {path: [dtype, shape]} of the state saved at `step`. Raises UsageError if

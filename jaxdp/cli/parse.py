@@ -14,7 +14,7 @@ from jaxdp.cli.option_table import VERBS, Option
 from jaxdp.config import Config
 from jaxdp.config import values as texts
 from jaxdp.config.keys import check_key, check_structure, expected, inner, known_keys, program
-from jaxdp.config.reading import from_mapping, put
+from jaxdp.config.parsing import from_mapping, put
 from jaxdp.errors import UsageError, one_line, suggest
 from jaxdp.run import rundir
 

@@ -15,7 +15,7 @@ from jaxdp.checkpoint import manifest
 from jaxdp.checkpoint.weights import MODEL_STATE, Weights, from_checkpoint, on_host
 from jaxdp.cli import Call
 from jaxdp.cli.export import choose_step
-from jaxdp.config.reading import from_mapping
+from jaxdp.config.parsing import from_mapping
 from jaxdp.data.tokenizers import from_spec
 from jaxdp.errors import UsageError
 from jaxdp.logits import Logits

@@ -8,6 +8,7 @@ sums need equal summands, so each microbatch, and `apply`, is computed separatel
 (`jaxdp.exact.rounding`). Microbatches are the logical workers of EasyScale (arXiv 2208.14228).
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jaxdp.errors import UsageError
 from jaxdp.exact.fixed_point import (
@@ -41,18 +43,16 @@ from jaxdp.exact.fixed_point import (
 )
 from jaxdp.exact.products import lower_on_cpu
 from jaxdp.exact.rounding import as_written, fusion_barrier, opaque_true, scan_unfused
+from jaxdp.parallel.reading import ShardedReplica
 from jaxdp.parallel.reduction import Reduction, exchange, in_buckets
-from jaxdp.parallel.sums import (
-    Arithmetic,
-    MicrobatchSums,
-    Reduce,
-    ReductionPlan,
-    reducer,
-    scatter_split,
-)
-from jaxdp.train.state import Batch, Gather, Join, Sums, TrainState, View, microbatch_key
+from jaxdp.parallel.sum_plan import EVERY, Plan
+from jaxdp.parallel.sums import FLOATS, FloatSums, GradFunction
+from jaxdp.split import WHOLE
+from jaxdp.train.state import Batch, Sums, TrainState, microbatch_key
+from jaxdp.train.step import Replica
 
 Tree = Any
+EXPONENTS = "exponents"  # the entry of `TrainState.extra`
 COUPLED = (
     "parallel.reduction: {} computes each microbatch separately, but this loss couples the examples of all; "
     "use xla or bucket"
@@ -84,7 +84,7 @@ class Attempt(NamedTuple):
 
 
 class ExactInfo(NamedTuple):
-    """The content of `Sums.exponents`: the next update's exponents, the number of recomputations,
+    """The content of `Sums.extra`: the next update's exponents, the number of recomputations,
     `Part.nonfinite`.
     """
 
@@ -93,124 +93,199 @@ class ExactInfo(NamedTuple):
     nonfinite: jax.Array
 
 
+class IntegerSums(FloatSums):
+    """Sums that are exact, and the same rounding in every program.
+
+    Args:
+        form: the integers.
+        group: the number of microbatches that are computed and rounded together.
+    """
+
+    in_backward = False
+    advice = ELEMENTWISE
+
+    def __init__(self, name: str, group: int = 1):
+        self.form, self.group = FORMATS[name], group
+        self.coupled = COUPLED.format(name)
+
+    def replica(self, plan: Plan, numbers: jax.Array, step: jax.Array) -> Replica:
+        return UnfusedReplica(plan, numbers, opaque_true(step), self.coupled)
+
+    def over_microbatches(
+        self, f: GradFunction, plan: Plan, state: TrainState, batch: Batch, replica: Replica
+    ) -> Sums:
+        """Sum f of each group of microbatches separately, as integers over all devices."""
+        summands = (int(plan.assignment.max()) + 1) // self.group
+        live = opaque_true(state.step)
+
+        def groups(tree: Tree) -> Tree:
+            return jax.tree.map(lambda x: x.reshape(-1, self.group, *x.shape[1:]), tree)
+
+        pieces = groups((state.kept, batch, replica.numbers))
+        exponents = state.extra[EXPONENTS] if plan.is_update else jnp.zeros(0, jnp.int32)
+
+        @functools.partial(jax.jit, inline=True)  # traced once
+        def compute(state: TrainState, piece: Tree) -> Sums:
+            kept, batch, numbers = piece
+            part = self.replica(plan, numbers, state.step)
+            return fusion_barrier(f(state.replace(kept=kept), batch, part), opaque_true(state.step))
+
+        def attempt(before: Attempt) -> Attempt:
+            def add(total: Part, piece: Tree) -> tuple[Part, Sums]:
+                sums, number = compute(state, piece), piece[2][0]
+
+                def real(tree):
+                    return jax.tree.map(
+                        lambda x: jnp.where(number >= 0, x, jnp.zeros_like(x)), tree
+                    )
+
+                key = None
+                if self.form.stochastic and plan.is_update:
+                    key = microbatch_key(state.seed, state.step, number)
+                part = group_part(sums.grads, before.exponents, self.form, summands, key, live)
+                part = real(part)
+                ints = jax.tree.map(
+                    jnp.add, total.ints, scatter_by_group(plan, part.ints, self.form)
+                )
+                needed = jnp.maximum(total.needed, part.needed)
+                rest = real(sums._replace(grads=None, kept=None))._replace(kept=sums.kept)
+                return Part(ints, needed, total.nonfinite + part.nonfinite), rest
+
+            part, rest = scan_unfused(
+                add, zeros(before.part), pieces, live, like._replace(grads=None)
+            )
+            values = value_exponents(jax.tree.leaves(rest._replace(kept=None)))
+            local = [part.needed, *map(jnp.ravel, values)]
+            needed = jax.lax.pmax(jnp.concatenate(local), plan.axes.all)
+            grads = needed[: part.needed.size]
+            good = fits(before.exponents, grads, self.form, summands)
+            after = jnp.where(good, before.exponents, (grads + self.form.headroom) * PER_BIT)
+            return Attempt(after, part, rest, needed, before.times + 1, jnp.all(good))
+
+        like = jax.eval_shape(compute, state, jax.tree.map(lambda x: x[0], pieces))
+        first = empty_attempt(like, exponents, plan, self.form, len(pieces[2]))
+        done = jax.lax.while_loop(lambda a: ~a.fits, attempt, first)
+        return reduce_attempt(done, plan, self.form, summands)
+
+    def over_devices(self, plan: Plan, sums: Sums) -> Sums:
+        """Return the sums, which `over_microbatches` has reduced already."""
+        return sums
+
+    def update(self, apply: Callable[..., Any], state: TrainState, sums: Sums) -> Any:
+        """Apply the update: every operation is rounded as written, and the sums pass a fusion
+        barrier first."""
+        live, info = opaque_true(state.step), sums.extra
+        apply = as_written(apply, live)
+        new, metrics = apply(state, fusion_barrier(sums._replace(extra=None), live))
+        bad = metrics["nonfinite_grads"]
+        bad = jnp.where(info.nonfinite > 0, info.nonfinite.astype(jnp.float32), bad)
+        metrics |= {"nonfinite_grads": bad, "recomputed": info.recomputed}
+        return new.replace(extra={**new.extra, EXPONENTS: info.exponents}), metrics
+
+    def total(self, grads: Tree, dims: Tree, axis: str, step: jax.Array) -> jax.Array:
+        return squares_and_bad(grads, dims, axis, opaque_true(step))
+
+    def sum_rows(
+        self, reduction: Reduction, tree: Tree, axis: str, rows: int, keys: jax.Array | None
+    ) -> Tree:
+        return sum_rows(reduction, tree, axis, rows, keys, self.form)
+
+    def rounded(self, f: Callable[..., Any], step: jax.Array) -> Callable[..., Any]:
+        return as_written(f, opaque_true(step))
+
+    def make_state(self, make: Callable[[], TrainState], mesh: Any) -> TrainState:
+        """Compute full leaves on every device before it keeps its slices: the partitioner would
+        divide sums, such as the norm that scales a matrix, over devices. The barriers are inside:
+        it would move its slicing in front of a barrier outside."""
+
+        def unfused() -> TrainState:
+            """Return the state leaf by leaf, so that not all full leaves are in memory at once."""
+            state = make()
+            live = opaque_true(state.step)
+
+            def barrier(x: jax.Array) -> jax.Array:
+                return fusion_barrier(x, live) if is_float(x) else x
+
+            return jax.tree.map(barrier, state)
+
+        everywhere = P()
+        return jax.shard_map(
+            unfused, mesh=mesh, in_specs=(), out_specs=everywhere, check_vma=False
+        )()
+
+
+class UnfusedReplica(ShardedReplica):
+    """A device's part in a step whose blocks, and what is gathered, are computed separately.
+
+    Args:
+        live: from `opaque_true`.
+        coupled: the text of the error for a loss that couples the examples of all microbatches.
+    """
+
+    def __init__(self, plan: Plan, numbers: jax.Array, live: jax.Array, coupled: str):
+        super().__init__(plan, numbers)
+        self.live, self.coupled = live, coupled
+
+    def is_plain(self) -> bool:
+        return False
+
+    def summed(self, last: bool) -> Tree:
+        """Return that no gradients are summed where they are computed: they are no integers yet."""
+        return jax.tree.map(lambda _: False, self.plan.dims)
+
+    def settle(self, arrays: list[jax.Array], moved: bool, in_block: bool, live: Any) -> Any:
+        """Put a barrier around what moves, and around a block in every layout, so that a block is
+        the same program in all."""
+        return fusion_barrier(arrays, live) if moved or in_block else arrays
+
+    def join(self, tree: Tree) -> Tree:
+        """Refuse: a loss over all examples would see those of one microbatch only."""
+        raise UsageError(self.coupled)
+
+
 def integers(name: str, bucket_mb: float = 25.0, safe: bool = False, group: int = 1) -> Reduction:
     """Return a reduction that sums integers in buckets. group: number of microbatches computed and
-    rounded together.
-    """
+    rounded together."""
     lower_on_cpu()
 
-    def add_up(flat, axes):
+    def add_up(flat: jax.Array, axes: Any) -> jax.Array:
         return unpack(jax.lax.psum(pack(flat), axes), flat.dtype, flat.size)
 
-    def row_of(rows, axes):
+    def row_of(rows: jax.Array, axes: Any) -> jax.Array:
         return unpack(exchange(pack(rows), axes, safe), rows.dtype, rows.shape[-1])
 
-    def total(dims, axis, update):
-        return lambda tree: squares_and_bad(tree, dims, axis, opaque_true(update))
-
-    slots = functools.partial(
-        over_slots, form=FORMATS[name], group=group, refuse=refuse_to_join(name)
-    )
-
-    def rounded(f, update):
-        return as_written(f, opaque_true(update))
-
-    rows = functools.partial(sum_rows, form=FORMATS[name])
-    arithmetic = Arithmetic(slots, finish, total, opaque_true, rows, rounded, False, ELEMENTWISE)
-    return in_buckets(int(bucket_mb * 1e6), add_up, row_of)._replace(
-        arithmetic=arithmetic, group=group
-    )
+    reduction = in_buckets(int(bucket_mb * 1e6), add_up, row_of)
+    return reduction._replace(arithmetic=IntegerSums(name, group), group=group)
 
 
 def remembering(
     make: Callable[..., TrainState], trainable: Callable[[Tree], Tree]
 ) -> Callable[..., TrainState]:
     """Add an exponent for each gradient to the initial state: too small, so the first update
-    determines it.
-    """
+    determines it."""
 
     def make_state(*arguments: Any) -> TrainState:
         state = make(*arguments)
-        return state.replace(
-            exponents=jnp.zeros(len(jax.tree.leaves(trainable(state.params))), jnp.int32)
-        )
+        exponents = jnp.zeros(len(jax.tree.leaves(trainable(state.params))), jnp.int32)
+        return state.replace(extra={**state.extra, EXPONENTS: exponents})
 
     return make_state
 
 
-def over_slots(
-    f: MicrobatchSums, plan: ReductionPlan, form: Format, group: int, refuse: Join
-) -> tuple[MicrobatchSums, Reduce]:
-    """Return (f of each group of slots separately, summed as integers over all devices; the
-    identity).
-    """
-    summands = (int(plan.assignment.max()) + 1) // group
-
-    def run(view: View, batch: Batch, slots: jax.Array, gather: Gather, join: Join) -> Sums:
-        live = opaque_true(view.step)
-        pieces = (view.carry, batch, slots)
-        pieces = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), pieces)
-        exponents = view.exponents if plan.is_update else jnp.zeros(0, jnp.int32)
-
-        @functools.partial(jax.jit, inline=True)  # traced once
-        def compute(view: View, piece: Tree) -> Sums:
-            carry, batch, slots = piece
-            sums = f(view._replace(carry=carry), batch, slots, gather, refuse)
-            return fusion_barrier(sums, opaque_true(view.step))
-
-        def attempt(before: Attempt) -> Attempt:
-            def add(total: Part, piece: Tree) -> tuple[Part, Sums]:
-                sums, slot = compute(view, piece), piece[2][0]
-
-                def real(tree):
-                    return jax.tree.map(lambda x: jnp.where(slot >= 0, x, jnp.zeros_like(x)), tree)
-
-                key = (
-                    microbatch_key(view.seed, view.step, slot)
-                    if form.stochastic and plan.is_update
-                    else None
-                )
-                part = real(group_part(sums.grads, before.exponents, form, summands, key, live))
-                ints = jax.tree.map(jnp.add, total.ints, scatter_by_slot(plan, part.ints, form))
-                needed = jnp.maximum(total.needed, part.needed)
-                rest = real(sums._replace(grads=None, carry=None))._replace(carry=sums.carry)
-                return Part(ints, needed, total.nonfinite + part.nonfinite), rest
-
-            part, rest = scan_unfused(
-                add, zeros(before.part), pieces, live, like._replace(grads=None)
-            )
-            local = [
-                part.needed,
-                *map(jnp.ravel, value_exponents(jax.tree.leaves(rest._replace(carry=None)))),
-            ]
-            needed = jax.lax.pmax(jnp.concatenate(local), plan.axes.all)
-            grads = needed[: part.needed.size]
-            good = fits(before.exponents, grads, form, summands)
-            after = jnp.where(good, before.exponents, (grads + form.headroom) * PER_BIT)
-            return Attempt(after, part, rest, needed, before.times + 1, jnp.all(good))
-
-        like = jax.eval_shape(compute, view, jax.tree.map(lambda x: x[0], pieces))
-        first = empty_attempt(like, exponents, plan, form, len(pieces[2]))
-        done = jax.lax.while_loop(lambda a: ~a.fits, attempt, first)
-        return reduce_attempt(done, plan, form, summands)
-
-    return run, lambda sums: sums
-
-
 def empty_attempt(
-    like: Sums, exponents: jax.Array, plan: ReductionPlan, form: Format, slots: int
+    like: Sums, exponents: jax.Array, plan: Plan, form: Format, slots: int
 ) -> Attempt:
     """Return the attempt before the first computation; like: the shapes of a slot's sums."""
     leaves = exponents.size
 
     def ints():
-        return scatter_by_slot(
+        return scatter_by_group(
             plan, quantized(zeros(like.grads), jnp.zeros(leaves, jnp.int32), form, 1), form
         )
 
     part = Part(zeros(jax.eval_shape(ints)), jnp.zeros(leaves, jnp.int32), jnp.int32(0))
     rest = jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), like._replace(grads=None))
-    values = jax.eval_shape(value_exponents, jax.tree.leaves(rest._replace(carry=None)))
+    values = jax.eval_shape(value_exponents, jax.tree.leaves(rest._replace(kept=None)))
     needed = jnp.zeros(leaves + sum(x.size for x in values), jnp.int32)
     return Attempt(exponents, part, rest, needed, jnp.int32(0), jnp.bool_(False))
 
@@ -237,40 +312,45 @@ def group_part(
     return Part(quantized(grads, exponents, form, summands, key), needed, bad)
 
 
-def scatter_by_slot(plan: ReductionPlan, ints: Tree, form: Format) -> Tree:
-    """Reduce-scatter one slot's integers if gradients are sharded slot by slot; else return them
-    unchanged.
-    """
-    if not plan.per_microbatch:
+def scatter_by_group(plan: Plan, ints: Tree, form: Format) -> Tree:
+    """Reduce-scatter one group's integers if gradients are sharded microbatch by microbatch; else
+    return them unchanged."""
+    if plan.when != EVERY:
         return ints
-    sent = jax.tree.map(lambda x: x.astype(form.wire(x.dtype)), ints)
-    return jax.tree.map(lambda x, y: x.astype(y.dtype), scatter_split(plan, sent), ints)
+    leaves, treedef = jax.tree.flatten(ints)
+    dims = jax.tree.leaves(plan.trainable(plan.dims))
+    split = [i for i, dim in enumerate(dims) if dim != WHOLE]
+    sent = [leaves[i].astype(form.wire(leaves[i].dtype)) for i in split]
+    if split:
+        sums = plan.reduction.scatter(sent, [dims[i] for i in split], plan.axes)
+        for i, x in zip(split, sums):
+            leaves[i] = x.astype(leaves[i].dtype)
+    return jax.tree.unflatten(treedef, leaves)
 
 
-def reduce_attempt(done: Attempt, plan: ReductionPlan, form: Format, summands: int) -> Sums:
+def reduce_attempt(done: Attempt, plan: Plan, form: Format, summands: int) -> Sums:
     """Reduce one device's integers over all devices and return the sums as floats."""
-    grad_needed, rest_needed = (
-        done.needed[: done.exponents.size],
-        done.needed[done.exponents.size :],
-    )
-    rest, treedef = jax.tree.flatten(done.rest._replace(carry=None))
+    number = done.exponents.size
+    grad_needed, rest_needed = done.needed[:number], done.needed[number:]
+    rest, treedef = jax.tree.flatten(done.rest._replace(kept=None))
     exponents_of_rest = split_exponents(rest_needed, rest)
     sums: Sums = jax.tree.unflatten(treedef, quantized_sums(rest, exponents_of_rest, summands))
-    sums = sums._replace(grads=done.part.ints, exponents=done.part.nonfinite)
-    sums = reducer(plan._replace(dtype=None if form.bits == 32 else form.wire(jnp.int32)))(sums)
+    sums = sums._replace(grads=done.part.ints, extra=done.part.nonfinite)
+    wire = None if form.bits == 32 else form.wire(jnp.int32)
+    sums = FLOATS.over_devices(dataclasses.replace(plan, dtype=wire), sums)
 
     grads, grad_treedef = jax.tree.flatten(sums.grads)
     bits = jnp.where(grad_needed == NOT_FINITE, grad_needed, in_bits(done.exponents))
     float_grads = [restore(x, e, form, summands) for x, e in zip(grads, bits)]
-    totals = jax.tree.leaves(sums._replace(grads=None, exponents=None))
-    result: Sums = jax.tree.unflatten(
-        treedef, restored_sums(totals, exponents_of_rest, rest, summands)
-    )
+    totals = jax.tree.leaves(sums._replace(grads=None, extra=None))
+    floats = restored_sums(totals, exponents_of_rest, rest, summands)
+    result: Sums = jax.tree.unflatten(treedef, floats)
     exponents = remembered(done.exponents, grad_needed, form.headroom)
-    info = ExactInfo(exponents, done.times - 1, sums.exponents) if plan.is_update else None
-    carry = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), done.rest.carry)
+    info = ExactInfo(exponents, done.times - 1, sums.extra) if plan.is_update else None
     return result._replace(
-        grads=jax.tree.unflatten(grad_treedef, float_grads), carry=carry, exponents=info
+        grads=jax.tree.unflatten(grad_treedef, float_grads),
+        kept=jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), done.rest.kept),
+        extra=info,
     )
 
 
@@ -317,7 +397,7 @@ def sum_rows(
     reduction: Reduction, tree: Tree, axis: str, rows: int, keys: jax.Array | None, form: Format
 ) -> Tree:
     """Sum leaves [row, ...] over their rows and over an axis, of `rows` rows in all; see
-    `Arithmetic`.
+    `FloatSums`.
 
     The exponents are determined first, by a maximum over all devices, so that the integers always
     fit."""
@@ -342,37 +422,6 @@ def sum_rows(
     wire = [x.sum(0, dtype=x.dtype).astype(form.wire(x.dtype)) for x in ints]
     sums = [x.astype(y.dtype) for x, y in zip(reduction.reduce(wire, axis), ints)]
     return jax.tree.unflatten(treedef, [restore(x, e, form, rows) for x, e in zip(sums, needed)])
-
-
-def finish(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `apply`: every operation is rounded as written, and the sums pass a fusion barrier
-    first.
-    """
-
-    @functools.wraps(apply)
-    def run(state: TrainState, sums: Sums) -> tuple[TrainState, dict[str, jax.Array]]:
-        live, info = opaque_true(state.step), sums.exponents
-        new, metrics = as_written(apply, live)(
-            state, fusion_barrier(sums._replace(exponents=None), live)
-        )
-        bad = jnp.where(
-            info.nonfinite > 0, info.nonfinite.astype(jnp.float32), metrics["nonfinite_grads"]
-        )
-        metrics |= {"nonfinite_grads": bad, "recomputed": info.recomputed}
-        return new.replace(exponents=info.exponents), metrics
-
-    return run
-
-
-def refuse_to_join(name: str) -> Join:
-    """Return a `join` hook that raises UsageError: a loss over all examples would see those of one
-    microbatch only.
-    """
-
-    def refuse(tree: Tree) -> Tree:
-        raise UsageError(COUPLED.format(name))
-
-    return refuse
 
 
 def zeros(tree: Tree) -> Tree:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from jaxdp.train.interpreter import bind, evaluate, interpret
+from jaxdp.optim.interpreter import bind, evaluate, interpret
 
 Tree = Any
 PRODUCTS = {"mul", "square", "integer_pow"}

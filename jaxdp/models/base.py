@@ -11,6 +11,7 @@ integers must agree, and arrays under the top-level key "carry" ([example, ...])
 examples. A module declares carry for one example; its adapter broadcasts it to [example, ...].
 Carry starts as zeros, and a step resets it to zeros where a new sequence starts."""
 
+import functools
 import inspect
 import re
 import zlib
@@ -42,14 +43,22 @@ RANDOM = re.compile(r"(\w+_)?(rngs?|key)")
 class Model(NamedTuple):
     """A model as pure functions.
 
-    blocks: paths (a/b) of the parameters stacked [block, ...] for `scan_blocks`. module(params,
-    model_state): return a module of the user's library with these values, in evaluation mode, its
-    carry at zero; None: there is no such thing."""
+    blocks: paths (a/b) of the parameters stacked [block, ...] for `scan_blocks`. An `apply` with an
+    argument `per_block` (`jaxdp.models.scan.PerBlock`) hands it and these parameters, unchanged, to
+    `scan_blocks`; any other one gets them read as a whole. module(params, model_state): return a
+    module of the user's library with these values, in evaluation mode, its carry at zero; None:
+    there is no such thing.
+    """
 
     init: Callable[..., tuple[Any, Any]]
     apply: Callable[..., tuple[Any, Any]]
     blocks: tuple[str, ...] = ()
     module: Callable[[Any, Any], Any] | None = None
+
+    @property
+    def read_by_block(self) -> tuple[str, ...]:
+        """Return the paths in `blocks`, if `apply` reads one block at a time; else ()."""
+        return self.blocks if "per_block" in inspect.signature(self.apply).parameters else ()
 
 
 def modes(train: bool) -> dict[str, bool]:
@@ -144,6 +153,7 @@ def bind_axes(model: Model) -> Model:
     axes: list[str] = []
 
     def bound(f: Callable) -> Callable:
+        @functools.wraps(f)
         def call(*args: Any, **more: Any) -> Any:
             run = f
             for name in axes:

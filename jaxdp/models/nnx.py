@@ -1,10 +1,11 @@
 """The adapter for Flax NNX: split a module by variable kind once, merge it in every call."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
@@ -21,7 +22,7 @@ from jaxdp.models.base import (
     nest,
     rehearse,
 )
-from jaxdp.models.scan import scan_blocks
+from jaxdp.models.scan import PLAIN, PerBlock, scan_blocks
 from jaxdp.run import user_errors
 
 
@@ -41,6 +42,7 @@ class Blocks(nnx.Module):
     def __init__(self, make: Callable[[nnx.Rngs], nnx.Module], count: int, *, rngs: nnx.Rngs):
         self.stack = nnx.vmap(make)(rngs.split(count))
         self.path = ""  # the path in the model; `from_nnx` sets it
+        self.reading: Reading | None = None  # how the training step reads the parameters
 
     def __call__(self, x: Any, *args: Any) -> Any:
         graph, *states = nnx.split(self.stack, nnx.Param, ...)
@@ -50,9 +52,41 @@ class Blocks(nnx.Module):
             module = nnx.merge(graph, _to_state(kinds, params), rest, copy=True)
             return module(x, *args), nnx.state(module, nnx.Not(nnx.Param))
 
-        x, rest = scan_blocks(block, _to_dict(kinds), x, rest)
+        params, per_block = _to_dict(kinds), PLAIN
+        if self.reading is not None:
+            params, per_block = self.reading.of(params)
+        x, rest = scan_blocks(block, params, x, rest, per_block)
         nnx.update(self.stack, rest)
         return x
+
+
+class Reading:
+    """How a training step reads the parameters of a `Blocks`, one block at a time.
+
+    Args:
+        full: the arrays [block, ...] that the module's variables have. A compiler removes them
+            where only the scan reads parameters.
+        stored: the same parameters as the step has them.
+    """
+
+    def __init__(self, full: Any, stored: Any, per_block: PerBlock):
+        self.full, self.stored, self.per_block = full, stored, per_block
+        self.trace, self.is_first = current_trace(), True
+
+    def of(self, params: Any) -> tuple[Any, PerBlock]:
+        """Return (what to scan, how to read it): `params` if the model has changed any of them."""
+        pairs = zip(jax.tree.leaves(params), jax.tree.leaves(self.full), strict=True)
+        if not all(x is y for x, y in pairs):
+            return params, PerBlock(remat=self.per_block.remat)
+        stored = self.stored
+        if self.is_first and current_trace() == self.trace:  # else perhaps under a condition
+            stored, self.is_first = self.per_block.reader.once(stored), False
+        return stored, self.per_block
+
+
+def current_trace() -> Any:
+    """Return what differs inside of a function that JAX traces separately, such as a branch."""
+    return jax.extend.core.get_opaque_trace_state()
 
 
 def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
@@ -117,14 +151,33 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         ]
         return merge(params, model_state, carry, jax.random.key(0), False)
 
+    def read_blocks(params: Any, per_block: PerBlock) -> tuple[Any, dict[tuple, Reading]]:
+        """Return the parameters as arrays, and how the outermost blocks read their own."""
+        readings = {}
+        for path in outermost(stacks):
+            stored = at(params, path)
+            full = per_block.reader.read(stored)
+            readings[path] = Reading(full, stored, per_block)
+            params = replaced(params, path, full)
+        return params, readings
+
     def apply(
-        params: Any, model_state: Any, batch: dict[str, jax.Array], key: jax.Array, train: bool
+        params: Any,
+        model_state: Any,
+        batch: dict[str, jax.Array],
+        key: jax.Array,
+        train: bool,
+        per_block: PerBlock = PLAIN,
     ):
+        params, readings = read_blocks(params, per_block)
         carry = [
             (path, v.replace(swap_dims(path, at(model_state[CARRY], path))))
             for path, v in carry_kind
         ]
         module = merge(params, model_state, carry, key, train)
+        for path, part in nnx.iter_modules(module):
+            if isinstance(part, Blocks):
+                part.reading = readings.get((*path, "stack"))
         args, kwargs = call_arguments(module.__call__, batch, train, key)
         outputs = module(*args, **kwargs)
         new = dict(nnx.to_flat_state(nnx.state(module)))
@@ -193,6 +246,19 @@ def _restart(variable: nnx.Variable, key: jax.Array, i: int) -> jax.Array:
         shape = variable.get_value().shape
         return jax.random.split(new, shape) if shape else new
     return jnp.zeros(variable.get_value().shape, variable.get_value().dtype)
+
+
+def outermost(paths: Sequence[tuple]) -> list[tuple]:
+    """Return the paths that are not inside another one."""
+    return [path for path in paths if not any(path[: len(p)] == p for p in paths if p != path)]
+
+
+def replaced(tree: dict[str, Any], path: tuple, value: Any) -> dict[str, Any]:
+    """Return nested dicts with another value at a path."""
+    if not path:
+        return value
+    name = str(path[0])
+    return {**tree, name: replaced(tree[name], path[1:], value)}
 
 
 def _to_dict(flat: Any) -> dict[str, Any]:

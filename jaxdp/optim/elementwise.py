@@ -15,8 +15,8 @@ import optax
 from jax.extend import core as jex
 
 from jaxdp.errors import UsageError, one_line
+from jaxdp.optim.interpreter import needed
 from jaxdp.split import WHOLE, padded_shape, path_string, split_dims
-from jaxdp.train.interpreter import needed
 
 Tree = Any
 Shape = tuple[int, ...]

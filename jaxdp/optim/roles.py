@@ -18,8 +18,8 @@ from jax.extend import core as jex
 from optax.contrib import MuonDimensionNumbers
 
 from jaxdp.optim.elementwise import ELEMENTWISE
+from jaxdp.optim.interpreter import scan_counts
 from jaxdp.split import is_stacked, path_string
-from jaxdp.train.interpreter import scan_counts
 
 AUTO = "auto"  # in the place of the expressions of parameters without weight decay
 KERNEL, TABLE, VECTOR, OTHER = "kernel", "table", "vector", "other array"  # roles

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxdp.errors import UsageError
+from jaxdp.optim.rate import name_rate
 from jaxdp.targets import bind, call, locate, require, targets_in
-from jaxdp.train.rate import name_rate
 
 Schedule = Callable[[Any], Any]
 KEY = "optimizer.schedule"
@@ -77,7 +77,7 @@ def make_schedule(
 
 def named(schedule: Schedule) -> Schedule:
     """Wrap a schedule: an integer count is as wide as JAX allows, and its rate has a name
-    (`jaxdp.train.rate`).
+    (`jaxdp.optim.rate`).
 
     Optax divides the count, and the quotient of an int32 is a float32 in a float64 program.
     """

@@ -24,7 +24,7 @@ from jax.tree_util import Partial
 from jaxdp.axes import DATA, FLAT, OUTER, Axes
 from jaxdp.errors import UsageError
 from jaxdp.exact.rounding import opaque_true, scan_unfused
-from jaxdp.parallel.gather import GatherRule, make_gather
+from jaxdp.optim.master import Master, master_copy
 from jaxdp.parallel.layout import ZERO
 from jaxdp.parallel.pjit import PJit
 from jaxdp.parallel.placement import (
@@ -34,16 +34,15 @@ from jaxdp.parallel.placement import (
     sent_by_call,
     state_shapes,
 )
+from jaxdp.parallel.reading import in_blocks
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.parallel.strategy import Program
-from jaxdp.parallel.sums import ReductionPlan, arithmetic, joiner, replica_microbatches
+from jaxdp.parallel.sum_plan import Plan
+from jaxdp.parallel.sums import GradFunction, arithmetic
 from jaxdp.split import WHOLE
-from jaxdp.train import skip
-from jaxdp.train.average import average, average_statistics
-from jaxdp.train.frozen import merge
-from jaxdp.train.master import Master, master_copy
+from jaxdp.train.average import EMA, EMA_STATE, average, average_statistics
 from jaxdp.train.model_state import floats, mean_state, weighted_state
-from jaxdp.train.state import Batch, Sums, TrainState, microbatch_key
+from jaxdp.train.state import Batch, Sums, TrainState, merge, microbatch_key, select
 from jaxdp.train.step import Step
 
 Tree = Any
@@ -115,10 +114,9 @@ class Replicas(PJit):
         self.full, self.split = NamedSharding(self.mesh, P()), NamedSharding(self.mesh, P(ALL.all))
         self.split_steps = NamedSharding(self.mesh, P(None, ALL.all))
         self.make = Partial(lambda make: with_replicas(make(), rule), make)
-        self.shapes = self.stored = jax.eval_shape(
-            lambda state: with_replicas(state, rule), state_shapes(make)
-        )
-        if self.shapes.carry is not None:
+        shapes = jax.eval_shape(lambda state: with_replicas(state, rule), state_shapes(make))
+        self.shapes = self.stored = shapes.replace(seed=None)
+        if self.shapes.kept:
             raise UsageError(
                 "outer.replicas: the model carries state from batch to batch; use ordinary training",
                 rank=0,
@@ -135,82 +133,96 @@ class Replicas(PJit):
         """Return the programs. Metrics of an update are those of this process's first replica, but
         `halted` is that of all replicas at the last outer step: all processes halt at the same
         update."""
-        state = jax.tree.map(lambda d: P() if d == WHOLE else P(OUTER), self.dims)
+        state = self.specs()
         over = functools.partial(jax.shard_map, mesh=self.mesh, check_vma=False)
-        update = over(self._update(step), in_specs=(P(), state, P(ALL.all)), out_specs=(state, P()))
-        evaluate = over(self._evaluate(step), in_specs=(P(), P(ALL.all)), out_specs=P())
+        mapped = over(self._update(step), in_specs=(state, P(ALL.all)), out_specs=(state, P()))
+        evaluate = over(self._evaluate(step), in_specs=(state, P(ALL.all)), out_specs=P())
         shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), state)
 
-        def evaluation(seed, state, batch):
-            return evaluate(state.view(seed), batch)
+        def update(state: TrainState, batch: Batch) -> Any:
+            return mapped(state, batch)
 
-        return self._program(step, update, (shardings, self.full), evaluation, self.full)
+        return self._program(update, (shardings, self.full), evaluate)
 
-    def _sums(self, step: Step, f: Callable[..., Sums], plan: ReductionPlan) -> Callable[..., Sums]:
-        """Return (view, batch[microbatch, ...], numbers) -> sums of a function of the step over the
-        plan's axes.
-        """
-        of_all, reduce = self.arithmetic.over_microbatches(f, plan)
-        rule = GatherRule(self.reduction, plan.axes, self.blocks, step.trainable)
+    def specs(self) -> TrainState:
+        specs = jax.tree.map(lambda d: P() if d == WHOLE else P(OUTER), self.dims)
+        return specs.replace(seed=P())
 
-        def sums(view: Any, batch: Batch, numbers: jax.Array) -> Sums:
-            live, join = self.arithmetic.live(view.step), joiner(plan.assignment, plan.axes)
-            params, gather = make_gather(
-                view.params, self.slices, self.shapes.params, rule._replace(live=live)
-            )
-            return reduce(of_all(view._replace(params=params), batch, numbers, gather, join))
+    def _plan(self, step: Step, assignment: np.ndarray, axes: Axes, is_update: bool) -> Plan:
+        return Plan(
+            self.reduction,
+            axes,
+            assignment,
+            self.slices,
+            self.shapes.params,
+            step.trainable,
+            in_blocks=in_blocks(self.shapes.params, step.blocks),
+            dtype=self.reduce_dtype if is_update else None,
+            is_update=is_update,
+        )
+
+    def _sums(self, plan: Plan, f: GradFunction) -> Callable[..., Sums]:
+        """Return (state, batch[microbatch, ...], numbers) -> sums of a function of the step over
+        the plan's axes."""
+
+        def sums(state: TrainState, batch: Batch, numbers: jax.Array) -> Sums:
+            replica = self.arithmetic.replica(plan, numbers, state.step)
+            local = self.arithmetic.over_microbatches(f, plan, state, batch, replica)
+            return self.arithmetic.over_devices(plan, local)
 
         return sums
 
     def _evaluate(self, step: Step) -> Callable[..., Sums]:
         """Return the evaluation of the shared parameters: all devices share the microbatches."""
-        sums = self._sums(step, step.evaluate, ReductionPlan(self.reduction, self.assignment, ALL))
-        return lambda view, batch: sums(view, batch, replica_microbatches(self.assignment, ALL))
+        plan = self._plan(step, self.assignment, ALL, is_update=False)
+        sums = self._sums(plan, step.evaluate)
+
+        def evaluate(state: TrainState, batch: Batch) -> Sums:
+            return sums(state.replace(opt_state=None), batch, plan.numbers())
+
+        return evaluate
 
     def _update(self, step: Step) -> Callable[..., Any]:
         """Return an update on one device: of each of its replicas, and of what all share if that is
-        due.
-        """
-        plan = ReductionPlan(
-            self.reduction, self.of_replica, FLAT, dtype=self.reduce_dtype, is_update=True
-        )
-        grads = self._sums(step, step.grads, plan)
-        apply = self.arithmetic.finish(
-            lambda s, sums: step.apply(s, sums, self.arithmetic.total(None, DATA, s.step))
-        )
+        due."""
+        plan = self._plan(step, self.of_replica, FLAT, is_update=True)
+        grads = self._sums(plan, step.grads)
+
+        def apply_plain(state: TrainState, sums: Sums) -> Any:
+            return step.apply(state, sums, self.total_of(state, None))
+
+        apply = functools.partial(self.arithmetic.update, apply_plain)
 
         @functools.partial(jax.jit, inline=True)  # traced once
         def one_replica(seed: jax.Array, piece: Any) -> Any:
             number, replica, batch = piece
-            numbers = replica_microbatches(self.of_replica, FLAT)
+            replica = replica.replace(seed=seed)
+            numbers = plan.numbers()
             numbers = jnp.where(numbers < 0, numbers, numbers + number * self.own)
-            new, metrics = apply(replica, grads(replica.view(seed), batch, numbers))
-            # a replica without examples, as in a ragged last batch, skips the update, but that is
-            # no fault
-            skipped = replica.guard.replace(skipped=new.guard.skipped)
-            return seed, (
-                new.replace(guard=skip.where(metrics["weight"] == 0, skipped, new.guard)),
-                metrics,
-            )
+            new, metrics = apply(replica, grads(replica, batch, numbers))
 
-        def update(seed: jax.Array, state: TrainState, batch: Batch) -> Any:
+            # A replica without examples, as in a ragged last batch, skips the update, but that is
+            # no fault.
+            skipped = replica.guard.replace(skipped=new.guard.skipped)
+            guard = select(metrics["weight"] == 0, skipped, new.guard)
+            return seed, (new.replace(guard=guard, seed=None), metrics)
+
+        def update(state: TrainState, batch: Batch) -> Any:
             live, count = opaque_true(state.step), self.per_device
             numbers = jax.lax.axis_index(OUTER) * count + jnp.arange(count)
             batch = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
             pieces = numbers, state.opt_state.replicas, batch
-            like = jax.eval_shape(one_replica, seed, jax.tree.map(lambda x: x[0], pieces))[1]
-            _, (replicas, metrics) = scan_unfused(one_replica, seed, pieces, live, like)
-            new = state.replace(
-                step=state.step + 1, opt_state=state.opt_state._replace(replicas=replicas)
-            )
-            new = jax.lax.cond(
-                new.step % self.rule.every == 0, self._outer_step(step, seed), lambda s: s, new
-            )
+            like = jax.eval_shape(one_replica, state.seed, jax.tree.map(lambda x: x[0], pieces))[1]
+            _, (replicas, metrics) = scan_unfused(one_replica, state.seed, pieces, live, like)
+            opt_state = state.opt_state._replace(replicas=replicas)
+            new = state.replace(step=state.step + 1, opt_state=opt_state)
+            is_due = new.step % self.rule.every == 0
+            new = jax.lax.cond(is_due, self._outer_step(step), lambda state: state, new)
             return new, {**jax.tree.map(lambda x: x[0], metrics), "halted": new.guard.halted}
 
         return update
 
-    def _outer_step(self, step: Step, seed: jax.Array) -> Callable[[TrainState], TrainState]:
+    def _outer_step(self, step: Step) -> Callable[[TrainState], TrainState]:
         """Return the outer update: the mean difference, the outer optimizer, and its result on all
         replicas.
         """
@@ -230,16 +242,13 @@ class Replicas(PJit):
             )
             params = merge(optax.apply_updates(params, updates), state.params)
             averages = mean_state(floats(state.model_state), states, number * jnp.ones(()))[0]
-            if decay is None:
-                return params, averages, None, None, outer
-            ema = average(state.ema, params, decay**self.rule.every)
-            return (
-                params,
-                averages,
-                ema,
-                average_statistics(state.ema_state, averages, decay**self.rule.every),
-                outer,
-            )
+            extra = dict(state.extra)
+            if decay is not None:
+                slow = decay**self.rule.every
+                extra[EMA] = average(extra[EMA], params, slow)
+                if EMA_STATE in extra:
+                    extra[EMA_STATE] = average_statistics(extra[EMA_STATE], averages, slow)
+            return params, averages, extra, outer
 
         def outer_step(state: TrainState) -> TrainState:
             replicas = state.opt_state.replicas
@@ -248,7 +257,7 @@ class Replicas(PJit):
             differences = jax.tree.map(lambda x, y: y[None] - x, own, shared)
             numbers = jax.lax.axis_index(OUTER) * self.per_device + jnp.arange(self.per_device)
             keys = jax.vmap(
-                lambda n: jax.random.fold_in(microbatch_key(seed, state.step, n), OUTER_KEY)
+                lambda n: jax.random.fold_in(microbatch_key(state.seed, state.step, n), OUTER_KEY)
             )(numbers)
 
             def weigh(new, _):
@@ -258,9 +267,8 @@ class Replicas(PJit):
                 floats(replicas.model_state), numbers
             )  # there may be no floats to map over
             sums = sum_over(differences, keys=keys), sum_over(states, keys=None)
-            params, averages, ema, ema_state, outer = self.arithmetic.rounded(move, state.step)(
-                state, *sums
-            )
+            rounded = self.arithmetic.rounded(move, state.step)
+            params, averages, extra, outer = rounded(state, *sums)
             model_state = merge(averages, jax.tree.map(first_of_all, replicas.model_state))
 
             def spread(tree):
@@ -282,28 +290,27 @@ class Replicas(PJit):
                 0
             )
             guard = guard.replace(since=jax.lax.pmin(since, OUTER))
-            shared = {
-                "params": params,
-                "model_state": model_state,
-                "ema": ema,
-                "ema_state": ema_state,
-            }
-            return state.replace(**shared, guard=guard, opt_state=Local(replicas, outer))
+            return state.replace(
+                params=params,
+                model_state=model_state,
+                extra=extra,
+                guard=guard,
+                opt_state=Local(replicas, outer),
+            )
 
         return outer_step
 
 
 def with_replicas(one: TrainState, rule: OuterRule) -> TrainState:
     """Return the initial state from that of ordinary training: replicas that are equal, and a new
-    outer optimizer.
-    """
+    outer optimizer. The running averages are those of what the replicas share."""
+    averages = {name: one.extra[name] for name in (EMA, EMA_STATE) if name in one.extra}
+    own = {name: tree for name, tree in one.extra.items() if name not in averages}
     replicas = jax.tree.map(
-        lambda x: jnp.broadcast_to(x, (rule.replicas, *x.shape)),
-        one.replace(ema=None, ema_state=None),
+        lambda x: jnp.broadcast_to(x, (rule.replicas, *x.shape)), one.replace(extra=own, seed=None)
     )
-    return one.replace(
-        opt_state=Local(replicas, rule.tx.init(rule.trainable(one.params))), exponents=None
-    )
+    local = Local(replicas, rule.tx.init(rule.trainable(one.params)))
+    return one.replace(opt_state=local, extra=averages)
 
 
 def split_replicas(replicas: int, devices: int) -> tuple[int, int]:

@@ -148,27 +148,40 @@ class Share(NamedTuple):
 
 
 def state_dims(state: TrainState, layout: Layout, dims: Any, others: Any) -> Any:
-    """Return a TrainState of the dim along which each leaf is sharded, or WHOLE. Strategies shard
-    the carry.
+    """Return a TrainState of the dim along which each leaf is sharded, or WHOLE. What is kept for
+    examples is split by the strategies.
 
     dims: of the parameters, where they are sharded. others: of leaves of the optimizer state that
-    mirror none of them."""
+    mirror none of them.
+    """
     replicated: TrainState = jax.tree.map(lambda _: WHOLE, state)
     if layout.params:
         replicated = replicated.replace(params=dims)
     if layout.opt_state:
-        ema = None if state.ema is None else dims
-        replicated = replicated.replace(opt_state=opt_state_dims(state, dims, others), ema=ema)
+        mirrors = {name: dims for name, tree in state.extra.items() if mirrors_params(state, tree)}
+        extra = {**replicated.extra, **mirrors}
+        opt_state = opt_state_dims(state, dims, others)
+        replicated = replicated.replace(opt_state=opt_state, extra=extra)
     return replicated
 
 
+def mirrors_params(state: TrainState, tree: Tree) -> bool:
+    """Return whether a tree has the structure and the shapes of the parameters."""
+    structure: Any = jax.tree.structure(tree)
+    if structure != jax.tree.structure(state.params):
+        return False
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(state.params), strict=True)
+    return all(x.shape == y.shape for x, y in pairs)
+
+
 def share(state: TrainState, dims: Any, layout: Layout) -> Share:
-    """Return the share of params, opt_state and ema that is sharded; scalars do not count as
-    leaves.
-    """
+    """Return the share of parameters, optimizer state and their averages that is sharded; scalars
+    do not count as leaves."""
+    averages = [name for name, tree in state.extra.items() if mirrors_params(state, tree)]
     trees = [
         (state.params, dims.params, layout.params),
-        ((state.opt_state, state.ema), (dims.opt_state, dims.ema), layout.opt_state),
+        (state.opt_state, dims.opt_state, layout.opt_state),
+        *((state.extra[name], dims.extra[name], layout.opt_state) for name in averages),
     ]
     leaves = [
         (math.prod(x.shape) * x.dtype.itemsize, dim, sharded)

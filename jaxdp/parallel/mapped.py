@@ -1,11 +1,11 @@
 """`jax.pmap` for trees in which some leaves vary between devices and the others are replicated."""
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -16,43 +16,37 @@ VARIES = (True, False, True, False)  # for each part of the two arguments
 
 
 class Mapped:
-    """`pmap` of f(seed, state, other) for one seed. Every tree is passed as two tuples of leaves,
-    those that vary between devices and those that do not, because `pmap` over several processes
-    needs hashable axes.
-
-    takes, gives: for each argument, and for the result, a tree (or prefix) of booleans: the leaf
-    varies. donate: donate the first argument.
+    """`pmap` of f(state, batch). Every tree is passed as two tuples of leaves, those that vary
+    between devices and those that do not, because `pmap` over several processes needs hashable
+    axes.
 
     Over several processes, every call of `pmap` converts process-local arrays to global ones and
     back, which takes longer than the rest of the Python code. So `pmap` only compiles there: the
     compiled program takes and returns global arrays, and arguments that are not global yet are
-    converted here, once."""
+    converted here, once.
+
+    Args:
+        takes, gives: for each argument, and for the result, a tree (or prefix) of booleans: the
+            leaf varies.
+        donate: donate the first argument.
+    """
 
     def __init__(
-        self,
-        f: Callable,
-        seed: np.uint32,
-        takes: Any,
-        gives: Any,
-        devices: list[jax.Device],
-        donate: bool = False,
+        self, f: Callable, takes: Any, gives: Any, devices: list[jax.Device], donate: bool = False
     ):
         self.takes, self.gives = [Partition(varies) for varies in takes], Partition(gives)
 
-        def run(seed: jax.Array, *parts: tuple) -> tuple[tuple, tuple]:
+        @functools.wraps(f)
+        def run(*parts: tuple) -> tuple[tuple, tuple]:
             first, second = self.takes
-            return self.gives.cut(f(seed, first.join(*parts[:2]), second.join(*parts[2:])))
+            return self.gives.cut(f(first.join(*parts[:2]), second.join(*parts[2:])))
 
-        run.__name__ = f.__name__  # in profiles
         local = data_mesh([devices[i] for i in of_this_process(devices)])
-        self.local = {
-            varies: NamedSharding(local, P(DATA) if varies else P()) for varies in (True, False)
-        }
+        specs = {True: P(DATA), False: P()}
+        self.local = {varies: NamedSharding(local, spec) for varies, spec in specs.items()}
         self.all = {
-            varies: NamedSharding(data_mesh(devices), sharding.spec)
-            for varies, sharding in self.local.items()
+            varies: NamedSharding(data_mesh(devices), spec) for varies, spec in specs.items()
         }
-        self.seed = jax.device_put(np.full(local.size, seed), self.local[True])  # on each device
         self.compiled: dict[Any, Any] = {}  # for each shape of the second argument
 
         # Over several processes, pmap uses all devices in JAX's order, which must be ours.
@@ -61,23 +55,20 @@ class Mapped:
         self.mapped = jax.pmap(
             run,
             axis_name=DATA,
-            in_axes=(0, 0, None, 0, None),
+            in_axes=(0, None, 0, None),
             out_axes=(0, None),
-            donate_argnums=(1, 2) if donate else (),
+            donate_argnums=(0, 1) if donate else (),
             devices=chosen,
         )
 
     def __call__(self, *arguments: Any) -> Any:
         parts = self._cut(arguments)
         if jax.process_count() == 1:
-            return self.gives.join(*self.mapped(self.seed, *parts))
+            return self.gives.join(*self.mapped(*parts))
         shapes = tuple(x.shape for part in parts[2:] for x in part)
         if shapes not in self.compiled:
             self.compiled[shapes] = self._lower(parts).compile()
-            self.seed = reshard(self.seed, self.all[True])
-        return self.gives.join(
-            *self.compiled[shapes](self.seed, *map(self._to_global, parts, VARIES))
-        )
+        return self.gives.join(*self.compiled[shapes](*map(self._to_global, parts, VARIES)))
 
     def _to_global(self, part: tuple, varies: bool) -> tuple:
         """Convert a part to global arrays; either all of its arrays are global already or none is."""
@@ -88,26 +79,19 @@ class Mapped:
     def _lower(self, parts: Sequence[tuple]) -> Any:
         """Lower for this process's arrays, as `pmap` requires."""
 
-        def to_local(x, varies):
+        def to_local(x: jax.Array, varies: bool) -> jax.Array:
             return x if x.is_fully_addressable else reshard(x, self.local[varies])
 
-        seed = to_local(self.seed, True)
         return self.mapped.lower(
-            seed, *(tuple(to_local(x, v) for x in part) for part, v in zip(parts, VARIES))
+            *(tuple(to_local(x, v) for x in part) for part, v in zip(parts, VARIES))
         )
 
     def lower(self, *arguments: Any) -> Any:
         parts = self._cut(arguments)
-        return (
-            self._lower(parts) if jax.process_count() > 1 else self.mapped.lower(self.seed, *parts)
-        )
+        return self._lower(parts) if jax.process_count() > 1 else self.mapped.lower(*parts)
 
     def _cut(self, arguments: Sequence[Any]) -> list[tuple]:
-        return [
-            part
-            for parted, tree in zip(self.takes, arguments, strict=True)
-            for part in parted.cut(tree)
-        ]
+        return [part for parted, tree in zip(self.takes, arguments) for part in parted.cut(tree)]
 
 
 class Partition:

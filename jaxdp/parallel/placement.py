@@ -8,20 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
 
 from jaxdp.axes import DATA, FLAT, REPLICA, SHARD, Axes
 from jaxdp.errors import TooManyDevices
-from jaxdp.exact.rounding import BITS, fusion_barrier
 from jaxdp.parallel.padding import fit_trees, sharding_of
-from jaxdp.parallel.sums import order_of
+from jaxdp.parallel.sum_plan import order_of
 from jaxdp.precision import is_key
 from jaxdp.process.context import SLOW, Context
 from jaxdp.split import WHOLE, spec
 from jaxdp.train.state import Batch, TrainState
 
-Live = Callable[[jax.Array], jax.Array | None]  # `jaxdp.parallel.sums.Arithmetic.live`
+BITS: dict[int, Any] = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
 def abstract_state(shapes: TrainState, mesh: Mesh, dims: TrainState, axis: str) -> TrainState:
@@ -44,41 +42,31 @@ def state_shapes(make: Partial) -> TrainState:
 
 
 def make_state(
-    make: Partial, abstract: TrainState, mesh: Mesh, dims: TrainState, axes: Axes, live: Live
+    make: Partial, abstract: TrainState, mesh: Mesh, dims: TrainState, axes: Axes, arithmetic: Any
 ) -> TrainState:
     """Compute the initial state directly in its shardings, equal on all devices that store the same
     part.
 
-    make: a `Partial`; its arguments are those of the program, so that another seed uses the same
-    program. live: of the reduction's arithmetic. If its bits must not depend on the layout, every
-    device computes full leaves before it keeps its slices: the partitioner would divide sums (such
-    as the norm that scales a matrix) over devices. Leaves are padded to the shapes in `abstract`.
+    Args:
+        make: a `Partial`; its arguments are those of the program, so that another seed uses the
+            same program.
+        abstract: the shapes to pad leaves to, with shardings.
+        arithmetic: `jaxdp.parallel.sums.FloatSums`.
     """
 
-    def full(step: jax.Array, make: Partial) -> TrainState:
-        if live(step) is None:
-            return fit_trees(make(), abstract)
-        # with the barriers inside: the partitioner would move its slicing in front of a barrier
-        # outside
-        made = jax.shard_map(unfused, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(
-            step, make
-        )
-        return fit_trees(made, abstract)
+    def full(make: Partial) -> TrainState:
+        def exported() -> TrainState:
+            return make().replace(seed=None)
 
-    def unfused(step: jax.Array, make: Partial) -> TrainState:
-        """Return the full state; leaf by leaf, so that not all full leaves are in memory at once."""
-        ones = live(step)
-        assert ones is not None
+        return fit_trees(arithmetic.make_state(exported, mesh), abstract)
 
-        def barrier(x):
-            return fusion_barrier(x, ones) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-        return jax.tree.map(barrier, make())
-
-    state = jax.jit(full, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(
-        np.int32(0), make
-    )
+    state = jax.jit(full, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(make)
     return from_first(state, mesh, dims, axes) if jax.process_count() > 1 else state
+
+
+def seed_of(make: Partial) -> jax.Array:
+    """Return the seed of the initial state."""
+    return make().seed
 
 
 def open_collectives(context: Context) -> None:
@@ -165,30 +153,32 @@ def data_mesh(devices: Sequence[jax.Device], group: int | None = None) -> Mesh:
 
 
 def one_by_one(update: Callable[..., Any]) -> Callable[..., Any]:
-    """Scan an update: return a function (seed, state, batches[step, ...]) -> (state,
-    metrics[step]).
-    """
+    """Scan an update: return a function (state, batches[step, ...]) -> (state, metrics[step])."""
 
-    def updates(
-        seed: jax.Array, state: TrainState, batches: Batch
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
-        return jax.lax.scan(functools.partial(update, seed), state, batches)
+    def updates(state: TrainState, batches: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        return jax.lax.scan(update, state, batches)
 
     return updates
 
 
-def scatter_carry(assignment: np.ndarray, carry: Any, sharding: NamedSharding) -> Any:
-    """Convert carry[microbatch, ...] to [device x local, ...]; a place without a microbatch repeats
-    the first.
-    """
-    index = np.maximum(assignment.reshape(-1), 0)
-    return jax.jit(lambda c: jax.tree.map(lambda x: x[index], c), out_shardings=sharding)(carry)
+def scatter_kept(assignment: np.ndarray, kept: Any, sharding: NamedSharding) -> Any:
+    """Convert leaves [microbatch, ...] to [device x local, ...]; a place without a microbatch
+    repeats the first."""
+    return reordered(kept, np.maximum(assignment.reshape(-1), 0), sharding)
 
 
-def gather_carry(assignment: np.ndarray, carry: Any, sharding: NamedSharding) -> Any:
-    """Invert `scatter_carry`."""
-    index = order_of(assignment)
-    return jax.jit(lambda c: jax.tree.map(lambda x: x[index], c), out_shardings=sharding)(carry)
+def gather_kept(assignment: np.ndarray, kept: Any, sharding: NamedSharding) -> Any:
+    """Invert `scatter_kept`."""
+    return reordered(kept, order_of(assignment), sharding)
+
+
+def reordered(tree: Any, index: np.ndarray, sharding: NamedSharding) -> Any:
+    """Return leaves [row, ...] with their rows in another order; a tree without leaves as it is."""
+
+    def reorder(tree: Any) -> Any:
+        return jax.tree.map(lambda x: x[index], tree)
+
+    return jax.jit(reorder, out_shardings=sharding)(tree) if jax.tree.leaves(tree) else tree
 
 
 def from_first(tree: Any, mesh: Mesh, dims: Any = None, axes: Axes = FLAT) -> Any:

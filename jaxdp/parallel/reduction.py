@@ -29,8 +29,9 @@ class Reduction(NamedTuple):
     reduce: Callable[[Tree, Any], Tree]
     scatter: Callable[[Tree, Tree, Axes], Tree]
     gather: Callable[[Tree, Tree, str], Tree]
-    arithmetic: Any = None  # `jaxdp.parallel.sums.Arithmetic`; None: floats
+    arithmetic: Any = None  # `jaxdp.parallel.sums.FloatSums`, or a subclass; None: floats
     group: int = 1  # microbatches that stay together on a device
+    overlaps: bool = False  # the gradients of a block are sent while others are computed
 
 
 def xla(bucket_mb: float = 25.0, safe: bool = False) -> Reduction:
@@ -58,6 +59,7 @@ def xla(bucket_mb: float = 25.0, safe: bool = False) -> Reduction:
         jax.lax.psum,
         lambda tree, dims, axes: jax.tree.map(lambda x, d: scatter_one(x, d, axes), tree, dims),
         lambda tree, dims, axis: jax.tree.map(lambda x, d: gather_one(x, d, axis), tree, dims),
+        overlaps=True,
     )
 
 

@@ -1,36 +1,36 @@
-"""A data-parallel strategy: the placement of the state, and the one reduction between `grads` and
-`apply`.
-"""
+"""A data-parallel strategy: where the state and a batch are, and the one sum between `grads` and
+`apply`."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jax.tree_util import Partial
 
-from jaxdp.parallel.layout import Share
+from jaxdp.axes import Axes
+from jaxdp.optim.evaluation import evaluation_params
+from jaxdp.parallel import placement
+from jaxdp.parallel.layout import ZERO, Sharding, Share, param_dims, share, state_dims
+from jaxdp.parallel.padding import padded_shapes
+from jaxdp.parallel.reading import in_blocks
+from jaxdp.parallel.reduction import Reduction
+from jaxdp.parallel.sum_plan import EVERY, LAST, NEVER, Plan
+from jaxdp.parallel.sums import arithmetic
+from jaxdp.split import WHOLE
 from jaxdp.train.state import Batch, Sums, TrainState
 from jaxdp.train.step import Step
 
 Update = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
 
 
-class Seeded(functools.partial):
-    """A program and its first argument, the seed: runs that differ only in the seed share the
-    compiled program.
-    """
-
-    def lower(self, state: TrainState, batch: Batch) -> Any:
-        return self.func.lower(*self.args, state, batch)  # type: ignore[attr-defined]
-
-
 class Program(NamedTuple):
     """The compiled programs of a step; each also has `.lower(state, batch)`.
 
-    update(state, batch) -> (state, metrics), donating the state; evaluate(state, batch) -> Sums over all devices.
-    updates: several updates on batches [step, ...], with metrics[step].
+    update(state, batch) -> (state, metrics), donating the state; evaluate(state, batch) -> Sums over
+    all devices. updates: several updates on batches [step, ...], with metrics[step].
     """
 
     update: Update
@@ -47,10 +47,11 @@ class Strategy(Protocol):
     """The interface of a backend for the loop and the checkpoint, built from a function that
     returns the state.
 
-    shapes: of the state; dims: the dim along which each leaf is sharded into `parts`; slices: the
-    same for gradients and updates, if any state is sharded. blocks: paths of parameters that are
-    stacked [block, ...]. assignment[device, local]: the numbers of the microbatches of each device,
-    -1 for none. local_microbatches: those of this process's devices, in the order of `shard_batch`.
+    shapes: of the exported state; dims: the dim along which each leaf is sharded into `parts`;
+    slices: the same for gradients and updates, if any state is sharded. blocks: paths of parameters
+    that are stacked [block, ...]. assignment[device, local]: the numbers of the microbatches of each
+    device, -1 for none. local_microbatches: those of this process's devices, in the order of
+    `shard_batch`.
     """
 
     devices: list[jax.Device]
@@ -63,21 +64,23 @@ class Strategy(Protocol):
     assignment: np.ndarray
     local_microbatches: np.ndarray
 
+    @property
+    def seed(self) -> np.ndarray:
+        """Return the root of all random keys, which an exported state does not have."""
+
     def check(self, tx: Any, params: Any) -> None:
         """Raise UsageError if the optimizer cannot work on this strategy's slices."""
 
     def abstract(self, padded: bool = False) -> TrainState:
         """Return shapes, dtypes and shardings of the exported state: as in a checkpoint, or with
-        the padding.
-        """
+        the padding."""
 
     def share(self) -> Share:
         """Return the share of the state that is sharded."""
 
     def init(self) -> TrainState:
         """Compute the state before the first update in place: sharded leaves are never full on a
-        device.
-        """
+        device."""
 
     def shard_batch(self, batch: dict[str, np.ndarray], several: bool = False) -> Batch:
         """Place this process's microbatches [local, example, ...] on their devices.
@@ -92,27 +95,143 @@ class Strategy(Protocol):
         """Return the step's programs over all devices; each is compiled at its first call."""
 
     def averaged(self, state: TrainState) -> TrainState:
-        """Return the state with `ema` as its parameters, and the model state that belongs to it,
-        for evaluation.
-        """
+        """Return the state with its average as its parameters, and the model state that belongs to
+        it, for evaluation."""
 
     def evaluated(self, state: TrainState) -> TrainState:
         """Return the state with the parameters to evaluate, if the optimizer has others
-        (`jaxdp.optim.evaluation`).
-        """
+        (`jaxdp.optim.evaluation`)."""
 
     def argument_shapes(self, example: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
         """Return the shapes of a program's arguments for microbatches like `example` {name:
-        [example, ...]}.
-        """
+        [example, ...]}."""
 
     def export(self, state: TrainState, padded: bool = False) -> TrainState:
-        """Return global arrays in logical shapes, the same for every strategy.
+        """Return global arrays in logical shapes, the same for every strategy, without the seed.
 
         padded: keep the padding of leaves that have some (`jaxdp.parallel.padding`); then no data
         moves."""
 
     def adopt(self, state: TrainState) -> TrainState:
         """Return the state as this strategy stores it: the inverse of `export`, from logical
-        shapes.
+        shapes."""
+
+
+class Sharded:
+    """What the strategies share: the layout of a state over devices.
+
+    Args:
+        make: a `Partial` that returns the initial state.
+        microbatches: their number in a batch.
+        reduce_dtype: of gradients while they are sent.
+        devices: by default all.
+        parts: the number of devices that share one copy of what is sharded.
+        axes: of the mesh, which has `parts` devices along `axes.shard`.
+        others: returns the dims of leaves of the optimizer's state that mirror no parameter.
+    """
+
+    def __init__(
+        self,
+        make: Partial,
+        microbatches: int,
+        reduction: Reduction,
+        reduce_dtype: Any,
+        devices: Sequence[jax.Device],
+        sharding: Sharding,
+        axes: Axes,
+        mesh: Mesh,
+        others: Callable[[Any], Any],
+    ):
+        self.devices, self.axes, self.mesh = list(devices), axes, mesh
+        self.parts = mesh.shape[axes.shard]
+        self.reduction, self.reduce_dtype = reduction, reduce_dtype
+        self.arithmetic = arithmetic(reduction)
+        self.layout, self.blocks, self.pad = ZERO[sharding.zero], sharding.blocks, sharding.pad
+        self.assignment = placement.assign_microbatches(
+            microbatches, len(self.devices), reduction.group
+        )
+        own = placement.of_this_process(self.devices)
+        self.local_microbatches = self.assignment[own].reshape(-1)
+        self.by_call = placement.sent_by_call(self.devices)
+        self.make, self.shapes = make, placement.state_shapes(make).replace(seed=None)
+        self.slices: Any = param_dims(self.shapes.params, sharding, self.parts)
+        self.dims = state_dims(self.shapes, self.layout, self.slices, others(self.shapes.opt_state))
+        self.stored = padded_shapes(self.shapes, self.dims, self.parts)
+        self.every = self.layout.grads and sharding.gradient_buffer == "sharded"
+
+    @functools.cached_property
+    def seed(self) -> np.ndarray:
+        """Return the seed of the initial state, which an exported state does not have."""
+        return np.asarray(jax.jit(placement.seed_of)(self.make))
+
+    def abstract(self, padded: bool = False) -> TrainState:
+        shapes = self.stored if padded else self.shapes
+        return placement.abstract_state(shapes, self.mesh, self.dims, self.axes.shard)
+
+    def share(self) -> Share:
+        return share(self.shapes, self.dims, self.layout)
+
+    def init(self) -> TrainState:
+        stored = self.abstract(padded=True)
+        make = placement.make_state
+        return self.adopt(make(self.make, stored, self.mesh, self.dims, self.axes, self.arithmetic))
+
+    def adopt(self, state: TrainState) -> TrainState:
+        raise NotImplementedError
+
+    def plan(self, step: Step, is_update: bool) -> Plan:
+        """Return how a program of the step stores parameters and sums gradients.
+
+        Gradients of blocks are summed in the backward pass where that hides their way: not in
+        buckets, which pack the gradients of all layers, and not on one device.
         """
+        overlaps = bool(step.blocks) and self.reduction.overlaps and self.arithmetic.in_backward
+        later = is_update and overlaps and len(self.devices) > 1
+        when = LAST if later else NEVER
+        if is_update and self.every and self.parts > 1:
+            when = EVERY
+        return Plan(
+            self.reduction,
+            self.axes,
+            self.assignment,
+            self.slices,
+            self.shapes.params,
+            step.trainable,
+            sharded=self.layout.params,
+            sliced=self.layout.opt_state,
+            when=when,
+            later=later,
+            in_blocks=in_blocks(self.shapes.params, step.blocks),
+            dtype=self.reduce_dtype,
+            is_update=is_update,
+        )
+
+    def device_sums(self, step: Step, is_update: bool) -> Callable[[TrainState, Batch], Sums]:
+        """Return (state, batch) -> sums over all devices, to be called on each device."""
+        plan, f = self.plan(step, is_update), step.grads if is_update else step.evaluate
+
+        def sums(state: TrainState, batch: Batch) -> Sums:
+            replica = self.arithmetic.replica(plan, plan.numbers(), state.step)
+            local = self.arithmetic.over_microbatches(f, plan, state, batch, replica)
+            return self.arithmetic.over_devices(plan, local)
+
+        return sums
+
+    def total_of(self, state: TrainState, dims: Any) -> Callable[[Any], jax.Array]:
+        """Return the argument `total` of `Step.apply`, to be called on each device if gradients are
+        slices along dims."""
+        total, axis = self.arithmetic.total, self.axes.shard
+        return lambda grads: total(grads, dims, axis, state.step)
+
+    def evaluated_params(self, out_shardings: Any) -> Callable[..., Any]:
+        """Return (step, params, arrays) -> the parameters to evaluate."""
+
+        def compute(step: jax.Array, *arguments: Any) -> Any:
+            return self.arithmetic.rounded(evaluation_params, step)(*arguments)
+
+        return jax.jit(compute, out_shardings=out_shardings)
+
+
+def replicated(tree: Any) -> Any:
+    """Return the dims of a tree of which nothing is sharded."""
+    return jax.tree.map(lambda _: WHOLE, tree)

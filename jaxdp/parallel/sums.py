@@ -1,153 +1,114 @@
-"""Sums over all devices from the step's functions on each microbatch, in the arithmetic of a
-reduction.
-"""
+"""The one sum between `grads` and `apply`: over the microbatches of a device, then over devices."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxdp.axes import Axes
+from jaxdp.parallel.reading import ShardedReplica
 from jaxdp.parallel.reduction import Reduction
+from jaxdp.parallel.sum_plan import Plan
 from jaxdp.split import WHOLE
-from jaxdp.train.frozen import merge
 from jaxdp.train.norm import plain_total
-from jaxdp.train.state import Batch, Gather, Join, Sums, Total, View
+from jaxdp.train.state import Batch, Sums, TrainState
+from jaxdp.train.step import Replica
 
-MicrobatchSums = Callable[[View, Batch, jax.Array, Gather, Join], Sums]
-Reduce = Callable[[Sums], Sums]
-
-
-class ReductionPlan(NamedTuple):
-    """The settings of a sum inside a strategy's program, which defines the named axes.
-
-    assignment[device, local]: the numbers of the microbatches of each device, -1 for none. dims:
-    the dim along which each gradient is returned as this device's slice; None: all replicated.
-    per_microbatch: sharded gradients are summed over the devices after each microbatch. dtype: of
-    the gradient all-reduce, None for their own. is_update: False for an evaluation, which has no
-    gradients."""
-
-    reduction: Reduction
-    assignment: np.ndarray
-    axes: Axes
-    dims: Any = None
-    per_microbatch: bool = False
-    dtype: Any = None
-    is_update: bool = False
+Tree = Any
+GradFunction = Callable[[TrainState, Batch, Replica], Sums]  # `Step.grads` or `Step.evaluate`
 
 
-class Arithmetic(NamedTuple):
-    """How a reduction sums; plan: a `ReductionPlan`.
+class FloatSums:
+    """How sums over microbatches and devices are formed. A subclass rounds in its own way.
 
-    over_microbatches(f, plan) -> (f over all microbatches of a device, a function that sums its result over devices).
-    finish(apply) -> apply(state, sums) -> (state, metrics), for those sums.
-    total(dims, axis, update) -> the hook of `Step.apply`; leaves with a dim are slices along the axis.
-    live(update): True, opaque to the compiler, if rounding must not depend on fusion; else None.
-    sum_rows(reduction, tree, axis, rows, keys[row]) -> the sum of leaves [row, ...] over the rows of all devices of the
-    axis, `rows` in all; keys: to round differences to few bits; None for values, which are sent in
-    full.
-    rounded(f, update) -> f, rounded alike in every program, if rounding must not depend on the program.
-    in_backward: the backward pass scatters gradients that are sharded after each microbatch; else
-    it returns full ones. elementwise: the advice if the optimizer's state is sharded but it is not
-    elementwise; empty: any will do."""
+    All methods but `rounded` and `make_state` are called inside a program that maps the axes.
 
-    over_microbatches: Callable[[MicrobatchSums, ReductionPlan], tuple[MicrobatchSums, Reduce]]
-    finish: Callable[[Callable[..., Any]], Callable[..., Any]]
-    total: Callable[[Any, str, jax.Array], Total]
-    live: Callable[[jax.Array], jax.Array | None]
-    sum_rows: Callable[..., Any]
-    rounded: Callable[[Callable[..., Any], jax.Array], Callable[..., Any]]
-    in_backward: bool
-    elementwise: str
-
-
-def arithmetic(reduction: Reduction) -> Arithmetic:
-    """Return the reduction's arithmetic, by default that of floats."""
-    return reduction.arithmetic or FLOATS
-
-
-def replica_microbatches(assignment: np.ndarray, axes: Axes) -> jax.Array:
-    """Return the numbers of the microbatches of this replica; call it inside a strategy's program."""
-    return jnp.asarray(assignment)[jax.lax.axis_index(axes.all)]
-
-
-def reducer(plan: ReductionPlan) -> Reduce:
-    """Return a function that reduces the Sums of each replica to those of all."""
-    reduction, axes = plan.reduction, plan.axes
-
-    def reduce(sums: Sums) -> Sums:
-        grads = sums.grads
-        sent = grads if plan.dtype is None else jax.tree.map(lambda x: x.astype(plan.dtype), grads)
-        split = (
-            grads if plan.per_microbatch else scatter_split(plan, sent)
-        )  # per microbatch: summed already
-        replicated = jax.tree.map(lambda x, d: x if d == WHOLE else None, sent, dims_of(plan, sent))
-        total = reduction.reduce(sums._replace(grads=replicated, carry=None), axes.all)
-        reduced = jax.tree.map(lambda x, g: x.astype(g.dtype), merge(total.grads, split), grads)
-        return total._replace(grads=reduced, carry=sums.carry)
-
-    return reduce
-
-
-def dims_of(plan: ReductionPlan, grads: Any) -> Any:
-    """Return the dim of each gradient, WHOLE if it is replicated."""
-    return jax.tree.map(lambda _: WHOLE, grads) if plan.dims is None else plan.dims
-
-
-def scatter_split(plan: ReductionPlan, grads: Any) -> Any:
-    """Reduce-scatter the gradients that have a dim; return the others unchanged."""
-    along = jax.tree.map(lambda d: None if d == WHOLE else d, dims_of(plan, grads))
-    split = jax.tree.map(lambda x, d: None if d == WHOLE else x, grads, dims_of(plan, grads))
-    return merge(plan.reduction.scatter(split, along, plan.axes), grads)
-
-
-def joiner(assignment: np.ndarray, axes: Axes) -> Join:
-    """Return the `join` hook of a strategy's program: gather the microbatches of all devices as
-    [microbatch, ...].
+    Attributes:
+        in_backward: the backward pass may sum gradients over the devices.
+        advice: what to do if the optimizer's state is sharded but the optimizer is not elementwise;
+            "": any optimizer will do.
     """
 
-    def gather(x: jax.Array) -> jax.Array:
-        small = jnp.issubdtype(x.dtype, jnp.bool_) or (
-            jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize < 4
-        )
-        sent = x.astype(jnp.int32) if small else x  # a dtype that all backends support
-        return jax.lax.all_gather(sent, axes.all, tiled=True)[order_of(assignment)].astype(x.dtype)
+    in_backward = True
+    advice = ""
 
-    return lambda tree: jax.tree.map(gather, tree)
+    def replica(self, plan: Plan, numbers: jax.Array, step: jax.Array) -> Replica:
+        """Return this device's part in a step.
+
+        Args:
+            numbers: int32 [local], of its microbatches.
+            step: `TrainState.step`.
+        """
+        return ShardedReplica(plan, numbers)
+
+    def over_microbatches(
+        self, f: GradFunction, plan: Plan, state: TrainState, batch: Batch, replica: Replica
+    ) -> Sums:
+        """Return the sums over a device's microbatches."""
+        return f(state, batch, replica)
+
+    def over_devices(self, plan: Plan, sums: Sums) -> Sums:
+        """Return the sums over all devices."""
+        if not plan.is_update:
+            return plan.reduction.reduce(sums._replace(kept=None), plan.axes.all)._replace(
+                kept=sums.kept
+            )
+        leaves, treedef = jax.tree.flatten(sums.grads)
+        dims = jax.tree.leaves(plan.trainable(plan.dims))
+        done = jax.tree.leaves(plan.trainable(plan.summed(True)))
+        split = [i for i, d in enumerate(dims) if plan.sliced and d != WHOLE and not done[i]]
+        whole = [i for i in range(len(leaves)) if not done[i] and i not in split]
+
+        sent = [x if plan.dtype is None else x.astype(plan.dtype) for x in leaves]
+        new: dict[int, jax.Array] = {}
+        if split:
+            operands = [sent[i] for i in split], [dims[i] for i in split]
+            new |= zip(split, plan.reduction.scatter(*operands, plan.axes))
+        rest = sums._replace(grads=[sent[i] for i in whole], kept=None)
+        total = plan.reduction.reduce(rest, plan.axes.all)
+        new |= zip(whole, total.grads)
+        grads = [new[i].astype(x.dtype) if i in new else x for i, x in enumerate(leaves)]
+        return total._replace(grads=jax.tree.unflatten(treedef, grads), kept=sums.kept)
+
+    def update(self, apply: Callable[..., Any], state: TrainState, sums: Sums) -> Any:
+        """Return apply(state, sums) for sums over all devices."""
+        return apply(state, sums)
+
+    def total(self, grads: Tree, dims: Tree, axis: str, step: jax.Array) -> jax.Array:
+        """Return what `plain_total` does, for gradients that are slices along dims and an axis, or
+        full (None)."""
+        if dims is None:
+            return plain_total(grads)
+        first = jax.lax.axis_index(axis) == 0
+
+        def once(x: jax.Array, dim: int) -> jax.Array:
+            return jnp.where(first, x, jnp.zeros_like(x)) if dim == WHOLE else x
+
+        return jax.lax.psum(plain_total(jax.tree.map(once, grads, dims)), axis)
+
+    def sum_rows(
+        self, reduction: Reduction, tree: Tree, axis: str, rows: int, keys: jax.Array | None
+    ) -> Tree:
+        """Return the sums of leaves [row, ...] over the rows of all devices of an axis.
+
+        Args:
+            rows: their number in all.
+            keys: [row], to round differences to few bits; None for values, which are sent in full.
+        """
+        return reduction.reduce(jax.tree.map(lambda x: x.sum(0), tree), axis)
+
+    def rounded(self, f: Callable[..., Any], step: jax.Array) -> Callable[..., Any]:
+        """Return f, rounded alike in every program, if rounding must not depend on the program."""
+        return f
+
+    def make_state(self, make: Callable[[], TrainState], mesh: Any) -> TrainState:
+        """Return the initial state; called inside a program over the mesh."""
+        return make()
 
 
-def order_of(assignment: np.ndarray) -> np.ndarray:
-    """Return the position of each microbatch in [device x local]."""
-    return np.argsort(
-        np.where(assignment.reshape(-1) < 0, assignment.size, assignment.reshape(-1)), kind="stable"
-    )[: assignment.max() + 1]
+FLOATS = FloatSums()
 
 
-def _total(dims: Any, axis: str, update: jax.Array) -> Total:
-    if dims is None:
-        return plain_total
-
-    def total(tree: Any) -> jax.Array:
-        is_first = jax.lax.axis_index(axis) == 0
-        local = jax.tree.map(
-            lambda x, d: jnp.where(is_first, x, jnp.zeros_like(x)) if d == WHOLE else x, tree, dims
-        )
-        return jax.lax.psum(plain_total(local), axis)
-
-    return total
-
-
-FLOATS = Arithmetic(
-    over_microbatches=lambda f, plan: (f, reducer(plan)),
-    finish=lambda apply: apply,
-    total=_total,
-    live=lambda update: None,
-    sum_rows=lambda reduction, tree, axis, rows, keys: reduction.reduce(
-        jax.tree.map(lambda x: x.sum(0), tree), axis
-    ),
-    rounded=lambda f, update: f,
-    in_backward=True,
-    elementwise="",
-)
+def arithmetic(reduction: Reduction) -> FloatSums:
+    """Return the reduction's arithmetic, by default that of floats."""
+    return reduction.arithmetic or FLOATS

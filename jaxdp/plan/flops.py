@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from jaxdp.train.interpreter import inside
+from jaxdp.optim.interpreter import inside
 
 # Products of cuDNN's attention, query[example, token, head, width]; backward does not count the
 # scores again.

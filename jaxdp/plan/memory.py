@@ -15,6 +15,7 @@ from jaxdp.parallel.strategy import Program, Strategy
 from jaxdp.plan.hlo import collectives, summarize
 from jaxdp.run import rundir
 from jaxdp.split import WHOLE, padded_shape
+from jaxdp.train.average import EMA, EMA_STATE
 from jaxdp.train.state import Batch, TrainState
 from jaxdp.train.step import Step
 
@@ -37,9 +38,11 @@ def bytes_by_tree(
     return {
         "params": local_bytes(shapes.params, dims.params, n),
         "grads": local_bytes(grads, step.trainable(strategy.slices) if split_grads else None, n),
-        "opt_state": local_bytes((shapes.opt_state, shapes.ema), (dims.opt_state, dims.ema), n),
-        "model_state": local_bytes((shapes.model_state, shapes.ema_state), None, n)
-        + local_bytes(shapes.carry, None, n) / devices,
+        "opt_state": local_bytes(
+            (shapes.opt_state, shapes.extra.get(EMA)), (dims.opt_state, dims.extra.get(EMA)), n
+        ),
+        "model_state": local_bytes((shapes.model_state, shapes.extra.get(EMA_STATE)), None, n)
+        + local_bytes(shapes.kept, None, n) / devices,
         "batch": sum(math.prod(x.shape) * x.dtype.itemsize for x in batch.values()) / devices,
     }
 

@@ -10,17 +10,17 @@ import jax
 
 from jaxdp.metrics.numbers import size, table
 from jaxdp.split import path_string
-from jaxdp.train.frozen import freeze
+from jaxdp.train.options import without_frozen
 from jaxdp.train.state import TrainState
 
 
 def arrays(shapes: TrainState, frozen: Sequence[str]) -> list[dict[str, Any]]:
     """Return a row for each parameter and each array of the model state. frozen: expressions, see
-    `freeze`.
+    `without_frozen`.
     """
     trained = {
         path_string(path)
-        for path, _ in jax.tree_util.tree_leaves_with_path(freeze(frozen)(shapes.params))
+        for path, _ in jax.tree_util.tree_leaves_with_path(without_frozen(shapes.params, frozen))
     }
     rows = []
     for kind, tree in (("frozen", shapes.params), ("state", shapes.model_state)):

@@ -17,10 +17,10 @@ import jax.extend.core as jex
 import numpy as np
 
 from jaxdp.errors import UsageError
+from jaxdp.optim.interpreter import inside
 from jaxdp.precision import is_key
 from jaxdp.process.context import Context
 from jaxdp.run.user_errors import PACKAGE, is_own, relative
-from jaxdp.train.interpreter import inside
 
 CALLERS = (PACKAGE / "verify", PACKAGE / "precision.py")  # call or cast the traced code
 LOGS = ("debug_callback", "debug_print")  # operations that change no number

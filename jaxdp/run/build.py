@@ -22,6 +22,7 @@ from jaxdp.errors import UsageError
 from jaxdp.metrics.throughput import throughput
 from jaxdp.metrics.writer import Record
 from jaxdp.optim import OPTIMIZERS
+from jaxdp.optim.rate import scheduled_rate
 from jaxdp.parallel.placement import assign_microbatches, state_shapes
 from jaxdp.parallel.strategy import Strategy
 from jaxdp.plan.hardware import peak_flops
@@ -53,7 +54,6 @@ from jaxdp.run.rundir import versions
 from jaxdp.run.source import Source
 from jaxdp.run.strategies import STAGES
 from jaxdp.targets import attribute
-from jaxdp.train.rate import scheduled_rate
 from jaxdp.train.run import Data, Log, LoopOptions, Run
 from jaxdp.train.state import TrainState
 from jaxdp.train.step import Step

@@ -29,6 +29,7 @@ from jaxdp.models import MODELS, as_model, is_given
 from jaxdp.models.base import Model
 from jaxdp.optim import OPTIMIZERS, checked, decay_mask, find_roles, make_optimizer, make_schedule
 from jaxdp.optim.evaluation import evaluation_arrays
+from jaxdp.optim.master import with_master
 from jaxdp.optim.optimizers import MASKS, taken_by
 from jaxdp.optim.roles import AUTO, Role, describe, role_of
 from jaxdp.outer.replicas import OuterRule, Replicas
@@ -46,11 +47,10 @@ from jaxdp.run.datasets import facts_of, is_sequential, make_data, make_order, m
 from jaxdp.run.strategies import STRATEGIES, make_reduction
 from jaxdp.split import path_string
 from jaxdp.targets import attribute, bind, call, locate, parameters, require
-from jaxdp.train.master import with_master
-from jaxdp.train.options import Forward, UpdateRule, first_microbatch
+from jaxdp.train.options import Forward, Transform, UpdateRule, first_microbatch
 from jaxdp.train.skip import Spike
-from jaxdp.train.state import TrainState, Transform, init_state
-from jaxdp.train.step import Step, make_step
+from jaxdp.train.state import TrainState
+from jaxdp.train.step import Step, init_state, make_step
 
 Objects = Mapping[str, Mapping[str, Any]]
 NOTHING: Objects = {}

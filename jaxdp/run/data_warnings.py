@@ -14,10 +14,10 @@ from jaxdp.config import Config
 from jaxdp.data.dataset import probes, tokenizer_spec
 from jaxdp.data.example_order import RESET
 from jaxdp.models.base import CARRY
+from jaxdp.optim.interpreter import inside
 from jaxdp.precision import cast_floats
 from jaxdp.run.components import Parts
 from jaxdp.train.carry import split_carry
-from jaxdp.train.interpreter import inside
 from jaxdp.train.options import first_microbatch
 from jaxdp.train.state import TrainState
 
@@ -91,7 +91,8 @@ def trace(parts: Parts, state: TrainState, train: bool) -> tuple[jex.Jaxpr, list
     """Return the program (mask, other entries of a microbatch, model state, carry, parameters) ->
     (new model state, outputs) of the transform and the model, and the names of the entries."""
     mask, batch = microbatch(parts)
-    carry = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.carry)
+    kept = state.kept.get(CARRY)
+    carry = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), kept)
 
     def apply(mask: Any, batch: Any, model_state: Any, carry: Any, params: Any) -> Any:
         model_state = model_state if carry is None else {**model_state, CARRY: carry}

@@ -31,8 +31,7 @@ from jaxdp.models.base import Model
 from jaxdp.precision import Policy
 from jaxdp.targets import bind, call, locate, targets_in
 from jaxdp.train.carry import split_carry
-from jaxdp.train.options import first_microbatch
-from jaxdp.train.state import Transform
+from jaxdp.train.options import Transform, first_microbatch
 
 
 def make_data(

@@ -26,7 +26,9 @@ from jaxdp.metrics import safe_print
 from jaxdp.metrics.jsonl import is_evaluation, read
 from jaxdp.metrics.numbers import number
 from jaxdp.metrics.writer import Record
+from jaxdp.models.base import CARRY
 from jaxdp.optim.evaluation import evaluation_arrays, evaluation_params
+from jaxdp.precision import cast_floats
 from jaxdp.process import compilation_cache, private_jax
 from jaxdp.process.context import current
 from jaxdp.run import user_errors
@@ -35,11 +37,11 @@ from jaxdp.run.components import Objects, Parts, jax_settings, make_parts
 from jaxdp.run.identity import shapes_of
 from jaxdp.run.objects import name_it
 from jaxdp.run.training_job import use_compilation_cache
-from jaxdp.train.average import averaged_state
+from jaxdp.train.average import EMA, averaged_state
 from jaxdp.train.carry import split_carry
 from jaxdp.train.evaluate import evaluate, not_finite
-from jaxdp.train.microbatch import Microbatch
-from jaxdp.train.state import TrainState, View, plain_gather
+from jaxdp.train.state import TrainState
+from jaxdp.train.step import Piece, Recipe, Replica, compute_outputs
 
 Tree = Any
 NOT_METRICS = ("step", "split", "time", "goodput", "params_sha256")  # entries of a final record
@@ -211,10 +213,14 @@ class Fitted:
                 forward.model.init, jax.random.key(0), forward.policy.inputs(seen)
             )
             carry = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), split_carry(state)[1])
-            microbatch = Microbatch(
-                forward, View(forward.seed, step, params, model_state), plain_gather
+            kept = {} if carry is None else {CARRY: carry}
+            piece = Piece(batch, kept, jnp.int32(0))
+            own = TrainState(
+                step, params, model_state, None, seed=jnp.asarray(forward.seed, jnp.uint32)
             )
-            return compute_logits(microbatch.forward(params, carry, batch, jnp.int32(0))[0])
+            compute = cast_floats(params, forward.policy.compute)
+            recipe, alone = Recipe(forward, self._parts.rule), Replica(piece.number[None])
+            return compute_logits(compute_outputs(recipe, own, compute, piece, False, alone)[0])
 
         return run
 
@@ -239,7 +245,7 @@ def make_fitted(final: Record, state: TrainState, config: Config, objects: Objec
         state.params,
         evaluation_arrays(state.opt_state),
         state.model_state,
-        state.ema,
+        state.extra.get(EMA),
         averaged_state(state),
     )
     params, arrays, model_state, ema, ema_state = jax.device_get(jax.tree.map(readable, kept))

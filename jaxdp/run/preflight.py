@@ -2,11 +2,12 @@
 
 import collections
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
@@ -28,8 +29,8 @@ from jaxdp.split import path_string
 from jaxdp.targets import attribute, targets_in
 from jaxdp.train.metric_sums import WEIGHT
 from jaxdp.train.options import first_microbatch
-from jaxdp.train.state import Batch, TrainState, View
-from jaxdp.train.step import Step
+from jaxdp.train.state import Batch, TrainState
+from jaxdp.train.step import Replica, Step
 
 T = TypeVar("T")
 RESERVED_NAMES = ("model_state", "__metadata__")  # in files of weights
@@ -58,10 +59,9 @@ def rehearse(
             "parameters, and a state like the one that it got"
         )
     batch = read_batch(parts.dataset, parts.order, 0, np.zeros(1, np.int32))
-    number = np.zeros(1, np.int32)
     with user_errors.reported(lambda key: called_with(key, parts, state)):
-        grads, sums = jax.make_jaxpr(step.grads, return_shape=True)(
-            view_of_one(state), batch, number
+        grads, sums = jax.make_jaxpr(sums_of_one(step.grads), return_shape=True)(
+            state_of_one(state), batch
         )
     update, (_, metrics) = jax.make_jaxpr(step.apply, return_shape=True)(state, sums)
     check_paths(config, state.params)
@@ -72,7 +72,7 @@ def rehearse(
         rehearse_evaluation(config, own, state, dataset, eval_key(name))
         check_examples(own, state, False, read_examples(dataset, probes(dataset), eval_key(name)))
     counted = model_flops(
-        grads, lambda: jax.make_jaxpr(step.evaluate)(view_of_one(state), batch, number)
+        grads, lambda: jax.make_jaxpr(sums_of_one(step.evaluate))(state_of_one(state), batch)
     )
     programs = {"the initial state": first, "the gradients": grads, "the update": update}
     return counted / parts.order.examples_per_microbatch, programs
@@ -114,13 +114,23 @@ def check_leaves(state: TrainState) -> None:
             )
 
 
-def view_of_one(state: TrainState) -> View:
-    """Return the shapes of a state's view for a program of one microbatch."""
+def state_of_one(state: TrainState) -> TrainState:
+    """Return the shapes of a state for a program of one microbatch."""
 
-    def one(x):
+    def one(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
 
-    return state.view(np.uint32(0))._replace(carry=jax.tree.map(one, state.carry))
+    seed = jax.ShapeDtypeStruct((), np.dtype(np.uint32))
+    return state.replace(kept=jax.tree.map(one, state.kept), seed=seed)
+
+
+def sums_of_one(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Return (state, batch) -> sums of a function of a step on the first microbatch."""
+
+    def sums(state: TrainState, batch: Batch) -> Any:
+        return f(state, batch, Replica(jnp.zeros(1, jnp.int32)))
+
+    return sums
 
 
 def check_examples(
@@ -145,7 +155,7 @@ def check_examples(
 
 def output_shapes(parts: Parts, state: TrainState, examples: dict[str, np.ndarray]) -> Any:
     """Return the shapes of the model's outputs for a microbatch."""
-    carry = state.carry
+    carry = state.kept.get(CARRY)
 
     def outputs(params: Any, model_state: Any) -> Any:
         params, batch = (
@@ -204,7 +214,7 @@ def rehearse_evaluation(
     try:
         number = np.zeros(1, np.int32)
         jax.eval_shape(
-            step.evaluate, view_of_one(state), read_batch(dataset, order, 0, number), number
+            sums_of_one(step.evaluate), state_of_one(state), read_batch(dataset, order, 0, number)
         )
     except Exception as error:
         is_explained = isinstance(error, UsageError) or user_errors.lines(error)

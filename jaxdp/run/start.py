@@ -23,8 +23,10 @@ from jaxdp.metrics.jsonl import JsonLines
 from jaxdp.metrics.numbers import size
 from jaxdp.metrics.writer import Many, Writer
 from jaxdp.metrics.writers import make_writers
+from jaxdp.models.base import CARRY
 from jaxdp.optim import SCHEDULES
 from jaxdp.optim.evaluation import evaluation_arrays
+from jaxdp.optim.master import moving_share
 from jaxdp.plan import memory
 from jaxdp.plan import model_summary as model_summary
 from jaxdp.process import gpus
@@ -34,10 +36,9 @@ from jaxdp.report.report_writer import Reports
 from jaxdp.run import git, rundir
 from jaxdp.run.callbacks import EarlyStopping
 from jaxdp.run.components import schedule_of
-from jaxdp.run.preflight import view_of_one
+from jaxdp.run.preflight import state_of_one, sums_of_one
 from jaxdp.split import path_string
 from jaxdp.targets import OF_SCRIPT
-from jaxdp.train.master import moving_share
 from jaxdp.train.model_state import floats
 from jaxdp.train.options import first_microbatch
 from jaxdp.train.run import Run
@@ -220,9 +221,9 @@ def advice(run: Run, config: Config) -> list[str]:
             f"eval.every: {run.options.eval_every} is no multiple of outer.every: {config.outer.every}: an evaluation, "
             "or a callback that ends training then, sees the parameters of the last outer step; make it a multiple"
         )
-    data, carry = run.data.train, run.strategy.abstract().carry
+    data = run.data.train
     if (
-        carry is not None
+        CARRY in run.strategy.shapes.kept
         and not data.order.sequential
         and RESET not in data.dataset.read(np.zeros(1, np.int64))
     ):
@@ -378,10 +379,10 @@ def reads(run: Run, name: str) -> bool:
         ).items()
     }
 
-    def evaluate(entry, view):
-        return run.step.evaluate(view, {**batch, name: entry}, np.zeros(1, np.int32))
+    def evaluate(entry, state):
+        return sums_of_one(run.step.evaluate)(state, {**batch, name: entry})
 
-    program = jax.make_jaxpr(evaluate)(batch[name], view_of_one(run.strategy.shapes)).jaxpr
+    program = jax.make_jaxpr(evaluate)(batch[name], state_of_one(run.strategy.shapes)).jaxpr
     return dce_jaxpr(program, [True] * len(program.outvars))[1][0]
 
 

@@ -41,7 +41,7 @@ def make_reduction(name: str, bucket_mb: float = 25.0, group: int = 1) -> Reduct
     whatever the timeout, and was reported to return wrong results (jax#40831, jax#40830).
     """
     gloo = jax.process_count() > 1 and jax.default_backend() == "cpu"
-    if name == "auto":
+    if is_auto := name == "auto":
         name = "bucket" if gloo else "xla"
     bound = bind(
         KEY,
@@ -55,4 +55,6 @@ def make_reduction(name: str, bucket_mb: float = 25.0, group: int = 1) -> Reduct
         raise UsageError(
             f"{KEY}: {name!r} must return a jaxdp.parallel.reduction.Reduction; see docs/reductions.md"
         )
+    if is_auto and jax.default_backend() == "cpu":  # where nothing is computed beside a collective
+        reduction = reduction._replace(overlaps=False)
     return not_alone(with_padding(reduction))

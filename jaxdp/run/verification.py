@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.config import Config, Precision
@@ -37,7 +38,7 @@ from jaxdp.run.preflight import check_optimizer
 from jaxdp.targets import attribute
 from jaxdp.train.options import UpdateRule
 from jaxdp.train.state import Batch, TrainState
-from jaxdp.train.step import Step
+from jaxdp.train.step import Replica, Step
 from jaxdp.verify import Configuration, Problem, Report, settings
 from jaxdp.verify.configurations import ONE_DEVICE, clip, devices_of
 from jaxdp.verify.exact import compare_bits
@@ -226,12 +227,16 @@ def error_of_sum(parts: Parts, step: Step, state: TrainState) -> float:
     finite."""
     numbers = np.arange(min(parts.order.microbatches, SUMMED))
     batch = read_batch(parts.dataset, parts.order, 0, numbers)
-    view = state.view(step.seed)
-    view = view._replace(carry=jax.tree.map(lambda x: x[: len(numbers)], view.carry))
-    grads = jax.jit(step.grads)
+    kept = jax.tree.map(lambda x: x[: len(numbers)], state.kept)
+    state = state.replace(kept=kept, seed=jnp.uint32(parts.forward.seed))
+
+    @jax.jit
+    def grads(state: TrainState, batch: Batch) -> Any:
+        return step.grads(state, batch, Replica(jnp.asarray(numbers)))
 
     def gradient(mask: np.ndarray, scale: Any) -> np.ndarray:
-        sums = grads(view._replace(loss_scale=scale), {**batch, "mask": mask}, numbers)
+        scaled = None if state.loss_scale is None else state.loss_scale.replace(value=scale)
+        sums = grads(state.replace(loss_scale=scaled), {**batch, "mask": mask})
         return np.concatenate(
             [np.ravel(x).astype(np.float64) for x in jax.tree.leaves(jax.device_get(sums.grads))]
         )
@@ -241,7 +246,7 @@ def error_of_sum(parts: Parts, step: Step, state: TrainState) -> float:
             (numbers == i).reshape(-1, *[1] * (batch["mask"].ndim - 1)).astype(batch["mask"].dtype)
         )
 
-    scale = view.loss_scale
+    scale: Any = None if state.loss_scale is None else state.loss_scale.value
     while True:
         each = np.stack([gradient(batch["mask"] * only(i), scale) for i in numbers])
         if np.isfinite(each).all() or scale is None or scale < 1:

@@ -1,15 +1,40 @@
 """The exponential moving average (EMA) of the parameters and of the statistics that belong to them,
-as a wrapper of `Step.apply`."""
+as a wrapper of a step."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxdp.train import skip
-from jaxdp.train.frozen import merge
+from jaxdp.precision import Policy, cast_floats
 from jaxdp.train.model_state import floats
+from jaxdp.train.state import Sums, TrainState, merge, select
+
+EMA, EMA_STATE = "ema", "ema_state"  # entries of `TrainState.extra`
+
+
+def with_average(step: Any, decay: float, policy: Policy) -> Any:
+    """Keep ema = decay x ema + (1 - decay) x params after each update that is not skipped, and
+    "ema_state" likewise."""
+
+    def init(*arguments: Any) -> TrainState:
+        state = step.init(*arguments)
+        extra = {
+            EMA: jax.tree.map(jnp.copy, cast_floats(state.params, policy.state)),
+            EMA_STATE: first_statistics(state.model_state),
+        }
+        return state.replace(extra={**state.extra, **without_none(extra)})
+
+    def apply(state: TrainState, sums: Sums, *total: Any) -> Any:
+        new, metrics = step.apply(state, sums, *total)
+        before = {name: state.extra[name] for name in (EMA, EMA_STATE) if name in state.extra}
+        after = {EMA: average(state.extra[EMA], new.params, decay)}
+        if EMA_STATE in before:
+            after[EMA_STATE] = average_statistics(before[EMA_STATE], new.model_state, decay)
+        chosen = select(metrics["skipped"] == 0, after, before)
+        return new.replace(extra={**new.extra, **chosen}), metrics
+
+    return step._replace(init=init, apply=apply)
 
 
 def average(ema: Any, params: Any, decay: float) -> Any:
@@ -18,12 +43,10 @@ def average(ema: Any, params: Any, decay: float) -> Any:
 
 
 def average_statistics(ema_state: Any, model_state: Any, decay: float) -> Any:
-    """Return the average of the floats of the model state; None: there are none.
+    """Return the average of the floats of the model state.
 
     Where one of the two is not finite, as a minimum before its first value, it is the model
     state's."""
-    if ema_state is None:
-        return None
 
     def mean(e: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.where(jnp.isfinite(e) & jnp.isfinite(x), e + (1 - decay) * (x - e), x)
@@ -33,36 +56,16 @@ def average_statistics(ema_state: Any, model_state: Any, decay: float) -> Any:
 
 def first_statistics(model_state: Any) -> Any:
     """Return a copy of the floats of the model state, from which their average starts; None if
-    there are none.
-    """
-    return (
-        jax.tree.map(jnp.copy, floats(model_state))
-        if jax.tree.leaves(floats(model_state))
-        else None
-    )
+    there are none."""
+    found = floats(model_state)
+    return jax.tree.map(jnp.copy, found) if jax.tree.leaves(found) else None
 
 
-def averaged_state(state: Any) -> Any:
-    """Return the model state that belongs to `ema`: averages of floats, and integers as they are."""
-    return (
-        state.model_state if state.ema_state is None else merge(state.ema_state, state.model_state)
-    )
+def averaged_state(state: TrainState) -> Any:
+    """Return the model state that belongs to "ema": averages of floats, and integers as they are."""
+    statistics = state.extra.get(EMA_STATE)
+    return state.model_state if statistics is None else merge(statistics, state.model_state)
 
 
-def with_average(apply: Callable[..., Any], decay: float | None) -> Callable[..., Any]:
-    """Wrap `Step.apply` to set ema = decay x ema + (1 - decay) x params after each update that is
-    not skipped, and `ema_state` likewise."""
-    if decay is None:
-        return apply
-
-    def run(state: Any, sums: Any, *total: Any) -> Any:
-        new, metrics = apply(state, sums, *total)
-        before = state.ema, state.ema_state
-        after = (
-            average(state.ema, new.params, decay),
-            average_statistics(state.ema_state, new.model_state, decay),
-        )
-        ema, ema_state = skip.where(metrics["skipped"] == 0, after, before)
-        return new.replace(ema=ema, ema_state=ema_state), metrics
-
-    return run
+def without_none(entries: dict[str, Any]) -> dict[str, Any]:
+    return {name: tree for name, tree in entries.items() if tree is not None}

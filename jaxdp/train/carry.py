@@ -1,26 +1,68 @@
-"""State of examples, not of the model: the hidden state that a recurrent network carries from batch
-to batch.
+"""What a recurrent network carries from batch to batch, as a wrapper of a step.
+
+It belongs to the examples of a microbatch, not to the model, so it is not summed: `TrainState.kept`
+has it.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxdp.data.example_order import RESET
 from jaxdp.models.base import CARRY
-from jaxdp.train import skip
+from jaxdp.train.state import Batch, Sums, TrainState, select
 
 Tree = Any
 
 
-class Carried(NamedTuple):
-    """after: the carry after the update. reset[local, example]: True where the carry starts at
-    zero; None: nowhere.
+def with_carry(step: Any) -> Any:
+    """Keep the entry "carry" of a model's state, if it has one, for each example; zero it where a
+    sequence starts.
+
+    A batch marks these examples in its entry "reset" [local, example]. Without marks, the carry of
+    an evaluation starts at zero in every batch.
     """
 
-    after: Tree
-    reset: jax.Array | None
+    def init(seed: Any, microbatches: int, example: Batch) -> TrainState:
+        state = step.init(seed, microbatches, example)
+        model_state, carry = split_carry(state.model_state)
+        if carry is None:
+            return state
+
+        def for_each_microbatch(x: jax.Array) -> jax.Array:
+            return jnp.broadcast_to(x, (microbatches, *x.shape))
+
+        kept = {CARRY: jax.tree.map(for_each_microbatch, carry)}
+        return state.replace(model_state=model_state, kept=kept)
+
+    def grads(state: TrainState, batch: Batch, replica: Any) -> Sums:
+        if CARRY not in state.kept:
+            return step.grads(state, batch, replica)
+        reset = batch.get(RESET)
+        sums = step.grads(start_sequences(state, reset), batch, replica)
+        return sums._replace(kept={**sums.kept, RESET: reset})
+
+    def apply(state: TrainState, sums: Sums, *total: Any) -> Any:
+        if CARRY not in state.kept:
+            return step.apply(state, sums, *total)
+
+        # A skipped update keeps the carry, but a sequence that starts there still starts at zero.
+        after, reset = sums.kept[CARRY], sums.kept[RESET]
+        marks = None if reset is None else (reset != 0) & (state.guard.halted == 0)
+        before = start_sequences(state, marks).kept[CARRY]
+        new, metrics = step.apply(state, sums._replace(kept=None), *total)
+        return new.replace(kept={CARRY: select(metrics["skipped"] == 0, after, before)}), metrics
+
+    def evaluate(state: TrainState, batch: Batch, replica: Any) -> Sums:
+        if CARRY not in state.kept:
+            return step.evaluate(state, batch, replica)
+        if RESET not in batch:
+            state = state.replace(kept=jax.tree.map(jnp.zeros_like, state.kept))
+            return step.evaluate(state, batch, replica)._replace(kept={})
+        return step.evaluate(start_sequences(state, batch[RESET]), batch, replica)
+
+    return step._replace(init=init, grads=grads, apply=apply, evaluate=evaluate)
 
 
 def split_carry(model_state: Tree) -> tuple[Tree, Tree]:
@@ -30,40 +72,14 @@ def split_carry(model_state: Tree) -> tuple[Tree, Tree]:
     return model_state, None
 
 
-def reset_carry(carry: Tree, reset: jax.Array | None) -> Tree:
-    """Zero leaves [..., example, ...] where reset[..., example] is true; None resets nothing."""
+def start_sequences(state: TrainState, reset: jax.Array | None) -> TrainState:
+    """Return the state with zeros in the carry [..., example, ...] where reset[..., example] is
+    true; None resets nothing."""
     if reset is None:
-        return carry
+        return state
 
-    def wide(x):
-        return reset.reshape(*reset.shape, *(1,) * (x.ndim - reset.ndim)) != 0
+    def zero(x: jax.Array) -> jax.Array:
+        marks = reset.reshape(*reset.shape, *(1,) * (x.ndim - reset.ndim)) != 0
+        return jnp.where(marks, jnp.zeros_like(x), x)
 
-    return jax.tree.map(lambda x: jnp.where(wide(x), jnp.zeros_like(x), x), carry)
-
-
-def carry_of_examples(mask: jax.Array, old: Tree, new: Tree) -> Tree:
-    """Return the new leaves [example, ...], with the old values for padding examples."""
-    real = jnp.any(mask.reshape(mask.shape[0], -1) != 0, axis=-1)
-
-    def select(old: jax.Array, new: jax.Array) -> jax.Array:
-        return jnp.where(real.reshape(-1, *(1,) * (old.ndim - 1)), new.astype(old.dtype), old)
-
-    return jax.tree.map(select, old, new)
-
-
-def with_carry(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `Step.apply` to store the new carry; a skipped update keeps the old one, but still
-    applies its resets.
-    """
-
-    def run(state: Any, sums: Any, *total: Any) -> Any:
-        new, metrics = apply(state, sums, *total)
-        if state.carry is None:
-            return new, metrics
-        after, reset = sums.carry
-        before = reset_carry(
-            state.carry, None if reset is None else (reset != 0) & (state.guard.halted == 0)
-        )
-        return new.replace(carry=skip.where(metrics["skipped"] == 0, after, before)), metrics
-
-    return run
+    return state.replace(kept=jax.tree.map(zero, state.kept))

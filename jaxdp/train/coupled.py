@@ -1,70 +1,103 @@
-"""A loss that couples all examples of a batch (contrastive learning), in two passes.
+"""A loss that couples all examples of a batch (contrastive learning), as a wrapper of a step.
 
-The first pass computes the outputs of all microbatches, joins them over replicas and differentiates
-the loss with respect to them; the second computes each microbatch again with these cotangents for
-its loss (GradCache, Gao et al., arXiv 2101.06983).
+Two passes (GradCache, Gao et al., arXiv 2101.06983). The first computes the outputs of all
+microbatches, joins them over the devices and differentiates the loss by them. The second is an
+ordinary step, whose loss is a sum over examples: of the outputs times these derivatives.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxdp.losses import LossFn, apply_loss
 from jaxdp.train.metric_sums import check_result
+from jaxdp.train.state import Batch, Sums, TrainState
 
 Tree = Any
+COUPLED = "coupled"  # the batch's entry that brings the first pass to the second
 
 
-class Coupled(NamedTuple):
-    """The result of a loss over the full batch for each local microbatch [local, ...]: its share of
-    the sums, and the derivatives by its outputs."""
+def with_coupled_loss(
+    step: Any, first_pass: Callable[..., tuple[Tree, Batch]], loss: LossFn
+) -> Any:
+    """Return the step of a loss that needs all outputs [microbatch x example, ...] at once.
 
-    loss: jax.Array
-    weight: jax.Array
-    metrics: dict[str, jax.Array]
-    cotangents: Tree
+    Args:
+        first_pass: (state, batch, replica, train) -> (outputs, batch for the loss) of all devices.
+    """
+
+    def with_shares(state: TrainState, batch: Batch, replica: Any, train: bool) -> Batch:
+        outputs, loss_batch = first_pass(state, batch, replica, train)
+        return {**batch, COUPLED: shares(loss, outputs, loss_batch, replica.numbers, train)}
+
+    def grads(state: TrainState, batch: Batch, replica: Any) -> Sums:
+        return step.grads(state, with_shares(state, batch, replica, True), replica)
+
+    def evaluate(state: TrainState, batch: Batch, replica: Any) -> Sums:
+        return step.evaluate(state, with_shares(state, batch, replica, False), replica)
+
+    return step._replace(grads=grads, evaluate=evaluate)
 
 
-def couple(loss: LossFn, outputs: Tree, batch: Tree, numbers: jax.Array, train: bool) -> Coupled:
-    """Apply the loss to the full batch and split the result over this replica's microbatches.
+def shares(loss: LossFn, outputs: Tree, batch: Batch, numbers: jax.Array, train: bool) -> Tree:
+    """Apply the loss to the full batch and split the result over this device's microbatches.
 
     Args:
         outputs, batch: of all microbatches [microbatch, example, ...].
-        numbers: of the microbatches of this replica [local].
-        train: also differentiate with respect to the outputs.
-    """
-    rows = batch["mask"].reshape(len(batch["mask"]), -1).sum(-1)
+        numbers: of the microbatches of this device [local].
+        train: also differentiate by the outputs.
 
-    def batch_loss(outputs: Tree) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
+    Returns:
+        {"sums": each local microbatch's share [local] of the loss, the weight and the metrics,
+         "cotangents": the loss's derivatives by its outputs [local, example, ...], or None}
+    """
+
+    def batch_loss(outputs: Tree) -> tuple[jax.Array, tuple]:
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (outputs, batch))
         total, weight, metrics = check_result(apply_loss(loss, *flat))
-        return total, (weight, metrics)
+        return total, (total, weight, metrics)
 
     if train:
-        (total, (weight, metrics)), grads = jax.value_and_grad(
-            batch_loss, has_aux=True, allow_int=True
-        )(outputs)
-        cotangents = jax.tree.map(lambda x, c: c if _is_float(x) else x, outputs, grads)
+        (_, sums), cotangents = jax.value_and_grad(batch_loss, has_aux=True, allow_int=True)(
+            outputs
+        )
+        cotangents = jax.tree.map(lambda x, c: c if is_float(x) else x, outputs, cotangents)
     else:
-        (total, (weight, metrics)), cotangents = batch_loss(outputs), None
+        (_, sums), cotangents = batch_loss(outputs), None
     index = jnp.maximum(numbers, 0)
-    fraction = (rows / jnp.maximum(rows.sum(), 1))[index].astype(total.dtype)
-
-    def share(x):
-        return x.astype(total.dtype) * fraction
-
-    cotangents = jax.tree.map(lambda x: x[index], cotangents)
-    return jax.lax.stop_gradient(
-        Coupled(share(total), share(weight), jax.tree.map(share, metrics), cotangents)
-    )
+    rows = batch["mask"].reshape(len(batch["mask"]), -1).sum(-1)
+    fraction = (rows / jnp.maximum(rows.sum(), 1))[index].astype(sums[0].dtype)
+    share = {
+        "sums": jax.tree.map(lambda x: x.astype(fraction.dtype) * fraction, sums),
+        "cotangents": jax.tree.map(lambda x: x[index], cotangents),
+    }
+    return jax.lax.stop_gradient(share)
 
 
-def surrogate_loss(outputs: Tree, cotangents: Tree) -> jax.Array:
-    """Return the sum of outputs x cotangents, whose gradient is that of the coupled loss."""
-    pairs = zip(jax.tree.leaves(outputs), jax.tree.leaves(cotangents))
-    return sum((jnp.sum(x * y) for x, y in pairs if _is_float(x)), jnp.zeros(()))
+def coupled_result(outputs: Tree, share: Tree) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """Return a microbatch's share of the (loss, weight, metrics); the loss has the coupled loss's
+    derivative by the outputs."""
+    loss, weight, metrics = share["sums"]
+    if share["cotangents"] is None:
+        return loss, weight, metrics
+    pairs = zip(jax.tree.leaves(outputs), jax.tree.leaves(share["cotangents"]), strict=True)
+    products = [jnp.sum(x * y) for x, y in pairs if is_float(x)]
+    surrogate = sum(products, jnp.zeros(())).astype(loss.dtype)
+    return with_derivative(loss, surrogate), weight, metrics
 
 
-def _is_float(x: jax.Array) -> bool:
+@jax.custom_jvp
+def with_derivative(value: jax.Array, other: jax.Array) -> jax.Array:
+    """Return `value`, with the derivative of `other`."""
+    return value
+
+
+@with_derivative.defjvp
+def _derivative(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    return primals[0], tangents[1]
+
+
+def is_float(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)

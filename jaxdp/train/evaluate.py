@@ -85,8 +85,8 @@ def of_set(run: Run, source: Source, program: Program, state: TrainState) -> Rec
                 sums = run.hooks.watch.run_step(
                     f"evaluation, batch {number}", program.evaluate, state, batch
                 )
-            if sums.carry is not None:
-                state = state.replace(carry=sums.carry)
+            if sums.kept:
+                state = state.replace(kept=sums.kept)
             in_flight.append((number, {"loss": sums.loss, "weight": sums.weight, **sums.metrics}))
             if len(in_flight) > 2:  # at most this many batches wait on the device
                 add(*in_flight.popleft())

@@ -1,5 +1,6 @@
 """What a step computes: the forward pass of a microbatch, and the rule of an update."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,21 +11,23 @@ import optax
 from jaxdp.losses import LossFn
 from jaxdp.models.base import Model
 from jaxdp.precision import LossScaling, Policy
-from jaxdp.train.frozen import freeze
+from jaxdp.split import path_string
 from jaxdp.train.skip import Spike
+from jaxdp.train.state import Batch
 
 Tree = Any
-Batch = dict[str, jax.Array]
 Transform = Callable[[Batch, jax.Array, bool], Batch]  # (batch, key, train) -> batch
 
 
 class Forward(NamedTuple):
     """The forward pass of a microbatch, up to its loss.
 
-    seed: an int or a uint32 [], the root of all random keys.
-    remat: the values that the backward pass recomputes (`jaxdp.models.scan.REMAT`), block by block
-    if there are blocks. transform, eval_transform: change the batch before the model, in training
-    and evaluation."""
+    Args:
+        seed: an int or a uint32 [], the root of all random keys.
+        remat: the values that the backward pass recomputes (`jaxdp.models.scan.REMAT`), block by
+            block if the model reads its parameters so.
+        transform, eval_transform: change the batch before the model, in training and evaluation.
+    """
 
     model: Model
     loss: LossFn
@@ -39,12 +42,16 @@ class Forward(NamedTuple):
 class UpdateRule(NamedTuple):
     """How an update follows from the mean gradients.
 
-    frozen: expressions; parameters whose path matches one have no gradient and no optimizer state.
-    ema_decay: of the running average of the parameters; None: there is none.
-    schedule: the learning rate by applied update, to report as `lr` if the optimizer names none
-    (`jaxdp.train.rate`). max_nonfinite: halt training after this many consecutive updates with a
-    non-finite loss or gradient; each of them is skipped (`jaxdp.train.skip`). spike: how to detect
-    and treat a loss that is too large."""
+    Args:
+        frozen: expressions; parameters whose path matches one have no gradient and no optimizer
+            state.
+        ema_decay: of the running average of the parameters; None: there is none.
+        schedule: the learning rate by applied update, to report as `lr` if the optimizer names none
+            (`jaxdp.optim.rate`).
+        max_nonfinite: halt training after this many consecutive updates with a non-finite loss or
+            gradient; each of them is skipped (`jaxdp.train.skip`).
+        spike: how to detect and treat a loss that is too large.
+    """
 
     tx: optax.GradientTransformation
     clip_norm: float | None = None
@@ -54,10 +61,19 @@ class UpdateRule(NamedTuple):
     max_nonfinite: int = 10
     spike: Spike | None = None
 
-    @property
-    def trainable(self) -> Callable[[Tree], Tree]:
-        """Return a function that replaces the frozen leaves of a tree like the parameters by None."""
-        return freeze(self.frozen)
+    def trainable(self, tree: Tree) -> Tree:
+        """Return a tree like the parameters with None for those that are frozen."""
+        return without_frozen(tree, self.frozen)
+
+
+def without_frozen(tree: Tree, frozen: Sequence[str]) -> Tree:
+    """Return a tree with None for the leaves whose path (a/b/c) matches one of the expressions."""
+    patterns = [re.compile(pattern) for pattern in frozen]
+
+    def keep(path: Any, x: Any) -> Any:
+        return None if any(p.search(path_string(path)) for p in patterns) else x
+
+    return jax.tree_util.tree_map_with_path(keep, tree) if patterns else tree
 
 
 def first_microbatch(example: dict[str, Any], size: int, transform: Transform | None) -> Batch:

@@ -1,19 +1,15 @@
-"""Skipped updates: the decision on the device, its counters, and an optimizer update that can be
-skipped in place.
+"""Skipped updates: the decision on the device, and its counters.
 
 The decision depends only on sums over all devices, so all devices agree without asking the host.
 Once training has halted, further updates leave the state unchanged, so the host may notice the halt
 a few updates later."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import struct
-from jax.extend.core import Var
-
-from jaxdp.train.interpreter import bind, evaluate
 
 Tree = Any
 NONFINITE, SPIKE, DISAGREEING = 1, 2, 3  # values of `Guard.halted`; 0 while training runs
@@ -69,31 +65,41 @@ def start_guard(spike: Spike | None = None) -> Guard:
     return Guard(level=None if spike is None else Level())
 
 
-def decide(
-    guard: Guard,
-    update: jax.Array,
-    loss: jax.Array,
-    finite: jax.Array,
-    overflow: Any,
-    limit: int,
-    spike: Spike | None,
-) -> tuple[jax.Array, Guard]:
-    """Decide whether to apply update number `update`; return (the decision [], the counters after
-    the update).
+class Facts(NamedTuple):
+    """What the decision depends on, all [].
 
     Args:
-        finite: the loss and all gradients are finite.
-        overflow: non-finite values are expected here and do not count as consecutive.
+        update: its number, from 1.
+        loss: of the batch.
+        finite: whether the loss and all gradients are.
+        overflow: whether values that are not finite are expected, because a loss scale falls.
+        disagreeing: the number of integers of the model state on which microbatches disagree; None
+            if it has no integers.
+    """
+
+    update: jax.Array
+    loss: jax.Array
+    finite: jax.Array
+    overflow: Any
+    disagreeing: jax.Array | None
+
+
+def decide(guard: Guard, facts: Facts, limit: int, spike: Spike | None) -> tuple[jax.Array, Guard]:
+    """Return (True [] if the update is applied, the counters after it).
+
+    Args:
         limit: this many consecutive non-finite updates halt training.
     """
-    running = guard.halted == 0
+    running, update = guard.halted == 0, facts.update
     spiked, level = jnp.zeros((), bool), guard.level
     if spike is not None and level is not None:
-        spiked, level = _detect_spike(level, spike, loss, finite)
-    good = finite & ~spiked
-    counted = ~finite & ~jnp.asarray(overflow)
+        spiked, level = _detect_spike(level, spike, facts.loss, facts.finite)
+    good = facts.finite & ~spiked
+
+    counted = ~facts.finite & ~jnp.asarray(facts.overflow)
     in_a_row = jnp.where(good, 0, guard.in_a_row + counted.astype(jnp.int32))
-    since = jnp.where(good, 0, jnp.where(counted & (guard.in_a_row == 0), update, guard.since))
+    first = counted & (guard.in_a_row == 0)
+    since = jnp.where(good, 0, jnp.where(first, update, guard.since))
     halted = jnp.where(in_a_row >= limit, NONFINITE, 0)
     if spike is not None and spike.action == "rollback":
         halted, since = jnp.where(spiked, SPIKE, halted), jnp.where(spiked, update, since)
@@ -106,22 +112,16 @@ def decide(
         halted_at=jnp.where(halted != 0, update, 0),
         level=level,
     )
-    return running & good, jax.tree.map(
-        lambda after, before: jnp.where(running, after, before), new, guard
-    )
+    applied, new = running & good, jax.tree.map(partial(jnp.where, running), new, guard)
+    if facts.disagreeing is None:
+        return applied, new
 
-
-def halt_if_disagreeing(
-    guard: Guard, update: jax.Array, apply_update: jax.Array, disagreeing: jax.Array
-) -> tuple[jax.Array, Guard]:
-    """Halt at an update that would be applied, but whose microbatches disagree on integers of the
-    model state.
-    """
-    bad = apply_update & (disagreeing > 0)
-    new = guard.replace(
-        halted=jnp.full_like(guard.halted, DISAGREEING), halted_at=update, since=update
+    # A state whose integers differ between microbatches cannot be stored at all.
+    bad = applied & (facts.disagreeing > 0)
+    halt = new.replace(
+        halted=jnp.full_like(new.halted, DISAGREEING), halted_at=update, since=update
     )
-    return apply_update & ~bad, where(bad, new, guard)
+    return applied & ~bad, jax.tree.map(partial(jnp.where, bad), halt, new)
 
 
 def _detect_spike(
@@ -142,57 +142,4 @@ def _detect_spike(
     new = Level(mean, weight, level.good + 1)
     return spiked, jax.tree.map(
         lambda after, before: jnp.where(accepted, after, before), new, level
-    )
-
-
-def where(condition: jax.Array, yes: Tree, no: Tree) -> Tree:
-    """Select one tree or the other; a leaf that is the same array in both is returned without a
-    selection.
-    """
-    return jax.tree.map(lambda a, b: a if a is b else jnp.where(condition, a, b), yes, no)
-
-
-def update(
-    tx: optax.GradientTransformation,
-    apply_update: jax.Array,
-    grads: Tree,
-    state: Tree,
-    params: Tree,
-) -> tuple[Tree, Tree]:
-    """Apply an optimizer update conditionally without keeping a second copy of the state.
-
-    Returns tx.update(grads, state, params) if `apply_update` [], else the old state and updates
-    without meaning.
-
-    If the selection came last, the new value of a leaf would have two readers: the selection and
-    any other operation on it. The compiler would then compute it twice and copy the old value. So
-    each leaf is selected where it is computed, and all later operations read the selected value.
-    """
-    closed, shapes = jax.make_jaxpr(tx.update, return_shape=True)(grads, state, params)
-    old, last = jax.tree.leaves(state), closed.jaxpr.outvars
-    out = last[len(last) - len(old) :]
-    old_value = {x: y for x, y in zip(out, old, strict=True) if isinstance(x, Var)}
-    selected = set()
-
-    def rule(equation: Any, inputs: list[Any]) -> list[Any]:
-        results = bind(equation, inputs)
-        selected.update(equation.outvars)
-
-        def select(x, value):
-            return jnp.where(apply_update, value, old_value[x]) if x in old_value else value
-
-        return [select(x, value) for x, value in zip(equation.outvars, results, strict=True)]
-
-    results = evaluate(closed, jax.tree.leaves((grads, state, params)), rule)
-    done = [
-        isinstance(x, Var) and x in selected and old_value[x] is y
-        for x, y in zip(out, old, strict=True)
-    ]
-    updates, new = jax.tree.unflatten(jax.tree.structure(shapes), results)
-
-    def finish(done, a, b):
-        return a if done else where(apply_update, a, b)  # not done: arguments, shared values
-
-    return updates, jax.tree.map(
-        finish, jax.tree.unflatten(jax.tree.structure(state), done), new, state
     )

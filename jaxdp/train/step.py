@@ -1,56 +1,567 @@
-"""The training step: two pure functions that contain no strategy and no collective.
+"""The training step: two pure functions, and nothing between them but sums.
 
-    grads(view, batch[local, example, ...], numbers[local], gather, join) -> Sums  a replica's share of the microbatches
-    apply(state, sums, total) -> (state, metrics)                                  the one division, the optimizer
+    grads(state, batch, replica) -> Sums             a device's share of the microbatches
+    apply(state, sums, total) -> (state, metrics)    the one division, and the optimizer
 
-`local` counts the microbatches of a replica; `numbers` are their numbers among all, -1 for none.
+A batch is split into microbatches; their number is a matter of the config, not of the devices. Each
+is computed with its own random key, and yields sums and a weight. Sums add up over microbatches and
+devices in any grouping and are divided once, in `apply`. So the config decides the numbers, and the
+hardware only the speed.
 
-Everything in `Sums` adds up over microbatches and replicas, and is divided once, by the global
-weight. A strategy has only three hooks into the step: `gather` gathers sharded parameters (and
-shapes gradients as the strategy wants them), `join` gathers the microbatches of all replicas for a
-loss that couples examples, `total` measures gradients that may be sharded. On one device, a
-strategy needs none."""
+Nothing here knows a device. A strategy calls `grads` on each device with its microbatches, adds the
+sums up, and calls `apply`. A `Replica` answers what a device's share of a step has to ask. What has
+a memory of its own wraps a step: `average`, `carry`, `coupled`.
+"""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
+import jax.numpy as jnp
+import optax
 
+from jaxdp.data.transforms import NOT_OF_EXAMPLES
+from jaxdp.errors import UsageError
+from jaxdp.losses import apply_loss
+from jaxdp.models.scan import BlockReader, PerBlock, remat
+from jaxdp.optim.master import master_copy
+from jaxdp.optim.rate import rate_of
+from jaxdp.precision import cast_floats
+from jaxdp.split import path_string
+from jaxdp.targets import attribute
 from jaxdp.train.average import with_average
 from jaxdp.train.carry import with_carry
-from jaxdp.train.microbatch import make_evaluate, make_grads
+from jaxdp.train.coupled import COUPLED, coupled_result, with_coupled_loss
+from jaxdp.train.metric_sums import at_least_float32, check_result, divide
+from jaxdp.train.model_state import mean_state, weighted_state
+from jaxdp.train.narrow import has_narrow_floats
+from jaxdp.train.norm import clip, plain_total
 from jaxdp.train.options import Forward, UpdateRule
-from jaxdp.train.state import Sums, TrainState
-from jaxdp.train.update import make_apply
+from jaxdp.train.skip import Facts, decide, start_guard
+from jaxdp.train.state import Batch, Sums, TrainState, add, merge, microbatch_key, select
 
 Tree = Any
+Metrics = dict[str, jax.Array]
+
+
+class Recipe(NamedTuple):
+    """What a step computes.
+
+    Args:
+        accumulate: "vmap" computes a device's microbatches at once, "scan" one after the other, in
+            the memory of one. Computations in 16 bits always scan.
+        padded: batches may have padding; if False, the program of `grads` contains no mask.
+    """
+
+    forward: Forward
+    rule: UpdateRule
+    accumulate: str = "vmap"
+    padded: bool = True
 
 
 class Step(NamedTuple):
-    """trainable(tree like the parameters): the tree with None for frozen leaves, which is the
-    structure of gradients. seed: the root of all random keys. It is an argument of a strategy's
-    programs, and reaches `grads` in the view."""
+    """The functions of a step, with its recipe bound.
 
+    Args:
+        trainable: returns a tree like the parameters with None for frozen leaves, which is the
+            structure of gradients.
+        blocks: paths of the stacked parameters that the model reads one block at a time.
+    """
+
+    init: Callable[..., TrainState]
     grads: Callable[..., Sums]
-    apply: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
+    apply: Callable[..., tuple[TrainState, Metrics]]
     evaluate: Callable[..., Sums]
     trainable: Callable[[Tree], Tree]
-    seed: np.uint32
+    blocks: tuple[str, ...] = ()
 
 
 def make_step(
     forward: Forward, rule: UpdateRule, accumulate: str = "vmap", padded: bool = True
 ) -> Step:
-    """Build the training step from a model and a loss, and an Optax transformation.
+    """Build the step of a model, a loss and an optimizer; see `Recipe`."""
+    # Traced once, for the update and for the rate that it computes with.
+    rule = rule._replace(tx=rule.tx._replace(update=jax.jit(rule.tx.update, inline=True)))
+    recipe = Recipe(forward, rule, accumulate, padded)
+    step = Step(
+        init=functools.partial(init, recipe),
+        grads=functools.partial(grads, recipe),
+        apply=functools.partial(apply, recipe),
+        evaluate=functools.partial(evaluate, recipe),
+        trainable=rule.trainable,
+        blocks=forward.model.read_by_block,
+    )
+    if attribute(forward.loss, "scope", "example") == "global":
+        step = with_coupled_loss(step, functools.partial(first_pass, recipe), forward.loss)
+    step = with_carry(step)
+    return step if rule.ema_decay is None else with_average(step, rule.ema_decay, forward.policy)
+
+
+def init_state(forward: Forward, rule: UpdateRule, microbatches: int, example: Batch) -> TrainState:
+    """Return the state before the first update; see `init`. The seed is that of `forward`."""
+    return make_step(forward, rule).init(forward.seed, microbatches, example)
+
+
+class Replica(BlockReader):
+    """One device's part in a step. This one has everything; that of a strategy has its share.
 
     Args:
-        accumulate: 'vmap' computes a replica's microbatches in one pass, 'scan' one after the
-            other.
-        padded: batches may have padding; if False, the program of `grads` contains no mask.
+        numbers: int32 [local], the numbers of its microbatches among all of the batch, -1 for none.
+
+    Attributes:
+        reduces_last: the gradients of blocks are summed over the devices inside the last pass over
+            microbatches, so that the devices talk while they compute. That pass is then compiled
+            apart from the others.
     """
-    apply = with_average(with_carry(make_apply(rule, forward.loss_scaling)), rule.ema_decay)
-    grads = make_grads(forward, rule.trainable, accumulate, padded)
-    return Step(
-        grads, apply, make_evaluate(forward, accumulate), rule.trainable, np.uint32(forward.seed)
+
+    reduces_last = False
+
+    def __init__(self, numbers: jax.Array):
+        self.numbers = numbers
+
+    def slots(self, params: Tree, last: bool) -> Tree:
+        """Return the arrays to differentiate by, in the shapes in which gradients are wanted.
+
+        Args:
+            params: the trained parameters as this device stores them.
+            last: for the last pass over microbatches.
+        """
+        return params
+
+    def params(self, slots: Tree, stored: Tree, dtype: Any, last: bool, earlier: Tree) -> Tree:
+        """Return the parameters for the model. Those of blocks may be opaque until a block is read.
+
+        Args:
+            slots: from `slots`, None for frozen parameters.
+            stored: the parameters as they are stored, including frozen ones.
+            dtype: of the computation.
+            earlier: this device's gradients of the passes before the last; None: there are none.
+        """
+        return cast_floats(merge(slots, stored), dtype)
+
+    def join(self, tree: Tree) -> Tree:
+        """Return leaves [local, ...] of all devices as [microbatch, ...]."""
+        return tree
+
+
+class Piece(NamedTuple):
+    """One microbatch, or several of them [count, ...].
+
+    Args:
+        batch: {name: [example, ...]} with "mask" [example, ...], which is 0 for padding.
+        kept: what belongs to its examples, by name.
+        number: int32 [], among all of the batch.
+        coupled: its share of a loss that couples all examples; None for any other loss.
+    """
+
+    batch: Batch
+    kept: dict[str, Tree]
+    number: jax.Array
+    coupled: Tree = None
+
+
+# --- The start ---------------------------------------------------------------------
+
+
+def init(recipe: Recipe, seed: Any, microbatches: int, example: Batch) -> TrainState:
+    """Return the state before the first update.
+
+    Args:
+        seed: an int or a uint32 [].
+        microbatches: their number in a batch; what is kept for examples needs it.
+        example: one microbatch [example, ...]; only its shapes and dtypes matter.
+
+    Raises:
+        UsageError: a parameter that cannot be trained.
+    """
+    forward, rule, policy = recipe.forward, recipe.rule, recipe.forward.policy
+    params, model_state = forward.model.init(jax.random.key(seed), policy.inputs(example))
+    params = cast_floats(jax.tree.map(jnp.asarray, params), policy.params)
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            fix = "make it part of the model's state, or a constant"
+            if jnp.issubdtype(x.dtype, jnp.complexfloating):
+                fix = "store its real and imaginary parts as two arrays"
+            name = path_string(path)
+            raise UsageError(
+                f"model: parameter {name!r} is {x.dtype}, and only floats are trained; {fix}"
+            )
+
+    # Running averages stay in at least float32: small steps would vanish in bfloat16.
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        model_state=cast_floats(model_state, policy.state),
+        opt_state=rule.tx.init(rule.trainable(params)),
+        loss_scale=forward.loss_scaling.init() if forward.loss_scaling else None,
+        guard=start_guard(rule.spike),
+        seed=jnp.asarray(seed, jnp.uint32),
     )
+
+
+# --- One microbatch ----------------------------------------------------------------
+
+
+def compute_outputs(
+    recipe: Recipe,
+    state: TrainState,
+    params: Tree,
+    piece: Piece,
+    train: bool,
+    replica: Replica,
+) -> tuple[Tree, Batch, Tree]:
+    """Compute the model's outputs for one microbatch.
+
+    Args:
+        params: from `Replica.params`.
+
+    Returns:
+        (the outputs, the batch for the loss, the new model state including what is kept for
+        examples)
+    """
+    forward, mask = recipe.forward, piece.batch["mask"]
+    batch = replace_masked(piece.batch)
+    key, transform_key = jax.random.split(microbatch_key(state.seed, state.step, piece.number))
+    transform = forward.transform if train else forward.eval_transform
+    if transform is not None:
+        batch = transform(batch, transform_key, train)
+
+    # A microbatch of padding alone is shown to the model as if it were real, because BatchNorm
+    # would divide 0 by 0; its sums are dropped in `loss_and_sums`.
+    visible = (mask != 0) | ~jnp.any(mask != 0)
+    inputs = forward.policy.inputs({**batch, "mask": visible})
+    before = {**state.model_state, **piece.kept} if piece.kept else state.model_state
+
+    # Blocks are recomputed one by one in the backward pass; any other model as a whole.
+    blocks, recomputed = forward.model.read_by_block, forward.remat if train else "none"
+    per_block = PerBlock(replica, recomputed)
+    more = {"per_block": per_block} if blocks else {}
+
+    def apply_model(params: Tree, before: Tree, inputs: Batch, key: jax.Array) -> tuple[Tree, Tree]:
+        return forward.model.apply(params, before, inputs, key, train, **more)
+
+    whole = "none" if blocks else recomputed
+    outputs, after = remat(whole, apply_model)(params, before, inputs, key)
+
+    # A mask that is negative or NaN makes the loss NaN.
+    mask = mask.astype(forward.policy.state)
+    loss_batch = {**batch, "mask": jnp.where(mask >= 0, mask, jnp.nan)}
+    return forward.policy.outputs(outputs), loss_batch, after
+
+
+def replace_masked(batch: Batch) -> Batch:
+    """Return the batch with the first real example in the place of each example whose mask is 0.
+
+    The contents of these may be anything, and 0 times NaN is NaN, in the gradient of a weight too.
+    If no example is real, numbers that are not finite become 0, and so they do where a mask of
+    tokens excludes them.
+    """
+    mask = batch["mask"]
+    real = jnp.any(mask.reshape(len(mask), -1) != 0, axis=-1)
+
+    def replace(x: jax.Array) -> jax.Array:
+        if x.shape[:1] != real.shape:
+            return x
+        is_float = jnp.issubdtype(x.dtype, jnp.inexact)
+        finite = jnp.where(jnp.isfinite(x), x, 0) if is_float else x
+        if mask.ndim > 1 and x.shape[: mask.ndim] == mask.shape:
+            counts = mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)) != 0
+            x = jnp.where(counts, x, finite)
+        example = jnp.where(jnp.any(real), x[jnp.argmax(real)], finite)
+        return jnp.where(real.reshape(-1, *[1] * (x.ndim - 1)), x, example)
+
+    return {name: x if name in NOT_OF_EXAMPLES else replace(x) for name, x in batch.items()}
+
+
+def loss_and_sums(
+    recipe: Recipe,
+    state: TrainState,
+    params: Tree,
+    train: bool,
+    replica: Replica,
+    piece: Piece,
+) -> tuple[jax.Array, Sums]:
+    """Return (the loss [] to differentiate, the Sums of one microbatch without gradients).
+
+    Both are 0 if the microbatch has no example.
+    """
+    outputs, batch, after = compute_outputs(recipe, state, params, piece, train, replica)
+    kept, model_state = {}, after
+    if piece.kept:
+        kept = {name: after[name] for name in piece.kept}
+        model_state = {name: x for name, x in after.items() if name not in piece.kept}
+    if piece.coupled is None:
+        loss, weight, metrics = check_result(apply_loss(recipe.forward.loss, outputs, batch))
+    else:
+        loss, weight, metrics = coupled_result(outputs, piece.coupled)
+
+    real, weight = jnp.any(piece.batch["mask"] != 0), weight.astype(loss.dtype)
+    sums = Sums(
+        loss=loss,
+        weight=weight,
+        metrics=jax.tree.map(lambda x: x.astype(loss.dtype), metrics),
+        model_state=weighted_state(state.model_state, model_state, weight, real),
+    )
+    sums, loss = jax.tree.map(lambda x: jnp.where(real, x, jnp.zeros_like(x)), (sums, loss))
+    sums = sums._replace(kept=keep_real(piece.batch["mask"], kept, piece.kept))
+
+    # In float16 small gradients underflow, so the loss is scaled up here, and the sums of gradients
+    # are divided by the scale in `apply`.
+    if recipe.forward.loss_scaling is not None and state.loss_scale is not None:
+        factor = recipe.forward.loss_scaling.factor(state.loss_scale.value)
+        loss = loss * factor.astype(loss.dtype)
+    return loss, sums
+
+
+def keep_real(mask: jax.Array, new: Tree, old: Tree) -> Tree:
+    """Return leaves [example, ...], the old ones for padding."""
+    real = jnp.any(mask.reshape(mask.shape[0], -1) != 0, axis=-1)
+
+    def choose(old: jax.Array, new: jax.Array) -> jax.Array:
+        return jnp.where(real.reshape(-1, *(1,) * (old.ndim - 1)), new.astype(old.dtype), old)
+
+    return jax.tree.map(choose, old, new)
+
+
+# --- All microbatches of a device ---------------------------------------------------
+
+
+def grads(recipe: Recipe, state: TrainState, batch: Batch, replica: Replica) -> Sums:
+    """Return the sums over a device's microbatches, with the gradients of their losses.
+
+    Args:
+        state: as this device stores it; kept: leaves [local, example, ...].
+        batch: {name: [local, example, ...]}.
+        replica: the numbers of these microbatches, and how parameters are read.
+    """
+    mask = batch["mask"]
+    if not recipe.padded:
+        batch = {**batch, "mask": jnp.ones_like(mask)}  # a constant that the compiler can fold
+    pieces = pieces_of(state, batch, replica)
+    sums = differentiate(recipe, state, pieces, replica)
+    if recipe.padded:
+        return sums
+
+    # With a constant weight, XLA would fuse the division into every reader of a gradient and
+    # compute it each time.
+    return sums._replace(weight=sums.weight * jnp.max(mask).astype(sums.weight.dtype))
+
+
+def pieces_of(state: TrainState, batch: Batch, replica: Replica) -> Piece:
+    """Return the microbatches [local, ...] of a device."""
+    batch = dict(batch)
+    coupled = batch.pop(COUPLED, None)
+    return Piece(batch, state.kept, replica.numbers, coupled)
+
+
+def differentiate(recipe: Recipe, state: TrainState, pieces: Piece, replica: Replica) -> Sums:
+    """Return the sums over microbatches [local, ...] with gradients, in one pass or several.
+
+    Computations in 16 bits take one microbatch after the other: products for several of them would
+    round, and overflow, by how many microbatches a device has, and XLA rounds a mapped convolution
+    in other places than a single one.
+    """
+    if recipe.accumulate == "vmap" and not is_narrow(recipe, state, pieces, replica, train=True):
+        return one_pass(recipe, state, pieces, replica, last=True)
+    if not replica.reduces_last:
+        return several_passes(recipe, state, pieces, replica)
+
+    # The last pass sums the gradients of all passes over the devices, block by block, as its
+    # backward pass arrives there.
+    head, tail = (jax.tree.map(lambda x, s=s: x[s], pieces) for s in (slice(-1), slice(-1, None)))
+    if len(pieces.number) == 1:
+        return one_pass(recipe, state, tail, replica, last=True)
+    sums = several_passes(recipe, state, head, replica)
+    rest = one_pass(recipe, state, tail, replica, last=True, earlier=sums.grads)
+    kept = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), sums.kept, rest.kept)
+    total = add(sums._replace(grads=None, kept=None), rest._replace(grads=None, kept=None))
+    return total._replace(grads=rest.grads, kept=kept)
+
+
+def one_pass(
+    recipe: Recipe,
+    state: TrainState,
+    pieces: Piece,
+    replica: Replica,
+    last: bool,
+    earlier: Tree = None,
+) -> Sums:
+    """Return the sums over microbatches [count, ...] that are computed at once.
+
+    Parameters are read once for all of them, so the gradient of a weight is one product over all
+    their examples.
+    """
+
+    def total(slots: Tree) -> tuple[jax.Array, Sums]:
+        dtype = recipe.forward.policy.compute
+        params = replica.params(slots, state.params, dtype, last, earlier)
+        one = functools.partial(loss_and_sums, recipe, state, params, True, replica)
+        if len(pieces.number) == 1:  # not mapped, since a model may not support it
+            loss, sums = one(jax.tree.map(lambda x: x[0], pieces))
+            return loss, sums._replace(kept=jax.tree.map(lambda x: x[None], sums.kept))
+        losses, sums = jax.vmap(one)(pieces)
+        return losses.sum(), sum_over_first(sums)
+
+    slots = replica.slots(recipe.rule.trainable(state.params), last)
+    (_, sums), gradients = jax.value_and_grad(total, has_aux=True)(slots)
+    return sums._replace(grads=gradients)
+
+
+def several_passes(recipe: Recipe, state: TrainState, pieces: Piece, replica: Replica) -> Sums:
+    """Return the sums over microbatches [count, ...], one after the other, in the memory of one.
+
+    Sums are at least float32: a sum of bfloat16 stops growing after some 256 microbatches.
+    """
+
+    @functools.partial(jax.jit, inline=True)  # traced once
+    def compute(piece: Piece) -> Sums:
+        return one_pass(recipe, state, jax.tree.map(lambda x: x[None], piece), replica, last=False)
+
+    def accumulate(sums: Sums, piece: Piece) -> tuple[Sums, Tree]:
+        new = compute(piece)
+        return add(sums, new._replace(kept=None)), new.kept
+
+    shapes = jax.eval_shape(compute, jax.tree.map(lambda x: x[0], pieces))._replace(kept=None)
+    start = jax.tree.map(lambda x: at_least_float32(jnp.zeros(x.shape, x.dtype)), shapes)
+    sums, kept = jax.lax.scan(accumulate, start, pieces)
+    return sums._replace(kept=jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), kept))
+
+
+def evaluate(recipe: Recipe, state: TrainState, batch: Batch, replica: Replica) -> Sums:
+    """Return the sums over a device's microbatches, without gradients; see `grads`."""
+    pieces = pieces_of(state, batch, replica)
+
+    def one(piece: Piece) -> Sums:
+        dtype = recipe.forward.policy.compute
+        params = replica.params(state.params, state.params, dtype, False, None)
+        sums = loss_and_sums(recipe, state, params, False, replica, piece)[1]
+        return sums._replace(model_state=None)
+
+    return sum_over_first(map_pieces(recipe, one, pieces))
+
+
+def first_pass(
+    recipe: Recipe, state: TrainState, batch: Batch, replica: Replica, train: bool
+) -> tuple[Tree, Batch]:
+    """Return (outputs, the batch for the loss) of all devices' microbatches [microbatch, ...]."""
+
+    def one(piece: Piece) -> tuple[Tree, Batch]:
+        dtype = recipe.forward.policy.compute
+        params = replica.params(state.params, state.params, dtype, False, None)
+        return compute_outputs(recipe, state, params, piece, train, replica)[:2]
+
+    return replica.join(map_pieces(recipe, one, pieces_of(state, batch, replica)))
+
+
+def map_pieces(recipe: Recipe, f: Callable[[Piece], Tree], pieces: Piece) -> Tree:
+    """Return f of all microbatches [local, ...], at once where `grads` would compute them so."""
+    first = jax.tree.map(lambda x: x[0], pieces)
+    if recipe.accumulate == "scan":
+        return jax.lax.map(f, pieces)
+    if len(pieces.number) == 1:
+        return jax.tree.map(lambda x: x[None], f(first))
+    return jax.lax.map(f, pieces) if has_narrow_floats(f, first) else jax.vmap(f)(pieces)
+
+
+def is_narrow(
+    recipe: Recipe, state: TrainState, pieces: Piece, replica: Replica, train: bool
+) -> bool:
+    """Return whether a microbatch is computed with floats of less than 32 bits anywhere."""
+
+    def one(slots: Tree, piece: Piece) -> tuple[jax.Array, Sums]:
+        dtype = recipe.forward.policy.compute
+        params = replica.params(slots, state.params, dtype, False, None)
+        return loss_and_sums(recipe, state, params, train, replica, piece)
+
+    slots = replica.slots(recipe.rule.trainable(state.params), False)
+    return has_narrow_floats(one, slots, jax.tree.map(lambda x: x[0], pieces))
+
+
+def sum_over_first(sums: Sums) -> Sums:
+    """Sum over the leading dim of all that adds up."""
+    total = jax.tree.map(lambda x: x.sum(0), sums._replace(kept=None))
+    return total._replace(kept=sums.kept)
+
+
+# --- The update ---------------------------------------------------------------------
+
+
+def apply(
+    recipe: Recipe,
+    state: TrainState,
+    sums: Sums,
+    total: Callable[[Tree], jax.Array] = plain_total,
+) -> tuple[TrainState, Metrics]:
+    """Update the state from the sums over all devices.
+
+    Args:
+        sums: of the whole batch. Gradients, parameters and optimizer state may be slices, or full.
+        total: returns [2], the sum of squares of gradients and the number of their non-finite
+            elements; over all slices, if gradients are slices.
+
+    Returns:
+        (the state after the update, the metrics [] to report)
+    """
+    rule, scaling = recipe.rule, recipe.forward.loss_scaling
+    params = rule.trainable(state.params)
+
+    # The one division. A batch of weight 0, without any example that counts, has no mean: its loss
+    # is NaN, and so it is skipped like any other update that is not finite.
+    weight = jnp.where(sums.weight > 0, sums.weight, jnp.ones_like(sums.weight))
+    real_weight = jnp.where(sums.weight > 0, sums.weight, jnp.nan)
+    divisor = weight
+    if scaling is not None and state.loss_scale is not None:
+        divisor = weight * scaling.factor(state.loss_scale.value).astype(weight.dtype)
+    like = master_copy(params, state.opt_state)
+    gradients = jax.tree.map(lambda g, p: mean(g, divisor).astype(p.dtype), sums.grads, like)
+    squares, nonfinite = total(gradients)
+    norm = jnp.sqrt(squares)
+    if rule.clip_norm is not None:
+        gradients = clip(gradients, norm, rule.clip_norm)
+    model_state, disagreeing = mean_state(state.model_state, sums.model_state, sums.weight)
+    loss = sums.loss / real_weight
+
+    # All of this is computed from sums over all devices, so all devices take the same decision.
+    # While a loss scale falls, overflow is expected: it skips the update, and is no step to a halt.
+    finite = (nonfinite == 0) & jnp.isfinite(loss)
+    overflow: Any = False
+    if scaling is not None and state.loss_scale is not None:
+        overflow = jnp.isfinite(loss) & scaling.can_fall(state.loss_scale)
+    facts = Facts(state.step + 1, loss, finite, overflow, disagreeing)
+    applied, guard = decide(state.guard, facts, rule.max_nonfinite, rule.spike)
+    running = state.guard.halted == 0
+
+    # An update is skipped by selecting the old state, which XLA does in the optimizer's own loops
+    # over the elements. The optimizer computes with zeros then, so that it never sees a NaN.
+    gradients = select(applied, gradients, jax.tree.map(jnp.zeros_like, gradients))
+    updates, opt_state = rule.tx.update(gradients, state.opt_state, params)
+    new = state.replace(
+        step=state.step + running.astype(state.step.dtype),
+        params=merge(select(applied, optax.apply_updates(params, updates), params), state.params),
+        model_state=select(applied, model_state, state.model_state),
+        opt_state=select(applied, opt_state, state.opt_state),
+        guard=guard,
+    )
+    metrics = {"loss": loss, **divide(sums.metrics, real_weight)}
+    metrics |= {"grad_norm": norm, "nonfinite_grads": nonfinite, "weight": sums.weight}
+    metrics |= {"skipped": (~applied).astype(jnp.int32), "skipped_updates": guard.skipped}
+    metrics["halted"] = guard.halted
+    if disagreeing is not None:
+        metrics["disagreeing_state"] = disagreeing
+    rate = rate_of(rule.tx, gradients, state.opt_state, params, opt_state)
+    if rate is None and rule.schedule is not None:
+        rate = rule.schedule(state.step - state.guard.skipped)
+    if rate is not None:
+        metrics["lr"] = jnp.asarray(rate, float)
+    if scaling is not None and state.loss_scale is not None:
+        adjusted = scaling.adjust(state.loss_scale, nonfinite == 0)
+        new = new.replace(loss_scale=select(running, adjusted, state.loss_scale))
+        metrics["loss_scale"] = state.loss_scale.value
+    return new, metrics
+
+
+def mean(total: jax.Array, divisor: jax.Array) -> jax.Array:
+    """Divide in at least float32, since bfloat16 would round the weight itself."""
+    total = at_least_float32(total)
+    return total / divisor.astype(total.dtype)

@@ -193,7 +193,7 @@ def flatten(
     update may be small beside them.
     """
     names = ("params", "model_state", "opt_state", "ema", "ema_state", "carry")
-    trees = {name: getattr(trained, name) for name in names}
+    trees = {name: part_of(trained, name) for name in names}
     if start is not None:
 
         def change(x, before):
@@ -205,6 +205,13 @@ def flatten(
             if trees[k] is not None
         }
     return leaves({**trees, "curve": curve})
+
+
+def part_of(trained: Any, name: str) -> Tree:
+    """Return a field of the oracle's state, or of a strategy's, or what the latter remembers."""
+    if hasattr(trained, name):
+        return getattr(trained, name)
+    return {**trained.extra, **trained.kept}.get(name)
 
 
 def leaf_errors(got: Tree, want: Tree) -> Errors:

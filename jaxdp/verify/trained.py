@@ -13,8 +13,10 @@ import numpy as np
 from jaxdp.checkpoint.digest import host
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError, one_line
+from jaxdp.models.base import CARRY
 from jaxdp.parallel.strategy import Strategy
 from jaxdp.precision import is_key
+from jaxdp.train.average import EMA, EMA_STATE
 from jaxdp.train.options import UpdateRule
 from jaxdp.train.state import Batch, TrainState
 from jaxdp.train.step import Step
@@ -61,10 +63,9 @@ def train(
     strategy, step = problem.build(problem, trial, rule, configuration, devices, bucket_mb)
     strategy.check(rule.tx, step.trainable(strategy.shapes.params))
     initial, first = strategy.export(strategy.init()), oracle_state(trial, start, rule)
-    exponents, arrays = (
-        initial.exponents,
-        jax.tree.map(host, initial.replace(opt_state=None, exponents=None)),
-    )
+    exponents = {name: x for name, x in initial.extra.items() if name not in first.extra}
+    initial = initial.replace(extra={name: initial.extra[name] for name in first.extra})
+    arrays = jax.tree.map(host, initial.replace(opt_state=None))
     drawn = worst(leaf_errors(arrays, first.replace(opt_state=None)))
     if not drawn.error <= DRAWN:
         raise RuntimeError(
@@ -74,9 +75,7 @@ def train(
     def put(x, like):
         return jax.make_array_from_callback(x.shape, like.sharding, lambda part: np.array(x[part]))
 
-    state = jax.tree.map(
-        lambda x, y: y if is_key(y) else put(x, y), first, initial.replace(exponents=None)
-    )
+    state = jax.tree.map(lambda x, y: y if is_key(y) else put(x, y), first, initial)
     del initial
 
     def read(i):
@@ -84,7 +83,7 @@ def train(
             read_batch(problem.dataset, trial.order, i, strategy.local_microbatches)
         )
 
-    state = strategy.adopt(state.replace(exponents=exponents))
+    state = strategy.adopt(state.replace(extra={**state.extra, **exponents}))
     final, curve = run_updates(strategy, step, state, map(read, range(len(trial.batches))))
     if np.any(curve.pop("disagreeing_state", 0)):
         raise RuntimeError(
@@ -110,14 +109,14 @@ def run_updates(
 def oracle_state(trial: Trial, start: Start, rule: UpdateRule) -> TrainState:
     """Return the oracle's first state as a TrainState on the host."""
     params, (model_state, carry) = start.params, without_carry(start.model_state)
-    carry = jax.tree.map(lambda x: np.stack([x] * trial.microbatches), carry)
-    opt_state, ema = (
-        rule.tx.init(partition(params, rule.frozen)[0]),
-        None if rule.ema_decay is None else params,
-    )
-    state: Any = TrainState(
-        jnp.zeros((), jnp.int32), params, model_state, opt_state, ema=ema, carry=carry
-    )
-    return jax.tree.map(
-        host, state.replace(ema_state=None if ema is None else statistics(model_state))
-    )
+    opt_state = rule.tx.init(partition(params, rule.frozen)[0])
+    kept, extra = {}, {}
+    if carry is not None:
+        kept[CARRY] = jax.tree.map(lambda x: np.stack([x] * trial.microbatches), carry)
+    if rule.ema_decay is not None:
+        extra[EMA] = params
+        if (averages := statistics(model_state)) is not None:
+            extra[EMA_STATE] = averages
+    step: Any = jnp.zeros((), jnp.int32)
+    state = TrainState(step, params, model_state, opt_state, extra=extra, kept=kept)
+    return jax.tree.map(host, state)

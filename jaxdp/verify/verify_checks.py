@@ -14,9 +14,9 @@ import numpy as np
 from jaxdp.data.dataset import probes
 from jaxdp.errors import one_line
 from jaxdp.models.base import CARRY
+from jaxdp.optim.interpreter import inside
 from jaxdp.plan.programs import needed
 from jaxdp.process.context import SLOW, Context
-from jaxdp.train.interpreter import inside
 from jaxdp.train.metric_sums import flat
 from jaxdp.verify.compare import leaf_errors, worst
 from jaxdp.verify.facts import (

@@ -897,7 +897,7 @@ def test_a_forked_process_may_choose_how_it_starts_others(tmp_path):
     script = tmp_path / "spawn.py"
     script.write_text(
         "import multiprocessing, os, sys\n"
-        "from jaxdp.cli import forked\n"
+        "from jaxdp.sweep import forked\n"
         "def choose():\n"
         "    multiprocessing.set_start_method('spawn')\n"
         "    sys.exit(3)\n"
@@ -918,7 +918,7 @@ def test_forked_processes_read_the_input_and_draw_different_random_numbers(tmp_p
     script.write_text(
         "import os, sys\n"
         "import numpy as np\n"
-        "from jaxdp.cli import forked\n"
+        "from jaxdp.sweep import forked\n"
         "def draw():\n"
         "    os.write(1, f'{sys.stdin.readline().strip()} {np.random.rand()}\\n'.encode())\n"
         "    sys.exit(0)\n"

@@ -59,7 +59,7 @@ def test_the_example_trains_as_the_reduction_that_it_wraps(tmp_path):
             "builtins.dict",
             "parallel.reduction: 'builtins.dict' must return a jaxdp.parallel.reduction.Reduction",
         ),
-        ("jaxdp.parallel.PJit", "parallel.reduction.args.make: PJit needs it"),
+        ("jaxdp.parallel.pjit.PJit", "parallel.reduction.args.make: PJit needs it"),
     ],
 )
 def test_what_is_no_reduction_is_refused(name, words):

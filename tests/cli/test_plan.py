@@ -33,8 +33,7 @@ from jaxdp.run.build import changes_for, make_case
 from jaxdp.run.components import make_parts
 from jaxdp.run.strategies import STRATEGIES, make_reduction
 from jaxdp.train.options import Forward, UpdateRule
-from jaxdp.train.state import init_state
-from jaxdp.train.step import make_step
+from jaxdp.train.step import init_state, make_step
 from launch import in_process
 
 TOKENS = 16

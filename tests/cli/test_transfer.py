@@ -345,10 +345,12 @@ def test_what_is_loaded_is_cast_to_our_dtype(tmp_path, kind):
         layout = {"backend": "pjit", "devices": 4, "layout": {"zero": 3}}
         got, *_ = begun(place, mlp(), dtype=dtype, ema=0.9, **layout, train=False)
         same_bits(got.params, cast)
-        assert {x.dtype for x in jax.tree.leaves(got.ema)} == {
+        assert {x.dtype for x in jax.tree.leaves(got.extra["ema"])} == {
             np.dtype(np.float32)
         } or dtype == "bfloat16"
-        same_bits(got.ema, jax.tree.map(lambda x, e: x.astype(e.dtype), cast, got.ema))
+        same_bits(
+            got.extra["ema"], jax.tree.map(lambda x, e: x.astype(e.dtype), cast, got.extra["ema"])
+        )
 
 
 @pytest.mark.slow
@@ -405,17 +407,21 @@ def test_names_of_another_are_renamed(small, tmp_path):
 @pytest.mark.slow
 def test_the_average_is_taken_and_exported(small, tmp_path):
     directory, source, _ = small
-    assert not np.array_equal(source.ema["head"]["kernel"], source.params["head"]["kernel"])
+    assert not np.array_equal(
+        source.extra["ema"]["head"]["kernel"], source.params["head"]["kernel"]
+    )
     plain, *_ = begun(directory, mlp(), ema=0.5)
-    same_bits(plain.ema, plain.params)
+    same_bits(plain.extra["ema"], plain.params)
     same_bits(plain.params, source.params)
     average, *_, said = begun(directory, mlp(), average=True, ema=0.5)
-    same_bits(average.params, source.ema)
-    same_bits(average.ema, source.ema)
+    same_bits(average.params, source.extra["ema"])
+    same_bits(average.extra["ema"], source.extra["ema"])
     assert f"from the running average in {directory}" in said
     file, metadata = write_export(directory, ema=True, output=str(tmp_path / "average.safetensors"))
-    assert metadata["ema"] == "true" and metadata["params_sha256"] == params_sha256(source.ema)
-    same_bits(begun(file, mlp(), average=True)[0].params, source.ema)
+    assert metadata["ema"] == "true" and metadata["params_sha256"] == params_sha256(
+        source.extra["ema"]
+    )
+    same_bits(begun(file, mlp(), average=True)[0].params, source.extra["ema"])
 
 
 @pytest.mark.slow
@@ -458,7 +464,9 @@ def test_carried_state_begins_anew(tmp_path):
     saved(tmp_path, toys.lstm_model())
     for layout in ({"backend": "pmap", "devices": 3}, {"backend": "pjit", "devices": 8}):
         state, _, found, _ = begun(tmp_path, toys.lstm_model(), **layout, train=False)
-        assert not any("carry" in name for name in found.pairs) and not np.any(state.carry["cell"])
+        assert not any("carry" in name for name in found.pairs) and not np.any(
+            state.kept["carry"]["cell"]
+        )
 
 
 # What is refused

@@ -515,7 +515,7 @@ def initial(backend, devices, zero, reduction="exact", shard_size=None):
         layout={"zero": zero, "shard_size": shard_size},
     )  # fmt: skip
     state = strategy.export(strategy.init())
-    return [np.asarray(x).tobytes() for x in jax.tree.leaves((state.params, state.ema))]
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves((state.params, state.extra["ema"]))]
 
 
 @pytest.mark.slow

@@ -481,8 +481,8 @@ def test_an_update_that_does_not_fit_is_computed_again_alike_on_all_devices(layo
     assert [int(m["recomputed"]) for m in metrics] == [1, 0, 1, 1, 1, 0]  # too small, too large
     assert [int(m["recomputed"]) for m in one] == [1, 0, 1, 1, 1, 0]
     jax.tree.map(np.testing.assert_array_equal, got.params, want.params)
-    np.testing.assert_array_equal(got.exponents, want.exponents)
-    assert got.exponents.shape == (2,) and all(m["skipped"] == 0 for m in metrics)
+    np.testing.assert_array_equal(got.extra["exponents"], want.extra["exponents"])
+    assert got.extra["exponents"].shape == (2,) and all(m["skipped"] == 0 for m in metrics)
 
 
 @pytest.mark.slow
@@ -549,7 +549,7 @@ def test_what_is_not_finite_is_skipped_and_counted_and_exponents_stay(layout, ba
         state, m = program.update(state, batch(i))
         metrics.append(jax.device_get(m))
         exported = strategy.export(state)
-        exponents.append(np.array(exported.exponents))
+        exponents.append(np.array(exported.extra["exponents"]))
         params.append(jax.tree.map(np.array, exported.params))
     elements = toys.CLASSES * (32 + 1)  # the gradients of one microbatch that are not zero
     assert [int(m["skipped"]) for m in metrics] == [0, 1, 0] and int(
@@ -622,15 +622,17 @@ def test_exponents_are_restored_and_left_out_where_nothing_needs_them(tmp_path, 
     state, again = updates(strategies["exact"], strategy.init(), [0])
     exported = strategy.export(state)
     params = jax.tree.map(np.array, exported.params)
-    exponents = np.array(exported.exponents)
+    exponents = np.array(exported.extra["exponents"])
     assert again == [1] and (exponents > 0).all()
     checkpoints = saved(tmp_path, exported, 1)
     state = restored(checkpoints, 1, strategies["exact8"][0])
-    np.testing.assert_array_equal(strategies["exact8"][0].export(state).exponents, exponents)
+    np.testing.assert_array_equal(
+        strategies["exact8"][0].export(state).extra["exponents"], exponents
+    )
     _, again = updates(strategies["exact8"], state, [1])
     assert again == [0]
     state = restored(checkpoints, 1, strategies["bucket"][0])
-    assert state.exponents is None
+    assert "exponents" not in state.extra
     jax.tree.map(
         np.testing.assert_array_equal, strategies["bucket"][0].export(state).params, params
     )

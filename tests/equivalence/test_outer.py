@@ -23,14 +23,13 @@ from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
+from jaxdp.optim.master import master_copy, with_master
 from jaxdp.outer.replicas import OuterRule, Replicas, assign_replicas, split_replicas
 from jaxdp.parallel.placement import assign_microbatches, ordered_devices
 from jaxdp.run.components import make_outer, make_parts
 from jaxdp.run.strategies import make_reduction
-from jaxdp.train.master import master_copy, with_master
 from jaxdp.train.options import Forward, UpdateRule
-from jaxdp.train.state import init_state
-from jaxdp.train.step import make_step
+from jaxdp.train.step import init_state, make_step
 from launch import mpirun
 
 MICROBATCHES, BATCH = 8, 20
@@ -262,7 +261,7 @@ def test_the_running_average_is_that_of_the_shared_parameters(devices):
         state, _ = program.update(state, batch(i))
         if i % 2:
             ema = jax.tree.map(lambda e, p: 0.81 * e + 0.19 * np.asarray(p), ema, state.params)
-        assert toys.relative_error(state.ema, ema)[0] < 1e-6
+        assert toys.relative_error(state.extra["ema"], ema)[0] < 1e-6
     assert toys.relative_error(strategy.averaged(state).params, ema)[0] < 1e-6
 
 

@@ -87,7 +87,7 @@ def is_padded(strategy):
 def digest(result):
     _, state, metrics, *_ = result
     return params_sha256(
-        (state.params, state.opt_state, state.ema, [m["grad_norm"] for m in metrics])
+        (state.params, state.opt_state, state.extra["ema"], [m["grad_norm"] for m in metrics])
     )
 
 
@@ -141,7 +141,9 @@ def test_float_sums_agree_with_and_without_padding(backend, zero, devices, buffe
             for pad in (True, False)
         )
     assert (
-        toys.relative_error((a.params, a.opt_state, a.ema), (b.params, b.opt_state, b.ema))[0]
+        toys.relative_error(
+            (a.params, a.opt_state, a.extra["ema"]), (b.params, b.opt_state, b.extra["ema"])
+        )[0]
         < 1e-12
     )
 
@@ -199,7 +201,7 @@ def test_an_average_is_evaluated_without_padding():
     for backend, devices, layout in PLACES[:2]:
         strategy = strategy_of(backend, devices, layout)
         state = strategy.init()
-        want = jax.tree.map(np.asarray, strategy.export(state).ema)
+        want = jax.tree.map(np.asarray, strategy.export(state).extra["ema"])
         got = strategy.export(strategy.averaged(state)).params
         jax.tree.map(np.testing.assert_array_equal, got, want)
 
@@ -256,7 +258,11 @@ SHAPED = {
 def test_rules_select_the_dim_of_parameters_and_their_optimizer_state():
     rules = (("^embed/", (None, "shard")), ("^head/kernel$", (None, None)))
     strategy = strategy_of("pjit", 4, {"zero": 1, "rules": rules})
-    assert strategy.dims.opt_state[0].mu["embed"] == strategy.dims.ema["embed"] == {"embedding": 1}
+    assert (
+        strategy.dims.opt_state[0].mu["embed"]
+        == strategy.dims.extra["ema"]["embed"]
+        == {"embedding": 1}
+    )
     assert (
         strategy.slices["embed"] == {"embedding": 1} and strategy.slices["head"]["kernel"] == WHOLE
     )

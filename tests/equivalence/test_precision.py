@@ -17,12 +17,12 @@ from jaxdp.errors import UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models.base import Model
 from jaxdp.optim import make_optimizer
+from jaxdp.optim.master import master_copy, with_master
+from jaxdp.optim.master import split as halves
 from jaxdp.plan.hlo import collectives, summarize
 from jaxdp.precision import LossScaling, Policy
 from jaxdp.run.components import check_paths
 from jaxdp.split import WHOLE, path_string, split_dims
-from jaxdp.train.master import master_copy, with_master
-from jaxdp.train.master import split as halves
 from jaxdp.train.options import Forward, UpdateRule
 from jaxdp.train.step import make_step
 from layouts import LAYOUTS, assert_same_bits, contents
@@ -359,19 +359,23 @@ def test_the_average_is_the_formula_and_what_is_evaluated(layout):
             state, _ = program.update(state, batch(i))
             want = jax.tree.map(lambda e, p: 0.75 * e + 0.25 * p, want, exported().params)
         before = exported()
-        assert toys.relative_error(before.ema, want)[0] < 1e-12
+        assert toys.relative_error(before.extra["ema"], want)[0] < 1e-12
         assert toys.relative_error(before.params, want)[0] > 1e-2
 
         judge = jax.jit(
-            make_step(
-                Forward(toys.MODELS["blocks"](), SoftmaxCrossEntropy()), UpdateRule(optax.sgd(0.1))
-            ).evaluate
+            toys.alone(
+                make_step(
+                    Forward(toys.MODELS["blocks"](), SoftmaxCrossEntropy()),
+                    UpdateRule(optax.sgd(0.1)),
+                ).evaluate,
+                np.arange(8),
+            )
         )
         one, _, rows = toys.build(
             toys.MODELS["blocks"](), toys.data(dtype="float64"), dtype="float64"
         )
-        view = one.init().view(0)._replace(params=jax.tree.map(jnp.asarray, want))
-        whole = judge(view, {k: x[0] for k, x in rows(1).items()}, jnp.arange(8))
+        own = one.init().replace(params=jax.tree.map(jnp.asarray, want))
+        whole = judge(own, {k: x[0] for k, x in rows(1).items()})
         got = program.evaluate(strategy.averaged(state), batch(1))
         own = program.evaluate(state, batch(1))
         np.testing.assert_allclose(got.loss / got.weight, whole.loss / whole.weight, rtol=1e-6)
@@ -570,13 +574,13 @@ def test_parameters_may_be_bfloat16(layout):
     assert {x.dtype.name for x in jax.tree.leaves((states[-1].params, states[-1].opt_state))} == {
         "bfloat16"
     }
-    want = states[0].ema
+    want = states[0].extra["ema"]
     for state in states[
         1:
     ]:  # biases are all movement, and a bfloat16 would not move by a thousandth of a step
         want = jax.tree.map(lambda e, p: e + 0.001 * (p.astype(np.float32) - e), want, state.params)
     assert (
-        toys.relative_error(states[-1].ema, want)[0] < 2**-8
+        toys.relative_error(states[-1].extra["ema"], want)[0] < 2**-8
     )  # XLA may take the parameters before they are rounded
     _, one, want, *_ = toys.train(toys.MODELS["blocks"](), toys.data(), **settings, steps=4)
     assert toys.relative_error(states[-1].params, one.params)[0] < 2**-5

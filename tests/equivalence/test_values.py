@@ -12,10 +12,8 @@ import toys
 from jaxdp.exact.fixed_point import largest_exponent, quantize_values, restore_values
 from jaxdp.losses import Contrastive, MeanSquaredError, SoftmaxCrossEntropy
 from jaxdp.models.base import Model
-from jaxdp.train.microbatch import replace_masked
 from jaxdp.train.options import Forward, UpdateRule
-from jaxdp.train.state import init_state
-from jaxdp.train.step import make_step
+from jaxdp.train.step import init_state, make_step, replace_masked
 
 # --- values as integers
 # ---------------------------------------------------------------------------------------------
@@ -227,7 +225,7 @@ def test_contents_that_the_mask_excludes_change_nothing(model, loss, examples, s
         for i in range(2):
             state, metrics = program.update(state, batch(i))
             assert int(metrics["skipped"]) == 0 and int(metrics["nonfinite_grads"]) == 0
-        sums = program.evaluate(state, batch(0))._replace(carry=None)
+        sums = program.evaluate(state, batch(0))._replace(kept=None)
         exported = strategy.export(state)
         results.append(
             jax.tree.map(np.array, (exported.params, exported.model_state, sums, metrics))
@@ -258,7 +256,7 @@ def test_a_step_selects_before_the_transform_the_model_and_the_loss(accumulate):
             batch["mask"][where], batch["inputs"][where], batch["heights"][where] = 0, bad, bad
 
         def run(f):
-            return jax.jit(f)(state.view(0), batch, jnp.arange(6))
+            return jax.jit(toys.alone(f, np.arange(6)))(state, batch)
 
         results.append(jax.tree.map(np.array, (run(step.grads), run(step.evaluate))))
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(results[-1]))

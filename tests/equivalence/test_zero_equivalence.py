@@ -143,7 +143,7 @@ def everything(
         accumulate=accumulate, optimizer=optimizer, ema=0.9, dtype="float64", steps=4,
         **layout(place, zero, gradient_buffer),
     )  # fmt: skip
-    return (state.params, state.opt_state, state.ema), [
+    return (state.params, state.opt_state, state.extra["ema"]), [
         [m["loss"], m["grad_norm"]] for m in metrics
     ]
 

@@ -19,4 +19,4 @@ def assert_same_bits(a, b):
 
 
 def contents(state):
-    return state.params, state.opt_state, state.model_state, state.ema, state.carry
+    return state.params, state.opt_state, state.model_state, state.extra, state.kept

@@ -13,8 +13,7 @@ from jaxdp.run.source import Source
 from jaxdp.run.strategies import STRATEGIES, make_reduction
 from jaxdp.train.options import Forward, UpdateRule
 from jaxdp.train.run import Data, Log, LoopOptions, Run
-from jaxdp.train.state import init_state
-from jaxdp.train.step import make_step
+from jaxdp.train.step import init_state, make_step
 
 
 class Kept:

@@ -16,8 +16,7 @@ from jaxdp.plan.hlo import Collective, collectives
 from jaxdp.precision import Policy
 from jaxdp.run.strategies import STRATEGIES, make_reduction
 from jaxdp.train.options import Forward, UpdateRule
-from jaxdp.train.state import init_state
-from jaxdp.train.step import make_step
+from jaxdp.train.step import init_state, make_step
 
 DEVICES, LAYERS, TOKENS, SLOTS = 8, 16, 16, 4  # SLOTS: microbatches of a device
 OPTIMIZERS = {

@@ -23,8 +23,7 @@ from jaxdp.parallel.layout import Sharding
 from jaxdp.precision import Policy
 from jaxdp.run.strategies import STRATEGIES, make_reduction
 from jaxdp.train.options import Forward, UpdateRule
-from jaxdp.train.state import init_state
-from jaxdp.train.step import make_step
+from jaxdp.train.step import Replica, init_state, make_step
 
 SHAPE, CLASSES, WIDTH = (4, 4, 2), 3, 24
 SIZES = np.logspace(-30, 30, 32)  # of the squares of `tracking`
@@ -321,6 +320,11 @@ def build(
         step,
         lambda i: strategy.shard_batch(read_batch(dataset, cursor, i, strategy.local_microbatches)),
     )
+
+
+def alone(f, numbers):
+    """(state, batch) -> sums of `Step.grads` or `Step.evaluate`, on one device without a strategy."""
+    return lambda state, batch: f(state, batch, Replica(jnp.asarray(numbers)))
 
 
 def train(model, examples, *, steps=10, **settings):

@@ -271,7 +271,7 @@ def test_training_is_the_same_on_one_device_and_eight(name):
     )  # of the same batch
     assert (
         np.abs(leaf(one[1].model_state, "mean")).max() > 0.01
-        and np.abs(leaf(one[1].carry, "last")).max() > 0.1
+        and np.abs(leaf(one[1].kept["carry"], "last")).max() > 0.1
     )
 
 

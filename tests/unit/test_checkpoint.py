@@ -29,7 +29,7 @@ from jaxdp.process import membership
 from jaxdp.process.context import Context
 from jaxdp.split import path_string
 from jaxdp.train.options import Forward, UpdateRule
-from jaxdp.train.state import init_state
+from jaxdp.train.step import init_state
 
 
 def states(n=2, seed=0):
@@ -47,7 +47,9 @@ def toys_state(key):
         Forward(model, SoftmaxCrossEntropy()),
         UpdateRule(optax.adam(1e-2), ema_decay=0.9),
     )
-    state = init_state(forward, rule, 8, {k: v[:3] for k, v in toys.data(12).items()})
+    state = init_state(forward, rule, 8, {k: v[:3] for k, v in toys.data(12).items()}).replace(
+        seed=None
+    )
     leaves, tree = jax.tree.flatten(state)
 
     def noise(i, x):
@@ -403,9 +405,11 @@ def test_a_state_of_another_shape_is_refused_by_name(two):
     with pytest.raises(
         UsageError, match=r"has no carry/x, but this config makes carry/x float32\[3\]"
     ):
-        checkpoints.restore(1, ours.replace(carry={"x": jax.ShapeDtypeStruct((3,), jnp.float32)}))
+        checkpoints.restore(
+            1, ours.replace(kept={"carry": {"x": jax.ShapeDtypeStruct((3,), jnp.float32)}})
+        )
     with pytest.raises(UsageError, match="but this config makes no ema/"):
-        checkpoints.restore(1, ours.replace(ema=None))
+        checkpoints.restore(1, ours.replace(extra={}))
 
 
 def pairs(ways, counts):

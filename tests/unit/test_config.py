@@ -16,7 +16,7 @@ from cli_runs import DIGITS
 from jaxdp import config as schema
 from jaxdp.cli import help_of, load
 from jaxdp.config import keys, validation
-from jaxdp.config.reading import from_mapping
+from jaxdp.config.parsing import from_mapping
 from jaxdp.errors import UsageError, nearest
 
 CONFIGS = sorted((pathlib.Path(__file__).parents[2] / "configs").glob("*.yaml"))

@@ -152,10 +152,10 @@ def test_the_statistics_are_averaged_by_the_formula(layout):
         state, _ = update(state, batch(i))
         exported = strategy.export(state)
         want = 0.75 * want + 0.25 * np.array(exported.model_state["mean"])
-    np.testing.assert_allclose(exported.ema_state["mean"], want, rtol=1e-6)
-    assert exported.ema_state["calls"] is None
+    np.testing.assert_allclose(exported.extra["ema_state"]["mean"], want, rtol=1e-6)
+    assert exported.extra["ema_state"]["calls"] is None
     seen = strategy.export(strategy.averaged(state))
-    np.testing.assert_array_equal(seen.model_state["mean"], exported.ema_state["mean"])
+    np.testing.assert_array_equal(seen.model_state["mean"], exported.extra["ema_state"]["mean"])
     assert int(seen.model_state["calls"]) == 4
 
 
@@ -181,8 +181,8 @@ def test_a_checkpoint_without_them_starts_from_the_model_state(tmp_path, monkeyp
     assert said == [
         "checkpoint 10 has no running average of the model state: it starts from the model state"
     ]
-    np.testing.assert_array_equal(state.ema_state["mean"], state.model_state["mean"])
-    assert state.ema_state["calls"] is None
+    np.testing.assert_array_equal(state.extra["ema_state"]["mean"], state.model_state["mean"])
+    assert state.extra["ema_state"]["calls"] is None
     weights = on_host(from_checkpoint(tmp_path / "run" / "checkpoints" / "10", True))
     np.testing.assert_array_equal(weights["model_state/mean"], state.model_state["mean"])
 

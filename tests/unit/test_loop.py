@@ -61,7 +61,7 @@ def test_an_evaluation_does_not_go_on_from_training(tmp_path):
     examples = {**toys.data(60), "reset": np.arange(60) == 33}
     run = make_run(tmp_path, toys.summing(), examples=examples, held_out=examples)
     program, state = run.strategy.compile(run.step), run.strategy.init()
-    trained = state.replace(carry=jax.tree.map(jnp.ones_like, state.carry))
+    trained = state.replace(kept=jax.tree.map(jnp.ones_like, state.kept))
     assert loop.evaluate(run, program, state) == loop.evaluate(run, program, trained)
 
 
@@ -227,7 +227,7 @@ def test_carried_state_resumes_under_another_strategy(tmp_path):
     a, b = (r.checkpoints.restore(6, r.strategy.abstract()) for r in (whole, parts))
     assert toys.relative_error(a, b)[0] < 1e-5
     assert int(a.step) == int(b.step) == 6
-    assert float(jnp.abs(a.carry["seen"]).max()) > 0
+    assert float(jnp.abs(a.kept["carry"]["seen"]).max()) > 0
 
 
 def test_old_checkpoints_go_and_stray_directories_are_no_steps(tmp_path):

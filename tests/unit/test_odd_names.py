@@ -31,7 +31,11 @@ def state_of(params):
     params = jax.tree.map(jax.numpy.asarray, params)
     tx = optax.adam(1e-3)
     return TrainState(
-        jax.numpy.int32(7), params, {"mean": jax.numpy.ones(2)}, tx.init(params), ema=params
+        jax.numpy.int32(7),
+        params,
+        {"mean": jax.numpy.ones(2)},
+        tx.init(params),
+        extra={"ema": params},
     )
 
 

@@ -105,14 +105,32 @@ class Nested(nnx.Module):
         return self.o(x) * self.more.stack.l.kernel[0, 0, 0]
 
 
+class Shared(nnx.Module):
+    """Blocks that are read twice, and blocks under a condition."""
+
+    def __init__(self, rngs):
+        self.i = nnx.Linear(int(np.prod(toys.SHAPE)), WIDTH, rngs=rngs)
+        self.twice, self.maybe = Blocks(Layer, 3, rngs=rngs), Blocks(Layer, 2, rngs=rngs)
+        self.o = nnx.Linear(WIDTH, toys.CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.twice(self.twice(self.i(x.reshape(len(x), -1))))
+        is_large = jnp.sum(x) > 0
+        x = nnx.cond(is_large, lambda model, x: model(x), lambda model, x: x, self.maybe, x)
+        return self.o(x)
+
+
 MODELS = {
     **{f.__name__: plain(f) for f in (scanned, outside, changed, halves, twice, unscanned)},
     "inner jit": plain(inner_jit),
     "in tuples": plain(scanned, nest=lambda s, rest: ((s,), rest), path="0/0"),
     "a path that is not there": plain(scanned)._replace(blocks=("elsewhere",)),
     "nested": as_model(Nested),
+    "shared": as_model(Shared),
 }
 LAYOUTS = {
+    "0": ({}, "scan"),
+    "1": ({"zero": 1}, "scan"),
     "2": ({"zero": 2}, "vmap"),
     "3": ({"zero": 3}, "vmap"),
     "3 whole": ({"zero": 3, "gradient_buffer": "replicated"}, "scan"),
@@ -128,7 +146,7 @@ def trained(model, devices, layout=None, accumulate="vmap"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", only(["outside"], MODELS))
+@pytest.mark.parametrize("model", only(["outside", "shared"], MODELS))
 def test_blocks_are_right_in_every_layout(model):
     with jax.enable_x64(True):
         want = trained(model, 1)

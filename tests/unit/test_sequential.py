@@ -79,7 +79,7 @@ def test_what_is_carried_begins_anew_with_an_epoch(way):
             accumulate=accumulate,
         )
         for r, want in enumerate(unrolled(examples, 20, steps)):
-            got = state.carry["seen"][r % 8, r // 8]
+            got = state.kept["carry"]["seen"][r % 8, r // 8]
             np.testing.assert_allclose(got, want.ravel(), rtol=1e-5, atol=1e-5)
 
 
@@ -88,9 +88,9 @@ def evaluated(model, examples, sequential, **way):
     state, program, totals = strategy.init(), strategy.compile(step), np.zeros(2)
     for i in range(3):
         sums = program.evaluate(state, batch(i))
-        assert (sums.carry is not None) == sequential
+        assert bool(sums.kept) == sequential
         if sequential:
-            state = state.replace(carry=sums.carry)
+            state = state.replace(kept=sums.kept)
         totals += [float(sums.loss), float(sums.weight)]
     return totals[0] / totals[1]
 
@@ -132,7 +132,9 @@ def test_training_in_order_is_the_same_on_any_devices_and_backend():
         ]  # fmt: skip
     for state in states[1:]:
         assert (
-            toys.relative_error((state.params, state.carry), (states[0].params, states[0].carry))[0]
+            toys.relative_error(
+                (state.params, state.kept["carry"]), (states[0].params, states[0].kept["carry"])
+            )[0]
             < 1e-11
         )
 
@@ -174,7 +176,7 @@ def test_a_skipped_update_begins_anew_all_the_same(way, own):
         state, metrics = program.update(state, data)
         skipped.append(int(metrics["skipped"]))
     assert skipped == [0] * bad + [1, 0]
-    got = np.asarray(strategy.export(state).carry["seen"])
+    got = np.asarray(strategy.export(state).kept["carry"]["seen"])
     for r, part in enumerate(np.array_split(np.arange(60), 20)):  # three examples each, by update
         want = examples["inputs"][part[(bad + 1) % 3]].ravel()
         np.testing.assert_allclose(got[r % 8, r // 8], want, rtol=1e-5, atol=1e-5)

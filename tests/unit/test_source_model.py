@@ -16,7 +16,7 @@ from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.checkpoint.weights import locate, named, open_weights
 from jaxdp.cli import huggingface
 from jaxdp.config import Init
-from jaxdp.config.reading import from_mapping
+from jaxdp.config.parsing import from_mapping
 from jaxdp.errors import UsageError
 from jaxdp.models.gpt import GPT
 from jaxdp.run.components import make_parts

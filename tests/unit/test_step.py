@@ -23,8 +23,7 @@ from jaxdp.models.resnet9 import ResNet9
 from jaxdp.split import path_string
 from jaxdp.train.model_state import mean_state, weighted_state
 from jaxdp.train.options import Forward, UpdateRule
-from jaxdp.train.state import init_state
-from jaxdp.train.step import make_step
+from jaxdp.train.step import init_state, make_step
 
 
 class Norm(nnx.Module):
@@ -103,12 +102,15 @@ def test_a_microbatch_of_padding_changes_nothing(model, accumulate):
     batch = read_batch(
         Arrays(**examples), EpochOrder(6, 6, 4, 0, shuffle=False), 0, np.array([0, 1, 2, 3, -1, -1])
     )
-    grads = jax.jit(step.grads)
-    with_padding = grads(state.view(0), batch, jnp.array([0, 1, 2, 3, 5, -1]))
-    without = grads(state.view(0), {k: v[:4] for k, v in batch.items()}, jnp.arange(4))
+
+    def grads(state, batch, numbers):
+        return jax.jit(toys.alone(step.grads, numbers))(state, batch)
+
+    with_padding = grads(state, batch, [0, 1, 2, 3, 5, -1])
+    without = grads(state, {k: v[:4] for k, v in batch.items()}, np.arange(4))
     assert int(with_padding.weight) == int(without.weight) == 6
     assert toys.relative_error(with_padding, without)[0] < 1e-6
-    nothing = grads(state.view(0), {k: v[4:] for k, v in batch.items()}, jnp.array([5, -1]))
+    nothing = grads(state, {k: v[4:] for k, v in batch.items()}, [5, -1])
     assert all(float(jnp.abs(x).max()) == 0 for x in jax.tree.leaves(nothing))
 
 
@@ -131,7 +133,7 @@ def test_a_model_without_a_vmap_computes_one_microbatch_or_one_after_the_other()
     for accumulate, number in (("vmap", 1), ("scan", 4)):
         step, some = make_step(forward, rule, accumulate), {k: v[:number] for k, v in batch.items()}
         for f in (step.grads, step.evaluate):
-            assert jax.eval_shape(f, state.view(0), some, np.arange(number)).loss.shape == ()
+            assert jax.eval_shape(toys.alone(f, np.arange(number)), state, some).loss.shape == ()
 
 
 @pytest.mark.slow
@@ -155,7 +157,7 @@ def test_carry_stays_with_its_places_and_integers_count_once(backend, devices, a
         rows = examples["inputs"][(step % 3) * 20 :][:20].reshape(-1, 32)
         for r, row in enumerate(rows):
             want[r % 8, r // 8] += row
-    np.testing.assert_allclose(state.carry["seen"], want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(state.kept["carry"]["seen"], want, rtol=1e-5, atol=1e-5)
     exported = jax.tree.map(jnp.asarray, state)
     again = strategy.export(
         strategy.adopt(jax.device_put(exported, strategy.abstract().step.sharding))
@@ -298,7 +300,7 @@ def test_modules_carry_state_by_place(model):
     for step in range(2):
         for r, row in enumerate(examples["inputs"][step * 20 :][:20].reshape(-1, 32)):
             want[r % 8, r // 8] += row
-    np.testing.assert_allclose(state.carry["seen"], want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(state.kept["carry"]["seen"], want, rtol=1e-5, atol=1e-5)
     assert state.model_state == {}
 
 
@@ -355,7 +357,7 @@ def test_clipping_is_of_the_global_norm_of_the_mean_gradient():
     updates = {}
     for clip in (None, 1e-3, 1e3):
         step = make_step(forward, UpdateRule(optax.sgd(1.0), clip))
-        sums = step.grads(state.view(0), batch, jnp.arange(8))
+        sums = toys.alone(step.grads, np.arange(8))(state, batch)
         new, metrics = step.apply(state, sums)
         updates[clip] = optax.tree.norm(jax.tree.map(jnp.subtract, new.params, state.params))
         norm = optax.tree.norm(jax.tree.map(lambda g, w=sums.weight: g / w, sums.grads))
@@ -473,9 +475,9 @@ def test_the_seed_decides_what_dropout_drops():
         forward, UpdateRule(optax.sgd(0.1)), 8, {k: v[:1] for k, v in examples.items()}
     )
     batch = read_batch(Arrays(**examples), EpochOrder(8, 8, 8, 0, shuffle=False), 0, np.arange(8))
-    grads = jax.jit(step.grads)
+    grads = jax.jit(toys.alone(step.grads, np.arange(8)))
     losses = [
-        float(grads(state.view(np.uint32(seed)), batch, np.arange(8)).loss)
+        float(grads(state.replace(seed=np.uint32(seed)), batch).loss)
         for seed in (0, 0, 1, 2**32 - 1)
     ]
     assert losses[0] == losses[1] and len({*losses}) == 3

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import toys
-from jaxdp.config.reading import from_mapping
+from jaxdp.config.parsing import from_mapping
 from jaxdp.data.dataset import Arrays
 from jaxdp.errors import UsageError
 from jaxdp.metrics.console import Console

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from jaxdp.cli import load
 from jaxdp.config import Config, values
-from jaxdp.config.reading import from_mapping
+from jaxdp.config.parsing import from_mapping
 from jaxdp.errors import UsageError
 from jaxdp.run import rundir
 from jaxdp.targets import bind

@@ -14,8 +14,8 @@ import optax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Jaxpr, Literal
 
+from jaxdp.optim.interpreter import CALLS, bind, needed
 from jaxdp.split import path_string
-from jaxdp.train.interpreter import CALLS, bind, needed
 
 Tree = Any
 NAME = "learning_rate"

@@ -1,0 +1,327 @@
+"""How parameters are read on a device, and how their gradients come back.
+
+Reading is one function with one derivative, for all stages of ZeRO:
+
+    forward    slices are gathered to full parameters (stage 3), in the dtype of the computation
+    backward   gradients are summed over the devices, to slices (stages 1 to 3) or in full (stage 0)
+
+The model reads most parameters before it starts. Those of scanned blocks stay `Stored`, and each
+block reads its own inside the scan (`jaxdp.models.scan`). So one full block is in memory at a time.
+While the backward pass goes on with the block below, the devices exchange the gradients of this
+one; a sum over all blocks after the loop could overlap with nothing.
+
+Gradients of the passes over microbatches before the last are summed with it. A block that is read
+once adds its own to them in its backward rule, and sends the sum. Whatever nobody has taken so is
+sent by itself (`inject`).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxdp.parallel.sum_plan import NEVER, Plan, order_of
+from jaxdp.precision import cast_floats
+from jaxdp.split import WHOLE, fit, path_string, take
+from jaxdp.train.metric_sums import at_least_float32
+from jaxdp.train.state import merge
+from jaxdp.train.step import Replica
+
+Tree = Any
+
+
+class Stored(struct.PyTreeNode):
+    """One parameter, or a stack of them [block, ...], before it is read.
+
+    Args:
+        slot: what is differentiated. Only its shape counts, that of the gradient: full, or a slice.
+            None: the parameter is frozen.
+        value: the parameter as it is stored: full, or a slice.
+        earlier: this device's full gradient of earlier passes, to be sent with this one; or None.
+        spare: the same, as long as nobody has taken it.
+        dim: along which slices are, counted from the end, so that it is the same for a stack and
+            for one of its blocks; 0: there are no slices.
+        size: of this dim, without padding.
+        dtype: of the parameter that is read.
+        summed: the gradient is summed over the devices where it is computed.
+        in_block: the parameter is read inside a scan over blocks.
+        ticket: whether `spare` was taken.
+    """
+
+    slot: jax.Array | None
+    value: jax.Array
+    earlier: jax.Array | None
+    spare: jax.Array | None
+    dim: int = struct.field(pytree_node=False)
+    size: int = struct.field(pytree_node=False)
+    dtype: Any = struct.field(pytree_node=False)
+    summed: bool = struct.field(pytree_node=False)
+    in_block: bool = struct.field(pytree_node=False)
+    ticket: "Ticket" = struct.field(pytree_node=False)
+
+
+class Ticket:
+    """Says, while a program is traced, whether a gradient of earlier passes was taken."""
+
+    taken = False
+
+
+def is_stored(x: Any) -> bool:
+    return isinstance(x, Stored)
+
+
+def is_none(x: Any) -> bool:
+    return x is None
+
+
+class ShardedReplica(Replica):
+    """A device's part in a step under a plan; it lives inside a program that maps the plan's axes.
+
+    Args:
+        plan: see `Plan`.
+        numbers: int32 [local], of its microbatches.
+    """
+
+    def __init__(self, plan: Plan, numbers: jax.Array):
+        super().__init__(numbers)
+        self.plan, self.reduces_last = plan, plan.when == "last"
+
+    def is_plain(self) -> bool:
+        """Return whether parameters are read as they are, and gradients returned as computed."""
+        return not self.plan.sharded and self.plan.when == NEVER
+
+    def summed(self, last: bool) -> Tree:
+        """Return a tree of booleans like the parameters: see `Plan.summed`."""
+        return self.plan.summed(last)
+
+    def slots(self, params: Tree, last: bool) -> Tree:
+        """See `Replica`. Their values are never read, so computing them costs nothing."""
+        if self.is_plain():
+            return params
+        plan = self.plan
+        index = jax.lax.axis_index(plan.axes.shard)
+        parts = jax.lax.axis_size(plan.axes.shard)
+
+        def slot(x: jax.Array | None, full: Any, dim: int, summed: bool) -> jax.Array | None:
+            if x is None:
+                return None
+            wants_slice = summed and plan.sliced
+            if dim == WHOLE or wants_slice == plan.sharded:
+                return at_least_float32(x)
+            if wants_slice:
+                return take(at_least_float32(x), dim, index, parts)
+            return jnp.zeros(full.shape, at_least_float32(x).dtype)
+
+        trees = (params, plan.shapes, plan.dims, self.summed(last))
+        return jax.tree.map(slot, *trees, is_leaf=is_none)
+
+    def params(self, slots: Tree, stored: Tree, dtype: Any, last: bool, earlier: Tree) -> Tree:
+        if self.is_plain():
+            return super().params(slots, stored, dtype, last, earlier)
+        plan = self.plan
+        earlier = jax.tree.map(lambda _: None, stored) if earlier is None else earlier
+
+        def store(
+            slot: Any, value: Any, spare: Any, full: Any, dim: int, summed: bool, in_block: bool
+        ) -> Stored:
+            from_end, size = (0, 0) if dim == WHOLE else (dim - len(full.shape), full.shape[dim])
+            ticket, wanted = Ticket(), dim if plan.sliced else WHOLE
+            if slot is not None and spare is not None:
+                spare = jax.lax.stop_gradient(spare)
+                slot = inject(slot, spare, ticket, plan if summed else None, wanted)
+            value = jax.lax.stop_gradient(value)  # the gradient leaves through the slot
+            return Stored(
+                slot=slot,
+                value=value,
+                earlier=None,
+                spare=spare,
+                dim=from_end,
+                size=size,
+                dtype=jnp.dtype(dtype),
+                summed=summed,
+                in_block=in_block,
+                ticket=ticket,
+            )
+
+        trees = (slots, stored, earlier, plan.shapes, plan.dims, self.summed(last), plan.in_blocks)
+        leaves = jax.tree.map(store, *trees, is_leaf=is_none)
+
+        def others(x: Stored) -> Stored | None:
+            return None if x.in_block else x
+
+        def blocks(x: Stored) -> Stored | None:
+            return x if x.in_block else None
+
+        now = jax.tree.map(others, leaves, is_leaf=is_stored)
+        return merge(self.read(now), jax.tree.map(blocks, leaves, is_leaf=is_stored))
+
+    def read(self, stored: Tree) -> Tree:
+        """Read all leaves of a tree at once, so that a bucket can hold the gradients of a block."""
+        leaves, treedef = jax.tree.flatten(stored, is_leaf=is_stored)
+        if not leaves or not is_stored(leaves[0]):
+            return stored
+        read = jax.custom_vjp(self._gather)
+        read.defvjp(self._forward, self._backward)
+        return jax.tree.unflatten(treedef, read(leaves, self.live))
+
+    def _gather(self, leaves: list[Stored], live: Any) -> list[jax.Array]:
+        """Return full parameters, without padding, in the dtype of the computation."""
+        full = [cast_floats(x.value, x.dtype) for x in leaves]
+        split = [i for i, x in enumerate(leaves) if x.dim and self.plan.sharded]
+        dims = [full[i].ndim + leaves[i].dim for i in split]
+        slices = [full[i] for i in split]
+        if split:
+            slices = self.plan.reduction.gather(slices, dims, self.plan.axes.shard)
+        for i, dim, x in zip(split, dims, slices):
+            full[i] = fit(x, (*x.shape[:dim], leaves[i].size, *x.shape[dim + 1 :]))
+        return self.settle(full, self.plan.sharded, leaves[0].in_block, live)
+
+    def _forward(self, leaves: list[Stored], live: Any) -> Any:
+        return self._gather(leaves, live), residuals_of(leaves, live)
+
+    def _backward(self, residuals: Any, grads: list[jax.Array]) -> tuple[list[Stored], None]:
+        """Return the gradients by the slots, from those by the full parameters."""
+        leaves, live = residuals
+        grads = self.settle(grads, any(x.summed for x in leaves), leaves[0].in_block, live)
+        by_slot: list[Any] = [
+            None if x.slot is None else grad.astype(x.slot.dtype) for x, grad in zip(leaves, grads)
+        ]
+        by_slot = [g if x.earlier is None else x.earlier + g for x, g in zip(leaves, by_slot)]
+        sent = [i for i, x in enumerate(leaves) if x.summed and x.slot is not None]
+        dims = [
+            by_slot[i].ndim + leaves[i].dim if leaves[i].dim and self.plan.sliced else WHOLE
+            for i in sent
+        ]
+        for i, x in zip(sent, self.plan.send([by_slot[i] for i in sent], dims)):
+            by_slot[i] = x
+        return [x.replace(slot=g, earlier=None) for x, g in zip(leaves, by_slot)], None
+
+    def sums_later(self, stored: Tree) -> bool:
+        leaves = jax.tree.leaves(stored, is_leaf=is_stored)
+        is_sent = any(is_stored(x) and x.summed and x.slot is not None for x in leaves)
+        return self.plan.later and is_sent and len(leaves[0].value) > 1
+
+    def values(self, stored: Tree) -> Tree:
+        def value_alone(x: Stored) -> Stored:
+            return x.replace(slot=None, earlier=None, spare=None)
+
+        return jax.tree.map(value_alone, stored, is_leaf=is_stored)
+
+    def open(self, stored: Tree) -> Tree:
+        """Return zeros with the shapes of a block's full gradients. Nothing reads them, so they cost
+        nothing."""
+
+        def zeros(x: Stored) -> jax.Array | None:
+            shape = [
+                x.size if i == x.value.ndim + x.dim else n for i, n in enumerate(x.value.shape)
+            ]
+            return None if x.slot is None else jnp.zeros(shape, x.slot.dtype)
+
+        def make(leaves: list[Stored], live: Any) -> list[Any]:
+            return [zeros(x) for x in leaves]
+
+        def forward(leaves: list[Stored], live: Any) -> Any:
+            return make(leaves, live), residuals_of(leaves, live)
+
+        opened = jax.custom_vjp(make)
+        opened.defvjp(forward, self._backward)
+        return opened(jax.tree.leaves(stored, is_leaf=is_stored), self.live)
+
+    def close(self, values: Tree, token: Tree) -> Tree:
+        leaves, treedef = jax.tree.flatten(values, is_leaf=is_stored)
+
+        def make(leaves: list[Stored], token: list[Any], live: Any) -> list[jax.Array]:
+            return self._gather(leaves, live)
+
+        def forward(leaves: list[Stored], token: list[Any], live: Any) -> Any:
+            return make(leaves, token, live), [empty_like(x) for x in token]
+
+        def backward(like: list[Any], grads: list[jax.Array]) -> tuple[None, list[Any], None]:
+            pairs = zip(like, grads, strict=True)
+            return None, [None if x is None else g.astype(x.dtype) for x, g in pairs], None
+
+        closed = jax.custom_vjp(make)
+        closed.defvjp(forward, backward)
+        return jax.tree.unflatten(treedef, closed(leaves, token, self.live))
+
+    def once(self, stored: Tree) -> Tree:
+        def take_spare(x: Any) -> Any:
+            if not is_stored(x) or x.spare is None or not x.summed:
+                return x
+            x.ticket.taken = True
+            return x.replace(earlier=x.spare, spare=None)
+
+        return jax.tree.map(take_spare, stored, is_leaf=is_stored)
+
+    def join(self, tree: Tree) -> Tree:
+        def gather(x: jax.Array) -> jax.Array:
+            is_small = jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize < 4
+            # A dtype that all backends support.
+            sent = x.astype(jnp.int32) if is_small or x.dtype == jnp.bool_ else x
+            joined = jax.lax.all_gather(sent, self.plan.axes.all, tiled=True)
+            return joined[order_of(self.plan.assignment)].astype(x.dtype)
+
+        return jax.tree.map(gather, tree)
+
+    def settle(self, arrays: list[jax.Array], moved: bool, in_block: bool, live: Any) -> Any:
+        """Return parameters after they were read, or gradients before they are summed; an
+        arithmetic whose bits must not depend on the program keeps them from being fused.
+
+        Args:
+            moved: they have been gathered, or will be summed over the devices.
+            in_block: they are those of a block.
+            live: `self.live`, as it reaches the derivative.
+        """
+        return arrays
+
+    live: Any = None
+    """What `settle` needs on the device."""
+
+
+def residuals_of(leaves: list[Stored], live: Any) -> tuple[list[Stored], Any]:
+    """Return what the backward pass needs: of slots, the dtypes alone."""
+    return [x.replace(slot=empty_like(x.slot), value=None, spare=None) for x in leaves], live
+
+
+def empty_like(x: jax.Array | None) -> jax.Array | None:
+    """Return an array without elements, since residuals of a derivative must be arrays."""
+    return None if x is None else jnp.zeros((0,), x.dtype)
+
+
+def inject(
+    slot: jax.Array, earlier: jax.Array, ticket: Ticket, plan: Plan | None, dim: int
+) -> jax.Array:
+    """Return the slot. Its gradient has that of earlier passes added, unless this was taken.
+
+    Args:
+        plan: by which the gradient is summed over the devices; None: it is not.
+        dim: along which slices of the sum are wanted, or WHOLE.
+    """
+
+    @jax.custom_vjp
+    def same(slot: jax.Array, earlier: jax.Array) -> jax.Array:
+        return slot
+
+    def forward(slot: jax.Array, earlier: jax.Array) -> tuple[jax.Array, Any]:
+        return slot, earlier
+
+    # JAX traces this after all of the forward pass, so the ticket says what has happened there.
+    def backward(earlier: jax.Array, grad: jax.Array) -> tuple[jax.Array, None]:
+        if ticket.taken:
+            return grad, None
+        [total] = [earlier] if plan is None else plan.send([earlier], [dim])
+        return grad + total.astype(grad.dtype), None
+
+    same.defvjp(forward, backward)
+    return same(slot, earlier)
+
+
+def in_blocks(params: Tree, blocks: tuple[str, ...]) -> Tree:
+    """Return a tree of booleans: the leaves below one of the paths (a/b)."""
+    heads = tuple(f"{path}/" for path in blocks)
+
+    def is_inside(path: Any, _: Any) -> bool:
+        return bool(heads) and f"{path_string(path)}/".startswith(heads)
+
+    return jax.tree_util.tree_map_with_path(is_inside, params)

@@ -1,0 +1,86 @@
+"""The plan of a sum: how a program's devices store parameters and sum gradients."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdp.axes import Axes
+from jaxdp.parallel.reduction import Reduction
+from jaxdp.split import WHOLE
+
+Tree = Any
+NEVER, LAST, EVERY = "never", "last", "every"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a program's devices store parameters and sum gradients. The program defines the axes.
+
+    Args:
+        assignment: int32 [device, local], the numbers of the microbatches of each device, -1 for
+            none.
+        dims: of the parameters, the dim along which each is sharded where it is, or WHOLE.
+        shapes: of the full parameters, without padding.
+        trainable: see `Step`.
+        sharded: parameters are stored as slices along `dims`.
+        sliced: the update wants slices of gradients along `dims`.
+        when: gradients are summed over the devices inside the backward pass of EVERY pass over
+            microbatches, those that are sharded; inside the LAST pass, those of blocks; or NEVER.
+        later: a block's gradients are summed while those of the next block are computed.
+        in_blocks: a tree of booleans like the parameters: those that are read one block at a time.
+        dtype: of gradients while they are sent; None: their own.
+        is_update: False for an evaluation, which has no gradients.
+    """
+
+    reduction: Reduction
+    axes: Axes
+    assignment: np.ndarray
+    dims: Tree
+    shapes: Tree
+    trainable: Callable[[Tree], Tree]
+    sharded: bool = False
+    sliced: bool = False
+    when: str = NEVER
+    later: bool = False
+    in_blocks: Tree = None
+    dtype: Any = None
+    is_update: bool = False
+
+    def numbers(self) -> jax.Array:
+        """Return the numbers [local] of this device's microbatches; call it inside the program."""
+        return jnp.asarray(self.assignment)[jax.lax.axis_index(self.axes.all)]
+
+    def summed(self, last: bool) -> Tree:
+        """Return a tree of booleans like the parameters: those whose gradients the backward pass of
+        a pass over microbatches sums over the devices."""
+
+        def in_this_pass(dim: int, in_block: bool) -> bool:
+            if self.when == EVERY:
+                return dim != WHOLE
+            return self.when == LAST and last and in_block
+
+        return jax.tree.map(in_this_pass, self.dims, self.in_blocks)
+
+    def send(self, grads: list[jax.Array], dims: list[int]) -> list[jax.Array]:
+        """Sum full gradients over the devices: to slices along dims, or to full ones (WHOLE)."""
+        sent = [x if self.dtype is None else x.astype(self.dtype) for x in grads]
+        split = [i for i, dim in enumerate(dims) if dim != WHOLE]
+        whole = [i for i, dim in enumerate(dims) if dim == WHOLE]
+        total: dict[int, jax.Array] = {}
+        if split:
+            operands = [sent[i] for i in split], [dims[i] for i in split]
+            total |= zip(split, self.reduction.scatter(*operands, self.axes))
+        if whole:
+            total |= zip(whole, self.reduction.reduce([sent[i] for i in whole], self.axes.all))
+        return [total[i].astype(x.dtype) for i, x in enumerate(grads)]
+
+
+def order_of(assignment: np.ndarray) -> np.ndarray:
+    """Return the position of each microbatch in [device x local]."""
+    flat = assignment.reshape(-1)
+    order = np.argsort(np.where(flat < 0, flat.size, flat), kind="stable")
+    return order[: flat.max() + 1]
