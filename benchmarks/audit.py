@@ -145,8 +145,9 @@ def worker(args: argparse.Namespace, more: list[str]) -> None:
     from jaxdp.process import context as distributed
     from jaxdp.process import environment
     from jaxdp.run.build import make_run
-    from jaxdp.run.config_checks import with_checks
-    from jaxdp.train import loop
+    from jaxdp.run.config_checks import make_checks
+    from jaxdp.run.driver import Training
+    from jaxdp.train.run import Progress
 
     environment.exact()
     context = distributed.init()
@@ -166,21 +167,27 @@ def worker(args: argparse.Namespace, more: list[str]) -> None:
                 named.append({"kind": kind, "step": step, **facts})
 
     folder = pathlib.Path(args.folder)
-    run = make_run(config, folder, context).replace(events=Log(), log_every=10**9, eval={})
+    run = make_run(config, folder, context)
+    run = dataclasses.replace(
+        run,
+        data=dataclasses.replace(run.data, eval={}),
+        options=dataclasses.replace(run.options, log_every=10**9),
+    )
+    run.log.events = Log()
     wanted = (
         faults(args.flips, args.every, args.seed) if args.mode == "flips" and args.seed >= 0 else []
     )
-    run = with_checks(run, config, [inject.Fault("flip", **fault) for fault in wanted])
-    *before, audit = run.hooks.checks
+    injection = inject.Injection(run, [inject.Fault("flip", **fault) for fault in wanted], 0, None)
+    training = Training(run, Progress(), step=injection.flips(run.step))
+    *before, audit = make_checks(run, config, training.watch, None, injection)
     timed = Timed(audit)
     after = [Restored(args.every)] if args.mode == "flips" else []
-    run = run.replace(checks=[*map(Saved, after), *before, timed, *after])
     open_collectives(context)
     updates: list[float] = []
     timer = Timed(audit)
     timer.is_due = lambda run, progress, last=False: updates.append(time.perf_counter())
-    run = run.replace(checks=[*run.hooks.checks, timer])
-    loop.fit(run)
+    training.checks = [*map(Saved, after), *before, timed, *after, timer]
+    training.train()
     if context.is_root:
         gaps = [b - a for a, b in itertools.pairwise(updates)]
         digests = [digest for restored in after for digest in restored.digests]

@@ -55,7 +55,7 @@ def turn_of(
     run = make_run(
         load(["--config", str(ROOT / config), *keys])[0], pathlib.Path(folder), jaxdp.init()
     )
-    program, state = run.strategy.compile(run.step), run.origin.begin(run)
+    program, state = run.strategy.compile(run.step), run.strategy.init()
     with run.data.train.batches(0, 1, run.strategy) as batches:
         _, batch = next(iter(batches))
 

@@ -8,6 +8,7 @@ Prints JSON. Other arguments go to the config.
 """
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import statistics
@@ -24,8 +25,8 @@ from jaxdp.cli import load
 from jaxdp.data.cifar10 import CIFAR10
 from jaxdp.metrics.writer import Writer
 from jaxdp.run.build import make_run
-from jaxdp.train import loop
-from jaxdp.train.lookback import Lookback
+from jaxdp.run.driver import Training
+from jaxdp.train.loop import fit
 from jaxdp.train.run import Progress
 
 
@@ -70,7 +71,9 @@ def main(argv: list[str]) -> None:
     n, examples = options.updates, config.batch_size * options.updates
     with tempfile.TemporaryDirectory() as folder:
         run = make_run(config, pathlib.Path(folder), jaxdp.init())
-        program, at = run.strategy.compile(run.step), Progress(0, run.strategy.init())
+        at = Progress(run.strategy.init())
+        training = Training(run, at)
+        training.program = run.strategy.compile(run.step)
         dataset: Any = run.data.train.dataset
         assert isinstance(dataset, CIFAR10)
 
@@ -90,9 +93,12 @@ def main(argv: list[str]) -> None:
 
         def trained() -> tuple[float, float]:
             waits: Any = Waits()
-            part = run.replace(writer=waits, log_every=10, start=at.step, steps=at.step + n)
+            options = dataclasses.replace(run.options, steps=at.step + n, log_every=10)
+            training.run = dataclasses.replace(run, options=options)
+            run.log.writer = waits
             began = time.perf_counter()
-            loop.advance(part, program, at, Lookback())
+            training.observers = training.observe()  # with these options
+            fit(training.run, training.program, at, training.observers, training)
             jax.block_until_ready(at.state)
             return examples / (time.perf_counter() - began), statistics.mean(waits.found)
 

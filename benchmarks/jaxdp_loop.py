@@ -4,6 +4,7 @@ file.
 python -m benchmarks.jaxdp_loop FOLDER --config configs/gpt_3m.yaml [--key value ...]
 """
 
+import dataclasses
 import pathlib
 import sys
 from typing import Any
@@ -35,8 +36,8 @@ def main(folder: str, argv: list[str]) -> None:
     from jaxdp.metrics.jsonl import JsonLines
     from jaxdp.process.monitor import RunMonitor
     from jaxdp.run.build import make_run
-    from jaxdp.train import loop
-    from jaxdp.train.lookback import Lookback
+    from jaxdp.run.driver import Training
+    from jaxdp.train.loop import fit
     from jaxdp.train.run import Progress
 
     context = jaxdp.init()
@@ -49,14 +50,17 @@ def main(folder: str, argv: list[str]) -> None:
     )
     kept = Losses()
     lines = JsonLines(directory / "metrics.jsonl") if context.is_root else Writer()
-    run = run.replace(writer=Many([lines, kept]), watch=watch)
-    program = run.strategy.compile(run.step)
-    at = Progress(0, run.origin.begin(run))
+    run.log.writer = Many([lines, kept])
+    at = Progress(run.strategy.init())
+    training = Training(run, at, watch=watch)
+    training.program = run.strategy.compile(run.step)
     jax.block_until_ready(at.state)
 
     def advance(updates: int, **more: Any) -> None:
-        part = run.replace(start=at.step, steps=at.step + updates, **more)
-        loop.advance(part, program, at, Lookback())
+        options = dataclasses.replace(run.options, steps=at.step + updates, **more)
+        training.run = dataclasses.replace(run, options=options)
+        training.observers = training.observe()  # with these options
+        fit(training.run, training.program, at, training.observers, training)
         jax.block_until_ready(at.state)
 
     def losses(updates: int) -> list[float]:

@@ -41,9 +41,9 @@ class WorstClasses:
     def __init__(self, count: int = 3):
         self.count = count
 
-    def on_eval(self, step, metrics):
+    def evaluated(self, step, record):
         classes = sorted(
-            (value, name) for name, value in metrics.items() if name.startswith("accuracy/")
+            (value, name) for name, value in record.items() if name.startswith("accuracy/")
         )
         if jaxdp.current().is_root:
             print(
@@ -60,10 +60,10 @@ class Histograms:
     def __init__(self, bins: int = 32):
         self.bins, self.last = bins, None
 
-    def on_start(self, run):
+    def start(self, run, progress):
         self.run = run
 
-    def on_eval(self, step, metrics):
+    def evaluated(self, step, record):
         checkpoints = self.run.checkpoints
         if checkpoints.wait() is not None or not checkpoints.steps() or not jaxdp.current().is_root:
             return
@@ -92,10 +92,10 @@ class Pictures:
     def __init__(self, count: int = 8):
         self.count = count
 
-    def on_start(self, run):
+    def start(self, run, progress):
         self.run = run
 
-    def on_eval(self, step, metrics):
+    def evaluated(self, step, record):
         import PIL.Image
 
         if jaxdp.current().is_root:  # one rank writes
@@ -117,10 +117,10 @@ class TextSamples:
         defaults = {name: option.default for name, option in VERBS["sample"].options.items()}
         self.options = {**defaults, "prompt": prompt, "tokens": tokens}
 
-    def on_start(self, run):
+    def start(self, run, progress):
         self.run = run
 
-    def on_eval(self, step, metrics):
+    def evaluated(self, step, record):
         if (
             self.run.checkpoints.wait() is None
             and self.run.checkpoints.steps()

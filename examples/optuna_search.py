@@ -7,7 +7,6 @@ python examples/optuna_search.py
 import optuna
 
 import jaxdp
-from jaxdp.run.callbacks import StopTraining
 
 
 class Prune:
@@ -18,10 +17,10 @@ class Prune:
     def __init__(self, trial):
         self.trial = trial
 
-    def on_eval(self, step, metrics):
-        self.trial.report(metrics["accuracy"], step)
+    def evaluated(self, step, record):
+        self.trial.report(record["accuracy"], step)
         if self.trial.should_prune():
-            raise StopTraining("pruned by Optuna")
+            raise jaxdp.StopTraining("pruned by Optuna")
 
 
 def objective(trial: optuna.Trial) -> float:

@@ -38,6 +38,8 @@ _HOME = {
     "distributed_optimizer": "jaxdp.interop.optimizer",
     "allreduce_metrics": "jaxdp.interop.metrics",
     "elastic": "jaxdp.interop.elastic",
+    "Observer": "jaxdp.train.observer",
+    "StopTraining": "jaxdp.run.callbacks",
     "UsageError": "jaxdp.errors",
     "DistributedError": "jaxdp.errors",
 }

@@ -50,7 +50,7 @@ def fit(
     metric sums). optimizer: an Optax transformation. Each of them may also be a name as in a
     config, or {"target": name or object, "args": {...}, ...}. eval_data: the evaluation set; by
     default the dataset's test split, if it has one. transform: see `data.transform`. callbacks:
-    objects with methods of `jaxdp.run.callbacks`, or entries as in a config. The other
+    objects with methods of `jaxdp.Observer`, or entries as in a config. The other
     arguments are keys of a config, with dicts for its sections: steps or epochs, batch_size,
     microbatches, parallel={"zero": 1}, eval={"every": 100} (docs/own_model.md; `jaxdp train --help`
     lists all).

@@ -29,11 +29,19 @@ WAIT = 60.0  # seconds for the end of a generation that a process leaves
 
 class Audit:
     """every: updates between two audits; there is one after the last update too. action: see the
-    config's `audit`.
+    config's `audit`. watch: the monitor of the run. snapshots: of an elastic job.
     """
 
-    def __init__(self, probe: Probe, every: int, action: str):
+    def __init__(
+        self,
+        probe: Probe,
+        every: int,
+        action: str,
+        watch: Any,
+        snapshots: Any,
+    ):
         self.probe, self.every, self.action = probe, every, action
+        self.watch, self.snapshots = watch, snapshots
         self.last: int | None = None  # the update after which the last audit was made
         self.named: set[Any] = set()
         self.failed = False  # then a later audit that passes does not make the state right
@@ -45,9 +53,21 @@ class Audit:
 
     def is_due(self, run: Run, progress: Progress, last: bool = False) -> bool:
         if self.last is None:
-            self.last, run.checkpoints.audited = run.origin.start, passed_before(run)
+            self.last = progress.start
+            run.checkpoints.audited = self._passed_before(run, progress)
         passed = progress.step - self.last
         return self.every > 0 and (not 0 <= passed < self.every or (last and passed > 0))
+
+    def _passed_before(self, run: Run, progress: Progress) -> int:
+        """Return the last update that an audit had passed before this run, as its checkpoints
+        store, or 0.
+        """
+        if progress.recovered and self.snapshots.audited:  # only such states were copied
+            return progress.start
+        metas = run.checkpoints.metas
+        return run.checkpoints.context.of_root(
+            "audited", lambda: max((m.get("audited", 0) for m in metas().values()), default=0), SLOW
+        )
 
     def check(self, run: Run, progress: Progress, batch: Batch) -> None:
         """Audit the devices after an update. Raises RunFailed if the action is to end this process
@@ -59,7 +79,7 @@ class Audit:
         name = f"the audit after update {step}"
 
         def compute():
-            return run.hooks.watch.run_step(name, self.measure, run, progress.state, batch)
+            return self.watch.run_step(name, self.measure, run, progress.state, batch)
 
         runs = [
             compute() for _ in range(2 if len(self._titles) == 1 else 1)
@@ -88,7 +108,7 @@ class Audit:
         prints = self.probe.fingerprints(*self.probe.inputs(state), batch)
         shards = sorted(prints.addressable_shards, key=lambda s: s.index[0].start or 0)
         local = np.concatenate([np.asarray(s.data) for s in shards])
-        damaged = run.hooks.snapshots is not None and run.hooks.snapshots.drop_damaged()
+        damaged = self.snapshots is not None and self.snapshots.drop_damaged()
         text = json.dumps([damaged, base64.b64encode(local.tobytes()).decode()])
         texts = run.checkpoints.context.exchange("audit", text, SLOW)
         rows = []
@@ -152,7 +172,7 @@ class Audit:
         if self.action == "warn":
             return self._warn(run, step, frozenset(verdict.devices), text, log=False)
         self._set_aside(run)
-        elastic = run.hooks.snapshots is not None
+        elastic = self.snapshots is not None
         if self.action == "expel" and verdict.certain and elastic and len(faulty) < context.size:
             if context.rank in faulty:
                 raise RunFailed(f"{text}; this process leaves the job")
@@ -165,8 +185,8 @@ class Audit:
         """Let no state that was copied since the last audit that passed be used again."""
         passed = run.checkpoints.audited or 0
         run.checkpoints.wait()
-        if run.hooks.snapshots is not None:
-            run.hooks.snapshots.drop_after(passed)
+        if self.snapshots is not None:
+            self.snapshots.drop_after(passed)
         if run.checkpoints.writes:
             for step in run.checkpoints.steps():
                 if step > passed:
@@ -200,21 +220,6 @@ class Audit:
             run.log.writer.say(f"warning: {text}")
             if log:
                 run.log.events.note("audit", step, reason=text)
-
-
-def passed_before(run: Run) -> int:
-    """Return the last update that an audit had passed before this run, as its checkpoints store, or
-    0.
-    """
-    if (
-        run.origin.recovered is not None and run.hooks.snapshots.audited
-    ):  # only such states were copied
-        return run.origin.start
-
-    def stored():
-        return [meta.get("audited", 0) for meta in run.checkpoints.metas().values()]
-
-    return max(run.checkpoints.context.of_root("audited", stored, SLOW), default=0)
 
 
 def kind_of(device: jax.Device) -> str:

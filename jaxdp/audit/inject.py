@@ -102,20 +102,19 @@ def of_this_process() -> list[Fault]:
 
 class Injection:
     """The faults of a run. `flips` is for the step; the others occur as a check of the loop,
-    between two updates.
+    between two updates. start: the update after which the run starts. snapshots: of an elastic job.
     """
 
-    def __init__(self, run: Run, faults: list[Fault]):
+    def __init__(self, run: Run, faults: list[Fault], start: int, snapshots: Any):
         context, devices, self.faults = run.checkpoints.context, run.strategy.devices, faults
+        self.snapshots = snapshots
 
         def of(rank):
             return [i for i, d in enumerate(devices) if d.process_index == rank]
 
         for fault in faults:
             if fault.mine is None:  # in later generations of an elastic job the ranks are others
-                if not run.origin.start and (
-                    fault.rank >= context.size or fault.device >= len(devices)
-                ):
+                if not start and (fault.rank >= context.size or fault.device >= len(devices)):
                     raise UsageError(
                         f"{NAME}: rank {fault.rank}, device {fault.device}, but there are {context.size} ranks with "
                         f"{len(devices)} devices; count from 0",
@@ -126,9 +125,7 @@ class Injection:
                     if 0 <= fault.device < len(devices)
                     else fault.rank
                 )
-                fault.mine = context.rank == rank and (
-                    fault.repeat or run.origin.start < fault.step
-                )
+                fault.mine = context.rank == rank and (fault.repeat or start < fault.step)
                 fault.local = of(rank).index(fault.device) if fault.device in of(rank) else 0
         texts = context.exchange(
             "faults", json.dumps([fault.local if fault.mine else None for fault in faults])
@@ -159,10 +156,10 @@ class Injection:
                     getattr(progress.state, fault.target), fault, run.strategy.devices[fault.device]
                 )
                 progress.state = progress.state.replace(**{fault.target: flipped})
-            elif fault.target == "snapshot" and run.hooks.snapshots is not None:
-                fault.done = run.hooks.snapshots.newest is not None
+            elif fault.target == "snapshot" and self.snapshots is not None:
+                fault.done = self.snapshots.newest is not None
                 if fault.done:
-                    arrays = next(iter(run.hooks.snapshots.newest.parts.values()))
+                    arrays = next(iter(self.snapshots.newest.parts.values()))
                     i = fault.leaf % len(arrays)
                     arrays[i] = flipped_array(arrays[i], fault)
 

@@ -36,8 +36,8 @@ ROUND = 7  # measurements that name a process, one after each update
 class SlowDevices:
     """factor: name a process that takes this many times as long as the median of the others."""
 
-    def __init__(self, probe: Probe, factor: float):
-        self.probe, self.factor = probe, factor
+    def __init__(self, probe: Probe, factor: float, watch: Any):
+        self.probe, self.factor, self.watch = probe, factor, watch
         self.times: collections.deque[float] = collections.deque(
             maxlen=BEFORE + RECENT
         )  # seconds, of updates
@@ -61,9 +61,9 @@ class SlowDevices:
             self.debt = max(0.0, self.debt - SHARE * passed)
             if not self.round and (now > self.next or self.has_risen()) and self.may_measure():
                 self.next = float("inf")
-                run.hooks.watch.request("probe")
+                self.watch.request("probe")
         self.before = (step, now)
-        return not last and (run.hooks.watch.is_asked("probe") or bool(self.round))
+        return not last and (self.watch.is_asked("probe") or bool(self.round))
 
     def add_time(self, seconds: float) -> None:
         """Add the time of an update, unless the loop only dispatched it, as it does after each
@@ -83,7 +83,7 @@ class SlowDevices:
     def check(self, run: Run, progress: Progress, batch: Batch) -> None:
         """Measure all processes; name those that are slow, at the end of a round of measurements."""
         began = time.perf_counter()
-        with run.hooks.watch.suspend_timeout("measures its devices"):
+        with self.watch.suspend_timeout("measures its devices"):
             times, shares = self._measure(run, progress.state, batch)
         self.measured.append(times)
         factors = with_shares(times, shares) if on_cpu() else relative(times)

@@ -11,12 +11,12 @@ from jaxdp.metrics.console import Console
 from jaxdp.parallel.placement import open_collectives
 from jaxdp.process.context import Context
 from jaxdp.run import rundir
-from jaxdp.run.build import make_run
+from jaxdp.run.build import make_run, restore
 from jaxdp.run.components import NOTHING
 from jaxdp.run.resume import resume_step
-from jaxdp.run.save import restore
+from jaxdp.run.source import not_finite
 from jaxdp.run.training_job import use_compilation_cache
-from jaxdp.train.evaluate import evaluate, not_finite
+from jaxdp.train.evaluate import evaluate
 
 
 def run(call: Call) -> None:

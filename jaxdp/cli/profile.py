@@ -37,13 +37,14 @@ def profile(config: Config, path: str | None, context: Context, options: dict[st
     run, directory = make_run(config, directory, context), folder(directory)
     open_collectives(context)
     program, strategy = run.strategy.compile(run.step), run.strategy
-    state = run.origin.begin(run)
+    state = strategy.init()
     with run.data.train.batches(0, WARM_UP + updates, strategy) as batches:
-        _, first = next(batches)
+        items = iter(batches)
+        _, first = next(items)
         texts = [part.compile().as_text() for part in program.lowered(state, first).values()]
         state, metrics = program.update(state, first)
         for _ in range(WARM_UP - 1):
-            state, metrics = program.update(state, next(batches)[1])
+            state, metrics = program.update(state, next(items)[1])
         jax.block_until_ready((state, metrics))
         context.barrier("profile")
         profiler_options = jax.profiler.ProfileOptions()
@@ -52,7 +53,7 @@ def profile(config: Config, path: str | None, context: Context, options: dict[st
             began = time.perf_counter()
             for i in range(updates):
                 with jax.profiler.StepTraceAnnotation(trace.ANNOTATION, step_num=i):
-                    state, metrics = program.update(state, next(batches)[1])
+                    state, metrics = program.update(state, next(items)[1])
             jax.block_until_ready((state, metrics))
             milliseconds = 1e3 * (time.perf_counter() - began) / updates
     operations, called = trace.read(directory)

@@ -22,9 +22,9 @@ from jaxdp.metrics.numbers import size as shown
 from jaxdp.metrics.writer import Newest
 from jaxdp.process import hosts
 from jaxdp.process.context import Context
-from jaxdp.run.save import metadata, save, wait_for_checkpoint
 from jaxdp.split import WHOLE
-from jaxdp.train.run import Progress, Run
+from jaxdp.train.observer import Observer
+from jaxdp.train.run import Run
 from jaxdp.train.state import TrainState
 
 FIRST, COPIES = 10, 6  # updates between the first copies, and their number
@@ -92,7 +92,7 @@ class Found(NamedTuple):
     snapshot: Snapshot
 
 
-class Snapshots:
+class Snapshots(Observer):
     """The newest snapshots of this process.
 
     every: updates between two; "auto" chooses it after the sixth, so that they take a hundredth of
@@ -123,60 +123,56 @@ class Snapshots:
         self._enough_memory = True
         self._copies: Any = None
 
-    def start(self, run: Run) -> None:
+    def prepare(self, training: Any) -> None:
         """Prepare for a run on new devices; copy the state that it has recovered, if that is split
         in another way.
         """
-        self._pending, self._copies = None, Copies(run.strategy, run.checkpoints.context.hosts)
+        run, self.training = training.run, training
+        context = run.checkpoints.context
+        self._pending, self._copies = None, Copies(run.strategy, context.hosts)
         self._taken.clear()
         if self._choose:  # a process that has just joined has not measured
-            texts = run.checkpoints.context.exchange(
-                "snapshot_every", str(self.every * self._measured)
-            )
+            texts = context.exchange("snapshot_every", str(self.every * self._measured))
             self._measured = any(text != "0" for text in texts)
             self.every = max(map(int, texts)) if self._measured else FIRST
         copies = (3 if self._copies.count else 2) - (self.newest is not None)
         self._enough_memory = enough_memory(run, copies * self._copies.size)
-        state, newest = run.origin.recovered, self.newest
-        if (
-            self._enough_memory
-            and state is not None
-            and (self._copies.count or (newest and newest.slices))
-        ):
-            self._begin(run, run.origin.progress(state))
+        split = self._copies.count or (self.newest and self.newest.slices)
+        if self._enough_memory and training.progress.recovered and split:
+            self._begin()
 
-    def take(self, run: Run, progress: Progress) -> None:
+    def after(self, updates: range, state: TrainState, metrics: Any) -> None:
         """Copy the state, if `every` updates have passed, or the run was rolled back."""
-        last, self.reached = self._pending or self.newest, progress.step
-        if (
-            self._enough_memory
-            and not 0 <= progress.step - (last.step if last else run.origin.start) < self.every
-        ):
+        step = self.reached = updates[-1]
+        last = self._pending or self.newest
+        since = last.step if last else self.training.progress.start
+        if self._enough_memory and not 0 <= step - since < self.every:
             began = time.perf_counter()
             self.settle()
-            self._begin(run, progress)
+            self._begin()
             if self._choose and not self._measured:
-                self._taken.append((progress.step, began, time.perf_counter()))
+                self._taken.append((step, began, time.perf_counter()))
             if len(self._taken) == COPIES:
-                texts = run.checkpoints.context.exchange(
+                texts = self.training.run.checkpoints.context.exchange(
                     "cost of snapshots", str(affordable(self._taken))
                 )
                 self.every, self._measured, self._taken = max(map(int, texts)), True, []
 
-    def take_now(self, run: Run, progress: Progress) -> None:
+    def take_now(self) -> None:
         """Copy the state, and wait for the copy; without memory for it, save a checkpoint."""
         if not self._enough_memory:
-            save(run, progress)
-            wait_for_checkpoint(run)
+            self.training.save()
+            self.training.wait_for_checkpoint()
         elif not self.audited:
-            self._begin(run, progress)
+            self._begin()
         self.settle()
 
-    def _begin(self, run: Run, progress: Progress) -> None:
+    def _begin(self) -> None:
+        run, progress = self.training.run, self.training.progress
         copied = self._copies.start(run.strategy.export(progress.state, padded=True))
-        meta, copies = json.dumps(metadata(run, progress)), self._copies
+        meta, copies = json.dumps(self.training.metadata()), self._copies
         self._pending = Snapshot(
-            progress.step, copied, meta, copies.dims, copies.count, run.origin.offset
+            progress.step, copied, meta, copies.dims, copies.count, progress.offset
         )
 
     def settle(self) -> None:

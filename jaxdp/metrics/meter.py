@@ -6,16 +6,16 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxdp.metrics.writer import Record, Writer
 from jaxdp.train.metric_sums import make_record
+from jaxdp.train.observer import Observer
 
-T = TypeVar("T")
 LAST_WORDS = 2.0  # seconds that a failing run waits for its pending records
 AHEAD = 2  # log intervals that the loop may run ahead of the device
 
@@ -29,13 +29,13 @@ class Totals(NamedTuple):
     excluded: float = 0.0
 
 
-class Meter:
+class Meter(Observer):
     """Write a train record every `every` updates and at update `last`.
 
     examples: per update on average, for the throughput. more(milliseconds per update) and
     derive(means) return additional entries. The time per update is measured from one record's
     completion on the device to the next. It excludes the first call of each program, which
-    compiles, and the time between `pause` and the wait for the next update's data. `input_wait` is
+    compiles, and the time between a pause and the wait for the next update's data. `input_wait` is
     an upper bound of the fraction of it in which the device idled, waiting for data."""
 
     def __init__(
@@ -49,63 +49,55 @@ class Meter:
     ):
         self.writer, self.every, self.last, self.examples = writer, every, last, examples
         self.more, self.derive = more, derive
+
+    def start(self, run: Any, progress: Any) -> None:
         self.since: tuple[int, float] | None = (
             None  # (update, its completion time): the start of the current interval
         )
         self.sent: Any = None  # a result of the last call
         self.step = 0  # the last update of that call
         self.paused: float | None = None  # the start of a pause
+        self.waits = 0.0  # the start of a wait for data
         self.lengths: set[int] = set()  # numbers of updates per call; each is a separate program
         self.called = 0.0  # the start of a program's first call
-        self.totals = Totals()
-        self.recorded = Totals()  # the totals up to the last record
+        self.waited, self.first, self.excluded = self.recorded = Totals()  # up to the last record
         self.fault: BaseException | None = None
         self.queue: queue.Queue[tuple[range, Any, Totals] | None] = queue.Queue(AHEAD)
         threading.Thread(target=self._work, name="meter", daemon=True).start()
 
-    def __enter__(self) -> "Meter":
-        return self
-
-    def __exit__(self, *args: Any) -> None:
-        if any(args):  # after an error, write the records that are ready
-            deadline = time.monotonic() + LAST_WORDS
-            while self.queue.unfinished_tasks and time.monotonic() < deadline:
-                time.sleep(0.01)
+    def end(self, step: int) -> None:
+        """Write the records that are ready. There are none after a run that has ended well, whose
+        last pause has written them."""
+        deadline = time.monotonic() + LAST_WORDS
+        while self.queue.unfinished_tasks and time.monotonic() < deadline:
+            time.sleep(0.01)
         with contextlib.suppress(
             queue.Full
         ):  # a device that hangs must not block the end of the run
             self.queue.put(None, timeout=1.0)
 
-    def reading(self, items: Iterable[tuple[range, T]]) -> Iterator[tuple[range, T]]:
-        """Yield (the updates of a call, their data); add the wait for data to the totals, unless
-        the device is busy until the data arrives."""
-        iterator = iter(items)
-        while True:
-            began = time.perf_counter()
-            if self.paused is not None:
-                self.totals = self.totals._replace(
-                    excluded=self.totals.excluded + began - self.paused
-                )
-                self.paused = None
-            try:
-                item = next(iterator)
-            except StopIteration:
-                return
-            if self.sent is None or self.sent.is_ready():
-                self.totals = self.totals._replace(
-                    waited=self.totals.waited + time.perf_counter() - began
-                )
-            if len(item[0]) not in self.lengths:
-                jax.block_until_ready(
-                    self.sent
-                )  # otherwise the rest of earlier calls would count as compilation
-                self.flush()
-                self.called = time.perf_counter()
-                if self.since is not None:  # everything before is complete: start a new interval
-                    self.since, self.recorded = (self.step, self.called), self.totals
-            yield item
+    def reading(self, step: int) -> None:
+        """Begin a wait for data, which ends a pause."""
+        self.waits = time.perf_counter()
+        if self.paused is not None:
+            self.excluded += self.waits - self.paused
+            self.paused = None
 
-    def update(self, steps: range, metrics: dict[str, jax.Array]) -> None:
+    def before(self, updates: range, batch: Any) -> None:
+        """Add the wait for data to the totals, unless the device was busy until the data arrived."""
+        if self.sent is None or self.sent.is_ready():
+            self.waited += time.perf_counter() - self.waits
+        if len(updates) not in self.lengths:
+            jax.block_until_ready(
+                self.sent
+            )  # otherwise the rest of earlier calls would count as compilation
+            self.flush()
+            self.called = time.perf_counter()
+            totals = Totals(self.waited, self.first, self.excluded)
+            if self.since is not None:  # everything before is complete: start a new interval
+                self.since, self.recorded = (self.step, self.called), totals
+
+    def after(self, steps: range, state: Any, metrics: Mapping[str, jax.Array]) -> None:
         """Take the metrics of one device call for updates `steps`: [] for one update, [step] for
         several.
         """
@@ -114,31 +106,31 @@ class Meter:
                 metrics
             )  # compilation and first run: excluded from the time per update
             self.lengths.add(len(steps))
-            took = time.perf_counter() - self.called
-            waited, first, excluded = self.totals
-            self.totals = Totals(waited, first + len(steps), excluded + took)
-        if self.since is None:
-            self.since, self.recorded = (steps[-1], time.perf_counter()), self.totals
+            self.first += len(steps)
+            self.excluded += time.perf_counter() - self.called
         self.sent, self.step = next(iter(metrics.values()), None), steps[-1]
-        if steps[-1] % self.every < len(steps) or steps[-1] == self.last:
-            self.queue.put((steps, metrics, self.totals))
-        self._raise()
+        is_due = self.step % self.every < len(steps) or self.step == self.last
+        if is_due or self.since is None:
+            totals = Totals(self.waited, self.first, self.excluded)
+            if self.since is None:
+                self.since, self.recorded = (self.step, time.perf_counter()), totals
+            if is_due:
+                self.queue.put((steps, metrics, totals))
+        if self.fault is not None:
+            raise self.fault
 
     def flush(self) -> None:
         """Wait until everything is written."""
         self.queue.join()
-        self._raise()
+        if self.fault is not None:
+            raise self.fault
 
-    def pause(self) -> None:
+    def pause(self, step: int, last: bool) -> None:
         """Wait for the device and flush; stop the clock until the next update's data is requested."""
         jax.block_until_ready(self.sent)
         self.flush()
         if self.paused is None:
             self.paused = time.perf_counter()
-
-    def _raise(self) -> None:
-        if self.fault is not None:
-            raise self.fault
 
     def _work(self) -> None:
         while (item := self.queue.get()) is not None:

@@ -19,14 +19,14 @@ from jaxdp.parallel import placement
 from jaxdp.parallel.layout import UNSHARDED, Sharding
 from jaxdp.parallel.padding import fit_trees, padded_shapes, resize
 from jaxdp.parallel.reduction import Reduction
-from jaxdp.parallel.strategy import Program, Sharded
+from jaxdp.parallel.strategy import Program, Strategy
 from jaxdp.split import spec, split_dims
 from jaxdp.train.average import EMA, averaged_state
 from jaxdp.train.state import Batch, Sums, TrainState, merge
 from jaxdp.train.step import Step
 
 
-class PJit(Sharded):
+class PJit(Strategy):
     """State sharded over a mesh (NamedSharding), batches sharded along all its axes."""
 
     def __init__(

@@ -20,14 +20,14 @@ from jaxdp.parallel.layout import UNSHARDED, Sharding
 from jaxdp.parallel.mapped import Mapped, from_buffers, reshard
 from jaxdp.parallel.padding import fit_trees, resize
 from jaxdp.parallel.reduction import Reduction
-from jaxdp.parallel.strategy import Program, Sharded, replicated
+from jaxdp.parallel.strategy import Program, Strategy, replicated
 from jaxdp.split import WHOLE, spec, take
 from jaxdp.train.average import EMA, averaged_state
 from jaxdp.train.state import Batch, Sums, TrainState, merge
 from jaxdp.train.step import Step
 
 
-class PMap(Sharded):
+class PMap(Strategy):
     """State replicated on the devices of every process; each device computes the full update.
 
     Every device divides the same psum by the same weight (`lax.pmean` with weights), so all stay

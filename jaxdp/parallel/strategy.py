@@ -3,7 +3,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -43,91 +43,28 @@ class Program(NamedTuple):
         return {name: getattr(self, name).lower(state, batch)}
 
 
-class Strategy(Protocol):
-    """The interface of a backend for the loop and the checkpoint, built from a function that
-    returns the state.
+class Strategy:
+    """A backend for the loop and the checkpoint, with the layout of a state over devices.
 
-    shapes: of the exported state; dims: the dim along which each leaf is sharded into `parts`;
-    slices: the same for gradients and updates, if any state is sharded. blocks: paths of parameters
-    that are stacked [block, ...]. assignment[device, local]: the numbers of the microbatches of each
-    device, -1 for none. local_microbatches: those of this process's devices, in the order of
-    `shard_batch`.
-    """
-
-    devices: list[jax.Device]
-    mesh: Mesh
-    parts: int
-    blocks: tuple[str, ...]
-    shapes: TrainState
-    dims: Any
-    slices: Any
-    assignment: np.ndarray
-    local_microbatches: np.ndarray
-
-    @property
-    def seed(self) -> np.ndarray:
-        """Return the root of all random keys, which an exported state does not have."""
-
-    def check(self, tx: Any, params: Any) -> None:
-        """Raise UsageError if the optimizer cannot work on this strategy's slices."""
-
-    def abstract(self, padded: bool = False) -> TrainState:
-        """Return shapes, dtypes and shardings of the exported state: as in a checkpoint, or with
-        the padding."""
-
-    def share(self) -> Share:
-        """Return the share of the state that is sharded."""
-
-    def init(self) -> TrainState:
-        """Compute the state before the first update in place: sharded leaves are never full on a
-        device."""
-
-    def shard_batch(self, batch: dict[str, np.ndarray], several: bool = False) -> Batch:
-        """Place this process's microbatches [local, example, ...] on their devices.
-
-        several: the microbatches of several updates [step, local, ...], for `Program.updates`.
-        """
-
-    def replicate(self, arrays: dict[str, np.ndarray]) -> Batch:
-        """Copy arrays to each device of this process; batches from `shard_batch` index into them."""
-
-    def compile(self, step: Step) -> Program:
-        """Return the step's programs over all devices; each is compiled at its first call."""
-
-    def averaged(self, state: TrainState) -> TrainState:
-        """Return the state with its average as its parameters, and the model state that belongs to
-        it, for evaluation."""
-
-    def evaluated(self, state: TrainState) -> TrainState:
-        """Return the state with the parameters to evaluate, if the optimizer has others
-        (`jaxdp.optim.evaluation`)."""
-
-    def argument_shapes(self, example: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
-        """Return the shapes of a program's arguments for microbatches like `example` {name:
-        [example, ...]}."""
-
-    def export(self, state: TrainState, padded: bool = False) -> TrainState:
-        """Return global arrays in logical shapes, the same for every strategy, without the seed.
-
-        padded: keep the padding of leaves that have some (`jaxdp.parallel.padding`); then no data
-        moves."""
-
-    def adopt(self, state: TrainState) -> TrainState:
-        """Return the state as this strategy stores it: the inverse of `export`, from logical
-        shapes."""
-
-
-class Sharded:
-    """What the strategies share: the layout of a state over devices.
+    A subclass has `check`, `shard_batch`, `replicate`, `compile`, `averaged`, `evaluated`,
+    `argument_shapes`, `export` and `adopt`.
 
     Args:
         make: a `Partial` that returns the initial state.
         microbatches: their number in a batch.
         reduce_dtype: of gradients while they are sent.
-        devices: by default all.
-        parts: the number of devices that share one copy of what is sharded.
-        axes: of the mesh, which has `parts` devices along `axes.shard`.
+        axes: of the mesh, along whose `axes.shard` the sharded state is split.
         others: returns the dims of leaves of the optimizer's state that mirror no parameter.
+
+    Attributes:
+        parts: the number of devices that share one copy of what is sharded.
+        blocks: paths of parameters that are stacked [block, ...].
+        assignment: int32 [device, local], the numbers of the microbatches of each device, -1 for
+            none.
+        local_microbatches: those of this process's devices, in the order of `shard_batch`.
+        shapes: of the exported state; stored: with padding.
+        dims: the dim along which each leaf of the state is sharded, or WHOLE.
+        slices: the same for gradients and updates, if any state is sharded.
     """
 
     def __init__(
@@ -159,25 +96,73 @@ class Sharded:
         self.stored = padded_shapes(self.shapes, self.dims, self.parts)
         self.every = self.layout.grads and sharding.gradient_buffer == "sharded"
 
+    def check(self, tx: Any, params: Any) -> None:
+        """Raise UsageError if the optimizer cannot work on this strategy's slices."""
+        raise NotImplementedError
+
+    def shard_batch(self, batch: dict[str, np.ndarray], several: bool = False) -> Batch:
+        """Place this process's microbatches [local, example, ...] on their devices.
+
+        several: the microbatches of several updates [step, local, ...], for `Program.updates`.
+        """
+        raise NotImplementedError
+
+    def replicate(self, arrays: dict[str, np.ndarray]) -> Batch:
+        """Copy arrays to each device of this process; batches from `shard_batch` index into them."""
+        raise NotImplementedError
+
+    def compile(self, step: Step) -> Program:
+        """Return the step's programs over all devices; each is compiled at its first call."""
+        raise NotImplementedError
+
+    def averaged(self, state: TrainState) -> TrainState:
+        """Return the state with its average as its parameters, and the model state that belongs to
+        it, for evaluation."""
+        raise NotImplementedError
+
+    def evaluated(self, state: TrainState) -> TrainState:
+        """Return the state with the parameters to evaluate, if the optimizer has others
+        (`jaxdp.optim.evaluation`)."""
+        raise NotImplementedError
+
+    def argument_shapes(self, example: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
+        """Return the shapes of a program's arguments for microbatches like `example` {name:
+        [example, ...]}."""
+        raise NotImplementedError
+
+    def export(self, state: TrainState, padded: bool = False) -> TrainState:
+        """Return global arrays in logical shapes, the same for every strategy, without the seed.
+
+        padded: keep the padding of leaves that have some (`jaxdp.parallel.padding`); then no data
+        moves."""
+        raise NotImplementedError
+
+    def adopt(self, state: TrainState) -> TrainState:
+        """Return the state as this strategy stores it: the inverse of `export`, from logical
+        shapes."""
+        raise NotImplementedError
+
     @functools.cached_property
     def seed(self) -> np.ndarray:
         """Return the seed of the initial state, which an exported state does not have."""
         return np.asarray(jax.jit(placement.seed_of)(self.make))
 
     def abstract(self, padded: bool = False) -> TrainState:
+        """Return shapes, dtypes and shardings of the exported state: as in a checkpoint, or with
+        the padding."""
         shapes = self.stored if padded else self.shapes
         return placement.abstract_state(shapes, self.mesh, self.dims, self.axes.shard)
 
     def share(self) -> Share:
+        """Return the share of the state that is sharded."""
         return share(self.shapes, self.dims, self.layout)
 
     def init(self) -> TrainState:
+        """Compute the state before the first update in place: sharded leaves are never full on a
+        device."""
         stored = self.abstract(padded=True)
         make = placement.make_state
         return self.adopt(make(self.make, stored, self.mesh, self.dims, self.axes, self.arithmetic))
-
-    def adopt(self, state: TrainState) -> TrainState:
-        raise NotImplementedError
 
     def plan(self, step: Step, is_update: bool) -> Plan:
         """Return how a program of the step stores parameters and sums gradients.

@@ -3,14 +3,18 @@
 import contextlib
 import pathlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
+
+import jax
 
 from jaxdp.process import membership, signals
 from jaxdp.process.agreement import Agreement
 from jaxdp.process.context import Context
 from jaxdp.process.watchdog import Watchdog
 from jaxdp.run import rundir
+from jaxdp.train.observer import Observer
+from jaxdp.train.state import Batch, TrainState
 
 
 class Stopped(Exception):
@@ -24,27 +28,14 @@ class Stopped(Exception):
         self.kind, self.why, self.rank = kind, why, rank
 
 
-class Monitor:
-    """The interface through which the training loop reports its progress. This base class does
-    nothing.
-    """
+class Monitor(Observer):
+    """The interface through which a run reports its progress. This base class does nothing."""
 
     def run_step(self, what: str, f: Callable[..., Any], *args: Any) -> Any:
         """Run f(*args) in all processes and return its result. Raises Stopped if all stop before
         it.
         """
         return f(*args)
-
-    def sent(self, metrics: dict[str, Any]) -> None:
-        """Report the metrics, on the device, of updates that were dispatched."""
-
-    def reading(
-        self, batches: Iterator[tuple[range, Any]], start: int
-    ) -> Iterator[tuple[range, Any]]:
-        """Yield (the updates of a call, their data) from `batches`, which begin after update
-        `start`.
-        """
-        return batches
 
     def suspend_timeout(self, where: str) -> contextlib.AbstractContextManager[None]:
         """Suspend the step timeout inside this context."""
@@ -86,13 +77,10 @@ class RunMonitor(Watchdog, Monitor):
             member.keep_log(str((directory / "events.jsonl").absolute()))
         self._called: set[int] = set()
         self._asked: set[str] = set()
+        self._dispatched = False  # an update
         self.last_save = time.monotonic() if last_save is None else last_save
         super().__init__(context, directory, timeout, straggler_factor)
         signals.subscribe(self._preempt)
-
-    def sent(self, metrics: dict[str, Any]) -> None:
-        signals.has_started()
-        super().sent(metrics)
 
     def run_step(self, what: str, f: Callable[..., Any], *args: Any) -> Any:
         while (request := self.agreement.point()) is not None:
@@ -110,21 +98,21 @@ class RunMonitor(Watchdog, Monitor):
             self._called.add(id(f))
         return result
 
-    def reading(
-        self, batches: Iterator[tuple[range, Any]], start: int
-    ) -> Iterator[tuple[range, Any]]:
-        last = start  # the last update whose data was read
-        while True:
-            self.at(f"waits for the data of update {last + 1}")
-            began = time.perf_counter()
-            try:
-                updates, batch = next(batches)
-            except StopIteration:
-                return
-            if last > start:  # the first wait includes other work, such as imports
-                self.worked((time.perf_counter() - began) / len(updates))
-            yield updates, batch
-            last = updates[-1]
+    def reading(self, step: int) -> None:
+        self.at(f"waits for the data of update {step + 1}")
+        self._waits = time.perf_counter()
+
+    def before(self, updates: range, batch: Batch) -> None:
+        if self._dispatched:  # the first wait includes other work, such as imports
+            self.worked((time.perf_counter() - self._waits) / len(updates))
+
+    def after(self, updates: range, state: TrainState, metrics: Mapping[str, jax.Array]) -> None:
+        self._dispatched = True
+        signals.has_started()
+        self.sent(metrics)
+
+    def wants(self, step: int) -> Collection[str]:
+        return ("save",) if self.is_asked("save") else ()
 
     def request(self, kind: str) -> None:
         self.agreement.request(kind)

@@ -14,7 +14,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxdp.errors import DistributedError, GenerationEnded
@@ -49,7 +49,7 @@ class Watchdog:
         self.own_ms = 0.0  # running mean of this process's own work between two updates
         self._progress = time.monotonic()
         self._suspended = 0  # nesting depth of `suspend_timeout`
-        self._sent: collections.deque[dict[str, Any]] = collections.deque()
+        self._sent: collections.deque[Mapping[str, Any]] = collections.deque()
         self._member = membership.current()
         if self._member is not None:
 
@@ -72,7 +72,7 @@ class Watchdog:
         self.passed += 1
         self._progress = time.monotonic()
 
-    def sent(self, metrics: dict[str, Any]) -> None:
+    def sent(self, metrics: Mapping[str, Any]) -> None:
         """Record the metrics of a dispatched call; when the device has them, that counts as
         progress.
         """

@@ -19,11 +19,11 @@ from jaxdp.data.contents import contents, has_parts
 from jaxdp.data.dataset import UNKNOWN
 from jaxdp.data.resident import Resident
 from jaxdp.errors import UsageError
+from jaxdp.metrics.events import NoEvents
 from jaxdp.metrics.throughput import throughput
-from jaxdp.metrics.writer import Record
-from jaxdp.optim import OPTIMIZERS
+from jaxdp.metrics.writer import Record, Writer
 from jaxdp.optim.rate import scheduled_rate
-from jaxdp.parallel.placement import assign_microbatches, state_shapes
+from jaxdp.parallel.placement import assign_microbatches
 from jaxdp.parallel.strategy import Strategy
 from jaxdp.plan.hardware import peak_flops
 from jaxdp.plan.prediction import Case
@@ -37,7 +37,6 @@ from jaxdp.run.components import (
     Parts,
     choose_accumulate,
     choose_remat,
-    describe_groups,
     make_parts,
     make_strategy,
     make_the_step,
@@ -45,7 +44,6 @@ from jaxdp.run.components import (
     spared,
     state_maker,
 )
-from jaxdp.run.data_warnings import data_warnings
 from jaxdp.run.datasets import eval_key, facts_of, make_order
 from jaxdp.run.identity import facts, has_own_code, shapes_of
 from jaxdp.run.preflight import check_examples, check_optimizer, rehearse
@@ -54,7 +52,7 @@ from jaxdp.run.rundir import versions
 from jaxdp.run.source import Source
 from jaxdp.run.strategies import STAGES
 from jaxdp.targets import attribute
-from jaxdp.train.run import Data, Log, LoopOptions, Run
+from jaxdp.train.run import Data, LoopOptions, Run
 from jaxdp.train.state import TrainState
 from jaxdp.train.step import Step
 
@@ -130,6 +128,7 @@ def make_run(
     objects: Objects = NOTHING,
     offset: int = 0,
     prepared: Prepared | None = None,
+    checkpoints: Checkpoints | None = None,
 ) -> Run:
     """Build the objects of a run; compute no arrays, write no files.
 
@@ -139,6 +138,7 @@ def make_run(
         objects: see `make_parts`.
         offset: the number of batches that a resumed run has skipped.
         prepared: the result of `prepare_on_all_ranks`, if it was called before.
+        checkpoints: of the run, if they were made before.
     """
     prepared = prepared or prepare_on_all_ranks(config, context, objects)
     parts, make_state = prepared.parts, prepared.make_state
@@ -148,13 +148,13 @@ def make_run(
     strategy = on_all_ranks(context, lambda: make_strategy(config, parts, make_state, devices))
     on_all_ranks(context, lambda: check_optimizer(config, strategy, parts.rule.tx, step))
     training, evaluation = on_all_ranks(
-        context, lambda: make_sources(config, parts, strategy, step)
+        context, lambda: make_sources(config, parts, strategy, step, context)
     )
     spike = config.spike
     rollback_every = (
         spike.every if spike.factor is not None and spike.action == "rollback" else None
     )
-    checkpoints = (LocalCheckpoints if config.checkpoint.local else Checkpoints)(
+    checkpoints = checkpoints or (LocalCheckpoints if config.checkpoint.local else Checkpoints)(
         directory / "checkpoints",
         config.checkpoint.keep,
         keep_every=config.checkpoint.keep_every,
@@ -193,19 +193,31 @@ def make_run(
         rollback_every=rollback_every,
         outer_every=config.outer.every if config.outer.replicas > 1 else 1,
     )
-    log = Log(
-        derive=attribute(parts.forward.loss, "derive", lambda means: {}),
-        advise=functools.partial(data_warnings, config, parts, strategy.shapes, len(devices)),
-        speed=speed(config, parts, prepared.flops, devices),
-        follows_schedule=lambda: follows_schedule(parts, state_shapes(make_state)),
-        directory=directory,
-        groups=describe_groups(
-            config, parts, strategy.shapes.params, {**OPTIMIZERS, **objects.get("optimizer", {})}
-        ),
-    )
     return Run(
-        strategy, step, Data(training, evaluation, config.eval.ema), checkpoints, options, log
+        strategy=strategy,
+        step=step,
+        data=Data(training, evaluation, config.eval.ema),
+        checkpoints=checkpoints,
+        options=options,
+        log=Log(directory),
+        derive=attribute(parts.forward.loss, "derive", lambda means: {}),
     )
+
+
+@dataclasses.dataclass
+class Log:
+    """The outputs of a run, besides its checkpoints. `writer` and `events` are opened on root when
+    the run starts; they write nothing before.
+    """
+
+    directory: pathlib.Path = pathlib.Path()
+    writer: Writer = Writer()
+    events: NoEvents = NoEvents()
+
+
+def restore(run: Run, step: int) -> TrainState:
+    """Return the state of a checkpoint, as the strategy stores it."""
+    return run.strategy.adopt(run.checkpoints.restore(step, run.strategy.abstract()))
 
 
 def describe_config(config: Config, prepared: Prepared, objects: Objects) -> dict[str, Any]:
@@ -228,7 +240,7 @@ def describe_config(config: Config, prepared: Prepared, objects: Objects) -> dic
 
 
 def make_sources(
-    config: Config, parts: Parts, strategy: Strategy, step: Step
+    config: Config, parts: Parts, strategy: Strategy, step: Step, context: Context
 ) -> tuple[Source, dict[str, Source]]:
     """Return the source for training, and those for evaluation by name. Raises UsageError."""
     checked = attribute(parts.forward.loss, "check", None) is not None
@@ -246,7 +258,7 @@ def make_sources(
 
         shared = train or getattr(dataset, "transform", None) == first
         program = None if shared else functools.cache(evaluation)
-        return Source(dataset, order, config.data.workers, resident, check, program)
+        return Source(dataset, order, config.data.workers, resident, check, program, context)
 
     training = source(parts.dataset, parts.order, True)
 
@@ -319,7 +331,8 @@ def make_profile(config: Config, directory: pathlib.Path, start: int, steps: int
     first, traces = config.profile.start, str(folder(directory))
     if first is None or not start <= first < steps:
         return Profile(traces, steps=config.profile.steps)
-    return Profile(traces, first, min(config.profile.steps, steps - first))
+    count = min(config.profile.steps, steps - first)
+    return Profile(traces, first, count, ends=(first, first + count))
 
 
 def on_all_ranks(context: Context, make: Callable[[], T]) -> T:

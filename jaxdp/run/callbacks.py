@@ -1,20 +1,21 @@
-"""User callbacks: objects that the loop calls at fixed points, on every rank, outside `jax.jit`.
+"""User callbacks: observers that a config or a script names, called on every rank, outside `jax.jit`.
 
-    on_start(run)               before the first update
-    on_update(step, metrics)    after update `step` was sent to the device; metrics: arrays on the device
-    on_eval(step, metrics)      after an evaluation; metrics: floats, the same on every rank
-    on_save(step, path)         when the checkpoint of update `step` has been started
-    on_end(record)              after the final record
+A callback has some of the methods of `jaxdp.Observer`. The names of version 0.1 still work:
 
-Each method is optional. `StopTraining`, raised by any rank in `on_eval`, ends training after this
-evaluation. A callback with `state_dict()` (JSON) and `load_state_dict(state)` resumes with the
-state of the checkpoint."""
+    on_start(run)               start(run, progress)
+    on_update(step, metrics)    after(updates, state, metrics)
+    on_eval(step, metrics)      evaluated(step, record)
+    on_save(step, path)         saved(step, path)
+    on_end(record)              finished(record)
+
+`StopTraining`, raised by any rank in `evaluated`, ends training after this evaluation. A callback
+with `state_dict()` (JSON) and `load_state_dict(state)` resumes with the state of the checkpoint."""
 
 import inspect
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,24 +25,34 @@ from jaxdp.metrics import safe_print
 from jaxdp.metrics.numbers import smaller_is_better
 from jaxdp.process.context import SLOW, Context
 from jaxdp.targets import bind, call, locate, require, targets_in
+from jaxdp.train.observer import Observer
+from jaxdp.train.run import Run
+from jaxdp.train.state import TrainState
 
 KEY = "callbacks"
 POINTS = {
-    "on_start": ("run",),
-    "on_update": ("step", "metrics"),
-    "on_eval": ("step", "metrics"),
-    "on_save": ("step", "path"),
-    "on_end": ("record",),
+    name: tuple(inspect.signature(method).parameters)[1:]
+    for name, method in vars(Observer).items()
+    if inspect.isfunction(method)
 }
 """The methods of a callback, each with the arguments that it is called with."""
 
+OLD = {
+    "on_start": ("start", ("run",)),
+    "on_update": ("after", ("step", "metrics")),
+    "on_eval": ("evaluated", ("step", "metrics")),
+    "on_save": ("saved", ("step", "path")),
+    "on_end": ("finished", ("record",)),
+}
+"""The names of version 0.1: the new one, and the arguments of the old one."""
+
 
 class StopTraining(Exception):
-    """Raised in `on_eval` to end training early; the message is the reason."""
+    """Raised in `evaluated` to end training early; the message is the reason."""
 
 
 class Callbacks:
-    """A list of callbacks. An error raised in one becomes RunFailed and names the callback.
+    """A list of callbacks.
 
     entries: [target, args] of each, to find its state in a checkpoint.
     """
@@ -56,44 +67,27 @@ class Callbacks:
         self.entries = json.loads(
             json.dumps(entries or [[type(c).__qualname__, {}] for c in callbacks], default=str)
         )
+        self.reasons: list[str] = []  # of this rank, to end training after the last evaluation
+        self.observers = [Callback(callback, self.reasons) for callback in callbacks]
 
-    def call(self, point: str, *args: Any) -> None:
-        for callback in self.callbacks:
-            method = getattr(callback, point, None)
-            if method is None:
-                continue
-            try:
-                method(*args)
-            except Exception as error:
-                if isinstance(error, StopTraining) and point == "on_eval":
-                    raise
-                name = f"{type(callback).__module__}.{type(callback).__qualname__}.{point}"
-                raise RunFailed(
-                    f"callbacks: {name} raised {type(error).__name__}: {error}"
-                ) from error
+    def start(self, run: Run) -> None:
+        """Report the old names, and call `on_start`, once before the first update of this start."""
+        names = {name for callback in self.callbacks for name in methods_of(callback)}
+        old = [name for name in OLD if name in names]
+        if old and self.context.is_root:
+            new = [f"{OLD[name][0]}({', '.join(POINTS[OLD[name][0]])})" for name in old]
+            text = f"{', '.join(old)} still works; the new name is {', '.join(new)}"
+            safe_print.say(f"{KEY}: {text}")
+        for observer in self.observers:
+            observer.on_start(run)
 
-    def on_update(self, updates: Sequence[int], metrics: Mapping[str, jax.Array]) -> None:
-        """Call `on_update` for each update of a call; metrics: [] of one, [update] of several."""
-        follows = any(hasattr(callback, "on_update") for callback in self.callbacks)
-        for i, step in enumerate(updates if follows else ()):
-            self.call(
-                "on_update",
-                step,
-                metrics if len(updates) == 1 else {k: x[i] for k, x in metrics.items()},
-            )
-
-    def on_eval(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """Call `on_eval`; return the reason to end training, the same on all ranks, or None."""
-        if not self.callbacks:
-            return None
-        reason: str | None = None
-        try:
-            self.call("on_eval", step, dict(metrics))
-        except StopTraining as stop:
-            reason = str(stop) or "a callback"
-        reasons = self.context.exchange(
-            f"stop at {step}", reason or "", SLOW
-        )  # one rank may have more to do
+    def agree_to_stop(self, step: int) -> str | None:
+        """Return why a callback ends training after the evaluation of `step`, the same on all ranks,
+        or None.
+        """
+        reason = "".join(self.reasons[:1])
+        self.reasons.clear()
+        reasons = self.context.exchange(f"stop at {step}", reason, SLOW)  # one may have more to do
         return next((reason for reason in reasons if reason), None)
 
     def state(self) -> dict[str, Any]:
@@ -135,6 +129,61 @@ class Callbacks:
             )
 
 
+def methods_of(callback: Any) -> dict[str, tuple[str, ...]]:
+    """Return the methods of a callback that are called, each with its arguments.
+
+    A class with old names, if it is no Observer, may use the new ones for something else.
+    """
+    old = {name: arguments for name, (_, arguments) in OLD.items() if hasattr(callback, name)}
+    if old and not isinstance(callback, Observer):
+        return old
+    has = (name for name in POINTS if callable(getattr(callback, name, None)))
+    return {name: POINTS[name] for name in has}
+
+
+class Callback(Observer):
+    """A callback of a user as an observer, which has the methods that the callback has.
+
+    An error in one of them becomes RunFailed, and names it. reasons: where StopTraining goes.
+    """
+
+    def __init__(self, callback: Any, reasons: list[str]):
+        self.name, self.ends = type(callback).__qualname__, getattr(callback, "ends", ())
+        self.reasons = reasons
+        for name in methods_of(callback):
+            point = OLD[name][0] if name in OLD and name != "on_start" else name
+            method = getattr(callback, name)
+            if getattr(method, "__func__", None) is not getattr(Observer, point, None):
+                called = for_each_update(method) if name == "on_update" else method
+                setattr(self, point, self._named(called, f"{self.name}.{name}", callback))
+
+    def on_start(self, run: Run) -> None:
+        """Unlike `start`, this is not called again after a rollback."""
+
+    def _named(self, method: Callable[..., Any], name: str, callback: Any) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            try:
+                return method(*args)
+            except Exception as error:
+                if isinstance(error, StopTraining) and name.endswith((".evaluated", ".on_eval")):
+                    return self.reasons.append(str(error) or "a callback")
+                text = f"{KEY}: {type(callback).__module__}.{name} raised {type(error).__name__}"
+                raise RunFailed(f"{text}: {error}") from error
+
+        return call
+
+
+def for_each_update(method: Callable[[int, Mapping[str, jax.Array]], None]) -> Callable[..., None]:
+    """Return an `after` that calls `method` for each update, with its own metrics []."""
+
+    def after(updates: range, state: TrainState, metrics: Mapping[str, jax.Array]) -> None:
+        for i, step in enumerate(updates):
+            one = metrics if len(updates) == 1 else {k: x[i] for k, x in metrics.items()}
+            method(step, one)
+
+    return after
+
+
 class EarlyStopping:
     """End training when a metric of the evaluation has not improved for `patience` evaluations.
 
@@ -167,7 +216,7 @@ class EarlyStopping:
         self.best, self.best_step, self.waited = -sys.float_info.max, 0, 0  # finite, to be JSON
         self.measure = {"metric": metric, "mode": "min" if self.sign < 0 else "max"}  # of `best`
 
-    def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.metric not in metrics and not self.best_step:
             raise KeyError(f"{self.metric!r} is not among {sorted(metrics)}")
         value = metrics.get(self.metric, math.nan)
@@ -226,24 +275,23 @@ def make_callbacks(
 
 
 def check_methods(name: str, callback: Any) -> None:
-    """Raise UsageError unless the methods `on_...` of a callback are those of `POINTS` and accept
-    their arguments.
+    """Raise UsageError unless a callback has methods of `POINTS` or `OLD` that accept their
+    arguments, and no other method `on_...`.
     """
-    methods = [method for method in dir(callback) if method.startswith("on_")]
-    if unknown := [
-        method for method in methods if method not in POINTS and callable(getattr(callback, method))
-    ]:
+    known = methods_of(callback)
+    others = (name for name in dir(callback) if name.startswith("on_") and name not in known)
+    if unknown := [name for name in others if callable(getattr(callback, name))]:
         hint = suggest(unknown[0], POINTS, 0.5, f"the methods are {', '.join(POINTS)}")
         raise UsageError(
             f"{KEY}: {name!r} has a method {unknown[0]!r}, which is never called; {hint}"
         )
-    for method in POINTS.keys() & {*methods}:
+    for method, arguments in known.items():
         try:
-            inspect.signature(getattr(callback, method)).bind(*POINTS[method])
+            inspect.signature(getattr(callback, method)).bind(*arguments)
         except TypeError as error:
-            gets = ", ".join(POINTS[method])
+            gets = ", ".join(arguments)
             raise UsageError(
                 f"{KEY}: {name!r}: {method} is called with ({gets}), but {one_line(error)}"
             ) from None
-    if not any(hasattr(callback, point) for point in POINTS):
+    if not known:
         raise UsageError(f"{KEY}: {name!r} has none of the methods {', '.join(POINTS)}")

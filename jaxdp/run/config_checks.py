@@ -8,29 +8,32 @@ from typing import Any
 import numpy as np
 
 from jaxdp.audit.auditor import Audit
-from jaxdp.audit.inject import Fault, Injection
+from jaxdp.audit.inject import Injection
 from jaxdp.audit.program import Probe
 from jaxdp.audit.slow import SlowDevices
 from jaxdp.config import Config
+from jaxdp.process.monitor import Monitor
 from jaxdp.train.run import Run
 
 
-def with_checks(run: Run, config: Config, faults: list[Fault]) -> Run:
-    """Return the run with its `checks`."""
-    step = run.step
-    checks: list[Any] = []
-    if faults:
-        checks = [injection := Injection(run, faults)]
-        run, step = run.replace(step=injection.flips(step)), injection.flips(step, once=False)
+def make_checks(
+    run: Run, config: Config, watch: Monitor, snapshots: Any, injection: Injection | None = None
+) -> list[Any]:
+    """Return the checks of a run. injection: its planted faults, which come first."""
+    step = run.step if injection is None else injection.flips(run.step, once=False)
     every, factor = config.audit.every, config.watchdog.slow_factor
     if run.checkpoints.context.size == 1 or not has_cores(run):
         factor = None
-    if every is not None or factor is not None:
-        first = run.data.train.dataset.read(np.zeros(1, np.int64))
-        probe = Probe(run.strategy, step, {name: np.ndim(x) for name, x in first.items()})
-        checks += [Audit(probe, every, config.audit.action)] if every is not None else []
-        checks += [SlowDevices(probe, factor)] if factor is not None else []
-    return run.replace(checks=checks)
+    checks: list[Any] = [] if injection is None else [injection]
+    if every is None and factor is None:
+        return checks
+    first = run.data.train.dataset.read(np.zeros(1, np.int64))
+    probe = Probe(run.strategy, step, {name: np.ndim(x) for name, x in first.items()})
+    if every is not None:
+        checks.append(Audit(probe, every, config.audit.action, watch, snapshots))
+    if factor is not None:
+        checks.append(SlowDevices(probe, factor, watch))
+    return checks
 
 
 def has_cores(run: Run) -> bool:

@@ -36,10 +36,11 @@ from jaxdp.run.build import make_run
 from jaxdp.run.components import Objects, Parts, jax_settings, make_parts
 from jaxdp.run.identity import shapes_of
 from jaxdp.run.objects import name_it
+from jaxdp.run.source import not_finite
 from jaxdp.run.training_job import use_compilation_cache
 from jaxdp.train.average import EMA, averaged_state
 from jaxdp.train.carry import split_carry
-from jaxdp.train.evaluate import evaluate, not_finite
+from jaxdp.train.evaluate import evaluate
 from jaxdp.train.state import TrainState
 from jaxdp.train.step import Piece, Recipe, Replica, compute_outputs
 

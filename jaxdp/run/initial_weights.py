@@ -3,7 +3,7 @@ read.
 """
 
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jaxdp.checkpoint.initialize_from import (
@@ -39,9 +39,9 @@ class Fitting(NamedTuple):
 
 def initialize_from(
     run: Run, config: Config, context: Context, parts: Parts, objects: Objects
-) -> Run:
-    """Return the run with the initial state of `init_from` and `init`. parts, objects: of the run.
-    Raises UsageError on every rank."""
+) -> Callable[[], TrainState]:
+    """Return a function that computes the initial state of `init_from` and `init`. parts, objects:
+    of the run. Raises UsageError on every rank."""
     path, strategy = config.init_from, run.strategy
     assert path is not None
     local = on_all_ranks(context, lambda: str(locate(path)))
@@ -55,7 +55,7 @@ def initialize_from(
         context, lambda: fitted(config, parts, objects, weights, source, shapes)
     )
 
-    def begin(run: Run) -> TrainState:
+    def begin() -> TrainState:
         run.log.writer.say(text)
         tx, trainable, strategy = parts.rule.tx, run.step.trainable, run.strategy
         if not isinstance(strategy, Replicas):
@@ -69,7 +69,7 @@ def initialize_from(
 
         return begin_with(strategy, weights, matched.pairs, tx, trainable, complete)
 
-    return run.replace(begin=begin)
+    return begin
 
 
 def fitted(

@@ -3,35 +3,38 @@
 import dataclasses
 import os
 import pathlib
-from typing import Any
+from collections.abc import Collection
 
 import jax
 
 from jaxdp.errors import one_line
 from jaxdp.metrics import safe_print
+from jaxdp.train.observer import Observer
+from jaxdp.train.state import Batch
 
 
 @dataclasses.dataclass
-class Profile:
-    """A trace of `steps` updates after update `start`, into `directory`; with start None, nothing
+class Profile(Observer):
+    """A trace of `steps` updates after update `first`, into `directory`; with first None, nothing
     until `ask`.
     """
 
     directory: str = ""
-    start: int | None = None
+    first: int | None = None
     steps: int = 5
     requested: bool = False
     running: bool = False
+    ends: Collection[int] = ()
 
     def ask(self) -> None:
         """Request a trace of the next `steps` updates; safe from any thread."""
         self.requested = True
 
-    def before(self, step: int) -> None:
-        """Start a trace that is due before update `step` (1 is the first)."""
+    def before(self, updates: range, batch: Batch) -> None:
+        """Start a trace that is due before these updates."""
         if self.requested and not self.running:
-            self.requested, self.start = False, step - 1
-        if self.start is not None and step == self.start + 1:
+            self.requested, self.first = False, updates[0] - 1
+        if self.first is not None and updates[0] == self.first + 1:
             try:
                 os.makedirs(
                     self.directory, exist_ok=True
@@ -41,10 +44,13 @@ class Profile:
             except (OSError, RuntimeError) as error:
                 report(error)
 
-    def after(self, step: int, outputs: Any) -> None:
-        """End a trace that is due after update `step`, waiting for the update's outputs."""
-        if self.running and self.start is not None and step >= self.start + self.steps:
-            jax.block_until_ready(outputs)
+    def wants(self, step: int) -> Collection[str]:
+        is_over = self.running and self.first is not None and step >= self.first + self.steps
+        return ("pause",) if is_over else ()
+
+    def pause(self, step: int, last: bool) -> None:
+        """End a trace that is due."""
+        if self.wants(step):
             self.stop()
 
     def stop(self) -> None:

@@ -5,6 +5,7 @@ spike.
 import contextlib
 import json
 import pathlib
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,22 +13,22 @@ import numpy as np
 from jaxdp.errors import RunFailed
 from jaxdp.metrics.writer import Record
 from jaxdp.run import rundir
-from jaxdp.run.save import restore
+from jaxdp.run.build import restore
 from jaxdp.run.source import describe
-from jaxdp.train.run import Progress, Run
+from jaxdp.train.run import Run
 from jaxdp.train.skip import DISAGREEING, NONFINITE
 
 
-def roll_back(run: Run, progress: Progress, initial: Record) -> tuple[Run, Progress]:
-    """Restore an earlier state; return (the run, its progress), set to continue with the data after
-    the spike.
+def roll_back(training: Any, initial: Record) -> None:
+    """Restore an earlier state; set the progress to continue with the data after the spike.
 
-    initial: the state of the callbacks before the first update.
+    training: a `Training`. initial: the state of the callbacks before the first update.
     Raises RunFailed if the run halted for another cause than a spike, or after `max_rollbacks`.
     """
-    watch, offset, rollbacks = run.hooks.watch, run.origin.offset, run.origin.rollbacks
-    run.log.profile.stop()
-    run.log.profile.start = None
+    run, progress, watch = training.run, training.progress, training.watch
+    offset, rollbacks = progress.offset, progress.rollbacks
+    training.profile.stop()
+    training.profile.first, training.profile.ends = None, ()
     guard = jax.device_get(progress.state.guard)
     first, last = int(guard.since), int(guard.halted_at)
     with watch.suspend_timeout("waits for the checkpoint"):
@@ -45,7 +46,7 @@ def roll_back(run: Run, progress: Progress, initial: Record) -> tuple[Run, Progr
             "the examples (keep such state as a float, or under 'carry')",
             rank=0,
         )
-    file = write_batches(run, first, last)
+    file = write_batches(run, first, last, offset)
     if int(guard.halted) == NONFINITE:
         last_saved = max(run.checkpoints.steps(), default=0)
         checkpoint = (
@@ -66,20 +67,17 @@ def roll_back(run: Run, progress: Progress, initial: Record) -> tuple[Run, Progr
         )
     with watch.suspend_timeout("restores"):
         step = state_to_return_to(run, halted)
-        state = restore(run, step) if step else run.origin.begin(run)
+        state = restore(run, step) if step else training.begin()
         meta = run.checkpoints.context.of_root(
             "meta", lambda: run.checkpoints.meta(step) if step else initial
         )
-        run.hooks.callbacks.load(meta)
+        training.callbacks.load(meta)
     run.log.writer.rewind(step)
     run.log.events.note("rolled_back", last, to=step, reason="a spike of the loss")
     run.log.writer.say(
         f"the loss of update {last} is a spike: back to step {step}, continuing with the data after it"
     )
-    run = run.replace(
-        start=step, offset=offset + last - step, rollbacks=rollbacks + 1, recovered=None
-    )
-    return run, Progress(step, state, evaluated=step)
+    progress.return_to(step, state, skipped=last - step)
 
 
 def state_to_return_to(run: Run, halted: int) -> int:
@@ -108,12 +106,14 @@ def state_to_return_to(run: Run, halted: int) -> int:
     return step
 
 
-def write_batches(run: Run, first: int, last: int) -> pathlib.Path:
-    """Write halted.json: the indices of the examples of updates `first` to `last`."""
+def write_batches(run: Run, first: int, last: int, offset: int) -> pathlib.Path:
+    """Write halted.json: the indices of the examples of updates `first` to `last`, whose data comes
+    after `offset` skipped batches.
+    """
     file = run.log.directory / "halted.json"
 
     def examples(update):
-        return np.sort(run.data.train.order.batch(update - 1 + run.origin.offset)).tolist()
+        return np.sort(run.data.train.order.batch(update - 1 + offset)).tolist()
 
     batches = {update: examples(update) for update in range(first, last + 1)}
     if run.checkpoints.context.is_root:

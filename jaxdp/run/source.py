@@ -1,8 +1,9 @@
 """A dataset and the order in which it is read."""
 
+import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,10 +16,15 @@ from jaxdp.data.workers import prefetch_in_workers, single_steps
 from jaxdp.errors import DistributedError, GenerationEnded, UsageError
 from jaxdp.parallel.strategy import Program, Strategy
 from jaxdp.process import protocol
-from jaxdp.process.context import Context
+from jaxdp.process.context import SLOW, Context
+from jaxdp.train.run import Record, Run
 from jaxdp.train.state import Batch
 
 SHOWN = 8  # indices of examples in a message
+OVERFLOW = (
+    "its examples are finite, so the model, a transform or the loss computes such a number from some of them: training "
+    "has diverged (lower optimizer.lr, set clip_norm), or precision.compute is too narrow"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +34,7 @@ class Source:
 
     check(examples): raise UsageError if the loss does not accept them; None: no check. program():
     the programs that evaluate it, if its transform is not that of the run's first evaluation set.
+    context: of the processes that read it together.
     """
 
     dataset: Any
@@ -36,6 +43,7 @@ class Source:
     resident: Resident | None = None
     check: Callable[[Mapping[str, Any]], None] | None = None
     program: Callable[[], Program] | None = None
+    context: Context = Context()
 
     def read(self, number: int) -> dict[str, np.ndarray]:
         """Read the examples of batch `number`, of all processes; no other thread may read at the
@@ -52,7 +60,7 @@ class Source:
             return str(error)
         return None
 
-    def examine(self, number: int, name: str, context: Context) -> None:
+    def examine(self, number: int, name: str) -> None:
         """Raise UsageError, on every rank, if examples of batch `number` explain its non-finite
         loss.
         """
@@ -62,7 +70,7 @@ class Source:
                 self.check(self.read(number))
         except UsageError as error:
             problem = f"{error} (in {name})"
-        context.agree(problem)
+        self.context.agree(problem)
 
     def find_not_finite(self) -> str:
         """Return in words which examples have values that are not finite, or that the mask excludes
@@ -92,47 +100,62 @@ class Source:
         ]
         return f"{', '.join(texts)}; correct them, or set their mask to 0" if texts else ""
 
+    @contextlib.contextmanager
     def batches(
         self, start: int, stop: int, strategy: Strategy, groups: Iterable[range] | None = None
-    ) -> AbstractContextManager[Iterator[tuple[range, Batch]]]:
+    ) -> Iterator["Batches"]:
         """Prefetch batches `start` to `stop - 1`: iterate over (steps, this process's share on its
         devices).
 
         groups: the same steps in order, in ranges, by default of one each; one of several gives
         batches[step, ...]."""
         groups = single_steps(range(start, stop)) if groups is None else groups
-        if self.resident is not None:
-            return self.resident.batches(self.order, groups)
 
         def then(steps: range, batch: Any) -> tuple[range, Batch]:
             return steps, strategy.shard_batch(batch, len(steps) > 1)
 
-        return prefetch_in_workers(
-            self.dataset,
-            self.order,
-            strategy.local_microbatches,
-            range(start, stop),
-            self.workers,
-            then,
-            groups,
+        reader = (
+            self.resident.batches(self.order, groups)
+            if self.resident is not None
+            else prefetch_in_workers(
+                self.dataset,
+                self.order,
+                strategy.local_microbatches,
+                range(start, stop),
+                self.workers,
+                then,
+                groups,
+            )
         )
+        with reader as items:
+            yield Batches(items, self.context)
 
 
-def until_the_end(
-    batches: Iterator[tuple[range, Batch]], context: Context, ended: Callable[[StreamEnded], None]
-) -> Iterator[tuple[range, Batch]]:
-    """Iterate over batches; if a stream ends before one of them on all processes, call `ended` and
-    end the iteration.
+@dataclasses.dataclass
+class Batches:
+    """Batches, until a stream ends before one of them on all processes.
 
-    Raises UsageError if it ends on some of the processes only: the others wait for them in the
-    batch's update."""
-    batch: Any = None
-    try:
-        for batch in batches:
-            yield batch
-            batch = batch[0]
-    except StreamEnded as error:
-        last = "no batch" if batch is None else str(batch)
+    ended: why the stream has no further batch, "" as long as it has.
+    """
+
+    items: Iterator[tuple[range, Batch]]
+    context: Context
+    ended: str = ""
+
+    def __iter__(self) -> Iterator[tuple[range, Batch]]:
+        """Raise UsageError if the stream ends on some of the processes only: the others wait for
+        them in the batch's update."""
+        last = "no batch"
+        try:
+            for numbers, batch in self.items:
+                yield numbers, batch
+                last = str(numbers)
+        except StreamEnded as error:
+            self._agree(error, last)
+            self.ended = str(error)
+
+    def _agree(self, error: StreamEnded, last: str) -> None:
+        context = self.context
         try:
             every = context.exchange("the end of the stream", last, protocol.default_timeout(None))
         except GenerationEnded:
@@ -144,7 +167,30 @@ def until_the_end(
             raise UsageError(
                 f"{error}, but continues on rank {others}; let the source yield the same examples on every rank"
             ) from None
-        ended(error)
+
+
+def not_finite(run: Run, record: Record) -> tuple[str, bool] | None:
+    """Return, on every rank, why a loss of an evaluation is not finite, and whether its examples
+    are the cause; None if all losses are finite. Reads the examples again."""
+    names = [
+        name
+        for name in run.data.eval
+        if not math.isfinite(record[f"{name}/loss" if name else "loss"])
+    ]
+    if not names:
+        return None
+    context, texts = run.checkpoints.context, []
+    for name in names:
+        cause = run.data.eval[name].find_not_finite()
+        causes = context.exchange(
+            "the evaluation data", cause, SLOW
+        )  # a process may have read another file
+        rank = next((rank for rank, text in enumerate(causes) if text), 0)
+        cause = f"{context.title(rank)}: {causes[rank]}" if len({*causes}) > 1 else causes[rank]
+        where = f"the evaluation set {name!r}" if name else "the evaluation data"
+        loss = record[f"{name}/loss" if name else "loss"]
+        texts.append((f"the loss of {where} is {loss}: {cause or OVERFLOW}", bool(cause)))
+    return next((text for text in texts if text[1]), texts[0])
 
 
 def numbered(indices: list[int]) -> str:

@@ -5,8 +5,7 @@ and warnings.
 import dataclasses
 import math
 import os
-import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,9 +23,10 @@ from jaxdp.metrics.numbers import size
 from jaxdp.metrics.writer import Many, Writer
 from jaxdp.metrics.writers import make_writers
 from jaxdp.models.base import CARRY
-from jaxdp.optim import SCHEDULES
+from jaxdp.optim import OPTIMIZERS, SCHEDULES
 from jaxdp.optim.evaluation import evaluation_arrays
 from jaxdp.optim.master import moving_share
+from jaxdp.parallel.placement import state_shapes
 from jaxdp.plan import memory
 from jaxdp.plan import model_summary as model_summary
 from jaxdp.process import gpus
@@ -34,8 +34,11 @@ from jaxdp.process.context import Context
 from jaxdp.report.read import flat
 from jaxdp.report.report_writer import Reports
 from jaxdp.run import git, rundir
+from jaxdp.run.build import Prepared, follows_schedule
 from jaxdp.run.callbacks import EarlyStopping
-from jaxdp.run.components import schedule_of
+from jaxdp.run.components import Objects, describe_groups, schedule_of
+from jaxdp.run.data_warnings import data_warnings
+from jaxdp.run.driver import Training
 from jaxdp.run.preflight import state_of_one, sums_of_one
 from jaxdp.split import path_string
 from jaxdp.targets import OF_SCRIPT
@@ -54,13 +57,15 @@ TREES = {
 
 
 def start_writer(
-    directory: pathlib.Path, config: Config, context: Context, run: Run, layout: dict[str, Any]
+    training: Training, config: Config, prepared: Prepared, objects: Objects, layout: dict[str, Any]
 ) -> Writer:
     """Write config.yaml, env.json and model.txt, open the writers, and print the summary. On root
     only.
 
     layout: the result of `layout_of`.
     """
+    run, start = training.run, training.progress.step
+    directory, context = run.log.directory, run.checkpoints.context
     devices = run.strategy.devices
     rundir.write_config(directory, dataclasses.asdict(config))
     rundir.write_env(
@@ -84,9 +89,16 @@ def start_writer(
     )
     rows = model_summary.arrays(run.strategy.shapes, config.optimizer.frozen)
     rundir.write(directory / "model.txt", model_summary.text(config.model.target, rows) + "\n")
-    facts = summary(run, config, context, directory, layout)
-    steps, start = run.options.steps, run.origin.start
-    console = Console(steps, start, context.launcher == "none", {"title": directory.name, **facts})
+    groups = describe_groups(
+        config,
+        prepared.parts,
+        run.strategy.shapes.params,
+        {**OPTIMIZERS, **objects.get("optimizer", {})},
+    )
+    facts = summary(run, config, context, start, layout, groups)
+    console = Console(
+        run.options.steps, start, context.launcher == "none", {"title": directory.name, **facts}
+    )
     run.checkpoints.events.tell = console.happened
     console.advised = config.data.on_device  # the console would advise to set it
     writer = Many(
@@ -94,8 +106,8 @@ def start_writer(
             JsonLines(
                 directory / "metrics.jsonl",
                 start,
-                run.origin.evaluated,
-                run.evaluation_is_due(start),
+                training.progress.evaluated == start,
+                "evaluate" in run.due(start),
             ),
             console,
             Reports(directory, flat(dataclasses.asdict(Config())), run.checkpoints.events),
@@ -105,22 +117,24 @@ def start_writer(
     if console.panel is None:
         width = max(map(len, facts))
         writer.say("\n".join(f"{name:{width}}  {text}" for name, text in facts.items()))
-    for text in advice(run, config):
+    for text in advice(run, config, prepared, start, training.callbacks.callbacks):
         writer.say(f"warning: {text}")
     return writer
 
 
 def summary(
-    run: Run, config: Config, context: Context, directory: pathlib.Path, layout: dict[str, Any]
+    run: Run, config: Config, context: Context, start: int, layout: dict[str, Any], groups: str
 ) -> dict[str, str]:
-    """Return the lines of a run's summary by name."""
+    """Return the lines of a run's summary by name. start: the update after which it starts.
+    groups: what weight decay and Muon apply to.
+    """
     devices, parallel, order, opt = (
         run.strategy.devices,
         config.parallel,
         run.data.train.order,
         config.optimizer,
     )
-    start, steps, per_call = run.origin.start, run.options.steps, run.options.steps_per_call
+    steps, per_call, directory = run.options.steps, run.options.steps_per_call, run.log.directory
     sizes = [
         f"{len(x.dataset):,}{f' ({name})' if name else ''}" for name, x in run.data.eval.items()
     ]
@@ -132,7 +146,6 @@ def summary(
         if opt.target.startswith(f"{OF_SCRIPT} ")
         else f"{opt.target}, lr {opt.lr:g} {schedule}"
     )
-    groups = {"groups": run.log.groups} if run.log.groups else {}
     return {
         "run": f"{f'resumes after step {start}' if start else 'starts'} in {directory}",
         "model": f"{config.model.target}, {layout['parameters']:,} parameters",
@@ -141,7 +154,7 @@ def summary(
         "batch": f"{config.batch_size:,} examples in {config.microbatches} microbatches of "
         f"{order.examples_per_microbatch:,}",
         "optimizer": f"{rate}, {steps:,} updates{f', {per_call} a call' if per_call > 1 else ''}",
-        **groups,
+        **({"groups": groups} if groups else {}),
         "devices": f"{len(devices)} x {devices[0].device_kind} in {context.size} "
         f"process{'es' * (context.size > 1)}{hosts} ({context.launcher})",
         "layout": f"{parallel.backend}, zero {parallel.zero}{sharding(run, config)}; reduction {parallel.reduction}",
@@ -196,8 +209,12 @@ def memory_line(layout: dict[str, Any]) -> str:
     return f"{size(total)} a device, without activations: {each}"
 
 
-def advice(run: Run, config: Config) -> list[str]:
-    """Return warnings about settings that waste the devices, with better values."""
+def advice(
+    run: Run, config: Config, prepared: Prepared, start: int = 0, callbacks: Sequence[Any] = ()
+) -> list[str]:
+    """Return warnings about settings that waste the devices, with better values. start: the update
+    after which the run starts.
+    """
     warnings = []
     devices, per_device = run.strategy.assignment.shape
     batch, microbatches = config.batch_size, config.microbatches
@@ -235,7 +252,7 @@ def advice(run: Run, config: Config) -> list[str]:
         warnings.append(
             "data: the model ignores its segments and reads across documents; use one such as GPT instead"
         )
-    warnings += run.log.advise()
+    warnings += data_warnings(config, prepared.parts, run.strategy.shapes, devices)
     opt, steps = config.optimizer, run.options.steps
     horizon = min(steps, opt.schedule_steps or steps)
     if not opt.target.startswith(f"{OF_SCRIPT} ") and opt.warmup_steps > horizon:
@@ -252,16 +269,14 @@ def advice(run: Run, config: Config) -> list[str]:
         warnings.append(
             "optimizer.warmup_steps: one_cycle begins with its own warm-up; set it to 0 to have only one"
         )
-    warnings += rate_advice(run, config)
+    warnings += rate_advice(run, config, prepared, start)
     shapes = run.strategy.shapes
     if evaluation_arrays(shapes.opt_state) and jax.tree.leaves(floats(shapes.model_state)):
         warnings.append(
             f"optimizer.target: {opt.target} evaluates other parameters than it trains, but the model's statistics, as "
             "of BatchNorm, belong to the latter; use a norm without statistics"
         )
-    waiting = [
-        type(x).__name__ for x in run.hooks.callbacks.callbacks if isinstance(x, EarlyStopping)
-    ]
+    waiting = [type(x).__name__ for x in callbacks if isinstance(x, EarlyStopping)]
     waiting += ["checkpoint.best"] * (config.checkpoint.best is not None)
     if steps > 1 and ((every := run.options.eval_every) or steps) >= steps:
         unused = f"eval.every: {every or 'null'} gives {{}} only the last evaluation; set it below {steps}"
@@ -285,14 +300,14 @@ def advice(run: Run, config: Config) -> list[str]:
     return warnings
 
 
-def rate_advice(run: Run, config: Config) -> list[str]:
+def rate_advice(run: Run, config: Config, prepared: Prepared, start: int) -> list[str]:
     """Return a warning if the optimizer does not use the config's rate, or if the schedule ends
     before the run.
     """
-    opt, start, steps = config.optimizer, run.origin.start, run.options.steps
+    opt, steps = config.optimizer, run.options.steps
     if opt.target.startswith(f"{OF_SCRIPT} "):
         return []
-    if not run.log.follows_schedule():
+    if not follows_schedule(prepared.parts, state_shapes(prepared.make_state)):
         return [
             f"optimizer.lr: {opt.lr:g} and its schedule have no effect: {opt.target} has a rate of its own; set that "
             "one in optimizer.args (lr is recorded only if the optimizer's state has it)"
@@ -346,24 +361,14 @@ def constant_from(schedule: Callable[[int], Any], start: int, steps: int) -> tup
     return count, last
 
 
-def warning_of_lost_updates(run: Run, config: Config) -> Run:
-    """Return a run that warns, as soon as it has parameters, if its optimizer rounds small updates
-    away.
-    """
-    lr, begin = config.optimizer.lr, run.origin.begin
-    if config.precision.state != "bfloat16":
-        return run
-
-    def begin_and_warn(run: Run) -> TrainState:
-        state = begin(run)
-        share = jax.jit(moving_share)(run.step.trainable(state.params), lr)
-        run.log.writer.say(
-            f"warning: precision.state: bfloat16: an update of the size of optimizer.lr, {lr:g}, changes {share:.1%} "
-            "of the parameters and is rounded away in the others; leave it null for float32, where every update counts"
-        )
-        return state
-
-    return run.replace(begin=begin_and_warn)
+def warn_of_lost_updates(run: Run, config: Config, state: TrainState) -> None:
+    """Print a warning if the optimizer rounds small updates of the initial state away."""
+    lr = config.optimizer.lr
+    share = jax.jit(moving_share)(run.step.trainable(state.params), lr)
+    run.log.writer.say(
+        f"warning: precision.state: bfloat16: an update of the size of optimizer.lr, {lr:g}, changes {share:.1%} "
+        "of the parameters and is rounded away in the others; leave it null for float32, where every update counts"
+    )
 
 
 def reads(run: Run, name: str) -> bool:

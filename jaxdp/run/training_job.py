@@ -1,14 +1,16 @@
 """Train a config in a run directory, with writers, a monitor and signals."""
 
 import contextlib
+import dataclasses
 import math
 import os
 import pathlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from jaxdp import config as schema
-from jaxdp.audit.inject import of_this_process
+from jaxdp.audit.inject import Injection, of_this_process
 from jaxdp.checkpoint import folders
 from jaxdp.config import Config
 from jaxdp.elasticity.elastic_job import (
@@ -25,7 +27,7 @@ from jaxdp.metrics import safe_print
 from jaxdp.metrics.events import Events, NoEvents
 from jaxdp.metrics.jsonl import as_numbers, read
 from jaxdp.metrics.throughput import goodput
-from jaxdp.metrics.writer import Record, Writer
+from jaxdp.metrics.writer import Record
 from jaxdp.metrics.writers import check_writers
 from jaxdp.parallel.placement import open_collectives
 from jaxdp.process import compilation_cache, faults, membership, private_jax, signals
@@ -33,23 +35,22 @@ from jaxdp.process.context import SLOW, Context
 from jaxdp.process.monitor import RunMonitor, Stopped
 from jaxdp.report import report_writer as report_file
 from jaxdp.run import rundir, user_errors
-from jaxdp.run.build import make_profile, make_run, on_all_ranks, prepare_on_all_ranks
+from jaxdp.run.build import (
+    Prepared,
+    make_profile,
+    make_run,
+    on_all_ranks,
+    prepare_on_all_ranks,
+    speed,
+)
 from jaxdp.run.callbacks import make_callbacks
 from jaxdp.run.components import NOTHING, Objects, choose_accumulate
-from jaxdp.run.config_checks import with_checks
+from jaxdp.run.config_checks import make_checks
+from jaxdp.run.driver import Training
 from jaxdp.run.resume import check_paths, lock_run_dir, resume_step
-from jaxdp.run.start import layout_of, start_writer, warning_of_lost_updates
-from jaxdp.train import loop
-from jaxdp.train.run import Run
+from jaxdp.run.start import layout_of, start_writer, warn_of_lost_updates
+from jaxdp.train.run import Progress, Run
 from jaxdp.train.state import TrainState
-
-RESUMED = (
-    "evaluated",
-    "metrics",
-    "stopped",
-    "offset",
-    "rollbacks",
-)  # metadata of a checkpoint that `Origin` has
 
 
 def train(
@@ -140,33 +141,79 @@ def train_here(
         if record is not None:
             return record, run.checkpoints.restore(start, run.strategy.abstract()) if keep else None
         if offset := saved.get("offset", 0):
-            run = make_run(config, directory, context, objects, offset, prepared).replace(
-                checkpoints=run.checkpoints
-            )
+            run = make_run(config, directory, context, objects, offset, prepared, run.checkpoints)
         if (
             snapshots is not None
         ):  # the next generation may start from nothing, with the same objects of a script
             snapshots.callbacks = snapshots.callbacks or callbacks.state()
         callbacks.load(saved or (snapshots.callbacks if snapshots is not None else {}))
-        run = run.replace(
+        run.log.events = events
+        progress = Progress(
+            step=start,
             start=start,
-            **{name: saved[name] for name in RESUMED if name in saved},
-            profile=make_profile(config, directory, start, steps),
-            events=events,
-            callbacks=callbacks,
-            recovered=recovered and recovered[2],
-            snapshots=snapshots,
-            compiling=lambda: compiling(run, config),
+            offset=saved.get("offset", 0),
+            rollbacks=saved.get("rollbacks", 0),
+            evaluated=start if saved.get("evaluated") else -1,
+            evaluation=saved.get("metrics", {}),
+            stopped=saved.get("stopped"),
         )
-        run = with_checks(run, config, on_all_ranks(context, of_this_process))
-        if snapshots is not None:
-            snapshots.start(run)
-            membership.joined().report_state()
+        if recovered is not None:
+            progress.state, progress.recovered = recovered[2], True
+        faults = on_all_ranks(context, of_this_process)
+        injection = Injection(run, faults, start, snapshots) if faults else None
+        training = ConfigTraining(
+            run,
+            progress,
+            callbacks,
+            snapshots,
+            profile=make_profile(config, directory, start, steps),
+            step=None if injection is None else injection.flips(run.step),
+            speed=speed(config, prepared.parts, prepared.flops, run.strategy.devices),
+            config=config,
+            prepared=prepared,
+        )
         if not start and config.init_from is not None:
             from jaxdp.run.initial_weights import initialize_from
 
-            run = initialize_from(run, config, context, prepared.parts, objects)
-        return supervised(warning_of_lost_updates(run, config), config, context, began, keep)
+            training.initialize = initialize_from(run, config, context, prepared.parts, objects)
+        if snapshots is not None:
+            snapshots.prepare(training)
+            membership.joined().report_state()
+        return supervised(training, objects, injection, began, keep)
+
+
+@dataclasses.dataclass(kw_only=True)
+class ConfigTraining(Training):
+    """The training of a config. initialize: returns the initial state, of `init_from`."""
+
+    config: Config
+    prepared: Prepared
+    initialize: Callable[[], TrainState] | None = None
+
+    def begin(self) -> TrainState:
+        state = super().begin() if self.initialize is None else self.initialize()
+        if self.config.precision.state == "bfloat16":
+            warn_of_lost_updates(self.run, self.config, state)
+        return state
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Store what is compiled in this context. Raises UsageError if user code that can be traced
+        cannot be mapped.
+        """
+        hint = ""
+        if choose_accumulate(self.config) == "vmap":
+            hint = "; to call it for one microbatch at a time, set parallel.accumulate: scan"
+        saving = self.run.checkpoints.is_saving()
+        store = contextlib.nullcontext() if saving else private_jax.store_programs()
+        with user_errors.reported(lambda key: hint), store:
+            yield
+
+    def account(self) -> Record:
+        directory = self.run.log.directory
+        return self.run.checkpoints.context.of_root(
+            "goodput", lambda: goodput(directory / "metrics.jsonl", rundir.began(directory))
+        )
 
 
 def final_record(
@@ -210,19 +257,6 @@ def final_record(
     return final[-1]
 
 
-@contextlib.contextmanager
-def compiling(run: Run, config: Config) -> Iterator[None]:
-    """Store what is compiled in this context. Raises UsageError if user code that can be traced
-    cannot be mapped.
-    """
-    scan = "; to call it for one microbatch at a time, set parallel.accumulate: scan"
-    store = (
-        contextlib.nullcontext() if run.checkpoints.is_saving() else private_jax.store_programs()
-    )
-    with user_errors.reported(lambda key: scan * (choose_accumulate(config) == "vmap")), store:
-        yield
-
-
 def use_compilation_cache(config: Config, context: Context) -> None:
     """Enable the config's `compilation_cache`. Rank 0 prints a warning if it cannot be used."""
     problem = compilation_cache.use(config.compilation_cache, context.size)
@@ -231,75 +265,73 @@ def use_compilation_cache(config: Config, context: Context) -> None:
 
 
 def supervised(
-    run: Run, config: Config, context: Context, began: float, keep: bool
+    training: ConfigTraining,
+    objects: Objects,
+    injection: Injection | None,
+    began: float,
+    keep: bool,
 ) -> tuple[Record, TrainState | None]:
-    """Train with writers, a monitor and signals. began: the start of the command, in seconds since
-    1970.
+    """Train with writers, a monitor and signals. injection: of planted faults. began: the start of
+    the command, in seconds since 1970.
     """
-    directory, events, snapshots, start = (
-        run.log.directory,
-        run.log.events,
-        run.hooks.snapshots,
-        run.origin.start,
-    )
-    writer = Writer()
+    run, config, snapshots = training.run, training.config, training.snapshots
+    start, context = training.progress.step, run.checkpoints.context
+    log, directory = run.log, run.log.directory
     if snapshots is not None:
-        snapshots.records.rewind(start, run.origin.evaluated)
+        snapshots.records.rewind(start, training.progress.evaluated == start)
         missing = missing_records(snapshots.records, context, directory / "metrics.jsonl")
-        writer = snapshots.records
+        log.writer = snapshots.records
     if context.is_root:
         layout = layout_of(run, config)
-        writer = start_writer(directory, config, context, run, layout)
+        log.writer = start_writer(training, config, training.prepared, objects, layout)
         if snapshots is not None:
             snapshots.records.records.clear()
             for record in missing:
-                writer.write(record)
+                log.writer.write(record)
         if snapshots is None or not snapshots.generations:
             rundir.write_layout(directory, layout)
-            run = run.replace(layout=layout)
-    facts = {
-        "devices": len(run.strategy.devices),
-        "processes": context.size,
-        "steps": run.options.steps,
-    }
-    if snapshots is not None and snapshots.reached > start:
-        facts["again"] = snapshots.reached - start
-    events.note("resume" if start else "start", start, t=round(began, 3), **facts)
-    limits = (
+            training.layout = layout
+    training.watch = watch = RunMonitor(
+        context,
+        directory,
         config.watchdog.step_timeout,
         config.watchdog.straggler_factor,
         config.checkpoint.every_minutes,
+        last_save=None if snapshots is None else snapshots.last_save,
     )
-    watch = RunMonitor(context, directory, *limits, last_save=snapshots and snapshots.last_save)
-
-    def account():
-        return context.of_root(
-            "goodput", lambda: goodput(directory / "metrics.jsonl", rundir.began(directory))
-        )
-
-    run = run.replace(writer=writer, watch=watch, account=account)
 
     def on_signal(name: str) -> None:
         if name == signals.TRACE:
-            run.log.profile.ask()
+            training.profile.ask()
         elif signals.is_starting():  # this process ends after its listeners have returned
-            events.note("preempted", start, reason=f"{name} on rank {context.rank}")
+            log.events.note("preempted", start, reason=f"{name} on rank {context.rank}")
 
     signals.subscribe(on_signal)
     try:
+        if context.size > 1 or config.audit.every is not None or injection is not None:
+            training.checks = make_checks(run, config, watch, snapshots, injection)
+        facts: dict[str, Any] = {
+            "devices": len(run.strategy.devices),
+            "processes": context.size,
+            "steps": run.options.steps,
+            "observers": training.observe().names,
+        }
+        if snapshots is not None and snapshots.reached > start:
+            facts["again"] = snapshots.reached - start
+        log.events.note("resume" if start else "start", start, t=round(began, 3), **facts)
         open_collectives(context)
-        with log_failure(events, context.size == 1, snapshots is not None):
-            record, state = loop.fit(run)
-        writer.say(summary(record, directory))
+        with log_failure(log.events, context.size == 1, snapshots is not None):
+            record, state = training.train()
+        log.writer.say(summary(record, directory))
         return record, run.strategy.export(state) if keep else None
     finally:
         signals.unsubscribe(on_signal)
-        run.log.profile.stop()
+        training.profile.stop()
         watch.stop()
         if snapshots is not None:
             snapshots.last_save = watch.last_save
             run.checkpoints.wait()
-        writer.close()
+        log.writer.close()
 
 
 @contextlib.contextmanager

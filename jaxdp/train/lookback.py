@@ -11,12 +11,17 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
-from jaxdp.process.monitor import Stopped
+from jaxdp.train.observer import Observer
+from jaxdp.train.state import Batch, TrainState
 
 BEHIND = 8  # updates: keeps the device busy while the host stalls for a few milliseconds
 EXAMINED = (
     10  # updates whose examples are checked: only the first of consecutive non-finite updates
 )
+
+
+class Halted(Exception):
+    """Training has halted, as the guard in the state says."""
 
 
 class NotFinite(Exception):
@@ -27,9 +32,8 @@ class NotFinite(Exception):
         self.update = update
 
 
-class Lookback:
-    """A check that raises NotFinite if the loss of an update is not finite, and Stopped once the
-    guard has halted.
+class Lookback(Observer):
+    """Raise NotFinite if the loss of an update is not finite, and Halted once the guard has halted.
 
     examine: the maximum number of updates to report as NotFinite.
     """
@@ -38,14 +42,19 @@ class Lookback:
         self.examine, self.finite = examine, True
         self.sent: collections.deque[tuple[range, jax.Array, jax.Array]] = collections.deque()
 
-    def add(self, updates: range, metrics: Mapping[str, jax.Array]) -> None:
-        """Add updates that were sent to the device in one call; metrics: [] of one, or [update] of
-        several.
-        """
-        loss, halted = metrics["loss"], metrics["halted"]
-        for array in (loss, halted):
-            array.copy_to_host_async()
-        self.sent.append((updates, loss, halted))
+    def before(self, updates: range, batch: Batch) -> None:
+        self.look(updates[0] - 1 - BEHIND)
+
+    def after(self, updates: range, state: TrainState, metrics: Mapping[str, jax.Array]) -> None:
+        self.sent.append((updates, metrics["loss"], metrics["halted"]))
+        self.guard = state.guard  # until the next update
+
+    def pause(self, step: int, last: bool) -> None:
+        """Never save or evaluate a state in which training has halted."""
+        if last:
+            self.look(step)
+        elif self.sent and int(self.guard.halted):
+            raise Halted
 
     def look(self, last: int) -> None:
         """Wait for the calls up to update `last`, and check their updates."""
@@ -58,4 +67,4 @@ class Lookback:
                     self.examine -= 1
                     raise NotFinite(update)
             if halted.any():
-                raise Stopped("halt")
+                raise Halted

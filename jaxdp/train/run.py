@@ -1,24 +1,58 @@
-"""The state of the loop: the built objects of a run, and its progress."""
+"""A run: the objects that training consists of, built once, and its progress."""
 
-import contextlib
 import dataclasses
-import pathlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
-from jaxdp.checkpoint.store import Checkpoints
-from jaxdp.metrics.events import NoEvents
-from jaxdp.metrics.writer import Record, Writer
-from jaxdp.parallel.strategy import Strategy
-from jaxdp.process.monitor import Monitor
-from jaxdp.run.callbacks import Callbacks
-from jaxdp.run.profile_window import Profile
-from jaxdp.run.source import Source
-from jaxdp.train.state import TrainState
+from jaxdp.parallel.strategy import Program, Strategy
+from jaxdp.train.state import Batch, TrainState
 from jaxdp.train.step import Step
+
+Record = dict[str, Any]
+
+
+class Order(Protocol):
+    """The order in which the examples of a set are read. steps_per_epoch: the batches of one pass."""
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+
+class Batches(Protocol):
+    """An iterator over (the numbers of batches, their data); ended: why the data has ended early."""
+
+    @property
+    def ended(self) -> str: ...
+
+    def __iter__(self) -> Iterator[tuple[range, Batch]]: ...
+
+
+class Source(Protocol):
+    """A data set and its order.
+
+    program: returns the programs that evaluate it, if they are not those of the run.
+    """
+
+    @property
+    def order(self) -> Order: ...
+
+    @property
+    def program(self) -> Callable[[], Program] | None: ...
+
+    def batches(
+        self, start: int, stop: int, strategy: Strategy, groups: Iterable[range] | None = None
+    ) -> AbstractContextManager[Batches]:
+        """Read batches `start` to `stop - 1` ahead: iterate over (their numbers, the batch).
+
+        groups: the same numbers in ranges, one for each call of a program; by default of one each.
+        """
+
+    def examine(self, number: int, name: str) -> None:
+        """Raise UsageError if examples of batch `number` explain its non-finite loss."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +61,8 @@ class Data:
     the EMA.
     """
 
-    train: Source
-    eval: Mapping[str, Source] = dataclasses.field(default_factory=dict)
+    train: Any  # a Source
+    eval: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     averaged: bool = False
 
 
@@ -53,119 +87,79 @@ class LoopOptions:
     outer_every: int = 1
 
 
-def initial_state(run: "Run") -> TrainState:
-    with run.hooks.compiling():
-        return run.strategy.init()
-
-
-@dataclasses.dataclass(frozen=True)
-class Origin:
-    """The point from which a run starts or resumes.
-
-    start: the update to resume after, 0 for a new run. evaluated: True if the evaluation due at
-    `start` already ran; metrics: its finite ones; stopped: why a callback ended training there.
-    offset: the number of batches skipped after spikes, by `rollbacks` rollbacks.
-    begin: returns the state of a new run. recovered: the state to continue with instead, from the
-    snapshots of an elastic job.
-    """
-
-    start: int = 0
-    evaluated: bool = False
-    metrics: Record = dataclasses.field(default_factory=dict)
-    stopped: str | None = None
-    offset: int = 0
-    rollbacks: int = 0
-    begin: Callable[["Run"], TrainState] = initial_state
-    recovered: TrainState | None = None
-
-    def progress(self, state: TrainState) -> "Progress":
-        evaluated = self.start if self.evaluated else -1
-        return Progress(self.start, state, {}, evaluated, self.metrics, self.stopped)
-
-
-@dataclasses.dataclass(frozen=True)
-class Log:
-    """The outputs of a run, besides its checkpoints.
-
-    derive: returns metrics computed from the means of a record; speed: from the milliseconds of an
-    update; account: of the full run, at its end. advise: returns warnings about the data, for the
-    start. follows_schedule: whether updates are computed with the rate of the config's schedule.
-    directory: of the files. layout: the content of layout.json before the first update; None: write
-    no file. groups: what weight decay and Muon apply to, in words.
-    """
-
-    writer: Writer = Writer()
-    events: NoEvents = NoEvents()
-    profile: Profile = dataclasses.field(default_factory=Profile)
-    derive: Callable[[Mapping[str, float]], Mapping[str, float]] = lambda means: {}
-    speed: Callable[[float], Record] = lambda milliseconds: {}
-    account: Callable[[], Record] = dict
-    advise: Callable[[], list[str]] = list
-    follows_schedule: Callable[[], bool] = lambda: True
-    directory: pathlib.Path = pathlib.Path()
-    layout: Mapping[str, Any] | None = None
-    groups: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Hooks:
-    """The objects that the loop calls between updates.
-
-    checks: of the devices, such as `jaxdp.audit.Audit`: after an update for which `is_due(run,
-    progress)`, `check(run, progress, batch)` runs before anything else reads the new state. After
-    the last one, `is_due(..., last=True)`. snapshots: of an elastic job. compiling: returns a
-    context for calls that may compile."""
-
-    watch: Monitor = Monitor()
-    callbacks: Callbacks = Callbacks()
-    checks: Sequence[Any] = ()
-    snapshots: Any = None
-    compiling: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-
-
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The built objects of a run."""
+    """The objects of a run. None of them is replaced while it trains.
+
+    derive: returns metrics computed from the means of a record. checkpoints: where its states are
+    saved. log: its records, events and directory.
+    """
 
     strategy: Strategy
     step: Step
     data: Data
-    checkpoints: Checkpoints
+    checkpoints: Any
     options: LoopOptions
-    log: Log
-    origin: Origin = Origin()
-    hooks: Hooks = Hooks()
+    log: Any
+    derive: Callable[[Mapping[str, float]], Mapping[str, float]] = lambda means: {}
 
-    def replace(self, **values: Any) -> "Run":
-        """Return the run with other values of these fields, its own or of its records."""
-        for section in ("data", "options", "log", "origin", "hooks"):
-            record = getattr(self, section)
-            if changed := {f.name for f in dataclasses.fields(record)} & values.keys():
-                values[section] = dataclasses.replace(
-                    record, **{name: values.pop(name) for name in changed}
-                )
-        return dataclasses.replace(self, **values)
+    def due(self, step: int) -> set[str]:
+        """Return "save" and "evaluate" if they are due after update `step`."""
+        return {name for name, every in self._every() if step % every == 0}
 
-    def evaluation_is_due(self, step: int) -> bool:
-        return bool(self.data.eval) and is_due(step, self.options.eval_every)
+    def calls(self, start: int, ends: Collection[int] = ()) -> Iterator[range]:
+        """Yield the updates of each program call after update `start`, numbered from 1.
 
-    def checkpoint_is_due(self, step: int) -> bool:
-        return is_due(step, self.options.save_every) or is_due(step, self.options.rollback_every)
+        A call has `steps_per_call` updates, or a single one where an end comes first: a checkpoint,
+        an evaluation, or one of `ends`. So only these two programs are compiled.
+        """
+        steps, per_call = self.options.steps, self.options.steps_per_call
+        while start < steps:
+            due = [(start // every + 1) * every for _, every in self._every()]
+            limit = min([steps, *due, *(end for end in ends if end > start)])
+            count = per_call if start + per_call <= limit else 1
+            yield range(start + 1, start + count + 1)
+            start += count
+
+    def _every(self) -> list[tuple[str, int]]:
+        """Return what is due, and the updates between two of it."""
+        options = self.options
+        every = [("save", options.save_every), ("save", options.rollback_every)]
+        if self.data.eval:
+            every.append(("evaluate", options.eval_every))
+        return [(name, n) for name, n in every if n is not None]
 
 
 @dataclasses.dataclass
 class Progress:
-    """The progress of a run: the state after update `step`, and the update's metrics on the device.
+    """Where a run is: the state after update `step`, and the metrics of its last call.
 
-    evaluated: the last step that was evaluated; evaluation: its finite metrics. stopped: why a
-    callback ended training."""
+    start: the update after which it was started or resumed. offset: the number of batches that were
+    skipped after spikes, by `rollbacks` rollbacks; update n has batch n - 1 + offset. evaluated:
+    the last update that was evaluated; evaluation: its finite metrics. stopped: why a callback ended
+    training; data_ended: why the data did. recovered: the state comes from the memory of an elastic
+    job.
+    """
 
-    step: int
-    state: TrainState
-    metrics: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    state: TrainState | Any = None
+    step: int = 0
+    metrics: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
+    start: int = 0
+    offset: int = 0
+    rollbacks: int = 0
     evaluated: int = -1
     evaluation: Record = dataclasses.field(default_factory=dict)
     stopped: str | None = None
+    data_ended: str = ""
+    recovered: bool = False
+
+    def return_to(self, step: int, state: TrainState, skipped: int) -> None:
+        """Continue after an earlier update, with the data after `skipped` more batches."""
+        self.step = self.start = self.evaluated = step
+        self.state, self.metrics, self.recovered = state, {}, False
+        self.evaluation, self.stopped = {}, None
+        self.offset += skipped
+        self.rollbacks += 1
 
     def last_batch(self) -> Record:
         """Return the loss of the last batch, which the final record of a run without evaluation
@@ -173,11 +167,25 @@ class Progress:
         """
         if not self.metrics:
             return self.evaluation  # of the checkpoint or snapshot
-        return {
-            "loss": float(np.reshape(self.metrics["loss"], -1)[-1]),
-            "loss_of": "the last batch",
-        }
+        loss = np.reshape(self.metrics["loss"], -1)[-1]
+        return {"loss": float(loss), "loss_of": "the last batch"}
 
 
-def is_due(step: int, every: int | None) -> bool:
-    return every is not None and step % every == 0
+class Host:
+    """What `fit` and `evaluate` leave to the program around them.
+
+    This base class is that of a plain script: it calls programs, and saves nothing.
+    """
+
+    def call(self, name: str, program: Callable[..., Any], *args: Any) -> Any:
+        """Return program(*args), a call for the updates or the batch that `name` describes.
+
+        The program around may stop all processes before it, by an exception.
+        """
+        return program(*args)
+
+    def save(self) -> None:
+        """Start a checkpoint of the progress."""
+
+    def evaluate(self) -> None:
+        """Evaluate the state of the progress, and tell the observers."""

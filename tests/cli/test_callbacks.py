@@ -14,6 +14,7 @@ import toys
 from jaxdp.errors import RunFailed, UsageError
 from jaxdp.process.context import Context
 from jaxdp.run.callbacks import Callbacks, EarlyStopping, StopTraining, make_callbacks
+from jaxdp.train.observer import Observers
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = {
@@ -31,7 +32,7 @@ class Recorder:
         self.calls = []
 
     def on_start(self, run):
-        self.calls.append(("start", run.origin.start))
+        self.calls.append(("start", run.checkpoints.last or 0))
 
     def on_update(self, step, metrics):
         self.calls.append(("update", step, float(metrics["loss"])))
@@ -44,6 +45,10 @@ class Recorder:
 
     def on_end(self, record):
         self.calls.append(("end", record["step"], record["params_sha256"]))
+
+
+def observed(callbacks):
+    return Observers(callbacks.observers)
 
 
 def fit(*callbacks, **config):
@@ -77,6 +82,64 @@ def test_each_point_is_called_in_order(steps_per_call, tmp_path):
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     logged = [record["loss"] for record in records if record["split"] == "train"]
     np.testing.assert_allclose(losses[1::2], logged, rtol=1e-5)
+
+
+class Watching(jaxdp.Observer):
+    """Has the methods of an observer; it wants an evaluation after update 5."""
+
+    def __init__(self):
+        self.calls = []
+
+    def start(self, run, progress):
+        self.calls.append(("start", progress.step))
+
+    def before(self, updates, batch):
+        self.calls.append(("before", updates[0]))
+
+    def after(self, updates, state, metrics):
+        self.calls.append(("after", updates[-1]))
+
+    def wants(self, step):
+        return ("evaluate",) if step == 5 else ()
+
+    def evaluated(self, step, record):
+        self.calls.append(("evaluated", step))
+
+    def saved(self, step, path):
+        self.calls.append(("saved", int(path.name)))
+
+    def finished(self, record):
+        self.calls.append(("finished", record["step"]))
+
+    def end(self, step):
+        self.calls.append(("end", step))
+
+
+def test_a_callback_may_be_an_observer(tmp_path, capsys):
+    watching = Watching()
+    fit(watching, eval={"every": 3}, checkpoint={"every": 4}, run_dir=tmp_path)
+    updates = {i: [("before", i), ("after", i)] for i in range(1, 7)}
+    assert watching.calls == [
+        ("start", 0), *updates[1], *updates[2], *updates[3], ("evaluated", 3), *updates[4], ("saved", 4),
+        *updates[5], ("evaluated", 5), *updates[6], ("end", 6), ("saved", 6), ("evaluated", 6), ("finished", 6),
+    ]  # fmt: skip
+    assert "the new name" not in capsys.readouterr().out
+    lines = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert "Watching" in next(line for line in lines if line["kind"] == "start")["observers"]
+
+
+def test_the_old_names_are_reported_once(capsys):
+    fit(Failing(7), Counting())
+    out = capsys.readouterr().out
+    assert out.count("callbacks: on_update still works") == 1
+    assert "the new name is after(updates, state, metrics)\n" in out
+
+
+def test_the_old_module_of_stop_training_can_be_imported():
+    from jaxdp.training.callbacks import EarlyStopping as early
+    from jaxdp.training.callbacks import StopTraining as stop
+
+    assert (early, stop) == (EarlyStopping, StopTraining) and jaxdp.StopTraining is StopTraining
 
 
 class Failing:
@@ -132,7 +195,7 @@ def test_only_an_evaluation_ends_training_early():
             raise StopTraining("enough")
 
     with pytest.raises(RunFailed, match=r"Stopping\.on_update raised StopTraining: enough"):
-        Callbacks([Stopping()]).on_update([1], {})
+        observed(Callbacks([Stopping()])).after(range(1, 2), None, {})
 
 
 @pytest.mark.slow
@@ -187,7 +250,7 @@ def test_an_early_stop_is_remembered_if_the_final_record_was_not_written(
         return EarlyStopping("accuracy", patience=2, min_delta=10.0)
 
     with monkeypatch.context() as patched:
-        patched.setattr("jaxdp.train.loop.params_sha256", lambda params: 1 / 0)
+        patched.setattr("jaxdp.run.driver.params_sha256", lambda params: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             fit(stopping(), **config)
     done = fit(stopping(), **config)
@@ -222,7 +285,7 @@ def test_a_checkpoint_has_the_state_of_its_own_update():
     callback = Counting(updates=0)
     callbacks = Callbacks([callback])
     state = callbacks.state()
-    callbacks.on_update([1], {})
+    observed(callbacks).after(range(1, 2), None, {})
     assert callback.seen == {"updates": 1}
     callbacks.load(state)
     assert callback.seen == {"updates": 0}
@@ -311,20 +374,21 @@ def test_a_state_that_an_update_has_made_no_json_is_named_after_it():
 
 def test_early_stopping_follows_the_better_direction():
     smaller, larger = EarlyStopping("loss", 1), EarlyStopping("accuracy", 1)
-    smaller.on_eval(1, {"loss": 2.0})
-    smaller.on_eval(2, {"loss": 1.0})
-    larger.on_eval(1, {"accuracy": 0.1})
-    larger.on_eval(2, {"accuracy": 0.2})
+    smaller.evaluated(1, {"loss": 2.0})
+    smaller.evaluated(2, {"loss": 1.0})
+    larger.evaluated(1, {"accuracy": 0.1})
+    larger.evaluated(2, {"accuracy": 0.2})
     assert [
         EarlyStopping(name).sign for name in ("valid/loss", "cross_entropy", "top1_accuracy")
     ] == [-1, -1, 1]
     for callback, metrics in ((smaller, {"loss": 1.5}), (larger, {"accuracy": 0.1})):
         with pytest.raises(StopTraining, match="since step 2"):
-            callback.on_eval(3, metrics)
+            callback.evaluated(3, metrics)
     with pytest.raises(
-        RunFailed, match=r"EarlyStopping\.on_eval raised KeyError: .*'lost' is not among \['loss'\]"
+        RunFailed,
+        match=r"EarlyStopping\.evaluated raised KeyError: .*'lost' is not among \['loss'\]",
     ):
-        Callbacks([EarlyStopping("lost")]).on_eval(1, {"loss": 1.0})
+        observed(Callbacks([EarlyStopping("lost")])).evaluated(1, {"loss": 1.0})
 
 
 class Misspelled:
@@ -353,10 +417,13 @@ class TooFew:
             {"target": "EarlyStopping", "args": {"patience": 0}},
             "args.patience: 0 is too small; it must be at least 1",
         ),
-        ("collections.OrderedDict", "has none of the methods on_start"),
-        (Misspelled(), "has a method 'on_evaluate', which is never called; did you mean 'on_eval'"),
+        ("collections.OrderedDict", "has none of the methods start"),
+        (
+            Misspelled(),
+            "has a method 'on_evaluate', which is never called; did you mean 'evaluated'",
+        ),
         (TooFew(), r"on_eval is called with \(step, metrics\), but too many positional arguments"),
-        (object(), "has none of the methods on_start"),
+        (object(), "has none of the methods start"),
     ],
 )
 def test_a_wrong_callback_is_one_line(entry, words):
@@ -401,5 +468,4 @@ def test_a_script_s_callbacks_are_not_needed_to_evaluate_its_run(tmp_path):
     from jaxdp.cli import load
     from jaxdp.run.build import make_run
 
-    run = make_run(load(["--config", str(tmp_path / "config.yaml")])[0], tmp_path, Context())
-    assert run.hooks.callbacks.callbacks == ()
+    make_run(load(["--config", str(tmp_path / "config.yaml")])[0], tmp_path, Context())

@@ -197,7 +197,7 @@ def stopped_at(values, **settings):
     stopping = EarlyStopping(**settings)
     for step, value in enumerate(values, 1):
         try:
-            stopping.on_eval(step, {} if value is None else {stopping.metric: value})
+            stopping.evaluated(step, {} if value is None else {stopping.metric: value})
         except Exception as stop:
             return step, str(stop)
     return None

@@ -51,7 +51,7 @@ def test_the_accuracy_of_a_class_is_that_of_its_examples(capsys):
     assert weight == 4 and metrics["accuracy"] == 3 and np.isfinite(loss)
     pairs = {name: tuple(map(float, pair)) for name, pair in metrics.items() if "/" in name}
     assert pairs == {"accuracy/0": (1, 1), "accuracy/1": (1, 1), "accuracy/2": (1, 2)}
-    callbacks.WorstClasses(1).on_eval(7, {"accuracy": 0.75, "accuracy/0": 1.0, "accuracy/2": 0.5})
+    callbacks.WorstClasses(1).evaluated(7, {"accuracy": 0.75, "accuracy/0": 1.0, "accuracy/2": 0.5})
     assert capsys.readouterr().out == "step 7: accuracy/2 0.500\n"
 
 

@@ -24,8 +24,8 @@ from jaxdp.errors import RunFailed, UsageError, explained
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.jsonl import JsonLines
 from jaxdp.process.context import Context
-from jaxdp.run.build import make_run
-from jaxdp.run.callbacks import Callbacks, EarlyStopping
+from jaxdp.run.build import make_run, prepare_on_all_ranks
+from jaxdp.run.callbacks import EarlyStopping
 from jaxdp.run.start import advice
 from jaxdp.run.training_job import train
 from launch import mpirun
@@ -46,9 +46,10 @@ def run(*argv, code, env=None):
 
 
 def made(tmp_path, *more):
-    """(the run of a config, the config)"""
+    """(the run of a config, the config, what the run was prepared with)"""
     config, _, _ = cli.load([*DIGITS, "--parallel.devices", "1", *map(str, more)])
-    return make_run(config, tmp_path, Context()), config
+    prepared = prepare_on_all_ranks(config, Context())
+    return make_run(config, tmp_path, Context(), prepared=prepared), config, prepared
 
 
 @pytest.mark.slow
@@ -619,12 +620,8 @@ def test_segments_that_the_model_does_not_use_are_a_warning(tmp_path, model, acc
 def test_an_evaluation_at_the_end_alone_is_a_warning_where_others_are_needed(
     tmp_path, every, best, callbacks, words
 ):
-    run, config = made(tmp_path, "--eval.every", every, "--checkpoint.best", best)
-    found = [
-        text
-        for text in advice(run.replace(callbacks=Callbacks(callbacks)), config)
-        if "eval.every" in text
-    ]
+    run, config, prepared = made(tmp_path, "--eval.every", every, "--checkpoint.best", best)
+    found = [text for text in advice(run, config, prepared, 0, callbacks) if "eval.every" in text]
     assert len(found) == (words is not None) and all(text.startswith(words) for text in found), (
         found
     )

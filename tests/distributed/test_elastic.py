@@ -395,22 +395,23 @@ DAMAGE = """
 import os
 
 import slow
+from jaxdp.elasticity.snapshots import Snapshots
 
 
 class Damage(slow.Slow):
     def on_start(self, run):
-        settle = run.hooks.snapshots.settle
+        settle = Snapshots.settle
 
-        def settle_and_flip():
-            before = run.hooks.snapshots.newest
-            settle()
-            newest = run.hooks.snapshots.newest
+        def settle_and_flip(self):
+            before = self.newest
+            settle(self)
+            newest = self.newest
             if os.environ["JAXDP_PROCESS_ID"] in DAMAGED and newest is not before:
                 arrays = next(iter(newest.parts.values()))
                 arrays[1] = arrays[1].copy()
                 arrays[1].reshape(-1).view("uint8")[5] ^= 1 << 3
 
-        run.hooks.snapshots.settle = settle_and_flip
+        Snapshots.settle = settle_and_flip
 """
 
 

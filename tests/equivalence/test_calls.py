@@ -22,11 +22,9 @@ from jaxdp.errors import UsageError
 from jaxdp.parallel.placement import assign_microbatches
 from jaxdp.run.build import is_padded
 from jaxdp.run.components import make_parts
-from jaxdp.run.profile_window import Profile
-from jaxdp.train import loop
 from jaxdp.train.skip import Spike
 from launch import mpirun
-from plain_runs import make_run
+from plain_runs import fit, make_run
 
 DIGITS = pathlib.Path(__file__).parents[2] / "configs" / "digits.yaml"
 
@@ -40,11 +38,10 @@ def test_what_is_due_is_due_between_calls(tmp_path, start, steps, k):
         steps=steps,
         steps_per_call=k,
         save_every=10,
-        offset=100,
-        profile=Profile("", 22, 3),
     )
     run = run.replace(eval={"": run.data.train}, eval_every=7)
-    groups = list(loop.calls(run, start))
+    calls = run.run.calls(start, (22, 25))  # a profile's window
+    groups = [range(of.start + 99, of.stop + 99) for of in calls]  # batches after 100 skipped ones
     assert [step for group in groups for step in group] == list(range(start + 100, steps + 100))
     assert {len(group) for group in groups} <= {1, k}
     due = {s for s in range(start + 1, steps) if s % 10 == 0 or s % 7 == 0 or s in (22, 25)}
@@ -101,7 +98,7 @@ def test_the_loop_writes_the_same_records(tmp_path, resident):
                 for source in (run.data.train, run.data.eval[""])
             )
             run = run.replace(train=train, eval={"": held})
-        loop.fit(run)
+        fit(run)
         records.append(run.log.writer.records)
         assert run.checkpoints.steps() == [6, 12, 15]
     assert [(r["split"], r["step"]) for r in records[0]] == [

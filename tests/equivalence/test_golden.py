@@ -14,8 +14,7 @@ from covering import first
 from jaxdp.checkpoint import manifest
 from jaxdp.cli import load
 from jaxdp.process.context import current
-from jaxdp.run.build import make_run
-from jaxdp.train import loop
+from jaxdp.run.build import make_run, restore
 from launch import ROOT, SUPPORT
 
 GOLDEN = SUPPORT / "golden"
@@ -62,7 +61,7 @@ def test_every_leaf_is_what_was_saved(copied, layout):
     backend, zero, devices = layout
     run = run_of(copied, backend, zero, devices)
     assert run.checkpoints.latest() == STEP
-    found = leaves(run.strategy.export(loop.restore(run, STEP)))
+    found = leaves(run.strategy.export(restore(run, STEP)))
     assert found == {path: tuple(leaf) for path, leaf in EXPECTED["leaves"].items()}
 
 

@@ -32,6 +32,7 @@ from jaxdp.train.skip import NONFINITE, SPIKE, Facts, Spike, decide, start_guard
 from jaxdp.train.step import init_state, make_step
 from layouts import LAYOUTS as USUAL
 from layouts import assert_same_bits, contents
+from plain_runs import metering
 from programs import compiled
 
 EXACT = {"pmap-0": {"backend": "pmap"}, "pjit-3": {"backend": "pjit", "layout": {"zero": 3}}}
@@ -471,8 +472,8 @@ def test_records_have_the_counts_and_the_console_says_the_total(capsys):
         Lines(),
         {"loss": 1.0, "skipped": 0, "skipped_updates": 3, "halted": 0, "nonfinite_grads": 0},
     )
-    with Meter(records, 1, 1, 1.0) as meter:
-        meter.update(range(1, 2), {name: jnp.asarray(x) for name, x in metrics.items()})
+    with metering(Meter(records, 1, 1, 1.0)) as meter:
+        meter.after(range(1, 2), None, {name: jnp.asarray(x) for name, x in metrics.items()})
         meter.flush()
     (record,) = records
     assert record["skipped"] == 0 and record["skipped_updates"] == 3 and "halted" not in record

@@ -69,6 +69,7 @@ class Compiled(NamedTuple):
     memory: object
     params: int  # bytes
     strategy: object
+    text: str
 
 
 def compiled(**settings):
@@ -81,5 +82,6 @@ def _compiled(**settings):
     strategy, step, arguments = build(**settings)
     lowered = strategy.compile(step).lowered(*arguments)["update"]
     program = lowered.compile()
-    found = collectives(program.as_text(), lowered.as_text())
-    return Compiled(found, program.memory_analysis(), size(strategy.shapes.params), strategy)
+    text, params = program.as_text(), size(strategy.shapes.params)
+    found = collectives(text, lowered.as_text())
+    return Compiled(found, program.memory_analysis(), params, strategy, text)

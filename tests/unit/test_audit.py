@@ -28,9 +28,9 @@ from jaxdp.metrics.events import Events
 from jaxdp.metrics.jsonl import read
 from jaxdp.models.base import Model
 from jaxdp.parallel.layout import Sharding
+from jaxdp.process.monitor import Monitor
 from jaxdp.run.callbacks import Callbacks, StopTraining
-from jaxdp.train import loop
-from plain_runs import make_run
+from plain_runs import fit, make_run
 
 NDIM = {"inputs": 1 + len(toys.SHAPE), "labels": 1}
 
@@ -43,13 +43,14 @@ def audited(
     settings = {"steps": 8, "log_every": 8, **settings}
     run = make_run(tmp_path, model or toys.MODELS["dropout"](), backend, devices, **settings)
     run = run.replace(events=Events(tmp_path), directory=tmp_path)
-    injection = inject.Injection(run, inject.parse(fault))
+    injection = inject.Injection(run, inject.parse(fault), settings.get("start", 0), None)
     probe = Probe(run.strategy, injection.flips(run.step, once=False), NDIM)
     run = run.replace(
-        step=injection.flips(run.step), checks=[injection, Audit(probe, every, action)]
+        step=injection.flips(run.step),
+        checks=[injection, Audit(probe, every, action, Monitor(), None)],
     )
     try:
-        result, _ = loop.fit(run)
+        result, _ = fit(run)
     except RunFailed as error:
         result = error
     return result, run, read(tmp_path / "events.jsonl")
@@ -175,7 +176,7 @@ def test_healthy_devices_are_not_named_and_the_audit_changes_nothing(
     plain = make_run(
         tmp_path / "b", model, backend, 4, steps=8, log_every=8, steps_per_call=steps_per_call
     )
-    assert final["params_sha256"] == loop.fit(plain)[0]["params_sha256"]
+    assert final["params_sha256"] == fit(plain)[0]["params_sha256"]
     assert not failures(events) and not [text for text in run.log.writer.said if "devices" in text]
 
 
@@ -298,7 +299,7 @@ def test_leaves_with_one_copy_are_reported(tmp_path):
         run.strategy.make, 8, run.strategy.reduction, None, jax.devices()[:4], Sharding(zero=1)
     )
     run = run.replace(strategy=strategy)
-    loop.fit(run.replace(checks=[Audit(Probe(strategy, run.step, NDIM), 3, "warn")]))
+    fit(run.replace(checks=[Audit(Probe(strategy, run.step, NDIM), 3, "warn", Monitor(), None)]))
     said = [text for text in run.log.writer.said if "one copy only" in text]
     assert len(said) == 1 and "parallel.zero" in said[0]
 
@@ -357,7 +358,7 @@ def test_a_config_that_cannot_be_audited_is_refused(arguments, words):
 
 
 def test_a_rise_of_the_time_is_noticed():
-    probe = slow.SlowDevices(None, 1.15)
+    probe = slow.SlowDevices(None, 1.15, None)
     noticed = []
     times = [50, 51, 49, 50, 52] * 8 + [200, 150] + [50] * 8 + [65] * 60
     for now, ms in enumerate(
@@ -383,7 +384,7 @@ def test_a_rise_of_the_time_is_noticed():
     ],
 )
 def test_a_round_of_measurements_names_the_slow_process(measured, named, again):
-    probe = slow.SlowDevices(None, 1.15)
+    probe = slow.SlowDevices(None, 1.15, None)
     found = [probe.judge(slow.relative([1.0, t, 1.0, 1.0])) for t in measured]
     assert found[-1] == named and not any(found[:-1]) and bool(probe.round) == again
 
@@ -399,13 +400,10 @@ def test_a_slow_process_is_explained_by_what_shows_it():
 def test_measurements_may_take_the_time_of_forty_updates_then_a_share(seconds, monkeypatch):
     now = 0.0
     monkeypatch.setattr(slow, "time", types.SimpleNamespace(perf_counter=lambda: now))
-    probe = slow.SlowDevices(None, 1.15)
+    probe = slow.SlowDevices(None, 1.15, types.SimpleNamespace(is_asked=lambda _: False))
     probe.next = float("inf")
-    watch = types.SimpleNamespace(is_asked=lambda _: False)
     context = types.SimpleNamespace(is_root=True)
-    run = types.SimpleNamespace(
-        checkpoints=types.SimpleNamespace(context=context), hooks=types.SimpleNamespace(watch=watch)
-    )
+    run = types.SimpleNamespace(checkpoints=types.SimpleNamespace(context=context))
 
     def train(updates, seconds):
         nonlocal now
@@ -436,7 +434,7 @@ def test_cpu_time_counts_for_a_process_that_is_slower_and_for_no_other():
 
 
 def test_a_slow_process_is_named_again_only_if_it_becomes_slower_or_has_recovered():
-    probe = slow.SlowDevices(None, 1.15)
+    probe = slow.SlowDevices(None, 1.15, None)
 
     def rounds(ms, count):
         return [probe.judge(slow.relative([10.0, ms])) for _ in range(count)][-1]

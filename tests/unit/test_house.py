@@ -11,7 +11,7 @@ import jaxdp
 ROOT = pathlib.Path(jaxdp.__file__).parent
 WINGS = {
     "what trains": "train parallel models optim data losses precision logits split axes cpu targets errors",
-    "the program": "api run config cli checkpoint metrics process __init__ __main__",
+    "the program": "api training run config cli checkpoint metrics process __init__ __main__",
     "extras": "exact elasticity outer audit verify plan doctor sweep report interop lax",
 }
 """The folders and modules of each wing. A wing imports nothing from a lower one."""
@@ -100,6 +100,13 @@ def test_config_and_command_line_need_no_jax():
     code = "import sys, jaxdp.cli; jaxdp.cli.load(['--config', sys.argv[1]]); assert 'jax' not in sys.modules"
     config = ROOT.parent / "configs" / "digits.yaml"
     subprocess.run([sys.executable, "-c", code, str(config)], check=True, timeout=60)
+
+
+def test_the_loop_knows_no_config_process_or_file():
+    names = modules()
+    for name in ("loop", "run", "observer", "evaluate", "lookback"):
+        known = {layer(other) for other in imports(ROOT / "train" / f"{name}.py", names)}
+        assert known <= {"train", "parallel", "errors"}, name
 
 
 def test_only_strategies_know_their_names():

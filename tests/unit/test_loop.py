@@ -22,9 +22,9 @@ from jaxdp.errors import RunFailed, UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.metrics.jsonl import ENOUGH, JsonLines, read
 from jaxdp.process.monitor import Monitor, Stopped
-from jaxdp.train import loop
+from jaxdp.train.evaluate import evaluate
 from jaxdp.train.lookback import BEHIND, EXAMINED
-from plain_runs import make_run
+from plain_runs import fit, make_run
 
 
 @pytest.mark.slow
@@ -33,7 +33,7 @@ def test_evaluation_counts_every_example_once(tmp_path, where):
     backend, devices = where
     model, held_out = toys.MODELS["resnet"](), toys.data(33, seed=5)  # batches of 20 and 13
     run = make_run(tmp_path, model, backend, devices, held_out=held_out, eval_every=3)
-    final, _ = loop.fit(run)
+    final, _ = fit(run)
     state = run.checkpoints.restore(6, run.strategy.abstract())
     batch = {**held_out, "mask": np.ones(33, bool)}
     logits, _ = model.apply(state.params, state.model_state, batch, jax.random.key(0), False)
@@ -62,13 +62,13 @@ def test_an_evaluation_does_not_go_on_from_training(tmp_path):
     run = make_run(tmp_path, toys.summing(), examples=examples, held_out=examples)
     program, state = run.strategy.compile(run.step), run.strategy.init()
     trained = state.replace(kept=jax.tree.map(jnp.ones_like, state.kept))
-    assert loop.evaluate(run, program, state) == loop.evaluate(run, program, trained)
+    assert evaluate(run, program, state) == evaluate(run, program, trained)
 
 
 @pytest.mark.slow
 def test_a_readers_fault_reaches_the_loop_with_its_traceback(tmp_path):
     with pytest.raises(OSError, match="the disk is gone") as fault:
-        loop.fit(make_run(tmp_path, train=Broken(**toys.data(60))))
+        fit(make_run(tmp_path, train=Broken(**toys.data(60))))
     assert any(entry.name == "read" for entry in fault.traceback)
 
 
@@ -77,8 +77,8 @@ class Counting(Monitor):
 
     made = 0
 
-    def sent(self, result):
-        self.made += result["loss"].size
+    def after(self, updates, state, metrics):
+        self.made += metrics["loss"].size
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_a_run_that_is_halted_ends_a_few_updates_later(tmp_path, steps_per_call,
     words = "updates 1 to 10 were not finite, 10 in a row .* there is no checkpoint; "
     words += "the batch of update 1 has inputs not "
     with pytest.raises(RunFailed, match=words + "finite in 20 examples, labels from 0 to 2;"):
-        loop.fit(run)
+        fit(run)
     assert watch.made <= 10 + BEHIND + 2 * steps_per_call and not run.checkpoints.steps()
 
 
@@ -146,7 +146,7 @@ def test_a_label_that_is_no_class_is_named_as_soon_as_it_is_seen(tmp_path, where
     batch = "batch 0 of the evaluation" if where == "eval" else r"the batch of update \d"
     words = rf"a label is 3, but the model's outputs are for 3 classes, 0 to 2; number .* \(in {batch}\)"
     with pytest.raises(UsageError, match=words):
-        loop.fit(run)
+        fit(run)
     assert watch.made <= 3 + BEHIND + 2 * steps_per_call
 
 
@@ -167,7 +167,7 @@ def test_a_loss_that_is_not_finite_for_another_reason_ends_nothing(tmp_path):
         asked = []
         check = asked.append if name == "looks" else None
         run = run.replace(train=dataclasses.replace(run.data.train, check=check))
-        final, _ = loop.fit(run)
+        final, _ = fit(run)
         records = [(r["step"], r.get("loss")) for r in run.log.writer.records]
         made.append((final["params_sha256"], records, sorted(run.checkpoints.steps())))
         assert len(asked) == (EXAMINED if check else 0) and all(
@@ -182,7 +182,7 @@ def test_a_loss_that_is_not_finite_for_another_reason_ends_nothing(tmp_path):
 def test_updates_that_an_outer_step_did_not_follow_are_counted(tmp_path, every, lost):
     """The data may end between two outer steps."""
     run = make_run(tmp_path, toys.MODELS["mlp"](), outer_every=every)
-    loop.fit(run)
+    fit(run)
     said = "\n".join(run.log.writer.said)
     assert lost in said and ("outer step" in said) == bool(lost)
 
@@ -190,7 +190,7 @@ def test_updates_that_an_outer_step_did_not_follow_are_counted(tmp_path, every, 
 def test_an_evaluation_without_weight_has_no_loss(tmp_path):
     examples = {**toys.data(60), "mask": np.zeros(60, np.float32)}
     run = make_run(tmp_path, toys.MODELS["mlp"](), examples=examples, held_out=examples)
-    record = loop.evaluate(run, run.strategy.compile(run.step), run.strategy.init())
+    record = evaluate(run, run.strategy.compile(run.step), run.strategy.init())
     assert np.isnan(record["loss"]) and np.isnan(record["accuracy"])
 
 
@@ -198,7 +198,7 @@ def test_counters_that_depend_on_the_examples_end_the_run(tmp_path):
     model = toys.counting(lambda batch: (batch["labels"][0] > 0).astype(jnp.int32))
     run = make_run(tmp_path, model, log_every=100)
     with pytest.raises(RunFailed, match="update 1: integers of the model state differ"):
-        loop.fit(run)
+        fit(run)
     assert not run.checkpoints.steps()
 
 
@@ -211,19 +211,19 @@ class Preempting(Monitor):
 def test_a_state_from_the_memory_of_an_elastic_job_is_saved_before_the_run_ends(tmp_path, start):
     """The run is preempted before its next update, or was recovered after its last one."""
     run = make_run(tmp_path, toys.MODELS["mlp"](), start=start, watch=Preempting())
-    run = run.replace(recovered=run.strategy.init())
+    run = run.replace(state=run.strategy.init())
     with contextlib.suppress(Stopped):
-        loop.fit(run)
+        fit(run)
     assert run.checkpoints.steps() == [start]
 
 
 @pytest.mark.slow
 def test_carried_state_resumes_under_another_strategy(tmp_path):
     whole = make_run(tmp_path / "whole", toys.counting())
-    loop.fit(whole)
-    loop.fit(make_run(tmp_path / "parts", toys.counting(), "pmap", 3, steps=4))
+    fit(whole)
+    fit(make_run(tmp_path / "parts", toys.counting(), "pmap", 3, steps=4))
     parts = make_run(tmp_path / "parts", toys.counting(), "pjit", 8, start=4)
-    loop.fit(parts)
+    fit(parts)
     a, b = (r.checkpoints.restore(6, r.strategy.abstract()) for r in (whole, parts))
     assert toys.relative_error(a, b)[0] < 1e-5
     assert int(a.step) == int(b.step) == 6
@@ -234,7 +234,7 @@ def test_old_checkpoints_go_and_stray_directories_are_no_steps(tmp_path):
     run = make_run(tmp_path, toys.MODELS["mlp"](), save_every=1)
     (tmp_path / "checkpoints" / "99").mkdir(parents=True)
     (tmp_path / "checkpoints" / "notes").mkdir()
-    loop.fit(run)
+    fit(run)
     assert run.checkpoints.steps() == [4, 5, 6]
     assert run.log.writer.said[-1] == "saved step 6"
 

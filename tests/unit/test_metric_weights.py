@@ -13,10 +13,10 @@ import toys
 from covering import first
 from jaxdp.errors import UsageError
 from jaxdp.losses import CausalLM, MultiTask, SoftmaxCrossEntropy
-from jaxdp.train import loop
+from jaxdp.train.evaluate import evaluate
 from jaxdp.train.metric_sums import WEIGHT, check_result
 from jaxdp.verify.oracle import mean_of
-from plain_runs import make_run
+from plain_runs import fit, make_run
 
 RARE = 2  # a class that only the last batch has
 
@@ -112,7 +112,7 @@ def test_records_leave_out_what_nothing_was_counted_for(tmp_path, steps_per_call
         log_every=1, eval_every=3, steps_per_call=steps_per_call, derive=per_class.derive,
     )  # fmt: skip
     run.checkpoints.best = f"class{RARE}"
-    final, records = loop.fit(run)[0], run.log.writer.records
+    final, records = fit(run)[0], run.log.writer.records
     assert [(r["step"], r["split"][0]) for r in records] == [
         (1, "t"),
         (2, "t"),
@@ -135,7 +135,7 @@ def test_records_leave_out_what_nothing_was_counted_for(tmp_path, steps_per_call
         assert record["balanced"] == pytest.approx(np.mean(means), rel=1e-5)
     assert run.checkpoints.meta(4)["metrics"][f"class{RARE}"] == final[f"class{RARE}"]
     empty = run.replace(eval=make_run(tmp_path, held_out=train).data.eval)
-    found = loop.evaluate(empty, run.strategy.compile(run.step), run.strategy.init())
+    found = evaluate(empty, run.strategy.compile(run.step), run.strategy.init())
     assert "class2" not in found and "class0" in found and not run.checkpoints.is_best(found)
 
 
@@ -156,7 +156,7 @@ def test_a_metric_that_is_not_finite_is_shown_as_it_is(tmp_path):
         )
 
     run = make_run(tmp_path, toys.MODELS["mlp"](), loss=broken, steps=2, log_every=1)
-    loop.fit(run)
+    fit(run)
     record = run.log.writer.records[0]
     assert math.isnan(record["nan"]) and math.isnan(record["sum"]) and "inf" not in record
 

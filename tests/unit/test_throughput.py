@@ -23,8 +23,7 @@ from jaxdp.plan.hardware import peak_flops
 from jaxdp.run import rundir
 from jaxdp.run.components import make_parts, make_the_step, set_jax, state_maker
 from jaxdp.run.preflight import rehearse
-from jaxdp.train import loop
-from plain_runs import make_run
+from plain_runs import fit, make_run, metering
 
 LAYERS, DIM, TOKENS = 3, 128, 32
 GPT = {
@@ -201,11 +200,13 @@ def timed(records, groups, every, paused=()):
         seen.add(len(updates))
         return {"loss": jnp.zeros(len(updates))}
 
-    with Meter(records, every, groups[-1][-1], 10.0) as meter:
-        for updates, _ in meter.reading((group, None) for group in groups):
-            meter.update(updates, call(updates))
+    with metering(Meter(records, every, groups[-1][-1], 10.0)) as meter:
+        for updates in groups:
+            meter.reading(updates[0] - 1)
+            meter.before(updates, None)
+            meter.after(updates, None, call(updates))
             if updates[-1] in paused:
-                meter.pause()
+                meter.pause(updates[-1], False)
                 time.sleep(COMPILES)
         meter.flush()
     return {r["step"]: r["step_time_ms"] for r in records if "step_time_ms" in r}
@@ -228,12 +229,14 @@ def test_updates_before_and_after_a_pause_are_counted():
     of all three.
     """
     records = Lines()
-    with Meter(records, 3, 6, 10.0) as meter:
-        for updates, _ in meter.reading((range(i, i + 1), None) for i in range(1, 7)):
+    with metering(Meter(records, 3, 6, 10.0)) as meter:
+        for updates in (range(i, i + 1) for i in range(1, 7)):
+            meter.reading(updates[0] - 1)
+            meter.before(updates, None)
             time.sleep(0.3 if updates[0] % 3 == 0 else 0.0)
-            meter.update(updates, {"loss": jnp.zeros(1)})
+            meter.after(updates, None, {"loss": jnp.zeros(1)})
             if updates[0] == 5:
-                meter.pause()
+                meter.pause(5, False)
                 time.sleep(COMPILES)
         meter.flush()
     assert len(records) == 2 and 90 <= records[1]["step_time_ms"] < 200, records
@@ -263,7 +266,7 @@ def test_an_interval_of_one_call_is_timed(tmp_path):
         steps_per_call=4,
         log_every=4,
     )
-    loop.fit(run.replace(eval_every=4))
+    fit(run.replace(eval_every=4))
     train = [r for r in run.log.writer.records if r["split"] == "train"]
     assert ["step_time_ms" in r for r in train] == [False, True, True]
 
@@ -293,6 +296,6 @@ def test_the_share_of_time_in_waiting_for_data(tmp_path):
     data = Slow(**toys.data(60))
     run = make_run(tmp_path, toys.MODELS["mlp"](), train=data, steps=12, log_every=4)
     data.seconds = 0.05
-    loop.fit(run)
+    fit(run)
     waits = [r["input_wait"] for r in run.log.writer.records if "input_wait" in r]
     assert len(waits) == 3 and all(0.5 <= w <= 1 for w in waits[1:]), waits

@@ -29,9 +29,8 @@ from jaxdp.process.watchdog import verdict
 from jaxdp.run.callbacks import Callbacks
 from jaxdp.run.source import Source
 from jaxdp.split import WHOLE
-from jaxdp.train import loop
 from jaxdp.train.skip import Spike
-from plain_runs import make_run
+from plain_runs import fit, make_run
 
 ALONE = Context(hosts=("here",))
 
@@ -103,8 +102,8 @@ def test_updates_that_are_not_finite_stop_the_run_and_their_examples_are_named(t
         RunFailed,
         match=r"updates 5 to 14 were not finite, 10 in a row .* checkpoint 12 is the last",
     ):
-        loop.fit(run)
-    run.hooks.watch.stop()
+        fit(run)
+    run.more["watch"].stop()
     found = json.loads((tmp_path / "halted.json").read_text())["updates"]
     assert list(found) == [str(n) for n in range(5, 15)]
     indices, rows = run.data.train.order.rows(4, np.arange(8))
@@ -119,8 +118,8 @@ def test_updates_that_are_not_finite_stop_the_run_and_their_examples_are_named(t
 def test_a_spike_rolls_back_and_its_data_is_left_out(tmp_path):
     spike = Spike(factor=3.0, after=2, action="rollback")
     run = guarded_run(tmp_path, [8], spike=spike)
-    final, _ = loop.fit(run)
-    run.hooks.watch.stop()
+    final, _ = fit(run)
+    run.more["watch"].stop()
     assert (
         "the loss of update 8 is a spike: back to step 6, continuing with the data after it"
         in run.log.writer.said
@@ -132,11 +131,11 @@ def test_a_spike_rolls_back_and_its_data_is_left_out(tmp_path):
     # The same as a run whose data had never held updates 7 and 8.
     clean = guarded_run(tmp_path / "clean", [], spike=spike)
     shifted = clean.replace(steps=6)
-    loop.fit(shifted)
+    fit(shifted)
     resumed = guarded_run(tmp_path / "clean", [], spike=spike, start=6, offset=2, rollbacks=1)
-    assert loop.fit(resumed)[0]["params_sha256"] == final["params_sha256"]
+    assert fit(resumed)[0]["params_sha256"] == final["params_sha256"]
     for r in (clean, resumed):
-        r.hooks.watch.stop()
+        r.more["watch"].stop()
 
 
 @pytest.mark.slow
@@ -151,9 +150,10 @@ def test_a_run_that_is_rolled_back_continues_to_take_snapshots(tmp_path):
     spike = Spike(factor=3.0, after=2, action="rollback")
     run = guarded_run(tmp_path, [8], spike=spike)
     run = run.replace(snapshots=snapshots, compiling=compiling)
-    snapshots.start(run)
-    loop.fit(run)
-    run.hooks.watch.stop()
+    training = run.training()
+    snapshots.prepare(training)
+    training.train()
+    run.more["watch"].stop()
     snapshots.settle()
     assert (
         len(compilations) == 3
@@ -206,9 +206,10 @@ def test_snapshots_take_a_hundredth_of_the_time():
 def test_snapshots_choose_their_interval(tmp_path):
     snapshots = Snapshots("auto")
     run = guarded_run(tmp_path, [], steps=70).replace(snapshots=snapshots)
-    snapshots.start(run)
-    loop.fit(run)
-    run.hooks.watch.stop()
+    training = run.training()
+    snapshots.prepare(training)
+    training.train()
+    run.more["watch"].stop()
     snapshots.settle()
     assert snapshots.newest.step == 60 + (70 - 60) // snapshots.every * snapshots.every
 
@@ -218,8 +219,8 @@ def test_too_many_spikes_end_the_run(tmp_path):
     spike = Spike(factor=3.0, after=2, action="rollback")
     run = guarded_run(tmp_path, range(8, 100), spike=spike, max_rollbacks=1)
     with pytest.raises(RunFailed, match=r"is a spike, and the run was rolled back 1 times already"):
-        loop.fit(run)
-    run.hooks.watch.stop()
+        fit(run)
+    run.more["watch"].stop()
 
 
 class Evaluated:
@@ -247,8 +248,8 @@ def test_a_rollback_restores_the_callbacks(tmp_path, save_every):
     spike, callback = Spike(factor=3.0, after=2, action="rollback"), Evaluated()
     more = {"held_out": toys.data(33, seed=5), "eval_every": 2, "callbacks": Callbacks([callback])}
     run = guarded_run(tmp_path, [7], spike=spike, **more).replace(save_every=save_every)
-    loop.fit(run)
-    run.hooks.watch.stop()
+    fit(run)
+    run.more["watch"].stop()
     assert any("is a spike: back to step" in text for text in run.log.writer.said)
     assert callback.steps == [2, 4, 6, 8, 10, 12]
 
@@ -265,7 +266,7 @@ def test_preempted_after_an_evaluation_it_is_not_made_again(tmp_path):
         record["split"] == "eval" and watch._preempt("SIGTERM"),
     )
     with pytest.raises(Stopped, match="SIGTERM on rank 0"):
-        loop.fit(run)
+        fit(run)
     watch.stop()
     meta = run.checkpoints.meta(2)
     assert meta["evaluated"] and meta["metrics"]["loss"] == run.log.writer.records[-1]["loss"]
@@ -273,9 +274,9 @@ def test_preempted_after_an_evaluation_it_is_not_made_again(tmp_path):
         "preempted by SIGTERM on rank 0, after update 2: saved step 2"
     )
     again = make_run(
-        tmp_path, toys.MODELS["mlp"](), held_out=held_out, eval_every=2, start=2, evaluated=True
+        tmp_path, toys.MODELS["mlp"](), held_out=held_out, eval_every=2, start=2, evaluated=2
     )
-    loop.fit(again)
+    fit(again)
     assert [(r["split"], r["step"]) for r in again.log.writer.records] == [
         ("train", 4), ("eval", 4), ("train", 6), ("final", 6)
     ]  # fmt: skip
@@ -287,7 +288,7 @@ def test_time_alone_makes_it_save(tmp_path):
     watch = RunMonitor(run.checkpoints.context, tmp_path, None, minutes=0.3 / 60)
     slow = Slow(**toys.data(60))
     run = run.replace(watch=watch, train=Source(slow, run.data.train.order))
-    loop.fit(run)
+    fit(run)
     watch.stop()
     assert 2 <= len(run.log.writer.said) <= 12 and run.log.writer.said[-1] == "saved step 60"
 
@@ -297,7 +298,7 @@ def test_the_time_since_the_last_save_goes_on_in_the_next_generation(tmp_path):
     before = time.monotonic() - 601
     watch = RunMonitor(run.checkpoints.context, tmp_path, None, minutes=10, last_save=before)
     run = run.replace(watch=watch, train=Source(Slow(**toys.data(60)), run.data.train.order))
-    loop.fit(run)
+    fit(run)
     watch.stop()
     assert len(run.log.writer.said) == 2 and run.log.writer.said[-1] == "saved step 60"
     assert watch.last_save > before

@@ -79,8 +79,7 @@ def restored(run):
     """The checkpoint as one process on one device reads it."""
     from jaxdp.cli import load
     from jaxdp.process.context import current
-    from jaxdp.run.build import make_run
-    from jaxdp.run.save import restore
+    from jaxdp.run.build import make_run, restore
 
     config, *_ = load(["--config", str(HERE / "golden.yaml")])
     made = make_run(config, run, current())

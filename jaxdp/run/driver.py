@@ -1,0 +1,338 @@
+"""The caller of `fit`: it restores, rolls back after a spike, saves on preemption, and writes the
+final record.
+"""
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxdp.checkpoint.digest import params_sha256
+from jaxdp.errors import RunFailed, UsageError
+from jaxdp.metrics.meter import Meter
+from jaxdp.metrics.writer import Record
+from jaxdp.plan import memory
+from jaxdp.process.monitor import Monitor, Stopped
+from jaxdp.run.build import restore
+from jaxdp.run.callbacks import Callbacks
+from jaxdp.run.checks import Checks
+from jaxdp.run.profile_window import Profile
+from jaxdp.run.rollback import roll_back
+from jaxdp.run.source import not_finite
+from jaxdp.train.evaluate import evaluate
+from jaxdp.train.lookback import EXAMINED, Halted, Lookback, NotFinite
+from jaxdp.train.loop import fit
+from jaxdp.train.observer import Observer, Observers
+from jaxdp.train.run import Host, Progress, Run
+from jaxdp.train.state import Batch, TrainState
+from jaxdp.train.step import Step
+
+LONGEST = 86_400.0  # seconds that a callback of one rank may take at the end
+
+
+@dataclasses.dataclass
+class Training(Host):
+    """A run from its start to its final record.
+
+    progress: where it starts or resumes; with a state if it was recovered from the memory of an
+    elastic job. watch, profile, callbacks, snapshots: observers; snapshots: of an elastic job.
+    checks: of the devices, between two updates; see `Checks`. step: compiled in the place of the
+    run's, with planted faults. layout: the content of layout.json before the first update; None:
+    write no file. speed: returns the entries of a record that follow from the milliseconds of an
+    update.
+    """
+
+    run: Run
+    progress: Progress
+    callbacks: Callbacks = dataclasses.field(default_factory=Callbacks)
+    snapshots: Any = None
+    watch: Monitor = dataclasses.field(default_factory=Monitor)
+    profile: Profile = dataclasses.field(default_factory=Profile)
+    checks: Sequence[Any] = ()
+    step: Step | None = None
+    layout: Mapping[str, Any] | None = None
+    speed: Callable[[float], Record] = lambda milliseconds: {}
+
+    program: Any = dataclasses.field(init=False)
+    observers: Observers = dataclasses.field(init=False)
+    called: set[int] = dataclasses.field(init=False, default_factory=set)  # compiled programs
+
+    def begin(self) -> TrainState:
+        """Return the state of a new run."""
+        with self.compiling():
+            return self.run.strategy.init()
+
+    def compiling(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for calls that may compile."""
+        return contextlib.nullcontext()
+
+    def account(self) -> Record:
+        """Return entries of the final record, about the full run."""
+        return {}
+
+    def observe(self) -> Observers:
+        """Return the observers in their order: an audit runs after a planted fault, and before
+        anything copies the state."""
+        run, speed, straggler = self.run, self.speed, self.watch.straggler
+        self.lookback = Lookback(EXAMINED if run.data.train.check else 0)
+        meter = Meter(
+            run.log.writer,
+            run.options.log_every,
+            run.options.steps,
+            run.data.train.order.examples_per_step,
+            lambda milliseconds: {**speed(milliseconds), **straggler(milliseconds)},
+            run.derive,
+        )
+        observers = [self.watch, meter, self.lookback, self.profile, *self.callbacks.observers]
+        observers += [FirstUpdate(self)]
+        observers += [Checks(self.checks, meter)] if self.checks else []
+        return Observers(observers + ([] if self.snapshots is None else [self.snapshots]))
+
+    def train(self) -> tuple[Record, TrainState]:
+        """Return the final record and the state after the last update, as the strategy stores it.
+
+        Raises:
+            Stopped: the run is preempted; its state is saved.
+            RunFailed: the last state cannot be saved, too many consecutive updates are not finite,
+                or a callback failed.
+        """
+        run, progress = self.run, self.progress
+        self.program, self.observers = run.strategy.compile(self.step or run.step), self.observe()
+        if not progress.recovered:
+            with self.watch.suspend_timeout("makes the state"):
+                progress.state = restore(run, progress.step) if progress.step else self.begin()
+        if self.callbacks.callbacks:
+            self.callbacks.start(run)
+        initial = self.callbacks.state()  # raises UsageError if no checkpoint could store it
+        while True:
+            try:
+                if progress.stopped is None:
+                    fit(run, self.program, progress, self.observers, self)
+                    if end := progress.data_ended:
+                        report_end_of_data(run, progress.step, end)
+                return self.finish(), progress.state
+            except NotFinite as error:
+                self.examine(error.update)
+            except (Halted, Stopped) as stop:
+                if int(progress.state.guard.halted):  # else it is rolled back already
+                    self.called.clear()
+                    self.lookback.sent.clear()
+                    roll_back(self, initial)
+                if isinstance(stop, Stopped) and stop.kind == "preempt":
+                    self.save_preempted(stop)
+                    raise
+                if isinstance(stop, Stopped) and stop.kind == "regroup":
+                    self.snapshots.take_now()
+                    raise
+
+    def call(self, name: str, program: Callable[..., Any], *args: Any) -> Any:
+        if id(program) in self.called:
+            return self.watch.run_step(name, program, *args)
+        with self.compiling():
+            result = self.watch.run_step(name, program, *args)
+        self.called.add(id(program))
+        return result
+
+    def save(self) -> None:
+        """Start a checkpoint; it is durable when the writer reports it. Raises Halted if training
+        has halted.
+        """
+        run, progress, began = self.run, self.progress, time.perf_counter()
+        with self.watch.suspend_timeout(f"saves step {progress.step}"):
+            if int(progress.state.guard.halted):
+                raise Halted
+            state, meta = run.strategy.export(progress.state), self.metadata()
+            run.checkpoints.save(progress.step, state, meta, run.log.writer.say)
+            if not run.options.asynchronous:
+                run.checkpoints.wait()
+        run.log.events.note("saving", progress.step, blocked=round(time.perf_counter() - began, 4))
+        self.observers.saved(progress.step, run.checkpoints.directory / str(progress.step))
+
+    def metadata(self) -> Record:
+        """Return what is needed to resume, besides the state: skipped batches, callbacks, the
+        evaluation of this step.
+
+        That of a run without evaluation data is the loss of the last batch, for the final record.
+        """
+        run, progress = self.run, self.progress
+        meta: Record = {
+            "offset": progress.offset,
+            "rollbacks": progress.rollbacks,
+            **self.callbacks.state(),
+        }
+        if run.checkpoints.audited is not None:
+            meta["audited"] = run.checkpoints.audited
+        if progress.evaluated == progress.step:
+            meta |= {"metrics": progress.evaluation, "evaluated": True, "stopped": progress.stopped}
+        elif progress.step == run.options.steps and not run.data.eval:
+            meta["metrics"] = progress.last_batch()
+        return meta
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the checkpoint being written is durable. Raises RunFailed if it could not be
+        saved.
+        """
+        run, began = self.run, time.perf_counter()
+        with self.watch.suspend_timeout("waits for the checkpoint"):
+            failure = run.checkpoints.wait()
+        run.log.events.note("settled", blocked=round(time.perf_counter() - began, 4))
+        if failure:
+            then = "resume from the last one" if run.checkpoints.steps() else "start again"
+            raise RunFailed(f"{failure}; fix that and run the same command to {then}", rank=0)
+
+    def save_preempted(self, stop: Stopped) -> None:
+        """Save the latest state, so that the next job resumes from it."""
+        run, step = self.run, self.progress.step
+        self.save_last()
+        self.wait_for_checkpoint()
+        last = run.checkpoints.last
+        state = f"saved step {last}" if last else "nothing to save yet"
+        run.log.events.note("preempted", step, reason=str(stop), saved=last)
+        run.log.writer.say(
+            f"preempted by {stop}, after update {step}: {state}; run the same command to resume"
+        )
+
+    def evaluate(self) -> None:
+        if self.run.data.eval:
+            self.evaluate_and_record("eval")
+
+    def examine(self, update: int) -> None:
+        """Raise UsageError if the examples of an update explain its non-finite loss."""
+        name = f"the batch of update {update}"
+        with self.watch.suspend_timeout(f"examines {name}"):
+            self.run.data.train.examine(update - 1 + self.progress.offset, name)
+
+    def evaluate_and_record(self, split: str | None = None) -> Record:
+        """Evaluate the state; return the metrics, and add them to this step's checkpoint.
+
+        split: the split under which to log the metrics; None: they are those of the final record.
+        Raises RunFailed, after saving the state, if a loss is not finite because of the examples.
+        """
+        run, progress, step = self.run, self.progress, self.progress.step
+        began = time.perf_counter()
+        metrics = evaluate(run, self.program, progress.state, self)
+        run.log.events.note("evaluation", step, seconds=round(time.perf_counter() - began, 4))
+        if split is not None:
+            run.log.writer.write({"step": step, "split": split, **metrics})
+        if not all(map(math.isfinite, metrics.values())):
+            self._report_not_finite(metrics)
+        best = run.checkpoints.best
+        if best is not None and not math.isfinite(value := metrics.get(best, math.nan)):
+            run.log.writer.say(
+                f"checkpoint.best: {best} is {value} after update {step}, which is never the best"
+            )
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        progress.evaluated, progress.evaluation = step, finite
+
+        self.observers.evaluated(step, metrics)
+        stopped = self.callbacks.agree_to_stop(step) if self.callbacks.callbacks else None
+        progress.stopped = stopped if split or "evaluate" in run.due(step) else None
+        if progress.stopped is not None and step < run.options.steps:
+            run.log.writer.say(
+                f"training ends after update {step} of {run.options.steps}: {progress.stopped}"
+            )
+            run.log.events.note("stopped_early", step, reason=progress.stopped)
+
+        if run.checkpoints.is_best(metrics):
+            self.save()
+        facts = run.checkpoints.facts
+        evaluated_with = {name: facts.get("config", {}).get(name) for name in ("eval", "callbacks")}
+        more = {"evaluated_with": evaluated_with, "eval_contents": facts.get("eval_contents")}
+        run.checkpoints.annotate(step, {**self.metadata(), **more})
+        return metrics
+
+    def _report_not_finite(self, metrics: Record) -> None:
+        """Report a loss that is not finite. Raises RunFailed, after saving the state, if this is
+        because of the examples."""
+        run, step = self.run, self.progress.step
+        with self.watch.suspend_timeout("examines the evaluation data"):
+            problem = not_finite(run, metrics)
+        if problem is not None:
+            text = f"evaluation after update {step}: {problem[0]}"
+            if problem[1]:
+                self.save()  # without this evaluation, which the next start repeats
+                self.wait_for_checkpoint()
+                text += f"; step {step} is saved: run the same command to resume"
+                raise RunFailed(text, rank=0)
+            run.log.writer.say(f"warning: {text}")
+
+    def finish(self) -> Record:
+        """Save and evaluate; return the final record: the evaluation (or the last batch's loss) and
+        the digest.
+        """
+        run, progress = self.run, self.progress
+        final: Record = {"step": progress.step, "split": "final"}
+        self.save_last()
+        if lost := progress.step % run.options.outer_every:
+            run.log.writer.say(
+                f"the last {lost} updates came after the last outer step, and changed no parameters"
+            )
+        if run.data.eval and progress.evaluated != progress.step:
+            final |= self.evaluate_and_record()
+        elif run.data.eval:
+            stopped = {} if progress.stopped is None else {"stopped": progress.stopped}
+            final |= progress.evaluation | stopped
+        else:
+            final |= progress.last_batch()
+        self.wait_for_checkpoint()
+        losses = [f"{name}/loss" if name else "loss" for name in run.data.eval]
+        if wrong := [name for name in losses if not math.isfinite(final.get(name, math.nan))]:
+            ended = f" (training ended there: {progress.stopped})" if progress.stopped else ""
+            text = f"the last evaluation, after update {progress.step}, has no finite {' and '.join(wrong)}{ended}"
+            raise RunFailed(f"{text}; the state is saved", rank=0)
+        with self.watch.suspend_timeout("makes the digest"):
+            final["params_sha256"] = params_sha256(run.strategy.export(progress.state).params)
+        final |= self.account()
+        run.log.writer.write(final)
+        run.log.events.note("finished", progress.step)
+        self.observers.finished(final)
+        if self.snapshots is None:
+            # A rank whose callback fails ends all; in an elastic job, it ends alone.
+            run.checkpoints.context.barrier("end", LONGEST)
+        return final
+
+    def save_last(self) -> None:
+        """Save the state at the end of a run, unless it is still the one that was restored from a
+        checkpoint.
+        """
+        if self.progress.step > self.progress.start or self.progress.recovered:
+            self.save()
+
+
+def report_end_of_data(run: Run, step: int, end: str) -> None:
+    """Report that there is no batch after update `step`. Raises UsageError if there was none at all."""
+    if not step:
+        raise UsageError(f"batch_size: the stream has no full batch ({end}); make it smaller")
+    run.log.writer.say(f"{end}: training ends after update {step} of {run.options.steps}")
+
+
+@dataclasses.dataclass
+class FirstUpdate(Observer):
+    """Record the first update while the device is busy with it: the event, the memory it takes, and
+    whether the callbacks' states can be saved.
+    """
+
+    training: Training
+
+    def before(self, updates: range, batch: Batch) -> None:
+        self.batch = None if self.training.progress.metrics else batch
+
+    def after(self, updates: range, state: TrainState, metrics: Mapping[str, Any]) -> None:
+        if self.batch is None:
+            return
+        training = self.training
+        training.callbacks.state()
+        run = training.run
+        run.log.events.note("first_update", updates[-1])
+        if training.layout is not None:
+            memory.record(
+                run.log.directory,
+                training.layout,
+                run.strategy,
+                training.program,
+                state,
+                self.batch,
+                len(updates),
+            )
