@@ -137,7 +137,6 @@ class Saved:
 
 def worker(args: argparse.Namespace, more: list[str]) -> None:
     """Train with an audit, and write what it named and how long it took."""
-    from jaxdp.audit import inject
     from jaxdp.cli import load
     from jaxdp.config.validation import resolve
     from jaxdp.metrics.events import NoEvents
@@ -145,9 +144,11 @@ def worker(args: argparse.Namespace, more: list[str]) -> None:
     from jaxdp.process import context as distributed
     from jaxdp.process import environment
     from jaxdp.run.build import make_run
+    from jaxdp.run.callbacks import Callbacks
     from jaxdp.run.config_checks import make_checks
     from jaxdp.run.driver import Training
     from jaxdp.train.run import Progress
+    from tests.support.planted_faults import Fault, PlantedFaults
 
     environment.exact()
     context = distributed.init()
@@ -177,16 +178,17 @@ def worker(args: argparse.Namespace, more: list[str]) -> None:
     wanted = (
         faults(args.flips, args.every, args.seed) if args.mode == "flips" and args.seed >= 0 else []
     )
-    injection = inject.Injection(run, [inject.Fault("flip", **fault) for fault in wanted], 0, None)
-    training = Training(run, Progress(), step=injection.flips(run.step))
-    *before, audit = make_checks(run, config, training.watch, None, injection)
+    callbacks = Callbacks([PlantedFaults([Fault("flip", **fault) for fault in wanted])], context)
+    run = callbacks.change_step(run, progress := Progress())
+    training = Training(run, progress, callbacks)
+    [audit] = make_checks(run, config, training.watch, None)
     timed = Timed(audit)
     after = [Restored(args.every)] if args.mode == "flips" else []
     open_collectives(context)
     updates: list[float] = []
     timer = Timed(audit)
     timer.is_due = lambda run, progress, last=False: updates.append(time.perf_counter())
-    training.checks = [*map(Saved, after), *before, timed, *after, timer]
+    training.checks = [*map(Saved, after), timed, *after, timer]
     training.train()
     if context.is_root:
         gaps = [b - a for a, b in itertools.pairwise(updates)]
@@ -266,6 +268,8 @@ def slow(args: argparse.Namespace, more: list[str]) -> dict:
     cause: `stop` stops a process for a share of each 10 ms; `load` runs another program on its
     core; `all` stops both; `none` neither.
     """
+    from tests.support.planted_faults import option
+
     at = args.updates // 2
     ranks = {"stop": [1], "all": [0, 1]}.get(args.cause, [])
     fault = ",".join(f"slow:rank={rank}:factor={args.factor}:step={at}" for rank in ranks)
@@ -290,9 +294,10 @@ def slow(args: argparse.Namespace, more: list[str]) -> dict:
                 "--run_dir",
                 f"{folder}/run",
                 *SLOW,
+                *option(fault),
                 *more,
             ]
-            env = job.environment(XLA_FLAGS="", JAXDP_FAULT=fault)
+            env = job.environment(XLA_FLAGS="")
             training = subprocess.Popen(
                 [sys.executable, "-m", "jaxdp", "launch", "-n", "2", *pinned, *words],
                 cwd=job.ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,

@@ -43,12 +43,10 @@ _HOME = {
     "UsageError": "jaxdp.errors",
     "DistributedError": "jaxdp.errors",
 }
-__all__ = ["__version__", "lax", *_HOME]
+__all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "lax":
-        return importlib.import_module("jaxdp.lax")
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'jaxdp' has no attribute {name!r}")

@@ -10,13 +10,7 @@ HELD = (
     signal.SIGHUP,
     signal.SIGINT,
 )  # until `jaxdp.process.signals` takes them
-COMPUTING = (
-    "train",
-    "eval",
-    "profile",
-    "launch",
-    "sweep",
-)  # verbs whose time is that of the programs
+COMPUTING = ("train", "eval")  # verbs whose time is that of the programs
 
 
 def command(argv: list[str] | None = None) -> NoReturn:

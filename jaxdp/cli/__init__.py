@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from jaxdp import __version__
 from jaxdp.api import end_start, join, set_threads
-from jaxdp.cli.option_table import VERBS
+from jaxdp.cli.option_table import REMOVED, VERBS
 from jaxdp.cli.parse import help_of, load, load_options, split_command
 from jaxdp.config import Config
 from jaxdp.errors import (
@@ -72,7 +72,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
         print(__version__)
         sys.exit(0)
     if argv[0] not in VERBS:
-        hint = suggest(argv[0], VERBS, otherwise=f"known: {', '.join(VERBS)}")
+        near = suggest(argv[0], VERBS, otherwise=f"known: {', '.join(VERBS)}")
+        hint = REMOVED.get(argv[0], near)
         _refuse(UsageError(f"unknown verb {argv[0]!r}; {hint}"))
     try:
         if argv[0] in (
@@ -159,8 +160,6 @@ def run_in_job(name: str, argv: list[str]) -> None:
             problem
         )  # the other ranks may have a valid config: `agree` sends them this error
     set_threads(config, exact=options.get("exact", False))
-    if name == "profile":
-        environment.trace_operations()
     left_out = config and environment.use_preset(
         config.parallel.xla_preset, config.parallel.devices
     )

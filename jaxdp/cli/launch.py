@@ -13,8 +13,7 @@ from jaxdp.cli import Call, load
 from jaxdp.cli.option_table import VERBS
 from jaxdp.errors import INTERRUPTED, PREEMPTED, UsageError
 from jaxdp.process import hosts
-from jaxdp.process.signals import handled
-from jaxdp.sweep.forked import Forked, preload
+from jaxdp.process.signals import handled, start_verb
 
 FINAL = (0, 2, PREEMPTED)  # exit codes after which a process is not started again
 PAUSE = 30.0  # seconds before a restart, at most
@@ -34,11 +33,9 @@ class Process:
     def start(self) -> None:
         self.started, self.restart_at = time.monotonic(), None
         environment = self.environment | {"JAXDP_RESTARTS": str(self.restarts)}
-        self.child: Forked | subprocess.Popen[bytes]
+        self.child: subprocess.Popen[bytes]
         if self.words[0] in VERBS:
-            self.child = Forked(
-                self.words, environment, f"jaxdp rank {environment['JAXDP_PROCESS_ID']}"
-            )
+            self.child = start_verb(self.words, environment)
         else:
             self.child = subprocess.Popen(self.words, env=environment)
 
@@ -79,8 +76,6 @@ def run(call: Call) -> None:
         raise UsageError(
             "launch: no command given; e.g. jaxdp launch -n 2 train --config configs/digits.yaml"
         )
-    if command[0] in VERBS and VERBS[command[0]].where == "job":
-        preload()
     environment = {
         **os.environ,
         "JAXDP_COORDINATOR": f"127.0.0.1:{hosts.free_port()}",

@@ -182,16 +182,6 @@ VERBS = {
             "layout": Option(str, "jaxdp", "jaxdp: a file; huggingface: a folder for transformers"),
         },
     ),
-    "profile": Verb(
-        "trace a few updates and show where their time goes",
-        "job",
-        (f"jaxdp profile {DIGITS}", f"jaxdp profile {DIGITS} --updates 10 --top 5"),
-        {
-            "updates": Option(int, 5, "the number of updates to trace", 1),
-            "top": Option(int, 20, "the number of operations to list", 0),
-        },
-        featured=0,
-    ),
     "sample": Verb(
         "generate text from a trained language model",
         "host",
@@ -265,4 +255,10 @@ VERBS = {
         },
         command=True,
     ),
+}
+
+# Verbs of earlier versions -> what to use instead.
+REMOVED = {
+    "profile": "jaxdp train --profile.start N writes a trace, which XProf (TensorBoard) and "
+    "ui.perfetto.dev show",
 }

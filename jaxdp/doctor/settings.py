@@ -17,7 +17,6 @@ NAMES = [
     "LOCAL_SIZE",
     "SECRET",
     "TIMEOUT",
-    "FAULT",
 ]
 NAMES += ["BEGAN", "RESTARTS", "SILENCE"]  # which jaxdp sets itself
 ON = r"\s*(1|true|t|yes|y|on)\s*"
@@ -77,7 +76,6 @@ SURPRISES = (
     Surprise("NCCL_(P2P|IB|SHM)_DISABLE", ON, "turns the fast links between GPUs off", gpu=True),
     Surprise("OMP_NUM_THREADS|NPROC", r"(?!\d*[1-9]\d*(,|$)).*", "is no number of threads"),
     Surprise("JAXDP_TIMEOUT", NOT_POSITIVE, "is no number of seconds above 0", FAILURE),
-    Surprise("JAXDP_FAULT", ".+", "injects faults into runs"),
     Surprise(
         "LD_LIBRARY_PATH",
         ".*cuda.*",

@@ -18,7 +18,7 @@ operation, groups, shapes or types (naming the ranks and their versions), or if 
 within JAXDP_TIMEOUT seconds (60).
 
 The operations are those of NCCL, and of RAF (github.com/awslabs/raf): see `docs/from_raf.md`.
-Inside jit, pmap and shard_map: `jaxdp.lax`.
+That page also lists the calls of `jax.lax` to use inside jit, pmap and shard_map.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxdp.errors import UsageError
 from jaxdp.interop.flat_buffers import Part, from_bits, pack, stays, to_bits, unpack
 from jaxdp.process.caches import cached
-from jaxdp.process.signature import Partition
 
 AXIS = "rank"
 Transfer = Callable[[Array], Array]  # buffer[rows, element] -> buffer[rows', element]
@@ -33,55 +32,35 @@ def accumulator(dtype: jnp.dtype) -> jnp.dtype:
     return dtype
 
 
-def of_member(groups: Partition, axis: Any, value: Callable[[tuple[int, ...], int], Any]) -> Array:
-    """Return value(group, index in the group) for the current member of the axis."""
-    table = {rank: value(group, index) for group in groups for index, rank in enumerate(group)}
-    return jnp.asarray([table[rank] for rank in range(len(table))])[lax.axis_index(axis)]
-
-
-def _divided(total: Array, axis: Any, groups: Partition | None) -> Array:
+def _divided(total: Array) -> Array:
     """Divide by the number of members. XLA would multiply by the reciprocal of a scalar, which
     rounds 5/3 wrongly.
     """
-    members = (
-        lax.axis_size(axis)
-        if groups is None
-        else of_member(groups, axis, lambda group, index: len(group))
-    )
-    return total / lax.optimization_barrier(jnp.full_like(total, members))
+    return total / lax.optimization_barrier(jnp.full_like(total, lax.axis_size(AXIS)))
 
 
-def _product(x: Array, axis: Any, groups: Partition | None) -> Array:
+def _product(x: Array) -> Array:
     """Gather and multiply in rank order: no backend has a native product."""
-    factors = lax.all_gather(x, axis)
-    if groups is not None:
-        ranks = range(lax.axis_size(axis))
-        in_group = of_member(groups, axis, lambda group, index: [rank in group for rank in ranks])
-        factors = jnp.where(in_group.reshape(-1, *[1] * x.ndim), factors, jnp.ones_like(factors))
-    return jnp.prod(factors, 0, promote_integers=False)
+    return jnp.prod(lax.all_gather(x, AXIS), 0, promote_integers=False)
 
 
-def _extreme(native: Callable[..., Array]) -> Callable[[Array, Any, Partition | None], Array]:
+def _extreme(native: Callable[[Array, str], Array]) -> Transfer:
     """Return a min or max that propagates NaN from any member: Gloo's drops it."""
 
-    def reduce(x: Array, axis: Any, groups: Partition | None) -> Array:
+    def reduce(x: Array) -> Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return native(x, axis, axis_index_groups=groups)
+            return native(x, AXIS)
         is_nan = jnp.isnan(x)
-        best = native(jnp.where(is_nan, jnp.zeros_like(x), x), axis, axis_index_groups=groups)
-        return jnp.where(
-            lax.pmax(is_nan.astype(jnp.int32), axis, axis_index_groups=groups) > 0, jnp.nan, best
-        )
+        best = native(jnp.where(is_nan, jnp.zeros_like(x), x), AXIS)
+        return jnp.where(lax.pmax(is_nan.astype(jnp.int32), AXIS) > 0, jnp.nan, best)
 
     return reduce
 
 
-# op -> (accumulator, axis, groups or None for all members) -> result; bool is reduced as 0 and 1.
-REDUCTIONS: dict[str, Callable[[Array, Any, Partition | None], Array]] = {
-    "sum": lambda x, axis, groups: lax.psum(x, axis, axis_index_groups=groups),
-    "avg": lambda x, axis, groups: _divided(
-        lax.psum(x, axis, axis_index_groups=groups), axis, groups
-    ),
+# op -> accumulator -> result; bool is reduced as 0 and 1.
+REDUCTIONS: dict[str, Transfer] = {
+    "sum": lambda x: lax.psum(x, AXIS),
+    "avg": lambda x: _divided(lax.psum(x, AXIS)),
     "prod": _product,
     "min": _extreme(lax.pmin),
     "max": _extreme(lax.pmax),
@@ -126,19 +105,14 @@ def reduced(op: str, x: Array, transfer: Callable[[str, Array], Array]) -> Array
     return transfer(op, x.astype(accumulator(x.dtype))).astype(x.dtype)
 
 
-def scattered(op: str, x: Array, axis: Any = AXIS, groups: Partition | None = None) -> Array:
-    """Reduce x[member, ...] and return the current member's row. groups: of equal sizes."""
+def scattered(op: str, x: Array) -> Array:
+    """Reduce x[member, ...] and return the current member's row."""
     # Over Gloo, reduce-scatter dies after 30 s whatever the timeout (jax#40831) and was wrong at 24
     # devices (#40830).
     if op in ("sum", "avg") and jax.default_backend() != "cpu":
-        row = lax.psum_scatter(x, axis, axis_index_groups=groups)
-        return _divided(row, axis, groups) if op == "avg" else row
-    row = (
-        lax.axis_index(axis)
-        if groups is None
-        else of_member(groups, axis, lambda group, index: index)
-    )
-    return lax.dynamic_index_in_dim(REDUCTIONS[op](x, axis, groups), row, keepdims=False)
+        row = lax.psum_scatter(x, AXIS)
+        return _divided(row) if op == "avg" else row
+    return lax.dynamic_index_in_dim(REDUCTIONS[op](x), lax.axis_index(AXIS), keepdims=False)
 
 
 def _moved(buffer: Array, transfer: Transfer) -> Array:
@@ -157,7 +131,7 @@ def _masked_sum(bits: Array, root: int) -> Array:
 
 # name -> (buffer[rows, element] of this replica, op or root) -> buffer
 KERNELS: dict[str, Callable[[Array, Any], Array]] = {
-    "allreduce": lambda x, op: reduced(op, x, lambda kind, b: REDUCTIONS[kind](b, AXIS, None)),
+    "allreduce": lambda x, op: reduced(op, x, lambda kind, b: REDUCTIONS[kind](b)),
     "reduce_scatter": lambda x, op: reduced(op, x, lambda kind, b: scattered(kind, b)[None]),
     "allgather": lambda x, _: _moved(x, lambda b: lax.all_gather(b[0], AXIS)),
     "broadcast": lambda x, root: _moved(x, lambda b: _masked_sum(b, root)),

@@ -127,14 +127,6 @@ def add_flag(flag: str) -> None:
         os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()
 
 
-def trace_operations() -> None:
-    """Include the operations of CPU programs in profiles; other platforms do so by default. Call
-    before JAX starts.
-    """
-    if not gpus.count():
-        add_flag("--xla_cpu_enable_xprof_traceme=true")
-
-
 def exact() -> None:
     """Set the XLA flags that make results independent of the number of devices, before JAX opens
     devices.

@@ -11,9 +11,11 @@ which a thread reads it."""
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any
 
 TRACE = "SIGUSR2"
 NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGUSR2)
@@ -69,6 +71,23 @@ def is_starting() -> bool:
 def deliver() -> None:
     """Unblock the signals that were blocked while the command was starting."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, NUMBERS)
+
+
+def start_verb(
+    words: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start `python -m jaxdp WORDS` in which signals stay pending until it can handle them.
+
+    Args:
+        output: the file for all that it prints; None: where this process prints.
+    """
+    errors = None if output is None else subprocess.STDOUT
+    command = [sys.executable, "-m", "jaxdp", *words]
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)  # the new process inherits them
+    try:
+        return subprocess.Popen(command, env=environment, stdout=output, stderr=errors)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def act() -> None:

@@ -138,7 +138,7 @@ def as_array(x: Any) -> jax.Array | np.ndarray:
     """
     if isinstance(x, jax.core.Tracer):
         raise UsageError(
-            "called inside jit, pmap or shard_map, where processes cannot meet: use jaxdp.lax there"
+            "called inside jit, pmap or shard_map, where processes cannot meet: use jax.lax there"
         )
     if isinstance(x, jax.Array):
         if x.is_deleted():

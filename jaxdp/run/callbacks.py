@@ -11,6 +11,7 @@ A callback has some of the methods of `jaxdp.Observer`. The names of version 0.1
 `StopTraining`, raised by any rank in `evaluated`, ends training after this evaluation. A callback
 with `state_dict()` (JSON) and `load_state_dict(state)` resumes with the state of the checkpoint."""
 
+import dataclasses
 import inspect
 import json
 import math
@@ -26,7 +27,7 @@ from jaxdp.metrics.numbers import smaller_is_better
 from jaxdp.process.context import SLOW, Context
 from jaxdp.targets import bind, call, locate, require, targets_in
 from jaxdp.train.observer import Observer
-from jaxdp.train.run import Run
+from jaxdp.train.run import Progress, Run
 from jaxdp.train.state import TrainState
 
 KEY = "callbacks"
@@ -69,6 +70,12 @@ class Callbacks:
         )
         self.reasons: list[str] = []  # of this rank, to end training after the last evaluation
         self.observers = [Callback(callback, self.reasons) for callback in callbacks]
+
+    def change_step(self, run: Run, progress: Progress) -> Run:
+        """Return the run with the step that the callbacks make of its step, one after another."""
+        for callback in self.observers:
+            run = dataclasses.replace(run, step=callback.change_step(run, progress))
+        return run
 
     def start(self, run: Run) -> None:
         """Report the old names, and call `on_start`, once before the first update of this start."""

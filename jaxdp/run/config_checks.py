@@ -1,6 +1,4 @@
-"""The checks of the devices between two updates that a config asks for, and the faults of
-`JAXDP_FAULT`.
-"""
+"""The checks of the devices between two updates that a config asks for."""
 
 import os
 from typing import Any
@@ -8,7 +6,6 @@ from typing import Any
 import numpy as np
 
 from jaxdp.audit.auditor import Audit
-from jaxdp.audit.inject import Injection
 from jaxdp.audit.program import Probe
 from jaxdp.audit.slow import SlowDevices
 from jaxdp.config import Config
@@ -16,19 +13,16 @@ from jaxdp.process.monitor import Monitor
 from jaxdp.train.run import Run
 
 
-def make_checks(
-    run: Run, config: Config, watch: Monitor, snapshots: Any, injection: Injection | None = None
-) -> list[Any]:
-    """Return the checks of a run. injection: its planted faults, which come first."""
-    step = run.step if injection is None else injection.flips(run.step, once=False)
+def make_checks(run: Run, config: Config, watch: Monitor, snapshots: Any) -> list[Any]:
+    """Return the checks of a run."""
     every, factor = config.audit.every, config.watchdog.slow_factor
     if run.checkpoints.context.size == 1 or not has_cores(run):
         factor = None
-    checks: list[Any] = [] if injection is None else [injection]
+    checks: list[Any] = []
     if every is None and factor is None:
         return checks
     first = run.data.train.dataset.read(np.zeros(1, np.int64))
-    probe = Probe(run.strategy, step, {name: np.ndim(x) for name, x in first.items()})
+    probe = Probe(run.strategy, run.step, {name: np.ndim(x) for name, x in first.items()})
     if every is not None:
         checks.append(Audit(probe, every, config.audit.action, watch, snapshots))
     if factor is not None:

@@ -27,7 +27,6 @@ from jaxdp.train.loop import fit
 from jaxdp.train.observer import Observer, Observers
 from jaxdp.train.run import Host, Progress, Run
 from jaxdp.train.state import Batch, TrainState
-from jaxdp.train.step import Step
 
 LONGEST = 86_400.0  # seconds that a callback of one rank may take at the end
 
@@ -38,10 +37,9 @@ class Training(Host):
 
     progress: where it starts or resumes; with a state if it was recovered from the memory of an
     elastic job. watch, profile, callbacks, snapshots: observers; snapshots: of an elastic job.
-    checks: of the devices, between two updates; see `Checks`. step: compiled in the place of the
-    run's, with planted faults. layout: the content of layout.json before the first update; None:
-    write no file. speed: returns the entries of a record that follow from the milliseconds of an
-    update.
+    checks: of the devices, between two updates; see `Checks`. layout: the content of layout.json
+    before the first update; None: write no file. speed: returns the entries of a record that follow
+    from the milliseconds of an update.
     """
 
     run: Run
@@ -51,7 +49,6 @@ class Training(Host):
     watch: Monitor = dataclasses.field(default_factory=Monitor)
     profile: Profile = dataclasses.field(default_factory=Profile)
     checks: Sequence[Any] = ()
-    step: Step | None = None
     layout: Mapping[str, Any] | None = None
     speed: Callable[[float], Record] = lambda milliseconds: {}
 
@@ -73,7 +70,7 @@ class Training(Host):
         return {}
 
     def observe(self) -> Observers:
-        """Return the observers in their order: an audit runs after a planted fault, and before
+        """Return the observers in their order: an audit runs after the callbacks, and before
         anything copies the state."""
         run, speed, straggler = self.run, self.speed, self.watch.straggler
         self.lookback = Lookback(EXAMINED if run.data.train.check else 0)
@@ -99,7 +96,7 @@ class Training(Host):
                 or a callback failed.
         """
         run, progress = self.run, self.progress
-        self.program, self.observers = run.strategy.compile(self.step or run.step), self.observe()
+        self.program, self.observers = run.strategy.compile(run.step), self.observe()
         if not progress.recovered:
             with self.watch.suspend_timeout("makes the state"):
                 progress.state = restore(run, progress.step) if progress.step else self.begin()

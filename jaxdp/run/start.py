@@ -12,7 +12,6 @@ import jax
 import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from jaxdp.audit.inject import NAME as FAULT
 from jaxdp.config import Config
 from jaxdp.data.dataset import UNKNOWN
 from jaxdp.data.example_order import RESET
@@ -295,8 +294,6 @@ def advice(
         warnings.append(
             f"there is a GPU, but JAX runs on the CPU; {install('cuda12')} or: jaxdp doctor"
         )
-    if text := os.environ.get(FAULT):
-        warnings.append(f"{FAULT}: {text!r} injects faults into this run: its numbers may be wrong")
     return warnings
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxdp import config as schema
-from jaxdp.audit.inject import Injection, of_this_process
 from jaxdp.checkpoint import folders
 from jaxdp.config import Config
 from jaxdp.elasticity.elastic_job import (
@@ -159,15 +158,13 @@ def train_here(
         )
         if recovered is not None:
             progress.state, progress.recovered = recovered[2], True
-        faults = on_all_ranks(context, of_this_process)
-        injection = Injection(run, faults, start, snapshots) if faults else None
+        run = callbacks.change_step(run, progress)
         training = ConfigTraining(
             run,
             progress,
             callbacks,
             snapshots,
             profile=make_profile(config, directory, start, steps),
-            step=None if injection is None else injection.flips(run.step),
             speed=speed(config, prepared.parts, prepared.flops, run.strategy.devices),
             config=config,
             prepared=prepared,
@@ -179,7 +176,7 @@ def train_here(
         if snapshots is not None:
             snapshots.prepare(training)
             membership.joined().report_state()
-        return supervised(training, objects, injection, began, keep)
+        return supervised(training, objects, began, keep)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -267,12 +264,11 @@ def use_compilation_cache(config: Config, context: Context) -> None:
 def supervised(
     training: ConfigTraining,
     objects: Objects,
-    injection: Injection | None,
     began: float,
     keep: bool,
 ) -> tuple[Record, TrainState | None]:
-    """Train with writers, a monitor and signals. injection: of planted faults. began: the start of
-    the command, in seconds since 1970.
+    """Train with writers, a monitor and signals. began: the start of the command, in seconds since
+    1970.
     """
     run, config, snapshots = training.run, training.config, training.snapshots
     start, context = training.progress.step, run.checkpoints.context
@@ -308,8 +304,8 @@ def supervised(
 
     signals.subscribe(on_signal)
     try:
-        if context.size > 1 or config.audit.every is not None or injection is not None:
-            training.checks = make_checks(run, config, watch, snapshots, injection)
+        if context.size > 1 or config.audit.every is not None:
+            training.checks = make_checks(run, config, watch, snapshots)
         facts: dict[str, Any] = {
             "devices": len(run.strategy.devices),
             "processes": context.size,

@@ -8,6 +8,7 @@ import jax
 
 from jaxdp.train.run import Progress, Record, Run
 from jaxdp.train.state import Batch, TrainState
+from jaxdp.train.step import Step
 
 
 class Observer:
@@ -61,6 +62,11 @@ class Observer:
 
     def end(self, step: int) -> None:
         """Training ends, in whatever way; release what `start` took."""
+
+    def change_step(self, run: Run, progress: Progress) -> Step:
+        """Return the step to train and audit with in the place of `run.step`; called before `start`,
+        and before anything is compiled."""
+        return run.step
 
 
 class Observers:

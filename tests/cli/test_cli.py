@@ -18,14 +18,12 @@ from cli_runs import curve, ended, jaxdp, records, write
 from covering import first
 from faulty_runs import when
 from jaxdp import cli
-from jaxdp.cli import Call, launch
 from jaxdp.cli.option_table import VERBS
 from jaxdp.cli.parse import split_command
 from jaxdp.config.keys import known_keys
-from jaxdp.errors import UsageError
+from jaxdp.process.signals import start_verb
 from jaxdp.run.components import check_paths
 from jaxdp.run.resume import spared_by
-from jaxdp.sweep.forked import Forked
 from launch import mpirun, port, processes, together
 from two_hosts import TwoHosts
 
@@ -615,6 +613,12 @@ def test_help_reads_well():
     assert done.returncode == 2 and "unknown verb 'trian'" in done.stderr
 
 
+def test_a_verb_that_was_removed_names_what_to_use_instead():
+    done = ended("profile", "--config", "configs/digits.yaml", code=2)
+    words = "unknown verb 'profile'; jaxdp train --profile.start N writes a trace, "
+    assert done.stderr.startswith(f"jaxdp: {words}") and done.stderr.count("\n") == 1
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("which", "np_", "devices", "backend"),
@@ -861,14 +865,15 @@ def test_launch_ends_the_processes_that_it_has_started_if_another_cannot_be(tmp_
     )  # of the first process, which would wait for the other
     script = tmp_path / "two.py"
     script.write_text(
-        "import os\n"
-        "fork, calls = os.fork, []\n"
-        "def fork_once():\n"
-        "    calls.append(None)\n"
-        "    if len(calls) > 1:\n"
-        "        raise BlockingIOError(11, 'Resource temporarily unavailable')\n"
-        "    return fork()\n"
-        "os.fork = fork_once\n"
+        "import os, subprocess\n"
+        "class Once(subprocess.Popen):\n"
+        "    count = 0\n"
+        "    def __init__(self, *args, **kwargs):\n"
+        "        Once.count += 1\n"
+        "        if Once.count > 1:\n"
+        "            raise BlockingIOError(11, 'Resource temporarily unavailable')\n"
+        "        super().__init__(*args, **kwargs)\n"
+        "subprocess.Popen = Once\n"
         "from jaxdp.cli import main\n"
         "main(['launch', '-n', '2', 'train', '--config', 'configs/digits.yaml', '--run_dir', os.environ['DIR']])"
     )
@@ -882,64 +887,23 @@ def test_launch_ends_the_processes_that_it_has_started_if_another_cannot_be(tmp_
     )
 
 
-def test_a_process_that_cannot_be_forked_leaves_the_signals_unblocked(monkeypatch):
-    def fail():
+def test_a_process_that_cannot_be_started_leaves_the_signals_unblocked(monkeypatch):
+    def fail(*args, **kwargs):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(os, "fork", fail)
+    monkeypatch.setattr(subprocess, "Popen", fail)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     with pytest.raises(BlockingIOError):
-        Forked(["train"], {}, "jaxdp rank 0")
+        start_verb(["train"], {})
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 
 
-def test_a_forked_process_may_choose_how_it_starts_others(tmp_path):
-    script = tmp_path / "spawn.py"
-    script.write_text(
-        "import multiprocessing, os, sys\n"
-        "from jaxdp.sweep import forked\n"
-        "def choose():\n"
-        "    multiprocessing.set_start_method('spawn')\n"
-        "    sys.exit(3)\n"
-        "forked.main = choose\n"
-        "child = forked.Forked([], dict(os.environ), 'jaxdp rank 0')\n"
-        "while child.poll() is None:\n"
-        "    pass\n"
-        "sys.exit(child.poll())"
-    )
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=ROOT, text=True, capture_output=True, timeout=60
-    )
-    assert done.returncode == 3, done.stderr
-
-
-def test_forked_processes_read_the_input_and_draw_different_random_numbers(tmp_path):
-    script = tmp_path / "draw.py"
-    script.write_text(
-        "import os, sys\n"
-        "import numpy as np\n"
-        "from jaxdp.sweep import forked\n"
-        "def draw():\n"
-        "    os.write(1, f'{sys.stdin.readline().strip()} {np.random.rand()}\\n'.encode())\n"
-        "    sys.exit(0)\n"
-        "forked.main = draw\n"
-        "for rank in range(2):\n"
-        "    child = forked.Forked([], dict(os.environ), f'jaxdp rank {rank}')\n"
-        "    while child.poll() is None:\n"
-        "        pass\n"
-        "sys.exit(child.poll())"
-    )
-    command = [sys.executable, str(script)]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        lines = []
-        for word in ("first", "second"):
-            process.stdin.write(f"{word}\n")
-            process.stdin.flush()
-            lines.append(process.stdout.readline().split())
-    assert process.returncode == 0 and [line[0] for line in lines] == ["first", "second"]
-    assert lines[0][1] != lines[1][1]
+def test_a_signal_that_comes_while_a_verb_starts_waits_for_its_handler(tmp_path):
+    """Without a handler, the process would die of it, with code -15."""
+    words = ["train", "--config", "configs/digits.yaml", "--run_dir", str(tmp_path / "run")]
+    child = start_verb(words, os.environ | {"PYTHONPATH": str(ROOT)})
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(60) == 75 and not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_malloc_settings_are_those_of_the_process_alone():
@@ -959,20 +923,6 @@ def test_malloc_settings_are_those_of_the_process_alone():
 
     assert run().stdout.split() == ["None"]
     assert run(GLIBC_TUNABLES="glibc.malloc.check=0").stdout.split() == ["glibc.malloc.check=0"]
-
-
-@pytest.mark.parametrize(("verb", "imports"), [("train", 1), ("doctor", 0), ("verify", 0)])
-def test_launch_imports_jax_for_verbs_that_train_alone(monkeypatch, verb, imports):
-    calls = []
-
-    def fail(*args):
-        raise BlockingIOError(11, "Resource temporarily unavailable")
-
-    monkeypatch.setattr(launch, "preload", lambda: calls.append(verb))
-    monkeypatch.setattr(launch, "Process", fail)
-    with pytest.raises(UsageError, match=f"'{verb}' cannot be started"):
-        launch.run(Call(options={"command": [verb], "processes": 2, "restart": 0}))
-    assert len(calls) == imports
 
 
 @pytest.mark.mpi

@@ -25,7 +25,6 @@ from jaxdp.metrics.console import Clock, Console
 from jaxdp.metrics.numbers import duration, number
 from jaxdp.metrics.panel import Panel, sparkline
 from jaxdp.metrics.writers import check_writers, make_writers
-from jaxdp.plan import trace
 from jaxdp.run import profile_window
 
 JAXDP = [sys.executable, "-m", "jaxdp"]
@@ -438,43 +437,6 @@ def test_writers_that_are_none_are_named(entry, text):
 # --- a trace
 # ----------------------------------------------------------------------------------------------------------
 
-TEXT = """
-  %fusion.1 = f32[8,8]{1,0} fusion(%p), kind=kLoop, metadata={op_name="jit(update)/jvp(Block)/dot_general"}
-  %all-reduce.2 = (f32[8]{0}, f32[4]{0}) all-reduce(%a, %b), metadata={op_name="jit(update)/shard_map/psum"}
-  %while.3 = (s32[], f32[8]{0}) while(%t), condition=%c, body=%b
-  ROOT %copy.4 = f32[8]{0} copy(%x)
-"""
-
-
-def test_a_devices_time_adds_up():
-    """From 0 to 100: computes for 40, of which 10 beside 30 of communication, and has nothing to do
-    for 40.
-    """
-
-    def op(name, start, end, lane="s0"):
-        return trace.Operation("gpu:0", lane, name, start, end)
-
-    operations = [
-        op("while.3", 0, 45), op("fusion.1", 0, 20), op("fusion.1", 25, 45), op("all-reduce.2", 35, 65, "s1"),
-        op("copy.4", 100, 120),
-    ]  # fmt: skip
-    kinds = trace.opcodes(TEXT)
-    assert kinds == {
-        "fusion.1": "fusion",
-        "all-reduce.2": "all-reduce",
-        "while.3": "while",
-        "copy.4": "copy",
-    }
-    assert (
-        trace.origins(TEXT)["fusion.1"] == "jvp(Block)/dot_general"
-        and trace.origins(TEXT)["all-reduce.2"] == "psum"
-    )
-    (found,) = trace.shares(operations, (0, 100), kinds)
-    assert (found.compute, found.communication, found.hidden, found.idle) == (40, 20, 10, 40)
-    rows = {row.name: row for row in trace.top(operations, (0, 100))}
-    assert rows["fusion.1"].time == 40 and rows["fusion.1"].count == 2 and rows["while.3"].time == 5
-    assert "copy.4" not in rows and rows["all-reduce.2"].time == 30
-
 
 @pytest.mark.slow
 def test_a_signal_asks_for_a_trace(tmp_path):
@@ -508,29 +470,3 @@ def test_each_of_several_processes_has_a_folder_for_its_traces(monkeypatch, tmp_
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     assert profile_window.folder(tmp_path) == tmp_path / "profile" / "rank_1"
-
-
-@pytest.mark.slow
-def test_profile_says_where_the_time_goes(tmp_path):
-    """Alone, as the command: shares of a device that add up, and the operations by their own time."""
-    done = subprocess.run(
-        [*JAXDP, "profile", *DIGITS, "--updates", "3", "--top", "4", "--run_dir", str(tmp_path / "run")],
-        capture_output=True, text=True, timeout=300,
-        env=ENVIRONMENT | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    share = re.search(r"^cpu:0 +([\d.]+)% +([\d.]+)% +([\d.]+)%", done.stdout, re.M)
-    assert (
-        share
-        and sum(map(float, share.groups())) == pytest.approx(100, abs=0.3)
-        and float(share[1]) > 0
-    )
-    rows = re.findall(r" (\d+\.\d{3}) +([\d.]+)%", done.stdout)  # ms/update and share
-    (update,) = re.findall(r"^3 updates, ([\d.]+) ms each", done.stdout, re.M)
-    assert sum(float(time) for time, _ in rows) < 1.5 * float(update), (
-        done.stdout
-    )  # not of all devices together
-    assert len(rows) == 5 and sum(float(part) for _, part in rows) == pytest.approx(100, abs=0.5), (
-        done.stdout
-    )
-    assert "more (--top)" in done.stdout and list((tmp_path / "run/profile").rglob("*.xplane.pb"))

@@ -56,12 +56,13 @@ def made(tmp_path, *more):
 @pytest.mark.parametrize("name", ["JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION"])
 @pytest.mark.parametrize("launch", [[], ["launch", "-n", "2"]])
 def test_a_variable_that_jax_refuses_is_one_line(tmp_path, name, launch):
+    """One of each process: they cannot join a job without JAX."""
     words = [*launch, "train", *DIGITS, "--run_dir", str(tmp_path / "run")]
     environment = os.environ | {name: "maybe"}
     done = subprocess.run(
         [sys.executable, "-m", "jaxdp", *words], capture_output=True, text=True, env=environment
     )
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.returncode == 2 and done.stderr.count("\n") == (2 if launch else 1)
     assert (
         name.lower() in done.stderr.lower() and "maybe" in done.stderr and "unset it" in done.stderr
     )
@@ -108,7 +109,6 @@ def test_a_path_that_is_too_long_is_one_line(argv):
             "checkpoints",
             "run_dir: cannot write in '{}': it is not a folder; choose another with ",
         ),
-        (["profile", *DIGITS], "profile", "'{}' cannot be used: File exists; give another path"),
         (
             ["sweep", *DIGITS, "--seed", "0,1"],
             "",

@@ -18,8 +18,14 @@ from jaxdp.process import gpus
 from jaxdp.report.read import read_run
 from jaxdp.report.table import ranked, table
 from jaxdp.run import rundir
-from jaxdp.sweep.slots import make_slots
-from jaxdp.sweep.sweep import array_part, make_trials, name_of, split_arguments, split_values
+from jaxdp.sweep.sweep import (
+    array_part,
+    make_slots,
+    make_trials,
+    name_of,
+    split_arguments,
+    split_values,
+)
 from launch import ROOT
 
 SMALL = [*DIGITS, "--epochs", "null", "--log.every", "5", "--eval.every", "100"]

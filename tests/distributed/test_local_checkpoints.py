@@ -12,6 +12,7 @@ import pytest
 from cli_runs import ended, jaxdp, records, write
 from jaxdp.checkpoint import folders
 from launch import SUPPORT, mpirun, port, processes, ranks
+from planted_faults import option
 
 CONFIG = """
 model: {target: MLP, args: {hidden: [16]}}
@@ -53,13 +54,12 @@ class Hosts:
         disks = [self.disks[rank * 2 // size] for rank in range(size)]
         self.argv = list(map(str, [OWN_DISK, self.run_dir, *disks, "--", *train]))
 
-    def run(self, fault=None, launcher="openmpi5", options=()):
-        env = {} if fault is None else {"JAXDP_FAULT": fault}
-        argv = [*self.argv, *map(str, options)]
+    def run(self, fault="", launcher="openmpi5", options=()):
+        argv = [*self.argv, *option(fault), *map(str, options)]
         if launcher == "none":
-            jobs = processes(argv, ranks(self.size, f"127.0.0.1:{port()}", **env))
+            jobs = processes(argv, ranks(self.size, f"127.0.0.1:{port()}"))
             return jobs[0].returncode, "\n".join(job.output for job in jobs)
-        job = mpirun(self.size, argv, launcher, env)
+        job = mpirun(self.size, argv, launcher)
         assert not job.left, job.output
         return job.returncode, job.output
 

@@ -19,4 +19,5 @@ def assert_same_bits(a, b):
 
 
 def contents(state):
-    return state.params, state.opt_state, state.model_state, state.extra, state.kept
+    averages = {name: x for name, x in state.extra.items() if name != "exponents"}
+    return state.params, state.opt_state, state.model_state, averages, state.kept

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+import planted_faults
 import toys
 from cli_runs import DIGITS
-from jaxdp.audit import inject, product_sums, slow
+from jaxdp.audit import product_sums, slow
 from jaxdp.audit.auditor import Audit
 from jaxdp.audit.program import Probe, fingerprint
 from jaxdp.audit.votes import judge
@@ -30,6 +31,7 @@ from jaxdp.models.base import Model
 from jaxdp.parallel.layout import Sharding
 from jaxdp.process.monitor import Monitor
 from jaxdp.run.callbacks import Callbacks, StopTraining
+from jaxdp.train.run import Progress
 from plain_runs import fit, make_run
 
 NDIM = {"inputs": 1 + len(toys.SHAPE), "labels": 1}
@@ -43,11 +45,14 @@ def audited(
     settings = {"steps": 8, "log_every": 8, **settings}
     run = make_run(tmp_path, model or toys.MODELS["dropout"](), backend, devices, **settings)
     run = run.replace(events=Events(tmp_path), directory=tmp_path)
-    injection = inject.Injection(run, inject.parse(fault), settings.get("start", 0), None)
-    probe = Probe(run.strategy, injection.flips(run.step, once=False), NDIM)
+    planted = planted_faults.PlantedFaults(planted_faults.parse(fault))
+    callbacks = Callbacks([planted, *settings.get("callbacks", Callbacks()).callbacks])
+    changed = callbacks.change_step(run.run, Progress(start=settings.get("start", 0)))
+    probe = Probe(run.strategy, changed.step, NDIM)
     run = run.replace(
-        step=injection.flips(run.step),
-        checks=[injection, Audit(probe, every, action, Monitor(), None)],
+        step=changed.step,
+        callbacks=callbacks,
+        checks=[Audit(probe, every, action, Monitor(), None)],
     )
     try:
         result, _ = fit(run)
@@ -67,7 +72,9 @@ def failures(events):
 )
 def test_every_flipped_bit_changes_the_fingerprint(dtype, seed):
     x = np.asarray(jnp.asarray(np.random.default_rng(seed).normal(size=(3, 5)) * 50, dtype))
-    flipped = inject.flipped_array(x, inject.Fault("flip", index=seed % 97, bit=seed % 31))
+    flipped = planted_faults.flipped_array(
+        x, planted_faults.Fault("flip", index=seed % 97, bit=seed % 31)
+    )
     assert (x.view(np.uint8) != flipped.view(np.uint8)).sum() == 1
     assert int(fingerprint(jnp.asarray(x))) != int(fingerprint(jnp.asarray(flipped)))
 
@@ -184,7 +191,7 @@ def test_a_fault_is_of_one_device_of_all_replicas():
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), (OUTER, DATA))
 
     def flip(x):
-        return inject.flip(x, inject.Fault("flip", device=5), jnp.int32(0))
+        return planted_faults.flip(x, planted_faults.Fault("flip", device=5), jnp.int32(0))
 
     x = jax.shard_map(flip, mesh=mesh, in_specs=P(), out_specs=P((OUTER, DATA)), check_vma=False)(
         jnp.ones(1)
@@ -311,21 +318,23 @@ def test_leaves_with_one_copy_are_reported(tmp_path):
 )  # fmt: skip
 def test_a_wrong_fault_is_refused_in_one_line(text):
     with pytest.raises(
-        UsageError, match=r"^JAXDP_FAULT: .* is not a fault: give kill, slow, or flip .*"
+        UsageError, match=r"^planted fault: .* is not a fault: give kill, slow, or flip .*"
     ) as error:
-        inject.parse(text)
+        planted_faults.parse(text)
     assert "\n" not in str(error.value)
 
 
 def test_a_fault_of_a_rank_that_does_not_exist_is_refused(tmp_path):
     with pytest.raises(
-        UsageError, match=r"^JAXDP_FAULT: rank 4, device -1, but there are 1 ranks with 4 devices"
+        RunFailed, match=r"planted fault: rank 4, device -1, but there are 1 ranks with 4 devices"
     ):
         audited(tmp_path, "flip:grads:rank=4")
 
 
 def test_several_faults():
-    flip, kill = inject.parse("flip:grads:rank=1:step=50:bit=20:repeat=true,kill:rank=1:step=50")
+    flip, kill = planted_faults.parse(
+        "flip:grads:rank=1:step=50:bit=20:repeat=true,kill:rank=1:step=50"
+    )
     assert (flip.target, flip.rank, flip.step, flip.bit, flip.repeat) == ("grads", 1, 50, 20, True)
     assert (kill.kind, kill.rank, kill.step, kill.repeat) == ("kill", 1, 50, False)
 

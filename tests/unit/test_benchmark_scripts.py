@@ -6,9 +6,7 @@ import json
 import os
 import pathlib
 import re
-import select
 import shutil
-import signal
 import subprocess
 import sys
 
@@ -40,57 +38,30 @@ def runs(*scripts):
     return mark
 
 
-class Scripts:
-    """Runs scripts as `python -m benchmarks.NAME` does, on one device, in processes that are forked
-    from one.
-    """
-
-    def __init__(self, folder):
-        self.folder, self.number = folder, 0
-        command = [sys.executable, str(ROOT / "tests/support/forked_scripts.py")]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self.process = subprocess.Popen(
-            command, text=True, env=job.environment(), start_new_session=True, **pipes
-        )
-
-    def __call__(self, name, *words, code=0, env=None):
-        """Run a script; return the lines that it printed, each as JSON where it is. With another
-        code: its errors.
+@pytest.fixture
+def script():
+    def run(name, *words, code=0, env=None):
+        """Run a script on one device; return the lines that it printed, each as JSON where it is.
+        With another code: its errors. None: whatever its code.
         """
-        self.number += 1
-        out, words = self.folder / str(self.number), [str(word) for word in words]
-        env = job.environment(**{"XLA_FLAGS": "", **(env or {})})
-        request = {
-            "words": ["-m", f"benchmarks.{name}", *words],
-            "env": env,
-            "cwd": str(ROOT),
-            "out": str(out),
-        }
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        assert select.select([self.process.stdout], [], [], 240.0)[0], f"{name} hangs"
-        ended, errors = (
-            int(self.process.stdout.readline()),
-            pathlib.Path(f"{out}.errors").read_text(),
+        ended = subprocess.run(
+            [sys.executable, "-m", f"benchmarks.{name}", *map(str, words)],
+            cwd=ROOT,
+            env=job.environment(**{"XLA_FLAGS": "", **(env or {})}),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=240,
         )
-        assert code is None or ended == code, out.read_text() + errors
-        lines = out.read_text().splitlines()
+        assert code is None or ended.returncode == code, ended.stdout + ended.stderr
+        lines = ended.stdout.splitlines()
         return (
-            errors
+            ended.stderr
             if code
             else [json.loads(line) if line.startswith(("{", "[")) else line for line in lines]
         )
 
-    def close(self):
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.communicate()
-
-
-@pytest.fixture(scope="module")
-def script(tmp_path_factory):
-    scripts = Scripts(tmp_path_factory.mktemp("scripts"))
-    yield scripts
-    scripts.close()
+    return run
 
 
 def test_no_script_is_left_out():
@@ -294,6 +265,7 @@ def test_the_gpu_set_without_a_gpu(script, tmp_path):
 @runs("outer")
 def test_outer(script):
     words = [*MLP, "--microbatches", 2, "--steps", 6, "--log.every", 2, "--every", 3]
+    words += ["--launcher", ""]
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     bucket, outer = script("outer", *words, env=flags)
     assert (bucket["way"], bucket["speed"], bucket["loss_vs"]) == ("bucket", 1.0, 0.0) and outer[
@@ -309,6 +281,7 @@ def test_outer(script):
 def test_the_speed_of_outer_steps(script):
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     words = [*MLP, "--microbatches", 2, "--every", 2, "--speed", 2, "--bucket_ms", 1000]
+    words += ["--launcher", ""]
     [fast] = script("outer", *words, env=flags)
     assert "loss" not in fast and fast["speed"] == pytest.approx(1000 / fast["ms"], rel=0.05)
 

@@ -80,3 +80,8 @@ def test_the_bits_of_numbers_of_any_width_come_back(dtype):
     assert jnp.issubdtype(bits.dtype, jnp.unsignedinteger)
     got = jax.jit(flat_buffers.from_bits, static_argnums=1)(bits, x.dtype)
     assert got.dtype == x.dtype and np.asarray(got).tobytes() == np.asarray(x).tobytes()
+
+
+def test_an_eager_collective_inside_jit_names_the_module():
+    with pytest.raises(jaxdp.UsageError, match=r"use jax\.lax"):
+        jax.jit(jaxdp.allreduce)(np.ones(2, np.float32))

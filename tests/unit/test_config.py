@@ -278,12 +278,6 @@ def test_the_program_that_was_called_is_named(monkeypatch):
         assert help_of("eval").startswith("usage: jaxdp eval")
 
 
-def test_the_number_of_operations_to_list_is_not_negative():
-    assert load([*DIGITS, "--top", "0"], "profile")[2]["top"] == 0
-    with pytest.raises(UsageError, match=r"^--top: -1 is too small; it must be at least 0"):
-        load([*DIGITS, "--top", "-1"], "profile")
-
-
 def test_an_option_of_another_type_is_named():
     for verb, name in (("plan", "devices"), ("verify", "updates")):
         with pytest.raises(UsageError, match=f"^--{name}: 'x' is not an integer$"):

@@ -12,7 +12,7 @@ ROOT = pathlib.Path(jaxdp.__file__).parent
 WINGS = {
     "what trains": "train parallel models optim data losses precision logits split axes cpu targets errors",
     "the program": "api training run config cli checkpoint metrics process __init__ __main__",
-    "extras": "exact elasticity outer audit verify plan doctor sweep report interop lax",
+    "extras": "exact elasticity outer audit verify plan doctor sweep report interop",
 }
 """The folders and modules of each wing. A wing imports nothing from a lower one."""
 

@@ -256,9 +256,7 @@ def test_many_microbatches_add_up_in_bfloat16_too():
     assert norm("scan") == pytest.approx(float(norm("vmap")), rel=0.02)
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("factor", [0.0, -1.0])
-def test_a_batch_without_weight_has_no_loss_and_no_update(factor):
+def test_a_batch_without_weight_has_no_loss_and_no_update(factor=0.0):
     examples = toys.data(40)
     examples["mask"] = np.where(np.arange(40) < 20, factor, 1).astype(np.float32)
     first, last, metrics, *_ = toys.train(toys.MODELS["mlp"](), examples, steps=1, devices=2)

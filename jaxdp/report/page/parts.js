@@ -118,7 +118,7 @@ function spent() {
     table(several ? head : null, [row(["median time", ...cells("time")]), row(["of it waiting for data", ...cells("waited")])]),
     ...runs.map(processes).filter(Boolean),
     el("p", { class: "muted small" }, "Communication is part of the device's time and not measured separately; ",
-      el("code", {}, "jaxdp profile"), " separates compute, communication and idle time."));
+      el("code", {}, "profile.start"), " writes a trace that separates them."));
 }
 
 function update(run) { // uses the median: a record after a pause is an outlier

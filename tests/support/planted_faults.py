@@ -1,11 +1,24 @@
-"""Faults on purpose, for tests and drills: `JAXDP_FAULT`, read at the start of a run; see
-docs/audit.md.
+"""Faults on purpose: a callback that kills or slows a process, or flips a bit, in a real run.
 
-JAXDP_FAULT=flip:grads:rank=1:step=50:bit=20:repeat=true      several: separated by commas
+    --callbacks '[{target: tests.support.planted_faults.PlantedFaults, args: {faults: "FAULTS"}}]'
+
+FAULTS are separated by commas, as in "flip:grads:rank=1:step=50:bit=20:repeat=true,kill:rank=2":
+
+    kill           the process is killed after update `step`
+    slow           it is stopped for a share of each 10 ms: all its work takes `factor` times as long
+    flip:grads     flip a bit of a gradient on one device in update `step`
+    flip:output    flip a bit in the output of a matrix product or convolution
+    flip:params    flip a bit in one device's copy of the parameters, after update `step`
+    flip:opt_state, flip:snapshot    the same in the optimizer state, or in a snapshot in memory
+
+`rank` selects the first device of a process, `device` one of all devices; `leaf`, `index` and
+`bit` what to flip. With `repeat=true` it occurs after (in) all later updates, until `until`. An
+audit computes with the flips of the next update.
 """
 
 import dataclasses
 import functools
+import gc
 import json
 import os
 import signal
@@ -20,13 +33,15 @@ import numpy as np
 
 from jaxdp.audit.product_sums import mark_replaced, number_of_products, visit_products
 from jaxdp.axes import data_axes
+from jaxdp.elasticity.snapshots import Snapshots
 from jaxdp.errors import UsageError
 from jaxdp.exact.rounding import BITS, fusion_barrier, opaque_true
+from jaxdp.train.observer import Observer
 from jaxdp.train.run import Progress, Run
-from jaxdp.train.state import Batch, Sums
-from jaxdp.train.step import Step
+from jaxdp.train.state import Batch, Sums, TrainState
+from jaxdp.train.step import Replica, Step
 
-NAME = "JAXDP_FAULT"
+TARGET = "tests.support.planted_faults.PlantedFaults"
 TARGETS = {
     "kill": ("",),
     "slow": ("",),
@@ -90,24 +105,40 @@ def _parse(text: str) -> Fault:
         pass
     flips = f"flip with one of {', '.join(TARGETS['flip'])}"
     raise UsageError(
-        f"{NAME}: {text!r} is not a fault: give kill, slow, or {flips}, then {', '.join(OPTIONS)}, as in "
+        f"planted fault: {text!r} is not a fault: give kill, slow, or {flips}, then {', '.join(OPTIONS)}, as in "
         "flip:grads:rank=1:step=50:bit=20:repeat=true"
     )
 
 
 @functools.cache
-def of_this_process() -> list[Fault]:
-    return parse(os.environ.get(NAME, ""))
+def of_this_process(text: str) -> list[Fault]:
+    """Return the faults of a text, the same in all generations of an elastic job."""
+    return parse(text)
 
 
-class Injection:
-    """The faults of a run. `flips` is for the step; the others occur as a check of the loop,
-    between two updates. start: the update after which the run starts. snapshots: of an elastic job.
-    """
+def option(text: str) -> list[str]:
+    """Return the words of a command line that plant faults; none for an empty text."""
+    entry = {"target": TARGET, "args": {"faults": text}}
+    return ["--callbacks", json.dumps([entry])] if text else []
 
-    def __init__(self, run: Run, faults: list[Fault], start: int, snapshots: Any):
-        context, devices, self.faults = run.checkpoints.context, run.strategy.devices, faults
-        self.snapshots = snapshots
+
+class PlantedFaults(Observer):
+    """The faults of a run. faults: a text, or a list for this run alone."""
+
+    def __init__(self, faults: str | list[Fault]):
+        self.faults = of_this_process(faults) if isinstance(faults, str) else faults
+
+    def start(self, run: Run, progress: Progress) -> None:
+        self.run, self.progress = run, progress
+
+    def change_step(self, run: Run, progress: Progress) -> Step:
+        """Find the devices of the faults; return the step with the flips of gradients and products."""
+        self._find_devices(run, progress.start)
+        flips = [f for f in self.faults if f.target in ("grads", "output") and f.device >= 0]
+        return with_flips(run.step, flips) if flips else run.step
+
+    def _find_devices(self, run: Run, start: int) -> None:
+        context, devices, faults = run.checkpoints.context, run.strategy.devices, self.faults
 
         def of(rank):
             return [i for i, d in enumerate(devices) if d.process_index == rank]
@@ -116,8 +147,8 @@ class Injection:
             if fault.mine is None:  # in later generations of an elastic job the ranks are others
                 if not start and (fault.rank >= context.size or fault.device >= len(devices)):
                     raise UsageError(
-                        f"{NAME}: rank {fault.rank}, device {fault.device}, but there are {context.size} ranks with "
-                        f"{len(devices)} devices; count from 0",
+                        f"planted fault: rank {fault.rank}, device {fault.device}, but there are "
+                        f"{context.size} ranks with {len(devices)} devices; count from 0",
                         rank=0,
                     )
                 rank = (
@@ -135,61 +166,54 @@ class Injection:
             places = [of(rank)[local] for rank, local in locals_.items() if local is not None]
             fault.device = places[0] if places else -1
 
-    def is_due(self, run: Run, progress: Progress, last: bool = False) -> bool:
-        return not last and any(
-            fault.mine and not fault.done and progress.step >= fault.step for fault in self.faults
-        )
-
-    def check(self, run: Run, progress: Progress, batch: Batch) -> None:
+    def after(self, updates: range, state: TrainState, metrics: Any) -> None:
+        """Do what is due after these updates. An audit of them comes later."""
         for fault in self.faults:
-            if not fault.mine or fault.done or progress.step < fault.step:
-                continue
-            fault.done = not fault.repeat or fault.kind == "slow"
-            if fault.kind == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            elif fault.kind == "slow":
-                subprocess.Popen(
-                    [sys.executable, "-P", "-c", PAUSES, str(os.getpid()), str(fault.factor)]
-                )
-            elif fault.target in ("params", "opt_state"):
-                flipped = flip_copy(
-                    getattr(progress.state, fault.target), fault, run.strategy.devices[fault.device]
-                )
-                progress.state = progress.state.replace(**{fault.target: flipped})
-            elif fault.target == "snapshot" and self.snapshots is not None:
-                fault.done = self.snapshots.newest is not None
-                if fault.done:
-                    arrays = next(iter(self.snapshots.newest.parts.values()))
-                    i = fault.leaf % len(arrays)
-                    arrays[i] = flipped_array(arrays[i], fault)
+            if fault.mine and not fault.done and updates[-1] >= fault.step:
+                fault.done = not fault.repeat or fault.kind == "slow"
+                self._do(fault)
 
-    def flips(self, step: Step, once: bool = True) -> Step:
-        """Return the step with the flips of gradients and products. once: also those that do not
-        repeat.
-        """
-        faults = [
-            f
-            for f in self.faults
-            if f.target in ("grads", "output") and f.device >= 0 and (once or f.repeat)
-        ]
-        if not faults:
-            return step
+    def _do(self, fault: Fault) -> None:
+        progress = self.progress
+        if fault.kind == "kill":
+            jax.block_until_ready(progress.state)
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.kind == "slow":
+            subprocess.Popen(
+                [sys.executable, "-P", "-c", PAUSES, str(os.getpid()), str(fault.factor)]
+            )
+        elif fault.target in ("params", "opt_state"):
+            device = self.run.strategy.devices[fault.device]
+            flipped = flip_copy(getattr(progress.state, fault.target), fault, device)
+            progress.state = progress.state.replace(**{fault.target: flipped})
+        elif fault.target == "snapshot":
+            # A run gives its snapshots to no callback.
+            snapshots = next((x for x in gc.get_objects() if isinstance(x, Snapshots)), None)
+            fault.done = snapshots is not None and snapshots.newest is not None
+            if fault.done:
+                arrays = next(iter(snapshots.newest.parts.values()))
+                i = fault.leaf % len(arrays)
+                arrays[i] = flipped_array(arrays[i], fault)
 
-        def grads(view: Any, batch: Batch, slots: jax.Array, *hooks: Callable) -> Sums:
-            def f(view, batch, slots):
-                return step.grads(view, batch, slots, *hooks)
 
-            if outputs := [fault for fault in faults if fault.target == "output"]:
-                f = flip_products(f, outputs)
-            sums = fusion_barrier(f(view, batch, slots), opaque_true(view.step))
-            leaves, treedef = jax.tree.flatten(sums.grads)
-            for fault in faults:
-                if fault.target == "grads":
-                    i = fault.leaf % len(leaves)
-                    leaves[i] = flip(leaves[i], fault, view.step)
-            return sums._replace(grads=jax.tree.unflatten(treedef, leaves))
+def with_flips(step: Step, faults: Sequence[Fault]) -> Step:
+    """Return the step with flips in its gradients and products."""
 
-        return step._replace(grads=grads)
+    def grads(view: Any, batch: Batch, replica: Replica) -> Sums:
+        def f(view, batch):
+            return step.grads(view, batch, replica)
+
+        if outputs := [fault for fault in faults if fault.target == "output"]:
+            f = flip_products(f, outputs)
+        sums = fusion_barrier(f(view, batch), opaque_true(view.step))
+        leaves, treedef = jax.tree.flatten(sums.grads)
+        for fault in faults:
+            if fault.target == "grads":
+                i = fault.leaf % len(leaves)
+                leaves[i] = flip(leaves[i], fault, view.step)
+        return sums._replace(grads=jax.tree.unflatten(treedef, leaves))
+
+    return step._replace(grads=grads)
 
 
 def flip(x: jax.Array, fault: Fault, step: jax.Array) -> jax.Array:
@@ -215,7 +239,7 @@ def flip_products(f: Callable, faults: Sequence[Fault]) -> Callable:
         count = number_of_products(f, view, *args)
         if not count:
             raise UsageError(
-                f"{NAME}: flip:output, but the gradient has no product; use flip:grads"
+                "planted fault: flip:output, but the gradient has no product; use flip:grads"
             )
 
         def visit(number: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
