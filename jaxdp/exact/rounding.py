@@ -88,7 +88,7 @@ def scan_unfused(
 
     Nothing is fused into the loop or out of it: its length is known only at run time, and each
     piece is indexed from at least two and passes a fusion barrier first. The name of its scope
-    tells `jaxdp.analysis` the length. like: the shapes of a result.
+    tells `jaxdp.plan` the length. like: the shapes of a result.
     """
     number = len(jax.tree.leaves(pieces)[0])
     pieces = jax.tree.map(lambda x: x if len(x) > 1 else jnp.concatenate([x, x]), pieces)

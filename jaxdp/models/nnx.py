@@ -156,6 +156,8 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         readings = {}
         for path in outermost(stacks):
             stored = at(params, path)
+            # With sharded parameters this gathers all blocks, for a model that reads its variables
+            # outside of the scan. No other model uses the result, and the compiler removes it.
             full = per_block.reader.read(stored)
             readings[path] = Reading(full, stored, per_block)
             params = replaced(params, path, full)

@@ -43,7 +43,7 @@ class BlockReader:
         return stored
 
     def sums_later(self, stored: Tree) -> bool:
-        """Return whether a block's gradients are to be summed while those of the next one are
+        """Return whether a block's gradients are to be summed while those of the block below are
         computed: then `scan_blocks` reads by the three methods below instead of `read`."""
         return False
 
@@ -114,6 +114,9 @@ def scan_and_sum_later(
     """Do what `scan_blocks` does, so that a block's gradients travel while those of the block below
     are computed.
 
+        forward,  iteration i    open the token of block i + 1    compute block i
+        backward, iteration i    sum the gradients of i + 1       compute the gradients of i
+
     Each iteration opens the token of the block above. So in the backward pass, which goes down, it
     gets the gradients of the block above, from the iteration before, and starts to sum them over
     the devices. Nothing waits for that sum until the iteration ends, with its own gradients. A sum
@@ -132,9 +135,9 @@ def scan_and_sum_later(
 
     def body(carried: tuple[Tree, Tree], piece: tuple) -> tuple[tuple[Tree, Tree], Tree]:
         (x, token), (number, above, more) = carried, piece
-        following = reader.open(above)
+        token_above = reader.open(above)
         x, y = one(x, token, number, more)
-        return (x, following), y
+        return (x, token_above), y
 
     above, more = jax.tree.map(lambda a: a[1:], params), jax.tree.map(lambda a: a[:-1], xs)
     first = reader.open(at(params, 0))

@@ -79,6 +79,7 @@ class PJit(Strategy):
         is `jax.jit`."""
         grads = self._on_each_device(step, is_update=True)
         evaluation = self._on_each_device(step, is_update=False)
+        # `grads` runs on each device, in a `shard_map`; the update on global arrays, outside of it.
         apply = functools.partial(self.arithmetic.update, self._apply(step))
 
         def update(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:

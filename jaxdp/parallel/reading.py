@@ -10,7 +10,8 @@ block reads its own inside the scan (`jaxdp.models.scan`). So one full block is 
 While the backward pass goes on with the block below, the devices exchange the gradients of this
 one; a sum over all blocks after the loop could overlap with nothing.
 
-Gradients of the passes over microbatches before the last are summed with it. A block that is read
+If gradients are summed in the last pass over microbatches alone (LAST in `sum_plan`), those of the
+passes before it are summed with it. A block that is read
 once adds its own to them in its backward rule, and sends the sum. Whatever nobody has taken so is
 sent by itself (`inject`).
 """
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxdp.parallel.sum_plan import NEVER, Plan, order_of
+from jaxdp.parallel.sum_plan import LAST, NEVER, Plan, order_of
 from jaxdp.precision import cast_floats
 from jaxdp.split import WHOLE, fit, path_string, take
 from jaxdp.train.metric_sums import at_least_float32
@@ -85,7 +86,7 @@ class ShardedReplica(Replica):
 
     def __init__(self, plan: Plan, numbers: jax.Array):
         super().__init__(numbers)
-        self.plan, self.reduces_last = plan, plan.when == "last"
+        self.plan, self.reduces_last = plan, plan.when == LAST
 
     def is_plain(self) -> bool:
         """Return whether parameters are read as they are, and gradients returned as computed."""
@@ -210,7 +211,7 @@ class ShardedReplica(Replica):
 
     def open(self, stored: Tree) -> Tree:
         """Return zeros with the shapes of a block's full gradients. Nothing reads them, so they cost
-        nothing."""
+        nothing; the derivative sums a block's gradients over the devices, as that of `read` does."""
 
         def zeros(x: Stored) -> jax.Array | None:
             shape = [

@@ -172,9 +172,10 @@ class Strategy:
         """
         overlaps = bool(step.blocks) and self.reduction.overlaps and self.arithmetic.in_backward
         later = is_update and overlaps and len(self.devices) > 1
-        when = LAST if later else NEVER
         if is_update and self.every and self.parts > 1:
             when = EVERY
+        else:
+            when = LAST if later else NEVER
         return Plan(
             self.reduction,
             self.axes,

@@ -1,4 +1,14 @@
-"""The plan of a sum: how a program's devices store parameters and sum gradients."""
+"""The plan of a sum: how a program's devices store parameters and sum gradients.
+
+When gradients are summed over the devices, and what a pass over microbatches returns:
+
+    NEVER   One device, buckets, models without scanned blocks. A pass returns local, full gradients;
+            all are summed after the passes.
+    LAST    Scanned blocks in stages 0 and 1, or with a replicated gradient buffer. The last pass sums
+            the gradients of blocks, with those of earlier passes; the others are summed after it.
+    EVERY   Stages 2 and 3. Each pass sums those that are sharded, to slices; the others are summed
+            after the passes.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -30,7 +40,7 @@ class Plan:
         sliced: the update wants slices of gradients along `dims`.
         when: gradients are summed over the devices inside the backward pass of EVERY pass over
             microbatches, those that are sharded; inside the LAST pass, those of blocks; or NEVER.
-        later: a block's gradients are summed while those of the next block are computed.
+        later: a block's gradients are summed while those of the block below are computed.
         in_blocks: a tree of booleans like the parameters: those that are read one block at a time.
         dtype: of gradients while they are sent; None: their own.
         is_update: False for an evaluation, which has no gradients.

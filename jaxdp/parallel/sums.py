@@ -1,4 +1,5 @@
-"""The one sum between `grads` and `apply`: over the microbatches of a device, then over devices."""
+"""The sums between `grads` and `apply`: of what the backward pass has not summed over the devices
+already (`jaxdp.parallel.reading`)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -55,6 +56,8 @@ class FloatSums:
             )
         leaves, treedef = jax.tree.flatten(sums.grads)
         dims = jax.tree.leaves(plan.trainable(plan.dims))
+        # The backward pass has summed these already. The others are sent in one operand with the
+        # loss and the weight, which a packed all-reduce needs.
         done = jax.tree.leaves(plan.trainable(plan.summed(True)))
         split = [i for i, d in enumerate(dims) if plan.sliced and d != WHOLE and not done[i]]
         whole = [i for i in range(len(leaves)) if not done[i] and i not in split]

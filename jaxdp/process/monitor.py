@@ -41,8 +41,9 @@ class Monitor(Observer):
         """Suspend the step timeout inside this context."""
         return contextlib.nullcontext()
 
-    def request(self, kind: str) -> None:
-        """Ask all processes to 'save', or to 'probe': to measure how long their devices compute."""
+    def request(self, kind: str, why: str = "") -> None:
+        """Ask all processes to 'save', to end with a saved state ('preempt'), or to 'probe': to
+        measure how long their devices compute."""
 
     def is_asked(self, kind: str) -> bool:
         """Return whether all processes must do so now, and reset the request."""
@@ -114,8 +115,8 @@ class RunMonitor(Watchdog, Monitor):
     def wants(self, step: int) -> Collection[str]:
         return ("save",) if self.is_asked("save") else ()
 
-    def request(self, kind: str) -> None:
-        self.agreement.request(kind)
+    def request(self, kind: str, why: str = "") -> None:
+        self.agreement.request(kind, why)
 
     def is_asked(self, kind: str) -> bool:
         asked = kind in self._asked

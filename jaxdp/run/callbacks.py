@@ -12,11 +12,12 @@ A callback has some of the methods of `jaxdp.Observer`. The names of version 0.1
 with `state_dict()` (JSON) and `load_state_dict(state)` resumes with the state of the checkpoint."""
 
 import dataclasses
+import difflib
 import inspect
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from jaxdp.metrics import safe_print
 from jaxdp.metrics.numbers import smaller_is_better
 from jaxdp.process.context import SLOW, Context
 from jaxdp.targets import bind, call, locate, require, targets_in
-from jaxdp.train.observer import Observer
+from jaxdp.train.observer import WANTS, Observer
 from jaxdp.train.run import Progress, Run
 from jaxdp.train.state import TrainState
 
@@ -161,8 +162,11 @@ class Callback(Observer):
             point = OLD[name][0] if name in OLD and name != "on_start" else name
             method = getattr(callback, name)
             if getattr(method, "__func__", None) is not getattr(Observer, point, None):
-                called = for_each_update(method) if name == "on_update" else method
-                setattr(self, point, self._named(called, f"{self.name}.{name}", callback))
+                if name == "on_update":
+                    method = for_each_update(method)
+                elif name == "wants":
+                    method = checked_wants(method)
+                setattr(self, point, self._named(method, f"{self.name}.{name}", callback))
 
     def on_start(self, run: Run) -> None:
         """Unlike `start`, this is not called again after a rollback."""
@@ -189,6 +193,22 @@ def for_each_update(method: Callable[[int, Mapping[str, jax.Array]], None]) -> C
             method(step, one)
 
     return after
+
+
+def checked_wants(method: Callable[[int], Any]) -> Callable[[int], Collection[str]]:
+    """Return a `wants` that raises ValueError for anything but a collection of the words in WANTS."""
+
+    def wants(step: int) -> Collection[str]:
+        words = method(step)
+        is_collection = isinstance(words, Collection) and not isinstance(words, str)
+        if not is_collection or not set(words) <= WANTS:
+            raise ValueError(
+                f"it returned {words!r}; return a collection, such as a set, of any of "
+                f"{', '.join(sorted(WANTS))}"
+            )
+        return words
+
+    return wants
 
 
 class EarlyStopping:
@@ -300,5 +320,15 @@ def check_methods(name: str, callback: Any) -> None:
             raise UsageError(
                 f"{KEY}: {name!r}: {method} is called with ({gets}), but {one_line(error)}"
             ) from None
+    if isinstance(callback, Observer):
+        own = [x for x in dir(callback) if not hasattr(Observer, x) and not x.startswith("_")]
+        for method in (x for x in own if callable(getattr(callback, x))):
+            if meant := difflib.get_close_matches(method, POINTS, 1, 0.75):
+                raise UsageError(
+                    f"{KEY}: {name!r} has a method {method!r}, which is never called; did you mean "
+                    f"{meant[0]!r}?"
+                )
+        plain = [getattr(type(callback), x) is getattr(Observer, x) for x in POINTS]
+        known = {} if all(plain) else known
     if not known:
         raise UsageError(f"{KEY}: {name!r} has none of the methods {', '.join(POINTS)}")

@@ -132,6 +132,9 @@ class Training(Host):
         self.called.add(id(program))
         return result
 
+    def stop(self) -> None:
+        self.watch.request("preempt", "a callback")
+
     def save(self) -> None:
         """Start a checkpoint; it is durable when the writer reports it. Raises Halted if training
         has halted.

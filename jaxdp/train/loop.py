@@ -47,6 +47,8 @@ def fit(run: Run, program: Program, progress: Progress, observers: Observers, ho
 
                 due = run.due(progress.step) | observers.wants(progress.step)
                 if due and progress.step < options.steps:
+                    if "stop" in due:
+                        host.stop()
                     between(progress, observers, host, due)
                     if progress.stopped is not None:
                         break

@@ -10,6 +10,8 @@ from jaxdp.train.run import Progress, Record, Run
 from jaxdp.train.state import Batch, TrainState
 from jaxdp.train.step import Step
 
+WANTS = {"pause", "save", "evaluate", "stop"}  # what an observer may ask for
+
 
 class Observer:
     """The base class of what looks at updates: the meter, the look back, an audit, a callback.
@@ -40,8 +42,12 @@ class Observer:
         """
 
     def wants(self, step: int) -> Collection[str]:
-        """Return any of "pause", "save" and "evaluate" for after update `step`, the same on all
-        processes."""
+        """Return any of "pause", "save", "evaluate" and "stop" for after update `step`.
+
+        The first three must be the same on all processes. "stop" is enough on one of them: all stop
+        before the same update, save the state and end with code 75, and the same command resumes.
+        It is ignored after the last update.
+        """
         return ()
 
     def pause(self, step: int, last: bool) -> None:

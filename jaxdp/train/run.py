@@ -184,6 +184,9 @@ class Host:
         """
         return program(*args)
 
+    def stop(self) -> None:
+        """Ask all processes to stop before one of the next updates, by an exception of `call`."""
+
     def save(self) -> None:
         """Start a checkpoint of the progress."""
 

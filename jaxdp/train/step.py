@@ -104,7 +104,8 @@ def init_state(forward: Forward, rule: UpdateRule, microbatches: int, example: B
 
 
 class Replica(BlockReader):
-    """One device's part in a step. This one has everything; that of a strategy has its share.
+    """One device's part in a step. This one has everything; that of a strategy has its share. It is
+    also how `scan_blocks` reads the parameters of a block.
 
     Args:
         numbers: int32 [local], the numbers of its microbatches among all of the batch, -1 for none.
@@ -333,7 +334,8 @@ def grads(recipe: Recipe, state: TrainState, batch: Batch, replica: Replica) -> 
     Args:
         state: as this device stores it; kept: leaves [local, example, ...].
         batch: {name: [local, example, ...]}.
-        replica: the numbers of these microbatches, and how parameters are read.
+        replica: the numbers of these microbatches, and how parameters are read. Gradients that its
+            derivatives sum over the devices are returned as these sums, perhaps as slices.
     """
     mask = batch["mask"]
     if not recipe.padded:
@@ -362,7 +364,7 @@ def differentiate(recipe: Recipe, state: TrainState, pieces: Piece, replica: Rep
     round, and overflow, by how many microbatches a device has, and XLA rounds a mapped convolution
     in other places than a single one.
     """
-    if recipe.accumulate == "vmap" and not is_narrow(recipe, state, pieces, replica, train=True):
+    if recipe.accumulate == "vmap" and not is_narrow(recipe, state, pieces, replica):
         return one_pass(recipe, state, pieces, replica, last=True)
     if not replica.reduces_last:
         return several_passes(recipe, state, pieces, replica)
@@ -433,8 +435,7 @@ def evaluate(recipe: Recipe, state: TrainState, batch: Batch, replica: Replica) 
     pieces = pieces_of(state, batch, replica)
 
     def one(piece: Piece) -> Sums:
-        dtype = recipe.forward.policy.compute
-        params = replica.params(state.params, state.params, dtype, False, None)
+        params = model_params(recipe, state, replica, state.params)
         sums = loss_and_sums(recipe, state, params, False, replica, piece)[1]
         return sums._replace(model_state=None)
 
@@ -447,8 +448,7 @@ def first_pass(
     """Return (outputs, the batch for the loss) of all devices' microbatches [microbatch, ...]."""
 
     def one(piece: Piece) -> tuple[Tree, Batch]:
-        dtype = recipe.forward.policy.compute
-        params = replica.params(state.params, state.params, dtype, False, None)
+        params = model_params(recipe, state, replica, state.params)
         return compute_outputs(recipe, state, params, piece, train, replica)[:2]
 
     return replica.join(map_pieces(recipe, one, pieces_of(state, batch, replica)))
@@ -464,18 +464,20 @@ def map_pieces(recipe: Recipe, f: Callable[[Piece], Tree], pieces: Piece) -> Tre
     return jax.lax.map(f, pieces) if has_narrow_floats(f, first) else jax.vmap(f)(pieces)
 
 
-def is_narrow(
-    recipe: Recipe, state: TrainState, pieces: Piece, replica: Replica, train: bool
-) -> bool:
+def is_narrow(recipe: Recipe, state: TrainState, pieces: Piece, replica: Replica) -> bool:
     """Return whether a microbatch is computed with floats of less than 32 bits anywhere."""
 
     def one(slots: Tree, piece: Piece) -> tuple[jax.Array, Sums]:
-        dtype = recipe.forward.policy.compute
-        params = replica.params(slots, state.params, dtype, False, None)
-        return loss_and_sums(recipe, state, params, train, replica, piece)
+        params = model_params(recipe, state, replica, slots)
+        return loss_and_sums(recipe, state, params, True, replica, piece)
 
     slots = replica.slots(recipe.rule.trainable(state.params), False)
     return has_narrow_floats(one, slots, jax.tree.map(lambda x: x[0], pieces))
+
+
+def model_params(recipe: Recipe, state: TrainState, replica: Replica, slots: Tree) -> Tree:
+    """Return the parameters for the model in a pass that is not the last one."""
+    return replica.params(slots, state.params, recipe.forward.policy.compute, False, None)
 
 
 def sum_over_first(sums: Sums) -> Sums:

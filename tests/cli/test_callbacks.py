@@ -47,6 +47,22 @@ class Recorder:
         self.calls.append(("end", record["step"], record["params_sha256"]))
 
 
+class Atfer(jaxdp.Observer):
+    def atfer(self, updates, state, metrics):
+        pass
+
+    def measure(self):
+        pass
+
+
+class Wants(jaxdp.Observer):
+    def __init__(self, words, step=7):
+        self.words, self.step = words, step
+
+    def wants(self, step):
+        return self.words if step == self.step else ()
+
+
 def observed(callbacks):
     return Observers(callbacks.observers)
 
@@ -196,6 +212,34 @@ def test_only_an_evaluation_ends_training_early():
 
     with pytest.raises(RunFailed, match=r"Stopping\.on_update raised StopTraining: enough"):
         observed(Callbacks([Stopping()])).after(range(1, 2), None, {})
+
+
+def test_a_callback_stops_a_run_that_resumes(tmp_path):
+    (tmp_path / "limits.py").write_text(
+        "import jaxdp\n\n\nclass Limit(jaxdp.Observer):\n    def wants(self, step):\n"
+        "        return {'stop'} if step == 7 else ()\n"
+    )
+    words = ["--config", str(ROOT / "configs" / "digits.yaml"), "--steps", "12", "--epochs", "null"]
+    command = [sys.executable, str(ROOT / "train.py"), *words, "--run_dir", "run"]
+    codes = {}
+    for part, more in {"stopped": ["--callbacks", "[limits.Limit]"], "resumed": []}.items():
+        done = subprocess.run([*command, *more], cwd=tmp_path, capture_output=True, text=True)
+        codes[part] = done.returncode
+    assert codes == {"stopped": 75, "resumed": 0}
+    records = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(records[-1])["step"] == 12
+    events = (tmp_path / "run" / "events.jsonl").read_text()
+    assert "a callback on rank 0" in events
+
+
+@pytest.mark.parametrize("words", ["save", {"sav"}, None, 3])
+def test_a_wrong_wish_names_its_callback(words):
+    (callback,) = Callbacks([Wants(words)]).observers
+    assert callback.wants(1) == ()
+    with pytest.raises(
+        RunFailed, match=r"callbacks: .*Wants\.wants raised ValueError: it returned"
+    ):
+        callback.wants(7)
 
 
 @pytest.mark.slow
@@ -424,6 +468,8 @@ class TooFew:
         ),
         (TooFew(), r"on_eval is called with \(step, metrics\), but too many positional arguments"),
         (object(), "has none of the methods start"),
+        (jaxdp.Observer(), "has none of the methods start"),
+        (Atfer(), "has a method 'atfer', which is never called; did you mean 'after'"),
     ],
 )
 def test_a_wrong_callback_is_one_line(entry, words):

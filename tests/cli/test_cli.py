@@ -850,7 +850,7 @@ def test_launch_leaves_the_choice_of_a_platform_to_the_job(monkeypatch):
 
 def test_a_verb_that_needs_no_devices_opens_the_cpu_alone_if_jax_was_imported_before(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    show = "import jax; from jaxdp import environment; environment.use_cpu(); print(jax.config.jax_platforms)"
+    show = "import jax; from jaxdp.process import environment; environment.use_cpu(); print(jax.config.jax_platforms)"
     done = subprocess.run(
         [sys.executable, "-c", show], cwd=ROOT, text=True, capture_output=True, timeout=60
     )
@@ -907,7 +907,8 @@ def test_a_signal_that_comes_while_a_verb_starts_waits_for_its_handler(tmp_path)
 
 
 def test_malloc_settings_are_those_of_the_process_alone():
-    show = "import os; from jaxdp import environment; environment.malloc(); print(os.environ.get('GLIBC_TUNABLES'))"
+    show = "import os; from jaxdp.process import environment; environment.malloc(); "
+    show += "print(os.environ.get('GLIBC_TUNABLES'))"
     env = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
 
     def run(**more):

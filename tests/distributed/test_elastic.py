@@ -458,7 +458,7 @@ BROKEN = """
 import pathlib
 
 import jaxdp
-from jaxdp.distributed import sockets
+from jaxdp.process import sockets
 from slow import Slow
 
 
@@ -511,7 +511,7 @@ def test_a_damaged_snapshot_is_named_and_another_used(tmp_path, damaged):
 def test_without_memory_for_snapshots_checkpoints_are_used(tmp_path):
     """The hosts say that they have little memory; a process joins again, too."""
     (tmp_path / "little.py").write_text(
-        "import slow\nfrom jaxdp.distributed import hosts\n\nhosts.free_memory = lambda: 1e3\nSlow = slow.Slow\n"
+        "import slow\nfrom jaxdp.process import hosts\n\nhosts.free_memory = lambda: 1e3\nSlow = slow.Slow\n"
     )
     job = Job(tmp_path, 2, 1, "--callbacks", "[{target: little.Slow}]", "--checkpoint.every", "10")
     job.until(lambda: any(event["kind"] == "saved" for event in job.lines("events.jsonl")))

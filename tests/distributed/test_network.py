@@ -258,7 +258,7 @@ def test_garbage_and_2000_connections_from_another_host(tmp_path):
 
 SPOIL = f"""
 import itertools, time
-from jaxdp.distributed import membership, protocol
+from jaxdp.process import membership, protocol
 GARBAGE = {GARBAGE!r}
 def spoil(context):
     member = membership.joined()
@@ -377,7 +377,7 @@ def test_a_client_needs_the_secret():
     address = f"127.0.0.1:{port()}"
     service = private_jax.start_service(address, 1, "s" * 64, 5)
     connect = "private_jax.make_client(sys.argv[1], 0, sys.argv[2], 5).connect()"
-    register = f"from jaxdp.distributed import private_jax; {connect}"
+    register = f"from jaxdp.process import private_jax; {connect}"
 
     def code(secret):
         script = f"import os, sys; {register}; os._exit(7)"

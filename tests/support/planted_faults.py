@@ -188,7 +188,7 @@ class PlantedFaults(Observer):
             progress.state = progress.state.replace(**{fault.target: flipped})
         elif fault.target == "snapshot":
             # A run gives its snapshots to no callback.
-            snapshots = next((x for x in gc.get_objects() if isinstance(x, Snapshots)), None)
+            snapshots: Any = next((x for x in gc.get_objects() if isinstance(x, Snapshots)), None)
             fault.done = snapshots is not None and snapshots.newest is not None
             if fault.done:
                 arrays = next(iter(snapshots.newest.parts.values()))

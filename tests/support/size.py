@@ -16,6 +16,7 @@ FREE = {
     tokenize.DEDENT,
     tokenize.ENDMARKER,
 }
+F_START, F_END = (getattr(tokenize, f"FSTRING_{x}", None) for x in ("START", "END"))
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -31,8 +32,10 @@ def docstring(node):
 def code_tokens(source):
     found = [docstring(node) for node in ast.walk(ast.parse(source))]
     free = {(node.lineno, node.col_offset) for node in found if node is not None}
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return sum(
-        token.type not in FREE and not (token.type == tokenize.STRING and token.start in free)
-        for token in tokens
-    )
+    count, inside = 0, 0  # of f-strings, which are several tokens since Python 3.12
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        inside -= token.type == F_END
+        is_free = token.type in FREE or (token.type == tokenize.STRING and token.start in free)
+        count += not inside and not is_free and token.type != F_END
+        inside += token.type == F_START
+    return count

@@ -515,7 +515,7 @@ def test_a_coordinator_that_is_killed_or_stopped_before_it_listens_is_no_error_o
 
 CONNECT = """
 import os, time
-from jaxdp.distributed import hosts, private_jax
+from jaxdp.process import hosts, private_jax
 from jaxdp.errors import GenerationEnded
 
 address, secret, turns = f"127.0.0.1:{hosts.free_port()}", "s" * 64, []

@@ -145,7 +145,7 @@ import sys, time, numpy as np
 from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.workers import prefetch_in_workers
 from test_data_workers import Marked
-from jaxdp.supervise import signals
+from jaxdp.process import signals
 if __name__ == "__main__":
     if sys.argv[1] == "heeds":
         signals.listen()

@@ -2,12 +2,17 @@
 
 import ast
 import collections
+import json
+import os
 import pathlib
 import subprocess
 import sys
 
+import pytest
 
 import jaxdp
+from size import code_tokens
+
 ROOT = pathlib.Path(jaxdp.__file__).parent
 WINGS = {
     "what trains": "train parallel models optim data losses precision logits split axes cpu targets errors",
@@ -17,6 +22,12 @@ WINGS = {
 """The folders and modules of each wing. A wing imports nothing from a lower one."""
 
 NEED_CONFIG = {"run", "elasticity", "cli", "config", "api", "targets", "sweep", "plan", "report"}
+LIMITS = json.loads(pathlib.Path(__file__).with_name("house.json").read_text())
+"""Code tokens of each wing, imports from lower wings, and what a run of digits passes through. A
+commit that makes one of them smaller lowers it here; none raises it. Timing decides a few of the
+functions of a run, so that the limits of `run` are 1 % above what was measured."""
+
+
 def modules():
     """{dotted name: file} of the package."""
     names = {}
@@ -46,6 +57,50 @@ def layer(name):
 def wing(name):
     folder = layer(name)
     return next(i for i, words in enumerate(WINGS.values()) if folder in words.split())
+
+
+def test_no_wing_has_more_code_than_before():
+    tokens = collections.Counter()
+    for name, file in modules().items():
+        tokens[[*WINGS][wing(name)]] += code_tokens(file.read_text())
+    assert_below(tokens, LIMITS["tokens"])
+
+
+def test_imports_from_lower_wings_become_fewer():
+    names = modules()
+    down = [
+        f"{name} imports {other}"
+        for name, file in names.items()
+        for other in {*imports(file, names)}
+        if other != "jaxdp" and wing(name) < wing(other)
+    ]
+    assert len(down) <= LIMITS["imports from lower wings"], "\n".join(sorted(down))
+
+
+@pytest.mark.parametrize("backend", ["pjit", "pmap"])
+def test_a_run_passes_through_no_more_than_before(tmp_path, backend):
+    walk = pathlib.Path(__file__).parents[1] / "support" / "walk.py"
+    config = ROOT.parent / "configs" / "digits.yaml"
+    words = ["--config", config, "--steps", "3", "--epochs", "null", "--run_dir", tmp_path / "run"]
+    more = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    ended = subprocess.run(
+        [sys.executable, walk, *words, "--parallel.backend", backend],
+        env=os.environ | more | {"PYTHONPATH": str(ROOT.parent)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    passed = json.loads(ended.stdout.splitlines()[-1])
+    assert passed["update"]["functions"] > 10, ended
+    for part, numbers in passed.items():
+        assert_below(numbers, LIMITS[backend][part])
+
+
+def assert_below(numbers, limits):
+    above = {name: n for name, n in numbers.items() if n > limits[name]}
+    assert not above and numbers.keys() == limits.keys(), (
+        f"{above} of {numbers}; the limits: {limits}"
+    )
 
 
 def test_no_two_files_have_one_name():

@@ -329,7 +329,7 @@ def test_a_batch_without_examples(kind, args, shape):
 
 FAULTS = """
 import sys
-from jaxdp import environment
+from jaxdp.process import environment
 environment.malloc()
 import resource
 import jax, jax.numpy as jnp

@@ -21,8 +21,8 @@ from jaxdp.run import rundir
 
 HOLDER = """
 import pathlib, sys, time
-from jaxdp import rundir
-from jaxdp.distributed import mpi
+from jaxdp.run import rundir
+from jaxdp.process import mpi
 mpi.ancestors = lambda: [(int(pid), pathlib.Path("mpirun")) for pid in sys.argv[2:]]
 held, problem = rundir.lock(pathlib.Path(sys.argv[1]))
 assert not problem, problem

@@ -312,7 +312,7 @@ class Slow(Arrays):
 
 CHILD = """
 import multiprocessing, os, signal, time
-from jaxdp.supervise import signals
+from jaxdp.process import signals
 heard = []
 signals.listen()
 signals.subscribe(heard.append)
