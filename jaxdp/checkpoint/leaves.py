@@ -18,13 +18,6 @@ FIELDS = ("step", "params", "model_state", "opt_state", "loss_scale", "guard")
 PLAIN = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
-def fields_of(state: TrainState) -> dict[str, Any]:
-    """Return {name: tree} of the fields that are in use and that every checkpoint with such a state
-    has.
-    """
-    return {name: tree for name, tree in all_fields_of(state).items() if name not in ADDED}
-
-
 def all_fields_of(state: TrainState) -> dict[str, Any]:
     """Return {name: tree} of what is saved of a state: the fields in use, and the entries of `extra`
     and `kept` by their own names, as in checkpoints of version 0.1. The seed is the config's."""

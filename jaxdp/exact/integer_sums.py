@@ -319,12 +319,9 @@ def scatter_by_group(plan: Plan, ints: Tree, form: Format) -> Tree:
         return ints
     leaves, treedef = jax.tree.flatten(ints)
     dims = jax.tree.leaves(plan.trainable(plan.dims))
-    split = [i for i, dim in enumerate(dims) if dim != WHOLE]
-    sent = [leaves[i].astype(form.wire(leaves[i].dtype)) for i in split]
-    if split:
-        sums = plan.reduction.scatter(sent, [dims[i] for i in split], plan.axes)
-        for i, x in zip(split, sums):
-            leaves[i] = x.astype(leaves[i].dtype)
+    sent = {i: x.astype(form.wire(x.dtype)) for i, x in enumerate(leaves) if dims[i] != WHOLE}
+    for i, x in plan.scatter(sent, dims).items():
+        leaves[i] = x.astype(leaves[i].dtype)
     return jax.tree.unflatten(treedef, leaves)
 
 

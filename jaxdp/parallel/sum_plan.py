@@ -75,15 +75,18 @@ class Plan:
 
         return jax.tree.map(in_this_pass, self.dims, self.in_blocks)
 
+    def scatter(self, arrays: dict[int, jax.Array], dims: list[int]) -> dict[int, jax.Array]:
+        """Sum numbered arrays over the devices, each to this device's slice along dims[number]."""
+        if not arrays:
+            return {}
+        operands = [*arrays.values()], [dims[i] for i in arrays]
+        return dict(zip(arrays, self.reduction.scatter(*operands, self.axes), strict=True))
+
     def send(self, grads: list[jax.Array], dims: list[int]) -> list[jax.Array]:
         """Sum full gradients over the devices: to slices along dims, or to full ones (WHOLE)."""
         sent = [x if self.dtype is None else x.astype(self.dtype) for x in grads]
-        split = [i for i, dim in enumerate(dims) if dim != WHOLE]
+        total = self.scatter({i: x for i, x in enumerate(sent) if dims[i] != WHOLE}, dims)
         whole = [i for i, dim in enumerate(dims) if dim == WHOLE]
-        total: dict[int, jax.Array] = {}
-        if split:
-            operands = [sent[i] for i in split], [dims[i] for i in split]
-            total |= zip(split, self.reduction.scatter(*operands, self.axes))
         if whole:
             total |= zip(whole, self.reduction.reduce([sent[i] for i in whole], self.axes.all))
         return [total[i].astype(x.dtype) for i, x in enumerate(grads)]

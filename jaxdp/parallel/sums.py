@@ -50,23 +50,17 @@ class FloatSums:
 
     def over_devices(self, plan: Plan, sums: Sums) -> Sums:
         """Return the sums over all devices."""
-        if not plan.is_update:
-            return plan.reduction.reduce(sums._replace(kept=None), plan.axes.all)._replace(
-                kept=sums.kept
-            )
-        leaves, treedef = jax.tree.flatten(sums.grads)
+        leaves, treedef = jax.tree.flatten(sums.grads)  # none of an evaluation
         dims = jax.tree.leaves(plan.trainable(plan.dims))
         # The backward pass has summed these already. The others are sent in one operand with the
         # loss and the weight, which a packed all-reduce needs.
         done = jax.tree.leaves(plan.trainable(plan.summed(True)))
-        split = [i for i, d in enumerate(dims) if plan.sliced and d != WHOLE and not done[i]]
-        whole = [i for i in range(len(leaves)) if not done[i] and i not in split]
+        later = [i for i in range(len(leaves)) if not done[i]]
+        split = [i for i in later if plan.sliced and dims[i] != WHOLE]
+        whole = [i for i in later if i not in split]
 
         sent = [x if plan.dtype is None else x.astype(plan.dtype) for x in leaves]
-        new: dict[int, jax.Array] = {}
-        if split:
-            operands = [sent[i] for i in split], [dims[i] for i in split]
-            new |= zip(split, plan.reduction.scatter(*operands, plan.axes))
+        new = plan.scatter({i: sent[i] for i in split}, dims)
         rest = sums._replace(grads=[sent[i] for i in whole], kept=None)
         total = plan.reduction.reduce(rest, plan.axes.all)
         new |= zip(whole, total.grads)

@@ -396,8 +396,7 @@ def one_pass(
     """
 
     def total(slots: Tree) -> tuple[jax.Array, Sums]:
-        dtype = recipe.forward.policy.compute
-        params = replica.params(slots, state.params, dtype, last, earlier)
+        params = replica.params(slots, state.params, recipe.forward.policy.compute, last, earlier)
         one = functools.partial(loss_and_sums, recipe, state, params, True, replica)
         if len(pieces.number) == 1:  # not mapped, since a model may not support it
             loss, sums = one(jax.tree.map(lambda x: x[0], pieces))
@@ -516,7 +515,12 @@ def apply(
     if scaling is not None and state.loss_scale is not None:
         divisor = weight * scaling.factor(state.loss_scale.value).astype(weight.dtype)
     like = master_copy(params, state.opt_state)
-    gradients = jax.tree.map(lambda g, p: mean(g, divisor).astype(p.dtype), sums.grads, like)
+
+    def mean(total: jax.Array, like: jax.Array) -> jax.Array:
+        total = at_least_float32(total)  # bfloat16 would round the weight itself
+        return (total / divisor.astype(total.dtype)).astype(like.dtype)
+
+    gradients = jax.tree.map(mean, sums.grads, like)
     squares, nonfinite = total(gradients)
     norm = jnp.sqrt(squares)
     if rule.clip_norm is not None:
@@ -547,8 +551,11 @@ def apply(
     )
     metrics = {"loss": loss, **divide(sums.metrics, real_weight)}
     metrics |= {"grad_norm": norm, "nonfinite_grads": nonfinite, "weight": sums.weight}
-    metrics |= {"skipped": (~applied).astype(jnp.int32), "skipped_updates": guard.skipped}
-    metrics["halted"] = guard.halted
+    metrics |= {
+        "skipped": (~applied).astype(jnp.int32),
+        "skipped_updates": guard.skipped,
+        "halted": guard.halted,
+    }
     if disagreeing is not None:
         metrics["disagreeing_state"] = disagreeing
     rate = rate_of(rule.tx, gradients, state.opt_state, params, opt_state)
@@ -561,9 +568,3 @@ def apply(
         new = new.replace(loss_scale=select(running, adjusted, state.loss_scale))
         metrics["loss_scale"] = state.loss_scale.value
     return new, metrics
-
-
-def mean(total: jax.Array, divisor: jax.Array) -> jax.Array:
-    """Divide in at least float32, since bfloat16 would round the weight itself."""
-    total = at_least_float32(total)
-    return total / divisor.astype(total.dtype)

@@ -35,13 +35,11 @@ def leaves(state):
     """{path: leaf} of an exported state."""
     import jax
 
-    from jaxdp.checkpoint.leaves import fields_of
+    from jaxdp.checkpoint.leaves import ADDED, all_fields_of
     from jaxdp.split import path_string
 
-    return {
-        path_string(path): leaf(x)
-        for path, x in jax.tree_util.tree_leaves_with_path(fields_of(state))
-    }
+    fields = {name: x for name, x in all_fields_of(state).items() if name not in ADDED}
+    return {path_string(path): leaf(x) for path, x in jax.tree_util.tree_leaves_with_path(fields)}
 
 
 def train(folder):
