@@ -63,7 +63,7 @@ class Stored(struct.PyTreeNode):
 
 
 class Ticket:
-    """Says, while a program is traced, whether a gradient of earlier passes was taken."""
+    """A mark that is set while a program is traced: a block sends the gradient of earlier passes."""
 
     taken = False
 
@@ -293,7 +293,7 @@ def empty_like(x: jax.Array | None) -> jax.Array | None:
 def inject(
     slot: jax.Array, earlier: jax.Array, ticket: Ticket, plan: Plan | None, dim: int
 ) -> jax.Array:
-    """Return the slot. Its gradient has that of earlier passes added, unless this was taken.
+    """Return the slot. Add the gradient of earlier passes to its own, unless a block has sent it.
 
     Args:
         plan: by which the gradient is summed over the devices; None: it is not.

@@ -104,8 +104,8 @@ def init_state(forward: Forward, rule: UpdateRule, microbatches: int, example: B
 
 
 class Replica(BlockReader):
-    """One device's part in a step. This one has everything; that of a strategy has its share. It is
-    also how `scan_blocks` reads the parameters of a block.
+    """One device's part in a step. This class is for a single device; a strategy has a subclass. It
+    is also how `scan_blocks` reads the parameters of a block.
 
     Args:
         numbers: int32 [local], the numbers of its microbatches among all of the batch, -1 for none.
