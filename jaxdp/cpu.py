@@ -39,27 +39,24 @@ def product(
             f"product: {dimension_numbers} is not x[..., inputs] kernel[inputs, outputs]"
         )
     named = tuple(options.items())
-    return _product(x, kernel, named) if on_cpu() else _dot(x, kernel, options=named)
+    return (_product if on_cpu() else _dot)(x, kernel, named)
 
 
-def _dot(x: jax.Array, kernel: jax.Array, *, options: Any) -> jax.Array:
+def _dot(x: jax.Array, kernel: jax.Array, options: Any) -> jax.Array:
     return lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), **dict(options))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _product(x: jax.Array, kernel: jax.Array, options: Any) -> jax.Array:
-    return _dot(x, kernel, options=options)
+_product = jax.custom_jvp(_dot, nondiff_argnums=(2,))
 
 
 @functools.partial(_product.defjvp, symbolic_zeros=True)
-def _(options: Any, primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> Any:
+def _tangent_of_product(options: Any, primals: Any, tangents: Any) -> Any:
     (x, kernel), (dx, dkernel) = primals, tangents
     y = _product(x, kernel, options)
-    terms = [] if isinstance(dx, SymbolicZero) else [_product(dx, kernel, options)]
-    terms += (
-        [] if isinstance(dkernel, SymbolicZero) else [_of_kernel.bind(x, dkernel, options=options)]
-    )
-    return y, sum(terms[1:], *terms[:1]) if terms else jnp.zeros_like(y)
+    if isinstance(dkernel, SymbolicZero):
+        return y, _product(dx, kernel, options)
+    dy = _of_kernel.bind(x, dkernel, options=options)
+    return y, dy if isinstance(dx, SymbolicZero) else _product(dx, kernel, options) + dy
 
 
 # The product as a linear function of the kernel. Its transpose is the kernel's gradient: one
@@ -70,9 +67,8 @@ mlir.register_lowering(_of_kernel, mlir.lower_fun(_dot, multiple_results=False))
 
 
 @_of_kernel.def_abstract_eval
-def _(x: Any, kernel: Any, *, options: Any) -> Any:
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, kernel)]
-    y = jax.eval_shape(functools.partial(_dot, options=options), *shapes)
+def _type_of_product(x: Any, kernel: Any, *, options: Any) -> Any:
+    y = jax.eval_shape(functools.partial(_dot, options=options), x, kernel)
     return x.update(shape=y.shape, dtype=y.dtype)
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdp.cpu import on_cpu
+from jaxdp.train.metric_sums import at_least_float32
 
 SMALL = 4096  # elements: smaller leaves are concatenated on CPU
 Tree = Any
@@ -19,9 +20,7 @@ def plain_total(tree: Tree) -> jax.Array:
     """
     if not on_cpu():
         return _squares_and_nonfinite(tree)
-    leaves = [
-        x.astype(jnp.promote_types(x.dtype, jnp.float32)).reshape(-1) for x in jax.tree.leaves(tree)
-    ]
+    leaves = [at_least_float32(x).reshape(-1) for x in jax.tree.leaves(tree)]
     small = [x for x in leaves if x.size <= SMALL]
     vectors = [x for x in leaves if x.size > SMALL] + ([jnp.concatenate(small)] if small else [])
     squares = sum((jnp.dot(x, x) for x in vectors), jnp.zeros((), jnp.float32))
@@ -33,12 +32,10 @@ def plain_total(tree: Tree) -> jax.Array:
 
 
 def _squares_and_nonfinite(tree: Tree) -> jax.Array:
-    leaves = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in jax.tree.leaves(tree)]
+    leaves = [*map(at_least_float32, jax.tree.leaves(tree))]
     zero = jnp.zeros((), jnp.float32)
     squares = sum((jnp.sum(jnp.square(x)) for x in leaves), zero)
-    return jnp.stack(
-        [squares, sum((jnp.sum(~jnp.isfinite(x)) for x in leaves), zero).astype(squares.dtype)]
-    )
+    return jnp.stack([squares, sum((jnp.sum(~jnp.isfinite(x)) for x in leaves), zero)])
 
 
 def clip(grads: Tree, norm: jax.Array, max_norm: float) -> Tree:

@@ -96,10 +96,10 @@ def row(places):
         for line in (line for other, line in places if other == file):
             for lines, name, source in table:
                 if line in lines:
-                    functions[file, name] = source
+                    functions[file, name, lines.start] = source
     return {
         "functions": len(functions),
-        "files": len({file for file, _ in functions}),
+        "files": len({file for file, *_ in functions}),
         "tokens": sum(map(code_tokens, functions.values())),
     }
 
