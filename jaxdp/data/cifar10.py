@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxdp.data.dataset import Arrays, check_split
+from jaxdp.data.standardized import StandardizedImages
 from jaxdp.errors import UsageError
 
 FOLDER = "cifar-10-batches-py"
@@ -20,7 +21,7 @@ NAMED = {"numpy.ndarray", "numpy.dtype", "_codecs.encode", "numpy._core.numeric.
 NAMED |= {"numpy._core.multiarray._reconstruct", "numpy._core.multiarray.scalar"}
 
 
-class CIFAR10(Arrays):
+class CIFAR10(StandardizedImages, Arrays):
     """50,000 and 10,000 images: "inputs" uint8 [32, 32, 3], "labels" int32 in [0, 10).
 
     A. Krizhevsky 2009, "Learning Multiple Layers of Features from Tiny Images",
@@ -31,37 +32,18 @@ class CIFAR10(Arrays):
 
     classes = 10
     input_shape = (32, 32, 3)
+    mean, std = MEAN, STD
+    shift = 4
+    flips = True
 
     def __init__(self, root: str, split: str = "train", augment: bool = True):
         check_split(split)
         folder = _find(root, FILES[split])
-        batches = [_read_batch(folder / name) for name in FILES[split]]
-        images = np.empty((sum(len(labels) for _, labels in batches), *self.input_shape), np.uint8)
-        filled = 0
-        for (
-            planes,
-            labels,
-        ) in batches:  # each row of `planes` is the red, green and blue plane of an image
-            images[filled : filled + len(labels)] = planes.reshape(-1, 3, 32, 32).transpose(
-                0, 2, 3, 1
-            )
-            filled += len(labels)
-        super().__init__(inputs=images, labels=np.concatenate([labels for _, labels in batches]))
+        planes, labels = zip(*(_read_batch(folder / name) for name in FILES[split]))
+        # Each row of `planes` is the red, green and blue plane of an image.
+        images = np.concatenate(planes).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+        super().__init__(inputs=np.ascontiguousarray(images), labels=np.concatenate(labels))
         self.augment = augment
-
-    def transform(self, batch: dict[str, Any], key: Any, train: bool) -> dict[str, Any]:
-        """Standardize pixels to float32 with mean 0 and variance 1 by channel over the training
-        set; see `Dataset`.
-        """
-        from jax import random
-
-        from jaxdp.data.augment import random_crop, random_flip, standardize
-
-        images = batch["inputs"]
-        if train and self.augment:
-            moved, mirrored = random.split(key)
-            images = random_flip(random_crop(images, moved, padding=4), mirrored)
-        return {**batch, "inputs": standardize(images, MEAN, STD)}
 
 
 def _find(root: str, names: tuple[str, ...]) -> Path:

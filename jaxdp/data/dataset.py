@@ -3,7 +3,8 @@
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -75,7 +76,13 @@ class MappedFiles:
 class Arrays:
     """Examples in memory: `Arrays(inputs=x, labels=y)`. Raises UsageError unless the arrays have
     one length, not 0.
+
+    A subclass may set `rows`, the rows of the arrays that are examples (None: all), and `dtypes`, of
+    the arrays that `read` converts.
     """
+
+    rows: np.ndarray | None = None
+    dtypes: Mapping[str, Any] = {}
 
     def __init__(self, **arrays: Any):
         self.arrays = {key: _array(repr(key), value) for key, value in arrays.items()}
@@ -95,16 +102,18 @@ class Arrays:
             check_mask(self.arrays, np.arange(len(self)), "data: an array")
 
     def __len__(self) -> int:
-        return len(next(iter(self.arrays.values())))
+        return len(next(iter(self.arrays.values())) if self.rows is None else self.rows)
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         self.files.check()
-        return {key: value[indices] for key, value in self.arrays.items()}
+        rows = indices if self.rows is None else self.rows[indices]
+        batch = {key: value[rows] for key, value in self.arrays.items()}
+        return batch | {key: batch[key].astype(dtype) for key, dtype in self.dtypes.items()}
 
-    def parts(self, rows: np.ndarray | None = None) -> dict[str, Part]:
-        """Return the arrays, or some rows of them; see `jaxdp.data.contents`."""
+    def parts(self) -> dict[str, Part]:
+        """Return the examples' rows of the arrays; see `jaxdp.data.contents`."""
         return {
-            f"{k} {x.dtype.name} {x.shape[1:]}": array_part(x, rows)
+            f"{k} {x.dtype.name} {x.shape[1:]}": array_part(x, self.rows)
             for k, x in sorted(self.arrays.items())
         }
 
@@ -177,8 +186,30 @@ class Examples:
         }
 
 
+def by_member(
+    starts: np.ndarray, indices: np.ndarray
+) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Yield (member, which of indices[k] are its, bool [k]; their numbers within it) for each member
+    of a joined set that has any of them.
+
+    starts: the first index of each member, then the number of all. Raises IndexError."""
+    if len(indices) and (indices.min() < 0 or indices.max() >= starts[-1]):
+        raise IndexError(f"indices are not all in [0, {starts[-1]:,})")
+    members = np.searchsorted(starts, indices, side="right") - 1
+    for member in np.unique(members).tolist():
+        chosen = members == member
+        yield member, chosen, indices[chosen] - starts[member]
+
+
 def check_split(split: str) -> None:
     check_one_of("data.args.split", split, ("train", "test"))
+
+
+def find_file(root: str, folders: Iterable[str], names: Iterable[str]) -> Path | None:
+    """Return the first file of one of the names in one of the folders of `root`."""
+    top = Path(root).expanduser()
+    paths = (top / folder / name for folder in folders for name in names)
+    return next(filter(Path.is_file, paths), None)
 
 
 def as_dataset(source: Any) -> Dataset:

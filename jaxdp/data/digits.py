@@ -1,14 +1,15 @@
 """Handwritten digits included in the package: a data set that needs no download."""
 
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxdp.data.dataset import Arrays, check_split
+from jaxdp.data.standardized import StandardizedImages
 
 
-class Digits(Arrays):
+class Digits(StandardizedImages, Arrays):
     """1,797 images of 8x8: "inputs" uint8 [8, 8, 1] with values 0 to 16, "labels" int32 in [0, 10).
 
     E. Alpaydin and C. Kaynak (1998), "Optical Recognition of Handwritten Digits", UCI Machine
@@ -18,23 +19,17 @@ class Digits(Arrays):
 
     classes = 10
     input_shape = (8, 8, 1)
+    largest = 16
 
     def __init__(self, split: str = "train", augment: bool = False):
         check_split(split)
-        with (
-            resources.files(__package__).joinpath("digits.npz").open("rb") as file,
-            np.load(file) as stored,
-        ):
+        with np.load(Path(__file__).with_name("digits.npz")) as stored:
             images, labels = stored["images"], stored["labels"]
         chosen = (np.arange(len(labels)) % 5 == 0) == (split == "test")
         super().__init__(inputs=images[chosen][..., None], labels=labels[chosen].astype(np.int32))
         self.augment = augment
 
-    def transform(self, batch: dict[str, Any], key: Any, train: bool) -> dict[str, Any]:
-        """Scale pixels to float32 in [0, 1]; see `Dataset`."""
-        from jaxdp.data.augment import random_crop, standardize
+    def moved(self, images: Any, key: Any) -> Any:
+        from jaxdp.data.augment import random_crop
 
-        images = batch["inputs"]
-        if train and self.augment:
-            images = random_crop(images, key, padding=1)
-        return {**batch, "inputs": standardize(images, mean=0.0, std=1.0, top=16)}
+        return random_crop(images, key, padding=1)

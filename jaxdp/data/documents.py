@@ -70,22 +70,23 @@ def is_lines(path: Path) -> bool:
     return path.suffix.lower() in LINES
 
 
-def check_format(head: bytes, path: str | Path, key: str) -> None:
-    """Raise UsageError if the first bytes of a file are not those of a text. key: the prefix of the
-    message.
+def check_format(path: Path, key: str) -> bytes:
+    """Return the first bytes of a file. Raises UsageError if a text does not begin so. key: the
+    prefix of the message.
     """
+    with path.open("rb") as file:
+        head = file.read(1 << 12)
     for begins, content in OTHER_FORMATS.items():
         if head.startswith(begins):
             raise UsageError(f"{key}: {str(path)!r} is {content}")
+    return head
 
 
 def check_start(path: Path, key: str) -> None:
     """Raise UsageError if a file begins as no text does, or, for one of `LINES`, as an array. key:
     as above.
     """
-    with path.open("rb") as file:
-        head = file.read(1 << 12)
-    check_format(head, path, key)
+    head = check_format(path, key)
     if is_lines(path) and head.removeprefix(BOM.encode()).lstrip().startswith(b"["):
         raise UsageError(
             f"{key}: {str(path)!r} is a JSON array; write one object per line, as with jq -c '.[]'"
@@ -149,7 +150,7 @@ def _lines(file: BinaryIO, path: Path, stop: int, key: str, reserved: str) -> It
 
 def _parts(file: BinaryIO, path: Path, stop: int, key: str, reserved: str) -> Iterator[Piece]:
     rest = ""
-    for text in _decoded(file, path, stop, key, reserved):
+    for text in decoded(file, path, stop, key, reserved):
         *documents, rest = (rest + text).split(MARK)
         yield from (Piece(document, True) for document in documents)
         if len(rest) >= BLOCK:
@@ -172,13 +173,17 @@ def _last_safe(text: str) -> int:
     return len(text) - len(MARK) if len(text) > LONGEST else 0
 
 
-def _decoded(file: BinaryIO, path: Path, stop: int, key: str, reserved: str) -> Iterator[str]:
+def decoded(
+    file: BinaryIO, path: str | Path, stop: int, key: str, reserved: str = "", final: bool = True
+) -> Iterator[str]:
+    """Yield the text of an open file up to byte `stop`, without a byte order mark. final: raise
+    UsageError if it ends within a character, instead of dropping that. Others as in `pieces`."""
     decoder, starts = codecs.getincrementaldecoder("utf-8")(), file.tell() == 0
     while True:
         at = file.tell() - len(decoder.getstate()[0])
         content = file.read(min(BLOCK, stop - file.tell()))
         try:
-            text = decoder.decode(content, final=not content)
+            text = decoder.decode(content, final and not content)
         except UnicodeDecodeError as error:
             raise UsageError(
                 f"{key}: {str(path)!r} is not UTF-8: byte {at + error.start:,} is {error.object[error.start]:#04x}; "

@@ -14,6 +14,7 @@ from jaxdp.data.dataset import check_split
 from jaxdp.data.image_files import FIX, describe, find_classes, find_splits
 from jaxdp.data.parts import Part, file_part
 from jaxdp.data.split_names import normalized
+from jaxdp.data.standardized import StandardizedImages
 from jaxdp.data.windows import check_fraction
 from jaxdp.errors import UsageError, check_one_of, check_sizes, import_optional, one_line
 
@@ -25,7 +26,7 @@ MEAN, STD = (
 )  # of ImageNet's training pixels in [0, 1], by channel
 
 
-class ImageFolder:
+class ImageFolder(StandardizedImages):
     """Images by class: "inputs" uint8 [size, size, 3], "labels" int32, the index of the class in
     the sorted names.
 
@@ -138,12 +139,10 @@ class ImageFolder:
             for path in self.files
         }
 
-    def transform(self, batch: dict[str, Any], key: Any, train: bool) -> dict[str, Any]:
-        """Standardize pixels to float32 by the channels' mean and std; see `Dataset`."""
-        from jaxdp.data.augment import random_flip, standardize
+    def moved(self, images: Any, key: Any) -> Any:
+        from jaxdp.data.augment import random_flip
 
-        inputs = random_flip(batch["inputs"], key) if train and self.augment else batch["inputs"]
-        return {**batch, "inputs": standardize(inputs, self.mean, self.std)}
+        return random_flip(images, key)
 
 
 def held_out(path: Path, fraction: float) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 from jaxdp.data.dataset import (
     Dataset,
     as_dataset,
+    by_member,
     check_split,
     class_names,
     read_examples,
@@ -95,16 +96,17 @@ class Mixture:
         self._copy_facts()
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        owners = np.searchsorted(self.starts, indices, side="right") - 1
         batch: dict[str, np.ndarray] = {}
-        for member in np.unique(owners).tolist():
-            rows = owners == member
-            for key, value in self.sets[member].read(indices[rows] - self.starts[member]).items():
+        for member, chosen, numbers in by_member(self.starts, indices):
+            examples = dict(self.sets[member].read(numbers))
+            if self.transform is not None:
+                examples[MEMBER] = np.full(len(numbers), member, np.int32)
+            for key, value in examples.items():
                 value = np.asarray(value)
-                batch.setdefault(key, np.empty((len(indices), *value.shape[1:]), value.dtype))[
-                    rows
-                ] = value
-        return {**batch, MEMBER: owners.astype(np.int32)} if self.transform is not None else batch
+                if key not in batch:
+                    batch[key] = np.empty((len(indices), *value.shape[1:]), value.dtype)
+                batch[key][chosen] = value
+        return batch
 
     def example_order(self, batch_size: int, microbatches: int, seed: int) -> ExampleOrder:
         sizes = tuple(len(dataset) for dataset in self.sets)

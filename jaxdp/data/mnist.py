@@ -3,11 +3,12 @@
 import gzip
 import zlib
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from jaxdp.data.dataset import Arrays, check_split
+from jaxdp.data.dataset import Arrays, check_split, find_file
+from jaxdp.data.standardized import StandardizedImages
 from jaxdp.errors import UsageError
 
 
@@ -41,7 +42,7 @@ def read_idx(path: Path, dims: int) -> np.ndarray:
     return np.frombuffer(data, np.uint8, offset=header).reshape(shape)
 
 
-class MNIST(Arrays):
+class MNIST(StandardizedImages, Arrays):
     """60,000 and 10,000 images: "inputs" uint8 [28, 28, 1], "labels" int32 in [0, 10).
 
     Y. LeCun, C. Cortes, C. Burges, http://yann.lecun.com/exdb/mnist. root: the folder with the four
@@ -54,18 +55,15 @@ class MNIST(Arrays):
     title: ClassVar[str] = "MNIST"
     home: ClassVar[str] = "https://storage.googleapis.com/cvdf-datasets/mnist"
     folders: ClassVar[tuple[str, ...]] = ("", "mnist", "MNIST/raw", "raw")
-    mean: ClassVar[float] = (
-        0.1307  # of the training pixels in [0, 1], as published with PyTorch's examples
-    )
-    std: ClassVar[float] = 0.3081
-    flips: ClassVar[bool] = False
+    mean, std = 0.1307, 0.3081  # as published with PyTorch's examples
+    shift = 2
 
     def __init__(self, root: str, split: str = "train", augment: bool = False):
         check_split(split)
         stem = {"train": "train", "test": "t10k"}[split]
         image_file, label_file = (
-            self._find(root, f"{stem}-images", 3),
-            self._find(root, f"{stem}-labels", 1),
+            self._file(root, f"{stem}-images", 3),
+            self._file(root, f"{stem}-labels", 1),
         )
         images, labels = read_idx(image_file, 3), read_idx(label_file, 1)
         if images.shape[1:] != self.input_shape[:2]:
@@ -84,32 +82,14 @@ class MNIST(Arrays):
         super().__init__(inputs=images[..., None], labels=labels.astype(np.int32))
         self.augment = augment
 
-    @classmethod
-    def _find(cls, root: str, stem: str, dims: int) -> Path:
+    def _file(self, root: str, stem: str, dims: int) -> Path:
         names = [f"{stem}{mark}idx{dims}-ubyte{end}" for mark in "-." for end in ("", ".gz")]
-        for folder in cls.folders:
-            for name in names:
-                if (path := Path(root).expanduser() / folder / name).is_file():
-                    return path
+        if path := find_file(root, self.folders, names):
+            return path
         raise UsageError(
-            f"data.args.root: no {cls.title} file {names[1]!r} in {root!r}; fetch the four files from {cls.home} and "
+            f"data.args.root: no {self.title} file {names[1]!r} in {root!r}; fetch the four files from {self.home} and "
             "put them there"
         )
-
-    def transform(self, batch: dict[str, Any], key: Any, train: bool) -> dict[str, Any]:
-        """Standardize pixels to float32 with mean 0 and variance 1 over the training set; see
-        `Dataset`.
-        """
-        from jax import random
-
-        from jaxdp.data.augment import random_crop, random_flip, standardize
-
-        images = batch["inputs"]
-        if train and self.augment:
-            moved, mirrored = random.split(key)
-            images = random_crop(images, moved, padding=2)
-            images = random_flip(images, mirrored) if self.flips else images
-        return {**batch, "inputs": standardize(images, self.mean, self.std)}
 
 
 class FashionMNIST(MNIST):
@@ -121,6 +101,5 @@ class FashionMNIST(MNIST):
     title = "Fashion-MNIST"
     home = "https://github.com/zalandoresearch/fashion-mnist"
     folders = ("", "fashion-mnist", "FashionMNIST/raw", "raw")
-    mean = 0.2860
-    std = 0.3530
+    mean, std = 0.2860, 0.3530
     flips = True

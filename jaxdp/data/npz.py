@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from jaxdp.data.dataset import EMPTY, Arrays, check_labels, check_split, fits_int32
-from jaxdp.data.parts import Part
 from jaxdp.data.split_names import EVALUATED, check_clear, listed, of_split, split_names
 from jaxdp.errors import UsageError, one_line
 
@@ -65,14 +64,13 @@ class Npz(Arrays):
         both = [
             {key: stored[n] for key, n in group.items() if n in stored} for group in groups.values()
         ]
-        self.rows: np.ndarray | None = None
         super().__init__(**both[has_tests and split == "test"])
         if "labels" in self.arrays:
             check_labels(
                 self.arrays["labels"],
                 f"data: {chosen['labels']!r} of {path!r}, for its {split} split,",
             )
-        self.narrow = {key for key, x in self.arrays.items() if fits_int32(x)}
+        self.dtypes = {key: np.int32 for key, x in self.arrays.items() if fits_int32(x)}
         if "inputs" in self.arrays:
             self.input_shape = self.arrays["inputs"].shape[1:]
         labels = [group["labels"] for group in both if "labels" in group]
@@ -100,16 +98,6 @@ class Npz(Arrays):
             return True
         path = args.get("path", "")
         return bool(arrays_by_split(path, stored_arrays(path), args.get("arrays"))["test"])
-
-    def __len__(self) -> int:
-        return super().__len__() if self.rows is None else len(self.rows)
-
-    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        batch = super().read(indices if self.rows is None else self.rows[indices])
-        return {key: x.astype(np.int32) if key in self.narrow else x for key, x in batch.items()}
-
-    def parts(self, rows: np.ndarray | None = None) -> dict[str, Part]:
-        return super().parts(self.rows)
 
     def __reduce__(self) -> Any:  # workers open the files again
         return type(self), self.arguments
@@ -171,16 +159,13 @@ def stored_arrays(path: str) -> dict[str, np.ndarray]:
             raise ValueError("it is not a .npz file, or its end is missing")
         with np.load(where) as content, zipfile.ZipFile(where) as archive:
             plain = {
-                i.filename: i.header_offset
-                for i in archive.infolist()
-                if i.compress_type == zipfile.ZIP_STORED
+                entry.filename.removesuffix(".npy"): entry.header_offset
+                for entry in archive.infolist()
+                if entry.compress_type == zipfile.ZIP_STORED and entry.filename.endswith(".npy")
             }
-
-            def file(name):
-                return plain.get(f"{name}.npy")
-
             return {
-                n: content[n] if file(n) is None else mapped(where, file(n)) for n in content.files
+                name: mapped(where, plain[name]) if name in plain else content[name]
+                for name in content.files
             }
     except (
         OSError,

@@ -1,9 +1,9 @@
 """Pack documents from memory-mapped token files: only the position of each example is in memory."""
 
-from array import array
-
 import numpy as np
 
+from jaxdp.data.dataset import by_member
+from jaxdp.data.packing import example_begins
 from jaxdp.data.token_file import TokenFile
 
 PIECE = 1 << 24  # tokens that are searched for ends of documents at once
@@ -38,31 +38,25 @@ class PackedTokens(TokenFile):
             path, split, length, None, vocabulary, dtype, "separate", end_of_text, test_fraction
         )
         assert self.end_of_text is not None
-        self.begins = [pack(tokens, length, self.end_of_text) for tokens in self.shards]
+        self.begins = [
+            example_positions(tokens, length, self.end_of_text) for tokens in self.shards
+        ]
         self.starts = np.cumsum([0, *(len(begins) - 1 for begins in self.begins)])
 
     parts = TokenFile.parts
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        indices = np.asarray(indices, np.int64)
-        if len(indices) and (indices.min() < 0 or indices.max() >= len(self)):
-            raise IndexError(f"indices are not all in [0, {len(self):,})")
-        owners = np.searchsorted(self.starts, indices, side="right") - 1
-        rows = np.zeros((len(indices), self.length + 1), np.int32)
+        rows = np.empty((len(indices), self.length + 1), np.int32)
         sizes, labeled = np.zeros((2, len(indices), 1), np.int64)
         columns = np.arange(self.length + 1)
-        for shard in np.unique(owners).tolist():
-            chosen, begins, total = owners == shard, self.begins[shard], len(self.shards[shard])
-            numbers = indices[chosen] - self.starts[shard]
-            first = begins[numbers]
-            sizes[chosen, 0] = begins[numbers + 1] - first
-            labeled[chosen, 0] = np.minimum(sizes[chosen, 0], total - 1 - first)
-            start = np.minimum(
-                first, total - self.length - 1
-            )  # the last windows would exceed the file
-            windows = self._windows(shard, start)
-            shifted = np.minimum(columns + (first - start)[:, None], self.length)
-            rows[chosen] = np.take_along_axis(windows, shifted, 1)
+        for shard, chosen, numbers in by_member(self.starts, np.asarray(indices, np.int64)):
+            tokens, begins = self.shards[shard], self.begins[shard]
+            firsts, last = begins[numbers], len(tokens) - 1
+            windows = tokens[np.minimum(firsts[:, None] + columns, last)]
+            self._check(windows, firsts, shard)
+            rows[chosen] = windows
+            sizes[chosen, 0] = begins[numbers + 1] - firsts
+            labeled[chosen, 0] = np.minimum(sizes[chosen, 0], last - firsts)
         columns = columns[:-1]
         inputs = np.where(columns < sizes, rows[:, :-1], 0)
         ends = (columns < sizes) & (inputs == self.end_of_text)
@@ -76,7 +70,7 @@ class PackedTokens(TokenFile):
         }
 
 
-def pack(tokens: np.ndarray, length: int, end_of_text: int) -> np.ndarray:
+def example_positions(tokens: np.ndarray, length: int, end_of_text: int) -> np.ndarray:
     """Return the position of each example's first token, then that of the end, int64; none for a
     short file.
     """
@@ -86,19 +80,4 @@ def pack(tokens: np.ndarray, length: int, end_of_text: int) -> np.ndarray:
         np.flatnonzero(tokens[i : i + PIECE] == end_of_text) + i + 1
         for i in range(0, len(tokens), PIECE)
     ]
-    bounds = np.unique(np.concatenate([[0], *ends, [len(tokens)]]))  # of the documents
-    following = (
-        np.searchsorted(bounds, bounds + length, side="right") - 1
-    )  # the last bound that an example can reach
-    begins, position, document = array("q", [0]), 0, 0
-    while position < len(tokens):
-        if position == bounds[document]:
-            reached = int(following[document])
-        else:  # inside a long document
-            reached = int(np.searchsorted(bounds, position + length, side="right")) - 1
-        if bounds[reached] > position:
-            position, document = int(bounds[reached]), reached
-        else:
-            position += length
-        begins.append(position)
-    return np.frombuffer(begins, np.int64)
+    return example_begins(np.concatenate([[0], *ends, [len(tokens)]]), length)

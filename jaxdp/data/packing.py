@@ -1,5 +1,8 @@
 """Pack full documents into examples of one length, with segments that separate them."""
 
+import bisect
+import itertools
+from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,13 @@ class Documents(Arrays):
     token for vocabularies up to 256, 7 up to 65,536. Raises UsageError for a file that cannot be
     read or has no document."""
 
+    dtypes = {
+        "inputs": np.int32,
+        "labels": np.int32,
+        "segments": np.int32,
+        "mask": np.float32,
+    }
+
     def __init__(
         self,
         path: str,
@@ -54,12 +64,6 @@ class Documents(Arrays):
         tokens = [self.tokenizer.encode(text).astype(dtype, copy=False) for text in chosen]
         super().__init__(**pack(tokens, length, self.tokenizer.end_of_text))
         self.classes, self.input_shape = self.tokenizer.size, (length,)
-
-    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        rows = super().read(indices).items()
-        return {key: value.astype(np.float32 if key == "mask" else np.int32) for key, value in rows}
-
-    parts = Arrays.parts
 
 
 def read_documents(path: str, reserved: str = "") -> list[str]:
@@ -91,28 +95,32 @@ def pack(
     """Pack arrays of tokens into inputs, labels, segments and mask [example, length]; see
     `Documents`.
     """
-    spans, example, used, segment = [], -1, length, 0
-    for number, document in enumerate(documents):
-        for first in range(0, len(document), length):
-            size = min(length, len(document) - first)
-            if used + size > length:
-                example, used, segment = example + 1, 0, 0
-            spans.append((number, first, size, example, used, segment))
-            used, segment = used + size, segment + 1
-    shape, dtype = (example + 1, length), documents[0].dtype
-    arrays = {"inputs": np.zeros(shape, dtype), "labels": np.zeros(shape, dtype)}
-    arrays |= {
-        "segments": np.zeros(shape, np.min_scalar_type(length)),
-        "mask": np.zeros(shape, bool),
-    }
-    for number, first, size, row, start, segment in spans:
-        span, document = (row, slice(start, start + size)), documents[number]
-        following = document[first + 1 : first + size + 1]
-        if len(following) < size and end_of_text is not None:
-            following = np.append(following, dtype.type(end_of_text))
-        labeled = (row, slice(start, start + len(following)))
-        arrays["inputs"][span] = document[first : first + size]
-        arrays["labels"][labeled], arrays["mask"][labeled] = following, True
-        arrays["segments"][row, start:] = segment
-        arrays["segments"][row, start + size :] = segment + 1
+    tokens, bounds = np.concatenate(documents), np.cumsum([0, *map(len, documents)])
+    begins, last = example_begins(bounds, length), bounds[1:] - 1
+    labels, labeled = np.append(tokens[1:], tokens[:1]), np.ones(len(tokens), bool)
+    labels[last] = 0 if end_of_text is None else end_of_text
+    labeled[last] = end_of_text is not None
+    ends = np.zeros(len(tokens), np.min_scalar_type(length))  # 1 at the end of each segment
+    ends[last], ends[begins[1:] - 1] = 1, 1
+    columns = {"inputs": tokens, "labels": labels, "mask": labeled, "segments": ends}
+    shape = len(begins) - 1, length
+    arrays = {name: np.zeros(shape, values.dtype) for name, values in columns.items()}
+    for row, (begin, end) in enumerate(itertools.pairwise(begins.tolist())):
+        for name, values in columns.items():
+            arrays[name][row, : end - begin] = values[begin:end]
+    arrays["segments"] = np.cumsum(arrays["segments"], 1, dtype=ends.dtype) - arrays["segments"]
     return arrays
+
+
+def example_begins(bounds: np.ndarray, length: int) -> np.ndarray:
+    """Pack documents greedily: return the position of each example's first token, then that of the
+    end, int64.
+
+    bounds: of the documents in an array of tokens: 0, and the end of each."""
+    ends = np.unique(bounds).astype(np.int64).data  # gives Python's integers, without a list
+    begins, document = array("q", [0]), 0
+    while begins[-1] < ends[-1]:
+        document = bisect.bisect_right(ends, begins[-1] + length, document) - 1
+        # A document that is longer than an example is split.
+        begins.append(ends[document] if ends[document] > begins[-1] else begins[-1] + length)
+    return np.frombuffer(begins, np.int64)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxdp.data.dataset import check_split
+from jaxdp.data.text import bytes_of
 from jaxdp.data.tokenizers import Byte
 from jaxdp.data.windows import Windows
 from jaxdp.errors import UsageError
@@ -29,8 +30,7 @@ class PythonSource(Windows):
 
     def __init__(self, split: str = "train", length: int = 128, max_mb: float | None = None):
         check_split(split)
-        if max_mb is not None and not max_mb > 0:
-            raise UsageError(f"data.args.max_mb: {max_mb} must be greater than 0, or null for all")
+        limit = bytes_of(max_mb)
         root = Path(sysconfig.get_paths()["stdlib"])
         files = [
             path for path in _files(root) if _in_test(path.relative_to(root)) == (split == "test")
@@ -40,9 +40,8 @@ class PythonSource(Windows):
                 f"data: no Python source in {str(root)!r}; use a Python whose library is not packed"
             )
         text = np.frombuffer(b"\0".join(path.read_bytes() for path in files), np.uint8)
-        text = text[: None if max_mb is None else int(max_mb * 1e6)]
         self.tokenizer = Byte()
-        super().__init__([text], length, classes=256, unit="bytes")
+        super().__init__([text[:limit]], length, classes=256, unit="bytes")
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -2,7 +2,6 @@
 Penn Treebank.
 """
 
-import codecs
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.dataset import check_split
-from jaxdp.data.documents import BOM, check_format
+from jaxdp.data.dataset import check_split, find_file
+from jaxdp.data.documents import check_format, decoded
 from jaxdp.data.tokenizers import Words, make_tokenizer
 from jaxdp.data.windows import Windows, check_fraction
 from jaxdp.errors import UsageError, check_one_of
@@ -84,35 +83,30 @@ def read_text(path: str | Path, max_mb: float | None = None) -> str:
     """Read a UTF-8 file, at most `max_mb` MB (10^6 bytes), dropping a character cut off there.
     Raises UsageError.
     """
-    if max_mb is not None and not max_mb > 0:
-        raise UsageError(f"data.args.max_mb: {max_mb} must be greater than 0, or null for all")
+    limit, file = bytes_of(max_mb), Path(path).expanduser()
     try:
-        with Path(path).expanduser().open("rb") as opened:
-            is_cut = max_mb is not None and max_mb * 1e6 < os.fstat(opened.fileno()).st_size
-            content = opened.read(int(max_mb * 1e6) if max_mb is not None and is_cut else -1)
+        check_format(file, "data.args.path")
+        with file.open("rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            stop = size if limit is None else min(size, limit)
+            return "".join(decoded(opened, path, stop, "data.args.path", final=stop == size))
     except OSError as error:
         raise UsageError(
             f"data.args.path: cannot read {str(path)!r}: {error.strerror}; give a text file"
         ) from None
-    check_format(content, path, "data.args.path")
-    try:
-        return (
-            codecs.getincrementaldecoder("utf-8")()
-            .decode(content, final=not is_cut)
-            .removeprefix(BOM)
-        )
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"data.args.path: {str(path)!r} is not UTF-8: byte {error.start:,} is {content[error.start]:#04x}; convert "
-            "it, e.g. with iconv -t utf-8"
-        ) from None
+
+
+def bytes_of(max_mb: float | None) -> int | None:
+    """Return the number of bytes of the argument `max_mb`. Raises UsageError."""
+    if max_mb is not None and not max_mb > 0:
+        raise UsageError(f"data.args.max_mb: {max_mb} must be greater than 0, or null for all")
+    return None if max_mb is None else int(max_mb * 1e6)
 
 
 def _ptb(root: str, split: str) -> Path:
     name = f"ptb.{split}.txt"
-    for folder in ("", "data", "simple-examples/data"):
-        if (path := Path(root).expanduser() / folder / name).is_file():
-            return path
+    if path := find_file(root, ("", "data", "simple-examples/data"), [name]):
+        return path
     raise UsageError(
         f"data.args.root: no {name!r} in {root!r}; fetch the files of the Penn Treebank for language models and put "
         "them there"

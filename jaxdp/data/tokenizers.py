@@ -38,10 +38,30 @@ class Tokenizer(Protocol):
     def spec(self) -> dict[str, Any]: ...
 
 
-class Byte:
+class Builtin:
+    """A tokenizer that is made again, in another process too, from its kind and its arguments.
+
+    reserved: the character that is end_of_text, which no document may contain, "" if there is none.
+    """
+
+    kind: ClassVar[str]
+    arguments: ClassVar[tuple[str, ...]] = ()
+    reserved: ClassVar[str] = ""
+    size: int
+    end_of_text: int | None
+
+    def spec(self) -> dict[str, Any]:
+        return {"kind": self.kind} | {name: getattr(self, name) for name in self.arguments}
+
+    def __reduce__(self) -> tuple:
+        return type(self), tuple(getattr(self, name) for name in self.arguments)
+
+
+class Byte(Builtin):
     """The bytes of UTF-8. Byte 0, which does not occur in text, ends a document."""
 
-    kind: ClassVar[str] = "byte"
+    kind = "byte"
+    reserved = "\0"
     size = 256
     end_of_text: int | None = 0
 
@@ -52,17 +72,16 @@ class Byte:
         """Return the text; invalid UTF-8, such as half a character, becomes U+FFFD."""
         return bytes(int(i) for i in ids).decode(errors="replace")
 
-    def spec(self) -> dict[str, Any]:
-        return {"kind": self.kind}
 
-
-class Char:
+class Char(Builtin):
     """One token per character; alphabet: the distinct characters, in the order of their ids.
 
     If the alphabet has U+0000, it ends a document.
     """
 
-    kind: ClassVar[str] = "char"
+    kind = "char"
+    arguments = ("alphabet",)
+    reserved = "\0"
 
     def __init__(self, alphabet: str):
         if not alphabet:
@@ -97,11 +116,8 @@ class Char:
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.alphabet[int(i)] for i in ids)
 
-    def spec(self) -> dict[str, Any]:
-        return {"kind": self.kind, "alphabet": self.alphabet}
 
-
-class Words:
+class Words(Builtin):
     """One token per word between spaces, and <eos> at the end of each line; vocabulary: the words,
     in the order of ids.
 
@@ -109,7 +125,8 @@ class Words:
     word outside the vocabulary becomes <unk>, or raises UsageError if the vocabulary has no <unk>.
     """
 
-    kind: ClassVar[str] = "words"
+    kind = "words"
+    arguments = ("vocabulary",)
     end_of_text: int | None = None  # <eos> ends a sentence
 
     def __init__(self, vocabulary: Iterable[str]):
@@ -137,22 +154,20 @@ class Words:
     def decode(self, ids: Iterable[int]) -> str:
         return re.sub(" ?<eos> ?", "\n", " ".join(self.vocabulary[int(i)] for i in ids))
 
-    def spec(self) -> dict[str, Any]:
-        return {"kind": self.kind, "vocabulary": self.vocabulary}
 
-
-class File:
+class File(Builtin):
     """A `tokenizer.json` of the `tokenizers` library; encodes all of a text, without special tokens
     or padding.
     """
 
-    kind: ClassVar[str] = "file"
+    kind = "file"
+    arguments = ("path", "sha256")
 
     def __init__(self, path: str | Path, sha256: str | None = None):
-        self.path = Path(path).expanduser()
+        self.path = str(Path(path).expanduser())
         library = _library("tokenizers")
         try:
-            content = self.path.read_bytes()
+            content = Path(self.path).read_bytes()
             self._tokenizer = library.Tokenizer.from_str(content.decode())
         except FileNotFoundError:
             raise UsageError(
@@ -180,19 +195,14 @@ class File:
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
-    def spec(self) -> dict[str, Any]:
-        return {"kind": self.kind, "path": str(self.path), "sha256": self.sha256}
 
-    def __reduce__(self) -> tuple:
-        return File, (self.path, self.sha256)
-
-
-class Named:
+class Named(Builtin):
     """A vocabulary of the `tiktoken` library by its name, such as gpt2; downloaded once, then
     cached by tiktoken.
     """
 
-    kind: ClassVar[str] = "named"
+    kind = "named"
+    arguments = ("name",)
 
     def __init__(self, name: str):
         library = _library("tiktoken")
@@ -222,24 +232,8 @@ class Named:
     def decode(self, ids: Iterable[int]) -> str:
         return self._encoding.decode([int(i) for i in ids])
 
-    def spec(self) -> dict[str, Any]:
-        return {"kind": self.kind, "name": self.name}
 
-    def __reduce__(self) -> tuple:
-        return Named, (self.name,)
-
-
-RESERVED = {
-    "byte": "\0",
-    "char": "\0",
-}  # kind -> the character that is end_of_text, which no document may contain
-KINDS: dict[str, Callable[..., Any]] = {
-    "byte": Byte,
-    "char": Char,
-    "words": Words,
-    "file": File,
-    "named": Named,
-}
+KINDS = {made.kind: made for made in (Byte, Char, Words, File, Named)}
 
 
 def make_tokenizer(
@@ -267,7 +261,8 @@ def reserved(name: str | Mapping[str, Any]) -> str:
     """Return the character that no document may contain, "" if there is none. name: as in
     `make_tokenizer`.
     """
-    return RESERVED.get(name if isinstance(name, str) else str(name.get("kind")), "")
+    kind = name if isinstance(name, str) else str(name.get("kind"))
+    return KINDS[kind].reserved if kind in KINDS else ""
 
 
 def from_spec(spec: Mapping[str, Any]) -> Tokenizer:

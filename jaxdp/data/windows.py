@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxdp.data.dataset import by_member
 from jaxdp.data.parts import Part, array_part
 from jaxdp.errors import UsageError, check_sizes
 
@@ -58,7 +59,7 @@ class Windows:
         return int(self.starts[-1])
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        rows = self.rows(np.asarray(indices, np.int64))
+        rows = self.rows(indices)
         batch = {"inputs": rows[:, :-1], "labels": rows[:, 1:]}
         if self.end_of_text is not None:
             ends = batch["inputs"] == self.end_of_text
@@ -73,23 +74,13 @@ class Windows:
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
         """Return the windows at indices[k] as int32 [k, length + 1]."""
-        if len(indices) and (indices.min() < 0 or indices.max() >= len(self)):
-            raise IndexError(f"indices are not all in [0, {len(self):,})")
         rows = np.empty((len(indices), self.length + 1), np.int32)
-        owners = np.searchsorted(self.starts, indices, side="right") - 1
-        for shard in np.unique(owners).tolist():
-            selected = owners == shard
-            firsts = (indices[selected] - self.starts[shard]) * self.stride
-            rows[selected] = self._windows(shard, firsts)
+        for shard, chosen, numbers in by_member(self.starts, np.asarray(indices, np.int64)):
+            firsts, tokens = numbers * self.stride, self.shards[shard]
+            windows = np.lib.stride_tricks.sliding_window_view(tokens, rows.shape[1])[firsts]
+            self._check(windows, firsts, shard)
+            rows[chosen] = windows
         return rows
-
-    def _windows(self, shard: int, firsts: np.ndarray) -> np.ndarray:
-        """Return the windows [k, length + 1] of a shard from the positions firsts[k]."""
-        windows = np.lib.stride_tricks.sliding_window_view(self.shards[shard], self.length + 1)[
-            firsts
-        ]
-        self._check(windows, firsts, shard)
-        return windows
 
     def _check(self, windows: np.ndarray, firsts: np.ndarray, shard: int) -> None:
         """Raise UsageError for a token outside the vocabulary; a model would look up another
@@ -114,13 +105,12 @@ def cut(shards: Sequence[np.ndarray], fraction: float, test: bool) -> list[np.nd
     test split.
     """
     check_fraction(fraction)
-    boundary = int(sum(map(len, shards)) * (1 - fraction))
-    parts = []
-    for tokens in shards:
-        part = tokens[boundary:] if test else tokens[:boundary]
-        boundary = max(0, boundary - len(tokens))
-        parts.append(part)
-    return parts
+    starts = np.cumsum([0, *map(len, shards)])
+    boundaries = np.maximum(0, int(starts[-1] * (1 - fraction)) - starts)
+    return [
+        tokens[boundary:] if test else tokens[:boundary]
+        for tokens, boundary in zip(shards, boundaries)
+    ]
 
 
 def check_fraction(fraction: float) -> None:
