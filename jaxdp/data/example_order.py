@@ -74,6 +74,19 @@ def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarr
     return values.astype(np.int64)
 
 
+def permute_by_turn(
+    positions: np.ndarray, sizes: np.ndarray, seed: int, turns: np.ndarray
+) -> np.ndarray:
+    """Map each position[k] in an order of its own, number turns[k], of sizes[k] examples; see
+    `permute`.
+    """
+    indices = np.empty_like(positions)
+    for turn in np.unique(turns).tolist():
+        chosen = turns == turn
+        indices[chosen] = permute(positions[chosen], int(sizes[chosen][0]), seed, turn)
+    return indices
+
+
 @functools.lru_cache(maxsize=8)
 def _span(number: int, size: int, seed: int, epoch: int) -> np.ndarray:
     """Return `permute` of the _SPAN positions from `number` * _SPAN; one batch at a time is ten

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jaxdp.data.split_names import (
+    abbreviated,
     check_clear,
     choose_split,
     listed,
@@ -31,7 +32,6 @@ OF_SYSTEMS = {
 }
 FIX = "set data.args.splits: {train: FOLDER, test: FOLDER}, or {} if the folders are classes"
 LOOP = "link to a folder that is read already"
-SHOWN = 8  # classes, or kinds of files, in a line
 
 Images = dict[str, list[Path]]  # by class
 
@@ -115,9 +115,8 @@ def find_classes(folder: Path, passed: Counter[str], complete: bool) -> Images:
         if not by_class[name]:
             empty.append(f"{name!r} ({counted(reasons) or 'empty'})")
     if complete and empty:
-        more = f" and {len(empty) - SHOWN:,} more" * (len(empty) > SHOWN)
         raise UsageError(
-            f"data.args.root: no image in {', '.join(empty[:SHOWN])}{more} of the classes in {str(folder)!r}; an image "
+            f"data.args.root: no image in {abbreviated(empty)} of the classes in {str(folder)!r}; an image "
             f"ends in {', '.join(sorted(ENDINGS))}; add or rename some, or remove what is no class"
         )
     return {name: paths for name, paths in by_class.items() if paths}
@@ -218,18 +217,12 @@ def path_key(path: Path) -> tuple[str, ...]:
 
 def counted(passed: Counter[str]) -> str:
     """Return in words what was passed over, the most frequent first."""
-    shown = [
-        f"{count:,} {what}"
-        for what, count in sorted(passed.items(), key=lambda item: (-item[1], item[0]))
-    ]
-    return ", ".join(shown[:SHOWN]) + f" and {len(shown) - SHOWN} other kinds" * (
-        len(shown) > SHOWN
-    )
+    kinds = sorted(passed.items(), key=lambda item: (-item[1], item[0]))
+    return abbreviated([f"{count:,} {what}" for what, count in kinds], "other kinds")
 
 
 def describe(names: Sequence[str], counts: Sequence[int], passed: Counter[str]) -> str:
     """Return in a line how many images there are of which class, and what was passed over."""
-    shown = [f"{name} {count:,}" for name, count in zip(names[:SHOWN], counts)]
-    more = f" and {len(names) - SHOWN:,} more" * (len(names) > SHOWN)
-    text = f"{sum(counts):,} images in {len(names):,} class{'es' * (len(names) > 1)}: {', '.join(shown)}{more}"
+    classes = abbreviated([f"{name} {count:,}" for name, count in zip(names, counts)])
+    text = f"{sum(counts):,} images in {len(names):,} class{'es' * (len(names) > 1)}: {classes}"
     return text + f"; ignored: {counted(passed)}" * bool(passed)

@@ -3,7 +3,7 @@ order.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from jaxdp.data.dataset import (
     read_examples,
     tokenizer_spec,
 )
-from jaxdp.data.example_order import EpochOrder, ExampleOrder, permute
+from jaxdp.data.example_order import EpochOrder, ExampleOrder, permute_by_turn
 from jaxdp.errors import UsageError, check_sizes
 from jaxdp.targets import arguments, bind, call, locate, parameters, targets_in
 
@@ -62,16 +62,15 @@ class Mixture:
             )
         self.sets = [make_set(name, sets[name], split) for name in self.names]
         self._copy_facts()
-        inventories = [
-            (name, getattr(dataset, "inventory", ""))
+        self.inventory = " | ".join(
+            f"{name}: {text}"
             for name, dataset in zip(self.names, self.sets)
-        ]
-        self.inventory = " | ".join(f"{name}: {text}" for name, text in inventories if text)
-        sizes = [len(dataset) for dataset in self.sets]
+            if (text := getattr(dataset, "inventory", ""))
+        )
+        self.counts = sizes = [len(dataset) for dataset in self.sets]
         self.starts = np.cumsum([0, *sizes])
-        self.counts = sizes
         if split == "train" and (weights or size):
-            shares = [weights[name] if weights else n for name, n in zip(self.names, sizes)]
+            shares = [weights[name] for name in self.names] if weights else sizes
             self.counts = split_by_weight(size or len(self), shares)
             for name, count in zip(self.names, self.counts):
                 if not count:
@@ -115,6 +114,7 @@ class Mixture:
 
     def _apply_transforms(self, batch: dict[str, Any], key: Any, train: bool) -> dict[str, Any]:
         """Apply the transform of each set to the microbatch, and select each example's by its set."""
+        import jax
         import jax.numpy as jnp
 
         batch = dict(batch)
@@ -122,9 +122,9 @@ class Mixture:
             raise UsageError(
                 f"{KEY}: the sets have transforms; give {MEMBER!r}, the number of each example's set, too"
             )
-        transforms = [getattr(dataset, "transform", None) for dataset in self.sets]
         each = [
-            batch if transform is None else transform(batch, key, train) for transform in transforms
+            batch if transform is None else transform(batch, key, train)
+            for transform in self.transforms
         ]
         shapes = [{k: (v.shape, v.dtype) for k, v in out.items()} for out in each]
         for name, shape in zip(self.names, shapes):
@@ -133,55 +133,52 @@ class Mixture:
                     f"{KEY}: the transform of {name} gives {shape}, that of {self.names[0]} {shapes[0]}"
                 )
 
-        def select(k):
-            return lambda x, i: jnp.where(
-                (owner == i).reshape(-1, *[1] * (x.ndim - 1)), each[i][k], x
-            )
+        def select(selected, *others):
+            owners = owner.reshape(-1, *[1] * (selected.ndim - 1))
+            for i, other in enumerate(others, 1):
+                selected = jnp.where(owners == i, other, selected)
+            return selected
 
-        result = each[0]
-        for i in range(1, len(each)):
-            result = {k: select(k)(x, i) for k, x in result.items()}
-        return result
+        return jax.tree.map(select, *each)
 
     def _copy_facts(self) -> None:
         """Copy what all sets must have in common. Raises UsageError that names the first set that
         differs.
         """
-        first = [read_examples(dataset, np.zeros(1, np.int64)) for dataset in self.sets]
-        named = next(filter(None, map(class_names, self.sets)), [])
-        facts: dict[str, list[Any]] = {
-            "examples of": [
-                {k: (v.shape[1:], np.asarray(v).dtype.name) for k, v in sorted(x.items())}
-                for x in first
-            ],
-            "classes": [getattr(dataset, "classes", None) for dataset in self.sets],
-            "class names": [class_names(dataset) or named for dataset in self.sets],
-            "the tokenizer": [tokenizer_spec(dataset) for dataset in self.sets],
-        }
-        for fact, values in facts.items():
-            for name, value in zip(self.names, values):
-                if value != values[0]:
+        self.class_names = next(filter(None, map(class_names, self.sets)), [])
+        self.transforms = [getattr(dataset, "transform", None) for dataset in self.sets]
+        first, *_ = every = [self._facts(dataset) for dataset in self.sets]
+        for name, facts in zip(self.names, every):
+            for fact, value in facts.items():
+                if value != first[fact]:
                     shown = [
                         str(v) if len(str(v)) < 200 else f"{str(v)[:200]}..."
-                        for v in (value, values[0])
+                        for v in (value, first[fact])
                     ]
                     raise UsageError(
                         f"{KEY}.{name}: {fact} {shown[0]}, unlike {shown[1]} of {self.names[0]}; make them alike"
                     )
-        self.class_names = named
-        for fact in ("classes", "input_shape", "tokenizer", "tokenizer_spec"):
-            if fact in dir(self.sets[0]) and (
-                fact != "tokenizer" or not hasattr(self.sets[0], "tokenizer_spec")
-            ):
-                setattr(self, fact, getattr(self.sets[0], fact))
-        any_transform = any(
-            getattr(dataset, "transform", None) is not None for dataset in self.sets
-        )
-        self.transform = self._apply_transforms if any_transform else None
-        if any_transform and MEMBER in first[0]:
+        one = self.sets[0]
+        tokenizer = "tokenizer_spec" if hasattr(one, "tokenizer_spec") else "tokenizer"
+        for attribute in ("classes", "input_shape", tokenizer):
+            if hasattr(one, attribute):
+                setattr(self, attribute, getattr(one, attribute))
+        transformed = any(transform is not None for transform in self.transforms)
+        self.transform = self._apply_transforms if transformed else None
+        if transformed and MEMBER in first["examples of"]:
             raise UsageError(
                 f"{KEY}: the examples have an entry {MEMBER!r}, which a mixture of sets with transforms adds; rename it"
             )
+
+    def _facts(self, dataset: Dataset) -> dict[str, Any]:
+        """Return what is the same for all sets, by its name in an error."""
+        examples = read_examples(dataset, np.zeros(1, np.int64))
+        return {
+            "examples of": {k: (v.shape[1:], v.dtype.name) for k, v in sorted(examples.items())},
+            "classes": getattr(dataset, "classes", None),
+            "class names": class_names(dataset) or self.class_names,
+            "the tokenizer": tokenizer_spec(dataset),
+        }
 
 
 @dataclass(frozen=True)
@@ -203,15 +200,9 @@ class MixedOrder(EpochOrder):
         passes, positions = np.divmod(
             epoch * counts[owners] + places - (ends - counts)[owners], sizes[owners]
         )
-        indices = np.empty_like(places)
         turns = passes * len(sizes) + owners  # a number for each pass over each set
-        for turn in np.unique(turns).tolist():
-            chosen, member = turns == turn, turn % len(sizes)
-            order = permute(
-                positions[chosen], self.sizes[member], ~self.seed, turn
-            )  # another key than the epoch's
-            indices[chosen] = starts[member] + order
-        return indices
+        # Another key than the epoch's.
+        return starts[owners] + permute_by_turn(positions, sizes[owners], ~self.seed, turns)
 
 
 def make_set(name: str, entry: Any, split: str) -> Dataset:
@@ -261,12 +252,14 @@ def has_test_split(make: Any, args: Mapping[str, Any]) -> bool:
 
 def check_weights(sets: Mapping[str, Any], weights: Mapping[str, float] | None) -> None:
     """Raise UsageError unless there is one finite, positive weight for each set."""
-    for name in [] if weights is None else [*sets, *weights]:
+    if weights is None:
+        return
+    for name in [*sets, *weights]:
         if name not in sets:
             raise UsageError(
                 f"data.args.weights.{name}: there is no such set; it is one of {', '.join(sets)}"
             )
-        weight = weights.get(name)  # type: ignore[union-attr]
+        weight = weights.get(name)
         if (
             isinstance(weight, bool)
             or not isinstance(weight, int | float)
@@ -276,13 +269,13 @@ def check_weights(sets: Mapping[str, Any], weights: Mapping[str, float] | None) 
                 "give it one" if weight is None else "give a positive number, or leave the set out"
             )
             raise UsageError(f"data.args.weights.{name}: {weight!r} is no weight; {hint}")
-    if weights is not None and math.isinf(sum(weights.values())):
+    if math.isinf(sum(weights.values())):
         raise UsageError(
             f"data.args.weights: the sum of {[*weights.values()]} is not finite; make them smaller"
         )
 
 
-def split_by_weight(size: int, weights: list[float]) -> list[int]:
+def split_by_weight(size: int, weights: Sequence[float]) -> list[int]:
     """Split `size` in proportion to weights: the largest remainders are rounded up, so that the
     parts add to size.
     """

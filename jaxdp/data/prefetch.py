@@ -72,14 +72,14 @@ def read_batch(
     """Return one step's local microbatches, {name: [local, E, ...]}, with the mask; see
     `read_batches`.
     """
-    return {key: value[0] for key, value in read_batches(dataset, order, [step], numbers).items()}
+    return read_batches(dataset, order, [step], numbers)
 
 
 def read_batches(
     dataset: Dataset, order: ExampleOrder, steps: Sequence[int], numbers: Sequence[int] | np.ndarray
 ) -> dict[str, np.ndarray]:
     """Return several steps' local microbatches, {name: [step, local, E, ...]}, from one
-    `dataset.read`; of a stream, from one for each step.
+    `dataset.read`; of a stream, from one for each step. Of a single step, without the first dim.
 
     "mask"[step, local, E] is float32, 1 for a real row and 0 for padding; a "mask" from the dataset
     (of tokens, say) is multiplied by it and keeps its own shape; an example that it excludes is
@@ -87,33 +87,33 @@ def read_batches(
     sequential order resets at the start of an epoch and where the dataset's "reset" is nonzero; any
     other order has the entry only if the dataset has one, and also resets at step 0. Raises
     UsageError if `read` does not return a dict of arrays with one entry per index."""
-    if hasattr(
-        dataset, "require"
-    ):  # a stream, whose window would grow to an epoch in one read over the end of it
+    if hasattr(dataset, "require"):
+        # The window of a stream would grow to an epoch in one read over the end of it.
         if len(steps) > 1:
-            parts = [read_batches(dataset, order, [step], numbers) for step in steps]
-            return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+            return stack([read_batch(dataset, order, step, numbers) for step in steps])
         dataset.require(order.batch(steps[0]))
     indices, rows = (np.stack(part) for part in zip(*(order.rows(step, numbers) for step in steps)))
-    if rows.all():
-        values = replace_masked(read_examples(dataset, indices.reshape(-1)))
-    else:  # read the example that padding repeats only once
-        distinct, inverse = np.unique(indices.reshape(-1), return_inverse=True)
-        distinct_values = replace_masked(read_examples(dataset, distinct))
-        values = {key: value[inverse] for key, value in distinct_values.items()}
-    batch = {key: value.reshape(*rows.shape, *value.shape[1:]) for key, value in values.items()}
-    mask = rows.astype(np.float32)
-    data_mask = batch.get("mask")
-    if data_mask is not None:
-        dtype = data_mask.dtype if np.issubdtype(data_mask.dtype, np.floating) else np.float32
-        mask = data_mask.astype(dtype) * rows.reshape(
-            *rows.shape, *[1] * (data_mask.ndim - rows.ndim)
-        )
-    data_reset = batch.get(RESET)
-    if order.sequential or (data_reset is not None and data_reset.size == rows.size):
-        begins = order.begins if order.sequential else lambda step: step == 0
-        reset = np.stack([np.full(rows.shape[1:], begins(step)) for step in steps])
-        batch[RESET] = (
-            reset if data_reset is None else reset | (data_reset.reshape(rows.shape) != 0)
-        )
-    return {**batch, "mask": mask}
+    distinct = indices.reshape(-1)
+    inverse: np.ndarray | slice = slice(None)
+    if not rows.all():  # read the example that padding repeats only once
+        distinct, inverse = np.unique(distinct, return_inverse=True)
+    values = replace_masked(read_examples(dataset, distinct))
+    batch = {
+        key: value[inverse].reshape(*rows.shape, *value.shape[1:]) for key, value in values.items()
+    }
+    mask = batch.get("mask", np.ones(rows.shape, np.float32))
+    dtype = mask.dtype if np.issubdtype(mask.dtype, np.floating) else np.float32
+    real = rows.reshape(*rows.shape, *[1] * (mask.ndim - rows.ndim))
+    if order.sequential or (RESET in batch and batch[RESET].size == rows.size):
+        begins = [order.begins(step) if order.sequential else step == 0 for step in steps]
+        resets = batch.get(RESET, np.zeros(rows.shape)).reshape(rows.shape) != 0
+        batch[RESET] = resets | np.reshape(begins, (-1, 1, 1))
+    batch["mask"] = mask.astype(dtype) * real
+    return batch if len(steps) > 1 else {key: value[0] for key, value in batch.items()}
+
+
+def stack(batches: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Return the batches of several steps as one, {name: [step, ...]}; a single one as it is."""
+    if len(batches) == 1:
+        return batches[0]
+    return {key: np.stack([batch[key] for batch in batches]) for key in batches[0]}

@@ -19,7 +19,6 @@ from jaxdp.errors import UsageError
 
 # the largest fraction of a device's free memory, or of the host's, that the data set may take
 SHARE = 0.5
-PIECE = 1 << 16  # examples per `read`
 INDEX = "index"
 
 
@@ -32,11 +31,7 @@ class Resident:
     def __init__(self, dataset: Dataset, strategy: Any):
         check_size(dataset, strategy.devices)
         size = len(dataset)
-        pieces = [
-            read_examples(dataset, np.arange(i, min(i + PIECE, size)))
-            for i in range(0, size, PIECE)
-        ]
-        arrays = {key: np.concatenate([p[key] for p in pieces]) for key in pieces[0]}
+        arrays = read_examples(dataset, np.arange(size))
         self.arrays = strategy.replicate(arrays)
         self.strategy = strategy
         indices: dict[str, Any] = {INDEX: np.arange(size, dtype=np.int32)}
@@ -56,11 +51,8 @@ class Resident:
         """
 
         def make(steps: range) -> tuple[range, dict[str, jax.Array]]:
-            several = len(steps) > 1
             selection = read_batches(self.indices, order, steps, self.strategy.local_microbatches)
-            at = self.strategy.shard_batch(
-                selection if several else {k: x[0] for k, x in selection.items()}, several
-            )
+            at = self.strategy.shard_batch(selection, len(steps) > 1)
             return steps, self.gather(getattr(at[INDEX], "sharding", None))(self.arrays, at)
 
         with prefetch(make, groups) as batches:
@@ -75,9 +67,8 @@ def gather(arrays: dict[str, jax.Array], at: dict[str, jax.Array]) -> dict[str, 
     mask, data_mask = at["mask"], batch.get("mask")
     if data_mask is not None:
         dtype = data_mask.dtype if jnp.issubdtype(data_mask.dtype, jnp.floating) else jnp.float32
-        mask = data_mask.astype(dtype) * mask.reshape(
-            *mask.shape, *[1] * (data_mask.ndim - mask.ndim)
-        ).astype(dtype)
+        mask = mask.reshape(*mask.shape, *[1] * (data_mask.ndim - mask.ndim))
+        mask = data_mask.astype(dtype) * mask.astype(dtype)
     if RESET in at:
         batch[RESET] = at[RESET]
     return {**batch, "mask": mask}

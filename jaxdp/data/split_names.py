@@ -6,7 +6,8 @@ for its split."""
 
 import re
 import unicodedata
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from jaxdp.errors import UsageError, check_one_of
@@ -19,6 +20,8 @@ WORDS = {
 SPLIT_OF = {word: split for split, words in WORDS.items() for word in words}
 EVALUATED = ("test", "valid")  # what the test split is: the first that exists
 UNCLEAR = "?"
+LETTER = r"[^\W\d_]"
+WORD = rf"(?<!{LETTER})({'|'.join(SPLIT_OF)})(?!{LETTER})"
 CAMEL = re.compile(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 SHOWN = 8  # names in a message
 
@@ -45,14 +48,12 @@ def split_names(names: Iterable[str]) -> dict[str, SplitName]:
     """
     parsed = {}
     for name in names:
-        words = _words(name)
-        splits = {
-            i: SPLIT_OF[word.lower()] for i, word in enumerate(words) if word.lower() in SPLIT_OF
-        }
-        for i in splits:
-            _remove(words, i)
-        split = UNCLEAR if len({*splits.values()}) > 1 else next(iter(splits.values()), "")
-        parsed[name] = SplitName(split, "".join(words).replace("\0", ""))
+        text = _separated(name)
+        splits = {SPLIT_OF[word.lower()] for word in re.findall(WORD, text, re.IGNORECASE)}
+        # The word goes with the separators before it; after it, if it is the first.
+        rest = re.sub(rf"^{WORD}[\W_]*|[\W_]*{WORD}", "", text, flags=re.IGNORECASE)
+        split = UNCLEAR if len(splits) > 1 else "".join(splits)
+        parsed[name] = SplitName(split, rest.replace("\0", ""))
     splits_of: dict[str, set[str]] = {}
     for name, entry in parsed.items():
         splits_of.setdefault(entry.same, set()).add(entry.split or "train")  # x beside xtest
@@ -111,10 +112,26 @@ def named_split(
     return splits.get(split)
 
 
+def files_by_split(files: Sequence[Path], key: str, fix: str) -> dict[str, list[Path]]:
+    """Return the files of each split, "train" and those of `EVALUATED`, by their names. Raises
+    UsageError for a name of two splits; key, fix: as in `check_clear`."""
+    names = split_names(file.stem for file in files)
+    check_clear(names, key, fix)
+    return {
+        split: [file for file in files if names[file.stem].split == split]
+        for split in ("train", *EVALUATED)
+    }
+
+
 def listed(names: Iterable[object]) -> str:
     """Return names in a message, abbreviated if there are many."""
-    shown = [repr(str(name)) for name in names]
-    return ", ".join(shown[:SHOWN]) + (f" and {len(shown) - SHOWN:,} more" if shown[SHOWN:] else "")
+    return abbreviated([repr(str(name)) for name in names])
+
+
+def abbreviated(texts: Sequence[str], others: str = "more") -> str:
+    """Return the first texts of a list, and the number of the others."""
+    more = f" and {len(texts) - SHOWN:,} {others}" if texts[SHOWN:] else ""
+    return ", ".join(texts[:SHOWN]) + more
 
 
 def normalized(name: str) -> str:
@@ -127,35 +144,18 @@ def simplified(name: str) -> str:
     return re.sub(r"[\W_]+", "", normalized(name)).casefold()
 
 
-def _words(name: str) -> list[str]:
-    """Return the words of a name and what separates them, alternately; U+0000 separates the words
-    of camelCase.
-    """
-    return re.split(r"((?:[\W_]|\d)+)", CAMEL.sub("\0", normalized(name)))
-
-
-def _remove(words: list[str], i: int) -> None:
-    """Remove word i of `_words`, and the separator before it; after it, if it is the first."""
-    words[i] = ""
-    if i:
-        words[i - 1] = re.sub(r"[\W_]+$", "", words[i - 1])
-    elif words[1:]:
-        words[1] = re.sub(r"^[\W_]+", "", words[1])
+def _separated(name: str) -> str:
+    """Return a name with U+0000 between the words of camelCase."""
+    return CAMEL.sub("\0", normalized(name))
 
 
 def _parts_of_words(name: str) -> Iterator[SplitName]:
     """Yield what a name may mean if a split begins or ends one of its words, as in xtrain or
     testset.
     """
-    words = _words(name)
-    for i in range(0, len(words), 2):
-        for part, split in SPLIT_OF.items():
-            lower = words[i].lower()
-            ends = {
-                words[i][len(part) :]: lower.startswith(part),
-                words[i][: -len(part)]: lower.endswith(part),
-            }
-            for rest in (rest for rest, fits in ends.items() if fits and rest):
-                yield SplitName(
-                    split, "".join([*words[:i], rest, *words[i + 1 :]]).replace("\0", "")
-                )
+    text = _separated(name)
+    for part, split in SPLIT_OF.items():
+        ends = rf"(?<!{LETTER}){part}(?={LETTER})|(?<={LETTER}){part}(?!{LETTER})"
+        for match in re.finditer(ends, text, re.IGNORECASE):
+            rest = text[: match.start()] + text[match.end() :]
+            yield SplitName(split, rest.replace("\0", ""))

@@ -9,13 +9,13 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from jaxdp.data.dataset import PROBES, UNKNOWN, Examples, check_split
-from jaxdp.data.example_order import EpochOrder, ExampleOrder, permute
+from jaxdp.data.example_order import EpochOrder, ExampleOrder, permute_by_turn
 from jaxdp.errors import UsageError, check_sizes
 from jaxdp.targets import bind, call, locate, parameters
 
@@ -91,25 +91,23 @@ class Stream(Examples):
         )
 
 
+@dataclass
 class Records:
     """A window of an iterable's records, which moves forward; opens the iterable again to move
     back.
-    """
 
-    def __init__(
-        self, make: Callable[..., Any], has_start: bool, decode: Any, size: int | None, block: int
-    ):
-        self.make, self.has_start, self.decode, self.size, self.block = (
-            make,
-            has_start,
-            decode,
-            size,
-            block,
-        )
-        self.iterator: Iterator[Any] | None = None
-        self.buffer: list[Any] = []
-        self.first = 0  # the position of buffer[0]
-        self.lock = threading.RLock()  # a reader of an earlier run may not have ended yet
+    make(start) or make() returns the iterable. The other arguments are those of `Stream`. first: the
+    position of buffer[0]. lock: a reader of an earlier run may not have ended yet."""
+
+    make: Callable[..., Any]
+    has_start: bool
+    decode: Any
+    size: int | None
+    block: int
+    iterator: Iterator[Any] | None = None
+    buffer: list[Any] = field(default_factory=list)
+    first: int = 0
+    lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __len__(self) -> int:
         return UNKNOWN if self.size is None else self.size
@@ -161,12 +159,9 @@ class Records:
             )
         return itertools.islice(iterable, 0 if self.has_start else start, None)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple:
         """Drop the open iterable: another process opens its own."""
-        return {**self.__dict__, "iterator": None, "first": 0, "buffer": [], "lock": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ = {**state, "lock": threading.RLock()}
+        return Records, (self.make, self.has_start, self.decode, self.size, self.block)
 
 
 @dataclass(frozen=True)
@@ -180,13 +175,10 @@ class StreamOrder(EpochOrder):
         positions = first + rows
         if not self.shuffle:
             return positions
-        blocks, indices = positions // self.block, np.empty_like(positions)
-        for number in np.unique(blocks).tolist():
-            chosen, start = blocks == number, number * self.block
-            turn = epoch * -(-self.size // self.block) + number
-            count = min(self.block, self.size - start)
-            indices[chosen] = start + permute(positions[chosen] - start, count, self.seed, turn)
-        return indices
+        blocks = positions // self.block
+        starts, turns = blocks * self.block, epoch * -(-self.size // self.block) + blocks
+        sizes = np.minimum(self.block, self.size - starts)
+        return starts + permute_by_turn(positions - starts, sizes, self.seed, turns)
 
 
 def located(name: str, value: Any) -> Any:

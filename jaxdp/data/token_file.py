@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxdp.data.dataset import MappedFiles, check_split
 from jaxdp.data.parts import Part
-from jaxdp.data.split_names import EVALUATED, check_clear, listed, split_names
+from jaxdp.data.split_names import files_by_split, listed
 from jaxdp.data.tokenizers import Tokenizer, from_spec
 from jaxdp.data.windows import SMALL, Windows, cut
 from jaxdp.errors import UsageError, check_one_of, check_sizes, one_line
@@ -191,17 +191,11 @@ def choose(files: list[Path], split: str | None) -> tuple[list[Path], bool]:
     """
     if split is None:
         return files, True
-    names = split_names(file.stem for file in files)
-    check_clear(
-        names,
-        "data.args.path",
-        "rename it, or give a pattern of the files to train on, and eval.data",
-    )
-    splits = [names[file.stem].split for file in files]
-    training = [file for file, kind in zip(files, splits) if kind == "train"]
-    held_out = [file for file, kind in zip(files, splits) if kind in EVALUATED]
-    if training and held_out:
-        return (held_out if split == "test" else training), True
+    fix = "rename it, or give a pattern of the files to train on, and eval.data"
+    groups = files_by_split(files, "data.args.path", fix)
+    held_out = sorted(groups["test"] + groups["valid"])
+    if groups["train"] and held_out:
+        return (held_out if split == "test" else groups["train"]), True
     return files, held_out == files
 
 

@@ -13,7 +13,7 @@ from typing import IO, Any
 import numpy as np
 
 from jaxdp.data.documents import boundary, pieces
-from jaxdp.data.split_names import EVALUATED, check_clear, listed, split_names
+from jaxdp.data.split_names import files_by_split, listed
 from jaxdp.data.token_file import FORMAT, META
 from jaxdp.data.tokenizers import Char, File, Tokenizer, make_tokenizer, reserved
 from jaxdp.errors import UsageError
@@ -95,18 +95,16 @@ def held_out(inputs: Sequence[Path]) -> list[Path]:
     """Return the files that are for validation by their names, if there are others. Raises
     UsageError.
     """
-    names = split_names(path.stem for path in inputs)
-    check_clear(names, "INPUT", "rename it")
-    splits = [names[path.stem].split for path in inputs]
-    chosen = [path for path, kind in zip(inputs, splits) if kind in EVALUATED]
-    if len(chosen) == len(inputs):
+    groups = files_by_split(inputs, "INPUT", "rename it")
+    valid, test = groups["valid"], groups["test"]
+    if len(valid + test) == len(inputs):
         return []
-    if {*EVALUATED} <= {*splits}:
+    if valid and test:
         raise UsageError(
-            f"INPUT: {listed(chosen)} are both for validation and for testing by their names; give those of one split "
-            "here, and write the others to another --output"
+            f"INPUT: {listed(valid + test)} are both for validation and for testing by their names; give those of one "
+            "split here, and write the others to another --output"
         )
-    return chosen
+    return valid or test
 
 
 def divide(inputs: Sequence[Path], split: float) -> dict[str, Ranges]:

@@ -7,6 +7,7 @@ need absl's flags parsed in the parent."""
 
 import atexit
 import contextlib
+import functools
 import multiprocessing
 import os
 import pickle
@@ -24,7 +25,7 @@ import numpy as np
 
 from jaxdp.data.dataset import Dataset
 from jaxdp.data.example_order import ExampleOrder
-from jaxdp.data.prefetch import prefetch, read_batch, read_batches
+from jaxdp.data.prefetch import prefetch, read_batch, read_batches, stack
 from jaxdp.errors import RunFailed, UsageError, one_line
 from jaxdp.process import imports
 from jaxdp.process.signals import NUMBERS
@@ -58,84 +59,71 @@ def prefetch_in_workers(
 
     Raises UsageError if the dataset cannot be pickled.
     """
-    items = single_steps(steps) if groups is None else groups
-    if workers < 1:
-        with prefetch(
-            lambda steps: then(steps, _read(dataset, order, steps, numbers)), items
-        ) as batches:
-            yield batches
-        return
-    with (
-        _pool(_pickled(dataset), order, numbers, steps, workers) as (receive, end),
-        prefetch(lambda steps: then(steps, _receive_steps(receive, steps)), items) as batches,
-    ):
-        try:
-            yield batches
-        finally:
-            end()  # kill the workers first: prefetch waits for its thread, which waits for a worker
+    with contextlib.ExitStack() as exits:
+        read: Callable[[range], Batch] = functools.partial(_read, dataset, order, numbers)
+        if workers > 0:
+            pool = _pool(_pickled(dataset), order, numbers, steps, workers)
+            read, end = exits.enter_context(pool)
+        ahead = prefetch(
+            lambda steps: then(steps, read(steps)),
+            single_steps(steps) if groups is None else groups,
+        )
+        batches = exits.enter_context(ahead)
+        if workers > 0:
+            exits.callback(end)  # first: prefetch waits for its thread, which waits for a worker
+        yield batches
 
 
 def single_steps(steps: range) -> Iterator[range]:
     return (range(step, step + 1) for step in steps)
 
 
-def _read(dataset: Dataset, order: ExampleOrder, steps: range, numbers: Any) -> Batch:
+def _read(dataset: Dataset, order: ExampleOrder, numbers: Any, steps: range) -> Batch:
     try:
-        batches = read_batches(dataset, order, steps, numbers)
+        return read_batches(dataset, order, steps, numbers)
     except Exception as error:
         until = f" to {steps[-1]}" if len(steps) > 1 else ""
         error.add_note(f"as the batch of step {steps[0]}{until} was read, counted from 0")
         raise
-    return batches if len(steps) > 1 else {key: value[0] for key, value in batches.items()}
-
-
-def _receive_steps(receive: Callable[[int], Batch], steps: range) -> Batch:
-    batches = [receive(step) for step in steps]
-    return (
-        {key: np.stack([batch[key] for batch in batches]) for key in batches[0]}
-        if len(steps) > 1
-        else batches[0]
-    )
 
 
 @contextmanager
 def _pool(
     dataset: bytes, order: ExampleOrder, numbers: Any, steps: range, workers: int
-) -> Iterator[tuple[Callable[[int], Batch], Callable[[], None]]]:
-    """Start the workers; yield (a function that receives the batch of a step, a function that kills
+) -> Iterator[tuple[Callable[[range], Batch], Callable[[], None]]]:
+    """Start the workers; yield (a function that receives the batch of steps, a function that kills
     all workers).
     """
     context = multiprocessing.get_context("spawn")
     count = min(workers, len(steps))
-    processes: list[Any] = []
-    pipes: list[Connection] = []
+    pool: list[tuple[Any, Connection]] = []
 
     def receive(step: int) -> Batch:
         worker = (step - steps.start) % count
+        process, pipe = pool[worker]
         try:
-            batch = pipes[worker].recv()
+            batch = pipe.recv()
         except (EOFError, OSError):
-            processes[worker].join(1)
-            code = processes[worker].exitcode
+            process.join(1)
             hint = (
                 'see its output; a script must start its work below `if __name__ == "__main__":`'
-                if code == 1
+                if process.exitcode == 1
                 else f"is there enough memory for {count}?"
             )
             raise RunFailed(
-                f"data.workers: worker {worker} of {count} ended with code {code} while it read step {step}; {hint}"
+                f"data.workers: worker {worker} of {count} ended with code {process.exitcode} while it read step "
+                f"{step}; {hint}"
             ) from None
         if isinstance(batch, BaseException):
             raise batch
         return batch
 
     def end() -> None:
-        for process in processes:
+        for process, _ in pool:
             process.kill()
 
-    atexit.register(
-        end
-    )  # runs before multiprocessing terminates the workers, a signal they ignore, and joins them
+    # Runs before multiprocessing terminates the workers, a signal they ignore, and joins them.
+    atexit.register(end)
     try:
         with _signals_blocked():
             for worker in range(count):
@@ -146,15 +134,13 @@ def _pool(
                 )
                 process.start()
                 far.close()  # so that the pipe closes when the worker ends
-                processes.append(process)
-                pipes.append(pipe)
-        yield receive, end
+                pool.append((process, pipe))
+        yield lambda steps: stack([receive(step) for step in steps]), end
     finally:
         end()
         atexit.unregister(end)
-        for process in processes:
+        for process, pipe in pool:
             process.join()
-        for pipe in pipes:
             pipe.close()
 
 
