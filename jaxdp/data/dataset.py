@@ -2,8 +2,9 @@
 
 import contextlib
 import hashlib
+import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +19,6 @@ from jaxdp.errors import RunFailed, UsageError, check_one_of
 PROBES = 64
 UNKNOWN = 1 << 62  # the length of a stream whose end is unknown
 EMPTY = "data: the data set is empty; give it at least one example"
-NO_LABELS = "has no labels: all are -1; use another split, or other data (eval.data)"
 _NEEDS_X64 = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
 
 
@@ -318,12 +318,20 @@ def check_mask(arrays: Mapping[str, np.ndarray], indices: np.ndarray, source: st
     )
 
 
-def check_labels(labels: np.ndarray, source: str) -> None:
+def check_labels(read: Callable[[np.ndarray], Any], size: int, source: str) -> None:
     """Raise UsageError if all labels are -1, as those of a test split whose labels are not
     published.
-    """
-    if labels.size and labels.dtype.kind in "if" and (labels == -1).all():
-        raise UsageError(f"{source} {NO_LABELS}")
+
+    read(indices): the labels of some of the `size` examples, or None; is called for one, and for
+    more until a label is another."""
+    bounds = itertools.chain([0], range(1, size, PROBES), [size])
+    for first, end in itertools.pairwise(bounds):
+        labels = np.asarray(read(np.arange(first, end)))
+        if not labels.size or not (labels == -1).all():
+            return
+    raise UsageError(
+        f"{source} has no labels: all are -1; use another split, or other data (eval.data)"
+    )
 
 
 def replace_masked(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -3,11 +3,10 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from jaxdp.data.dataset import EMPTY, Examples, check_labels, check_split, fits_int32, probes
+from jaxdp.data.dataset import EMPTY, Examples, check_labels, check_split, fits_int32
 from jaxdp.data.split_names import check_clear, choose_split, listed, named_split, split_names
 from jaxdp.errors import UsageError, import_optional, one_line
 
@@ -62,7 +61,9 @@ class HuggingFace(Examples):
                     f"data.args.columns.{key}: no column {column!r}; it is one of {', '.join(loaded.column_names)}"
                 )
         if "labels" in self.columns:
-            check_all_labels(loaded.select_columns(self.columns["labels"]), f"data: {title}")
+            column = self.columns["labels"]
+            labels = loaded.select_columns(column).with_format("numpy")
+            check_labels(lambda rows: labels[rows.tolist()][column], size, f"data: {title}")
         feature = loaded.features[self.columns["labels"]] if "labels" in self.columns else None
         super().__init__(
             loaded.select_columns([*dict.fromkeys(self.columns.values())]).with_format("numpy")
@@ -122,15 +123,6 @@ def choose_set(
     parsed = split_names(names)
     check_clear(parsed, "data.args.splits", fix)
     return choose_split(parsed, split, "data.args.splits", fix)
-
-
-def check_all_labels(labels: Any, source: str) -> None:
-    """Raise UsageError if all labels are -1; reads all only if those of a few rows are."""
-    (column,) = labels.column_names
-    rows = labels.with_format("numpy")
-    first = np.asarray(rows[probes(rows).tolist()][column])
-    if first.dtype.kind in "if" and (first == -1).all():
-        check_labels(np.asarray(rows[:][column]), source)
 
 
 def _narrow(value: np.ndarray, column: str, wide: bool) -> np.ndarray:

@@ -64,32 +64,28 @@ class ImageFolder(StandardizedImages):
         import_pillow("Image")
         top, passed = Path(root).expanduser(), Counter[str]()
         folders = find_splits(top, splits, passed) if top.is_dir() else {}
-        divided = "test" not in folders
         if split == "train" and [*folders] == ["test"]:
             raise UsageError(
                 f"data.args.root: {root!r} has only {folders['test'].name!r}, nothing to train on; {FIX}"
             )
         training = folders.get("train") or folders.get("test") or top
-        reads_it = divided or training == folders.get(split)
-        by_class = (
-            find_classes(training, passed if reads_it else Counter(), True) if top.is_dir() else {}
-        )
+        divided = "test" not in folders
+        folder = training if divided else folders[split]
+        unread = passed if folder == training else Counter[str]()
+        by_class = find_classes(training, unread, complete=True) if top.is_dir() else {}
         self.class_names = sorted(by_class)
-        if not reads_it:
-            by_class = find_classes(folders[split], passed, False)
+        if folder != training:
+            by_class = find_classes(folder, passed, complete=False)
         if unknown := sorted(set(by_class) - set(self.class_names)):
             raise UsageError(
-                f"data.args.root: {str(folders[split])!r} has class {unknown[0]!r}, which train lacks"
+                f"data.args.root: {str(folder)!r} has class {unknown[0]!r}, which train lacks"
             )
         files = [
             (path, label)
             for label, name in enumerate(self.class_names)
             for path in by_class.get(name, [])
+            if not divided or held_out(path, test_fraction) == (split == "test")
         ]
-        if divided:
-            files = [
-                file for file in files if held_out(file[0], test_fraction) == (split == "test")
-            ]
         if not files:
             what = f"no image for {split} in its classes" if by_class else "no folder of images"
             raise UsageError(

@@ -66,10 +66,8 @@ class Npz(Arrays):
         ]
         super().__init__(**both[has_tests and split == "test"])
         if "labels" in self.arrays:
-            check_labels(
-                self.arrays["labels"],
-                f"data: {chosen['labels']!r} of {path!r}, for its {split} split,",
-            )
+            source = f"data: {chosen['labels']!r} of {path!r}, for its {split} split,"
+            check_labels(self.arrays["labels"].__getitem__, len(self), source)
         self.dtypes = {key: np.int32 for key, x in self.arrays.items() if fits_int32(x)}
         if "inputs" in self.arrays:
             self.input_shape = self.arrays["inputs"].shape[1:]

@@ -7,7 +7,6 @@ import glob
 import json
 import math
 import mmap
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -20,14 +19,9 @@ from jaxdp.data.tokenizers import Tokenizer, from_spec
 from jaxdp.data.windows import SMALL, Windows, cut
 from jaxdp.errors import UsageError, check_one_of, check_sizes, one_line
 
+META, FORMAT = "tokens.json", 1  # what `jaxdp data tokenize` writes beside its shards
 KINDS = {"shards": dict, "dtype": str, "end_of_text": int, "vocabulary": int, "tokenizer": dict}
-META, FORMAT = (
-    "tokens.json",
-    1,
-)  # the metadata file that `jaxdp data tokenize` writes beside its shards
-HEADER = (
-    256 * 4
-)  # llm.c's header: 256 int32; the first three are magic, version and number of tokens
+HEADER = 256 * 4  # of llm.c: 256 int32, of which the first are magic, version, number of tokens
 MAGIC: dict[int, tuple[int, np.dtype, int]] = {  # magic: (version, dtype, vocabulary)
     20240520: (1, np.dtype("<u2"), 50257),
     20240801: (7, np.dtype("<u4"), 128256),
@@ -84,50 +78,37 @@ class TokenFile(Windows):
         check_one_of("data.args.documents", documents, ("ignore", "separate"))
         files = find(path)
         meta = read_meta(files[0].parent)
-        lost = sorted(set(meta.get("shards", {})) - {file.name for file in files})
+        sizes = meta.get("shards", {})
+        lost = sorted(sizes.keys() - {file.name for file in files})
         if lost and Path(path).expanduser().is_dir():
             raise UsageError(
                 f"data.args.path: {path!r} lacks {lost[0]!r}, which its {META} lists; copy it again"
             )
-        chosen, complete = choose(files, split)
+        chosen, self.part = choose(files, split, test_fraction)
         others = [file.name for file in files if file not in chosen]
-        self.inventory = (
-            f"files {listed(file.name for file in chosen)}"
-            + f"; others: {listed(others)}" * bool(others)
-        )
-        files = chosen
-        stored = dtype_of(dtype or meta.get("dtype", "uint16"))
-        self.files = [
-            open_shard(file, stored, meta.get("shards", {}).get(file.name)) for file in files
-        ]
+        self.inventory = f"files {listed(file.name for file in chosen)}"
+        self.inventory += f"; others: {listed(others)}" * bool(others)
+        dtype = dtype or meta.get("dtype", "uint16")
+        check_one_of("data.args.dtype", dtype, ("uint16", "uint32"))
+        stored = np.dtype(dtype).newbyteorder("<")
+        self.files = [open_shard(file, stored, sizes.get(file.name)) for file in chosen]
         ends = meta.get("end_of_text") if end_of_text is None else end_of_text
         if documents == "separate" and ends is None:
             raise UsageError(
                 "data.args.end_of_text: documents: separate needs the token that ends a document, e.g. 50256 (GPT-2's)"
             )
-        self.part = None if complete else (test_fraction, split == "test")
-        self.tokenizer_spec: dict[str, Any] | None = meta.get("tokenizer")
-        if self.tokenizer_spec and "path" in self.tokenizer_spec:  # relative to the metadata
-            tokenizer_path = (
-                files[0].parent / Path(self.tokenizer_spec["path"]).expanduser()
-            ).absolute()
-            self.tokenizer_spec = {**self.tokenizer_spec, "path": str(tokenizer_path)}
+        self.tokenizer_spec = meta.get("tokenizer")
         check_sizes("data.args", vocabulary=vocabulary)
-        classes = (
-            vocabulary
-            or meta.get("vocabulary")
-            or max(shard.vocabulary for shard in self.files)
-            or GPT2
-        )
+        known = [vocabulary, meta.get("vocabulary"), max(shard.vocabulary for shard in self.files)]
+        classes = next(filter(None, known), GPT2)
         if ends is not None and not 0 <= ends < classes:
             raise UsageError(
                 f"data.args.end_of_text: {ends} is not in the vocabulary of {classes:,}; change either"
             )
-        names = [str(file) for file in files]
+        names = [str(file) for file in chosen]
         stride = None if split == "test" else stride
-        super().__init__(
-            self._map(), length, stride, classes, names, ends if documents == "separate" else None
-        )
+        ends = ends if documents == "separate" else None
+        super().__init__(self._map(), length, stride, classes, names, ends)
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -183,24 +164,27 @@ def find(path: str) -> list[Path]:
     return files
 
 
-def choose(files: list[Path], split: str | None) -> tuple[list[Path], bool]:
-    """Return (the files of a split, True if the split is all their tokens, False if it is a part of
-    them).
+def choose(
+    files: list[Path], split: str | None, fraction: float
+) -> tuple[list[Path], tuple[float, bool] | None]:
+    """Return (the files of a split, None if the split is all their tokens, else the arguments of
+    `cut`).
 
     Raises UsageError for a name of two splits.
     """
     if split is None:
-        return files, True
+        return files, None
     fix = "rename it, or give a pattern of the files to train on, and eval.data"
     groups = files_by_split(files, "data.args.path", fix)
     held_out = sorted(groups["test"] + groups["valid"])
     if groups["train"] and held_out:
-        return (held_out if split == "test" else groups["train"]), True
-    return files, held_out == files
+        return (held_out if split == "test" else groups["train"]), None
+    return files, None if held_out == files else (fraction, split == "test")
 
 
-def read_meta(folder: Path) -> Mapping[str, Any]:
-    """Return the content of the tokens.json in a folder, {} if there is none. Raises UsageError."""
+def read_meta(folder: Path) -> dict[str, Any]:
+    """Return what the tokens.json in a folder has of `KINDS`, {} if there is none. The path of a
+    tokenizer, relative to the folder, becomes absolute. Raises UsageError."""
     path = folder / META
     if not path.is_file():
         return {}
@@ -208,20 +192,18 @@ def read_meta(folder: Path) -> Mapping[str, Any]:
         meta = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(meta, dict) or meta.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
-        if wrong := [
-            name for name, kind in KINDS.items() if not isinstance(meta.get(name), kind | None)
-        ]:
-            raise ValueError(f"its {wrong[0]} is {meta[wrong[0]]!r}")
+        meta = {name: meta[name] for name in KINDS if meta.get(name) is not None}
+        for name, value in meta.items():
+            if not isinstance(value, KINDS[name]):
+                raise ValueError(f"its {name} is {value!r}")
     except (OSError, ValueError) as error:
         raise UsageError(
             f"data.args.path: cannot read {str(path)!r}: {one_line(error)}; write it again"
         ) from None
+    spec = meta.get("tokenizer", {})
+    if "path" in spec:
+        spec["path"] = str((folder / Path(spec["path"]).expanduser()).absolute())
     return meta
-
-
-def dtype_of(name: str) -> np.dtype:
-    check_one_of("data.args.dtype", name, ("uint16", "uint32"))
-    return np.dtype(name).newbyteorder("<")
 
 
 def open_shard(path: Path, dtype: np.dtype, stated: int | None = None) -> Shard:

@@ -12,14 +12,12 @@ from jaxdp.config import Config
 from jaxdp.config.training import Target
 from jaxdp.data import SOURCES
 from jaxdp.data.dataset import (
-    NO_LABELS,
-    PROBES,
     UNKNOWN,
     Dataset,
     as_dataset,
     check_dtypes,
+    check_labels,
     class_names,
-    probes,
     tokenizer_spec,
 )
 from jaxdp.data.example_order import ExampleOrder, Streams, order_of
@@ -110,7 +108,10 @@ def read_set(
         if made is None:
             raise UsageError(f"data: {name} is None; return the examples")
         check_dtypes(dataset := as_dataset(made), x64)
-        check_has_labels(dataset, name)
+        if len(dataset) < UNKNOWN:
+            check_labels(
+                lambda rows: dataset.read(rows).get("labels", ()), len(dataset), f"data: {name}"
+            )
     except UsageError as error:  # sources name the key of the training data
         text = re.sub(r"^data\b", key, str(error))
         is_named = asked in text and path.removeprefix(" in ").strip("'") in text
@@ -126,26 +127,6 @@ def path_of(args: Mapping[str, Any]) -> str:
     """Return " in PATH" if the arguments of a data set have a path, else ""."""
     path = args.get("path", args.get("root"))
     return f" in {path!r}" if isinstance(path, str) else ""
-
-
-def check_has_labels(dataset: Dataset, name: str) -> None:
-    """Raise UsageError if all labels are -1; reads all examples only if those of `probes` are.
-    name: of the set.
-    """
-
-    def all_missing(indices: np.ndarray) -> bool:
-        labels = dataset.read(indices).get("labels")
-        return labels is not None and np.size(labels) > 0 and bool((np.asarray(labels) == -1).all())
-
-    if (
-        len(dataset) >= UNKNOWN
-        or not all_missing(np.zeros(1, np.int64))
-        or not all_missing(probes(dataset))
-    ):
-        return
-    parts = np.array_split(np.arange(len(dataset)), -(-len(dataset) // PROBES))
-    if all(map(all_missing, parts)):
-        raise UsageError(f"data: {name} {NO_LABELS}")
 
 
 def facts_of(dataset: Dataset) -> dict[str, Any]:
