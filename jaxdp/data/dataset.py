@@ -19,6 +19,9 @@ from jaxdp.errors import RunFailed, UsageError, check_one_of
 PROBES = 64
 UNKNOWN = 1 << 62  # the length of a stream whose end is unknown
 EMPTY = "data: the data set is empty; give it at least one example"
+Batch = dict[str, np.ndarray]
+"""Examples by the names of their entries, arrays[example, ...]."""
+
 _NEEDS_X64 = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
 
 
@@ -44,7 +47,7 @@ class Dataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    def read(self, indices: np.ndarray) -> Batch:
         """Return the examples at indices[k] int64 (may repeat) as {name: [k, ...]}; standard names
         are "inputs" and "labels". The same index must always return the same example."""
         ...
@@ -104,7 +107,7 @@ class Arrays:
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())) if self.rows is None else self.rows)
 
-    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    def read(self, indices: np.ndarray) -> Batch:
         self.files.check()
         rows = indices if self.rows is None else self.rows[indices]
         batch = {key: value[rows] for key, value in self.arrays.items()}
@@ -146,7 +149,7 @@ class Examples:
         }
         self.spec |= {key: (self.spec[key][0], np.dtype(np.int64)) for key in self.wide}
 
-    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    def read(self, indices: np.ndarray) -> Batch:
         stacked = {
             key: np.empty((len(indices), *shape), dtype)
             for key, (shape, dtype) in self.spec.items()
@@ -243,21 +246,16 @@ def as_dataset(source: Any) -> Dataset:
         and size == 2
         and all(getattr(part, "shape", ()) for part in source)
     ):
-        inputs, labels = (
-            _array(name, part) for name, part in zip(("'inputs'", "'labels'"), source)
-        )
-        if isinstance(source, list) and (inputs.shape, inputs.dtype) == (
-            labels.shape,
-            labels.dtype,
-        ):
+        pair = Arrays(**dict(zip(("inputs", "labels"), source)))
+        inputs, labels = pair.arrays.values()
+        alike = inputs.shape == labels.shape and inputs.dtype == labels.dtype
+        if alike and isinstance(source, list):
             raise UsageError(
                 f"data: a list of two arrays {inputs.dtype}{list(inputs.shape)} may be a pair or two examples; give a "
                 "tuple (inputs, labels), or np.stack(...) of two examples"
             )
-        return Arrays(inputs=inputs, labels=labels)
-    if hasattr(
-        source, "__dlpack__"
-    ):  # an array in memory; array-like objects backed by a file become `Examples`
+        return pair
+    if hasattr(source, "__dlpack__"):  # in memory; arrays backed by a file become `Examples`
         return Arrays(inputs=source)
     shapes = (
         [getattr(part, "shape", ()) for part in source]
@@ -276,9 +274,7 @@ def as_dataset(source: Any) -> Dataset:
     )
 
 
-def read_examples(
-    dataset: Dataset, indices: np.ndarray, key: str = "data"
-) -> dict[str, np.ndarray]:
+def read_examples(dataset: Dataset, indices: np.ndarray, key: str = "data") -> Batch:
     """Return `dataset.read(indices)`. Raises UsageError unless it is a dict of arrays with one
     entry per index, and a mask in it is 0 or more."""
     values, name = dataset.read(indices), type(dataset).__name__
@@ -334,7 +330,7 @@ def check_labels(read: Callable[[np.ndarray], Any], size: int, source: str) -> N
     )
 
 
-def replace_masked(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def replace_masked(arrays: Batch) -> Batch:
     """Return arrays [row, ...] with the first real example in the place of each whose mask is 0:
     its contents may be anything, and a microbatch of nothing else is still computed, with weight 0.
     """

@@ -15,9 +15,9 @@ from jaxdp.errors import UsageError
 MARK = "<|endoftext|>"  # separates documents in a .txt file
 RESERVED = "which ends a document for this tokenizer; remove it, or use another tokenizer"
 BLOCK = 1 << 20  # bytes per read
-SAFE = re.compile(
-    r"\S\n(?=\S)"
-)  # a cut here changes no token of GPT-2-like tokenizers: none crosses a single newline
+# A text up to its last single newline: a cut there changes no token of GPT-2-like tokenizers, none of
+# which crosses one.
+SAFE = re.compile(r"(?s).*\S\n(?=\S)")
 LONGEST = 1 << 24  # characters without a safe position, after which a text is cut anywhere
 
 
@@ -166,10 +166,8 @@ def _last_safe(text: str) -> int:
     """Return the last position where a text may be cut, never inside a partial mark; 0 if there is
     none yet.
     """
-    for first in (len(text) - (1 << 14), 0):  # search near the end first
-        positions = [match.end() for match in SAFE.finditer(text, max(first, 0))]
-        if positions:
-            return positions[-1]
+    if match := SAFE.match(text):
+        return match.end()
     return len(text) - len(MARK) if len(text) > LONGEST else 0
 
 

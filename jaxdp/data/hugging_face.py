@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxdp.data.dataset import EMPTY, Examples, check_labels, check_split, fits_int32
+from jaxdp.data.dataset import EMPTY, Batch, Examples, check_labels, check_split, fits_int32
 from jaxdp.data.split_names import check_clear, choose_split, listed, named_split, split_names
 from jaxdp.errors import UsageError, import_optional, one_line
 
@@ -80,7 +80,7 @@ class HuggingFace(Examples):
             is not None
         )
 
-    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    def read(self, indices: np.ndarray) -> Batch:
         rows = self._rows(indices.tolist()) if len(indices) else {}
         alike = rows and all(
             (value.shape[1:], value.dtype) == self.spec[key] for key, value in rows.items()
@@ -90,7 +90,7 @@ class HuggingFace(Examples):
     def _example(self, index: int) -> dict[str, np.ndarray]:
         return {key: value[0] for key, value in self._rows([index]).items()}
 
-    def _rows(self, indices: list[int]) -> dict[str, np.ndarray]:
+    def _rows(self, indices: list[int]) -> Batch:
         rows = self.source[indices]
         columns = self.columns.items()
         return {

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxdp.data.dataset import check_split
+from jaxdp.data.dataset import Batch, check_split
 from jaxdp.data.image_files import FIX, describe, find_classes, find_splits
 from jaxdp.data.parts import Part, file_part
 from jaxdp.data.split_names import normalized
@@ -103,11 +103,9 @@ class ImageFolder(StandardizedImages):
     def __len__(self) -> int:
         return len(self.files)
 
-    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        inputs, mask = (
-            np.zeros((len(indices), *self.input_shape), np.uint8),
-            np.ones(len(indices), np.float32),
-        )
+    def read(self, indices: np.ndarray) -> Batch:
+        inputs = np.zeros((len(indices), *self.input_shape), np.uint8)
+        mask = np.ones(len(indices), np.float32)
         for row, index in enumerate(indices.tolist()):
             try:
                 inputs[row] = decode(self.files[index], self.size)

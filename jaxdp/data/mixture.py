@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxdp.data.dataset import (
+    Batch,
     Dataset,
     as_dataset,
     by_member,
@@ -94,8 +95,8 @@ class Mixture:
             getattr(dataset, "widen", lambda: None)()
         self._copy_facts()
 
-    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        batch: dict[str, np.ndarray] = {}
+    def read(self, indices: np.ndarray) -> Batch:
+        batch: Batch = {}
         for member, chosen, numbers in by_member(self.starts, indices):
             examples = dict(self.sets[member].read(numbers))
             if self.transform is not None:

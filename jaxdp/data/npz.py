@@ -61,17 +61,15 @@ class Npz(Arrays):
                 raise UsageError(
                     f"{EMPTY}; {name!r} of {path!r}, for its {split} split, has no rows"
                 )
-        both = [
-            {key: stored[n] for key, n in group.items() if n in stored} for group in groups.values()
-        ]
-        super().__init__(**both[has_tests and split == "test"])
+        super().__init__(**{key: stored[name] for key, name in chosen.items()})
         if "labels" in self.arrays:
             source = f"data: {chosen['labels']!r} of {path!r}, for its {split} split,"
             check_labels(self.arrays["labels"].__getitem__, len(self), source)
         self.dtypes = {key: np.int32 for key, x in self.arrays.items() if fits_int32(x)}
         if "inputs" in self.arrays:
             self.input_shape = self.arrays["inputs"].shape[1:]
-        labels = [group["labels"] for group in both if "labels" in group]
+        names = {group.get("labels") for group in groups.values()}
+        labels = [stored[name] for name in names if name in stored]
         if labels and all(
             x.ndim == 1 and x.dtype.kind in "iu" and x.size and x.min() >= 0 for x in labels
         ):

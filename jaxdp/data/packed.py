@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxdp.data.dataset import by_member
+from jaxdp.data.dataset import Batch, by_member
 from jaxdp.data.packing import example_begins
 from jaxdp.data.token_file import TokenFile
 
@@ -45,7 +45,7 @@ class PackedTokens(TokenFile):
 
     parts = TokenFile.parts
 
-    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    def read(self, indices: np.ndarray) -> Batch:
         rows = np.empty((len(indices), self.length + 1), np.int32)
         sizes, labeled = np.zeros((2, len(indices), 1), np.int64)
         columns = np.arange(self.length + 1)

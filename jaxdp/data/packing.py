@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.dataset import Arrays, check_split
+from jaxdp.data.dataset import Arrays, Batch, check_split
 from jaxdp.data.documents import BLANK_LINES, MARK, RESERVED, is_lines, pieces
 from jaxdp.data.text import read_text
 from jaxdp.data.tokenizers import make_tokenizer, reserved
@@ -89,9 +89,7 @@ def read_documents(path: str, reserved: str = "") -> list[str]:
     return texts
 
 
-def pack(
-    documents: Sequence[np.ndarray], length: int, end_of_text: int | None
-) -> dict[str, np.ndarray]:
+def pack(documents: Sequence[np.ndarray], length: int, end_of_text: int | None) -> Batch:
     """Pack arrays of tokens into inputs, labels, segments and mask [example, length]; see
     `Documents`.
     """

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxdp.data.dataset import Dataset, read_examples, replace_masked
+from jaxdp.data.dataset import Batch, Dataset, read_examples, replace_masked
 from jaxdp.data.example_order import RESET, ExampleOrder
 
 S = TypeVar("S")
@@ -68,7 +68,7 @@ def prefetch(make: Callable[[S], T], steps: Iterable[S], depth: int = 2) -> Iter
 
 def read_batch(
     dataset: Dataset, order: ExampleOrder, step: int, numbers: Sequence[int] | np.ndarray
-) -> dict[str, np.ndarray]:
+) -> Batch:
     """Return one step's local microbatches, {name: [local, E, ...]}, with the mask; see
     `read_batches`.
     """
@@ -77,7 +77,7 @@ def read_batch(
 
 def read_batches(
     dataset: Dataset, order: ExampleOrder, steps: Sequence[int], numbers: Sequence[int] | np.ndarray
-) -> dict[str, np.ndarray]:
+) -> Batch:
     """Return several steps' local microbatches, {name: [step, local, E, ...]}, from one
     `dataset.read`; of a stream, from one for each step. Of a single step, without the first dim.
 
@@ -101,18 +101,25 @@ def read_batches(
     batch = {
         key: value[inverse].reshape(*rows.shape, *value.shape[1:]) for key, value in values.items()
     }
-    mask = batch.get("mask", np.ones(rows.shape, np.float32))
-    dtype = mask.dtype if np.issubdtype(mask.dtype, np.floating) else np.float32
-    real = rows.reshape(*rows.shape, *[1] * (mask.ndim - rows.ndim))
     if order.sequential or (RESET in batch and batch[RESET].size == rows.size):
         begins = [order.begins(step) if order.sequential else step == 0 for step in steps]
         resets = batch.get(RESET, np.zeros(rows.shape)).reshape(rows.shape) != 0
         batch[RESET] = resets | np.reshape(begins, (-1, 1, 1))
-    batch["mask"] = mask.astype(dtype) * real
+    batch["mask"] = mask_padding(batch.get("mask"), rows)
     return batch if len(steps) > 1 else {key: value[0] for key, value in batch.items()}
 
 
-def stack(batches: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+def mask_padding(mask: Any, real: Any) -> Any:
+    """Return the mask of examples, float32 or of its own floats: that of the data, if it has one, and
+    0 where an example is not `real`[...]. Both are of NumPy or of JAX."""
+    if mask is None:
+        return real.astype(np.float32)
+    dtype = mask.dtype if np.issubdtype(mask.dtype, np.floating) else np.float32
+    real = real.reshape(*real.shape, *[1] * (mask.ndim - real.ndim))
+    return mask.astype(dtype) * real.astype(dtype)
+
+
+def stack(batches: Sequence[Batch]) -> Batch:
     """Return the batches of several steps as one, {name: [step, ...]}; a single one as it is."""
     if len(batches) == 1:
         return batches[0]

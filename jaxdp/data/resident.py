@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.data.dataset import Arrays, Dataset, read_examples
 from jaxdp.data.example_order import RESET, ExampleOrder
-from jaxdp.data.prefetch import prefetch, read_batches
+from jaxdp.data.prefetch import mask_padding, prefetch, read_batches
 from jaxdp.errors import UsageError
 
 # the largest fraction of a device's free memory, or of the host's, that the data set may take
@@ -64,14 +63,9 @@ def gather(arrays: dict[str, jax.Array], at: dict[str, jax.Array]) -> dict[str, 
     masked by at["mask"].
     """
     batch = {key: x.at[at[INDEX]].get(mode="promise_in_bounds") for key, x in arrays.items()}
-    mask, data_mask = at["mask"], batch.get("mask")
-    if data_mask is not None:
-        dtype = data_mask.dtype if jnp.issubdtype(data_mask.dtype, jnp.floating) else jnp.float32
-        mask = mask.reshape(*mask.shape, *[1] * (data_mask.ndim - mask.ndim))
-        mask = data_mask.astype(dtype) * mask.astype(dtype)
     if RESET in at:
         batch[RESET] = at[RESET]
-    return {**batch, "mask": mask}
+    return {**batch, "mask": mask_padding(batch.get("mask"), at["mask"])}
 
 
 def check_size(dataset: Dataset, devices: list[jax.Device]) -> None:

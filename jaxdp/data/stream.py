@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.dataset import PROBES, UNKNOWN, Examples, check_split
+from jaxdp.data.dataset import PROBES, UNKNOWN, Batch, Examples, check_split
 from jaxdp.data.example_order import EpochOrder, ExampleOrder, permute_by_turn
 from jaxdp.errors import UsageError, check_sizes
 from jaxdp.targets import bind, call, locate, parameters
@@ -71,7 +71,7 @@ class Stream(Examples):
         make = located("source", args.get("source"))
         return callable(make) and "split" in parameters(make)
 
-    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    def read(self, indices: np.ndarray) -> Batch:
         with self.records.lock:
             if len(indices):
                 self.records.fetch(int(indices.min()), int(indices.max()))

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxdp.data.dataset import MappedFiles, check_split
+from jaxdp.data.dataset import Batch, MappedFiles, check_split
 from jaxdp.data.parts import Part
 from jaxdp.data.split_names import files_by_split, listed
 from jaxdp.data.tokenizers import Tokenizer, from_spec
@@ -126,7 +126,7 @@ class TokenFile(Windows):
             name: part if read else part._replace(size=math.inf) for name, part in every.items()
         }
 
-    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    def read(self, indices: np.ndarray) -> Batch:
         self.mapped.check()
         return super().read(indices)
 

@@ -69,21 +69,14 @@ def tokenize(
             "data.args.tokenizer: words is not for files of tokens; give another, or train on the text with TextFile"
         )
     ranges = divide(inputs, split)
-    if split and any(start < stop for part in ranges.values() for _, start, stop in part):
-        check_parts(
-            {kind: sum(stop - start for _, start, stop in part) for kind, part in ranges.items()},
-            split,
-        )
+    sizes = {kind: sum(stop - start for _, start, stop in part) for kind, part in ranges.items()}
+    check_parts(sizes, inputs, split)
     encoder = Char(alphabet(inputs)) if tokenizer == "char" else make_tokenizer(tokenizer)
     partial = output.parent / f".{output.name}.partial{os.getpid()}"
     partial.mkdir(parents=True)
     try:
         meta = _write(ranges, partial, encoder, shard_tokens, reserved(tokenizer))
-        if not any(meta["counts"].values()):
-            names = ", ".join(repr(str(path)) for path in inputs)
-            raise UsageError(f"INPUT: {names} have no text; give files that are not empty")
-        if split:
-            check_parts(meta["counts"], split)
+        check_parts(meta["counts"], inputs, split)
         partial.rename(output)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -120,8 +113,14 @@ def divide(inputs: Sequence[Path], split: float) -> dict[str, Ranges]:
     }
 
 
-def check_parts(sizes: Mapping[str, int], split: float) -> None:
-    """Raise UsageError if nothing is to train on, or for validation. sizes: of both parts."""
+def check_parts(sizes: Mapping[str, int], inputs: Sequence[Path], split: float) -> None:
+    """Raise UsageError if there is no text, or, with a `split`, nothing to train on or for
+    validation. sizes: of both parts."""
+    if not any(sizes.values()):
+        names = ", ".join(repr(str(path)) for path in inputs)
+        raise UsageError(f"INPUT: {names} have no text; give files that are not empty")
+    if not split:
+        return
     fix = "a file is divided between two lines or documents; give more text"
     if not sizes["val"]:
         raise UsageError(

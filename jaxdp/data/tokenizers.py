@@ -4,6 +4,7 @@ rebuild it.
 
 import hashlib
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -89,9 +90,8 @@ class Char(Builtin):
                 "data.args.tokenizer: char has an empty alphabet; give it a text that is not empty"
             )
         self.alphabet, self.size = alphabet, len(alphabet)
-        codes = _codes(alphabet)
-        self._order = np.argsort(codes, kind="stable")
-        self._codes = codes[self._order]
+        self._ids = np.full(sys.maxunicode + 1, -1, np.int32)  # by code point
+        self._ids[_codes(alphabet)] = np.arange(self.size)
         self.end_of_text = alphabet.index("\0") if "\0" in alphabet else None
 
     @classmethod
@@ -102,16 +102,14 @@ class Char(Builtin):
         return cls("".join(map(chr, np.unique(_codes(text)).tolist())))
 
     def encode(self, text: str) -> np.ndarray:
-        codes = _codes(text)
-        ranks = np.minimum(np.searchsorted(self._codes, codes), self.size - 1)
-        unknown = np.flatnonzero(self._codes[ranks] != codes)
-        if len(unknown):
-            at = int(unknown[0])
+        ids = self._ids[_codes(text)]
+        if (ids < 0).any():
+            at = int(np.argmax(ids < 0))
             raise UsageError(
                 f"data.args.tokenizer: character {text[at]!r} at {at:,} (line {text.count(chr(10), 0, at) + 1:,}) is "
                 f"not in the alphabet of {self.size}; use another tokenizer, such as byte, or remove the character"
             )
-        return self._order[ranks]
+        return ids
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.alphabet[int(i)] for i in ids)
@@ -253,7 +251,7 @@ def make_tokenizer(
             raise UsageError(
                 f"data.args.tokenizer: {name!r} needs a text to take its vocabulary from; give a spec"
             )
-        return Char.of(text()) if name == "char" else Words.of(text())
+        return (Char if name == "char" else Words).of(text())
     return File(name) if name.endswith(".json") else Named(name)
 
 

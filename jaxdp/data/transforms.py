@@ -3,6 +3,7 @@
 Keys depend only on the microbatch and the row in it, so that results do not depend on the number of
 devices."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -117,12 +118,9 @@ def as_transform(f: Callable[..., Any]) -> Transform:
         untouched = {name: batch[name] for name in NOT_OF_EXAMPLES if name in batch}
         examples = {name: x for name, x in batch.items() if name not in untouched}
         count = next(iter(examples.values())).shape[0]
-        keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count))
-
-        def run(example, key):
-            return f(example, key, **({"train": train} if named else {}))
-
-        result = jax.vmap(run)(examples, keys)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))
+        one = functools.partial(f, train=train) if named else f
+        result = jax.vmap(one)(examples, keys)
         if not isinstance(result, dict):
             raise UsageError(
                 f"data.transform: it returned {type(result).__name__}; return a dict of arrays"

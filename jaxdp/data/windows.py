@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxdp.data.dataset import by_member
+from jaxdp.data.dataset import Batch, by_member
 from jaxdp.data.parts import Part, array_part
 from jaxdp.errors import UsageError, check_sizes
 
@@ -58,7 +58,7 @@ class Windows:
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    def read(self, indices: np.ndarray) -> Batch:
         rows = self.rows(indices)
         batch = {"inputs": rows[:, :-1], "labels": rows[:, 1:]}
         if self.end_of_text is not None:

@@ -23,14 +23,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.dataset import Dataset
+from jaxdp.data.dataset import Batch, Dataset
 from jaxdp.data.example_order import ExampleOrder
 from jaxdp.data.prefetch import prefetch, read_batch, read_batches, stack
 from jaxdp.errors import RunFailed, UsageError, one_line
 from jaxdp.process import imports
 from jaxdp.process.signals import NUMBERS
-
-Batch = dict[str, np.ndarray]
 
 
 @contextmanager
