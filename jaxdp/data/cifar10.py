@@ -81,18 +81,13 @@ def _read_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
         with path.open("rb") as file:
             content = _Unpickler(file, encoding="bytes").load()
     except Exception as error:  # an invalid pickle raises many types of errors
-        cause = (
-            f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
-        )
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise UsageError(
-            f"data.args.root: cannot read {path}: {cause}; fetch the file again"
+            f"data.args.root: cannot read {path}: {kind}{error}; fetch the file again"
         ) from error
-    entries = content if isinstance(content, dict) else {}
-
-    def entry(name: str) -> Any:
-        return entries.get(name, entries.get(name.encode()))
-
-    planes, labels = entry("data"), entry("labels")
+    entries: Any = content if isinstance(content, dict) else {}
+    # The keys of Python 2 are bytes.
+    planes, labels = (entries.get(k, entries.get(k.encode())) for k in ("data", "labels"))
     images = (
         isinstance(planes, np.ndarray) and planes.dtype == np.uint8 and planes.shape[1:] == (3072,)
     )

@@ -195,15 +195,12 @@ class EpochOrder(ExampleOrder):
         position = first + rows
         if not self.shuffle:
             return position
-        if (
-            self.batch_size > _SPAN // 4
-        ):  # large batches gain nothing from spans, which cover other processes' rows too
+        # Large batches gain nothing from spans, which cover other processes' rows too.
+        if self.batch_size > _SPAN // 4:
             return permute(position, self.size, self.seed, epoch)
         start, end = first // _SPAN, (first + self.examples(step) - 1) // _SPAN
-        span = _span(start, self.size, self.seed, epoch)
-        if end > start:
-            span = np.concatenate([span, _span(end, self.size, self.seed, epoch)])
-        return span[position - start * _SPAN]
+        spans = [_span(number, self.size, self.seed, epoch) for number in range(start, end + 1)]
+        return np.concatenate(spans)[position - start * _SPAN]
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def arrays_by_split(
                     f"data.args.arrays: {other!r} and {name!r} are the same array for training; {fix}"
                 )
     entries = {key: split_names([*names, str(name)])[str(name)] for key, name in train.items()}
-    same = {key: entry.same for key, entry in entries.items() if entry.split in ("train", "")}
+    same = {entry.same for entry in entries.values() if entry.split in ("train", "")}
     for split in EVALUATED:
         others: dict[str, str] = {}
         for name in (name for name, entry in names.items() if entry.split == split):
@@ -131,7 +131,7 @@ def arrays_by_split(
                 "train": {},
                 "test": {names[name].rest or "inputs": name for name in others.values()},
             }
-        if others.keys() & same.values():
+        if others.keys() & same:
             word = {"valid": "val"}.get(split, split)
             tests = {
                 key: others.get(entry.same, f"{entry.rest}_{word}")

@@ -46,6 +46,7 @@ class PackedTokens(TokenFile):
     parts = TokenFile.parts
 
     def read(self, indices: np.ndarray) -> Batch:
+        self.mapped.check()
         rows = np.empty((len(indices), self.length + 1), np.int32)
         sizes, labeled = np.zeros((2, len(indices), 1), np.int64)
         columns = np.arange(self.length + 1)

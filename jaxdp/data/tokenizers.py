@@ -7,49 +7,36 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 
 from jaxdp.errors import UsageError, import_optional, one_line, suggest
 
-ENDS = (
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "[SEP]",
-)  # names of end_of_text in known vocabularies
+# Names of end_of_text in known vocabularies.
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
-class Tokenizer(Protocol):
-    """The tokenizer interface. size: of the vocabulary; ids are below it. end_of_text: the token
-    that ends a document.
+class Tokenizer:
+    """A tokenizer, which is made again, in another process too, from its kind and its arguments.
+
+    size: of the vocabulary; ids are below it. end_of_text: the token that ends a document. reserved:
+    its character, which no document may contain, "" if there is none.
 
     encode(text) returns integers [token]; decode(ids) returns the text; spec() returns the argument
     of `from_spec`."""
-
-    size: int
-    end_of_text: int | None
-
-    def encode(self, text: str) -> np.ndarray: ...
-
-    def decode(self, ids: Iterable[int]) -> str: ...
-
-    def spec(self) -> dict[str, Any]: ...
-
-
-class Builtin:
-    """A tokenizer that is made again, in another process too, from its kind and its arguments.
-
-    reserved: the character that is end_of_text, which no document may contain, "" if there is none.
-    """
 
     kind: ClassVar[str]
     arguments: ClassVar[tuple[str, ...]] = ()
     reserved: ClassVar[str] = ""
     size: int
     end_of_text: int | None
+
+    def encode(self, text: str) -> np.ndarray:
+        raise NotImplementedError
+
+    def decode(self, ids: Iterable[int]) -> str:
+        raise NotImplementedError
 
     def spec(self) -> dict[str, Any]:
         return {"kind": self.kind} | {name: getattr(self, name) for name in self.arguments}
@@ -58,7 +45,7 @@ class Builtin:
         return type(self), tuple(getattr(self, name) for name in self.arguments)
 
 
-class Byte(Builtin):
+class Byte(Tokenizer):
     """The bytes of UTF-8. Byte 0, which does not occur in text, ends a document."""
 
     kind = "byte"
@@ -74,7 +61,7 @@ class Byte(Builtin):
         return bytes(int(i) for i in ids).decode(errors="replace")
 
 
-class Char(Builtin):
+class Char(Tokenizer):
     """One token per character; alphabet: the distinct characters, in the order of their ids.
 
     If the alphabet has U+0000, it ends a document.
@@ -115,7 +102,7 @@ class Char(Builtin):
         return "".join(self.alphabet[int(i)] for i in ids)
 
 
-class Words(Builtin):
+class Words(Tokenizer):
     """One token per word between spaces, and <eos> at the end of each line; vocabulary: the words,
     in the order of ids.
 
@@ -153,7 +140,7 @@ class Words(Builtin):
         return re.sub(" ?<eos> ?", "\n", " ".join(self.vocabulary[int(i)] for i in ids))
 
 
-class File(Builtin):
+class File(Tokenizer):
     """A `tokenizer.json` of the `tokenizers` library; encodes all of a text, without special tokens
     or padding.
     """
@@ -194,7 +181,7 @@ class File(Builtin):
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
-class Named(Builtin):
+class Named(Tokenizer):
     """A vocabulary of the `tiktoken` library by its name, such as gpt2; downloaded once, then
     cached by tiktoken.
     """
