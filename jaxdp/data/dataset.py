@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxdp.data.example_order import RESET
-from jaxdp.data.parts import Part, array_part
+from jaxdp.data.parts import Part, array_part, bytes_of
 from jaxdp.data.split_names import check_one_split
 from jaxdp.errors import RunFailed, UsageError, check_one_of
 
@@ -410,7 +410,7 @@ def update(digest: Any, examples: Mapping[str, Any]) -> None:
     for key, value in sorted(examples.items()):
         value = np.asarray(value)
         digest.update(f"\n{key} {value.dtype.name} {value.shape}\n".encode())
-        digest.update(value.astype(value.dtype.newbyteorder("<")).tobytes())
+        digest.update(bytes_of(value))
 
 
 def _is_array(part: Any) -> bool:

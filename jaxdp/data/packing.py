@@ -12,7 +12,7 @@ import numpy as np
 from jaxdp.data.dataset import Arrays, Batch, check_split
 from jaxdp.data.documents import BLANK_LINES, MARK, RESERVED, is_lines, pieces
 from jaxdp.data.text import read_text
-from jaxdp.data.tokenizers import make_tokenizer, reserved
+from jaxdp.data.tokenizers import compact, make_tokenizer, reserved
 from jaxdp.data.windows import check_fraction
 from jaxdp.errors import UsageError, check_sizes
 
@@ -60,8 +60,7 @@ class Documents(Arrays):
             raise UsageError(
                 f"data.args.path: {path!r} has {len(texts)} documents, too few for two splits; add some"
             )
-        dtype = np.min_scalar_type(self.tokenizer.size - 1)
-        tokens = [self.tokenizer.encode(text).astype(dtype, copy=False) for text in chosen]
+        tokens = [compact(self.tokenizer, text) for text in chosen]
         super().__init__(**pack(tokens, length, self.tokenizer.end_of_text))
         self.classes, self.input_shape = self.tokenizer.size, (length,)
 

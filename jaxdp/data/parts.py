@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,22 +15,21 @@ class Part(NamedTuple):
     """
 
     size: float
-    pieces: Callable[[], Iterator[Any]]
+    pieces: Callable[[], Iterator[bytes]]
+
+
+def bytes_of(array: np.ndarray) -> bytes:
+    """Return the contents of an array in little-endian order."""
+    return array.astype(array.dtype.newbyteorder("<")).tobytes()
 
 
 def array_part(array: np.ndarray, rows: np.ndarray | None = None) -> Part:
     """Return the part of an array, or of some of its rows, as little-endian bytes."""
     count, each = len(array) if rows is None else len(rows), max(1, array[:1].nbytes)
 
-    def pieces() -> Iterator[Any]:
+    def pieces() -> Iterator[bytes]:
         for i in range(0, count, step := max(1, PIECE // each)):
-            piece = array[i : i + step] if rows is None else array[rows[i : i + step]]
-            yield (
-                np.ascontiguousarray(piece, piece.dtype.newbyteorder("<"))
-                .reshape(-1)
-                .view(np.uint8)
-                .data
-            )
+            yield bytes_of(array[i : i + step] if rows is None else array[rows[i : i + step]])
 
     return Part(count * each, pieces)
 

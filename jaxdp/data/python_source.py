@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxdp.data.dataset import check_split
-from jaxdp.data.text import bytes_of
+from jaxdp.data.text import byte_limit
 from jaxdp.data.tokenizers import Byte
 from jaxdp.data.windows import Windows
 from jaxdp.errors import UsageError
@@ -30,7 +30,7 @@ class PythonSource(Windows):
 
     def __init__(self, split: str = "train", length: int = 128, max_mb: float | None = None):
         check_split(split)
-        limit = bytes_of(max_mb)
+        limit = byte_limit(max_mb)
         root = Path(sysconfig.get_paths()["stdlib"])
         files = [
             path for path in _files(root) if _in_test(path.relative_to(root)) == (split == "test")

@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxdp.data.dataset import check_split, find_file
 from jaxdp.data.documents import check_format, decoded
-from jaxdp.data.tokenizers import Words, make_tokenizer
+from jaxdp.data.tokenizers import Words, compact, make_tokenizer
 from jaxdp.data.windows import Windows, check_fraction
 from jaxdp.errors import UsageError, check_one_of
 
@@ -43,8 +41,7 @@ class TextFile(Windows):
         self.tokenizer = make_tokenizer(tokenizer, lambda: text)
         if isinstance(self.tokenizer, Words):  # not within a word
             cut = 1 + max(text.rfind(space, 0, cut) for space in " \t\n")
-        tokens = self.tokenizer.encode(text[cut:] if split == "test" else text[:cut])
-        tokens = tokens.astype(np.min_scalar_type(self.tokenizer.size - 1), copy=False)
+        tokens = compact(self.tokenizer, text[cut:] if split == "test" else text[:cut])
         stride = stride if split == "train" else None
         super().__init__([tokens], length, stride, self.tokenizer.size, [str(path)])
 
@@ -72,9 +69,7 @@ class PennTreebank(Windows):
             Words(vocabulary) if vocabulary else Words.of(read_text(_ptb(root, "train")))
         )
         path = _ptb(root, split)
-        tokens = self.tokenizer.encode(read_text(path)).astype(
-            np.min_scalar_type(self.tokenizer.size - 1)
-        )
+        tokens = compact(self.tokenizer, read_text(path))
         stride = stride if split == "train" else None
         super().__init__([tokens], length, stride, self.tokenizer.size, [str(path)])
 
@@ -83,7 +78,7 @@ def read_text(path: str | Path, max_mb: float | None = None) -> str:
     """Read a UTF-8 file, at most `max_mb` MB (10^6 bytes), dropping a character cut off there.
     Raises UsageError.
     """
-    limit, file = bytes_of(max_mb), Path(path).expanduser()
+    limit, file = byte_limit(max_mb), Path(path).expanduser()
     try:
         check_format(file, "data.args.path")
         with file.open("rb") as opened:
@@ -96,7 +91,7 @@ def read_text(path: str | Path, max_mb: float | None = None) -> str:
         ) from None
 
 
-def bytes_of(max_mb: float | None) -> int | None:
+def byte_limit(max_mb: float | None) -> int | None:
     """Return the number of bytes of the argument `max_mb`. Raises UsageError."""
     if max_mb is not None and not max_mb > 0:
         raise UsageError(f"data.args.max_mb: {max_mb} must be greater than 0, or null for all")

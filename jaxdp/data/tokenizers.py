@@ -242,6 +242,12 @@ def make_tokenizer(
     return File(name) if name.endswith(".json") else Named(name)
 
 
+def compact(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """Return the tokens of a text in the smallest dtype of unsigned integers."""
+    dtype = np.min_scalar_type(tokenizer.size - 1)
+    return tokenizer.encode(text).astype(dtype, copy=False)
+
+
 def reserved(name: str | Mapping[str, Any]) -> str:
     """Return the character that no document may contain, "" if there is none. name: as in
     `make_tokenizer`.
