@@ -62,7 +62,7 @@ SECTIONS: dict[str, tuple[str, list[str]]] = {
             "jaxdp.data.text.PennTreebank",
             "jaxdp.data.packing.Documents",
             "jaxdp.data.token_file.TokenFile",
-            "jaxdp.data.packed.PackedTokens",
+            "jaxdp.data.packing.PackedTokens",
             "jaxdp.data.mixture.Mixture",
             "jaxdp.data.stream.Stream",
             "jaxdp.data.transforms.Mixup",

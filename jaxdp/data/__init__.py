@@ -13,7 +13,7 @@ SOURCES = {
     "MNIST": "jaxdp.data.mnist.MNIST",
     "Mixture": "jaxdp.data.mixture.Mixture",
     "Npz": "jaxdp.data.npz.Npz",
-    "PackedTokens": "jaxdp.data.packed.PackedTokens",
+    "PackedTokens": "jaxdp.data.packing.PackedTokens",
     "PennTreebank": "jaxdp.data.text.PennTreebank",
     "PythonSource": "jaxdp.data.python_source.PythonSource",
     "Stream": "jaxdp.data.stream.Stream",

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxdp.data import PackedTokens
-from jaxdp.data import packed as module
+from jaxdp.data import packing as module
 from jaxdp.errors import UsageError
 
 END = 0
