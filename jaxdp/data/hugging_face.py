@@ -48,7 +48,7 @@ class HuggingFace(Examples):
             size = len(loaded)
         except IndexError:  # there is no file of rows
             size = 0
-        except (FileNotFoundError, ValueError, OSError) as error:
+        except (ValueError, OSError) as error:
             raise UsageError(
                 f"data.args.path: cannot load {path!r} ({one_line(error)}); give a folder that save_to_disk wrote"
             ) from None
@@ -60,14 +60,13 @@ class HuggingFace(Examples):
                 raise UsageError(
                     f"data.args.columns.{key}: no column {column!r}; it is one of {', '.join(loaded.column_names)}"
                 )
-        if "labels" in self.columns:
-            column = self.columns["labels"]
-            labels = loaded.select_columns(column).with_format("numpy")
-            check_labels(lambda rows: labels[rows.tolist()][column], size, f"data: {title}")
-        feature = loaded.features[self.columns["labels"]] if "labels" in self.columns else None
+        if label := self.columns.get("labels"):
+            labels = loaded.select_columns(label).with_format("numpy")
+            check_labels(lambda rows: labels[rows.tolist()][label], size, f"data: {title}")
         super().__init__(
             loaded.select_columns([*dict.fromkeys(self.columns.values())]).with_format("numpy")
         )
+        feature = loaded.features.get(label)
         if isinstance(feature, datasets.ClassLabel):
             self.classes, self.class_names = feature.num_classes, feature.names
         if "inputs" in self.spec:

@@ -151,14 +151,15 @@ def _write(
 ) -> dict:
     dtype = np.dtype("<u2" if tokenizer.size <= 1 << 16 else "<u4")
     end = np.array([] if tokenizer.end_of_text is None else [tokenizer.end_of_text], dtype)
-    writers = {kind: Writer(folder, kind, dtype, shard_tokens) for kind in ranges}
-    for kind, writer in writers.items():
-        with contextlib.closing(writer):
-            for text, ends in _texts(ranges[kind], reserved):
+    counts, shards = dict[str, int](), dict[str, int]()
+    for kind, parts in ranges.items():
+        with contextlib.closing(Writer(folder, kind, dtype, shard_tokens)) as writer:
+            for text, ends in _texts(parts, reserved):
                 writer.write(tokenizer.encode(text))
                 if ends:
                     writer.write(end)
-    counts = {kind: sum(writer.shards.values()) for kind, writer in writers.items()}
+        counts[kind] = sum(writer.shards.values())
+        shards |= writer.shards
     spec = tokenizer.spec()
     if isinstance(tokenizer, File):  # make the folder self-contained
         shutil.copyfile(tokenizer.path, folder / "tokenizer.json")
@@ -170,9 +171,7 @@ def _write(
         "dtype": dtype.name,
         "end_of_text": tokenizer.end_of_text,
         "counts": counts,
-        "shards": {
-            name: count for writer in writers.values() for name, count in writer.shards.items()
-        },
+        "shards": shards,
     }
     with (folder / META).open("w", encoding="utf-8") as file:
         file.write(json.dumps(meta, indent=1) + "\n")
