@@ -13,11 +13,6 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-# With fewer channels, strided convolutions move pixels to channels: a processor reads 16 floats at
-# once.
-FEW = 16
-Pads = list[tuple[int, int]]
-
 
 def on_cpu() -> bool:
     """Return True if programs run on the CPU by default, and so should use the formulas for it."""
@@ -94,18 +89,11 @@ ad.defbilinear(_of_kernel, _gradient_of_x, _gradient_of_kernel)
 batching.primitive_batchers[_of_kernel] = _batched
 
 
-def unfused(x: jax.Array) -> jax.Array:
-    """Return x, on CPU with a fusion barrier: a sum of products that reads it is ten times slower
-    if fused with it.
-    """
-    return lax.optimization_barrier(x) if on_cpu() else x
-
-
 def convolve(
     x: jax.Array,
     kernel: jax.Array,
     strides: Sequence[int],
-    pads: Pads,
+    pads: Sequence[tuple[int, int]],
     *,
     lhs_dilation: Sequence[int] = (1, 1),
     rhs_dilation: Sequence[int] = (1, 1),
@@ -116,91 +104,34 @@ def convolve(
     """Convolve x[example, height, width, input] with kernel[height, width, input, output]; for
     `ConvBN`'s `nnx.Conv`.
 
-    On CPU, on images not smaller than the window, it drops kernel taps that see only padding (a 3x3
-    kernel on a one-pixel image becomes a matrix product). With strides, or one pixel of output, it
-    gathers patches and multiplies them (Chellapilla et al. 2006, "High Performance Convolutional
-    Neural Networks for Document Processing"); the gradients are products too. Other cases call
+    On CPU, with strides or one pixel of output, it gathers the patches of the image and multiplies
+    them (Chellapilla et al. 2006, "High Performance Convolutional Neural Networks for Document
+    Processing"); the gradients are products too. Taps of the kernel that see only padding are left
+    out: a 3x3 kernel on a one-pixel image is one matrix. Other cases call
     `lax.conv_general_dilated`. Raises ValueError for dilation or groups."""
     if {*lhs_dilation, *rhs_dilation, feature_group_count} != {1}:
         raise ValueError("convolve: it neither dilates nor groups")
-    if not on_cpu() or min(_outputs(x.shape[1:3], kernel.shape[:2], strides, pads)) < 1:
+    sizes, window = x.shape[1:3], kernel.shape[:2]
+    dims = list(zip(sizes, window, strides, pads, strict=True))
+    height, width = ((n + sum(pad) - k) // s + 1 for n, k, s, pad in dims)
+    by_patches = tuple(strides) != (1, 1) or (height, width) == (1, 1)
+    if not on_cpu() or not by_patches or min(height, width) < 1:
         return lax.conv_general_dilated(
             x, kernel, strides, pads, dimension_numbers=dimension_numbers, **options
         )
-    kernel, pads = _crop_kernel(x.shape[1:3], kernel, strides, pads)
-    height, width = _outputs(x.shape[1:3], kernel.shape[:2], strides, pads)
-    if tuple(strides) == (1, 1) and (height, width) != (1, 1):
-        return lax.conv_general_dilated(
-            x, kernel, strides, pads, dimension_numbers=dimension_numbers, **options
-        )
-    if x.shape[3] < FEW and all(k >= s for k, s in zip(kernel.shape[:2], strides, strict=True)):
-        x, kernel = _blocks(x, kernel, strides, pads, (height, width))
-        strides, pads = (1, 1), [(0, 0), (0, 0)]
-    return product(
-        _patches(x, kernel.shape[:2], strides, pads), kernel.reshape(-1, kernel.shape[3]), **options
-    )
-
-
-def _outputs(
-    sizes: Sequence[int], window: Sequence[int], strides: Sequence[int], pads: Pads
-) -> tuple[int, ...]:
-    return tuple(
-        (n + sum(p) - k) // s + 1 for n, k, s, p in zip(sizes, window, strides, pads, strict=True)
-    )
-
-
-def _crop_kernel(
-    sizes: Sequence[int], kernel: jax.Array, strides: Sequence[int], pads: Pads
-) -> tuple[jax.Array, Pads]:
-    """Crop the kernel to the taps that see the image for some output; return it with the matching
-    padding.
-    """
-    outputs, crops, new_pads = _outputs(sizes, kernel.shape[:2], strides, pads), [], []
-    for n, k, s, (low, high), o in zip(
-        sizes, kernel.shape[:2], strides, pads, outputs, strict=True
-    ):
-        taps = [t for t in range(k) if any(0 <= i * s + t - low < n for i in range(o))] or [
-            0,
-            k - 1,
-        ]
-        crops.append(slice(taps[0], taps[-1] + 1))
-        new_pads.append((low - taps[0], high - (k - 1 - taps[-1])))
-    return kernel[tuple(crops)], new_pads
-
-
-def _patches(x: jax.Array, window: Sequence[int], strides: Sequence[int], pads: Pads) -> jax.Array:
-    """Return the patch of each output pixel: [example, height, width, tap x channel]."""
-    height, width = _outputs(x.shape[1:3], window, strides, pads)
-    x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *((*p, 0) for p in pads), (0, 0, 0)])
     down, right = strides
-    ends = (height - 1) * down + 1, (width - 1) * right + 1
-    taps = [(i, j) for i in range(window[0]) for j in range(window[1])]
-    return jnp.concatenate(
-        [x[:, i : i + ends[0] : down, j : j + ends[1] : right] for i, j in taps], -1
+    last_row, last_column = (height - 1) * down, (width - 1) * right
+    rows, columns = (
+        range(max(0, low - last), min(k, n + low))
+        for (n, k, _, (low, _)), last in zip(dims, (last_row, last_column), strict=True)
     )
-
-
-def _blocks(
-    x: jax.Array, kernel: jax.Array, strides: Sequence[int], pads: Pads, outputs: Sequence[int]
-) -> tuple[jax.Array, jax.Array]:
-    """Convert to a convolution with stride 1: the pixels of each block of the strides' size become
-    channels. Pads the kernel with zeros to full blocks, and leaves out pixels after the last
-    window: 0 x NaN would be NaN."""
-    across = [-(-k // s) for k, s in zip(kernel.shape[:2], strides, strict=True)]
-    padded = [(o + b - 1) * s for o, b, s in zip(outputs, across, strides, strict=True)]
-    ends = [(o - 1) * s + k for o, s, k in zip(outputs, strides, kernel.shape[:2], strict=True)]
-    x = x[:, : max(0, ends[0] - pads[0][0]), : max(0, ends[1] - pads[1][0])]
-    fit = [
-        (low, size - n - low, 0)
-        for n, size, (low, _) in zip(x.shape[1:3], padded, pads, strict=True)
+    x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *((*pad, 0) for pad in pads), (0, 0, 0)])
+    # The pixels that one tap sees, one for each output, are a slice of the image with strides.
+    patches = [
+        x[:, i : i + last_row + 1 : down, j : j + last_column + 1 : right]
+        for i in rows
+        for j in columns
     ]
-    x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *fit, (0, 0, 0)])
-    fill = [(0, b * s - k) for b, s, k in zip(across, strides, kernel.shape[:2], strict=True)]
-    kernel = jnp.pad(kernel, [*fill, (0, 0), (0, 0)])
-    (down, right), channels = strides, x.shape[3]
-    x = x.reshape(
-        x.shape[0], padded[0] // down, down, padded[1] // right, right, channels
-    ).swapaxes(2, 3)
-    kernel = kernel.reshape(across[0], down, across[1], right, channels, -1).swapaxes(1, 2)
-    inside = down * right * channels
-    return x.reshape(*x.shape[:3], inside), kernel.reshape(*across, inside, kernel.shape[-1])
+    kernel = kernel[rows.start : rows.stop, columns.start : columns.stop]
+    matrix = kernel.reshape(-1, kernel.shape[3])
+    return product(jnp.concatenate(patches, -1), matrix, **options)

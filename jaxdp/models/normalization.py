@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdp.cpu import unfused
 from jaxdp.logits import wide
 
 
@@ -47,7 +46,7 @@ def standardize(x: jax.Array, epsilon: float, center: bool) -> jax.Array:
 def _(epsilon: float, center: bool, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple:
     (x,), (change,) = primals, tangents
     y, inverse = _parts(x, epsilon, center)
-    tangent = change - y * unfused(jnp.broadcast_to(_mean(y * change), x.shape))
+    tangent = change - y * _mean(y * change)
     return y, inverse * (tangent - _mean(change) if center else tangent)
 
 
