@@ -25,6 +25,7 @@ from flax.traverse_util import unflatten_dict
 
 from jaxdp.axes import DATA, REPLICA, SHARD
 from jaxdp.errors import UsageError
+from jaxdp.logits import wide
 from jaxdp.precision import cast_floats
 
 CARRY = "carry"
@@ -194,15 +195,19 @@ def _inside(name: str, f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def rehearse(
-    call: Callable[[Any, Any], Any], params: Any, model_state: Any, batch: dict[str, Any]
+    apply: Callable, params: Any, model_state: Any, batch: dict[str, Any], key: jax.Array
 ) -> None:
-    """Trace call(params, model_state) once, to discover the axes and RNG streams that it uses
-    before the real trace, which then reports the error if there is one."""
+    """Trace a training call of `Model.apply` once, to discover the axes and RNG streams that it
+    uses before the real trace, which then reports the error if there is one."""
     dtypes = (jnp.asarray(x).dtype for x in batch.values())
     dtype = next((x for x in dtypes if jnp.issubdtype(x, jnp.floating)), jnp.dtype(jnp.float32))
-    state = cast_floats(model_state, jnp.promote_types(dtype, jnp.float32))
+    state = cast_floats(model_state, wide(dtype))
+
+    def training(params: Any, state: Any) -> Any:
+        return apply(params, state, batch, key, True)
+
     try:
-        jax.eval_shape(call, cast_floats(params, dtype), state)
+        jax.eval_shape(training, cast_floats(params, dtype), state)
     except NameError as error:
         if named(UNBOUND, error) not in MESH:  # `bind_axes` reports these
             raise

@@ -37,9 +37,7 @@ def from_functions(init: Callable, apply: Callable) -> Model:
     def init_(key: jax.Array, batch: dict[str, Any]) -> tuple[Any, Any]:
         args, kwargs = call_arguments(functools.partial(init, key), batch, False, key)
         params, state = as_pair("init", init(key, *args, **kwargs), "params")
-        rehearse(
-            lambda params, state: apply_(params, state, batch, key, True), params, state, batch
-        )
+        rehearse(apply_, params, state, batch, key)
         return params, state
 
     def apply_(

@@ -25,18 +25,6 @@ def from_linen(module: linen.Module) -> Model:
     streams = {"dropout"}  # and those that `rehearse` discovers
     sown: set[tuple[str, str]] = set()
 
-    def run(
-        variables: Any,
-        batch: dict[str, jax.Array],
-        key: jax.Array,
-        train: bool,
-        rngs: Any,
-        mutable: Any,
-    ) -> Any:
-        args, kwargs = call_arguments(module.__call__, batch, train, key)
-        called = module if train else evaluated
-        return called.apply(variables, *args, rngs=rngs, mutable=list(mutable) or False, **kwargs)
-
     def keys(key: jax.Array, names: set[str]) -> dict[str, jax.Array]:
         def number(name):
             return 1 if name == "dropout" else zlib.crc32(name.encode())
@@ -46,6 +34,21 @@ def from_linen(module: linen.Module) -> Model:
             for name in sorted(names)
         }
 
+    def run(
+        params: Any,
+        model_state: Any,
+        batch: dict[str, jax.Array],
+        key: jax.Array,
+        train: bool,
+        names: set[str],
+    ) -> tuple[Any, Any]:
+        """Return (outputs, collections that changed), with keys for the RNG streams `names`."""
+        args, kwargs = call_arguments(module.__call__, batch, train, key)
+        variables, rngs = {"params": params, **model_state}, keys(key, names)
+        mutable = [name for name in model_state if train or name == CARRY]
+        called = module if train else evaluated
+        return called.apply(variables, *args, rngs=rngs, mutable=mutable, **kwargs)
+
     def init(key: jax.Array, batch: dict[str, jax.Array]) -> tuple[Any, Any]:
         args, kwargs = call_arguments(module.__call__, batch, False, key)
         with recorded_sow(sown):
@@ -53,37 +56,31 @@ def from_linen(module: linen.Module) -> Model:
                 evaluated.init(keys(key, {"params", "dropout"}), *args, **kwargs)
             )
             params, state = variables.pop("params", {}), dict(variables)
-            rehearse(
-                lambda params, state: rehearsed(params, state, batch, key), params, state, batch
-            )
+            rehearse(discover_streams, params, state, batch, key)
         user_errors.refuse_losses(sorted(sown))
-        return params, {
-            k: tree for k, tree in state.items() if k not in {collection for collection, _ in sown}
-        }
+        for collection, _ in sown:
+            state.pop(collection, None)
+        return params, state
 
-    def rehearsed(params: Any, state: Any, batch: dict[str, jax.Array], key: jax.Array) -> Any:
-        """Trace a training call; add each RNG stream that lacks a key to `streams` and retry."""
+    def discover_streams(*call: Any) -> Any:
+        """Run; add each RNG stream that lacks a key to `streams` and retry."""
         while True:
             try:
-                return run({"params": params, **state}, batch, key, True, keys(key, streams), state)
+                return run(*call, names=streams)
             except errors.InvalidRngError as error:
                 name = named(r'PRNG for "(.+?)"', error)
-                name = (
-                    "params" if name in streams else name
-                )  # a lifted transformation did not pass the stream on
+                if name in streams:  # a lifted transformation did not pass the stream on
+                    name = "params"
                 if not name or name in streams:
                     raise
                 streams.add(name)
 
     def apply(
         params: Any, model_state: Any, batch: dict[str, jax.Array], key: jax.Array, train: bool
-    ):
-        mutable = [name for name in model_state if train or name == CARRY]
-        rngs = keys(key, {"params", *streams} if train else {"params", *streams} - {"dropout"})
-        result = run({"params": params, **model_state}, batch, key, train, rngs, mutable)
-        if not mutable:
-            return result, model_state
-        return result[0], keep_dtypes(model_state, model_state | result[1])
+    ) -> tuple[Any, Any]:
+        names = {"params", *streams} - (set() if train else {"dropout"})
+        outputs, changed = run(params, model_state, batch, key, train, names)
+        return outputs, keep_dtypes(model_state, model_state | changed)
 
     def trained(params, state):
         return evaluated.bind({"params": params, **state})
@@ -119,20 +116,14 @@ def in_evaluation(module: linen.Module) -> linen.Module:
             or (isinstance(x, linen.Module) and x is not module)
         ):
             return x
-        old = {
-            f.name: getattr(x, f.name)
-            for f in dataclasses.fields(x)
-            if f.init and hasattr(x, f.name)
-        }
-        new = {
-            k: evaluation[k] if k in evaluation and isinstance(v, bool) else convert(v)
-            for k, v in old.items()
-        }
-        changes: dict[str, Any] = {k: v for k, v in new.items() if v is not old[k]}
-        return (
-            (x.clone(**changes) if x is module else dataclasses.replace(x, **changes))
-            if changes
-            else x
-        )
+        changes: dict[str, Any] = {}
+        for field in dataclasses.fields(x):
+            old = getattr(x, field.name, None)
+            new = evaluation.get(field.name, old) if isinstance(old, bool) else convert(old)
+            if field.init and new is not old:
+                changes[field.name] = new
+        if not changes:
+            return x
+        return x.clone(**changes) if x is module else dataclasses.replace(x, **changes)
 
     return convert(module)

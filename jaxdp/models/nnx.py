@@ -41,12 +41,11 @@ class Blocks(nnx.Module):
 
     def __init__(self, make: Callable[[nnx.Rngs], nnx.Module], count: int, *, rngs: nnx.Rngs):
         self.stack = nnx.vmap(make)(rngs.split(count))
-        self.path = ""  # the path in the model; `from_nnx` sets it
         self.reading: Reading | None = None  # how the training step reads the parameters
 
     def __call__(self, x: Any, *args: Any) -> Any:
-        graph, *states = nnx.split(self.stack, nnx.Param, ...)
-        kinds, rest = nnx.to_flat_state(states[0]), states[1]
+        graph, variables, rest = nnx.split(self.stack, nnx.Param, ...)
+        kinds = nnx.to_flat_state(variables)
 
         def block(params: Any, x: Any, rest: nnx.State) -> tuple[Any, nnx.State]:
             module = nnx.merge(graph, _to_state(kinds, params), rest, copy=True)
@@ -104,63 +103,50 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         stacks[:] = [
             (*path, "stack") for path, part in nnx.iter_modules(module) if isinstance(part, Blocks)
         ]
-        for path, part in nnx.iter_modules(module):
-            if isinstance(part, Blocks):
-                part.path = "/".join(map(str, (*path, "stack")))
         for train in (False, True):
             _set_mode(module, train)
             graphs[train], state = nnx.split(module)
         return state
 
     state = jax.eval_shape(make_state, jax.eval_shape(lambda: jax.random.key(0)))
-    kinds = [
-        nnx.to_flat_state(part)
-        for part in nnx.split_state(state, nnx.Param, nnx.RngState, Carry, ...)
-    ]
-    params_kind, rng_kind, carry_kind, rest_kind = kinds
-    known = {path for kind in kinds for path, _ in kind}
+    known = {path for path, _ in nnx.to_flat_state(state)}
+    params_kind, rng_kind, carry_kind, rest_kind = _by_kind(state)
 
-    def init(key: jax.Array, batch: dict[str, jax.Array]) -> tuple[Any, Any]:
-        states = nnx.split_state(make_state(key), nnx.Param, nnx.RngState, Carry, ...)
-        params, _, carry, rest = (_to_dict(nnx.to_flat_state(state)) for state in states)
-        model_state = {**rest, CARRY: for_each_example(carry, batch)} if carry_kind else rest
-        rehearse(
-            lambda params, state: apply(params, state, batch, key, True), params, model_state, batch
-        )
-        return params, model_state
-
-    def swap_dims(path: tuple, x: jax.Array) -> jax.Array:
+    def swap_dims(carry: dict[str, Any]) -> dict[str, Any]:
         """Swap the first two dims of stacked blocks' carry: [example, block, ...] to and from
         [block, example, ...].
         """
-        return x.swapaxes(0, 1) if any(path[: len(stack)] == stack for stack in stacks) else x
 
-    def merge(params: Any, model_state: Any, carry: list[Any], key: jax.Array, train: bool) -> Any:
+        def swapped(path: tuple) -> jax.Array:
+            x = at(carry, path)
+            return x.swapaxes(0, 1) if any(path[: len(stack)] == stack for stack in stacks) else x
+
+        return nest((path, swapped(path)) for path, _ in carry_kind)
+
+    def merge(params: Any, rest: Any, carry: Any, key: jax.Array, train: bool) -> Any:
+        """Return the module with these values, and with RNG streams that start at `key`."""
         rngs = [(path, v.replace(_restart(v, key, i))) for i, (path, v) in enumerate(rng_kind)]
-        states = (
-            _to_state(params_kind, params),
-            nnx.from_flat_state(rngs),
-            nnx.from_flat_state(carry),
-        )
-        return nnx.merge(graphs[train], *states, _to_state(rest_kind, model_state), copy=True)
+        trees = ((params_kind, params), (carry_kind, carry), (rest_kind, rest))
+        states = [_to_state(kinds, tree) for kinds, tree in trees]
+        return nnx.merge(graphs[train], nnx.from_flat_state(rngs), *states, copy=True)
 
-    def trained(params: Any, model_state: Any) -> Any:
-        carry = [
-            (path, v.replace(jnp.zeros(v.get_value().shape, v.get_value().dtype)))
-            for path, v in carry_kind
-        ]
-        return merge(params, model_state, carry, jax.random.key(0), False)
+    def init(key: jax.Array, batch: dict[str, jax.Array]) -> tuple[Any, Any]:
+        params, _, carry, model_state = map(_to_dict, _by_kind(make_state(key)))
+        if carry:
+            model_state[CARRY] = for_each_example(carry, batch)
+        rehearse(apply, params, model_state, batch, key)
+        return params, model_state
 
     def read_blocks(params: Any, per_block: PerBlock) -> tuple[Any, dict[tuple, Reading]]:
         """Return the parameters as arrays, and how the outermost blocks read their own."""
-        readings = {}
+        readings, params = {}, jax.tree.map(lambda x: x, params)
         for path in outermost(stacks):
-            stored = at(params, path)
+            parent = at(params, path[:-1])
+            stored = parent["stack"]
             # With sharded parameters this gathers all blocks, for a model that reads its variables
             # outside of the scan. No other model uses the result, and the compiler removes it.
-            full = per_block.reader.read(stored)
+            full = parent["stack"] = per_block.reader.read(stored)
             readings[path] = Reading(full, stored, per_block)
-            params = replaced(params, path, full)
         return params, readings
 
     def apply(
@@ -170,29 +156,29 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         key: jax.Array,
         train: bool,
         per_block: PerBlock = PLAIN,
-    ):
+    ) -> tuple[Any, Any]:
         params, readings = read_blocks(params, per_block)
-        carry = [
-            (path, v.replace(swap_dims(path, at(model_state[CARRY], path))))
-            for path, v in carry_kind
-        ]
+        carry = swap_dims(model_state.get(CARRY, {}))
         module = merge(params, model_state, carry, key, train)
         for path, part in nnx.iter_modules(module):
             if isinstance(part, Blocks):
                 part.reading = readings.get((*path, "stack"))
         args, kwargs = call_arguments(module.__call__, batch, train, key)
         outputs = module(*args, **kwargs)
-        new = dict(nnx.to_flat_state(nnx.state(module)))
-        sown = ((p, v) for p, v in new.items() if p not in known or isinstance(v, nnx.Intermediate))
+        variables = dict(nnx.to_flat_state(nnx.state(module)))
         user_errors.refuse_losses(
-            ("/".join(map(str, path)), getattr(v, "type", type(v)).__name__) for path, v in sown
+            ("/".join(map(str, path)), getattr(v, "type", type(v)).__name__)
+            for path, v in variables.items()
+            if path not in known or isinstance(v, nnx.Intermediate)
         )
-        rest = _to_dict([(path, new[path]) for path, _ in rest_kind])
+        new = _to_dict((path, variables[path]) for path, _ in rest_kind)
         if carry_kind:
-            rest[CARRY] = nest(
-                (path, swap_dims(path, new[path].get_value())) for path, _ in carry_kind
-            )
-        return outputs, keep_dtypes(model_state, rest)
+            new[CARRY] = swap_dims(_to_dict((path, variables[path]) for path, _ in carry_kind))
+        return outputs, keep_dtypes(model_state, new)
+
+    def trained(params: Any, model_state: Any) -> Any:
+        carry = jax.tree.map(jnp.zeros_like, _to_dict(carry_kind))
+        return merge(params, model_state, carry, jax.random.key(0), False)
 
     return Model(init, apply, tuple("/".join(map(str, path)) for path in stacks), trained)
 
@@ -242,12 +228,12 @@ def _as_they_are(arrays: Any, **more: Any) -> Any:
 
 
 def _restart(variable: nnx.Variable, key: jax.Array, i: int) -> jax.Array:
-    """The value of the i-th RNG variable: a key of its own, or a count of zero."""
-    if issubclass(variable.type, nnx.RngKey):
-        new = jax.random.fold_in(key, i)
-        shape = variable.get_value().shape
-        return jax.random.split(new, shape) if shape else new
-    return jnp.zeros(variable.get_value().shape, variable.get_value().dtype)
+    """Return the value of the i-th RNG variable: a separate key, or a count of zero."""
+    value = variable.get_value()
+    if not issubclass(variable.type, nnx.RngKey):
+        return jnp.zeros_like(value)
+    new = jax.random.fold_in(key, i)
+    return jax.random.split(new, value.shape) if value.shape else new
 
 
 def outermost(paths: Sequence[tuple]) -> list[tuple]:
@@ -255,12 +241,10 @@ def outermost(paths: Sequence[tuple]) -> list[tuple]:
     return [path for path in paths if not any(path[: len(p)] == p for p in paths if p != path)]
 
 
-def replaced(tree: dict[str, Any], path: tuple, value: Any) -> dict[str, Any]:
-    """Return nested dicts with another value at a path."""
-    if not path:
-        return value
-    name = str(path[0])
-    return {**tree, name: replaced(tree[name], path[1:], value)}
+def _by_kind(state: nnx.State) -> list[Any]:
+    """Return the (path, variable) pairs of the parameters, RNG streams, carry, and the rest."""
+    kinds = nnx.split_state(state, nnx.Param, nnx.RngState, Carry, ...)
+    return [nnx.to_flat_state(kind) for kind in kinds]
 
 
 def _to_dict(flat: Any) -> dict[str, Any]:
@@ -269,9 +253,8 @@ def _to_dict(flat: Any) -> dict[str, Any]:
 
 
 def _to_state(kinds: Any, tree: dict[str, Any]) -> nnx.State:
+    """Return the variables of these kinds [(path, variable)] with the values of nested dicts."""
+    values = ((path, kind, at(tree, path)) for path, kind in kinds)
     return nnx.from_flat_state(
-        [
-            (path, x.replace(at(tree, path)) if isinstance(x, nnx.Variable) else at(tree, path))
-            for path, x in kinds
-        ]
+        (path, kind.replace(x) if isinstance(kind, nnx.Variable) else x) for path, kind, x in values
     )

@@ -263,7 +263,7 @@ def test_training_is_the_same_on_one_device_and_eight(name):
         )  # fmt: skip
     error, where = max(
         toys.relative_error(getattr(eight[1], name), getattr(one[1], name))
-        for name in ("params", "model_state", "carry")
+        for name in ("params", "model_state", "kept")
     )
     assert error < 1e-12, where
     assert (
