@@ -42,73 +42,75 @@ def from_equinox(make: Callable[..., Any]) -> Model:
     include padding (copies of a real example), which exists only if the batch does not split evenly
     into microbatches. Raises UsageError if `make` does not return an Equinox module."""
     module, state = eqx.filter_eval_shape(build, make, jax.random.key(0))
-    name, axis = type(module).__name__, axis_of(module)
-    modes = {train: eqx.nn.inference_mode(module, not train) for train in (True, False)}
-    leaves, structure = leaves_of(module, state), jax.tree.structure(state)
-    state_count = len(jax.tree.leaves(state))
-    first = len(leaves) - state_count  # index of the first state leaf
+    name, axis, leaves = type(module).__name__, axis_of(module), leaves_of(module, state)
+    stateful = bool(jax.tree.leaves(state))
     if not callable(module):
         raise UsageError(f"model: {name} has no __call__; give it one, of one example")
-    stateful = "state" in inspect.signature(module.__call__).parameters
-    if state_count and not stateful:
+    takes_state = "state" in inspect.signature(module.__call__).parameters
+    if stateful and not takes_state:
         raise UsageError(
             f"model: {name} has state, but its __call__ does not take it; add the argument state"
         )
+    structure = jax.tree.structure((eqx.filter(module, is_array), state))
+
+    def fill(values: Any, train: bool) -> tuple[Any, eqx.nn.State]:
+        """Return (the module, its state) with these values of its arrays, in leaf order."""
+        arrays, state = jax.tree.unflatten(structure, values)
+        return eqx.combine(arrays, eqx.nn.inference_mode(module, not train)), state
+
+    def read(params: Any, model_state: Any, leaf: Leaf) -> Any:
+        return at(params if leaf.kind == PARAMS else model_state, leaf.path)
 
     def init(key: jax.Array, batch: dict[str, jax.Array]) -> tuple[Any, Any]:
-        trees = grouped(leaves_of(*build(make, key)))
-        return trees[PARAMS], with_carry(trees, for_each_example(trees[CARRY], batch))
+        params, model_state = nested(leaves_of(*build(make, key)))
+        if CARRY in model_state:
+            model_state[CARRY] = for_each_example(model_state[CARRY], batch)
+        return params, model_state
 
     def apply(
         params: Any, model_state: Any, batch: dict[str, jax.Array], key: jax.Array, train: bool
-    ):
-        trees = {PARAMS: params, STATE: model_state, CARRY: model_state.get(CARRY, {})}
-        values = [at(trees[leaf.kind], leaf.path) for leaf in leaves]
+    ) -> tuple[Any, Any]:
+        values = {i: read(params, model_state, leaf) for i, leaf in enumerate(leaves)}
+        carry = {i: x for i, x in values.items() if leaves[i].kind == CARRY}
 
         def run_example(
             example: dict[str, jax.Array], row: jax.Array, carry: dict[int, jax.Array]
-        ) -> Any:
-            inputs = [carry.get(i, x) for i, x in enumerate(values)]
-            call = with_arrays(modes[train], inputs[:first]).__call__
-            entries = (
-                {**example, "state": jax.tree.unflatten(structure, inputs[first:])}
-                if stateful
-                else example
-            )
-            args, kwargs = call_arguments(call, entries, train, jax.random.fold_in(key, row))
-            result = call(*args, **kwargs)
-            if not stateful:
-                return result, {}, {}
-            if not (
-                isinstance(result, tuple)
-                and len(result) == 2
-                and isinstance(result[1], eqx.nn.State)
-            ):
+        ) -> tuple[Any, dict[int, jax.Array], dict[int, jax.Array]]:
+            called, state = fill((values | carry).values(), train)
+            entries = {**example, "state": state} if takes_state else example
+            example_key = jax.random.fold_in(key, row)
+            args, kwargs = call_arguments(called.__call__, entries, train, example_key)
+            result = called(*args, **kwargs)
+            if takes_state and not has_state(result):
                 raise UsageError(f"model: {name} takes state, so it must return (outputs, state)")
-            new = dict(enumerate(jax.tree.leaves(result[1]), first))
-            return (
-                result[0],
-                {i: x for i, x in new.items() if i not in carry},
-                {i: new[i] for i in carry},
-            )
+            outputs, state = result if takes_state else (result, state)
+            new = dict(enumerate(jax.tree.leaves((eqx.filter(called, is_array), state))))
+            shared = {i: x for i, x in new.items() if i not in carry}
+            return outputs, shared, {i: new[i] for i in carry}
 
         rows = jnp.arange(len(next(iter(batch.values()))))
-        carry = {i: x for i, x in enumerate(values) if leaves[i].kind == CARRY}
         with explain_unequal_state(name, axis):
             run_batch = jax.vmap(run_example, out_axes=(0, None, 0), axis_name=axis)
             outputs, shared, carry = run_batch(batch, rows, carry)
-        new = {**dict(enumerate(values)), **shared, **carry}
-        trees = grouped([leaf._replace(value=new[i]) for i, leaf in enumerate(leaves)])
-        return outputs, keep_dtypes(model_state, with_carry(trees, trees[CARRY]))
+        new = shared | carry
+        _, new_state = nested([leaf._replace(value=new[i]) for i, leaf in enumerate(leaves)])
+        return outputs, keep_dtypes(model_state, new_state)
 
     def traced(
         params: Any, model_state: Any, batch: dict[str, jax.Array], key: jax.Array, train: bool
-    ):
-        return trace_off_mesh(
-            functools.partial(apply, train=train), params, model_state, batch, key
-        )
+    ) -> tuple[Any, Any]:
+        call = functools.partial(apply, train=train)
+        return trace_off_mesh(call, params, model_state, batch, key)
 
-    return Model(init, traced, module=functools.partial(trained, modes[False], structure, leaves))
+    def trained(params: Any, model_state: Any) -> Any:
+        values = [
+            jnp.zeros_like(leaf.value) if leaf.kind == CARRY else read(params, model_state, leaf)
+            for leaf in leaves
+        ]
+        filled = fill(values, train=False)
+        return filled if stateful else filled[0]
+
+    return Model(init, traced, module=trained)
 
 
 def build(make: Callable[..., Any], key: jax.Array) -> tuple[Any, eqx.nn.State]:
@@ -138,52 +140,25 @@ def explain_unequal_state(name: str, axis: str) -> Iterator[None]:
         ) from None
 
 
-def with_arrays(module: Any, arrays: list[Any]) -> Any:
-    """Return the module with other arrays in the place of its own, in leaf order."""
-    remaining = iter(arrays)
-    return jax.tree.map(lambda leaf: next(remaining) if is_array(leaf) else leaf, module)
-
-
-def trained(
-    module: Any, structure: Any, leaves: list["Leaf"], params: Any, model_state: Any
-) -> Any:
-    """Return the module with these values; with its state, of this structure, if it has any."""
-    trees, first = {PARAMS: params, STATE: model_state}, len(leaves) - structure.num_leaves
-
-    def fill(x):
-        return (
-            jnp.zeros(x.value.shape, x.value.dtype)
-            if x.kind == CARRY
-            else at(trees[x.kind], x.path)
-        )
-
-    values = [fill(leaf) for leaf in leaves]
-    filled = with_arrays(module, values[:first])
-    return (
-        (filled, jax.tree.unflatten(structure, values[first:])) if structure.num_leaves else filled
-    )
-
-
 def trace_off_mesh(f: Callable[..., Any], *args: Any) -> Any:
     """Return f(*args), traced without a device mesh.
 
     `State.set` compares the types of the old and the new value. Inside a mapped function a type
     includes the mesh, but not the type of a constant, such as the one that `BatchNorm` sets in its
     mode "ema"."""
-    leaves, structure = jax.tree.flatten(args)
-    shapes = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
+
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-
-        def flat(*leaves):
-            return f(*jax.tree.unflatten(structure, leaves))
-
-        jaxpr, result = jax.make_jaxpr(flat, return_shape=True)(*shapes)
-    values = [jnp.asarray(x) for x in jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *leaves)]
-    return jax.tree.unflatten(jax.tree.structure(result), values)
+        jaxpr, result = jax.make_jaxpr(f, return_shape=True)(*jax.tree.map(shape, args))
+    values = jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *jax.tree.leaves(args))
+    return jax.tree.unflatten(jax.tree.structure(result), map(jnp.asarray, values))
 
 
 class Leaf(NamedTuple):
-    """An array of a module or its state, by attribute path; kind: PARAMS, STATE, or CARRY."""
+    """An array of a module or its state; path: in the parameters, or in the model state; kind:
+    PARAMS, STATE, or CARRY."""
 
     path: tuple[str, ...]
     value: Any
@@ -195,45 +170,40 @@ def leaves_of(module: Any, state: eqx.nn.State) -> list[Leaf]:
     for a random key.
     """
     leaves = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(module):
-        if is_array(leaf):
-            if is_key(leaf):
-                name = ".".join(names(path))
-                raise UsageError(
-                    f"model: {name} stores a random key; use the argument key of __call__ instead"
-                )
-            leaves.append(
-                Leaf(
-                    names(path), leaf, PARAMS if jnp.issubdtype(leaf.dtype, jnp.inexact) else STATE
-                )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(eqx.filter(module, is_array)):
+        if is_key(leaf):
+            name = ".".join(names(path))
+            raise UsageError(
+                f"model: {name} stores a random key; use the argument key of __call__ instead"
             )
+        kind = PARAMS if jnp.issubdtype(leaf.dtype, jnp.inexact) else STATE
+        leaves.append(Leaf(names(path), leaf, kind))
 
     def is_state(x):
         return isinstance(x, Carry | eqx.nn.StateIndex)
 
     for path, node in jax.tree_util.tree_leaves_with_path(module, is_leaf=is_state):
         if is_state(node):
-            value = state.get(node.index if isinstance(node, Carry) else node)
-            kind = CARRY if isinstance(node, Carry) else STATE
-            inner = jax.tree_util.tree_leaves_with_path(value)
-            leaves += [Leaf(names((*path, *more)), leaf, kind) for more, leaf in inner]
+            kind, index = (CARRY, node.index) if isinstance(node, Carry) else (STATE, node)
+            start = (CARRY, *names(path)) if kind == CARRY else names(path)
+            inner = jax.tree_util.tree_leaves_with_path(state.get(index))
+            leaves += [Leaf((*start, *names(more)), leaf, kind) for more, leaf in inner]
     return leaves
 
 
-def grouped(leaves: list[Leaf]) -> dict[str, dict[str, Any]]:
-    return {
-        kind: nest((x.path, x.value) for x in leaves if x.kind == kind)
-        for kind in (PARAMS, STATE, CARRY)
-    }
-
-
-def with_carry(trees: dict[str, Any], carry: Any) -> dict[str, Any]:
-    """Return the model state, with an entry for the carry if there is any."""
-    return {**trees[STATE], CARRY: carry} if carry else trees[STATE]
+def nested(leaves: list[Leaf]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return (the parameters, the model state) as nested dicts."""
+    params = nest((x.path, x.value) for x in leaves if x.kind == PARAMS)
+    return params, nest((x.path, x.value) for x in leaves if x.kind != PARAMS)
 
 
 def is_array(leaf: Any) -> bool:
     return eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def has_state(result: Any) -> bool:
+    """Return whether the result of a call is (outputs, state)."""
+    return isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], eqx.nn.State)
 
 
 def names(path: Any) -> tuple[str, ...]:

@@ -62,11 +62,13 @@ def from_linen(module: linen.Module) -> Model:
             state.pop(collection, None)
         return params, state
 
-    def discover_streams(*call: Any) -> Any:
+    def discover_streams(
+        params: Any, model_state: Any, batch: dict[str, jax.Array], key: jax.Array, train: bool
+    ) -> Any:
         """Run; add each RNG stream that lacks a key to `streams` and retry."""
         while True:
             try:
-                return run(*call, names=streams)
+                return run(params, model_state, batch, key, train, streams)
             except errors.InvalidRngError as error:
                 name = named(r'PRNG for "(.+?)"', error)
                 if name in streams:  # a lifted transformation did not pass the stream on

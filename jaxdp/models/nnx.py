@@ -44,8 +44,8 @@ class Blocks(nnx.Module):
         self.reading: Reading | None = None  # how the training step reads the parameters
 
     def __call__(self, x: Any, *args: Any) -> Any:
-        graph, variables, rest = nnx.split(self.stack, nnx.Param, ...)
-        kinds = nnx.to_flat_state(variables)
+        graph, *states = nnx.split(self.stack, nnx.Param, ...)
+        kinds, rest = nnx.to_flat_state(states[0]), states[1]
 
         def block(params: Any, x: Any, rest: nnx.State) -> tuple[Any, nnx.State]:
             module = nnx.merge(graph, _to_state(kinds, params), rest, copy=True)
