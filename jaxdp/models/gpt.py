@@ -13,13 +13,12 @@ from jaxdp.cpu import product
 from jaxdp.errors import UsageError, check_one_of, check_sizes
 from jaxdp.logits import Logits, wide
 from jaxdp.models.attention import ATTENTION, Attention, Rotation, rotation
-from jaxdp.models.layers import make_dropout, require
+from jaxdp.models.layers import make_dropout, require, require_text, require_tokens
 from jaxdp.models.nnx import Blocks
 from jaxdp.models.normalization import LayerNorm, RMSNorm
 
-DEVIATION = (
-    0.02  # standard deviation of initial weights, except the projections into the residual stream
-)
+DEVIATION = 0.02  # of initial weights, except the projections into the residual stream
+WEIGHTS = nnx.initializers.normal(DEVIATION)
 EPSILON = 1e-5  # of a norm
 
 
@@ -87,17 +86,13 @@ class GPT(nnx.Module):
             heads=heads,
             dim=dim,
             kv_heads=kv_heads,
+            hidden=hidden,
+            vocabulary_multiple=vocabulary_multiple,
         )
-        check_sizes("model.args", hidden=hidden, vocabulary_multiple=vocabulary_multiple)
         require(
             epsilon >= 0, "epsilon", epsilon, f"is negative; make it at least 0, such as {EPSILON}"
         )
-        require(
-            len(input_shape) == 1,
-            "input_shape",
-            input_shape,
-            "is not (length,); use data of tokens",
-        )
+        require_text(input_shape)
         require(
             input_shape[0] >= 1, "input_shape", input_shape, "is too short; it must be at least 1"
         )
@@ -116,32 +111,29 @@ class GPT(nnx.Module):
             f"of {width} dims cannot rotate by pairs; change it",
         )
 
-        rows = -(-num_classes // vocabulary_multiple) * vocabulary_multiple
-        normal = nnx.initializers.normal
-        linear = functools.partial(
-            nnx.Linear, use_bias=bias, kernel_init=normal(DEVIATION), dot_general=product
-        )
-        back = functools.partial(linear, kernel_init=normal(DEVIATION / math.sqrt(2 * layers)))
+        options = {"use_bias": bias} if norm == "layer" else {}
+        make_norm = functools.partial(NORMS[norm], dim, epsilon=epsilon, **options)
 
         def block(rngs: nnx.Rngs) -> Block:
-            # Without rotation, a key bias shifts all scores of a query equally, which softmax
-            # cancels: its gradient would be rounding noise, which Adam scales up to full steps.
-            key = linear if rotary else functools.partial(linear, use_bias=False)
             return Block(
-                NORMS[norm](dim, bias, epsilon, rngs),
-                Attention(
-                    dim, width, heads, kv_heads, linear, key, back, ATTENTION[attention], rngs=rngs
-                ),
-                NORMS[norm](dim, bias, epsilon, rngs),
-                MLPS[mlp](dim, hidden, linear, back, rngs=rngs),
-                make_dropout(dropout, rngs),
+                dim,
+                heads,
+                hidden,
+                layers,
+                ATTENTION[attention],
+                make_norm,
+                MLPS[mlp],
+                kv_heads=kv_heads,
+                rotary=rotary,
+                bias=bias,
+                dropout=dropout,
+                rngs=rngs,
             )
 
-        self.embed = nnx.Embed(rows, dim, embedding_init=normal(DEVIATION), rngs=rngs)
+        rows = -(-num_classes // vocabulary_multiple) * vocabulary_multiple
+        self.embed = nnx.Embed(rows, dim, embedding_init=WEIGHTS, rngs=rngs)
         self.positions = (
-            None
-            if rotary
-            else nnx.Param(normal(DEVIATION)(rngs(), (*input_shape, dim), jnp.float32))
+            None if rotary else nnx.Param(WEIGHTS(rngs(), (*input_shape, dim), jnp.float32))
         )
         self.dropout = make_dropout(dropout, rngs)
         self.blocks = (
@@ -149,8 +141,14 @@ class GPT(nnx.Module):
             if scan
             else Chain([block(rngs) for _ in range(layers)])
         )
-        self.norm = NORMS[norm](dim, bias, epsilon, rngs)
-        self.head = None if tied else linear(dim, rows, use_bias=False, rngs=rngs)
+        self.norm = make_norm(rngs=rngs)
+        self.head = (
+            None
+            if tied
+            else nnx.Linear(
+                dim, rows, use_bias=False, kernel_init=WEIGHTS, dot_general=product, rngs=rngs
+            )
+        )
         self.width, self.base, self.classes = width, rotary_base, num_classes
 
     def __call__(self, tokens: jax.Array, segments: jax.Array | None = None) -> Logits:
@@ -158,10 +156,7 @@ class GPT(nnx.Module):
             raise UsageError(
                 f"model: segments{list(segments.shape)} do not fit tokens{list(tokens.shape)}"
             )
-        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-            raise UsageError(
-                f"model: GPT reads integers [example, token], not {tokens.dtype}{list(tokens.shape)}"
-            )
+        require_tokens("GPT", tokens)
         x = look_up(self.embed.embedding[...], tokens, self.classes)
         turn = None
         if self.positions is None:
@@ -180,23 +175,42 @@ class GPT(nnx.Module):
 class Block(nnx.Module):
     """A pre-norm block on x[example, token, dim]: y = x + attention(norm1(x)), then y +
     mlp(norm2(y)).
+
+    layers: the number of blocks, for the initial projections into the residual stream. attend: the
+    implementation of attention. make_norm: returns a norm of `dim`. rotary: attention rotates.
     """
 
     def __init__(
         self,
-        norm1: Callable,
-        attention: Callable,
-        norm2: Callable,
-        mlp: Callable,
-        dropout: Callable,
+        dim: int,
+        heads: int,
+        hidden: int,
+        layers: int,
+        attend: Callable,
+        make_norm: Callable[..., nnx.Module],
+        mlp: Callable[..., nnx.Module],
+        *,
+        kv_heads: int | None = None,
+        rotary: bool = False,
+        bias: bool = True,
+        dropout: float = 0.0,
+        rngs: nnx.Rngs,
     ):
-        self.norm1, self.attention, self.norm2, self.mlp, self.dropout = (
-            norm1,
-            attention,
-            norm2,
-            mlp,
-            dropout,
+        linear = functools.partial(
+            nnx.Linear, use_bias=bias, kernel_init=WEIGHTS, dot_general=product
         )
+        into_stream = nnx.initializers.normal(DEVIATION / math.sqrt(2 * layers))
+        back = functools.partial(linear, kernel_init=into_stream)
+        # Without rotation, a key bias shifts all scores of a query equally, which softmax cancels:
+        # its gradient would be rounding noise, which Adam scales up to full steps.
+        key = linear if rotary else functools.partial(linear, use_bias=False)
+        self.norm1 = make_norm(rngs=rngs)
+        self.attention = Attention(
+            dim, dim // heads, heads, kv_heads or heads, linear, key, back, attend, rngs=rngs
+        )
+        self.norm2 = make_norm(rngs=rngs)
+        self.mlp = mlp(dim, hidden, linear, back, rngs=rngs)
+        self.dropout = make_dropout(dropout, rngs)
 
     def __call__(
         self, x: jax.Array, turn: Rotation | None = None, segments: jax.Array | None = None
@@ -259,10 +273,5 @@ def look_up(embedding: jax.Array, tokens: jax.Array, classes: int) -> jax.Array:
     return rows.astype(embedding.dtype)
 
 
-NORMS: dict[str, Callable] = {
-    "layer": lambda dim, bias, epsilon, rngs: LayerNorm(
-        dim, epsilon=epsilon, use_bias=bias, rngs=rngs
-    ),
-    "rms": lambda dim, bias, epsilon, rngs: RMSNorm(dim, epsilon=epsilon, rngs=rngs),
-}
+NORMS: dict[str, Callable] = {"layer": LayerNorm, "rms": RMSNorm}
 MLPS: dict[str, Any] = {"gelu": GELU, "swiglu": SwiGLU}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxdp.axes import data_axes
@@ -27,6 +28,19 @@ def require_image(shape: Sequence[int]) -> None:
         shape,
         "is not (height, width, channels); add an axis: images[..., None]",
     )
+
+
+def require_text(shape: Sequence[int]) -> None:
+    """Raise UsageError unless the shape of an example is that of a text."""
+    require(len(shape) == 1, "input_shape", shape, "is not (length,); use data of tokens")
+
+
+def require_tokens(model: str, tokens: jax.Array) -> None:
+    """Raise UsageError unless a model of this name gets tokens."""
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise UsageError(
+            f"model: {model} reads integers [example, token], not {tokens.dtype}{list(tokens.shape)}"
+        )
 
 
 def make_dropout(rate: float, rngs: nnx.Rngs) -> nnx.Dropout:
@@ -76,9 +90,8 @@ class ConvBN(nnx.Module):
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         if self.sync:
             self.norm.axis_name = data_axes()  # type: ignore[assignment]  # several names are as good as one
-        return nnx.relu(
-            self.norm(self.conv(x), mask=None if mask is None else mask.reshape(-1, 1, 1, 1))
-        )
+        mask = None if mask is None else mask.reshape(-1, 1, 1, 1)
+        return nnx.relu(self.norm(self.conv(x), mask=mask))
 
 
 class Residual(nnx.Module):

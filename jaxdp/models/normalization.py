@@ -20,9 +20,8 @@ class LayerNorm(nnx.LayerNorm):
     """
 
     def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
-        return _scaled(
-            standardize(x.astype(wide(x.dtype)), self.epsilon, True), self.scale, self.bias, x
-        )
+        y = standardize(x.astype(wide(x.dtype)), self.epsilon, True) * self.scale[...]  # type: ignore[index]  # there is one
+        return (y if self.bias is None else y + self.bias[...]).astype(x.dtype)
 
 
 class RMSNorm(nnx.RMSNorm):
@@ -31,9 +30,8 @@ class RMSNorm(nnx.RMSNorm):
     """
 
     def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
-        return _scaled(
-            standardize(x.astype(wide(x.dtype)), self.epsilon, False), self.scale, None, x
-        )
+        y = standardize(x.astype(wide(x.dtype)), self.epsilon, False) * self.scale[...]  # type: ignore[index]  # there is one
+        return y.astype(x.dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
@@ -59,13 +57,3 @@ def _parts(x: jax.Array, epsilon: float, center: bool) -> tuple[jax.Array, jax.A
 
 def _mean(x: jax.Array) -> jax.Array:
     return jnp.mean(x, -1, keepdims=True)
-
-
-def _scaled(
-    y: jax.Array, scale: nnx.Param | None, bias: nnx.Param | None, x: jax.Array
-) -> jax.Array:
-    if scale is not None:
-        y = y * scale[...]
-    if bias is not None:
-        y = y + bias[...]
-    return y.astype(x.dtype)

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdp.errors import UsageError, check_one_of, check_sizes
+from jaxdp.errors import check_one_of, check_sizes
 from jaxdp.logits import wide
 from jaxdp.models.gpt import look_up
-from jaxdp.models.layers import make_dropout, require
+from jaxdp.models.layers import make_dropout, require, require_text, require_tokens
 from jaxdp.models.nnx import Carry
 
 NONLINEARITIES = {"tanh": nnx.tanh, "relu": nnx.relu}
@@ -45,12 +45,7 @@ class Recurrent(nnx.Module):
         rngs: nnx.Rngs,
     ):
         check_sizes("model.args", num_classes=num_classes, dim=dim, hidden=hidden, layers=layers)
-        require(
-            len(input_shape) == 1,
-            "input_shape",
-            input_shape,
-            "is not (length,); use data of tokens",
-        )
+        require_text(input_shape)
         require(
             not tied or dim == hidden,
             "hidden",
@@ -69,11 +64,7 @@ class Recurrent(nnx.Module):
         """Return a layer that maps x[example, token, width] to [example, token, hidden]."""
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-            name = type(self).__name__
-            raise UsageError(
-                f"model: {name} reads integers [example, token], not {tokens.dtype}{list(tokens.shape)}"
-            )
+        require_tokens(type(self).__name__, tokens)
         x = look_up(self.embed.embedding[...], tokens, self.embed.num_embeddings)
         for layer in self.layers:
             x = layer(self.dropout(x))
@@ -134,11 +125,8 @@ class LSTMLayer(nnx.Module):
             hidden = nnx.sigmoid(o) * nnx.tanh(cell.astype(hidden.dtype))
             return (cell, hidden), hidden
 
-        start = begin(self.cell, x, wide(x.dtype)), begin(self.hidden, x, x.dtype)
-        (cell, hidden), outputs = unroll(step, start, self.weights.dense_i(x))
-        self.cell.set_value(cell)
-        self.hidden.set_value(hidden)
-        return outputs
+        carries = ((self.cell, wide(x.dtype)), (self.hidden, x.dtype))
+        return unroll(step, carries, self.weights.dense_i(x))
 
 
 class RNNLayer(nnx.Module):
@@ -149,26 +137,27 @@ class RNNLayer(nnx.Module):
         self.hidden, self.nonlinearity = Carry(jnp.zeros(hidden)), nonlinearity
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        def step(hidden: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
-            hidden = self.nonlinearity(inputs + self.weights.dense_h(hidden))
-            return hidden, hidden
+        def step(last: tuple[jax.Array], inputs: jax.Array) -> tuple[Any, jax.Array]:
+            hidden = self.nonlinearity(inputs + self.weights.dense_h(last[0]))
+            return (hidden,), hidden
 
-        hidden, outputs = unroll(step, begin(self.hidden, x, x.dtype), self.weights.dense_i(x))
-        self.hidden.set_value(hidden)
-        return outputs
+        return unroll(step, ((self.hidden, x.dtype),), self.weights.dense_i(x))
 
 
-def begin(carry: Carry, x: jax.Array, dtype: Any) -> jax.Array:
-    """Return the carry of the last batch, or the initial one, as [example, hidden] without its
-    gradient.
+def unroll(step: Callable, carries: Sequence[tuple[Carry, Any]], x: jax.Array) -> jax.Array:
+    """Scan step(state, x[example, ...]) -> (state, output) over the tokens of x; return the
+    outputs.
+
+    carries: [(carry, dtype)], of which the state consists. It starts as the last batch ended,
+    without its gradient, or as initialized for one example, and is stored there at the end.
     """
-    last = jax.lax.stop_gradient(carry[...]).astype(dtype)
-    return jnp.broadcast_to(last, (x.shape[0], last.shape[-1]))
 
+    def begin(carry: Carry, dtype: Any) -> jax.Array:
+        last = jax.lax.stop_gradient(carry[...]).astype(dtype)
+        return jnp.broadcast_to(last, (x.shape[0], last.shape[-1]))
 
-def unroll(step: Callable, start: Any, x: jax.Array) -> tuple[Any, jax.Array]:
-    """Scan step(state, x[example, ...]) -> (state, output) over the tokens of x; return (last
-    state, outputs).
-    """
-    last, outputs = jax.lax.scan(step, start, x.swapaxes(0, 1))
-    return last, outputs.swapaxes(0, 1)
+    start = tuple(begin(carry, dtype) for carry, dtype in carries)
+    ends, outputs = jax.lax.scan(step, start, x.swapaxes(0, 1))
+    for (carry, _), end in zip(carries, ends, strict=True):
+        carry.set_value(end)
+    return outputs.swapaxes(0, 1)

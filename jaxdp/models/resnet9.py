@@ -40,9 +40,8 @@ class ResNet9(nnx.Module):
         def block(inputs: int, outputs: int, kernel: int = 3, stride: int = 1) -> ConvBN:
             return ConvBN(inputs, outputs, kernel, stride, sync=sync, rngs=rngs)
 
-        self.body, self.head, self.scale = VARIANTS[variant](
-            block, tuple(input_shape), num_classes, width, rngs
-        )
+        body, head, self.scale = VARIANTS[variant](block, input_shape, num_classes, width, rngs)
+        self.body, self.head = nnx.List(body), nnx.List(head)
         self.dropout = make_dropout(dropout, rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
@@ -54,40 +53,42 @@ class ResNet9(nnx.Module):
         return self.head[-1](x) * self.scale
 
 
-def _needle(
-    block: Callable, shape: tuple[int, ...], classes: int, width: int | None, rngs: nnx.Rngs
-):
+def _needle(block: Callable, shape: Sequence[int], classes: int, width: int | None, rngs: nnx.Rngs):
     w = width or 16
     body = [
         block(shape[-1], w, 7, 4),
         block(w, 2 * w, 3, 2),
-        Residual([block(2 * w, 2 * w), block(2 * w, 2 * w)]),
+        _residual(block, 2 * w),
         block(2 * w, 4 * w, 3, 2),
         block(4 * w, 8 * w, 3, 2),
-        Residual([block(8 * w, 8 * w), block(8 * w, 8 * w)]),
+        _residual(block, 8 * w),
     ]
     pixels = math.prod(-(-side // 32) for side in shape[:2])
     head = [nnx.Linear(pixels * 8 * w, 8 * w, rngs=rngs), nnx.Linear(8 * w, classes, rngs=rngs)]
-    return nnx.List(body), nnx.List(head), 1.0
+    return body, head, 1.0
 
 
 def _dawnbench(
-    block: Callable, shape: tuple[int, ...], classes: int, width: int | None, rngs: nnx.Rngs
+    block: Callable, shape: Sequence[int], classes: int, width: int | None, rngs: nnx.Rngs
 ):
     w = width or 64
     body = [
         block(shape[-1], w),
         block(w, 2 * w),
         halve,
-        Residual([block(2 * w, 2 * w), block(2 * w, 2 * w)]),
+        _residual(block, 2 * w),
         block(2 * w, 4 * w),
         halve,
         block(4 * w, 8 * w),
         halve,
-        Residual([block(8 * w, 8 * w), block(8 * w, 8 * w)]),
+        _residual(block, 8 * w),
         brightest,
     ]
-    return nnx.List(body), nnx.List([nnx.Linear(8 * w, classes, use_bias=False, rngs=rngs)]), 0.125
+    return body, [nnx.Linear(8 * w, classes, use_bias=False, rngs=rngs)], 0.125
+
+
+def _residual(block: Callable, channels: int) -> Residual:
+    return Residual([block(channels, channels), block(channels, channels)])
 
 
 def halve(x: jax.Array) -> jax.Array:

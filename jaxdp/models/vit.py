@@ -1,19 +1,17 @@
 """A vision transformer: GPT's blocks with full attention over the patches of an image."""
 
-import functools
-import math
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdp.cpu import product
 from jaxdp.errors import check_sizes
-from jaxdp.models.attention import Attention, full
-from jaxdp.models.gpt import DEVIATION, EPSILON, GELU, NORMS, Block
+from jaxdp.models.attention import full
+from jaxdp.models.gpt import EPSILON, GELU, WEIGHTS, Block
 from jaxdp.models.layers import make_dropout, require, require_image
 from jaxdp.models.nnx import Blocks
+from jaxdp.models.normalization import LayerNorm
 
 
 class ViT(nnx.Module):
@@ -48,26 +46,23 @@ class ViT(nnx.Module):
         require(divides, "patch", patch, f"does not divide images of {height}x{width}; change it")
         require(dim % heads == 0, "dim", dim, f"does not divide by heads: {heads}; change either")
 
-        normal = nnx.initializers.normal
-        linear = functools.partial(nnx.Linear, kernel_init=normal(DEVIATION), dot_general=product)
-        back = functools.partial(linear, kernel_init=normal(DEVIATION / math.sqrt(2 * layers)))
-        key = functools.partial(linear, use_bias=False)  # softmax cancels a key bias, as in GPT
+        def make_norm(rngs: nnx.Rngs) -> nnx.Module:
+            # A norm draws nothing. With streams of its own, it does not count in those that the
+            # weights are drawn from, so that the same seed draws the same weights as in version 0.1.
+            return LayerNorm(dim, epsilon=EPSILON, rngs=nnx.Rngs(0))
 
         def block(rngs: nnx.Rngs) -> Block:
-            attention = Attention(
-                dim, dim // heads, heads, heads, linear, key, back, full, rngs=rngs
+            return Block(
+                dim, heads, hidden, layers, full, make_norm, GELU, dropout=dropout, rngs=rngs
             )
-            mlp = GELU(dim, hidden, linear, back, rngs=rngs)
-            norms = [NORMS["layer"](dim, True, EPSILON, rngs) for _ in range(2)]
-            return Block(norms[0], attention, norms[1], mlp, make_dropout(dropout, rngs))
 
         patches = (height // patch) * (width // patch)
         self.embed = nnx.Linear(patch * patch * channels, dim, rngs=rngs)
-        self.positions = nnx.Param(normal(DEVIATION)(rngs(), (patches, dim), jnp.float32))
+        self.positions = nnx.Param(WEIGHTS(rngs(), (patches, dim), jnp.float32))
         self.dropout = make_dropout(dropout, rngs)
         self.blocks = Blocks(block, layers, rngs=rngs)
-        self.norm = NORMS["layer"](dim, True, EPSILON, rngs)
-        self.head = nnx.Linear(dim, num_classes, kernel_init=normal(DEVIATION), rngs=rngs)
+        self.norm = LayerNorm(dim, epsilon=EPSILON, rngs=rngs)
+        self.head = nnx.Linear(dim, num_classes, kernel_init=WEIGHTS, rngs=rngs)
         self.patch = patch
 
     def __call__(self, x: jax.Array) -> jax.Array:
