@@ -5,17 +5,16 @@ line.
 import dataclasses
 import os
 import pathlib
-import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, get_type_hints
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, get_type_hints
 
 from jaxdp.cli.option_table import VERBS, Option
 from jaxdp.config import Config
 from jaxdp.config import values as texts
 from jaxdp.config.keys import check_key, check_structure, expected, inner, known_keys, program
 from jaxdp.config.parsing import from_mapping, put
-from jaxdp.errors import UsageError, one_line, suggest
+from jaxdp.errors import UsageError, suggest
 from jaxdp.run import rundir
 
 Options = Mapping[str, Option]
@@ -27,7 +26,7 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
     UsageError.
     """
     options = VERBS[verb].options
-    pairs = split_pairs(argv, options)
+    pairs, words = split_pairs(argv, verb)
     names = dict(pairs)
     if verb == "eval" and "config" not in names:
         saved = saved_config(names.get("run_dir"))
@@ -55,12 +54,7 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
         raise UsageError(
             f"--config: no file given; e.g. {program(verb)} --config configs/digits.yaml"
         )
-    words = [
-        f"--{name}" if is_flag(name, options) else f"--{name}={text}"
-        for name, text in pairs
-        if name in options
-    ]
-    chosen = parse_options(words, verb)
+    chosen = read_options(pairs, words, verb)
     parallel = values.get("parallel", {})
     if chosen.get("zero", "0") not in ("0", "config") and (
         parallel.get("shard_size") or parallel.get("rules")
@@ -75,16 +69,28 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
     return config, (files[-1] if files else None), chosen
 
 
-def split_pairs(argv: Sequence[str], options: Options) -> list[tuple[str, str]]:
-    """Return (name, text) of each `--name value` or `--name=value`; a flag has no text. Raises
-    UsageError for an unknown name, and if a text is missing."""
-    pairs, remaining = [], iter(argv)
+def split_pairs(argv: Sequence[str], verb: str) -> tuple[list[tuple[str, str]], list[str]]:
+    """Return (name, text) of each `--name value` or `--name=value`, and the positional arguments;
+    a flag has no text.
+
+    Raises UsageError for an unknown name, an argument that the verb does not take, and if a text is
+    missing."""
+    row, options = VERBS[verb], VERBS[verb].options
+    pairs = list[tuple[str, str]]()
+    words = list[str]()
+    remaining = iter(argv)
     for arg in remaining:
         name, equals, text = arg.removeprefix("--").partition("=")
         if not arg.startswith("--"):
-            raise UsageError(without_option(arg))
-        if name not in ("config", *FLAGS, *options):
+            if arg.startswith("-") or not row.arguments:
+                raise UsageError(without_option(arg))
+            words.append(arg)
+            continue
+        if row.has_config and name not in ("config", *FLAGS, *options):
             check_key(name, "command line")
+        elif not row.has_config and name not in ("help", *options):
+            hint = suggest(name, options, otherwise=f"known: {', '.join(options)}")
+            raise UsageError(f"command line: unknown option {name!r}; {hint}")
         if equals and is_flag(name, options):
             raise UsageError(f"--{name}: {text!r} is one argument too many; write --{name} alone")
         if (
@@ -92,11 +98,14 @@ def split_pairs(argv: Sequence[str], options: Options) -> list[tuple[str, str]]:
             and not is_flag(name, options)
             and (text := next(remaining, "--")).startswith("--")
         ):
+            if name == "config":
+                raise UsageError("--config: no file given")
+            missing = f"{name}: no value given"
             raise UsageError(
-                "--config: no file given" if name == "config" else f"{name}: no value given"
+                missing if row.has_config else f"argument --{name}: expected one argument"
             )
         pairs.append((name, text))
-    return pairs
+    return pairs, words
 
 
 def is_flag(name: str, options: Options) -> bool:
@@ -159,14 +168,10 @@ def make_parser(verb: str) -> Any:
 
 
 def make_options_parser(verb: str) -> Any:
-    """Return the parser of a verb without a config."""
+    """Return the parser of a verb without a config, for its help."""
     import argparse
 
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            raise argparse.ArgumentError(None, message)
-
-    parser = Parser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser = argparse.ArgumentParser(add_help=False)
     add_options(parser, VERBS[verb].options)
     for name, count in VERBS[verb].arguments.items():
         parser.add_argument(name, nargs=count)
@@ -175,44 +180,42 @@ def make_options_parser(verb: str) -> Any:
 
 def load_options(argv: list[str], verb: str) -> dict[str, Any]:
     """Return the options and arguments of a verb without a config. Raises UsageError."""
-    options = VERBS[verb].options
-    argv, command = split_command(argv, options) if VERBS[verb].command else (argv, None)
-    words, remaining = list[str](), [*argv]
-    while remaining:
-        arg = remaining.pop(0)
-        name = arg.removeprefix("--").partition("=")[0]
-        if arg.startswith("--") and name not in ("help", *options):
-            hint = suggest(name, options, otherwise=f"known: {', '.join(options)}")
-            raise UsageError(f"command line: unknown option {name!r}; {hint}")
-        if (
-            arg == f"--{name}"
-            and not is_flag(name, options)
-            and not "".join(remaining[:1]).startswith("--")
-        ):
-            arg = "=".join(
-                [arg, *remaining[:1]]
-            )  # else argparse takes a text that begins with a dash for an option
-            del remaining[:1]
-        words.append(arg)
-    values = parse_options(words, verb)
-    return values if command is None else {**values, "command": command}
+    if not VERBS[verb].command:
+        return read_options(*split_pairs(argv, verb), verb)
+    argv, command = split_command(argv, VERBS[verb].options)
+    return {**read_options(*split_pairs(argv, verb), verb), "command": command}
 
 
-def parse_options(words: list[str], verb: str) -> dict[str, Any]:
-    """Return the options and arguments of a verb; words: with `=` between an option and its text."""
-    import argparse
+def read_options(pairs: Iterable[tuple[str, str]], words: list[str], verb: str) -> dict[str, Any]:
+    """Return the values of a verb's options, with their defaults, and of its positional arguments.
 
-    options = VERBS[verb].options
-    try:
-        return check_least(vars(make_options_parser(verb).parse_intermixed_args(words)), options)
-    except argparse.ArgumentError as error:
-        wrong = re.fullmatch(r"argument --(\w+): invalid \w+ value: (.*)", str(error))
-        if wrong:
-            raise UsageError(
-                f"--{wrong[1]}: {wrong[2]} is not {texts.WORDS[options[wrong[1]].kind]}"
-            ) from None
-        stray = re.match(r"unrecognized arguments: *(\S+)", str(error), re.IGNORECASE)
-        raise UsageError(without_option(stray[1]) if stray else one_line(error)) from None
+    Args:
+        pairs: (name, text) of arguments; those that are no options of the verb do not count.
+        words: the positional arguments.
+    """
+    row = VERBS[verb]
+    values = {name: option.default for name, option in row.options.items()}
+    values |= {name: read_option(name, text, verb) for name, text in pairs if name in row.options}
+    for name, count in row.arguments.items():
+        if count == "*":
+            values[name] = words
+        else:
+            values[name], words = next(iter(words), None), words[1:]
+    return values
+
+
+def read_option(name: str, text: str, verb: str) -> Any:
+    """Return the value of an option. Raises UsageError if it has another type, or is too small."""
+    option = VERBS[verb].options[name]
+    if option.kind is bool:
+        return True
+    value = text if option.kind is str else texts.argument(text)
+    if not texts.fits(value, option.kind):
+        raise UsageError(f"--{name}: {text!r} is not {texts.WORDS[option.kind]}")
+    value = option.kind(value)
+    if option.least is not None and value < option.least:
+        raise UsageError(f"--{name}: {value} is too small; it must be at least {option.least}")
+    return value
 
 
 def split_command(argv: list[str], options: Options) -> tuple[list[str], list[str]]:
@@ -226,16 +229,6 @@ def split_command(argv: list[str], options: Options) -> tuple[list[str], list[st
     ] else command
 
 
-def check_least(values: dict[str, Any], options: Options) -> dict[str, Any]:
-    """Return the values unchanged. Raises UsageError if one is too small."""
-    for name, option in options.items():
-        if option.least is not None and values[name] is not None and values[name] < option.least:
-            raise UsageError(
-                f"--{name}: {values[name]} is too small; it must be at least {option.least}"
-            )
-    return values
-
-
 def without_option(arg: str) -> str:
     """Return the error message for an argument without an option, with a correction."""
     name = (
@@ -246,22 +239,8 @@ def without_option(arg: str) -> str:
 
 def add_options(parser: Any, options: Options) -> None:
     for name, option in options.items():
-        kwargs: dict[str, Any] = (
-            {"action": "store_true"} if option.kind is bool else {"type": reader(option.kind)}
-        )
-        parser.add_argument(f"--{name}", default=option.default, help=option.text, **kwargs)
-
-
-def reader(kind: Any) -> Callable[[str], Any]:
-    """Return the function that reads the text of an option of a type."""
-
-    def read(text: str) -> Any:
-        value = text if kind is str else texts.argument(text)
-        if not texts.fits(value, kind):
-            raise ValueError
-        return kind(value)
-
-    return read
+        kind = {"action": "store_true"} if option.kind is bool else {"type": option.kind}
+        parser.add_argument(f"--{name}", default=option.default, help=option.text, **kind)
 
 
 def saved_config(directory: str | None) -> str:
