@@ -139,7 +139,7 @@ def worker(args: argparse.Namespace, more: list[str]) -> None:
     """Train with an audit, and write what it named and how long it took."""
     from jaxdp.cli import load
     from jaxdp.config.validation import resolve
-    from jaxdp.metrics.events import NoEvents
+    from jaxdp.metrics.jsonl import NoEvents
     from jaxdp.parallel.placement import open_collectives
     from jaxdp.process import context as distributed
     from jaxdp.process import environment

@@ -133,10 +133,13 @@ def join(
     config: Config | None, objects: Mapping[str, Mapping[str, Any]] | None = None
 ) -> "Context":
     """Join the job."""
-    import jaxdp
+    from jaxdp.process.context import init
+
+    if config is None or not config.elastic.enabled:
+        return init()
     from jaxdp.elasticity.elastic_job import settings
 
-    return jaxdp.init(elastic=settings(config, objects or {}))
+    return init(elastic=settings(config, objects or {}))
 
 
 def end_start(name: str) -> None:

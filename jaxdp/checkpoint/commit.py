@@ -23,7 +23,8 @@ class Commit:
 
     def __init__(self, context: Context):
         member = membership.current()
-        self.context, self.turn = context, member.turn("save") if member else 0
+        self.context = context
+        self.turn = member.turn("save") if member else 0
         self.attempt = (
             f"{member.job.generation if member else 0}-{self.turn}"  # the same on all processes
         )

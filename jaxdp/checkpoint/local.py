@@ -19,11 +19,10 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdp.checkpoint import folders, manifest
-from jaxdp.checkpoint.digest import host
+from jaxdp.checkpoint.leaves import host
 from jaxdp.checkpoint.orbax import TIMEOUT, prepare, save_alone
 from jaxdp.checkpoint.store import Checkpoints, Say
 from jaxdp.errors import UsageError
-from jaxdp.interop.collectives import broadcast
 from jaxdp.run import rundir
 
 CHUNK = 1 << 22  # bytes of a file in one broadcast
@@ -58,10 +57,8 @@ class LocalCheckpoints(Checkpoints):
         self.writers = [
             int(rank) for rank in self.context.exchange("writers", mark.read_text(encoding="utf-8"))
         ]
-        self.writes, self.facts = (
-            self.writers[self.context.rank] == self.context.rank,
-            {**self.facts, "job": job},
-        )
+        self.writes = self.writers[self.context.rank] == self.context.rank
+        self.facts = {**self.facts, "job": job}
         for path in self.directory.glob(".writer-*") if self.writes else ():
             path.unlink(missing_ok=True)
         return None
@@ -135,6 +132,8 @@ class LocalCheckpoints(Checkpoints):
 
     def _copy(self, step: int, source: int, targets: Sequence[int]) -> None:
         """Copy a checkpoint from the directory of one writer to those of others."""
+        from jaxdp.interop.collectives import broadcast
+
         rank, folder = self.context.rank, self.directory / str(step)
         text = json.dumps(manifest.read(folder)) if rank == source else ""
         content = (

@@ -1,15 +1,24 @@
-"""Access to Orbax: imported late, with our time limit, and without its tracebacks."""
+"""Access to Orbax: imported late, with our time limit, and without its tracebacks.
+
+A first checkpoint is read back before it is reported: what Orbax stores must be what it was given.
+"""
 
 import functools
 import logging
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
 
+import jax
+import numpy as np
+
+from jaxdp.checkpoint.leaves import host, path_in
+from jaxdp.precision import is_key
 from jaxdp.process import membership
 from jaxdp.process.context import Context, current
+from jaxdp.split import path_string
 
 TIMEOUT = 1200.0  # seconds for the files of one save
 SLICE = (
@@ -158,3 +167,47 @@ def silence_orbax() -> None:
             previous(unraisable)
 
     sys.unraisablehook = hook
+
+
+LARGEST = 1 << 22  # bytes of the array that is compared
+
+
+def sample(tree: Any) -> tuple[str, np.ndarray]:
+    """Return (path, values) of the largest array up to `LARGEST` that this process has, if possible
+    of a parameter.
+    """
+    leaves = {path_string(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+    def whole(x):
+        return not is_key(x) and (x.is_fully_replicated or x.is_fully_addressable)
+
+    sizes = {path: x.nbytes for path, x in leaves.items() if x.nbytes <= LARGEST and whole(x)}
+    path = max(sizes, key=lambda path: (path.startswith("params"), sizes[path]))
+    return path, np.array(host(leaves[path]))
+
+
+def read_back(
+    folder: pathlib.Path, meta: Mapping[str, Any], sample: tuple[str, np.ndarray]
+) -> None:
+    """Read the names and shapes of a checkpoint, and one array. Raises ValueError if they are not
+    what was saved.
+
+    Only this process reads. meta: of the checkpoint. sample: see there.
+    """
+    path, values = sample
+    tree, path_of = described(folder), path_in(meta)
+    stored = {path_of(key): list(x.shape) for key, x in jax.tree_util.tree_leaves_with_path(tree)}
+    saved = {name: shape for name, (_, shape) in meta["state"].items()}
+    for name in sorted({**saved, **stored}):
+        if saved.get(name) != stored.get(name):
+            raise ValueError(
+                f"read back, {name!r} has shape {stored.get(name)} instead of {saved.get(name)}"
+            )
+
+    def target(key, _):
+        return values if path_of(key) == path else orbax().PLACEHOLDER
+
+    loaded = load_alone(folder, jax.tree_util.tree_map_with_path(target, tree))
+    arrays = {path_of(key): x for key, x in jax.tree_util.tree_leaves_with_path(loaded)}
+    if np.asarray(arrays[path]).tobytes() != values.tobytes():
+        raise ValueError(f"read back, {path!r} has other values")

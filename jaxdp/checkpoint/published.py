@@ -203,7 +203,9 @@ def _array(layout: Layout, ours: str, tensors: Sequence[Array], label: str) -> A
             raise ValueError(
                 f"{first.label!r} of {form(first)}, but {other.label!r} of {form(other)}"
             )
-    shape, stacked, transposed = first.shape, ours.startswith(STACK), layout.transposes(ours)
+    shape = first.shape
+    stacked = ours.startswith(STACK)
+    transposed = layout.transposes(ours)
     if transposed:
         shape = shape[::-1]
     if third is not None:

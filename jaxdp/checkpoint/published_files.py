@@ -11,7 +11,9 @@ from typing import Any
 from jaxdp.checkpoint import safetensors
 from jaxdp.errors import UsageError, one_line
 
-SUFFIX, SINGLE, INDEX = ".safetensors", "model.safetensors", ".safetensors.index.json"
+SUFFIX = ".safetensors"
+SINGLE = "model.safetensors"
+INDEX = ".safetensors.index.json"
 PART = re.compile(r"(?P<stem>.*)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors")
 PYTORCH = (".bin", ".pt", ".pth", ".ckpt")
 CONVERT = "save its tensors with safetensors.torch.save_file, and give that file"

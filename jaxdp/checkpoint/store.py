@@ -7,6 +7,7 @@ place. Only then "saved" is printed. Reading verifies the checksums first; a che
 them is set aside, and the previous one is used."""
 
 import contextlib
+import dataclasses
 import math
 import os
 import pathlib
@@ -32,10 +33,9 @@ from jaxdp.checkpoint.leaves import (
     state_of,
 )
 from jaxdp.checkpoint.manifest import Damaged
-from jaxdp.checkpoint.orbax import TIMEOUT, load, prepare, save, silence_orbax
-from jaxdp.checkpoint.read_back import read_back, sample
+from jaxdp.checkpoint.orbax import TIMEOUT, load, prepare, read_back, sample, save, silence_orbax
 from jaxdp.errors import UsageError
-from jaxdp.metrics.events import NoEvents
+from jaxdp.metrics.jsonl import NoEvents
 from jaxdp.metrics.numbers import smaller_is_better
 from jaxdp.process import membership
 from jaxdp.process.context import Context, current
@@ -47,6 +47,7 @@ from jaxdp.train.state import TrainState
 Say = Callable[[str], None]
 
 
+@dataclasses.dataclass
 class Checkpoints:
     """The checkpoints of one run directory, shared by all processes, which must make the same
     calls.
@@ -59,38 +60,26 @@ class Checkpoints:
     (`jaxdp.audit`), so that the last checkpoint up to it is kept too.
     """
 
-    def __init__(
-        self,
-        directory: pathlib.Path,
-        keep: int = 3,
-        *,
-        keep_every: int | None = None,
-        return_every: int | None = None,
-        best: str | None = None,
-        mode: str | None = None,
-        context: Context | None = None,
-        facts: Mapping[str, Any] | None = None,
-    ):
-        self.run_directory = (
-            directory.absolute().parent
-        )  # `directory` may be a link to another disk
-        self.directory = pathlib.Path(os.path.realpath(directory))
-        self.keep, self.keep_every, self.return_every, self.best = (
-            keep,
-            keep_every,
-            return_every,
-            best,
-        )
-        self.sign = (
-            1 if smaller_is_better(str(best), mode) else -1
-        )  # of the metric, to look for the smallest
-        self.context, self.facts = context or current(), facts or {}
-        self.writes = (
-            self.context.is_root
-        )  # whether this process makes and removes the folders of checkpoints
-        self.last: int | None = (
-            None  # the last step whose save was started, or that is known to exist
-        )
+    directory: pathlib.Path
+    keep: int = 3
+    _: dataclasses.KW_ONLY
+    keep_every: int | None = None
+    return_every: int | None = None
+    best: str | None = None
+    mode: str | None = None
+    context: Context = dataclasses.field(default_factory=current)
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # `directory` may be a link to another disk
+        self.run_directory = self.directory.absolute().parent
+        self.directory = pathlib.Path(os.path.realpath(self.directory))
+        # of the metric, to look for the smallest
+        self.sign = 1 if smaller_is_better(str(self.best), self.mode) else -1
+        # whether this process makes and removes the folders of checkpoints
+        self.writes = self.context.is_root
+        # the last step whose save was started, or that is known to exist
+        self.last: int | None = None
         self.audited: int | None = None
         # the last step that an elastic job has saved before, and whose updates it makes again
         self.repeated = 0
@@ -100,7 +89,8 @@ class Checkpoints:
         self._copies: Any = None
         self._sample: tuple[str, np.ndarray] | None = None  # of a save that will be read back
         self._reads_back = True  # until a first save was right
-        self._lock, self._notes = threading.Lock(), dict[int, dict[str, Any]]()
+        self._lock = threading.Lock()
+        self._notes = dict[int, dict[str, Any]]()
         silence_orbax()
 
     def attach(self, nonce: str) -> str | None:
@@ -183,7 +173,9 @@ class Checkpoints:
         self.wait()
         if step == self.last and self._failure is None:
             return
-        self.last, self._failure, self._began = step, None, time.monotonic()
+        self.last = step
+        self._failure = None
+        self._began = time.monotonic()
         self._commit = Commit(self.context)
         if self.writes:
             folders.clean(self.directory)
@@ -264,11 +256,9 @@ class Checkpoints:
                 self.last = None
                 return 0
             if not problem:
-                rank, size, wait = (
-                    self.context.rank,
-                    self.context.size,
-                    0.0 if self.context.is_root else 10.0,
-                )
+                rank = self.context.rank
+                size = self.context.size
+                wait = 0.0 if self.context.is_root else 10.0
                 local = manifest.problem(self.directory / str(step), rank, size, wait)
                 problem = next(
                     filter(None, self.context.exchange("checked", local, timeout=TIMEOUT)), ""
@@ -358,7 +348,8 @@ class Checkpoints:
                 folders.publish(self.directory, step, self._commit.attempt)
             if self._sample is not None:
                 read_back(self.directory / str(step), meta, self._sample)
-                self._sample, self._reads_back = None, False
+                self._sample = None
+                self._reads_back = False
             files = self._digests(self.directory / str(step))
             if self.writes:
                 with self._lock:

@@ -148,7 +148,9 @@ def run_alone(name: str, argv: list[str]) -> None:
 def run_in_job(name: str, argv: list[str]) -> None:
     """Join the job, if there are several processes, and run a verb in all of them."""
     config: Config | None = None
-    path, error, options = None, None, dict[str, Any]()
+    path = None
+    error = None
+    options = dict[str, Any]()
     if name == "train":
         signals.listen(end_start)
     try:

@@ -2,7 +2,6 @@
 
 import pathlib
 
-from jaxdp import config as schema
 from jaxdp.cli import Call
 from jaxdp.cli.export import missing_step
 from jaxdp.config import Config
@@ -25,7 +24,7 @@ def run(call: Call) -> None:
     Raises UsageError without the checkpoint or evaluation data, and RunFailed if a loss is not
     finite."""
     config, context = call.config, call.context
-    directory = schema.run_dir(config, call.path).absolute()
+    directory = rundir.directory_of(config, call.path).absolute()
     is_saved = (
         call.path is not None and pathlib.Path(call.path).absolute() == directory / "config.yaml"
     )

@@ -6,7 +6,7 @@ import pathlib
 from typing import Any
 
 from jaxdp.checkpoint import manifest, safetensors
-from jaxdp.checkpoint.digest import params_sha256
+from jaxdp.checkpoint.leaves import params_sha256
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.checkpoint.weights import DESCRIBED, FORMAT, MODEL_STATE, from_checkpoint, on_host
 from jaxdp.cli import Call, huggingface

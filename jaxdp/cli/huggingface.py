@@ -95,11 +95,9 @@ def write_tokenizer(folder: pathlib.Path, spec: Json) -> str:
     """Write tokenizer.json, if the spec of `jaxdp.data.tokenizers` can be one; return what was
     done.
     """
-    file, settings, kind = (
-        folder / "tokenizer.json",
-        folder / "tokenizer_config.json",
-        spec.get("kind"),
-    )
+    file = folder / "tokenizer.json"
+    settings = folder / "tokenizer_config.json"
+    kind = spec.get("kind")
     if kind == "file" and pathlib.Path(spec["path"]).is_file():
         shutil.copyfile(spec["path"], file)
     elif kind in ("byte", "char"):

@@ -25,13 +25,16 @@ class Process:
     """One process of the job: a verb of jaxdp, or a program. restarts: how many are left."""
 
     def __init__(self, words: list[str], environment: dict[str, str], restarts: int):
-        self.words, self.environment, self.restarts = words, environment, restarts
+        self.words = words
+        self.environment = environment
+        self.restarts = restarts
         self.pause, self.began = 0.0, time.time()  # seconds before the next restart; since 1970
         self.restart_at: float | None  # when the next restart is due
         self.start()
 
     def start(self) -> None:
-        self.started, self.restart_at = time.monotonic(), None
+        self.started = time.monotonic()
+        self.restart_at = None
         environment = self.environment | {"JAXDP_RESTARTS": str(self.restarts)}
         self.child: subprocess.Popen[bytes]
         if self.words[0] in VERBS:
@@ -62,7 +65,8 @@ class Process:
 
     def stop(self) -> None:
         """Do not start this process again."""
-        self.restarts, self.restart_at = 0, None
+        self.restarts = 0
+        self.restart_at = None
 
 
 def run(call: Call) -> None:

@@ -74,10 +74,8 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
     )
     seconds = [predict(p, hardware, dtype) if dtype in hardware.flops else None for p in plans]
     best, tried_all = recommend(plans, limit), len(stages) > 1 or config.outer.replicas > 1
-    enough, uneven = (
-        devices <= config.microbatches,
-        0 < config.microbatches % devices < config.microbatches,
-    )
+    enough = devices <= config.microbatches
+    uneven = 0 < config.microbatches % devices < config.microbatches
     examples = (
         config.batch_size if enough else per_device * devices * parts.order.examples_per_microbatch
     )
@@ -94,10 +92,8 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
         notes += describe(
             sites, data, every, seconds[0]["compute"] if seconds[0] else None, network
         )
-    count, dtypes = (
-        sum(math.prod(x.shape) for x in jax.tree.leaves(shapes.params)),
-        config.precision,
-    )
+    count = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes.params))
+    dtypes = config.precision
     title = (
         f"{config.model.target} {count:,} parameters; {config.data.target}; {config.optimizer.target}; "
         f"{' parameters, '.join(dict.fromkeys((dtypes.params, dtypes.state or dtypes.widest)))} state, "

@@ -1,7 +1,6 @@
 """The verb `report`: write one web page about run directories."""
 
 import dataclasses
-import json
 import pathlib
 import sys
 
@@ -12,6 +11,7 @@ from jaxdp.report import html
 from jaxdp.report.read import Json, flat, read_run
 from jaxdp.report.report_writer import NAME
 from jaxdp.report.table import SWEEP, ranked, table
+from jaxdp.run import rundir
 
 
 def run(call: Call) -> None:
@@ -59,10 +59,7 @@ def runs_in(directory: pathlib.Path) -> list[pathlib.Path]:
 
 def sweep_metric(directory: pathlib.Path) -> str:
     """Return the metric of a sweep's directory; "" for another directory."""
-    try:
-        return str(json.loads((directory / SWEEP).read_text(encoding="utf-8"))["metric"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
+    return rundir.entry(directory / SWEEP, "metric", str, "")
 
 
 def read_runs(directories: list[pathlib.Path]) -> dict[pathlib.Path, Json]:

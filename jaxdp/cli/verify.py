@@ -24,7 +24,9 @@ def run(call: Call) -> None:
     """Print the report on root. Exit with code 1 if several devices do not reproduce single-device
     training.
     """
-    config, options, context = call.config, call.options, call.context or ALONE
+    config = call.config
+    options = call.options
+    context = call.context or ALONE
 
     def show(text):
         return print(text, file=sys.stderr, flush=True) if context.is_root else None

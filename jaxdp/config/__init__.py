@@ -5,7 +5,6 @@ that changes only speed, memory or output with `speed`; `config.check` reads the
 module does not import JAX."""
 
 import dataclasses
-import pathlib
 from typing import Any
 
 from jaxdp.config.operation import (
@@ -89,8 +88,3 @@ class Config:
     audit: Audit = speed(Audit())
     callbacks: list[Any] = speed([])
     verify: Verify = speed(Verify())
-
-
-def run_dir(config: Config, path: str | None) -> pathlib.Path:
-    """Return the run directory: config.run_dir, else runs/NAME of the config file."""
-    return pathlib.Path(config.run_dir or f"runs/{pathlib.Path(path).stem if path else 'run'}")

@@ -120,10 +120,8 @@ def check_structure(values: dict[str, Any], where: str, prefix: str = "") -> Non
             get_origin(kind) is type(value) for kind in get_args(hint)
         ):
             continue
-        mapping, listing = (
-            inner(hint) is not None or get_origin(hint) is dict,
-            get_origin(hint) is list,
-        )
+        mapping = inner(hint) is not None or get_origin(hint) is dict
+        listing = get_origin(hint) is list
         if (
             value is None
             or isinstance(value, dict) != mapping

@@ -122,10 +122,8 @@ def resolve(config: Config) -> Config:
     dtypes = dataclasses.replace(
         dtypes, compute=compute, reduce=reduce, state=state, loss_scale=scale
     )
-    run_dir, init_from = (
-        expanded("run_dir", config.run_dir),
-        expanded("init_from", config.init_from),
-    )
+    run_dir = expanded("run_dir", config.run_dir)
+    init_from = expanded("init_from", config.init_from)
     return dataclasses.replace(config, precision=dtypes, run_dir=run_dir, init_from=init_from)
 
 

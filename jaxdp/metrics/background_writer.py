@@ -25,7 +25,8 @@ class BackgroundWriter(Writer):
     `make`."""
 
     def __init__(self, name: str, make: Callable[[], Writer]):
-        self.name, self.failed = name, False
+        self.name = name
+        self.failed = False
         self.calls: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(WAITING)
         self.began = time.monotonic()  # the start of the current call
         self.refused: UsageError | None = None

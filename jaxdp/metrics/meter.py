@@ -1,8 +1,10 @@
 """The meter: convert device metrics to records in a separate thread, so that the loop does not wait
-for the device.
+for the device; the throughput of a log interval, and the goodput of the full run.
 """
 
 import contextlib
+import dataclasses
+import pathlib
 import queue
 import threading
 import time
@@ -12,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxdp.metrics.jsonl import read
 from jaxdp.metrics.writer import Record, Writer
 from jaxdp.train.metric_sums import make_record
 from jaxdp.train.observer import Observer
@@ -29,6 +32,7 @@ class Totals(NamedTuple):
     excluded: float = 0.0
 
 
+@dataclasses.dataclass
 class Meter(Observer):
     """Write a train record every `every` updates and at update `last`.
 
@@ -38,17 +42,12 @@ class Meter(Observer):
     compiles, and the time between a pause and the wait for the next update's data. `input_wait` is
     an upper bound of the fraction of it in which the device idled, waiting for data."""
 
-    def __init__(
-        self,
-        writer: Writer,
-        every: int,
-        last: int,
-        examples: float,
-        more: Callable[[float], Record] = lambda milliseconds: {},
-        derive: Callable[[Record], Mapping[str, float]] = lambda means: {},
-    ):
-        self.writer, self.every, self.last, self.examples = writer, every, last, examples
-        self.more, self.derive = more, derive
+    writer: Writer
+    every: int
+    last: int
+    examples: float
+    more: Callable[[float], Record] = lambda milliseconds: {}
+    derive: Callable[[Record], Mapping[str, float]] = lambda means: {}
 
     def start(self, run: Any, progress: Any) -> None:
         self.since: tuple[int, float] | None = (
@@ -95,7 +94,8 @@ class Meter(Observer):
             self.called = time.perf_counter()
             totals = Totals(self.waited, self.first, self.excluded)
             if self.since is not None:  # everything before is complete: start a new interval
-                self.since, self.recorded = (self.step, self.called), totals
+                self.since = (self.step, self.called)
+                self.recorded = totals
 
     def after(self, steps: range, state: Any, metrics: Mapping[str, jax.Array]) -> None:
         """Take the metrics of one device call for updates `steps`: [] for one update, [step] for
@@ -108,12 +108,14 @@ class Meter(Observer):
             self.lengths.add(len(steps))
             self.first += len(steps)
             self.excluded += time.perf_counter() - self.called
-        self.sent, self.step = next(iter(metrics.values()), None), steps[-1]
+        self.sent = next(iter(metrics.values()), None)
+        self.step = steps[-1]
         is_due = self.step % self.every < len(steps) or self.step == self.last
         if is_due or self.since is None:
             totals = Totals(self.waited, self.first, self.excluded)
             if self.since is None:
-                self.since, self.recorded = (self.step, time.perf_counter()), totals
+                self.since = (self.step, time.perf_counter())
+                self.recorded = totals
             if is_due:
                 self.queue.put((steps, metrics, totals))
         if self.fault is not None:
@@ -156,7 +158,8 @@ class Meter(Observer):
             timing = {"step_time_ms": 1e3 * seconds, "examples_per_s": self.examples / seconds}
             waited = (totals.waited - self.recorded.waited) / elapsed
             timing |= {"input_wait": min(1.0, waited), **self.more(1e3 * seconds)}
-            self.since, self.recorded = (steps[-1], now), totals
+            self.since = (steps[-1], now)
+            self.recorded = totals
         for i, step in enumerate(steps):
             if step % self.every == 0 or step == self.last:
                 self._record(step, {k: np.reshape(v, -1)[i] for k, v in metrics.items()}, timing)
@@ -172,3 +175,50 @@ class Meter(Observer):
         for name in ("weight", "halted", "disagreeing_state"):
             record.pop(name, None)
         self.writer.write(record)
+
+
+def throughput(
+    examples: float, tokens: int | None, flops: float | None, peak: float | None
+) -> Callable[[float], Record]:
+    """Return a function from the milliseconds per update to the throughput entries of a record.
+
+    examples: per update, on average. tokens: per example, or None. flops: the model's forward and
+    backward FLOPs per example (`jaxdp.plan.flops.model_flops`), or None. peak: total FLOP/s of
+    all devices, or None.
+
+        tokens_per_s        tokens x examples per second
+        model_flops_per_s   flops x examples per second
+        mfu                 model_flops_per_s / peak (arXiv 2204.02311, appendix B)
+
+    An entry is omitted if one of its inputs is None.
+    """
+
+    def record(milliseconds: float) -> Record:
+        rate = examples / (1e-3 * milliseconds)
+        entries: Record = {}
+        if tokens is not None:
+            entries["tokens_per_s"] = tokens * rate
+        if flops is not None:
+            entries["model_flops_per_s"] = flops * rate
+            if peak is not None:
+                entries["mfu"] = flops * rate / peak
+        return entries
+
+    return record
+
+
+def goodput(metrics: pathlib.Path, began: float) -> Record:
+    """Return {"goodput"}: the fraction of the time since a run's first start spent on updates that
+    were kept.
+
+    metrics: the path of metrics.jsonl, which has no lost updates. began: the first start, in
+    seconds since the epoch. Startup, compilation, evaluation, saving, downtime and lost updates
+    reduce it, as in MegaScale (arXiv 2402.15627) and Google's ML Goodput. Empty if no update was
+    timed."""
+    productive, step = 0.0, 0
+    for record in read(metrics):
+        if record.get("split") == "train":
+            productive += 1e-3 * float(record.get("step_time_ms", 0.0)) * (record["step"] - step)
+            step = record["step"]
+    elapsed = time.time() - began
+    return {"goodput": min(1.0, productive / elapsed)} if productive and elapsed > 0 else {}

@@ -1,6 +1,7 @@
 """The writer interface: receives records (dicts of numbers) and lines of text."""
 
 import collections
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,11 +55,11 @@ class Newest(Writer):
         self.records = collections.deque(kept, KEPT)
 
 
+@dataclasses.dataclass
 class Many(Writer):
     """A writer that forwards to several writers."""
 
-    def __init__(self, writers: Sequence[Writer]):
-        self.writers = writers
+    writers: Sequence[Writer]
 
     def write(self, record: Record) -> None:
         for writer in self.writers:

@@ -9,12 +9,11 @@ that has stopped before it."""
 import contextlib
 import json
 import threading
-from typing import Any
 
 from jaxdp.errors import DistributedError
 from jaxdp.process import membership
 from jaxdp.process.context import Context
-from jaxdp.process.messages import integer, parse
+from jaxdp.process.messages import Message, integer, parse
 
 SIGTERM_DEADLINE = (
     2.0  # seconds; short, since some launchers send SIGTERM to all when one process has died
@@ -32,10 +31,10 @@ class Agreement:
         self.context = context
         self.passed = 0
         self._changed = threading.Condition()
-        self._requests: list[dict[str, Any]] = []  # made by this process
+        self._requests: list[Message] = []  # made by this process
         self._round = 0
         self._waiting = False  # before the next point, until `_stop` is known
-        self._stop: tuple[int, dict[str, Any]] | None = None  # (the point, the request)
+        self._stop: tuple[int, Message] | None = None  # (the point, the request)
         self._member = membership.current()
         self._listen()
         if self._member is not None and context.is_root:
@@ -61,7 +60,7 @@ class Agreement:
         with contextlib.suppress(DistributedError):
             self._announce()
 
-    def point(self) -> dict[str, Any] | None:
+    def point(self) -> Message | None:
         """Return the request that all processes stop for at this point, or None. Call it before
         each point.
 
@@ -78,7 +77,8 @@ class Agreement:
                 self.passed += 1
                 return None
             request = self._stop[1]
-            self._stop, self._waiting = None, False
+            self._stop = None
+            self._waiting = False
             self._requests = [r for r in self._requests if r["kind"] != request["kind"]]
             self._round += 1
             if self._member is None and self._requests:
@@ -95,10 +95,8 @@ class Agreement:
 
     def _announce(self) -> None:
         with self._changed:
-            request, turn = (
-                self._requests[0] if self._requests and not self._waiting else None,
-                self._round,
-            )
+            request = self._requests[0] if self._requests and not self._waiting else None
+            turn = self._round
         if self._member is not None and request is not None:
             self._member.announce(f"stop {turn}", json.dumps(request))
 
@@ -116,7 +114,7 @@ class Agreement:
             target=self._decide, args=(turn, passed, request), name="agreement", daemon=True
         ).start()
 
-    def _decide(self, turn: int, passed: int, request: dict[str, Any]) -> None:
+    def _decide(self, turn: int, passed: int, request: Message) -> None:
         """Exchange the numbers of passed points; every process gets the same and makes the same
         decision.
         """
@@ -138,7 +136,8 @@ class Agreement:
                 if self._member.report_fault(text):
                     self._member.end_process(text, 1, self._member.rank)
             with self._changed:  # the exchange has failed on all ranks
-                self._waiting, self._round = False, self._round + 1
+                self._waiting = False
+                self._round = self._round + 1
             self._listen()
             with contextlib.suppress(DistributedError):
                 self._announce()

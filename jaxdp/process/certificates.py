@@ -15,7 +15,9 @@ import pathlib
 import tempfile
 from collections.abc import Iterator
 
-ISSUER, SUBJECT, URI = "jaxdp job", "jaxdp process", "jaxdp://job/"
+ISSUER = "jaxdp job"
+SUBJECT = "jaxdp process"
+URI = "jaxdp://job/"
 SLACK = datetime.timedelta(days=2)  # clocks of two hosts may differ by this much
 LIFE = datetime.timedelta(days=3650)
 

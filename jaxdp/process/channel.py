@@ -21,9 +21,10 @@ import json
 import os
 import pathlib
 import secrets
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxdp.errors import UsageError
+from jaxdp.process.messages import Message
 
 MAGIC = b"jaxdp coordinator 2\n"
 NONCE = 32  # bytes
@@ -45,7 +46,7 @@ class Encoded(NamedTuple):
     sha256: bytes
 
 
-def encode(message: dict[str, Any]) -> Encoded:
+def encode(message: Message) -> Encoded:
     payload = json.dumps(message, separators=(",", ":")).encode()
     return Encoded(payload, hashlib.sha256(payload).digest())
 
@@ -68,7 +69,7 @@ class Sealer:
             len(message.payload).to_bytes(4, "big") + self._digest(message.sha256) + message.payload
         )
 
-    def open(self, head: bytes, payload: bytes) -> dict[str, Any]:
+    def open(self, head: bytes, payload: bytes) -> Message:
         """Return the message of a frame. Raises Refused if it was not sealed with this key and
         number.
         """
@@ -130,11 +131,9 @@ def shared_secret() -> str:
                 pass
             finally:
                 draft.unlink()
-        mode, owner, secret = (
-            path.stat().st_mode,
-            path.stat().st_uid,
-            path.read_text(encoding="utf-8", errors="replace").strip(),
-        )
+        mode = path.stat().st_mode
+        owner = path.stat().st_uid
+        secret = path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError as error:
         raise UsageError(
             f"{path}: the job's secret cannot be stored there ({error.strerror}): {fix}"

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from jaxdp.errors import DistributedError, UsageError
 from jaxdp.process import channel, hosts
-from jaxdp.process.messages import checked, printable
+from jaxdp.process.messages import Message, checked, printable
 from jaxdp.process.protocol import ADMISSION, Facts, beat_interval, unpack
 
 RETRIES = 5000.0  # attempts to connect in a second, of all ranks together
@@ -102,7 +102,7 @@ class Connection:
         with self._lock:
             self.socket.sendall(self._out.seal(channel.encode(message)))
 
-    def receive(self) -> dict[str, Any]:
+    def receive(self) -> Message:
         """Wait for the next message. Raises OSError if the coordinator has ended or belongs to
         another job.
         """
@@ -114,7 +114,7 @@ class Connection:
         except channel.Refused as error:
             raise Foreign(str(error)) from None
 
-    def answer(self, timeout: float, interval: float, silent: Callable[[], None]) -> dict[str, Any]:
+    def answer(self, timeout: float, interval: float, silent: Callable[[], None]) -> Message:
         """Return the next message that is not the answer to a heartbeat. Raises TimeoutError after
         `timeout` seconds without any message; meanwhile `silent` is called every few seconds.
         interval: seconds between two heartbeats."""
@@ -224,8 +224,12 @@ def join(
     this process is asked to build its run first. Raises UsageError (foreign program at the address,
     other secret, other facts) or DistributedError (a missing rank or coordinator; too few processes
     to continue an elastic job)."""
-    title, began, problem = hosts.title(facts["rank"], facts["host"]), time.monotonic(), "not tried"
-    foreign, greeted, interval = 0, False, beat_interval(facts["size"])
+    title = hosts.title(facts["rank"], facts["host"])
+    began = time.monotonic()
+    problem = "not tried"
+    foreign = 0
+    greeted = False
+    interval = beat_interval(facts["size"])
     while (remaining := began + timeout - time.monotonic()) > 0:
         connection = None
         try:
@@ -276,7 +280,7 @@ def join(
     )
 
 
-def _admitted(message: dict[str, Any]) -> dict[str, Any]:
+def _admitted(message: Message) -> Message:
     """Return the fields of `Joined` in an answer of the coordinator. Raises its error."""
     admission = checked(message, ADMISSION)
     if admission is None:
@@ -287,5 +291,7 @@ def _admitted(message: dict[str, Any]) -> dict[str, Any]:
         raise failure
     if "error" in admission:
         raise UsageError(admission["error"], rank=0)
-    members, rank, number = unpack(admission["members"]), admission["rank"], admission["generation"]
+    members = unpack(admission["members"])
+    rank = admission["rank"]
+    number = admission["generation"]
     return {"facts": members, "jax_address": admission["jax"], "rank": rank, "generation": number}

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import socket
 import sys
 import time
 import traceback
@@ -120,7 +121,7 @@ def current() -> Context:
     """
     if _current is None and _joining is not None:
         raise UsageError("jaxdp.current(): this process has not joined its job yet")
-    return _current or Context(hosts=(hosts.hostname(),))
+    return _current or Context(hosts=(socket.gethostname(),))
 
 
 def alone() -> bool:
@@ -185,7 +186,9 @@ def init(
             "initialized; call it first"
         )
     if world.size == 1:
-        context = Context(launcher=world.launcher, hosts=(hosts.hostname(),), pids=(os.getpid(),))
+        context = Context(
+            launcher=world.launcher, hosts=(socket.gethostname(),), pids=(os.getpid(),)
+        )
     else:
         _joining = world
         context = Context(launcher=world.launcher, **enter.join(world, timeout, elastic))
@@ -302,7 +305,9 @@ def leave(code: int, speaker: int | None = None) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    rank, size, member = process().rank, process().size, membership.current()
+    rank = process().rank
+    size = process().size
+    member = membership.current()
     if size > 1 and member is None:  # the ranks never connected
         if speaker is None:
             time.sleep(0.0 if rank else GRACE / 2)

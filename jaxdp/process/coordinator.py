@@ -20,7 +20,7 @@ from typing import Any
 from jaxdp.elasticity.elastic_generation import ElasticGeneration
 from jaxdp.process import channel, private_jax
 from jaxdp.process.generation import TICK, Generation, Member
-from jaxdp.process.messages import checked, printable
+from jaxdp.process.messages import Message, checked, printable
 from jaxdp.process.protocol import Settings
 
 FIRST_MESSAGE = 10.0  # seconds until a connection must have sent its first message
@@ -110,7 +110,7 @@ class Coordinator:
 
     async def receive(
         self, reader: asyncio.StreamReader, sealer: channel.Sealer, limit: int = channel.LIMIT
-    ) -> dict[str, Any]:
+    ) -> Message:
         head = await reader.readexactly(channel.HEAD)
         return sealer.open(head, await reader.readexactly(channel.length(head, limit)))
 

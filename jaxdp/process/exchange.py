@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from jaxdp.process.channel import Encoded, encode
+from jaxdp.process.messages import Message
 
 Answer = Callable[[str], Encoded]  # the answer to the requests with an id
 Reply = Callable[[Answer], None]
@@ -16,16 +18,20 @@ REMEMBERED = 64  # results of failed exchanges, for ranks that arrive too late
 KEYS = 1 << 16  # the newest that are kept: those of three saves of 4,096 ranks, five for each
 
 
+@dataclasses.dataclass
 class Exchange:
     """One open exchange. await_responsive: wait beyond the deadline for ranks that are not silent."""
 
-    def __init__(self, members: Sequence[int], deadline: float, await_responsive: bool):
-        self.deadline, self.await_responsive = deadline, await_responsive
-        self.missing = set(members)
+    members: Sequence[int]
+    deadline: float
+    await_responsive: bool
+
+    def __post_init__(self) -> None:
+        self.missing = set(self.members)
         self.texts: dict[int, str] = {}
         self.replies: list[Reply] = []
 
-    def answer(self, result: dict[str, Any]) -> Answer:
+    def answer(self, result: Message) -> Answer:
         """Send the result to all, encoded once for all requests with the same id; return what
         encodes it.
         """
@@ -80,7 +86,7 @@ class Exchanges:
         elif absent := exchange.missing.intersection(self.departed) if self.departed else ():
             self.fail(key, {"left": sorted(absent)})
 
-    def fail(self, key: tuple[Any, ...], result: dict[str, Any]) -> None:
+    def fail(self, key: tuple[Any, ...], result: Message) -> None:
         self.failed[key] = self.open.pop(key).answer(result)
         if len(self.failed) > REMEMBERED:
             self.failed.popitem(last=False)
@@ -125,7 +131,9 @@ class Keys:
             self.waiting.setdefault(key, []).append((time.monotonic() + timeout, reply))
 
     def expire(self) -> None:
-        now, waiting, self.waiting = time.monotonic(), self.waiting, {}
+        now = time.monotonic()
+        waiting = self.waiting
+        self.waiting = {}
         for key, waiters in waiting.items():
             for deadline, reply in waiters:
                 if deadline < now:

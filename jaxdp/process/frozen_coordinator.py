@@ -52,7 +52,8 @@ class Frozen:
             if self.last.get(pid) == active:
                 with contextlib.suppress(OSError):
                     os.kill(int(pid), signal.SIGKILL)
-        self.last, self.checked_at = now, time.monotonic()
+        self.last = now
+        self.checked_at = time.monotonic()
 
 
 def activity(process: pathlib.Path) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from typing import Any
 
@@ -17,7 +18,7 @@ from jaxdp.elasticity.relay import Relay
 from jaxdp.errors import PREEMPTED, UsageError
 from jaxdp.process import channel, faults, hosts, private_jax
 from jaxdp.process.exchange import Exchanges, Keys
-from jaxdp.process.messages import checked
+from jaxdp.process.messages import Message, checked
 from jaxdp.process.protocol import FACTS, OPERATIONS, Facts, beat_interval, difference, pack
 
 TICK = 0.1  # seconds between two checks of deadlines and silent ranks
@@ -33,20 +34,19 @@ ALONE = 10.0
 LINGER = 20.0  # seconds that the coordinator runs after a fault, at most
 
 
+@dataclasses.dataclass(eq=False)
 class Member:
     """A rank that has joined: its facts and its connection."""
 
-    def __init__(
-        self,
-        generation: Generation,
-        facts: Facts,
-        writer: asyncio.StreamWriter,
-        sealer: channel.Sealer,
-    ):
-        self.generation, self.facts, self.writer, self.sealer = generation, facts, writer, sealer
-        self.rank: int = facts["rank"]
+    generation: Generation
+    facts: Facts
+    writer: asyncio.StreamWriter
+    sealer: channel.Sealer
+
+    def __post_init__(self) -> None:
+        self.rank: int = self.facts["rank"]
         self.silent = 0.0  # seconds
-        self.note: dict[str, Any] = {}
+        self.note: Message = {}
 
     @property
     def title(self) -> str:
@@ -66,24 +66,26 @@ class Generation:
     number = 0
 
     def __init__(self, coordinator: Any):
-        self.coordinator, self.settings = coordinator, coordinator.settings
+        self.coordinator = coordinator
+        self.settings = coordinator.settings
         self.members: dict[int, Member] = {}  # the connected ranks
         self.left: set[int] = set()  # ranks that have left the job
         self.admitted = False  # whether all ranks have joined
         self.size = self.settings.size
         self.deadline = time.monotonic() + self.settings.timeout
-        self.fault: dict[str, Any] | None = None
+        self.fault: Message | None = None
         self.log: str | None = None
-        self.exchanges, self.keys = Exchanges(self.left), Keys()
-        self.announced: dict[str, dict[str, Any]] = {}
+        self.exchanges = Exchanges(self.left)
+        self.keys = Keys()
+        self.announced: dict[str, Message] = {}
         self.suspended = False
         self.jax_address = ""  # of JAX's service
-        self.refusal: dict[str, Any] = {}  # why the job does not start
+        self.refusal: Message = {}  # why the job does not start
         self.rivals: list[Member] = []  # processes whose rank another one has too
 
     # Joining
 
-    def greet(self, message: dict[str, Any], nonce: bytes, writer: asyncio.StreamWriter) -> Member:
+    def greet(self, message: Message, nonce: bytes, writer: asyncio.StreamWriter) -> Member:
         """Return the process of a first message. Raises channel.Refused if the message is
         malformed.
         """
@@ -93,7 +95,7 @@ class Generation:
         key = channel.to_rank(self.settings.secret, nonce, first["nonce"].encode())
         return Member(self, first["facts"], writer, key)
 
-    def join(self, message: dict[str, Any], nonce: bytes, writer: asyncio.StreamWriter) -> Member:
+    def join(self, message: Message, nonce: bytes, writer: asyncio.StreamWriter) -> Member:
         member = self.greet(message, nonce, writer)
         if self.admitted:
             late = f"{member.title} comes too late: all ranks of that job have joined; another job needs another port"
@@ -157,7 +159,8 @@ class Generation:
 
     def refuse_all(self, **reason: Any) -> None:
         """Send every connected rank the same reason why the job does not start."""
-        self.admitted, self.refusal = True, reason
+        self.admitted = True
+        self.refusal = reason
         self.left |= self.members.keys()
         self.send_all(**reason)
         for rival in self.rivals:
@@ -171,7 +174,7 @@ class Generation:
 
     # Operations
 
-    def handle(self, member: Member, message: dict[str, Any]) -> None:
+    def handle(self, member: Member, message: Message) -> None:
         """Do one operation for a rank. Refuse a malformed one, without ending the rank."""
         member.silent = 0.0
         name, fields = message.get("op"), None
@@ -187,12 +190,12 @@ class Generation:
         if reply is not None:
             member.send(id=message.get("id"), **reply)
 
-    def do_beat(self, member: Member, id: Any, note: dict[str, Any]) -> None:
+    def do_beat(self, member: Member, id: Any, note: Message) -> None:
         member.note = note
         if self.admitted or id is not None:  # else the rank waits for its admission
             member.send_encoded(HEARD)
 
-    def do_beats(self, member: Member, id: Any, suspended: bool) -> dict[str, Any]:
+    def do_beats(self, member: Member, id: Any, suspended: bool) -> Message:
         notes = {m.rank: m.note for m in self.members.values()}
         return {
             "beats": {
@@ -221,14 +224,14 @@ class Generation:
 
         self.exchanges.add(member.rank, group, reply, **fields)
 
-    def do_put(self, member: Member, id: Any, key: str, text: str) -> dict[str, Any]:
+    def do_put(self, member: Member, id: Any, key: str, text: str) -> Message:
         self.keys.put(key, text)
         return {}
 
     def do_get(self, member: Member, id: Any, key: str, timeout: float) -> None:
         self.keys.get(key, timeout, lambda text: member.send(id=id, text=text))
 
-    def do_announce(self, member: Member, id: Any, name: str, text: str) -> dict[str, Any]:
+    def do_announce(self, member: Member, id: Any, name: str, text: str) -> Message:
         """Send every rank the first announcement of a name; ignore later ones."""
         first = name not in self.announced
         if first:
@@ -236,14 +239,14 @@ class Generation:
             self.send_all(announced=name, **self.announced[name])
         return {"first": first}
 
-    def do_fault(self, member: Member, id: Any, text: str, code: int) -> dict[str, Any]:
+    def do_fault(self, member: Member, id: Any, text: str, code: int) -> Message:
         return {"first": self.fail(text, code, member.rank)}
 
-    def do_log(self, member: Member, id: Any, path: str) -> dict[str, Any]:
+    def do_log(self, member: Member, id: Any, path: str) -> Message:
         self.log = path
         return {}
 
-    def do_leave(self, member: Member, id: Any, code: int) -> dict[str, Any]:
+    def do_leave(self, member: Member, id: Any, code: int) -> Message:
         def end_others() -> None:
             if not self.members.keys() <= self.left:
                 self.fail(f"{member.title} has ended with code {code}: see what it printed")

@@ -18,6 +18,7 @@ from typing import Any
 
 from jaxdp.errors import UsageError
 
+Facts = dict[str, Any]  # of a rank, see `jaxdp.process.protocol.FACTS`
 BACKLOG = 4096  # connections that wait to be accepted, as far as net.core.somaxconn allows
 
 
@@ -62,12 +63,14 @@ def is_loopback(addr: str) -> bool:
     return ipaddress.ip_address(addr).is_loopback
 
 
-def identity() -> dict[str, Any]:
+def identity() -> Facts:
     """Return what identifies this host (name, addresses, boot id of the kernel) and this process.
 
     That is its id and its network namespace: containers on one host have different ones.
     """
-    boot, network, name = Path("/proc/sys/kernel/random/boot_id"), "", socket.gethostname()
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    network = ""
+    name = socket.gethostname()
     with contextlib.suppress(OSError):
         network = os.readlink("/proc/self/ns/net")
     return {
@@ -167,7 +170,7 @@ def on_one_host(ranks: Sequence[Mapping[str, Any]]) -> bool:
     return len({(key(facts), facts.get("network")) for facts in ranks}) == 1
 
 
-def meeting_address(ranks: Sequence[dict[str, Any]], port: int) -> str:
+def meeting_address(ranks: Sequence[Facts], port: int) -> str:
     """Return the "host:port" at which all ranks reach rank 0: the loopback on one host, else an
     address of its name.
     """
@@ -182,7 +185,7 @@ def meeting_address(ranks: Sequence[dict[str, Any]], port: int) -> str:
     return join(usable[0], port)
 
 
-def check_reachable(ranks: Sequence[dict[str, Any]]) -> None:
+def check_reachable(ranks: Sequence[Facts]) -> None:
     """Raise UsageError if Gloo (collectives on CPU) would advertise a host name that the other
     ranks cannot use.
     """
@@ -205,7 +208,7 @@ def check_reachable(ranks: Sequence[dict[str, Any]]) -> None:
             )
 
 
-def local_ranks(ranks: Sequence[dict[str, Any]], rank: int) -> tuple[int, int]:
+def local_ranks(ranks: Sequence[Facts], rank: int) -> tuple[int, int]:
     """Return (local_rank, local_size) of `rank` by counting the ranks on its host. ranks: the facts
     of each rank.
     """

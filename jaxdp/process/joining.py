@@ -9,6 +9,7 @@ import json
 import os
 import resource
 import secrets
+import socket
 import subprocess
 import sys
 import time
@@ -141,14 +142,15 @@ class Place:
     """
 
     def __init__(self, settings: Settings, delay: float):
-        self.settings, self.delay = settings, delay
+        self.settings = settings
+        self.delay = delay
         self.frozen = frozen_coordinator.Frozen(settings.secret, settings.port)
 
     def absent(self, waited: float) -> None:
         """Start a coordinator if none has been there for `waited` seconds."""
         if self.settings.jax_host is not None and waited >= self.delay:
             with contextlib.suppress(UsageError):  # another process has just done so
-                start_coordinator(self.settings, hosts.hostname())
+                start_coordinator(self.settings, socket.gethostname())
 
     def silent(self) -> None:
         """End the coordinator if it has not run since the last call."""

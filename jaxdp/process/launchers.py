@@ -6,7 +6,7 @@ import operator
 import os
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import SupportsIndex
 
@@ -23,6 +23,8 @@ from jaxdp.process.world import (
     within,
 )
 
+# The variables of which any identifies a launcher, and its detection.
+Launcher = tuple[tuple[str, ...], Callable[[Env], World | None]]
 PORT = 12355  # of pod 0, in Kubernetes
 
 
@@ -67,12 +69,10 @@ def tasks_per_node(text: str) -> list[int]:
     return counts
 
 
-def slurm(env: Env) -> World | None:
+def slurm(env: Env) -> World:
     """Detect `srun`: only inside a job step, since a batch script alone is one process regardless
     of --ntasks.
     """
-    if not env.get("SLURM_STEP_NUM_TASKS"):
-        return None
     partners(env, "slurm", ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"))
     rank, size = integer(env, "SLURM_PROCID"), integer(env, "SLURM_STEP_NUM_TASKS", 1)
     within(rank, "SLURM_PROCID", size, "SLURM_STEP_NUM_TASKS")
@@ -81,10 +81,8 @@ def slurm(env: Env) -> World | None:
     partners(env, "slurm", ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_JOB_ID"))
     local_size = None
     if env.get("SLURM_STEP_TASKS_PER_NODE") and env.get("SLURM_NODEID"):
-        counts, node = (
-            tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"]),
-            integer(env, "SLURM_NODEID"),
-        )
+        counts = tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"])
+        node = integer(env, "SLURM_NODEID")
         within(
             node, "SLURM_NODEID", len(counts), "the number of nodes in SLURM_STEP_TASKS_PER_NODE"
         )
@@ -100,7 +98,7 @@ def kubernetes(env: Env) -> World | None:
     """Detect an Indexed Job, or a Job of a JobSet, of JAXDP_NUM_PROCESSES pods: pod i is <job>-<i>,
     pod 0 is rank 0.
     """
-    if not env.get("JOB_COMPLETION_INDEX") or not env.get("JAXDP_NUM_PROCESSES"):
+    if not env.get("JAXDP_NUM_PROCESSES"):
         return None
     rank, size = integer(env, "JOB_COMPLETION_INDEX"), integer(env, "JAXDP_NUM_PROCESSES", 1)
     within(rank, "JOB_COMPLETION_INDEX", size, "JAXDP_NUM_PROCESSES")
@@ -134,41 +132,68 @@ TORCHRUN = Variables(
     ),
 )
 
+
+def by_its(variables: Variables) -> Launcher:
+    """Return a launcher that is identified by its variables for the rank and the size."""
+    return (variables.rank, variables.size), variables.detect
+
+
 # In order of precedence, innermost first: if mpirun or torchrun's agent runs inside a Slurm step,
 # it started this process, and the step's variables describe something else.
-LAUNCHERS: tuple[Callable[[Env], World | None], ...] = (
-    Variables(
-        "jaxdp",
-        "JAXDP_PROCESS_ID",
-        "JAXDP_NUM_PROCESSES",
-        "JAXDP_LOCAL_RANK",
-        "JAXDP_LOCAL_SIZE",
-        unless=lambda env: (
-            bool(env.get("JOB_COMPLETION_INDEX")) and not env.get("JAXDP_PROCESS_ID")
-        ),
-    ).detect,
-    replace(TORCHRUN, trigger=("TORCHELASTIC_RUN_ID",)).detect,
-    Variables(
-        "openmpi",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ).detect,
-    Variables(  # MVAPICH 2; later ones are Hydra's
-        "mvapich",
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
-    ).detect,
-    Variables(
-        "hydra", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", unless=_under_srun
-    ).detect,
-    slurm,
-    TORCHRUN.detect,
-    kubernetes,
+LAUNCHERS = (
+    by_its(
+        Variables(
+            "jaxdp",
+            "JAXDP_PROCESS_ID",
+            "JAXDP_NUM_PROCESSES",
+            "JAXDP_LOCAL_RANK",
+            "JAXDP_LOCAL_SIZE",
+            unless=lambda env: (
+                bool(env.get("JOB_COMPLETION_INDEX")) and not env.get("JAXDP_PROCESS_ID")
+            ),
+        )
+    ),
+    (("TORCHELASTIC_RUN_ID",), TORCHRUN.detect),
+    by_its(
+        Variables(
+            "openmpi",
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+        )
+    ),
+    by_its(
+        Variables(  # MVAPICH 2; later ones are Hydra's
+            "mvapich",
+            "MV2_COMM_WORLD_RANK",
+            "MV2_COMM_WORLD_SIZE",
+            "MV2_COMM_WORLD_LOCAL_RANK",
+            "MV2_COMM_WORLD_LOCAL_SIZE",
+        )
+    ),
+    by_its(
+        Variables(
+            "hydra",
+            "PMI_RANK",
+            "PMI_SIZE",
+            "MPI_LOCALRANKID",
+            "MPI_LOCALNRANKS",
+            unless=_under_srun,
+        )
+    ),
+    (("SLURM_STEP_NUM_TASKS",), slurm),
+    by_its(TORCHRUN),
+    (("JOB_COMPLETION_INDEX",), kubernetes),
 )
+
+
+def detected(env: Env, launchers: Iterable[Launcher]) -> World | None:
+    """Return the world of the first of these launchers that started this process, or None."""
+    for variables, detect in launchers:
+        if any(map(env.get, variables)) and (world := detect(env)) is not None:
+            return world
+    return None
 
 
 def _explicit(
@@ -225,7 +250,7 @@ def discover(
         if world is not None and env.get("MASTER_ADDR"):
             partners(env, "env://", ("MASTER_ADDR", "MASTER_PORT"))
             explicit = explicit or _elastic(env)
-        world = world or TORCHRUN.detect(env)
+        world = world or detected(env, [by_its(TORCHRUN)])
         if world is None:
             raise UsageError(
                 "init_method='env://', but RANK and WORLD_SIZE are not set: start it with torchrun"
@@ -236,7 +261,7 @@ def discover(
         raise UsageError(f"init_method={init_method!r} is neither 'tcp://host:port' nor 'env://'")
     if env.get("JAXDP_COORDINATOR") and not explicit:
         explicit = address(env["JAXDP_COORDINATOR"], "JAXDP_COORDINATOR")
-    world = world or next(filter(None, (detect(env) for detect in LAUNCHERS)), None)
+    world = world or detected(env, LAUNCHERS)
     if world is None and explicit:
         raise UsageError(
             f"the coordinator is {explicit}, but the rank of this process is not set: "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
+import dataclasses
 import itertools
 import os
 import sys
@@ -21,7 +22,7 @@ from typing import Any
 from jaxdp.errors import DistributedError, GenerationEnded, one_line
 from jaxdp.process import faults, frozen_coordinator, hosts, private_jax, sockets
 from jaxdp.process.connection import SILENT, Joined
-from jaxdp.process.messages import LONG_TEXT, checked, printable
+from jaxdp.process.messages import LONG_TEXT, Message, checked, printable
 from jaxdp.process.protocol import TIMEOUT, beat_interval
 
 GRACE = (
@@ -29,6 +30,7 @@ GRACE = (
 )
 
 
+@dataclasses.dataclass(eq=False)
 class Membership:
     """The membership of a process in a job of several.
 
@@ -37,35 +39,27 @@ class Membership:
     ends this generation, not the process, which then connects to the next coordinator, for
     heartbeats only."""
 
-    def __init__(
-        self,
-        job: Joined,
-        local_rank: int,
-        silence: float,
-        parent: int | None,
-        elastic: bool = False,
-    ):
-        self.job, self.connection, self.rank, self.size = (
-            job,
-            job.connection,
-            job.rank,
-            len(job.facts),
-        )
+    job: Joined
+    local_rank: int
+    silence: float
+    parent: int | None
+    elastic: bool = False
+
+    def __post_init__(self) -> None:
+        job = self.job
+        self.connection = job.connection
+        self.rank = job.rank
+        self.size = len(job.facts)
         self.hosts = [facts["host"] for facts in job.facts]
-        self.local_rank, self.silence, self.parent, self.elastic = (
-            local_rank,
-            silence,
-            parent,
-            elastic,
-        )
         self.ended: str | None = None  # why this generation of an elastic job has ended
-        self.note: dict[str, Any] = {}
-        self.ending, self._changed = threading.Event(), threading.Condition()
+        self.note: Message = {}
+        self.ending = threading.Event()
+        self._changed = threading.Condition()
         self.beat = beat_interval(self.size)
         self._unheard = 0  # heartbeats since the last message from the coordinator
         self._ids = itertools.count()
         self._turns: collections.Counter[tuple[Any, ...]] = collections.Counter()
-        self._replies: dict[str, dict[str, Any]] = {}
+        self._replies: dict[str, Message] = {}
         self._lost: str | None = None  # why the connection to the coordinator was lost
         self._listeners: dict[str, Callable[[int, str], None]] = {}
         self._announced: dict[str, tuple[int, str]] = {}
@@ -86,7 +80,7 @@ class Membership:
 
     # Requests
 
-    def request(self, op: str, wait: float = TIMEOUT, /, **fields: Any) -> dict[str, Any]:
+    def request(self, op: str, wait: float = TIMEOUT, /, **fields: Any) -> Message:
         """Send a request to the coordinator and return its reply. Raises DistributedError without
         an answer.
         """
@@ -170,7 +164,7 @@ class Membership:
         """Return the text under a key, waiting up to `timeout` seconds; None if there is none."""
         return self.request("get", timeout + TIMEOUT, key=key, timeout=timeout).get("text")
 
-    def beats(self, suspended: bool = False) -> dict[int, dict[str, Any]]:
+    def beats(self, suspended: bool = False) -> dict[int, Message]:
         """Return the note of the last heartbeat of every connected rank, or of those whose timeout
         is suspended.
         """
@@ -303,7 +297,7 @@ class Membership:
                     while not self.ending.is_set():
                         self.connection.receive()
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    def _hear(self, message: Message) -> None:
         if isinstance(text := message.get("ended"), str):
             with self._changed:
                 self.ended = self.ended or printable(text) or "its ranks regroup"

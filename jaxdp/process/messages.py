@@ -7,6 +7,7 @@ import json
 import math
 from typing import Any
 
+Message = dict[str, Any]  # a decoded JSON object
 LIMIT = 1 << 20  # characters of one message
 TEXT = 8192  # characters of a string inside a message
 LONG_TEXT = object()  # kind of a string of any length; its line breaks are not removed
@@ -19,7 +20,7 @@ def printable(text: object, most: int = TEXT) -> str:
     return "".join(c if c.isprintable() else "?" for c in str(text)[:most])
 
 
-def parse(text: str | bytes | None, shape: dict[str, Any]) -> dict[str, Any] | None:
+def parse(text: str | bytes | None, shape: dict[str, Any]) -> Message | None:
     """Return the JSON object in `text`, or None if it does not have this shape.
 
     Args:
@@ -34,7 +35,7 @@ def parse(text: str | bytes | None, shape: dict[str, Any]) -> dict[str, Any] | N
         return None
 
 
-def checked(message: Any, shape: dict[str, Any]) -> dict[str, Any] | None:
+def checked(message: Any, shape: dict[str, Any]) -> Message | None:
     """Check a decoded JSON message as `parse` does, and return its values; None if it has another
     shape.
     """

@@ -1,7 +1,7 @@
 """The monitor of a run: stop all processes at one point, end a hanging run, and name stragglers."""
 
 import contextlib
-import pathlib
+import dataclasses
 import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -10,7 +10,6 @@ import jax
 
 from jaxdp.process import membership, signals
 from jaxdp.process.agreement import Agreement
-from jaxdp.process.context import Context
 from jaxdp.process.watchdog import Watchdog
 from jaxdp.run import rundir
 from jaxdp.train.observer import Observer
@@ -25,7 +24,9 @@ class Stopped(Exception):
 
     def __init__(self, kind: str, why: str = "", rank: int = 0):
         super().__init__(f"{why or kind} on rank {rank}")
-        self.kind, self.why, self.rank = kind, why, rank
+        self.kind = kind
+        self.why = why
+        self.rank = rank
 
 
 class Monitor(Observer):
@@ -57,30 +58,25 @@ class Monitor(Observer):
         """Stop monitoring at the end of the run."""
 
 
+@dataclasses.dataclass
 class RunMonitor(Watchdog, Monitor):
     """The monitor of a training job. minutes: between two saves, besides those of the loop; None
     for no such saves.
 
-    last_save: when the last of these was asked for, of `time.monotonic`; None: now.
+    last_save: when the last of these was asked for, of `time.monotonic`.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        directory: pathlib.Path,
-        timeout: float | None = 600.0,
-        straggler_factor: float = 2.0,
-        minutes: float | None = None,
-        last_save: float | None = None,
-    ):
-        self.agreement, self.minutes = Agreement(context), minutes
-        if context.is_root and (member := membership.current()) is not None:
-            member.keep_log(str((directory / "events.jsonl").absolute()))
+    minutes: float | None = None
+    last_save: float = dataclasses.field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.agreement = Agreement(self.context)
+        if self.context.is_root and (member := membership.current()) is not None:
+            member.keep_log(str((self.directory / "events.jsonl").absolute()))
         self._called: set[int] = set()
         self._asked: set[str] = set()
         self._dispatched = False  # an update
-        self.last_save = time.monotonic() if last_save is None else last_save
-        super().__init__(context, directory, timeout, straggler_factor)
+        super().__post_init__()
         signals.subscribe(self._preempt)
 
     def run_step(self, what: str, f: Callable[..., Any], *args: Any) -> Any:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdp.errors import DistributedError, UsageError, install
+from jaxdp.process.hosts import Facts
 from jaxdp.process.world import World
 
 # The programs that start ranks, and the MPI library of each family; mpi4py loads one of them at run
@@ -108,7 +109,7 @@ def load(world: World) -> Any:
         ) from None
 
 
-def exchange(world: World, facts: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
+def exchange(world: World, facts: Facts, timeout: float) -> list[Facts]:
     """Return every rank's `facts`, by rank. Finalizes MPI afterwards unless the program had
     initialized it.
 
@@ -144,9 +145,7 @@ def waits_until_every_rank_calls_mpi_init(mpi: Any) -> None:
         mpi.Init_thread(mpi.THREAD_SERIALIZED)
 
 
-def _allgather(
-    mpi: Any, world: World, facts: dict[str, Any], timeout: float
-) -> list[dict[str, Any]]:
+def _allgather(mpi: Any, world: World, facts: Facts, timeout: float) -> list[Facts]:
     everyone = mpi.COMM_WORLD
     if everyone.size != world.size:
         library = mpi.Get_library_version().splitlines()[0].strip(" \0")

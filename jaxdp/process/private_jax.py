@@ -159,8 +159,10 @@ def connect(
     else:
         client = make_client(address, rank, secret, timeout, elastic=False)
         client.connect()
-    global_state.client, global_state.coordinator_address = client, address
-    global_state.process_id, global_state.num_processes = rank, size
+    global_state.client = client
+    global_state.coordinator_address = address
+    global_state.process_id = rank
+    global_state.num_processes = size
     if proceed is not None:
         backend.clear_backends()
 
@@ -170,7 +172,8 @@ def number_process(rank: int, size: int) -> None:
     `verify` asks how numbers depend on it. Programs of one device work as usual."""
     from jax._src.distributed import global_state
 
-    global_state.process_id, global_state.num_processes = rank, size
+    global_state.process_id = rank
+    global_state.num_processes = size
 
 
 def is_connected() -> bool:

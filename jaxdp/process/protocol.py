@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxdp.process import hosts
+from jaxdp.process.hosts import Facts as Facts
 from jaxdp.process.messages import LONG_TEXT
 from jaxdp.process.world import seconds_of
 
@@ -27,7 +28,6 @@ TIMEOUT = 60.0  # seconds to wait for other ranks
 WINDOW = 10.0  # seconds that the survivors of a generation have to report to the next one
 # seconds that a survivor has if it sends heartbeats, or without them if it may have the only state
 LATE = 90.0
-Facts = dict[str, Any]
 FACTS: dict[str, Any] = {
     **dict.fromkeys(["host", "boot", "network", "jaxdp", "jax", "jaxlib", "python"], str),
     "config?": str,
@@ -78,12 +78,11 @@ OPERATIONS: dict[str, dict[str, Any]] = {
 
 
 # The answer to a rank's first message.
-def COLUMN(kind):
-    return {"kinds": [kind], "of": [range(-1, 1 << 20)]}
-
-
 ADMISSION: dict[str, Any] = {
-    "members?": {f"{name.rstrip('?')}?": COLUMN(kind) for name, kind in FACTS.items()},
+    "members?": {
+        f"{name.rstrip('?')}?": {"kinds": [kind], "of": [range(-1, 1 << 20)]}
+        for name, kind in FACTS.items()
+    },
     "rank?": range(
         1 << 20
     ),  # with a code: the rank that prints the error; without, it is for one process alone
@@ -142,7 +141,9 @@ def pack(facts: Sequence[Facts]) -> dict[str, Any]:
 
 def unpack(columns: dict[str, Any]) -> list[Facts]:
     """Invert `pack`."""
-    size, absent, values = len(columns["rank"]["kinds"]), object(), []
+    size = len(columns["rank"]["kinds"])
+    absent = object()
+    values = []
     for column in columns.values():
         kinds = [*column["kinds"], absent]  # -1 is the last
         of = column["of"] or ([0] * size if len(kinds) == 2 else range(size))

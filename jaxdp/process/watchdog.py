@@ -7,6 +7,7 @@ compiles, saves or restores, the timeout is suspended on all processes.
 
 import collections
 import contextlib
+import dataclasses
 import faulthandler
 import json
 import pathlib
@@ -20,13 +21,14 @@ from typing import Any
 from jaxdp.errors import DistributedError, GenerationEnded
 from jaxdp.process import faults, hosts, membership
 from jaxdp.process.context import Context, leave
-from jaxdp.process.messages import parse
+from jaxdp.process.messages import Message, parse
 from jaxdp.run import rundir
 
 LOOK = 0.25  # seconds between two checks
 ANSWERS = 4.0  # seconds within which the other processes must report their positions
 
 
+@dataclasses.dataclass
 class Watchdog:
     """The watchdog of one process. timeout: seconds without progress, for each update of a call;
     None for no limit.
@@ -34,15 +36,12 @@ class Watchdog:
     directory: that of stacks/rank_N.txt. factor: see `straggler`.
     """
 
-    def __init__(
-        self, context: Context, directory: pathlib.Path, timeout: float | None, factor: float = 2.0
-    ):
-        self.context, self.directory, self.timeout, self.factor = (
-            context,
-            directory,
-            timeout,
-            factor,
-        )
+    context: Context
+    directory: pathlib.Path
+    timeout: float | None
+    factor: float = 2.0
+
+    def __post_init__(self) -> None:
         self.where = "begins"
         self.passed = 0
         self.updates = 1  # number of updates in a call
@@ -200,7 +199,7 @@ class Watchdog:
             if self._member.report_fault(text):
                 self._member.end_process(text, 1, self.context.rank)
 
-    def _position(self) -> dict[str, Any]:
+    def _position(self) -> Message:
         return {"passed": self.passed, "where": f"{self.where} ({innermost(self.where)})"}
 
     def _write_stacks(self) -> None:
@@ -215,13 +214,13 @@ class Watchdog:
                 faulthandler.dump_traceback(file, all_threads=True)
 
 
-def behind(answers: dict[int, dict[str, Any]]) -> list[int]:
+def behind(answers: dict[int, Message]) -> list[int]:
     """Return the ranks that have passed the fewest points."""
     least = min(a["passed"] for a in answers.values())
     return [rank for rank, a in sorted(answers.items()) if a["passed"] == least]
 
 
-def verdict(answers: dict[int, dict[str, Any]], context: Context) -> str:
+def verdict(answers: dict[int, Message], context: Context) -> str:
     """Name the ranks that do not answer, else those that are behind."""
     name, late = context.title, behind(answers) if answers else []
     missing = [rank for rank in range(context.size) if rank not in answers]

@@ -87,22 +87,19 @@ def address(text: str, name: str) -> str:
 
 @dataclass(frozen=True)
 class Variables:
-    """A launcher that sets one variable for each value. `trigger`: any of these variables
-    identifies the launcher.
-    """
+    """A launcher that sets one variable for each value."""
 
     name: str
     rank: str
     size: str
     local_rank: str | None = None
     local_size: str | None = None
-    trigger: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
     coordinator: Callable[[Env], str | None] = lambda env: None
     unless: Callable[[Env], bool] = lambda env: False
 
     def detect(self, env: Env) -> World | None:
-        if not any(env.get(n) for n in self.trigger or (self.rank, self.size)) or self.unless(env):
+        if self.unless(env):
             return None
         partners(env, self.name, (self.rank, self.size, *self.also))
         rank, size = integer(env, self.rank), integer(env, self.size, 1)

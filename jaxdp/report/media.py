@@ -1,10 +1,12 @@
-"""Images and texts of a run for the report: files `media/STEP-NAME.png` or `.txt` that callbacks
-wrote.
+"""What callbacks wrote for the report: files `media/STEP-NAME.png` or `.txt`, and events of the kind
+`histogram`.
 """
 
 import base64
+import math
 import pathlib
 import re
+from collections.abc import Sequence
 from typing import Any
 
 Json = dict[str, Any]
@@ -24,7 +26,9 @@ def read(directory: pathlib.Path, most: int = PAGE) -> Json:
 
     image: a data URI. most: the bytes of all; the files of the last steps come first. Larger images
     are omitted."""
-    folder, items, omitted = directory / FOLDER, [], 0
+    folder = directory / FOLDER
+    items = []
+    omitted = 0
     files = [
         (int(match[1]), file.name, match)
         for file in _files(folder)
@@ -58,3 +62,30 @@ def _files(folder: pathlib.Path) -> list[pathlib.Path]:
         return [file for file in folder.iterdir() if file.is_file()]
     except OSError:
         return []
+
+
+KIND = "histogram"  # of an event
+BINS = 1000  # at most
+
+
+def histograms(events: Sequence[Json]) -> dict[str, list[Json]]:
+    """Return {name: [{step, low, high, counts}, ...]} by step; of two for a step the later, and
+    none that is not valid.
+
+    counts: of equal bins from low to high.
+    """
+    found: dict[str, dict[int, Json]] = {}
+    for event in events:
+        name, counts = event.get("name"), event.get("counts")
+        numbers = {key: event.get(key) for key in ("step", "low", "high")}
+        if not isinstance(name, str) or not isinstance(counts, list) or not 0 < len(counts) <= BINS:
+            continue
+        if not all(map(_is_finite, [*numbers.values(), *counts])) or min(counts) < 0:
+            continue
+        if event["low"] < event["high"]:
+            found.setdefault(name, {})[event["step"]] = {**numbers, "counts": counts}
+    return {name: [steps[step] for step in sorted(steps)] for name, steps in found.items()}
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)

@@ -9,9 +9,8 @@ from typing import Any
 
 from jaxdp.config.values import load
 from jaxdp.errors import UsageError, one_line
-from jaxdp.metrics import events as kinds
-from jaxdp.metrics.jsonl import read, sample
-from jaxdp.report import histograms, media, spent
+from jaxdp.metrics.jsonl import BEGINS, ENDS, EVENTS, read, sample
+from jaxdp.report import media, spent
 
 Json = dict[str, Any]
 DIGITS = 6  # significant digits of a number in the page
@@ -32,7 +31,7 @@ def read_run(directory: pathlib.Path, alive: bool | None = None, runs: int = 1) 
     """
     check(directory)
     records, lines = sample(directory / "metrics.jsonl", LINES // runs)
-    events = read(directory / kinds.NAME)
+    events = read(directory / EVENTS)
     if not records and not events:
         raise UsageError(
             f"report: {str(directory)!r} has no metrics yet; wait for the first line of metrics.jsonl"
@@ -69,8 +68,8 @@ def tables(
     sessions = spent.sessions(records, events)
     unclean = [s for s in (sessions[:-1] if alive else sessions) if s["how"] is None]
     events += skipped(records) + [{"t": s["end"], "kind": "stopped"} for s in unclean]
-    charts = [e for e in events if e["kind"] == histograms.KIND]
-    events = [e for e in events if e["kind"] != histograms.KIND]
+    charts = [e for e in events if e["kind"] == media.KIND]
+    events = [e for e in events if e["kind"] != media.KIND]
     events.sort(
         key=lambda e: e["t"] if e["t"] is not None else math.inf
     )  # skipped updates may have no time
@@ -90,7 +89,7 @@ def tables(
             name: value for name, value in flat(env).items() if name != "topology.pids"
         },
         "diff": text(directory / "git.diff") if runs == 1 else "",
-        "histograms": histograms.by_name(charts) if runs == 1 else {},
+        "histograms": media.histograms(charts) if runs == 1 else {},
         "media": media.read(directory, media.PAGE // runs),
     }
 
@@ -128,14 +127,12 @@ def state(records: list[Json], events: list[Json], alive: bool) -> Json:
     """
     if alive:
         return {"word": "running", "reason": ""}
-    known = [e for e in events if e["kind"] in kinds.BEGINS + kinds.ENDS]
+    known = [e for e in events if e["kind"] in BEGINS + ENDS]
     if not known:
         done = bool(records) and records[-1]["split"] == "final"
         return {"word": "finished" if done else "stopped", "reason": ""}
     last = known[-1]
-    if (
-        last["kind"] in kinds.ENDS and last["kind"] != "regroup"
-    ):  # after one, another session begins
+    if last["kind"] in ENDS and last["kind"] != "regroup":  # after one, another session begins
         return {"word": last["kind"], "reason": last.get("reason", "")}
     return {"word": "stopped", "reason": "it logged no final event: killed, or its host went down"}
 

@@ -2,6 +2,7 @@
 the time.
 """
 
+import dataclasses
 import math
 import pathlib
 import time
@@ -10,7 +11,7 @@ from typing import Any
 
 from jaxdp.errors import one_line
 from jaxdp.metrics import safe_print
-from jaxdp.metrics.events import NoEvents
+from jaxdp.metrics.jsonl import NoEvents
 from jaxdp.metrics.writer import Record, Writer
 from jaxdp.report import html
 from jaxdp.report.read import read_run
@@ -28,18 +29,18 @@ def location(directory: pathlib.Path) -> str:
     return f"report in {directory / NAME}"
 
 
+@dataclasses.dataclass
 class Reports(Writer):
     """A writer of `directory`/report.html that prints its path at the end; if writing fails, it
     warns once and training continues. defaults: as for `html.render`."""
 
-    def __init__(
-        self,
-        directory: pathlib.Path,
-        defaults: Mapping[str, Any] | None = None,
-        events: NoEvents | None = None,
-    ):
-        self.directory, self.defaults, self.events = directory, defaults, events or NoEvents()
-        self.took, self.since = 0.0, time.monotonic()
+    directory: pathlib.Path
+    defaults: Mapping[str, Any] | None = None
+    events: NoEvents = NoEvents()
+
+    def __post_init__(self) -> None:
+        self.took = 0.0
+        self.since = time.monotonic()
         self.failed = False
 
     def write(self, record: Record) -> None:

@@ -3,7 +3,7 @@
 import statistics
 from typing import Any
 
-from jaxdp.metrics.events import BEGINS, ENDS
+from jaxdp.metrics.jsonl import BEGINS, ENDS
 
 Json = dict[str, Any]
 

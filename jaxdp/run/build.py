@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import os
 import pathlib
 from collections.abc import Callable, Sequence
@@ -14,13 +15,14 @@ from jax.tree_util import Partial
 from jaxdp.checkpoint.local import LocalCheckpoints
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.config import Config, Parallel
+from jaxdp.config.validation import flatten
 from jaxdp.cpu import on_cpu
 from jaxdp.data.contents import contents, has_parts
 from jaxdp.data.dataset import UNKNOWN
 from jaxdp.data.resident import Resident
 from jaxdp.errors import UsageError
-from jaxdp.metrics.events import NoEvents
-from jaxdp.metrics.throughput import throughput
+from jaxdp.metrics.jsonl import NoEvents
+from jaxdp.metrics.meter import throughput
 from jaxdp.metrics.writer import Record, Writer
 from jaxdp.optim.rate import scheduled_rate
 from jaxdp.parallel.placement import assign_microbatches
@@ -44,8 +46,7 @@ from jaxdp.run.components import (
     spared,
     state_maker,
 )
-from jaxdp.run.datasets import eval_key, facts_of, make_order
-from jaxdp.run.identity import facts, has_own_code, shapes_of
+from jaxdp.run.datasets import eval_key, facts_of, make_order, shapes_of
 from jaxdp.run.preflight import check_examples, check_optimizer, rehearse
 from jaxdp.run.profile_window import Profile, folder
 from jaxdp.run.rundir import versions
@@ -223,10 +224,8 @@ def restore(run: Run, step: int) -> TrainState:
 def describe_config(config: Config, prepared: Prepared, objects: Objects) -> dict[str, Any]:
     """Return what a checkpoint stores to compare on resume: the config, digests of what it
     computes, and what these depend on although the numbers do not."""
-    model, digests = (
-        prepared.parts.forward.model,
-        {name: total for name, (total, _) in prepared.programs.items()},
-    )
+    model = prepared.parts.forward.model
+    digests = {name: total for name, (total, _) in prepared.programs.items()}
     if objects:
         digests["the evaluation data"] = prepared.facts["eval data fingerprint"]
     return {
@@ -374,3 +373,21 @@ def choose_devices(config: Config, context: Context) -> list[jax.Device]:
             f"parallel.devices: {wanted}, but there are {len(devices)}; make it smaller"
         )
     return devices[:wanted]
+
+
+def facts(config: Config, data: str) -> dict[str, str]:
+    """Return the values that must be equal on every rank: config keys, the package's code, the
+    data's fingerprint.
+    """
+    keys = {k: repr(v) for k, v in flatten(config).items()}
+    code = hashlib.sha256()
+    for file in sorted(pathlib.Path(__file__).parent.parent.rglob("*.py")):
+        code.update(file.read_bytes())
+    return {**keys, "the jaxdp package's code": code.hexdigest()[:16], "data fingerprint": data}
+
+
+def has_own_code(config: Config, objects: Objects) -> bool:
+    """Return whether a script passed objects, or the config names code by a dotted path."""
+    return bool(objects) or any(
+        "." in str(v) for k, v in flatten(config).items() if k.endswith(("target", "schedule"))
+    )

@@ -53,24 +53,22 @@ class StopTraining(Exception):
     """Raised in `evaluated` to end training early; the message is the reason."""
 
 
+@dataclasses.dataclass
 class Callbacks:
     """A list of callbacks.
 
     entries: [target, args] of each, to find its state in a checkpoint.
     """
 
-    def __init__(
-        self,
-        callbacks: Sequence[Any] = (),
-        context: Context | None = None,
-        entries: Sequence[Any] = (),
-    ):
-        self.callbacks, self.context = callbacks, context or Context()
-        self.entries = json.loads(
-            json.dumps(entries or [[type(c).__qualname__, {}] for c in callbacks], default=str)
-        )
+    callbacks: Sequence[Any] = ()
+    context: Context = Context()
+    entries: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        entries = self.entries or [[type(c).__qualname__, {}] for c in self.callbacks]
+        self.entries = json.loads(json.dumps(entries, default=str))
         self.reasons: list[str] = []  # of this rank, to end training after the last evaluation
-        self.observers = [Callback(callback, self.reasons) for callback in callbacks]
+        self.observers = [Callback(callback, self.reasons) for callback in self.callbacks]
 
     def change_step(self, run: Run, progress: Progress) -> Run:
         """Return the run with the step that the callbacks make of its step, one after another."""
@@ -156,7 +154,8 @@ class Callback(Observer):
     """
 
     def __init__(self, callback: Any, reasons: list[str]):
-        self.name, self.ends = type(callback).__qualname__, getattr(callback, "ends", ())
+        self.name = type(callback).__qualname__
+        self.ends = getattr(callback, "ends", ())
         self.reasons = reasons
         for name in methods_of(callback):
             point = OLD[name][0] if name in OLD and name != "on_start" else name
@@ -238,7 +237,9 @@ class EarlyStopping:
             raise UsageError(
                 f"{KEY}.args.min_delta: {min_delta!r} is not a finite number of at least 0"
             )
-        self.metric, self.patience, self.min_delta = metric, patience, min_delta
+        self.metric = metric
+        self.patience = patience
+        self.min_delta = min_delta
         self.sign = -1.0 if smaller_is_better(metric, mode) else 1.0
         self.best, self.best_step, self.waited = -sys.float_info.max, 0, 0  # finite, to be JSON
         self.measure = {"metric": metric, "mode": "min" if self.sign < 0 else "max"}  # of `best`
@@ -248,7 +249,9 @@ class EarlyStopping:
             raise KeyError(f"{self.metric!r} is not among {sorted(metrics)}")
         value = metrics.get(self.metric, math.nan)
         if math.isfinite(value) and self.sign * value > self.best + self.min_delta:
-            self.best, self.best_step, self.waited = self.sign * value, step, 0
+            self.best = self.sign * value
+            self.best_step = step
+            self.waited = 0
             return
         self.waited += 1
         if self.waited >= self.patience:
@@ -264,11 +267,9 @@ class EarlyStopping:
         return {"best": self.best, "best_step": self.best_step, "waited": self.waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.best, self.best_step, self.waited = (
-            float(state["best"]),
-            int(state["best_step"]),
-            int(state["waited"]),
-        )
+        self.best = float(state["best"])
+        self.best_step = int(state["best_step"])
+        self.waited = int(state["waited"])
 
 
 CALLBACKS: dict[str, Any] = {"EarlyStopping": EarlyStopping}

@@ -1,5 +1,6 @@
 """Checks of the devices as one observer."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ from jaxdp.train.run import Progress, Run
 from jaxdp.train.state import Batch, TrainState
 
 
+@dataclasses.dataclass
 class Checks(Observer):
     """Checks that run between two updates: before anything that comes later in the order of the
     observers reads the new state.
@@ -17,12 +19,13 @@ class Checks(Observer):
     is none of an update.
     """
 
-    def __init__(self, checks: Sequence[Any], meter: Observer):
-        self.checks, self.meter = checks, meter
-        self.batch: Batch | None = None
+    checks: Sequence[Any]
+    meter: Observer
+    batch: Batch | None = None
 
     def start(self, run: Run, progress: Progress) -> None:
-        self.run, self.progress = run, progress
+        self.run = run
+        self.progress = progress
 
     def before(self, updates: range, batch: Batch) -> None:
         self.batch = batch

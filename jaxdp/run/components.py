@@ -186,7 +186,9 @@ def describe_groups(
     """Return in one line what weight decay and Muon apply to; "" if they are not used. params:
     shapes.
     """
-    opt, blocks, texts = config.optimizer, parts.forward.model.blocks, list[str]()
+    opt = config.optimizer
+    blocks = parts.forward.model.blocks
+    texts = list[str]()
     trained = parts.rule.trainable(params)
     if opt.weight_decay and {*MASKS} & taken_by(locate("optimizer", opt.target, table)):
         names = spared(config, parts, trained)
@@ -217,10 +219,8 @@ def roles_of(forward: Forward, dataset: Dataset, order: ExampleOrder) -> dict[st
         batch = casts.inputs(
             first_microbatch(example, max(order.examples_per_microbatch, 2), forward.transform)
         )
-        params, model_state = (
-            cast_floats(params, casts.compute),
-            cast_floats(model_state, casts.state),
-        )
+        params = cast_floats(params, casts.compute)
+        model_state = cast_floats(model_state, casts.state)
         return compute_logits(
             forward.model.apply(params, model_state, batch, jax.random.key(0), True)[0]
         )
@@ -292,7 +292,9 @@ def make_strategy(
             make_state, config.microbatches, reduction, rule, reduce_dtype, devices, hosts
         )
     blocks, rules = parts.forward.model.blocks, tuple(parallel.rules.items())
-    size, number, member = parallel.shard_size, len(devices), membership.current()
+    size = parallel.shard_size
+    number = len(devices)
+    member = membership.current()
     if (
         size is not None and member is not None and member.job.generation
     ):  # another number of devices may be left

@@ -2,6 +2,7 @@
 unscaled pixels.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -44,31 +45,34 @@ def data_warnings(config: Config, parts: Parts, state: TrainState, devices: int)
     return [*warnings_of_state(config, parts, state, devices), *warnings_of_scale(parts, state)]
 
 
-def warnings_of_state(config: Config, parts: Parts, state: TrainState, devices: int) -> list[str]:
+def warnings_of_state(
+    config: Config, parts: Parts, state: TrainState, devices: int
+) -> Iterator[str]:
     """Warn if averages in the model state count padding, or if BatchNorm normalizes by few rows.
 
     Computes nothing: the traced model shows what its new state and its outputs depend on.
     """
     order = parts.order
-    size, batch, count = order.size, order.batch_size, order.microbatches
+    size = order.size
+    batch = order.batch_size
+    count = order.microbatches
     ragged = size % batch if parts.steps > size // batch else 0
     rows = batch // count * (devices if config.model.args.get("sync") is True else 1)
     floats = [jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(state.model_state)]
     if not any(floats) or not (ragged or batch % count or rows < FEW):
-        return []
+        return
     program, entries = trace(parts, state, True)
     own = slice(1 + len(entries), 1 + len(entries) + len(floats))  # the state, among the arguments
     of_state = floats + [False] * (len(program.outvars) - len(floats))
     masked, *others = dce_jaxpr(program, of_state)[1]
     if not any(others[: len(entries)]):  # the averages are not of examples
-        return []
-    warnings = []
+        return
     if (ragged or batch % count) and not masked:
         where = [
             f"{batch} examples are {count} microbatches of {order.examples_per_microbatch}"
         ] * bool(batch % count)
         where += [f"the last batch of an epoch has {ragged} of {batch} examples"] * bool(ragged)
-        warnings.append(
+        yield (
             f"model: its state, such as the averages of BatchNorm, counts padding ({' and '.join(where)}); give the "
             f"module an argument mask, or set batch_size to a multiple of {count} that divides {size:,}"
         )
@@ -79,12 +83,11 @@ def warnings_of_state(config: Config, parts: Parts, state: TrainState, devices: 
         )
         if any(f and e and not t for f, t, e in zip(floats, training, evaluation, strict=True)):
             fewer = f"microbatches to {batch // FEW} or " if batch // FEW >= devices else ""
-            warnings.append(
+            yield (
                 f"microbatches: {count} of {max(rows, 1)} examples: BatchNorm normalizes each by its own statistics, "
                 f"which are poor for fewer than {FEW}; set {fewer}batch_size to {FEW * count} (this changes the "
                 "numbers), or use GroupNorm or LayerNorm"
             )
-    return warnings
 
 
 def trace(parts: Parts, state: TrainState, train: bool) -> tuple[jex.Jaxpr, list[str]]:
@@ -124,10 +127,10 @@ def transformed(parts: Parts, batch: dict[str, Any], mask: Any) -> dict[str, Any
     return batch if transform is None else transform(batch, jax.random.key(0), True)
 
 
-def warnings_of_scale(parts: Parts, state: TrainState) -> list[str]:
+def warnings_of_scale(parts: Parts, state: TrainState) -> Iterator[str]:
     """Warn about pixels from 0 to 255 that the model multiplies by weights as they are."""
     if tokenizer_spec(parts.dataset) is not None:
-        return []
+        return
     index = probes(parts.dataset)
     examples = {
         k: np.asarray(x)
@@ -144,7 +147,6 @@ def warnings_of_scale(parts: Parts, state: TrainState) -> list[str]:
             for name in names
             if any(follow(program, [key == name for key in sorted(batch)])[0])
         ]
-    warnings = []
     for name in names:
         program, entries = trace(parts, state, True)
         marks = [False, *(key == name for key in entries)]
@@ -155,11 +157,10 @@ def warnings_of_scale(parts: Parts, state: TrainState) -> list[str]:
                 if parts.forward.transform
                 else "as with data.transform: {target: Scale}"
             )
-            warnings.append(
+            yield (
                 f"data: the model multiplies {name!r} ({values.dtype} up to {values.max():g}) by its weights as it is, "
                 f"which trains poorly; divide it by 255, {fix}"
             )
-    return warnings
 
 
 def is_pixels(values: np.ndarray) -> bool:

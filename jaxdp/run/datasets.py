@@ -199,3 +199,8 @@ def make_order(
             f"data.args.stride: {dataset.stride}: windows do not follow one another in the text; {fix}"
         )
     return Streams(len(dataset), config.batch_size, config.microbatches)
+
+
+def shapes_of(dataset: Dataset) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    """Return {name: (shape [1, ...], dtype)} of an example."""
+    return {k: (v.shape, v.dtype) for k, v in dataset.read(np.zeros(1, np.int64)).items()}

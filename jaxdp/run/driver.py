@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxdp.checkpoint.digest import params_sha256
+from jaxdp.checkpoint.leaves import params_sha256
 from jaxdp.errors import RunFailed, UsageError
 from jaxdp.metrics.meter import Meter
 from jaxdp.metrics.writer import Record
@@ -72,7 +72,9 @@ class Training(Host):
     def observe(self) -> Observers:
         """Return the observers in their order: an audit runs after the callbacks, and before
         anything copies the state."""
-        run, speed, straggler = self.run, self.speed, self.watch.straggler
+        run = self.run
+        speed = self.speed
+        straggler = self.watch.straggler
         self.lookback = Lookback(EXAMINED if run.data.train.check else 0)
         meter = Meter(
             run.log.writer,
@@ -96,7 +98,8 @@ class Training(Host):
                 or a callback failed.
         """
         run, progress = self.run, self.progress
-        self.program, self.observers = run.strategy.compile(run.step), self.observe()
+        self.program = run.strategy.compile(run.step)
+        self.observers = self.observe()
         if not progress.recovered:
             with self.watch.suspend_timeout("makes the state"):
                 progress.state = restore(run, progress.step) if progress.step else self.begin()
@@ -139,7 +142,9 @@ class Training(Host):
         """Start a checkpoint; it is durable when the writer reports it. Raises Halted if training
         has halted.
         """
-        run, progress, began = self.run, self.progress, time.perf_counter()
+        run = self.run
+        progress = self.progress
+        began = time.perf_counter()
         with self.watch.suspend_timeout(f"saves step {progress.step}"):
             if int(progress.state.guard.halted):
                 raise Halted
@@ -210,7 +215,9 @@ class Training(Host):
         split: the split under which to log the metrics; None: they are those of the final record.
         Raises RunFailed, after saving the state, if a loss is not finite because of the examples.
         """
-        run, progress, step = self.run, self.progress, self.progress.step
+        run = self.run
+        progress = self.progress
+        step = self.progress.step
         began = time.perf_counter()
         metrics = evaluate(run, self.program, progress.state, self)
         run.log.events.note("evaluation", step, seconds=round(time.perf_counter() - began, 4))
@@ -224,7 +231,8 @@ class Training(Host):
                 f"checkpoint.best: {best} is {value} after update {step}, which is never the best"
             )
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        progress.evaluated, progress.evaluation = step, finite
+        progress.evaluated = step
+        progress.evaluation = finite
 
         self.observers.evaluated(step, metrics)
         stopped = self.callbacks.agree_to_stop(step) if self.callbacks.callbacks else None

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxdp.checkpoint.digest import params_sha256
+from jaxdp.checkpoint.leaves import params_sha256
 from jaxdp.config import Config
 from jaxdp.config.training import Target
 from jaxdp.data.dataset import Arrays
@@ -34,7 +34,7 @@ from jaxdp.process.context import current
 from jaxdp.run import user_errors
 from jaxdp.run.build import make_run
 from jaxdp.run.components import Objects, Parts, jax_settings, make_parts
-from jaxdp.run.identity import shapes_of
+from jaxdp.run.datasets import shapes_of
 from jaxdp.run.objects import name_it
 from jaxdp.run.source import not_finite
 from jaxdp.run.training_job import use_compilation_cache

@@ -57,7 +57,9 @@ def initialize_from(
 
     def begin() -> TrainState:
         run.log.writer.say(text)
-        tx, trainable, strategy = parts.rule.tx, run.step.trainable, run.strategy
+        tx = parts.rule.tx
+        trainable = run.step.trainable
+        strategy = run.strategy
         if not isinstance(strategy, Replicas):
             return begin_with(strategy, weights, matched.pairs, tx, trainable)
 

@@ -23,8 +23,7 @@ from jaxdp.plan.flops import model_flops
 from jaxdp.precision import cast_floats, is_key
 from jaxdp.run import user_errors
 from jaxdp.run.components import Parts, check_paths, make_the_step
-from jaxdp.run.datasets import eval_key, make_order
-from jaxdp.run.identity import shapes_of
+from jaxdp.run.datasets import eval_key, make_order, shapes_of
 from jaxdp.split import path_string
 from jaxdp.targets import attribute, targets_in
 from jaxdp.train.metric_sums import WEIGHT
@@ -158,10 +157,8 @@ def output_shapes(parts: Parts, state: TrainState, examples: dict[str, np.ndarra
     carry = state.kept.get(CARRY)
 
     def outputs(params: Any, model_state: Any) -> Any:
-        params, batch = (
-            cast_floats(params, parts.forward.policy.compute),
-            model_inputs(parts, examples),
-        )
+        params = cast_floats(params, parts.forward.policy.compute)
+        batch = model_inputs(parts, examples)
         return parts.forward.model.apply(params, model_state, batch, jax.random.key(0), False)[0]
 
     def first(x: Any) -> Any:
@@ -207,10 +204,8 @@ def rehearse_evaluation(
     ours, others = shapes_of(parts.dataset), shapes_of(dataset)
     if ours == others:
         return
-    step, order = (
-        make_the_step(config, parts),
-        make_order(config, dataset, parts.sequential, shuffle=False),
-    )
+    step = make_the_step(config, parts)
+    order = make_order(config, dataset, parts.sequential, shuffle=False)
     try:
         number = np.zeros(1, np.int32)
         jax.eval_shape(

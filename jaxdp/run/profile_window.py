@@ -33,7 +33,8 @@ class Profile(Observer):
     def before(self, updates: range, batch: Batch) -> None:
         """Start a trace that is due before these updates."""
         if self.requested and not self.running:
-            self.requested, self.first = False, updates[0] - 1
+            self.requested = False
+            self.first = updates[0] - 1
         if self.first is not None and updates[0] == self.first + 1:
             try:
                 os.makedirs(

@@ -25,10 +25,13 @@ def roll_back(training: Any, initial: Record) -> None:
     training: a `Training`. initial: the state of the callbacks before the first update.
     Raises RunFailed if the run halted for another cause than a spike, or after `max_rollbacks`.
     """
-    run, progress, watch = training.run, training.progress, training.watch
+    run = training.run
+    progress = training.progress
+    watch = training.watch
     offset, rollbacks = progress.offset, progress.rollbacks
     training.profile.stop()
-    training.profile.first, training.profile.ends = None, ()
+    training.profile.first = None
+    training.profile.ends = ()
     guard = jax.device_get(progress.state.guard)
     first, last = int(guard.since), int(guard.halted_at)
     with watch.suspend_timeout("waits for the checkpoint"):

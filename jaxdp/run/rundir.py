@@ -17,15 +17,19 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from jaxdp import __version__
+from jaxdp.config import Config
 from jaxdp.config.values import dump
 from jaxdp.errors import RunFailed, UsageError
 from jaxdp.process import mpi
 from jaxdp.process.messages import parse
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 DEPTH = 200  # bytes of the longest path in `checkpoints`
 # seconds that an ending process may take to release the run directory; other ranks wait for 60
@@ -61,6 +65,11 @@ NOT_STORED = re.compile(r"gs:/|\\|\.__lock/")
 
 _owner: "tuple[IO[str], Owner] | None" = None  # the open lock file of this process, and its owner
 _nonce = (0, "")  # (the process, the nonce) of the run directory that this process has used last
+
+
+def directory_of(config: Config, path: str | None) -> pathlib.Path:
+    """Return the run directory: config.run_dir, else runs/NAME of the config file."""
+    return pathlib.Path(config.run_dir or f"runs/{pathlib.Path(path).stem if path else 'run'}")
 
 
 def make(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
@@ -160,7 +169,9 @@ def lock(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
     generation: it is stopped or cut off, and may keep its lock for as long as it lives. That lock
     is then of a file that no longer has the name."""
     global _owner
-    path, deadline, reported = directory / ".lock", time.monotonic() + WAIT, False
+    path = directory / ".lock"
+    deadline = time.monotonic() + WAIT
+    reported = False
     while True:
         file = open(path, "a+", encoding="utf-8", errors="replace", opener=no_link)  # noqa: SIM115
         try:
@@ -278,11 +289,8 @@ def not_ours(directory: pathlib.Path, overwrite: bool) -> str | None:
     """
     if not overwrite and (directory / ".nonce").exists():
         return None
-    try:
-        if "jaxdp" in json.loads((directory / "env.json").read_text(encoding="utf-8"))["versions"]:
-            return None
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
+    if "jaxdp" in entry(directory / "env.json", "versions", set, ()):
+        return None
     if not (files := _written(directory)):
         return None
     return (
@@ -331,14 +339,21 @@ def write_env(directory: pathlib.Path, facts: dict[str, Any]) -> None:
     write(directory / "env.json", json.dumps(here | facts, indent=2) + "\n")
 
 
-def folder(directory: pathlib.Path) -> str | None:
-    """Return the working directory of the run's last start, to which relative paths in its config
-    belong.
+def entry(file: pathlib.Path, name: str, kind: Callable[[Any], T], default: U) -> T | U:
+    """Return an entry of a JSON file in the type `kind`; `default` if it has none, or cannot be
+    read.
     """
     try:
-        return str(json.loads((directory / "env.json").read_text(encoding="utf-8"))["folder"])
+        return kind(json.loads(file.read_text(encoding="utf-8"))[name])
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # saved by an earlier version
+        return default
+
+
+def folder(directory: pathlib.Path) -> str | None:
+    """Return the working directory of the run's last start, to which relative paths in its config
+    belong; None for a run of an earlier version.
+    """
+    return entry(directory / "env.json", "folder", str, None)
 
 
 def inside(folder: str | None) -> AbstractContextManager[None]:
@@ -358,10 +373,7 @@ def began(directory: pathlib.Path) -> float:
     """Return the time of the run's first start, in seconds since the epoch; the current time if
     unknown.
     """
-    try:
-        return float(json.loads((directory / "env.json").read_text(encoding="utf-8"))["began"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return time.time()
+    return entry(directory / "env.json", "began", float, time.time())
 
 
 def write_layout(directory: pathlib.Path, facts: dict[str, Any]) -> None:

@@ -221,10 +221,8 @@ def program(parts: Parts, model: Model) -> Program:
         batch = casts.inputs(
             batch if transform is None else transform(batch, jax.random.key(0), False)
         )
-        params, model_state = (
-            cast_floats(params, casts.compute),
-            cast_floats(model_state, casts.state),
-        )
+        params = cast_floats(params, casts.compute)
+        model_state = cast_floats(model_state, casts.state)
         return compute_logits(model.apply(params, model_state, batch, jax.random.key(0), False)[0])
 
     state = state_of(parts, model)

@@ -5,7 +5,7 @@ and warnings.
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -127,13 +127,13 @@ def summary(
     """Return the lines of a run's summary by name. start: the update after which it starts.
     groups: what weight decay and Muon apply to.
     """
-    devices, parallel, order, opt = (
-        run.strategy.devices,
-        config.parallel,
-        run.data.train.order,
-        config.optimizer,
-    )
-    steps, per_call, directory = run.options.steps, run.options.steps_per_call, run.log.directory
+    devices = run.strategy.devices
+    parallel = config.parallel
+    order = run.data.train.order
+    opt = config.optimizer
+    steps = run.options.steps
+    per_call = run.options.steps_per_call
+    directory = run.log.directory
     sizes = [
         f"{len(x.dataset):,}{f' ({name})' if name else ''}" for name, x in run.data.eval.items()
     ]
@@ -210,21 +210,20 @@ def memory_line(layout: dict[str, Any]) -> str:
 
 def advice(
     run: Run, config: Config, prepared: Prepared, start: int = 0, callbacks: Sequence[Any] = ()
-) -> list[str]:
-    """Return warnings about settings that waste the devices, with better values. start: the update
+) -> Iterator[str]:
+    """Yield warnings about settings that waste the devices, with better values. start: the update
     after which the run starts.
     """
-    warnings = []
     devices, per_device = run.strategy.assignment.shape
     batch, microbatches = config.batch_size, config.microbatches
     padded = microbatches * (per_microbatch := run.data.train.order.examples_per_microbatch)
     if 1 - batch / padded > EMPTY:
-        warnings.append(
+        yield (
             f"batch_size: {batch} is padded to {padded} ({microbatches} microbatches of {per_microbatch}); use "
             f"{padded} to avoid the padding (this changes the numbers)"
         )
     if batch > (size := run.data.train.order.size):
-        warnings.append(
+        yield (
             f"batch_size: {batch} is beyond the {size} examples of the data: every update takes all of them, and "
             f"the other {batch - size} are padding; make it {size} or smaller"
         )
@@ -233,7 +232,7 @@ def advice(
         and run.data.eval
         and (run.options.eval_every or 0) % config.outer.every
     ):
-        warnings.append(
+        yield (
             f"eval.every: {run.options.eval_every} is no multiple of outer.every: {config.outer.every}: an evaluation, "
             "or a callback that ends training then, sees the parameters of the last outer step; make it a multiple"
         )
@@ -243,35 +242,33 @@ def advice(
         and not data.order.sequential
         and RESET not in data.dataset.read(np.zeros(1, np.int64))
     ):
-        warnings.append(
+        yield (
             "data.order: shuffled: the model carries state, and each example starts with that of an unrelated one; "
             "give the examples a true 'reset', or set order to sequential"
         )
     if not reads(run, "segments"):
-        warnings.append(
+        yield (
             "data: the model ignores its segments and reads across documents; use one such as GPT instead"
         )
-    warnings += data_warnings(config, prepared.parts, run.strategy.shapes, devices)
+    yield from data_warnings(config, prepared.parts, run.strategy.shapes, devices)
     opt, steps = config.optimizer, run.options.steps
     horizon = min(steps, opt.schedule_steps or steps)
     if not opt.target.startswith(f"{OF_SCRIPT} ") and opt.warmup_steps > horizon:
         end = "the run ends" if horizon == steps else "optimizer.schedule_steps ends the schedule"
-        warnings.append(
+        yield (
             f"optimizer.warmup_steps: {opt.warmup_steps}, but {end} after {horizon} updates: the warm-up is cut off "
             f"there, at {horizon / opt.warmup_steps:.0%} of lr; make it shorter"
         )
     if opt.final_lr and opt.schedule in ("constant", "one_cycle"):
-        warnings.append(
-            f"optimizer.final_lr: {opt.final_lr} has no effect with the schedule {opt.schedule}"
-        )
+        yield (f"optimizer.final_lr: {opt.final_lr} has no effect with the schedule {opt.schedule}")
     if opt.warmup_steps and opt.schedule == "one_cycle":
-        warnings.append(
+        yield (
             "optimizer.warmup_steps: one_cycle begins with its own warm-up; set it to 0 to have only one"
         )
-    warnings += rate_advice(run, config, prepared, start)
+    yield from rate_advice(run, config, prepared, start)
     shapes = run.strategy.shapes
     if evaluation_arrays(shapes.opt_state) and jax.tree.leaves(floats(shapes.model_state)):
-        warnings.append(
+        yield (
             f"optimizer.target: {opt.target} evaluates other parameters than it trains, but the model's statistics, as "
             "of BatchNorm, belong to the latter; use a norm without statistics"
         )
@@ -279,10 +276,10 @@ def advice(
     waiting += ["checkpoint.best"] * (config.checkpoint.best is not None)
     if steps > 1 and ((every := run.options.eval_every) or steps) >= steps:
         unused = f"eval.every: {every or 'null'} gives {{}} only the last evaluation; set it below {steps}"
-        warnings += map(unused.format, waiting)
+        yield from map(unused.format, waiting)
     idle = 1 - microbatches / (devices * per_device)
     if idle > IDLE:
-        warnings.append(
+        yield (
             f"microbatches: {microbatches} do not divide evenly over {devices} devices, which are idle {idle:.0%} of "
             f"the time on average; use {devices * per_device} (this changes the numbers)"
         )
@@ -291,24 +288,22 @@ def advice(
         and gpus.count()
         and "cpu" not in os.environ.get("JAX_PLATFORMS", "")
     ):
-        warnings.append(
-            f"there is a GPU, but JAX runs on the CPU; {install('cuda12')} or: jaxdp doctor"
-        )
-    return warnings
+        yield (f"there is a GPU, but JAX runs on the CPU; {install('cuda12')} or: jaxdp doctor")
 
 
-def rate_advice(run: Run, config: Config, prepared: Prepared, start: int) -> list[str]:
-    """Return a warning if the optimizer does not use the config's rate, or if the schedule ends
+def rate_advice(run: Run, config: Config, prepared: Prepared, start: int) -> Iterator[str]:
+    """Yield a warning if the optimizer does not use the config's rate, or if the schedule ends
     before the run.
     """
     opt, steps = config.optimizer, run.options.steps
     if opt.target.startswith(f"{OF_SCRIPT} "):
-        return []
+        return
     if not follows_schedule(prepared.parts, state_shapes(prepared.make_state)):
-        return [
+        yield (
             f"optimizer.lr: {opt.lr:g} and its schedule have no effect: {opt.target} has a rate of its own; set that "
             "one in optimizer.args (lr is recorded only if the optimizer's state has it)"
-        ]
+        )
+        return
     ended = (opt.schedule_steps or steps) < steps
     paths = [
         path_string(path)
@@ -322,11 +317,11 @@ def rate_advice(run: Run, config: Config, prepared: Prepared, start: int) -> lis
         or several
         or (opt.schedule in SCHEDULES and (not ended or opt.schedule == "constant"))
     ):
-        return []
+        return
     first, last = constant_from(jax.jit(schedule_of(config, steps)), start, steps)
     last = last if abs(last) > 1e-6 * opt.lr else 0.0  # a line may end at a rounding error
     if steps - first < 2 or (last and (first == start or not ended)):
-        return []
+        return
     cause = (
         f"schedule_steps: {opt.schedule_steps}"
         if ended
@@ -339,14 +334,16 @@ def rate_advice(run: Run, config: Config, prepared: Prepared, start: int) -> lis
     )
     nothing = "" if last else ", which changes no parameter"
     rate = f"the learning rate {last:.3g} ({last / opt.lr:.0%} of lr){nothing}"
-    return [f"optimizer.{cause}: updates {first + 1} to {steps} have {rate}; {fix}"]
+    yield f"optimizer.{cause}: updates {first + 1} to {steps} have {rate}; {fix}"
 
 
 def constant_from(schedule: Callable[[int], Any], start: int, steps: int) -> tuple[int, float]:
     """Return (the count, at least `start`, from which a schedule stays at its last value, that
     value).
     """
-    last, count, back = float(schedule(steps - 1)), steps - 1, 1
+    last = float(schedule(steps - 1))
+    count = steps - 1
+    back = 1
     while count > start:
         earlier = max(start, count - back)
         if float(schedule(earlier)) == last:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxdp import config as schema
 from jaxdp.checkpoint import folders
 from jaxdp.config import Config
 from jaxdp.elasticity.elastic_job import (
@@ -23,9 +22,8 @@ from jaxdp.elasticity.generations import has_ended, run_generations
 from jaxdp.elasticity.snapshots import Snapshots
 from jaxdp.errors import ReportedError, UsageError, one_line
 from jaxdp.metrics import safe_print
-from jaxdp.metrics.events import Events, NoEvents
-from jaxdp.metrics.jsonl import as_numbers, read
-from jaxdp.metrics.throughput import goodput
+from jaxdp.metrics.jsonl import Events, NoEvents, as_numbers, read
+from jaxdp.metrics.meter import goodput
 from jaxdp.metrics.writer import Record
 from jaxdp.metrics.writers import check_writers
 from jaxdp.parallel.placement import open_collectives
@@ -102,7 +100,7 @@ def train_here(
 ) -> tuple[Record, TrainState | None]:
     """Train with the processes of `context`; see `train`. snapshots: of an elastic job."""
     began = time.time()
-    directory = schema.run_dir(config, path)
+    directory = rundir.directory_of(config, path)
     if overwrite:  # not what this job has written before `jaxdp launch` started its processes again
         since = float(os.environ.get("JAXDP_BEGAN", math.inf))
         overwrite = context.of_root("overwrite", lambda: rundir.began(directory) < since)
@@ -157,7 +155,8 @@ def train_here(
             stopped=saved.get("stopped"),
         )
         if recovered is not None:
-            progress.state, progress.recovered = recovered[2], True
+            progress.state = recovered[2]
+            progress.recovered = True
         run = callbacks.change_step(run, progress)
         training = ConfigTraining(
             run,
@@ -270,7 +269,9 @@ def supervised(
     """Train with writers, a monitor and signals. began: the start of the command, in seconds since
     1970.
     """
-    run, config, snapshots = training.run, training.config, training.snapshots
+    run = training.run
+    config = training.config
+    snapshots = training.snapshots
     start, context = training.progress.step, run.checkpoints.context
     log, directory = run.log, run.log.directory
     if snapshots is not None:
@@ -293,7 +294,7 @@ def supervised(
         config.watchdog.step_timeout,
         config.watchdog.straggler_factor,
         config.checkpoint.every_minutes,
-        last_save=None if snapshots is None else snapshots.last_save,
+        last_save=(snapshots and snapshots.last_save) or time.monotonic(),
     )
 
     def on_signal(name: str) -> None:

@@ -186,12 +186,10 @@ def train_in_own_precision(config: Config, devices: int, updates: int) -> OwnPre
     os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace(QUICK_COMPILATION, "")
     config = smaller(config)
     set_jax(config)
-    parts, used, curves, sums = (
-        make_parts(config),
-        jax.devices(),
-        dict[str, Curve](),
-        dict[str, float](),
-    )
+    parts = make_parts(config)
+    used = jax.devices()
+    curves = dict[str, Curve]()
+    sums = dict[str, float]()
     own = clip(configuration_of(config), used)
     for number, accumulate in itertools.product(sorted({1, devices}), ("scan", "vmap")):
         configuration = (ONE_DEVICE if number == 1 else own)._replace(accumulate=accumulate)

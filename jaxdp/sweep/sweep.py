@@ -19,7 +19,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxdp import config as schema
 from jaxdp.cli import Call
 from jaxdp.cli.option_table import VERBS
 from jaxdp.cli.parse import load, load_options
@@ -185,7 +184,7 @@ def make_trials(
     for values in grid[: options["sample"]]:
         arguments = [*fixed, *(f"--{key}={value}" for key, value in values.items())]
         config, path, _ = load(arguments, "train")
-        base = schema.run_dir(config, path)
+        base = rundir.directory_of(config, path)
         base = base if config.run_dir else base.with_name(f"{base.name}_sweep")
         if (base / "metrics.jsonl").exists():
             raise UsageError(

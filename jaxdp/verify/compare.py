@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.checkpoint.digest import host
+from jaxdp.checkpoint.leaves import host
 from jaxdp.process.hosts import listed
 from jaxdp.split import path_string
 from jaxdp.train.options import UpdateRule

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.checkpoint.digest import params_sha256
+from jaxdp.checkpoint.leaves import params_sha256
 from jaxdp.errors import UsageError
 from jaxdp.parallel.strategy import Strategy
 from jaxdp.process.hosts import listed

@@ -21,9 +21,8 @@ from covering import first
 from jaxdp.errors import UsageError
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.background_writer import BackgroundWriter
-from jaxdp.metrics.console import Clock, Console
+from jaxdp.metrics.console import Clock, Console, Panel, sparkline
 from jaxdp.metrics.numbers import duration, number
-from jaxdp.metrics.panel import Panel, sparkline
 from jaxdp.metrics.writers import check_writers, make_writers
 from jaxdp.run import profile_window
 

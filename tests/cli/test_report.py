@@ -18,8 +18,7 @@ import pytest
 from browser import CHROMIUM, Browser
 from jaxdp.cli.report import read_runs
 from jaxdp.errors import UsageError
-from jaxdp.metrics.events import Events
-from jaxdp.metrics.jsonl import read
+from jaxdp.metrics.jsonl import Events, read
 from jaxdp.report import html, spent
 from jaxdp.report.read import columns, flat, read_run, rounded
 from jaxdp.report.report_writer import Reports

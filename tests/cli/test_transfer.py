@@ -23,8 +23,8 @@ import toys
 from cli_runs import ended, jaxdp, records, write
 from covering import only
 from jaxdp import cli
-from jaxdp.checkpoint.digest import params_sha256
 from jaxdp.checkpoint.initialize_from import Match, begin_with, describe, match
+from jaxdp.checkpoint.leaves import params_sha256
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.checkpoint.weights import locate, named, open_weights
 from jaxdp.cli.export import export

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import toys
 from checkpoints import META
 from jaxdp import split
-from jaxdp.checkpoint.digest import params_sha256
+from jaxdp.checkpoint.leaves import params_sha256
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.elasticity.copies import Copies, assemble
 from jaxdp.errors import UsageError

@@ -7,7 +7,7 @@ import optax
 from jax.tree_util import Partial
 
 import toys
-from jaxdp.checkpoint.digest import host as host_array
+from jaxdp.checkpoint.leaves import host as host_array
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.parallel.layout import Sharding
 from jaxdp.run.strategies import STRATEGIES, make_reduction

@@ -25,8 +25,7 @@ from jaxdp.cli import load
 from jaxdp.data.dataset import Arrays
 from jaxdp.data.stream import StreamEnded
 from jaxdp.errors import RunFailed, UsageError
-from jaxdp.metrics.events import Events
-from jaxdp.metrics.jsonl import read
+from jaxdp.metrics.jsonl import Events, read
 from jaxdp.models.base import Model
 from jaxdp.parallel.layout import Sharding
 from jaxdp.process.monitor import Monitor

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cli_runs import DIGITS
-from jaxdp import config as schema
 from jaxdp.cli import help_of, load
 from jaxdp.config import keys, validation
 from jaxdp.config.parsing import from_mapping
 from jaxdp.errors import UsageError, nearest
+from jaxdp.run import rundir
 
 CONFIGS = sorted((pathlib.Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -25,7 +25,7 @@ CONFIGS = sorted((pathlib.Path(__file__).parents[2] / "configs").glob("*.yaml"))
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda f: f.stem)
 def test_shipped_configs_load_and_say_how_they_are_run(file):
     config, path, _ = load(["--config", str(file)])
-    assert schema.run_dir(config, path) == pathlib.Path("runs") / file.stem
+    assert rundir.directory_of(config, path) == pathlib.Path("runs") / file.stem
     head = file.read_text().split("\nmodel:")[0]
     assert f"configs/{file.name}" in head and ("easured" in head or "accuracy" in head)
 

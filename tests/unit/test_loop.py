@@ -16,7 +16,7 @@ import pytest
 
 import toys
 from covering import first, only
-from jaxdp.checkpoint.digest import params_sha256
+from jaxdp.checkpoint.leaves import params_sha256
 from jaxdp.data.dataset import Arrays
 from jaxdp.errors import RunFailed, UsageError
 from jaxdp.losses import SoftmaxCrossEntropy

@@ -14,7 +14,7 @@ import pytest
 
 from browser import CHROMIUM, Browser
 from jaxdp.config import Config
-from jaxdp.metrics.events import Events
+from jaxdp.metrics.jsonl import Events
 from jaxdp.metrics.numbers import SMALLER
 from jaxdp.report import html, media
 from jaxdp.report.read import flat, read_run

@@ -11,8 +11,7 @@ import time
 import pytest
 
 from jaxdp.errors import UsageError
-from jaxdp.metrics.events import Events
-from jaxdp.metrics.jsonl import JsonLines
+from jaxdp.metrics.jsonl import Events, JsonLines
 from jaxdp.process import faults
 from jaxdp.process.context import Context
 from jaxdp.process.watchdog import Watchdog

@@ -15,8 +15,7 @@ from jaxdp.config.parsing import from_mapping
 from jaxdp.data.dataset import Arrays
 from jaxdp.errors import UsageError
 from jaxdp.metrics.console import Console
-from jaxdp.metrics.meter import Meter
-from jaxdp.metrics.throughput import goodput, throughput
+from jaxdp.metrics.meter import Meter, goodput, throughput
 from jaxdp.models.attention import fused
 from jaxdp.plan.flops import count_flops
 from jaxdp.plan.hardware import peak_flops

@@ -28,7 +28,7 @@ import jaxdp
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 import toys
-from jaxdp.checkpoint.digest import host
+from jaxdp.checkpoint.leaves import host
 from jaxdp.data.augment import random_crop, random_flip
 from jaxdp.models import as_model
 from jaxdp.models.gpt import GPT
