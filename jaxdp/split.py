@@ -24,6 +24,11 @@ def path_string(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def leaves_by_path(tree: Tree) -> dict[str, Any]:
+    """Return {a/b/c: leaf}."""
+    return {path_string(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
 def is_stacked(path: Any, blocks: Iterable[str]) -> bool:
     """Return whether a leaf is below one of these paths (a/b), anywhere in its own: optimizer state
     contains trees like the parameters."""

@@ -16,7 +16,7 @@ from jax.tree_util import SequenceKey
 
 from jaxdp.errors import UsageError
 from jaxdp.precision import is_key
-from jaxdp.split import path_string
+from jaxdp.split import leaves_by_path, path_string
 from jaxdp.train.state import TrainState
 
 ADDED = ("ema_state",)  # fields that a checkpoint of version 0.1 does not have
@@ -58,8 +58,7 @@ def is_state(x: Any) -> bool:
 
 def leaves_of(tree: Any) -> dict[str, Any]:
     """Return {path: [dtype, shape]}."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {path_string(path): [str(x.dtype), list(x.shape)] for path, x in leaves}
+    return {path: [str(x.dtype), list(x.shape)] for path, x in leaves_by_path(tree).items()}
 
 
 def is_plain(tree: Any) -> bool:
@@ -84,9 +83,7 @@ def number_of(paths: Sequence[str]) -> dict[str, str]:
 def by_number(tree: Any, paths: Sequence[str]) -> dict[str, Any]:
     """Return {number of its path: leaf}."""
     numbers = number_of(paths)
-    return {
-        numbers[path_string(path)]: leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
+    return {numbers[path]: leaf for path, leaf in leaves_by_path(tree).items()}
 
 
 def path_in(meta: Mapping[str, Any]) -> Callable[[Any], str]:
@@ -128,9 +125,8 @@ def params_sha256(params: Any) -> str:
 
     params: global arrays, replicated or split, or NumPy arrays. Every process must call this.
     """
-    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     digest = hashlib.sha256()
-    for path, leaf in sorted((path_string(path), leaf) for path, leaf in leaves):
+    for path, leaf in sorted(leaves_by_path(params).items()):
         value = host(leaf)
         digest.update(json.dumps([path, str(value.dtype), list(value.shape)]).encode())
         digest.update(

@@ -18,7 +18,7 @@ from jaxdp.checkpoint.leaves import host, path_in
 from jaxdp.precision import is_key
 from jaxdp.process import membership
 from jaxdp.process.context import Context, current
-from jaxdp.split import path_string
+from jaxdp.split import leaves_by_path
 
 TIMEOUT = 1200.0  # seconds for the files of one save
 SLICE = (
@@ -176,7 +176,7 @@ def sample(tree: Any) -> tuple[str, np.ndarray]:
     """Return (path, values) of the largest array up to `LARGEST` that this process has, if possible
     of a parameter.
     """
-    leaves = {path_string(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+    leaves = leaves_by_path(tree)
 
     def whole(x):
         return not is_key(x) and (x.is_fully_replicated or x.is_fully_addressable)

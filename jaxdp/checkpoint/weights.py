@@ -21,7 +21,7 @@ from jaxdp.errors import UsageError, one_line
 from jaxdp.optim.evaluation import sources
 from jaxdp.precision import kind
 from jaxdp.process.hosts import listed
-from jaxdp.split import path_string
+from jaxdp.split import leaves_by_path
 
 GIVE = "give a run directory, one of its checkpoints (.../checkpoints/STEP) or a .safetensors file, or a folder of such"
 MODEL_STATE = "model_state/"
@@ -59,9 +59,9 @@ def named(params: Any, model_state: Any) -> dict[str, Any]:
     both."""
     trees = (("", params), (MODEL_STATE, model_state))
     return {
-        f"{prefix}{path_string(path)}": leaf
+        f"{prefix}{path}": leaf
         for prefix, tree in trees
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        for path, leaf in leaves_by_path(tree).items()
     }
 
 

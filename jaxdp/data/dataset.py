@@ -361,6 +361,11 @@ def check_dtypes(dataset: Dataset, x64: bool) -> None:
         )
 
 
+def first_example(dataset: Dataset) -> dict[str, np.ndarray]:
+    """Return the first example [1, ...]."""
+    return dataset.read(np.zeros(1, np.int64))
+
+
 def probes(dataset: Dataset) -> np.ndarray:
     """Return the indices of at most 64 evenly spread examples; of a stream, those of its first
     examples.

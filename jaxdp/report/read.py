@@ -152,17 +152,12 @@ def skipped(records: Iterable[Json]) -> list[Json]:
     before, events = 0.0, []
     for record in records:
         count = record.get("skipped_updates")
-        if record["split"] == "train" and count is not None:
-            if count > before:
-                events.append(
-                    {
-                        "t": record.get("time"),
-                        "kind": "skipped",
-                        "step": record["step"],
-                        "updates": int(count - before),
-                    }
-                )
-            before = count
+        if record["split"] != "train" or count is None:
+            continue
+        if count > before:
+            event = {"t": record.get("time"), "kind": "skipped", "step": record["step"]}
+            events.append({**event, "updates": int(count - before)})
+        before = count
     return events
 
 
@@ -173,20 +168,15 @@ def columns(records: list[Json]) -> Json:
     `step` always has one value per record. null: the record lacks it; "nan" and "inf" stay strings;
     non-numbers are dropped. `time` is the milliseconds since the previous record, for the first
     record since the epoch."""
-    names: dict[str, None] = {}
-    for record in records:
-        for name, value in record.items():
-            if name not in names and _is_number(value):
-                names[name] = None
+    names = dict.fromkeys(k for record in records for k, x in record.items() if _is_number(x))
     table: Json = {}
     for name in names:
         values = [r.get(name) for r in records]
-        table[name] = differences(values) if name == "time" else [rounded(v) for v in values]
-        if (
-            len(records) > 1
-            and name not in ("step", "time")
-            and table[name].count(table[name][0]) == len(records)
-        ):
+        if name == "time":
+            table[name] = differences(values)
+            continue
+        table[name] = [rounded(v) for v in values]
+        if name != "step" and len(records) > 1 and len({*table[name]}) == 1:
             table[name] = table[name][0]
     return table
 

@@ -1,5 +1,7 @@
 """The breakdown of a run's time, from its records and events."""
 
+import itertools
+import math
 import statistics
 from typing import Any
 
@@ -15,19 +17,23 @@ def sessions(records: list[Json], events: list[Json]) -> list[Json]:
     A session without a final event ends at its last record or event. Empty without events.
     """
     starts = [e for e in events if e["kind"] in BEGINS]
+    limits = [*(e["t"] for e in starts[1:]), math.inf]
     times = [x["t"] for x in events if x.get("t")] + [r["time"] for r in records if "time" in r]
     result = []
-    for begin, after in zip(starts, [*starts[1:], None]):
-        inside = [t for t in times if t >= begin["t"] and (after is None or t < after["t"])]
-        inside = inside or [
-            begin["t"]
-        ]  # the clock was set back before the next session, or differs between hosts
-        ends = [e for e in events if e["kind"] in ENDS and begin["t"] <= e["t"] <= max(inside)]
-        if after is not None:
-            ends = [e for e in ends if e["t"] < after["t"]]
-        session = {"start": begin["t"], "end": max(inside), "first": begin.get("step") or 0}
-        session |= {"how": ends[-1]["kind"] if ends else None, "devices": begin.get("devices")}
-        result.append({**session, "processes": begin.get("processes")})
+    for begin, limit in zip(starts, limits):
+        # none, if the clock was set back before the next session, or differs between hosts
+        inside = [t for t in times if begin["t"] <= t < limit] or [begin["t"]]
+        ends = [e["kind"] for e in events if e["kind"] in ENDS and begin["t"] <= e["t"] < limit]
+        result.append(
+            {
+                "start": begin["t"],
+                "end": max(inside),
+                "first": begin.get("step") or 0,
+                "how": ends[-1] if ends else None,
+                "devices": begin.get("devices"),
+                "processes": begin.get("processes"),
+            }
+        )
     return result
 
 
@@ -46,14 +52,15 @@ def seconds(records: list[Json], events: list[Json]) -> Json:
     parts = dict.fromkeys(
         ("starting", "updates", "input", "evaluation", "saving", "again", "down"), 0.0
     )
-    for span, after in zip(spans, [*spans[1:], None]):
+    for span in spans:
 
         def inside(t, span=span):
             return t is not None and span["start"] <= t <= span["end"]
 
-        first = [e for e in events if e["kind"] == "first_update" and inside(e["t"])]
-        parts["starting"] += (first[0]["t"] if first else span["end"]) - span["start"]
-        before = first[0].get("step", 0) if first else span["first"]
+        first = {"t": span["end"], "step": span["first"]}
+        first = next((e for e in events if e["kind"] == "first_update" and inside(e["t"])), first)
+        parts["starting"] += first["t"] - span["start"]
+        before = first.get("step", 0)
         for r in records:
             if r["split"] == "train" and inside(r.get("time")):
                 work = 1e-3 * _number(r.get("step_time_ms")) * max(r["step"] - before, 0)
@@ -61,7 +68,9 @@ def seconds(records: list[Json], events: list[Json]) -> Json:
                 parts["input"] += work * waited
                 parts["updates"] += work * (1 - waited)
                 before = r["step"]
-        parts["down"] += max(after["start"] - span["end"], 0.0) if after else 0.0
+    parts["down"] = sum(
+        max(after["start"] - span["end"], 0.0) for span, after in itertools.pairwise(spans)
+    )
     parts["evaluation"] = sum(
         _number(e.get("seconds")) for e in events if e["kind"] == "evaluation"
     )

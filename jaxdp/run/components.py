@@ -18,7 +18,7 @@ from jaxdp.checkpoint.orbax import import_all
 from jaxdp.config import Config
 from jaxdp.config.training import OuterOptimizer
 from jaxdp.data import SOURCES
-from jaxdp.data.dataset import Dataset
+from jaxdp.data.dataset import Dataset, first_example
 from jaxdp.data.example_order import ExampleOrder
 from jaxdp.data.transforms import TRANSFORMS, both
 from jaxdp.errors import UsageError, nearest
@@ -43,13 +43,20 @@ from jaxdp.precision import LossScaling, cast_floats, policy
 from jaxdp.process import environment, imports, membership
 from jaxdp.process.context import current
 from jaxdp.run import user_errors
-from jaxdp.run.datasets import facts_of, is_sequential, make_data, make_order, make_transform
+from jaxdp.run.datasets import (
+    facts_of,
+    is_sequential,
+    make_data,
+    make_order,
+    make_transform,
+    shapes_of_model,
+)
 from jaxdp.run.strategies import STRATEGIES, make_reduction
-from jaxdp.split import path_string
+from jaxdp.split import leaves_by_path, path_string
 from jaxdp.targets import attribute, bind, call, locate, parameters, require
 from jaxdp.train.options import Forward, Transform, UpdateRule, first_microbatch
 from jaxdp.train.skip import Spike
-from jaxdp.train.state import TrainState
+from jaxdp.train.state import Batch, TrainState
 from jaxdp.train.step import Step, init_state, make_step
 
 Objects = Mapping[str, Mapping[str, Any]]
@@ -142,12 +149,12 @@ def make_parts(config: Config, objects: Objects = NOTHING) -> Parts:
     transform = both(getattr(dataset, "transform", None), named_transform)
     dtypes = config.precision
     casts = policy(dtypes.params, dtypes.compute or dtypes.params, dtypes.reduce or dtypes.widest)
-    sequential = is_sequential(config, model, dataset, transform, casts)
+    remat, scaling = choose_remat(config, model), make_scaling(config, dataset)
+    forward = Forward(model, loss, casts, config.seed, remat, scaling, transform)
+    sequential = is_sequential(config, forward, dataset)
     order = make_order(config, dataset, sequential)
     steps = config.steps or math.ceil((config.epochs or 0) * order.steps_per_epoch)
     schedule, opt = schedule_of(config, steps), config.optimizer
-    remat, scaling = choose_remat(config, model), make_scaling(config, dataset)
-    forward = Forward(model, loss, casts, config.seed, remat, scaling, transform)
     roles = roles_of(forward, dataset, order) if needs_roles(config) else {}
     rule = UpdateRule(
         make_tx(config, schedule, model.blocks, optimizers, roles),
@@ -173,11 +180,7 @@ def needs_roles(config: Config) -> bool:
 def spared(config: Config, parts: Parts, params: Any) -> list[str]:
     """Return the paths of the parameters without weight decay."""
     mask = decay_mask(config.optimizer.no_decay, parts.forward.model.blocks, parts.roles)(params)
-    return [
-        path_string(path)
-        for path, decays in jax.tree_util.tree_leaves_with_path(mask)
-        if not decays
-    ]
+    return [path for path, decays in leaves_by_path(mask).items() if not decays]
 
 
 def describe_groups(
@@ -213,28 +216,34 @@ def describe_groups(
 def roles_of(forward: Forward, dataset: Dataset, order: ExampleOrder) -> dict[str, Role]:
     """Return {path: role} of the parameters in a training call, or {} if the model cannot be
     traced: the rehearsal (`jaxdp.run.preflight`), which follows, reports why."""
-    example, casts = dataset.read(np.zeros(1, np.int64)), forward.policy
+    size = max(order.examples_per_microbatch, 2)
+    example = first_example(dataset)
 
     def call(params: Any, model_state: Any) -> Any:
-        batch = casts.inputs(
-            first_microbatch(example, max(order.examples_per_microbatch, 2), forward.transform)
-        )
-        params = cast_floats(params, casts.compute)
-        model_state = cast_floats(model_state, casts.state)
-        return compute_logits(
-            forward.model.apply(params, model_state, batch, jax.random.key(0), True)[0]
-        )
-
-    def init() -> Any:
-        batch = first_microbatch(example, max(order.examples_per_microbatch, 2), forward.transform)
-        return forward.model.init(jax.random.key(forward.seed), casts.inputs(batch))
+        batch = first_microbatch(example, size, forward.transform)
+        return compute_logits(apply_model(forward, params, model_state, batch, True)[0])
 
     try:
-        params, model_state = jax.eval_shape(init)
+        params, model_state = shapes_of_model(forward, dataset, size)
         program = jax.make_jaxpr(call)(params, model_state)
     except Exception:
         return {}
     return find_roles(program, params, forward.model.blocks)
+
+
+def apply_model(
+    forward: Forward, params: Any, model_state: Any, batch: Batch, train: bool
+) -> tuple[Any, Any]:
+    """Return the outputs of a model and its new state, for a transformed microbatch, in the dtypes
+    of a run."""
+    casts = forward.policy
+    return forward.model.apply(
+        cast_floats(params, casts.compute),
+        cast_floats(model_state, casts.state),
+        casts.inputs(batch),
+        jax.random.key(0),
+        train,
+    )
 
 
 def make_the_step(config: Config, parts: Parts, padded: bool = True) -> Step:
@@ -259,7 +268,7 @@ def state_maker(config: Config, parts: Parts) -> Partial:
     """Return a function that computes the state before the first update, with its seed; JAX traces
     it once.
     """
-    example, size = parts.dataset.read(np.zeros(1, np.int64)), parts.order.examples_per_microbatch
+    example, size = first_example(parts.dataset), parts.order.examples_per_microbatch
 
     def make_state(seed: jax.Array) -> TrainState:
         inputs = first_microbatch(example, size, parts.forward.transform)
@@ -440,7 +449,7 @@ def make_scaling(config: Config, dataset: Dataset) -> LossScaling | None:
     scale, interval = config.precision.loss_scale, config.precision.loss_scale_interval
     if scale is None:
         return None
-    labels = np.asarray(dataset.read(np.zeros(1, np.int64)).get("labels", 0)).size
+    labels = np.asarray(first_example(dataset).get("labels", 0)).size
     weight = float(config.batch_size * max(labels, 1))
     if scale == "dynamic":
         return LossScaling(interval=interval, weight=weight)
@@ -477,7 +486,7 @@ def choose_remat(config: Config, model: Model) -> str:
 
 def check_paths(config: Config, params: Any) -> None:
     """Raise UsageError if an expression matches no parameter, or if all parameters are frozen."""
-    paths = [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    paths = [*leaves_by_path(params)]
     if not paths:
         raise UsageError(
             f"model: {config.model.target!r} has no parameters, so there is nothing to train"

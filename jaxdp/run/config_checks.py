@@ -9,6 +9,7 @@ from jaxdp.audit.auditor import Audit
 from jaxdp.audit.program import Probe
 from jaxdp.audit.slow import SlowDevices
 from jaxdp.config import Config
+from jaxdp.data.dataset import first_example
 from jaxdp.process.monitor import Monitor
 from jaxdp.train.run import Run
 
@@ -21,7 +22,7 @@ def make_checks(run: Run, config: Config, watch: Monitor, snapshots: Any) -> lis
     checks: list[Any] = []
     if every is None and factor is None:
         return checks
-    first = run.data.train.dataset.read(np.zeros(1, np.int64))
+    first = first_example(run.data.train.dataset)
     probe = Probe(run.strategy, run.step, {name: np.ndim(x) for name, x in first.items()})
     if every is not None:
         checks.append(Audit(probe, every, config.audit.action, watch, snapshots))

@@ -12,12 +12,11 @@ import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxdp.config import Config
-from jaxdp.data.dataset import probes, tokenizer_spec
+from jaxdp.data.dataset import first_example, probes, tokenizer_spec
 from jaxdp.data.example_order import RESET
 from jaxdp.models.base import CARRY
 from jaxdp.optim.interpreter import inside
-from jaxdp.precision import cast_floats
-from jaxdp.run.components import Parts
+from jaxdp.run.components import Parts, apply_model
 from jaxdp.train.carry import split_carry
 from jaxdp.train.options import first_microbatch
 from jaxdp.train.state import TrainState
@@ -99,11 +98,8 @@ def trace(parts: Parts, state: TrainState, train: bool) -> tuple[jex.Jaxpr, list
 
     def apply(mask: Any, batch: Any, model_state: Any, carry: Any, params: Any) -> Any:
         model_state = model_state if carry is None else {**model_state, CARRY: carry}
-        inputs = parts.forward.policy.inputs({**transformed(parts, batch, mask), "mask": mask})
-        params = cast_floats(params, parts.forward.policy.compute)
-        outputs, new = parts.forward.model.apply(
-            params, model_state, inputs, jax.random.key(0), train
-        )
+        inputs = {**transformed(parts, batch, mask), "mask": mask}
+        outputs, new = apply_model(parts.forward, params, model_state, inputs, train)
         return split_carry(new)[0], outputs
 
     return jax.make_jaxpr(apply)(mask, batch, state.model_state, carry, state.params).jaxpr, sorted(
@@ -115,7 +111,7 @@ def microbatch(parts: Parts) -> tuple[Any, dict[str, Any]]:
     """Return the shapes of a microbatch's mask, and of its other entries by name, before the
     transform.
     """
-    example, size = parts.dataset.read(np.zeros(1, np.int64)), parts.order.examples_per_microbatch
+    example, size = first_example(parts.dataset), parts.order.examples_per_microbatch
     batch = jax.eval_shape(lambda: first_microbatch(example, size, None))
     return jax.ShapeDtypeStruct(batch.pop("mask").shape, bool), batch
 

@@ -18,6 +18,7 @@ from jaxdp.data.dataset import (
     check_dtypes,
     check_labels,
     class_names,
+    first_example,
     tokenizer_spec,
 )
 from jaxdp.data.example_order import ExampleOrder, Streams, order_of
@@ -25,11 +26,9 @@ from jaxdp.data.mixture import has_test_split
 from jaxdp.data.transforms import TRANSFORMS, as_transform
 from jaxdp.data.windows import Windows
 from jaxdp.errors import UsageError
-from jaxdp.models.base import Model
-from jaxdp.precision import Policy
 from jaxdp.targets import bind, call, locate, targets_in
 from jaxdp.train.carry import split_carry
-from jaxdp.train.options import Transform, first_microbatch
+from jaxdp.train.options import Forward, Transform, first_microbatch
 
 
 def make_data(
@@ -133,7 +132,7 @@ def facts_of(dataset: Dataset) -> dict[str, Any]:
     """Return facts about the data that a model may need, as JSON: input_shape, num_classes, the
     tokenizer's spec.
     """
-    first = dataset.read(np.zeros(1, np.int64))
+    first = first_example(dataset)
     shape = first.get("inputs", next(iter(first.values()))).shape[1:]
     spec = tokenizer_spec(dataset)
     if spec is not None and "path" in spec:
@@ -155,22 +154,29 @@ def make_transform(config: Config, table: Mapping[str, Any] = TRANSFORMS) -> Tra
     return as_transform(call("data.transform", bound) if isinstance(target, type) else bound)
 
 
-def is_sequential(
-    config: Config, model: Model, dataset: Dataset, transform: Transform | None, casts: Policy
-) -> bool:
+def is_sequential(config: Config, forward: Forward, dataset: Dataset) -> bool:
     """Return True if rows continue from batch to batch: by the config's order, else if the model
     has a carry.
     """
     if config.data.order is not None:
         return config.data.order == "sequential"
-    example = dataset.read(np.zeros(1, np.int64))
     size = make_order(config, dataset, sequential=False).examples_per_microbatch
+    return split_carry(shapes_of_model(forward, dataset, size)[1])[1] is not None
 
-    def init() -> Any:  # called as in `init_state`, so that it is traced once for both
-        inputs = first_microbatch(example, size, transform)
-        return model.init(jax.random.key(config.seed), casts.inputs(inputs))
 
-    return split_carry(jax.eval_shape(init)[1])[1] is not None
+def shapes_of_model(forward: Forward, dataset: Dataset, size: int) -> tuple[Any, Any]:
+    """Return the shapes of a model's parameters and of its state, made from `size` examples.
+
+    Its `init` is called as in `init_state`, so that JAX traces it once for both.
+    """
+    example = first_example(dataset)
+
+    def init() -> Any:
+        inputs = first_microbatch(example, size, forward.transform)
+        return forward.model.init(jax.random.key(forward.seed), forward.policy.inputs(inputs))
+
+    params, model_state = jax.eval_shape(init)
+    return params, model_state
 
 
 def make_order(
@@ -203,4 +209,4 @@ def make_order(
 
 def shapes_of(dataset: Dataset) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     """Return {name: (shape [1, ...], dtype)} of an example."""
-    return {k: (v.shape, v.dtype) for k, v in dataset.read(np.zeros(1, np.int64)).items()}
+    return {k: (v.shape, v.dtype) for k, v in first_example(dataset).items()}

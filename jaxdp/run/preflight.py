@@ -12,7 +12,7 @@ import numpy as np
 from jax.tree_util import Partial
 
 from jaxdp.config import Config
-from jaxdp.data.dataset import Dataset, probes, read_examples
+from jaxdp.data.dataset import Dataset, first_example, probes, read_examples
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError, one_line
 from jaxdp.losses import check
@@ -20,9 +20,9 @@ from jaxdp.metrics.writer import RESERVED
 from jaxdp.models.base import CARRY
 from jaxdp.parallel.strategy import Strategy
 from jaxdp.plan.flops import model_flops
-from jaxdp.precision import cast_floats, is_key
+from jaxdp.precision import is_key
 from jaxdp.run import user_errors
-from jaxdp.run.components import Parts, check_paths, make_the_step
+from jaxdp.run.components import Parts, apply_model, check_paths, make_the_step
 from jaxdp.run.datasets import eval_key, make_order, shapes_of
 from jaxdp.split import path_string
 from jaxdp.targets import attribute, targets_in
@@ -138,7 +138,7 @@ def check_examples(
     """Raise UsageError if the loss finds that an example does not fit the model's outputs."""
     if attribute(parts.forward.loss, "check", None) is None:
         return
-    shapes = output_shapes(parts, state, parts.dataset.read(np.zeros(1, np.int64)))
+    shapes = output_shapes(parts, state)
     transform = parts.forward.transform if train else parts.forward.eval_transform
     try:
         check(parts.forward.loss, shapes, examples)
@@ -152,14 +152,14 @@ def check_examples(
         check(parts.forward.loss, shapes, transformed)
 
 
-def output_shapes(parts: Parts, state: TrainState, examples: dict[str, np.ndarray]) -> Any:
+def output_shapes(parts: Parts, state: TrainState) -> Any:
     """Return the shapes of the model's outputs for a microbatch."""
     carry = state.kept.get(CARRY)
+    example, size = first_example(parts.dataset), parts.order.examples_per_microbatch
 
     def outputs(params: Any, model_state: Any) -> Any:
-        params = cast_floats(params, parts.forward.policy.compute)
-        batch = model_inputs(parts, examples)
-        return parts.forward.model.apply(params, model_state, batch, jax.random.key(0), False)[0]
+        batch = first_microbatch(example, size, parts.forward.transform)
+        return apply_model(parts.forward, params, model_state, batch, False)[0]
 
     def first(x: Any) -> Any:
         return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
@@ -172,20 +172,17 @@ def output_shapes(parts: Parts, state: TrainState, examples: dict[str, np.ndarra
     return jax.eval_shape(outputs, state.params, model_state)
 
 
-def model_inputs(parts: Parts, examples: dict[str, np.ndarray]) -> Batch:
-    """Return a microbatch of copies of the first example, as the model gets it in training."""
-    batch = first_microbatch(examples, parts.order.examples_per_microbatch, parts.forward.transform)
-    return parts.forward.policy.inputs(batch)
-
-
 def called_with(key: str, parts: Parts, state: TrainState) -> str:
     """Describe the arguments that the model or the loss was called with."""
-    examples = parts.dataset.read(np.zeros(1, np.int64))
-    batch = jax.eval_shape(lambda: model_inputs(parts, examples))
+    example, size = first_example(parts.dataset), parts.order.examples_per_microbatch
+    forward = parts.forward
+    batch = jax.eval_shape(
+        lambda: forward.policy.inputs(first_microbatch(example, size, forward.transform))
+    )
     if key == "model":
         return f"; the batch is {in_words(batch)}"
     if key == "loss":
-        outputs = in_words(output_shapes(parts, state, examples))
+        outputs = in_words(output_shapes(parts, state))
         return f"; a loss is called as (outputs, batch), here with {outputs} and {in_words(batch)}"
     return ""
 

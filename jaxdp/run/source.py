@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdp.data.dataset import first_example
 from jaxdp.data.example_order import ExampleOrder
 from jaxdp.data.resident import Resident
 from jaxdp.data.stream import Stream, StreamEnded
@@ -76,7 +77,7 @@ class Source:
         """Return in words which examples have values that are not finite, or that the mask excludes
         all; else "".
         """
-        first = self.dataset.read(np.zeros(1, np.int64))
+        first = first_example(self.dataset)
         if "mask" not in first and not any(
             jnp.issubdtype(x.dtype, jnp.inexact) for x in first.values()
         ):

@@ -10,22 +10,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from jaxdp.checkpoint import published_config, published_files
 from jaxdp.checkpoint.published_config import Difference, argument
 from jaxdp.checkpoint.weights import Weights, named
 from jaxdp.config import Config
+from jaxdp.data.dataset import first_example
 from jaxdp.errors import UsageError
 from jaxdp.logits import compute_logits
 from jaxdp.models import MODELS, is_given
 from jaxdp.models.base import Model
 from jaxdp.models.gpt import GPT
 from jaxdp.plan.programs import digest, lines
-from jaxdp.precision import cast_floats
 from jaxdp.process.hosts import listed
-from jaxdp.run.components import Objects, Parts, make_model
-from jaxdp.run.datasets import facts_of
+from jaxdp.run.components import Objects, Parts, apply_model, make_model
+from jaxdp.run.datasets import facts_of, shapes_of_model
 from jaxdp.targets import OBJECT, locate, parameters
 from jaxdp.train.options import first_microbatch
 
@@ -95,7 +94,8 @@ def with_published(
     modules: list[Any] = []
     if make is not None:
         jax.eval_shape(
-            lambda *state: modules.append(make(*state)), *state_of(parts, parts.forward.model)
+            lambda *state: modules.append(make(*state)),
+            *shapes_of_model(parts.forward, parts.dataset, 2),
         )
     if not modules or not isinstance(modules[0], GPT):
         return Comparison(
@@ -213,34 +213,18 @@ class Program(NamedTuple):
 
 def program(parts: Parts, model: Model) -> Program:
     """Trace an evaluation of our data by a model."""
-    casts, transform = parts.forward.policy, parts.forward.eval_transform
-    example = parts.dataset.read(np.zeros(1, np.int64))
+    forward = parts.forward._replace(model=model)
+    example = first_example(parts.dataset)
 
     def outputs(params: Any, model_state: Any) -> Any:
         batch = first_microbatch(example, 2, None)
-        batch = casts.inputs(
-            batch if transform is None else transform(batch, jax.random.key(0), False)
-        )
-        params = cast_floats(params, casts.compute)
-        model_state = cast_floats(model_state, casts.state)
-        return compute_logits(model.apply(params, model_state, batch, jax.random.key(0), False)[0])
+        if forward.eval_transform is not None:
+            batch = forward.eval_transform(batch, jax.random.key(0), False)
+        return compute_logits(apply_model(forward, params, model_state, batch, False)[0])
 
-    state = state_of(parts, model)
+    state = shapes_of_model(forward, parts.dataset, 2)
     arrays = {name: x.shape for name, x in named(*state).items()}
     return Program(arrays, digest(lines(jax.make_jaxpr(outputs)(*state)))[0])
-
-
-def state_of(parts: Parts, model: Model) -> tuple[Any, Any]:
-    """Return the shapes of a model's parameters and of its state."""
-    example, transform = parts.dataset.read(np.zeros(1, np.int64)), parts.forward.transform
-
-    def init():
-        return model.init(
-            jax.random.key(0), parts.forward.policy.inputs(first_microbatch(example, 2, transform))
-        )
-
-    params, model_state = jax.eval_shape(init)
-    return params, model_state
 
 
 def attempt(make: Callable[[], Program]) -> Program | None:

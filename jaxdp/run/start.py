@@ -13,7 +13,7 @@ import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxdp.config import Config
-from jaxdp.data.dataset import UNKNOWN
+from jaxdp.data.dataset import UNKNOWN, first_example
 from jaxdp.data.example_order import RESET
 from jaxdp.errors import install
 from jaxdp.metrics.console import Console
@@ -39,7 +39,7 @@ from jaxdp.run.components import Objects, describe_groups, schedule_of
 from jaxdp.run.data_warnings import data_warnings
 from jaxdp.run.driver import Training
 from jaxdp.run.preflight import state_of_one, sums_of_one
-from jaxdp.split import path_string
+from jaxdp.split import leaves_by_path
 from jaxdp.targets import OF_SCRIPT
 from jaxdp.train.model_state import floats
 from jaxdp.train.options import first_microbatch
@@ -240,7 +240,7 @@ def advice(
     if (
         CARRY in run.strategy.shapes.kept
         and not data.order.sequential
-        and RESET not in data.dataset.read(np.zeros(1, np.int64))
+        and RESET not in first_example(data.dataset)
     ):
         yield (
             "data.order: shuffled: the model carries state, and each example starts with that of an unrelated one; "
@@ -305,10 +305,7 @@ def rate_advice(run: Run, config: Config, prepared: Prepared, start: int) -> Ite
         )
         return
     ended = (opt.schedule_steps or steps) < steps
-    paths = [
-        path_string(path)
-        for path, _ in jax.tree_util.tree_leaves_with_path(run.strategy.shapes.opt_state)
-    ]
+    paths = leaves_by_path(run.strategy.shapes.opt_state)
     several = any(
         path.endswith("mini_step") for path in paths
     )  # optax.MultiSteps counts fewer updates
@@ -369,7 +366,7 @@ def reads(run: Run, name: str) -> bool:
     """Return False if the examples have an entry `name` that changes nothing in the evaluation of a
     microbatch.
     """
-    if name not in (first := run.data.train.dataset.read(np.zeros(1, np.int64))):
+    if name not in (first := first_example(run.data.train.dataset)):
         return True
     batch = {
         k: x[None]
@@ -388,7 +385,7 @@ def reads(run: Run, name: str) -> bool:
 def layout_of(run: Run, config: Config) -> dict[str, Any]:
     """Return the memory and the sharding of the run on each device, for layout.json."""
     strategy, order = run.strategy, run.data.train.order
-    first = run.data.train.dataset.read(np.zeros(1, np.int64))
+    first = first_example(run.data.train.dataset)
     rows = (config.microbatches, order.examples_per_microbatch)
     batch = {
         name: jax.ShapeDtypeStruct((*rows, *x.shape[1:]), x.dtype) for name, x in first.items()

@@ -20,8 +20,8 @@ from jaxdp.config.parsing import from_mapping
 from jaxdp.errors import UsageError
 from jaxdp.models.gpt import GPT
 from jaxdp.run.components import make_parts
+from jaxdp.run.datasets import shapes_of_model
 from jaxdp.run.initial_weights import fitted
-from jaxdp.run.source_model import state_of
 from jaxdp.train.state import TrainState
 
 LENGTH, TOKENS = 8, 13
@@ -90,7 +90,7 @@ def built(args, target="GPT", data="EXAMPLES"):
         }
         config = from_mapping(values, "it")
         parts = make_parts(config)
-        BUILT[key] = config, parts, named(*state_of(parts, parts.forward.model))
+        BUILT[key] = config, parts, named(*shapes_of_model(parts.forward, parts.dataset, 2))
     return BUILT[key]
 
 
