@@ -14,8 +14,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 import jaxdp
 from jaxdp import cli
 from jaxdp.config import Config
-from jaxdp.config.keys import inner
-from jaxdp.config.validation import decides
+from jaxdp.config.validation import decides, inner
 
 # Title -> (text, names as they are imported).
 SECTIONS: dict[str, tuple[str, list[str]]] = {

@@ -98,16 +98,12 @@ def run(
 ) -> "Fitted":
     """Train a config with the objects of a script, {section: {name: object}}."""
     set_threads(config)
-    ignored_flags = environment.use_preset(config.parallel.xla_preset, config.parallel.devices)
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread:
         signals.listen(end_start, interrupts=launchers.discover().size == 1)
     context = join(config, objects)
-    context.agree(None)
     if config.run_dir is None:
         config = dataclasses.replace(config, run_dir=context.of_root("run_dir", temporary))
-    if ignored_flags and context.is_root:
-        print(f"jaxdp: {ignored_flags}", file=sys.stderr)
     from jaxdp.process.context import leave
     from jaxdp.process.monitor import Stopped
     from jaxdp.run.fitted import make_fitted, settings
@@ -130,16 +126,26 @@ def run(
 
 
 def join(
-    config: Config | None, objects: Mapping[str, Mapping[str, Any]] | None = None
+    config: Config | None,
+    objects: Mapping[str, Mapping[str, Any]] | None = None,
+    error: str | None = None,
 ) -> "Context":
-    """Join the job."""
+    """Set XLA's flags and join the job. Raises UsageError on every rank if any rank passes an
+    error: that of its config, which is None then."""
     from jaxdp.process.context import init
 
-    if config is None or not config.elastic.enabled:
-        return init()
-    from jaxdp.elasticity.elastic_job import settings
+    elastic, left_out = None, None
+    if config is not None:
+        left_out = environment.use_preset(config.parallel.xla_preset, config.parallel.devices)
+        if config.elastic.enabled:
+            from jaxdp.elasticity.elastic_job import settings
 
-    return init(elastic=settings(config, objects or {}))
+            elastic = settings(config, objects or {})
+    context = init(elastic=elastic)
+    context.agree(error)
+    if left_out and context.is_root:
+        print(f"jaxdp: {left_out}", file=sys.stderr)
+    return context
 
 
 def end_start(name: str) -> None:

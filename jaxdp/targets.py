@@ -80,25 +80,26 @@ def locate(key: str, target: str, table: Mapping[str, Any], field: str | None = 
         raise UsageError(f"{field}: {target!r} is not a dotted path, such as package.module.Name")
     try:
         imported: Any = imports.for_user(importlib.import_module, module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise UsageError(
-                f"{field}: {target!r} cannot be imported: it needs {error.name!r}"
-            ) from error
-        local = [file.stem for file in pathlib.Path().glob("*.py")]
-        hint = suggest(error.name, local, 0.6, "is it installed, or its folder on PYTHONPATH?")
-        raise UsageError(
-            f"{field}: {target!r} cannot be imported: no module {error.name!r}; {hint}"
-        ) from None
     except Exception as error:
         raise UsageError(
-            f"{field}: {target!r} cannot be imported{user_errors.cause(error)}"
+            f"{field}: {target!r} cannot be imported{_why_not(module, error)}"
         ) from error
     if not hasattr(imported, name):
         public = [n for n, v in vars(imported).items() if not n.startswith("_") and callable(v)]
         hint = f"; {near}" if (near := suggest(name, public)) else _behind_library(module)
         raise UsageError(f"{field}: module {module!r} has no {name!r}{_of_script(module) or hint}")
     return getattr(imported, name)
+
+
+def _why_not(module: str, error: Exception) -> str:
+    """Return why a module cannot be imported: it is not there, it lacks another one, or it fails."""
+    if not isinstance(error, ModuleNotFoundError):
+        return user_errors.cause(error)
+    if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+        return f": it needs {error.name!r}"
+    local = [file.stem for file in pathlib.Path().glob("*.py")]
+    hint = suggest(error.name, local, 0.6, "is it installed, or its folder on PYTHONPATH?")
+    return f": no module {error.name!r}; {hint}"
 
 
 def _behind_library(module: str) -> str:

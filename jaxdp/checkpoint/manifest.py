@@ -56,8 +56,8 @@ def digest(file: pathlib.Path, wait: float = 0.0) -> tuple[int, str]:
         time.sleep(0.05)
 
 
-def digests(directory: pathlib.Path, names: Sequence[str], wait: float = 10.0) -> Files:
-    return {name: digest(directory / name, wait) for name in names}
+def digests(directory: pathlib.Path, names: Sequence[str]) -> Files:
+    return {name: digest(directory / name, wait=10.0) for name in names}
 
 
 def flush(directory: pathlib.Path, names: Collection[str]) -> None:

@@ -177,11 +177,13 @@ def sample(tree: Any) -> tuple[str, np.ndarray]:
     of a parameter.
     """
     leaves = leaves_by_path(tree)
-
-    def whole(x):
-        return not is_key(x) and (x.is_fully_replicated or x.is_fully_addressable)
-
-    sizes = {path: x.nbytes for path, x in leaves.items() if x.nbytes <= LARGEST and whole(x)}
+    sizes = {
+        path: x.nbytes
+        for path, x in leaves.items()
+        if x.nbytes <= LARGEST
+        and not is_key(x)
+        and (x.is_fully_replicated or x.is_fully_addressable)
+    }
     path = max(sizes, key=lambda path: (path.startswith("params"), sizes[path]))
     return path, np.array(host(leaves[path]))
 

@@ -49,15 +49,15 @@ def files_of(source: pathlib.Path) -> list[pathlib.Path]:
     parts = [PART.fullmatch(file.name) for file in files]
     first = parts[0] if parts else None
     if first and all(part and part["stem"] == first["stem"] for part in parts):
-
-        def number(i):
-            return f"{first['stem']}-{i:0{len(first['number'])}d}-of-{first['count']}{SUFFIX}"
-
-        return present(source, [number(i + 1) for i in range(int(first["count"]))], files[0].name)
+        names = [
+            f"{first['stem']}-{i + 1:0{len(first['number'])}d}-of-{first['count']}{SUFFIX}"
+            for i in range(int(first["count"]))
+        ]
+        return present(source, names, files[0].name)
     if len(files) != 1 or indexes:
-        names = ", ".join(file.name for file in indexes or files)
+        several = ", ".join(file.name for file in indexes or files)
         raise UsageError(
-            f"init_from: {str(source)!r} has several sets of weights ({names}); give one of the files"
+            f"init_from: {str(source)!r} has several sets of weights ({several}); give one of the files"
         )
     return files
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import ml_dtypes  # registers bfloat16 with NumPy, as safetensors needs it
+import ml_dtypes  # noqa: F401  # registers bfloat16 with NumPy, as safetensors needs it
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -17,11 +17,24 @@ from jaxdp.run import rundir
 __all__ = ["Array", "Header", "Part", "SafetensorError", "equal", "header", "read", "rows", "write"]
 
 DTYPES = {
-    "F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16), "I64": np.dtype(np.int64), "I32": np.dtype(np.int32),
-    "I16": np.dtype(np.int16), "I8": np.dtype(np.int8), "U64": np.dtype(np.uint64), "U32": np.dtype(np.uint32),
-    "U16": np.dtype(np.uint16), "U8": np.dtype(np.uint8), "BOOL": np.dtype(np.bool_), "C64": np.dtype(np.complex64),
-}  # fmt: skip
+    name: np.dtype(dtype)
+    for name, dtype in {
+        "F64": "float64",
+        "F32": "float32",
+        "F16": "float16",
+        "BF16": "bfloat16",
+        "I64": "int64",
+        "I32": "int32",
+        "I16": "int16",
+        "I8": "int8",
+        "U64": "uint64",
+        "U32": "uint32",
+        "U16": "uint16",
+        "U8": "uint8",
+        "BOOL": "bool",
+        "C64": "complex64",
+    }.items()
+}
 
 
 class Part(NamedTuple):
@@ -59,12 +72,13 @@ def header(path: pathlib.Path) -> Header:
     """Read the file's header. Raises OSError or SafetensorError if it cannot be read."""
     with safe_open(path, framework="np") as file:
         tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-
-        def dtype(x):
-            return DTYPES.get(x.get_dtype(), x.get_dtype())
-
         arrays = {
-            k: Array(tuple(x.get_shape()), dtype(x), (Part(k, file=path),), k)
+            k: Array(
+                tuple(x.get_shape()),
+                DTYPES.get(x.get_dtype(), x.get_dtype()),
+                (Part(k, file=path),),
+                k,
+            )
             for k, x in tensors.items()
         }
         return Header(arrays, file.metadata() or {})

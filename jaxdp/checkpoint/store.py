@@ -114,14 +114,12 @@ class Checkpoints:
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
         """Return True if an evaluation is better than those of all checkpoints."""
-        if self.best is None or not math.isfinite(metrics.get(self.best, math.nan)):
+        if not math.isfinite(metrics.get(str(self.best), math.nan)):
             return False
-        value = metrics[self.best] * self.sign
-
-        def better():
-            return all(value < other * self.sign for other in self._values().values())
-
-        return self.context.of_root("best", better)
+        value = metrics[str(self.best)] * self.sign
+        return self.context.of_root(
+            "best", lambda: all(value < other * self.sign for other in self._values().values())
+        )
 
     def metas(self) -> dict[int, dict[str, Any]]:
         """Return {step: metadata} of all checkpoints that are not damaged, durable yet or not."""
@@ -136,8 +134,6 @@ class Checkpoints:
         """Return {step: the metric named by `best`} of all checkpoints that have it, durable yet or
         not.
         """
-        if self.best is None:
-            return {}
         values = {
             step: meta.get("metrics", {}).get(self.best) for step, meta in self.metas().items()
         }
@@ -179,13 +175,10 @@ class Checkpoints:
         self._commit = Commit(self.context)
         if self.writes:
             folders.clean(self.directory)
-
-        def exists():
-            return folders.has(self.directory, step, meta.get("offset"))
-
+        # Orbax would remove an existing one before it writes.
         if step <= self.repeated and self.context.of_root(
-            "exists", exists
-        ):  # Orbax would remove it before it writes
+            "exists", lambda: folders.has(self.directory, step, meta.get("offset"))
+        ):
             self.annotate(step, meta)
             return
         tree: dict[str, Any] = all_fields_of(state)
@@ -247,11 +240,9 @@ class Checkpoints:
         if self.writes and tidy:
             self._set_unfinished_aside(say)
         while True:
-
-            def newest():
-                return folders.newest(self.directory, refused, only)[::2]
-
-            step, problem = self.context.of_root("checkpoint", newest, TIMEOUT)
+            step, problem = self.context.of_root(
+                "checkpoint", lambda: folders.newest(self.directory, refused, only)[::2], TIMEOUT
+            )
             if not step:
                 self.last = None
                 return 0
@@ -331,12 +322,11 @@ class Checkpoints:
         `abstract` differs.
         """
         saved = self.context.of_root("state", lambda: self.meta(step)["state"])
-        ours = leaves_of(all_fields_of(abstract))
-
-        def added(path):
-            return path.startswith(ADDED) and path not in saved
-
-        ours = {path: leaf for path, leaf in ours.items() if not added(path)}
+        ours = {
+            path: leaf
+            for path, leaf in leaves_of(all_fields_of(abstract)).items()
+            if path in saved or not path.startswith(ADDED)
+        }
         check_same_leaves(step, saved, ours, self.context.root_rank)
         return saved
 
@@ -411,10 +401,9 @@ class Checkpoints:
         retained = set(steps[-self.keep :]) | {
             s for s in steps if self.keep_every and s % self.keep_every == 0
         }
-        retained |= {
-            self.best_step() or 0,
-            max((s for s in steps if s <= (self.audited or 0)), default=0),
-        }
+        retained.add(max((s for s in steps if s <= (self.audited or 0)), default=0))
+        if self.best is not None:
+            retained.add(self.best_step() or 0)
         retained |= {
             max((s for s in steps if self.return_every and s % self.return_every == 0), default=0)
         }

@@ -284,11 +284,9 @@ def redundant(arrays: Mapping[str, safetensors.Array], ours: Collection[str]) ->
             embedding = arrays.get("embed/embedding", array)
             alike = embedding is not array and kind(embedding.dtype) == "float"
             return alike and safetensors.equal(array.parts[0], embedding.parts[0])
-
-        def is_zero(part):
-            return not any(rows.any() for rows in safetensors.rows(part))
-
-        return name.endswith("/bias") and all(map(is_zero, array.parts))
+        return name.endswith("/bias") and not any(
+            rows.any() for part in array.parts for rows in safetensors.rows(part)
+        )
 
     return [
         name for name, array in arrays.items() if name not in ours and changes_nothing(name, array)

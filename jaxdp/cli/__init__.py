@@ -162,18 +162,12 @@ def run_in_job(name: str, argv: list[str]) -> None:
             problem
         )  # the other ranks may have a valid config: `agree` sends them this error
     set_threads(config, exact=options.get("exact", False))
-    left_out = config and environment.use_preset(
-        config.parallel.xla_preset, config.parallel.devices
-    )
     verb = _module(
         name
     )  # imported before the job is joined: the others of an elastic job wait for what comes after
     gc.freeze()  # modules stay alive: to scan them takes 0.1 s, in each generation too
-    context = join(config)
+    context = join(config, error=error)
     signals.act()
-    context.agree(error)
-    if left_out and context.is_root:
-        print(f"jaxdp: {left_out}", file=sys.stderr)
     from jaxdp.process.context import leave
     from jaxdp.process.monitor import Stopped
 

@@ -1,6 +1,7 @@
 """The verb `launch`: start the processes of a job on this host, and restart those that die."""
 
 import contextlib
+import dataclasses
 import math
 import os
 import secrets
@@ -21,13 +22,15 @@ ALONE = 2.0  # seconds that the others of a process run on before its end is rep
 BRIEF = 5.0  # seconds; a process that has run for longer is started again at once
 
 
+@dataclasses.dataclass
 class Process:
     """One process of the job: a verb of jaxdp, or a program. restarts: how many are left."""
 
-    def __init__(self, words: list[str], environment: dict[str, str], restarts: int):
-        self.words = words
-        self.environment = environment
-        self.restarts = restarts
+    words: list[str]
+    environment: dict[str, str]
+    restarts: int
+
+    def __post_init__(self) -> None:
         self.pause, self.began = 0.0, time.time()  # seconds before the next restart; since 1970
         self.restart_at: float | None  # when the next restart is due
         self.start()

@@ -12,8 +12,8 @@ from typing import Any, get_type_hints
 from jaxdp.cli.option_table import VERBS, Option
 from jaxdp.config import Config
 from jaxdp.config import values as texts
-from jaxdp.config.keys import check_key, check_structure, expected, inner, known_keys, program
 from jaxdp.config.parsing import from_mapping, put
+from jaxdp.config.validation import check_key, check_structure, expected, inner, known_keys, program
 from jaxdp.errors import UsageError, suggest
 from jaxdp.run import rundir
 
@@ -29,16 +29,7 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
     pairs, words = split_pairs(argv, verb)
     names = dict(pairs)
     if verb == "eval" and "config" not in names:
-        saved = saved_config(names.get("run_dir"))
-        if rundir.folder(pathlib.Path(saved).parent) not in (
-            None,
-            os.getcwd(),
-        ):  # `eval` goes there
-            pairs = [
-                (name, os.path.abspath(text) if is_path(name, text) else text)
-                for name, text in pairs
-            ]
-        pairs.append(("config", saved))
+        pairs = with_saved_config(pairs, names.get("run_dir"))
     files = [text for name, text in pairs if name == "config"]
     values: dict[str, Any] = {}
     for file in files:  # files come first: the command line overrides them
@@ -76,6 +67,7 @@ def split_pairs(argv: Sequence[str], verb: str) -> tuple[list[tuple[str, str]], 
     Raises UsageError for an unknown name, an argument that the verb does not take, and if a text is
     missing."""
     row, options = VERBS[verb], VERBS[verb].options
+    has_config = row.where != "host"
     pairs = list[tuple[str, str]]()
     words = list[str]()
     remaining = iter(argv)
@@ -86,9 +78,9 @@ def split_pairs(argv: Sequence[str], verb: str) -> tuple[list[tuple[str, str]], 
                 raise UsageError(without_option(arg))
             words.append(arg)
             continue
-        if row.has_config and name not in ("config", *FLAGS, *options):
+        if has_config and name not in ("config", *FLAGS, *options):
             check_key(name, "command line")
-        elif not row.has_config and name not in ("help", *options):
+        elif not has_config and name not in ("help", *options):
             hint = suggest(name, options, otherwise=f"known: {', '.join(options)}")
             raise UsageError(f"command line: unknown option {name!r}; {hint}")
         if equals and is_flag(name, options):
@@ -101,9 +93,7 @@ def split_pairs(argv: Sequence[str], verb: str) -> tuple[list[tuple[str, str]], 
             if name == "config":
                 raise UsageError("--config: no file given")
             missing = f"{name}: no value given"
-            raise UsageError(
-                missing if row.has_config else f"argument --{name}: expected one argument"
-            )
+            raise UsageError(missing if has_config else f"argument --{name}: expected one argument")
         pairs.append((name, text))
     return pairs, words
 
@@ -241,6 +231,17 @@ def add_options(parser: Any, options: Options) -> None:
     for name, option in options.items():
         kind = {"action": "store_true"} if option.kind is bool else {"type": option.kind}
         parser.add_argument(f"--{name}", default=option.default, help=option.text, **kind)
+
+
+def with_saved_config(pairs: list[tuple[str, str]], directory: str | None) -> list[tuple[str, str]]:
+    """Return the arguments of `eval` with the config of a run directory; their paths are absolute if
+    it evaluates in another working directory. Raises UsageError if there is none."""
+    saved = saved_config(directory)
+    if rundir.folder(pathlib.Path(saved).parent) not in (None, os.getcwd()):
+        pairs = [
+            (name, os.path.abspath(text) if is_path(name, text) else text) for name, text in pairs
+        ]
+    return [*pairs, ("config", saved)]
 
 
 def saved_config(directory: str | None) -> str:

@@ -53,12 +53,11 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
     make_state = state_maker(config, parts)
     rehearse(config, parts, make_the_step(config, parts), make_state)
     per_device = math.ceil(max(config.microbatches, devices) / devices)
-
-    def key(name, value):
-        return f"parallel.{name}: {json.dumps(value)}".replace('"', "")
-
     needs = {
-        z: ", ".join(key(*change) for change in changes_for(config.parallel, z).items())
+        z: ", ".join(
+            f"parallel.{name}: {json.dumps(value)}".replace('"', "")
+            for name, value in changes_for(config.parallel, z).items()
+        )
         for z in stages
     }
     plans, notes = list[Plan](), list[str]()

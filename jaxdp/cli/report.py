@@ -1,15 +1,15 @@
 """The verb `report`: write one web page about run directories."""
 
-import dataclasses
 import pathlib
 import sys
 
 from jaxdp.cli import Call
 from jaxdp.config import Config
+from jaxdp.config.validation import flatten
 from jaxdp.errors import UsageError
 from jaxdp.report import html
-from jaxdp.report.read import Json, flat, read_run
-from jaxdp.report.report_writer import NAME
+from jaxdp.report.html import NAME
+from jaxdp.report.read import Json, read_run
 from jaxdp.report.table import SWEEP, ranked, table
 from jaxdp.run import rundir
 
@@ -41,7 +41,7 @@ def run(call: Call) -> None:
             f"--out: {str(output)!r} is a directory; give the path of a file, such as {str(output / NAME)!r}"
         )
     try:
-        html.write(output, html.render(runs, flat(dataclasses.asdict(Config()))))
+        html.write(output, html.render(runs, flatten(Config())))
     except OSError as error:
         raise UsageError(
             f"--out: {str(output)!r} cannot be written ({error.strerror}); choose another file"

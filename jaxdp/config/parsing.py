@@ -7,8 +7,7 @@ import yaml
 
 from jaxdp.config import Config
 from jaxdp.config import values as texts
-from jaxdp.config.keys import check_structure, expected, inner, known_keys
-from jaxdp.config.validation import flatten, resolve
+from jaxdp.config.validation import check_structure, expected, flatten, inner, known_keys, resolve
 from jaxdp.errors import UsageError
 
 

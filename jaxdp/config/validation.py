@@ -1,17 +1,155 @@
-"""Check the values of a config, and compare two configs in the keys that change the numbers."""
+"""Check the keys and the values of a config, with suggestions for unknown keys, and compare two
+configs in the keys that change the numbers."""
 
 import dataclasses
+import functools
 import json
 import math
 import operator
 import os
+import pathlib
 import re
+import reprlib
+import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from jaxdp.config import Audit, Config, Init, Precision
-from jaxdp.config.keys import RENAMED, known_fields
-from jaxdp.errors import UsageError
+from jaxdp.config.values import in_words
+from jaxdp.errors import UsageError, nearest, one_line, suggest
+
+RENAMED = {"parallel.accumulator": "parallel.gradient_buffer"}  # former key -> key
+FORMER_VALUES = {
+    "parallel.accumulate": "loop is now scan",
+    "parallel.gradient_buffer": "split is now sharded, whole is now replicated",
+}
+
+
+def inner(hint: Any) -> Any:
+    """Return the dataclass in a type hint, alone or in a union with None; None if there is none."""
+    return next((k for k in (hint, *get_args(hint)) if dataclasses.is_dataclass(k)), None)
+
+
+def known_keys() -> dict[str, Any]:
+    """Return {dotted key: type hint} of all keys."""
+    return {key: field.type for key, field in known_fields().items()}
+
+
+@functools.cache
+def known_fields(cls: Any = Config, prefix: str = "") -> dict[str, "dataclasses.Field[Any]"]:
+    """Return {dotted key: field} of all keys."""
+    hints, fields = get_type_hints(cls), dict[str, Any]()
+    for field in dataclasses.fields(cls):
+        fields[f"{prefix}{field.name}"] = field
+        if (section := inner(hints[field.name])) is not None:
+            fields |= known_fields(section, f"{prefix}{field.name}.")
+    return fields
+
+
+# Names of keys in other trainers.
+ELSEWHERE = {
+    **dict.fromkeys(("learning_rate", "max_lr"), "optimizer.lr"),
+    **dict.fromkeys(("grad_clip", "max_grad_norm", "gradient_clip_val"), "optimizer.clip_norm"),
+    **{name: f"optimizer.args.{name}" for name in ("momentum", "b1", "b2", "eps")},
+    **dict.fromkeys(("scheduler", "lr_scheduler"), "optimizer.schedule"),
+    **dict.fromkeys(("num_epochs", "max_epochs", "n_epochs", "num_train_epochs"), "epochs"),
+    **dict.fromkeys(("num_steps", "max_steps", "iterations"), "steps"),
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"), "microbatches"),
+    **dict.fromkeys(("output_dir", "out_dir", "workdir", "logdir"), "run_dir"),
+    "batch": "batch_size",
+    "num_workers": "data.workers",
+    "dataset": "data.target",
+    "criterion": "loss.target",
+    "eval_every": "eval.every",
+    "log_every": "log.every",
+    "save_every": "checkpoint.every",
+}
+
+
+def check_key(key: str, where: str) -> None:
+    """Raise `UsageError` with the nearest known key if `key` is unknown; after `args`, any name is
+    allowed.
+    """
+    known = known_keys()
+    if key in known or any(
+        get_origin(hint) is dict and key.startswith(f"{k}.") and key[-1] != "."
+        for k, hint in known.items()
+    ):
+        return
+    raise UsageError(f"{where}: {_unknown(key, known)}")
+
+
+def _unknown(key: str, known: dict[str, Any]) -> str:
+    """Return what is wrong with an unknown key."""
+    if key in RENAMED:
+        now = RENAMED[key]
+        return f"{key} is now called {now}, and is {expected(now)}"
+    leaf = {k.rsplit(".", 1)[-1]: k for k in reversed(known)}
+    section, _, name = key.rpartition(".")
+    if (meant := ELSEWHERE.get(name)) and (not section or meant.startswith(f"{section}.")):
+        return f"unknown key {key!r}; did you mean {meant!r}?"
+    if f"{section}.args" in known:  # usually an argument of the target
+        in_section = [k for k in known if k.startswith(f"{section}.")]
+        meant = suggest(key, in_section, 0.85, f"did you mean {f'{section}.args.{name}'!r}?")
+        return f"unknown key {key!r}; {meant}"
+    near = nearest(key, known, 0.6) or leaf.get(nearest(name, leaf, 0.7))
+    hint = f"did you mean {near!r}?" if near else f"`{program('train')} --help` lists the keys"
+    return f"unknown key {key!r}; {hint}"
+
+
+def expected(key: str) -> str:
+    """Describe the type of a known key's value for an error message."""
+    former = f" ({FORMER_VALUES[key]})" if key in FORMER_VALUES else ""
+    return f"{in_words(known_keys()[key])}{former}"
+
+
+def program(verb: str) -> str:
+    """Return the command that runs a verb, as this program was called."""
+    script = pathlib.Path(__file__).parents[2] / "train.py"
+    is_script = verb == "train" and pathlib.Path(sys.argv[0]).resolve() == script
+    return "python train.py" if is_script else f"jaxdp {verb}"
+
+
+def check_structure(values: dict[str, Any], where: str, prefix: str = "") -> None:
+    """Raise `UsageError` for an unknown key, or if a value is a mapping, list or scalar where
+    another is expected.
+    """
+    known = known_keys()
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if not isinstance(name, str) or ("." in name and name not in known):
+            raise UsageError(
+                f"{where}: {key!r} is not a key; nest its words, as in parallel: {{zero: 1}}"
+            )
+        section, _, leaf = name.partition(".")
+        if leaf and section in values:
+            raise UsageError(f"{where}: {name!r} is beside {section!r}; write {leaf} inside of it")
+        check_key(key, where)
+        hint = known[key]
+        if value is None and type(None) in get_args(hint):
+            continue
+        if isinstance(value, dict | list) and any(
+            get_origin(kind) is type(value) for kind in get_args(hint)
+        ):
+            continue
+        mapping = inner(hint) is not None or get_origin(hint) is dict
+        listing = get_origin(hint) is list
+        if (
+            value is None
+            or isinstance(value, dict) != mapping
+            or isinstance(value, list) != listing
+        ):
+            keys = (
+                f"; set its keys, as in {name}: {{{next(iter(get_type_hints(inner(hint))))}: ...}}"
+                if inner(hint)
+                else ""
+            )
+            raise UsageError(
+                f"{where}: {key}: {one_line(reprlib.repr(value))} is not {expected(key)}{keys}"
+            )
+        if inner(hint) is not None:
+            check_structure(value, where, f"{key}.")
+
 
 LIMITS = {  # limit: (whether a value violates it, the message)
     "least": (operator.lt, "is too small; it must be at least {}"),
@@ -163,21 +301,8 @@ def check(config: Config) -> None:
             raise UsageError(
                 f"{key}.target: missing; name a built-in or a dotted path, e.g. {key}: {{target: ...}}"
             )
-    if config.compilation_cache is not None and config.compilation_cache.lower() in (
-        "",
-        "off",
-        "no",
-        "none",
-        "false",
-    ):
-        raise UsageError(
-            f"compilation_cache: {config.compilation_cache!r} is not a folder; null disables the cache"
-        )
-    if "://" in (config.compilation_cache or ""):
-        raise UsageError(
-            f"compilation_cache: {config.compilation_cache!r} is not a folder; for a store that JAX itself writes to, "
-            "set JAX_COMPILATION_CACHE_DIR"
-        )
+    if config.compilation_cache not in (None, "auto"):
+        check_cache(str(config.compilation_cache))
     opt, parallel = config.optimizer, config.parallel
     check_patterns(config, "optimizer", "no_decay", "frozen", "lr_scale")
     for pattern, factor in opt.lr_scale.items():
@@ -189,15 +314,18 @@ def check(config: Config) -> None:
             raise UsageError(
                 f"optimizer.lr_scale: {pattern!r} has {factor!r}; give a factor of at least 0, such as 0.1"
             )
-    check_init(config)
-    check_audit(config)
+    if config.init != Init():
+        check_init(config)
+    if config.audit != Audit():
+        check_audit(config)
     if config.eval.ema and opt.ema is None:
         raise UsageError("eval.ema: True, but no average is kept; set optimizer.ema, such as 0.999")
     if parallel.shard_size is not None and not parallel.zero:
         raise UsageError(
             f"parallel.shard_size: {parallel.shard_size} with zero: 0, which splits nothing; set zero"
         )
-    check_rules(config)
+    if parallel.rules:
+        check_rules(config)
     if parallel.backend == "pmap" and (parallel.zero > 1 or parallel.shard_size is not None):
         name = "zero" if parallel.zero > 1 else "shard_size"
         value = getattr(parallel, name)
@@ -232,6 +360,17 @@ def check(config: Config) -> None:
     check_state(config.precision)
 
 
+def check_cache(folder: str) -> None:
+    """Raise `UsageError` for a `compilation_cache` that is no folder."""
+    if folder.lower() in ("", "off", "no", "none", "false"):
+        raise UsageError(f"compilation_cache: {folder!r} is not a folder; null disables the cache")
+    if "://" in folder:
+        raise UsageError(
+            f"compilation_cache: {folder!r} is not a folder; for a store that JAX itself writes to, "
+            "set JAX_COMPILATION_CACHE_DIR"
+        )
+
+
 def check_state(dtypes: Precision) -> None:
     """Raise `UsageError` for an optimizer state that does not go with the parameters."""
     if dtypes.state not in (None, dtypes.params) and (dtypes.params, dtypes.state) != (
@@ -253,15 +392,15 @@ def check_limits(key: str, value: Any, limits: Mapping[str, float]) -> None:
 
 def check_audit(config: Config) -> None:
     """Raise `UsageError` for an audit that could not compare bits, or not act."""
-    if config.audit.every is not None and not config.parallel.exact:
+    if config.audit.every is None:
+        raise UsageError(
+            f"audit.action: {config.audit.action}, but audit.every is null; set it, such as 100"
+        )
+    if not config.parallel.exact:
         raise UsageError(
             f"audit.every: {config.audit.every} with reduction: {config.parallel.reduction}, where the bits of a "
             "microbatch depend on the compiled program and the number of threads, so healthy devices may differ; set "
             "parallel.reduction to exact, or audit.every to null"
-        )
-    if config.audit.every is None and config.audit.action != Audit().action:
-        raise UsageError(
-            f"audit.action: {config.audit.action}, but audit.every is null; set it, such as 100"
         )
     if config.audit.action == "expel" and not config.elastic.enabled:
         raise UsageError(
@@ -294,7 +433,7 @@ def check_rules(config: Config) -> None:
                 f"parallel.rules: {pattern!r} has {entries!r}; give a list with null for each dim, and shard for the "
                 "one to shard, such as [null, shard]"
             )
-    if config.parallel.rules and not config.parallel.zero:
+    if not config.parallel.zero:
         raise UsageError(
             f"parallel.rules: {config.parallel.rules} with zero: 0, which splits nothing; set zero"
         )
@@ -308,7 +447,7 @@ def check_init(config: Config) -> None:
             raise UsageError(
                 f"init.rename: {pattern!r} has {replacement!r}; give a text to replace it by"
             )
-    if config.init_from is None and config.init != Init():
+    if config.init_from is None:
         name, value = next((k, v) for k, v in vars(config.init).items() if v != getattr(Init(), k))
         raise UsageError(f"init.{name}: {value!r}, but nothing is loaded; set init_from")
 

@@ -11,9 +11,8 @@ from jaxdp.elasticity.snapshots import Snapshot, find, receive
 from jaxdp.errors import RunFailed, UsageError
 from jaxdp.precision import is_key
 from jaxdp.process import membership
-from jaxdp.process.agreement import Agreement
 from jaxdp.process.context import Context, joined
-from jaxdp.process.monitor import Stopped
+from jaxdp.process.monitor import Agreement, Stopped
 from jaxdp.process.signature import described, native
 from jaxdp.split import WHOLE, path_string
 

@@ -42,22 +42,16 @@ class JsonLines(Writer):
         self.close()
         self.pending = b""
         last = {"final": 0, "eval": step if evaluated else step - 1}
-        earlier, records = divide(self.path, step)
-        if evaluated and due:
-
-            def without(x):
-                return {k: v for k, v in x.items() if k not in ("params_sha256", "goodput")}
-
-            records = [
-                without(x) | {"split": "eval"} if is_evaluation(x, records) else x for x in records
-            ]
-        steps = [(x.get("step"), last.get(str(x.get("split")), step), x) for x in records]
-        valid = [
-            line for number, end, line in steps if isinstance(number, int) and 0 < number <= end
-        ]
-        rundir.write(
-            self.path, "".join([*earlier, *map(dump, valid)])
-        )  # if the disk is full, the outdated lines stay
+        lines, records = divide(self.path, step)
+        for record in records:
+            if evaluated and due and is_evaluation(record, records):
+                record = {**record, "split": "eval"}
+                record.pop("params_sha256", None)
+                record.pop("goodput", None)
+            number = record.get("step")
+            if isinstance(number, int) and 0 < number <= last.get(str(record.get("split")), step):
+                lines.append(dump(record))
+        rundir.write(self.path, "".join(lines))  # if the disk is full, the outdated lines stay
         self.file = open(self.path, "ab", buffering=0, opener=rundir.no_link)  # noqa: SIM115
 
     def write(self, record: Record) -> None:

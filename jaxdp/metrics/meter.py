@@ -23,13 +23,18 @@ LAST_WORDS = 2.0  # seconds that a failing run waits for its pending records
 AHEAD = 2  # log intervals that the loop may run ahead of the device
 
 
-class Totals(NamedTuple):
-    """Totals of the loop: seconds waited for data; updates in the first call of each program; the
+class Mark(NamedTuple):
+    """The start of a log interval: an update, when the device had finished it, and totals of the
+    loop up to then.
+
+    waited: seconds for data. first: updates in the first call of each program. excluded: the
     seconds of these calls, including compilation, and of pauses."""
 
-    waited: float = 0.0
-    first: int = 0
-    excluded: float = 0.0
+    step: int
+    time: float
+    waited: float
+    first: int
+    excluded: float
 
 
 @dataclasses.dataclass
@@ -50,19 +55,21 @@ class Meter(Observer):
     derive: Callable[[Record], Mapping[str, float]] = lambda means: {}
 
     def start(self, run: Any, progress: Any) -> None:
-        self.since: tuple[int, float] | None = (
-            None  # (update, its completion time): the start of the current interval
-        )
+        self.since: Mark | None = None  # the start of the current interval
         self.sent: Any = None  # a result of the last call
         self.step = 0  # the last update of that call
         self.paused: float | None = None  # the start of a pause
         self.waits = 0.0  # the start of a wait for data
         self.lengths: set[int] = set()  # numbers of updates per call; each is a separate program
         self.called = 0.0  # the start of a program's first call
-        self.waited, self.first, self.excluded = self.recorded = Totals()  # up to the last record
+        self.waited, self.first, self.excluded = 0.0, 0, 0.0
         self.fault: BaseException | None = None
-        self.queue: queue.Queue[tuple[range, Any, Totals] | None] = queue.Queue(AHEAD)
+        self.queue: queue.Queue[tuple[range, Any, Mark] | None] = queue.Queue(AHEAD)
         threading.Thread(target=self._work, name="meter", daemon=True).start()
+
+    def mark(self, time: float) -> Mark:
+        """Return the totals after the last call, whose results are ready at `time`."""
+        return Mark(self.step, time, self.waited, self.first, self.excluded)
 
     def end(self, step: int) -> None:
         """Write the records that are ready. There are none after a run that has ended well, whose
@@ -92,10 +99,8 @@ class Meter(Observer):
             )  # otherwise the rest of earlier calls would count as compilation
             self.flush()
             self.called = time.perf_counter()
-            totals = Totals(self.waited, self.first, self.excluded)
             if self.since is not None:  # everything before is complete: start a new interval
-                self.since = (self.step, self.called)
-                self.recorded = totals
+                self.since = self.mark(self.called)
 
     def after(self, steps: range, state: Any, metrics: Mapping[str, jax.Array]) -> None:
         """Take the metrics of one device call for updates `steps`: [] for one update, [step] for
@@ -111,13 +116,10 @@ class Meter(Observer):
         self.sent = next(iter(metrics.values()), None)
         self.step = steps[-1]
         is_due = self.step % self.every < len(steps) or self.step == self.last
-        if is_due or self.since is None:
-            totals = Totals(self.waited, self.first, self.excluded)
-            if self.since is None:
-                self.since = (self.step, time.perf_counter())
-                self.recorded = totals
-            if is_due:
-                self.queue.put((steps, metrics, totals))
+        mark = self.mark(time.perf_counter())
+        self.since = self.since or mark
+        if is_due:
+            self.queue.put((steps, metrics, mark))
         if self.fault is not None:
             raise self.fault
 
@@ -138,28 +140,29 @@ class Meter(Observer):
         while (item := self.queue.get()) is not None:
             try:
                 if self.fault is None:
-                    self._records(item[0], jax.device_get(item[1]), item[2])
+                    steps, metrics, mark = item
+                    metrics = jax.device_get(metrics)
+                    self._records(steps, metrics, mark._replace(time=time.perf_counter()))
             except BaseException as fault:
                 self.fault = fault
             finally:
                 self.queue.task_done()
 
-    def _records(self, steps: range, metrics: dict[str, Any], totals: Totals) -> None:
+    def _records(self, steps: range, metrics: dict[str, Any], mark: Mark) -> None:
         """Write the records that are due among the updates of one call; they share the call's
-        timing.
+        timing, up to `mark`.
         """
-        now = time.perf_counter()
-        assert self.since is not None
+        since = self.since
+        assert since is not None
         timing: Record = {}
-        elapsed = now - self.since[1] - (totals.excluded - self.recorded.excluded)
-        updates = steps[-1] - self.since[0] - (totals.first - self.recorded.first)
+        elapsed = mark.time - since.time - (mark.excluded - since.excluded)
+        updates = mark.step - since.step - (mark.first - since.first)
         if updates:
             seconds = elapsed / updates
             timing = {"step_time_ms": 1e3 * seconds, "examples_per_s": self.examples / seconds}
-            waited = (totals.waited - self.recorded.waited) / elapsed
+            waited = (mark.waited - since.waited) / elapsed
             timing |= {"input_wait": min(1.0, waited), **self.more(1e3 * seconds)}
-            self.since = (steps[-1], now)
-            self.recorded = totals
+            self.since = mark
         for i, step in enumerate(steps):
             if step % self.every == 0 or step == self.last:
                 self._record(step, {k: np.reshape(v, -1)[i] for k, v in metrics.items()}, timing)

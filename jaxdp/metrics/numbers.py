@@ -66,8 +66,9 @@ def table(rows: Sequence[Sequence[str]], align: str = "<") -> list[str]:
     """
     widths = [max(map(len, column)) for column in zip(*rows)]
     aligns = ["<", *align * (len(widths) - 1)]
-
-    def line(row):
-        return "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, aligns, widths))
-
-    return [line(row).rstrip() for row in rows]
+    return [
+        "  ".join(
+            f"{cell:{side}{width}}" for cell, side, width in zip(row, aligns, widths)
+        ).rstrip()
+        for row in rows
+    ]

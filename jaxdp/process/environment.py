@@ -244,12 +244,11 @@ def unknown_flags(names: Iterable[str]) -> set[str]:
             stack.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
             for file in files
         ]
-
-        def literal(name):
-            return b"\0" + name.removeprefix("--").encode() + b"\0"
-
+        literals = {name: b"\0" + name.removeprefix("--").encode() + b"\0" for name in names}
         return {
-            name for name in names if any(content.find(literal(name)) < 0 for content in contents)
+            name
+            for name, literal in literals.items()
+            if any(content.find(literal) < 0 for content in contents)
         }
 
 

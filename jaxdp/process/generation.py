@@ -218,11 +218,9 @@ class Generation:
         self, member: Member, id: Any, members: list[int] | None, **fields: Any
     ) -> None:
         group = range(self.size) if members is None else tuple(members)
-
-        def reply(answer):
-            return member.send_encoded(answer(id))
-
-        self.exchanges.add(member.rank, group, reply, **fields)
+        self.exchanges.add(
+            member.rank, group, lambda answer: member.send_encoded(answer(id)), **fields
+        )
 
     def do_put(self, member: Member, id: Any, key: str, text: str) -> Message:
         self.keys.put(key, text)

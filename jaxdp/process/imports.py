@@ -156,10 +156,18 @@ def check(import_late: "Callable[[], Any]") -> str:
 
     import_late: imports what a run needs later; called only if there is a module that may hide some
     of it."""
-    state, reason = (current_folder(), *sys.path), ""
-    if state in _checked or not (names := hiding()):
+    state = current_folder(), *sys.path
+    names = {} if state in _checked else hiding()
+    problem = _hidden(names, import_late) if names else ""
+    if not problem:
         _checked.add(state)
-        return ""
+    return problem
+
+
+def _hidden(names: dict[str, str], import_late: "Callable[[], Any]") -> str:
+    """Return a message if one of these modules of the user's, {name: file}, hides a library that is
+    used, or ""."""
+    reason = ""
     try:
         import_late()
     except Exception as error:
@@ -183,7 +191,6 @@ def check(import_late: "Callable[[], Any]") -> str:
         return (
             f"{', '.join(names.values())}: a library cannot be imported{reason}; rename these files"
         )
-    _checked.add(state)
     return ""
 
 

@@ -196,27 +196,23 @@ def detected(env: Env, launchers: Iterable[Launcher]) -> World | None:
     return None
 
 
-def _explicit(
-    rank: int | None, size: int | None, local_rank: int | None, local_size: int | None
-) -> World | None:
-    if rank is None and size is None:
-        return None
+def _explicit(rank: int | None, size: int | None) -> World:
     if rank is None or size is None:
         raise UsageError(f"init(rank={rank}, size={size}): give both, or neither")
     if size < 1 or not 0 <= rank < size:
         raise UsageError(f"init(rank={rank}, size={size}): ranks run from 0 to size - 1")
-    return World(rank, size, local_rank, local_size, "explicit")
+    return World(rank, size, launcher="explicit")
 
 
-def _whole(name: str, value: object) -> int | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, SupportsIndex)):
+def _whole(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise UsageError(
             f"init({name}={value!r}): not a whole number; give one, such as int({value!r})"
         )
-    return value if value is None else operator.index(value)
+    return operator.index(value)
 
 
-def _check_local(local_rank: int | None, local_size: int | None, size: int) -> None:
+def _check_local(size: int, local_rank: int | None = None, local_size: int | None = None) -> None:
     most = size if local_size is None else local_size
     if not 0 < most <= size or not 0 <= (local_rank or 0) < most:
         text = f"init(local_rank={local_rank}, local_size={local_size})"
@@ -243,9 +239,11 @@ def discover(
     malformed or partial variables."""
     env = os.environ if env is None else env
     explicit = coordinator and address(coordinator, "coordinator")
-    rank, size = _whole("rank", rank), _whole("size", size)
-    local_rank, local_size = _whole("local_rank", local_rank), _whole("local_size", local_size)
-    world = _explicit(rank, size, local_rank, local_size)
+    arguments = {"rank": rank, "size": size, "local_rank": local_rank, "local_size": local_size}
+    numbers = {name: _whole(name, x) for name, x in arguments.items() if x is not None}
+    world = None
+    if "rank" in numbers or "size" in numbers:
+        world = _explicit(numbers.pop("rank", None), numbers.pop("size", None))
     if init_method == "env://":
         if world is not None and env.get("MASTER_ADDR"):
             partners(env, "env://", ("MASTER_ADDR", "MASTER_PORT"))
@@ -273,11 +271,11 @@ def discover(
         raise UsageError(
             f"{world.size} processes ({world.launcher}) need rank 0's address: set {fix} to its host:port"
         )
-    if local_rank is not None or local_size is not None:
-        _check_local(local_rank, local_size, world.size)
+    if numbers:
+        _check_local(**numbers, size=world.size)
     return replace(
         world,
         coordinator=explicit or world.coordinator,
-        local_rank=world.local_rank if local_rank is None else local_rank,
-        local_size=world.local_size if local_size is None else local_size,
+        local_rank=numbers.get("local_rank", world.local_rank),
+        local_size=numbers.get("local_size", world.local_size),
     )

@@ -51,11 +51,10 @@ class Watchdog:
         self._sent: collections.deque[Mapping[str, Any]] = collections.deque()
         self._member = membership.current()
         if self._member is not None:
-
-            def answer(rank, text):
-                return threading.Thread(target=self._answer, args=(rank, text), daemon=True).start()
-
-            self._member.on("stuck", answer)
+            self._member.on(
+                "stuck",
+                lambda *call: threading.Thread(target=self._answer, args=call, daemon=True).start(),
+            )
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._work, name="watchdog", daemon=True)
         self._thread.start()

@@ -1,16 +1,19 @@
 """Read a run directory as plain data for the report; the page only draws it."""
 
 import fcntl
+import itertools
 import json
 import math
 import pathlib
-from collections.abc import Iterable, Mapping
+import statistics
+from collections.abc import Iterable
 from typing import Any
 
+from jaxdp.config.validation import flatten
 from jaxdp.config.values import load
 from jaxdp.errors import UsageError, one_line
 from jaxdp.metrics.jsonl import BEGINS, ENDS, EVENTS, read, sample
-from jaxdp.report import media, spent
+from jaxdp.report import media
 
 Json = dict[str, Any]
 DIGITS = 6  # significant digits of a number in the page
@@ -65,8 +68,8 @@ def tables(
         mapping(directory / name) for name in ("config.yaml", "env.json", "layout.json")
     )
     alive = is_held(directory) if alive is None else alive
-    sessions = spent.sessions(records, events)
-    unclean = [s for s in (sessions[:-1] if alive else sessions) if s["how"] is None]
+    periods = sessions(records, events)
+    unclean = [s for s in (periods[:-1] if alive else periods) if s["how"] is None]
     events += skipped(records) + [{"t": s["end"], "kind": "stopped"} for s in unclean]
     charts = [e for e in events if e["kind"] == media.KIND]
     events = [e for e in events if e["kind"] != media.KIND]
@@ -81,15 +84,15 @@ def tables(
         "numbers": final_numbers(records),
         "series": {split: columns([r for r in records if r["split"] == split]) for split in SPLITS},
         "events": events,
-        "spent": spent.seconds(records, events),
-        "sessions": sessions,
+        "spent": seconds(records, events),
+        "sessions": periods,
         "layout": layout,
-        "config": flat(config),
+        "config": flatten(config),
         "environment": {
-            name: value for name, value in flat(env).items() if name != "topology.pids"
+            name: value for name, value in flatten(env).items() if name != "topology.pids"
         },
         "diff": text(directory / "git.diff") if runs == 1 else "",
-        "histograms": media.histograms(charts) if runs == 1 else {},
+        "histograms": media.histograms(charts) if charts and runs == 1 else {},
         "media": media.read(directory, media.PAGE // runs),
     }
 
@@ -213,17 +216,6 @@ def _is_number(value: Any) -> bool:
     )  # `jsonl.dump` writes those as strings
 
 
-def flat(tree: Any, path: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to {dotted key: value}; lists and empty mappings stay values."""
-    if not isinstance(tree, Mapping) or not tree:
-        return {path: tree} if path else {}
-    return {
-        k: v
-        for name, value in tree.items()
-        for k, v in flat(value, f"{path}.{name}" if path else name).items()
-    }
-
-
 def text(file: pathlib.Path, most: int = 250_000) -> str:
     """Return the start of a file as text; "" if it is missing or cannot be read."""
     try:
@@ -251,3 +243,82 @@ def mapping(file: pathlib.Path) -> Json:
         raise UsageError(
             f"report: {str(file)!r} is damaged ({one_line(error)[:200]}); restore or remove it"
         ) from None
+
+
+def sessions(records: list[Json], events: list[Json]) -> list[Json]:
+    """Return the periods of training: start, end (seconds since the epoch), first (step), how (it
+    ended, or None).
+
+    A session without a final event ends at its last record or event. Empty without events.
+    """
+    starts = [e for e in events if e["kind"] in BEGINS]
+    limits = [*(e["t"] for e in starts[1:]), math.inf]
+    times = [x["t"] for x in events if x.get("t")] + [r["time"] for r in records if "time" in r]
+    result = []
+    for begin, limit in zip(starts, limits):
+        # none, if the clock was set back before the next session, or differs between hosts
+        inside = [t for t in times if begin["t"] <= t < limit] or [begin["t"]]
+        ends = [e["kind"] for e in events if e["kind"] in ENDS and begin["t"] <= e["t"] < limit]
+        result.append(
+            {
+                "start": begin["t"],
+                "end": max(inside),
+                "first": begin.get("step") or 0,
+                "how": ends[-1] if ends else None,
+                "devices": begin.get("devices"),
+                "processes": begin.get("processes"),
+            }
+        )
+    return result
+
+
+def seconds(records: list[Json], events: list[Json]) -> Json:
+    """Return the total seconds from the first start to the last record or event, and the parts of
+    it.
+
+    starting: from a start to the end of its first update; updates: the device's work, and anything
+    inseparable from it; input: the loop waited for data; evaluation; saving: the loop was blocked
+    by it; again: updates of an elastic job that were lost and made again; down: no process trained;
+    other: the rest. The later of two records sets the time of all updates between them. Empty
+    without events, or if the clock was set back."""
+    spans = sessions(records, events)
+    if not spans:
+        return {}
+    parts = dict.fromkeys(
+        ("starting", "updates", "input", "evaluation", "saving", "again", "down"), 0.0
+    )
+    for span in spans:
+
+        def inside(t, span=span):
+            return t is not None and span["start"] <= t <= span["end"]
+
+        first = {"t": span["end"], "step": span["first"]}
+        first = next((e for e in events if e["kind"] == "first_update" and inside(e["t"])), first)
+        parts["starting"] += first["t"] - span["start"]
+        before = first.get("step", 0)
+        for r in records:
+            if r["split"] == "train" and inside(r.get("time")):
+                work = 1e-3 * _number(r.get("step_time_ms")) * max(r["step"] - before, 0)
+                waited = min(max(_number(r.get("input_wait")), 0.0), 1.0)
+                parts["input"] += work * waited
+                parts["updates"] += work * (1 - waited)
+                before = r["step"]
+    parts["down"] = sum(
+        max(after["start"] - span["end"], 0.0) for span, after in itertools.pairwise(spans)
+    )
+    parts["evaluation"] = sum(
+        _number(e.get("seconds")) for e in events if e["kind"] == "evaluation"
+    )
+    parts["saving"] = sum(_number(e.get("blocked")) for e in events)
+    times = [t for r in records if r["split"] == "train" and (t := _number(r.get("step_time_ms")))]
+    lost = sum(_number(e.get("again")) for e in events)
+    parts["again"] = 1e-3 * lost * statistics.median(times) if times else 0.0
+    total = spans[-1]["end"] - spans[0]["start"]
+    if total <= 0:  # the clock was set
+        return {}
+    parts["other"] = max(total - sum(parts.values()), 0.0)
+    return {"total": round(total, 3), **{name: round(value, 3) for name, value in parts.items()}}
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0

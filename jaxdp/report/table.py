@@ -23,14 +23,15 @@ def ranked(runs: Sequence[Json], metric: str) -> list[Json]:
     def of_batch(run):
         return "loss_of" in run["numbers"] or run["numbers"].get("split", "train") == "train"
 
-    if not all(
-        map(of_batch, runs)
-    ):  # do not compare the metrics of a training batch with those of an evaluation
-
-        def rates(run):
-            return {name: x for name, x in run["numbers"].items() if name in ("step", *RATES)}
-
-        runs = [{**run, "numbers": rates(run)} if of_batch(run) else run for run in runs]
+    if not all(map(of_batch, runs)):
+        # do not compare the metrics of a training batch with those of an evaluation
+        rates = ("step", *RATES)
+        runs = [
+            {**run, "numbers": {k: x for k, x in run["numbers"].items() if k in rates}}
+            if of_batch(run)
+            else run
+            for run in runs
+        ]
     known = sorted(
         {name for run in runs for name in run["numbers"]}
         - {"step", "split", "time", "params_sha256"}

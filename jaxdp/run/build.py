@@ -5,7 +5,7 @@ import functools
 import hashlib
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
@@ -89,13 +89,7 @@ def prepare(config: Config, objects: Objects = NOTHING, several: bool = False) -
             key: contents(x, ("data" if key == "data" else "eval.data") in objects)
             for key, x in sets.items()
         }
-    data, *evaluated = [content["probes"] for content in found.values()]
-    same = {**facts(config, data), "eval data fingerprint": " ".join(evaluated)}
-    same |= {
-        f"{key} digest": str(found[key]["all"]) for key, x in sets.items() if has_parts(x)
-    }  # no time decides it
-    same |= {"XLA_FLAGS": environment.flags_of_numbers()}
-    same |= {"local devices": str(jax.local_device_count())} if several else {}
+    same = facts(config, found, sets) if several else {}
     make_state = state_maker(config, parts)
     flops, programs = rehearse(config, parts, make_the_step(config, parts), make_state)
     compared = several or has_own_code(config, objects)
@@ -116,8 +110,8 @@ def prepare_on_all_ranks(
     jax.devices()  # opening them waits for the other processes, so do it outside of `on_all_ranks`
     several = context.size > 1 or config.elastic.enabled  # others may join, and compare theirs
     prepared = on_all_ranks(context, lambda: before or prepare(config, objects, several))
-    context.check_same("the run", prepared.facts)
     if context.size > 1:
+        context.check_same("the run", prepared.facts)
         check_same(context, prepared.programs, SLOW)
     return prepared
 
@@ -227,7 +221,7 @@ def describe_config(config: Config, prepared: Prepared, objects: Objects) -> dic
     model = prepared.parts.forward.model
     digests = {name: total for name, (total, _) in prepared.programs.items()}
     if objects:
-        digests["the evaluation data"] = prepared.facts["eval data fingerprint"]
+        digests["the evaluation data"] = eval_fingerprint(prepared.contents)
     return {
         "config": dataclasses.asdict(config),
         "folder": os.getcwd(),
@@ -260,11 +254,10 @@ def make_sources(
         return Source(dataset, order, config.data.workers, resident, check, program, context)
 
     training = source(parts.dataset, parts.order, True)
-
-    def order(dataset):
-        return make_order(config, dataset, parts.sequential, shuffle=False)
-
-    return training, {name: source(x, order(x), False) for name, x in parts.eval_sets.items()}
+    return training, {
+        name: source(x, make_order(config, x, parts.sequential, shuffle=False), False)
+        for name, x in parts.eval_sets.items()
+    }
 
 
 def follows_schedule(parts: Parts, state: TrainState) -> bool:
@@ -375,15 +368,29 @@ def choose_devices(config: Config, context: Context) -> list[jax.Device]:
     return devices[:wanted]
 
 
-def facts(config: Config, data: str) -> dict[str, str]:
+def facts(
+    config: Config, contents: Mapping[str, Mapping[str, Any]], sets: Mapping[str, Any]
+) -> dict[str, str]:
     """Return the values that must be equal on every rank: config keys, the package's code, the
-    data's fingerprint.
+    data's fingerprints, flags, and the number of devices. contents: of the sets by key.
     """
-    keys = {k: repr(v) for k, v in flatten(config).items()}
     code = hashlib.sha256()
     for file in sorted(pathlib.Path(__file__).parent.parent.rglob("*.py")):
         code.update(file.read_bytes())
-    return {**keys, "the jaxdp package's code": code.hexdigest()[:16], "data fingerprint": data}
+    return {
+        **{k: repr(v) for k, v in flatten(config).items()},
+        "the jaxdp package's code": code.hexdigest()[:16],
+        "data fingerprint": contents["data"]["probes"],
+        "eval data fingerprint": eval_fingerprint(contents),
+        # no time decides it
+        **{f"{key} digest": str(contents[key]["all"]) for key, x in sets.items() if has_parts(x)},
+        "XLA_FLAGS": environment.flags_of_numbers(),
+        "local devices": str(jax.local_device_count()),
+    }
+
+
+def eval_fingerprint(contents: Mapping[str, Mapping[str, Any]]) -> str:
+    return " ".join(content["probes"] for key, content in contents.items() if key != "data")
 
 
 def has_own_code(config: Config, objects: Objects) -> bool:

@@ -140,7 +140,9 @@ def make_parts(config: Config, objects: Objects = NOTHING) -> Parts:
     if not is_given(target):
         bind("model", target, config.model.args)
     loss = make_loss(config.loss.target, config.loss.args, table=table("loss", LOSSES))
-    named_transform = make_transform(config, table("data.transform", TRANSFORMS))
+    named_transform = None
+    if config.data.transform is not None:
+        named_transform = make_transform(config.data.transform, table("data.transform", TRANSFORMS))
     optimizers = table("optimizer", OPTIMIZERS)
     make_tx(config, lambda step: 0.0, table=optimizers)
     dataset, eval_sets = make_data(config, table("data", SOURCES), table("eval.data", SOURCES))
@@ -149,7 +151,8 @@ def make_parts(config: Config, objects: Objects = NOTHING) -> Parts:
     transform = both(getattr(dataset, "transform", None), named_transform)
     dtypes = config.precision
     casts = policy(dtypes.params, dtypes.compute or dtypes.params, dtypes.reduce or dtypes.widest)
-    remat, scaling = choose_remat(config, model), make_scaling(config, dataset)
+    remat = choose_remat(config, model)
+    scaling = None if dtypes.loss_scale is None else make_scaling(config, dataset)
     forward = Forward(model, loss, casts, config.seed, remat, scaling, transform)
     sequential = is_sequential(config, forward, dataset)
     order = make_order(config, dataset, sequential)
@@ -203,13 +206,13 @@ def describe_groups(
             + f", not for {others}" * (others != "none")
         )
     if opt.target == "muon":
-
-        def is_matrix(path, x):
-            return role_of(path, x, blocks, parts.roles).matrix is not None
-
-        texts.append(
-            "muon for {}, adam for {}".format(*describe(trained, is_matrix, blocks, parts.roles))
+        matrices, others = describe(
+            trained,
+            lambda path, x: role_of(path, x, blocks, parts.roles).matrix is not None,
+            blocks,
+            parts.roles,
         )
+        texts.append(f"muon for {matrices}, adam for {others}")
     return "; ".join(texts)
 
 
@@ -342,12 +345,12 @@ def make_outer(config: Config, parts: Parts, reduction: Reduction) -> OuterRule:
         "roles": parts.roles,
         **bound.keywords,
     }
-
-    def make():
-        return make_optimizer(target, lambda step: outer.optimizer.lr, **args)
-
-    tx = checked(outer.optimizer.target, call("outer.optimizer", bound, make), "outer.optimizer")
-    tx = in_state_dtype(config, tx)
+    tx = call(
+        "outer.optimizer",
+        bound,
+        lambda: make_optimizer(target, lambda step: outer.optimizer.lr, **args),
+    )
+    tx = in_state_dtype(config, checked(outer.optimizer.target, tx, "outer.optimizer"))
     reduction = (
         make_reduction(outer.reduction, parallel.bucket_mb) if outer.reduction else reduction
     )
@@ -442,13 +445,12 @@ def in_state_dtype(config: Config, tx: Any) -> Any:
     return with_master(tx) if dtypes.params == "bfloat16" != dtypes.state else tx
 
 
-def make_scaling(config: Config, dataset: Dataset) -> LossScaling | None:
+def make_scaling(config: Config, dataset: Dataset) -> LossScaling:
     """Build the loss scaling, for the weight of a full batch: its number of labels, one or more per
     example.
     """
     scale, interval = config.precision.loss_scale, config.precision.loss_scale_interval
-    if scale is None:
-        return None
+    assert scale is not None
     labels = np.asarray(first_example(dataset).get("labels", 0)).size
     weight = float(config.batch_size * max(labels, 1))
     if scale == "dynamic":

@@ -2,7 +2,7 @@
 unscaled pixels.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -41,15 +41,22 @@ PRODUCTS = {"conv_general_dilated", "dot_general"}
 
 def data_warnings(config: Config, parts: Parts, state: TrainState, devices: int) -> list[str]:
     """Return the warnings. state: the shapes of the state."""
-    return [*warnings_of_state(config, parts, state, devices), *warnings_of_scale(parts, state)]
+    warnings = list[str]()
+    floats = [jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(state.model_state)]
+    if any(floats):
+        warnings += warnings_of_state(config, parts, state, devices, floats)
+    if pixels := pixels_of(parts):
+        warnings += warnings_of_scale(parts, state, pixels)
+    return warnings
 
 
 def warnings_of_state(
-    config: Config, parts: Parts, state: TrainState, devices: int
+    config: Config, parts: Parts, state: TrainState, devices: int, floats: list[bool]
 ) -> Iterator[str]:
     """Warn if averages in the model state count padding, or if BatchNorm normalizes by few rows.
 
-    Computes nothing: the traced model shows what its new state and its outputs depend on.
+    Computes nothing: the traced model shows what its new state and its outputs depend on. floats:
+    which arrays of the model state are averages.
     """
     order = parts.order
     size = order.size
@@ -57,8 +64,7 @@ def warnings_of_state(
     count = order.microbatches
     ragged = size % batch if parts.steps > size // batch else 0
     rows = batch // count * (devices if config.model.args.get("sync") is True else 1)
-    floats = [jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(state.model_state)]
-    if not any(floats) or not (ragged or batch % count or rows < FEW):
+    if not (ragged or batch % count or rows < FEW):
         return
     program, entries = trace(parts, state, True)
     own = slice(1 + len(entries), 1 + len(entries) + len(floats))  # the state, among the arguments
@@ -123,19 +129,22 @@ def transformed(parts: Parts, batch: dict[str, Any], mask: Any) -> dict[str, Any
     return batch if transform is None else transform(batch, jax.random.key(0), True)
 
 
-def warnings_of_scale(parts: Parts, state: TrainState) -> Iterator[str]:
-    """Warn about pixels from 0 to 255 that the model multiplies by weights as they are."""
+def pixels_of(parts: Parts) -> dict[str, np.ndarray]:
+    """Return the inputs that look like pixels from 0 to 255, by name, of some examples."""
     if tokenizer_spec(parts.dataset) is not None:
-        return
+        return {}
     index = probes(parts.dataset)
-    examples = {
-        k: np.asarray(x)
-        for k, x in parts.dataset.read(index[:: -(-len(index) // EXAMPLES)]).items()
-    }
-    names = [name for name, x in examples.items() if name not in NOT_INPUTS and is_pixels(x)]
-    if (
-        names and parts.forward.transform is not None
-    ):  # most transforms scale them, which is seen at once
+    examples = parts.dataset.read(index[:: -(-len(index) // EXAMPLES)])
+    inputs = {name: np.asarray(x) for name, x in examples.items() if name not in NOT_INPUTS}
+    return {name: values for name, values in inputs.items() if is_pixels(values)}
+
+
+def warnings_of_scale(
+    parts: Parts, state: TrainState, pixels: Mapping[str, np.ndarray]
+) -> Iterator[str]:
+    """Warn about pixels from 0 to 255 that the model multiplies by weights as they are."""
+    names = [*pixels]
+    if parts.forward.transform is not None:  # most scale them, which is seen at once
         mask, batch = microbatch(parts)
         program = jax.make_jaxpr(lambda batch: transformed(parts, batch, mask))(batch).jaxpr
         names = [
@@ -147,7 +156,7 @@ def warnings_of_scale(parts: Parts, state: TrainState) -> Iterator[str]:
         program, entries = trace(parts, state, True)
         marks = [False, *(key == name for key in entries)]
         if follow(program, marks + [False] * (len(program.invars) - len(marks)))[1]:
-            values = examples[name]
+            values = pixels[name]
             fix = (
                 "in the transform"
                 if parts.forward.transform

@@ -144,11 +144,8 @@ def facts_of(dataset: Dataset) -> dict[str, Any]:
     }
 
 
-def make_transform(config: Config, table: Mapping[str, Any] = TRANSFORMS) -> Transform | None:
-    """Return the transform of microbatches that the config names, or None."""
-    section = config.data.transform
-    if section is None:
-        return None
+def make_transform(section: Target, table: Mapping[str, Any] = TRANSFORMS) -> Transform:
+    """Return the transform of microbatches that a section of the config names."""
     target = locate("data.transform", section.target, table)
     bound = bind("data.transform", target, section.args)
     return as_transform(call("data.transform", bound) if isinstance(target, type) else bound)
@@ -183,14 +180,18 @@ def make_order(
     config: Config, dataset: Dataset, sequential: bool, shuffle: bool = True
 ) -> ExampleOrder:
     """Return the order: which examples each microbatch of each step contains."""
-    unknown = len(dataset) >= UNKNOWN
-    if unknown and config.epochs is not None:
+    if len(dataset) >= UNKNOWN and config.epochs is not None:
         raise UsageError(
             f"epochs: {config.epochs}, but the stream's length is unknown; set steps, or data.args.size"
         )
     if not sequential:
         return order_of(dataset, config.batch_size, config.microbatches, config.seed, shuffle)
-    if unknown or (shuffle and hasattr(dataset, "example_order")):
+    return sequential_order(config, dataset, shuffle)
+
+
+def sequential_order(config: Config, dataset: Dataset, shuffle: bool) -> Streams:
+    """Return the order in which rows continue from batch to batch. shuffle: it is for training."""
+    if len(dataset) >= UNKNOWN or (shuffle and hasattr(dataset, "example_order")):
         raise UsageError(
             f"data.order: {config.data.target} defines its own order, not the sequential one that the model's "
             "carried state needs; set it to shuffled, and give the examples a true 'reset' to begin at zero"

@@ -69,19 +69,20 @@ class Training(Host):
         """Return entries of the final record, about the full run."""
         return {}
 
+    def speed_and_straggler(self, milliseconds: float) -> Record:
+        return {**self.speed(milliseconds), **self.watch.straggler(milliseconds)}
+
     def observe(self) -> Observers:
         """Return the observers in their order: an audit runs after the callbacks, and before
         anything copies the state."""
         run = self.run
-        speed = self.speed
-        straggler = self.watch.straggler
         self.lookback = Lookback(EXAMINED if run.data.train.check else 0)
         meter = Meter(
             run.log.writer,
             run.options.log_every,
             run.options.steps,
             run.data.train.order.examples_per_step,
-            lambda milliseconds: {**speed(milliseconds), **straggler(milliseconds)},
+            self.speed if run.checkpoints.context.size == 1 else self.speed_and_straggler,
             run.derive,
         )
         observers = [self.watch, meter, self.lookback, self.profile, *self.callbacks.observers]
@@ -243,7 +244,7 @@ class Training(Host):
             )
             run.log.events.note("stopped_early", step, reason=progress.stopped)
 
-        if run.checkpoints.is_best(metrics):
+        if best is not None and run.checkpoints.is_best(metrics):
             self.save()
         facts = run.checkpoints.facts
         evaluated_with = {name: facts.get("config", {}).get(name) for name in ("eval", "callbacks")}

@@ -63,11 +63,10 @@ def initialize_from(
         if not isinstance(strategy, Replicas):
             return begin_with(strategy, weights, matched.pairs, tx, trainable)
 
-        def one(state):
-            return remembering(lambda: state, trainable)() if config.parallel.exact else state
-
         def complete(state):
-            return with_replicas(one(state), strategy.rule)
+            if config.parallel.exact:
+                state = remembering(lambda: state, trainable)()
+            return with_replicas(state, strategy.rule)
 
         return begin_with(strategy, weights, matched.pairs, tx, trainable, complete)
 

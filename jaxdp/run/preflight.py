@@ -64,11 +64,13 @@ def rehearse(
         )
     update, (_, metrics) = jax.make_jaxpr(step.apply, return_shape=True)(state, sums)
     check_paths(config, state.params)
-    check_names(config, parts, set(metrics))
+    if config.callbacks or config.checkpoint.best is not None:
+        check_names(config, parts, set(metrics))
     check_examples(parts, state, True, read_examples(parts.dataset, probes(parts.dataset)))
     for name, dataset in parts.eval_sets.items():
         own = parts.evaluating(dataset)
-        rehearse_evaluation(config, own, state, dataset, eval_key(name))
+        if shapes_of(dataset) != shapes_of(parts.dataset):
+            rehearse_evaluation(config, own, state, dataset, eval_key(name))
         check_examples(own, state, False, read_examples(dataset, probes(dataset), eval_key(name)))
     counted = model_flops(
         grads, lambda: jax.make_jaxpr(sums_of_one(step.evaluate))(state_of_one(state), batch)
@@ -195,12 +197,10 @@ def in_words(tree: Any) -> str:
 def rehearse_evaluation(
     config: Config, parts: Parts, state: TrainState, dataset: Dataset, key: str
 ) -> None:
-    """Trace the evaluation of a microbatch, if its examples have other shapes than those for
+    """Trace the evaluation of a microbatch whose examples have other shapes than those for
     training.
     """
     ours, others = shapes_of(parts.dataset), shapes_of(dataset)
-    if ours == others:
-        return
     step = make_the_step(config, parts)
     order = make_order(config, dataset, parts.sequential, shuffle=False)
     try:

@@ -140,12 +140,11 @@ def spared_by(saved: Mapping[str, Any]) -> list[str]:
     """Return the paths of the parameters without weight decay; a checkpoint older than this fact
     has expressions.
     """
+    if "spared" in saved:
+        return saved["spared"]
     names = [path.removeprefix("params/") for path in saved["state"] if path.startswith("params/")]
-
-    def matches(name):
-        return any(re.search(x, name) for x in saved["config"]["optimizer"]["no_decay"])
-
-    return saved["spared"] if "spared" in saved else [*filter(matches, names)]
+    patterns = saved["config"]["optimizer"]["no_decay"]
+    return [name for name in names if any(re.search(x, name) for x in patterns)]
 
 
 def lock_run_dir(
@@ -176,11 +175,15 @@ def resume_step(
     The metadata has "changed" if `eval`, the evaluation data or `callbacks` differ from those that
     it was saved with. Raises UsageError if the config, the data or an object of a script would
     change the numbers, unless resume.force."""
-    checkpoints = run.checkpoints
-    start = checkpoints.latest(safe_print.say, tidy, only=only)
-    if not start:
-        return 0, {}
-    saved = context.of_root("meta", lambda: checkpoints.meta(start))
+    start = run.checkpoints.latest(safe_print.say, tidy, only=only)
+    return (start, compared(run, config, context, objects, start)) if start else (0, {})
+
+
+def compared(
+    run: Run, config: Config, context: Context, objects: Objects, start: int
+) -> dict[str, Any]:
+    """Return the metadata of the checkpoint to resume from; see `resume_step`."""
+    saved = context.of_root("meta", lambda: run.checkpoints.meta(start))
     if not config.resume.force:
         if run.data.train.order.sequential and "order" not in saved["config"].get("data", {}):
             text = "shuffled, as before this key existed -> sequential, because the model carries state"
@@ -188,11 +191,14 @@ def resume_step(
                 f"data.order: {text}; set data.order to shuffled, or choose another --run_dir",
                 rank=0,
             )
-
-        def compare():
-            return check_same_run(saved, run.checkpoints.facts, config, start, objects)
-
-        on_all_ranks(context, compare if context.is_root else lambda: None)
+        on_all_ranks(
+            context,
+            lambda: (
+                check_same_run(saved, run.checkpoints.facts, config, start, objects)
+                if context.is_root
+                else None
+            ),
+        )
     changed = context.of_root(
         "contents", lambda: compare_contents(saved, run.checkpoints.facts, start)
     )
@@ -203,4 +209,4 @@ def resume_step(
             "evaluated": False,
             "changed": True,
         }  # the callback that stopped it may be gone
-    return start, saved
+    return saved

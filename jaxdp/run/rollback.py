@@ -114,11 +114,11 @@ def write_batches(run: Run, first: int, last: int, offset: int) -> pathlib.Path:
     after `offset` skipped batches.
     """
     file = run.log.directory / "halted.json"
-
-    def examples(update):
-        return np.sort(run.data.train.order.batch(update - 1 + offset)).tolist()
-
-    batches = {update: examples(update) for update in range(first, last + 1)}
+    order = run.data.train.order
+    batches = {
+        update: np.sort(order.batch(update - 1 + offset)).tolist()
+        for update in range(first, last + 1)
+    }
     if run.checkpoints.context.is_root:
         with contextlib.suppress(OSError), rundir.replaced(file) as new:
             new.write_text(json.dumps({"updates": batches}) + "\n", encoding="utf-8")

@@ -76,32 +76,25 @@ def make(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
     """Create and lock the directory, and write a nonce into it. Return (the lock, the error message
     or None).
     """
-    path, shown = os.path.realpath(directory / "checkpoints"), str(directory.absolute())[:300]
+    path, problem = os.path.realpath(directory / "checkpoints"), ""
     if re.search("[\ud800-\udfff]", path):  # bytes that Python could not decode
-        return (
-            None,
-            f"run_dir: {shown!r} is not UTF-8, so Orbax could not save there; choose another with --run_dir",
-        )
-    if NOT_STORED.search(f"{path}/"):
-        return (
-            None,
-            f"run_dir: {shown!r} has a name below which Orbax cannot save; choose another with --run_dir",
-        )
-    if len(path.encode()) + DEPTH > (longest := os.pathconf("/", "PC_PATH_MAX")):
-        return (
-            None,
-            f"run_dir: {shown!r}... is too long for its files ({longest} bytes); choose a shorter one",
-        )
+        problem = " is not UTF-8, so Orbax could not save there; choose another with --run_dir"
+    elif NOT_STORED.search(f"{path}/"):
+        problem = " has a name below which Orbax cannot save; choose another with --run_dir"
+    elif len(path.encode()) + DEPTH > (longest := os.pathconf("/", "PC_PATH_MAX")):
+        problem = f"... is too long for its files ({longest} bytes); choose a shorter one"
+    if problem:
+        return None, f"run_dir: {str(directory.absolute())[:300]!r}{problem}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "checkpoints").mkdir(exist_ok=True)
-        file, problem = lock(directory)
-        if not problem and not _is_of_this_job(directory):
+        file, locked = lock(directory)
+        if not locked and not _is_of_this_job(directory):
             with replaced(directory / ".nonce") as new:
                 new.write_text(secrets.token_hex(16), encoding="utf-8")
     except OSError as error:
         return None, cannot_write(error.filename or directory, error)
-    return file, problem
+    return file, locked
 
 
 def cannot_write(path: pathlib.Path | str, error: OSError) -> str:
@@ -147,11 +140,11 @@ def sees(file: pathlib.Path, text: str, timeout: float) -> bool:
     return False
 
 
-def is_shared(directory: pathlib.Path, nonce: str, timeout: float = 10.0) -> str | None:
+def is_shared(directory: pathlib.Path, nonce: str) -> str | None:
     """Wait until rank 0's nonce is visible to this rank. Return an error message or None."""
     global _nonce
     _nonce = (os.getpid(), nonce)
-    if sees(directory / ".nonce", nonce, timeout):
+    if sees(directory / ".nonce", nonce, 10.0):
         return None
     return (
         f"run_dir: {str(directory)!r} is not the directory that rank 0 writes to; use one on a file system that all "

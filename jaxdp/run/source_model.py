@@ -162,11 +162,11 @@ def with_saved(
     joint = (
         both is not None and both.arrays == own.arrays and both.digest != own.digest
     )  # two may cancel in the shapes
-
-    def shown(its):
-        return its is not None and its.digest != own.digest and (joint or its.arrays == own.arrays)
-
-    count = [name for name, its in single.items() if shown(its)] or (names if joint else [])
+    count = [
+        name
+        for name, its in single.items()
+        if its is not None and its.digest != own.digest and (joint or its.arrays == own.arrays)
+    ] or (names if joint else [])
 
     def place(name):
         return (

@@ -13,6 +13,7 @@ import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxdp.config import Config
+from jaxdp.config.validation import flatten
 from jaxdp.data.dataset import UNKNOWN, first_example
 from jaxdp.data.example_order import RESET
 from jaxdp.errors import install
@@ -30,8 +31,7 @@ from jaxdp.plan import memory
 from jaxdp.plan import model_summary as model_summary
 from jaxdp.process import gpus
 from jaxdp.process.context import Context
-from jaxdp.report.read import flat
-from jaxdp.report.report_writer import Reports
+from jaxdp.report.html import Reports
 from jaxdp.run import git, rundir
 from jaxdp.run.build import Prepared, follows_schedule
 from jaxdp.run.callbacks import EarlyStopping
@@ -100,19 +100,17 @@ def start_writer(
     )
     run.checkpoints.events.tell = console.happened
     console.advised = config.data.on_device  # the console would advise to set it
-    writer = Many(
-        [
-            JsonLines(
-                directory / "metrics.jsonl",
-                start,
-                training.progress.evaluated == start,
-                "evaluate" in run.due(start),
-            ),
-            console,
-            Reports(directory, flat(dataclasses.asdict(Config())), run.checkpoints.events),
-            *make_writers(config.log.writers, directory, start, dataclasses.asdict(config)),
-        ]
+    lines = JsonLines(
+        directory / "metrics.jsonl",
+        start,
+        training.progress.evaluated == start,
+        "evaluate" in run.due(start),
     )
+    reports = Reports(directory, flatten(Config()), run.checkpoints.events)
+    writers: list[Writer] = [lines, console, reports]
+    if config.log.writers:
+        writers += make_writers(config.log.writers, directory, start, dataclasses.asdict(config))
+    writer = Many(writers)
     if console.panel is None:
         width = max(map(len, facts))
         writer.say("\n".join(f"{name:{width}}  {text}" for name, text in facts.items()))
@@ -246,7 +244,7 @@ def advice(
             "data.order: shuffled: the model carries state, and each example starts with that of an unrelated one; "
             "give the examples a true 'reset', or set order to sequential"
         )
-    if not reads(run, "segments"):
+    if "segments" in first_example(data.dataset) and not reads(run, "segments"):
         yield (
             "data: the model ignores its segments and reads across documents; use one such as GPT instead"
         )
@@ -315,6 +313,13 @@ def rate_advice(run: Run, config: Config, prepared: Prepared, start: int) -> Ite
         or (opt.schedule in SCHEDULES and (not ended or opt.schedule == "constant"))
     ):
         return
+    yield from advice_at_the_end(config, start, steps, ended)
+
+
+def advice_at_the_end(config: Config, start: int, steps: int, ended: bool) -> Iterator[str]:
+    """Yield a warning if the last updates of the run have one rate. ended: the schedule ends before
+    them."""
+    opt = config.optimizer
     first, last = constant_from(jax.jit(schedule_of(config, steps)), start, steps)
     last = last if abs(last) > 1e-6 * opt.lr else 0.0  # a line may end at a rounding error
     if steps - first < 2 or (last and (first == start or not ended)):
@@ -363,22 +368,15 @@ def warn_of_lost_updates(run: Run, config: Config, state: TrainState) -> None:
 
 
 def reads(run: Run, name: str) -> bool:
-    """Return False if the examples have an entry `name` that changes nothing in the evaluation of a
-    microbatch.
-    """
-    if name not in (first := first_example(run.data.train.dataset)):
-        return True
-    batch = {
-        k: x[None]
-        for k, x in first_microbatch(
-            first, run.data.train.order.examples_per_microbatch, None
-        ).items()
-    }
-
-    def evaluate(entry, state):
-        return sums_of_one(run.step.evaluate)(state, {**batch, name: entry})
-
-    program = jax.make_jaxpr(evaluate)(batch[name], state_of_one(run.strategy.shapes)).jaxpr
+    """Return whether an entry of the examples changes anything in the evaluation of a microbatch."""
+    first, size = (
+        first_example(run.data.train.dataset),
+        run.data.train.order.examples_per_microbatch,
+    )
+    batch = {k: x[None] for k, x in first_microbatch(first, size, None).items()}
+    program = jax.make_jaxpr(
+        lambda entry, state: sums_of_one(run.step.evaluate)(state, {**batch, name: entry})
+    )(batch[name], state_of_one(run.strategy.shapes)).jaxpr
     return dce_jaxpr(program, [True] * len(program.outvars))[1][0]
 
 

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+
 from jaxdp.checkpoint import folders
 from jaxdp.config import Config
 from jaxdp.elasticity.elastic_job import (
@@ -30,7 +32,7 @@ from jaxdp.parallel.placement import open_collectives
 from jaxdp.process import compilation_cache, faults, membership, private_jax, signals
 from jaxdp.process.context import SLOW, Context
 from jaxdp.process.monitor import RunMonitor, Stopped
-from jaxdp.report import report_writer as report_file
+from jaxdp.report import html
 from jaxdp.run import rundir, user_errors
 from jaxdp.run.build import (
     Prepared,
@@ -40,7 +42,7 @@ from jaxdp.run.build import (
     prepare_on_all_ranks,
     speed,
 )
-from jaxdp.run.callbacks import make_callbacks
+from jaxdp.run.callbacks import Callbacks, make_callbacks
 from jaxdp.run.components import NOTHING, Objects, choose_accumulate
 from jaxdp.run.config_checks import make_checks
 from jaxdp.run.driver import Training
@@ -115,10 +117,13 @@ def train_here(
     if snapshots is not None:
         snapshots.prepared = prepared
     run = make_run(config, directory, context, objects, prepared=prepared)
-    on_all_ranks(context, lambda: check_writers(config.log.writers))
-    callbacks = on_all_ranks(
-        context, lambda: make_callbacks(config.callbacks, objects.get("callbacks", {}), context)
-    )
+    if config.log.writers:
+        on_all_ranks(context, lambda: check_writers(config.log.writers))
+    callbacks = Callbacks(context=context)
+    if config.callbacks:
+        callbacks = on_all_ranks(
+            context, lambda: make_callbacks(config.callbacks, objects.get("callbacks", {}), context)
+        )
     check = context.is_root and (overwrite or not run.checkpoints.steps())
     context.agree(rundir.not_ours(directory, overwrite) if check else None)
     with lock_run_dir(directory, context, run.checkpoints) or contextlib.nullcontext():
@@ -134,16 +139,19 @@ def train_here(
             raise UsageError(
                 f"steps: {steps}, but {str(directory)!r} is at step {start}; give more", rank=0
             )
-        record = None if recovered else final_record(run, directory, context, start, saved)
-        if record is not None:
-            return record, run.checkpoints.restore(start, run.strategy.abstract()) if keep else None
+        if start and not recovered:
+            record = final_record(run, directory, context, start, saved)
+            if record is not None:
+                restored = run.checkpoints.restore(start, run.strategy.abstract()) if keep else None
+                return record, restored
         if offset := saved.get("offset", 0):
             run = make_run(config, directory, context, objects, offset, prepared, run.checkpoints)
         if (
             snapshots is not None
         ):  # the next generation may start from nothing, with the same objects of a script
             snapshots.callbacks = snapshots.callbacks or callbacks.state()
-        callbacks.load(saved or (snapshots.callbacks if snapshots is not None else {}))
+        if states := saved or (snapshots is not None and snapshots.callbacks):
+            callbacks.load(states)
         run.log.events = events
         progress = Progress(
             step=start,
@@ -200,9 +208,9 @@ class ConfigTraining(Training):
         hint = ""
         if choose_accumulate(self.config) == "vmap":
             hint = "; to call it for one microbatch at a time, set parallel.accumulate: scan"
-        saving = self.run.checkpoints.is_saving()
-        store = contextlib.nullcontext() if saving else private_jax.store_programs()
-        with user_errors.reported(lambda key: hint), store:
+        with user_errors.reported(lambda key: hint), contextlib.ExitStack() as stack:
+            if jax.process_index() and not self.run.checkpoints.is_saving():
+                stack.enter_context(private_jax.store_programs())
             yield
 
     def account(self) -> Record:
@@ -219,20 +227,21 @@ def final_record(
     any other run.
     """
 
-    def is_final(record):
-        return record.get("split") == "final" and {"step", "params_sha256"} <= record.keys()
+    def last() -> list[Record]:
+        records = read(directory / "metrics.jsonl")
+        final = [
+            x for x in records if x.get("split") == "final" and {"step", "params_sha256"} <= {*x}
+        ]
+        return [*map(as_numbers, final[-1:])]
 
-    def records():
-        return [*filter(is_final, read(directory / "metrics.jsonl"))]
-
-    final = context.of_root("final", lambda: [as_numbers(record) for record in records()[-1:]])
+    final = context.of_root("final", last)
     if not final or final[-1]["step"] != start or (run.data.eval and "changed" in saved):
         return None
 
-    def end():
-        return (
-            run.data.train.end(start + saved.get("offset", 0)) if start < run.options.steps else ""
-        )
+    def end() -> str | None:
+        if start == run.options.steps:
+            return ""
+        return run.data.train.end(start + saved.get("offset", 0))
 
     reason = ("changed" not in saved and final[-1].get("stopped")) or context.of_root(
         "the next batch", end, SLOW
@@ -247,8 +256,8 @@ def final_record(
             f"finished: {directory} is at its last step {step}; nothing to do ({restart})"
         )
         safe_print.say(summary(final[-1], directory))
-        if (directory / report_file.NAME).is_file():
-            safe_print.say(report_file.location(directory))
+        if (directory / html.NAME).is_file():
+            safe_print.say(html.location(directory))
     final[-1].pop("time", None)
     return final[-1]
 

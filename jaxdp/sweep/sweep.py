@@ -24,8 +24,7 @@ from jaxdp.cli.option_table import VERBS
 from jaxdp.cli.parse import load, load_options
 from jaxdp.cli.report import read_runs
 from jaxdp.config import Config
-from jaxdp.config.keys import check_key, known_keys
-from jaxdp.config.validation import as_saved, changed_numbers, flatten
+from jaxdp.config.validation import as_saved, changed_numbers, check_key, flatten, known_keys
 from jaxdp.errors import INTERRUPTED, PREEMPTED, UsageError
 from jaxdp.metrics.jsonl import read
 from jaxdp.process import gpus, hosts, launchers

@@ -20,7 +20,7 @@ from faulty_runs import when
 from jaxdp import cli
 from jaxdp.cli.option_table import VERBS
 from jaxdp.cli.parse import split_command
-from jaxdp.config.keys import known_keys
+from jaxdp.config.validation import known_keys
 from jaxdp.process.signals import start_verb
 from jaxdp.run.components import check_paths
 from jaxdp.run.resume import spared_by

@@ -17,11 +17,12 @@ import pytest
 
 from browser import CHROMIUM, Browser
 from jaxdp.cli.report import read_runs
+from jaxdp.config.validation import flatten
 from jaxdp.errors import UsageError
 from jaxdp.metrics.jsonl import Events, read
-from jaxdp.report import html, spent
-from jaxdp.report.read import columns, flat, read_run, rounded
-from jaxdp.report.report_writer import Reports
+from jaxdp.report import html
+from jaxdp.report.html import Reports
+from jaxdp.report.read import columns, read_run, rounded, seconds, sessions
 from launch import environment
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -116,7 +117,7 @@ def test_columns_hold_every_value_in_few_characters():
         "inf",
         None,
     ]
-    assert flat({"a": {"b": 1, "c": {}}, "d": [1, {"e": 2}]}) == {
+    assert flatten({"a": {"b": 1, "c": {}}, "d": [1, {"e": 2}]}) == {
         "a.b": 1,
         "a.c": {},
         "d": [1, {"e": 2}],
@@ -150,17 +151,17 @@ def test_sessions_end_with_the_last_sign_of_life():
         {"t": 20.0, "kind": "resume", "step": 4}, {"t": 21.0, "kind": "preempted", "step": 4},
         {"t": 30.0, "kind": "resume", "step": 4},
     ]  # fmt: skip
-    found = spent.sessions(records, events)
+    found = sessions(records, events)
     assert [(s["start"], s["end"], s["how"]) for s in found] == [
         (10, 14, None),
         (20, 21, "preempted"),
         (30, 30, None),
     ]
-    assert spent.seconds(records, events) == {
+    assert seconds(records, events) == {
         "total": 20, "starting": 3, "updates": 2, "input": 0, "evaluation": 0, "saving": 0, "again": 0,
         "down": 15, "other": 0,
     }  # fmt: skip
-    assert spent.seconds(records, []) == {}
+    assert seconds(records, []) == {}
 
 
 def test_an_elastic_runs_generations_and_the_updates_made_again():
@@ -173,9 +174,9 @@ def test_an_elastic_runs_generations_and_the_updates_made_again():
         {"t": 18.5, "kind": "resume", "step": 4, "processes": 2, "again": 3},
         {"t": 21.0, "kind": "finished", "step": 10},
     ]  # fmt: skip
-    found = spent.sessions(records, events)
+    found = sessions(records, events)
     assert [(s["how"], s["processes"]) for s in found] == [("regroup", 3), ("finished", 2)]
-    assert spent.seconds(records, events)["again"] == 3.0
+    assert seconds(records, events)["again"] == 3.0
 
 
 TORN = (
@@ -260,8 +261,8 @@ def test_a_clock_that_was_set_back_between_two_starts():
     """The first session has no sign of life from before the second began; no time is accounted for."""
     records = [{"step": 5, "split": "train", "time": 60.0, "step_time_ms": 500}]
     events = [{"t": 100.0, "kind": "start", "step": 0}, {"t": 50.0, "kind": "resume", "step": 4}]
-    found = spent.sessions(records, events)
-    assert [(s["start"], s["end"]) for s in found] == [(100, 100), (50, 100)] and not spent.seconds(
+    found = sessions(records, events)
+    assert [(s["start"], s["end"]) for s in found] == [(100, 100), (50, 100)] and not seconds(
         records, events
     )
 

@@ -24,7 +24,7 @@ from commands import SHELL, Command, commands, shortened, trains_in
 from commands import blocks as all_blocks
 from jaxdp import cli
 from jaxdp.cli.export import export
-from jaxdp.config.keys import inner, known_keys
+from jaxdp.config.validation import inner, known_keys
 from jaxdp.process import launchers
 from launch import environment, find
 

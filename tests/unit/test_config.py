@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cli_runs import DIGITS
 from jaxdp.cli import help_of, load
-from jaxdp.config import keys, validation
+from jaxdp.config import validation
 from jaxdp.config.parsing import from_mapping
 from jaxdp.errors import UsageError, nearest
 from jaxdp.run import rundir
@@ -367,7 +367,7 @@ def test_every_field_says_what_it_decides():
         "spike.every": "numbers",
     }.items():  # fmt: skip
         assert validation.decides(key) == value, key
-    assert {validation.decides(k) for k in keys.known_keys()} == {"numbers", "speed"}
+    assert {validation.decides(k) for k in validation.known_keys()} == {"numbers", "speed"}
 
 
 def test_a_change_of_speed_is_no_change_of_numbers():
@@ -424,11 +424,13 @@ def test_the_order_of_factors_is_compared_as_the_first_match_decides():
 @given(st.text(min_size=1, max_size=20))
 def test_any_unknown_key_is_refused(key):
     free = [
-        f"{known}." for known, hint in keys.known_keys().items() if typing.get_origin(hint) is dict
+        f"{known}."
+        for known, hint in validation.known_keys().items()
+        if typing.get_origin(hint) is dict
     ]
-    if key not in keys.known_keys() and not key.startswith(tuple(free)):
+    if key not in validation.known_keys() and not key.startswith(tuple(free)):
         with pytest.raises(UsageError, match="unknown key"):
-            keys.check_key(key, "test")
+            validation.check_key(key, "test")
 
 
 def test_the_readme_shows_the_config_that_is_shipped():

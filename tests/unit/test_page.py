@@ -4,7 +4,6 @@ it.
 
 import base64
 import csv
-import dataclasses
 import json
 import math
 import time
@@ -14,11 +13,12 @@ import pytest
 
 from browser import CHROMIUM, Browser
 from jaxdp.config import Config
+from jaxdp.config.validation import flatten
 from jaxdp.metrics.jsonl import Events
 from jaxdp.metrics.numbers import SMALLER
 from jaxdp.report import html, media
-from jaxdp.report.read import flat, read_run
-from jaxdp.report.report_writer import Reports
+from jaxdp.report.html import Reports
+from jaxdp.report.read import read_run
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
 
@@ -187,7 +187,7 @@ def test_the_diff_is_in_the_page_of_one_run(tmp_path):
 
 def test_the_page_knows_the_defaults(tmp_path):
     run = make_run(tmp_path / "run")
-    defaults = flat(dataclasses.asdict(Config()))
+    defaults = flatten(Config())
     assert data_of(html.render([read_run(run)]))["defaults"] is None
     for page in (html.render([read_run(run)], defaults), written_by(Reports(run, defaults))):
         found = data_of(page)["defaults"]
@@ -211,9 +211,7 @@ def test_keys_that_were_set_come_before_the_defaults(tmp_path):
         "batch_size: 128\nsteps: 3\neval: {also: {}, every: 7}\nof_an_older_version: .nan\n",
     )
     with Browser() as page:
-        html.write(
-            run / "report.html", html.render([read_run(run)], flat(dataclasses.asdict(Config())))
-        )
+        html.write(run / "report.html", html.render([read_run(run)], flatten(Config())))
         page.open(run / "report.html")
         keys = "[...document.querySelectorAll('#config {} dt')].map((k) => k.innerText || k.textContent)"
         assert page(keys.format("> dl")) == ["steps", "eval.every", "of_an_older_version"]

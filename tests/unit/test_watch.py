@@ -22,9 +22,8 @@ from jaxdp.data.dataset import Arrays
 from jaxdp.elasticity import generations
 from jaxdp.elasticity.snapshots import Snapshot, Snapshots, affordable
 from jaxdp.errors import RunFailed
-from jaxdp.process.agreement import Agreement
 from jaxdp.process.context import Context
-from jaxdp.process.monitor import RunMonitor, Stopped
+from jaxdp.process.monitor import Agreement, RunMonitor, Stopped
 from jaxdp.process.watchdog import verdict
 from jaxdp.run.callbacks import Callbacks
 from jaxdp.run.source import Source
