@@ -18,6 +18,9 @@ from jaxdp.errors import UsageError, nearest, suggest
 from jaxdp.process import imports
 from jaxdp.run import user_errors
 
+Table = Mapping[str, Any]  # names -> objects, or their dotted paths
+Args = Mapping[str, Any]  # the arguments of a target
+
 # prefix, in a config, of the name of an Optax transformation that a script passed to `fit`
 OF_SCRIPT = "optax"
 OBJECT = " (object)"  # suffix of the name of any other object that only the script has
@@ -49,7 +52,7 @@ def name_of(transformation: Any, depth: int = 3) -> str:
     return f"{name}({', '.join(name_of(x, depth - 1) for x in inner)})" if inner else name
 
 
-def locate(key: str, target: str, table: Mapping[str, Any], field: str | None = None) -> Any:
+def locate(key: str, target: str, table: Table, field: str | None = None) -> Any:
     """Import the object that a target names: a row of `table` (an object or its dotted path), or a
     dotted path.
 
@@ -63,7 +66,8 @@ def locate(key: str, target: str, table: Mapping[str, Any], field: str | None = 
     if target.endswith(OBJECT):
         raise UsageError(f"{field}: {target!r} cannot be imported{_of_script(target)}")
     if not module:
-        near, known = nearest(target, table), ", ".join(table)
+        near = nearest(target, table)
+        known = ", ".join(table)
         hint = f"; did you mean {near!r}, or module.{target}?" if near else f"; built in: {known}"
         raise UsageError(
             f"{field}: {target!r} is neither built in nor a dotted path"
@@ -81,9 +85,7 @@ def locate(key: str, target: str, table: Mapping[str, Any], field: str | None = 
     try:
         imported: Any = imports.for_user(importlib.import_module, module)
     except Exception as error:
-        raise UsageError(
-            f"{field}: {target!r} cannot be imported{_why_not(module, error)}"
-        ) from error
+        raise _not_imported(f"{field}: {target!r}", module, error) from error
     if not hasattr(imported, name):
         public = [n for n, v in vars(imported).items() if not n.startswith("_") and callable(v)]
         hint = f"; {near}" if (near := suggest(name, public)) else _behind_library(module)
@@ -91,15 +93,15 @@ def locate(key: str, target: str, table: Mapping[str, Any], field: str | None = 
     return getattr(imported, name)
 
 
-def _why_not(module: str, error: Exception) -> str:
-    """Return why a module cannot be imported: it is not there, it lacks another one, or it fails."""
+def _not_imported(target: str, module: str, error: Exception) -> UsageError:
+    """Return the error for a module that is not there, lacks another one, or fails."""
     if not isinstance(error, ModuleNotFoundError):
-        return user_errors.cause(error)
+        return UsageError(f"{target} cannot be imported{user_errors.cause(error)}")
     if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-        return f": it needs {error.name!r}"
+        return UsageError(f"{target} cannot be imported: it needs {error.name!r}")
     local = [file.stem for file in pathlib.Path().glob("*.py")]
     hint = suggest(error.name, local, 0.6, "is it installed, or its folder on PYTHONPATH?")
-    return f": no module {error.name!r}; {hint}"
+    return UsageError(f"{target} cannot be imported: no module {error.name!r}; {hint}")
 
 
 def _behind_library(module: str) -> str:
@@ -155,9 +157,7 @@ def parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         return {}
 
 
-def bind(
-    key: str, target: Any, args: Mapping[str, Any], extra: Mapping[str, Any] | None = None
-) -> functools.partial[Any]:
+def bind(key: str, target: Any, args: Args, extra: Args | None = None) -> functools.partial[Any]:
     """Bind `target` to its arguments; return a function of the remaining ones.
 
     args: of the config; the target gets them in the types of its annotations.
@@ -210,7 +210,7 @@ def bind(
     return functools.partial(target, **{**filled, **values})
 
 
-def arguments(target: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, Any]:
+def arguments(target: Callable[..., Any], args: Args) -> dict[str, Any]:
     """Return the arguments of a target in the types of its annotations, unchecked."""
     known = parameters(target)
     return plain(

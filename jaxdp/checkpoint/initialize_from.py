@@ -236,7 +236,8 @@ def begin_with(
     does not have. Optimizer state and running average are computed from the resulting parameters.
     complete: what the strategy needs beside those of ordinary training.
     """
-    abstract, rows = strategy.abstract(), weights.rows
+    abstract = strategy.abstract()
+    rows = weights.rows
     state = strategy.export(strategy.init()).replace(opt_state=None, extra={})
     initial = named(state.params, state.model_state)
     values = {name: x for name, x in initial.items() if pairs.get(name) in {None, *rows}}

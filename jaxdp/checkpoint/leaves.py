@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import SequenceKey
 
+from jaxdp.checkpoint.manifest import Meta
 from jaxdp.errors import UsageError
 from jaxdp.precision import is_key
 from jaxdp.split import leaves_by_path, path_string
@@ -86,7 +87,7 @@ def by_number(tree: Any, paths: Sequence[str]) -> dict[str, Any]:
     return {numbers[path]: leaf for path, leaf in leaves_by_path(tree).items()}
 
 
-def path_in(meta: Mapping[str, Any]) -> Callable[[Any], str]:
+def path_in(meta: Meta) -> Callable[[Any], str]:
     """Return a function from the path of a leaf as Orbax has it to its path in the state. meta: of
     the checkpoint.
     """
@@ -100,9 +101,7 @@ def copy(old_copies: Any, tree: Any) -> Any:
     return jax.tree.map(jnp.copy, tree)
 
 
-def check_same_leaves(
-    step: int, saved: Mapping[str, Any], ours: Mapping[str, Any], rank: int
-) -> None:
+def check_same_leaves(step: int, saved: Meta, ours: Mapping[str, Any], rank: int) -> None:
     """Raise UsageError, printed by `rank`, for the first leaf that differs; exponents of exact sums
     may differ.
     """

@@ -75,7 +75,8 @@ class LocalCheckpoints(Checkpoints):
         """
         if self.is_shared:
             return super().latest(say, tidy, refused, only)
-        title, rank = self.context.title, self.context.rank
+        title = self.context.title
+        rank = self.context.rank
         tell = say if self.context.is_root else lambda text: say(f"{title(rank)}: {text}")
         refused, tried = (
             {*refused, *(folders.unfinished(self.directory) if self.writes else ())},
@@ -134,14 +135,16 @@ class LocalCheckpoints(Checkpoints):
         """Copy a checkpoint from the directory of one writer to those of others."""
         from jaxdp.interop.collectives import broadcast
 
-        rank, folder = self.context.rank, self.directory / str(step)
+        rank = self.context.rank
+        folder = self.directory / str(step)
         text = json.dumps(manifest.read(folder)) if rank == source else ""
         content = (
             json.loads(self.context.exchange("manifest", text)[source])
             if targets
             else {"files": {}}
         )
-        files, copy = content["files"], folder.with_name(f"{step}{folders.TEMPORARY}-copy")
+        files = content["files"]
+        copy = folder.with_name(f"{step}{folders.TEMPORARY}-copy")
         for name, (size, _) in files.items():
             for start in range(0, max(size, 1), CHUNK):
                 chunk = np.zeros(CHUNK, np.uint8)

@@ -20,6 +20,7 @@ from jaxdp.run import rundir
 
 NAME = "manifest.json"
 FORMAT = 1
+Meta = Mapping[str, Any]  # JSON that is stored with a state
 Files = dict[str, tuple[int, str]]  # relative path to (bytes, SHA-256)
 
 
@@ -71,9 +72,7 @@ def flush(directory: pathlib.Path, names: Collection[str]) -> None:
         rundir.flush(path)
 
 
-def write(
-    directory: pathlib.Path, files: Mapping[str, Sequence[Any]], meta: Mapping[str, Any]
-) -> None:
+def write(directory: pathlib.Path, files: Mapping[str, Sequence[Any]], meta: Meta) -> None:
     """Write the manifest durably, by a rename; `files` must be flushed already."""
     body = {
         "format": FORMAT,
@@ -116,7 +115,8 @@ def read(directory: pathlib.Path) -> dict[str, Any]:
             f"run_dir: checkpoint {str(directory)!r} has format {body.get('format')!r}, and this jaxdp reads {FORMAT}; "
             "use the version that it was saved with"
         )
-    files, meta = body.get("files"), body.get("meta")
+    files = body.get("files")
+    meta = body.get("meta")
 
     def is_entry(x):
         return isinstance(x, list) and [*map(type, x)] == [int, str]

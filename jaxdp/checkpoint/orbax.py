@@ -7,7 +7,7 @@ import functools
 import logging
 import pathlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jaxdp.checkpoint.leaves import host, path_in
+from jaxdp.checkpoint.manifest import Meta
 from jaxdp.precision import is_key
 from jaxdp.process import membership
 from jaxdp.process.context import Context, current
@@ -188,16 +189,15 @@ def sample(tree: Any) -> tuple[str, np.ndarray]:
     return path, np.array(host(leaves[path]))
 
 
-def read_back(
-    folder: pathlib.Path, meta: Mapping[str, Any], sample: tuple[str, np.ndarray]
-) -> None:
+def read_back(folder: pathlib.Path, meta: Meta, sample: tuple[str, np.ndarray]) -> None:
     """Read the names and shapes of a checkpoint, and one array. Raises ValueError if they are not
     what was saved.
 
     Only this process reads. meta: of the checkpoint. sample: see there.
     """
     path, values = sample
-    tree, path_of = described(folder), path_in(meta)
+    tree = described(folder)
+    path_of = path_in(meta)
     stored = {path_of(key): list(x.shape) for key, x in jax.tree_util.tree_leaves_with_path(tree)}
     saved = {name: shape for name, (_, shape) in meta["state"].items()}
     for name in sorted({**saved, **stored}):

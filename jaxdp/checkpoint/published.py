@@ -213,7 +213,8 @@ def _array(layout: Layout, ours: str, tensors: Sequence[Array], label: str) -> A
             raise ValueError(
                 f"{first.label!r} of {list(shape)}, which is not query, key and value of equal sizes"
             )
-        shape, label = (*shape[:-1], shape[-1] // 3), f"{label}[{THIRDS[third]}]"
+        shape = (*shape[:-1], shape[-1] // 3)
+        label = f"{label}[{THIRDS[third]}]"
     parts = tuple(
         tensor.parts[0]._replace(third=third, transposed=transposed) for tensor in tensors
     )

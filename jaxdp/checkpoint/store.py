@@ -32,7 +32,7 @@ from jaxdp.checkpoint.leaves import (
     number_of,
     state_of,
 )
-from jaxdp.checkpoint.manifest import Damaged
+from jaxdp.checkpoint.manifest import Damaged, Meta
 from jaxdp.checkpoint.orbax import TIMEOUT, load, prepare, read_back, sample, save, silence_orbax
 from jaxdp.errors import UsageError
 from jaxdp.metrics.jsonl import NoEvents
@@ -68,7 +68,7 @@ class Checkpoints:
     best: str | None = None
     mode: str | None = None
     context: Context = dataclasses.field(default_factory=current)
-    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    facts: Meta = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # `directory` may be a link to another disk
@@ -141,7 +141,7 @@ class Checkpoints:
             step: x for step, x in values.items() if isinstance(x, int | float) and math.isfinite(x)
         }
 
-    def annotate(self, step: int, more: Mapping[str, Any]) -> None:
+    def annotate(self, step: int, more: Meta) -> None:
         """Add metadata to the checkpoint of `step`, durable yet or not; do nothing if there is
         none.
         """
@@ -159,7 +159,7 @@ class Checkpoints:
                 return
         self._prune(step)  # the best step may have changed
 
-    def save(self, step: int, state: TrainState, meta: Mapping[str, Any], say: Say = print) -> None:
+    def save(self, step: int, state: TrainState, meta: Meta, say: Say = print) -> None:
         """Start to save an exported state; return once it is copied, so that the state may be
         donated.
 
@@ -277,7 +277,8 @@ class Checkpoints:
         """
         saved = self.check_fits(step, abstract)
         numbered = self.context.of_root("numbered", lambda: self.meta(step).get("numbered"))
-        fields, exponents = all_fields_of(abstract), abstract.extra.get("exponents")
+        fields = all_fields_of(abstract)
+        exponents = abstract.extra.get("exponents")
         lacks = "ema_state" in abstract.extra and not any(
             path.startswith("ema_state") for path in saved
         )
@@ -291,7 +292,8 @@ class Checkpoints:
             )
         folder = self.directory / str(step)
         if numbered:
-            leaves, numbers = load(folder, by_number(fields, numbered)), number_of(numbered)
+            leaves = load(folder, by_number(fields, numbered))
+            numbers = number_of(numbered)
             state = jax.tree_util.tree_map_with_path(
                 lambda path, _: leaves[numbers[path_string(path)]], fields
             )
@@ -330,7 +332,7 @@ class Checkpoints:
         check_same_leaves(step, saved, ours, self.context.root_rank)
         return saved
 
-    def _finish(self, step: int, response: Any, meta: Mapping[str, Any], say: Say) -> None:
+    def _finish(self, step: int, response: Any, meta: Meta, say: Say) -> None:
         """Wait in a thread for Orbax and write the manifest; on failure, tell all processes."""
         try:
             self._commit.wait_for(response)

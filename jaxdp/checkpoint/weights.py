@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxdp.checkpoint import manifest, published, published_files, safetensors
 from jaxdp.checkpoint.leaves import path_in
+from jaxdp.checkpoint.manifest import Meta
 from jaxdp.checkpoint.orbax import described, load, orbax
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.errors import UsageError, one_line
@@ -47,7 +48,7 @@ class Weights(NamedTuple):
     facts: dict[str, str]
     rows: Mapping[str, int] = MappingProxyType({})
     note: str = ""
-    meta: Mapping[str, Any] = MappingProxyType({})
+    meta: Meta = MappingProxyType({})
     tensors: Mapping[str, safetensors.Array] = MappingProxyType({})
     layout: published.Layout | None = None
     absent: Mapping[str, str] = MappingProxyType({})

@@ -29,7 +29,8 @@ def export(options: dict[str, Any]) -> str:
         raise UsageError(
             "--run_dir: missing; give the directory of a run, e.g. --run_dir runs/digits"
         )
-    layout, directory = options["layout"], pathlib.Path(options["run_dir"]).expanduser()
+    layout = options["layout"]
+    directory = pathlib.Path(options["run_dir"]).expanduser()
     check_one_of("--layout", layout, LAYOUTS)
     step = choose_step(directory, options["step"])
     output = choose_output(directory, options["output"], layout == FOLDER)
@@ -46,7 +47,8 @@ def export(options: dict[str, Any]) -> str:
     }
     meta = manifest.read(checkpoint)["meta"]
     metadata |= {key: json.dumps(meta[key]) for key in DESCRIBED if key in meta}
-    about, file = "", output / "model.safetensors" if layout == FOLDER else output
+    about = ""
+    file = output / "model.safetensors" if layout == FOLDER else output
     try:
         if layout == FOLDER:
             about = f"{huggingface.write(output, arrays, meta)}\n"

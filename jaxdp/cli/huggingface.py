@@ -32,7 +32,8 @@ def write(folder: pathlib.Path, arrays: Mapping[str, np.ndarray], meta: Json) ->
 
     Raises UsageError for a model without a published layout; OSError or SafetensorError if it
     cannot write."""
-    data, model = meta.get("data") or {}, meta["config"]["model"]
+    data = meta.get("data") or {}
+    model = meta["config"]["model"]
     forms = " or ".join(f"{', '.join(form)} ({layout.title})" for form, layout in FORMS.items())
     use = f"huggingface is for a GPT of norm, mlp, positions {forms}; use the layout jaxdp"
     if locate("model", model["target"], MODELS) is not locate("model", "GPT", MODELS):

@@ -78,7 +78,8 @@ def run(call: Call) -> None:
     The command is a verb of jaxdp or a program. Each process gets its rank, the number of
     processes, the coordinator's address and the job's secret in its environment. Raises UsageError
     if there is no command."""
-    command, count = call.options["command"], call.options["processes"]
+    command = call.options["command"]
+    count = call.options["processes"]
     if not command:
         raise UsageError(
             "launch: no command given; e.g. jaxdp launch -n 2 train --config configs/digits.yaml"
@@ -93,7 +94,8 @@ def run(call: Call) -> None:
     ranks = [
         {"JAXDP_PROCESS_ID": str(rank), "JAXDP_LOCAL_RANK": str(rank)} for rank in range(count)
     ]
-    processes, asked = list[Process](), list[int]()
+    processes = list[Process]()
+    asked = list[int]()
 
     def send(process: Process, number: int) -> None:
         if number != signal.SIGUSR2:

@@ -66,7 +66,8 @@ def split_pairs(argv: Sequence[str], verb: str) -> tuple[list[tuple[str, str]], 
 
     Raises UsageError for an unknown name, an argument that the verb does not take, and if a text is
     missing."""
-    row, options = VERBS[verb], VERBS[verb].options
+    row = VERBS[verb]
+    options = VERBS[verb].options
     has_config = row.where != "host"
     pairs = list[tuple[str, str]]()
     words = list[str]()
@@ -106,7 +107,8 @@ def read_value(key: str, text: str) -> Any:
     """Return the value of a key on the command line. Raises UsageError if it does not have the
     key's type.
     """
-    value, hint = texts.argument(text), known_keys().get(key, Any)
+    value = texts.argument(text)
+    hint = known_keys().get(key, Any)
     section = inner(hint)
     if section is not None and not (
         isinstance(value, dict) or (value is None and section is not hint)
@@ -190,7 +192,8 @@ def read_options(pairs: Iterable[tuple[str, str]], words: list[str], verb: str) 
         if count == "*":
             values[name] = words
         else:
-            values[name], words = next(iter(words), None), words[1:]
+            values[name] = next(iter(words), None)
+            words = words[1:]
     return values
 
 
@@ -213,7 +216,8 @@ def split_command(argv: list[str], options: Options) -> tuple[list[str], list[st
     i = 0
     while i < len(argv) and argv[i].startswith("-") and argv[i] != "--":
         i += 1 if "=" in argv[i] else 2
-    first, command = f"--{next(iter(options))}", argv[i:]
+    first = f"--{next(iter(options))}"
+    command = argv[i:]
     return [first if arg == "-n" else arg for arg in argv[:i]], command[1:] if command[:1] == [
         "--"
     ] else command

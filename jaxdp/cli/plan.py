@@ -41,7 +41,8 @@ def run(call: Call) -> None:
 
 def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
     """Return the plan of every requested stage, as text or JSON."""
-    devices, hardware = options["devices"], load_hardware(options["hardware"])
+    devices = options["devices"]
+    hardware = load_hardware(options["hardware"])
     network = None if options["network"] is None else read_network(options["network"])
     limit = hardware.memory if options["memory"] is None else read_bytes(options["memory"])
     group_size(config.parallel.shard_size, devices)
@@ -72,7 +73,8 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
         config.precision.compute or config.precision.params, config.precision.matmul, hardware.flops
     )
     seconds = [predict(p, hardware, dtype) if dtype in hardware.flops else None for p in plans]
-    best, tried_all = recommend(plans, limit), len(stages) > 1 or config.outer.replicas > 1
+    best = recommend(plans, limit)
+    tried_all = len(stages) > 1 or config.outer.replicas > 1
     enough = devices <= config.microbatches
     uneven = 0 < config.microbatches % devices < config.microbatches
     examples = (
@@ -80,7 +82,8 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
     )
     notes += [f"zero {p.zero} needs {needs[p.zero]}" for p in plans if needs[p.zero]]
     notes += remarks(config, plans, hardware, dtype, per_device, devices, examples)
-    shapes, outer = jax.eval_shape(make_state), config.outer
+    shapes = jax.eval_shape(make_state)
+    outer = config.outer
     if outer.replicas > 1 or network is not None:
         data = sent(
             parts.rule.trainable(shapes.params), outer.reduction or config.parallel.reduction

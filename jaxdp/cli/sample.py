@@ -102,7 +102,8 @@ def sample_from(
 
         return jax.tree_util.tree_map_with_path(one, tree)
 
-    params, state = cast_floats(load(params), config.precision.compute), load(state, MODEL_STATE)
+    params = cast_floats(load(params), config.precision.compute)
+    state = load(state, MODEL_STATE)
     if carry is not None:
         state = {**state, CARRY: jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), carry)}
     draw = drawing(temperature, options["top_k"])
@@ -137,7 +138,8 @@ def generate(
         outputs, state = model.apply(params, state, batch, key, False)
         return draw(at(outputs, position), jax.random.fold_in(key, i)), state
 
-    params, sequence = jax.device_put(params), list(map(int, prompt))
+    params = jax.device_put(params)
+    sequence = list(map(int, prompt))
     if isinstance(state, dict) and CARRY in state:
         for i in range(len(sequence) + count - 1):
             last, state = next_token(params, state, np.asarray(sequence[i : i + 1], np.int32), 0, i)

@@ -70,7 +70,8 @@ def choose_devices(number: int, microbatches: int) -> list[jax.Device]:
     """
     if jax.process_count() > 1:
         return jax.devices()
-    wanted, devices = min(number, microbatches), jax.devices()
+    wanted = min(number, microbatches)
+    devices = jax.devices()
     if len(devices) < wanted and jax.default_backend() != "cpu":
         devices = jax.devices("cpu")
     return devices[:wanted]

@@ -38,7 +38,8 @@ def known_keys() -> dict[str, Any]:
 @functools.cache
 def known_fields(cls: Any = Config, prefix: str = "") -> dict[str, "dataclasses.Field[Any]"]:
     """Return {dotted key: field} of all keys."""
-    hints, fields = get_type_hints(cls), dict[str, Any]()
+    hints = get_type_hints(cls)
+    fields = dict[str, Any]()
     for field in dataclasses.fields(cls):
         fields[f"{prefix}{field.name}"] = field
         if (section := inner(hints[field.name])) is not None:
@@ -76,25 +77,23 @@ def check_key(key: str, where: str) -> None:
         for k, hint in known.items()
     ):
         return
-    raise UsageError(f"{where}: {_unknown(key, known)}")
-
-
-def _unknown(key: str, known: dict[str, Any]) -> str:
-    """Return what is wrong with an unknown key."""
     if key in RENAMED:
         now = RENAMED[key]
-        return f"{key} is now called {now}, and is {expected(now)}"
+        raise UsageError(f"{where}: {key} is now called {now}, and is {expected(now)}")
+    raise UsageError(f"{where}: unknown key {key!r}; {_meant(key, known)}")
+
+
+def _meant(key: str, known: dict[str, Any]) -> str:
+    """Return advice for an unknown key."""
     leaf = {k.rsplit(".", 1)[-1]: k for k in reversed(known)}
     section, _, name = key.rpartition(".")
     if (meant := ELSEWHERE.get(name)) and (not section or meant.startswith(f"{section}.")):
-        return f"unknown key {key!r}; did you mean {meant!r}?"
+        return f"did you mean {meant!r}?"
     if f"{section}.args" in known:  # usually an argument of the target
         in_section = [k for k in known if k.startswith(f"{section}.")]
-        meant = suggest(key, in_section, 0.85, f"did you mean {f'{section}.args.{name}'!r}?")
-        return f"unknown key {key!r}; {meant}"
+        return suggest(key, in_section, 0.85, f"did you mean {f'{section}.args.{name}'!r}?")
     near = nearest(key, known, 0.6) or leaf.get(nearest(name, leaf, 0.7))
-    hint = f"did you mean {near!r}?" if near else f"`{program('train')} --help` lists the keys"
-    return f"unknown key {key!r}; {hint}"
+    return f"did you mean {near!r}?" if near else f"`{program('train')} --help` lists the keys"
 
 
 def expected(key: str) -> str:
@@ -253,7 +252,8 @@ def resolve(config: Config) -> Config:
     """Check a config, and fill in the defaults that depend on other values."""
     check(config)
     dtypes = config.precision
-    compute, reduce = dtypes.compute or dtypes.params, dtypes.reduce or dtypes.widest
+    compute = dtypes.compute or dtypes.params
+    reduce = dtypes.reduce or dtypes.widest
     half = "float16" in (compute, reduce)
     state = dtypes.state or dtypes.widest
     scale = "dynamic" if half and dtypes.loss_scale is None else dtypes.loss_scale
@@ -303,7 +303,8 @@ def check(config: Config) -> None:
             )
     if config.compilation_cache not in (None, "auto"):
         check_cache(str(config.compilation_cache))
-    opt, parallel = config.optimizer, config.parallel
+    opt = config.optimizer
+    parallel = config.parallel
     check_patterns(config, "optimizer", "no_decay", "frozen", "lr_scale")
     for pattern, factor in opt.lr_scale.items():
         if (
@@ -454,7 +455,8 @@ def check_init(config: Config) -> None:
 
 def check_outer(config: Config) -> None:
     """Raise `UsageError` for settings that do not work with several logical replicas."""
-    replicas, every = config.outer.replicas, config.outer.every
+    replicas = config.outer.replicas
+    every = config.outer.every
     group = replicas * config.parallel.exact_group
     if config.microbatches % group:
         grouped = (
@@ -500,7 +502,8 @@ def summands_of(reduction: str) -> tuple[int, int]:
 
 def check_exact(config: Config) -> None:
     """Raise `UsageError` for settings whose rounding would depend on the number of devices."""
-    parallel, dtypes = config.parallel, config.precision
+    parallel = config.parallel
+    dtypes = config.precision
     if parallel.accumulate == "vmap":
         raise UsageError(
             f"parallel.accumulate: vmap with reduction: {parallel.reduction} would compute other microbatches together "
@@ -511,7 +514,8 @@ def check_exact(config: Config) -> None:
             f"precision.reduce: {dtypes.reduce} with reduction: {parallel.reduction}, where gradients travel as "
             "integers; leave it null"
         )
-    group, summands = parallel.exact_group, config.microbatches // max(1, parallel.exact_group)
+    group = parallel.exact_group
+    summands = config.microbatches // max(1, parallel.exact_group)
     if group < 1 or config.microbatches % group:
         raise UsageError(
             f"parallel.exact_group: {group} does not divide microbatches: {config.microbatches}"

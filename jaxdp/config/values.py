@@ -196,7 +196,8 @@ def typed(value: Any, hint: Any) -> Any:
 
     A number for a text becomes the text that was written.
     """
-    kind, inside = get_origin(hint) or hint, get_args(hint)
+    kind = get_origin(hint) or hint
+    inside = get_args(hint)
     if kind in (Union, types.UnionType):
         options = sorted(
             inside, key=lambda one: one not in PLAIN_TYPES or not isinstance(value, one)
@@ -226,7 +227,8 @@ def is_text(kind: Any) -> bool:
 
 def fits(value: Any, hint: Any) -> bool:
     """Return True if a YAML value has the type `hint`, or if it is not a YAML value."""
-    kind, inside = get_origin(hint) or hint, get_args(hint)
+    kind = get_origin(hint) or hint
+    inside = get_args(hint)
     if kind in (Union, types.UnionType):
         return any(fits(value, one) for one in inside)
     if not isinstance(value, YAML):
@@ -248,7 +250,8 @@ def fits(value: Any, hint: Any) -> bool:
 
 def in_words(hint: Any) -> str:
     """Describe a type of `fits` in words."""
-    kind, inside = get_origin(hint) or hint, get_args(hint)
+    kind = get_origin(hint) or hint
+    inside = get_args(hint)
     if kind in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(in_words(one) for one in inside))
     if kind is Literal:

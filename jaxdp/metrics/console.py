@@ -106,7 +106,8 @@ class Console(Writer):
         self.panel = Panel(self.clock, facts or {}) if panel and safe_print.draws() else None
 
     def write(self, record: Record) -> None:
-        step, split = record["step"], record["split"]
+        step = record["step"]
+        split = record["split"]
         if split == "train":
             self.clock.at(step, record.get("step_time_ms"))
         if self.panel:
@@ -167,7 +168,8 @@ def memory() -> str:
     stats = [s for s in (device.memory_stats() for device in jax.local_devices()) if s]
     if stats:
         fullest = max(stats, key=lambda s: s.get("peak_bytes_in_use", 0))
-        now, most = fullest.get("bytes_in_use", 0), fullest.get("peak_bytes_in_use", 0)
+        now = fullest.get("bytes_in_use", 0)
+        most = fullest.get("peak_bytes_in_use", 0)
         limit = f" of {fullest['bytes_limit'] / 1e9:.1f}" if "bytes_limit" in fullest else ""
         return f"{now / 1e9:.1f}{limit} GB (most {most / 1e9:.1f})"
     with contextlib.suppress(OSError, ValueError, IndexError):

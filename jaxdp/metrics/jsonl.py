@@ -93,7 +93,8 @@ def divide(path: pathlib.Path, since: float) -> tuple[list[str], list[dict[str, 
         if path.is_file()
         else []
     )
-    records, earlier = collections.deque[dict[str, Any]](), 0
+    records = collections.deque[dict[str, Any]]()
+    earlier = 0
     while lines and earlier < ENOUGH:
         if (record := parse(lines.pop())) is not None:
             records.appendleft(record)
@@ -111,7 +112,8 @@ def sample(path: pathlib.Path, most: int) -> tuple[list[dict[str, Any]], int]:
     """
     lines: dict[bytes, list[tuple[int, bytes]]] = {}  # of each split, with their numbers
     last: dict[bytes, tuple[int, bytes]] = {}
-    steps, counts = collections.Counter[bytes](), collections.Counter[bytes]()
+    steps = collections.Counter[bytes]()
+    counts = collections.Counter[bytes]()
     total = 0
     with path.open("rb") if path.is_file() else contextlib.nullcontext(()) as file:
         for total, line in enumerate(file, 1):

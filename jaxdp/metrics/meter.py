@@ -62,7 +62,9 @@ class Meter(Observer):
         self.waits = 0.0  # the start of a wait for data
         self.lengths: set[int] = set()  # numbers of updates per call; each is a separate program
         self.called = 0.0  # the start of a program's first call
-        self.waited, self.first, self.excluded = 0.0, 0, 0.0
+        self.waited = 0.0
+        self.first = 0
+        self.excluded = 0.0
         self.fault: BaseException | None = None
         self.queue: queue.Queue[tuple[range, Any, Mark] | None] = queue.Queue(AHEAD)
         threading.Thread(target=self._work, name="meter", daemon=True).start()

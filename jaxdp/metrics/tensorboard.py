@@ -29,7 +29,8 @@ class TensorBoard(Writer):
         self.writer = self.make(start + 1 if start else None)
 
     def write(self, record: Record) -> None:
-        step, split = record["step"], record["split"]
+        step = record["step"]
+        split = record["split"]
         for name, value in record.items():
             if isinstance(value, int | float) and name not in ("step", "time"):
                 self.writer.add_scalar(f"{split}/{name}", value, step)

@@ -118,12 +118,14 @@ class Connection:
         """Return the next message that is not the answer to a heartbeat. Raises TimeoutError after
         `timeout` seconds without any message; meanwhile `silent` is called every few seconds.
         interval: seconds between two heartbeats."""
-        heard, pause = time.monotonic(), max(SILENT, 2 * interval)
+        heard = time.monotonic()
+        pause = max(SILENT, 2 * interval)
         while time.monotonic() - heard < timeout:
             if not has_data(self.socket, min(pause, timeout)):
                 silent()
                 continue
-            message, heard = self.receive(), time.monotonic()
+            message = self.receive()
+            heard = time.monotonic()
             self.has_answered = True
             if message.keys() != {"beat"}:
                 return message

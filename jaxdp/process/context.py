@@ -236,7 +236,8 @@ def crash(error: BaseException) -> NoReturn:
 
     If the error is a consequence of another rank's fault, print that fault instead.
     """
-    member, trace = membership.current(), "".join(traceback.format_exception(error))
+    member = membership.current()
+    trace = "".join(traceback.format_exception(error))
     if member is None:
         sys.stderr.write(trace)
         leave(1, process().rank)
@@ -248,7 +249,8 @@ def crash(error: BaseException) -> NoReturn:
             )  # meanwhile the reader thread ends this process if the coordinator knows the cause
             if ranks := reply["silent"] or reply["left"]:
                 has = "has" if len(ranks) == 1 else "have"
-                text, trace = f"{member.name(*ranks)} {has} gone: killed, stopped, or cut off", ""
+                text = f"{member.name(*ranks)} {has} gone: killed, stopped, or cut off"
+                trace = ""
                 text = (
                     text
                     if reply["silent"]
@@ -268,10 +270,12 @@ def fail(error: BaseException, code: int | None = None) -> NoReturn:
     """Print `error` on its rank and end this process with `code`, or with 2 for UsageError and 1
     otherwise.
     """
-    speaker, text = error.rank if isinstance(error, ReportedError) else None, str(error)
+    speaker = error.rank if isinstance(error, ReportedError) else None
+    text = str(error)
     codes = code, getattr(error, "code", None), 2 if isinstance(error, UsageError) else 1
     code = next(code for code in codes if code is not None)
-    rank, member = process().rank, membership.current()
+    rank = process().rank
+    member = membership.current()
     ends_alone = speaker is None or (speaker == rank and membership.is_new(rank))
     if member is not None and ends_alone:
         name, speaker = member.name(rank), None

@@ -129,7 +129,8 @@ class Coordinator:
         while not self.done.is_set():
             await asyncio.sleep(TICK)
             now = time.monotonic()
-            elapsed, checked_at = now - checked_at, now
+            elapsed = now - checked_at
+            checked_at = now
             if self.next is not None:
                 self.next.tick(elapsed)
             self.generation.tick(elapsed)

@@ -60,7 +60,8 @@ def join(world: World, timeout: float | None, elastic: ElasticOptions | None) ->
         timeout = protocol.default_timeout(timeout)
         protocol.silence(timeout)
     except UsageError as error:  # this process joins, to tell the others
-        problem, timeout = str(error), protocol.TIMEOUT
+        problem = str(error)
+        timeout = protocol.TIMEOUT
         os.environ.pop("JAXDP_SILENCE", None)
     if jax.config.values.get("jax_cpu_collectives_implementation") == "mpi" and not gpus.count():
         raise UsageError(NO_MPI, world.speaker)
@@ -141,7 +142,8 @@ def enter(job: Joined) -> dict[str, Any]:
     if job.generation == 0:  # in later ones the launcher's numbers no longer hold
         local_rank = local_rank if world.local_rank is None else world.local_rank
         local_size = local_size if world.local_size is None else world.local_size
-    count, visible = gpus.count(), everyone[rank]["visible"]
+    count = gpus.count()
+    visible = everyone[rank]["visible"]
     neighbours = [f["visible"] for f in everyone if hosts.key(f) == hosts.key(everyone[rank])]
     devices, sharers = gpus.bind(local_rank, local_size, count, visible, neighbours)
     if sharers > 1:  # each would reserve three quarters of the GPU

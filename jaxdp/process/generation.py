@@ -101,7 +101,8 @@ class Generation:
             late = f"{member.title} comes too late: all ranks of that job have joined; another job needs another port"
             member.send(**self.refusal or {"error": late, "code": 1, "rank": member.rank})
             raise EOFError
-        rival, self.members[member.rank] = self.members.get(member.rank), member
+        rival = self.members.get(member.rank)
+        self.members[member.rank] = member
         error = difference(self.members[0].facts, member.facts) if 0 in self.members else None
         if rival:
             error = (
@@ -301,7 +302,8 @@ class Generation:
         )
         self.keys.expire()
         if not self.admitted and time.monotonic() > self.deadline:
-            size, waited = self.settings.size, round(self.settings.timeout, 1)
+            size = self.settings.size
+            waited = round(self.settings.timeout, 1)
             missing = hosts.listed(rank for rank in range(size) if rank not in self.members)
             text = (
                 f"rank {missing} of {size} did not come within {waited:g} s: see whether it was started and what it "

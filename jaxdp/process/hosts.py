@@ -191,7 +191,8 @@ def check_reachable(ranks: Sequence[Facts]) -> None:
     """
     several = not on_one_host(ranks)
     for rank, facts in enumerate(ranks):
-        host, addresses = facts["host"], facts["addresses"]
+        host = facts["host"]
+        addresses = facts["addresses"]
         if not facts["gloo"]:
             continue
         if not addresses:

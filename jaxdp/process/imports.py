@@ -35,7 +35,8 @@ class LibrariesFirst:
     def find_spec(name: str, path: "Any" = None, target: "Any" = None) -> "Any":
         if path is not None or _imports_for_user(sys._getframe(1)):
             return None
-        folders, finder = users_folders(), _path_finder()
+        folders = users_folders()
+        finder = _path_finder()
         spec = finder.find_spec(
             name, [x for x in sys.path if x and os.path.realpath(x) not in folders]
         )

@@ -74,7 +74,8 @@ def slurm(env: Env) -> World:
     of --ntasks.
     """
     partners(env, "slurm", ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"))
-    rank, size = integer(env, "SLURM_PROCID"), integer(env, "SLURM_STEP_NUM_TASKS", 1)
+    rank = integer(env, "SLURM_PROCID")
+    size = integer(env, "SLURM_STEP_NUM_TASKS", 1)
     within(rank, "SLURM_PROCID", size, "SLURM_STEP_NUM_TASKS")
     if size == 1:
         return World(rank, size, 0, 1, "slurm")
@@ -100,7 +101,8 @@ def kubernetes(env: Env) -> World | None:
     """
     if not env.get("JAXDP_NUM_PROCESSES"):
         return None
-    rank, size = integer(env, "JOB_COMPLETION_INDEX"), integer(env, "JAXDP_NUM_PROCESSES", 1)
+    rank = integer(env, "JOB_COMPLETION_INDEX")
+    size = integer(env, "JAXDP_NUM_PROCESSES", 1)
     within(rank, "JOB_COMPLETION_INDEX", size, "JAXDP_NUM_PROCESSES")
     if size == 1 or env.get("JAXDP_COORDINATOR"):
         return World(rank, size, launcher="kubernetes")

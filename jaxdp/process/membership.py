@@ -84,7 +84,8 @@ class Membership:
         """Send a request to the coordinator and return its reply. Raises DistributedError without
         an answer.
         """
-        number, deadline = fields.pop("id", None) or str(next(self._ids)), time.monotonic() + wait
+        number = fields.pop("id", None) or str(next(self._ids))
+        deadline = time.monotonic() + wait
         try:
             self.connection.send(op=op, id=number, **fields)
         except OSError as error:
@@ -153,7 +154,8 @@ class Membership:
         the same calls.
         """
         with self._changed:
-            turn, self._turns[key] = self._turns[key], self._turns[key] + 1
+            turn = self._turns[key]
+            self._turns[key] = self._turns[key] + 1
         return turn
 
     def put(self, key: str, text: str) -> None:

@@ -48,7 +48,8 @@ def listen(end_start: Callable[[str], None] | None = None, interrupts: bool = Fa
         return
     reader, _socket = socket.socketpair()
     _socket.setblocking(False)
-    _end_start, _interrupts = end_start, interrupts
+    _end_start = end_start
+    _interrupts = interrupts
     _previous.update({number: signal.getsignal(number) for number in handled()})
     act()
     signal.set_wakeup_fd(_socket.fileno(), warn_on_full_buffer=False)

@@ -205,7 +205,8 @@ def compare(
     Raises UsageError on all members if one has an error, and DistributedError if their calls
     differ, or the arrays within one of the `parts`. With `roots`, the root's arrays count, and the
     others of its group may pass None."""
-    texts, timeout = [json.dumps(asdict(signature))], protocol.default_timeout()
+    texts = [json.dumps(asdict(signature))]
+    timeout = protocol.default_timeout()
     if len(members) > 1:
         texts = membership.joined().exchange(
             "collective", texts[0], members, timeout, title=signature.call

@@ -181,7 +181,8 @@ class Watchdog:
         self._write_stacks()
         texts: dict[int, str] = {}
         with contextlib.suppress(DistributedError):
-            ranks, position = range(self.context.size), json.dumps(self._position())
+            ranks = range(self.context.size)
+            position = json.dumps(self._position())
             try:
                 texts = dict(enumerate(self._member.exchange("stuck", position, ranks, ANSWERS)))
             except GenerationEnded:
@@ -221,7 +222,8 @@ def behind(answers: dict[int, Message]) -> list[int]:
 
 def verdict(answers: dict[int, Message], context: Context) -> str:
     """Name the ranks that do not answer, else those that are behind."""
-    name, late = context.title, behind(answers) if answers else []
+    name = context.title
+    late = behind(answers) if answers else []
     missing = [rank for rank in range(context.size) if rank not in answers]
     if missing:
         names = hosts.listed(map(name, missing))

@@ -102,9 +102,11 @@ class Variables:
         if self.unless(env):
             return None
         partners(env, self.name, (self.rank, self.size, *self.also))
-        rank, size = integer(env, self.rank), integer(env, self.size, 1)
+        rank = integer(env, self.rank)
+        size = integer(env, self.size, 1)
         within(rank, self.rank, size, self.size)
-        local_rank, local_size = optional(env, self.local_rank), optional(env, self.local_size, 1)
+        local_rank = optional(env, self.local_rank)
+        local_size = optional(env, self.local_size, 1)
         if local_rank is not None and local_size is not None:
             within(local_rank, str(self.local_rank), local_size, str(self.local_size))
         return World(rank, size, local_rank, local_size, self.name, self.coordinator(env))

@@ -76,7 +76,8 @@ def histograms(events: Sequence[Json]) -> dict[str, list[Json]]:
     """
     found: dict[str, dict[int, Json]] = {}
     for event in events:
-        name, counts = event.get("name"), event.get("counts")
+        name = event.get("name")
+        counts = event.get("counts")
         numbers = {key: event.get(key) for key in ("step", "low", "high")}
         if not isinstance(name, str) or not isinstance(counts, list) or not 0 < len(counts) <= BINS:
             continue

@@ -42,7 +42,8 @@ def ranked(runs: Sequence[Json], metric: str) -> list[Json]:
     sign = 1.0 if numbers.smaller_is_better(metric) else -1.0
 
     def rank(run: Json) -> float:
-        value, loss = run["numbers"].get(metric), run["numbers"].get("loss", 0.0)
+        value = run["numbers"].get(metric)
+        loss = run["numbers"].get("loss", 0.0)
         finite = all(isinstance(x, int | float) and math.isfinite(x) for x in (value, loss))
         return sign * value if finite else math.inf
 

@@ -136,7 +136,8 @@ def make_run(
         checkpoints: of the run, if they were made before.
     """
     prepared = prepared or prepare_on_all_ranks(config, context, objects)
-    parts, make_state = prepared.parts, prepared.make_state
+    parts = prepared.parts
+    make_state = prepared.make_state
     devices = choose_devices(config, context)
     assignment = assign_microbatches(config.microbatches, len(devices), config.parallel.exact_group)
     step = make_the_step(config, parts, is_padded(config, parts, assignment, offset))
@@ -320,7 +321,8 @@ def make_profile(config: Config, directory: pathlib.Path, start: int, steps: int
     """Return the window of updates to trace, if it lies after `start`; a signal can request
     another.
     """
-    first, traces = config.profile.start, str(folder(directory))
+    first = config.profile.start
+    traces = str(folder(directory))
     if first is None or not start <= first < steps:
         return Profile(traces, steps=config.profile.steps)
     count = min(config.profile.steps, steps - first)
@@ -353,7 +355,8 @@ def is_padded(config: Config, parts: Parts, assignment: np.ndarray, offset: int 
 
 
 def choose_devices(config: Config, context: Context) -> list[jax.Device]:
-    devices, wanted = jax.devices(), config.parallel.devices
+    devices = jax.devices()
+    wanted = config.parallel.devices
     if wanted is None:
         return devices
     if context.size > 1 and wanted != len(devices):

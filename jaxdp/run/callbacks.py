@@ -119,7 +119,8 @@ class Callbacks:
         """Restore each callback from the state of an equal entry in the metadata of a checkpoint;
         print what is not.
         """
-        states, unnamed = [*saved.get("callback_states", [])], saved.get("callbacks", [])
+        states = [*saved.get("callback_states", [])]
+        unnamed = saved.get("callbacks", [])
         if len(unnamed) == len(self.callbacks):  # of an older version, which has no entries
             states += [
                 [entry, state] for entry, state in zip(self.entries, unnamed) if state is not None

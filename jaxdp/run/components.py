@@ -53,7 +53,7 @@ from jaxdp.run.datasets import (
 )
 from jaxdp.run.strategies import STRATEGIES, make_reduction
 from jaxdp.split import leaves_by_path, path_string
-from jaxdp.targets import attribute, bind, call, locate, parameters, require
+from jaxdp.targets import Table, attribute, bind, call, locate, parameters, require
 from jaxdp.train.options import Forward, Transform, UpdateRule, first_microbatch
 from jaxdp.train.skip import Spike
 from jaxdp.train.state import Batch, TrainState
@@ -157,7 +157,8 @@ def make_parts(config: Config, objects: Objects = NOTHING) -> Parts:
     sequential = is_sequential(config, forward, dataset)
     order = make_order(config, dataset, sequential)
     steps = config.steps or math.ceil((config.epochs or 0) * order.steps_per_epoch)
-    schedule, opt = schedule_of(config, steps), config.optimizer
+    schedule = schedule_of(config, steps)
+    opt = config.optimizer
     roles = roles_of(forward, dataset, order) if needs_roles(config) else {}
     rule = UpdateRule(
         make_tx(config, schedule, model.blocks, optimizers, roles),
@@ -175,7 +176,8 @@ def make_parts(config: Config, objects: Objects = NOTHING) -> Parts:
 
 def needs_roles(config: Config) -> bool:
     """Return whether weight decay, or Muon, depends on the roles of the parameters."""
-    opt, outer = config.optimizer, config.outer.optimizer
+    opt = config.optimizer
+    outer = config.outer.optimizer
     decays = opt.weight_decay or outer.args.get("weight_decay")
     return "muon" in (opt.target, outer.target) or bool(decays and opt.no_decay == AUTO)
 
@@ -186,9 +188,7 @@ def spared(config: Config, parts: Parts, params: Any) -> list[str]:
     return [path for path, decays in leaves_by_path(mask).items() if not decays]
 
 
-def describe_groups(
-    config: Config, parts: Parts, params: Any, table: Mapping[str, Any] = OPTIMIZERS
-) -> str:
+def describe_groups(config: Config, parts: Parts, params: Any, table: Table = OPTIMIZERS) -> str:
     """Return in one line what weight decay and Muon apply to; "" if they are not used. params:
     shapes.
     """
@@ -271,7 +271,8 @@ def state_maker(config: Config, parts: Parts) -> Partial:
     """Return a function that computes the state before the first update, with its seed; JAX traces
     it once.
     """
-    example, size = first_example(parts.dataset), parts.order.examples_per_microbatch
+    example = first_example(parts.dataset)
+    size = parts.order.examples_per_microbatch
 
     def make_state(seed: jax.Array) -> TrainState:
         inputs = first_microbatch(example, size, parts.forward.transform)
@@ -287,23 +288,12 @@ def make_strategy(
     config: Config, parts: Parts, make_state: Partial, devices: Sequence[jax.Device]
 ) -> Strategy:
     """Build the strategy of the config's `parallel` and `outer`."""
-    parallel, reduce_dtype = config.parallel, parts.forward.policy.reduce
+    parallel = config.parallel
     reduction = make_reduction(parallel.reduction, parallel.bucket_mb, parallel.exact_group)
     if config.outer.replicas > 1:
-        if evaluation_arrays(state_shapes(make_state).opt_state):
-            raise UsageError(
-                f"outer.replicas: {config.outer.replicas} with optimizer.target: {config.optimizer.target}, which "
-                "evaluates other parameters than it trains, and an outer step moves only the latter; use another "
-                "optimizer, or set outer.replicas to 1"
-            )
-        rule, hosts = make_outer(config, parts, reduction), current().hosts
-        hosts = (
-            hosts if len(hosts) == jax.process_count() else ()
-        )  # else a script has connected the processes
-        return Replicas(
-            make_state, config.microbatches, reduction, rule, reduce_dtype, devices, hosts
-        )
-    blocks, rules = parts.forward.model.blocks, tuple(parallel.rules.items())
+        return make_replicas(config, parts, make_state, reduction, devices)
+    blocks = parts.forward.model.blocks
+    rules = tuple(parallel.rules.items())
     size = parallel.shard_size
     number = len(devices)
     member = membership.current()
@@ -319,13 +309,36 @@ def make_strategy(
         )
         sharding = sharding._replace(pad=pad)
     strategy = STRATEGIES[parallel.backend]
-    return strategy(make_state, config.microbatches, reduction, reduce_dtype, devices, sharding)
+    dtype = parts.forward.policy.reduce
+    return strategy(make_state, config.microbatches, reduction, dtype, devices, sharding)
+
+
+def make_replicas(
+    config: Config,
+    parts: Parts,
+    make_state: Partial,
+    reduction: Reduction,
+    devices: Sequence[jax.Device],
+) -> Replicas:
+    """Build the strategy of local updates; reduction: that of gradients."""
+    if evaluation_arrays(state_shapes(make_state).opt_state):
+        raise UsageError(
+            f"outer.replicas: {config.outer.replicas} with optimizer.target: {config.optimizer.target}, which "
+            "evaluates other parameters than it trains, and an outer step moves only the latter; use another "
+            "optimizer, or set outer.replicas to 1"
+        )
+    rule = make_outer(config, parts, reduction)
+    hosts = current().hosts
+    if len(hosts) != jax.process_count():  # a script has connected the processes
+        hosts = ()
+    dtype = parts.forward.policy.reduce
+    return Replicas(make_state, config.microbatches, reduction, rule, dtype, devices, hosts)
 
 
 def make_outer(config: Config, parts: Parts, reduction: Reduction) -> OuterRule:
     """Build the rule of the outer steps; reduction: that of gradients. Raises UsageError if the run
     does not work with local updates."""
-    outer, parallel = config.outer, config.parallel
+    outer = config.outer
     if parts.steps % outer.every:
         raise UsageError(
             f"outer.every: {outer.every} does not divide the {parts.steps} updates of epochs: {config.epochs}; set "
@@ -338,7 +351,8 @@ def make_outer(config: Config, parts: Parts, reduction: Reduction) -> OuterRule:
         raise UsageError(
             "outer.optimizer.args.learning_rate: it is set by outer.optimizer.lr; set that"
         )
-    bound, blocks = bind("outer.optimizer", target, args), parts.forward.model.blocks
+    bound = bind("outer.optimizer", target, args)
+    blocks = parts.forward.model.blocks
     args = {
         "no_decay": config.optimizer.no_decay,
         "blocks": blocks,
@@ -350,14 +364,12 @@ def make_outer(config: Config, parts: Parts, reduction: Reduction) -> OuterRule:
         bound,
         lambda: make_optimizer(target, lambda step: outer.optimizer.lr, **args),
     )
-    tx = in_state_dtype(config, checked(outer.optimizer.target, tx, "outer.optimizer"))
-    reduction = (
-        make_reduction(outer.reduction, parallel.bucket_mb) if outer.reduction else reduction
-    )
+    if outer.reduction:
+        reduction = make_reduction(outer.reduction, config.parallel.bucket_mb)
     return OuterRule(
         outer.replicas,
         outer.every,
-        tx,
+        in_state_dtype(config, checked(outer.optimizer.target, tx, "outer.optimizer")),
         reduction,
         parts.rule.trainable,
         blocks,
@@ -406,7 +418,7 @@ def make_tx(
     config: Config,
     schedule: Any,
     blocks: Sequence[str] = (),
-    table: Mapping[str, Any] = OPTIMIZERS,
+    table: Table = OPTIMIZERS,
     roles: Mapping[str, Role] = {},
 ) -> Any:
     """Build the optimizer. blocks, roles: see `make_optimizer`."""
@@ -449,7 +461,8 @@ def make_scaling(config: Config, dataset: Dataset) -> LossScaling:
     """Build the loss scaling, for the weight of a full batch: its number of labels, one or more per
     example.
     """
-    scale, interval = config.precision.loss_scale, config.precision.loss_scale_interval
+    scale = config.precision.loss_scale
+    interval = config.precision.loss_scale_interval
     assert scale is not None
     labels = np.asarray(first_example(dataset).get("labels", 0)).size
     weight = float(config.batch_size * max(labels, 1))

@@ -16,7 +16,8 @@ from jaxdp.train.run import Run
 
 def make_checks(run: Run, config: Config, watch: Monitor, snapshots: Any) -> list[Any]:
     """Return the checks of a run."""
-    every, factor = config.audit.every, config.watchdog.slow_factor
+    every = config.audit.every
+    factor = config.watchdog.slow_factor
     if run.checkpoints.context.size == 1 or not has_cores(run):
         factor = None
     checks: list[Any] = []
@@ -35,7 +36,8 @@ def has_cores(run: Run) -> bool:
     """Return whether every CPU device of all processes has a core; else their processes slow each
     other down.
     """
-    context, devices = run.checkpoints.context, run.strategy.devices
+    context = run.checkpoints.context
+    devices = run.strategy.devices
     local = sum(context.hosts[d.process_index] == context.hosts[context.rank] for d in devices)
     lacks = devices[0].platform == "cpu" and local > (os.cpu_count() or 1)
     return not any(context.exchange("cores", "lacks" if lacks else ""))

@@ -117,7 +117,8 @@ def microbatch(parts: Parts) -> tuple[Any, dict[str, Any]]:
     """Return the shapes of a microbatch's mask, and of its other entries by name, before the
     transform.
     """
-    example, size = first_example(parts.dataset), parts.order.examples_per_microbatch
+    example = first_example(parts.dataset)
+    size = parts.order.examples_per_microbatch
     batch = jax.eval_shape(lambda: first_microbatch(example, size, None))
     return jax.ShapeDtypeStruct(batch.pop("mask").shape, bool), batch
 
@@ -125,7 +126,8 @@ def microbatch(parts: Parts) -> tuple[Any, dict[str, Any]]:
 def transformed(parts: Parts, batch: dict[str, Any], mask: Any) -> dict[str, Any]:
     """Return a microbatch as the transform leaves it, which sees no padding: what depends on `mask`
     does so in the model."""
-    transform, batch = parts.forward.transform, {**batch, "mask": jnp.ones(mask.shape, bool)}
+    transform = parts.forward.transform
+    batch = {**batch, "mask": jnp.ones(mask.shape, bool)}
     return batch if transform is None else transform(batch, jax.random.key(0), True)
 
 
@@ -188,7 +190,8 @@ def follow(jaxpr: jex.Jaxpr, marks: list[bool]) -> tuple[list[bool], bool]:
 
     Return which results are such values, and whether a matrix product or convolution has one as an
     operand."""
-    marked, product = {v for v, mark in zip(jaxpr.invars, marks, strict=True) if mark}, False
+    marked = {v for v, mark in zip(jaxpr.invars, marks, strict=True) if mark}
+    product = False
 
     def is_marked(v):
         return not isinstance(v, jex.Literal) and v in marked
@@ -197,7 +200,8 @@ def follow(jaxpr: jex.Jaxpr, marks: list[bool]) -> tuple[list[bool], bool]:
         operands = [is_marked(v) for v in eqn.invars]
         if not any(operands):
             continue
-        name, results = eqn.primitive.name, [False] * len(eqn.outvars)
+        name = eqn.primitive.name
+        results = [False] * len(eqn.outvars)
         product |= name in PRODUCTS
         if name in JOINS or (name in MOVES and operands[0]):
             results = [True] * len(eqn.outvars)

@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -26,13 +25,13 @@ from jaxdp.data.mixture import has_test_split
 from jaxdp.data.transforms import TRANSFORMS, as_transform
 from jaxdp.data.windows import Windows
 from jaxdp.errors import UsageError
-from jaxdp.targets import bind, call, locate, targets_in
+from jaxdp.targets import Args, Table, bind, call, locate, targets_in
 from jaxdp.train.carry import split_carry
 from jaxdp.train.options import Forward, Transform, first_microbatch
 
 
 def make_data(
-    config: Config, sources: Mapping[str, Any] = SOURCES, eval_sources: Mapping[str, Any] = SOURCES
+    config: Config, sources: Table = SOURCES, eval_sources: Table = SOURCES
 ) -> tuple[Dataset, dict[str, Dataset]]:
     """Return (the training set, the evaluation sets by name; "" is that of `eval.data`, or of the
     training data).
@@ -88,9 +87,7 @@ def named_sets(config: Config) -> dict[str, Target]:
     return {name: Target(*entry) for name, [entry] in entries.items()}
 
 
-def read_set(
-    key: str, target: Target, split: str, x64: bool, sources: Mapping[str, Any]
-) -> Dataset:
+def read_set(key: str, target: Target, split: str, x64: bool, sources: Table) -> Dataset:
     """Return the dataset of a target: a callable that returns one, or a sized sequence of examples."""
     source = locate(key, target.target, sources)
     if not callable(source) and not hasattr(source, "__len__"):
@@ -100,7 +97,8 @@ def read_set(
         )
     make = bind(key, source, target.args, {"split": split}) if callable(source) else None
     args = make.keywords if make is not None else {}
-    asked, path = str(args.get("split", split)), path_of(args)
+    asked = str(args.get("split", split))
+    path = path_of(args)
     name = f"the {asked} split of {target.target}{path}"
     try:
         made = source if make is None else call(key, make)
@@ -122,7 +120,7 @@ def read_set(
     return dataset
 
 
-def path_of(args: Mapping[str, Any]) -> str:
+def path_of(args: Args) -> str:
     """Return " in PATH" if the arguments of a data set have a path, else ""."""
     path = args.get("path", args.get("root"))
     return f" in {path!r}" if isinstance(path, str) else ""
@@ -144,7 +142,7 @@ def facts_of(dataset: Dataset) -> dict[str, Any]:
     }
 
 
-def make_transform(section: Target, table: Mapping[str, Any] = TRANSFORMS) -> Transform:
+def make_transform(section: Target, table: Table = TRANSFORMS) -> Transform:
     """Return the transform of microbatches that a section of the config names."""
     target = locate("data.transform", section.target, table)
     bound = bind("data.transform", target, section.args)

@@ -149,7 +149,8 @@ class Training(Host):
         with self.watch.suspend_timeout(f"saves step {progress.step}"):
             if int(progress.state.guard.halted):
                 raise Halted
-            state, meta = run.strategy.export(progress.state), self.metadata()
+            state = run.strategy.export(progress.state)
+            meta = self.metadata()
             run.checkpoints.save(progress.step, state, meta, run.log.writer.say)
             if not run.options.asynchronous:
                 run.checkpoints.wait()
@@ -180,7 +181,8 @@ class Training(Host):
         """Wait until the checkpoint being written is durable. Raises RunFailed if it could not be
         saved.
         """
-        run, began = self.run, time.perf_counter()
+        run = self.run
+        began = time.perf_counter()
         with self.watch.suspend_timeout("waits for the checkpoint"):
             failure = run.checkpoints.wait()
         run.log.events.note("settled", blocked=round(time.perf_counter() - began, 4))

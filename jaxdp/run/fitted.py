@@ -145,7 +145,8 @@ class Fitted:
                 x if isinstance(x, Mapping) else {"inputs": x}, shapes_of(self._parts.dataset)
             )
             count = len(next(iter(rows.values())))
-            size, outputs = min(batch_size, count), []
+            size = min(batch_size, count)
+            outputs = []
             trained = self._weights(ema)
             for start in range(0, count, size):
                 indices = np.minimum(
@@ -183,7 +184,8 @@ class Fitted:
                 raise UsageError(
                     "evaluate: the run has no evaluation data; give a data set", rank=0
                 )
-            step, strategy = self.final["step"], run.strategy
+            step = self.final["step"]
+            strategy = run.strategy
             is_there = step in context.of_root("steps", run.checkpoints.steps)
             state = run.checkpoints.restore(step, strategy.abstract()) if is_there else None
             if state is None or params_sha256(state.params) != self.final["params_sha256"]:
@@ -200,7 +202,8 @@ class Fitted:
 
     @functools.cached_property
     def _forward(self) -> Any:
-        forward, step = self._parts.forward, jnp.int32(self.final["step"])
+        forward = self._parts.forward
+        step = jnp.int32(self.final["step"])
 
         @jax.jit
         def run(params: Tree, model_state: Tree, batch: dict[str, jax.Array]) -> Tree:
@@ -220,7 +223,8 @@ class Fitted:
                 step, params, model_state, None, seed=jnp.asarray(forward.seed, jnp.uint32)
             )
             compute = cast_floats(params, forward.policy.compute)
-            recipe, alone = Recipe(forward, self._parts.rule), Replica(piece.number[None])
+            recipe = Recipe(forward, self._parts.rule)
+            alone = Replica(piece.number[None])
             return compute_logits(compute_outputs(recipe, own, compute, piece, False, alone)[0])
 
         return run

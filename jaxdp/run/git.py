@@ -24,7 +24,8 @@ def record(directory: pathlib.Path) -> dict[str, Any]:
     Of the repository of the current directory. Empty if it is none, git is missing, or it takes
     longer than TIMEOUT."""
     answers: list[bytes] = []
-    environment, null = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}, subprocess.DEVNULL
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    null = subprocess.DEVNULL
 
     def ask(*command: str) -> bytes:
         return subprocess.run(

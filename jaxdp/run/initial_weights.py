@@ -42,7 +42,8 @@ def initialize_from(
 ) -> Callable[[], TrainState]:
     """Return a function that computes the initial state of `init_from` and `init`. parts, objects:
     of the run. Raises UsageError on every rank."""
-    path, strategy = config.init_from, run.strategy
+    path = config.init_from
+    strategy = run.strategy
     assert path is not None
     local = on_all_ranks(context, lambda: str(locate(path)))
     source = pathlib.Path(
@@ -87,7 +88,8 @@ def fitted(
     Raises UsageError if an array that `init` selects is missing, does not fit or is not used, and
     if the models differ in an argument that changes the outputs.
     """
-    init, ours = config.init, {name: x for name, x in shapes.items() if not is_key(x)}
+    init = config.init
+    ours = {name: x for name, x in shapes.items() if not is_key(x)}
     if not init.rename:  # expressions apply to the file's own names
         weights = as_published(weights, source, ours)
     compared = compare(config, parts, objects, weights, source, ours)

@@ -15,7 +15,8 @@ def name_it(objects: dict[str, dict[str, Any]], section: str, value: Any) -> dic
         return {"target": value}
     rest: dict[str, Any] = {}
     if isinstance(value, Mapping) and "target" in value:
-        rest, value = {k: v for k, v in value.items() if k != "target"}, value["target"]
+        rest = {k: v for k, v in value.items() if k != "target"}
+        value = value["target"]
         if isinstance(value, str):
             return {"target": value, **rest}
     elif isinstance(value, Mapping) and section in ("model", "loss", "optimizer"):

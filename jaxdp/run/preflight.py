@@ -148,8 +148,8 @@ def check_examples(
         if transform is None:
             raise
         batch = {"mask": np.ones(len(next(iter(examples.values()))), bool), **examples}
-        transformed = transform(jax.tree.map(jax.numpy.asarray, batch), jax.random.key(0), train)
-        if jax.numpy.isnan(transformed.get("labels", 0.0)).any():
+        transformed = transform(jax.tree.map(jnp.asarray, batch), jax.random.key(0), train)
+        if jnp.isnan(transformed.get("labels", 0.0)).any():
             raise
         check(parts.forward.loss, shapes, transformed)
 
@@ -157,7 +157,8 @@ def check_examples(
 def output_shapes(parts: Parts, state: TrainState) -> Any:
     """Return the shapes of the model's outputs for a microbatch."""
     carry = state.kept.get(CARRY)
-    example, size = first_example(parts.dataset), parts.order.examples_per_microbatch
+    example = first_example(parts.dataset)
+    size = parts.order.examples_per_microbatch
 
     def outputs(params: Any, model_state: Any) -> Any:
         batch = first_microbatch(example, size, parts.forward.transform)
@@ -176,7 +177,8 @@ def output_shapes(parts: Parts, state: TrainState) -> Any:
 
 def called_with(key: str, parts: Parts, state: TrainState) -> str:
     """Describe the arguments that the model or the loss was called with."""
-    example, size = first_example(parts.dataset), parts.order.examples_per_microbatch
+    example = first_example(parts.dataset)
+    size = parts.order.examples_per_microbatch
     forward = parts.forward
     batch = jax.eval_shape(
         lambda: forward.policy.inputs(first_microbatch(example, size, forward.transform))
@@ -200,7 +202,8 @@ def rehearse_evaluation(
     """Trace the evaluation of a microbatch whose examples have other shapes than those for
     training.
     """
-    ours, others = shapes_of(parts.dataset), shapes_of(dataset)
+    ours = shapes_of(parts.dataset)
+    others = shapes_of(dataset)
     step = make_the_step(config, parts)
     order = make_order(config, dataset, parts.sequential, shuffle=False)
     try:

@@ -3,9 +3,10 @@
 import os
 import pathlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import IO, Any
 
+from jaxdp.checkpoint.manifest import Meta
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.config import Config
 from jaxdp.config.validation import as_saved, changed_numbers, flatten
@@ -31,8 +32,8 @@ CODE = {  # what is compared -> what decides it; the first one that differs is n
 
 
 def check_same_run(
-    saved: Mapping[str, Any],
-    now: Mapping[str, Any],
+    saved: Meta,
+    now: Meta,
     config: Config,
     step: int,
     objects: Collection[str],
@@ -110,15 +111,16 @@ def check_paths(config: Config, directory: pathlib.Path) -> None:
         raise UsageError(f"{'; '.join(texts)}; run the command there, or choose another --run_dir")
 
 
-def saved_contents(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+def saved_contents(saved: Meta) -> Meta:
     """Return the contents of the training data in the metadata of a checkpoint."""
     return saved.get("data_contents", {**EARLIER, "probes": saved["data_fingerprint"]})
 
 
-def compare_contents(saved: Mapping[str, Any], now: Mapping[str, Any], step: int) -> list[str]:
+def compare_contents(saved: Meta, now: Meta, step: int) -> list[str]:
     """Return the keys of the evaluation sets that have changed since the checkpoint of `step`;
     print a line about them, and one about what was not compared."""
-    old, new = saved.get("eval_contents"), now["eval_contents"]
+    old = saved.get("eval_contents")
+    new = now["eval_contents"]
     pairs = {"data": (saved_contents(saved), now["data_contents"])}
     pairs |= {key: (old[key], content) for key, content in new.items() if old and key in old}
     unknown = [f"{key} (none of it)" for key in new if old is None]
@@ -136,7 +138,7 @@ def compare_contents(saved: Mapping[str, Any], now: Mapping[str, Any], step: int
     return changed
 
 
-def spared_by(saved: Mapping[str, Any]) -> list[str]:
+def spared_by(saved: Meta) -> list[str]:
     """Return the paths of the parameters without weight decay; a checkpoint older than this fact
     has expressions.
     """

@@ -28,12 +28,14 @@ def roll_back(training: Any, initial: Record) -> None:
     run = training.run
     progress = training.progress
     watch = training.watch
-    offset, rollbacks = progress.offset, progress.rollbacks
+    offset = progress.offset
+    rollbacks = progress.rollbacks
     training.profile.stop()
     training.profile.first = None
     training.profile.ends = ()
     guard = jax.device_get(progress.state.guard)
-    first, last = int(guard.since), int(guard.halted_at)
+    first = int(guard.since)
+    last = int(guard.halted_at)
     with watch.suspend_timeout("waits for the checkpoint"):
         run.checkpoints.wait()
     halted = last if int(guard.halted) == NONFINITE else first
@@ -89,7 +91,8 @@ def state_to_return_to(run: Run, halted: int) -> int:
     Checkpoints that are no multiple of `rollback_every` do not count: with others, what else is
     saved would decide the numbers. Raises RunFailed if there is none, though one was due before
     update `halted`."""
-    checkpoints, every = run.checkpoints, run.options.rollback_every
+    checkpoints = run.checkpoints
+    every = run.options.rollback_every
     steps = checkpoints.steps()
     step = checkpoints.latest(
         run.log.writer.say, refused=[step for step in steps if every and step % every]

@@ -76,7 +76,8 @@ def make(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
     """Create and lock the directory, and write a nonce into it. Return (the lock, the error message
     or None).
     """
-    path, problem = os.path.realpath(directory / "checkpoints"), ""
+    path = os.path.realpath(directory / "checkpoints")
+    problem = ""
     if re.search("[\ud800-\udfff]", path):  # bytes that Python could not decode
         problem = " is not UTF-8, so Orbax could not save there; choose another with --run_dir"
     elif NOT_STORED.search(f"{path}/"):

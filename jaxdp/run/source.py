@@ -82,7 +82,8 @@ class Source:
             jnp.issubdtype(x.dtype, jnp.inexact) for x in first.values()
         ):
             return ""  # integers
-        rows, counted = dict[str, list[int]](), False
+        rows = dict[str, list[int]]()
+        counted = False
         for number in range(self.order.steps_per_epoch):
             examples = {name: np.asarray(x) for name, x in self.read(number).items()}
             indices = self.order.batch(number)

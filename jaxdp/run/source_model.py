@@ -25,7 +25,7 @@ from jaxdp.plan.programs import digest, lines
 from jaxdp.process.hosts import listed
 from jaxdp.run.components import Objects, Parts, apply_model, make_model
 from jaxdp.run.datasets import facts_of, shapes_of_model
-from jaxdp.targets import OBJECT, locate, parameters
+from jaxdp.targets import OBJECT, Args, locate, parameters
 from jaxdp.train.options import first_microbatch
 
 SPEED = ("attention", "scan")  # arguments of jaxdp's models that do not change what is computed
@@ -89,7 +89,8 @@ def with_published(
     parts: Parts, weights: Weights, source: pathlib.Path, shapes: Mapping[str, Any]
 ) -> Comparison:
     """Compare published weights, and the config.json beside them, with our GPT."""
-    layout, make = weights.layout, parts.forward.model.module
+    layout = weights.layout
+    make = parts.forward.model.module
     assert layout is not None
     modules: list[Any] = []
     if make is not None:
@@ -124,7 +125,7 @@ def with_published(
 
 
 def with_saved(
-    config: Config, parts: Parts, ours: Any, theirs: Any, saved: Mapping[str, Any], weights: Weights
+    config: Config, parts: Parts, ours: Any, theirs: Any, saved: Args, weights: Weights
 ) -> Comparison:
     """Compare the arguments that a run has saved with ours.
 
@@ -148,7 +149,8 @@ def with_saved(
     hint = f"; the source has model.args {listed(f'{name}: {there[name]!r}' for name in names if name in there)}"
 
     def swapped(names: Sequence[str]) -> Program:
-        args, data = dict(config.model.args), dict(facts)
+        args = dict(config.model.args)
+        data = dict(facts)
         for name in names:
             args.pop(name, None)
             if name in there:
@@ -183,9 +185,7 @@ def with_saved(
     )
 
 
-def arguments(
-    target: Callable[..., Any], args: Mapping[str, Any], data: Mapping[str, Any]
-) -> dict[str, Any]:
+def arguments(target: Callable[..., Any], args: Args, data: Args) -> dict[str, Any]:
     """Return the arguments that a target is called with, as JSON: defaults, facts of the data,
     those of the config.
     """

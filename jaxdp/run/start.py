@@ -63,8 +63,10 @@ def start_writer(
 
     layout: the result of `layout_of`.
     """
-    run, start = training.run, training.progress.step
-    directory, context = run.log.directory, run.checkpoints.context
+    run = training.run
+    start = training.progress.step
+    directory = run.log.directory
+    context = run.checkpoints.context
     devices = run.strategy.devices
     rundir.write_config(directory, dataclasses.asdict(config))
     rundir.write_env(
@@ -213,7 +215,8 @@ def advice(
     after which the run starts.
     """
     devices, per_device = run.strategy.assignment.shape
-    batch, microbatches = config.batch_size, config.microbatches
+    batch = config.batch_size
+    microbatches = config.microbatches
     padded = microbatches * (per_microbatch := run.data.train.order.examples_per_microbatch)
     if 1 - batch / padded > EMPTY:
         yield (
@@ -249,7 +252,8 @@ def advice(
             "data: the model ignores its segments and reads across documents; use one such as GPT instead"
         )
     yield from data_warnings(config, prepared.parts, run.strategy.shapes, devices)
-    opt, steps = config.optimizer, run.options.steps
+    opt = config.optimizer
+    steps = run.options.steps
     horizon = min(steps, opt.schedule_steps or steps)
     if not opt.target.startswith(f"{OF_SCRIPT} ") and opt.warmup_steps > horizon:
         end = "the run ends" if horizon == steps else "optimizer.schedule_steps ends the schedule"
@@ -293,7 +297,8 @@ def rate_advice(run: Run, config: Config, prepared: Prepared, start: int) -> Ite
     """Yield a warning if the optimizer does not use the config's rate, or if the schedule ends
     before the run.
     """
-    opt, steps = config.optimizer, run.options.steps
+    opt = config.optimizer
+    steps = run.options.steps
     if opt.target.startswith(f"{OF_SCRIPT} "):
         return
     if not follows_schedule(prepared.parts, state_shapes(prepared.make_state)):
@@ -382,7 +387,8 @@ def reads(run: Run, name: str) -> bool:
 
 def layout_of(run: Run, config: Config) -> dict[str, Any]:
     """Return the memory and the sharding of the run on each device, for layout.json."""
-    strategy, order = run.strategy, run.data.train.order
+    strategy = run.strategy
+    order = run.data.train.order
     first = first_example(run.data.train.dataset)
     rows = (config.microbatches, order.examples_per_microbatch)
     batch = {

@@ -281,7 +281,8 @@ def supervised(
     run = training.run
     config = training.config
     snapshots = training.snapshots
-    start, context = training.progress.step, run.checkpoints.context
+    start = training.progress.step
+    context = run.checkpoints.context
     log, directory = run.log, run.log.directory
     if snapshots is not None:
         snapshots.records.rewind(start, training.progress.evaluated == start)

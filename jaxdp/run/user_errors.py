@@ -41,7 +41,8 @@ def reported(called_with: Callable[[str], str] = lambda key: "") -> Iterator[Non
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        user_lines, key = lines(error), caller(frames)
+        user_lines = lines(error)
+        key = caller(frames)
         if not user_lines and (
             key in ("config", "data") or not isinstance(error, TypeError | ValueError)
         ):

@@ -48,7 +48,8 @@ from jaxdp.verify.problem import Other, Trial, in_traceable_precision, make_tria
 from jaxdp.verify.trained import run_updates
 from jaxdp.verify.verify_checks import Curve, OwnPrecision
 
-ALONE, FLOAT64 = Context(), Precision("float64", "float64", "float64")
+ALONE = Context()
+FLOAT64 = Precision("float64", "float64", "float64")
 QUICK_COMPILATION = "--xla_backend_optimization_level=1"
 OWN_UPDATES = 8  # in the run's own precision, at least
 SUMMED = 8  # microbatches whose gradients are added, at most
@@ -96,7 +97,8 @@ def make_problem(config: Config, context: Context = ALONE) -> Problem:
             "outer.replicas: verify compares with ordinary training; compare bits instead, with --exact"
         )
     config = smaller(config)
-    opt, own = config.optimizer, configuration_of(config)
+    opt = config.optimizer
+    own = configuration_of(config)
     parts = make_parts(config) if context.size == 1 else prepare_on_all_ranks(config, context).parts
     if context.size == 1 and not config.verify.model_args:
         with contextlib.suppress(NameError):  # of an axis: verification reports it
@@ -289,7 +291,8 @@ def verify_exactly(
     """
     set_jax(config)
     parts = make_parts(config)
-    used, summands = jax.devices(), config.microbatches // config.parallel.exact_group
+    used = jax.devices()
+    summands = config.microbatches // config.parallel.exact_group
     if jax.process_count() == 1:
         used = used[: min(devices, summands)]
 
