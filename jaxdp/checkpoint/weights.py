@@ -116,8 +116,13 @@ def from_checkpoint(
     """
     stored = dict[str, Any]()
 
-    def has(field):
-        return any(name == field or name.startswith(f"{field}/") for name in stored)
+    def of(field: str) -> dict[str, str]:
+        """Return {name below a field: its path in the checkpoint}."""
+        return {
+            name[len(field) + 1 :]: name
+            for name in stored
+            if name == field or name.startswith(f"{field}/")
+        }
 
     try:
         saved = manifest.read(path)
@@ -125,24 +130,17 @@ def from_checkpoint(
         tree: Any = described(path.resolve())
         path_of = path_in(saved["meta"])
         stored = {path_of(key): x for key, x in jax.tree_util.tree_leaves_with_path(tree)}
-        problem = None if has("params") else "it contains no parameters"
+        problem = None if of("params") else "it contains no parameters"
     except Exception as error:
         problem = one_line(error)
     if problem:
         raise UsageError(
             f"{field}: {str(path)!r} is not a complete jaxdp checkpoint ({problem}); give another"
         )
-    if ema and not has("ema"):
+    if ema and not of("ema"):
         raise UsageError(
             f"{ema_field}: {str(path)!r} has no running average; leave it out (optimizer.ema computes one)"
         )
-
-    def of(field):
-        return {
-            name[len(field) + 1 :]: name
-            for name in stored
-            if name == field or name.startswith(f"{field}/")
-        }
 
     where = of("ema" if ema else "params")  # {our name: path in the checkpoint}
     where |= {
@@ -150,14 +148,10 @@ def from_checkpoint(
         for name, key in (of("model_state") | (of("ema_state") if ema else {})).items()
     }
     state = of("opt_state")
-    others = (
-        {}
-        if ema
-        else {
-            name: (kind, [state[key] for key in keys])
-            for name, (kind, keys) in sources(state).items()
-        }
-    )
+    others = {
+        name: (kind, [state[key] for key in keys])
+        for name, (kind, keys) in ({} if ema else sources(state)).items()
+    }
 
     def read(wanted: Mapping[str, Any]) -> dict[str, Any]:
         needed = {where[name]: target for name, target in wanted.items()}

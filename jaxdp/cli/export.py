@@ -1,7 +1,6 @@
 """The verb `export`: write a checkpoint's parameters to a file or a folder for other programs."""
 
 import json
-import math
 import pathlib
 from typing import Any
 
@@ -39,14 +38,14 @@ def export(options: dict[str, Any]) -> str:
     arrays = on_host(weights)
     params = {name: x for name, x in arrays.items() if not name.startswith(MODEL_STATE)}
     digest = params_sha256(params)
+    meta = manifest.read(checkpoint)["meta"]
     metadata = {
         "format": FORMAT,
         "step": str(step),
         "params_sha256": digest,
         "ema": str(options["ema"]).lower(),
+        **{key: json.dumps(meta[key]) for key in DESCRIBED if key in meta},
     }
-    meta = manifest.read(checkpoint)["meta"]
-    metadata |= {key: json.dumps(meta[key]) for key in DESCRIBED if key in meta}
     about = ""
     file = output / "model.safetensors" if layout == FOLDER else output
     try:
@@ -58,7 +57,7 @@ def export(options: dict[str, Any]) -> str:
         raise UsageError(
             f"--output: {str(output)!r} cannot be written ({one_line(error)}); choose another"
         ) from None
-    elements = sum(math.prod(x.shape) for x in params.values())
+    elements = sum(x.size for x in params.values())
     state = len(weights.arrays) - len(params)
     return (
         f"{len(params)} parameters{' (running average)' * options['ema']}, {elements:,} elements"

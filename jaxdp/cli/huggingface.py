@@ -59,9 +59,11 @@ def write(folder: pathlib.Path, arrays: Mapping[str, np.ndarray], meta: Json) ->
         "vocab_size": args["num_classes"],
         "tie_word_embeddings": args["tied"],
         "dtype": dtype,
+        "torch_dtype": dtype,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        **(gpt2_config(args) if layout is GPT2 else llama_config(args)),
     }
-    content |= {"torch_dtype": dtype, "bos_token_id": None, "eos_token_id": None}
-    content |= gpt2_config(args) if layout is GPT2 else llama_config(args)
     folder.mkdir(exist_ok=True)
     safetensors.write(
         folder / "model.safetensors", tensors, {"format": "pt"}
@@ -114,14 +116,14 @@ def write_tokenizer(folder: pathlib.Path, spec: Json) -> str:
             "added_tokens": [],
             "normalizer": None,
             "post_processor": None,
+            "model": {
+                "type": "BPE",
+                "vocab": {c: i for i, c in enumerate(characters)},
+                "merges": [],
+            },
+            "pre_tokenizer": level if kind == "byte" else None,
+            "decoder": level if kind == "byte" else {"type": "Fuse"},
         }
-        content["model"] = {
-            "type": "BPE",
-            "vocab": {c: i for i, c in enumerate(characters)},
-            "merges": [],
-        }
-        content["pre_tokenizer"] = level if kind == "byte" else None
-        content["decoder"] = level if kind == "byte" else {"type": "Fuse"}
         file.write_text(json.dumps(content), encoding="utf-8")
     else:
         if (

@@ -94,7 +94,7 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
         notes += describe(
             sites, data, every, seconds[0]["compute"] if seconds[0] else None, network
         )
-    count = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes.params))
+    count = sum(x.size for x in jax.tree.leaves(shapes.params))
     dtypes = config.precision
     title = (
         f"{config.model.target} {count:,} parameters; {config.data.target}; {config.optimizer.target}; "
@@ -104,7 +104,7 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
         f"of {parts.order.examples_per_microbatch} on each: {examples:,} examples an update",
     )
     if options["json"]:
-        stage_plans = [
+        figures_of = [
             {
                 **as_dict(p),
                 "needs": needs[p.zero],
@@ -113,22 +113,19 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
             }
             for p, s in zip(plans, seconds)
         ]
-        setup = {
+        content = {
             "model": config.model.target,
             "parameters": count,
             "devices": devices,
             "hardware": hardware._asdict(),
-        }
-        setup |= {
             "examples": examples,
             "microbatches_per_device": per_device,
             "memory": limit,
-            "plans": stage_plans,
+            "plans": figures_of,
+            "recommended": best.zero if best and tried_all else None,
+            "notes": notes,
         }
-        return json.dumps(
-            {**setup, "recommended": best.zero if best and tried_all else None, "notes": notes},
-            indent=1,
-        )
+        return json.dumps(content, indent=1)
     last = verdict(plans, best, limit, tried_all)
     last += f"; it needs {needs[best.zero]}" if best and needs[best.zero] else ""
     return "\n".join([*title, "", *figures(plans, seconds, examples), "", last, "", *notes])
@@ -139,7 +136,7 @@ def sent(gradients: Any, reduction: str) -> float:
     width = {"exact": lambda n: max(n, 4), "exact16": lambda n: 2, "exact8": lambda n: 1}.get(
         reduction, lambda n: n
     )
-    return sum(math.prod(x.shape) * width(x.dtype.itemsize) for x in jax.tree.leaves(gradients))
+    return sum(x.size * width(x.dtype.itemsize) for x in jax.tree.leaves(gradients))
 
 
 def figures(plans: list[Plan], seconds: list[Any], examples: int) -> list[str]:

@@ -107,28 +107,28 @@ def sample(path: pathlib.Path, most: int) -> tuple[list[dict[str, Any]], int]:
     """Return (records of a metrics file, the number of its lines): all, or evenly spaced ones of
     each split.
 
-    most: up to twice as many lines of a split are returned, and the last one. Memory is bounded by
-    them, and only they are parsed.
+    most: up to twice as many lines of a split are returned, and the last one. The file is read
+    twice: only these lines are in memory, and only they are parsed.
     """
-    lines: dict[bytes, list[tuple[int, bytes]]] = {}  # of each split, with their numbers
-    last: dict[bytes, tuple[int, bytes]] = {}
-    steps = collections.Counter[bytes]()
-    counts = collections.Counter[bytes]()
-    total = 0
-    with path.open("rb") if path.is_file() else contextlib.nullcontext(()) as file:
-        for total, line in enumerate(file, 1):
-            split = match[1] if (match := SPLIT.search(line)) else b""
-            kept = lines.setdefault(split, [])
-            last[split] = (total, line)
-            if counts[split] % max(1, steps[split]) == 0:
-                kept.append((total, line))
-            counts[split] += 1
-            if len(kept) > 2 * most:
-                del kept[1::2]
-                steps[split] = 2 * max(1, steps[split])
-    chosen = dict(sorted([*last.values(), *(line for kept in lines.values() for line in kept)]))
-    records = [parse(line.decode("utf-8", "replace")) for line in chosen.values()]
-    return [record for record in records if record is not None], total
+    if not path.is_file():
+        return [], 0
+    with path.open("rb") as file:
+        counts = collections.Counter(map(split_of, file))
+    chosen, seen = list[bytes](), collections.Counter[bytes]()
+    with path.open("rb") as file:
+        for line in file:
+            split = split_of(line)
+            every = 1 << ((counts[split] - 1) // max(1, 2 * most)).bit_length()
+            if seen[split] % every == 0 or seen[split] == counts[split] - 1:
+                chosen.append(line)
+            seen[split] += 1
+    records = [parse(line.decode("utf-8", "replace")) for line in chosen]
+    return [record for record in records if record is not None], counts.total()
+
+
+def split_of(line: bytes) -> bytes:
+    """Return the split of a line of a metrics file, unparsed."""
+    return match[1] if (match := SPLIT.search(line)) else b""
 
 
 def parse(line: str) -> dict[str, Any] | None:

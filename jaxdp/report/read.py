@@ -188,12 +188,10 @@ def differences(times: list[float | None]) -> list[int]:
     """Convert times in seconds to integer milliseconds since the previous; a missing time counts as
     the previous.
     """
-    result, before = [], 0
-    for time in times:
-        now = before if time is None else round(1000 * float(time))
-        result.append(now - before)
-        before = now
-    return result
+    milliseconds = itertools.accumulate(
+        times, lambda before, t: before if t is None else round(1000 * float(t)), initial=0
+    )
+    return [now - before for before, now in itertools.pairwise(milliseconds)]
 
 
 def rounded(value: Any) -> Any:

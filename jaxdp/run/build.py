@@ -18,7 +18,7 @@ from jaxdp.config import Config, Parallel
 from jaxdp.config.validation import flatten
 from jaxdp.cpu import on_cpu
 from jaxdp.data.contents import contents, has_parts
-from jaxdp.data.dataset import UNKNOWN, first_example
+from jaxdp.data.dataset import UNKNOWN
 from jaxdp.data.resident import Resident
 from jaxdp.errors import UsageError
 from jaxdp.metrics.jsonl import NoEvents
@@ -293,8 +293,7 @@ def make_case(config: Config, parts: Parts, zero: int, per_device: int, devices:
     strategy = make_strategy(config, parts, state_maker(config, parts), jax.devices()[:devices])
     step = make_the_step(config, parts)
     check_optimizer(config, strategy, parts.rule.tx, step)
-    size = parts.order.examples_per_microbatch
-    first = first_example(parts.dataset)
+    first, size = parts.first
     example = {k: jax.ShapeDtypeStruct((size, *v.shape[1:]), v.dtype) for k, v in first.items()}
     example.setdefault("mask", jax.ShapeDtypeStruct((size,), np.dtype(np.float32)))
     return Case(

@@ -88,6 +88,11 @@ class Parts(NamedTuple):
         transform = both(getattr(dataset, "transform", None), self.transform)
         return self._replace(forward=self.forward._replace(eval_transform=transform))
 
+    @property
+    def first(self) -> tuple[dict[str, np.ndarray], int]:
+        """Return the first example [1, ...], and the number of examples in a microbatch."""
+        return first_example(self.dataset), self.order.examples_per_microbatch
+
 
 def set_jax(config: Config, sums: bool = True) -> None:
     """Set JAX's settings (`SETTINGS`) from the config, before anything is built. sums: gradients
@@ -271,8 +276,7 @@ def state_maker(config: Config, parts: Parts) -> Partial:
     """Return a function that computes the state before the first update, with its seed; JAX traces
     it once.
     """
-    example = first_example(parts.dataset)
-    size = parts.order.examples_per_microbatch
+    example, size = parts.first
 
     def make_state(seed: jax.Array) -> TrainState:
         inputs = first_microbatch(example, size, parts.forward.transform)

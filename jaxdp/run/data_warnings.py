@@ -12,11 +12,12 @@ import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxdp.config import Config
-from jaxdp.data.dataset import first_example, probes, tokenizer_spec
+from jaxdp.data.dataset import probes, tokenizer_spec
 from jaxdp.data.example_order import RESET
 from jaxdp.models.base import CARRY
 from jaxdp.optim.interpreter import inside
 from jaxdp.run.components import Parts, apply_model
+from jaxdp.run.preflight import carry_of_one
 from jaxdp.train.carry import split_carry
 from jaxdp.train.options import first_microbatch
 from jaxdp.train.state import TrainState
@@ -99,8 +100,6 @@ def trace(parts: Parts, state: TrainState, train: bool) -> tuple[jex.Jaxpr, list
     """Return the program (mask, other entries of a microbatch, model state, carry, parameters) ->
     (new model state, outputs) of the transform and the model, and the names of the entries."""
     mask, batch = microbatch(parts)
-    kept = state.kept.get(CARRY)
-    carry = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), kept)
 
     def apply(mask: Any, batch: Any, model_state: Any, carry: Any, params: Any) -> Any:
         model_state = model_state if carry is None else {**model_state, CARRY: carry}
@@ -108,17 +107,16 @@ def trace(parts: Parts, state: TrainState, train: bool) -> tuple[jex.Jaxpr, list
         outputs, new = apply_model(parts.forward, params, model_state, inputs, train)
         return split_carry(new)[0], outputs
 
-    return jax.make_jaxpr(apply)(mask, batch, state.model_state, carry, state.params).jaxpr, sorted(
-        batch
-    )
+    return jax.make_jaxpr(apply)(
+        mask, batch, state.model_state, carry_of_one(state), state.params
+    ).jaxpr, sorted(batch)
 
 
 def microbatch(parts: Parts) -> tuple[Any, dict[str, Any]]:
     """Return the shapes of a microbatch's mask, and of its other entries by name, before the
     transform.
     """
-    example = first_example(parts.dataset)
-    size = parts.order.examples_per_microbatch
+    example, size = parts.first
     batch = jax.eval_shape(lambda: first_microbatch(example, size, None))
     return jax.ShapeDtypeStruct(batch.pop("mask").shape, bool), batch
 

@@ -20,7 +20,7 @@ from jaxdp.run.callbacks import Callbacks
 from jaxdp.run.checks import Checks
 from jaxdp.run.profile_window import Profile
 from jaxdp.run.rollback import roll_back
-from jaxdp.run.source import not_finite
+from jaxdp.run.source import loss_of, not_finite
 from jaxdp.train.evaluate import evaluate
 from jaxdp.train.lookback import EXAMINED, Halted, Lookback, NotFinite
 from jaxdp.train.loop import fit
@@ -288,7 +288,7 @@ class Training(Host):
         else:
             final |= progress.last_batch()
         self.wait_for_checkpoint()
-        losses = [f"{name}/loss" if name else "loss" for name in run.data.eval]
+        losses = map(loss_of, run.data.eval)
         if wrong := [name for name in losses if not math.isfinite(final.get(name, math.nan))]:
             ended = f" (training ended there: {progress.stopped})" if progress.stopped else ""
             text = f"the last evaluation, after update {progress.step}, has no finite {' and '.join(wrong)}{ended}"

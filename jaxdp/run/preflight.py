@@ -12,7 +12,7 @@ import numpy as np
 from jax.tree_util import Partial
 
 from jaxdp.config import Config
-from jaxdp.data.dataset import Dataset, first_example, probes, read_examples
+from jaxdp.data.dataset import Dataset, probes, read_examples
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError, one_line
 from jaxdp.losses import check
@@ -156,29 +156,27 @@ def check_examples(
 
 def output_shapes(parts: Parts, state: TrainState) -> Any:
     """Return the shapes of the model's outputs for a microbatch."""
-    carry = state.kept.get(CARRY)
-    example = first_example(parts.dataset)
-    size = parts.order.examples_per_microbatch
+    example, size = parts.first
+    carry, model_state = carry_of_one(state), state.model_state
+    if carry is not None:
+        model_state = {**model_state, CARRY: carry}
 
     def outputs(params: Any, model_state: Any) -> Any:
         batch = first_microbatch(example, size, parts.forward.transform)
         return apply_model(parts.forward, params, model_state, batch, False)[0]
 
-    def first(x: Any) -> Any:
-        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-
-    model_state = (
-        state.model_state
-        if carry is None
-        else {**state.model_state, CARRY: jax.tree.map(first, carry)}
-    )
     return jax.eval_shape(outputs, state.params, model_state)
+
+
+def carry_of_one(state: TrainState) -> Any:
+    """Return the shapes of what the model carries from one microbatch to the next, or None."""
+    kept = state.kept.get(CARRY)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), kept)
 
 
 def called_with(key: str, parts: Parts, state: TrainState) -> str:
     """Describe the arguments that the model or the loss was called with."""
-    example = first_example(parts.dataset)
-    size = parts.order.examples_per_microbatch
+    example, size = parts.first
     forward = parts.forward
     batch = jax.eval_shape(
         lambda: forward.policy.inputs(first_microbatch(example, size, forward.transform))

@@ -171,14 +171,15 @@ class Batches:
             ) from None
 
 
+def loss_of(name: str) -> str:
+    """Return the name of the loss of an evaluation set in a record."""
+    return f"{name}/loss" if name else "loss"
+
+
 def not_finite(run: Run, record: Record) -> tuple[str, bool] | None:
     """Return, on every rank, why a loss of an evaluation is not finite, and whether its examples
     are the cause; None if all losses are finite. Reads the examples again."""
-    names = [
-        name
-        for name in run.data.eval
-        if not math.isfinite(record[f"{name}/loss" if name else "loss"])
-    ]
+    names = [name for name in run.data.eval if not math.isfinite(record[loss_of(name)])]
     if not names:
         return None
     context, texts = run.checkpoints.context, []
@@ -190,8 +191,8 @@ def not_finite(run: Run, record: Record) -> tuple[str, bool] | None:
         rank = next((rank for rank, text in enumerate(causes) if text), 0)
         cause = f"{context.title(rank)}: {causes[rank]}" if len({*causes}) > 1 else causes[rank]
         where = f"the evaluation set {name!r}" if name else "the evaluation data"
-        loss = record[f"{name}/loss" if name else "loss"]
-        texts.append((f"the loss of {where} is {loss}: {cause or OVERFLOW}", bool(cause)))
+        text = f"the loss of {where} is {record[loss_of(name)]}: {cause or OVERFLOW}"
+        texts.append((text, bool(cause)))
     return next((text for text in texts if text[1]), texts[0])
 
 

@@ -3,7 +3,6 @@ and warnings.
 """
 
 import dataclasses
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -399,7 +398,7 @@ def layout_of(run: Run, config: Config) -> dict[str, Any]:
     sizes = memory.bytes_by_tree(strategy, run.step, batch, shard_gradients)
     devices, per_device = strategy.assignment.shape
     return {
-        "parameters": sum(math.prod(x.shape) for x in jax.tree.leaves(strategy.shapes.params)),
+        "parameters": sum(x.size for x in jax.tree.leaves(strategy.shapes.params)),
         "devices": devices,
         "parts": strategy.parts,
         "microbatches_per_device": per_device,
