@@ -24,7 +24,7 @@ from jaxdp.errors import UsageError
 from jaxdp.metrics.jsonl import NoEvents
 from jaxdp.metrics.meter import throughput
 from jaxdp.metrics.writer import Record, Writer
-from jaxdp.optim.rate import scheduled_rate
+from jaxdp.optim.rate import rate_of
 from jaxdp.parallel.placement import assign_microbatches
 from jaxdp.parallel.strategy import Strategy
 from jaxdp.plan.hardware import peak_flops
@@ -266,7 +266,7 @@ def follows_schedule(parts: Parts, state: TrainState) -> bool:
     state: shapes.
     """
     params = parts.rule.trainable(state.params)
-    rate = functools.partial(scheduled_rate, parts.rule.tx)
+    rate = functools.partial(rate_of, parts.rule.tx)
     return jax.eval_shape(rate, params, state.opt_state, params) is not None
 
 
