@@ -13,14 +13,14 @@ import jax
 import numpy as np
 import optax
 from jax.extend import core as jex
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxdp.errors import UsageError, one_line
-from jaxdp.optim.interpreter import needed
+from jaxdp.optim.interpreter import CALLS, inside
 from jaxdp.split import WHOLE, padded_shape, path_string, split_dims
 
 Tree = Any
 Shape = tuple[int, ...]
-Program = tuple[jex.ClosedJaxpr, Sequence[Any]]  # with the outputs that count
 
 # Names of operations of `jax.lax`.
 ELEMENTWISE = re.compile(
@@ -30,7 +30,7 @@ ELEMENTWISE = re.compile(
     "reduce_precision|rem|round|rsqrt|select_n|shift_left|shift_right_(arithmetic|logical)|sharding_constraint|sign|"
     "sinh?|sqrt|square|stop_gradient|sub|tanh?|xor"
 )
-CALLS = re.compile("checkpoint|closed_call|cond|core_call|custom_[jv][jv]p_call|p?jit|scan|while")
+ENTERED = {*CALLS, "cond", "scan", "while"}
 FILL = "broadcast_in_dim"
 
 
@@ -58,79 +58,74 @@ def check_elementwise(
     if all(dim == WHOLE for dim in jax.tree.leaves(dims)):
         return
 
-    def padded(shape, dim):
-        return padded_shape(shape, dim, parts)
-
-    def part(shape, dim):
-        return tuple(n // parts if d == dim else n for d, n in enumerate(padded(shape, dim)))
-
-    def plain(shape, dim):
+    def plain(shape: Shape, dim: int) -> Shape:
         return shape
 
-    def programs(resize: Callable[[Shape, int], Shape]) -> list[Program]:
-        return trace(
-            tx,
-            jax.tree.map(
-                lambda x, dim: jax.ShapeDtypeStruct(resize(x.shape, dim), x.dtype), params, dims
-            ),
-        )
+    def padded(shape: Shape, dim: int) -> Shape:
+        return padded_shape(shape, dim, parts)
 
-    paths = {
-        tuple(x.shape): path_string(path) for path, x in jax.tree_util.tree_leaves_with_path(params)
-    }
+    def part(shape: Shape, dim: int) -> Shape:
+        return tuple(n // parts if d == dim else n for d, n in enumerate(padded(shape, dim)))
+
+    def programs(resize: Callable[[Shape, int], Shape]) -> list[jex.ClosedJaxpr]:
+        def shape(x: Any, dim: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(resize(x.shape, dim), x.dtype)
+
+        return trace(tx, jax.tree.map(shape, params, dims))
+
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    paths = {x.shape: path_string(path) for path, x in leaves}
     try:
         sliced, wholes = programs(part), [programs(plain), *([programs(padded)] if pad else [])]
         problems = [difference(*pair, paths) for whole in wholes for pair in zip(whole, sliced)]
     except Exception as error:
-        problems = [
-            f"it fails on slices of the parameters: {type(error).__name__}: {one_line(error)}"
-        ]
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        problems = [f"it fails on slices of the parameters: {reason}"]
     if problem := next(filter(None, problems), None):
         raise UsageError(f"optimizer: {problem}; {advice}")
 
 
-def trace(tx: optax.GradientTransformation, params: Tree) -> list[Program]:
-    """Return the programs of init and of update, each with the outputs that decide the updates, now
-    or later.
-    """
+def trace(tx: optax.GradientTransformation, params: Tree) -> list[jex.ClosedJaxpr]:
+    """Return the programs of init and of update, without what no update depends on, now or later."""
     extra, state = optax.with_extra_args_support(tx), jax.eval_shape(tx.init, params)
     init = jax.make_jaxpr(tx.init)(params)
     update = jax.make_jaxpr(lambda *args: extra.update(*args, value=1.0))(params, state, params)
-    count, jaxpr = len(jax.tree.leaves(params)), update.jaxpr
-    old, new = jaxpr.invars[count : len(jaxpr.invars) - count], jaxpr.outvars[count:]
-    live = more = jaxpr.outvars[:count]
-    while more:  # also the part of the new state that a later update reads
-        read = needed(jaxpr, live)[1]
-        more = [
-            y for x, y in zip(old, new, strict=True) if x in read and not any(y is z for z in live)
-        ]
-        live = [*live, *more]
+    count, entries = len(jax.tree.leaves(params)), len(jax.tree.leaves(state))
+    live, before = [False] * entries, None
+    while live != before:  # also the part of the new state that a later update reads
+        before = live
+        jaxpr, read = dce_jaxpr(update.jaxpr, [True] * count + live)
+        live = read[count : count + entries]
     return [
-        (init, [y for x, y in zip(old, init.jaxpr.outvars, strict=True) if x in read]),
-        (update, live),
+        jex.ClosedJaxpr(dce_jaxpr(init.jaxpr, live)[0], init.consts),
+        jex.ClosedJaxpr(jaxpr, update.consts),
     ]
 
 
-def difference(whole: Program, part: Program, paths: Mapping[Shape, str]) -> str:
+def difference(
+    whole: jex.ClosedJaxpr | jex.Jaxpr,
+    part: jex.ClosedJaxpr | jex.Jaxpr,
+    paths: Mapping[Shape, str],
+) -> str:
     """Return why the program for slices computes something else than the one for full arrays, or
     "".
     """
-    (closed, outputs), (closed_part, part_outputs) = whole, part
-    eqns, part_eqns = needed(closed.jaxpr, outputs)[0], needed(closed_part.jaxpr, part_outputs)[0]
     depends = "it is not elementwise: its operations or constants depend on the shape of a parameter that is split"
-    if [x.primitive for x in eqns] != [x.primitive for x in part_eqns]:
+    consts, part_consts = getattr(whole, "consts", ()), getattr(part, "consts", ())
+    eqns, part_eqns = whole.eqns, part.eqns
+    if (
+        [x.primitive for x in eqns] != [x.primitive for x in part_eqns]
+        or len(consts) != len(part_consts)
+        or not all(map(equal, consts, part_consts))
+    ):
         return depends
-    consts, part_consts = closed.consts, closed_part.consts
-    if len(consts) != len(part_consts) or not all(map(equal, consts, part_consts)):
-        return depends
-    pairs: Any = zip(eqns, part_eqns)
-    for one, other in pairs:
-        name, shapes = one.primitive.name, lambda xs: [x.aval.shape for x in xs]
-        split = [x for x, y in zip(one.invars, other.invars) if x.aval.shape != y.aval.shape]
-        same_shapes = shapes(one.outvars) == shapes(other.outvars)
-        fits = bool(ELEMENTWISE.fullmatch(name)) if split else name == FILL or same_shapes
-        if CALLS.fullmatch(name) and one.params.get("length") == other.params.get("length"):
-            for pair in zip(inner_programs(one), inner_programs(other), strict=True):
+    for one, other in zip(eqns, part_eqns):
+        name, inputs = one.primitive.name, [*zip(one.invars, other.invars)]
+        split = [x for x, y in inputs if x.aval.shape != y.aval.shape]
+        changed = [x for x, y in zip(one.outvars, other.outvars) if x.aval.shape != y.aval.shape]
+        fits = bool(ELEMENTWISE.fullmatch(name)) if split else name == FILL or not changed
+        if name in ENTERED and one.params.get("length") == other.params.get("length"):
+            for pair in zip(inside(one), inside(other), strict=True):
                 if problem := difference(*pair, paths):
                     return problem
         elif not fits:
@@ -142,15 +137,6 @@ def difference(whole: Program, part: Program, paths: Mapping[Shape, str]) -> str
         if repr(literals(one)) != repr(literals(other)):
             return depends
     return ""
-
-
-def inner_programs(eqn: jex.JaxprEqn) -> list[Program]:
-    """Return the programs inside a call, a loop or a conditional."""
-    values = jax.tree.leaves(
-        list(eqn.params.values()), is_leaf=lambda x: isinstance(x, jex.ClosedJaxpr | jex.Jaxpr)
-    )
-    closed = [jex.ClosedJaxpr(x, ()) if isinstance(x, jex.Jaxpr) else x for x in values]
-    return [(x, x.jaxpr.outvars) for x in closed if isinstance(x, jex.ClosedJaxpr)]
 
 
 def literals(eqn: jex.JaxprEqn) -> list[Any]:

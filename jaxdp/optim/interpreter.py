@@ -25,17 +25,15 @@ Rule = Callable[[Any, list[Any]], Sequence[Any] | None]
 def interpret(f: Callable, args: Sequence[Any], rule: Rule) -> Any:
     """Return f(*args)."""
     closed, shape = jax.make_jaxpr(f, return_shape=True)(*args)
-    return jax.tree.unflatten(
-        jax.tree.structure(shape), evaluate(closed, jax.tree.leaves(args), rule)
-    )
+    outputs = evaluate(closed, jax.tree.leaves(args), rule)
+    return jax.tree.unflatten(jax.tree.structure(shape), outputs)
 
 
 def evaluate(closed: Any, args: Sequence[Any], rule: Rule) -> list[Any]:
     """Return the outputs of a jaxpr, which may be without its constants if it has none."""
     jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
-    values: dict[Any, Any] = dict(
-        zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True)
-    )
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    values: dict[Any, Any] = dict(zip(variables, [*consts, *args], strict=True))
 
     def read(x):
         return x.val if isinstance(x, Literal) else values[x]
@@ -44,28 +42,12 @@ def evaluate(closed: Any, args: Sequence[Any], rule: Rule) -> list[Any]:
         inputs = [read(x) for x in equation.invars]
         out = rule(equation, inputs)
         if out is None and equation.primitive.name in CALLS:
-            params = equation.params
-            out = evaluate(
-                params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"], inputs, rule
-            )
+            [inner] = inside(equation)
+            out = evaluate(inner, inputs, rule)
         elif out is None:
             out = bind(equation, inputs)
         values.update(zip(equation.outvars, out, strict=True))
     return [read(x) for x in jaxpr.outvars]
-
-
-def needed(jaxpr: Jaxpr, outputs: Sequence[Any]) -> tuple[list[JaxprEqn], set[Any]]:
-    """Return the operations that decide the outputs, and all values that they read."""
-
-    def is_variable(x):
-        return not isinstance(x, Literal)
-
-    eqns, read = [], set(filter(is_variable, outputs))
-    for eqn in reversed(jaxpr.eqns):
-        if read.intersection(eqn.outvars):
-            eqns.append(eqn)
-            read.update(filter(is_variable, eqn.invars))
-    return eqns[::-1], read
 
 
 def bind(equation: Any, inputs: Sequence[Any]) -> list[Any]:
