@@ -18,7 +18,7 @@ from jax.extend import core as jex
 from optax.contrib import MuonDimensionNumbers
 
 from jaxdp.optim.elementwise import ELEMENTWISE
-from jaxdp.optim.interpreter import scan_counts
+from jaxdp.optim.interpreter import CALLS, inside, scan_counts
 from jaxdp.split import is_stacked, path_string
 
 AUTO = "auto"  # in the place of the expressions of parameters without weight decay
@@ -26,7 +26,6 @@ KERNEL, TABLE, VECTOR, OTHER = "kernel", "table", "vector", "other array"  # rol
 ADDED, SCALES = "added", "scales"  # uses, beside those named as roles
 USES = {"add": ADDED, "add_any": ADDED, "sub": ADDED, "mul": SCALES, "div": SCALES}
 ONE_HOT = -1  # in the place of a parameter: a value converted from booleans
-SAME_RANK = {"slice", "dynamic_slice", "rev", "pad", "split"}
 
 Dims = frozenset[int]
 View = tuple[Dims, ...]  # for each dim of a value: the dims of the parameter that it consists of
@@ -34,18 +33,21 @@ Views = dict[int, View]  # by parameter
 
 
 class Role(NamedTuple):
-    """kind: KERNEL, TABLE, VECTOR or OTHER. decays: weight decay applies. matrix: how Muon reads
-    it, None for Adam.
-    """
+    """kind: KERNEL, TABLE, VECTOR or OTHER. matrix: how Muon reads it, None for Adam."""
 
     kind: str
-    decays: bool
     matrix: MuonDimensionNumbers | None = None
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies."""
+        return self.kind != VECTOR
 
 
 class Use(NamedTuple):
     """kind: what the operation does. dims: those of the parameter that it reads at once; rank: as
-    dims of the operand. reduction: the dims that a kernel sums over."""
+    dims of the operand. reduction: the dims that a kernel sums over; output: those of its result.
+    """
 
     kind: str
     dims: Dims
@@ -65,42 +67,34 @@ def find_roles(
     leaves, trace = jax.tree_util.tree_leaves_with_path(params), Trace()
     views = [{i: _all_dims(x)} for i, (_, x) in enumerate(leaves)]
     trace.run(program, views + [{}] * (len(program.jaxpr.invars) - len(views)))
-    uses = [trace.uses.get(i, []) for i in range(len(leaves))]
+    uses = [trace.uses[i] for i in range(len(leaves))]
+    kinds = [{use.kind for use in of_one} for of_one in uses]
+    kernels = [[use for use in of_one if use.kind == KERNEL] for of_one in uses]
     shapes = [x.shape for _, x in leaves]
-    modules: dict[str, list[int]] = {}
+    modules = collections.defaultdict[str, list[int]](list)
     for i, (path, _) in enumerate(leaves):
-        modules.setdefault(path_string(path[:-1]), []).append(i)
+        modules[path_string(path[:-1])].append(i)
 
     def is_bias(i: int, sizes: tuple[int, ...], siblings: list[int]) -> bool:
         """Return whether an array that is only added has the shape of a kernel's output, or of a
         scale, beside it.
         """
-        results = [
-            _sizes(shapes[j], use.dims - use.reduction)
-            for j in siblings
-            for use in uses[j]
-            if is_kernel(use)
+        outputs = [
+            _sizes(shapes[j], use.dims - use.reduction) for j in siblings for use in kernels[j]
         ]
-        scales = [shapes[j] for j in siblings if {use.kind for use in uses[j]} == {SCALES}]
-        return {use.kind for use in uses[i]} == {ADDED} and (
-            sizes in results or shapes[i] in scales
-        )
+        scales = [shapes[j] for j in siblings if kinds[j] == {SCALES}]
+        return kinds[i] == {ADDED} and (sizes in outputs or shapes[i] in scales)
 
     def role(i: int, path: Any, x: Any) -> Role:
         if not uses[i]:
             return role_of(path, x, blocks)
-        kinds = {use.kind for use in uses[i]}
-        kernels = [use for use in uses[i] if is_kernel(use)]
+        if TABLE not in kinds[i] and any(use.rank >= 2 for use in kernels[i]):
+            return Role(KERNEL, _matrix(x.shape, kernels[i][-1]))
         sizes = max((_sizes(x.shape, use.dims) for use in uses[i]), key=len)
-        if kernels and TABLE not in kinds and max(use.rank for use in kernels) >= 2:
-            return Role(KERNEL, True, _matrix(x.shape, kernels[-1]))
-        if (
-            len(sizes) < 2
-            or kinds == {SCALES}
-            or is_bias(i, sizes, modules[path_string(path[:-1])])
-        ):
-            return Role(VECTOR, False)
-        return Role(TABLE if TABLE in kinds else OTHER, True)
+        siblings = modules[path_string(path[:-1])]
+        if len(sizes) < 2 or kinds[i] == {SCALES} or is_bias(i, sizes, siblings):
+            return Role(VECTOR)
+        return Role(TABLE if TABLE in kinds[i] else OTHER)
 
     return {path_string(path): role(i, path, x) for i, (path, x) in enumerate(leaves)}
 
@@ -116,12 +110,8 @@ def role_of(path: Any, x: Any, blocks: Iterable[str] = (), roles: Mapping[str, R
         return known
     first = int(is_stacked(path, blocks))
     if x.ndim - first < 2:
-        return Role(VECTOR, False)
-    return Role(KERNEL, True, _numbers(range(first, x.ndim - 1), [x.ndim - 1]))
-
-
-def is_kernel(use: Use) -> bool:
-    return use.kind == KERNEL
+        return Role(VECTOR)
+    return Role(KERNEL, _numbers(range(first, x.ndim - 1), [x.ndim - 1]))
 
 
 def describe(
@@ -130,17 +120,18 @@ def describe(
     """Return the arrays for which choose(path, x) is true, in words, and the others. blocks, roles:
     see `role_of`.
     """
-    groups: dict[bool, list[tuple[str, int]]] = {True: [], False: []}
+    kinds = {True: collections.Counter[str](), False: collections.Counter[str]()}
+    sizes = collections.Counter[bool]()
     for path, x in jax.tree_util.tree_leaves_with_path(params):
-        kind = role_of(path, x, blocks, roles).kind if roles else "array"
-        groups[bool(choose(path, x))].append((kind, math.prod(x.shape)))
+        chosen = bool(choose(path, x))
+        kinds[chosen][role_of(path, x, blocks, roles).kind if roles else "array"] += 1
+        sizes[chosen] += math.prod(x.shape)
 
-    def in_words(rows: list[tuple[str, int]]) -> str:
-        counts = collections.Counter(kind for kind, _ in rows)
-        kinds = ", ".join(f"{n} {kind}{'s' * (n > 1)}" for kind, n in sorted(counts.items()))
-        return f"{kinds} ({sum(size for _, size in rows):,} parameters)" if rows else "none"
+    def in_words(chosen: bool) -> str:
+        counts = [f"{n} {kind}{'s' * (n > 1)}" for kind, n in sorted(kinds[chosen].items())]
+        return f"{', '.join(counts)} ({sizes[chosen]:,} parameters)" if counts else "none"
 
-    return in_words(groups[True]), in_words(groups[False])
+    return in_words(True), in_words(False)
 
 
 def _matrix(shape: tuple[int, ...], use: Use) -> MuonDimensionNumbers | None:
@@ -162,26 +153,18 @@ def _sizes(shape: tuple[int, ...], dims: Dims) -> tuple[int, ...]:
     return tuple(shape[d] for d in sorted(dims) if shape[d] > 1)
 
 
-def _all_dims(x: Any) -> View:
-    return tuple(frozenset({d}) for d in range(x.ndim))
-
-
-def _union(view: Iterable[Dims]) -> Dims:
-    return frozenset().union(*view)
-
-
 class Trace:
     """Follow the views of parameters through a program. uses: by parameter."""
 
     def __init__(self) -> None:
-        self.uses: dict[int, list[Use]] = {}
+        self.uses = collections.defaultdict[int, list[Use]](list)
 
     def run(self, jaxpr: Any, inputs: Sequence[Views]) -> list[Views]:
         """Return the views of the outputs of a jaxpr, which may be closed."""
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
         views: dict[Any, Views] = dict(zip(jaxpr.invars, inputs, strict=True))
 
-        def read(x):
+        def read(x: Any) -> Views:
             return {} if isinstance(x, jex.Literal) else views.get(x, {})
 
         for eqn in jaxpr.eqns:
@@ -194,64 +177,25 @@ class Trace:
 
     def outputs(self, eqn: Any, inputs: list[Views]) -> list[Views]:
         """Return the views of an operation's outputs; record the uses of those that end here."""
-        name, params, first = eqn.primitive.name, eqn.params, inputs[0]
-        shapes = [x.aval.shape for x in eqn.invars]
-
-        def moved(f):
-            return [{p: f(view) for p, view in first.items()}] * len(eqn.outvars)
-
-        if name in SAME_RANK:
-            return moved(lambda view: view)
-        if name == "transpose":
-            return moved(lambda view: tuple(view[d] for d in params["permutation"]))
-        if name == "squeeze":
-            return moved(
-                lambda view: tuple(x for d, x in enumerate(view) if d not in params["dimensions"])
-            )
-        if name == "reshape":
-            return moved(lambda view: _reshaped(view, shapes[0], params["new_sizes"]))
-        if name == "broadcast_in_dim":
-            place = {new: old for old, new in enumerate(params["broadcast_dimensions"])}
-            sizes = params["shape"]
-
-            def keeps(d):
-                return d in place and shapes[0][place[d]] == sizes[d]
-
-            return moved(
-                lambda view: tuple(
-                    view[place[d]] if keeps(d) else Dims() for d in range(len(sizes))
-                )
-            )
-        if name.startswith(("reduce_", "arg")) and "axes" in params:
-            return moved(
-                lambda view: tuple(x for d, x in enumerate(view) if d not in params["axes"])
-            )
+        name, params = eqn.primitive.name, eqn.params
+        moved = [
+            {p: new for p, view in inputs[0].items() if (new := _moved(eqn, view)) is not None}
+        ]
+        if moved[0]:
+            return moved * len(eqn.outvars)
         if name == "gather":
-            return [self.gathered(eqn, first)]
-        if name == "concatenate":
-            return [self.combined(eqn, inputs, OTHER)]
+            self.end(TABLE, inputs[:1])
+            return [{}]
         if name == "dot_general":
-            return [self.multiplied(eqn, inputs, shapes)]
+            return [self.multiplied(eqn, inputs)]
         if name == "conv_general_dilated":
-            out, *rest = params["dimension_numbers"].rhs_spec
-            self.read(OTHER, first)
-            for p, view in inputs[1].items():
-                kernel = Use(
-                    KERNEL, _union(view), len(view), _union(view[d] for d in rest), view[out]
-                )
-                self.note(p, kernel if _is_full(view, shapes[1]) else Use(OTHER, _union(view)))
+            self.end(OTHER, inputs[:1])
+            self.contract(eqn.invars[1], inputs[1], params["dimension_numbers"].rhs_spec[1:])
             return [{}]
         if name == "optimization_barrier":
-            return list(inputs)
-        if ELEMENTWISE.fullmatch(name):
-            return [self.combined(eqn, inputs, USES.get(name, OTHER))]
-        return self.called(eqn, inputs)
-
-    def called(self, eqn: Any, inputs: list[Views]) -> list[Views]:
-        """Return the views of the outputs of a call, a loop or a conditional; any other operation
-        ends all views.
-        """
-        name, params = eqn.primitive.name, eqn.params
+            return inputs
+        if name == "concatenate" or ELEMENTWISE.fullmatch(name):
+            return [self.combined(eqn, inputs)]
         if name == "scan":
             consts, carried = scan_counts(params)
             split = consts + carried
@@ -263,97 +207,110 @@ class Trace:
             return self.run(params["body_jaxpr"], inputs[params["cond_nconsts"] :])
         if name == "cond":
             return [self.run(branch, inputs[1:]) for branch in params["branches"]][-1]
-        inner = params.get("jaxpr", params.get("call_jaxpr"))
-        if inner is not None and len(getattr(inner, "jaxpr", inner).invars) == len(inputs):
+        if name in CALLS:
+            [inner] = inside(eqn)
             return self.run(inner, inputs)
-        for views in inputs:
-            self.read(OTHER, views)
+        self.end(OTHER, inputs)
         return [{}] * len(eqn.outvars)
 
-    def combined(self, eqn: Any, inputs: list[Views], kind: str) -> Views:
+    def combined(self, eqn: Any, inputs: list[Views]) -> Views:
         """Return the views after an elementwise operation or a concatenation; those of parameters
         that it broadcasts to something larger end there."""
-        shape, results = eqn.outvars[0].aval.shape, dict[int, View]()
-        arrays = [
-            x for x in eqn.invars if not isinstance(x, jex.Literal) and (x.aval.shape or not shape)
-        ]
-        joined = eqn.params.get("dimension") if eqn.primitive.name == "concatenate" else None
+        name, shape, results = eqn.primitive.name, eqn.outvars[0].aval.shape, dict[int, View]()
+        variables = [x for x in eqn.invars if not isinstance(x, jex.Literal)]
+        is_alone = sum(bool(x.aval.shape or not shape) for x in variables) < 2
         for x, views in zip(eqn.invars, inputs):
-            sizes = x.aval.shape if joined is not None else shape
-            for p, view in views.items():
-                same = [old == new for old, new in zip(x.aval.shape, sizes)]
-                view = tuple(dims if kept else Dims() for dims, kept in zip(view, same))
-                if len(same) == len(shape) and (
-                    len(arrays) < 2 or (p != ONE_HOT and _is_full(view, sizes))
-                ):
-                    results.setdefault(p, view)
-        for views in inputs:
-            self.read(kind, {p: view for p, view in views.items() if p not in results})
+            if name == "concatenate" or x.aval.shape == shape:
+                for p, view in views.items():
+                    if is_alone or (p != ONE_HOT and _is_full(view, x.aval.shape)):
+                        results.setdefault(p, view)
+        ended = [{p: view for p, view in x.items() if p not in results} for x in inputs]
+        self.end(USES.get(name, OTHER), ended)
         return results
 
-    def gathered(self, eqn: Any, views: Views) -> Views:
-        """Return the views after a gather: an index selects a block, or many select matrices; else
-        it is a table.
-        """
-        numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-        removed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-        rows = [d for d in range(len(sizes)) if d not in removed]
-        rank = len(eqn.outvars[0].aval.shape)
-        if sum(sizes[d] > 1 for d in rows) < 2 and rank > len(rows):
-            self.read(TABLE, views)
-            return {}
-        place = dict(zip(numbers.offset_dims, rows))
-        return {
-            p: tuple(view[place[d]] if d in place else Dims() for d in range(rank))
-            for p, view in views.items()
-        }
-
-    def multiplied(self, eqn: Any, inputs: list[Views], shapes: list[tuple[int, ...]]) -> Views:
+    def multiplied(self, eqn: Any, inputs: list[Views]) -> Views:
         """Record the uses in a product. Of two parameters, a vector is not the kernel. A product
         without a sum only moves the dims."""
         contracted, batch = eqn.params["dimension_numbers"]
-        free_of = [
-            [d for d in range(len(shapes[i])) if d not in (*batch[i], *contracted[i])]
-            for i in (0, 1)
-        ]
-        if not contracted[0]:
-            others = [(Dims(),) * len(free_of[1]), (Dims(),) * len(free_of[0])]
-            moved = dict[int, View]()
-            for i, views in enumerate(inputs):
+        rank, moved = eqn.outvars[0].aval.ndim, dict[int, View]()
+        for side, (x, views, others) in enumerate(zip(eqn.invars, inputs, inputs[::-1])):
+            free = [d for d in range(x.aval.ndim) if d not in (*batch[side], *contracted[side])]
+            if not contracted[side]:
+                first = rank - len(free) if side else len(batch[side])
+                places = [*range(len(batch[side])), *range(first, first + len(free))]
                 for p, view in views.items():
-                    of_batch, free = (
-                        tuple(view[d] for d in dims) for dims in (batch[i], free_of[i])
-                    )
-                    moved[p] = of_batch + (free + others[0] if i == 0 else others[1] + free)
-            return moved
-        for side, other in ((0, 1), (1, 0)):
-            dims = [d for d in range(len(shapes[side])) if d not in batch[side]]
-            large = sum(shapes[side][d] > 1 for d in dims)
-            for p, view in inputs[side].items():
-                used = [view[d] for d in dims]
-                outside = [view[d] for d in free_of[side]]
-                kind = TABLE if ONE_HOT in inputs[other] else KERNEL
-                if not _is_full(used, [shapes[side][d] for d in dims]) or (
-                    inputs[other] and large < 2
-                ):
-                    kind = OTHER
-                reduction = _union(view[d] for d in contracted[side])
-                self.note(
-                    p, Use(kind, _union(view), sum(map(bool, used)), reduction, _union(outside))
-                )
-        return {}
+                    dims = [view[d] for d in (*batch[side], *free)]
+                    moved[p] = _placed(dims, places, rank)
+                continue
+            large = sum(x.aval.shape[d] > 1 for d in (*free, *contracted[side]))
+            kind = TABLE if ONE_HOT in others else KERNEL
+            kind = OTHER if others and large < 2 else kind
+            self.contract(x, views, contracted[side], batch[side], kind)
+        return moved
 
-    def read(self, kind: str, views: Views) -> None:
+    def contract(
+        self,
+        x: Any,
+        views: Views,
+        summed: Sequence[int],
+        batch: Sequence[int] = (),
+        kind: str = KERNEL,
+    ) -> None:
+        """Record the use of an operand of a product that sums over some of its dims."""
+        dims = [d for d in range(x.aval.ndim) if d not in batch]
         for p, view in views.items():
-            self.note(p, Use(kind, _union(view)))
+            used = [view[d] for d in dims]
+            is_full = _is_full(used, [x.aval.shape[d] for d in dims])
+            self.uses[p].append(
+                Use(
+                    kind if is_full else OTHER,
+                    _union(view),
+                    rank=sum(map(bool, used)),
+                    reduction=_union(view[d] for d in summed),
+                    output=_union(view[d] for d in dims if d not in summed),
+                )
+            )
 
-    def note(self, p: int, use: Use) -> None:
-        self.uses.setdefault(p, []).append(use)
+    def end(self, kind: str, inputs: Iterable[Views]) -> None:
+        """Record a use of all these views, which end there."""
+        for views in inputs:
+            for p, view in views.items():
+                self.uses[p].append(Use(kind, _union(view)))
 
 
-def _is_full(view: Sequence[Dims], shape: Sequence[int]) -> bool:
-    """Return whether no dim is broadcast."""
-    return all(dims or size == 1 for dims, size in zip(view, shape, strict=True))
+def _moved(eqn: Any, view: View) -> View | None:
+    """Return the view after an operation that only moves or drops dims of its first operand, and
+    None for any other operation."""
+    params, shape, rank = eqn.params, eqn.invars[0].aval.shape, eqn.outvars[0].aval.ndim
+    match eqn.primitive.name:
+        case "slice" | "dynamic_slice" | "rev" | "pad" | "split":
+            return view
+        case "transpose":
+            return tuple(view[d] for d in params["permutation"])
+        case "squeeze":
+            return tuple(x for d, x in enumerate(view) if d not in params["dimensions"])
+        case "reshape":
+            return _reshaped(view, shape, params["new_sizes"])
+        case "broadcast_in_dim":
+            places = params["broadcast_dimensions"]
+            kept = [size == params["shape"][place] for size, place in zip(shape, places)]
+            return _placed([x if same else Dims() for x, same in zip(view, kept)], places, rank)
+        case "gather":  # an index selects a block, or many select matrices; else it is a table
+            numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
+            removed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+            rows = [d for d in range(len(sizes)) if d not in removed]
+            if sum(sizes[d] > 1 for d in rows) < 2 and rank > len(rows):
+                return None
+            return _placed([view[d] for d in rows], numbers.offset_dims, rank)
+        case name if name.startswith(("reduce_", "arg")) and "axes" in params:
+            return tuple(x for d, x in enumerate(view) if d not in params["axes"])
+    return None
+
+
+def _placed(dims: Sequence[Dims], places: Sequence[int], rank: int) -> View:
+    """Return a view that has these dims at these places; nothing of the parameter is in the others."""
+    at = dict(zip(places, dims))
+    return tuple(at.get(d, Dims()) for d in range(rank))
 
 
 def _reshaped(view: View, old: Sequence[int], new: Sequence[int]) -> View:
@@ -368,8 +325,20 @@ def _reshaped(view: View, old: Sequence[int], new: Sequence[int]) -> View:
         # of size 1: those between the others, which may be what a slice has left of a larger dim
         group = [d for d in range(len(old)) if low <= before[d] < high or before[d] == start == end]
         group = [d for d in group if old[d] == 1 or start != end]
-        return (
-            _union(view[d] for d in group) if all(view[d] or old[d] == 1 for d in group) else Dims()
-        )
+        is_full = _is_full([view[d] for d in group], [old[d] for d in group])
+        return _union(view[d] for d in group) if is_full else Dims()
 
     return tuple(dims_of(*pair) for pair in itertools.pairwise(after))
+
+
+def _all_dims(x: Any) -> View:
+    return tuple(frozenset({d}) for d in range(x.ndim))
+
+
+def _union(view: Iterable[Dims]) -> Dims:
+    return frozenset().union(*view)
+
+
+def _is_full(view: Sequence[Dims], shape: Sequence[int]) -> bool:
+    """Return whether no dim is broadcast."""
+    return all(dims or size == 1 for dims, size in zip(view, shape, strict=True))

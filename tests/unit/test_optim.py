@@ -201,7 +201,7 @@ STACKED = {
 }
 
 
-ROLES = {"embed/embedding": Role("table", True)}
+ROLES = {"embed/embedding": Role("table")}
 
 
 def train_muon(params, blocks, **args):
