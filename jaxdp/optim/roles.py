@@ -18,7 +18,7 @@ from jax.extend import core as jex
 from optax.contrib import MuonDimensionNumbers
 
 from jaxdp.optim.elementwise import ELEMENTWISE
-from jaxdp.optim.interpreter import CALLS, inside, scan_counts
+from jaxdp.optim.interpreter import CALLS, evaluate, scan_counts
 from jaxdp.split import is_stacked, path_string
 
 AUTO = "auto"  # in the place of the expressions of parameters without weight decay
@@ -65,8 +65,8 @@ def find_roles(
     params: their shapes. blocks: see `role_of`.
     """
     leaves, trace = jax.tree_util.tree_leaves_with_path(params), Trace()
-    views = [{i: _all_dims(x)} for i, (_, x) in enumerate(leaves)]
-    trace.run(program, views + [{}] * (len(program.jaxpr.invars) - len(views)))
+    views: list[Views] = [{i: _all_dims(x)} for i, (_, x) in enumerate(leaves)]
+    evaluate(program, views + [{}] * (len(program.in_avals) - len(views)), trace.outputs)
     uses = [trace.uses[i] for i in range(len(leaves))]
     kinds = [{use.kind for use in of_one} for of_one in uses]
     kernels = [[use for use in of_one if use.kind == KERNEL] for of_one in uses]
@@ -159,58 +159,47 @@ class Trace:
     def __init__(self) -> None:
         self.uses = collections.defaultdict[int, list[Use]](list)
 
-    def run(self, jaxpr: Any, inputs: Sequence[Views]) -> list[Views]:
-        """Return the views of the outputs of a jaxpr, which may be closed."""
-        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-        views: dict[Any, Views] = dict(zip(jaxpr.invars, inputs, strict=True))
+    def outputs(self, eqn: Any, inputs: list[Any]) -> list[Views] | None:
+        """Return the views of an operation's outputs; record the uses of those that end here.
 
-        def read(x: Any) -> Views:
-            return {} if isinstance(x, jex.Literal) else views.get(x, {})
-
-        for eqn in jaxpr.eqns:
-            of_inputs = [read(x) for x in eqn.invars]
-            if any(of_inputs) or eqn.primitive.name == "jit":
-                views.update(zip(eqn.outvars, self.outputs(eqn, of_inputs), strict=True))
-            elif eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == bool:
-                views[eqn.outvars[0]] = {ONE_HOT: _all_dims(eqn.outvars[0].aval)}
-        return [read(x) for x in jaxpr.outvars]
-
-    def outputs(self, eqn: Any, inputs: list[Views]) -> list[Views]:
-        """Return the views of an operation's outputs; record the uses of those that end here."""
+        A rule of the interpreter, whose values are views instead of arrays.
+        """
         name, params = eqn.primitive.name, eqn.params
-        moved = [
-            {p: new for p, view in inputs[0].items() if (new := _moved(eqn, view)) is not None}
-        ]
+        views = _views(inputs)
+        if name in CALLS:
+            return None  # the interpreter enters it
+        if not any(views):
+            is_one_hot = name == "convert_element_type" and eqn.invars[0].aval.dtype == bool
+            one_hot = {ONE_HOT: _all_dims(eqn.outvars[0].aval)}
+            return [one_hot if is_one_hot else {}] * len(eqn.outvars)
+        moved = [{p: new for p, view in views[0].items() if (new := _moved(eqn, view)) is not None}]
         if moved[0]:
             return moved * len(eqn.outvars)
         if name == "gather":
-            self.end(TABLE, inputs[:1])
+            self.end(TABLE, views[:1])
             return [{}]
         if name == "dot_general":
-            return [self.multiplied(eqn, inputs)]
+            return [self.multiplied(eqn, views)]
         if name == "conv_general_dilated":
-            self.end(OTHER, inputs[:1])
-            self.contract(eqn.invars[1], inputs[1], params["dimension_numbers"].rhs_spec[1:])
+            self.end(OTHER, views[:1])
+            self.contract(eqn.invars[1], views[1], params["dimension_numbers"].rhs_spec[1:])
             return [{}]
         if name == "optimization_barrier":
-            return inputs
+            return views
         if name == "concatenate" or ELEMENTWISE.fullmatch(name):
-            return [self.combined(eqn, inputs)]
+            return [self.combined(eqn, views)]
         if name == "scan":
             consts, carried = scan_counts(params)
             split = consts + carried
-            rows = [{p: view[1:] for p, view in x.items()} for x in inputs[split:]]
-            results = self.run(params["jaxpr"], [*inputs[:split], *rows])
+            rows = [{p: view[1:] for p, view in x.items()} for x in views[split:]]
+            results = _views(evaluate(params["jaxpr"], [*views[:split], *rows], self.outputs))
             stacked = [{p: (Dims(), *view) for p, view in x.items()} for x in results[carried:]]
             return [*results[:carried], *stacked]
         if name == "while":
-            return self.run(params["body_jaxpr"], inputs[params["cond_nconsts"] :])
+            return evaluate(params["body_jaxpr"], views[params["cond_nconsts"] :], self.outputs)
         if name == "cond":
-            return [self.run(branch, inputs[1:]) for branch in params["branches"]][-1]
-        if name in CALLS:
-            [inner] = inside(eqn)
-            return self.run(inner, inputs)
-        self.end(OTHER, inputs)
+            return [evaluate(x, views[1:], self.outputs) for x in params["branches"]][-1]
+        self.end(OTHER, views)
         return [{}] * len(eqn.outvars)
 
     def combined(self, eqn: Any, inputs: list[Views]) -> Views:
@@ -276,6 +265,11 @@ class Trace:
         for views in inputs:
             for p, view in views.items():
                 self.uses[p].append(Use(kind, _union(view)))
+
+
+def _views(values: Sequence[Any]) -> list[Views]:
+    """Return the views of values; literals and constants have none."""
+    return [x if isinstance(x, dict) else {} for x in values]
 
 
 def _moved(eqn: Any, view: View) -> View | None:
