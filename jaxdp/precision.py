@@ -39,6 +39,16 @@ def cast_floats(tree: Any, dtype: Any) -> Any:
     return jax.tree.map(cast, tree)
 
 
+def is_narrow(dtype: Any) -> bool:
+    """Return whether a dtype is a float of less than 32 bits."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
+
+
+def at_least_float32(x: jax.Array) -> jax.Array:
+    """Return float32 for narrower floats; other arrays are unchanged."""
+    return x.astype(jnp.float32) if is_narrow(x.dtype) else x
+
+
 class Policy(NamedTuple):
     """Dtypes of params: the parameters; compute: the passes; reduce: the gradient all-reduce."""
 

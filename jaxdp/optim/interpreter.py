@@ -8,6 +8,8 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from jaxdp.precision import is_narrow
+
 CALLS = {
     "jit",
     "closed_call",
@@ -62,6 +64,20 @@ def inside(eqn: JaxprEqn) -> Iterator[Any]:
         for item in value if isinstance(value, tuple | list) else (value,):
             if isinstance(item, Jaxpr | ClosedJaxpr):
                 yield item
+
+
+def has_narrow_floats(f: Callable, *args: Any) -> bool:
+    """Return whether f(*args) has a float of less than 32 bits anywhere, from its arguments or of
+    its own accord."""
+
+    def anywhere(jaxpr: Any) -> bool:
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        values = [*jaxpr.invars, *(x for eqn in jaxpr.eqns for x in eqn.outvars)]
+        return any(is_narrow(getattr(x.aval, "dtype", bool)) for x in values) or any(
+            anywhere(program) for eqn in jaxpr.eqns for program in inside(eqn)
+        )
+
+    return anywhere(jax.make_jaxpr(f)(*args))
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:

@@ -23,9 +23,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxdp.parallel.sum_plan import LAST, NEVER, Plan, order_of
-from jaxdp.precision import cast_floats
+from jaxdp.precision import at_least_float32, cast_floats
 from jaxdp.split import WHOLE, fit, path_string, take
-from jaxdp.train.metric_sums import at_least_float32
 from jaxdp.train.state import merge
 from jaxdp.train.step import Replica
 

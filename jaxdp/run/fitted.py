@@ -28,7 +28,6 @@ from jaxdp.metrics.numbers import number
 from jaxdp.metrics.writer import Record
 from jaxdp.models.base import CARRY
 from jaxdp.optim.evaluation import evaluation_arrays, evaluation_params
-from jaxdp.precision import cast_floats
 from jaxdp.process import compilation_cache, private_jax
 from jaxdp.process.context import current
 from jaxdp.run import user_errors
@@ -42,7 +41,7 @@ from jaxdp.train.average import EMA, averaged_state
 from jaxdp.train.carry import split_carry
 from jaxdp.train.evaluate import evaluate
 from jaxdp.train.state import TrainState
-from jaxdp.train.step import Piece, Recipe, Replica, compute_outputs
+from jaxdp.train.step import LocalStep, Piece, Recipe, Replica
 
 Tree = Any
 NOT_METRICS = ("step", "split", "time", "goodput", "params_sha256")  # entries of a final record
@@ -222,10 +221,9 @@ class Fitted:
             own = TrainState(
                 step, params, model_state, None, seed=jnp.asarray(forward.seed, jnp.uint32)
             )
-            compute = cast_floats(params, forward.policy.compute)
-            recipe = Recipe(forward, self._parts.rule)
-            alone = Replica(piece.number[None])
-            return compute_logits(compute_outputs(recipe, own, compute, piece, False, alone)[0])
+            recipe, alone = Recipe(forward, self._parts.rule), Replica(piece.number[None])
+            local = LocalStep(recipe, own, alone, train=False)
+            return compute_logits(local.compute_outputs(local.params(params), piece)[0])
 
         return run
 

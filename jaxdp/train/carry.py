@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxdp.data.example_order import RESET
 from jaxdp.models.base import CARRY
-from jaxdp.train.state import Batch, Sums, TrainState, select
+from jaxdp.train.state import Batch, Sums, TrainState, expand_to, select
 
 Tree = Any
 
@@ -79,7 +79,6 @@ def start_sequences(state: TrainState, reset: jax.Array | None) -> TrainState:
         return state
 
     def zero(x: jax.Array) -> jax.Array:
-        marks = reset.reshape(*reset.shape, *(1,) * (x.ndim - reset.ndim)) != 0
-        return jnp.where(marks, jnp.zeros_like(x), x)
+        return jnp.where(expand_to(reset, x) != 0, jnp.zeros_like(x), x)
 
     return state.replace(kept=jax.tree.map(zero, state.kept))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxdp.errors import UsageError
 from jaxdp.metrics.writer import RESERVED
+from jaxdp.precision import at_least_float32
 
 WEIGHT = "weight/"
 Scalars = dict[str, jax.Array]
@@ -23,51 +24,37 @@ def check_result(result: Any) -> tuple[jax.Array, jax.Array, Scalars]:
 
     Floats become at least float32: a bfloat16 counts up to 256, and the order of the sums would
     change the result."""
-    three = isinstance(result, tuple) and len(result) == 3 and isinstance(result[2], Mapping)
-    for name in result[2] if three else ():
+    is_triple = isinstance(result, tuple) and len(result) == 3 and isinstance(result[2], Mapping)
+    for name in result[2] if is_triple else ():
         if not isinstance(name, str) or name in RESERVED or name.startswith(WEIGHT):
             raise UsageError(
                 f"loss: a metric is called {name!r}, which every record contains already; give it another name"
             )
+    metrics = flat(result[2]) if is_triple else {}
 
-    def is_scalar(x):
+    def is_scalar(x: Any) -> bool:
         return getattr(x, "shape", None) == ()
 
-    if not three or not all(map(is_scalar, (*result[:2], *flat(result[2]).values()))):
+    def kind(x: Any) -> str:
+        is_array = hasattr(x, "shape")
+        return f"{x.dtype}{list(x.shape)}" if is_array else f"a Python {type(x).__name__}"
 
-        def kind(x):
-            return (
-                f"{x.dtype}{list(x.shape)}"
-                if hasattr(x, "shape")
-                else f"a Python {type(x).__name__}"
-            )
-
+    if not is_triple or not all(map(is_scalar, (*result[:2], *metrics.values()))):
         got = str(jax.tree.map(kind, result)).replace("'", "")
         raise UsageError(
             f"loss: it returned {got}; a loss returns (sum [], weight [], {{name: sum [] or (sum [], weight [])}}), "
             "e.g. jnp.sum(jnp.where(mask != 0, losses, 0) * mask) and jnp.sum(mask), with mask = batch['mask']"
         )
-    if not jnp.issubdtype(result[0].dtype, jnp.floating):
+    loss, weight, _ = result
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
         raise UsageError(
-            f"loss: its sum is {result[0].dtype}, which has no gradient; return a sum of real numbers"
+            f"loss: its sum is {loss.dtype}, which has no gradient; return a sum of real numbers"
         )
-    metrics = flat(result[2])
-    for name in metrics:
-        if (
-            own_weight := metrics.get(WEIGHT + name)
-        ) is not None:  # what is not finite and was not counted
-            metrics[name] = jnp.where(
-                (own_weight != 0) | jnp.isfinite(metrics[name]), metrics[name], 0
-            )
-    return jax.tree.map(at_least_float32, (result[0], result[1], metrics))
-
-
-def at_least_float32(x: Any) -> Any:
-    return (
-        x.astype(jnp.float32)
-        if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-        else x
-    )
+    for name, total in metrics.items():
+        if (own_weight := metrics.get(WEIGHT + name)) is not None:
+            counted = (own_weight != 0) | jnp.isfinite(total)
+            metrics[name] = jnp.where(counted, total, 0)  # else it would be 0 times infinity
+    return jax.tree.map(at_least_float32, (loss, weight, metrics))
 
 
 def flat(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,14 +93,10 @@ def make_record(
 
     A metric whose own weight is 0 is NaN for `derive` and omitted from the report, as are derived
     numbers that are NaN."""
-    empty = {
-        name.removeprefix(WEIGHT)
-        for name, value in means.items()
-        if name.startswith(WEIGHT) and value == 0
-    }
-    means = {name: float(value) for name, value in means.items() if not name.startswith(WEIGHT)}
+    weights = {name for name in means if name.startswith(WEIGHT)}
+    empty = {name.removeprefix(WEIGHT) for name in weights if means[name] == 0}
+    means = {name: float(means[name]) for name in means if name not in weights}
     derived = derive(means)
     unknown = {name for name, value in derived.items() if empty and math.isnan(value)}
-    return {
-        name: value for name, value in {**means, **derived}.items() if name not in empty | unknown
-    }
+    record = {**means, **derived}
+    return {name: record[name] for name in record if name not in empty | unknown}

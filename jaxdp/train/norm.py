@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdp.cpu import on_cpu
-from jaxdp.train.metric_sums import at_least_float32
+from jaxdp.precision import at_least_float32
 
 SMALL = 4096  # elements: smaller leaves are concatenated on CPU
 Tree = Any

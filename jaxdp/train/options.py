@@ -68,12 +68,12 @@ class UpdateRule(NamedTuple):
 
 def without_frozen(tree: Tree, frozen: Sequence[str]) -> Tree:
     """Return a tree with None for the leaves whose path (a/b/c) matches one of the expressions."""
-    patterns = [re.compile(pattern) for pattern in frozen]
 
     def keep(path: Any, x: Any) -> Any:
-        return None if any(p.search(path_string(path)) for p in patterns) else x
+        name = path_string(path)
+        return None if any(re.search(pattern, name) for pattern in frozen) else x
 
-    return jax.tree_util.tree_map_with_path(keep, tree) if patterns else tree
+    return jax.tree_util.tree_map_with_path(keep, tree) if frozen else tree
 
 
 def first_microbatch(example: dict[str, Any], size: int, transform: Transform | None) -> Batch:

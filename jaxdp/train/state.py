@@ -75,6 +75,11 @@ def microbatch_key(seed: jax.Array, step: jax.Array, number: jax.Array) -> jax.A
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), number)
 
 
+def expand_to(marks: jax.Array, x: jax.Array) -> jax.Array:
+    """Return marks [example, ...] with more dims of size 1, so that they apply to x [example, ...]."""
+    return marks.reshape(marks.shape + (1,) * (x.ndim - marks.ndim))
+
+
 def add(sums: Tree, more: Tree) -> Tree:
     """Add two trees of sums, in the dtypes of the first."""
     return jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, more)

@@ -25,21 +25,30 @@ from jaxdp.data.transforms import NOT_OF_EXAMPLES
 from jaxdp.errors import UsageError
 from jaxdp.losses import apply_loss
 from jaxdp.models.scan import BlockReader, PerBlock, remat
+from jaxdp.optim.interpreter import has_narrow_floats
 from jaxdp.optim.master import master_copy
 from jaxdp.optim.rate import rate_of
-from jaxdp.precision import cast_floats
+from jaxdp.precision import at_least_float32, cast_floats, is_narrow
 from jaxdp.split import path_string
 from jaxdp.targets import attribute
 from jaxdp.train.average import with_average
 from jaxdp.train.carry import with_carry
 from jaxdp.train.coupled import COUPLED, coupled_result, with_coupled_loss
-from jaxdp.train.metric_sums import at_least_float32, check_result, divide
+from jaxdp.train.metric_sums import check_result, divide
 from jaxdp.train.model_state import mean_state, weighted_state
-from jaxdp.train.narrow import has_narrow_floats
 from jaxdp.train.norm import clip, plain_total
 from jaxdp.train.options import Forward, UpdateRule
 from jaxdp.train.skip import Facts, decide, start_guard
-from jaxdp.train.state import Batch, Sums, TrainState, add, merge, microbatch_key, select
+from jaxdp.train.state import (
+    Batch,
+    Sums,
+    TrainState,
+    add,
+    expand_to,
+    merge,
+    microbatch_key,
+    select,
+)
 
 Tree = Any
 Metrics = dict[str, jax.Array]
@@ -204,51 +213,174 @@ def init(recipe: Recipe, seed: Any, microbatches: int, example: Batch) -> TrainS
 # --- One microbatch ----------------------------------------------------------------
 
 
-def compute_outputs(
-    recipe: Recipe,
-    state: TrainState,
-    params: Tree,
-    piece: Piece,
-    train: bool,
-    replica: Replica,
-) -> tuple[Tree, Batch, Tree]:
-    """Compute the model's outputs for one microbatch.
+class LocalStep(NamedTuple):
+    """What a device computes in a step before anything is updated.
 
     Args:
-        params: from `Replica.params`.
-
-    Returns:
-        (the outputs, the batch for the loss, the new model state including what is kept for
-        examples)
+        state: as this device stores it; kept: leaves [local, example, ...].
+        replica: the numbers of the device's microbatches, and how parameters are read.
+        train: in training, not in evaluation.
     """
-    forward, mask = recipe.forward, piece.batch["mask"]
-    batch = replace_masked(piece.batch)
-    key, transform_key = jax.random.split(microbatch_key(state.seed, state.step, piece.number))
-    transform = forward.transform if train else forward.eval_transform
-    if transform is not None:
-        batch = transform(batch, transform_key, train)
 
-    # A microbatch of padding alone is shown to the model as if it were real, because BatchNorm
-    # would divide 0 by 0; its sums are dropped in `loss_and_sums`.
-    visible = (mask != 0) | ~jnp.any(mask != 0)
-    inputs = forward.policy.inputs({**batch, "mask": visible})
-    before = {**state.model_state, **piece.kept} if piece.kept else state.model_state
+    recipe: Recipe
+    state: TrainState
+    replica: Replica
+    train: bool
 
-    # Blocks are recomputed one by one in the backward pass; any other model as a whole.
-    blocks, recomputed = forward.model.read_by_block, forward.remat if train else "none"
-    per_block = PerBlock(replica, recomputed)
-    more = {"per_block": per_block} if blocks else {}
+    def params(self, slots: Tree, last: bool = False, earlier: Tree = None) -> Tree:
+        """Return the parameters for the model; see `Replica.params`."""
+        dtype = self.recipe.forward.policy.compute
+        return self.replica.params(slots, self.state.params, dtype, last, earlier)
 
-    def apply_model(params: Tree, before: Tree, inputs: Batch, key: jax.Array) -> tuple[Tree, Tree]:
-        return forward.model.apply(params, before, inputs, key, train, **more)
+    def compute_outputs(self, params: Tree, piece: Piece) -> tuple[Tree, Batch, Tree]:
+        """Compute the model's outputs for one microbatch.
 
-    whole = "none" if blocks else recomputed
-    outputs, after = remat(whole, apply_model)(params, before, inputs, key)
+        Args:
+            params: from `params`.
 
-    # A mask that is negative or NaN makes the loss NaN.
-    mask = mask.astype(forward.policy.state)
-    loss_batch = {**batch, "mask": jnp.where(mask >= 0, mask, jnp.nan)}
-    return forward.policy.outputs(outputs), loss_batch, after
+        Returns:
+            (the outputs, the batch for the loss, the new model state including what is kept for
+            examples)
+        """
+        forward, state, train = self.recipe.forward, self.state, self.train
+        mask, batch = piece.batch["mask"], replace_masked(piece.batch)
+        key, transform_key = jax.random.split(microbatch_key(state.seed, state.step, piece.number))
+        transform = forward.transform if train else forward.eval_transform
+        if transform is not None:
+            batch = transform(batch, transform_key, train)
+
+        # A microbatch of padding alone is shown to the model as if it were real, because BatchNorm
+        # would divide 0 by 0; its sums are dropped in `loss_and_sums`.
+        visible = (mask != 0) | ~jnp.any(mask != 0)
+        inputs = forward.policy.inputs({**batch, "mask": visible})
+        before = {**state.model_state, **piece.kept} if piece.kept else state.model_state
+
+        # Blocks are recomputed one by one in the backward pass; any other model as a whole.
+        blocks, recomputed = forward.model.read_by_block, forward.remat if train else "none"
+        options = {"per_block": PerBlock(self.replica, recomputed)} if blocks else {}
+
+        def apply_model(params: Tree, before: Tree, inputs: Batch, key: Any) -> tuple[Tree, Tree]:
+            return forward.model.apply(params, before, inputs, key, train, **options)
+
+        whole = remat("none" if blocks else recomputed, apply_model)
+        outputs, after = whole(params, before, inputs, key)
+
+        # A mask that is negative or NaN makes the loss NaN.
+        mask = mask.astype(forward.policy.state)
+        loss_batch = {**batch, "mask": jnp.where(mask >= 0, mask, jnp.nan)}
+        return forward.policy.outputs(outputs), loss_batch, after
+
+    def loss_and_sums(self, params: Tree, piece: Piece) -> tuple[jax.Array, Sums]:
+        """Return (the loss [] to differentiate, the Sums of one microbatch without gradients).
+
+        Both are 0 if the microbatch has no example.
+        """
+        forward, state, mask = self.recipe.forward, self.state, piece.batch["mask"]
+        outputs, batch, after = self.compute_outputs(params, piece)
+        kept, model_state = {}, after
+        if piece.kept:
+            kept = {name: after[name] for name in piece.kept}
+            model_state = {name: x for name, x in after.items() if name not in piece.kept}
+        if piece.coupled is None:
+            loss, weight, metrics = check_result(apply_loss(forward.loss, outputs, batch))
+        else:
+            loss, weight, metrics = coupled_result(outputs, piece.coupled)
+
+        real, weight = jnp.any(mask != 0), weight.astype(loss.dtype)
+        sums = Sums(
+            loss=loss,
+            weight=weight,
+            metrics=jax.tree.map(lambda x: x.astype(loss.dtype), metrics),
+            model_state=weighted_state(state.model_state, model_state, weight, real),
+        )
+        sums, loss = jax.tree.map(lambda x: jnp.where(real, x, jnp.zeros_like(x)), (sums, loss))
+
+        def keep_real(old: jax.Array, new: jax.Array) -> jax.Array:
+            return jnp.where(expand_to(real_examples(mask), old), new.astype(old.dtype), old)
+
+        # In float16 small gradients underflow, so the loss is scaled up here, and the sums of
+        # gradients are divided by the scale in `apply`.
+        if forward.loss_scaling is not None and state.loss_scale is not None:
+            loss = loss * forward.loss_scaling.factor(state.loss_scale.value).astype(loss.dtype)
+        return loss, sums._replace(kept=jax.tree.map(keep_real, piece.kept, kept))
+
+    def sums(self, piece: Piece) -> Sums:
+        """Return the sums of one microbatch, without gradients."""
+        return self.loss_and_sums(self.params(self.state.params), piece)[1]
+
+    # --- All microbatches of a device -----------------------------------------------
+
+    def pieces(self, batch: Batch) -> Piece:
+        """Return the microbatches [local, ...] of the device."""
+        batch = dict(batch)
+        coupled = batch.pop(COUPLED, None)
+        return Piece(batch, self.state.kept, self.replica.numbers, coupled)
+
+    def fits_at_once(self, f: Callable[[Piece], Tree], pieces: Piece) -> bool:
+        """Return whether f may compute several microbatches at once.
+
+        Computations in 16 bits take one after the other: products for several of them would round,
+        and overflow, by how many microbatches a device has, and XLA rounds a mapped convolution in
+        other places than a single one.
+        """
+        return self.recipe.accumulate == "vmap" and not has_narrow_floats(f, first_of(pieces))
+
+    def map(self, f: Callable[[Piece], Tree], pieces: Piece) -> Tree:
+        """Return f of all microbatches [local, ...], without gradients."""
+        is_alone = self.recipe.accumulate == "vmap" and len(pieces.number) == 1
+        if is_alone or self.fits_at_once(f, pieces):
+            return at_once(f, pieces)
+        return jax.lax.map(f, pieces)
+
+    def one_pass(self, pieces: Piece, last: bool, earlier: Tree = None) -> Sums:
+        """Return the sums over microbatches [count, ...] that are computed at once, with gradients.
+
+        Parameters are read once for all of them, so the gradient of a weight is one product over
+        all their examples.
+        """
+
+        def total(slots: Tree) -> tuple[jax.Array, Sums]:
+            params = self.params(slots, last, earlier)
+            losses, sums = at_once(functools.partial(self.loss_and_sums, params), pieces)
+            return losses.sum(), sum_over_first(sums)
+
+        slots = self.replica.slots(self.recipe.rule.trainable(self.state.params), last)
+        (_, sums), gradients = jax.value_and_grad(total, has_aux=True)(slots)
+        return sums._replace(grads=gradients)
+
+    def several_passes(self, pieces: Piece) -> Sums:
+        """Return the sums over microbatches [count, ...], one after the other, in the memory of
+        one, with gradients.
+
+        Sums are at least float32: a sum of bfloat16 stops growing after some 256 microbatches.
+        """
+
+        @functools.partial(jax.jit, inline=True)  # traced once
+        def compute(piece: Piece) -> Sums:
+            return self.one_pass(jax.tree.map(lambda x: x[None], piece), last=False)
+
+        def accumulate(sums: Sums, piece: Piece) -> tuple[Sums, Tree]:
+            new = compute(piece)
+            return add(sums, new._replace(kept=None)), new.kept
+
+        shapes = jax.eval_shape(compute, first_of(pieces))._replace(kept=None)
+        start = jax.tree.map(lambda x: at_least_float32(jnp.zeros(x.shape, x.dtype)), shapes)
+        sums, kept = jax.lax.scan(accumulate, start, pieces)
+        return sums._replace(kept=jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), kept))
+
+    def passes_and_last(self, pieces: Piece) -> Sums:
+        """Return what `several_passes` does. The last pass sums the gradients of all passes over
+        the devices, block by block, as its backward pass arrives there."""
+        head, tail = (
+            jax.tree.map(lambda x, s=s: x[s], pieces) for s in (slice(-1), slice(-1, None))
+        )
+        if len(pieces.number) == 1:
+            return self.one_pass(tail, last=True)
+        sums = self.several_passes(head)
+        rest = self.one_pass(tail, last=True, earlier=sums.grads)
+        kept = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), sums.kept, rest.kept)
+        total = add(sums._replace(grads=None, kept=None), rest._replace(grads=None, kept=None))
+        return total._replace(grads=rest.grads, kept=kept)
 
 
 def replace_masked(batch: Batch) -> Batch:
@@ -258,8 +390,7 @@ def replace_masked(batch: Batch) -> Batch:
     If no example is real, numbers that are not finite become 0, and so they do where a mask of
     tokens excludes them.
     """
-    mask = batch["mask"]
-    real = jnp.any(mask.reshape(len(mask), -1) != 0, axis=-1)
+    mask, real = batch["mask"], real_examples(batch["mask"])
 
     def replace(x: jax.Array) -> jax.Array:
         if x.shape[:1] != real.shape:
@@ -267,65 +398,34 @@ def replace_masked(batch: Batch) -> Batch:
         is_float = jnp.issubdtype(x.dtype, jnp.inexact)
         finite = jnp.where(jnp.isfinite(x), x, 0) if is_float else x
         if mask.ndim > 1 and x.shape[: mask.ndim] == mask.shape:
-            counts = mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)) != 0
-            x = jnp.where(counts, x, finite)
+            x = jnp.where(expand_to(mask, x) != 0, x, finite)
         example = jnp.where(jnp.any(real), x[jnp.argmax(real)], finite)
-        return jnp.where(real.reshape(-1, *[1] * (x.ndim - 1)), x, example)
+        return jnp.where(expand_to(real, x), x, example)
 
     return {name: x if name in NOT_OF_EXAMPLES else replace(x) for name, x in batch.items()}
 
 
-def loss_and_sums(
-    recipe: Recipe,
-    state: TrainState,
-    params: Tree,
-    train: bool,
-    replica: Replica,
-    piece: Piece,
-) -> tuple[jax.Array, Sums]:
-    """Return (the loss [] to differentiate, the Sums of one microbatch without gradients).
-
-    Both are 0 if the microbatch has no example.
-    """
-    outputs, batch, after = compute_outputs(recipe, state, params, piece, train, replica)
-    kept, model_state = {}, after
-    if piece.kept:
-        kept = {name: after[name] for name in piece.kept}
-        model_state = {name: x for name, x in after.items() if name not in piece.kept}
-    if piece.coupled is None:
-        loss, weight, metrics = check_result(apply_loss(recipe.forward.loss, outputs, batch))
-    else:
-        loss, weight, metrics = coupled_result(outputs, piece.coupled)
-
-    real, weight = jnp.any(piece.batch["mask"] != 0), weight.astype(loss.dtype)
-    sums = Sums(
-        loss=loss,
-        weight=weight,
-        metrics=jax.tree.map(lambda x: x.astype(loss.dtype), metrics),
-        model_state=weighted_state(state.model_state, model_state, weight, real),
-    )
-    sums, loss = jax.tree.map(lambda x: jnp.where(real, x, jnp.zeros_like(x)), (sums, loss))
-    sums = sums._replace(kept=keep_real(piece.batch["mask"], kept, piece.kept))
-
-    # In float16 small gradients underflow, so the loss is scaled up here, and the sums of gradients
-    # are divided by the scale in `apply`.
-    if recipe.forward.loss_scaling is not None and state.loss_scale is not None:
-        factor = recipe.forward.loss_scaling.factor(state.loss_scale.value)
-        loss = loss * factor.astype(loss.dtype)
-    return loss, sums
+def real_examples(mask: jax.Array) -> jax.Array:
+    """Return True [example] for each example of which something counts; mask: [example, ...]."""
+    return jnp.any(mask.reshape(len(mask), -1) != 0, axis=-1)
 
 
-def keep_real(mask: jax.Array, new: Tree, old: Tree) -> Tree:
-    """Return leaves [example, ...], the old ones for padding."""
-    real = jnp.any(mask.reshape(mask.shape[0], -1) != 0, axis=-1)
-
-    def choose(old: jax.Array, new: jax.Array) -> jax.Array:
-        return jnp.where(real.reshape(-1, *(1,) * (old.ndim - 1)), new.astype(old.dtype), old)
-
-    return jax.tree.map(choose, old, new)
+def at_once(f: Callable[[Piece], Tree], pieces: Piece) -> Tree:
+    """Return f of all microbatches [count, ...] at once; a model need not support that for one."""
+    if len(pieces.number) > 1:
+        return jax.vmap(f)(pieces)
+    return jax.tree.map(lambda x: x[None], f(first_of(pieces)))
 
 
-# --- All microbatches of a device ---------------------------------------------------
+def first_of(pieces: Piece) -> Piece:
+    """Return the first of several microbatches."""
+    return jax.tree.map(lambda x: x[0], pieces)
+
+
+def sum_over_first(sums: Sums) -> Sums:
+    """Sum over the leading dim of all that adds up."""
+    total = jax.tree.map(lambda x: x.sum(0), sums._replace(kept=None))
+    return total._replace(kept=sums.kept)
 
 
 def grads(recipe: Recipe, state: TrainState, batch: Batch, replica: Replica) -> Sums:
@@ -337,11 +437,17 @@ def grads(recipe: Recipe, state: TrainState, batch: Batch, replica: Replica) -> 
         replica: the numbers of these microbatches, and how parameters are read. Gradients that its
             derivatives sum over the devices are returned as these sums, perhaps as slices.
     """
-    mask = batch["mask"]
+    local, mask = LocalStep(recipe, state, replica, train=True), batch["mask"]
     if not recipe.padded:
         batch = {**batch, "mask": jnp.ones_like(mask)}  # a constant that the compiler can fold
-    pieces = pieces_of(state, batch, replica)
-    sums = differentiate(recipe, state, pieces, replica)
+    pieces = local.pieces(batch)
+    has_narrow_params = any(is_narrow(x.dtype) for x in jax.tree.leaves(state.params))
+    if not has_narrow_params and local.fits_at_once(local.sums, pieces):
+        sums = local.one_pass(pieces, last=True)
+    elif replica.reduces_last:
+        sums = local.passes_and_last(pieces)
+    else:
+        sums = local.several_passes(pieces)
     if recipe.padded:
         return sums
 
@@ -350,139 +456,22 @@ def grads(recipe: Recipe, state: TrainState, batch: Batch, replica: Replica) -> 
     return sums._replace(weight=sums.weight * jnp.max(mask).astype(sums.weight.dtype))
 
 
-def pieces_of(state: TrainState, batch: Batch, replica: Replica) -> Piece:
-    """Return the microbatches [local, ...] of a device."""
-    batch = dict(batch)
-    coupled = batch.pop(COUPLED, None)
-    return Piece(batch, state.kept, replica.numbers, coupled)
-
-
-def differentiate(recipe: Recipe, state: TrainState, pieces: Piece, replica: Replica) -> Sums:
-    """Return the sums over microbatches [local, ...] with gradients, in one pass or several.
-
-    Computations in 16 bits take one microbatch after the other: products for several of them would
-    round, and overflow, by how many microbatches a device has, and XLA rounds a mapped convolution
-    in other places than a single one.
-    """
-    if recipe.accumulate == "vmap" and not is_narrow(recipe, state, pieces, replica):
-        return one_pass(recipe, state, pieces, replica, last=True)
-    if not replica.reduces_last:
-        return several_passes(recipe, state, pieces, replica)
-
-    # The last pass sums the gradients of all passes over the devices, block by block, as its
-    # backward pass arrives there.
-    head, tail = (jax.tree.map(lambda x, s=s: x[s], pieces) for s in (slice(-1), slice(-1, None)))
-    if len(pieces.number) == 1:
-        return one_pass(recipe, state, tail, replica, last=True)
-    sums = several_passes(recipe, state, head, replica)
-    rest = one_pass(recipe, state, tail, replica, last=True, earlier=sums.grads)
-    kept = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), sums.kept, rest.kept)
-    total = add(sums._replace(grads=None, kept=None), rest._replace(grads=None, kept=None))
-    return total._replace(grads=rest.grads, kept=kept)
-
-
-def one_pass(
-    recipe: Recipe,
-    state: TrainState,
-    pieces: Piece,
-    replica: Replica,
-    last: bool,
-    earlier: Tree = None,
-) -> Sums:
-    """Return the sums over microbatches [count, ...] that are computed at once.
-
-    Parameters are read once for all of them, so the gradient of a weight is one product over all
-    their examples.
-    """
-
-    def total(slots: Tree) -> tuple[jax.Array, Sums]:
-        params = replica.params(slots, state.params, recipe.forward.policy.compute, last, earlier)
-        one = functools.partial(loss_and_sums, recipe, state, params, True, replica)
-        if len(pieces.number) == 1:  # not mapped, since a model may not support it
-            loss, sums = one(jax.tree.map(lambda x: x[0], pieces))
-            return loss, sums._replace(kept=jax.tree.map(lambda x: x[None], sums.kept))
-        losses, sums = jax.vmap(one)(pieces)
-        return losses.sum(), sum_over_first(sums)
-
-    slots = replica.slots(recipe.rule.trainable(state.params), last)
-    (_, sums), gradients = jax.value_and_grad(total, has_aux=True)(slots)
-    return sums._replace(grads=gradients)
-
-
-def several_passes(recipe: Recipe, state: TrainState, pieces: Piece, replica: Replica) -> Sums:
-    """Return the sums over microbatches [count, ...], one after the other, in the memory of one.
-
-    Sums are at least float32: a sum of bfloat16 stops growing after some 256 microbatches.
-    """
-
-    @functools.partial(jax.jit, inline=True)  # traced once
-    def compute(piece: Piece) -> Sums:
-        return one_pass(recipe, state, jax.tree.map(lambda x: x[None], piece), replica, last=False)
-
-    def accumulate(sums: Sums, piece: Piece) -> tuple[Sums, Tree]:
-        new = compute(piece)
-        return add(sums, new._replace(kept=None)), new.kept
-
-    shapes = jax.eval_shape(compute, jax.tree.map(lambda x: x[0], pieces))._replace(kept=None)
-    start = jax.tree.map(lambda x: at_least_float32(jnp.zeros(x.shape, x.dtype)), shapes)
-    sums, kept = jax.lax.scan(accumulate, start, pieces)
-    return sums._replace(kept=jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), kept))
-
-
 def evaluate(recipe: Recipe, state: TrainState, batch: Batch, replica: Replica) -> Sums:
     """Return the sums over a device's microbatches, without gradients; see `grads`."""
-    pieces = pieces_of(state, batch, replica)
-
-    def one(piece: Piece) -> Sums:
-        params = model_params(recipe, state, replica, state.params)
-        sums = loss_and_sums(recipe, state, params, False, replica, piece)[1]
-        return sums._replace(model_state=None)
-
-    return sum_over_first(map_pieces(recipe, one, pieces))
+    local = LocalStep(recipe, state, replica, train=False)
+    return sum_over_first(local.map(local.sums, local.pieces(batch))._replace(model_state=None))
 
 
 def first_pass(
     recipe: Recipe, state: TrainState, batch: Batch, replica: Replica, train: bool
 ) -> tuple[Tree, Batch]:
     """Return (outputs, the batch for the loss) of all devices' microbatches [microbatch, ...]."""
+    local = LocalStep(recipe, state, replica, train)
 
-    def one(piece: Piece) -> tuple[Tree, Batch]:
-        params = model_params(recipe, state, replica, state.params)
-        return compute_outputs(recipe, state, params, piece, train, replica)[:2]
+    def outputs_and_batch(piece: Piece) -> tuple[Tree, Batch]:
+        return local.compute_outputs(local.params(state.params), piece)[:2]
 
-    return replica.join(map_pieces(recipe, one, pieces_of(state, batch, replica)))
-
-
-def map_pieces(recipe: Recipe, f: Callable[[Piece], Tree], pieces: Piece) -> Tree:
-    """Return f of all microbatches [local, ...], at once where `grads` would compute them so."""
-    first = jax.tree.map(lambda x: x[0], pieces)
-    if recipe.accumulate == "scan":
-        return jax.lax.map(f, pieces)
-    if len(pieces.number) == 1:
-        return jax.tree.map(lambda x: x[None], f(first))
-    return jax.lax.map(f, pieces) if has_narrow_floats(f, first) else jax.vmap(f)(pieces)
-
-
-def is_narrow(recipe: Recipe, state: TrainState, pieces: Piece, replica: Replica) -> bool:
-    """Return whether a microbatch is computed with floats of less than 32 bits anywhere."""
-
-    def one(slots: Tree, piece: Piece) -> tuple[jax.Array, Sums]:
-        params = model_params(recipe, state, replica, slots)
-        return loss_and_sums(recipe, state, params, True, replica, piece)
-
-    slots = replica.slots(recipe.rule.trainable(state.params), False)
-    return has_narrow_floats(one, slots, jax.tree.map(lambda x: x[0], pieces))
-
-
-def model_params(recipe: Recipe, state: TrainState, replica: Replica, slots: Tree) -> Tree:
-    """Return the parameters for the model in a pass that is not the last one."""
-    return replica.params(slots, state.params, recipe.forward.policy.compute, False, None)
-
-
-def sum_over_first(sums: Sums) -> Sums:
-    """Sum over the leading dim of all that adds up."""
-    total = jax.tree.map(lambda x: x.sum(0), sums._replace(kept=None))
-    return total._replace(kept=sums.kept)
+    return replica.join(local.map(outputs_and_batch, local.pieces(batch)))
 
 
 # --- The update ---------------------------------------------------------------------
