@@ -80,26 +80,24 @@ def make_optimizer(
     `find_roles`. A `make` that takes `blocks` or `roles` gets them.
     Raises UsageError if weight decay is requested and `make` does not support it.
     """
-    names = inspect.signature(make).parameters
-    takes = taken_by(make)
+    names, takes = inspect.signature(make).parameters, taken_by(make)
     open_ended = any(p.kind is p.VAR_KEYWORD for p in names.values())
-    args |= {name: value for name, value in (("blocks", blocks), ("roles", roles)) if name in takes}
-    if "weight_decay" in takes:
+    known = {"blocks": blocks, "roles": roles, "weight_decay": weight_decay}
+    args |= {name: value for name, value in known.items() if name in takes}
+    masks = [name for name in MASKS if name in takes]
+    if "weight_decay" in takes and masks:
+        args[masks[0]] = decay_mask(no_decay, blocks, roles)
+    elif "weight_decay" in takes and weight_decay and no_decay:
+        raise UsageError(
+            f"optimizer.no_decay: {make.__name__} takes no mask and would decay all parameters; set no_decay to [] "
+            "or weight_decay to 0"
+        )
+    elif weight_decay and open_ended:
         args["weight_decay"] = weight_decay
-        masks = [name for name in MASKS if name in takes]
-        if masks:
-            args[masks[0]] = decay_mask(no_decay, blocks, roles)
-        elif weight_decay and no_decay:
-            raise UsageError(
-                f"optimizer.no_decay: {make.__name__} takes no mask and would decay all parameters; set no_decay to [] "
-                "or weight_decay to 0"
-            )
-    elif weight_decay and not open_ended:
+    elif weight_decay and "weight_decay" not in takes:
         raise UsageError(
             f"optimizer.weight_decay: {weight_decay} but {make.__name__} takes none; set it to 0"
         )
-    elif weight_decay:
-        args["weight_decay"] = weight_decay
     if "learning_rate" in names or open_ended:
         tx = make(learning_rate=schedule, **args)
     else:
@@ -126,17 +124,13 @@ def checked(name: str, tx: Any, key: str = "optimizer") -> optax.GradientTransfo
             f"{key}.target: {name!r} returns {type(tx).__name__}, not an Optax transformation"
         )
 
-    def init(params: Any) -> Any:
-        jax.tree.map(
-            jnp.asarray, state := tx.init(params)
-        )  # fails if a leaf of the state is not an array
-        return state
-
     def with_usage_errors(function: Callable) -> Callable:
         @functools.wraps(function)
         def run(*args: Any, **extra: Any) -> Any:
             try:
-                return function(*args, **extra)
+                result = function(*args, **extra)
+                jax.tree.map(jnp.asarray, result)  # fails if a leaf of the state is not an array
+                return result
             except ReportedError:
                 raise
             except Exception as error:
@@ -147,11 +141,9 @@ def checked(name: str, tx: Any, key: str = "optimizer") -> optax.GradientTransfo
 
         return run
 
-    functools.update_wrapper(init, tx.init)
-    kind = (
-        type(tx) if isinstance(tx, optax.GradientTransformation) else optax.GradientTransformation
-    )
-    return kind(with_usage_errors(init), with_usage_errors(tx.update))
+    is_known = isinstance(tx, optax.GradientTransformation)
+    kind = type(tx) if is_known else optax.GradientTransformation
+    return kind(with_usage_errors(tx.init), with_usage_errors(tx.update))
 
 
 def decay_mask(

@@ -20,19 +20,20 @@ def with_average(step: Any, decay: float, policy: Policy) -> Any:
     def init(*arguments: Any) -> TrainState:
         state = step.init(*arguments)
         extra = {
+            **state.extra,
             EMA: jax.tree.map(jnp.copy, cast_floats(state.params, policy.state)),
-            EMA_STATE: first_statistics(state.model_state),
         }
-        return state.replace(extra={**state.extra, **without_none(extra)})
+        if (statistics := first_statistics(state.model_state)) is not None:
+            extra[EMA_STATE] = statistics
+        return state.replace(extra=extra)
 
     def apply(state: TrainState, sums: Sums, *total: Any) -> Any:
         new, metrics = step.apply(state, sums, *total)
-        before = {name: state.extra[name] for name in (EMA, EMA_STATE) if name in state.extra}
-        after = {EMA: average(state.extra[EMA], new.params, decay)}
-        if EMA_STATE in before:
-            after[EMA_STATE] = average_statistics(before[EMA_STATE], new.model_state, decay)
-        chosen = select(metrics["skipped"] == 0, after, before)
-        return new.replace(extra={**new.extra, **chosen}), metrics
+        old = new.extra
+        extra = {**old, EMA: average(old[EMA], new.params, decay)}
+        if EMA_STATE in old:
+            extra[EMA_STATE] = average_statistics(old[EMA_STATE], new.model_state, decay)
+        return new.replace(extra=select(metrics["skipped"] == 0, extra, old)), metrics
 
     return step._replace(init=init, apply=apply)
 
@@ -65,7 +66,3 @@ def averaged_state(state: TrainState) -> Any:
     """Return the model state that belongs to "ema": averages of floats, and integers as they are."""
     statistics = state.extra.get(EMA_STATE)
     return state.model_state if statistics is None else merge(statistics, state.model_state)
-
-
-def without_none(entries: dict[str, Any]) -> dict[str, Any]:
-    return {name: tree for name, tree in entries.items() if tree is not None}

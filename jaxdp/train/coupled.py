@@ -28,16 +28,15 @@ def with_coupled_loss(
         first_pass: (state, batch, replica, train) -> (outputs, batch for the loss) of all devices.
     """
 
-    def with_shares(state: TrainState, batch: Batch, replica: Any, train: bool) -> Batch:
-        outputs, loss_batch = first_pass(state, batch, replica, train)
-        return {**batch, COUPLED: shares(loss, outputs, loss_batch, replica.numbers, train)}
+    def with_shares(sums_of: Callable[..., Sums], train: bool) -> Callable[..., Sums]:
+        def in_two_passes(state: TrainState, batch: Batch, replica: Any) -> Sums:
+            outputs, loss_batch = first_pass(state, batch, replica, train)
+            share = shares(loss, outputs, loss_batch, replica.numbers, train)
+            return sums_of(state, {**batch, COUPLED: share}, replica)
 
-    def grads(state: TrainState, batch: Batch, replica: Any) -> Sums:
-        return step.grads(state, with_shares(state, batch, replica, True), replica)
+        return in_two_passes
 
-    def evaluate(state: TrainState, batch: Batch, replica: Any) -> Sums:
-        return step.evaluate(state, with_shares(state, batch, replica, False), replica)
-
+    grads, evaluate = with_shares(step.grads, True), with_shares(step.evaluate, False)
     return step._replace(grads=grads, evaluate=evaluate)
 
 
@@ -60,9 +59,8 @@ def shares(loss: LossFn, outputs: Tree, batch: Batch, numbers: jax.Array, train:
         return total, (total, weight, metrics)
 
     if train:
-        (_, sums), cotangents = jax.value_and_grad(batch_loss, has_aux=True, allow_int=True)(
-            outputs
-        )
+        differentiated = jax.value_and_grad(batch_loss, has_aux=True, allow_int=True)
+        (_, sums), cotangents = differentiated(outputs)
         cotangents = jax.tree.map(lambda x, c: c if is_float(x) else x, outputs, cotangents)
     else:
         (_, sums), cotangents = batch_loss(outputs), None

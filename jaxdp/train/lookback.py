@@ -15,9 +15,7 @@ from jaxdp.train.observer import Observer
 from jaxdp.train.state import Batch, TrainState
 
 BEHIND = 8  # updates: keeps the device busy while the host stalls for a few milliseconds
-EXAMINED = (
-    10  # updates whose examples are checked: only the first of consecutive non-finite updates
-)
+EXAMINED = 10  # updates whose examples are checked: the first of consecutive non-finite ones
 
 
 class Halted(Exception):

@@ -38,9 +38,10 @@ def fit(run: Run, program: Program, progress: Progress, observers: Observers, ho
             for number, batch in batches:
                 updates = range(number.start + 1 - offset, number.stop + 1 - offset)
                 observers.before(updates, batch)
-                call = program.updates if len(updates) > 1 else program.update
-                name = f"updates {updates[0]} to {updates[-1]}"
-                name = name if len(updates) > 1 else f"update {updates[0]}"
+                if len(updates) > 1:
+                    name, call = f"updates {updates[0]} to {updates[-1]}", program.updates
+                else:
+                    name, call = f"update {updates[0]}", program.update
                 progress.state, progress.metrics = host.call(name, call, progress.state, batch)
                 progress.step = updates[-1]
                 observers.after(updates, progress.state, progress.metrics)

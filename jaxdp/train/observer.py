@@ -86,25 +86,29 @@ class Observers:
         self.names = [getattr(each, "name", type(each).__name__) for each in observers]
 
         def methods(point: str) -> list[Callable[..., Any]]:
-            plain, found = getattr(Observer, point), [getattr(each, point) for each in observers]
+            ordered = observers[::-1] if point == "end" else observers
+            found = [getattr(each, point) for each in ordered]
+            plain = getattr(Observer, point)
             return [method for method in found if getattr(method, "__func__", None) is not plain]
 
-        def together(methods: Sequence[Callable[..., None]]) -> Callable[..., None]:
+        def together(point: str) -> Callable[..., None]:
+            overridden = methods(point)
+
             def call(*args: Any) -> None:
-                for method in methods:
+                for method in overridden:
                     method(*args)
 
             return call
 
-        self.start = together(methods("start"))
-        self.reading = together(methods("reading"))
-        self.before = together(methods("before"))
-        self.after = together(methods("after"))
-        self.pause = together(methods("pause"))
-        self.saved = together(methods("saved"))
-        self.evaluated = together(methods("evaluated"))
-        self.finished = together(methods("finished"))
-        self.end = together(methods("end")[::-1])
+        self.start = together("start")
+        self.reading = together("reading")
+        self.before = together("before")
+        self.after = together("after")
+        self.pause = together("pause")
+        self.saved = together("saved")
+        self.evaluated = together("evaluated")
+        self.finished = together("finished")
+        self.end = together("end")
         self._wants = methods("wants")
 
     def wants(self, step: int) -> set[str]:
