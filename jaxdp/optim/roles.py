@@ -71,19 +71,18 @@ def find_roles(
     kinds = [{use.kind for use in of_one} for of_one in uses]
     kernels = [[use for use in of_one if use.kind == KERNEL] for of_one in uses]
     shapes = [x.shape for _, x in leaves]
-    modules = collections.defaultdict[str, list[int]](list)
-    for i, (path, _) in enumerate(leaves):
-        modules[path_string(path[:-1])].append(i)
 
-    def is_bias(i: int, sizes: tuple[int, ...], siblings: list[int]) -> bool:
+    def is_bias(i: int, sizes: tuple[int, ...]) -> bool:
         """Return whether an array that is only added has the shape of a kernel's output, or of a
         scale, beside it.
         """
+        module = leaves[i][0][:-1]
+        siblings = [j for j, (path, _) in enumerate(leaves) if path[:-1] == module]
         outputs = [
             _sizes(shapes[j], use.dims - use.reduction) for j in siblings for use in kernels[j]
         ]
         scales = [shapes[j] for j in siblings if kinds[j] == {SCALES}]
-        return kinds[i] == {ADDED} and (sizes in outputs or shapes[i] in scales)
+        return sizes in outputs or shapes[i] in scales
 
     def role(i: int, path: Any, x: Any) -> Role:
         if not uses[i]:
@@ -91,8 +90,7 @@ def find_roles(
         if TABLE not in kinds[i] and any(use.rank >= 2 for use in kernels[i]):
             return Role(KERNEL, _matrix(x.shape, kernels[i][-1]))
         sizes = max((_sizes(x.shape, use.dims) for use in uses[i]), key=len)
-        siblings = modules[path_string(path[:-1])]
-        if len(sizes) < 2 or kinds[i] == {SCALES} or is_bias(i, sizes, siblings):
+        if len(sizes) < 2 or kinds[i] == {SCALES} or (kinds[i] == {ADDED} and is_bias(i, sizes)):
             return Role(VECTOR)
         return Role(TABLE if TABLE in kinds[i] else OTHER)
 
