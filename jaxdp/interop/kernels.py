@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdp.errors import UsageError
 from jaxdp.interop.flat_buffers import Part, from_bits, pack, stays, to_bits, unpack
+from jaxdp.precision import is_narrow
 from jaxdp.process.caches import cached
 
 AXIS = "rank"
@@ -25,7 +26,7 @@ def accumulator(dtype: jnp.dtype) -> jnp.dtype:
     """Return the dtype to reduce in: 32 bits for smaller floats and integers, which round or wrap
     at the end.
     """
-    if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
+    if is_narrow(dtype):
         return jnp.dtype(jnp.float32)
     if jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize < 4:
         return jnp.dtype(jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32)
