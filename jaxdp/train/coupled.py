@@ -50,7 +50,8 @@ def shares(loss: LossFn, outputs: Tree, batch: Batch, numbers: jax.Array, train:
 
     Returns:
         {"sums": each local microbatch's share [local] of the loss, the weight and the metrics,
-         "cotangents": the loss's derivatives by its outputs [local, example, ...], or None}
+         "cotangents": the loss's derivatives by the floats of the outputs [local, example, ...];
+         in evaluation there are none}
     """
 
     def batch_loss(outputs: Tree) -> tuple[jax.Array, tuple]:
@@ -61,7 +62,6 @@ def shares(loss: LossFn, outputs: Tree, batch: Batch, numbers: jax.Array, train:
     if train:
         differentiated = jax.value_and_grad(batch_loss, has_aux=True, allow_int=True)
         (_, sums), cotangents = differentiated(outputs)
-        cotangents = jax.tree.map(lambda x, c: c if is_float(x) else x, outputs, cotangents)
     else:
         (_, sums), cotangents = batch_loss(outputs), None
     index = jnp.maximum(numbers, 0)
@@ -69,7 +69,7 @@ def shares(loss: LossFn, outputs: Tree, batch: Batch, numbers: jax.Array, train:
     fraction = (rows / jnp.maximum(rows.sum(), 1))[index].astype(sums[0].dtype)
     share = {
         "sums": jax.tree.map(lambda x: x.astype(fraction.dtype) * fraction, sums),
-        "cotangents": jax.tree.map(lambda x: x[index], cotangents),
+        "cotangents": [x[index] for x in floats_of(cotangents)],
     }
     return jax.lax.stop_gradient(share)
 
@@ -78,13 +78,13 @@ def coupled_result(outputs: Tree, share: Tree) -> tuple[jax.Array, jax.Array, di
     """Return a microbatch's share of the (loss, weight, metrics); the loss has the coupled loss's
     derivative by the outputs."""
     loss, weight, metrics = share["sums"]
-    if share["cotangents"] is None:
-        return loss, weight, metrics
-    pairs = zip(jax.tree.leaves(outputs), jax.tree.leaves(share["cotangents"]), strict=True)
-    products = [jnp.sum(x * y) for x, y in pairs if is_float(x)]
-    surrogate = sum(products, jnp.zeros(())).astype(loss.dtype)
-    return loss + (surrogate - jax.lax.stop_gradient(surrogate)), weight, metrics
+    pairs = zip(floats_of(outputs), share["cotangents"])
+    if products := [jnp.sum(x * y) for x, y in pairs]:
+        surrogate = sum(products, jnp.zeros(())).astype(loss.dtype)
+        loss = loss + (surrogate - jax.lax.stop_gradient(surrogate))
+    return loss, weight, metrics
 
 
-def is_float(x: jax.Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
+def floats_of(tree: Tree) -> list[jax.Array]:
+    """Return the leaves that are floats."""
+    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
