@@ -11,9 +11,8 @@ from jaxdp.parallel.reading import ShardedReplica
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.parallel.sum_plan import Plan
 from jaxdp.split import WHOLE
-from jaxdp.train.norm import plain_total
 from jaxdp.train.state import Batch, Sums, TrainState
-from jaxdp.train.step import Replica
+from jaxdp.train.step import Replica, plain_total
 
 Tree = Any
 GradFunction = Callable[[TrainState, Batch, Replica], Sums]  # `Step.grads` or `Step.evaluate`
