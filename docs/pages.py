@@ -91,8 +91,8 @@ SECTIONS: dict[str, tuple[str, list[str]]] = {
         [
             "jaxdp.train.state.TrainState",
             "jaxdp.train.state.Sums",
-            "jaxdp.train.options.Forward",
-            "jaxdp.train.options.UpdateRule",
+            "jaxdp.train.step.Forward",
+            "jaxdp.train.step.UpdateRule",
             "jaxdp.train.step.Step",
             "jaxdp.train.step.make_step",
             "jaxdp.parallel.strategy.Strategy",

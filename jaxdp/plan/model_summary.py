@@ -10,8 +10,8 @@ import jax
 
 from jaxdp.metrics.numbers import size, table
 from jaxdp.split import path_string
-from jaxdp.train.options import without_frozen
 from jaxdp.train.state import TrainState
+from jaxdp.train.step import without_frozen
 
 
 def arrays(shapes: TrainState, frozen: Sequence[str]) -> list[dict[str, Any]]:

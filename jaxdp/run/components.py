@@ -54,10 +54,17 @@ from jaxdp.run.datasets import (
 from jaxdp.run.strategies import STRATEGIES, make_reduction
 from jaxdp.split import leaves_by_path, path_string
 from jaxdp.targets import Table, attribute, bind, call, locate, parameters, require
-from jaxdp.train.options import Forward, Transform, UpdateRule, first_microbatch
 from jaxdp.train.skip import Spike
 from jaxdp.train.state import Batch, TrainState
-from jaxdp.train.step import Step, init_state, make_step
+from jaxdp.train.step import (
+    Forward,
+    Step,
+    Transform,
+    UpdateRule,
+    first_microbatch,
+    init_state,
+    make_step,
+)
 
 Objects = Mapping[str, Mapping[str, Any]]
 NOTHING: Objects = {}

@@ -19,8 +19,8 @@ from jaxdp.optim.interpreter import inside
 from jaxdp.run.components import Parts, apply_model
 from jaxdp.run.preflight import carry_of_one
 from jaxdp.train.carry import split_carry
-from jaxdp.train.options import first_microbatch
 from jaxdp.train.state import TrainState
+from jaxdp.train.step import first_microbatch
 
 # warn if BatchNorm normalizes by the statistics of fewer rows (Wu and He, arXiv 1803.08494, figure
 # 1)

@@ -27,7 +27,7 @@ from jaxdp.data.windows import Windows
 from jaxdp.errors import UsageError
 from jaxdp.targets import Args, Table, bind, call, locate, targets_in
 from jaxdp.train.carry import split_carry
-from jaxdp.train.options import Forward, Transform, first_microbatch
+from jaxdp.train.step import Forward, Transform, first_microbatch
 
 
 def make_data(

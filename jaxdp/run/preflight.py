@@ -27,9 +27,8 @@ from jaxdp.run.datasets import eval_key, make_order, shapes_of
 from jaxdp.split import path_string
 from jaxdp.targets import attribute, targets_in
 from jaxdp.train.metric_sums import WEIGHT
-from jaxdp.train.options import first_microbatch
 from jaxdp.train.state import Batch, TrainState
-from jaxdp.train.step import Replica, Step
+from jaxdp.train.step import Replica, Step, first_microbatch
 
 T = TypeVar("T")
 RESERVED_NAMES = ("model_state", "__metadata__")  # in files of weights

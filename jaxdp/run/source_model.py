@@ -26,7 +26,7 @@ from jaxdp.process.hosts import listed
 from jaxdp.run.components import Objects, Parts, apply_model, make_model
 from jaxdp.run.datasets import facts_of, shapes_of_model
 from jaxdp.targets import OBJECT, Args, locate, parameters
-from jaxdp.train.options import first_microbatch
+from jaxdp.train.step import first_microbatch
 
 SPEED = ("attention", "scan")  # arguments of jaxdp's models that do not change what is computed
 OF_DATA = ("input_shape", "num_classes")  # arguments whose default is a fact of the data

@@ -41,9 +41,9 @@ from jaxdp.run.preflight import state_of_one, sums_of_one
 from jaxdp.split import leaves_by_path
 from jaxdp.targets import OF_SCRIPT
 from jaxdp.train.model_state import floats
-from jaxdp.train.options import first_microbatch
 from jaxdp.train.run import Run
 from jaxdp.train.state import TrainState
+from jaxdp.train.step import first_microbatch
 
 EMPTY, IDLE = 0.05, 0.1  # warn above these shares of padding in a batch, and of idle device time
 TREES = {

@@ -36,9 +36,8 @@ from jaxdp.run.components import (
 from jaxdp.run.elsewhere import other_count, process
 from jaxdp.run.preflight import check_optimizer
 from jaxdp.targets import attribute
-from jaxdp.train.options import UpdateRule
 from jaxdp.train.state import Batch, TrainState
-from jaxdp.train.step import Replica, Step
+from jaxdp.train.step import Replica, Step, UpdateRule
 from jaxdp.verify import Configuration, Problem, Report, settings
 from jaxdp.verify.configurations import ONE_DEVICE, clip, devices_of
 from jaxdp.verify.exact import compare_bits

@@ -14,7 +14,8 @@ a memory of its own wraps a step: `average`, `carry`, `coupled`.
 """
 
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,12 +25,13 @@ import optax
 from jaxdp.cpu import on_cpu
 from jaxdp.data.transforms import NOT_OF_EXAMPLES
 from jaxdp.errors import UsageError
-from jaxdp.losses import apply_loss
+from jaxdp.losses import LossFn, apply_loss
+from jaxdp.models.base import Model
 from jaxdp.models.scan import BlockReader, PerBlock, remat
 from jaxdp.optim.interpreter import has_narrow_floats
 from jaxdp.optim.master import master_copy
 from jaxdp.optim.rate import rate_of
-from jaxdp.precision import at_least_float32, cast_floats, is_narrow
+from jaxdp.precision import LossScaling, Policy, at_least_float32, cast_floats, is_narrow
 from jaxdp.split import path_string
 from jaxdp.targets import attribute
 from jaxdp.train.average import with_average
@@ -37,8 +39,7 @@ from jaxdp.train.carry import with_carry
 from jaxdp.train.coupled import COUPLED, coupled_result, with_coupled_loss
 from jaxdp.train.metric_sums import check_result, divide
 from jaxdp.train.model_state import mean_state, weighted_state
-from jaxdp.train.options import Forward, UpdateRule
-from jaxdp.train.skip import Facts, decide, start_guard
+from jaxdp.train.skip import Facts, Spike, decide, start_guard
 from jaxdp.train.state import (
     Batch,
     Sums,
@@ -53,6 +54,54 @@ from jaxdp.train.state import (
 SMALL = 4096  # elements: smaller leaves are concatenated on CPU
 Tree = Any
 Metrics = dict[str, jax.Array]
+Transform = Callable[[Batch, jax.Array, bool], Batch]  # (batch, key, train) -> batch
+
+
+class Forward(NamedTuple):
+    """The forward pass of a microbatch, up to its loss.
+
+    Args:
+        seed: an int or a uint32 [], the root of all random keys.
+        remat: the values that the backward pass recomputes (`jaxdp.models.scan.REMAT`), block by
+            block if the model reads its parameters so.
+        transform, eval_transform: change the batch before the model, in training and evaluation.
+    """
+
+    model: Model
+    loss: LossFn
+    policy: Policy = Policy()
+    seed: Any = 0
+    remat: str = "none"
+    loss_scaling: LossScaling | None = None
+    transform: Transform | None = None
+    eval_transform: Transform | None = None
+
+
+class UpdateRule(NamedTuple):
+    """How an update follows from the mean gradients.
+
+    Args:
+        frozen: expressions; parameters whose path matches one have no gradient and no optimizer
+            state.
+        ema_decay: of the running average of the parameters; None: there is none.
+        schedule: the learning rate by applied update, to report as `lr` if the optimizer names none
+            (`jaxdp.optim.rate`).
+        max_nonfinite: halt training after this many consecutive updates with a non-finite loss or
+            gradient; each of them is skipped (`jaxdp.train.skip`).
+        spike: how to detect and treat a loss that is too large.
+    """
+
+    tx: optax.GradientTransformation
+    clip_norm: float | None = None
+    frozen: Sequence[str] = ()
+    ema_decay: float | None = None
+    schedule: Callable[[jax.Array], jax.Array] | None = None
+    max_nonfinite: int = 10
+    spike: Spike | None = None
+
+    def trainable(self, tree: Tree) -> Tree:
+        """Return a tree like the parameters with None for those that are frozen."""
+        return without_frozen(tree, self.frozen)
 
 
 class Recipe(NamedTuple):
@@ -209,6 +258,23 @@ def init(recipe: Recipe, seed: Any, microbatches: int, example: Batch) -> TrainS
         guard=start_guard(rule.spike),
         seed=jnp.asarray(seed, jnp.uint32),
     )
+
+
+def without_frozen(tree: Tree, frozen: Sequence[str]) -> Tree:
+    """Return a tree with None for the leaves whose path (a/b/c) matches one of the expressions."""
+
+    def keep(path: Any, x: Any) -> Any:
+        name = path_string(path)
+        return None if any(re.search(pattern, name) for pattern in frozen) else x
+
+    return jax.tree_util.tree_map_with_path(keep, tree) if frozen else tree
+
+
+def first_microbatch(example: dict[str, Any], size: int, transform: Transform | None) -> Batch:
+    """Return a microbatch of `size` copies of an example [1, ...], transformed as for the model."""
+    inputs: Batch = {k: jnp.broadcast_to(v[0], (size, *v.shape[1:])) for k, v in example.items()}
+    inputs.setdefault("mask", jnp.ones(size, bool))
+    return inputs if transform is None else transform(inputs, jax.random.key(0), True)
 
 
 # --- One microbatch ----------------------------------------------------------------

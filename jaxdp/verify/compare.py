@@ -12,7 +12,7 @@ import numpy as np
 from jaxdp.checkpoint.leaves import host
 from jaxdp.process.hosts import listed
 from jaxdp.split import path_string
-from jaxdp.train.options import UpdateRule
+from jaxdp.train.step import UpdateRule
 from jaxdp.verify.oracle import Trained
 from jaxdp.verify.problem import NOTE, Check
 

@@ -21,7 +21,7 @@ from jaxdp.models.base import CARRY
 from jaxdp.precision import cast_floats
 from jaxdp.split import path_string
 from jaxdp.train.metric_sums import check_result
-from jaxdp.train.options import UpdateRule
+from jaxdp.train.step import UpdateRule
 from jaxdp.verify.problem import Problem, Tree, Trial
 
 Batch = dict[str, Any]

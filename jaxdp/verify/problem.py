@@ -19,8 +19,7 @@ from jaxdp.parallel.strategy import Strategy
 from jaxdp.precision import cast_floats
 from jaxdp.process import hosts
 from jaxdp.targets import attribute
-from jaxdp.train.options import Forward, UpdateRule, first_microbatch
-from jaxdp.train.step import Step
+from jaxdp.train.step import Forward, Step, UpdateRule, first_microbatch
 from jaxdp.verify.configurations import Configuration
 
 OK, FAILED, NOTE, SKIPPED, REFUSED = "ok", "FAILED", "note", "skipped", "refused"

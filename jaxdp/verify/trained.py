@@ -17,9 +17,8 @@ from jaxdp.models.base import CARRY
 from jaxdp.parallel.strategy import Strategy
 from jaxdp.precision import is_key
 from jaxdp.train.average import EMA, EMA_STATE
-from jaxdp.train.options import UpdateRule
 from jaxdp.train.state import Batch, TrainState
-from jaxdp.train.step import Step
+from jaxdp.train.step import Step, UpdateRule
 from jaxdp.verify.compare import Reference, leaf_errors, worst
 from jaxdp.verify.configurations import Configuration
 from jaxdp.verify.oracle import Setup, Start, partition, statistics, without_carry

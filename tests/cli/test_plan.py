@@ -32,8 +32,7 @@ from jaxdp.plan.prediction import Case, make_plan, predict, recommend
 from jaxdp.run.build import changes_for, make_case
 from jaxdp.run.components import make_parts
 from jaxdp.run.strategies import STRATEGIES, make_reduction
-from jaxdp.train.options import Forward, UpdateRule
-from jaxdp.train.step import init_state, make_step
+from jaxdp.train.step import Forward, UpdateRule, init_state, make_step
 from launch import in_process
 
 TOKENS = 16

@@ -32,7 +32,7 @@ from jaxdp.parallel.reduction import xla
 from jaxdp.run.components import make_parts
 from jaxdp.run.strategies import REDUCTIONS, STAGES
 from jaxdp.run.verification import error_of_sum, make_problem, make_variant
-from jaxdp.train.options import Forward, UpdateRule
+from jaxdp.train.step import Forward, UpdateRule
 from jaxdp.verify import NOT_MAPPABLE, Configuration, Problem, as_text, settings, verify
 from jaxdp.verify.compare import difference, find_reference
 from jaxdp.verify.configurations import ONE_DEVICE, choose_configurations, is_meaningful, pairs

@@ -18,8 +18,7 @@ from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.prefetch import read_batch
 from jaxdp.losses import MeanSquaredError, SoftmaxCrossEntropy
 from jaxdp.models import as_model
-from jaxdp.train.options import Forward, UpdateRule
-from jaxdp.train.step import init_state, make_step
+from jaxdp.train.step import Forward, UpdateRule, init_state, make_step
 from judging import STEPS, TOLERANCE, judged, smallest
 
 FACTORS = {

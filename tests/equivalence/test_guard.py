@@ -27,9 +27,8 @@ from jaxdp.models.base import Model
 from jaxdp.optim import OPTIMIZERS
 from jaxdp.precision import LossScaling
 from jaxdp.run.components import make_parts, make_the_step, state_maker
-from jaxdp.train.options import Forward, UpdateRule
 from jaxdp.train.skip import NONFINITE, SPIKE, Facts, Spike, decide, start_guard
-from jaxdp.train.step import init_state, make_step
+from jaxdp.train.step import Forward, UpdateRule, init_state, make_step
 from layouts import LAYOUTS as USUAL
 from layouts import assert_same_bits, contents
 from plain_runs import metering

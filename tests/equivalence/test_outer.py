@@ -28,8 +28,7 @@ from jaxdp.outer.replicas import OuterRule, Replicas, assign_replicas, split_rep
 from jaxdp.parallel.placement import assign_microbatches, ordered_devices
 from jaxdp.run.components import make_outer, make_parts
 from jaxdp.run.strategies import make_reduction
-from jaxdp.train.options import Forward, UpdateRule
-from jaxdp.train.step import init_state, make_step
+from jaxdp.train.step import Forward, UpdateRule, init_state, make_step
 from launch import mpirun
 
 MICROBATCHES, BATCH = 8, 20

@@ -23,8 +23,7 @@ from jaxdp.plan.hlo import collectives, summarize
 from jaxdp.precision import LossScaling, Policy
 from jaxdp.run.components import check_paths
 from jaxdp.split import WHOLE, path_string, split_dims
-from jaxdp.train.options import Forward, UpdateRule
-from jaxdp.train.step import make_step
+from jaxdp.train.step import Forward, UpdateRule, make_step
 from layouts import LAYOUTS, assert_same_bits, contents
 from programs import compiled
 

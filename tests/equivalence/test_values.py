@@ -12,8 +12,7 @@ import toys
 from jaxdp.exact.fixed_point import largest_exponent, quantize_values, restore_values
 from jaxdp.losses import Contrastive, MeanSquaredError, SoftmaxCrossEntropy
 from jaxdp.models.base import Model
-from jaxdp.train.options import Forward, UpdateRule
-from jaxdp.train.step import init_state, make_step, replace_masked
+from jaxdp.train.step import Forward, UpdateRule, init_state, make_step, replace_masked
 
 # --- values as integers
 # ---------------------------------------------------------------------------------------------

@@ -12,8 +12,7 @@ from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.parallel.layout import Sharding
 from jaxdp.run.strategies import STRATEGIES, make_reduction
 from jaxdp.split import path_string
-from jaxdp.train.options import Forward, UpdateRule
-from jaxdp.train.step import init_state
+from jaxdp.train.step import Forward, UpdateRule, init_state
 
 WAYS = [("pmap", 0), ("pmap", 1), ("pjit", 0), ("pjit", 1), ("pjit", 2), ("pjit", 3)]
 META = {"config": {}, "data_fingerprint": "x"}

@@ -16,9 +16,8 @@ from jaxdp.run.build import Log
 from jaxdp.run.driver import Training
 from jaxdp.run.source import Source
 from jaxdp.run.strategies import STRATEGIES, make_reduction
-from jaxdp.train.options import Forward, UpdateRule
 from jaxdp.train.run import Data, LoopOptions, Progress, Run
-from jaxdp.train.step import init_state, make_step
+from jaxdp.train.step import Forward, UpdateRule, init_state, make_step
 
 
 class Kept:

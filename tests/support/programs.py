@@ -15,8 +15,7 @@ from jaxdp.parallel.layout import Sharding
 from jaxdp.plan.hlo import Collective, collectives
 from jaxdp.precision import Policy
 from jaxdp.run.strategies import STRATEGIES, make_reduction
-from jaxdp.train.options import Forward, UpdateRule
-from jaxdp.train.step import init_state, make_step
+from jaxdp.train.step import Forward, UpdateRule, init_state, make_step
 
 DEVICES, LAYERS, TOKENS, SLOTS = 8, 16, 16, 4  # SLOTS: microbatches of a device
 OPTIMIZERS = {

@@ -22,8 +22,7 @@ from jaxdp.optim import OPTIMIZERS as TABLE
 from jaxdp.parallel.layout import Sharding
 from jaxdp.precision import Policy
 from jaxdp.run.strategies import STRATEGIES, make_reduction
-from jaxdp.train.options import Forward, UpdateRule
-from jaxdp.train.step import Replica, init_state, make_step
+from jaxdp.train.step import Forward, Replica, UpdateRule, init_state, make_step
 
 SHAPE, CLASSES, WIDTH = (4, 4, 2), 3, 24
 SIZES = np.logspace(-30, 30, 32)  # of the squares of `tracking`

@@ -28,8 +28,7 @@ from jaxdp.precision import LossScaling
 from jaxdp.process import membership
 from jaxdp.process.context import Context
 from jaxdp.split import path_string
-from jaxdp.train.options import Forward, UpdateRule
-from jaxdp.train.step import init_state
+from jaxdp.train.step import Forward, UpdateRule, init_state
 
 
 def states(n=2, seed=0):

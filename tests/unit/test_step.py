@@ -22,8 +22,7 @@ from jaxdp.models.nnx import Carry
 from jaxdp.models.resnet9 import ResNet9
 from jaxdp.split import path_string
 from jaxdp.train.model_state import mean_state, weighted_state
-from jaxdp.train.options import Forward, UpdateRule
-from jaxdp.train.step import init_state, make_step
+from jaxdp.train.step import Forward, UpdateRule, init_state, make_step
 
 
 class Norm(nnx.Module):
