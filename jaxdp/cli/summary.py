@@ -14,7 +14,7 @@ def run(call: Call) -> None:
     set_jax(config)
     shapes = jax.eval_shape(state_maker(config, parts := make_parts(config)))
     check_paths(config, shapes.params)
-    rows = model_summary.arrays(shapes, config.optimizer.frozen)
+    rows = model_summary.arrays(shapes, parts.rule.trainable(shapes.params))
     groups = describe_groups(config, parts, shapes.params)
     if call.options["json"]:
         facts = {

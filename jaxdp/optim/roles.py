@@ -33,15 +33,13 @@ Views = dict[int, View]  # by parameter
 
 
 class Role(NamedTuple):
-    """kind: KERNEL, TABLE, VECTOR or OTHER. matrix: how Muon reads it, None for Adam."""
+    """kind: KERNEL, TABLE, VECTOR or OTHER. decays: weight decay applies. matrix: how Muon reads
+    it, None for Adam.
+    """
 
     kind: str
+    decays: bool
     matrix: MuonDimensionNumbers | None = None
-
-    @property
-    def decays(self) -> bool:
-        """Whether weight decay applies."""
-        return self.kind != VECTOR
 
 
 class Use(NamedTuple):
@@ -88,11 +86,11 @@ def find_roles(
         if not uses[i]:
             return role_of(path, x, blocks)
         if TABLE not in kinds[i] and any(use.rank >= 2 for use in kernels[i]):
-            return Role(KERNEL, _matrix(x.shape, kernels[i][-1]))
+            return Role(KERNEL, True, _matrix(x.shape, kernels[i][-1]))
         sizes = max((_sizes(x.shape, use.dims) for use in uses[i]), key=len)
         if len(sizes) < 2 or kinds[i] == {SCALES} or (kinds[i] == {ADDED} and is_bias(i, sizes)):
-            return Role(VECTOR)
-        return Role(TABLE if TABLE in kinds[i] else OTHER)
+            return Role(VECTOR, False)
+        return Role(TABLE if TABLE in kinds[i] else OTHER, True)
 
     return {path_string(path): role(i, path, x) for i, (path, x) in enumerate(leaves)}
 
@@ -108,8 +106,8 @@ def role_of(path: Any, x: Any, blocks: Iterable[str] = (), roles: Mapping[str, R
         return known
     first = int(is_stacked(path, blocks))
     if x.ndim - first < 2:
-        return Role(VECTOR)
-    return Role(KERNEL, _numbers(range(first, x.ndim - 1), [x.ndim - 1]))
+        return Role(VECTOR, False)
+    return Role(KERNEL, True, _numbers(range(first, x.ndim - 1), [x.ndim - 1]))
 
 
 def describe(

@@ -3,7 +3,6 @@ trained.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,17 +10,13 @@ import jax
 from jaxdp.metrics.numbers import size, table
 from jaxdp.split import path_string
 from jaxdp.train.state import TrainState
-from jaxdp.train.step import without_frozen
 
 
-def arrays(shapes: TrainState, frozen: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a row for each parameter and each array of the model state. frozen: expressions, see
-    `without_frozen`.
+def arrays(shapes: TrainState, trainable: Any) -> list[dict[str, Any]]:
+    """Return a row for each parameter and each array of the model state. trainable: the parameters
+    without the frozen ones.
     """
-    trained = {
-        path_string(path)
-        for path, _ in jax.tree_util.tree_leaves_with_path(without_frozen(shapes.params, frozen))
-    }
+    trained = {path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(trainable)}
     rows = []
     for kind, tree in (("frozen", shapes.params), ("state", shapes.model_state)):
         for path, x in jax.tree_util.tree_leaves_with_path(tree):

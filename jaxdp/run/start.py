@@ -87,7 +87,8 @@ def start_writer(
             **git.record(directory),
         },
     )
-    rows = model_summary.arrays(run.strategy.shapes, config.optimizer.frozen)
+    shapes = run.strategy.shapes
+    rows = model_summary.arrays(shapes, run.step.trainable(shapes.params))
     rundir.write(directory / "model.txt", model_summary.text(config.model.target, rows) + "\n")
     groups = describe_groups(
         config,

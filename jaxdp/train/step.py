@@ -101,7 +101,12 @@ class UpdateRule(NamedTuple):
 
     def trainable(self, tree: Tree) -> Tree:
         """Return a tree like the parameters with None for those that are frozen."""
-        return without_frozen(tree, self.frozen)
+
+        def keep(path: Any, x: Any) -> Any:
+            name = path_string(path)
+            return None if any(re.search(pattern, name) for pattern in self.frozen) else x
+
+        return jax.tree_util.tree_map_with_path(keep, tree) if self.frozen else tree
 
 
 class Recipe(NamedTuple):
@@ -260,16 +265,6 @@ def init(recipe: Recipe, seed: Any, microbatches: int, example: Batch) -> TrainS
     )
 
 
-def without_frozen(tree: Tree, frozen: Sequence[str]) -> Tree:
-    """Return a tree with None for the leaves whose path (a/b/c) matches one of the expressions."""
-
-    def keep(path: Any, x: Any) -> Any:
-        name = path_string(path)
-        return None if any(re.search(pattern, name) for pattern in frozen) else x
-
-    return jax.tree_util.tree_map_with_path(keep, tree) if frozen else tree
-
-
 def first_microbatch(example: dict[str, Any], size: int, transform: Transform | None) -> Batch:
     """Return a microbatch of `size` copies of an example [1, ...], transformed as for the model."""
     inputs: Batch = {k: jnp.broadcast_to(v[0], (size, *v.shape[1:])) for k, v in example.items()}
@@ -383,21 +378,12 @@ class LocalStep(NamedTuple):
         coupled = batch.pop(COUPLED, None)
         return Piece(batch, self.state.kept, self.replica.numbers, coupled)
 
-    def fits_at_once(self, f: Callable[[Piece], Tree], pieces: Piece) -> bool:
-        """Return whether f may compute several microbatches at once.
-
-        Computations in 16 bits take one after the other: products for several of them would round,
-        and overflow, by how many microbatches a device has, and XLA rounds a mapped convolution in
-        other places than a single one.
-        """
-        return self.recipe.accumulate == "vmap" and not has_narrow_floats(f, first_of(pieces))
-
     def map(self, f: Callable[[Piece], Tree], pieces: Piece) -> Tree:
-        """Return f of all microbatches [local, ...], without gradients."""
-        is_alone = self.recipe.accumulate == "vmap" and len(pieces.number) == 1
-        if is_alone or self.fits_at_once(f, pieces):
-            return at_once(f, pieces)
-        return jax.lax.map(f, pieces)
+        """Return f of all microbatches [local, ...], at once where `grads` would compute them so."""
+        one_by_one = self.recipe.accumulate == "scan" or (
+            len(pieces.number) > 1 and has_narrow_floats(f, first_of(pieces))
+        )
+        return jax.lax.map(f, pieces) if one_by_one else at_once(f, pieces)
 
     def one_pass(self, pieces: Piece, last: bool, earlier: Tree = None) -> Sums:
         """Return the sums over microbatches [count, ...] that are computed at once, with gradients.
@@ -498,6 +484,10 @@ def sum_over_first(sums: Sums) -> Sums:
 def grads(recipe: Recipe, state: TrainState, batch: Batch, replica: Replica) -> Sums:
     """Return the sums over a device's microbatches, with the gradients of their losses.
 
+    Computations in 16 bits take one microbatch after the other: products for several of them would
+    round, and overflow, by how many microbatches a device has, and XLA rounds a mapped convolution
+    in other places than a single one.
+
     Args:
         state: as this device stores it; kept: leaves [local, example, ...].
         batch: {name: [local, example, ...]}.
@@ -509,7 +499,8 @@ def grads(recipe: Recipe, state: TrainState, batch: Batch, replica: Replica) -> 
         batch = {**batch, "mask": jnp.ones_like(mask)}  # a constant that the compiler can fold
     pieces = local.pieces(batch)
     has_narrow_params = any(is_narrow(x.dtype) for x in jax.tree.leaves(state.params))
-    if not has_narrow_params and local.fits_at_once(local.sums, pieces):
+    one_by_one = recipe.accumulate == "scan" or has_narrow_params
+    if not one_by_one and not has_narrow_floats(local.sums, first_of(pieces)):
         sums = local.one_pass(pieces, last=True)
     elif replica.reduces_last:
         sums = local.passes_and_last(pieces)

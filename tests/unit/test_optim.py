@@ -201,7 +201,7 @@ STACKED = {
 }
 
 
-ROLES = {"embed/embedding": Role("table")}
+ROLES = {"embed/embedding": Role("table", True)}
 
 
 def train_muon(params, blocks, **args):
