@@ -69,6 +69,18 @@ def take(x: jax.Array, dim: int, index: Any, parts: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, index * size, size, dim)
 
 
+def to_slices(x: jax.Array, dim: int, parts: int) -> jax.Array:
+    """Return all slices [part, ...slice] of a leaf whose dim `parts` divides."""
+    x = x.reshape(*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :])
+    return jnp.moveaxis(x, dim, 0)
+
+
+def from_slices(x: jax.Array, dim: int) -> jax.Array:
+    """Invert `to_slices`."""
+    x = jnp.moveaxis(x, 0, dim)
+    return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
+
+
 def padded_shape(shape: tuple[int, ...], dim: int, parts: int) -> tuple[int, ...]:
     """Return the shape with its dim rounded up to a multiple of `parts`."""
     return tuple(-(-size // parts) * parts if d == dim else size for d, size in enumerate(shape))

@@ -11,7 +11,7 @@ from jaxdp.cli import Call
 from jaxdp.config import Config
 from jaxdp.errors import UsageError
 from jaxdp.metrics.numbers import size, table
-from jaxdp.parallel.pjit import group_size
+from jaxdp.parallel.placement import group_size
 from jaxdp.plan.hardware import NETWORK, OVERLAP, Hardware, load_hardware, rate
 from jaxdp.plan.hlo import summarize
 from jaxdp.plan.prediction import Plan, make_plan, predict, recommend

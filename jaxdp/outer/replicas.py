@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
 
@@ -29,16 +29,14 @@ from jaxdp.parallel.layout import ZERO
 from jaxdp.parallel.pjit import PJit
 from jaxdp.parallel.placement import (
     assign_microbatches,
-    of_this_process,
     ordered_devices,
-    sent_by_call,
     state_shapes,
 )
 from jaxdp.parallel.reading import in_blocks
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.parallel.strategy import Program
 from jaxdp.parallel.sum_plan import Plan
-from jaxdp.parallel.sums import GradFunction, arithmetic
+from jaxdp.parallel.sums import arithmetic
 from jaxdp.split import WHOLE
 from jaxdp.train.average import EMA, EMA_STATE, average, average_statistics
 from jaxdp.train.model_state import floats, mean_state, weighted_state
@@ -95,24 +93,20 @@ class Replicas(PJit):
         devices: Sequence[jax.Device] | None = None,
         hosts: Sequence[str] = (),
     ):
-        self.devices = ordered_devices(devices, hosts)
-        self.parts, self.per_device = split_replicas(rule.replicas, len(self.devices))
-        self.sharing = len(self.devices) // self.parts  # devices that share one replica
-        self.mesh = Mesh(
-            np.array(self.devices).reshape(self.parts, -1),
+        ordered = ordered_devices(devices, hosts)
+        self.parts, self.per_device = split_replicas(rule.replicas, len(ordered))
+        self.sharing = len(ordered) // self.parts  # devices that share one replica
+        self.own = microbatches // rule.replicas  # microbatches of a replica
+        self.of_replica = assign_microbatches(self.own, self.sharing, reduction.group)
+        mesh = Mesh(
+            np.array(ordered).reshape(self.parts, -1),
             (OUTER, DATA),
             axis_types=(AxisType.Auto,) * 2,
         )
+        self.distribute(mesh, assign_replicas(self.of_replica, rule.replicas, self.parts))
         self.axes = Axes(shard=OUTER, replica=DATA)
         self.rule, self.reduction, self.reduce_dtype = rule, reduction, reduce_dtype
         self.arithmetic, self.blocks, self.layout = arithmetic(reduction), rule.blocks, ZERO[0]
-        self.own = microbatches // rule.replicas  # microbatches of a replica
-        self.of_replica = assign_microbatches(self.own, self.sharing, reduction.group)
-        self.assignment = assign_replicas(self.of_replica, rule.replicas, self.parts)
-        self.local_microbatches = self.assignment[of_this_process(self.devices)].reshape(-1)
-        self.by_call = sent_by_call(self.devices)
-        self.full, self.split = NamedSharding(self.mesh, P()), NamedSharding(self.mesh, P(ALL.all))
-        self.split_steps = NamedSharding(self.mesh, P(None, ALL.all))
         self.make = Partial(lambda make: with_replicas(make(), rule), make)
         shapes = jax.eval_shape(lambda state: with_replicas(state, rule), state_shapes(make))
         self.shapes = self.stored = shapes.replace(seed=None)
@@ -133,20 +127,11 @@ class Replicas(PJit):
         """Return the programs. Metrics of an update are those of this process's first replica, but
         `halted` is that of all replicas at the last outer step: all processes halt at the same
         update."""
-        state = self.specs()
-        over = functools.partial(jax.shard_map, mesh=self.mesh, check_vma=False)
-        mapped = over(self._update(step), in_specs=(state, P(ALL.all)), out_specs=(state, P()))
-        evaluate = over(self._evaluate(step), in_specs=(state, P(ALL.all)), out_specs=P())
-        shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), state)
-
-        def update(state: TrainState, batch: Batch) -> Any:
-            return mapped(state, batch)
-
-        return self._program(update, (shardings, self.full), evaluate)
-
-    def specs(self) -> TrainState:
-        specs = jax.tree.map(lambda d: P() if d == WHOLE else P(OUTER), self.dims)
-        return specs.replace(seed=P())
+        arguments, everywhere = (self.specs(), self.by_device.spec), P()
+        return self.program(
+            self.on_each_device(self._update(step), arguments, (self.specs(), everywhere)),
+            self.on_each_device(self._evaluate(step), arguments, everywhere),
+        )
 
     def _plan(self, step: Step, assignment: np.ndarray, axes: Axes, is_update: bool) -> Plan:
         return Plan(
@@ -161,24 +146,13 @@ class Replicas(PJit):
             is_update=is_update,
         )
 
-    def _sums(self, plan: Plan, f: GradFunction) -> Callable[..., Sums]:
-        """Return (state, batch[microbatch, ...], numbers) -> sums of a function of the step over
-        the plan's axes."""
-
-        def sums(state: TrainState, batch: Batch, numbers: jax.Array) -> Sums:
-            replica = self.arithmetic.replica(plan, numbers, state.step)
-            local = self.arithmetic.over_microbatches(f, plan, state, batch, replica)
-            return self.arithmetic.over_devices(plan, local)
-
-        return sums
-
     def _evaluate(self, step: Step) -> Callable[..., Sums]:
         """Return the evaluation of the shared parameters: all devices share the microbatches."""
         plan = self._plan(step, self.assignment, ALL, is_update=False)
-        sums = self._sums(plan, step.evaluate)
+        sums = self.device_sums(plan, step.evaluate)
 
         def evaluate(state: TrainState, batch: Batch) -> Sums:
-            return sums(state.replace(opt_state=None), batch, plan.numbers())
+            return sums(state.replace(opt_state=None), batch)
 
         return evaluate
 
@@ -186,12 +160,9 @@ class Replicas(PJit):
         """Return an update on one device: of each of its replicas, and of what all share if that is
         due."""
         plan = self._plan(step, self.of_replica, FLAT, is_update=True)
-        grads = self._sums(plan, step.grads)
+        grads = self.device_sums(plan, step.grads)
 
-        def apply_plain(state: TrainState, sums: Sums) -> Any:
-            return step.apply(state, sums, self.total_of(state, None))
-
-        apply = functools.partial(self.arithmetic.update, apply_plain)
+        apply = functools.partial(self.arithmetic.update, self._apply(step))
 
         @functools.partial(jax.jit, inline=True)  # traced once
         def one_replica(seed: jax.Array, piece: Any) -> Any:

@@ -58,20 +58,18 @@ def resize(tree: Tree, like: Tree) -> Tree:
     """Return global arrays, those of another shape than in `like` padded or cut, in the shardings
     of `like`.
     """
-    (leaves, treedef), targets = jax.tree.flatten(tree), jax.tree.leaves(like)
-    changed = [
-        i for i, (x, y) in enumerate(zip(leaves, targets, strict=True)) if x.shape != y.shape
-    ]
-    for (
-        i
-    ) in changed:  # one at a time: the program of all would have all full leaves in memory at once
-        leaves[i] = _resizer(targets[i].shape, targets[i].sharding)(leaves[i])
+    leaves, treedef = jax.tree.flatten(tree)
+    # One at a time: the program of all would have all full leaves in memory at once.
+    for i, target in enumerate(jax.tree.leaves(like)):
+        if leaves[i].shape != target.shape:
+            leaves[i] = converter(fit, target.sharding, target.shape)(leaves[i])
     return jax.tree.unflatten(treedef, leaves)
 
 
 @cached
-def _resizer(shape: tuple[int, ...], sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(lambda x: fit(x, shape), out_shardings=sharding)
+def converter(f: Callable, sharding: NamedSharding, *more: Any) -> Callable[[jax.Array], jax.Array]:
+    """Return the program of x -> f(x, *more) on global arrays, with a result in this sharding."""
+    return jax.jit(lambda x: f(x, *more), out_shardings=sharding)
 
 
 def can_pad(

@@ -1,36 +1,23 @@
 """Placement of devices in meshes, of microbatches on devices, and of the initial state."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh
 from jax.tree_util import Partial
 
 from jaxdp.axes import DATA, FLAT, REPLICA, SHARD, Axes
-from jaxdp.errors import TooManyDevices
-from jaxdp.parallel.padding import fit_trees, sharding_of
-from jaxdp.parallel.sum_plan import order_of
+from jaxdp.errors import TooManyDevices, UsageError
 from jaxdp.precision import is_key
 from jaxdp.process.context import SLOW, Context
 from jaxdp.split import WHOLE, spec
-from jaxdp.train.state import Batch, TrainState
+from jaxdp.train.state import TrainState
 
 BITS: dict[int, Any] = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
-
-
-def abstract_state(shapes: TrainState, mesh: Mesh, dims: TrainState, axis: str) -> TrainState:
-    """Return the shapes and dtypes of a state with shardings: each leaf is split along its dim, or
-    replicated.
-    """
-
-    def shard(x, d):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x.shape, mesh, d, axis))
-
-    return jax.tree.map(shard, shapes, dims)
 
 
 @functools.lru_cache(maxsize=1)
@@ -39,29 +26,6 @@ def state_shapes(make: Partial) -> TrainState:
     generation, keeps them.
     """
     return jax.eval_shape(make)
-
-
-def make_state(
-    make: Partial, abstract: TrainState, mesh: Mesh, dims: TrainState, axes: Axes, arithmetic: Any
-) -> TrainState:
-    """Compute the initial state directly in its shardings, equal on all devices that store the same
-    part.
-
-    Args:
-        make: a `Partial`; its arguments are those of the program, so that another seed uses the
-            same program.
-        abstract: the shapes to pad leaves to, with shardings.
-        arithmetic: `jaxdp.parallel.sums.FloatSums`.
-    """
-
-    def full(make: Partial) -> TrainState:
-        def exported() -> TrainState:
-            return make().replace(seed=None)
-
-        return fit_trees(arithmetic.make_state(exported, mesh), abstract)
-
-    state = jax.jit(full, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(make)
-    return from_first(state, mesh, dims, axes) if jax.process_count() > 1 else state
 
 
 def seed_of(make: Partial) -> jax.Array:
@@ -79,16 +43,6 @@ def open_collectives(context: Context) -> None:
     context.barrier("collectives", SLOW)
     total = jax.pmap(lambda x: jax.lax.psum(x, "all"), axis_name="all")
     jax.block_until_ready(total(np.zeros(jax.local_device_count(), np.float32)))
-
-
-def like(tree: Any, other: Any) -> Any:
-    """Cast the leaves to the dtypes of another tree."""
-    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, other)
-
-
-def same(tree: Any) -> Any:
-    """Return the tree; jitted with other shardings, it is a transfer."""
-    return tree
 
 
 def assign_microbatches(microbatches: int, devices: int, group: int = 1) -> np.ndarray:
@@ -119,14 +73,6 @@ def of_this_process(devices: Sequence[jax.Device]) -> list[int]:
     return [i for i, d in enumerate(devices) if d.process_index == jax.process_index()]
 
 
-def sent_by_call(devices: Sequence[jax.Device]) -> bool:
-    """Return True if programs should get NumPy arrays: there is one device, the CPU.
-
-    `device_put` costs 20 us per array there. Elsewhere it runs before the call and overlaps with
-    the previous one."""
-    return len(devices) == 1 and jax.process_count() == 1 and devices[0].platform == "cpu"
-
-
 def ordered_devices(
     devices: Sequence[jax.Device] | None, hosts: Sequence[str] = ()
 ) -> list[jax.Device]:
@@ -152,33 +98,20 @@ def data_mesh(devices: Sequence[jax.Device], group: int | None = None) -> Mesh:
     )
 
 
-def one_by_one(update: Callable[..., Any]) -> Callable[..., Any]:
-    """Scan an update: return a function (state, batches[step, ...]) -> (state, metrics[step])."""
-
-    def updates(state: TrainState, batches: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        return jax.lax.scan(update, state, batches)
-
-    return updates
-
-
-def scatter_kept(assignment: np.ndarray, kept: Any, sharding: NamedSharding) -> Any:
-    """Convert leaves [microbatch, ...] to [device x local, ...]; a place without a microbatch
-    repeats the first."""
-    return reordered(kept, np.maximum(assignment.reshape(-1), 0), sharding)
-
-
-def gather_kept(assignment: np.ndarray, kept: Any, sharding: NamedSharding) -> Any:
-    """Invert `scatter_kept`."""
-    return reordered(kept, order_of(assignment), sharding)
-
-
-def reordered(tree: Any, index: np.ndarray, sharding: NamedSharding) -> Any:
-    """Return leaves [row, ...] with their rows in another order; a tree without leaves as it is."""
-
-    def reorder(tree: Any) -> Any:
-        return jax.tree.map(lambda x: x[index], tree)
-
-    return jax.jit(reorder, out_shardings=sharding)(tree) if jax.tree.leaves(tree) else tree
+def group_size(shard_size: int | None, devices: int) -> int:
+    """Return the number of devices in a sharding group. Raises UsageError if it does not divide all
+    devices.
+    """
+    if shard_size is None:
+        return devices
+    if not 1 < shard_size <= devices or devices % shard_size:
+        divisors = [k for k in range(2, devices + 1) if devices % k == 0]
+        raise UsageError(
+            f"parallel.shard_size: {shard_size} does not split {devices} devices into equal groups; "
+            f"{f'use one of {divisors}' if divisors else 'leave it null'}",
+            rank=0,
+        )
+    return shard_size
 
 
 def from_first(tree: Any, mesh: Mesh, dims: Any = None, axes: Axes = FLAT) -> Any:

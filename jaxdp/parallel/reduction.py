@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdp.axes import Axes
-from jaxdp.split import WHOLE, fit, padded_shape, take
+from jaxdp.split import WHOLE, fit, from_slices, padded_shape, take, to_slices
 
 Tree = Any
 
@@ -105,13 +105,8 @@ def in_buckets(
     def scatter(tree: Tree, dims: Tree, axes: Axes) -> Tree:
         parts = jax.lax.axis_size(axes.shard)
 
-        def slices(x: jax.Array, dim: int) -> jax.Array:
-            """Split a full leaf into [part, ...slice]."""
-            cut = x.reshape(*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :])
-            return jnp.moveaxis(cut, dim, 0)
-
         def pieces(chosen: list[tuple[jax.Array, int]]) -> list[jax.Array]:
-            cut = [slices(x, d) for x, d in chosen]
+            cut = [to_slices(x, d, parts) for x, d in chosen]
             row = exchange(jnp.concatenate([x.reshape(parts, -1) for x in cut], axis=1), axes)
             sizes = [x.size // parts for x in cut]
             return [piece.reshape(x.shape[1:]) for piece, x in zip(_cut(row, sizes), cut)]
@@ -121,11 +116,8 @@ def in_buckets(
     def gather(tree: Tree, dims: Tree, axis: str) -> Tree:
         def pieces(chosen: list[tuple[jax.Array, int]]) -> list[jax.Array]:
             rows = jax.lax.all_gather(jnp.concatenate([jnp.ravel(x) for x, _ in chosen]), axis)
-            full = []
-            for (x, dim), columns in zip(chosen, _cut(rows, [x.size for x, _ in chosen])):
-                joined = jnp.moveaxis(columns.reshape(-1, *x.shape), 0, dim)
-                full.append(joined.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :]))
-            return full
+            columns = _cut(rows, [x.size for x, _ in chosen])
+            return [from_slices(y.reshape(-1, *x.shape), d) for (x, d), y in zip(chosen, columns)]
 
         return _packed(tree, dims, limit, pieces)
 

@@ -7,22 +7,25 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
 
-from jaxdp.axes import Axes
-from jaxdp.optim.evaluation import evaluation_params
+from jaxdp.axes import FLAT, REPLICA, SHARD, Axes
+from jaxdp.optim.evaluation import evaluation_arrays, evaluation_params
 from jaxdp.parallel import placement
-from jaxdp.parallel.layout import ZERO, Sharding, Share, param_dims, share, state_dims
-from jaxdp.parallel.padding import padded_shapes
+from jaxdp.parallel.layout import UNSHARDED, ZERO, Sharding, Share, param_dims, share, state_dims
+from jaxdp.parallel.padding import fit_trees, padded_shapes, resize, sharding_of
 from jaxdp.parallel.reading import in_blocks
 from jaxdp.parallel.reduction import Reduction
-from jaxdp.parallel.sum_plan import EVERY, LAST, NEVER, Plan
-from jaxdp.parallel.sums import arithmetic
-from jaxdp.split import WHOLE
-from jaxdp.train.state import Batch, Sums, TrainState
+from jaxdp.parallel.sum_plan import EVERY, LAST, NEVER, Plan, order_of
+from jaxdp.parallel.sums import GradFunction, arithmetic
+from jaxdp.split import WHOLE, fit, spec
+from jaxdp.train.average import EMA, averaged_state
+from jaxdp.train.state import Batch, Sums, TrainState, merge
 from jaxdp.train.step import Step
 
+Tree = Any
 Update = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
 
 
@@ -46,22 +49,24 @@ class Program(NamedTuple):
 class Strategy:
     """A backend for the loop and the checkpoint, with the layout of a state over devices.
 
-    A subclass has `check`, `shard_batch`, `replicate`, `compile`, `averaged`, `evaluated`,
-    `argument_shapes`, `export` and `adopt`.
+    All arrays are global, over the devices of all processes. A subclass has `check`,
+    `on_each_device`, `compiled` and `sliced`; if its programs take arrays of another shape than the
+    exported ones, also `lead`, `specs`, `shard_batch`, `to_programs` and `from_programs`.
 
     Args:
         make: a `Partial` that returns the initial state.
         microbatches: their number in a batch.
-        reduce_dtype: of gradients while they are sent.
-        axes: of the mesh, along whose `axes.shard` the sharded state is split.
-        others: returns the dims of leaves of the optimizer's state that mirror no parameter.
+        reduce_dtype: of gradients while they are sent; None: their own.
+        devices: None: all.
 
     Attributes:
+        mesh: of the devices; the sharded state is split along its axis `axes.shard`.
         parts: the number of devices that share one copy of what is sharded.
         blocks: paths of parameters that are stacked [block, ...].
         assignment: int32 [device, local], the numbers of the microbatches of each device, -1 for
             none.
         local_microbatches: those of this process's devices, in the order of `shard_batch`.
+        lead: the leading dims of what belongs to all microbatches of all devices.
         shapes: of the exported state; stored: with padding.
         dims: the dim along which each leaf of the state is sharded, or WHOLE.
         slices: the same for gradients and updates, if any state is sharded.
@@ -72,97 +77,102 @@ class Strategy:
         make: Partial,
         microbatches: int,
         reduction: Reduction,
-        reduce_dtype: Any,
-        devices: Sequence[jax.Device],
-        sharding: Sharding,
-        axes: Axes,
-        mesh: Mesh,
-        others: Callable[[Any], Any],
+        reduce_dtype: Any = None,
+        devices: Sequence[jax.Device] | None = None,
+        sharding: Sharding = UNSHARDED,
     ):
-        self.devices, self.axes, self.mesh = list(devices), axes, mesh
-        self.parts = mesh.shape[axes.shard]
+        ordered = placement.ordered_devices(devices)
+        self.parts = placement.group_size(sharding.shard_size, len(ordered))
+        in_groups = self.parts < len(ordered)
+        self.axes = Axes(SHARD, REPLICA) if in_groups else FLAT
+        assignment = placement.assign_microbatches(microbatches, len(ordered), reduction.group)
+        self.distribute(placement.data_mesh(ordered, self.parts if in_groups else None), assignment)
         self.reduction, self.reduce_dtype = reduction, reduce_dtype
         self.arithmetic = arithmetic(reduction)
         self.layout, self.blocks, self.pad = ZERO[sharding.zero], sharding.blocks, sharding.pad
-        self.assignment = placement.assign_microbatches(
-            microbatches, len(self.devices), reduction.group
-        )
-        own = placement.of_this_process(self.devices)
-        self.local_microbatches = self.assignment[own].reshape(-1)
-        self.by_call = placement.sent_by_call(self.devices)
         self.make, self.shapes = make, placement.state_shapes(make).replace(seed=None)
         self.slices: Any = param_dims(self.shapes.params, sharding, self.parts)
-        self.dims = state_dims(self.shapes, self.layout, self.slices, others(self.shapes.opt_state))
+        others = self.other_dims(self.shapes.opt_state)
+        self.dims = state_dims(self.shapes, self.layout, self.slices, others)
         self.stored = padded_shapes(self.shapes, self.dims, self.parts)
         self.every = self.layout.grads and sharding.gradient_buffer == "sharded"
 
-    def check(self, tx: Any, params: Any) -> None:
+    def distribute(self, mesh: Mesh, assignment: np.ndarray) -> None:
+        """Set the devices, and what each has of a batch."""
+        self.mesh, self.devices, self.assignment = mesh, list(mesh.devices.flat), assignment
+        self.lead: tuple[int, ...] = (assignment.size,)
+        self.replicated = NamedSharding(mesh, P())
+        self.by_device = NamedSharding(mesh, P(mesh.axis_names))
+        own = placement.of_this_process(self.devices)
+        self.local_microbatches = assignment[own].reshape(-1)
+        # On one CPU device, `device_put` costs 20 us per array more than NumPy arrays as arguments.
+        # Elsewhere it runs before the call, and overlaps with the previous one.
+        is_cpu = self.devices[0].platform == "cpu"
+        self.by_call = len(self.devices) == 1 and jax.process_count() == 1 and is_cpu
+
+    def check(self, tx: Any, params: Tree) -> None:
         """Raise UsageError if the optimizer cannot work on this strategy's slices."""
         raise NotImplementedError
 
-    def shard_batch(self, batch: dict[str, np.ndarray], several: bool = False) -> Batch:
-        """Place this process's microbatches [local, example, ...] on their devices.
-
-        several: the microbatches of several updates [step, local, ...], for `Program.updates`.
-        """
+    def on_each_device(self, f: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """Return f as `apply` calls it, to be run on each device; specs: of its arguments and
+        results."""
         raise NotImplementedError
 
-    def replicate(self, arrays: dict[str, np.ndarray]) -> Batch:
-        """Copy arrays to each device of this process; batches from `shard_batch` index into them."""
+    def compiled(self, f: Callable, out_specs: Any, donate: bool = False) -> Any:
+        """Return the program of f(state, batch); donate: its first argument."""
         raise NotImplementedError
+
+    def sliced(self, params: Tree) -> Tree:
+        """Return the parameters as the optimizer gets them, inside a program: in slices."""
+        raise NotImplementedError
+
+    def other_dims(self, opt_state: Tree) -> Tree:
+        """Return the dims of leaves of the optimizer's state that mirror no parameter."""
+        return jax.tree.map(lambda _: WHOLE, opt_state)
+
+    # --- Programs --------------------------------------------------------------------
 
     def compile(self, step: Step) -> Program:
         """Return the step's programs over all devices; each is compiled at its first call."""
-        raise NotImplementedError
+        arguments, summed = (self.specs(), self.by_device.spec), self.sums_specs()
+        of_grads = summed
+        if self.layout.opt_state:
+            of_grads = summed._replace(grads=self._slice_specs(step))
+        grads = self.device_sums(self.plan(step, is_update=True), step.grads)
+        grads = self.on_each_device(grads, arguments, of_grads)
+        evaluate = self.device_sums(self.plan(step, is_update=False), step.evaluate)
+        evaluate = self.on_each_device(evaluate, arguments, summed)
+        apply = functools.partial(self.arithmetic.update, self._apply(step))
 
-    def averaged(self, state: TrainState) -> TrainState:
-        """Return the state with its average as its parameters, and the model state that belongs to
-        it, for evaluation."""
-        raise NotImplementedError
+        def update(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+            return apply(state, grads(state, batch))
 
-    def evaluated(self, state: TrainState) -> TrainState:
-        """Return the state with the parameters to evaluate, if the optimizer has others
-        (`jaxdp.optim.evaluation`)."""
-        raise NotImplementedError
+        return self.program(update, evaluate)
 
-    def argument_shapes(self, example: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
-        """Return the shapes of a program's arguments for microbatches like `example` {name:
-        [example, ...]}."""
-        raise NotImplementedError
+    def program(self, update: Callable, evaluate: Callable) -> Program:
+        """Compile functions (state, batch) -> (state, metrics), and -> sums."""
 
-    def export(self, state: TrainState, padded: bool = False) -> TrainState:
-        """Return global arrays in logical shapes, the same for every strategy, without the seed.
+        def updates(state: TrainState, batches: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+            return jax.lax.scan(update, state, batches)
 
-        padded: keep the padding of leaves that have some (`jaxdp.parallel.padding`); then no data
-        moves."""
-        raise NotImplementedError
+        updated = (self.specs(), P())
+        return Program(
+            self.compiled(update, updated, donate=True),
+            self.compiled(evaluate, self.sums_specs()),
+            self.compiled(updates, updated, donate=True),
+        )
 
-    def adopt(self, state: TrainState) -> TrainState:
-        """Return the state as this strategy stores it: the inverse of `export`, from logical
-        shapes."""
-        raise NotImplementedError
+    def specs(self) -> TrainState:
+        """Return how programs take the state, split between devices, as PartitionSpecs."""
+        specs = jax.tree.map(lambda d: spec(d, self.axes.shard), self.dims)
+        kept = jax.tree.map(lambda _: self.by_device.spec, self.shapes.kept)
+        return specs.replace(kept=kept, seed=P())
 
-    @functools.cached_property
-    def seed(self) -> np.ndarray:
-        """Return the seed of the initial state, which an exported state does not have."""
-        return np.asarray(jax.jit(placement.seed_of)(self.make))
-
-    def abstract(self, padded: bool = False) -> TrainState:
-        """Return shapes, dtypes and shardings of the exported state: as in a checkpoint, or with
-        the padding."""
-        shapes = self.stored if padded else self.shapes
-        return placement.abstract_state(shapes, self.mesh, self.dims, self.axes.shard)
-
-    def share(self) -> Share:
-        """Return the share of the state that is sharded."""
-        return share(self.shapes, self.dims, self.layout)
-
-    def init(self) -> TrainState:
-        """Compute the state before the first update in place: sharded leaves are never full on a
-        device."""
-        stored = self.abstract(padded=True)
-        make = placement.make_state
-        return self.adopt(make(self.make, stored, self.mesh, self.dims, self.axes, self.arithmetic))
+    def sums_specs(self) -> Sums:
+        """Return how sums over all devices are split, as PartitionSpecs."""
+        everywhere: Any = P()
+        return Sums(*[everywhere] * len(Sums._fields))._replace(kept=self.by_device.spec)
 
     def plan(self, step: Step, is_update: bool) -> Plan:
         """Return how a program of the step stores parameters and sums gradients.
@@ -192,32 +202,197 @@ class Strategy:
             is_update=is_update,
         )
 
-    def device_sums(self, step: Step, is_update: bool) -> Callable[[TrainState, Batch], Sums]:
-        """Return (state, batch) -> sums over all devices, to be called on each device."""
-        plan, f = self.plan(step, is_update), step.grads if is_update else step.evaluate
+    def device_sums(self, plan: Plan, f: GradFunction) -> Callable[..., Sums]:
+        """Return (state, batch, numbers) -> the sums of f over all devices, to be called on each.
 
-        def sums(state: TrainState, batch: Batch) -> Sums:
-            replica = self.arithmetic.replica(plan, plan.numbers(), state.step)
+        numbers: of the microbatches in the batch; None: those of the plan.
+        """
+
+        def sums(state: TrainState, batch: Batch, numbers: jax.Array | None = None) -> Sums:
+            numbers = plan.numbers() if numbers is None else numbers
+            replica = self.arithmetic.replica(plan, numbers, state.step)
             local = self.arithmetic.over_microbatches(f, plan, state, batch, replica)
             return self.arithmetic.over_devices(plan, local)
 
         return sums
 
-    def total_of(self, state: TrainState, dims: Any) -> Callable[[Any], jax.Array]:
-        """Return the argument `total` of `Step.apply`, to be called on each device if gradients are
-        slices along dims."""
-        total, axis = self.arithmetic.total, self.axes.shard
-        return lambda grads: total(grads, dims, axis, state.step)
+    def _apply(self, step: Step) -> Callable[..., Any]:
+        """Return `step.apply` for sums over all devices; where the optimizer's state is sharded, on
+        slices of gradients and parameters."""
+        shard, everywhere = self.axes.shard, P()
+        is_sliced, are_gathered = self.layout.opt_state, not self.layout.params
+        dims = step.trainable(self.slices) if is_sliced else None
+        shapes, specs = step.trainable(self.shapes.params), self._slice_specs(step)
 
-    def evaluated_params(self, out_shardings: Any) -> Callable[..., Any]:
-        """Return (step, params, arrays) -> the parameters to evaluate."""
+        def total(grads: Tree, number: jax.Array) -> jax.Array:
+            return self.arithmetic.total(grads, dims, shard, number)
 
-        def compute(step: jax.Array, *arguments: Any) -> Any:
+        def gather(params: Tree) -> Tree:
+            return fit_trees(self.reduction.gather(params, dims, shard), shapes)
+
+        if is_sliced:
+            total = self.on_each_device(total, (specs, everywhere), everywhere)
+            gather = self.on_each_device(gather, (specs,), everywhere)
+
+        def apply(state: TrainState, sums: Sums) -> tuple[TrainState, dict[str, jax.Array]]:
+            number, before = state.step, state.params
+            params = self.sliced(before) if is_sliced else before
+
+            def total_of(grads: Tree) -> jax.Array:
+                return total(grads, number)
+
+            new, metrics = step.apply(state.replace(params=params), sums, total_of)
+            if is_sliced and are_gathered:  # frozen ones are as before
+                new = new.replace(params=merge(gather(step.trainable(new.params)), before))
+            return new, metrics
+
+        return apply
+
+    def _slice_specs(self, step: Step) -> Tree:
+        return jax.tree.map(lambda d: spec(d, self.axes.shard), step.trainable(self.slices))
+
+    # --- Arrays -------------------------------------------------------------------------
+
+    def shard_batch(self, batch: dict[str, np.ndarray], several: bool = False) -> Batch:
+        """Place this process's microbatches [local, example, ...] on their devices.
+
+        several: the microbatches of several updates [step, local, ...], for `Program.updates`.
+        """
+        if self.by_call:
+            return batch  # type: ignore[return-value]
+        over_steps = NamedSharding(self.mesh, P(None, *self.by_device.spec))
+        sharding = over_steps if several else self.by_device
+        return jax.make_array_from_process_local_data(sharding, batch)
+
+    def replicate(self, arrays: dict[str, np.ndarray]) -> Batch:
+        """Copy arrays to each device; batches from `shard_batch` index into them."""
+        return {
+            name: jax.make_array_from_process_local_data(self.replicated, x, x.shape)
+            for name, x in arrays.items()
+        }
+
+    def argument_shapes(self, example: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
+        """Return the shapes of a program's arguments for microbatches like `example` {name:
+        [example, ...]}."""
+
+        def of_all(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((*self.lead, *shape), dtype, sharding=self.by_device)
+
+        kept = jax.tree.map(lambda x: of_all(x.shape[1:], x.dtype), self.shapes.kept)
+        seed = jax.ShapeDtypeStruct((), np.uint32, sharding=self.replicated)
+        state = self.to_programs(self.abstract(padded=True).replace(kept={}))
+        batch = {name: of_all(x.shape, x.dtype) for name, x in example.items()}
+        return state.replace(kept=kept, seed=seed), batch
+
+    def abstract(self, padded: bool = False) -> TrainState:
+        """Return shapes, dtypes and shardings of the exported state: as in a checkpoint, or with
+        the padding."""
+
+        def place(x: jax.ShapeDtypeStruct, dim: int) -> jax.ShapeDtypeStruct:
+            sharding = sharding_of(x.shape, self.mesh, dim, self.axes.shard)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        return jax.tree.map(place, self.stored if padded else self.shapes, self.dims)
+
+    @functools.cached_property
+    def seed(self) -> np.ndarray:
+        """Return the seed of the initial state, which an exported state does not have."""
+        return np.asarray(jax.jit(placement.seed_of)(self.make))
+
+    def init(self) -> TrainState:
+        """Compute the state before the first update in place: sharded leaves are never full on a
+        device."""
+        stored = self.abstract(padded=True)
+
+        # `make` is an argument, with its own, so that runs with other seeds share the program.
+        def full(make: Partial) -> TrainState:
+            def exported() -> TrainState:
+                return make().replace(seed=None)
+
+            return fit_trees(self.arithmetic.make_state(exported, self.mesh), stored)
+
+        state = jax.jit(full, out_shardings=jax.tree.map(lambda x: x.sharding, stored))(self.make)
+        if jax.process_count() > 1:
+            state = placement.from_first(state, self.mesh, self.dims, self.axes)
+        return self.adopt(state)
+
+    def export(self, state: TrainState, padded: bool = False) -> TrainState:
+        """Return global arrays in logical shapes, the same for every strategy, without the seed.
+
+        padded: keep the padding of leaves that have some (`jaxdp.parallel.padding`); then no data
+        moves."""
+
+        def in_order(x: jax.Array) -> jax.Array:
+            return x.reshape(-1, *x.shape[len(self.lead) :])[order_of(self.assignment)]
+
+        kept = self._reordered(in_order, state.kept, self.replicated)
+        exported = self.from_programs(state.replace(kept={}, seed=None)).replace(kept=kept)
+        return exported if padded else resize(exported, self.abstract())
+
+    def adopt(self, state: TrainState) -> TrainState:
+        """Return the state as this strategy stores it: the inverse of `export`, from logical
+        shapes."""
+
+        def by_device(x: jax.Array) -> jax.Array:
+            # A place without a microbatch repeats the first.
+            return x[np.maximum(self.assignment, 0).reshape(self.lead)]
+
+        state = resize(state.replace(seed=None), self.abstract(padded=True))
+        kept = self._reordered(by_device, state.kept, self.by_device)
+        seed = self.replicate({"seed": self.seed})["seed"]
+        return self.to_programs(state.replace(kept={})).replace(kept=kept, seed=seed)
+
+    def _reordered(self, order: Callable, tree: Tree, sharding: NamedSharding) -> Tree:
+        if not tree:
+            return tree
+        return jax.jit(lambda tree: jax.tree.map(order, tree), out_shardings=sharding)(tree)
+
+    def to_programs(self, state: TrainState) -> TrainState:
+        """Convert an exported state (or shapes), with padding, to what programs take."""
+        return state
+
+    def from_programs(self, state: TrainState) -> TrainState:
+        """Invert `to_programs`."""
+        return state
+
+    # --- Evaluation ---------------------------------------------------------------------
+
+    def averaged(self, state: TrainState) -> TrainState:
+        """Return the state with its average as its parameters, and the model state that belongs to
+        it, for evaluation."""
+        exported = self.export(state.replace(kept={}), padded=True)
+        params = self._averaged_params(exported.extra[EMA])
+        return state.replace(params=params, model_state=averaged_state(state))
+
+    def evaluated(self, state: TrainState) -> TrainState:
+        """Return the state with the parameters to evaluate, if the optimizer has others
+        (`jaxdp.optim.evaluation`)."""
+        exported = self.export(state.replace(kept={}), padded=True)
+        if not (arrays := evaluation_arrays(exported.opt_state)):
+            return state
+        params = self._evaluated_params(exported.step, exported.params, arrays)
+        return state.replace(params=params)
+
+    @functools.cached_property
+    def _averaged_params(self) -> Callable[..., Tree]:
+        def to_params(average: Tree) -> Tree:
+            def convert(x: jax.Array, like: Any) -> jax.Array:
+                return fit(x.astype(like.dtype), like.shape)
+
+            return jax.tree.map(convert, average, self.stored.params)
+
+        return jax.jit(to_params, out_shardings=self._param_shardings())
+
+    @functools.cached_property
+    def _evaluated_params(self) -> Callable[..., Tree]:
+        def compute(step: jax.Array, *arguments: Any) -> Tree:
             return self.arithmetic.rounded(evaluation_params, step)(*arguments)
 
-        return jax.jit(compute, out_shardings=out_shardings)
+        return jax.jit(compute, out_shardings=self._param_shardings())
 
+    def _param_shardings(self) -> Tree:
+        return jax.tree.map(lambda x: x.sharding, self.abstract(padded=True).params)
 
-def replicated(tree: Any) -> Any:
-    """Return the dims of a tree of which nothing is sharded."""
-    return jax.tree.map(lambda _: WHOLE, tree)
+    def share(self) -> Share:
+        """Return the share of the state that is sharded."""
+        return share(self.shapes, self.dims, self.layout)

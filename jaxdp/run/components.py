@@ -35,8 +35,7 @@ from jaxdp.optim.roles import AUTO, Role, describe, role_of
 from jaxdp.outer.replicas import OuterRule, Replicas
 from jaxdp.parallel.layout import Sharding
 from jaxdp.parallel.padding import can_pad
-from jaxdp.parallel.pjit import group_size
-from jaxdp.parallel.placement import state_shapes
+from jaxdp.parallel.placement import group_size, state_shapes
 from jaxdp.parallel.reduction import Reduction
 from jaxdp.parallel.strategy import Strategy
 from jaxdp.precision import LossScaling, cast_floats, policy
