@@ -44,7 +44,7 @@ from jaxdp.exact.fixed_point import (
 from jaxdp.exact.products import lower_on_cpu
 from jaxdp.exact.rounding import as_written, fusion_barrier, opaque_true, scan_unfused
 from jaxdp.parallel.reading import ShardedReplica
-from jaxdp.parallel.reduction import Reduction, exchange, in_buckets
+from jaxdp.parallel.reduction import Reduction, in_buckets, sum_to_slice
 from jaxdp.parallel.sum_plan import EVERY, Plan
 from jaxdp.parallel.sums import FLOATS, FloatSums, GradFunction
 from jaxdp.split import WHOLE
@@ -252,7 +252,8 @@ def integers(name: str, bucket_mb: float = 25.0, safe: bool = False, group: int 
         return unpack(jax.lax.psum(pack(flat), axes), flat.dtype, flat.size)
 
     def row_of(rows: jax.Array, axes: Any) -> jax.Array:
-        return unpack(exchange(pack(rows), axes, safe), rows.dtype, rows.shape[-1])
+        row = sum_to_slice(pack(rows), 0, axes, safe)[0]
+        return unpack(row, rows.dtype, rows.shape[-1])
 
     reduction = in_buckets(int(bucket_mb * 1e6), add_up, row_of)
     return reduction._replace(arithmetic=IntegerSums(name, group), group=group)

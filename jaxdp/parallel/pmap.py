@@ -1,7 +1,7 @@
 """The `pmap` strategy: `jax.pmap` over all devices, `psum` between them: the classic data-parallel
 loop."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,14 +9,12 @@ import numpy as np
 from jax.experimental.multihost_utils import global_array_to_host_local_array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import Partial
 
 from jaxdp.axes import DATA
 from jaxdp.errors import UsageError
 from jaxdp.optim import check_elementwise
-from jaxdp.parallel.layout import UNSHARDED, Sharding
+from jaxdp.parallel.layout import Sharding
 from jaxdp.parallel.padding import converter
-from jaxdp.parallel.reduction import Reduction
 from jaxdp.parallel.strategy import Strategy, Tree
 from jaxdp.split import WHOLE, from_slices, spec, take, to_slices
 from jaxdp.train.state import Batch, TrainState
@@ -31,24 +29,18 @@ class PMap(Strategy):
     example, ...].
     """
 
-    def __init__(
-        self,
-        make: Partial,
-        microbatches: int,
-        reduction: Reduction,
-        reduce_dtype: Any = None,
-        devices: Sequence[jax.Device] | None = None,
-        sharding: Sharding = UNSHARDED,
-    ):
-        if sharding.zero > 1 or sharding.shard_size is not None:
-            key = "zero" if sharding.zero > 1 else "shard_size"
-            raise UsageError(
-                f"parallel.{key}: {getattr(sharding, key)} does not work under pmap; set "
-                "parallel.backend to pjit",
-                rank=0,
-            )
-        super().__init__(make, microbatches, reduction, reduce_dtype, devices, sharding)
-        self.lead = self.assignment.shape
+    @property
+    def lead(self) -> tuple[int, ...]:
+        return self.assignment.shape
+
+    def check_sharding(self, sharding: Sharding) -> None:
+        for key, works in (("zero", sharding.zero < 2), ("shard_size", not sharding.shard_size)):
+            if not works:
+                raise UsageError(
+                    f"parallel.{key}: {getattr(sharding, key)} does not work under pmap; set "
+                    "parallel.backend to pjit",
+                    rank=0,
+                )
 
     def check(self, tx: Any, params: Tree) -> None:
         parts = 2 if self.arithmetic.advice else len(self.devices)

@@ -5,13 +5,12 @@ of operands.
     scatter(tree, dims, axes)   sum leaves that have a dim, each to this device's slice along it; skip the others
     gather(tree, dims, axis)    gather slices along their dims to full leaves; skip the others
 
-`with_padding` pads leaves before they are scattered, so every reduction gets dims that the number
+`on_any_devices` pads leaves before they are scattered, so every reduction gets dims that the number
 of devices divides.
 
 `dims` is a tree of the same structure, with WHOLE for a leaf that is not split; see `jaxdp.split`.
 """
 
-import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from jaxdp.axes import Axes
 from jaxdp.split import WHOLE, fit, from_slices, padded_shape, take, to_slices
 
 Tree = Any
+Bucket = list[tuple[jax.Array, int]]  # leaves with their dims
 
 
 class Reduction(NamedTuple):
@@ -39,28 +39,28 @@ def xla(bucket_mb: float = 25.0, safe: bool = False) -> Reduction:
     a reduce-scatter.
     """
 
-    def scatter_one(x: jax.Array, dim: int, axes: Axes) -> jax.Array:
-        if dim == WHOLE:
-            return x
-        if safe:
-            return take(
-                jax.lax.psum(x, axes.all),
-                dim,
-                jax.lax.axis_index(axes.shard),
-                jax.lax.axis_size(axes.shard),
-            )
-        part = jax.lax.psum_scatter(x, axes.shard, scatter_dimension=dim, tiled=True)
-        return part if axes.replica is None else jax.lax.psum(part, axes.replica)
+    def scatter(tree: Tree, dims: Tree, axes: Axes) -> Tree:
+        def one(x: jax.Array, dim: int) -> jax.Array:
+            return x if dim == WHOLE else sum_to_slice(x, dim, axes, safe)
 
-    def gather_one(x: jax.Array, dim: int, axis: str) -> jax.Array:
-        return x if dim == WHOLE else jax.lax.all_gather(x, axis, axis=dim, tiled=True)
+        return jax.tree.map(one, tree, dims)
 
-    return Reduction(
-        jax.lax.psum,
-        lambda tree, dims, axes: jax.tree.map(lambda x, d: scatter_one(x, d, axes), tree, dims),
-        lambda tree, dims, axis: jax.tree.map(lambda x, d: gather_one(x, d, axis), tree, dims),
-        overlaps=True,
-    )
+    def gather(tree: Tree, dims: Tree, axis: str) -> Tree:
+        def one(x: jax.Array, dim: int) -> jax.Array:
+            return x if dim == WHOLE else jax.lax.all_gather(x, axis, axis=dim, tiled=True)
+
+        return jax.tree.map(one, tree, dims)
+
+    return Reduction(jax.lax.psum, scatter, gather, overlaps=True)
+
+
+def sum_to_slice(x: jax.Array, dim: int, axes: Axes, safe: bool) -> jax.Array:
+    """Return this device's slice along a dim of the sum over all devices; safe: by an all-reduce."""
+    if safe:
+        index, parts = jax.lax.axis_index(axes.shard), jax.lax.axis_size(axes.shard)
+        return take(jax.lax.psum(x, axes.all), dim, index, parts)
+    part = jax.lax.psum_scatter(x, axes.shard, scatter_dimension=dim, tiled=True)
+    return part if axes.replica is None else jax.lax.psum(part, axes.replica)
 
 
 def bucket(bucket_mb: float = 25.0, safe: bool = False) -> Reduction:
@@ -70,76 +70,64 @@ def bucket(bucket_mb: float = 25.0, safe: bool = False) -> Reduction:
     Backward passes finish the last layers' gradients first, so the first buckets can be sent early
     (PyTorch DDP, Li et al. 2020, section 3.2.1). A leaf larger than a bucket gets its own.
     """
-    return in_buckets(int(bucket_mb * 1e6), jax.lax.psum, functools.partial(exchange, safe=safe))
 
+    def row_of(rows: jax.Array, axes: Axes) -> jax.Array:
+        return sum_to_slice(rows, 0, axes, safe)[0]
 
-def exchange(rows: jax.Array, axes: Axes, safe: bool) -> jax.Array:
-    """Reduce-scatter rows [part, n]: return the sum [n] over devices of this device's row; safe: by
-    an all-reduce.
-    """
-    if safe:
-        index = jax.lax.axis_index(axes.shard)
-        return jax.lax.dynamic_index_in_dim(jax.lax.psum(rows, axes.all), index, keepdims=False)
-    row = jax.lax.psum_scatter(rows, axes.shard, scatter_dimension=0)
-    return row if axes.replica is None else jax.lax.psum(row, axes.replica)
+    return in_buckets(int(bucket_mb * 1e6), jax.lax.psum, row_of)
 
 
 def in_buckets(
     limit: int,
     add_up: Callable[[jax.Array, Any], jax.Array],
-    exchange: Callable[[jax.Array, Axes], jax.Array],
+    row_of: Callable[[jax.Array, Axes], jax.Array],
 ) -> Reduction:
-    """Return a reduction in buckets by add_up(flat [n], axes) -> sum [n], exchange(rows [part, n],
-    axes) -> row [n].
+    """Return a reduction in buckets by add_up(flat [n], axes) -> sum [n], row_of(rows [part, n],
+    axes) -> this device's row [n] of the sum.
     """
 
     def reduce(tree: Tree, axes: Any) -> Tree:
-        leaves, treedef = jax.tree.flatten(tree)
-        summed: list[Any] = [None] * len(leaves)
-        for indices in pack(_sizes(leaves), limit):
-            flat = add_up(jnp.concatenate([jnp.ravel(leaves[i]) for i in indices]), axes)
-            for i, piece in zip(indices, _cut(flat, [leaves[i].size for i in indices])):
-                summed[i] = piece.reshape(leaves[i].shape)
-        return jax.tree.unflatten(treedef, summed)
+        def send(bucket: Bucket) -> list[jax.Array]:
+            flat = add_up(jnp.concatenate([jnp.ravel(x) for x, _ in bucket]), axes)
+            pieces = _cut(flat, [x.size for x, _ in bucket])
+            return [piece.reshape(x.shape) for piece, (x, _) in zip(pieces, bucket)]
+
+        return _by_bucket(send, tree, jax.tree.map(lambda _: 0, tree), limit)
 
     def scatter(tree: Tree, dims: Tree, axes: Axes) -> Tree:
         parts = jax.lax.axis_size(axes.shard)
 
-        def pieces(chosen: list[tuple[jax.Array, int]]) -> list[jax.Array]:
-            cut = [to_slices(x, d, parts) for x, d in chosen]
-            row = exchange(jnp.concatenate([x.reshape(parts, -1) for x in cut], axis=1), axes)
-            sizes = [x.size // parts for x in cut]
-            return [piece.reshape(x.shape[1:]) for piece, x in zip(_cut(row, sizes), cut)]
+        def send(bucket: Bucket) -> list[jax.Array]:
+            cut = [to_slices(x, dim, parts) for x, dim in bucket]
+            row = row_of(jnp.concatenate([x.reshape(parts, -1) for x in cut], axis=1), axes)
+            pieces = _cut(row, [x.size // parts for x in cut])
+            return [piece.reshape(x.shape[1:]) for piece, x in zip(pieces, cut)]
 
-        return _packed(tree, dims, limit, pieces)
+        return _by_bucket(send, tree, dims, limit)
 
     def gather(tree: Tree, dims: Tree, axis: str) -> Tree:
-        def pieces(chosen: list[tuple[jax.Array, int]]) -> list[jax.Array]:
-            rows = jax.lax.all_gather(jnp.concatenate([jnp.ravel(x) for x, _ in chosen]), axis)
-            columns = _cut(rows, [x.size for x, _ in chosen])
-            return [from_slices(y.reshape(-1, *x.shape), d) for (x, d), y in zip(chosen, columns)]
+        def send(bucket: Bucket) -> list[jax.Array]:
+            rows = jax.lax.all_gather(jnp.concatenate([jnp.ravel(x) for x, _ in bucket]), axis)
+            columns = _cut(rows, [x.size for x, _ in bucket])
+            return [from_slices(y.reshape(-1, *x.shape), d) for y, (x, d) in zip(columns, bucket)]
 
-        return _packed(tree, dims, limit, pieces)
+        return _by_bucket(send, tree, dims, limit)
 
     return Reduction(reduce, scatter, gather)
 
 
-def _packed(
-    tree: Tree, dims: Tree, limit: int, pieces: Callable[[list[tuple[Any, int]]], list[Any]]
+def _by_bucket(
+    send: Callable[[Bucket], list[jax.Array]], tree: Tree, dims: Tree, limit: int
 ) -> Tree:
-    """Apply `pieces` to the split leaves, bucket by bucket; return the others unchanged."""
+    """Send the leaves that have a dim, bucket by bucket; return the others unchanged."""
     leaves, treedef = jax.tree.flatten(tree)
-    leaf_dims = jax.tree.leaves(jax.tree.map(lambda _, d: d, tree, dims))
-    split = [i for i, d in enumerate(leaf_dims) if d != WHOLE]
-    for indices in pack(_sizes([leaves[i] for i in split]), limit):
-        chosen = [split[i] for i in indices]
-        for i, new in zip(chosen, pieces([(leaves[i], leaf_dims[i]) for i in chosen])):
+    pairs = list(zip(leaves, jax.tree.leaves(dims), strict=True))
+    split = [i for i, (_, dim) in enumerate(pairs) if dim != WHOLE]
+    for indices in pack([(leaves[i].dtype, leaves[i].nbytes) for i in split], limit):
+        numbers = [split[i] for i in indices]
+        for i, new in zip(numbers, send([pairs[i] for i in numbers])):
             leaves[i] = new
     return jax.tree.unflatten(treedef, leaves)
-
-
-def _sizes(leaves: list[Any]) -> list[tuple[Any, int]]:
-    return [(x.dtype, x.size * x.dtype.itemsize) for x in leaves]
 
 
 def _cut(flat: jax.Array, sizes: list[int]) -> list[jax.Array]:
@@ -164,32 +152,26 @@ def pack(leaves: list[tuple[Any, int]], limit: int) -> list[list[int]]:
     return full + [indices for indices, _ in filling.values()]
 
 
-def with_padding(reduction: Reduction) -> Reduction:
+def on_any_devices(reduction: Reduction) -> Reduction:
     """Pad leaves before they are scattered, each along its dim to a multiple of the number of
-    devices.
+    devices; and do nothing on one device, where XLA would copy the operands and not fuse across.
     """
 
-    def scatter(tree: Tree, dims: Tree, axes: Axes) -> Tree:
-        parts = jax.lax.axis_size(axes.shard)
-
-        def pad(x, d):
-            return fit(x, padded_shape(x.shape, d, parts))
-
-        return reduction.scatter(jax.tree.map(pad, tree, dims), dims, axes)
-
-    return reduction._replace(scatter=scatter)
-
-
-def not_alone(reduction: Reduction) -> Reduction:
-    """Skip the reduction on one device, where XLA would copy its operands and not fuse across it."""
-
-    def alone(axes):
+    def is_alone(axes: Any) -> bool:
         return jax.lax.axis_size(axes) == 1
 
-    return reduction._replace(
-        reduce=lambda tree, axes: tree if alone(axes) else reduction.reduce(tree, axes),
-        scatter=lambda tree, dims, axes: (
-            tree if alone(axes.all) else reduction.scatter(tree, dims, axes)
-        ),
-        gather=lambda tree, dims, axis: tree if alone(axis) else reduction.gather(tree, dims, axis),
-    )
+    def reduce(tree: Tree, axes: Any) -> Tree:
+        return tree if is_alone(axes) else reduction.reduce(tree, axes)
+
+    def scatter(tree: Tree, dims: Tree, axes: Axes) -> Tree:
+        def pad(x: jax.Array, dim: int) -> jax.Array:
+            return fit(x, padded_shape(x.shape, dim, jax.lax.axis_size(axes.shard)))
+
+        if is_alone(axes.all):
+            return tree
+        return reduction.scatter(jax.tree.map(pad, tree, dims), dims, axes)
+
+    def gather(tree: Tree, dims: Tree, axis: str) -> Tree:
+        return tree if is_alone(axis) else reduction.gather(tree, dims, axis)
+
+    return reduction._replace(reduce=reduce, scatter=scatter, gather=gather)

@@ -66,7 +66,6 @@ class Strategy:
         assignment: int32 [device, local], the numbers of the microbatches of each device, -1 for
             none.
         local_microbatches: those of this process's devices, in the order of `shard_batch`.
-        lead: the leading dims of what belongs to all microbatches of all devices.
         shapes: of the exported state; stored: with padding.
         dims: the dim along which each leaf of the state is sharded, or WHOLE.
         slices: the same for gradients and updates, if any state is sharded.
@@ -81,6 +80,7 @@ class Strategy:
         devices: Sequence[jax.Device] | None = None,
         sharding: Sharding = UNSHARDED,
     ):
+        self.check_sharding(sharding)
         ordered = placement.ordered_devices(devices)
         self.parts = placement.group_size(sharding.shard_size, len(ordered))
         in_groups = self.parts < len(ordered)
@@ -100,7 +100,6 @@ class Strategy:
     def distribute(self, mesh: Mesh, assignment: np.ndarray) -> None:
         """Set the devices, and what each has of a batch."""
         self.mesh, self.devices, self.assignment = mesh, list(mesh.devices.flat), assignment
-        self.lead: tuple[int, ...] = (assignment.size,)
         self.replicated = NamedSharding(mesh, P())
         self.by_device = NamedSharding(mesh, P(mesh.axis_names))
         own = placement.of_this_process(self.devices)
@@ -109,6 +108,14 @@ class Strategy:
         # Elsewhere it runs before the call, and overlaps with the previous one.
         is_cpu = self.devices[0].platform == "cpu"
         self.by_call = len(self.devices) == 1 and jax.process_count() == 1 and is_cpu
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """Return the leading dims of what belongs to all microbatches of all devices."""
+        return (self.assignment.size,)
+
+    def check_sharding(self, sharding: Sharding) -> None:
+        """Raise UsageError if the strategy does not work with this sharding."""
 
     def check(self, tx: Any, params: Tree) -> None:
         """Raise UsageError if the optimizer cannot work on this strategy's slices."""

@@ -12,7 +12,7 @@ from jaxdp.exact.fixed_point import FORMATS
 from jaxdp.exact.integer_sums import integers
 from jaxdp.parallel.pjit import PJit
 from jaxdp.parallel.pmap import PMap
-from jaxdp.parallel.reduction import Reduction, bucket, not_alone, with_padding, xla
+from jaxdp.parallel.reduction import Reduction, bucket, on_any_devices, xla
 from jaxdp.parallel.strategy import Strategy
 from jaxdp.targets import bind, call, locate, require
 
@@ -57,4 +57,4 @@ def make_reduction(name: str, bucket_mb: float = 25.0, group: int = 1) -> Reduct
         )
     if is_auto and jax.default_backend() == "cpu":  # where nothing is computed beside a collective
         reduction = reduction._replace(overlaps=False)
-    return not_alone(with_padding(reduction))
+    return on_any_devices(reduction)
