@@ -29,6 +29,11 @@ def leaves_by_path(tree: Tree) -> dict[str, Any]:
     return {path_string(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
+def is_below(name: str, heads: Iterable[str]) -> bool:
+    """Return whether a path (a/b/c) is one of these, or below one."""
+    return f"{name}/".startswith(tuple(f"{head}/" for head in heads))
+
+
 def is_stacked(path: Any, blocks: Iterable[str]) -> bool:
     """Return whether a leaf is below one of these paths (a/b), anywhere in its own: optimizer state
     contains trees like the parameters."""

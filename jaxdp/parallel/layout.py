@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxdp.errors import UsageError
-from jaxdp.split import WHOLE, path_string, split_dims
+from jaxdp.split import WHOLE, is_below, path_string, split_dims
 from jaxdp.train.state import TrainState
 
 Tree = Any
@@ -64,34 +64,36 @@ def rule_dims(
 
     Raises UsageError for a rule without a match or that does not fit a leaf, and for a leaf that
     two rules match."""
+
+    def refused(text: str) -> UsageError:
+        return UsageError(f"parallel.rules: {text}", rank=0)
+
     shapes = {path_string(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
-    chosen: dict[str, tuple[str, int]] = {}
+    chosen: dict[str, int] = {}
+    by: dict[str, str] = {}  # the expression that matched
     for pattern, entries in rules:
-        problem, matches = (
-            f"parallel.rules: {pattern!r}",
-            [path for path in shapes if re.search(pattern, path)],
-        )
+        matches = [path for path in shapes if re.search(pattern, path)]
         if not matches:
-            raise UsageError(
-                f"{problem} matches no parameter; a path is such as {next(iter(shapes))!r}", rank=0
-            )
+            example = next(iter(shapes))
+            raise refused(f"{pattern!r} matches no parameter; a path is such as {example!r}")
         for path in matches:
-            if path in chosen:
-                both = f"parallel.rules: {chosen[path][0]!r} and {pattern!r} both match {path}"
-                raise UsageError(f"{both}; narrow one of the expressions", rank=0)
-            if len(entries) != len(shapes[path]):
-                found = f"has {len(entries)} entries, but {path} has shape {list(shapes[path])}"
-                raise UsageError(
-                    f"{problem} {found}; give one entry for each dim, or narrow the expression",
-                    rank=0,
+            shape = list(shapes[path])
+            if path in by:
+                both = f"{by[path]!r} and {pattern!r} both match {path}"
+                raise refused(f"{both}; narrow one of the expressions")
+            if len(entries) != len(shape):
+                raise refused(
+                    f"{pattern!r} has {len(entries)} entries, but {path} has shape {shape}; "
+                    "give one entry for each dim, or narrow the expression"
                 )
-            if "shard" in entries[:1] and f"{path}/".startswith(
-                tuple(f"{block}/" for block in blocks)
-            ):
-                found = f"shards dim 0 of {path}, which counts the blocks"
-                raise UsageError(f"{problem} {found}; shard another dim", rank=0)
-            chosen[path] = pattern, list(entries).index("shard") if "shard" in entries else WHOLE
-    return {path: dim for path, (_, dim) in chosen.items()}
+            dim = list(entries).index("shard") if "shard" in entries else WHOLE
+            if dim == 0 and is_below(path, blocks):
+                raise refused(
+                    f"{pattern!r} shards dim 0 of {path}, which counts the blocks; "
+                    "shard another dim"
+                )
+            by[path], chosen[path] = pattern, dim
+    return chosen
 
 
 def param_dims(params: Tree, sharding: Sharding, parts: int) -> Any:
@@ -117,21 +119,16 @@ def opt_state_dims(state: TrainState, dims: Any, others: Any) -> Any:
 
     dims: of the parameters, and of leaves that mirror one. others: of all other leaves.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(state.params)
-    mirrored = {
-        path_string(p): (x.shape, dim)
-        for (p, x), dim in zip(leaves, jax.tree.leaves(dims), strict=True)
-    }
+    params = zip(
+        jax.tree_util.tree_leaves_with_path(state.params), jax.tree.leaves(dims), strict=True
+    )
+    mirrored = {(path_string(path), x.shape): dim for (path, x), dim in params}
 
     def dim_of(path: Any, x: Any, other: int) -> int:
         names = path_string(path).split("/")
-        ends = (
-            "/".join(names[i:]) for i in range(len(names) + 1)
-        )  # "": of a parameter that is the only leaf
-        return next(
-            (mirrored[end][1] for end in ends if end in mirrored and mirrored[end][0] == x.shape),
-            other,
-        )
+        # The last is "", the path of a parameter that is the only leaf.
+        ends = [("/".join(names[i:]), x.shape) for i in range(len(names) + 1)]
+        return next((mirrored[end] for end in ends if end in mirrored), other)
 
     return jax.tree_util.tree_map_with_path(dim_of, state.opt_state, others)
 
@@ -167,28 +164,29 @@ def state_dims(state: TrainState, layout: Layout, dims: Any, others: Any) -> Any
 
 def mirrors_params(state: TrainState, tree: Tree) -> bool:
     """Return whether a tree has the structure and the shapes of the parameters."""
-    structure: Any = jax.tree.structure(tree)
-    if structure != jax.tree.structure(state.params):
-        return False
-    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(state.params), strict=True)
-    return all(x.shape == y.shape for x, y in pairs)
+
+    def form(tree: Tree) -> Any:
+        leaves, structure = jax.tree.flatten(tree)
+        return structure, [x.shape for x in leaves]
+
+    return form(tree) == form(state.params)
 
 
 def share(state: TrainState, dims: Any, layout: Layout) -> Share:
     """Return the share of parameters, optimizer state and their averages that is sharded; scalars
     do not count as leaves."""
     averages = [name for name, tree in state.extra.items() if mirrors_params(state, tree)]
-    trees = [
-        (state.params, dims.params, layout.params),
-        (state.opt_state, dims.opt_state, layout.opt_state),
-        *((state.extra[name], dims.extra[name], layout.opt_state) for name in averages),
-    ]
+
+    def trees(of: Any) -> tuple[Tree, Tree]:
+        return of.params, (of.opt_state, [of.extra[name] for name in averages])
+
+    are_sharded = (layout.params, layout.opt_state)
     leaves = [
-        (math.prod(x.shape) * x.dtype.itemsize, dim, sharded)
-        for tree, tree_dims, sharded in trees
+        (math.prod(x.shape) * x.dtype.itemsize, dim, is_sharded)
+        for tree, tree_dims, is_sharded in zip(trees(state), trees(dims), are_sharded)
         for x, dim in zip(jax.tree.leaves(tree), jax.tree.leaves(tree_dims), strict=True)
         if x.shape
     ]
     split_bytes = sum(size for size, dim, _ in leaves if dim != WHOLE)
-    replicated = [size for size, dim, sharded in leaves if dim == WHOLE and sharded]
+    replicated = [size for size, dim, is_sharded in leaves if dim == WHOLE and is_sharded]
     return Share(split_bytes, sum(size for size, _, _ in leaves), len(replicated), sum(replicated))
