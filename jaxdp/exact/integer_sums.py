@@ -320,10 +320,9 @@ def scatter_by_group(plan: Plan, ints: Tree, form: Format) -> Tree:
         return ints
     leaves, treedef = jax.tree.flatten(ints)
     dims = jax.tree.leaves(plan.trainable(plan.dims))
-    sent = {i: x.astype(form.wire(x.dtype)) for i, x in enumerate(leaves) if dims[i] != WHOLE}
-    for i, x in plan.scatter(sent, dims).items():
-        leaves[i] = x.astype(leaves[i].dtype)
-    return jax.tree.unflatten(treedef, leaves)
+    sent = [x if dim == WHOLE else x.astype(form.wire(x.dtype)) for x, dim in zip(leaves, dims)]
+    total = plan.reduction.scatter(sent, dims, plan.axes)
+    return jax.tree.unflatten(treedef, [new.astype(x.dtype) for new, x in zip(total, leaves)])
 
 
 def reduce_attempt(done: Attempt, plan: Plan, form: Format, summands: int) -> Sums:

@@ -75,21 +75,24 @@ class Plan:
 
         return jax.tree.map(in_this_pass, self.dims, self.in_blocks)
 
-    def scatter(self, arrays: dict[int, jax.Array], dims: list[int]) -> dict[int, jax.Array]:
-        """Sum numbered arrays over the devices, each to this device's slice along dims[number]."""
-        if not arrays:
-            return {}
-        operands = [*arrays.values()], [dims[i] for i in arrays]
-        return dict(zip(arrays, self.reduction.scatter(*operands, self.axes), strict=True))
-
     def send(self, grads: list[jax.Array], dims: list[int]) -> list[jax.Array]:
         """Sum full gradients over the devices: to slices along dims, or to full ones (WHOLE)."""
+        return self.send_with(grads, dims, None)[0]
+
+    def send_with(
+        self, grads: list[jax.Array], dims: list[int], rest: Tree
+    ) -> tuple[list[jax.Array], Tree]:
+        """Do what `send` does, and sum the rest in one operand with the full gradients, which a
+        packed all-reduce needs."""
         sent = [x if self.dtype is None else x.astype(self.dtype) for x in grads]
-        total = self.scatter({i: x for i, x in enumerate(sent) if dims[i] != WHOLE}, dims)
+        total = self.reduction.scatter(sent, dims, self.axes)
         whole = [i for i, dim in enumerate(dims) if dim == WHOLE]
-        if whole:
-            total |= zip(whole, self.reduction.reduce([sent[i] for i in whole], self.axes.all))
-        return [total[i].astype(x.dtype) for i, x in enumerate(grads)]
+        if whole or rest is not None:
+            full = [sent[i] for i in whole]
+            full, rest = self.reduction.reduce((full, rest), self.axes.all)
+            for i, x in zip(whole, full):
+                total[i] = x
+        return [new.astype(x.dtype) for new, x in zip(total, grads, strict=True)], rest
 
 
 def order_of(assignment: np.ndarray) -> np.ndarray:

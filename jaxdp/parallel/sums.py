@@ -51,20 +51,17 @@ class FloatSums:
         """Return the sums over all devices."""
         leaves, treedef = jax.tree.flatten(sums.grads)  # none of an evaluation
         dims = jax.tree.leaves(plan.trainable(plan.dims))
-        # The backward pass has summed these already. The others are sent in one operand with the
-        # loss and the weight, which a packed all-reduce needs.
+        # The backward pass has summed these already.
         done = jax.tree.leaves(plan.trainable(plan.summed(True)))
         later = [i for i in range(len(leaves)) if not done[i]]
-        split = [i for i in later if plan.sliced and dims[i] != WHOLE]
-        whole = [i for i in later if i not in split]
-
-        sent = [x if plan.dtype is None else x.astype(plan.dtype) for x in leaves]
-        new = plan.scatter({i: sent[i] for i in split}, dims)
-        rest = sums._replace(grads=[sent[i] for i in whole], kept=None)
-        total = plan.reduction.reduce(rest, plan.axes.all)
-        new |= zip(whole, total.grads)
-        grads = [new[i].astype(x.dtype) if i in new else x for i, x in enumerate(leaves)]
-        return total._replace(grads=jax.tree.unflatten(treedef, grads), kept=sums.kept)
+        grads, total = plan.send_with(
+            [leaves[i] for i in later],
+            [dims[i] if plan.sliced else WHOLE for i in later],
+            sums._replace(grads=None, kept=None),
+        )
+        for i, x in zip(later, grads):
+            leaves[i] = x
+        return total._replace(grads=jax.tree.unflatten(treedef, leaves), kept=sums.kept)
 
     def update(self, apply: Callable[..., Any], state: TrainState, sums: Sums) -> Any:
         """Return apply(state, sums) for sums over all devices."""
