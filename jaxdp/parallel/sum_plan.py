@@ -85,14 +85,15 @@ class Plan:
         """Do what `send` does, and sum the rest in one operand with the full gradients, which a
         packed all-reduce needs."""
         sent = [x if self.dtype is None else x.astype(self.dtype) for x in grads]
-        total = self.reduction.scatter(sent, dims, self.axes)
         whole = [i for i, dim in enumerate(dims) if dim == WHOLE]
+        if len(whole) < len(sent):
+            sent = self.reduction.scatter(sent, dims, self.axes)
         if whole or rest is not None:
-            full = [sent[i] for i in whole]
-            full, rest = self.reduction.reduce((full, rest), self.axes.all)
+            operands = ([sent[i] for i in whole], rest)
+            full, rest = self.reduction.reduce(operands, self.axes.all)
             for i, x in zip(whole, full):
-                total[i] = x
-        return [new.astype(x.dtype) for new, x in zip(total, grads, strict=True)], rest
+                sent[i] = x
+        return [total.astype(x.dtype) for total, x in zip(sent, grads, strict=True)], rest
 
 
 def order_of(assignment: np.ndarray) -> np.ndarray:
