@@ -73,12 +73,17 @@ class Reading:
         self.trace, self.is_first = current_trace(), True
 
     def of(self, params: Any) -> tuple[Any, PerBlock]:
-        """Return (what to scan, how to read it): `params` if the model has changed any of them."""
+        """Return (what to scan, how to read it).
+
+        These are `params`, read as a whole, if the model has changed any of them, and inside of a
+        function that JAX traces separately: a condition may differ between devices, which could not
+        talk to each other there.
+        """
         pairs = zip(jax.tree.leaves(params), jax.tree.leaves(self.full), strict=True)
-        if not all(x is y for x, y in pairs):
+        if current_trace() != self.trace or not all(x is y for x, y in pairs):
             return params, PerBlock(remat=self.per_block.remat)
         stored = self.stored
-        if self.is_first and current_trace() == self.trace:  # else perhaps under a condition
+        if self.is_first:
             stored, self.is_first = self.per_block.reader.once(stored), False
         return stored, self.per_block
 

@@ -42,18 +42,24 @@ class BlockReader:
         """
         return stored
 
-    def sums_later(self, stored: Tree) -> bool:
-        """Return whether a block's gradients are to be summed while those of the block below are
-        computed: then `scan_blocks` reads by the three methods below instead of `read`."""
-        return False
+    def first(self, stored: Tree) -> tuple[Tree | None, Tree]:
+        """Return the token of the bottommost block, and the stored parameters without it.
+
+        If there is one, a block's gradients are summed while those of the block below are computed:
+        then `scan_blocks` reads by the three methods below instead of `read`.
+        """
+        return None, stored
 
     def values(self, stored: Tree) -> Tree:
         """Return the part of the stored parameters that `close` needs, without gradients."""
         raise NotImplementedError
 
-    def open(self, stored: Tree) -> Tree:
-        """Return a token for a block. Its gradient is that of the block's parameters, on this
-        device; it is summed over the devices where the token was opened."""
+    def open(self, stored: Tree, x: Tree) -> tuple[Tree, Tree]:
+        """Return a token for a block, and x, the input of the block below.
+
+        The gradient of the token is that of the block's parameters, on this device; it is summed
+        over the devices where the token was opened.
+        """
         raise NotImplementedError
 
     def close(self, values: Tree, token: Tree) -> Tree:
@@ -86,7 +92,8 @@ def scan_blocks(
     xs: Tree = None,
     per_block: PerBlock = PLAIN,
 ) -> tuple[Tree, Tree]:
-    """Apply x, y = block(params[i], x, xs[i]) for each block i.
+    """Apply x, y = block(params[i], x, xs[i]) for each block i. Don't call it under a condition that
+    may differ between devices, which talk to each other here.
 
     Args:
         params: leaves [block, ...], as `Model.apply` got them; with `per_block` they may be opaque,
@@ -98,8 +105,9 @@ def scan_blocks(
         (the last x, all y stacked [block, ...])
     """
     reader = per_block.reader
-    if reader.sums_later(params):
-        return scan_and_sum_later(block, params, x, xs, per_block)
+    token, params = reader.first(params)
+    if token is not None:
+        return scan_and_sum_later(block, params, token, x, xs, per_block)
 
     def body(x: Tree, piece: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
         stored, more = piece
@@ -109,7 +117,7 @@ def scan_blocks(
 
 
 def scan_and_sum_later(
-    block: Callable, params: Tree, x: Tree, xs: Tree, per_block: PerBlock
+    block: Callable, params: Tree, token: Tree, x: Tree, xs: Tree, per_block: PerBlock
 ) -> tuple[Tree, Tree]:
     """Do what `scan_blocks` does, so that a block's gradients travel while those of the block below
     are computed.
@@ -121,8 +129,12 @@ def scan_and_sum_later(
     gets the gradients of the block above, from the iteration before, and starts to sum them over
     the devices. Nothing waits for that sum until the iteration ends, with its own gradients. A sum
     in the block's own iteration would have nothing left to hide behind: XLA joins the sums of a
-    block's arrays, and the last of them is computed last. The topmost block has no block above, and
-    is computed outside of the loop.
+    block's arrays, and the last of them is computed last.
+
+    The topmost block has no block above, and is computed outside of the loop. So is the bottommost:
+    what lies below it, such as an embedding, gets its gradient from the block's input, and so its
+    sum can start before the gradients of the block's own parameters are computed. A loop would end
+    with all of them.
     """
     reader, last = per_block.reader, len(jax.tree.leaves(params)[0]) - 1
     values = reader.values(params)
@@ -135,15 +147,28 @@ def scan_and_sum_later(
 
     def body(carried: tuple[Tree, Tree], piece: tuple) -> tuple[tuple[Tree, Tree], Tree]:
         (x, token), (number, above, more) = carried, piece
-        token_above = reader.open(above)
+        token_above, x = reader.open(above, x)
         x, y = one(x, token, number, more)
         return (x, token_above), y
 
-    above, more = jax.tree.map(lambda a: a[1:], params), jax.tree.map(lambda a: a[:-1], xs)
-    first = reader.open(at(params, 0))
-    (x, token), ys = jax.lax.scan(body, (x, first), (jnp.arange(last), above, more))
+    (x, token), y = body((x, token), (0, at(params, 1), at(xs, 0)))
+    ys = jax.tree.map(lambda a: a[None], y)
+    if last > 1:
+        middle = (jnp.arange(1, last), part(params, 2, last + 1), part(xs, 1, last))
+        (x, token), more = jax.lax.scan(body, (x, token), middle)
+        ys = joined(ys, more)
     x, y = one(x, token, last, at(xs, last))
-    return x, jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), ys, y)
+    return x, joined(ys, jax.tree.map(lambda a: a[None], y))
+
+
+def joined(a: Tree, b: Tree) -> Tree:
+    """Return leaves [block, ...] of consecutive blocks as one."""
+    return jax.tree.map(lambda x, y: jnp.concatenate([x, y]), a, b)
+
+
+def part(tree: Tree, start: int, stop: int) -> Tree:
+    """Return entries start to stop - 1 of leaves [block, ...]."""
+    return jax.tree.map(lambda x: x[start:stop], tree)
 
 
 def at(tree: Tree, index: Any) -> Tree:

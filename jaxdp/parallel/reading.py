@@ -10,18 +10,22 @@ block reads its own inside the scan (`jaxdp.models.scan`). So one full block is 
 While the backward pass goes on with the block below, the devices exchange the gradients of this
 one; a sum over all blocks after the loop could overlap with nothing.
 
+The bottommost block has none below it. Its gradients are sent last, after those of an embedding,
+which need not wait for the products that give the block's own: `open_first` makes them wait.
+
 If gradients are summed in the last pass over microbatches alone (LAST in `sum_plan`), those of the
-passes before it are summed with it. A block that is read
-once adds its own to them in its backward rule, and sends the sum. Whatever nobody has taken so is
-sent by itself (`inject`).
+passes before it are summed with it. What is read once adds its own to them in its backward rule,
+and sends the sum. Whatever nobody has taken so is sent by itself (`inject`).
 """
 
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxdp.models.scan import at
 from jaxdp.parallel.sum_plan import LAST, NEVER, Plan, order_of
 from jaxdp.precision import at_least_float32, cast_floats
 from jaxdp.split import WHOLE, fit, path_string, take
@@ -45,14 +49,16 @@ class Stored(struct.PyTreeNode):
         size: of this dim, without padding.
         dtype: of the parameter that is read.
         summed: the gradient is summed over the devices where it is computed.
+        first: the token of the bottommost block, if the gradients of blocks are summed later.
         in_block: the parameter is read inside a scan over blocks.
-        ticket: whether `spare` was taken.
+        ticket: what was done with it.
     """
 
     slot: jax.Array | None
     value: jax.Array
     earlier: jax.Array | None
     spare: jax.Array | None
+    first: jax.Array | None
     dim: int = struct.field(pytree_node=False)
     size: int = struct.field(pytree_node=False)
     dtype: Any = struct.field(pytree_node=False)
@@ -62,9 +68,11 @@ class Stored(struct.PyTreeNode):
 
 
 class Ticket:
-    """A mark that is set while a program is traced: a block sends the gradient of earlier passes."""
+    """Marks that are set while a program is traced: a block sends the gradient of earlier passes
+    (`taken`); the bottommost block's gradient is sent by its token (`opened`)."""
 
     taken = False
+    opened = False
 
 
 def is_stored(x: Any) -> bool:
@@ -136,6 +144,7 @@ class ShardedReplica(Replica):
                 value=value,
                 earlier=None,
                 spare=spare,
+                first=None,
                 dim=from_end,
                 size=size,
                 dtype=jnp.dtype(dtype),
@@ -147,23 +156,42 @@ class ShardedReplica(Replica):
         trees = (slots, stored, earlier, plan.shapes, plan.dims, self.summed(last), plan.in_blocks)
         leaves = jax.tree.map(store, *trees, is_leaf=is_none)
 
-        def others(x: Stored) -> Stored | None:
-            return None if x.in_block else x
+        def of(kind: bool) -> Tree:
+            return jax.tree.map(
+                lambda x: x if x.in_block == kind else None, leaves, is_leaf=is_stored
+            )
 
-        def blocks(x: Stored) -> Stored | None:
-            return x if x.in_block else None
+        blocks, link = of(True), None
+        if plan.later and any(jax.tree.leaves(self.summed(last))):
+            blocks, link = self.open_first(blocks)
+        return merge(self.read(self.once(of(False)), link), blocks)
 
-        now = jax.tree.map(others, leaves, is_leaf=is_stored)
-        return merge(self.read(now), jax.tree.map(blocks, leaves, is_leaf=is_stored))
+    def read(self, stored: Tree, link: jax.Array | None = None) -> Tree:
+        """Read all leaves of a tree at once, so that a bucket can hold the gradients of a block.
 
-    def read(self, stored: Tree) -> Tree:
-        """Read all leaves of a tree at once, so that a bucket can hold the gradients of a block."""
+        Args:
+            link: from `open_first`: the bottommost blocks wait for the sums of these gradients.
+        """
         leaves, treedef = jax.tree.flatten(stored, is_leaf=is_stored)
         if not leaves or not is_stored(leaves[0]):
             return stored
-        read = jax.custom_vjp(self._gather)
-        read.defvjp(self._forward, self._backward)
-        return jax.tree.unflatten(treedef, read(leaves, self.live))
+
+        def gather(leaves: list[Stored], live: Any, link: Any) -> list[jax.Array]:
+            return self._gather(leaves, live)
+
+        def forward(leaves: list[Stored], live: Any, link: Any) -> Any:
+            return self._gather(leaves, live), residuals_of(leaves, live)
+
+        def backward(residuals: Any, grads: list[jax.Array]) -> Any:
+            by_slot = self._backward(residuals, grads)
+            if link is None:
+                return by_slot, None, None
+            by_slot, done = jax.lax.optimization_barrier((by_slot, jnp.zeros_like(link)))
+            return by_slot, None, done
+
+        read = jax.custom_vjp(gather)
+        read.defvjp(forward, backward)
+        return jax.tree.unflatten(treedef, read(leaves, self.live, link))
 
     def _gather(self, leaves: list[Stored], live: Any) -> list[jax.Array]:
         """Return full parameters, without padding, in the dtype of the computation."""
@@ -177,10 +205,7 @@ class ShardedReplica(Replica):
             full[i] = fit(x, (*x.shape[:dim], leaves[i].size, *x.shape[dim + 1 :]))
         return self.settle(full, self.plan.sharded, leaves[0].in_block, live)
 
-    def _forward(self, leaves: list[Stored], live: Any) -> Any:
-        return self._gather(leaves, live), residuals_of(leaves, live)
-
-    def _backward(self, residuals: Any, grads: list[jax.Array]) -> tuple[list[Stored], None]:
+    def _backward(self, residuals: Any, grads: list[jax.Array]) -> list[Stored]:
         """Return the gradients by the slots, from those by the full parameters."""
         leaves, live = residuals
         grads = self.settle(grads, any(x.summed for x in leaves), leaves[0].in_block, live)
@@ -195,38 +220,93 @@ class ShardedReplica(Replica):
         ]
         for i, x in zip(sent, self.plan.send([by_slot[i] for i in sent], dims)):
             by_slot[i] = x
-        return [x.replace(slot=g, earlier=None) for x, g in zip(leaves, by_slot)], None
-
-    def sums_later(self, stored: Tree) -> bool:
-        leaves = jax.tree.leaves(stored, is_leaf=is_stored)
-        is_sent = any(is_stored(x) and x.summed and x.slot is not None for x in leaves)
-        return self.plan.later and is_sent and len(leaves[0].value) > 1
+        return [x.replace(slot=g, earlier=None) for x, g in zip(leaves, by_slot)]
 
     def values(self, stored: Tree) -> Tree:
         def value_alone(x: Stored) -> Stored:
-            return x.replace(slot=None, earlier=None, spare=None)
+            return x.replace(slot=None, earlier=None, spare=None, first=None)
 
         return jax.tree.map(value_alone, stored, is_leaf=is_stored)
 
-    def open(self, stored: Tree) -> Tree:
-        """Return zeros with the shapes of a block's full gradients. Nothing reads them, so they cost
-        nothing; the derivative sums a block's gradients over the devices, as that of `read` does."""
+    def open(self, stored: Tree, x: Tree) -> tuple[Tree, Tree]:
+        """Return zeros with the shapes of a block's full gradients, and x. Nothing reads the zeros,
+        so they cost nothing; the derivative sums a block's gradients over the devices, as that of
+        `read` does.
 
-        def zeros(x: Stored) -> jax.Array | None:
-            shape = [
-                x.size if i == x.value.ndim + x.dim else n for i, n in enumerate(x.value.shape)
-            ]
-            return None if x.slot is None else jnp.zeros(shape, x.slot.dtype)
+        The gradient of x waits for this sum, which travels until then. Otherwise XLA would join the
+        sum with those of the bottommost block or of what lies below, and wait for them.
+        """
 
-        def make(leaves: list[Stored], live: Any) -> list[Any]:
-            return [zeros(x) for x in leaves]
+        def make(leaves: list[Stored], x: Tree, live: Any) -> tuple[list[Any], Tree]:
+            return [token_of(leaf) for leaf in leaves], x
 
-        def forward(leaves: list[Stored], live: Any) -> Any:
-            return make(leaves, live), residuals_of(leaves, live)
+        def forward(leaves: list[Stored], x: Tree, live: Any) -> Any:
+            return make(leaves, x, live), residuals_of(leaves, live)
+
+        def backward(residuals: Any, grads: tuple[list[Any], Tree]) -> Any:
+            by_slot, x_grads = self._backward(residuals, grads[0]), grads[1]
+            leaves, treedef = jax.tree.flatten(x_grads)
+            is_float = [g.dtype != jax.dtypes.float0 for g in leaves]  # integers have no gradient
+            floats = list(itertools.compress(leaves, is_float))
+            by_slot, floats = jax.lax.optimization_barrier((by_slot, floats))
+            waiting = iter(floats)
+            leaves = [next(waiting) if f else g for f, g in zip(is_float, leaves)]
+            return by_slot, jax.tree.unflatten(treedef, leaves), None
 
         opened = jax.custom_vjp(make)
-        opened.defvjp(forward, self._backward)
-        return opened(jax.tree.leaves(stored, is_leaf=is_stored), self.live)
+        opened.defvjp(forward, backward)
+        return opened(jax.tree.leaves(stored, is_leaf=is_stored), x, self.live)
+
+    def open_first(self, stored: Tree) -> tuple[Tree, jax.Array]:
+        """Open the tokens of the bottommost blocks of all stacks, for `first`.
+
+        Returns:
+            (the same tree with them, a link: the gradients of these blocks are summed when that of
+            the link is known, see `read`)
+        """
+        leaves, treedef = jax.tree.flatten(stored, is_leaf=is_stored)
+
+        def make(leaves: list[Stored], live: Any) -> tuple[list[Any], jax.Array]:
+            return [token_of(at(x, 0)) for x in leaves], jnp.zeros(())
+
+        def forward(leaves: list[Stored], live: Any) -> Any:
+            return make(leaves, live), (leaves, live)
+
+        # JAX traces this after all of the forward pass, so the tickets say what has happened there.
+        def backward(residuals: Any, grads: tuple[list[Any], jax.Array]) -> Any:
+            leaves, live = residuals
+            opened = [i for i, x in enumerate(leaves) if x.ticket.opened]
+            # XLA drops what nothing uses from a barrier, so 0 is added to all of them.
+            rows, link = jax.lax.optimization_barrier(([grads[0][i] for i in opened], grads[1]))
+            rows = jax.tree.map(lambda g: g + link.astype(g.dtype), rows)
+            stored = [at(leaves[i], 0) for i in opened]
+            stored = [x.replace(earlier=x.spare if x.ticket.taken else None) for x in stored]
+            summed = self._backward(residuals_of(stored, live), rows)
+
+            by_slot = [x.replace(slot=None, value=None, spare=None) for x in leaves]
+            for i, row in zip(opened, summed):
+                if row.slot is not None:
+                    slot = jnp.zeros_like(leaves[i].slot).at[0].set(row.slot)
+                    by_slot[i] = by_slot[i].replace(slot=slot)
+            return by_slot, None
+
+        opened = jax.custom_vjp(make)
+        opened.defvjp(forward, backward)
+        tokens, link = opened(leaves, self.live)
+        with_token = [x.replace(first=token) for x, token in zip(leaves, tokens)]
+        return jax.tree.unflatten(treedef, with_token), link
+
+    def first(self, stored: Tree) -> tuple[Tree | None, Tree]:
+        leaves, treedef = jax.tree.flatten(stored, is_leaf=is_stored)
+        if not leaves or not is_stored(leaves[0]):
+            return None, stored
+        rest = jax.tree.unflatten(treedef, [x.replace(first=None) for x in leaves])
+        is_sent = any(x.summed and x.first is not None for x in leaves)
+        if not is_sent or len(leaves[0].value) == 1:
+            return None, rest
+        for x in leaves:
+            x.ticket.opened = True
+        return [x.first for x in leaves], rest
 
     def close(self, values: Tree, token: Tree) -> Tree:
         leaves, treedef = jax.tree.flatten(values, is_leaf=is_stored)
@@ -277,6 +357,12 @@ class ShardedReplica(Replica):
 
     live: Any = None
     """What `settle` needs on the device."""
+
+
+def token_of(x: Stored) -> jax.Array | None:
+    """Return zeros in the shape of the full gradient of a block's parameter; None if it is frozen."""
+    shape = [x.size if i == x.value.ndim + x.dim else n for i, n in enumerate(x.value.shape)]
+    return None if x.slot is None else jnp.zeros(shape, x.slot.dtype)
 
 
 def residuals_of(leaves: list[Stored], live: Any) -> tuple[list[Stored], Any]:

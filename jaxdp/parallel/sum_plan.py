@@ -5,7 +5,7 @@ When gradients are summed over the devices, and what a pass over microbatches re
     NEVER   One device, buckets, models without scanned blocks. A pass returns local, full gradients;
             all are summed after the passes.
     LAST    Scanned blocks in stages 0 and 1, or with a replicated gradient buffer. The last pass sums
-            the gradients of blocks, with those of earlier passes; the others are summed after it.
+            all gradients, with those of earlier passes: those of a block where it is differentiated.
     EVERY   Stages 2 and 3. Each pass sums those that are sharded, to slices; the others are summed
             after the passes.
 """
@@ -39,7 +39,7 @@ class Plan:
         sharded: parameters are stored as slices along `dims`.
         sliced: the update wants slices of gradients along `dims`.
         when: gradients are summed over the devices inside the backward pass of EVERY pass over
-            microbatches, those that are sharded; inside the LAST pass, those of blocks; or NEVER.
+            microbatches, those that are sharded; inside the LAST pass; or NEVER.
         later: a block's gradients are summed while those of the block below are computed.
         in_blocks: a tree of booleans like the parameters: those that are read one block at a time.
         dtype: of gradients while they are sent; None: their own.
@@ -68,12 +68,10 @@ class Plan:
         """Return a tree of booleans like the parameters: those whose gradients the backward pass of
         a pass over microbatches sums over the devices."""
 
-        def in_this_pass(dim: int, in_block: bool) -> bool:
-            if self.when == EVERY:
-                return dim != WHOLE
-            return self.when == LAST and last and in_block
+        def in_this_pass(dim: int) -> bool:
+            return dim != WHOLE if self.when == EVERY else self.when == LAST and last
 
-        return jax.tree.map(in_this_pass, self.dims, self.in_blocks)
+        return jax.tree.map(in_this_pass, self.dims)
 
     def send(self, grads: list[jax.Array], dims: list[int]) -> list[jax.Array]:
         """Sum full gradients over the devices: to slices along dims, or to full ones (WHOLE)."""

@@ -120,6 +120,16 @@ class Shared(nnx.Module):
         return self.o(x)
 
 
+class Dropped(Shared):
+    """Blocks under a condition that differs between microbatches, and so between devices."""
+
+    def __call__(self, x):
+        x = self.twice(self.i(x.reshape(len(x), -1)))
+        is_odd = jnp.floor(1e4 * jnp.abs(jnp.sum(x))) % 2 == 1
+        x = nnx.cond(is_odd, lambda model, x: model(x), lambda model, x: x, self.maybe, x)
+        return self.o(x)
+
+
 MODELS = {
     **{f.__name__: plain(f) for f in (scanned, outside, changed, halves, twice, unscanned)},
     "inner jit": plain(inner_jit),
@@ -127,6 +137,7 @@ MODELS = {
     "a path that is not there": plain(scanned)._replace(blocks=("elsewhere",)),
     "nested": as_model(Nested),
     "shared": as_model(Shared),
+    "dropped": as_model(Dropped),
 }
 LAYOUTS = {
     "0": ({}, "scan"),
@@ -146,7 +157,7 @@ def trained(model, devices, layout=None, accumulate="vmap"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", only(["outside", "shared"], MODELS))
+@pytest.mark.parametrize("model", only(["outside", "shared", "dropped"], MODELS))
 def test_blocks_are_right_in_every_layout(model):
     with jax.enable_x64(True):
         want = trained(model, 1)
