@@ -70,23 +70,22 @@ def is_lines(path: Path) -> bool:
     return path.suffix.lower() in LINES
 
 
-def check_format(path: Path, key: str) -> bytes:
-    """Return the first bytes of a file. Raises UsageError if a text does not begin so. key: the
-    prefix of the message.
+def check_format(head: bytes, path: str | Path, key: str) -> None:
+    """Raise UsageError if the first bytes of a file are not those of a text. key: the prefix of the
+    message.
     """
-    with path.open("rb") as file:
-        head = file.read(1 << 12)
     for begins, content in OTHER_FORMATS.items():
         if head.startswith(begins):
             raise UsageError(f"{key}: {str(path)!r} is {content}")
-    return head
 
 
 def check_start(path: Path, key: str) -> None:
     """Raise UsageError if a file begins as no text does, or, for one of `LINES`, as an array. key:
     as above.
     """
-    head = check_format(path, key)
+    with path.open("rb") as file:
+        head = file.read(1 << 12)
+    check_format(head, path, key)
     if is_lines(path) and head.removeprefix(BOM.encode()).lstrip().startswith(b"["):
         raise UsageError(
             f"{key}: {str(path)!r} is a JSON array; write one object per line, as with jq -c '.[]'"

@@ -2,7 +2,7 @@
 Penn Treebank.
 """
 
-import os
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -78,13 +78,15 @@ def read_text(path: str | Path, max_mb: float | None = None) -> str:
     """Read a UTF-8 file, at most `max_mb` MB (10^6 bytes), dropping a character cut off there.
     Raises UsageError.
     """
-    limit, file = byte_limit(max_mb), Path(path).expanduser()
+    limit = byte_limit(max_mb)
     try:
-        check_format(file, "data.args.path")
-        with file.open("rb") as opened:
-            size = os.fstat(opened.fileno()).st_size
-            stop = size if limit is None else min(size, limit)
-            return "".join(decoded(opened, path, stop, "data.args.path", final=stop == size))
+        # All at once: a pipe has no size, and can be read once.
+        with Path(path).expanduser().open("rb") as file:
+            content = file.read(-1 if limit is None else limit + 1)
+        check_format(content, path, "data.args.path")
+        size = len(content) if limit is None else min(len(content), limit)
+        text = io.BytesIO(content)
+        return "".join(decoded(text, path, size, "data.args.path", final=size == len(content)))
     except OSError as error:
         raise UsageError(
             f"data.args.path: cannot read {str(path)!r}: {error.strerror}; give a text file"

@@ -143,21 +143,24 @@ def scan_and_sum_later(
         # The values are indexed here, where slices of the stacks would be copies of them.
         return block(reader.close(at(values, number), token), x, more)
 
-    one = remat(per_block.remat, one, in_scan=True)
+    # Outside of the loop, XLA would keep what it finds computed twice.
+    alone, repeated = (remat(per_block.remat, one, in_scan=in_scan) for in_scan in (False, True))
 
-    def body(carried: tuple[Tree, Tree], piece: tuple) -> tuple[tuple[Tree, Tree], Tree]:
+    def body(
+        carried: tuple[Tree, Tree], piece: tuple, one: Callable = repeated
+    ) -> tuple[tuple[Tree, Tree], Tree]:
         (x, token), (number, above, more) = carried, piece
         token_above, x = reader.open(above, x)
         x, y = one(x, token, number, more)
         return (x, token_above), y
 
-    (x, token), y = body((x, token), (0, at(params, 1), at(xs, 0)))
+    (x, token), y = body((x, token), (0, at(params, 1), at(xs, 0)), alone)
     ys = jax.tree.map(lambda a: a[None], y)
     if last > 1:
         middle = (jnp.arange(1, last), part(params, 2, last + 1), part(xs, 1, last))
         (x, token), more = jax.lax.scan(body, (x, token), middle)
         ys = joined(ys, more)
-    x, y = one(x, token, last, at(xs, last))
+    x, y = alone(x, token, last, at(xs, last))
     return x, joined(ys, jax.tree.map(lambda a: a[None], y))
 
 

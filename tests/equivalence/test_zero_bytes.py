@@ -60,7 +60,7 @@ class Claim(NamedTuple):
 def problems(claim, found, params):
     """Why a program with these collectives, of a model with so many bytes of float32 parameters, is
     not what is claimed: kinds, bytes within 2 % (scalars, norms, factored rows), groups, and what
-    happens block by block."""
+    happens block by block: in a loop over the blocks, or beside it and no more than a block."""
     groups = {
         claim.parts: tuple(
             tuple(range(i, i + claim.parts)) for i in range(0, DEVICES, claim.parts)
@@ -80,7 +80,7 @@ def problems(claim, found, params):
             said.append(f"{c.kind} in groups {c.groups}")
         key = (c.kind, c.group_size)
         moved[key] = moved.get(key, 0) + c.bytes * c.count / params
-        if c.count >= LAYERS:
+        if c.count >= LAYERS or c.bytes <= params / LAYERS:
             in_blocks[c.kind] = in_blocks.get(c.kind, 0) + c.bytes * c.count / params
     for key in moved.keys() | claim.wire.keys():
         got, want = moved.get(key, 0), claim.wire.get(key, 0)
