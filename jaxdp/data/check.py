@@ -1,7 +1,7 @@
 """Find everything in data that cannot be read, at once."""
 
 import os
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -117,9 +117,12 @@ def check_text(path: Path) -> Iterator[Finding]:
     """
     try:
         check_start(path, "text")
-        problems = [*line_problems(path)] if is_lines(path) else []
-        if not is_lines(path):
-            deque(pieces(path, key="text"), maxlen=0)  # raises for the first that cannot be read
+        if is_lines(path):
+            problems = [*line_problems(path)]
+        else:
+            problems = []
+            for _ in pieces(path, key="text"):
+                pass
         if not path.stat().st_size:
             problems = [f"{str(path)!r} is empty"]
     except (UsageError, OSError) as error:
