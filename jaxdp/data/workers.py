@@ -30,6 +30,9 @@ from jaxdp.errors import RunFailed, UsageError, one_line
 from jaxdp.process import imports
 from jaxdp.process.signals import NUMBERS
 
+Reader = tuple[Callable[[range], Batch], Callable[[], None]]
+"""(A function that returns the batch of steps, a function that kills all workers.)"""
+
 
 @contextmanager
 def prefetch_in_workers(
@@ -57,19 +60,16 @@ def prefetch_in_workers(
 
     Raises UsageError if the dataset cannot be pickled.
     """
-    with contextlib.ExitStack() as exits:
-        read: Callable[[range], Batch] = functools.partial(_read, dataset, order, numbers)
-        if workers > 0:
-            pool = _pool(_pickled(dataset), order, numbers, steps, workers)
-            read, end = exits.enter_context(pool)
-        ahead = prefetch(
-            lambda steps: then(steps, read(steps)),
-            single_steps(steps) if groups is None else groups,
-        )
-        batches = exits.enter_context(ahead)
-        if workers > 0:
-            exits.callback(end)  # first: prefetch waits for its thread, which waits for a worker
-        yield batches
+    in_thread = (functools.partial(_read, dataset, order, numbers), lambda: None)
+    reader: contextlib.AbstractContextManager[Reader] = contextlib.nullcontext(in_thread)
+    if workers > 0:
+        reader = _pool(_pickled(dataset), order, numbers, steps, workers)
+    items = single_steps(steps) if groups is None else groups
+    with reader as (read, end), prefetch(lambda steps: then(steps, read(steps)), items) as batches:
+        try:
+            yield batches
+        finally:
+            end()  # kill the workers first: prefetch waits for its thread, which waits for a worker
 
 
 def single_steps(steps: range) -> Iterator[range]:
@@ -88,10 +88,8 @@ def _read(dataset: Dataset, order: ExampleOrder, numbers: Any, steps: range) -> 
 @contextmanager
 def _pool(
     dataset: bytes, order: ExampleOrder, numbers: Any, steps: range, workers: int
-) -> Iterator[tuple[Callable[[range], Batch], Callable[[], None]]]:
-    """Start the workers; yield (a function that receives the batch of steps, a function that kills
-    all workers).
-    """
+) -> Iterator[Reader]:
+    """Start the workers; yield their reader."""
     context = multiprocessing.get_context("spawn")
     count = min(workers, len(steps))
     pool: list[tuple[Any, Connection]] = []
