@@ -35,11 +35,10 @@ def _sam(x: Any, cache: Any, steps_since_sync: Any) -> Any:
     return jnp.where(steps_since_sync == 0, x, cache)  # x is an adversarial point in between
 
 
+# Of optax.contrib.schedule_free and optax.contrib.sam.
 KINDS = (
-    Kind(
-        ("b1", "weight_sum", "step_count", "max_lr"), "z", _schedule_free
-    ),  # optax.contrib.schedule_free
-    Kind(("steps_since_sync",), "cache", _sam),  # optax.contrib.sam
+    Kind(("b1", "weight_sum", "step_count", "max_lr"), "z", _schedule_free),
+    Kind(("steps_since_sync",), "cache", _sam),
 )
 
 

@@ -37,12 +37,8 @@ def _decay_first(tx: Callable) -> Callable:
 
 @functools.wraps(optax.adafactor)
 def _adafactor(learning_rate: Schedule, weight_decay: float = 0.0, mask: Any = None, **args: Any):
-    return with_decay(
-        optax.adafactor(learning_rate, weight_decay_rate=None, **args),
-        learning_rate,
-        weight_decay,
-        mask,
-    )
+    tx = optax.adafactor(learning_rate, weight_decay_rate=None, **args)
+    return with_decay(tx, learning_rate, weight_decay, mask)
 
 
 OPTIMIZERS: dict[str, Callable] = {

@@ -29,12 +29,8 @@ def with_carry(step: Any) -> Any:
         model_state, carry = split_carry(state.model_state)
         if carry is None:
             return state
-
-        def for_each_microbatch(x: jax.Array) -> jax.Array:
-            return jnp.broadcast_to(x, (microbatches, *x.shape))
-
-        kept = {CARRY: jax.tree.map(for_each_microbatch, carry)}
-        return state.replace(model_state=model_state, kept=kept)
+        for_each = jax.tree.map(lambda x: jnp.broadcast_to(x, (microbatches, *x.shape)), carry)
+        return state.replace(model_state=model_state, kept={CARRY: for_each})
 
     def grads(state: TrainState, batch: Batch, replica: Any) -> Sums:
         if CARRY not in state.kept:

@@ -14,9 +14,10 @@ from jaxdp.train.run import Host, Record, Run, Source
 from jaxdp.train.state import TrainState
 
 IN_FLIGHT = 2  # batches that may wait on the device
+PLAIN = Host()
 
 
-def evaluate(run: Run, program: Program, state: TrainState, host: Host | None = None) -> Record:
+def evaluate(run: Run, program: Program, state: TrainState, host: Host = PLAIN) -> Record:
     """Return the loss and metrics over each evaluation set; NAME/loss, ... of a named set.
 
     Args:
@@ -28,7 +29,7 @@ def evaluate(run: Run, program: Program, state: TrainState, host: Host | None = 
     record: Record = {}
     for name, source in run.data.eval.items():
         try:
-            means = evaluate_source(run, source, program, state, host or Host())
+            means = evaluate_source(run, source, program, state, host)
         except UsageError as error:
             if type(error) is not UsageError:
                 raise
@@ -43,7 +44,8 @@ def evaluate_source(
     run: Run, source: Source, program: Program, state: TrainState, host: Host
 ) -> Record:
     """Return the loss and metrics over one set, counting every example exactly once."""
-    totals, suspects = collections.defaultdict[str, float](float), list[int]()
+    totals: dict[str, float] = collections.defaultdict(float)
+    suspects: list[int] = []
     in_flight: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
     program = source.program() if source.program else program
 

@@ -42,12 +42,10 @@ def weighted_state(old: Tree, new: Tree, weight: jax.Array, real: jax.Array) -> 
 
     def weigh(old: jax.Array, new: jax.Array) -> Average | Change:
         if jnp.issubdtype(old.dtype, jnp.inexact):
-            value = jnp.where(
-                weight != 0, _parts(new).astype(weight.dtype), 0
-            )  # 0 times infinity is NaN
-            return Average(
-                value * weight, ((weight != 0) & jnp.any(new != old)).astype(weight.dtype)
-            )
+            # 0 times infinity is NaN
+            value = jnp.where(weight != 0, _parts(new).astype(weight.dtype), 0)
+            changed = (weight != 0) & jnp.any(new != old)
+            return Average(value * weight, changed.astype(weight.dtype))
         change = jax.lax.bitcast_convert_type(_wide(new) - _wide(old), jnp.uint8).astype(jnp.int32)
         change = jnp.where(real, change, 0)
         return Change(real.astype(jnp.int32), change, change * change)
@@ -69,9 +67,8 @@ def mean_state(old: Tree, sums: Tree, weight: jax.Array) -> tuple[Tree, jax.Arra
         differ = new.number * new.squares != new.sum * new.sum
         disagreeing.append(jnp.sum(jnp.any(differ, axis=-1)))
         change = (new.sum // jnp.maximum(new.number, 1)).astype(jnp.uint8)
-        return (_wide(old) + jax.lax.bitcast_convert_type(change, _wide(old).dtype)).astype(
-            old.dtype
-        )
+        change = jax.lax.bitcast_convert_type(change, _wide(old).dtype)
+        return (_wide(old) + change).astype(old.dtype)
 
     new = jax.tree.map(mean, old, sums)
     return new, (sum(disagreeing, jnp.zeros((), jnp.int32)) if disagreeing else None)
