@@ -9,8 +9,8 @@ devices in any grouping and are divided once, in `apply`. So the config decides 
 hardware only the speed.
 
 Nothing here knows a device. A strategy calls `grads` on each device with its microbatches, adds the
-sums up, and calls `apply`. A `Replica` answers what a device's share of a step has to ask. What has
-a memory of its own wraps a step: `average`, `carry`, `coupled`.
+sums up, and calls `apply`. A `LocalStep` is a device's share of a step; it asks a `Replica` what
+depends on the strategy. What has a memory of its own wraps a step: `average`, `carry`, `coupled`.
 """
 
 import functools
