@@ -1,11 +1,13 @@
 """The learning rate of an update: what the optimizer itself computes with, read from the program of
 its update.
 
-A schedule names its value (`name_rate`). An optimizer may call it at a count of its own
+A schedule names its value (`named`). An optimizer may call it at a count of its own
 (`optax.MultiSteps`), inside a branch, or not at all.
 """
 
+import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,9 +24,21 @@ Tree = Any
 NAME = "learning_rate"
 
 
-def name_rate(rate: jax.Array) -> jax.Array:
-    """Mark a value as a learning rate; it stays the same."""
-    return checkpoint_name(rate, NAME)
+def named(schedule: Callable[[Any], Any]) -> Callable[[Any], jax.Array]:
+    """Wrap a schedule: its rate has a name, and an integer count is as wide as JAX allows.
+
+    Optax divides the count, and the quotient of an int32 is a float32 in a float64 program.
+    """
+
+    def unnamed(count: Any) -> Any:
+        count = jnp.asarray(count)
+        return schedule(count.astype(int) if jnp.issubdtype(count.dtype, jnp.integer) else count)
+
+    @functools.wraps(unnamed)
+    def rate(count: Any) -> jax.Array:
+        return checkpoint_name(jnp.asarray(unnamed(count)), NAME)
+
+    return rate
 
 
 def rate_of(

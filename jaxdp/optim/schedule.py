@@ -4,7 +4,6 @@ A shape is a function of any of lr, steps and final_lr: the peak, the number of 
 warm-up, and the fraction of lr to end at. It returns an Optax schedule. A config can name any such
 function by its dotted path."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxdp.errors import UsageError
-from jaxdp.optim.rate import name_rate
+from jaxdp.optim.rate import named
 from jaxdp.targets import bind, call, locate, require, targets_in
 
 Schedule = Callable[[Any], Any]
@@ -73,21 +72,3 @@ def make_schedule(
             [optax.linear_schedule(0.0, lr, warmup_steps), main], [warmup_steps]
         )
     return named(main)
-
-
-def named(schedule: Schedule) -> Schedule:
-    """Wrap a schedule: an integer count is as wide as JAX allows, and its rate has a name
-    (`jaxdp.optim.rate`).
-
-    Optax divides the count, and the quotient of an int32 is a float32 in a float64 program.
-    """
-
-    def unnamed(count: Any) -> Any:
-        count = jnp.asarray(count)
-        return schedule(count.astype(int) if jnp.issubdtype(count.dtype, jnp.integer) else count)
-
-    @functools.wraps(unnamed)
-    def rate(count: Any) -> jax.Array:
-        return name_rate(jnp.asarray(unnamed(count)))
-
-    return rate
