@@ -153,7 +153,7 @@ def test_training_is_the_same_on_any_devices_and_learns():
             )
             for n in (1, 4)
         )
-    for name in ("params", "carry"):
+    for name in ("params", "kept"):
         assert toys.relative_error(getattr(four[1], name), getattr(one[1], name))[0] < 1e-10
     assert four[2][-1]["loss"] < four[2][0]["loss"] - 0.1
 
