@@ -27,31 +27,32 @@ def product(
 
     JAX's gradient of the kernel sums over all leading dimensions, one of which is that of the
     microbatches. XLA on CPU transposes an operand in memory for such a sum, so there this function
-    joins the rows, and sums over one dimension. Raises ValueError for other dimension numbers.
+    joins the rows, and sums over one dimension. Raises ValueError for other dimension numbers, and
+    for options of `lax.dot_general`: the layers of this package set none.
     """
-    if dimension_numbers not in (None, (((x.ndim - 1,), (0,)), ((), ()))) or kernel.ndim != 2:
+    usual = dimension_numbers in (None, (((x.ndim - 1,), (0,)), ((), ()))) and kernel.ndim == 2
+    if not usual or not {*options.values()} <= {None}:
         raise ValueError(
-            f"product: {dimension_numbers} is not x[..., inputs] kernel[inputs, outputs]"
+            f"product: {dimension_numbers} {options} is not x[..., inputs] kernel[inputs, outputs]"
         )
-    named = tuple(options.items())
-    return (_product if on_cpu() else _dot)(x, kernel, named)
+    return (_product if on_cpu() else _dot)(x, kernel)
 
 
-def _dot(x: jax.Array, kernel: jax.Array, options: Any) -> jax.Array:
-    return lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), **dict(options))
+def _dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
 
 
-_product = jax.custom_jvp(_dot, nondiff_argnums=(2,))
+_product = jax.custom_jvp(_dot)
 
 
 @functools.partial(_product.defjvp, symbolic_zeros=True)
-def _tangent_of_product(options: Any, primals: Any, tangents: Any) -> Any:
+def _tangent_of_product(primals: Any, tangents: Any) -> Any:
     (x, kernel), (dx, dkernel) = primals, tangents
-    y = _product(x, kernel, options)
+    y = _product(x, kernel)
     if isinstance(dkernel, SymbolicZero):
-        return y, _product(dx, kernel, options)
-    dy = _of_kernel.bind(x, dkernel, options=options)
-    return y, dy if isinstance(dx, SymbolicZero) else _product(dx, kernel, options) + dy
+        return y, _product(dx, kernel)
+    dy = _of_kernel.bind(x, dkernel)
+    return y, dy if isinstance(dx, SymbolicZero) else _product(dx, kernel) + dy
 
 
 # The product as a linear function of the kernel. Its transpose is the kernel's gradient: one
@@ -62,27 +63,25 @@ mlir.register_lowering(_of_kernel, mlir.lower_fun(_dot, multiple_results=False))
 
 
 @_of_kernel.def_abstract_eval
-def _type_of_product(x: Any, kernel: Any, *, options: Any) -> Any:
-    y = jax.eval_shape(functools.partial(_dot, options=options), x, kernel)
+def _type_of_product(x: Any, kernel: Any) -> Any:
+    y = jax.eval_shape(_dot, x, kernel)
     return x.update(shape=y.shape, dtype=y.dtype)
 
 
-def _gradient_of_x(dy: Any, x: Any, kernel: Any, *, options: Any) -> Any:
-    return _dot(dy, kernel.T, options=options).astype(x.aval.dtype)
+def _gradient_of_x(dy: Any, x: Any, kernel: Any) -> Any:
+    return _dot(dy, kernel.T).astype(x.aval.dtype)
 
 
-def _gradient_of_kernel(dy: Any, x: Any, kernel: Any, *, options: Any) -> Any:
+def _gradient_of_kernel(dy: Any, x: Any, kernel: Any) -> Any:
     x, dy = (a.reshape(-1, a.shape[-1]) for a in (x, dy))
-    return lax.dot_general(x, dy, (((0,), (0,)), ((), ())), **dict(options)).astype(
-        kernel.aval.dtype
-    )
+    return lax.dot_general(x, dy, (((0,), (0,)), ((), ()))).astype(kernel.aval.dtype)
 
 
-def _batched(args: Any, dims: Any, *, options: Any) -> Any:
+def _batched(args: Any, dims: Any) -> Any:
     (x, kernel), (along, other) = args, dims
     if along is not None and other is None:
-        return _of_kernel.bind(jnp.moveaxis(x, along, 0), kernel, options=options), 0
-    return jax.vmap(functools.partial(_dot, options=options), in_axes=tuple(dims))(x, kernel), 0
+        return _of_kernel.bind(jnp.moveaxis(x, along, 0), kernel), 0
+    return jax.vmap(_dot, in_axes=tuple(dims))(x, kernel), 0
 
 
 ad.defbilinear(_of_kernel, _gradient_of_x, _gradient_of_kernel)

@@ -77,13 +77,14 @@ def rows_at_once(classes: int, cpu: bool) -> int:
     return rows - rows % TILE or rows
 
 
+def is_lazy(outputs: Any) -> bool:
+    """Return whether outputs are lazy `Logits`."""
+    return isinstance(outputs, Logits)
+
+
 def compute_logits(outputs: Any) -> Any:
     """Return a model's outputs with every lazy `Logits` computed."""
-
-    def is_leaf(x):
-        return isinstance(x, Logits)
-
-    return jax.tree.map(lambda x: x.compute() if is_leaf(x) else x, outputs, is_leaf=is_leaf)
+    return jax.tree.map(lambda x: x.compute() if is_lazy(x) else x, outputs, is_leaf=is_lazy)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -99,10 +100,9 @@ def _(
     equation: str, primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
 ) -> tuple:
     (x, y), (dx, dy) = primals, tangents
+    outputs = wide_einsum(equation, x, y)
     tangent = jnp.einsum(equation, dx, y) + jnp.einsum(equation, x, dy)
-    return jnp.einsum(equation, x, y, preferred_element_type=wide(x.dtype)), tangent.astype(
-        wide(x.dtype)
-    )
+    return outputs, tangent.astype(outputs.dtype)
 
 
 def wide(dtype: Any) -> Any:

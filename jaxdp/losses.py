@@ -82,7 +82,6 @@ class SoftmaxCrossEntropy:
                 f"loss: labels are {labels.dtype}, not integers; cast them, or use MeanSquaredError"
             )
         counts = fit_mask(batch["mask"] != 0, labels[..., 0] if soft else labels) != 0
-        outputs = _zero_logits(counts, outputs)
         if soft:
             labels = _where(counts, labels)
         else:
@@ -90,6 +89,10 @@ class SoftmaxCrossEntropy:
             labels = jnp.where(
                 labels < 0, shape[-1], labels
             )  # a negative index would count from the end
+        if isinstance(outputs, Logits):
+            outputs = outputs.replace(x=_where(counts, outputs.x))
+        else:
+            outputs = _select_logits(counts, outputs)
         if isinstance(outputs, Logits) and not soft:
             terms = outputs.map(self._terms, labels)
         else:
@@ -194,19 +197,17 @@ class Contrastive:
             raise UsageError(
                 f"loss: outputs {shapes} are no pair of embeddings [example, dim]; return two such arrays"
             )
-        mask = batch["mask"]
-        first, second = (_direction(_where(mask != 0, x)) for x in outputs)
+        mask, counts = batch["mask"], batch["mask"] != 0
+        first, second = (_direction(_where(counts, x)) for x in outputs)
         cosines = first @ second.T / self.temperature
-        logits = jnp.where(mask != 0, cosines, -jnp.inf)
-        right = jnp.arange(len(mask))
         losses, hits = jnp.zeros_like(mask), jnp.zeros_like(mask)
-        for scores in (logits, jnp.where(mask != 0, cosines.T, -jnp.inf)):
-            matching = jnp.where(mask != 0, jnp.diagonal(cosines), 0)
-            log_sum = jax.nn.logsumexp(scores, axis=-1)
-            losses += 0.5 * jnp.where(
-                mask != 0, log_sum - matching, 0
-            )  # -inf without any real example
-            hits += 0.5 * ((jnp.argmax(scores, axis=-1) == right) & ~jnp.isnan(log_sum))
+        for scores in (cosines, cosines.T):
+            scores = jnp.where(counts, scores, -jnp.inf)
+            matching = jnp.where(counts, jnp.diagonal(cosines), 0)
+            log_sum = jax.nn.logsumexp(scores, axis=-1)  # -inf without any real example
+            losses += 0.5 * jnp.where(counts, log_sum - matching, 0)
+            right = jnp.argmax(scores, axis=-1) == jnp.arange(len(mask))
+            hits += 0.5 * (right & ~jnp.isnan(log_sum))
         return jnp.sum(losses * mask), jnp.sum(mask), {"accuracy": jnp.sum(hits * mask)}
 
 
@@ -319,11 +320,13 @@ def fit_mask(mask: jax.Array, losses: jax.Array) -> jax.Array:
     return jnp.broadcast_to(mask, losses.shape).astype(losses.dtype)
 
 
-@jax.custom_vjp
-def _select_logits(counts: jax.Array, logits: jax.Array) -> jax.Array:
-    return jnp.where(counts[..., None], logits, 0)
+def _where(counts: jax.Array, x: jax.Array) -> jax.Array:
+    """Return x[..., dim] with zeros where `counts` [...] is False: neither the loss nor its
+    gradient then depends on what is there."""
+    return jnp.where(counts[..., None], x, 0)
 
 
+_select_logits = jax.custom_vjp(_where)
 # The mask has made the gradient of an excluded row 0 already: its logits are 0, so 0 is multiplied
 # by finite numbers. Another select there would change how XLA fuses the backward pass, and so how
 # it rounds, in runs without any padding.
@@ -331,19 +334,6 @@ _select_logits.defvjp(
     lambda counts, logits: (_select_logits(counts, logits), None),
     lambda _, gradient: (None, gradient),
 )
-
-
-def _zero_logits(counts: jax.Array, logits: jax.Array | Logits) -> Any:
-    """Return logits [..., classes], arrays or lazy, with zeros where `counts` [...] is False."""
-    return _where(counts, logits) if isinstance(logits, Logits) else _select_logits(counts, logits)
-
-
-def _where(counts: jax.Array, x: jax.Array | Logits) -> Any:
-    """Return x[..., dim], arrays or lazy `Logits`, with zeros where `counts` [...] is False:
-    neither the loss nor its gradient then depends on what is there."""
-    if isinstance(x, Logits):
-        return x.replace(x=_where(counts, x.x))
-    return jnp.where(counts[..., None], x, 0)
 
 
 def _labels(batch: dict[str, jax.Array]) -> jax.Array:
@@ -378,10 +368,5 @@ def _direction(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.maximum(squares, jnp.finfo(x.dtype).tiny))
 
 
-LOSSES: dict[str, Any] = {
-    "SoftmaxCrossEntropy": SoftmaxCrossEntropy,
-    "CausalLM": CausalLM,
-    "MeanSquaredError": MeanSquaredError,
-    "Contrastive": Contrastive,
-    "MultiTask": MultiTask,
-}
+_BUILT_IN = (SoftmaxCrossEntropy, CausalLM, MeanSquaredError, Contrastive, MultiTask)
+LOSSES: dict[str, Any] = {loss.__name__: loss for loss in _BUILT_IN}

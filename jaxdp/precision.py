@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxdp.logits import Logits
+from jaxdp.logits import is_lazy, wide
 
 MIN_SCALE = 1.0  # of a dynamic loss scale
 
@@ -59,7 +59,7 @@ class Policy(NamedTuple):
     @property
     def state(self) -> Any:
         """The dtype of running averages, losses and sums: at least float32."""
-        return max(jnp.dtype(self.params), jnp.dtype(jnp.float32), key=lambda d: d.itemsize)
+        return wide(self.params)
 
     def inputs(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return cast_floats(batch, self.compute)
@@ -68,15 +68,10 @@ class Policy(NamedTuple):
         """Cast the model's outputs for the loss, those that are arrays; lazy `Logits` are cast when
         the loss computes them."""
 
-        def unchanged(x):
-            return isinstance(x, Logits) or not hasattr(x, "dtype")
+        def cast(x: Any) -> Any:
+            return x if is_lazy(x) or not hasattr(x, "dtype") else cast_floats(x, self.state)
 
-        def lazy(x):
-            return isinstance(x, Logits)
-
-        return jax.tree.map(
-            lambda x: x if unchanged(x) else cast_floats(x, self.state), outputs, is_leaf=lazy
-        )
+        return jax.tree.map(cast, outputs, is_leaf=is_lazy)
 
 
 def policy(params: str, compute: str, reduce: str) -> Policy:

@@ -27,6 +27,7 @@ from jaxdp.axes import DATA, REPLICA, SHARD
 from jaxdp.errors import UsageError
 from jaxdp.logits import wide
 from jaxdp.precision import cast_floats
+from jaxdp.split import path_string
 
 CARRY = "carry"
 TRAINING = (
@@ -251,17 +252,16 @@ def keep_dtypes(old: Any, new: Any) -> Any:
     """
 
     def cast(path: Any, old: Any, new: Any) -> Any:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
         if old.shape != new.shape:
             raise UsageError(
-                f"model: its state {name!r} changes from shape {old.shape} to {new.shape}; keep its shape"
+                f"model: its state {path_string(path)!r} changes from shape {old.shape} to {new.shape}; keep its shape"
             )
         fraction = jnp.issubdtype(new.dtype, jnp.inexact) and not jnp.issubdtype(
             old.dtype, jnp.inexact
         )
         if fraction or jnp.iscomplexobj(new) > jnp.iscomplexobj(old):
             raise UsageError(
-                f"model: its state {name!r} changes from {old.dtype} to {new.dtype}; initialize it with "
+                f"model: its state {path_string(path)!r} changes from {old.dtype} to {new.dtype}; initialize it with "
                 "the dtype that it gets"
             )
         return new.astype(old.dtype)

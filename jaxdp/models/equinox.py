@@ -2,10 +2,9 @@
 arrays by path.
 """
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -89,9 +88,16 @@ def from_equinox(make: Callable[..., Any]) -> Model:
             return outputs, shared, {i: new[i] for i in carry}
 
         rows = jnp.arange(len(next(iter(batch.values()))))
-        with explain_unequal_state(name, axis):
-            run_batch = jax.vmap(run_example, out_axes=(0, None, 0), axis_name=axis)
+        run_batch = jax.vmap(run_example, out_axes=(0, None, 0), axis_name=axis)
+        try:
             outputs, shared, carry = run_batch(batch, rows, carry)
+        except ValueError as error:
+            if "out_axes" not in str(error):
+                raise
+            raise UsageError(
+                f"model: the state of {name} differs from example to example; average it with jax.lax.pmean(..., "
+                f"{axis!r}), or declare it as jaxdp.models.equinox.Carry"
+            ) from None
         new = shared | carry
         _, new_state = nested([leaf._replace(value=new[i]) for i, leaf in enumerate(leaves)])
         return outputs, keep_dtypes(model_state, new_state)
@@ -122,22 +128,6 @@ def build(make: Callable[..., Any], key: jax.Array) -> tuple[Any, eqx.nn.State]:
             f"model: a factory that takes a key must return an Equinox module, not {name}"
         )
     return module, state
-
-
-@contextlib.contextmanager
-def explain_unequal_state(name: str, axis: str) -> Iterator[None]:
-    """Raise UsageError, instead of JAX's error, if the state of the module `name` differs from
-    example to example.
-    """
-    try:
-        yield
-    except ValueError as error:
-        if "out_axes" not in str(error):
-            raise
-        raise UsageError(
-            f"model: the state of {name} differs from example to example; average it with jax.lax.pmean(..., "
-            f"{axis!r}), or declare it as jaxdp.models.equinox.Carry"
-        ) from None
 
 
 def trace_off_mesh(f: Callable[..., Any], *args: Any) -> Any:

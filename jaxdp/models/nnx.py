@@ -258,8 +258,8 @@ def _to_dict(flat: Any) -> dict[str, Any]:
 
 
 def _to_state(kinds: Any, tree: dict[str, Any]) -> nnx.State:
-    """Return the variables of these kinds [(path, variable)] with the values of nested dicts."""
-    values = ((path, kind, at(tree, path)) for path, kind in kinds)
+    """Return the variables of these kinds, [(path, variable)], with the values of nested dicts."""
     return nnx.from_flat_state(
-        (path, kind.replace(x) if isinstance(kind, nnx.Variable) else x) for path, kind, x in values
+        (path, x.replace(at(tree, path)) if isinstance(x, nnx.Variable) else at(tree, path))
+        for path, x in kinds
     )
