@@ -13,14 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxdp.cpu import on_cpu
 from jaxdp.errors import UsageError
 from jaxdp.logits import wide_einsum
+from jaxdp.models.layers import require
 
-PIECES, SHORTEST = (
-    4,
-    128,
-)  # `causal` splits queries into at most PIECES chunks of at least SHORTEST tokens
 Rotation = tuple[jax.Array, jax.Array]  # cosines and sines [token, 1, half the width of a head]
 
 
@@ -63,8 +59,7 @@ def rotation(tokens: int, width: int, base: float, dtype: Any) -> Rotation:
     """Return the cosines and sines of rotary embedding: the angle of token t in pair i is t /
     base^(2i / width).
     """
-    if not base > 0:
-        raise UsageError(f"model.args.rotary_base: {base} must be greater than 0, such as 10000")
+    require(base > 0, "rotary_base", base, "must be greater than 0, such as 10000")
     angles = np.outer(np.arange(tokens), base ** (-np.arange(0, width, 2) / width))[:, None]
     return jnp.asarray(np.cos(angles), dtype), jnp.asarray(np.sin(angles), dtype)
 
@@ -90,21 +85,11 @@ def full(
 def causal(
     query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None = None
 ) -> jax.Array:
-    """Compute `softmax` attention over each token and the tokens before it in the same segment.
-
-    On CPU it processes the queries in chunks, to skip most of the masked scores.
-    """
-    tokens = query.shape[1]
-    pieces = max(1, min(PIECES, tokens // SHORTEST)) if on_cpu() else 1
-    lower = np.tri(tokens, dtype=bool)
-    outputs = []
-    for rows in np.array_split(np.arange(tokens), pieces):
-        first, end = int(rows[0]), int(rows[-1]) + 1
-        mask = jnp.asarray(lower[first:end, :end])
-        if segments is not None:
-            mask = mask & (segments[:, first:end, None] == segments[:, None, :end])[:, None, None]
-        outputs.append(softmax(query[:, first:end], key[:, :end], value[:, :end], mask))
-    return outputs[0] if pieces == 1 else jnp.concatenate(outputs, 1)
+    """Compute `softmax` attention over each token and the tokens before it in the same segment."""
+    mask = jnp.asarray(np.tri(query.shape[1], dtype=bool))
+    if segments is not None:
+        mask = mask & same(segments)[:, None]
+    return softmax(query, key, value, mask)
 
 
 def fused(

@@ -17,7 +17,7 @@ from jax import lax
 
 from covering import first
 from jaxdp.cpu import convolve, product
-from jaxdp.models.attention import SHORTEST, causal, shares
+from jaxdp.models.attention import causal, shares
 from jaxdp.models.cnn import CNN
 from jaxdp.models.gpt import GPT
 from jaxdp.models.mlp import MLP
@@ -275,9 +275,9 @@ def test_the_first_of_equal_pixels_is_the_largest():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", first(1, [2, 4]))
-def test_attention_in_pieces(heads):
-    """Tokens that do not divide by the pieces, grouped queries, two documents an example."""
-    tokens = 3 * SHORTEST + 5
+def test_attention_of_groups_and_documents(heads):
+    """Grouped queries, two documents an example."""
+    tokens = 389
     query, key, value = (
         normal(2, tokens, n, 3, dtype=jnp.float32) * s
         for n, s in ((4, 1), (heads, 0.5), (heads, 2))
