@@ -136,7 +136,9 @@ def join(
 
     elastic, left_out = None, None
     if config is not None:
-        left_out = environment.use_preset(config.parallel.xla_preset, config.parallel.devices)
+        parallel = config.parallel
+        if parallel.xla_preset != "default":
+            left_out = environment.use_preset(parallel.xla_preset, parallel.devices)
         if config.elastic.enabled:
             from jaxdp.elasticity.elastic_job import settings
 

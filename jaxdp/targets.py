@@ -14,9 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_type_hints
 
 from jaxdp.config.values import YAML, fits, in_words, plain, typed
-from jaxdp.errors import UsageError, nearest, suggest
+from jaxdp.errors import UsageError, cause, nearest, suggest, user_lines
 from jaxdp.process import imports
-from jaxdp.run import user_errors
 
 Table = Mapping[str, Any]  # names -> objects, or their dotted paths
 Args = Mapping[str, Any]  # the arguments of a target
@@ -96,7 +95,7 @@ def locate(key: str, target: str, table: Table, field: str | None = None) -> Any
 def _not_imported(target: str, module: str, error: Exception) -> UsageError:
     """Return the error for a module that is not there, lacks another one, or fails."""
     if not isinstance(error, ModuleNotFoundError):
-        return UsageError(f"{target} cannot be imported{user_errors.cause(error)}")
+        return UsageError(f"{target} cannot be imported{cause(error)}")
     if error.name is None or not f"{module}.".startswith(f"{error.name}."):
         return UsageError(f"{target} cannot be imported: it needs {error.name!r}")
     local = [file.stem for file in pathlib.Path().glob("*.py")]
@@ -250,11 +249,11 @@ def call(key: str, bound: Callable[..., Any], make: Callable[[], Any] | None = N
     except UsageError:
         raise
     except Exception as error:
-        if not user_errors.lines(error) and not isinstance(error, TypeError | ValueError):
+        if not user_lines(error) and not isinstance(error, TypeError | ValueError):
             raise
         name = getattr(getattr(bound, "func", bound), "__name__", str(bound))
         shown = ", ".join(f"{k}={v!r}" for k, v in getattr(bound, "keywords", {}).items())
-        raise UsageError(f"{key}.args: {name}({shown}) failed{user_errors.cause(error)}") from error
+        raise UsageError(f"{key}.args: {name}({shown}) failed{cause(error)}") from error
 
 
 def require(key: str, make: Callable[..., Any], *provided: str) -> None:

@@ -45,19 +45,20 @@ class LocalCheckpoints(Checkpoints):
         """Choose the writer of each directory: root in its own, elsewhere the first process that
         makes a file there.
         """
-        job = self.context.of_root("job", lambda: secrets.token_hex(8))
+        context = self.context
+        job = context.of_root("job", lambda: secrets.token_hex(8))
         mark = self.directory / f".writer-{job}"
         for of_root in (True, False):
-            if self.context.is_root == of_root:
+            if context.is_root == of_root:
                 with self._reported(), contextlib.suppress(FileExistsError):
                     self.directory.mkdir(parents=True, exist_ok=True)
                     with mark.open("x", encoding="utf-8") as file:
-                        file.write(str(self.context.rank))
-            self.context.barrier("writer")
+                        file.write(str(context.rank))
+            context.barrier("writer")
         self.writers = [
-            int(rank) for rank in self.context.exchange("writers", mark.read_text(encoding="utf-8"))
+            int(rank) for rank in context.exchange("writers", mark.read_text(encoding="utf-8"))
         ]
-        self.writes = self.writers[self.context.rank] == self.context.rank
+        self.writes = self.writers[context.rank] == context.rank
         self.facts = {**self.facts, "job": job}
         for path in self.directory.glob(".writer-*") if self.writes else ():
             path.unlink(missing_ok=True)
@@ -73,11 +74,12 @@ class LocalCheckpoints(Checkpoints):
         """Return the newest step that a host has undamaged, once all hosts have it, or 0. Raises
         UsageError.
         """
+        context = self.context
         if self.is_shared:
             return super().latest(say, tidy, refused, only)
-        title = self.context.title
-        rank = self.context.rank
-        tell = say if self.context.is_root else lambda text: say(f"{title(rank)}: {text}")
+        title = context.title
+        rank = context.rank
+        tell = say if context.is_root else lambda text: say(f"{title(rank)}: {text}")
         refused, tried = (
             {*refused, *(folders.unfinished(self.directory) if self.writes else ())},
             len({*refused}),
@@ -95,14 +97,13 @@ class LocalCheckpoints(Checkpoints):
                 len(refused) - tried,
             ]
             offers = [
-                json.loads(text)
-                for text in self.context.exchange("offers", json.dumps(offer), TIMEOUT)
+                json.loads(text) for text in context.exchange("offers", json.dumps(offer), TIMEOUT)
             ]
             newest, _, job, _ = max(
                 offers, key=lambda offer: offer[:2]
             )  # of equals, that of the lowest rank
             if not newest:
-                if self.context.is_root and any(count for *_, count in offers):
+                if context.is_root and any(count for *_, count in offers):
                     say("no host has a complete checkpoint: the run starts from the beginning")
                 self.last = None
                 return 0
@@ -111,9 +112,7 @@ class LocalCheckpoints(Checkpoints):
                 problem = "another job has saved it" if offer[2] != job else problem
             if problem.startswith("cannot read"):
                 raise UsageError(f"run_dir: {title(rank)} {problem}; fix that first")
-            sound = self.context.exchange(
-                "sound", json.dumps(own == newest and not problem), TIMEOUT
-            )
+            sound = context.exchange("sound", json.dumps(own == newest and not problem), TIMEOUT)
             if problem:
                 refused.add(own)
                 self.set_aside(own, "damaged", f"checkpoint {own} is damaged: {problem}", tell)
@@ -123,7 +122,7 @@ class LocalCheckpoints(Checkpoints):
                 targets = [r for r in sorted({*self.writers}) if not json.loads(sound[r])]
                 with self._reported():
                     self._copy(newest, source, targets)
-                if self.context.is_root and targets:
+                if context.is_root and targets:
                     self.events.note("checkpoint_copied", newest, source=source, targets=targets)
                     say(
                         f"checkpoint {newest} copied from {title(source)} to {', '.join(map(title, targets))}"

@@ -236,31 +236,32 @@ class Checkpoints:
         false, since the directory may belong to another run. refused: steps that do not count.
         only: the single step that counts. Raises UsageError if files cannot be read.
         """
+        context = self.context
         refused = set(refused)
         if self.writes and tidy:
             self._set_unfinished_aside(say)
         while True:
-            step, problem = self.context.of_root(
+            step, problem = context.of_root(
                 "checkpoint", lambda: folders.newest(self.directory, refused, only)[::2], TIMEOUT
             )
             if not step:
                 self.last = None
                 return 0
             if not problem:
-                rank = self.context.rank
-                size = self.context.size
-                wait = 0.0 if self.context.is_root else 10.0
+                rank = context.rank
+                size = context.size
+                wait = 0.0 if context.is_root else 10.0
                 local = manifest.problem(self.directory / str(step), rank, size, wait)
                 problem = next(
-                    filter(None, self.context.exchange("checked", local, timeout=TIMEOUT)), ""
+                    filter(None, context.exchange("checked", local, timeout=TIMEOUT)), ""
                 )
             if problem.startswith("cannot read"):
-                raise UsageError(f"run_dir: {problem}; fix that first", rank=self.context.root_rank)
+                raise UsageError(f"run_dir: {problem}; fix that first", rank=context.root_rank)
             if not problem:
                 self.last = step
                 return step
             refused.add(step)
-            if self.context.is_root:
+            if context.is_root:
                 self.set_aside(
                     step,
                     "damaged" if tidy else None,

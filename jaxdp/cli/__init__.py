@@ -65,33 +65,27 @@ def main(argv: list[str] | None = None) -> NoReturn:
     gc.set_threshold(BETWEEN_COLLECTIONS, *gc.get_threshold()[1:])
     atexit.register(safe_print.drain)
     safe_print.escape()
-    if not argv or argv[0] in ("-h", "--help"):
+    name, *words = argv or ["--help"]
+    if name in ("-h", "--help"):
         print(usage(), end="")
         sys.exit(0 if argv else 2)
-    if argv[0] == "--version":
+    if name == "--version":
         print(__version__)
         sys.exit(0)
-    if argv[0] not in VERBS:
-        near = suggest(argv[0], VERBS, otherwise=f"known: {', '.join(VERBS)}")
-        hint = REMOVED.get(argv[0], near)
-        _refuse(UsageError(f"unknown verb {argv[0]!r}; {hint}"))
+    if name not in VERBS:
+        near = suggest(name, VERBS, otherwise=f"known: {', '.join(VERBS)}")
+        _refuse(UsageError(f"unknown verb {name!r}; {REMOVED.get(name, near)}"))
+    verb = VERBS[name]
     try:
-        if argv[0] in (
-            "launch",
-            "sweep",
-        ):  # until they send signals on to the processes that they start
+        if name in ("launch", "sweep"):  # until they send signals on to what they start
             signals.end_at_once(PREEMPTED)
-        if argv[0] != "train":  # `train` saves its state on a signal
+        if name != "train":  # `train` saves its state on a signal
             signals.deliver()
-        own = (
-            split_command(argv[1:], VERBS[argv[0]].options)[0]
-            if VERBS[argv[0]].command
-            else argv[1:]
-        )
+        own = split_command(words, verb.options)[0] if verb.command else words
         if {"-h", "--help"} & {*own}:
-            print(help_of(argv[0]), end="")
+            print(help_of(name), end="")
         else:
-            run(argv[0], argv[1:])
+            run(name, words)
     except ReportedError as error:
         _refuse(error)
     except SystemExit as error:
@@ -99,7 +93,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         _refuse(DistributedError("interrupted by Ctrl-C (SIGINT)"), INTERRUPTED)
     except BaseException as error:
-        if isinstance(error, BrokenPipeError) and not VERBS[argv[0]].has_config:
+        if isinstance(error, BrokenPipeError) and not verb.has_config:
             sys.exit(0)  # the reader has closed the pipe, as `head` does
         if (known := explained(error)) is not None:
             _refuse(known)

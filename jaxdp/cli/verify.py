@@ -6,9 +6,9 @@ import sys
 import jax
 
 from jaxdp.cli import Call
+from jaxdp.errors import user_code
 from jaxdp.process.context import SLOW
 from jaxdp.process.environment import add_flag
-from jaxdp.run import user_errors
 from jaxdp.run.components import set_jax
 from jaxdp.run.verification import (
     ALONE,
@@ -31,7 +31,7 @@ def run(call: Call) -> None:
     def show(text):
         return print(text, file=sys.stderr, flush=True) if context.is_root else None
 
-    with user_errors.reported():
+    with user_code():
         if options["exact"]:
             report = verify_exactly(exactly(config), options["devices"], options["updates"], show)
         else:

@@ -455,15 +455,13 @@ def check_init(config: Config) -> None:
 
 def check_outer(config: Config) -> None:
     """Raise `UsageError` for settings that do not work with several logical replicas."""
-    replicas = config.outer.replicas
-    every = config.outer.every
-    group = replicas * config.parallel.exact_group
+    parallel = config.parallel
+    outer = config.outer
+    replicas = outer.replicas
+    every = outer.every
+    group = replicas * parallel.exact_group
     if config.microbatches % group:
-        grouped = (
-            f" in groups of {config.parallel.exact_group}"
-            if config.parallel.exact_group > 1
-            else ""
-        )
+        grouped = f" in groups of {parallel.exact_group}" if parallel.exact_group > 1 else ""
         raise UsageError(
             f"outer.replicas: {replicas} cannot share microbatches: {config.microbatches}{grouped} evenly; set "
             f"microbatches to a multiple of {group}"
@@ -480,14 +478,14 @@ def check_outer(config: Config) -> None:
             f"spike.every: {spike.every} is no multiple of outer.every: {every}, and a state between two outer steps "
             f"may have a replica that has halted; set it to {-(-spike.every // every) * every}"
         )
-    if config.outer.reduction and replicas > (most := summands_of(config.outer.reduction)[1]):
+    if outer.reduction and replicas > (most := summands_of(outer.reduction)[1]):
         raise UsageError(
-            f"outer.replicas: {replicas} with outer.reduction: {config.outer.reduction} leave too few bits for each; "
+            f"outer.replicas: {replicas} with outer.reduction: {outer.reduction} leave too few bits for each; "
             f"use at most {most}, or outer.reduction: exact"
         )
-    if config.parallel.zero:
+    if parallel.zero:
         raise UsageError(
-            f"parallel.zero: {config.parallel.zero} does not work with outer.replicas: {replicas}, whose states are "
+            f"parallel.zero: {parallel.zero} does not work with outer.replicas: {replicas}, whose states are "
             "split over the devices already; set it to 0"
         )
 

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from flax import errors, linen
 
+from jaxdp.errors import refuse_losses
 from jaxdp.models.base import CARRY, Model, call_arguments, keep_dtypes, modes, named, rehearse
-from jaxdp.run import user_errors
 
 
 def from_linen(module: linen.Module) -> Model:
@@ -57,7 +57,7 @@ def from_linen(module: linen.Module) -> Model:
             )
             params, state = variables.pop("params", {}), dict(variables)
             rehearse(discover_streams, params, state, batch, key)
-        user_errors.refuse_losses(sorted(sown))
+        refuse_losses(sorted(sown))
         for collection, _ in sown:
             state.pop(collection, None)
         return params, state

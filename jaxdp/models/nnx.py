@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from jaxdp.errors import UsageError
+from jaxdp.errors import UsageError, refuse_losses
 from jaxdp.models.base import (
     CARRY,
     Model,
@@ -23,7 +23,6 @@ from jaxdp.models.base import (
     rehearse,
 )
 from jaxdp.models.scan import PLAIN, PerBlock, scan_blocks
-from jaxdp.run import user_errors
 
 
 class Carry(nnx.Variable):
@@ -171,7 +170,7 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         args, kwargs = call_arguments(module.__call__, batch, train, key)
         outputs = module(*args, **kwargs)
         variables = dict(nnx.to_flat_state(nnx.state(module)))
-        user_errors.refuse_losses(
+        refuse_losses(
             ("/".join(map(str, path)), getattr(v, "type", type(v)).__name__)
             for path, v in variables.items()
             if path not in known or isinstance(v, nnx.Intermediate)

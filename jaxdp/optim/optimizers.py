@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxdp.errors import ReportedError, UsageError
+from jaxdp.errors import ReportedError, UsageError, cause
 from jaxdp.optim.muon import muon, with_decay
 from jaxdp.optim.roles import AUTO, Role, role_of
 from jaxdp.optim.schedule import Schedule
-from jaxdp.run import user_errors
 from jaxdp.split import path_string
 
 MASKS = ("mask", "weight_decay_mask")  # names of the argument that selects what decays
@@ -132,7 +131,7 @@ def checked(name: str, tx: Any, key: str = "optimizer") -> optax.GradientTransfo
             except Exception as error:
                 raise UsageError(
                     f"{key}.target: {name!r} cannot be used: jaxdp calls init(parameters) and update(gradients, "
-                    f"state, parameters), which failed{user_errors.cause(error)}"
+                    f"state, parameters), which failed{cause(error)}"
                 ) from error
 
         return run

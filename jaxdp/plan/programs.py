@@ -16,13 +16,12 @@ import jax
 import jax.extend.core as jex
 import numpy as np
 
-from jaxdp.errors import UsageError
+from jaxdp.errors import FOLDER, UsageError, is_own, relative
 from jaxdp.optim.interpreter import inside
 from jaxdp.precision import is_key
 from jaxdp.process.context import Context
-from jaxdp.run.user_errors import PACKAGE, is_own, relative
 
-CALLERS = (PACKAGE / "verify", PACKAGE / "precision.py")  # call or cast the traced code
+CALLERS = (FOLDER / "verify", FOLDER / "precision.py")  # call or cast the traced code
 LOGS = ("debug_callback", "debug_print")  # operations that change no number
 WRITES = (
     "DebugEffect",
@@ -123,7 +122,7 @@ def shown(name: str) -> str:
     CALLERS.
     """
     file = pathlib.Path(name)
-    if any(map(file.is_relative_to, CALLERS)) or not (is_own(name) or file.is_relative_to(PACKAGE)):
+    if any(map(file.is_relative_to, CALLERS)) or not (is_own(name) or file.is_relative_to(FOLDER)):
         return ""
     return relative(name)
 

@@ -118,6 +118,7 @@ def coordinator_settings(
     world: World, host: str, port: int, secret: str, timeout: float, elastic: ElasticOptions | None
 ) -> Settings:
     """Return the settings of a coordinator at an address of this host, or one that forwards to it."""
+    options = elastic or ElasticOptions()
     return Settings(
         size=world.size,
         secret=secret,
@@ -127,9 +128,9 @@ def coordinator_settings(
         timeout=timeout,
         silence=silence(timeout, elastic is not None),
         elastic=elastic is not None,
-        min_processes=elastic.min_processes if elastic else 1,
-        join_timeout=elastic.join_timeout if elastic else 0.0,
-        join_after=elastic.join_after if elastic else 0.0,
+        min_processes=options.min_processes,
+        join_timeout=options.join_timeout,
+        join_after=options.join_after,
     )
 
 

@@ -214,6 +214,25 @@ def _whole(name: str, value: object) -> int:
     return operator.index(value)
 
 
+def _by_method(
+    method: object, env: Env, world: World | None, explicit: str | None
+) -> tuple[World | None, str | None]:
+    """Return the world and rank 0's address after an `init_method`; world, explicit: before it."""
+    if method == "env://":
+        if world is not None and env.get("MASTER_ADDR"):
+            partners(env, "env://", ("MASTER_ADDR", "MASTER_PORT"))
+            explicit = explicit or _elastic(env)
+        world = world or detected(env, [by_its(TORCHRUN)])
+        if world is None:
+            raise UsageError(
+                "init_method='env://', but RANK and WORLD_SIZE are not set: start it with torchrun"
+            )
+        return world, explicit
+    if isinstance(method, str) and method.startswith("tcp://"):
+        return world, explicit or address(method, "init_method")
+    raise UsageError(f"init_method={method!r} is neither 'tcp://host:port' nor 'env://'")
+
+
 def _check_local(size: int, local_rank: int | None = None, local_size: int | None = None) -> None:
     most = size if local_size is None else local_size
     if not 0 < most <= size or not 0 <= (local_rank or 0) < most:
@@ -246,19 +265,8 @@ def discover(
     world = None
     if "rank" in numbers or "size" in numbers:
         world = _explicit(numbers.pop("rank", None), numbers.pop("size", None))
-    if init_method == "env://":
-        if world is not None and env.get("MASTER_ADDR"):
-            partners(env, "env://", ("MASTER_ADDR", "MASTER_PORT"))
-            explicit = explicit or _elastic(env)
-        world = world or detected(env, [by_its(TORCHRUN)])
-        if world is None:
-            raise UsageError(
-                "init_method='env://', but RANK and WORLD_SIZE are not set: start it with torchrun"
-            )
-    elif isinstance(init_method, str) and init_method.startswith("tcp://"):
-        explicit = explicit or address(init_method, "init_method")
-    elif init_method is not None:
-        raise UsageError(f"init_method={init_method!r} is neither 'tcp://host:port' nor 'env://'")
+    if init_method is not None:
+        world, explicit = _by_method(init_method, env, world, explicit)
     if env.get("JAXDP_COORDINATOR") and not explicit:
         explicit = address(env["JAXDP_COORDINATOR"], "JAXDP_COORDINATOR")
     world = world or detected(env, LAUNCHERS)

@@ -177,11 +177,12 @@ class Watchdog:
 
         A process that is behind reports it, or the author: that one ends, and in an elastic job the
         others continue."""
+        context = self.context
         assert self._member is not None
         self._write_stacks()
         texts: dict[int, str] = {}
         with contextlib.suppress(DistributedError):
-            ranks = range(self.context.size)
+            ranks = range(context.size)
             position = json.dumps(self._position())
             try:
                 texts = dict(enumerate(self._member.exchange("stuck", position, ranks, ANSWERS)))
@@ -191,13 +192,11 @@ class Watchdog:
                 texts = error.texts
         shape = {"passed": range(1 << 53), "where": str}
         answers = {rank: answer for rank, t in texts.items() if (answer := parse(t, shape))}
-        late = behind(answers) if len(answers) == self.context.size else []
-        if self.context.rank in (late if 0 < len(late) < self.context.size else [author]):
-            text = (
-                f"{text}: {verdict(answers, self.context)}; stacks in {self.directory / 'stacks'}"
-            )
+        late = behind(answers) if len(answers) == context.size else []
+        if context.rank in (late if 0 < len(late) < context.size else [author]):
+            text = f"{text}: {verdict(answers, context)}; stacks in {self.directory / 'stacks'}"
             if self._member.report_fault(text):
-                self._member.end_process(text, 1, self.context.rank)
+                self._member.end_process(text, 1, context.rank)
 
     def _position(self) -> Message:
         return {"passed": self.passed, "where": f"{self.where} ({innermost(self.where)})"}

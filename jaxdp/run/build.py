@@ -20,7 +20,7 @@ from jaxdp.cpu import on_cpu
 from jaxdp.data.contents import contents, has_parts
 from jaxdp.data.dataset import UNKNOWN
 from jaxdp.data.resident import Resident
-from jaxdp.errors import UsageError
+from jaxdp.errors import UsageError, user_code
 from jaxdp.metrics.jsonl import NoEvents
 from jaxdp.metrics.meter import throughput
 from jaxdp.metrics.writer import Record, Writer
@@ -32,7 +32,6 @@ from jaxdp.plan.prediction import Case
 from jaxdp.plan.programs import Digest, check_same, digest, lines
 from jaxdp.process import environment
 from jaxdp.process.context import SLOW, Context
-from jaxdp.run import user_errors
 from jaxdp.run.components import (
     NOTHING,
     Objects,
@@ -84,7 +83,7 @@ def prepare(config: Config, objects: Objects = NOTHING, several: bool = False) -
     """
     parts = make_parts(config, objects)
     sets = {"data": parts.dataset, **{eval_key(name): x for name, x in parts.eval_sets.items()}}
-    with user_errors.reported():
+    with user_code():
         found = {
             key: contents(x, ("data" if key == "data" else "eval.data") in objects)
             for key, x in sets.items()
@@ -135,6 +134,7 @@ def make_run(
         prepared: the result of `prepare_on_all_ranks`, if it was called before.
         checkpoints: of the run, if they were made before.
     """
+    saving = config.checkpoint
     prepared = prepared or prepare_on_all_ranks(config, context, objects)
     parts = prepared.parts
     make_state = prepared.make_state
@@ -150,13 +150,13 @@ def make_run(
     rollback_every = (
         spike.every if spike.factor is not None and spike.action == "rollback" else None
     )
-    checkpoints = checkpoints or (LocalCheckpoints if config.checkpoint.local else Checkpoints)(
+    checkpoints = checkpoints or (LocalCheckpoints if saving.local else Checkpoints)(
         directory / "checkpoints",
-        config.checkpoint.keep,
-        keep_every=config.checkpoint.keep_every,
+        saving.keep,
+        keep_every=saving.keep_every,
         return_every=rollback_every,
-        best=config.checkpoint.best,
-        mode=config.checkpoint.mode,
+        best=saving.best,
+        mode=saving.mode,
         context=context,
         facts={
             **describe_config(config, prepared, objects),
@@ -183,8 +183,8 @@ def make_run(
         else 1,  # it may end within a call
         log_every=config.log.every,
         eval_every=config.eval.every,
-        save_every=config.checkpoint.every,
-        asynchronous=config.checkpoint.asynchronous,
+        save_every=saving.every,
+        asynchronous=saving.asynchronous,
         max_rollbacks=spike.max_rollbacks,
         rollback_every=rollback_every,
         outer_every=config.outer.every if config.outer.replicas > 1 else 1,

@@ -21,7 +21,7 @@ from jaxdp.data import SOURCES
 from jaxdp.data.dataset import Dataset, first_example
 from jaxdp.data.example_order import ExampleOrder
 from jaxdp.data.transforms import TRANSFORMS, both
-from jaxdp.errors import UsageError, nearest
+from jaxdp.errors import UsageError, nearest, user_code
 from jaxdp.exact.integer_sums import COUPLED, remembering
 from jaxdp.logits import compute_logits
 from jaxdp.losses import LOSSES, make_loss
@@ -41,7 +41,6 @@ from jaxdp.parallel.strategy import Strategy
 from jaxdp.precision import LossScaling, cast_floats, policy
 from jaxdp.process import environment, imports, membership
 from jaxdp.process.context import current
-from jaxdp.run import user_errors
 from jaxdp.run.datasets import (
     facts_of,
     is_sequential,
@@ -137,7 +136,7 @@ def jax_settings(config: Config) -> Iterator[None]:
             jax.config.update(name, value)
 
 
-@user_errors.reported()
+@user_code()
 def make_parts(config: Config, objects: Objects = NOTHING) -> Parts:
     """Build all components that the config names. Names are checked before any data is read.
 

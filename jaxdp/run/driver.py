@@ -219,18 +219,19 @@ class Training(Host):
         Raises RunFailed, after saving the state, if a loss is not finite because of the examples.
         """
         run = self.run
+        log = run.log
         progress = self.progress
         step = self.progress.step
         began = time.perf_counter()
         metrics = evaluate(run, self.program, progress.state, self)
-        run.log.events.note("evaluation", step, seconds=round(time.perf_counter() - began, 4))
+        log.events.note("evaluation", step, seconds=round(time.perf_counter() - began, 4))
         if split is not None:
-            run.log.writer.write({"step": step, "split": split, **metrics})
+            log.writer.write({"step": step, "split": split, **metrics})
         if not all(map(math.isfinite, metrics.values())):
             self._report_not_finite(metrics)
         best = run.checkpoints.best
         if best is not None and not math.isfinite(value := metrics.get(best, math.nan)):
-            run.log.writer.say(
+            log.writer.say(
                 f"checkpoint.best: {best} is {value} after update {step}, which is never the best"
             )
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
@@ -241,10 +242,10 @@ class Training(Host):
         stopped = self.callbacks.agree_to_stop(step) if self.callbacks.callbacks else None
         progress.stopped = stopped if split or "evaluate" in run.due(step) else None
         if progress.stopped is not None and step < run.options.steps:
-            run.log.writer.say(
+            log.writer.say(
                 f"training ends after update {step} of {run.options.steps}: {progress.stopped}"
             )
-            run.log.events.note("stopped_early", step, reason=progress.stopped)
+            log.events.note("stopped_early", step, reason=progress.stopped)
 
         if best is not None and run.checkpoints.is_best(metrics):
             self.save()

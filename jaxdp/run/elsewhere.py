@@ -22,10 +22,9 @@ from typing import Any
 
 import jax
 
-from jaxdp.errors import ReportedError
+from jaxdp.errors import ReportedError, cause
 from jaxdp.process import context, imports, private_jax
 from jaxdp.process.environment import COUNT
-from jaxdp.run import user_errors
 
 SLOW = 900.0  # seconds that the other process may take longer than this one
 CODE = "import sys; sys.path.append({!r}); import jaxdp; sys.path[:] = {!r}; "
@@ -149,7 +148,7 @@ def main() -> None:
     except ReportedError as error:
         result = str(error)
     except BaseException as error:
-        result = f"it failed{user_errors.cause(error)}"
+        result = f"it failed{cause(error)}"
     pickle.dump(result, answer)
     answer.flush()
     os._exit(0)  # threads and exit handlers of the user's may wait for something

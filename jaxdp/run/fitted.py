@@ -20,7 +20,7 @@ from jaxdp.checkpoint.leaves import params_sha256
 from jaxdp.config import Config
 from jaxdp.config.training import Target
 from jaxdp.data.dataset import Arrays
-from jaxdp.errors import UsageError
+from jaxdp.errors import UsageError, user_code
 from jaxdp.logits import compute_logits
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.jsonl import is_evaluation, read
@@ -30,7 +30,6 @@ from jaxdp.models.base import CARRY
 from jaxdp.optim.evaluation import evaluation_arrays, evaluation_params
 from jaxdp.process import compilation_cache, private_jax
 from jaxdp.process.context import current
-from jaxdp.run import user_errors
 from jaxdp.run.build import make_run
 from jaxdp.run.components import Objects, Parts, jax_settings, make_parts
 from jaxdp.run.datasets import shapes_of
@@ -139,7 +138,7 @@ class Fitted:
         """
         if not isinstance(batch_size, int | np.integer) or batch_size < 1:
             raise UsageError(f"predict: batch_size {batch_size!r} is not an integer of at least 1")
-        with settings(self.config), user_errors.reported():
+        with settings(self.config), user_code():
             rows = fitting(
                 x if isinstance(x, Mapping) else {"inputs": x}, shapes_of(self._parts.dataset)
             )

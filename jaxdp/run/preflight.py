@@ -14,14 +14,13 @@ from jax.tree_util import Partial
 from jaxdp.config import Config
 from jaxdp.data.dataset import Dataset, probes, read_examples
 from jaxdp.data.prefetch import read_batch
-from jaxdp.errors import UsageError, one_line
+from jaxdp.errors import UsageError, one_line, user_code, user_lines
 from jaxdp.losses import check
 from jaxdp.metrics.writer import RESERVED
 from jaxdp.models.base import CARRY
 from jaxdp.parallel.strategy import Strategy
 from jaxdp.plan.flops import model_flops
 from jaxdp.precision import is_key
-from jaxdp.run import user_errors
 from jaxdp.run.components import Parts, apply_model, check_paths, make_the_step
 from jaxdp.run.datasets import eval_key, make_order, shapes_of
 from jaxdp.split import path_string
@@ -42,7 +41,7 @@ def rehearse(
 
     Returns the model's FLOPs per example, forward and backward, and the traced programs by name.
     """
-    with user_errors.reported():
+    with user_code():
         first, state = jax.make_jaxpr(make_state, return_shape=True)()
     check_leaves(state)
     trained = step.trainable(state.params)
@@ -57,7 +56,7 @@ def rehearse(
             "parameters, and a state like the one that it got"
         )
     batch = read_batch(parts.dataset, parts.order, 0, np.zeros(1, np.int32))
-    with user_errors.reported(lambda key: called_with(key, parts, state)):
+    with user_code(lambda key: called_with(key, parts, state)):
         grads, sums = jax.make_jaxpr(sums_of_one(step.grads), return_shape=True)(
             state_of_one(state), batch
         )
@@ -137,12 +136,13 @@ def check_examples(
     parts: Parts, state: TrainState, train: bool, examples: Mapping[str, Any]
 ) -> None:
     """Raise UsageError if the loss finds that an example does not fit the model's outputs."""
-    if attribute(parts.forward.loss, "check", None) is None:
+    forward = parts.forward
+    if attribute(forward.loss, "check", None) is None:
         return
     shapes = output_shapes(parts, state)
-    transform = parts.forward.transform if train else parts.forward.eval_transform
+    transform = forward.transform if train else forward.eval_transform
     try:
-        check(parts.forward.loss, shapes, examples)
+        check(forward.loss, shapes, examples)
     except UsageError:
         if transform is None:
             raise
@@ -150,7 +150,7 @@ def check_examples(
         transformed = transform(jax.tree.map(jnp.asarray, batch), jax.random.key(0), train)
         if jnp.isnan(transformed.get("labels", 0.0)).any():
             raise
-        check(parts.forward.loss, shapes, transformed)
+        check(forward.loss, shapes, transformed)
 
 
 def output_shapes(parts: Parts, state: TrainState) -> Any:
@@ -209,7 +209,7 @@ def rehearse_evaluation(
             sums_of_one(step.evaluate), state_of_one(state), read_batch(dataset, order, 0, number)
         )
     except Exception as error:
-        is_explained = isinstance(error, UsageError) or user_errors.lines(error)
+        is_explained = isinstance(error, UsageError) or user_lines(error)
         reason = f": {one_line(error)}" if is_explained else "; make them alike"
         shapes = [
             ", ".join(f"{k} {v.name}{list(s[1:])}" for k, (s, v) in x.items())

@@ -26,6 +26,7 @@ def roll_back(training: Any, initial: Record) -> None:
     Raises RunFailed if the run halted for another cause than a spike, or after `max_rollbacks`.
     """
     run = training.run
+    checkpoints = run.checkpoints
     progress = training.progress
     watch = training.watch
     offset = progress.offset
@@ -37,14 +38,12 @@ def roll_back(training: Any, initial: Record) -> None:
     first = int(guard.since)
     last = int(guard.halted_at)
     with watch.suspend_timeout("waits for the checkpoint"):
-        run.checkpoints.wait()
+        checkpoints.wait()
     halted = last if int(guard.halted) == NONFINITE else first
-    for step in [
-        step for step in run.checkpoints.steps() if step >= halted and run.checkpoints.writes
-    ]:
+    for step in [step for step in checkpoints.steps() if step >= halted and checkpoints.writes]:
         # saved between two outer steps
         why = f"checkpoint {step} has a replica that halted at update {halted}"
-        run.checkpoints.set_aside(step, "halted", why, run.log.writer.say)
+        checkpoints.set_aside(step, "halted", why, run.log.writer.say)
     if int(guard.halted) == DISAGREEING:
         raise RunFailed(
             f"update {last}: integers of the model state differ between microbatches; a counter must not depend on "
@@ -53,7 +52,7 @@ def roll_back(training: Any, initial: Record) -> None:
         )
     file = write_batches(run, first, last, offset)
     if int(guard.halted) == NONFINITE:
-        last_saved = max(run.checkpoints.steps(), default=0)
+        last_saved = max(checkpoints.steps(), default=0)
         checkpoint = (
             f"checkpoint {last_saved} is the last" if last_saved else "there is no checkpoint"
         )
@@ -73,8 +72,8 @@ def roll_back(training: Any, initial: Record) -> None:
     with watch.suspend_timeout("restores"):
         step = state_to_return_to(run, halted)
         state = restore(run, step) if step else training.begin()
-        meta = run.checkpoints.context.of_root(
-            "meta", lambda: run.checkpoints.meta(step) if step else initial
+        meta = checkpoints.context.of_root(
+            "meta", lambda: checkpoints.meta(step) if step else initial
         )
         training.callbacks.load(meta)
     run.log.writer.rewind(step)

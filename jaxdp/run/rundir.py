@@ -89,13 +89,13 @@ def make(directory: pathlib.Path) -> tuple[IO[str] | None, str | None]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "checkpoints").mkdir(exist_ok=True)
-        file, locked = lock(directory)
-        if not locked and not _is_of_this_job(directory):
+        file, conflict = lock(directory)
+        if not conflict and not _is_of_this_job(directory):
             with replaced(directory / ".nonce") as new:
                 new.write_text(secrets.token_hex(16), encoding="utf-8")
     except OSError as error:
         return None, cannot_write(error.filename or directory, error)
-    return file, locked
+    return file, conflict
 
 
 def cannot_write(path: pathlib.Path | str, error: OSError) -> str:

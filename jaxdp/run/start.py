@@ -214,7 +214,8 @@ def advice(
     """Yield warnings about settings that waste the devices, with better values. start: the update
     after which the run starts.
     """
-    devices, per_device = run.strategy.assignment.shape
+    strategy = run.strategy
+    devices, per_device = strategy.assignment.shape
     batch = config.batch_size
     microbatches = config.microbatches
     padded = microbatches * (per_microbatch := run.data.train.order.examples_per_microbatch)
@@ -239,7 +240,7 @@ def advice(
         )
     data = run.data.train
     if (
-        CARRY in run.strategy.shapes.kept
+        CARRY in strategy.shapes.kept
         and not data.order.sequential
         and RESET not in first_example(data.dataset)
     ):
@@ -251,7 +252,7 @@ def advice(
         yield (
             "data: the model ignores its segments and reads across documents; use one such as GPT instead"
         )
-    yield from data_warnings(config, prepared.parts, run.strategy.shapes, devices)
+    yield from data_warnings(config, prepared.parts, strategy.shapes, devices)
     opt = config.optimizer
     steps = run.options.steps
     horizon = min(steps, opt.schedule_steps or steps)
@@ -268,7 +269,7 @@ def advice(
             "optimizer.warmup_steps: one_cycle begins with its own warm-up; set it to 0 to have only one"
         )
     yield from rate_advice(run, config, prepared, start)
-    shapes = run.strategy.shapes
+    shapes = strategy.shapes
     if evaluation_arrays(shapes.opt_state) and jax.tree.leaves(floats(shapes.model_state)):
         yield (
             f"optimizer.target: {opt.target} evaluates other parameters than it trains, but the model's statistics, as "
@@ -286,7 +287,7 @@ def advice(
             f"the time on average; use {devices * per_device} (this changes the numbers)"
         )
     if (
-        run.strategy.devices[0].platform == "cpu"
+        strategy.devices[0].platform == "cpu"
         and gpus.count()
         and "cpu" not in os.environ.get("JAX_PLATFORMS", "")
     ):

@@ -22,7 +22,7 @@ from jaxdp.elasticity.elastic_job import (
 )
 from jaxdp.elasticity.generations import has_ended, run_generations
 from jaxdp.elasticity.snapshots import Snapshots
-from jaxdp.errors import ReportedError, UsageError, one_line
+from jaxdp.errors import ReportedError, UsageError, one_line, user_code
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.jsonl import Events, NoEvents, as_numbers, read
 from jaxdp.metrics.meter import goodput
@@ -33,7 +33,7 @@ from jaxdp.process import compilation_cache, faults, membership, private_jax, si
 from jaxdp.process.context import SLOW, Context
 from jaxdp.process.monitor import RunMonitor, Stopped
 from jaxdp.report import html
-from jaxdp.run import rundir, user_errors
+from jaxdp.run import rundir
 from jaxdp.run.build import (
     Prepared,
     make_profile,
@@ -67,12 +67,26 @@ def train(
         keep: return the exported state instead of None.
         overwrite: remove an existing run from the directory first.
     """
-    if config.elastic.enabled and context.size < (least := config.elastic.min_processes):
+    if not config.elastic.enabled:
+        return train_here(config, path, context, objects, keep, overwrite)
+    return train_elastic(config, path, context, objects, keep, overwrite)
+
+
+def train_elastic(
+    config: Config,
+    path: str | None,
+    context: Context,
+    objects: Objects,
+    keep: bool,
+    overwrite: bool,
+) -> tuple[Record, TrainState | None]:
+    """Train in one generation of processes after the other; see `train`."""
+    if context.size < (least := config.elastic.min_processes):
         raise UsageError(
             f"elastic.min_processes: {least}, but the job has {context.size}; start more of them",
             rank=0,
         )
-    if not config.elastic.enabled or membership.current() is None:
+    if membership.current() is None:
         return train_here(config, path, context, objects, keep, overwrite)
     if context.is_root and (problem := launcher_problem(context.launcher)) is not None:
         safe_print.say(f"jaxdp: elastic.enabled: {problem}", error=True)
@@ -208,7 +222,7 @@ class ConfigTraining(Training):
         hint = ""
         if choose_accumulate(self.config) == "vmap":
             hint = "; to call it for one microbatch at a time, set parallel.accumulate: scan"
-        with user_errors.reported(lambda key: hint), contextlib.ExitStack() as stack:
+        with user_code(lambda key: hint), contextlib.ExitStack() as stack:
             if jax.process_index() and not self.run.checkpoints.is_saving():
                 stack.enter_context(private_jax.store_programs())
             yield
