@@ -1,6 +1,6 @@
 """Errors that end a run with one line: bad input, the failure of another process, or of the run
-itself; and errors in a user's code: the key of the config, the error, and the lines of the user's
-files.
+itself; errors in a user's code: the key of the config, the error, and the lines of the user's
+files; and the faults that end this process, of which listeners are told the cause.
 
 Frames of jaxdp and of libraries do not help the author of a model; the last frames in the author's
 own files do."""
@@ -9,11 +9,14 @@ import contextlib
 import difflib
 import errno
 import importlib
+import json
 import os
 import pathlib
 import re
 import sys
 import sysconfig
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -314,3 +317,74 @@ def refuse_losses(sown: Iterable[tuple[str, str]]) -> None:
                 f"model: what it sows into {path!r} would not be part of the loss; return it among the outputs, and "
                 "add it in the loss"
             )
+
+
+RECORDING = 1.0  # seconds: a hanging file system must not keep a process from ending
+# Words in JAX's errors on a process whose collective, or coordination service, has lost another
+# process.
+CONSEQUENCES = (
+    "gloo",
+    "nccl",
+    "connection",
+    "coordination",
+    "peer",
+    "socket",
+    "heartbeat",
+    "unhealthy",
+)
+_fault_listeners: list[Callable[[str], None]] = []
+
+
+def on_fault(listener: Callable[[str], None]) -> None:
+    """Call `listener` with the cause before a fault ends this process, in a thread, for RECORDING
+    seconds at most.
+    """
+    _fault_listeners.append(listener)
+
+
+def off_fault(listener: Callable[[str], None]) -> None:
+    _fault_listeners.remove(listener)
+
+
+def record_fault(text: str) -> None:
+    """Pass the cause to all listeners, just before this process ends."""
+
+    def work() -> None:
+        for listener in list(_fault_listeners):
+            with contextlib.suppress(Exception):
+                listener(text)
+
+    if _fault_listeners:
+        thread = threading.Thread(target=work, name="faults", daemon=True)
+        thread.start()
+        thread.join(RECORDING)
+
+
+def append_fault(log: str, text: str) -> None:
+    """Append the cause of a fault to a run's events.jsonl, unless its last line contains it."""
+    with contextlib.suppress(OSError, ValueError):
+        lines = pathlib.Path(log).read_text(encoding="utf-8", errors="replace")
+        if text in lines.rstrip("\n").rpartition("\n")[2]:
+            return
+        line = json.dumps({"t": round(time.time(), 3), "kind": "failed", "reason": text})
+        with open(
+            log,
+            "a",
+            encoding="utf-8",
+            opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666),
+        ) as file:
+            file.write(
+                f"{line}\n" if lines.endswith("\n") or not lines else f"\n{line}\n"
+            )  # end a torn line
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Return whether this looks like the error of a process that lost its connection to another."""
+    import jax
+
+    text = str(error).lower()
+    if isinstance(error, ValueError):  # JAX's kind for a status of UNKNOWN
+        return "gloo" in text
+    return isinstance(error, jax.errors.JaxRuntimeError | DistributedError) and any(
+        w in text for w in CONSEQUENCES
+    )

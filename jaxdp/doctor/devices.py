@@ -16,7 +16,7 @@ from jaxdp.doctor.findings import Check, failure, ok, warning
 from jaxdp.doctor.versions import plugins
 from jaxdp.errors import install
 from jaxdp.metrics.numbers import size
-from jaxdp.process import gpus, hosts
+from jaxdp.process import environment, hosts
 
 # The oldest driver for each CUDA of JAX's wheels: NVIDIA's table of minor version compatibility.
 DRIVERS = {"cuda12": (525, 60), "cuda13": (580, 0)}
@@ -34,7 +34,7 @@ def check_gpus(dev: str = "/dev", proc: str = "/proc") -> Iterator[Check]:
     free memory.
     """
     count, kinds = (
-        gpus.count({}, dev),
+        environment.gpu_count({}, dev),
         sorted({kind for kind, _ in plugins().values() if kind in DRIVERS}),
     )
     file = pathlib.Path(proc, "driver", "nvidia", "version")
@@ -94,7 +94,7 @@ def open_devices() -> tuple[Check, list[str]]:
     text = f"{len(devices)} x {kind} ({platform}){f', {size(limit)} each for JAX' if limit else ''}"
     if platform != "cpu":
         return ok("devices", text), [getattr(d, "uuid", None) or f"{kind} {d.id}" for d in devices]
-    if gpus.count() and plugins() and not os.environ.get("JAX_PLATFORMS"):
+    if environment.gpu_count() and plugins() and not os.environ.get("JAX_PLATFORMS"):
         fix = "set JAX_PLATFORMS=cuda to see JAX's error"
         return failure("devices", f"{text}: JAX does not open the GPU", fix), []
     return ok("devices", text), []

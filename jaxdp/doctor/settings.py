@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jaxdp.doctor.findings import FAILURE, WARNING, Check, ok, warning
 from jaxdp.errors import suggest
-from jaxdp.process import gpus
+from jaxdp.process import environment
 
 NAMES = [
     "COORDINATOR",
@@ -89,7 +89,7 @@ def check_settings(size: int = 1, env: Mapping[str, str] = os.environ) -> Iterat
     """Check variables against SURPRISES, those of jaxdp for misspelt names, and proxies between a
     job's processes.
     """
-    gpu, findings = gpus.count({}) > 0, list[Check]()
+    gpu, findings = environment.gpu_count({}) > 0, list[Check]()
     for name, value in sorted(env.items()):
         for row in SURPRISES:
             matches = re.fullmatch(row.names, name) and re.fullmatch(

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import jax
 
-from jaxdp.errors import DistributedError, TooManyDevices, UsageError
-from jaxdp.process import faults, membership
+from jaxdp.errors import DistributedError, TooManyDevices, UsageError, is_consequence
+from jaxdp.process import membership
 from jaxdp.process.context import Context, regroup
 from jaxdp.process.enter import VERDICT
 from jaxdp.process.monitor import Stopped
@@ -96,7 +96,7 @@ def has_ended(error: BaseException) -> bool:
             and membership.is_new(error.rank)
             and member.has_ended(VERDICT)
         )
-    if not faults.is_consequence(error):
+    if not is_consequence(error):
         return member.has_ended(0.5)
     return member.has_ended(VERDICT) or end_generation(member)
 

@@ -17,8 +17,16 @@ from typing import Any, NoReturn
 
 import jax
 
-from jaxdp.errors import INTERRUPTED, DistributedError, ReportedError, UsageError, one_line
-from jaxdp.process import enter, faults, hosts, membership, private_jax
+from jaxdp.errors import (
+    INTERRUPTED,
+    DistributedError,
+    ReportedError,
+    UsageError,
+    is_consequence,
+    one_line,
+    record_fault,
+)
+from jaxdp.process import enter, hosts, membership, private_jax
 from jaxdp.process.joining import ElasticOptions
 from jaxdp.process.launchers import discover
 from jaxdp.process.world import World
@@ -242,7 +250,7 @@ def crash(error: BaseException) -> NoReturn:
         sys.stderr.write(trace)
         leave(1, process().rank)
     text = f"{member.name(member.rank)} failed: {type(error).__name__}: {one_line(error)[:300]}"
-    if faults.is_consequence(error):
+    if is_consequence(error):
         with contextlib.suppress(DistributedError):
             reply = (
                 member.silent()
@@ -259,7 +267,7 @@ def crash(error: BaseException) -> NoReturn:
     if member.report_fault(text) or member.elastic:
         member.ending.set()
         if not trace:
-            faults.record(text)
+            record_fault(text)
         sys.stderr.write(f"{trace}jaxdp: {text}\n")
     else:
         time.sleep(2.0)  # the reader thread prints the cause and ends this process

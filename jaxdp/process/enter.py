@@ -16,7 +16,7 @@ from jaxdp.errors import GenerationEnded, UsageError, explained
 from jaxdp.process import (
     caches,
     connection,
-    gpus,
+    environment,
     hosts,
     joining,
     membership,
@@ -63,18 +63,23 @@ def join(world: World, timeout: float | None, elastic: ElasticOptions | None) ->
         problem = str(error)
         timeout = protocol.TIMEOUT
         os.environ.pop("JAXDP_SILENCE", None)
-    if jax.config.values.get("jax_cpu_collectives_implementation") == "mpi" and not gpus.count():
+    if (
+        jax.config.values.get("jax_cpu_collectives_implementation") == "mpi"
+        and not environment.gpu_count()
+    ):
         raise UsageError(NO_MPI, world.speaker)
     facts = {
         **{package.__name__: package.__version__ for package in (jaxdp, jax, jaxlib)},
         "python": ".".join(map(str, sys.version_info[:2])),
-        "gloo": gpus.count() == 0,
+        "gloo": environment.gpu_count() == 0,
         "tls": "yes" if private_jax.service_has_tls() else "no",
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "elastic": "on" if elastic else "off",
         "config": elastic.config if elastic else "",
         "problem": problem,
-        "prepares": elastic is not None and elastic.prepare is not None and not gpus.count(),
+        "prepares": elastic is not None
+        and elastic.prepare is not None
+        and not environment.gpu_count(),
     }
     parent = (
         os.getppid() if world.launcher in MPI or "JAXDP_RESTARTS" in os.environ else None
@@ -142,10 +147,10 @@ def enter(job: Joined) -> dict[str, Any]:
     if job.generation == 0:  # in later ones the launcher's numbers no longer hold
         local_rank = local_rank if world.local_rank is None else world.local_rank
         local_size = local_size if world.local_size is None else world.local_size
-    count = gpus.count()
+    count = environment.gpu_count()
     visible = everyone[rank]["visible"]
     neighbours = [f["visible"] for f in everyone if hosts.key(f) == hosts.key(everyone[rank])]
-    devices, sharers = gpus.bind(local_rank, local_size, count, visible, neighbours)
+    devices, sharers = environment.assign_gpus(local_rank, local_size, count, visible, neighbours)
     if sharers > 1:  # each would reserve three quarters of the GPU
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.75 / sharers:.3f}")
     sockets.spare(job.address[1], hosts.split(job.jax_address)[1])

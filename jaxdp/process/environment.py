@@ -1,4 +1,5 @@
-"""Set the environment variables that JAX reads when it starts. This module does not import JAX."""
+"""Set the environment variables that JAX reads when it starts, and assign the GPUs of a host to its
+processes, before any of them opens one. This module does not import JAX."""
 
 import contextlib
 import hashlib
@@ -9,10 +10,9 @@ import pathlib
 import platform
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from jaxdp.errors import UsageError
-from jaxdp.process import gpus
 
 COUNT = "--xla_force_host_platform_device_count"
 # The maxima of glibc's dynamic malloc thresholds, see mallopt(3). Larger blocks are returned to the
@@ -79,9 +79,7 @@ def malloc() -> None:
     if os.environ.get("GLIBC_TUNABLES") == tunables():
         del os.environ["GLIBC_TUNABLES"]
     elif (
-        platform.libc_ver()[0] == "glibc"
-        and "GLIBC_TUNABLES" not in os.environ
-        and not gpus.count()
+        platform.libc_ver()[0] == "glibc" and "GLIBC_TUNABLES" not in os.environ and not gpu_count()
     ):
         environment = {**os.environ, "GLIBC_TUNABLES": tunables()}
         with contextlib.suppress(OSError):
@@ -163,7 +161,7 @@ def check_exact() -> None:
 def _exact() -> str:
     """Return the XLA_FLAGS that `exact` sets."""
     flags = os.environ.get("XLA_FLAGS", "").split()
-    for name, value in (EXACT_GPU if gpus.count() else EXACT_CPU).items():
+    for name, value in (EXACT_GPU if gpu_count() else EXACT_CPU).items():
         values = [flag.partition("=")[2] for flag in flags if flag.partition("=")[0] == name]
         if name.endswith(
             "passes"
@@ -208,7 +206,7 @@ def use_preset(
     """
     flags = PRESETS[preset]
     if not flags or not has_several_gpus(
-        devices, gpus.count() if local_gpus is None else local_gpus
+        devices, gpu_count() if local_gpus is None else local_gpus
     ):
         return None
     missing = unknown_flags(flags)
@@ -228,7 +226,7 @@ def has_several_gpus(devices: int | None, local_gpus: int) -> bool:
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        local_gpus = min(local_gpus, len(gpus.listed(visible)))
+        local_gpus = min(local_gpus, len(visible_gpus(visible)))
     return local_gpus > 0 and (
         launchers.discover().size > 1 or min(local_gpus, devices or local_gpus) > 1
     )
@@ -265,3 +263,44 @@ def libraries() -> list[pathlib.Path]:
         for folder in (spec and spec.submodule_search_locations) or ():
             files += sorted(pathlib.Path(folder).glob(pattern))
     return files
+
+
+def gpu_count(env: Mapping[str, str] | None = None, dev: str = "/dev") -> int:
+    """Count the NVIDIA GPUs of this host without opening one; 0 if JAX_PLATFORMS selects another
+    platform.
+    """
+    platforms = (os.environ if env is None else env).get("JAX_PLATFORMS", "")
+    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+        return 0
+    return sum(p.name[6:].isdigit() for p in pathlib.Path(dev).glob("nvidia[0-9]*"))
+
+
+def visible_gpus(visible: str) -> list[str]:
+    return [d for d in (d.strip() for d in visible.split(",")) if d and d != "-1"]
+
+
+def assign_gpus(
+    local_rank: int,
+    local_size: int,
+    gpus: int,
+    visible: str | None = None,
+    neighbours: Sequence[str | None] = (),
+) -> tuple[list[int] | None, int]:
+    """Return the GPUs of one process, and the largest number of processes that share one of the
+    host's.
+
+    The GPUs are indices into those that the process can see; None for all of these. A single
+    process gets all GPUs; p processes get gpus // p adjacent ones each; if there are more processes
+    than GPUs, they are assigned round-robin. gpus: number on this host. visible: this process's
+    CUDA_VISIBLE_DEVICES. neighbours: that of every process on the host; if they differ, the
+    launcher has assigned the GPUs already."""
+    usable = gpus if visible is None else len(visible_gpus(visible))
+    if usable == 0 or len(set(neighbours)) > 1:
+        return None, 1
+    sharers = -(-local_size // usable)
+    if local_size == 1 or usable == 1:
+        return None, sharers
+    if local_size > usable:
+        return [local_rank % usable], sharers
+    each = usable // local_size
+    return list(range(local_rank * each, (local_rank + 1) * each)), 1

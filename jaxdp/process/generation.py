@@ -15,8 +15,8 @@ import time
 from typing import Any
 
 from jaxdp.elasticity.relay import Relay
-from jaxdp.errors import PREEMPTED, UsageError
-from jaxdp.process import channel, faults, hosts, private_jax
+from jaxdp.errors import PREEMPTED, UsageError, append_fault
+from jaxdp.process import channel, hosts, private_jax
 from jaxdp.process.exchange import Exchanges, Keys
 from jaxdp.process.messages import Message, checked
 from jaxdp.process.protocol import FACTS, OPERATIONS, Facts, beat_interval, difference, pack
@@ -288,7 +288,7 @@ class Generation:
             and self.fault["rank"] is None
             and self.log is not None
         ):
-            faults.append_event(self.log, self.fault["fault"])  # in case rank 0 could not
+            append_fault(self.log, self.fault["fault"])  # in case rank 0 could not
 
     def is_empty(self) -> bool:
         """Return whether all ranks have joined and disconnected."""

@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxdp.errors import DistributedError, GenerationEnded, one_line
-from jaxdp.process import faults, frozen_coordinator, hosts, private_jax, sockets
+from jaxdp.errors import DistributedError, GenerationEnded, one_line, record_fault
+from jaxdp.process import frozen_coordinator, hosts, private_jax, sockets
 from jaxdp.process.connection import SILENT, Joined
 from jaxdp.process.messages import LONG_TEXT, Message, checked, printable
 from jaxdp.process.protocol import TIMEOUT, beat_interval
@@ -260,7 +260,7 @@ class Membership:
         if self.ending.is_set():
             return
         self.ending.set()
-        faults.record(text)
+        record_fault(text)
         same_host = self.hosts[0 if author is None else author] == self.hosts[self.rank]
         if author == self.rank:
             sys.stderr.write(f"jaxdp: {text}\n")

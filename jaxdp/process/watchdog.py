@@ -18,8 +18,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxdp.errors import DistributedError, GenerationEnded
-from jaxdp.process import faults, hosts, membership
+from jaxdp.errors import DistributedError, GenerationEnded, record_fault
+from jaxdp.process import hosts, membership
 from jaxdp.process.context import Context, leave
 from jaxdp.process.messages import Message, parse
 from jaxdp.run import rundir
@@ -164,7 +164,7 @@ class Watchdog:
             member is None or member.ended is not None
         ):  # the others of an ended generation do not wait in this call
             self._write_stacks()
-            faults.record(f"{text}: {self._position()['where']}")
+            record_fault(f"{text}: {self._position()['where']}")
             sys.stderr.write(
                 f"jaxdp: {text}: {self._position()['where']}; stacks in {self.directory / 'stacks'}\n"
             )

@@ -28,7 +28,7 @@ from jaxdp.optim.master import moving_share
 from jaxdp.parallel.placement import state_shapes
 from jaxdp.plan import memory
 from jaxdp.plan import model_summary as model_summary
-from jaxdp.process import gpus
+from jaxdp.process import environment
 from jaxdp.process.context import Context
 from jaxdp.report.html import Reports
 from jaxdp.run import git, rundir
@@ -288,7 +288,7 @@ def advice(
         )
     if (
         strategy.devices[0].platform == "cpu"
-        and gpus.count()
+        and environment.gpu_count()
         and "cpu" not in os.environ.get("JAX_PLATFORMS", "")
     ):
         yield (f"there is a GPU, but JAX runs on the CPU; {install('cuda12')} or: jaxdp doctor")

@@ -22,14 +22,22 @@ from jaxdp.elasticity.elastic_job import (
 )
 from jaxdp.elasticity.generations import has_ended, run_generations
 from jaxdp.elasticity.snapshots import Snapshots
-from jaxdp.errors import ReportedError, UsageError, one_line, user_code
+from jaxdp.errors import (
+    ReportedError,
+    UsageError,
+    is_consequence,
+    off_fault,
+    on_fault,
+    one_line,
+    user_code,
+)
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.jsonl import Events, NoEvents, as_numbers, read
 from jaxdp.metrics.meter import goodput
 from jaxdp.metrics.writer import Record
 from jaxdp.metrics.writers import check_writers
 from jaxdp.parallel.placement import open_collectives
-from jaxdp.process import compilation_cache, faults, membership, private_jax, signals
+from jaxdp.process import compilation_cache, membership, private_jax, signals
 from jaxdp.process.context import SLOW, Context
 from jaxdp.process.monitor import RunMonitor, Stopped
 from jaxdp.report import html
@@ -366,7 +374,7 @@ def log_failure(events: NoEvents, alone: bool, elastic: bool) -> Iterator[None]:
     def log(text):
         return events.note("failed", reason=text.rstrip(": "))
 
-    faults.subscribe(log)
+    on_fault(log)
     unsubscribe = True
     try:
         yield
@@ -379,13 +387,13 @@ def log_failure(events: NoEvents, alone: bool, elastic: bool) -> Iterator[None]:
             events.note("regroup", reason=str(error)[:300])
             raise
         unsubscribe = alone
-        prefix = "" if alone or not faults.is_consequence(error) else "another process was lost: "
+        prefix = "" if alone or not is_consequence(error) else "another process was lost: "
         text = f"{prefix}{type(error).__name__}: {one_line(error)[:300]}"
         log(str(error) if isinstance(error, ReportedError) else text)
         raise
     finally:
         if unsubscribe:
-            faults.unsubscribe(log)
+            off_fault(log)
 
 
 def summary(final: Record, directory: pathlib.Path) -> str:

@@ -27,7 +27,7 @@ from jaxdp.config import Config
 from jaxdp.config.validation import as_saved, changed_numbers, check_key, flatten, known_keys
 from jaxdp.errors import INTERRUPTED, PREEMPTED, UsageError
 from jaxdp.metrics.jsonl import read
-from jaxdp.process import gpus, hosts, launchers
+from jaxdp.process import environment, hosts, launchers
 from jaxdp.process.signals import handled, start_verb
 from jaxdp.report import table
 from jaxdp.report.read import is_held, mapping
@@ -244,7 +244,9 @@ def make_slots(jobs: int | None, devices: int | None, count: int) -> list[dict[s
     cores = max(1, int(min(len(os.sched_getaffinity(0)), hosts.core_quota())))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = (
-        gpus.listed(visible) if visible and gpus.count() else [str(i) for i in range(gpus.count())]
+        environment.visible_gpus(visible)
+        if visible and environment.gpu_count()
+        else [str(i) for i in range(environment.gpu_count())]
     )
     each = devices or (max(1, len(names) // jobs) if jobs else 1)
     jobs = jobs or max(1, len(names) // each if names else cores)

@@ -14,7 +14,7 @@ import pytest
 
 from cli_runs import DIGITS, ended, records
 from jaxdp.errors import UsageError
-from jaxdp.process import gpus
+from jaxdp.process import environment
 from jaxdp.report.read import read_run
 from jaxdp.report.table import ranked, table
 from jaxdp.run import rundir
@@ -158,7 +158,7 @@ def test_runs_at_once_share_no_gpu(monkeypatch):
     assert make_slots(None, None, 100) == [{}] * cores and make_slots(None, None, 1) == make_slots(
         1, None, 5
     ) == [{}]
-    monkeypatch.setattr(gpus, "count", lambda: 4)
+    monkeypatch.setattr(environment, "gpu_count", lambda: 4)
 
     def visible(*args):
         return [slot["CUDA_VISIBLE_DEVICES"] for slot in make_slots(*args)]

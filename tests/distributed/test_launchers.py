@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxdp.errors import UsageError
-from jaxdp.process import context, gpus, hosts
-from jaxdp.process.gpus import bind
+from jaxdp.process import context, environment, hosts
+from jaxdp.process.environment import assign_gpus as bind
 from jaxdp.process.launchers import (
     World,
     address,
@@ -352,9 +352,9 @@ def test_gpus_are_dealt_by_local_rank(
 def test_gpus_are_counted_without_opening_one(tmp_path):
     for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
-    assert gpus.count({}, str(tmp_path)) == 3
-    assert gpus.count({"JAX_PLATFORMS": "cuda,cpu"}, str(tmp_path)) == 3
-    assert gpus.count({"JAX_PLATFORMS": "cpu"}, str(tmp_path)) == 0
+    assert environment.gpu_count({}, str(tmp_path)) == 3
+    assert environment.gpu_count({"JAX_PLATFORMS": "cuda,cpu"}, str(tmp_path)) == 3
+    assert environment.gpu_count({"JAX_PLATFORMS": "cpu"}, str(tmp_path)) == 0
 
 
 def hello(host, addresses, gloo=True, boot="b", **more):

@@ -672,7 +672,7 @@ def variables(monkeypatch, closed):
     """(XLA_FLAGS, the number of GPUs) -> XLA_FLAGS after `environment.exact`."""
 
     def after(flags, gpus=0):
-        monkeypatch.setattr(environment.gpus, "count", lambda: gpus)
+        monkeypatch.setattr(environment, "gpu_count", lambda: gpus)
         monkeypatch.setenv("XLA_FLAGS", flags)
         environment.exact()
         environment.check_exact()
