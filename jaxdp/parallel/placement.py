@@ -17,8 +17,6 @@ from jaxdp.process.context import SLOW, Context
 from jaxdp.split import WHOLE, spec
 from jaxdp.train.state import TrainState
 
-BITS: dict[int, Any] = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
-
 
 @functools.lru_cache(maxsize=1)
 def state_shapes(make: Partial) -> TrainState:
@@ -91,11 +89,9 @@ def data_mesh(devices: Sequence[jax.Device], group: int | None = None) -> Mesh:
     """Return a mesh of one axis over all; or, in groups of `group` neighbours, of the axes
     `Axes(SHARD, REPLICA)`.
     """
-    if group is None:
-        return Mesh(np.array(devices), (DATA,), axis_types=(AxisType.Auto,))
-    return Mesh(
-        np.array(devices).reshape(-1, group), (REPLICA, SHARD), axis_types=(AxisType.Auto,) * 2
-    )
+    names = (DATA,) if group is None else (REPLICA, SHARD)
+    grid = np.array(devices).reshape((-1,) if group is None else (-1, group))
+    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def group_size(shard_size: int | None, devices: int) -> int:
@@ -142,13 +138,10 @@ def of_device(x: jax.Array, axes: Any, index: Any) -> jax.Array:
     if is_key(x):
         data = of_device(jax.random.key_data(x), axes, index)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    if (
-        jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize in BITS
-    ):  # as bits: -0.0 + 0.0 is 0.0
-        bits = jax.lax.bitcast_convert_type(x, BITS[x.dtype.itemsize])
+    if jnp.issubdtype(x.dtype, jnp.floating):  # as bits, since -0.0 + 0.0 is 0.0
+        bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
         return jax.lax.bitcast_convert_type(of_device(bits, axes, index), x.dtype)
-    wide = (
-        x.astype(jnp.promote_types(x.dtype, jnp.int32)) if x.dtype.itemsize < 4 else x
-    )  # summed by all backends
+    # Not all backends sum integers of less than 32 bits.
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.int32)) if x.dtype.itemsize < 4 else x
     sent = jnp.where(jax.lax.axis_index(axes) == index, wide, jnp.zeros_like(wide))
     return jax.lax.psum(sent, axes).astype(x.dtype)
