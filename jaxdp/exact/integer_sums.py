@@ -226,9 +226,6 @@ class UnfusedReplica(ShardedReplica):
         super().__init__(plan, numbers)
         self.live, self.coupled = live, coupled
 
-    def is_plain(self) -> bool:
-        return False
-
     def summed(self, last: bool) -> Tree:
         """Return that no gradients are summed where they are computed: they are no integers yet."""
         return jax.tree.map(lambda _: False, self.plan.dims)

@@ -26,9 +26,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxdp.models.scan import at
-from jaxdp.parallel.sum_plan import LAST, NEVER, Plan, order_of
+from jaxdp.parallel.sum_plan import LAST, Plan, order_of
 from jaxdp.precision import at_least_float32, cast_floats
-from jaxdp.split import WHOLE, fit, path_string, take
+from jaxdp.split import WHOLE, fit, is_below, path_string, take
 from jaxdp.train.state import merge
 from jaxdp.train.step import Replica
 
@@ -83,8 +83,9 @@ def is_none(x: Any) -> bool:
     return x is None
 
 
-class ShardedReplica(Replica):
-    """A device's part in a step under a plan; it lives inside a program that maps the plan's axes.
+class DeviceReplica(Replica):
+    """A device's part in a step that reads parameters as they are stored, and returns gradients as
+    computed; it lives inside a program that maps the plan's axes.
 
     Args:
         plan: see `Plan`.
@@ -95,9 +96,19 @@ class ShardedReplica(Replica):
         super().__init__(numbers)
         self.plan, self.reduces_last = plan, plan.when == LAST
 
-    def is_plain(self) -> bool:
-        """Return whether parameters are read as they are, and gradients returned as computed."""
-        return not self.plan.sharded and self.plan.when == NEVER
+    def join(self, tree: Tree) -> Tree:
+        def gather(x: jax.Array) -> jax.Array:
+            is_small = jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize < 4
+            # A dtype that all backends support.
+            sent = x.astype(jnp.int32) if is_small or x.dtype == jnp.bool_ else x
+            joined = jax.lax.all_gather(sent, self.plan.axes.all, tiled=True)
+            return joined[order_of(self.plan.assignment)].astype(x.dtype)
+
+        return jax.tree.map(gather, tree)
+
+
+class ShardedReplica(DeviceReplica):
+    """A device's part in a step that gathers parameters, or sums gradients in the backward pass."""
 
     def summed(self, last: bool) -> Tree:
         """Return a tree of booleans like the parameters: see `Plan.summed`."""
@@ -105,8 +116,6 @@ class ShardedReplica(Replica):
 
     def slots(self, params: Tree, last: bool) -> Tree:
         """See `Replica`. Their values are never read, so computing them costs nothing."""
-        if self.is_plain():
-            return params
         plan = self.plan
         index = jax.lax.axis_index(plan.axes.shard)
         parts = jax.lax.axis_size(plan.axes.shard)
@@ -125,8 +134,6 @@ class ShardedReplica(Replica):
         return jax.tree.map(slot, *trees, is_leaf=is_none)
 
     def params(self, slots: Tree, stored: Tree, dtype: Any, last: bool, earlier: Tree) -> Tree:
-        if self.is_plain():
-            return super().params(slots, stored, dtype, last, earlier)
         plan = self.plan
         earlier = jax.tree.map(lambda _: None, stored) if earlier is None else earlier
 
@@ -334,16 +341,6 @@ class ShardedReplica(Replica):
 
         return jax.tree.map(take_spare, stored, is_leaf=is_stored)
 
-    def join(self, tree: Tree) -> Tree:
-        def gather(x: jax.Array) -> jax.Array:
-            is_small = jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize < 4
-            # A dtype that all backends support.
-            sent = x.astype(jnp.int32) if is_small or x.dtype == jnp.bool_ else x
-            joined = jax.lax.all_gather(sent, self.plan.axes.all, tiled=True)
-            return joined[order_of(self.plan.assignment)].astype(x.dtype)
-
-        return jax.tree.map(gather, tree)
-
     def settle(self, arrays: list[jax.Array], moved: bool, in_block: bool, live: Any) -> Any:
         """Return parameters after they were read, or gradients before they are summed; an
         arithmetic whose bits must not depend on the program keeps them from being fused.
@@ -405,9 +402,8 @@ def inject(
 
 def in_blocks(params: Tree, blocks: tuple[str, ...]) -> Tree:
     """Return a tree of booleans: the leaves below one of the paths (a/b)."""
-    heads = tuple(f"{path}/" for path in blocks)
 
     def is_inside(path: Any, _: Any) -> bool:
-        return bool(heads) and f"{path_string(path)}/".startswith(heads)
+        return is_below(path_string(path), blocks)
 
     return jax.tree_util.tree_map_with_path(is_inside, params)

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxdp.parallel.reading import ShardedReplica
+from jaxdp.parallel.reading import DeviceReplica, ShardedReplica
 from jaxdp.parallel.reduction import Reduction
-from jaxdp.parallel.sum_plan import Plan
+from jaxdp.parallel.sum_plan import NEVER, Plan
 from jaxdp.split import WHOLE
 from jaxdp.train.state import Batch, Sums, TrainState
 from jaxdp.train.step import Replica, plain_total
@@ -39,7 +39,8 @@ class FloatSums:
             numbers: int32 [local], of its microbatches.
             step: `TrainState.step`.
         """
-        return ShardedReplica(plan, numbers)
+        is_plain = not plan.sharded and plan.when == NEVER
+        return (DeviceReplica if is_plain else ShardedReplica)(plan, numbers)
 
     def over_microbatches(
         self, f: GradFunction, plan: Plan, state: TrainState, batch: Batch, replica: Replica
