@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxdp.errors import UsageError
-from jaxdp.split import WHOLE, is_below, path_string, split_dims
+from jaxdp.split import WHOLE, is_below, leaves_by_path, path_string, split_dims
 from jaxdp.train.state import TrainState
 
 Tree = Any
@@ -68,16 +68,16 @@ def rule_dims(
     def refused(text: str) -> UsageError:
         return UsageError(f"parallel.rules: {text}", rank=0)
 
-    shapes = {path_string(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
+    leaves = leaves_by_path(params)
     chosen: dict[str, int] = {}
     by: dict[str, str] = {}  # the expression that matched
     for pattern, entries in rules:
-        matches = [path for path in shapes if re.search(pattern, path)]
+        matches = [path for path in leaves if re.search(pattern, path)]
         if not matches:
-            example = next(iter(shapes))
+            example = next(iter(leaves))
             raise refused(f"{pattern!r} matches no parameter; a path is such as {example!r}")
         for path in matches:
-            shape = list(shapes[path])
+            shape = list(leaves[path].shape)
             if path in by:
                 both = f"{by[path]!r} and {pattern!r} both match {path}"
                 raise refused(f"{both}; narrow one of the expressions")
@@ -119,10 +119,8 @@ def opt_state_dims(state: TrainState, dims: Any, others: Any) -> Any:
 
     dims: of the parameters, and of leaves that mirror one. others: of all other leaves.
     """
-    params = zip(
-        jax.tree_util.tree_leaves_with_path(state.params), jax.tree.leaves(dims), strict=True
-    )
-    mirrored = {(path_string(path), x.shape): dim for (path, x), dim in params}
+    params = zip(leaves_by_path(state.params).items(), jax.tree.leaves(dims), strict=True)
+    mirrored = {(path, x.shape): dim for (path, x), dim in params}
 
     def dim_of(path: Any, x: Any, other: int) -> int:
         names = path_string(path).split("/")

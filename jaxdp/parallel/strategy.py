@@ -271,12 +271,9 @@ class Strategy:
         sharding = over_steps if several else self.by_device
         return jax.make_array_from_process_local_data(sharding, batch)
 
-    def replicate(self, arrays: dict[str, np.ndarray]) -> Batch:
+    def replicate(self, arrays: Tree) -> Tree:
         """Copy arrays to each device; batches from `shard_batch` index into them."""
-        return {
-            name: jax.make_array_from_process_local_data(self.replicated, x, x.shape)
-            for name, x in arrays.items()
-        }
+        return jax.make_array_from_process_local_data(self.replicated, arrays)
 
     def argument_shapes(self, example: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
         """Return the shapes of a program's arguments for microbatches like `example` {name:
@@ -346,8 +343,8 @@ class Strategy:
 
         state = resize(state.replace(seed=None), self.abstract(padded=True))
         kept = self._reordered(by_device, state.kept, self.by_device)
-        seed = self.replicate({"seed": self.seed})["seed"]
-        return self.to_programs(state.replace(kept={})).replace(kept=kept, seed=seed)
+        state = self.to_programs(state.replace(kept={}))
+        return state.replace(kept=kept, seed=self.replicate(self.seed))
 
     def _reordered(self, order: Callable, tree: Tree, sharding: NamedSharding) -> Tree:
         if not tree:
