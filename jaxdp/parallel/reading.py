@@ -18,7 +18,7 @@ passes before it are summed with it. What is read once adds its own to them in i
 and sends the sum. Whatever nobody has taken so is sent by itself (`inject`).
 """
 
-import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -65,6 +65,15 @@ class Stored(struct.PyTreeNode):
     summed: bool = struct.field(pytree_node=False)
     in_block: bool = struct.field(pytree_node=False)
     ticket: "Ticket" = struct.field(pytree_node=False)
+
+    def axis(self) -> int:
+        """Return the dim along which slices are, counted from the start, or WHOLE."""
+        return self.value.ndim + self.dim if self.dim else WHOLE
+
+    def full_shape(self) -> tuple[int, ...]:
+        """Return the shape of the full parameter, without padding."""
+        axis = self.axis()
+        return tuple(self.size if i == axis else n for i, n in enumerate(self.value.shape))
 
 
 class Ticket:
@@ -186,9 +195,6 @@ class ShardedReplica(DeviceReplica):
         def gather(leaves: list[Stored], live: Any, link: Any) -> list[jax.Array]:
             return self._gather(leaves, live)
 
-        def forward(leaves: list[Stored], live: Any, link: Any) -> Any:
-            return self._gather(leaves, live), residuals_of(leaves, live)
-
         def backward(residuals: Any, grads: list[jax.Array]) -> Any:
             by_slot = self._backward(residuals, grads)
             if link is None:
@@ -196,20 +202,16 @@ class ShardedReplica(DeviceReplica):
             by_slot, done = jax.lax.optimization_barrier((by_slot, jnp.zeros_like(link)))
             return by_slot, None, done
 
-        read = jax.custom_vjp(gather)
-        read.defvjp(forward, backward)
+        read = with_derivative(gather, residuals_of, backward)
         return jax.tree.unflatten(treedef, read(leaves, self.live, link))
 
     def _gather(self, leaves: list[Stored], live: Any) -> list[jax.Array]:
         """Return full parameters, without padding, in the dtype of the computation."""
         full = [cast_floats(x.value, x.dtype) for x in leaves]
-        split = [i for i, x in enumerate(leaves) if x.dim and self.plan.sharded]
-        dims = [full[i].ndim + leaves[i].dim for i in split]
-        slices = [full[i] for i in split]
-        if split:
-            slices = self.plan.reduction.gather(slices, dims, self.plan.axes.shard)
-        for i, dim, x in zip(split, dims, slices):
-            full[i] = fit(x, (*x.shape[:dim], leaves[i].size, *x.shape[dim + 1 :]))
+        if self.plan.sharded:
+            axes = [x.axis() for x in leaves]
+            full = self.plan.reduction.gather(full, axes, self.plan.axes.shard)
+            full = [fit(x, like.full_shape()) for x, like in zip(full, leaves)]
         return self.settle(full, self.plan.sharded, leaves[0].in_block, live)
 
     def _backward(self, residuals: Any, grads: list[jax.Array]) -> list[Stored]:
@@ -244,25 +246,18 @@ class ShardedReplica(DeviceReplica):
         sum with those of the bottommost block or of what lies below, and wait for them.
         """
 
-        def make(leaves: list[Stored], x: Tree, live: Any) -> tuple[list[Any], Tree]:
+        def make(leaves: list[Stored], live: Any, x: Tree) -> tuple[list[Any], Tree]:
             return [token_of(leaf) for leaf in leaves], x
-
-        def forward(leaves: list[Stored], x: Tree, live: Any) -> Any:
-            return make(leaves, x, live), residuals_of(leaves, live)
 
         def backward(residuals: Any, grads: tuple[list[Any], Tree]) -> Any:
             by_slot, x_grads = self._backward(residuals, grads[0]), grads[1]
-            leaves, treedef = jax.tree.flatten(x_grads)
-            is_float = [g.dtype != jax.dtypes.float0 for g in leaves]  # integers have no gradient
-            floats = list(itertools.compress(leaves, is_float))
+            # Integers have no gradient.
+            floats = jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g, x_grads)
             by_slot, floats = jax.lax.optimization_barrier((by_slot, floats))
-            waiting = iter(floats)
-            leaves = [next(waiting) if f else g for f, g in zip(is_float, leaves)]
-            return by_slot, jax.tree.unflatten(treedef, leaves), None
+            return by_slot, None, merge(floats, x_grads)
 
-        opened = jax.custom_vjp(make)
-        opened.defvjp(forward, backward)
-        return opened(jax.tree.leaves(stored, is_leaf=is_stored), x, self.live)
+        opened = with_derivative(make, residuals_of, backward)
+        return opened(jax.tree.leaves(stored, is_leaf=is_stored), self.live, x)
 
     def open_first(self, stored: Tree) -> tuple[Tree, jax.Array]:
         """Open the tokens of the bottommost blocks of all stacks, for `first`.
@@ -276,8 +271,8 @@ class ShardedReplica(DeviceReplica):
         def make(leaves: list[Stored], live: Any) -> tuple[list[Any], jax.Array]:
             return [token_of(at(x, 0)) for x in leaves], jnp.zeros(())
 
-        def forward(leaves: list[Stored], live: Any) -> Any:
-            return make(leaves, live), (leaves, live)
+        def residuals(leaves: list[Stored], live: Any) -> Any:
+            return leaves, live
 
         # JAX traces this after all of the forward pass, so the tickets say what has happened there.
         def backward(residuals: Any, grads: tuple[list[Any], jax.Array]) -> Any:
@@ -297,8 +292,7 @@ class ShardedReplica(DeviceReplica):
                     by_slot[i] = by_slot[i].replace(slot=slot)
             return by_slot, None
 
-        opened = jax.custom_vjp(make)
-        opened.defvjp(forward, backward)
+        opened = with_derivative(make, residuals, backward)
         tokens, link = opened(leaves, self.live)
         with_token = [x.replace(first=token) for x, token in zip(leaves, tokens)]
         return jax.tree.unflatten(treedef, with_token), link
@@ -321,15 +315,14 @@ class ShardedReplica(DeviceReplica):
         def make(leaves: list[Stored], token: list[Any], live: Any) -> list[jax.Array]:
             return self._gather(leaves, live)
 
-        def forward(leaves: list[Stored], token: list[Any], live: Any) -> Any:
-            return make(leaves, token, live), [empty_like(x) for x in token]
+        def residuals(leaves: list[Stored], token: list[Any], live: Any) -> Any:
+            return [empty_like(x) for x in token]
 
         def backward(like: list[Any], grads: list[jax.Array]) -> tuple[None, list[Any], None]:
             pairs = zip(like, grads, strict=True)
             return None, [None if x is None else g.astype(x.dtype) for x, g in pairs], None
 
-        closed = jax.custom_vjp(make)
-        closed.defvjp(forward, backward)
+        closed = with_derivative(make, residuals, backward)
         return jax.tree.unflatten(treedef, closed(leaves, token, self.live))
 
     def once(self, stored: Tree) -> Tree:
@@ -358,12 +351,23 @@ class ShardedReplica(DeviceReplica):
 
 def token_of(x: Stored) -> jax.Array | None:
     """Return zeros in the shape of the full gradient of a block's parameter; None if it is frozen."""
-    shape = [x.size if i == x.value.ndim + x.dim else n for i, n in enumerate(x.value.shape)]
-    return None if x.slot is None else jnp.zeros(shape, x.slot.dtype)
+    return None if x.slot is None else jnp.zeros(x.full_shape(), x.slot.dtype)
 
 
-def residuals_of(leaves: list[Stored], live: Any) -> tuple[list[Stored], Any]:
-    """Return what the backward pass needs: of slots, the dtypes alone."""
+def with_derivative(f: Callable, residuals: Callable, backward: Callable) -> Callable:
+    """Return f with a derivative of its own: backward(residuals(arguments of f), gradients of the
+    results) -> gradients of the arguments."""
+
+    def forward(*arguments: Any) -> tuple[Any, Any]:
+        return f(*arguments), residuals(*arguments)
+
+    derived = jax.custom_vjp(f)
+    derived.defvjp(forward, backward)
+    return derived
+
+
+def residuals_of(leaves: list[Stored], live: Any, *others: Any) -> tuple[list[Stored], Any]:
+    """Return what the backward pass needs of the arguments: of slots, the dtypes alone."""
     return [x.replace(slot=empty_like(x.slot), value=None, spare=None) for x in leaves], live
 
 
@@ -382,12 +386,11 @@ def inject(
         dim: along which slices of the sum are wanted, or WHOLE.
     """
 
-    @jax.custom_vjp
     def same(slot: jax.Array, earlier: jax.Array) -> jax.Array:
         return slot
 
-    def forward(slot: jax.Array, earlier: jax.Array) -> tuple[jax.Array, Any]:
-        return slot, earlier
+    def residuals(slot: jax.Array, earlier: jax.Array) -> jax.Array:
+        return earlier
 
     # JAX traces this after all of the forward pass, so the ticket says what has happened there.
     def backward(earlier: jax.Array, grad: jax.Array) -> tuple[jax.Array, None]:
@@ -396,8 +399,7 @@ def inject(
         [total] = [earlier] if plan is None else plan.send([earlier], [dim])
         return grad + total.astype(grad.dtype), None
 
-    same.defvjp(forward, backward)
-    return same(slot, earlier)
+    return with_derivative(same, residuals, backward)(slot, earlier)
 
 
 def in_blocks(params: Tree, blocks: tuple[str, ...]) -> Tree:
