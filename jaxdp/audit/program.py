@@ -18,8 +18,8 @@ from jax.tree_util import tree_flatten_with_path
 from jaxdp.audit.product_sums import visit_products
 from jaxdp.exact.products import WINDOW
 from jaxdp.parallel.placement import of_device
+from jaxdp.parallel.reduction import order_of
 from jaxdp.parallel.strategy import Strategy
-from jaxdp.parallel.sum_plan import order_of
 from jaxdp.precision import is_key
 from jaxdp.split import fit, path_string
 from jaxdp.train.state import Batch, TrainState

@@ -44,8 +44,7 @@ from jaxdp.exact.fixed_point import (
 from jaxdp.exact.products import lower_on_cpu
 from jaxdp.exact.rounding import as_written, fusion_barrier, opaque_true, scan_unfused
 from jaxdp.parallel.reading import ShardedReplica
-from jaxdp.parallel.reduction import Reduction, in_buckets, sum_to_slice
-from jaxdp.parallel.sum_plan import EVERY, Plan
+from jaxdp.parallel.reduction import EVERY, Plan, Reduction, in_buckets, sum_to_slice
 from jaxdp.parallel.sums import FLOATS, FloatSums, GradFunction
 from jaxdp.split import WHOLE
 from jaxdp.train.state import Batch, Sums, TrainState, microbatch_key

@@ -33,9 +33,8 @@ from jaxdp.parallel.placement import (
     state_shapes,
 )
 from jaxdp.parallel.reading import in_blocks
-from jaxdp.parallel.reduction import Reduction
+from jaxdp.parallel.reduction import Plan, Reduction
 from jaxdp.parallel.strategy import Program
-from jaxdp.parallel.sum_plan import Plan
 from jaxdp.parallel.sums import arithmetic
 from jaxdp.split import WHOLE
 from jaxdp.train.average import EMA, EMA_STATE, average, average_statistics

@@ -13,7 +13,7 @@ one; a sum over all blocks after the loop could overlap with nothing.
 The bottommost block has none below it. Its gradients are sent last, after those of an embedding,
 which need not wait for the products that give the block's own: `open_first` makes them wait.
 
-If gradients are summed in the last pass over microbatches alone (LAST in `sum_plan`), those of the
+If gradients are summed in the last pass over microbatches alone (LAST in `reduction`), those of the
 passes before it are summed with it. What is read once adds its own to them in its backward rule,
 and sends the sum. Whatever nobody has taken so is sent by itself (`inject`).
 """
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxdp.models.scan import at
-from jaxdp.parallel.sum_plan import LAST, Plan, order_of
+from jaxdp.parallel.reduction import LAST, Plan, order_of
 from jaxdp.precision import at_least_float32, cast_floats
 from jaxdp.split import WHOLE, fit, is_below, path_string, take
 from jaxdp.train.state import merge

@@ -17,8 +17,7 @@ from jaxdp.parallel import placement
 from jaxdp.parallel.layout import UNSHARDED, ZERO, Sharding, Share, param_dims, share, state_dims
 from jaxdp.parallel.padding import fit_trees, padded_shapes, resize, sharding_of
 from jaxdp.parallel.reading import in_blocks
-from jaxdp.parallel.reduction import Reduction
-from jaxdp.parallel.sum_plan import EVERY, LAST, NEVER, Plan, order_of
+from jaxdp.parallel.reduction import EVERY, LAST, NEVER, Plan, Reduction, order_of
 from jaxdp.parallel.sums import GradFunction, arithmetic
 from jaxdp.split import WHOLE, fit, spec
 from jaxdp.train.average import EMA, averaged_state

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdp.parallel.reading import DeviceReplica, ShardedReplica
-from jaxdp.parallel.reduction import Reduction
-from jaxdp.parallel.sum_plan import NEVER, Plan
+from jaxdp.parallel.reduction import NEVER, Plan, Reduction
 from jaxdp.split import WHOLE
 from jaxdp.train.state import Batch, Sums, TrainState
 from jaxdp.train.step import Replica, plain_total
