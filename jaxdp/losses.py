@@ -30,7 +30,6 @@ from jaxdp.errors import UsageError
 from jaxdp.logits import Logits, compute_logits
 from jaxdp.targets import attribute, bind, call, locate
 
-Numbers = dict[str, float]
 LossFn = Callable[[Any, dict[str, jax.Array]], tuple[jax.Array, jax.Array, dict[str, Any]]]
 
 
@@ -144,7 +143,7 @@ class SoftmaxCrossEntropy:
 class CausalLM(SoftmaxCrossEntropy):
     """Next-token cross-entropy in nats per token, with perplexity; labels [example, token]."""
 
-    def derive(self, means: Mapping[str, float]) -> Numbers:
+    def derive(self, means: Mapping[str, float]) -> dict[str, float]:
         """Return {"perplexity"}: the exponential of the unsmoothed cross-entropy; infinite where a
         float overflows.
         """

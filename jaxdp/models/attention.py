@@ -26,7 +26,6 @@ class Attention(nnx.Module):
     def __init__(
         self,
         dim: int,
-        width: int,
         heads: int,
         kv_heads: int,
         linear: Callable,
@@ -36,10 +35,11 @@ class Attention(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
-        self.query = linear(dim, heads * width, rngs=rngs)
+        width = dim // heads
+        self.query = linear(dim, dim, rngs=rngs)
         self.key = key(dim, kv_heads * width, rngs=rngs)
         self.value = linear(dim, kv_heads * width, rngs=rngs)
-        self.back = back(heads * width, dim, rngs=rngs)
+        self.back = back(dim, dim, rngs=rngs)
         self.width, self.attend = width, attend
 
     def __call__(
@@ -52,7 +52,7 @@ class Attention(nnx.Module):
         if turn is not None:
             query, key = rotate(query, turn), rotate(key, turn)
         outputs = self.attend(query, key, value, segments)
-        return self.back(outputs.reshape(*x.shape[:2], outputs.shape[2] * self.width))
+        return self.back(outputs.reshape(x.shape))
 
 
 def rotation(tokens: int, width: int, base: float, dtype: Any) -> Rotation:

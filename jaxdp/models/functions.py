@@ -43,7 +43,7 @@ def from_functions(init: Callable, apply: Callable) -> Model:
     def apply_(
         params: Any, model_state: Any, batch: dict[str, Any], key: jax.Array, train: bool
     ) -> tuple[Any, Any]:
-        entries = {**batch, **({"state": model_state} if stateful else {})}
+        entries = batch | {"state": model_state} if stateful else batch
         args, kwargs = call_arguments(functools.partial(apply, params), entries, train, key)
         outputs, state = as_pair("apply", apply(params, *args, **kwargs), "outputs")
         structure: Any = jax.tree.structure(model_state)

@@ -206,7 +206,7 @@ class Block(nnx.Module):
         key = linear if rotary else functools.partial(linear, use_bias=False)
         self.norm1 = make_norm(rngs=rngs)
         self.attention = Attention(
-            dim, dim // heads, heads, kv_heads or heads, linear, key, back, attend, rngs=rngs
+            dim, heads, kv_heads or heads, linear, key, back, attend, rngs=rngs
         )
         self.norm2 = make_norm(rngs=rngs)
         self.mlp = mlp(dim, hidden, linear, back, rngs=rngs)

@@ -72,13 +72,12 @@ class ConvBN(nnx.Module):
         sync: bool = False,
         rngs: nnx.Rngs,
     ):
-        pad = (kernel - 1) // 2
         self.conv = nnx.Conv(
             inputs,
             outputs,
             (kernel, kernel),
             strides=stride,
-            padding=((pad, pad), (pad, pad)),
+            padding=(kernel - 1) // 2,
             use_bias=False,
             conv_general_dilated=convolve,
             kernel_init=nnx.initializers.he_normal(),

@@ -5,7 +5,6 @@ import math
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 from flax import nnx
 
 from jaxdp.cpu import product
@@ -29,7 +28,7 @@ class MLP(nnx.Module):
         rngs: nnx.Rngs,
     ):
         check_sizes("model.args", hidden=min(hidden, default=1))
-        widths = [int(np.prod(input_shape)), *hidden]
+        widths = [math.prod(input_shape), *hidden]
         self.layers = nnx.List(
             [
                 nnx.Linear(a, b, dot_general=product, rngs=rngs)

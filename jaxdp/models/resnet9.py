@@ -98,7 +98,8 @@ def halve(x: jax.Array) -> jax.Array:
     height, width = x.shape[1] // 2, x.shape[2] // 2
     x = x[:, : 2 * height, : 2 * width].reshape(x.shape[0], height, 2, width, 2, x.shape[3])
     largest = x[:, :, 0, :, 0]
-    for other in (x[:, :, 0, :, 1], x[:, :, 1, :, 0], x[:, :, 1, :, 1]):
+    for row, column in ((0, 1), (1, 0), (1, 1)):
+        other = x[:, :, row, :, column]
         largest = jnp.where((largest >= other) | jnp.isnan(largest), largest, other)
     return largest
 
