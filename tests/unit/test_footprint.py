@@ -8,11 +8,11 @@ import jax
 import pytest
 
 import toys
+from jaxdp import errors
 from jaxdp.data.dataset import Arrays
 from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.prefetch import read_batch
 from jaxdp.plan import memory
-from jaxdp.process import faults
 
 
 @pytest.mark.slow
@@ -42,14 +42,14 @@ def test_a_program_that_has_run_tells_what_it_sends(backend, devices):
 
 
 def test_the_cause_of_a_fault_is_recorded_within_a_time(monkeypatch):
-    monkeypatch.setattr(faults, "RECORDING", 0.2)
+    monkeypatch.setattr(errors, "RECORDING", 0.2)
     heard, forever = [], threading.Event()
     listeners = [lambda text: 1 / 0, heard.append, lambda text: forever.wait()]
     for listener in listeners:
-        faults.subscribe(listener)
-    faults.record("the end")
+        errors.on_fault(listener)
+    errors.record_fault("the end")
     for listener in listeners:
-        faults.unsubscribe(listener)
+        errors.off_fault(listener)
     forever.set()
-    faults.record("nobody listens")
+    errors.record_fault("nobody listens")
     assert heard == ["the end"]

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
+from jaxdp import errors
 from jaxdp.errors import UsageError
 from jaxdp.metrics.jsonl import Events, JsonLines
-from jaxdp.process import faults
 from jaxdp.process.context import Context
 from jaxdp.process.watchdog import Watchdog
 from jaxdp.report import html
@@ -174,7 +174,7 @@ WRITERS = {
     ".nonce": lock,
     "metrics.jsonl": append,
     "events.jsonl": lambda directory: Events(directory).note("start"),
-    "events.jsonl of a coordinator": lambda directory: faults.append_event(
+    "events.jsonl of a coordinator": lambda directory: errors.append_fault(
         str(directory / "events.jsonl"), "lost"
     ),
     "config.yaml": lambda directory: rundir.write_config(directory, {"steps": 1}),
