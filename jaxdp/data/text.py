@@ -3,6 +3,7 @@ Penn Treebank.
 """
 
 import io
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,8 @@ def read_text(path: str | Path, max_mb: float | None = None) -> str:
     try:
         # All at once: a pipe has no size, and can be read once.
         with Path(path).expanduser().open("rb") as file:
-            content = file.read(-1 if limit is None else limit + 1)
+            is_longer = limit is not None and limit < os.fstat(file.fileno()).st_size
+            content = file.read(limit + 1 if limit is not None and is_longer else -1)
         check_format(content, path, "data.args.path")
         size = len(content) if limit is None else min(len(content), limit)
         text = io.BytesIO(content)
@@ -97,7 +99,7 @@ def byte_limit(max_mb: float | None) -> int | None:
     """Return the number of bytes of the argument `max_mb`. Raises UsageError."""
     if max_mb is not None and not max_mb > 0:
         raise UsageError(f"data.args.max_mb: {max_mb} must be greater than 0, or null for all")
-    return None if max_mb is None else int(max_mb * 1e6)
+    return None if max_mb is None else int(min(max_mb * 1e6, 1e18))  # infinity is no int
 
 
 def _ptb(root: str, split: str) -> Path:

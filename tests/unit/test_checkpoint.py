@@ -113,6 +113,17 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path):
     assert meta["step"] == 2 and meta["state"]["step"] == ["int32", []] and meta["config"] == {}
 
 
+def test_a_random_key_of_the_optimizer_is_saved(tmp_path):
+    """As `optax.noisy_sgd` has one; Orbax stores its data."""
+    checkpoints, said = Checkpoints(tmp_path, keep=1), []
+    state = states(1)[0].replace(opt_state={"keys": jax.random.split(jax.random.key(3), 2)})
+    checkpoints.save(1, state, META, said.append)
+    assert checkpoints.wait() is None and said == ["saved step 1"]
+    restored = checkpoints.restore(1, abstract(state)).opt_state["keys"]
+    data = jax.random.key_data(state.opt_state["keys"])
+    assert np.array_equal(jax.random.key_data(restored), data)
+
+
 @pytest.mark.slow
 def test_the_state_may_be_donated_while_it_is_written(tmp_path):
     """The next update writes into the same buffers as soon as `save` returns."""

@@ -388,10 +388,8 @@ def test_no_generation_forms_without_the_last_process_that_has_the_state(monkeyp
     process = f"waits for rank {size - 1} (host a), process {last.facts['pid']}: it alone may have the newest state"
     assert [line for line in job.lines if process in line and "generation 1" in line]
     late = last.report(0, size, state=0)
-    until(late.member)
-    assert [f.get("state", -1) for f in late.member()] == [0] + [-1] * (size - 1) and all(
-        x.member() for x in new
-    )
+    until(lambda: all(rank.member() for rank in [late, *new]))
+    assert [f.get("state", -1) for f in late.member()] == [0] + [-1] * (size - 1)
 
 
 def test_without_a_process_that_has_the_state_a_generation_forms(job):
