@@ -114,9 +114,9 @@ class Checkpoints:
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
         """Return True if an evaluation is better than those of all checkpoints."""
-        if not math.isfinite(metrics.get(str(self.best), math.nan)):
+        if self.best is None or not math.isfinite(metrics.get(self.best, math.nan)):
             return False
-        value = metrics[str(self.best)] * self.sign
+        value = metrics[self.best] * self.sign
         return self.context.of_root(
             "best", lambda: all(value < other * self.sign for other in self._values().values())
         )

@@ -24,32 +24,44 @@ def record(directory: pathlib.Path) -> dict[str, Any]:
     Of the repository of the current directory. Empty if it is none, git is missing, or it takes
     longer than TIMEOUT."""
     answers: list[bytes] = []
+    processes: list[subprocess.Popen[bytes]] = []
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
-    null = subprocess.DEVNULL
 
-    def ask(*command: str) -> bytes:
-        return subprocess.run(
-            [*SAFE, *command],
-            stdin=null,
+    def ask(*command: str) -> bool:
+        """Append the first LIMIT bytes, and one more if there are any, of what git prints; return
+        False if it fails.
+        """
+        arguments = [*SAFE, *command]
+        with subprocess.Popen(
+            arguments,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=null,
+            stderr=subprocess.DEVNULL,
             env=environment,
-            timeout=TIMEOUT,
-            check=True,
-        ).stdout
+        ) as process:
+            processes.append(process)
+            assert process.stdout is not None
+            answers.append(process.stdout.read(LIMIT + 1))
+            if is_cut := len(answers[-1]) > LIMIT:
+                process.kill()
+        return is_cut or process.returncode == 0
 
     def work() -> None:
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            commit = ask("rev-parse", "HEAD")
-            diff = ask("diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD")
-            answers.extend((commit, diff))
+        with contextlib.suppress(OSError):
+            if not (
+                ask("rev-parse", "HEAD")
+                and ask("diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD")
+            ):
+                answers.clear()
 
     thread = threading.Thread(
         target=work, name="git", daemon=True
     )  # a file system may not answer at all
     thread.start()
     thread.join(TIMEOUT)
-    commit, diff = answers or (b"", b"")
+    commit, diff = answers if len(answers) == 2 else (b"", b"")
+    for process in processes:
+        process.kill()  # if it has not ended
     with contextlib.suppress(OSError):  # a full disk
         if not diff:
             (directory / NAME).unlink(missing_ok=True)
@@ -57,7 +69,9 @@ def record(directory: pathlib.Path) -> dict[str, Any]:
             with rundir.replaced(
                 directory / NAME, private=True
             ) as new:  # a diff may contain passwords
-                if len(diff) > LIMIT:
-                    diff = diff[: diff.rfind(b"\n", 0, LIMIT) + 1] + b"[cut]\n"
-                new.write_bytes(diff)
+                new.write_bytes(
+                    diff
+                    if len(diff) <= LIMIT
+                    else diff[: diff.rfind(b"\n", 0, LIMIT) + 1] + b"[cut]\n"
+                )
     return {"git": {"commit": commit.decode().strip(), "changed": bool(diff)}} if commit else {}

@@ -62,8 +62,7 @@ def rehearse(
         )
     update, (_, metrics) = jax.make_jaxpr(step.apply, return_shape=True)(state, sums)
     check_paths(config, state.params)
-    if config.callbacks or config.checkpoint.best is not None:
-        check_names(config, parts, set(metrics))
+    check_names(config, parts, set(metrics))
     check_examples(parts, state, True, read_examples(parts.dataset, probes(parts.dataset)))
     for name, dataset in parts.eval_sets.items():
         own = parts.evaluating(dataset)
@@ -230,9 +229,8 @@ def check_names(config: Config, parts: Parts, metrics: set[str]) -> None:
         for name, x in entries
         if name == "EarlyStopping"
     ]
-    named += (
-        [("checkpoint.best", config.checkpoint.best)] if config.checkpoint.best is not None else []
-    )
+    if config.checkpoint.best is not None:
+        named.append(("checkpoint.best", config.checkpoint.best))
     if not named:
         return
     derived = set(

@@ -77,18 +77,8 @@ def train(
     """
     if not config.elastic.enabled:
         return train_here(config, path, context, objects, keep, overwrite)
-    return train_elastic(config, path, context, objects, keep, overwrite)
 
-
-def train_elastic(
-    config: Config,
-    path: str | None,
-    context: Context,
-    objects: Objects,
-    keep: bool,
-    overwrite: bool,
-) -> tuple[Record, TrainState | None]:
-    """Train in one generation of processes after the other; see `train`."""
+    # An elastic job trains in one generation of processes after the other.
     if context.size < (least := config.elastic.min_processes):
         raise UsageError(
             f"elastic.min_processes: {least}, but the job has {context.size}; start more of them",

@@ -60,6 +60,17 @@ def test_no_repository_and_no_git_are_no_error(repository, monkeypatch):
     assert git.record(repository / "run") == {}
 
 
+def test_a_diff_without_an_end_is_cut(repository, monkeypatch):
+    """Nothing of it is read beyond the limit."""
+    script = "#!/bin/sh\ncase \"$*\" in *rev-parse*) echo 1234;; *) exec yes +a;; esac\n"
+    (repository / "git").write_text(script)
+    (repository / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{repository}:/usr/bin:/bin")
+    assert git.record(repository / "run") == {"git": {"commit": "1234", "changed": True}}
+    diff = (repository / "run/git.diff").read_text()
+    assert git.LIMIT - 20 < len(diff) < git.LIMIT + 20 and diff.endswith("+a\n[cut]\n")
+
+
 def test_a_git_that_does_not_answer_is_not_waited_for(repository, monkeypatch):
     (repository / "git").write_text("#!/bin/sh\nexec sleep 60\n")
     (repository / "git").chmod(0o755)
