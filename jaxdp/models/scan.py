@@ -5,6 +5,7 @@ The parameters of the blocks are stacked along a first dim [block, ...]. What a 
 done for each block is an argument of `Model.apply`, and of `scan_blocks`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -146,19 +147,19 @@ def scan_and_sum_later(
     # Outside of the loop, XLA would keep what it finds computed twice.
     alone, repeated = (remat(per_block.remat, one, in_scan=in_scan) for in_scan in (False, True))
 
-    def body(
-        carried: tuple[Tree, Tree], piece: tuple, one: Callable = repeated
-    ) -> tuple[tuple[Tree, Tree], Tree]:
+    def and_open_above(one: Callable, carried: Any, piece: tuple) -> tuple[Any, Tree]:
         (x, token), (number, above, more) = carried, piece
         token_above, x = reader.open(above, x)
         x, y = one(x, token, number, more)
         return (x, token_above), y
 
-    (x, token), y = body((x, token), (0, at(params, 1), at(xs, 0)), alone)
+    (x, token), y = and_open_above(alone, (x, token), (0, at(params, 1), at(xs, 0)))
     ys = jax.tree.map(lambda a: a[None], y)
     if last > 1:
         middle = (jnp.arange(1, last), part(params, 2, last + 1), part(xs, 1, last))
-        (x, token), more = jax.lax.scan(body, (x, token), middle)
+        (x, token), more = jax.lax.scan(
+            functools.partial(and_open_above, repeated), (x, token), middle
+        )
         ys = joined(ys, more)
     x, y = alone(x, token, last, at(xs, last))
     return x, joined(ys, jax.tree.map(lambda a: a[None], y))

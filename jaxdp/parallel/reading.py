@@ -44,12 +44,12 @@ class Stored(struct.PyTreeNode):
         value: the parameter as it is stored: full, or a slice.
         earlier: this device's full gradient of earlier passes, to be sent with this one; or None.
         spare: the same, as long as nobody has taken it.
+        first: the token of the bottommost block, if the gradients of blocks are summed later.
         dim: along which slices are, counted from the end, so that it is the same for a stack and
             for one of its blocks; 0: there are no slices.
         size: of this dim, without padding.
         dtype: of the parameter that is read.
         summed: the gradient is summed over the devices where it is computed.
-        first: the token of the bottommost block, if the gradients of blocks are summed later.
         in_block: the parameter is read inside a scan over blocks.
         ticket: what was done with it.
     """
@@ -199,6 +199,7 @@ class ShardedReplica(DeviceReplica):
             by_slot = self._backward(residuals, grads)
             if link is None:
                 return by_slot, None, None
+            # The gradient of the link is 0, and known when these are summed.
             by_slot, done = jax.lax.optimization_barrier((by_slot, jnp.zeros_like(link)))
             return by_slot, None, done
 

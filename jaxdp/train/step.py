@@ -175,9 +175,9 @@ class Replica(BlockReader):
         numbers: int32 [local], the numbers of its microbatches among all of the batch, -1 for none.
 
     Attributes:
-        reduces_last: the gradients of blocks are summed over the devices inside the last pass over
-            microbatches, so that the devices talk while they compute. That pass is then compiled
-            apart from the others.
+        reduces_last: gradients are summed over the devices inside the last pass over microbatches,
+            so that the devices talk while they compute. That pass is then compiled apart from the
+            others.
     """
 
     reduces_last = False
