@@ -62,7 +62,7 @@ def test_no_repository_and_no_git_are_no_error(repository, monkeypatch):
 
 def test_a_diff_without_an_end_is_cut(repository, monkeypatch):
     """Nothing of it is read beyond the limit."""
-    script = "#!/bin/sh\ncase \"$*\" in *rev-parse*) echo 1234;; *) exec yes +a;; esac\n"
+    script = '#!/bin/sh\ncase "$*" in *rev-parse*) echo 1234;; *) exec yes +a;; esac\n'
     (repository / "git").write_text(script)
     (repository / "git").chmod(0o755)
     monkeypatch.setenv("PATH", f"{repository}:/usr/bin:/bin")
