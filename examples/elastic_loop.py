@@ -51,6 +51,6 @@ def train(state, commit):
         )  # last: it may end this call of train()
 
 
-jaxdp.init(elastic=jaxdp.ElasticOptions())
+jaxdp.init(group=jaxdp.elastic.Options())
 params = {"kernel": np.zeros((64, 10), np.float32), "bias": np.zeros(10, np.float32)}
-jaxdp.elastic(train, {"step": 0, "params": params, "moments": tx.init(params)})
+jaxdp.elastic.run(train, {"step": 0, "params": params, "moments": tx.init(params)})

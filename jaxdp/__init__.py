@@ -6,6 +6,7 @@ from jaxdp.process import imports  # noqa: F401  # first: other imports go throu
 
 # isort: split
 import importlib
+import importlib.util
 from typing import Any
 
 __version__ = "0.2.0.dev0"
@@ -15,7 +16,6 @@ _HOME = {
     "init": "jaxdp.process.context",
     "current": "jaxdp.process.context",
     "Context": "jaxdp.process.context",
-    "ElasticOptions": "jaxdp.process.context",
     **dict.fromkeys(
         [
             "allreduce",
@@ -37,7 +37,6 @@ _HOME = {
     "broadcast_parameters": "jaxdp.interop.parameters",
     "distributed_optimizer": "jaxdp.interop.optimizer",
     "allreduce_metrics": "jaxdp.interop.metrics",
-    "elastic": "jaxdp.interop.elastic",
     "Observer": "jaxdp.train.observer",
     "StopTraining": "jaxdp.run.callbacks",
     "UsageError": "jaxdp.errors",
@@ -49,6 +48,8 @@ __all__ = ["__version__", *_HOME]
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
+    if not name.startswith("_") and importlib.util.find_spec(f"jaxdp.{name}"):
+        return importlib.import_module(f"jaxdp.{name}")  # a folder, such as jaxdp.checkpoint
     raise AttributeError(f"module 'jaxdp' has no attribute {name!r}")
 
 

@@ -140,10 +140,10 @@ def join(
         if parallel.xla_preset != "default":
             left_out = environment.use_preset(parallel.xla_preset, parallel.devices)
         if config.elastic.enabled:
-            from jaxdp.elasticity.elastic_job import settings
+            from jaxdp.elastic.elastic_job import settings
 
             elastic = settings(config, objects or {})
-    context = init(elastic=elastic)
+    context = init(group=elastic)
     context.agree(error)
     if left_out and context.is_root:
         print(f"jaxdp: {left_out}", file=sys.stderr)

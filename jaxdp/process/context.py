@@ -162,7 +162,7 @@ def init(
     local_size: int | None = None,
     init_method: str | None = None,
     timeout: float | None = None,
-    elastic: ElasticOptions | None = None,
+    group: ElasticOptions | None = None,
 ) -> Context:
     """Join the job that this process belongs to, and open its devices together with the other
     processes; call it before anything touches a device.
@@ -171,8 +171,8 @@ def init(
     (`launchers.discover`); a process without either is alone, and `jax.distributed` stays
     untouched. coordinator: "host:port" of rank 0; init_method: "tcp://host:port" or "env://", as in
     torch.distributed. timeout: seconds, for the rendezvous and for detecting a dead process; by
-    default JAXDP_TIMEOUT, or 60. elastic: the death of a process does not end the others, and
-    others may join (`regroup`). A second call returns the same context.
+    default JAXDP_TIMEOUT, or 60. group: `jaxdp.elastic.Options`, with which the death of a process
+    does not end the others, and others may join (`regroup`). A second call returns the same context.
 
     Raises UsageError (wrong or different variables, addresses, host names, versions or sizes; other
     arguments in a second call) and DistributedError (a process did not come). In a job of several
@@ -187,7 +187,7 @@ def init(
             )
         return _current
     _hook()
-    world = discover(**{k: v for k, v in arguments.items() if k not in ("timeout", "elastic")})
+    world = discover(**{k: v for k, v in arguments.items() if k not in ("timeout", "group")})
     if world.size > 1 and (private_jax.backends_initialized() or private_jax.is_connected()):
         raise UsageError(
             "jaxdp.init() comes too late to join other processes: JAX's devices are in use, or jax.distributed is "
@@ -199,7 +199,7 @@ def init(
         )
     else:
         _joining = world
-        context = Context(launcher=world.launcher, **enter.join(world, timeout, elastic))
+        context = Context(launcher=world.launcher, **enter.join(world, timeout, group))
     _current, _arguments = context, arguments
     return context
 

@@ -17,7 +17,7 @@ import threading
 import time
 from typing import Any
 
-from jaxdp.elasticity.elastic_generation import ElasticGeneration
+from jaxdp.elastic.elastic_generation import ElasticGeneration
 from jaxdp.process import channel, private_jax
 from jaxdp.process.generation import TICK, Generation, Member
 from jaxdp.process.messages import Message, checked, printable

@@ -14,7 +14,7 @@ import dataclasses
 import time
 from typing import Any
 
-from jaxdp.elasticity.relay import Relay
+from jaxdp.elastic.relay import Relay
 from jaxdp.errors import PREEMPTED, UsageError, append_fault
 from jaxdp.process import channel, hosts, private_jax
 from jaxdp.process.exchange import Exchanges, Keys

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxdp.elasticity.relay import Relay
+from jaxdp.elastic.relay import Relay
 from jaxdp.process import certificates
 from jaxdp.process.hosts import split
 

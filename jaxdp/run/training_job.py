@@ -13,15 +13,15 @@ import jax
 
 from jaxdp.checkpoint import folders
 from jaxdp.config import Config
-from jaxdp.elasticity.elastic_job import (
+from jaxdp.elastic.elastic_job import (
     in_advance,
     launcher_problem,
     missing_records,
     report_lost_updates,
     wait_for_devices,
 )
-from jaxdp.elasticity.generations import has_ended, run_generations
-from jaxdp.elasticity.snapshots import Snapshots
+from jaxdp.elastic.generations import has_ended, run_generations
+from jaxdp.elastic.snapshots import Snapshots
 from jaxdp.errors import (
     ReportedError,
     UsageError,

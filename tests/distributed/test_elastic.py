@@ -391,7 +391,7 @@ DAMAGE = """
 import os
 
 import slow
-from jaxdp.elasticity.snapshots import Snapshots
+from jaxdp.elastic.snapshots import Snapshots
 
 
 class Damage(slow.Slow):
@@ -959,13 +959,15 @@ def test_a_loop_of_ones_own_survives(tmp_path, rank):
 
 @pytest.mark.slow
 def test_a_job_that_is_not_elastic_is_told_to_the_loop():
-    code = "import jaxdp; jaxdp.init(); jaxdp.elastic(lambda state, commit: print('trains'), {})"
+    code = (
+        "import jaxdp; jaxdp.init(); jaxdp.elastic.run(lambda state, commit: print('trains'), {})"
+    )
     command = [sys.executable, "-m", "jaxdp", "launch", "-n", "2", sys.executable, "-c", code]
     env = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT), "JAXDP_TIMEOUT": "60"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode and "trains" not in done.stdout, done
     assert (
-        "elastic: this job is not elastic; first call jaxdp.init(elastic=jaxdp.ElasticOptions())"
+        "elastic: this job is not elastic; first call jaxdp.init(group=jaxdp.elastic.Options())"
         in done.stderr
     )
 

@@ -473,7 +473,7 @@ WRONG = {
     "broadcast_parameters: 'w' is a longdouble of float128": lambda g: jaxdp.broadcast_parameters(
         {"w": np.longdouble(1)}
     ),
-    "elastic: 'layer/w' of the state is a complex": lambda g: jaxdp.elastic(
+    "elastic: 'layer/w' of the state is a complex": lambda g: jaxdp.elastic.run(
         lambda *_: 0, {"layer": {"w": 1j}}
     ),
     "'loss' is int, not a number": lambda g: jaxdp.allreduce_metrics({"loss": 2**1025}),
@@ -485,7 +485,7 @@ WRONG = {
         {"a": 1.0}, weight=None
     ),
     "elastic: 'key' of the state is a key .give its jax.random.key_data.; give arrays, and numbers of": lambda g: (
-        jaxdp.elastic(lambda state, commit: state, {"key": jax.random.key(0)})
+        jaxdp.elastic.run(lambda state, commit: state, {"key": jax.random.key(0)})
     ),
     "weight: inf is not a number of examples": lambda g: jaxdp.allreduce_metrics(
         1.0, weight=np.inf
@@ -530,7 +530,7 @@ def test_a_committed_state_is_like_the_first_one(other, words):
         return (commit({"best": 1, "w": state["w"]}), commit(other))
 
     with pytest.raises(jaxdp.UsageError, match=words):
-        jaxdp.elastic(train, {"best": 0, "w": np.ones((2, 3))})
+        jaxdp.elastic.run(train, {"best": 0, "w": np.ones((2, 3))})
 
 
 def test_the_bytes_of_a_state_do_not_depend_on_its_byte_order():
@@ -573,8 +573,8 @@ for step in range(1000):
 def test_first_states_that_differ_are_refused():
     script = """
 import numpy, jaxdp
-rank = jaxdp.init(elastic=jaxdp.ElasticOptions()).rank
-jaxdp.elastic(lambda state, commit: None, {"step": 0, "w": numpy.full(2, rank == 1, "float32")})
+rank = jaxdp.init(group=jaxdp.elastic.Options()).rank
+jaxdp.elastic.run(lambda state, commit: None, {"step": 0, "w": numpy.full(2, rank == 1, "float32")})
 """
     jobs = processes(["-c", script], ranks(3, f"127.0.0.1:{port()}"))
     errors = "".join(job.stderr for job in jobs)

@@ -16,7 +16,7 @@ from checkpoints import META
 from jaxdp import split
 from jaxdp.checkpoint.leaves import params_sha256
 from jaxdp.checkpoint.store import Checkpoints
-from jaxdp.elasticity.copies import Copies, assemble
+from jaxdp.elastic.copies import Copies, assemble
 from jaxdp.errors import UsageError
 from jaxdp.parallel.layout import Sharding, rule_dims
 from jaxdp.parallel.padding import can_pad

@@ -33,7 +33,7 @@ import numpy as np
 
 from jaxdp.audit.product_sums import mark_replaced, number_of_products, visit_products
 from jaxdp.axes import data_axes
-from jaxdp.elasticity.snapshots import Snapshots
+from jaxdp.elastic.snapshots import Snapshots
 from jaxdp.errors import UsageError
 from jaxdp.exact.rounding import BITS, fusion_barrier, opaque_true
 from jaxdp.train.observer import Observer

@@ -21,7 +21,7 @@ import time
 import pytest
 
 from benchmarks.clients import facts
-from jaxdp.elasticity import elastic_generation
+from jaxdp.elastic import elastic_generation
 from jaxdp.errors import DistributedError, UsageError
 from jaxdp.process import (
     channel,

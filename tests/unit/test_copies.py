@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import toys
-from jaxdp.elasticity.copies import Copies, assemble, shift
+from jaxdp.elastic.copies import Copies, assemble, shift
 
 LAYOUTS = [
     ("pmap", 4, {"zero": 1}),

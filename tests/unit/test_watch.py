@@ -19,8 +19,8 @@ import pytest
 
 import toys
 from jaxdp.data.dataset import Arrays
-from jaxdp.elasticity import generations
-from jaxdp.elasticity.snapshots import Snapshot, Snapshots, affordable
+from jaxdp.elastic import generations
+from jaxdp.elastic.snapshots import Snapshot, Snapshots, affordable
 from jaxdp.errors import RunFailed
 from jaxdp.process.context import Context
 from jaxdp.process.monitor import Agreement, RunMonitor, Stopped

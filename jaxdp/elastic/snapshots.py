@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from jaxdp.elasticity.copies import Copies, assemble
+from jaxdp.elastic.copies import Copies, assemble
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.numbers import size as shown
 from jaxdp.metrics.writer import Newest

@@ -6,8 +6,8 @@ from typing import Any, TypeVar, cast
 import jax
 import numpy as np
 
-from jaxdp.elasticity.generations import run_generations
-from jaxdp.elasticity.snapshots import Snapshot, find, receive
+from jaxdp.elastic.generations import run_generations
+from jaxdp.elastic.snapshots import Snapshot, find, receive
 from jaxdp.errors import RunFailed, UsageError
 from jaxdp.precision import is_key
 from jaxdp.process import membership
@@ -20,11 +20,11 @@ T = TypeVar("T")
 State = Any  # a pytree of arrays and numbers
 
 
-def elastic(train: Callable[[State, Callable[[State], None]], T], state: State) -> T:
+def run(train: Callable[[State, Callable[[State], None]], T], state: State) -> T:
     """Return `train(state, commit)`, which is called again when processes are lost, and when others
     join.
 
-    Call `jaxdp.init(elastic=jaxdp.ElasticOptions())` first, and start the processes with `jaxdp
+    Call `jaxdp.init(group=jaxdp.elastic.Options())` first, and start the processes with `jaxdp
     launch --restart`. state: a pytree of arrays and numbers, the same on all processes. In each
     generation of the job, `train` gets the newest state that any process has committed, as NumPy
     arrays; `jaxdp.current()` gives its rank and size. It must make all of its device arrays and
@@ -40,7 +40,7 @@ def elastic(train: Callable[[State, Callable[[State], None]], T], state: State) 
     member = membership.current()
     if member is not None and not member.elastic:
         raise UsageError(
-            "elastic: this job is not elastic; first call jaxdp.init(elastic=jaxdp.ElasticOptions())"
+            "elastic: this job is not elastic; first call jaxdp.init(group=jaxdp.elastic.Options())"
         )
     paths, structure = jax.tree_util.tree_flatten_with_path(state)
     names, leaves = [path_string(path) or "state" for path, _ in paths], [leaf for _, leaf in paths]
@@ -56,7 +56,7 @@ def elastic(train: Callable[[State, Callable[[State], None]], T], state: State) 
     arrays = [native(x) for x in leaves]
     newest = with_checksums(0, arrays)
 
-    def run(context: Context) -> T:
+    def train_generation(context: Context) -> T:
         nonlocal newest
         agreement = Agreement(context)
         found = find(context, [newest], 0)
@@ -78,13 +78,13 @@ def elastic(train: Callable[[State, Callable[[State], None]], T], state: State) 
             nonlocal newest
             if cast(Any, jax.tree.structure(state)) != structure:
                 raise UsageError(
-                    f"commit: the state is {jax.tree.structure(state)}, but elastic() got {structure}"
+                    f"commit: the state is {jax.tree.structure(state)}, but jaxdp.elastic.run got {structure}"
                 )
             now = [native(x) for x in jax.tree.leaves(state)]
             for name, x, first in zip(names, now, arrays):
                 if described(x) != described(first):
                     raise UsageError(
-                        f"commit: {name!r} is {described(x)}, but elastic() got {described(first)}"
+                        f"commit: {name!r} is {described(x)}, but jaxdp.elastic.run got {described(first)}"
                     )
             newest = with_checksums(newest.step + 1, now)
             if (request := agreement.point()) is not None:
@@ -95,7 +95,7 @@ def elastic(train: Callable[[State, Callable[[State], None]], T], state: State) 
 
     context = joined()
     context.agree(None)  # as processes of later generations do
-    return run_generations(run, context, lambda: None)
+    return run_generations(train_generation, context, lambda: None)
 
 
 def with_checksums(step: int, arrays: list[np.ndarray]) -> Snapshot:
