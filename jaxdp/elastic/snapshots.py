@@ -142,7 +142,8 @@ class Snapshots(Continuation):
         split = self._copies.count or (self.newest and self.newest.slices)
         if self._enough_memory and training.progress.recovered and split:
             self._begin()
-        membership.joined().report_state()
+        if (member := membership.current()) is not None:
+            member.report_state()
 
     def load(self, callbacks: Callbacks, saved: Record) -> None:
         # A generation may start from nothing, with the same objects of a script.
