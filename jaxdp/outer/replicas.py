@@ -175,15 +175,15 @@ class Replicas(PJit):
             # no fault.
             skipped = replica.guard.replace(skipped=new.guard.skipped)
             guard = select(metrics["weight"] == 0, skipped, new.guard)
-            return seed, (new.replace(guard=guard, seed=None), metrics)
+            return None, (new.replace(guard=guard, seed=None), metrics)
 
         def update(state: TrainState, batch: Batch) -> Any:
             live, count = opaque_true(state.step), self.per_device
             numbers = jax.lax.axis_index(OUTER) * count + jnp.arange(count)
             batch = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
             pieces = numbers, state.opt_state.replicas, batch
-            like = jax.eval_shape(one_replica, state.seed, jax.tree.map(lambda x: x[0], pieces))[1]
-            _, (replicas, metrics) = scan_unfused(one_replica, state.seed, pieces, live, like)
+            one = functools.partial(one_replica, state.seed)
+            _, (replicas, metrics) = scan_unfused(one, pieces, live)
             opt_state = state.opt_state._replace(replicas=replicas)
             new = state.replace(step=state.step + 1, opt_state=opt_state)
             is_due = new.step % self.rule.every == 0

