@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.errors import UsageError
-from jaxdp.exact.rounding import exactly, fusion_barrier, pin
+from jaxdp.exact.rounding import fusion_barrier, pin
 from jaxdp.split import WHOLE, fit, padded_shape
 
 Tree = Any
@@ -33,23 +33,13 @@ SIGNS = {1: np.uint32(0x80808080), 2: np.uint32(0x80008000)}
 
 
 class Format(NamedTuple):
-    """A fixed-point format. bits: of an element in the all-reduce. headroom: added to the exponent
-    that was needed. stochastic: round up or down at random, by the microbatch's key; the mean is
-    exact."""
+    """A fixed-point format. bits: of an element, in every sum; 32: as many as its float has.
+    headroom: added to the exponent that was needed. stochastic: round up or down at random, by the
+    microbatch's key; the mean is exact."""
 
     bits: int
     headroom: int
     stochastic: bool
-
-    @property
-    def wire(self) -> str | None:
-        """The dtype of the all-reduce; None: that of the integers."""
-        return None if self.bits == 32 else f"int{self.bits}"
-
-    def limit(self, dtype: Any, summands: int) -> tuple[float, int]:
-        """Return `limit_of` for floats, or integers, of this dtype: float64 has integers of 64 bits
-        if those of float32 have 32."""
-        return limit_of(8 * dtype.itemsize if self.bits == 32 else self.bits, summands)
 
 
 FORMATS = {
@@ -69,33 +59,34 @@ def quantized(
     return jax.tree.unflatten(treedef, [quantize(x, e, form, summands, k) for x, e, k in parts])
 
 
-def restored(tree: Tree, exponents: Any, form: Format, summands: int) -> Tree:
+def restored(tree: Tree, exponents: Any, summands: int) -> Tree:
     """Convert the sums of `quantized` back to floats."""
     leaves, treedef = jax.tree.flatten(tree)
-    floats = [restore(x, e, form, summands) for x, e in zip(leaves, exponents)]
-    return jax.tree.unflatten(treedef, floats)
+    parts = zip(leaves, exponents)
+    return jax.tree.unflatten(treedef, [restore(x, e, summands) for x, e in parts])
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))  # traced once for each shape
 def quantize(
     x: jax.Array, exponent: jax.Array, form: Format, summands: int, key: jax.Array | None = None
 ) -> jax.Array:
-    """Quantize x [...] to int32 [...] (float64 in 32 bits: int64), so that `summands` of them sum
-    without overflow. exponent: [], or one of each element [...].
+    """Quantize x [...] to integers [...] of the format's bits (float64 in 32 bits: int64), so that
+    `summands` of them sum without overflow. exponent: [], or one of each element [...].
     """
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    limit, power = form.limit(x.dtype, summands)
+    bits = 8 * x.dtype.itemsize if form.bits == 32 else form.bits
+    limit, power = limit_of(bits, summands)
     low, high = halves(power - exponent - ZERO, x.dtype)
     scaled = x * low * (limit * high)
     rounded = jnp.round(scaled) if key is None else jnp.floor(scaled + uniform(key, x.shape))
-    return rounded.astype(jnp.int64 if form.bits == 32 and x.dtype == jnp.float64 else jnp.int32)
+    return rounded.astype(f"int{bits}")
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def restore(x: jax.Array, exponent: jax.Array, form: Format, summands: int) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=2)
+def restore(x: jax.Array, exponent: jax.Array, summands: int) -> jax.Array:
     """Convert a sum of quantized numbers back to floats: NaN where the exponent is NOT_FINITE."""
     dtype = jnp.float64 if x.dtype == jnp.int64 else jnp.float32
-    limit, power = form.limit(x.dtype, summands)
+    limit, power = limit_of(8 * x.dtype.itemsize, summands)
     low, high = halves(exponent + ZERO - power, dtype)
     return x.astype(dtype) * low * jnp.where(exponent == NOT_FINITE, jnp.nan, high / limit)
 
@@ -117,7 +108,7 @@ def restore_values(x: jax.Array, exponent: jax.Array, summands: int) -> jax.Arra
     """Convert sums [...] of `quantize_values` back to floats; inf, -inf and NaN are those of a sum
     of floats.
     """
-    finite = restore(x, exponent - ZERO, FORMATS["exact"], summands)
+    finite = restore(x, exponent - ZERO, summands)
     positive, negative = x % (summands + 1) > 0, x > summands
     infinite = jnp.where(positive & negative, jnp.nan, jnp.where(negative, -jnp.inf, jnp.inf))
     is_finite = exponent <= jnp.finfo(finite.dtype).maxexp
@@ -137,7 +128,7 @@ def limit_of(bits: int, summands: int) -> tuple[float, int]:
     return (1.0 if bits >= 32 else limit / 2**power), power
 
 
-@exactly
+@jax.jit
 def exponent_of(x: jax.Array) -> jax.Array:
     """Return the least exponent, from ZERO, whose power of two exceeds all elements, or NOT_FINITE."""
     exponent = largest_exponent(x)
@@ -249,7 +240,7 @@ def squares_and_bad(tree: Tree, dims: Tree, axis: str, live: jax.Array) -> jax.A
     return fusion_barrier(jnp.stack([squares, bad.astype(dtype)]), live)
 
 
-@exactly
+@jax.jit
 def digits_of(x: jax.Array, live: jax.Array) -> jax.Array:
     """Sum the squares of numbers below 1, as uint32 [digit, 2]: the low DIGIT bits of row sums, and
     the bits above.

@@ -131,7 +131,8 @@ class IntegerSums(FloatSums):
                 part = ints, needed, sums._replace(grads=None, kept=None, extra=bad)
                 ints, *rest = select(number >= 0, part, zeros(part))
                 if plan.when == EVERY:
-                    ints = self.scattered(plan, ints)
+                    dims = plan.trainable(plan.dims)
+                    ints = plan.reduction.scatter(ints, dims, plan.axes)
                 return ints, (*rest, sums.kept)
 
             ints, (needed, values, kept) = scan_unfused(add, pieces, live)
@@ -153,27 +154,17 @@ class IntegerSums(FloatSums):
         done = jax.lax.while_loop(lambda a: ~a.fits, lambda a: attempt(a.exponents, a.times), first)
 
         needed, value_needed = done.needed
-        wire = dataclasses.replace(plan, dtype=form.wire)
         values = quantized_sums(done.values, value_needed, summands)
-        total = FLOATS.over_devices(wire, values._replace(grads=done.ints))
+        plan = dataclasses.replace(plan, dtype=None)  # integers are sent as they are
+        total = FLOATS.over_devices(plan, values._replace(grads=done.ints))
         bits = jnp.where(needed == NOT_FINITE, needed, in_bits(done.exponents))
         sums = restored_sums(total._replace(grads=None), value_needed, done.values, summands)
         info = remembered(done.exponents, needed, form.headroom), done.times - 1, sums.extra
         return sums._replace(
-            grads=restored(total.grads, bits, form, summands),
+            grads=restored(total.grads, bits, summands),
             kept=jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), done.kept),
             extra=info if plan.is_update else None,
         )
-
-    def scattered(self, plan: Plan, ints: Tree) -> Tree:
-        """Reduce-scatter one group's integers, those that are sharded."""
-        sent = self.sent(ints)
-        total = plan.reduction.scatter(sent, plan.trainable(plan.dims), plan.axes)
-        return jax.tree.map(lambda total, x: total.astype(x.dtype), total, ints)
-
-    def sent(self, ints: Tree) -> Tree:
-        """Return integers in the dtype of the all-reduce."""
-        return jax.tree.map(lambda x: x.astype(self.form.wire or x.dtype), ints)
 
     def over_devices(self, plan: Plan, sums: Sums) -> Sums:
         """Return the sums, which `over_microbatches` has reduced already."""
@@ -209,10 +200,8 @@ class IntegerSums(FloatSums):
         ints = jax.vmap(lambda x, key: quantized(x, needed, self.form, rows, key))(
             tree, keys if self.form.stochastic else None
         )
-        ints = jax.tree.map(lambda x: x.sum(0, dtype=x.dtype), ints)
-        total = reduction.reduce(self.sent(ints), axis)
-        total = jax.tree.map(lambda total, x: total.astype(x.dtype), total, ints)
-        return restored(total, needed, self.form, rows)
+        sums = jax.tree.map(lambda x: x.sum(0, dtype=x.dtype), ints)
+        return restored(reduction.reduce(sums, axis), needed, rows)
 
     def rounded(self, f: Callable[..., Any], step: jax.Array) -> Callable[..., Any]:
         return as_written(f, opaque_true(step))

@@ -32,7 +32,6 @@ SAME = {
     "squeeze",
     "broadcast_in_dim",
 }  # keep an array uniform
-EXACTLY = "exactly."  # no name of a function in Python
 
 
 def is_float(x: Any) -> bool:
@@ -44,15 +43,7 @@ def opaque_true(step: jax.Array) -> jax.Array:
     return step >= 0
 
 
-def exactly(f: Callable) -> Callable:
-    """Trace f once for each shape. Its results do not depend on how a compiler rounds: `as_written`
-    keeps it.
-    """
-    f.__name__ = f"{EXACTLY}{f.__name__}"
-    return jax.jit(f)
-
-
-@exactly
+@jax.jit
 def pin(x: jax.Array, live: jax.Array) -> jax.Array:
     """Return the values, rounded to their dtype before any later operation; live: from
     `opaque_true`.
@@ -133,8 +124,6 @@ def as_written(f: Callable, live: jax.Array) -> Callable:
         name, outvars = equation.primitive.name, equation.outvars
         if name in SAME and (value := scalar(equation.invars[0], inputs[0])) is not None:
             uniform[outvars[0]] = value.astype(outvars[0].aval.dtype)
-        if name == "jit" and equation.params["name"].startswith(EXACTLY):
-            return bind(equation, inputs)
         if name == "cond":
             branches = [
                 lambda *args, inner=inner: evaluate(inner, args, rule)
