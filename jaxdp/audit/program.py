@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import tree_flatten_with_path
+from jax.tree_util import tree_leaves_with_path
 
 from jaxdp.audit.product_sums import visit_products
 from jaxdp.exact.products import WINDOW
@@ -36,7 +36,7 @@ class Probe:
         self.axes = strategy.mesh.axis_names
         stored = strategy.abstract(padded=True).replace(kept={})
         self.specs = jax.tree.map(lambda x: x.sharding.spec, stored).replace(kept=P())
-        self._compute = jax.jit(self._fingerprints, static_argnums=(0, 1))
+        self._compute = jax.jit(self._fingerprints, static_argnums=(0, 1, 2))
 
     def inputs(self, state: TrainState) -> tuple[TrainState, Any]:
         """Return the exported state, and its parameters in full."""
@@ -59,32 +59,25 @@ class Probe:
         first of its own instead, and no device waits for another.
         """
         key = next(key for key in self.ndim if key in batch)
-        dims = (
-            np.ndim(batch[key]) - self.ndim[key]
-        )  # before those of an example: device, update, local microbatch
+        # Before those of an example: device, update, local microbatch.
+        dims = np.ndim(batch[key]) - self.ndim[key]
 
         def spec(x):
             return getattr(getattr(x, "sharding", None), "spec", P())
 
         specs = tuple((name, spec(x)) for name, x in sorted(batch.items()))
-        return self._compute((dims, specs), alone, state, full, batch)
+        return self._compute(dims, specs, alone, state, full, batch)
 
     def _fingerprints(
-        self,
-        form: tuple[int, tuple],
-        alone: bool,
-        state: TrainState,
-        full: Any,
-        batch: Batch,
+        self, dims: int, specs: tuple, alone: bool, state: TrainState, full: Any, batch: Batch
     ) -> jax.Array:
-        dims, specs = form
         seed = jnp.asarray(self.strategy.seed)
         order, local = order_of(self.strategy.assignment), self.strategy.assignment.shape[1]
 
         def compute(state: TrainState, full: Any, batch: Batch) -> jax.Array:
-            number = (
-                jnp.int32(0) if alone else (fingerprint(state.step) % len(order)).astype(jnp.int32)
-            )
+            number = jnp.int32(0)
+            if not alone:
+                number = (fingerprint(state.step) % len(order)).astype(jnp.int32)
             device, position = jnp.divmod(jnp.asarray(order, jnp.int32)[number], local)
 
             def select(x: jax.Array) -> jax.Array:
@@ -105,14 +98,10 @@ class Probe:
                 "metrics": sums.metrics,
                 "state": sums.model_state,
             }
-            flat = [
-                x
-                for tree in (state.replace(kept={}), results)
-                for x in tree_flatten_with_path(tree)[0]
-            ]
-            self.names = [path_string(path) for path, _ in flat] + [
-                f"product {i}" for i in range(len(products))
-            ]
+            own_leaves = tree_leaves_with_path(state.replace(kept={}))
+            flat = [*own_leaves, *tree_leaves_with_path(results)]
+            self.names = [path_string(path) for path, _ in flat]
+            self.names += [f"product {i}" for i in range(len(products))]
             prints = [fingerprint(x) for _, x in flat]
             return jnp.array([*prints, *products], jnp.uint32)[None]
 
@@ -137,7 +126,6 @@ def fingerprint(x: jax.Array) -> jax.Array:
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         words = (words ^ words >> shift) * np.uint32(factor)
     if words.size > WINDOW:  # XLA on CPU fuses short sums with what computes their inputs
-        words = (
-            jnp.pad(words, (0, -words.size % WINDOW)).reshape(-1, WINDOW).sum(1, dtype=jnp.uint32)
-        )
+        rows = jnp.pad(words, (0, -words.size % WINDOW)).reshape(-1, WINDOW)
+        words = rows.sum(1, dtype=jnp.uint32)
     return words.sum(dtype=jnp.uint32)

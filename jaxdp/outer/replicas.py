@@ -187,11 +187,12 @@ class Replicas(PJit):
             """Return the state with new parameters, averages of the model's floats (None for
             integers), running averages of both, and state of the outer optimizer, from sums."""
 
-            def mean(total: jax.Array, like: jax.Array) -> jax.Array:
-                return (total / rule.replicas).astype(like.dtype)
-
             params, outer = trainable(state.params), state.opt_state.outer
-            gradients = jax.tree.map(mean, moved, master_copy(params, outer))
+            gradients = jax.tree.map(
+                lambda total, like: (total / rule.replicas).astype(like.dtype),
+                moved,
+                master_copy(params, outer),
+            )
             updates, outer = rule.tx.update(gradients, outer, params)
             params = merge(optax.apply_updates(params, updates), state.params)
             weight = rule.replicas * jnp.ones(())
@@ -207,8 +208,7 @@ class Replicas(PJit):
                 params=params, model_state=averages, extra=extra, opt_state=opt_state
             )
 
-        def spread(tree: Tree) -> Tree:
-            return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.per_device, *x.shape)), tree)
+        spread = functools.partial(copies, number=self.per_device)
 
         def outer_step(state: TrainState) -> TrainState:
             replicas, numbers = state.opt_state.replicas, self.numbers()
@@ -249,11 +249,14 @@ def with_replicas(one: TrainState, rule: OuterRule) -> TrainState:
     outer optimizer. The running averages are those of what the replicas share."""
     own = dict(one.extra)
     averages = {name: own.pop(name) for name in (EMA, EMA_STATE) if name in own}
-    replicas = jax.tree.map(
-        lambda x: jnp.broadcast_to(x, (rule.replicas, *x.shape)), one.replace(extra=own, seed=None)
-    )
+    replicas = copies(one.replace(extra=own, seed=None), rule.replicas)
     local = Local(replicas, rule.tx.init(rule.trainable(one.params)))
     return one.replace(opt_state=local, extra=averages)
+
+
+def copies(tree: Tree, number: int) -> Tree:
+    """Return each leaf [...] as [replica, ...]."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (number, *x.shape)), tree)
 
 
 def split_replicas(replicas: int, devices: int) -> tuple[int, int]:
