@@ -23,7 +23,7 @@ from jaxdp.train.state import Batch, TrainState
 
 RISE, RECENT, BEFORE = 1.1, 5, 50  # the factor of a rise, from BEFORE updates to RECENT ones
 ENOUGH = 20  # updates before the first rise
-PAUSE = 60.0  # seconds from the end of a round to the next one without a rise
+PAUSE = 60.0  # seconds before the first measurement without a rise
 MOST = 40  # updates whose time measurements may take at once
 SHARE = 0.005  # of the time, which measurements may take in the long run
 BLOCK, BLOCKS = 0.05, 3  # the least of three means over 50 ms: longer than a scheduler's pauses
@@ -38,7 +38,7 @@ class SlowDevices:
         self.times: list[float] = []  # seconds of the last updates
         self.before: tuple[int, float] | None = None  # (update, time)
         self.debt = 0.0  # seconds that measurements took beyond their share of the time
-        self.next = time.perf_counter() + PAUSE  # when to measure without a rise
+        self.start = time.perf_counter() + PAUSE  # from then on, also without a rise
         self.round: list[list[float]] = []  # the factors of all ranks, in this round
         self.measured: deque[Sequence[float]] = deque(maxlen=ROUND)  # the times in the last round
         self.named: dict[int, float] = {}  # {rank: the factor with which it was named last}
@@ -49,9 +49,8 @@ class SlowDevices:
             passed = now - self.before[1]
             self.add_time(passed / max(1, step - self.before[0]))
             self.debt = max(0.0, self.debt - SHARE * passed)
-            is_time = now > self.next and self.debt == 0
+            is_time = now > self.start and self.debt == 0
             if not self.round and (is_time or (self.has_risen() and self.may_measure())):
-                self.next = float("inf")
                 self.watch.request("probe")
         self.before = (step, now)
         return not last and (self.watch.is_asked("probe") or bool(self.round))
@@ -84,7 +83,6 @@ class SlowDevices:
             self._name(run, progress.step, rank, shares)
         self.before = None
         if not self.round:
-            self.next = time.perf_counter() + PAUSE
             del self.times[-RECENT:]  # a rise is one of the updates that follow
 
     def judge(self, factors: list[float]) -> list[int]:
