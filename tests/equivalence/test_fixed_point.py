@@ -81,9 +81,9 @@ def test_what_is_restored_is_within_a_unit_of_what_was_quantized(form, values, s
     exponent = exponent_of(x) + spare
     key = jax.random.key(len(values)) if form.stochastic else None
     ints = quantize(x, exponent, form, summands, key)
-    assert ints.dtype == f"int{form.bits}" and np.abs(np.asarray(ints, np.int64)).max() * summands < 2 ** (
-        form.bits - 1
-    )
+    assert ints.dtype == f"int{form.bits}" and np.abs(
+        np.asarray(ints, np.int64)
+    ).max() * summands < 2 ** (form.bits - 1)
     back = np.asarray(restore(ints, exponent, summands), np.float64)
     unit, wide = unit_of(form, summands, exponent), np.asarray(x, np.float64)
     within = unit * (1 if form.stochastic else 0.5) + 2e-7 * np.abs(wide)
