@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
 
-from jaxdp.axes import DATA, FLAT, OUTER, Axes
+from jaxdp.axes import DATA, FLAT, Axes
 from jaxdp.errors import UsageError
 from jaxdp.exact.rounding import opaque_true, scan_unfused, zeros
 from jaxdp.optim.master import Master, master_copy
@@ -44,6 +44,7 @@ from jaxdp.train.state import Batch, TrainState, merge, microbatch_key, select
 from jaxdp.train.step import Step
 
 Tree = Any
+OUTER = "outer"  # the axis of the logical replicas; inside one of them, DATA
 ALL = Axes(shard=DATA, replica=OUTER)
 OUTER_KEY = 1 << 20  # differs from what the keys of microbatches are folded with
 
@@ -83,6 +84,8 @@ class Replicas(PJit):
     replicas can be split over the devices nor the devices over the replicas, or if the model
     carries state from batch to batch."""
 
+    shares_loss = False  # each process sees that of its own replica
+
     def __init__(
         self,
         make: Partial,
@@ -115,6 +118,9 @@ class Replicas(PJit):
         whole: Any = jax.tree.map(lambda _: WHOLE, self.shapes)
         replicas = jax.tree.map(lambda _: 0, self.shapes.opt_state.replicas)
         self.dims = whole.replace(opt_state=whole.opt_state._replace(replicas=replicas))
+
+    def completed(self, state: TrainState) -> TrainState:
+        return with_replicas(state, self.rule)
 
     def compile(self, step: Step) -> Program:
         """Return the programs. Metrics of an update are those of this process's first replica, but

@@ -12,9 +12,9 @@ import hashlib
 import json
 import sys
 
-from jaxdp.process import environment
+from jaxdp.exact import flags
 
-environment.exact()
+flags.set_flags()
 
 import jax
 import jax.numpy as jnp
