@@ -40,9 +40,9 @@ from jaxdp.exact.fixed_point import (
     uniform,
     unpack,
 )  # fmt: skip
+from jaxdp.exact.integer_sums import integers
 from jaxdp.exact.rounding import opaque_true
 from jaxdp.parallel.placement import data_mesh
-from jaxdp.run.strategies import REDUCTIONS
 from jaxdp.split import WHOLE, spec, split_dims
 
 EXACT, EXACT16, EXACT8 = FORMATS.values()
@@ -161,7 +161,7 @@ def over(f, x, devices, out=DATA):
 @pytest.mark.parametrize("safe", [False, True])
 def test_reductions_add_up_and_scatter_integers_of_every_width(dtype, safe):
     info = np.iinfo(dtype)
-    reduction = REDUCTIONS["exact8"](safe=safe)
+    reduction = integers("exact8", safe=safe)
     for devices in (1, 3, 8):
         x = np.random.default_rng(0).integers(
             info.min // devices + 1, info.max // devices, (devices, 24, 5)
