@@ -417,7 +417,7 @@ def test_measurements_may_take_the_time_of_forty_updates_then_a_share(seconds, m
     now = 0.0
     monkeypatch.setattr(slow, "time", types.SimpleNamespace(perf_counter=lambda: now))
     probe = slow.SlowDevices(None, 1.15, types.SimpleNamespace(is_asked=lambda _: False))
-    probe.next = float("inf")
+    probe.start = float("inf")
     context = types.SimpleNamespace(is_root=True)
     run = types.SimpleNamespace(checkpoints=types.SimpleNamespace(context=context))
 
