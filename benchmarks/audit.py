@@ -27,6 +27,7 @@ import time
 from typing import Any
 
 from benchmarks import job
+from jaxdp.extras import Extra
 
 SLOW = [
     "--model.args.hidden",
@@ -62,6 +63,17 @@ def faults(count: int, every: int, seed: int) -> list[dict]:
             }
         )
     return found
+
+
+class Given(Extra):
+    """Checks that were made before."""
+
+    def __init__(self, config, checks):
+        super().__init__(config)
+        self.checks = checks
+
+    def observers(self, training):
+        return [self.checks]
 
 
 class Timed:
@@ -137,20 +149,20 @@ class Saved:
 
 def worker(args: argparse.Namespace, more: list[str]) -> None:
     """Train with an audit, and write what it named and how long it took."""
+    from jaxdp.audit.checks import make_checks
     from jaxdp.cli import load
     from jaxdp.config.validation import resolve
+    from jaxdp.exact import flags
     from jaxdp.metrics.jsonl import NoEvents
     from jaxdp.parallel.placement import open_collectives
     from jaxdp.process import context as distributed
-    from jaxdp.process import environment
     from jaxdp.run.build import make_run
     from jaxdp.run.callbacks import Callbacks
-    from jaxdp.run.config_checks import make_checks
     from jaxdp.run.driver import Training
     from jaxdp.train.run import Progress
     from tests.audit.planted_faults import Fault, PlantedFaults
 
-    environment.exact()
+    flags.set_flags()
     context = distributed.init()
     steps = args.updates if args.mode != "flips" else args.flips * args.every
     words = ["--config", args.config, "--steps", str(steps), "--audit.every", str(args.every)]
@@ -181,14 +193,16 @@ def worker(args: argparse.Namespace, more: list[str]) -> None:
     callbacks = Callbacks([PlantedFaults([Fault("flip", **fault) for fault in wanted])], context)
     run = callbacks.change_step(run, progress := Progress())
     training = Training(run, progress, callbacks)
-    [audit] = make_checks(run, config, training.watch, None)
+    checks = make_checks(training, config.audit.every, config.audit.action, None)
+    [audit] = checks.checks
     timed = Timed(audit)
     after = [Restored(args.every)] if args.mode == "flips" else []
     open_collectives(context)
     updates: list[float] = []
     timer = Timed(audit)
     timer.is_due = lambda run, progress, last=False: updates.append(time.perf_counter())
-    training.checks = [*map(Saved, after), timed, *after, timer]
+    checks.checks = [*map(Saved, after), timed, *after, timer]
+    training.extras = [Given(config, checks)]
     training.train()
     if context.is_root:
         gaps = [b - a for a, b in itertools.pairwise(updates)]

@@ -36,6 +36,7 @@ def work(way: str, argv: list[str]) -> None:
     long they took.
     """
     from jaxdp.cli import load
+    from jaxdp.exact import flags
     from jaxdp.process import environment
 
     config, *_ = load(argv)
@@ -45,8 +46,8 @@ def work(way: str, argv: list[str]) -> None:
         config.parallel, reduction=reduction, accumulate=WAYS[way], exact_group=group
     )
     config = dataclasses.replace(config, parallel=asked)
-    if asked.exact:
-        environment.exact()
+    if asked.in_groups:
+        flags.set_flags()
     environment.enough_threads()
 
     import jax

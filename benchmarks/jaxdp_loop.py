@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from benchmarks import contender
-from jaxdp.cli import load, set_threads
+from jaxdp.cli import load, set_environment
 from jaxdp.metrics.writer import Many, Writer
 from jaxdp.process import environment
 
@@ -29,7 +29,7 @@ class Losses(Writer):
 def main(folder: str, argv: list[str]) -> None:
     environment.malloc()  # as the command does
     config, *_ = load(argv)
-    set_threads(config)
+    set_environment(config)
     import jax
 
     import jaxdp

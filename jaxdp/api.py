@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from jaxdp.config import Config
 from jaxdp.config.parsing import from_mapping
 from jaxdp.errors import PREEMPTED, DistributedError, UsageError
+from jaxdp.extras import extras_of
 from jaxdp.process import environment, launchers, signals
 from jaxdp.run.objects import name_it
 from jaxdp.targets import OBJECT
@@ -97,7 +98,7 @@ def run(
     config: Config, objects: Mapping[str, Mapping[str, Any]], overwrite: bool = False
 ) -> "Fitted":
     """Train a config with the objects of a script, {section: {name: object}}."""
-    set_threads(config)
+    set_environment(config)
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread:
         signals.listen(end_start, interrupts=launchers.discover().size == 1)
@@ -134,16 +135,11 @@ def join(
     error: that of its config, which is None then."""
     from jaxdp.process.context import init
 
-    elastic, left_out = None, None
-    if config is not None:
-        parallel = config.parallel
-        if parallel.xla_preset != "default":
-            left_out = environment.use_preset(parallel.xla_preset, parallel.devices)
-        if config.elastic.enabled:
-            from jaxdp.elastic.elastic_job import settings
-
-            elastic = settings(config, objects or {})
-    context = init(group=elastic)
+    left_out = None
+    if config is not None and (parallel := config.parallel).xla_preset != "default":
+        left_out = environment.use_preset(parallel.xla_preset, parallel.devices)
+    groups = (extra.group(objects or {}) for extra in extras_of(config))
+    context = init(group=next(filter(None, groups), None))
     context.agree(error)
     if left_out and context.is_root:
         print(f"jaxdp: {left_out}", file=sys.stderr)
@@ -163,22 +159,15 @@ def end_start(name: str) -> None:
     context.fail(DistributedError(text), PREEMPTED)
 
 
-def set_threads(config: Config | None, simulated: bool = True, exact: bool = False) -> None:
-    """Set the environment variables for threads, exact reductions and slow networks before JAX
-    starts.
+def set_environment(config: Config | None, simulated: bool = True) -> None:
+    """Set the environment variables for threads, and those of extras, before JAX opens its devices.
 
-    Args:
-        simulated: whether programs run on simulated devices.
-        exact: use exact reductions even if the config does not.
+    simulated: whether programs run on simulated devices.
     """
-    if config is not None and (exact or config.parallel.exact):
-        environment.exact()
+    for extra in extras_of(config):
+        extra.set_environment()
     if simulated:
         environment.enough_threads()
-    if config is not None and config.outer.replicas > 1:
-        os.environ.setdefault(
-            "JAXDP_SILENCE", "120"
-        )  # seconds without a sign of life: the network may be cut
 
 
 def temporary() -> str:

@@ -5,8 +5,6 @@ from typing import NamedTuple
 import jax
 
 DATA = "data"  # one entry per device: every replica's share of the batch
-# the logical replicas of local updates (`jaxdp.outer.replicas`); inside one of them, DATA
-OUTER = "outer"
 REPLICA, SHARD = (
     "replica",
     "shard",
@@ -29,12 +27,9 @@ class Axes(NamedTuple):
 FLAT = Axes()
 
 
-def data_axes(replicas: bool = False) -> str | tuple[str, ...] | None:
-    """Return the axes of all devices (of one replica, unless `replicas`) inside a strategy's
-    program; None outside.
-    """
-    over_replicas: list[str | tuple[str, ...]] = [(OUTER, DATA)] if replicas else []
-    for axes in (*over_replicas, DATA, (REPLICA, SHARD)):
+def data_axes() -> str | tuple[str, ...] | None:
+    """Return the axes of the devices that share a batch, inside a strategy's program; None outside."""
+    for axes in (DATA, (REPLICA, SHARD)):
         try:
             jax.lax.axis_size(axes)
         except NameError:

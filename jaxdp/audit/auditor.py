@@ -20,6 +20,7 @@ from jaxdp.errors import RunFailed
 from jaxdp.parallel.placement import of_this_process
 from jaxdp.process import membership
 from jaxdp.process.context import SLOW
+from jaxdp.run.continuation import Continuation
 from jaxdp.train.run import Progress, Run
 from jaxdp.train.state import Batch, TrainState
 
@@ -29,7 +30,8 @@ WAIT = 60.0  # seconds for the end of a generation that a process leaves
 
 class Audit:
     """every: updates between two audits; there is one after the last update too. action: see the
-    config's `audit`. watch: the monitor of the run. snapshots: of an elastic job.
+    config's `audit`. watch: the monitor of the run. continuation: of
+    its states in memory.
     """
 
     def __init__(
@@ -38,10 +40,10 @@ class Audit:
         every: int,
         action: str,
         watch: Any,
-        snapshots: Any,
+        continuation: Continuation,
     ):
         self.probe, self.every, self.action = probe, every, action
-        self.watch, self.snapshots = watch, snapshots
+        self.watch, self.continuation = watch, continuation
         self.last: int | None = None  # the update after which the last audit was made
         self.named: set[Any] = set()
         self.failed = False  # then a later audit that passes does not make the state right
@@ -54,7 +56,7 @@ class Audit:
     def is_due(self, run: Run, progress: Progress, last: bool = False) -> bool:
         if self.last is None:
             self.last = progress.start
-            run.checkpoints.audited = self._passed_before(run, progress)
+            run.checkpoints.trusted = self._passed_before(run, progress)
         passed = progress.step - self.last
         return self.every > 0 and (not 0 <= passed < self.every or (last and passed > 0))
 
@@ -62,11 +64,11 @@ class Audit:
         """Return the last update that an audit had passed before this run, as its checkpoints
         store, or 0.
         """
-        if progress.recovered and self.snapshots.audited:  # only such states were copied
+        if progress.recovered and self.continuation.trusted:  # only such states were copied
             return progress.start
         metas = run.checkpoints.metas
         return run.checkpoints.context.of_root(
-            "audited", lambda: max((m.get("audited", 0) for m in metas().values()), default=0), SLOW
+            "audited", lambda: max((m.get("trusted", 0) for m in metas().values()), default=0), SLOW
         )
 
     def check(self, run: Run, progress: Progress, batch: Batch) -> None:
@@ -101,14 +103,14 @@ class Audit:
             self.failed = True
             self._act(run, step, verdict)
         elif not self.failed:
-            run.checkpoints.audited = step
+            run.checkpoints.trusted = step
 
     def _measure(self, run: Run, state: TrainState, batch: Batch) -> np.ndarray:
         """Return the fingerprints [device, leaf] of all processes."""
         prints = self.probe.fingerprints(*self.probe.inputs(state), batch)
         shards = sorted(prints.addressable_shards, key=lambda s: s.index[0].start or 0)
         local = np.concatenate([np.asarray(s.data) for s in shards])
-        damaged = self.snapshots is not None and self.snapshots.drop_damaged()
+        damaged = self.continuation.drop_damaged()
         text = json.dumps([damaged, base64.b64encode(local.tobytes()).decode()])
         texts = run.checkpoints.context.exchange("audit", text, SLOW)
         rows = []
@@ -172,8 +174,8 @@ class Audit:
         if self.action == "warn":
             return self._warn(run, step, frozenset(verdict.devices), text, log=False)
         self._set_aside(run)
-        elastic = self.snapshots is not None
-        if self.action == "expel" and verdict.certain and elastic and len(faulty) < context.size:
+        survives = self.continuation.survives
+        if self.action == "expel" and verdict.certain and survives and len(faulty) < context.size:
             if context.rank in faulty:
                 raise RunFailed(f"{text}; this process leaves the job")
             member = membership.joined()
@@ -183,10 +185,9 @@ class Audit:
 
     def _set_aside(self, run: Run) -> None:
         """Let no state that was copied since the last audit that passed be used again."""
-        passed = run.checkpoints.audited or 0
+        passed = run.checkpoints.trusted or 0
         run.checkpoints.wait()
-        if self.snapshots is not None:
-            self.snapshots.drop_after(passed)
+        self.continuation.drop_after(passed)
         if run.checkpoints.writes:
             for step in run.checkpoints.steps():
                 if step > passed:

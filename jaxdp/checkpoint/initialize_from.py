@@ -234,7 +234,7 @@ def begin_with(
 
     The other arrays are initialized as usual, and so are the rows that an array of `weights.rows`
     does not have. Optimizer state and running average are computed from the resulting parameters.
-    complete: what the strategy needs beside those of ordinary training.
+    complete: adds what the strategy and extras need beside that of ordinary training.
     """
     abstract = strategy.abstract()
     rows = weights.rows

@@ -56,8 +56,8 @@ class Checkpoints:
     return_every: also keep the last multiple of this step; best: also keep the best one by this
     metric of the evaluation, of which `mode` is best ('min', 'max'; None: see `smaller_is_better`).
     context: the processes, by default the current ones. facts: JSON to store with every state.
-    `events`: a log of the saves. `audited`: the last update at which no device was found wrong
-    (`jaxdp.audit`), so that the last checkpoint up to it is kept too.
+    `events`: a log of the saves. `trusted`: the last update at which no device was found wrong,
+    so that the last checkpoint up to it is kept too; None: the devices are not compared.
     """
 
     directory: pathlib.Path
@@ -80,7 +80,7 @@ class Checkpoints:
         self.writes = self.context.is_root
         # the last step whose save was started, or that is known to exist
         self.last: int | None = None
-        self.audited: int | None = None
+        self.trusted: int | None = None
         # the last step that an elastic job has saved before, and whose updates it makes again
         self.repeated = 0
         self.events = NoEvents()
@@ -404,7 +404,7 @@ class Checkpoints:
         retained = set(steps[-self.keep :]) | {
             s for s in steps if self.keep_every and s % self.keep_every == 0
         }
-        retained.add(max((s for s in steps if s <= (self.audited or 0)), default=0))
+        retained.add(max((s for s in steps if s <= (self.trusted or 0)), default=0))
         if self.best is not None:
             retained.add(self.best_step() or 0)
         retained |= {

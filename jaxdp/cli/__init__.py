@@ -14,7 +14,7 @@ import traceback
 from typing import Any, NamedTuple, NoReturn
 
 from jaxdp import __version__
-from jaxdp.api import end_start, join, set_threads
+from jaxdp.api import end_start, join, set_environment
 from jaxdp.cli.option_table import REMOVED, VERBS
 from jaxdp.cli.parse import help_of, load, load_options, split_command
 from jaxdp.config import Config
@@ -30,7 +30,16 @@ from jaxdp.errors import (
 from jaxdp.metrics import safe_print
 from jaxdp.process import environment, launchers, signals
 
-__all__ = ["PREEMPTED", "VERBS", "Call", "help_of", "load", "load_options", "main", "set_threads"]
+__all__ = [
+    "PREEMPTED",
+    "VERBS",
+    "Call",
+    "help_of",
+    "load",
+    "load_options",
+    "main",
+    "set_environment",
+]
 # Objects created between two garbage collections. With Python's 700, collections took 12 % of a
 # start.
 BETWEEN_COLLECTIONS = 100_000
@@ -135,8 +144,10 @@ def run_alone(name: str, argv: list[str]) -> None:
         )
         os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
     environment.simulate(options.get("devices", 1))
-    set_threads(config, name == "verify", options.get("exact", False))
-    _module(name).run(Call(config, path, options))
+    verb = _module(name)
+    config = verb.configure(config, options) if name == "verify" else config
+    set_environment(config, name == "verify")
+    verb.run(Call(config, path, options))
 
 
 def run_in_job(name: str, argv: list[str]) -> None:
@@ -149,16 +160,16 @@ def run_in_job(name: str, argv: list[str]) -> None:
         signals.listen(end_start)
     try:
         config, path, options = load(argv, name)
+        if name == "verify":
+            config = _module(name).configure(config, options)
     except UsageError as problem:
         if launchers.discover().size == 1:
             raise
         error = str(
             problem
         )  # the other ranks may have a valid config: `agree` sends them this error
-    set_threads(config, exact=options.get("exact", False))
-    verb = _module(
-        name
-    )  # imported before the job is joined: the others of an elastic job wait for what comes after
+    verb = _module(name)  # before the job is joined: its other processes may wait for what follows
+    set_environment(config)
     gc.freeze()  # modules stay alive: to scan them takes 0.1 s, in each generation too
     context = join(config, error=error)
     signals.act()

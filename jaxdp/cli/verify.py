@@ -2,10 +2,12 @@
 
 import json
 import sys
+from typing import Any
 
 import jax
 
 from jaxdp.cli import Call
+from jaxdp.config import Config
 from jaxdp.errors import user_code
 from jaxdp.process.context import SLOW
 from jaxdp.process.environment import add_flag
@@ -18,6 +20,11 @@ from jaxdp.run.verification import (
     verify_exactly,
 )
 from jaxdp.verify import as_json, as_text, verify
+
+
+def configure(config: Config | None, options: dict[str, Any]) -> Config | None:
+    """Return the config to verify, before JAX opens its devices: in exact mode, if that is asked."""
+    return exactly(config) if config is not None and options["exact"] else config
 
 
 def run(call: Call) -> None:
@@ -33,7 +40,7 @@ def run(call: Call) -> None:
 
     with user_code():
         if options["exact"]:
-            report = verify_exactly(exactly(config), options["devices"], options["updates"], show)
+            report = verify_exactly(config, options["devices"], options["updates"], show)
         else:
             # A verification compiles much and computes little. Processor time with level 1, all and
             # no optimizations: 33, 42 and 27 s for a GPT, 27, 38 and 61 s for a CNN.

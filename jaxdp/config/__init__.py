@@ -88,3 +88,10 @@ class Config:
     audit: Audit = speed(Audit())
     callbacks: list[Any] = speed([])
     verify: Verify = speed(Verify())
+
+    @property
+    def extras(self) -> dict[str, str]:
+        """Return {folder of `jaxdp.extras`: the key and the value that ask for it}, in the order in
+        which they see a run; a text "" asks for it only where it is there."""
+        sections = (self.parallel, self.outer, self.watchdog, self.audit, self.elastic)
+        return {name: text for section in sections for name, text in section.extras.items()}

@@ -154,6 +154,10 @@ class Init:
     changed: list[str] = numbers([])
 
 
+EXACT = {name: f"jaxdp.exact.reductions.{name}" for name in ("exact", "exact16", "exact8")}
+"""The reductions of `jaxdp.exact`, by the names that `parallel.reduction` has for them."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Parallel:
     """Distribution of the work over the devices; only the marked keys change the numbers.
@@ -203,14 +207,14 @@ class Parallel:
     xla_preset: Literal["default", "overlap"] = speed("default")
 
     @property
-    def exact(self) -> bool:
-        """Return whether the bits are the same on any number of devices."""
-        return self.reduction in ("exact", "exact16", "exact8")
+    def in_groups(self) -> bool:
+        """Return whether a device computes its microbatches in groups, one after the other, rounded
+        alike on any number of devices."""
+        return self.reduction in EXACT
 
     @property
-    def exact_reduction(self) -> str:
-        """The reduction that gives the same bits: the configured one, if it does, else the widest."""
-        return self.reduction if self.reduction in ("exact16", "exact8") else "exact"
+    def extras(self) -> dict[str, str]:
+        return {"exact": f"parallel.reduction: {self.reduction}"} if self.in_groups else {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,6 +251,10 @@ class Outer:
     every: int = numbers(1, least=1)
     optimizer: OuterOptimizer = numbers(OuterOptimizer())
     reduction: Literal["exact", "exact16", "exact8"] | None = numbers(None)
+
+    @property
+    def extras(self) -> dict[str, str]:
+        return {"outer": f"outer.replicas: {self.replicas}"} if self.replicas > 1 else {}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,9 +14,10 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args, get_origin, get_type_hints
 
-from jaxdp.config import Audit, Config, Init, Precision
+from jaxdp.config import Config, Init, Precision
 from jaxdp.config.values import in_words
 from jaxdp.errors import UsageError, nearest, one_line, suggest
+from jaxdp.extras import extras_of
 
 RENAMED = {"parallel.accumulator": "parallel.gradient_buffer"}  # former key -> key
 FORMER_VALUES = {
@@ -317,8 +318,6 @@ def check(config: Config) -> None:
             )
     if config.init != Init():
         check_init(config)
-    if config.audit != Audit():
-        check_audit(config)
     if config.eval.ema and opt.ema is None:
         raise UsageError("eval.ema: True, but no average is kept; set optimizer.ema, such as 0.999")
     if parallel.shard_size is not None and not parallel.zero:
@@ -337,19 +336,10 @@ def check(config: Config) -> None:
         raise UsageError(
             f"data.workers: {config.data.workers} read nothing where data.on_device is true; set one of the two"
         )
-    if parallel.exact:
-        check_exact(config)
-    elif parallel.exact_group != 1:
+    if parallel.exact_group != 1 and not parallel.in_groups:
         raise UsageError(
             f"parallel.exact_group: {parallel.exact_group} with reduction: {parallel.reduction}; leave it 1, or set "
             "reduction to exact"
-        )
-    if config.outer.replicas > 1:
-        check_outer(config)
-    if config.checkpoint.local and config.elastic.enabled:
-        raise UsageError(
-            "checkpoint.local: true with elastic.enabled: true, whose processes may move to another rank 0 while its "
-            "files stay on a lost host; set one of them to false"
         )
     if (
         "float64" in (config.precision.compute, config.precision.reduce)
@@ -359,6 +349,8 @@ def check(config: Config) -> None:
             f"precision.params: {config.precision.params!r} with float64 elsewhere; set it to float64 too"
         )
     check_state(config.precision)
+    for extra in extras_of(config):
+        extra.check()
 
 
 def check_cache(folder: str) -> None:
@@ -389,24 +381,6 @@ def check_limits(key: str, value: Any, limits: Mapping[str, float]) -> None:
     for name, (violates, text) in LIMITS.items():
         if isinstance(value, int | float) and name in limits and violates(value, limits[name]):
             raise UsageError(f"{key}: {value} {text.format(limits[name])}{example}")
-
-
-def check_audit(config: Config) -> None:
-    """Raise `UsageError` for an audit that could not compare bits, or not act."""
-    if config.audit.every is None:
-        raise UsageError(
-            f"audit.action: {config.audit.action}, but audit.every is null; set it, such as 100"
-        )
-    if not config.parallel.exact:
-        raise UsageError(
-            f"audit.every: {config.audit.every} with reduction: {config.parallel.reduction}, where the bits of a "
-            "microbatch depend on the compiled program and the number of threads, so healthy devices may differ; set "
-            "parallel.reduction to exact, or audit.every to null"
-        )
-    if config.audit.action == "expel" and not config.elastic.enabled:
-        raise UsageError(
-            "audit.action: expel, but no process can leave this job; set elastic.enabled to true, or use stop"
-        )
 
 
 def check_patterns(config: Config, section: str, *names: str) -> None:
@@ -451,77 +425,3 @@ def check_init(config: Config) -> None:
     if config.init_from is None:
         name, value = next((k, v) for k, v in vars(config.init).items() if v != getattr(Init(), k))
         raise UsageError(f"init.{name}: {value!r}, but nothing is loaded; set init_from")
-
-
-def check_outer(config: Config) -> None:
-    """Raise `UsageError` for settings that do not work with several logical replicas."""
-    parallel = config.parallel
-    outer = config.outer
-    replicas = outer.replicas
-    every = outer.every
-    group = replicas * parallel.exact_group
-    if config.microbatches % group:
-        grouped = f" in groups of {parallel.exact_group}" if parallel.exact_group > 1 else ""
-        raise UsageError(
-            f"outer.replicas: {replicas} cannot share microbatches: {config.microbatches}{grouped} evenly; set "
-            f"microbatches to a multiple of {group}"
-        )
-    if config.steps is not None and config.steps % every:
-        near = f"{config.steps // every * every} or " if config.steps > every else ""
-        raise UsageError(
-            f"outer.every: {every} does not divide steps: {config.steps}, and updates after the last outer step would "
-            f"be lost; set steps to {near}{(config.steps // every + 1) * every}"
-        )
-    spike = config.spike
-    if spike.factor is not None and spike.action == "rollback" and spike.every % every:
-        raise UsageError(
-            f"spike.every: {spike.every} is no multiple of outer.every: {every}, and a state between two outer steps "
-            f"may have a replica that has halted; set it to {-(-spike.every // every) * every}"
-        )
-    if outer.reduction and replicas > (most := summands_of(outer.reduction)[1]):
-        raise UsageError(
-            f"outer.replicas: {replicas} with outer.reduction: {outer.reduction} leave too few bits for each; "
-            f"use at most {most}, or outer.reduction: exact"
-        )
-    if parallel.zero:
-        raise UsageError(
-            f"parallel.zero: {parallel.zero} does not work with outer.replicas: {replicas}, whose states are "
-            "split over the devices already; set it to 0"
-        )
-
-
-def summands_of(reduction: str) -> tuple[int, int]:
-    """Return the bits of an exact reduction's sums without their sign, and how many summands leave
-    3 for each.
-    """
-    bits = {"exact": 31, "exact16": 15, "exact8": 7}[reduction]
-    return bits, (2**bits - 1) // 7
-
-
-def check_exact(config: Config) -> None:
-    """Raise `UsageError` for settings whose rounding would depend on the number of devices."""
-    parallel = config.parallel
-    dtypes = config.precision
-    if parallel.accumulate == "vmap":
-        raise UsageError(
-            f"parallel.accumulate: vmap with reduction: {parallel.reduction} would compute other microbatches together "
-            "on every number of devices; leave it auto, and set exact_group to how many are computed together"
-        )
-    if dtypes.reduce not in (None, dtypes.params, dtypes.widest):
-        raise UsageError(
-            f"precision.reduce: {dtypes.reduce} with reduction: {parallel.reduction}, where gradients travel as "
-            "integers; leave it null"
-        )
-    group = parallel.exact_group
-    summands = config.microbatches // max(1, parallel.exact_group)
-    if group < 1 or config.microbatches % group:
-        raise UsageError(
-            f"parallel.exact_group: {group} does not divide microbatches: {config.microbatches}"
-        )
-    bits, most = summands_of(parallel.reduction)
-    if summands > most:
-        raise UsageError(
-            f"microbatches: {config.microbatches} with reduction: {parallel.reduction} leave "
-            f"{((2**bits - 1) // summands).bit_length()} of {bits} bits for each, too few; use at most {most * group}, "
-            f"or {-(-config.microbatches // most)} in each parallel.exact_group, or reduction: exact"
-        )

@@ -6,26 +6,28 @@ import contextlib
 import functools
 import hashlib
 import json
-import math
 import os
 import pathlib
 import re
 import threading
 import time
+from typing import Any
 
 import jax
 
 from jaxdp.config import Config
 from jaxdp.config.validation import decides, flatten
-from jaxdp.errors import PREEMPTED, DistributedError
+from jaxdp.elastic.generations import run_generations
+from jaxdp.elastic.snapshots import Snapshots
+from jaxdp.errors import PREEMPTED, DistributedError, UsageError
+from jaxdp.extras import Train, extras_of
 from jaxdp.metrics import safe_print
-from jaxdp.metrics.jsonl import read
-from jaxdp.metrics.writer import Newest, Record
 from jaxdp.process import membership
 from jaxdp.process.context import Context, ElasticOptions
 from jaxdp.process.monitor import Stopped
 from jaxdp.run.build import Prepared, prepare
-from jaxdp.run.components import NOTHING, Objects, jax_settings
+from jaxdp.run.components import Objects, jax_settings
+from jaxdp.run.continuation import Continuation
 
 ALL_END = {  # launcher: what it does when one process ends, and the alternative
     "openmpi": "mpirun ends all processes when one is lost; add --enable-recovery",
@@ -38,10 +40,35 @@ RECOVERS = re.compile(
 )  # arguments of Open MPI's mpirun
 
 
-def settings(config: Config | None, objects: Objects = NOTHING) -> ElasticOptions | None:
-    """Return the argument `elastic` of `jaxdp.init`; None if it is off. objects: see `make_parts`."""
-    if config is None or not config.elastic.enabled:
-        return None
+def train_in_generations(
+    config: Config, train: Train, context: Context, continuation: Continuation
+) -> Any:
+    """Return what `train` does, with the processes of each generation, one after the other."""
+    options = config.elastic
+    if context.size < options.min_processes:
+        raise UsageError(
+            f"elastic.min_processes: {options.min_processes}, but the job has {context.size}; start more of them",
+            rank=0,
+        )
+    if membership.current() is None:
+        return train(context, continuation)
+    if context.is_root and (problem := launcher_problem(context.launcher)) is not None:
+        safe_print.say(f"jaxdp: elastic.enabled: {problem}", error=True)
+    expels = config.audit.every if config.audit.action == "expel" else None
+    snapshots = Snapshots(expels or options.snapshot_every, expels is not None)
+    snapshots.prepared = in_advance.pop() if in_advance else None
+
+    def train_generation(context: Context) -> Any:
+        snapshots.runs = membership.joined().job.generation
+        if snapshots.runs:
+            wait_for_devices(config, context)
+        return train(context, snapshots)
+
+    return run_generations(train_generation, context, snapshots.end_generation)
+
+
+def options_of(config: Config, objects: Objects) -> ElasticOptions:
+    """Return the argument `group` of `jaxdp.init`. objects: see `make_parts`."""
     alike = {
         k: v for k, v in flatten(config).items() if decides(k) == "numbers" or k.startswith("eval.")
     }
@@ -66,16 +93,16 @@ def prepare_in_advance(config: Config, objects: Objects) -> None:
         in_advance[:] = [prepare(config, objects, several=True)]
 
 
-def wait_for_devices(replicas: int, context: Context, timeout: float) -> None:
-    """Wait for another process if the devices that are left cannot share `replicas` replicas
-    (`outer`).
+def wait_for_devices(config: Config, context: Context) -> None:
+    """Wait for another process if an extra cannot go on with the devices that are left.
 
     Raises Stopped if one joins, GenerationEnded if one is lost, DistributedError with code 75 after
-    `timeout` seconds."""
-    devices = jax.device_count()
-    if not replicas % devices or not devices % replicas:
+    `elastic.join_timeout` seconds."""
+    timeout = config.elastic.join_timeout
+    texts = (extra.misfit(jax.device_count()) for extra in extras_of(config))
+    text = next(filter(None, texts), "")
+    if not text:
         return
-    text = f"outer.replicas: {replicas} cannot be split over the {devices} devices that are left"
     if context.is_root:
         safe_print.say(f"jaxdp: elastic: {text}; waiting for another process", error=True)
     member, joins, deadline = membership.joined(), threading.Event(), time.monotonic() + timeout
@@ -89,41 +116,6 @@ def wait_for_devices(replicas: int, context: Context, timeout: float) -> None:
             error.code = PREEMPTED
             raise error
     raise Stopped("regroup", "another process joins")
-
-
-def missing_records(newest: Newest, context: Context, file: pathlib.Path) -> list[Record]:
-    """Return the newest records of the process that has most of those that are not in root's file.
-
-    An update that a lost process has interrupted may have succeeded in some processes, and failed
-    on root."""
-
-    def key(record):
-        return [record.get("step"), record.get("split")]
-
-    written = context.of_root("written records", lambda: [*map(key, read(file, math.inf))])
-    missing = [record for record in newest.records if key(record) not in written]
-    texts = context.exchange("missing records", json.dumps(missing))
-    return json.loads(max(texts, key=len))
-
-
-def report_lost_updates(directory: pathlib.Path, start: int) -> None:
-    """Print that updates are made again, from a checkpoint or from the first one, if no process has
-    their state.
-    """
-    reached = max(
-        (record.get("step", 0) for record in read(directory / "metrics.jsonl", math.inf)), default=0
-    )
-    if reached > start:
-        origin = (
-            f"its checkpoint of update {start}"
-            if start
-            else "the first update: it has no checkpoint"
-        )
-        text = (
-            f"jaxdp: elastic: no process has the state after update {reached} any more: the job "
-            f"continues from {origin}"
-        )
-        safe_print.say(text, error=True)
 
 
 def launcher_problem(launcher: str) -> str | None:

@@ -9,20 +9,24 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxdp.elastic.copies import Copies, assemble
+from jaxdp.elastic.generations import has_ended
+from jaxdp.elastic.records import Newest, missing_records, report_lost_updates
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.numbers import size as shown
-from jaxdp.metrics.writer import Newest
-from jaxdp.process import hosts
+from jaxdp.metrics.writer import Record, Writer
+from jaxdp.process import hosts, membership
 from jaxdp.process.context import Context
+from jaxdp.run.callbacks import Callbacks
+from jaxdp.run.continuation import Continuation
+from jaxdp.run.driver import Training
 from jaxdp.split import WHOLE
-from jaxdp.train.observer import Observer
 from jaxdp.train.run import Run
 from jaxdp.train.state import TrainState
 
@@ -91,43 +95,42 @@ class Found(NamedTuple):
     snapshot: Snapshot
 
 
-class Snapshots(Observer):
-    """The newest snapshots of this process.
+class Snapshots(Continuation):
+    """The newest snapshots of this process, and what else it keeps from one generation to the next.
 
     every: updates between two; "auto" chooses it after the sixth, so that they take a hundredth of
-    the time. audited: only states that an audit has passed are copied, not the one at which
-    processes regroup.
+    the time. trusted: only states in which no device was found wrong are copied, not the one at
+    which processes regroup.
 
     The copy of update k is read from the device when the next one is taken, so that the loop never
     waits for it. If a host lacks the memory for copies, none is taken, and the job continues from
     its checkpoints."""
 
-    def __init__(self, every: int | Literal["auto"], audited: bool = False):
-        self.every, self.audited = FIRST if every == "auto" else every, audited
+    survives = True
+
+    def __init__(self, every: int | Literal["auto"], trusted: bool = False):
+        self.every, self.trusted = FIRST if every == "auto" else every, trusted
         self._choose, self._measured = every == "auto", False
         self._taken: list[tuple[int, float, float]] = []  # update, began, ended
         self.newest: Snapshot | None = None
         self.previous: Snapshot | None = (
             None  # of a split state: another process may not have read its newest parts
         )
-        self.generations = 0  # that have ended
         self.reached = 0  # the last update of this process
-        self.last_save: float | None = None  # see `RunMonitor`
         self.callbacks: dict[str, Any] = {}  # the states of callbacks before the first update
         self.records = Newest()
-        self.prepared: Any = (
-            None  # what the run has built for any number of devices, to be used again
-        )
         self._pending: Snapshot | None = None  # its arrays are on the device
         self._enough_memory = True
         self._copies: Any = None
 
-    def prepare(self, training: Any) -> None:
+    def begin(self, training: Training) -> None:
         """Prepare for a run on new devices; copy the state that it has recovered, if that is split
         in another way.
         """
         run, self.training = training.run, training
-        context = run.checkpoints.context
+        context, start = run.checkpoints.context, training.progress.start
+        if not training.progress.recovered and context.is_root:
+            report_lost_updates(run.log.directory, start)
         self._pending, self._copies = None, Copies(run.strategy, context.hosts)
         self._taken.clear()
         if self._choose:  # a process that has just joined has not measured
@@ -139,6 +142,36 @@ class Snapshots(Observer):
         split = self._copies.count or (self.newest and self.newest.slices)
         if self._enough_memory and training.progress.recovered and split:
             self._begin()
+        membership.joined().report_state()
+
+    def load(self, callbacks: Callbacks, saved: Record) -> None:
+        # A generation may start from nothing, with the same objects of a script.
+        self.callbacks = self.callbacks or callbacks.state()
+        callbacks.load(saved or self.callbacks)
+
+    def facts(self, start: int) -> dict[str, Any]:
+        return {"again": self.reached - start} if self.reached > start else {}
+
+    def write_with(self, training: Training, open_writer: Callable[[], Writer]) -> Writer:
+        """Keep the records of this rank; root writes those that a lost one has not."""
+        run, progress = training.run, training.progress
+        self.records.rewind(progress.step, progress.evaluated == progress.step)
+        context = run.checkpoints.context
+        missing = missing_records(self.records, context, run.log.directory / "metrics.jsonl")
+        if not context.is_root:
+            return self.records
+        writer = open_writer()
+        self.records.records.clear()
+        for record in missing:
+            writer.write(record)
+        return writer
+
+    def goes_on(self, error: BaseException) -> bool:
+        return has_ended(error)
+
+    def close(self, last_save: float) -> None:
+        self.last_save = last_save
+        self.training.run.checkpoints.wait()
 
     def after(self, updates: range, state: TrainState, metrics: Any) -> None:
         """Copy the state, if `every` updates have passed, or the run was rolled back."""
@@ -157,12 +190,12 @@ class Snapshots(Observer):
                 )
                 self.every, self._measured, self._taken = max(map(int, texts)), True, []
 
-    def take_now(self) -> None:
+    def keep_state(self) -> None:
         """Copy the state, and wait for the copy; without memory for it, save a checkpoint."""
         if not self._enough_memory:
             self.training.save()
             self.training.wait_for_checkpoint()
-        elif not self.audited:
+        elif not self.trusted:
             self._begin()
         self.settle()
 
@@ -225,7 +258,6 @@ class Snapshots(Observer):
         ):
             self.settle()
         self._pending = None
-        self.generations += 1
 
     def recover(self, run: Run, context: Context) -> tuple[int, dict[str, Any], TrainState] | None:
         """Return (step, metadata, state) of the newest snapshot that the processes have all parts

@@ -1,6 +1,5 @@
 """The writer interface: receives records (dicts of numbers) and lines of text."""
 
-import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +14,7 @@ RESERVED = frozenset(
         "params_sha256",
     )
 )  # fmt: skip
+
 
 KEPT = 64  # records that rank 0 may be late with
 
@@ -33,26 +33,6 @@ class Writer:
 
     def close(self) -> None:
         """Close the writer; no call follows."""
-
-
-class Newest(Writer):
-    """Keeps the newest records of a rank of an elastic job: rank 0 may be lost before it has
-    written them.
-    """
-
-    def __init__(self) -> None:
-        self.records: collections.deque[Record] = collections.deque(maxlen=KEPT)
-
-    def write(self, record: Record) -> None:
-        self.records.append(record)
-
-    def rewind(self, step: int, evaluated: bool = True) -> None:
-        """Discard the records after update `step`; its evaluation too if it is made again: not
-        `evaluated`.
-        """
-        last = {"train": step, "eval": step if evaluated else step - 1}
-        kept = [record for record in self.records if record["step"] <= last.get(record["split"], 0)]
-        self.records = collections.deque(kept, KEPT)
 
 
 @dataclasses.dataclass

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
 
-from jaxdp.axes import DATA, FLAT, OUTER, Axes
+from jaxdp.axes import DATA, FLAT, Axes
 from jaxdp.errors import UsageError
 from jaxdp.exact.rounding import opaque_true, scan_unfused
 from jaxdp.optim.master import Master, master_copy
@@ -43,6 +43,7 @@ from jaxdp.train.state import Batch, Sums, TrainState, merge, microbatch_key, se
 from jaxdp.train.step import Step
 
 Tree = Any
+OUTER = "outer"  # the axis of the logical replicas; inside one of them, DATA
 ALL = Axes(shard=DATA, replica=OUTER)
 OUTER_KEY = 1 << 20  # differs from what the keys of microbatches are folded with
 
@@ -82,6 +83,8 @@ class Replicas(PJit):
     replicas can be split over the devices nor the devices over the replicas, or if the model
     carries state from batch to batch."""
 
+    shares_loss = False  # each process sees that of its own replica
+
     def __init__(
         self,
         make: Partial,
@@ -118,6 +121,9 @@ class Replicas(PJit):
         replicas = jax.tree.map(lambda _: 0, self.shapes.opt_state.replicas)
         self.dims: Any = whole.replace(opt_state=whole.opt_state._replace(replicas=replicas))
         self.slices: Any = whole.params
+
+    def completed(self, state: TrainState) -> TrainState:
+        return with_replicas(state, self.rule)
 
     def check(self, tx: Any, params: Any) -> None:
         """Accept any optimizer: it gets full arrays."""

@@ -70,6 +70,8 @@ class Strategy:
         slices: the same for gradients and updates, if any state is sharded.
     """
 
+    shares_loss = True  # the loss of an update is that of all devices
+
     def __init__(
         self,
         make: Partial,
@@ -95,6 +97,10 @@ class Strategy:
         self.dims = state_dims(self.shapes, self.layout, self.slices, others)
         self.stored = padded_shapes(self.shapes, self.dims, self.parts)
         self.every = self.layout.grads and sharding.gradient_buffer == "sharded"
+
+    def completed(self, state: TrainState) -> TrainState:
+        """Return an initial state of ordinary training with what this strategy adds."""
+        return state
 
     def distribute(self, mesh: Mesh, assignment: np.ndarray) -> None:
         """Set the devices, and what each has of a batch."""

@@ -12,8 +12,6 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
-from jaxdp.errors import UsageError
-
 COUNT = "--xla_force_host_platform_device_count"
 # The maxima of glibc's dynamic malloc thresholds, see mallopt(3). Larger blocks are returned to the
 # kernel at once.
@@ -35,13 +33,6 @@ OVERLAP = {
 PRESETS: dict[str, dict[str, str]] = {"default": {}, "overlap": OVERLAP}
 """XLA_FLAGS that let collectives overlap with the backward pass on GPUs (docs.jax.dev, "GPU
 performance tips"), the most important first."""
-EXACT = {"--xla_allow_excess_precision": "false"}
-EXACT_GPU = {"--xla_gpu_deterministic_ops": "true", **EXACT}
-EXACT_CPU = {
-    "--xla_disable_hlo_passes": "algsimp,reshape-mover,cpu-parallel-task-assigner",
-    "--xla_cpu_experimental_ynn_fusion_type": "individual_dot",
-    **EXACT,
-}
 
 
 def compiled(where: str) -> pathlib.Path:
@@ -123,55 +114,6 @@ def add_flag(flag: str) -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     if flag.partition("=")[0] not in [existing.partition("=")[0] for existing in flags.split()]:
         os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()
-
-
-def exact() -> None:
-    """Set the XLA flags that make results independent of the number of devices, before JAX opens
-    devices.
-
-    All platforms: no excess precision. With it, XLA skips a rounding to bfloat16 or float16
-    wherever it fuses two operations, and different programs fuse different ones. CPU: no algebraic
-    simplification, which chooses between a division and a product with the reciprocal by the rest
-    of the program; no reshape mover, which without the simplifier moves transposes until the
-    compiler's stack overflows; no loops divided among threads, whose ends are computed with scalar
-    instructions that round `exp` and `log` differently; library kernels for single products only,
-    since the rounding of fused reductions depends on their neighbours, and without the simplifier
-    jaxlib 0.10.2 writes out of bounds. GPU: deterministic operations, and none chosen by timing.
-    The number of threads does not matter (`jaxdp.exact.products`).
-
-    Raises `UsageError` if JAX has opened its devices without these settings.
-    """
-    if "jax" in sys.modules:
-        from jaxdp.process import private_jax
-
-        if private_jax.backends_initialized():
-            check_exact()
-    os.environ["XLA_FLAGS"] = _exact()
-
-
-def check_exact() -> None:
-    """Raise `UsageError` if `exact` was not called."""
-    if os.environ.get("XLA_FLAGS") != _exact():
-        raise UsageError(
-            f"parallel.reduction: exact needs XLA_FLAGS={_exact()!r} in the environment, not "
-            f"{os.environ.get('XLA_FLAGS')!r}; call jaxdp.process.environment.exact() before JAX opens its devices"
-        )
-
-
-def _exact() -> str:
-    """Return the XLA_FLAGS that `exact` sets."""
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    for name, value in (EXACT_GPU if gpu_count() else EXACT_CPU).items():
-        values = [flag.partition("=")[2] for flag in flags if flag.partition("=")[0] == name]
-        if name.endswith(
-            "passes"
-        ):  # repeated flags of this kind add up; for any other flag, the last one wins
-            passes = [one for flag in values for one in flag.split(",")]
-            value = ",".join([*passes, *(one for one in value.split(",") if one not in passes)])
-        if values != [value]:
-            flags = [flag for flag in flags if flag.partition("=")[0] != name]
-            flags.append(f"{name}={value}")
-    return " ".join(flags)
 
 
 def flags_of_numbers() -> str:

@@ -30,7 +30,7 @@ from jaxdp.parallel.strategy import Strategy
 from jaxdp.plan.hardware import peak_flops
 from jaxdp.plan.prediction import Case
 from jaxdp.plan.programs import Digest, check_same, digest, lines
-from jaxdp.process import environment
+from jaxdp.process import environment, membership
 from jaxdp.process.context import SLOW, Context
 from jaxdp.run.components import (
     NOTHING,
@@ -103,11 +103,11 @@ def prepare_on_all_ranks(
 ) -> Prepared:
     """Return the result of `prepare`, after all ranks have compared theirs.
 
-    before: that of an earlier generation of an elastic job, which is not made again. Raises
-    UsageError on every rank."""
+    before: that of an earlier run of these processes, which is not made again. Raises UsageError on
+    every rank."""
     set_jax(config)
     jax.devices()  # opening them waits for the other processes, so do it outside of `on_all_ranks`
-    several = context.size > 1 or config.elastic.enabled  # others may join, and compare theirs
+    several = membership.current() is not None  # others may join later, and compare theirs
     prepared = on_all_ranks(context, lambda: before or prepare(config, objects, several))
     if context.size > 1:
         context.check_same("the run", prepared.facts)
@@ -187,7 +187,6 @@ def make_run(
         asynchronous=saving.asynchronous,
         max_rollbacks=spike.max_rollbacks,
         rollback_every=rollback_every,
-        outer_every=config.outer.every if config.outer.replicas > 1 else 1,
     )
     return Run(
         strategy=strategy,
@@ -238,13 +237,12 @@ def make_sources(
 ) -> tuple[Source, dict[str, Source]]:
     """Return the source for training, and those for evaluation by name. Raises UsageError."""
     checked = attribute(parts.forward.loss, "check", None) is not None
-    same = config.outer.replicas == 1  # else each process sees the loss of its own replica
     first = getattr(next(iter(parts.eval_sets.values()), None), "transform", None)
 
     def source(dataset: Any, order: Any, train: bool) -> Source:
         own = parts if train else parts.evaluating(dataset)
         resident = Resident(dataset, strategy) if config.data.on_device else None
-        known = checked and (same or not train)
+        known = checked and (strategy.shares_loss or not train)
         check = functools.partial(check_examples, own, strategy.shapes, train) if known else None
 
         def evaluation():
@@ -341,15 +339,15 @@ def on_all_ranks(context: Context, make: Callable[[], T]) -> T:
 def is_padded(config: Config, parts: Parts, assignment: np.ndarray, offset: int = 0) -> bool:
     """Return True if a batch of this run may have padding or a mask.
 
-    Exact mode always has masks, so that its operations do not depend on the run's length; a run
-    that may be rolled back reads batches that are not known beforehand.
+    A reduction in groups always has masks, so that its operations do not depend on the run's
+    length; a run that may be rolled back reads batches that are not known beforehand.
     """
     order = parts.order
     full_batches = (
         order.size % order.batch_size == 0 or parts.steps + offset <= order.size // order.batch_size
     )
     even_split = order.batch_size % order.microbatches == 0 and (assignment >= 0).all()
-    always = config.parallel.exact or config.spike.action == "rollback"
+    always = config.parallel.in_groups or config.spike.action == "rollback"
     return not full_batches or not even_split or always or "mask" in shapes_of(parts.dataset)
 
 

@@ -16,31 +16,26 @@ from jax.tree_util import Partial
 
 from jaxdp.checkpoint.orbax import import_all
 from jaxdp.config import Config
-from jaxdp.config.training import OuterOptimizer
 from jaxdp.data import SOURCES
 from jaxdp.data.dataset import Dataset, first_example
 from jaxdp.data.example_order import ExampleOrder
 from jaxdp.data.transforms import TRANSFORMS, both
 from jaxdp.errors import UsageError, nearest, user_code
-from jaxdp.exact.integer_sums import COUPLED, remembering
+from jaxdp.extras import extras_of
 from jaxdp.logits import compute_logits
 from jaxdp.losses import LOSSES, make_loss
 from jaxdp.models import MODELS, as_model, is_given
 from jaxdp.models.base import Model
 from jaxdp.optim import OPTIMIZERS, checked, decay_mask, find_roles, make_optimizer, make_schedule
-from jaxdp.optim.evaluation import evaluation_arrays
 from jaxdp.optim.master import with_master
 from jaxdp.optim.optimizers import MASKS, taken_by
 from jaxdp.optim.roles import AUTO, Role, describe, role_of
-from jaxdp.outer.replicas import OuterRule, Replicas
 from jaxdp.parallel.layout import Sharding
 from jaxdp.parallel.padding import can_pad
 from jaxdp.parallel.placement import group_size, state_shapes
-from jaxdp.parallel.reduction import Reduction
 from jaxdp.parallel.strategy import Strategy
 from jaxdp.precision import LossScaling, cast_floats, policy
-from jaxdp.process import environment, imports, membership
-from jaxdp.process.context import current
+from jaxdp.process import imports, membership
 from jaxdp.run.datasets import (
     facts_of,
     is_sequential,
@@ -51,7 +46,7 @@ from jaxdp.run.datasets import (
 )
 from jaxdp.run.strategies import STRATEGIES, make_reduction
 from jaxdp.split import leaves_by_path, path_string
-from jaxdp.targets import Table, attribute, bind, call, locate, parameters, require
+from jaxdp.targets import Table, bind, call, locate, parameters, require
 from jaxdp.train.skip import Spike
 from jaxdp.train.state import Batch, TrainState
 from jaxdp.train.step import (
@@ -104,8 +99,8 @@ def set_jax(config: Config, sums: bool = True) -> None:
     will be summed.
     """
     jax.config.update("jax_enable_x64", config.precision.params == "float64")
-    if config.parallel.exact and sums:
-        environment.check_exact()
+    for extra in extras_of(config) if sums else ():
+        extra.check_environment()
     jax.config.update(
         "jax_default_matmul_precision",
         None if config.precision.matmul == "default" else config.precision.matmul,
@@ -187,9 +182,8 @@ def make_parts(config: Config, objects: Objects = NOTHING) -> Parts:
 def needs_roles(config: Config) -> bool:
     """Return whether weight decay, or Muon, depends on the roles of the parameters."""
     opt = config.optimizer
-    outer = config.outer.optimizer
-    decays = opt.weight_decay or outer.args.get("weight_decay")
-    return "muon" in (opt.target, outer.target) or bool(decays and opt.no_decay == AUTO)
+    decays = bool(opt.weight_decay and opt.no_decay == AUTO)
+    return opt.target == "muon" or decays or any(x.needs_roles() for x in extras_of(config))
 
 
 def spared(config: Config, parts: Parts, params: Any) -> list[str]:
@@ -260,21 +254,12 @@ def apply_model(
 
 
 def make_the_step(config: Config, parts: Parts, padded: bool = True) -> Step:
-    """Build the step. padded: see `make_step`. Raises UsageError if the loss couples examples in
-    exact mode.
-    """
-    loss = parts.forward.loss
-    if (
-        config.parallel.exact and attribute(loss, "scope", "example") == "global"
-    ):  # before anything is compiled
-        raise UsageError(COUPLED.format(config.parallel.reduction))
-    remat = choose_remat(
-        config, parts.forward.model
-    )  # of another strategy than the config's, perhaps
-    rule = (
-        parts.rule if config.outer.replicas == 1 else parts.rule._replace(ema_decay=None)
-    )  # outer steps average
-    return make_step(parts.forward._replace(remat=remat), rule, choose_accumulate(config), padded)
+    """Build the step. padded: see `make_step`. Raises UsageError if an extra refuses the parts."""
+    for extra in extras_of(config):
+        parts = extra.change_parts(parts)
+    # The config may have another strategy than that of which the parts were made.
+    forward = parts.forward._replace(remat=choose_remat(config, parts.forward.model))
+    return make_step(forward, parts.rule, choose_accumulate(config), padded)
 
 
 def state_maker(config: Config, parts: Parts) -> Partial:
@@ -289,18 +274,21 @@ def state_maker(config: Config, parts: Parts) -> Partial:
             parts.forward._replace(seed=seed), parts.rule, config.microbatches, inputs
         )
 
-    make = remembering(make_state, parts.rule.trainable) if config.parallel.exact else make_state
+    make: Callable[..., TrainState] = make_state
+    for extra in extras_of(config):
+        make = extra.initial_state(make, parts)
     return Partial(jax.jit(make, inline=True), np.uint32(config.seed))
 
 
 def make_strategy(
     config: Config, parts: Parts, make_state: Partial, devices: Sequence[jax.Device]
 ) -> Strategy:
-    """Build the strategy of the config's `parallel` and `outer`."""
+    """Build the strategy of the config's `parallel`, or that of an extra."""
     parallel = config.parallel
     reduction = make_reduction(parallel.reduction, parallel.bucket_mb, parallel.exact_group)
-    if config.outer.replicas > 1:
-        return make_replicas(config, parts, make_state, reduction, devices)
+    for extra in extras_of(config):
+        if (own := extra.strategy(parts, make_state, reduction, devices)) is not None:
+            return own
     blocks = parts.forward.model.blocks
     rules = tuple(parallel.rules.items())
     size = parallel.shard_size
@@ -320,70 +308,6 @@ def make_strategy(
     strategy = STRATEGIES[parallel.backend]
     dtype = parts.forward.policy.reduce
     return strategy(make_state, config.microbatches, reduction, dtype, devices, sharding)
-
-
-def make_replicas(
-    config: Config,
-    parts: Parts,
-    make_state: Partial,
-    reduction: Reduction,
-    devices: Sequence[jax.Device],
-) -> Replicas:
-    """Build the strategy of local updates; reduction: that of gradients."""
-    if evaluation_arrays(state_shapes(make_state).opt_state):
-        raise UsageError(
-            f"outer.replicas: {config.outer.replicas} with optimizer.target: {config.optimizer.target}, which "
-            "evaluates other parameters than it trains, and an outer step moves only the latter; use another "
-            "optimizer, or set outer.replicas to 1"
-        )
-    rule = make_outer(config, parts, reduction)
-    hosts = current().hosts
-    if len(hosts) != jax.process_count():  # a script has connected the processes
-        hosts = ()
-    dtype = parts.forward.policy.reduce
-    return Replicas(make_state, config.microbatches, reduction, rule, dtype, devices, hosts)
-
-
-def make_outer(config: Config, parts: Parts, reduction: Reduction) -> OuterRule:
-    """Build the rule of the outer steps; reduction: that of gradients. Raises UsageError if the run
-    does not work with local updates."""
-    outer = config.outer
-    if parts.steps % outer.every:
-        raise UsageError(
-            f"outer.every: {outer.every} does not divide the {parts.steps} updates of epochs: {config.epochs}; set "
-            f"steps to {-(-parts.steps // outer.every) * outer.every} instead"
-        )
-    target = locate("outer.optimizer", outer.optimizer.target, OPTIMIZERS)
-    is_default = outer.optimizer.target != "sgd" and outer.optimizer.args == OuterOptimizer().args
-    args = {} if is_default else outer.optimizer.args  # the default is for sgd
-    if "learning_rate" in args:
-        raise UsageError(
-            "outer.optimizer.args.learning_rate: it is set by outer.optimizer.lr; set that"
-        )
-    bound = bind("outer.optimizer", target, args)
-    blocks = parts.forward.model.blocks
-    args = {
-        "no_decay": config.optimizer.no_decay,
-        "blocks": blocks,
-        "roles": parts.roles,
-        **bound.keywords,
-    }
-    tx = call(
-        "outer.optimizer",
-        bound,
-        lambda: make_optimizer(target, lambda step: outer.optimizer.lr, **args),
-    )
-    if outer.reduction:
-        reduction = make_reduction(outer.reduction, config.parallel.bucket_mb)
-    return OuterRule(
-        outer.replicas,
-        outer.every,
-        in_state_dtype(config, checked(outer.optimizer.target, tx, "outer.optimizer")),
-        reduction,
-        parts.rule.trainable,
-        blocks,
-        parts.rule.ema_decay,
-    )
 
 
 def make_model(config: Config, target: Any, data: Mapping[str, Any]) -> Model:
@@ -490,20 +414,22 @@ def make_spike(config: Config) -> Spike | None:
 
 
 def choose_accumulate(config: Config) -> str:
-    """Return the configured accumulation; exact reductions call the step on one group at a time, so
-    'vmap' there.
+    """Return the configured accumulation; a reduction in groups calls the step on one of them at a
+    time, so 'vmap' there.
     """
     parallel = config.parallel
-    return "vmap" if parallel.accumulate == "auto" or parallel.exact else parallel.accumulate
+    return "vmap" if parallel.accumulate == "auto" or parallel.in_groups else parallel.accumulate
 
 
 def choose_remat(config: Config, model: Model) -> str:
     """Return the configured remat policy. 'auto': in stage 3 the backward pass gathers a block's
-    parameters again, so that they are not kept in full; exact mode does the same in all stages."""
+    parameters again, so that they are not kept in full; a reduction in groups does so in all stages."""
     parallel = config.parallel
     if parallel.remat == "auto":
         return (
-            "dots_no_batch" if (parallel.zero == 3 or parallel.exact) and model.blocks else "none"
+            "dots_no_batch"
+            if (parallel.zero == 3 or parallel.in_groups) and model.blocks
+            else "none"
         )
     return parallel.remat
 

@@ -4,6 +4,7 @@ final record.
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,13 +12,14 @@ from typing import Any
 
 from jaxdp.checkpoint.leaves import params_sha256
 from jaxdp.errors import RunFailed, UsageError
+from jaxdp.extras import Extra
 from jaxdp.metrics.meter import Meter
 from jaxdp.metrics.writer import Record
 from jaxdp.plan import memory
 from jaxdp.process.monitor import Monitor, Stopped
 from jaxdp.run.build import restore
 from jaxdp.run.callbacks import Callbacks
-from jaxdp.run.checks import Checks
+from jaxdp.run.continuation import Continuation
 from jaxdp.run.profile_window import Profile
 from jaxdp.run.rollback import roll_back
 from jaxdp.run.source import loss_of, not_finite
@@ -35,25 +37,23 @@ LONGEST = 86_400.0  # seconds that a callback of one rank may take at the end
 class Training(Host):
     """A run from its start to its final record.
 
-    progress: where it starts or resumes; with a state if it was recovered from the memory of an
-    elastic job. watch, profile, callbacks, snapshots: observers; snapshots: of an elastic job.
-    checks: of the devices, between two updates; see `Checks`. layout: the content of layout.json
-    before the first update; None: write no file. speed: returns the entries of a record that follow
-    from the milliseconds of an update.
+    progress: where it starts or resumes; with a state if it was recovered from memory. watch,
+    profile, callbacks, continuation: observers. extras: of the config; each may have observers.
+    layout: the content of layout.json before the first update; None: write no file. speed: returns
+    the entries of a record that follow from the milliseconds of an update.
     """
 
     run: Run
     progress: Progress
     callbacks: Callbacks = dataclasses.field(default_factory=Callbacks)
-    snapshots: Any = None
+    continuation: Continuation = dataclasses.field(default_factory=Continuation)
     watch: Monitor = dataclasses.field(default_factory=Monitor)
     profile: Profile = dataclasses.field(default_factory=Profile)
-    checks: Sequence[Any] = ()
+    extras: Sequence[Extra] = ()
     layout: Mapping[str, Any] | None = None
     speed: Callable[[float], Record] = lambda milliseconds: {}
 
     program: Any = dataclasses.field(init=False)
-    observers: Observers = dataclasses.field(init=False)
     called: set[int] = dataclasses.field(init=False, default_factory=set)  # compiled programs
 
     def begin(self) -> TrainState:
@@ -72,12 +72,16 @@ class Training(Host):
     def speed_and_straggler(self, milliseconds: float) -> Record:
         return {**self.speed(milliseconds), **self.watch.straggler(milliseconds)}
 
+    @functools.cached_property
+    def observers(self) -> Observers:
+        return self.observe()
+
     def observe(self) -> Observers:
-        """Return the observers in their order: an audit runs after the callbacks, and before
+        """Return the observers in their order: those of extras come after the callbacks, and before
         anything copies the state."""
         run = self.run
         self.lookback = Lookback(EXAMINED if run.data.train.check else 0)
-        meter = Meter(
+        self.meter = Meter(
             run.log.writer,
             run.options.log_every,
             run.options.steps,
@@ -85,10 +89,11 @@ class Training(Host):
             self.speed if run.checkpoints.context.size == 1 else self.speed_and_straggler,
             run.derive,
         )
-        observers = [self.watch, meter, self.lookback, self.profile, *self.callbacks.observers]
-        observers += [FirstUpdate(self)]
-        observers += [Checks(self.checks, meter)] if self.checks else []
-        return Observers(observers + ([] if self.snapshots is None else [self.snapshots]))
+        observers = [self.watch, self.meter, self.lookback, self.profile]
+        observers += [*self.callbacks.observers, FirstUpdate(self)]
+        for extra in self.extras:
+            observers += extra.observers(self)
+        return Observers([*observers, self.continuation])
 
     def train(self) -> tuple[Record, TrainState]:
         """Return the final record and the state after the last update, as the strategy stores it.
@@ -100,7 +105,6 @@ class Training(Host):
         """
         run, progress = self.run, self.progress
         self.program = run.strategy.compile(run.step)
-        self.observers = self.observe()
         if not progress.recovered:
             with self.watch.suspend_timeout("makes the state"):
                 progress.state = restore(run, progress.step) if progress.step else self.begin()
@@ -125,7 +129,7 @@ class Training(Host):
                     self.save_preempted(stop)
                     raise
                 if isinstance(stop, Stopped) and stop.kind == "regroup":
-                    self.snapshots.take_now()
+                    self.continuation.keep_state()
                     raise
 
     def call(self, name: str, program: Callable[..., Any], *args: Any) -> Any:
@@ -169,8 +173,8 @@ class Training(Host):
             "rollbacks": progress.rollbacks,
             **self.callbacks.state(),
         }
-        if run.checkpoints.audited is not None:
-            meta["audited"] = run.checkpoints.audited
+        if run.checkpoints.trusted is not None:
+            meta["trusted"] = run.checkpoints.trusted
         if progress.evaluated == progress.step:
             meta |= {"metrics": progress.evaluation, "evaluated": True, "stopped": progress.stopped}
         elif progress.step == run.options.steps and not run.data.eval:
@@ -277,10 +281,6 @@ class Training(Host):
         run, progress = self.run, self.progress
         final: Record = {"step": progress.step, "split": "final"}
         self.save_last()
-        if lost := progress.step % run.options.outer_every:
-            run.log.writer.say(
-                f"the last {lost} updates came after the last outer step, and changed no parameters"
-            )
         if run.data.eval and progress.evaluated != progress.step:
             final |= self.evaluate_and_record()
         elif run.data.eval:
@@ -300,8 +300,8 @@ class Training(Host):
         run.log.writer.write(final)
         run.log.events.note("finished", progress.step)
         self.observers.finished(final)
-        if self.snapshots is None:
-            # A rank whose callback fails ends all; in an elastic job, it ends alone.
+        if not self.continuation.survives:
+            # A rank whose callback fails ends all, or else itself alone.
             run.checkpoints.context.barrier("end", LONGEST)
         return final
 

@@ -16,8 +16,7 @@ from jaxdp.checkpoint.initialize_from import (
 )
 from jaxdp.checkpoint.weights import Weights, as_published, locate, named, open_weights
 from jaxdp.config import Config
-from jaxdp.exact.integer_sums import remembering
-from jaxdp.outer.replicas import Replicas, with_replicas
+from jaxdp.extras import extras_of
 from jaxdp.precision import is_key
 from jaxdp.process.context import Context
 from jaxdp.run.build import on_all_ranks
@@ -58,18 +57,14 @@ def initialize_from(
 
     def begin() -> TrainState:
         run.log.writer.say(text)
-        tx = parts.rule.tx
-        trainable = run.step.trainable
-        strategy = run.strategy
-        if not isinstance(strategy, Replicas):
-            return begin_with(strategy, weights, matched.pairs, tx, trainable)
+        rule = parts.rule
 
-        def complete(state):
-            if config.parallel.exact:
-                state = remembering(lambda: state, trainable)()
-            return with_replicas(state, strategy.rule)
+        def complete(state: TrainState) -> TrainState:
+            for extra in extras_of(config):
+                state = extra.initial_state(lambda state=state: state, parts)()
+            return strategy.completed(state)
 
-        return begin_with(strategy, weights, matched.pairs, tx, trainable, complete)
+        return begin_with(strategy, weights, matched.pairs, rule.tx, rule.trainable, complete)
 
     return begin
 

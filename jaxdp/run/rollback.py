@@ -41,7 +41,7 @@ def roll_back(training: Any, initial: Record) -> None:
         checkpoints.wait()
     halted = last if int(guard.halted) == NONFINITE else first
     for step in [step for step in checkpoints.steps() if step >= halted and checkpoints.writes]:
-        # saved between two outer steps
+        # saved before all replicas knew of it
         why = f"checkpoint {step} has a replica that halted at update {halted}"
         checkpoints.set_aside(step, "halted", why, run.log.writer.say)
     if int(guard.halted) == DISAGREEING:

@@ -16,6 +16,7 @@ from jaxdp.config.validation import flatten
 from jaxdp.data.dataset import UNKNOWN, first_example
 from jaxdp.data.example_order import RESET
 from jaxdp.errors import install
+from jaxdp.extras import extras_of
 from jaxdp.metrics.console import Console
 from jaxdp.metrics.jsonl import JsonLines
 from jaxdp.metrics.numbers import size
@@ -229,15 +230,8 @@ def advice(
             f"batch_size: {batch} is beyond the {size} examples of the data: every update takes all of them, and "
             f"the other {batch - size} are padding; make it {size} or smaller"
         )
-    if (
-        config.outer.replicas > 1
-        and run.data.eval
-        and (run.options.eval_every or 0) % config.outer.every
-    ):
-        yield (
-            f"eval.every: {run.options.eval_every} is no multiple of outer.every: {config.outer.every}: an evaluation, "
-            "or a callback that ends training then, sees the parameters of the last outer step; make it a multiple"
-        )
+    for extra in extras_of(config):
+        yield from extra.advice(run)
     data = run.data.train
     if (
         CARRY in strategy.shapes.kept

@@ -2,14 +2,14 @@
 entry.
 """
 
-import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
+from jaxdp.config.training import EXACT
 from jaxdp.errors import UsageError
-from jaxdp.exact.fixed_point import FORMATS
-from jaxdp.exact.integer_sums import integers
+from jaxdp.extras import is_there
 from jaxdp.parallel.pjit import PJit
 from jaxdp.parallel.pmap import PMap
 from jaxdp.parallel.reduction import Reduction, bucket, on_any_devices, xla
@@ -21,11 +21,12 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {"pmap": PMap, "pjit": PJit}
 STAGES = {"pmap": (0, 1), "pjit": (0, 1, 2, 3)}
 """The ZeRO stages that each strategy supports."""
 
-REDUCTIONS: dict[str, Callable[..., Reduction]] = {
+REDUCTIONS: dict[str, Any] = {
     "xla": xla,
     "bucket": bucket,
-    **{name: functools.partial(integers, name) for name in FORMATS},
+    **{name: path for name, path in EXACT.items() if is_there(path.split(".")[1])},
 }
+"""A function that returns each reduction, or its dotted path."""
 
 
 def make_reduction(name: str, bucket_mb: float = 25.0, group: int = 1) -> Reduction:

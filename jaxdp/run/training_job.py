@@ -13,15 +13,6 @@ import jax
 
 from jaxdp.checkpoint import folders
 from jaxdp.config import Config
-from jaxdp.elastic.elastic_job import (
-    in_advance,
-    launcher_problem,
-    missing_records,
-    report_lost_updates,
-    wait_for_devices,
-)
-from jaxdp.elastic.generations import has_ended, run_generations
-from jaxdp.elastic.snapshots import Snapshots
 from jaxdp.errors import (
     ReportedError,
     UsageError,
@@ -31,13 +22,14 @@ from jaxdp.errors import (
     one_line,
     user_code,
 )
+from jaxdp.extras import Train, extras_of
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.jsonl import Events, NoEvents, as_numbers, read
 from jaxdp.metrics.meter import goodput
-from jaxdp.metrics.writer import Record
+from jaxdp.metrics.writer import Record, Writer
 from jaxdp.metrics.writers import check_writers
 from jaxdp.parallel.placement import open_collectives
-from jaxdp.process import compilation_cache, membership, private_jax, signals
+from jaxdp.process import compilation_cache, private_jax, signals
 from jaxdp.process.context import SLOW, Context
 from jaxdp.process.monitor import RunMonitor, Stopped
 from jaxdp.report import html
@@ -52,7 +44,7 @@ from jaxdp.run.build import (
 )
 from jaxdp.run.callbacks import Callbacks, make_callbacks
 from jaxdp.run.components import NOTHING, Objects, choose_accumulate
-from jaxdp.run.config_checks import make_checks
+from jaxdp.run.continuation import Continuation
 from jaxdp.run.driver import Training
 from jaxdp.run.resume import check_paths, lock_run_dir, resume_step
 from jaxdp.run.start import layout_of, start_writer, warn_of_lost_updates
@@ -75,97 +67,109 @@ def train(
         keep: return the exported state instead of None.
         overwrite: remove an existing run from the directory first.
     """
-    if not config.elastic.enabled:
-        return train_here(config, path, context, objects, keep, overwrite)
 
-    # An elastic job trains in one generation of processes after the other.
-    if context.size < (least := config.elastic.min_processes):
-        raise UsageError(
-            f"elastic.min_processes: {least}, but the job has {context.size}; start more of them",
-            rank=0,
+    def train_here(context: Context, continuation: Continuation) -> Any:
+        job = Job(config, rundir.directory_of(config, path), context, objects, continuation, keep)
+        return job.train(overwrite and not continuation.runs)
+
+    wrapped: Train = train_here
+    for extra in extras_of(config):
+        wrapped = extra.around(wrapped)
+    return wrapped(context, Continuation())
+
+
+@dataclasses.dataclass
+class Job:
+    """One run of a config with the processes of `context`; see `train`."""
+
+    config: Config
+    directory: pathlib.Path
+    context: Context
+    objects: Objects
+    continuation: Continuation
+    keep: bool
+
+    def train(self, overwrite: bool) -> tuple[Record, TrainState | None]:
+        """Prepare the directory, find the state to start from, and train."""
+        config, context, directory = self.config, self.context, self.directory
+        continuation, objects = self.continuation, self.objects
+        began = time.time()
+        if (
+            overwrite
+        ):  # not what this job has written before `jaxdp launch` started its processes again
+            since = float(os.environ.get("JAXDP_BEGAN", math.inf))
+            overwrite = context.of_root("overwrite", lambda: rundir.began(directory) < since)
+        use_compilation_cache(config, context)
+        on_all_ranks(
+            context,
+            lambda: check_paths(config, directory) if context.is_root and not overwrite else None,
         )
-    if membership.current() is None:
-        return train_here(config, path, context, objects, keep, overwrite)
-    if context.is_root and (problem := launcher_problem(context.launcher)) is not None:
-        safe_print.say(f"jaxdp: elastic.enabled: {problem}", error=True)
-    audited = config.audit.every if config.audit.action == "expel" else None
-    snapshots = Snapshots(audited or config.elastic.snapshot_every, bool(audited))
-    snapshots.prepared = in_advance.pop() if in_advance else None
+        prepared = prepare_on_all_ranks(config, context, objects, continuation.prepared)
+        continuation.prepared = prepared
+        run = make_run(config, directory, context, objects, prepared=prepared)
+        if config.log.writers:
+            on_all_ranks(context, lambda: check_writers(config.log.writers))
+        callbacks = Callbacks(context=context)
+        if config.callbacks:
+            given = objects.get("callbacks", {})
+            callbacks = on_all_ranks(
+                context, lambda: make_callbacks(config.callbacks, given, context)
+            )
+        check = context.is_root and (overwrite or not run.checkpoints.steps())
+        context.agree(rundir.not_ours(directory, overwrite) if check else None)
+        with lock_run_dir(directory, context, run.checkpoints) or contextlib.nullcontext():
+            context.agree(rundir.clear(directory) if overwrite and context.is_root else None)
+            if overwrite and run.checkpoints.writes:
+                folders.remove(run.checkpoints.directory, run.checkpoints.steps())
+            events = run.checkpoints.events = Events(directory) if context.is_root else NoEvents()
+            progress, saved = self.find_start(run)
+            start = progress.start
+            if start and not progress.recovered:
+                record = final_record(run, directory, context, start, saved)
+                if record is not None:
+                    abstract = run.strategy.abstract()
+                    return record, run.checkpoints.restore(start, abstract) if self.keep else None
+            if offset := progress.offset:
+                run = make_run(
+                    config, directory, context, objects, offset, prepared, run.checkpoints
+                )
+            continuation.load(callbacks, saved)
+            run.log.events = events
+            run = callbacks.change_step(run, progress)
+            training = ConfigTraining(
+                run,
+                progress,
+                callbacks,
+                continuation,
+                extras=extras_of(config),
+                profile=make_profile(config, directory, start, run.options.steps),
+                speed=speed(config, prepared.parts, prepared.flops, run.strategy.devices),
+                config=config,
+                prepared=prepared,
+            )
+            if not start and config.init_from is not None:
+                from jaxdp.run.initial_weights import initialize_from
 
-    def train_generation(context: Context) -> tuple[Record, TrainState | None]:
-        generation = membership.joined().job.generation
-        if generation:
-            wait_for_devices(config.outer.replicas, context, config.elastic.join_timeout)
-        return train_here(
-            config, path, context, objects, keep, overwrite and not generation, snapshots
-        )
+                training.initialize = initialize_from(run, config, context, prepared.parts, objects)
+            continuation.begin(training)
+            return supervised(training, objects, began, self.keep)
 
-    return run_generations(train_generation, context, snapshots.end_generation)
-
-
-def train_here(
-    config: Config,
-    path: str | None,
-    context: Context,
-    objects: Objects,
-    keep: bool,
-    overwrite: bool,
-    snapshots: Snapshots | None = None,
-) -> tuple[Record, TrainState | None]:
-    """Train with the processes of `context`; see `train`. snapshots: of an elastic job."""
-    began = time.time()
-    directory = rundir.directory_of(config, path)
-    if overwrite:  # not what this job has written before `jaxdp launch` started its processes again
-        since = float(os.environ.get("JAXDP_BEGAN", math.inf))
-        overwrite = context.of_root("overwrite", lambda: rundir.began(directory) < since)
-    use_compilation_cache(config, context)
-    on_all_ranks(
-        context,
-        lambda: check_paths(config, directory) if context.is_root and not overwrite else None,
-    )
-    prepared = prepare_on_all_ranks(
-        config, context, objects, snapshots.prepared if snapshots is not None else None
-    )
-    if snapshots is not None:
-        snapshots.prepared = prepared
-    run = make_run(config, directory, context, objects, prepared=prepared)
-    if config.log.writers:
-        on_all_ranks(context, lambda: check_writers(config.log.writers))
-    callbacks = Callbacks(context=context)
-    if config.callbacks:
-        callbacks = on_all_ranks(
-            context, lambda: make_callbacks(config.callbacks, objects.get("callbacks", {}), context)
-        )
-    check = context.is_root and (overwrite or not run.checkpoints.steps())
-    context.agree(rundir.not_ours(directory, overwrite) if check else None)
-    with lock_run_dir(directory, context, run.checkpoints) or contextlib.nullcontext():
-        context.agree(rundir.clear(directory) if overwrite and context.is_root else None)
-        if overwrite and run.checkpoints.writes:
-            folders.remove(run.checkpoints.directory, run.checkpoints.steps())
-        events = run.checkpoints.events = Events(directory) if context.is_root else NoEvents()
-        recovered = snapshots.recover(run, context) if snapshots is not None else None
-        start, saved = recovered[:2] if recovered else resume_step(run, config, context, objects)
-        if snapshots is not None and not recovered and context.is_root:
-            report_lost_updates(directory, start)
+    def find_start(self, run: Run) -> tuple[Progress, Record]:
+        """Return where the run starts, and the metadata of its state: that in memory, or that of the
+        newest checkpoint. Raises UsageError if it is beyond the last update."""
+        recovered = self.continuation.recover(run, self.context)
+        if recovered is None:
+            state = None
+            start, saved = resume_step(run, self.config, self.context, self.objects)
+        else:
+            start, saved, state = recovered
         if start > (steps := run.options.steps):
             raise UsageError(
-                f"steps: {steps}, but {str(directory)!r} is at step {start}; give more", rank=0
+                f"steps: {steps}, but {str(self.directory)!r} is at step {start}; give more", rank=0
             )
-        if start and not recovered:
-            record = final_record(run, directory, context, start, saved)
-            if record is not None:
-                restored = run.checkpoints.restore(start, run.strategy.abstract()) if keep else None
-                return record, restored
-        if offset := saved.get("offset", 0):
-            run = make_run(config, directory, context, objects, offset, prepared, run.checkpoints)
-        if (
-            snapshots is not None
-        ):  # the next generation may start from nothing, with the same objects of a script
-            snapshots.callbacks = snapshots.callbacks or callbacks.state()
-        if states := saved or (snapshots is not None and snapshots.callbacks):
-            callbacks.load(states)
-        run.log.events = events
         progress = Progress(
+            state=state,
+            recovered=recovered is not None,
             step=start,
             start=start,
             offset=saved.get("offset", 0),
@@ -174,28 +178,7 @@ def train_here(
             evaluation=saved.get("metrics", {}),
             stopped=saved.get("stopped"),
         )
-        if recovered is not None:
-            progress.state = recovered[2]
-            progress.recovered = True
-        run = callbacks.change_step(run, progress)
-        training = ConfigTraining(
-            run,
-            progress,
-            callbacks,
-            snapshots,
-            profile=make_profile(config, directory, start, steps),
-            speed=speed(config, prepared.parts, prepared.flops, run.strategy.devices),
-            config=config,
-            prepared=prepared,
-        )
-        if not start and config.init_from is not None:
-            from jaxdp.run.initial_weights import initialize_from
-
-            training.initialize = initialize_from(run, config, context, prepared.parts, objects)
-        if snapshots is not None:
-            snapshots.prepare(training)
-            membership.joined().report_state()
-        return supervised(training, objects, began, keep)
+        return progress, saved
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -292,31 +275,26 @@ def supervised(
     """
     run = training.run
     config = training.config
-    snapshots = training.snapshots
+    continuation = training.continuation
     start = training.progress.step
     context = run.checkpoints.context
     log, directory = run.log, run.log.directory
-    if snapshots is not None:
-        snapshots.records.rewind(start, training.progress.evaluated == start)
-        missing = missing_records(snapshots.records, context, directory / "metrics.jsonl")
-        log.writer = snapshots.records
-    if context.is_root:
+
+    def open_writer() -> Writer:
         layout = layout_of(run, config)
-        log.writer = start_writer(training, config, training.prepared, objects, layout)
-        if snapshots is not None:
-            snapshots.records.records.clear()
-            for record in missing:
-                log.writer.write(record)
-        if snapshots is None or not snapshots.generations:
+        if not continuation.runs:
             rundir.write_layout(directory, layout)
             training.layout = layout
+        return start_writer(training, config, training.prepared, objects, layout)
+
+    log.writer = continuation.write_with(training, open_writer)
     training.watch = watch = RunMonitor(
         context,
         directory,
         config.watchdog.step_timeout,
         config.watchdog.straggler_factor,
         config.checkpoint.every_minutes,
-        last_save=(snapshots and snapshots.last_save) or time.monotonic(),
+        last_save=continuation.last_save or time.monotonic(),
     )
 
     def on_signal(name: str) -> None:
@@ -327,19 +305,16 @@ def supervised(
 
     signals.subscribe(on_signal)
     try:
-        if context.size > 1 or config.audit.every is not None:
-            training.checks = make_checks(run, config, watch, snapshots)
         facts: dict[str, Any] = {
             "devices": len(run.strategy.devices),
             "processes": context.size,
             "steps": run.options.steps,
-            "observers": training.observe().names,
+            "observers": training.observers.names,
+            **continuation.facts(start),
         }
-        if snapshots is not None and snapshots.reached > start:
-            facts["again"] = snapshots.reached - start
         log.events.note("resume" if start else "start", start, t=round(began, 3), **facts)
         open_collectives(context)
-        with log_failure(log.events, context.size == 1, snapshots is not None):
+        with log_failure(log.events, context.size == 1, continuation):
             record, state = training.train()
         log.writer.say(summary(record, directory))
         return record, run.strategy.export(state) if keep else None
@@ -347,18 +322,16 @@ def supervised(
         signals.unsubscribe(on_signal)
         training.profile.stop()
         watch.stop()
-        if snapshots is not None:
-            snapshots.last_save = watch.last_save
-            run.checkpoints.wait()
+        continuation.close(watch.last_save)
         log.writer.close()
 
 
 @contextlib.contextmanager
-def log_failure(events: NoEvents, alone: bool, elastic: bool) -> Iterator[None]:
+def log_failure(events: NoEvents, alone: bool, continuation: Continuation) -> Iterator[None]:
     """Log an event if training ends by an error of this process or of another.
 
     alone: whether this is the only process. Otherwise the fault of another one may be reported
-    after this error. elastic: the loss of another process is not a failure.
+    after this error. An error after which the command goes on is not a failure.
     """
 
     def log(text):
@@ -368,13 +341,10 @@ def log_failure(events: NoEvents, alone: bool, elastic: bool) -> Iterator[None]:
     unsubscribe = True
     try:
         yield
-    except Stopped as stop:
-        if stop.kind == "regroup":
-            events.note("regroup", reason=stop.why)
-        raise
     except BaseException as error:
-        if elastic and has_ended(error):
-            events.note("regroup", reason=str(error)[:300])
+        if isinstance(error, Stopped) or continuation.goes_on(error):
+            if continuation.goes_on(error):
+                events.note("regroup", reason=getattr(error, "why", str(error))[:300])
             raise
         unsubscribe = alone
         prefix = "" if alone or not is_consequence(error) else "another process was lost: "

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.config import Config, Precision
-from jaxdp.config.validation import check_exact
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError
+from jaxdp.extras import door
 from jaxdp.parallel.strategy import Strategy
 from jaxdp.precision import policy
 from jaxdp.process.context import Context
@@ -133,12 +133,12 @@ def make_problem(config: Config, context: Context = ALONE) -> Problem:
         eval_sets=parts.eval_sets,
         order=parts.order,
         build=build,
-        configuration=own._replace(reduction="exact") if config.parallel.exact else own,
+        configuration=own._replace(reduction="exact") if config.parallel.in_groups else own,
         steps=parts.steps,
         tx=parts.rule.tx,
         elsewhere=functools.partial(start_elsewhere, whole),
         own_precision=None
-        if config.parallel.exact
+        if config.parallel.in_groups
         else functools.partial(start_in_own_precision, whole),
         narrowest=narrowest(config),
     )
@@ -272,12 +272,10 @@ def configuration_of(config: Config) -> Configuration:
 
 def exactly(config: Config) -> Config:
     """Return the config in exact mode, with the smaller arguments of `verify`. Raises UsageError."""
-    parallel = dataclasses.replace(
-        config.parallel, reduction=config.parallel.exact_reduction, accumulate="auto"
-    )
-    config = dataclasses.replace(smaller(config), parallel=parallel)
-    check_exact(config)
-    return config
+    door("exact", "--exact")
+    from jaxdp.exact.door import in_exact_mode
+
+    return in_exact_mode(smaller(config))
 
 
 def verify_exactly(

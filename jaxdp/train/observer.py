@@ -14,7 +14,7 @@ WANTS = {"pause", "save", "evaluate", "stop"}  # what an observer may ask for
 
 
 class Observer:
-    """The base class of what looks at updates: the meter, the look back, an audit, a callback.
+    """The base class of what looks at updates: the meter, the look back, a callback.
 
     Override the methods that you need; the others cost nothing. No method but `pause` may wait for
     the device, except for results that are several updates old: else the device waits for the host.
@@ -70,7 +70,7 @@ class Observer:
         """Training ends, in whatever way; release what `start` took."""
 
     def change_step(self, run: Run, progress: Progress) -> Step:
-        """Return the step to train and audit with in the place of `run.step`; called before `start`,
+        """Return the step to train with in the place of `run.step`; called before `start`,
         and before anything is compiled."""
         return run.step
 

@@ -68,8 +68,7 @@ class Data:
 
 @dataclasses.dataclass(frozen=True)
 class LoopOptions:
-    """The last update, and the updates between two records, evaluations, checkpoints and outer
-    steps (`outer`).
+    """The last update, and the updates between two records, evaluations and checkpoints.
 
     steps_per_call: the number of updates in one compiled call, if nothing is due between them.
     rollback_every: updates between two checkpoints that a rollback can return to; None: any
@@ -84,7 +83,6 @@ class LoopOptions:
     asynchronous: bool = True
     max_rollbacks: int = 3
     rollback_every: int | None = None
-    outer_every: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,8 +135,8 @@ class Progress:
     start: the update after which it was started or resumed. offset: the number of batches that were
     skipped after spikes, by `rollbacks` rollbacks; update n has batch n - 1 + offset. evaluated:
     the last update that was evaluated; evaluation: its finite metrics. stopped: why a callback ended
-    training; data_ended: why the data did. recovered: the state comes from the memory of an elastic
-    job.
+    training; data_ended: why the data did. recovered: the state comes from memory, not from
+    a checkpoint.
     """
 
     state: TrainState | Any = None

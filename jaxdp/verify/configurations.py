@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
+from jaxdp.config.training import EXACT
 from jaxdp.errors import UsageError
-from jaxdp.exact.fixed_point import FORMATS
 from jaxdp.parallel.layout import ZERO, Sharding
 from jaxdp.run.strategies import REDUCTIONS, STAGES, STRATEGIES, make_reduction
 from jaxdp.train.state import TrainState
@@ -66,7 +66,7 @@ def choose_configurations(
 
     A job of several processes uses all its devices, or one of each process. exact: with the
     reduction of `first` only."""
-    number, others = len(devices), set() if exact else REDUCTIONS.keys() - FORMATS.keys()
+    number, others = len(devices), set() if exact else REDUCTIONS.keys() - EXACT.keys()
     fewer = [n for n in ((ODD, 2) if exact else (ODD,)) if n < number and jax.process_count() == 1]
     settings: list[Sequence[Any]] = [
         [number, *fewer],
@@ -100,7 +100,7 @@ def pairs(configuration: Configuration) -> set[tuple[Any, ...]]:
 def is_meaningful(configuration: Configuration) -> bool:
     """Return whether every setting that differs from its default has an effect."""
     layout, c = ZERO[configuration.zero], configuration
-    if c.accumulate == "scan" and c.reduction in FORMATS:
+    if c.accumulate == "scan" and c.reduction in EXACT:
         return False
     return (c.gradient_buffer == "sharded" or layout.grads) and (
         c.shard_size is None or layout.opt_state

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.audit.product_sums import mark_replaced, number_of_products, visit_products
-from jaxdp.axes import data_axes
+from jaxdp.axes import DATA, data_axes
 from jaxdp.elastic.snapshots import Snapshots
 from jaxdp.errors import UsageError
 from jaxdp.exact.rounding import BITS, fusion_barrier, opaque_true
@@ -216,11 +216,20 @@ def with_flips(step: Step, faults: Sequence[Fault]) -> Step:
     return step._replace(grads=grads)
 
 
+def all_axes() -> Any:
+    """Return the axes of all devices inside a program, those of logical replicas too."""
+    try:
+        jax.lax.axis_size(("outer", DATA))
+    except NameError:
+        return data_axes()
+    return ("outer", DATA)
+
+
 def flip(x: jax.Array, fault: Fault, step: jax.Array) -> jax.Array:
     """Flip the fault's bit inside a program, if this is its device and update; `step`: of the
     updates before it.
     """
-    axes = data_axes(replicas=True)
+    axes = all_axes()
     if axes is None:  # a rehearsal
         return x
     now = (step + 1 >= fault.step) & (step + 1 <= (fault.until if fault.repeat else fault.step))

@@ -15,9 +15,9 @@ import pathlib
 import sys
 import warnings
 
-from jaxdp.process import environment
+from jaxdp.exact import flags
 
-environment.exact()
+flags.set_flags()
 
 import jax
 import jax.numpy as jnp

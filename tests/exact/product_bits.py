@@ -13,9 +13,9 @@ import json
 import pathlib
 import sys
 
-from jaxdp.process import environment
+from jaxdp.exact import flags
 
-environment.exact()
+flags.set_flags()
 
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,7 @@
 """Exact mode trains the same bits on any number of devices and processes, in every stage; and what
 that is made of.
 
-Bits of runs are compared in jobs of their own, which `jaxdp.process.environment.exact` prepares before JAX
+Bits of runs are compared in jobs of their own, which `jaxdp.exact.flags.set_flags` prepares before JAX
 starts."""
 
 import functools
@@ -23,13 +23,14 @@ from covering import first
 from jaxdp.api import fit
 from jaxdp.config import Config, Optimizer
 from jaxdp.errors import UsageError
+from jaxdp.exact import flags
 from jaxdp.exact.rounding import as_written, fusion_barrier, opaque_true
 from jaxdp.models import as_model
 from jaxdp.models.mlp import MLP
 from jaxdp.optim import OPTIMIZERS
 from jaxdp.parallel.placement import assign_microbatches
 from jaxdp.plan.hlo import collectives
-from jaxdp.process import environment, private_jax
+from jaxdp.process import private_jax
 from jaxdp.run.preflight import check_optimizer
 from jaxdp.verify import Configuration, as_json, as_text
 from jaxdp.verify.exact import compare_bits
@@ -670,13 +671,13 @@ def closed(monkeypatch):
 
 @pytest.fixture
 def variables(monkeypatch, closed):
-    """(XLA_FLAGS, the number of GPUs) -> XLA_FLAGS after `environment.exact`."""
+    """(XLA_FLAGS, the number of GPUs) -> XLA_FLAGS after `flags.set_flags`."""
 
     def after(flags, gpus=0):
-        monkeypatch.setattr(environment, "gpu_count", lambda: gpus)
+        monkeypatch.setattr(flags, "gpu_count", lambda: gpus)
         monkeypatch.setenv("XLA_FLAGS", flags)
-        environment.exact()
-        environment.check_exact()
+        flags.set_flags()
+        flags.check_flags()
         return os.environ["XLA_FLAGS"]
 
     return after
@@ -692,14 +693,14 @@ def test_the_environment_of_exact_mode_keeps_the_users_own_flags(variables, monk
     for done in (f"{PASSES} {CPU}", f"{CPU} {off}dce,{NAMES} --xla_a=1"):
         assert variables(done) == done
     monkeypatch.delenv("XLA_FLAGS")
-    environment.exact()
+    flags.set_flags()
     assert os.environ["XLA_FLAGS"] == f"{PASSES} {CPU}"
 
 
 def test_of_a_flag_that_is_given_twice_the_last_does_not_undo_what_exact_mode_needs(variables):
     name, other = "--xla_allow_excess_precision", "--xla_a=1"
-    for flags in (f"{name}=false {name}=true", f"{name}=true", name):
-        after = variables(f"{flags} {other}")
+    for given in (f"{name}=false {name}=true", f"{name}=true", name):
+        after = variables(f"{given} {other}")
         assert after.split().count(f"{name}=false") == after.count(name) == 1
 
 
@@ -716,9 +717,9 @@ def test_an_environment_that_exact_mode_cannot_work_in_is_refused_with_what_to_c
         UsageError,
         match=r"XLA_FLAGS='--xla_a=1 --xla_disable_hlo_passes=algsimp,.* the environment",
     ):
-        environment.check_exact()
-    environment.exact()
-    environment.check_exact()
+        flags.check_flags()
+    flags.set_flags()
+    flags.check_flags()
 
 
 def test_fit_is_refused_in_one_line_where_jax_has_opened_its_devices_without_the_settings(
@@ -731,7 +732,7 @@ def test_fit_is_refused_in_one_line_where_jax_has_opened_its_devices_without_the
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
     images = toys.data()
     with pytest.raises(
-        UsageError, match=r"call jaxdp.process.environment.exact.. before JAX opens its devices$"
+        UsageError, match=r"call jaxdp.exact.flags.set_flags.. before JAX opens its devices$"
     ):
         fit(
             "MLP",

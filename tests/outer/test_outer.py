@@ -25,8 +25,9 @@ from jaxdp.errors import UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.optim.master import master_copy, with_master
 from jaxdp.outer.replicas import OuterRule, Replicas, assign_replicas, split_replicas
+from jaxdp.outer.rule import make_outer
 from jaxdp.parallel.placement import assign_microbatches, ordered_devices
-from jaxdp.run.components import make_outer, make_parts
+from jaxdp.run.components import make_parts
 from jaxdp.run.strategies import make_reduction
 from jaxdp.train.step import Forward, UpdateRule, init_state, make_step
 from launch import mpirun

@@ -4,6 +4,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from jaxdp.audit.auditor import Audit
+from jaxdp.audit.program import Probe
+from jaxdp.audit.slow import SlowDevices
+from jaxdp.data.dataset import first_example
+from jaxdp.run.driver import Training
 from jaxdp.train.observer import Observer
 from jaxdp.train.run import Progress, Run
 from jaxdp.train.state import Batch, TrainState
@@ -15,12 +22,12 @@ class Checks(Observer):
     observers reads the new state.
 
     checks: after an update for which `is_due(run, progress)`, `check(run, progress, batch)` runs;
-    after the last one, `is_due(..., last=True)` decides. meter: paused before a check, whose time
-    is none of an update.
+    after the last one, `is_due(..., last=True)` decides. training: whose meter is paused before a
+    check, whose time is none of an update.
     """
 
     checks: Sequence[Any]
-    meter: Observer
+    training: Training
     batch: Batch | None = None
 
     def start(self, run: Run, progress: Progress) -> None:
@@ -40,5 +47,18 @@ class Checks(Observer):
     def _check(self, last: bool) -> None:
         for check in self.checks:
             if check.is_due(self.run, self.progress, last):
-                self.meter.pause(self.progress.step, False)
+                self.training.meter.pause(self.progress.step, False)
                 check.check(self.run, self.progress, self.batch)
+
+
+def make_checks(training: Training, every: int | None, action: str, factor: float | None) -> Checks:
+    """Return the checks of a run: an audit each `every` updates, and the times of slow devices."""
+    run, watch = training.run, training.watch
+    first = first_example(run.data.train.dataset)
+    probe = Probe(run.strategy, run.step, {name: np.ndim(x) for name, x in first.items()})
+    checks: list[Any] = []
+    if every is not None:
+        checks.append(Audit(probe, every, action, watch, training.continuation))
+    if factor is not None:
+        checks.append(SlowDevices(probe, factor, watch))
+    return Checks(checks, training)

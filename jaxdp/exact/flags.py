@@ -1,0 +1,64 @@
+"""The XLA flags of the exact reductions. This module does not import JAX."""
+
+import os
+import sys
+
+from jaxdp.errors import UsageError
+from jaxdp.process.environment import gpu_count
+
+EVERYWHERE = {"--xla_allow_excess_precision": "false"}
+GPU = {"--xla_gpu_deterministic_ops": "true", **EVERYWHERE}
+CPU = {
+    "--xla_disable_hlo_passes": "algsimp,reshape-mover,cpu-parallel-task-assigner",
+    "--xla_cpu_experimental_ynn_fusion_type": "individual_dot",
+    **EVERYWHERE,
+}
+
+
+def set_flags() -> None:
+    """Set the XLA flags that make results independent of the number of devices, before JAX opens
+    devices.
+
+    All platforms: no excess precision. With it, XLA skips a rounding to bfloat16 or float16
+    wherever it fuses two operations, and different programs fuse different ones. CPU: no algebraic
+    simplification, which chooses between a division and a product with the reciprocal by the rest
+    of the program; no reshape mover, which without the simplifier moves transposes until the
+    compiler's stack overflows; no loops divided among threads, whose ends are computed with scalar
+    instructions that round `exp` and `log` differently; library kernels for single products only,
+    since the rounding of fused reductions depends on their neighbours, and without the simplifier
+    jaxlib 0.10.2 writes out of bounds. GPU: deterministic operations, and none chosen by timing.
+    The number of threads does not matter (`jaxdp.exact.products`).
+
+    Raises `UsageError` if JAX has opened its devices without these settings.
+    """
+    if "jax" in sys.modules:
+        from jaxdp.process import private_jax
+
+        if private_jax.backends_initialized():
+            check_flags()
+    os.environ["XLA_FLAGS"] = _flags()
+
+
+def check_flags() -> None:
+    """Raise `UsageError` if `set_flags` was not called."""
+    if os.environ.get("XLA_FLAGS") != _flags():
+        raise UsageError(
+            f"parallel.reduction: exact needs XLA_FLAGS={_flags()!r} in the environment, not "
+            f"{os.environ.get('XLA_FLAGS')!r}; call jaxdp.exact.flags.set_flags() before JAX opens its devices"
+        )
+
+
+def _flags() -> str:
+    """Return the XLA_FLAGS that `set_flags` sets."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    for name, value in (GPU if gpu_count() else CPU).items():
+        values = [flag.partition("=")[2] for flag in flags if flag.partition("=")[0] == name]
+        if name.endswith(
+            "passes"
+        ):  # repeated flags of this kind add up; for any other flag, the last one wins
+            passes = [one for flag in values for one in flag.split(",")]
+            value = ",".join([*passes, *(one for one in value.split(",") if one not in passes)])
+        if values != [value]:
+            flags = [flag for flag in flags if flag.partition("=")[0] != name]
+            flags.append(f"{name}={value}")
+    return " ".join(flags)
