@@ -1,5 +1,7 @@
 """Small models, data and a training harness that the tests share."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,11 +9,11 @@ import optax
 from flax import nnx
 from jax.tree_util import Partial
 
+from jaxdp.config import Config, Parallel
 from jaxdp.data.dataset import Arrays
 from jaxdp.data.example_order import EpochOrder, Streams
 from jaxdp.data.prefetch import read_batch
-from jaxdp.exact.fixed_point import FORMATS
-from jaxdp.exact.integer_sums import remembering
+from jaxdp.extras import extras_of
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models import as_model
 from jaxdp.models.base import Model
@@ -305,7 +307,9 @@ def build(
     def first(seed):
         return init_state(forward._replace(seed=seed), rule, microbatches, example)
 
-    make = remembering(first, step.trainable) if reduction in FORMATS else first
+    make, parts = first, SimpleNamespace(rule=rule)
+    for extra in extras_of(Config(parallel=Parallel(reduction=reduction))):
+        make = extra.initial_state(make, parts)
     strategy = STRATEGIES[backend](
         Partial(make, np.uint32(forward.seed)),
         microbatches,
