@@ -171,6 +171,32 @@ def counting(step_of=lambda batch: 1) -> Model:
     return Model(init, apply)
 
 
+def two_towers(width=6):
+    """Two embeddings of an image, one of them of a noisy copy: noise by the microbatch's key, a
+    running mean.
+    """
+
+    def init(key, batch):
+        one, two = jax.random.split(key)
+        size = np.prod(batch["inputs"].shape[1:])
+
+        def draw(key):
+            return jax.random.normal(key, (size, width)) / size**0.5
+
+        return {"first": draw(one), "second": draw(two)}, {"mean": jnp.zeros(())}
+
+    def apply(params, state, batch, key, train):
+        x = batch["inputs"].reshape(len(batch["inputs"]), -1)
+        noisy = x + 0.1 * jax.random.normal(key, x.shape, x.dtype) * train
+        mask = batch["mask"].astype(x.dtype)
+        seen = jnp.sum(mask * x.mean(-1)) / jnp.sum(mask)
+        return (x @ params["first"], jnp.tanh(noisy @ params["second"])), {
+            "mean": 0.9 * state["mean"] + 0.1 * seen
+        }
+
+    return Model(init, apply)
+
+
 def of_all_kinds():
     """A linear model with a running mean, a count, and what each place has seen."""
 

@@ -176,17 +176,6 @@ def test_a_loss_that_is_not_finite_for_another_reason_ends_nothing(tmp_path):
     np.testing.assert_equal(made[0], made[1])
 
 
-@pytest.mark.parametrize(
-    "every, lost", [(4, "the last 2 updates came after the last outer step"), (3, ""), (1, "")]
-)
-def test_updates_that_an_outer_step_did_not_follow_are_counted(tmp_path, every, lost):
-    """The data may end between two outer steps."""
-    run = make_run(tmp_path, toys.MODELS["mlp"](), outer_every=every)
-    fit(run)
-    said = "\n".join(run.log.writer.said)
-    assert lost in said and ("outer step" in said) == bool(lost)
-
-
 def test_an_evaluation_without_weight_has_no_loss(tmp_path):
     examples = {**toys.data(60), "mask": np.zeros(60, np.float32)}
     run = make_run(tmp_path, toys.MODELS["mlp"](), examples=examples, held_out=examples)
