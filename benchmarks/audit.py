@@ -160,7 +160,7 @@ def worker(args: argparse.Namespace, more: list[str]) -> None:
     from jaxdp.run.callbacks import Callbacks
     from jaxdp.run.driver import Training
     from jaxdp.train.run import Progress
-    from tests.support.planted_faults import Fault, PlantedFaults
+    from tests.audit.planted_faults import Fault, PlantedFaults
 
     flags.set_flags()
     context = distributed.init()
@@ -282,7 +282,7 @@ def slow(args: argparse.Namespace, more: list[str]) -> dict:
     cause: `stop` stops a process for a share of each 10 ms; `load` runs another program on its
     core; `all` stops both; `none` neither.
     """
-    from tests.support.planted_faults import option
+    from tests.audit.planted_faults import option
 
     at = args.updates // 2
     ranks = {"stop": [1], "all": [0, 1]}.get(args.cause, [])

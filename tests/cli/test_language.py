@@ -11,24 +11,10 @@ import pytest
 
 from jaxdp.models import MODELS
 from jaxdp.models.gpt import GPT as GPTModule
-from launch import in_process, mpirun, processes
+from launch import mpirun
+from texts import GPT, check_sample, jaxdp, records
 
 WORDS = ["the", "cat", "dog", "saw", "a", "ran", "to", "big", "red", "<unk>"]
-
-
-def jaxdp(*argv, code=0, devices=1):
-    """Run the command; `sample`, which needs no devices, in this process."""
-    if argv[0] == "sample":
-        done = in_process(*argv)
-    else:
-        done = processes(["-m", "jaxdp", *map(str, argv)], [{}], timeout=300, devices=devices)[0]
-    assert done.returncode == code, done.output
-    return done.stdout if not code else done.stderr
-
-
-def records(run_dir, split="train"):
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["split"] == split]
 
 
 @pytest.fixture(scope="module")
@@ -95,29 +81,9 @@ def test_a_recurrent_model_carries_its_state_across_processes(treebank, tmp_path
     )
 
 
-GPT = """
-model: {{target: GPT, args: {{layers: 1, heads: 2, dim: 32}}}}
-data: {data}
-loss: {{target: CausalLM}}
-steps: {steps}
-batch_size: 8
-optimizer: {{target: adamw, lr: 1.0e-2}}
-eval: {{every: null}}
-"""
-
-
 @pytest.mark.slow
 def test_a_sample_goes_on_as_the_text_does(tmp_path, monkeypatch):
-    (tmp_path / "text.txt").write_text("abcdefgh\n" * 200)
-    data = f"{{target: TextFile, args: {{path: {tmp_path}/text.txt, tokenizer: char, length: 16, stride: 1}}}}"
-    (tmp_path / "gpt.yaml").write_text(GPT.format(data=data, steps=150))
-    train = ["train", "--config", tmp_path / "gpt.yaml", "--run_dir", tmp_path / "run"]
-    jaxdp(*train, "--parallel.reduction", "exact")  # needs flags of XLA that sampling does without
-    assert records(tmp_path / "run", "final")[0]["accuracy"] > 0.9
-    (tmp_path / "text.txt").unlink()  # a checkpoint knows its model and tokenizer
-    sample = ["sample", "--run_dir", tmp_path / "run"]
-    found = jaxdp(*sample, "--prompt", "fgh\nab", "--tokens", 30, "--temperature", 0)
-    assert found == ("fgh\n" + "abcdefgh\n" * 4)[:36] + "\n"
+    sample = check_sample(tmp_path)
     drawn = [
         jaxdp(*sample, "--prompt", "a", "--tokens", 9, "--temperature", 9, "--seed", s)
         for s in (1, 1, 2)

@@ -25,7 +25,6 @@ from jaxdp.data.dataset import Arrays
 from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError
-from jaxdp.exact.fixed_point import FORMATS
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models.base import Model
 from jaxdp.parallel.reduction import xla
@@ -40,80 +39,9 @@ from jaxdp.verify.oracle import Setup, Start, Trained, make_oracle, make_setup, 
 from jaxdp.verify.problem import Trial, check_memory, in_traceable_precision, make_trial
 from jaxdp.verify.verify_checks import OwnPrecision, check_own_precision, check_repeat, traits_of
 from verify_cases import named
+from verifying import CONFIG, PLANTED, command
 
 ROOT = pathlib.Path(__file__).parents[2]
-CONFIG = """
-model: {target: planted.Net}
-data: {target: Digits}
-steps: 10
-batch_size: 60
-optimizer: {target: adamw, lr: 1.0e-2}
-verify: {strategies: 1}
-"""
-PLANTED = '''
-import jax, jax.numpy as jnp, numpy as np, optax
-from flax import linen as nn
-
-def losses(outputs, batch):
-    return optax.softmax_cross_entropy_with_integer_labels(outputs, batch["labels"]) * batch["mask"]
-
-def scalar(outputs, batch):
-    return jnp.mean(losses(outputs, batch))
-
-def mean(outputs, batch):
-    return jnp.mean(losses(outputs, batch)), jnp.sum(batch["mask"]), {}
-
-def mean_of_means(outputs, batch):
-    weight = jnp.sum(batch["mask"])
-    return jnp.sum(losses(outputs, batch)) / jnp.maximum(weight, 1), jnp.minimum(weight, 1), {}
-
-def unmasked(outputs, batch):
-    each = optax.softmax_cross_entropy_with_integer_labels(outputs, batch["labels"])
-    return jnp.sum(each), jnp.sum(batch["mask"]), {}
-
-def mean_metric(outputs, batch):
-    right = (jnp.argmax(outputs, -1) == batch["labels"]).astype(outputs.dtype)
-    return jnp.sum(losses(outputs, batch)), jnp.sum(batch["mask"]), {"accuracy": jnp.mean(right)}
-
-def contrastive(outputs, batch):
-    mask = batch["mask"]
-    other = jnp.sum(outputs * mask[:, None], 0)
-    return jnp.sum(jnp.sum((outputs - other) ** 2, -1) * mask), jnp.sum(mask), {}
-
-class Restless:
-    """Augments where it reads."""
-    def __len__(self):
-        return 100
-    def __getitem__(self, i):
-        return {"inputs": np.random.rand(4, 4, 1).astype(np.float32), "labels": i % 10}
-
-class Net(nn.Module):
-    fault: str = ""
-    @nn.compact
-    def __call__(self, x, mask, train: bool):
-        x = nn.Dense(16)(x.reshape(len(x), -1))
-        if self.fault in ("sync", "unmasked", "noise", "part"):
-            norm = nn.BatchNorm(use_running_average=not train, axis_name="data" if self.fault == "sync" else None)
-            y = norm(x) if self.fault == "unmasked" else norm(x, mask=mask[:, None])
-            x = jnp.concatenate([y[:, :8], x[:, 8:]], 1) if self.fault == "part" else y
-        x = nn.relu(x)
-        if self.fault == "device" and train:
-            key = jax.random.fold_in(self.make_rng("dropout"), jax.lax.axis_index("data"))
-            x = jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x * 2, 0)
-        if self.fault == "numpy" and train:
-            x = x * np.random.rand(x.shape[-1])
-        if self.fault == "count" and train:
-            x = x / jax.lax.psum(1, "data")
-        if self.fault == "axis" and train:
-            x = x - jax.lax.pmean(x, "batch")
-        if self.fault == "narrow":
-            x = nn.Dense(16, dtype=jnp.float32)(x)
-        if self.fault == "integer":
-            seen = self.variable("stats", "seen", lambda: jnp.zeros((), jnp.int32))
-            if train:
-                seen.value = seen.value + jnp.sum(x > 1).astype(jnp.int32)
-        return nn.Dense(10)(x)
-'''
 FAULTS = {
     "a mean": (["--loss.target", "planted.mean"], "the loss has a sum that does not add up .*, as a mean does not"),
     "a mean of means": (["--loss.target", "planted.mean_of_means"], "the loss has a (sum|weight) that does not add up"),
@@ -149,14 +77,6 @@ def judged(tmp_path, monkeypatch):
         )
 
     return run
-
-
-def command(*argv, cwd, code):
-    argv = [sys.executable, "-m", "jaxdp", "verify", *map(str, argv)]
-    env = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done
 
 
 @pytest.mark.slow
@@ -264,44 +184,6 @@ def test_two_computations_are_compared_leaf_by_leaf():
         trial = make_trial(one, 2, 1)
         check = check_repeat(make_setup(one, trial), 1e-10)
     assert check.verdict == "FAILED" and "/small (by" in check.text
-
-
-@pytest.mark.slow
-def test_exact_prints_a_digest_of_every_way_to_train_and_a_verdict(tmp_path):
-    (tmp_path / "planted.py").write_text(PLANTED)
-    (tmp_path / "config.yaml").write_text(CONFIG)
-    argv = ["--config", "config.yaml", "--exact", "--devices", 2, "--updates", 2]
-    done = command(*argv, "--optimizer.clip_norm", 1, cwd=tmp_path, code=0)
-    rows = re.findall(r"^(\d) +p\w+ +(\d) .* ([0-9a-f]{16})$", done.stdout, re.MULTILINE)
-    assert {row[:2] for row in rows} >= {("1", "0"), *(("2", str(zero)) for zero in range(4))}
-    (digest,) = {row[2] for row in rows}
-    last = done.stdout.splitlines()[-1]
-    assert last.startswith(
-        f"exact: {len(rows)} configurations give the same bits; params_sha256 {digest}"
-    )
-
-    done = command(
-        *argv, "--model.args.fault", "device", "--optimizer.target", "lamb", cwd=tmp_path, code=1
-    )
-    refused = [
-        line
-        for line in done.stdout.splitlines()
-        if "refused" in line and "zero" not in line.split()[:3]
-    ]
-    assert sum("optimizer.target: lamb: it is not elementwise" in line for line in refused) == 6
-    assert re.search("FAILED +differs from update 1 on, in params/", done.stdout)
-    assert re.match(
-        r"not exact: 2 of 3 configurations differ \(6 more refused\): "
-        r"devices 2 .*: differs from update 1 on, in params/",
-        done.stdout.splitlines()[-1],
-    )
-    said = command(
-        *argv[:3], "--microbatches", 12, "--precision.reduce", "bfloat16", cwd=tmp_path, code=2
-    ).stderr
-    assert (
-        said.startswith("jaxdp: precision.reduce: bfloat16 with reduction: exact")
-        and said.count("\n") == 1
-    )
 
 
 @pytest.mark.slow
@@ -775,14 +657,6 @@ def test_every_value_of_every_factor_meets_every_stage():
     }
     assert split | groups <= met
     assert choose_configurations(Configuration(1, "pmap"), devices[:1])[0].devices == 1
-    for reduction in FORMATS:
-        own = Configuration(8, "pjit", 3, reduction)
-        rows = choose_configurations(own, devices)
-        assert (
-            rows[1] == own and all(map(is_meaningful, rows)) and 3 in {row.devices for row in rows}
-        )
-        assert {row.reduction for row in rows} == {"xla", "bucket", reduction}
-        assert all(row.accumulate == "vmap" for row in rows if row.reduction == reduction)
 
 
 def test_training_that_amplifies_rounding_is_slowed_down():

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jaxdp
 from jaxdp import data
 from jaxdp.data import Digits
-from jaxdp.interop import elastic
+from jaxdp.elastic import own_loop as elastic
 from jaxdp.interop.metrics import _mean
 from jaxdp.interop.partition import check_sizes
 from jaxdp.process.context import shutdown

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import toys
+from checks import check_padding
 from covering import first
 from jaxdp.cli import load
 from jaxdp.config import validation
@@ -232,18 +233,11 @@ def test_what_does_not_go_together_is_said(extra, text):
         (["--steps", "22", "--microbatches", "6"], 1, 0, True),
         (["--epochs", "9", "--batch_size", "479", "--microbatches", "1"], 1, 0, False),
         (["--epochs", "9", "--batch_size", "479", "--microbatches", "1"], 1, 50, False),
-        (["--steps", "22", "--parallel.reduction", "exact"], 1, 0, True),
         (["--steps", "22", "--spike.factor", "3", "--spike.action", "rollback"], 1, 0, True),
     ],
 )
 def test_padding_is_known_of_beforehand(keys, devices, offset, padded):
-    config = validation.resolve(load(["--config", str(DIGITS), *keys])[0])
-    parts = make_parts(config)
-    table = assign_microbatches(config.microbatches, devices)
-    assert is_padded(config, parts, table, offset) == padded
-    slots = np.arange(config.microbatches)
-    seen = [parts.order.rows(step + offset, slots)[1].all() for step in range(parts.steps)]
-    assert padded or all(seen)
+    check_padding(keys, devices, offset, padded)
 
 
 def test_a_mask_of_the_data_is_never_left_out():

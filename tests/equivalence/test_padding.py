@@ -2,8 +2,6 @@
 else changes.
 """
 
-import functools
-
 import jax
 import numpy as np
 import optax
@@ -14,14 +12,13 @@ from hypothesis import strategies as st
 import toys
 from checkpoints import META
 from jaxdp import split
-from jaxdp.checkpoint.leaves import params_sha256
 from jaxdp.checkpoint.store import Checkpoints
-from jaxdp.elastic.copies import Copies, assemble
 from jaxdp.errors import UsageError
 from jaxdp.parallel.layout import Sharding, rule_dims
 from jaxdp.parallel.padding import can_pad
 from jaxdp.plan import memory
 from jaxdp.split import WHOLE, fit, padded_shape, split_dim, take
+from padded import PLACES, ROWS, drawn, put, strategy_of, train
 from programs import USUAL, build, size
 
 
@@ -61,67 +58,6 @@ def test_slices_of_a_padded_leaf_have_its_elements_and_zeros(shape, parts, stack
     assert np.abs(whole).sum(dtype=np.float64) == np.abs(x).sum(dtype=np.float64)
 
 
-def train(
-    backend="pjit", zero=0, devices=1, buffer="sharded", pad=True, reduction="exact", **settings
-):
-    layout = {
-        "zero": zero,
-        "gradient_buffer": buffer,
-        "pad": pad,
-        "shard_size": settings.pop("group", None),
-    }
-    model = settings.pop("model", None) or toys.MODELS["blocks"](dropout=0.2)
-    return toys.train(
-        model, toys.data(), backend=backend, devices=devices, accumulate="scan", reduction=reduction, ema=0.9,
-        steps=3, layout=layout, **settings,
-    )  # fmt: skip
-
-
-def is_padded(strategy):
-    return any(
-        x.shape != y.shape
-        for x, y in zip(*map(jax.tree.leaves, (strategy.shapes, strategy.stored)))
-    )
-
-
-def digest(result):
-    _, state, metrics, *_ = result
-    return params_sha256(
-        (state.params, state.opt_state, state.extra["ema"], [m["grad_norm"] for m in metrics])
-    )
-
-
-@functools.cache
-def alone():
-    return digest(train())
-
-
-ROWS = [
-    ("pjit", 3, 7, "sharded"),
-    ("pmap", 1, 5, "sharded"),
-    ("pjit", 2, 5, "sharded"),
-    ("pjit", 1, 7, "sharded"),
-]
-ROWS += [("pjit", 3, 5, "replicated"), ("pjit", 2, 7, "replicated"), ("pmap", 1, 7, "sharded")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("backend", "zero", "devices", "buffer"), ROWS)
-def test_exact_sums_have_the_same_bits_with_padding(backend, zero, devices, buffer):
-    """Parameters, optimizer state, average, and the norm by which gradients are clipped."""
-    result = train(backend, zero, devices, buffer)
-    assert result[3].share().replicated_bytes < 50 and is_padded(result[3])
-    assert digest(result) == alone()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("devices", "group"), [(3, None), (6, None), (6, 3)])
-def test_devices_that_divide_few_dims_have_the_same_bits_with_padding(devices, group):
-    model = toys.MODELS["mlp"]()
-    result = train("pjit", 3, devices, group=group, model=model)
-    assert is_padded(result[3]) and digest(result) == digest(train(model=model))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["xla", "bucket"])
 @pytest.mark.parametrize(("backend", "zero", "devices", "buffer"), ROWS[:4])
@@ -134,7 +70,7 @@ def test_float_sums_agree_with_and_without_padding(backend, zero, devices, buffe
                 devices,
                 buffer,
                 pad,
-                reduction,
+                reduction=reduction,
                 dtype="float64",
                 optimizer="momentum",
             )[1]
@@ -148,52 +84,18 @@ def test_float_sums_agree_with_and_without_padding(backend, zero, devices, buffe
     )
 
 
-def strategy_of(backend, devices, layout, **settings):
-    model = toys.MODELS["blocks"]()
-    return toys.build(
-        model, toys.data(), backend=backend, devices=devices, ema=0.9, layout=layout, **settings
-    )[0]
-
-
-PLACES = [
-    ("pjit", 5, {"zero": 3, "pad": True}),
-    ("pmap", 7, {"zero": 1, "pad": True}),
-    ("pjit", 2, {"zero": 3}),
-]
-PLACES += [("pjit", 6, {"zero": 2, "pad": True, "shard_size": 3}), ("pmap", 1, {})]
-
-
 @pytest.mark.slow
-def test_checkpoints_and_snapshots_hold_no_padding(tmp_path):
-    """Saved in one layout, with padding or without, restored in all others; slices of a snapshot
-    are put together.
-    """
-    strategies = [strategy_of(*place) for place in PLACES]
-    noise = np.random.default_rng(0)
-
-    def draw(x):
-        return np.asarray(x + noise.normal(size=x.shape)).astype(x.dtype)
-
-    want = jax.tree.map(draw, strategies[0].export(strategies[0].init()))
+def test_checkpoints_hold_no_padding(tmp_path):
+    """Saved in one layout, with padding or without, restored in all others."""
+    strategies, want = drawn()
     for i, strategy in enumerate(strategies):
-
-        def put(x, like):
-            return jax.device_put(x, like.sharding)
-
-        stored = strategy.adopt(jax.tree.map(put, want, strategy.abstract()))
+        stored = put(strategy, want)
         exported, checkpoints = strategy.export(stored), Checkpoints(tmp_path / str(i))
         checkpoints.save(1, exported, META, lambda text: None)
-        copies = Copies(strategy, [""])
-        parts = copies.read(copies.start(strategy.export(stored, padded=True)))
-        assert checkpoints.wait() is None and len(parts) == 1 + copies.count
+        assert checkpoints.wait() is None
         for other in strategies:
             state = other.adopt(checkpoints.restore(1, other.abstract()))
             jax.tree.map(np.testing.assert_array_equal, other.export(state), want)
-            shapes, structure = jax.tree.flatten(other.abstract())
-            joined = other.adopt(
-                jax.tree.unflatten(structure, assemble(shapes, copies.dims, parts.items()))
-            )
-            jax.tree.map(np.testing.assert_array_equal, other.export(joined), want)
 
 
 @pytest.mark.slow

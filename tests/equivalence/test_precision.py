@@ -623,16 +623,6 @@ def test_bfloat16_parameters_learn_and_alike_in_every_layout(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reduction", ["exact", "exact16"])
-def test_the_master_copy_has_equal_bits_in_exact_mode(reduction):
-    one, four = (
-        with_master_copy("blocks", reduction=reduction, devices=n, **LAYOUTS["pjit-3"])[2]
-        for n in (1, 4)
-    )
-    assert_same_bits(contents(four), contents(one))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("model", ["mlp", "blocks"])
 def test_bfloat16_parameters_learn_as_float32_ones_that_compute_in_bfloat16(model):
     """The forward pass reads the same bfloat16 values, but for ties."""

@@ -12,42 +12,9 @@ import toys
 from covering import cover, first, name, only, product
 from jaxdp.models.base import Model
 from jaxdp.precision import Policy
-from judging import STEPS, TOLERANCE, judged, smallest
+from judging import STAGES, TOLERANCE, allowed, check_stage, layout, smallest
 
-PLACES = (
-    "1",
-    "2",
-    "3",
-    "4",
-    "8",
-    "8/4",
-    "8/2",
-)  # devices; devices / those that share one copy of the split state
-FACTORS = {
-    "backend": ("pjit", "pmap"),
-    "zero": (0, 1, 2, 3),
-    "place": PLACES,
-    "gradient_buffer": ("sharded", "replicated"),
-    "accumulate": ("vmap", "scan"),
-    "reduction": ("xla", "bucket", "exact"),
-    "model": ("mlp", "resnet", "dropout", "blocks"),
-    "microbatches": (8, 16),
-    "optimizer": ("adamw", "momentum"),
-    "dtype": ("float32", "float64"),
-}
-
-
-def allowed(row):
-    """pmap has the stages 0 and 1 over all devices; only gradients that may be split come split or
-    whole; exact mode computes each microbatch by itself, whatever `accumulate` says."""
-    if row.get("reduction") == "exact" and row["accumulate"] == "vmap":
-        return False
-    if row["backend"] == "pmap" and (row["zero"] > 1 or "/" in row["place"]):
-        return False
-    return row["zero"] > 1 or row["gradient_buffer"] == "sharded"
-
-
-THINNED = FACTORS | {  # without what the cover, or `test_equivalence`, has enough of
+THINNED = STAGES | {  # without what the cover, or `test_equivalence`, has enough of
     "place": ("3", "4", "8", "8/4", "8/2"),
     "model": ("resnet", "blocks"),
     "dtype": ("float64",),
@@ -60,33 +27,9 @@ def thinned(row):
     return allowed(row) and few and split and row["optimizer"] == "adamw"
 
 
-def layout(place, zero, gradient_buffer):
-    """Arguments of `toys.train`."""
-    devices, _, shard_size = place.partition("/")
-    arguments = {"zero": zero, "gradient_buffer": gradient_buffer}
-    return {
-        "devices": int(devices),
-        "layout": arguments | ({"shard_size": int(shard_size)} if shard_size else {}),
-    }
-
-
-def check(backend, zero, place, gradient_buffer, model, microbatches, optimizer, dtype, **settings):
-    with jax.enable_x64(dtype == "float64"):
-        want = judged(model, optimizer, microbatches, dtype)
-        _, state, metrics, *_ = toys.train(
-            toys.MODELS[model](), toys.data(dtype=dtype), backend=backend, microbatches=microbatches,
-            optimizer=optimizer, dtype=dtype, steps=STEPS, **layout(place, zero, gradient_buffer), **settings,
-        )  # fmt: skip
-        error, where = toys.relative_error((state.params, state.model_state), want)
-    assert error <= TOLERANCE[dtype], f"{where}: {error:.2e}"
-    assert [int(m["weight"]) for m in metrics[:3]] == [20, 20, 13]
-    assert all(m["nonfinite_grads"] == 0 for m in metrics)
-    return error
-
-
-@pytest.mark.parametrize("row", first(1, sorted(cover(allowed, **FACTORS), key=smallest)), ids=name)
+@pytest.mark.parametrize("row", first(1, sorted(cover(allowed, **STAGES), key=smallest)), ids=name)
 def test_every_stage_agrees_with_the_oracle(row):
-    check(**row)
+    check_stage(**row)
 
 
 @pytest.mark.slow
@@ -113,7 +56,7 @@ def test_parameters_that_are_one_array_are_split(place):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("row", product(thinned, **THINNED), ids=name)
 def test_every_combination_of_stages_agrees_with_the_oracle(row):
-    check(**row)
+    check_stage(**row)
 
 
 OPTIMIZED = {
@@ -192,12 +135,12 @@ def test_the_optimizers_move_the_parameters_and_adafactor_factors():
     ].shape == (3, 24)
 
 
-STAGES = [
+FEW = [
     ("pmap", "8", 1, "sharded"),
     ("pjit", "8", 1, "sharded"),
     ("pjit", "8/4", 2, "replicated"),
 ]
-STAGES += [("pjit", "8", 2, "sharded"), ("pjit", "8/2", 3, "sharded")]
+FEW += [("pjit", "8", 2, "sharded"), ("pjit", "8/2", 3, "sharded")]
 BF16 = Policy(jnp.float32, jnp.bfloat16, jnp.float32)
 
 
@@ -214,7 +157,7 @@ def narrow_alone(accumulate, policy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES, ids=str)
+@pytest.mark.parametrize("stage", FEW, ids=str)
 def test_bfloat16_agrees_with_bfloat16_on_one_device(stage):
     """bfloat16 rounds inside a microbatch only: what adds up is float32, and agrees as float32
     does.
@@ -227,7 +170,7 @@ def test_bfloat16_agrees_with_bfloat16_on_one_device(stage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", only([("pjit", "8", 2, "sharded")], STAGES), ids=str)
+@pytest.mark.parametrize("stage", only([("pjit", "8", 2, "sharded")], FEW), ids=str)
 def test_gradients_reduced_in_bfloat16_are_those_of_float32_to_its_rounding(stage):
     """bfloat16 rounds by up to 2^-9: each device's share, their sum, and what the sum over devices
     cancels.

@@ -2,7 +2,7 @@
 of them.
 
 A comment ahead of a block says what its commands need (`<!-- needs: a cluster -->`), or which test
-runs them (`<!-- tested: test_restart.py -->`). Blocks are fenced, without a language or with that
+runs them (`<!-- tested: exact/test_restart.py -->`). Blocks are fenced, without a language or with that
 of a shell, or indented."""
 
 import pathlib

@@ -1,5 +1,7 @@
 """Small models, data and a training harness that the tests share."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,11 +9,11 @@ import optax
 from flax import nnx
 from jax.tree_util import Partial
 
+from jaxdp.config import Config, Parallel
 from jaxdp.data.dataset import Arrays
 from jaxdp.data.example_order import EpochOrder, Streams
 from jaxdp.data.prefetch import read_batch
-from jaxdp.exact.fixed_point import FORMATS
-from jaxdp.exact.integer_sums import remembering
+from jaxdp.extras import extras_of
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models import as_model
 from jaxdp.models.base import Model
@@ -169,6 +171,32 @@ def counting(step_of=lambda batch: 1) -> Model:
     return Model(init, apply)
 
 
+def two_towers(width=6):
+    """Two embeddings of an image, one of them of a noisy copy: noise by the microbatch's key, a
+    running mean.
+    """
+
+    def init(key, batch):
+        one, two = jax.random.split(key)
+        size = np.prod(batch["inputs"].shape[1:])
+
+        def draw(key):
+            return jax.random.normal(key, (size, width)) / size**0.5
+
+        return {"first": draw(one), "second": draw(two)}, {"mean": jnp.zeros(())}
+
+    def apply(params, state, batch, key, train):
+        x = batch["inputs"].reshape(len(batch["inputs"]), -1)
+        noisy = x + 0.1 * jax.random.normal(key, x.shape, x.dtype) * train
+        mask = batch["mask"].astype(x.dtype)
+        seen = jnp.sum(mask * x.mean(-1)) / jnp.sum(mask)
+        return (x @ params["first"], jnp.tanh(noisy @ params["second"])), {
+            "mean": 0.9 * state["mean"] + 0.1 * seen
+        }
+
+    return Model(init, apply)
+
+
 def of_all_kinds():
     """A linear model with a running mean, a count, and what each place has seen."""
 
@@ -305,7 +333,9 @@ def build(
     def first(seed):
         return init_state(forward._replace(seed=seed), rule, microbatches, example)
 
-    make = remembering(first, step.trainable) if reduction in FORMATS else first
+    make, parts = first, SimpleNamespace(rule=rule)
+    for extra in extras_of(Config(parallel=Parallel(reduction=reduction))):
+        make = extra.initial_state(make, parts)
     strategy = STRATEGIES[backend](
         Partial(make, np.uint32(forward.seed)),
         microbatches,

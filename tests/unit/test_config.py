@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checks import check_refused
 from cli_runs import DIGITS
 from jaxdp.cli import help_of, load
 from jaxdp.config import validation
@@ -187,43 +188,8 @@ def test_the_command_line_overrides_the_files_wherever_it_stands(tmp_path):
             ["'loop' is not one of auto, vmap, scan (loop is now scan)"],
         ),
         (
-            ["--parallel.reduction", "exact", "--parallel.accumulate", "vmap"],
-            ["parallel.accumulate: vmap with reduction: exact", "leave it auto"],
-        ),
-        (
-            ["--parallel.reduction", "exact", "--precision.reduce", "bfloat16"],
-            ["precision.reduce: bfloat16 with reduction: exact", "leave it null"],
-        ),
-        (
-            ["--parallel.reduction", "exact8", "--microbatches", "32"],
-            [
-                "microbatches: 32 with reduction: exact8 leave 2 of 7 bits",
-                "use at most 18, or 2 in each",
-            ],
-        ),
-        (
-            ["--parallel.reduction", "exact16", "--microbatches", "8192"],
-            [
-                "microbatches: 8192 with reduction: exact16 leave 2 of 15 bits",
-                "at most 4681",
-                "or reduction: exact",
-            ],
-        ),
-        (
-            ["--parallel.reduction", "exact", "--parallel.exact_group", "3"],
-            ["parallel.exact_group: 3 does not divide microbatches: 8"],
-        ),
-        (
-            ["--parallel.reduction", "exact", "--parallel.exact_group", "0"],
-            ["parallel.exact_group: 0"],
-        ),
-        (
             ["--parallel.exact_group", "2"],
             ["parallel.exact_group: 2 with reduction: auto", "set reduction to exact"],
-        ),
-        (
-            ["--parallel.reduction", "exact8", "--parallel.accumulate", "vmap"],
-            ["parallel.accumulate: vmap with reduction: exact8", "set exact_group"],
         ),
         (["--steps", "10", "--epochs", "2"], ["steps: 10", "epochs: 2", "one of the two"]),
         (["--seed", "-1"], ["seed: -1"]),
@@ -244,10 +210,7 @@ def test_the_command_line_overrides_the_files_wherever_it_stands(tmp_path):
     ],
 )
 def test_bad_arguments_are_one_clear_line(argv, words):
-    with pytest.raises(UsageError) as error:
-        load([*DIGITS, *argv])
-    text = str(error.value)
-    assert all(w in text for w in words) and "\n" not in text
+    check_refused(argv, words)
 
 
 @pytest.mark.parametrize(

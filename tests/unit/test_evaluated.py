@@ -9,83 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
-import jaxdp
-import toys
+from averaging import FREE, Plain, X, Y, fit, loss_of, named
+from checks import check_averaged_statistics
 from covering import first
 from jaxdp.checkpoint.weights import from_checkpoint, on_host
 from jaxdp.cli import load
 from jaxdp.cli.export import export
-from jaxdp.errors import UsageError
 from jaxdp.optim.evaluation import evaluation_arrays, evaluation_params
 from jaxdp.process.context import current
 from jaxdp.run.build import make_run
-from jaxdp.split import path_string
 from jaxdp.train.average import average_statistics
 from launch import SUPPORT
 from layouts import LAYOUTS
 
 GOLDEN = SUPPORT / "golden"
-RNG = np.random.default_rng(0)
-X = (3 * RNG.normal(size=(90, 4)) + 1).astype(np.float32)
-Y = (X.sum(1) > 4).astype(np.int32)
-
-
-class Net(nnx.Module):
-    """With BatchNorm."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.first, self.norm = (
-            nnx.Linear(4, 8, rngs=rngs),
-            nnx.BatchNorm(8, momentum=0.5, rngs=rngs),
-        )
-        self.last = nnx.Linear(8, 2, rngs=rngs)
-
-    def __call__(self, x):
-        return self.last(jax.nn.relu(self.norm(self.first(x))))
-
-
-class Plain(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.first, self.last = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 2, rngs=rngs)
-
-    def __call__(self, x):
-        return self.last(jax.nn.relu(self.first(x)))
-
-
-def fit(model=Net, optimizer=None, **more):
-    base = {
-        "steps": 6,
-        "batch_size": 30,
-        "parallel": {"devices": 1},
-        "eval_data": (X, Y),
-        "log": {"every": 1},
-    }
-    return jaxdp.fit(
-        model,
-        (X, Y),
-        optimizer=optimizer or {"target": "adam", "lr": 0.05, "ema": 0.8},
-        **{**base, **more},
-    )
-
-
-def named(tree):
-    return {
-        path_string(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)
-    }
-
-
-def loss_of(params, statistics=None):
-    """The loss of Net or Plain, by NumPy."""
-    p = named(params)
-    x = X @ p["first/kernel"] + p["first/bias"]
-    if statistics is not None:
-        s = named(statistics)
-        x = (x - s["norm/mean"]) / np.sqrt(s["norm/var"] + 1e-5) * p["norm/scale"] + p["norm/bias"]
-    logits = np.maximum(x, 0) @ p["last/kernel"] + p["last/bias"]
-    top = logits.max(1, keepdims=True)
-    return np.mean(top[:, 0] + np.log(np.exp(logits - top).sum(1)) - logits[np.arange(len(Y)), Y])
 
 
 # --- the average, and its statistics
@@ -140,23 +78,9 @@ def test_it_is_exported_and_loaded_with_them(averaged, tmp_path):
         )
 
 
-@pytest.mark.parametrize("layout", first(1, [*LAYOUTS, "exact"]))
+@pytest.mark.parametrize("layout", first(1, [*LAYOUTS]))
 def test_the_statistics_are_averaged_by_the_formula(layout):
-    more = {"backend": "pjit", "reduction": "exact"} if layout == "exact" else LAYOUTS[layout]
-    strategy, step, batch = toys.build(
-        toys.of_all_kinds(), toys.data(), devices=8, ema=0.75, sequential=True, **more
-    )
-    state, update = strategy.init(), strategy.compile(step).update
-    want = np.array(strategy.export(state).model_state["mean"])
-    for i in range(4):
-        state, _ = update(state, batch(i))
-        exported = strategy.export(state)
-        want = 0.75 * want + 0.25 * np.array(exported.model_state["mean"])
-    np.testing.assert_allclose(exported.extra["ema_state"]["mean"], want, rtol=1e-6)
-    assert exported.extra["ema_state"]["calls"] is None
-    seen = strategy.export(strategy.averaged(state))
-    np.testing.assert_array_equal(seen.model_state["mean"], exported.extra["ema_state"]["mean"])
-    assert int(seen.model_state["calls"]) == 4
+    check_averaged_statistics(**LAYOUTS[layout])
 
 
 def test_a_minimum_that_starts_at_infinity_has_an_average():
@@ -199,10 +123,6 @@ def partitioned(tx):
     return optax.partition(
         {"first": tx, "last": optax.adam(0.1)}, {"first": "first", "last": "last"}
     )
-
-
-def FREE():
-    return optax.contrib.schedule_free_sgd(0.2, warmup_steps=2, b1=0.7)
 
 
 def SAM(period=2):
@@ -322,21 +242,3 @@ def test_a_run_that_is_resumed_is_that_of_one_piece(tmp_path):
         fit(Plain, FREE(), run_dir=tmp_path / "parts").final["params_sha256"]
         == whole.final["params_sha256"]
     )
-
-
-def test_replicas_with_such_an_optimizer_are_refused():
-    with pytest.raises(
-        UsageError, match=r"outer.replicas: 2 .* which evaluates other parameters than it trains"
-    ):
-        fit(Plain, FREE(), outer={"replicas": 2, "every": 2})
-
-
-@pytest.mark.slow
-def test_an_outer_optimizer_of_that_kind_is_evaluated_so(tmp_path):
-    outer = {
-        "replicas": 2,
-        "every": 2,
-        "optimizer": {"target": "optax.contrib.schedule_free_sgd", "lr": 0.7, "args": {"b1": 0.6}},
-    }
-    trained = fit(Plain, {"target": "sgd", "lr": 0.1}, run_dir=tmp_path / "run", outer=outer)
-    assert trained.final["loss"] == pytest.approx(loss_of(trained.params), rel=1e-5)

@@ -13,9 +13,8 @@ import jaxdp
 from jaxdp.data import Stream
 from jaxdp.errors import UsageError
 from jaxdp.models.nnx import Carry
-from jaxdp.run.fitted import fitting, settings
+from jaxdp.run.fitted import fitting
 from jaxdp.run.objects import name_it
-from jaxdp.run.strategies import make_reduction
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(90, 4)).astype(np.float32)
@@ -47,21 +46,6 @@ def fit(model=Net, **more):
 @pytest.fixture(scope="module")
 def fitted():
     return fit(optimizer={"target": "adamw", "lr": 0.01, "ema": 0.9})
-
-
-def test_how_jax_lowers_products_changes_for_a_run_only(fitted):
-    def text():
-        return (
-            jax.jit(lambda x: jax.lax.dot_general(x, x, (((0,), (0,)), ((), ()))))
-            .lower(X)
-            .as_text()
-        )
-
-    before = text()
-    with settings(fitted.config):
-        make_reduction("exact")
-        assert text() != before
-    assert text() == before
 
 
 CLASH = (

@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdp.exact.rounding import opaque_true, scan_unfused
 from jaxdp.plan.hlo import Collective, collectives, summarize
 from jaxdp.plan.hlo.groups import replica_groups
 
@@ -98,32 +97,6 @@ def test_what_only_the_run_knows_is_flagged():
         return jax.lax.cond(x[0, 0] > 0, lambda c: jax.lax.pmax(c, "r"), lambda c: c, x)
 
     assert brief(found(f, X)) == [("all-reduce", 1, 96, "float32", n, False) for n in (4, 2)]
-
-
-@pytest.mark.parametrize(
-    "over", [mapped, lambda f: jax.pmap(f, axis_name="d")], ids=["shard_map", "pmap"]
-)
-def test_a_loop_that_names_its_length_is_counted(over):
-    """Also around another, and inside a loop of unknown length."""
-
-    def f(x):
-        live = opaque_true(x[0, 0].astype(jnp.int32))
-
-        def add(y):
-            return jax.lax.psum(y, "d"), y
-
-        def outer(y):
-            total, _ = scan_unfused(add, y + x[:3], live)
-            return total + jax.lax.pmin(total, "d"), y
-
-        def scan(c):
-            return c + scan_unfused(outer, c + x[:5], live)[0]
-
-        return jax.lax.while_loop(lambda c: c.sum() < 9, scan, x[0])
-
-    lowered = over(f).lower(X if over is mapped else jnp.ones((8, *X.shape)))
-    counts = [(c.count, c.exact) for c in collectives(lowered.compile().as_text())]
-    assert counts == [(15, False), (5, False)]
 
 
 def test_narrow_floats_are_recovered_beside_wide_ones():

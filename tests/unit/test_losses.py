@@ -2,8 +2,6 @@
 on any devices.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,12 +10,9 @@ import pytest
 
 import toys
 from jaxdp import logits as pieces
-from jaxdp.cli import load
 from jaxdp.errors import UsageError
 from jaxdp.logits import Logits, rows_at_once
 from jaxdp.losses import CausalLM, Contrastive, MeanSquaredError, MultiTask, SoftmaxCrossEntropy
-from jaxdp.models.base import Model
-from jaxdp.run.components import make_parts, make_the_step
 
 RNG = np.random.default_rng(0)
 ROWS, CLASSES = 12, 7
@@ -302,32 +297,6 @@ def test_outputs_that_do_not_fit_are_named_with_both_shapes():
 # -------------------------------------------------------------------------------------
 
 
-def two_towers(width=6):
-    """Two embeddings of an image, one of them of a noisy copy: noise by the microbatch's key, a
-    running mean.
-    """
-
-    def init(key, batch):
-        one, two = jax.random.split(key)
-        size = np.prod(batch["inputs"].shape[1:])
-
-        def draw(key):
-            return jax.random.normal(key, (size, width)) / size**0.5
-
-        return {"first": draw(one), "second": draw(two)}, {"mean": jnp.zeros(())}
-
-    def apply(params, state, batch, key, train):
-        x = batch["inputs"].reshape(len(batch["inputs"]), -1)
-        noisy = x + 0.1 * jax.random.normal(key, x.shape, x.dtype) * train
-        mask = batch["mask"].astype(x.dtype)
-        seen = jnp.sum(mask * x.mean(-1)) / jnp.sum(mask)
-        return (x @ params["first"], jnp.tanh(noisy @ params["second"])), {
-            "mean": 0.9 * state["mean"] + 0.1 * seen
-        }
-
-    return Model(init, apply)
-
-
 def whole_batch(examples, model, params, steps, batch_size=20, microbatches=8):
     """The oracle: one function of the whole batch, real rows alone, plain Optax."""
     tx = optax.sgd(0.5)
@@ -367,7 +336,7 @@ def whole_batch(examples, model, params, steps, batch_size=20, microbatches=8):
 @pytest.mark.slow
 def test_a_contrastive_loss_is_that_of_the_whole_batch_on_any_devices():
     """53 examples in batches of 20: the last has 13, some microbatches one, with padding beside it."""
-    examples, model = toys.data(53, dtype=np.float64), two_towers()
+    examples, model = toys.data(53, dtype=np.float64), toys.two_towers()
     ways = [
         {"backend": "pmap", "devices": 1},
         {"backend": "pmap", "devices": 8, "accumulate": "scan"},
@@ -397,7 +366,7 @@ def test_a_contrastive_evaluation_couples_the_batch_too():
     examples, found = toys.data(20), []
     for devices in (1, 4):
         strategy, step, batch = toys.build(
-            two_towers(), examples, loss=Contrastive(), devices=devices
+            toys.two_towers(), examples, loss=Contrastive(), devices=devices
         )
         state = strategy.init()
         sums = strategy.compile(step).evaluate(state, batch(0))
@@ -405,23 +374,3 @@ def test_a_contrastive_evaluation_couples_the_batch_too():
             (float(sums.loss / sums.weight), float(sums.metrics["accuracy"] / sums.weight))
         )
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reduction", ["exact", "exact8"])
-def test_exact_mode_refuses_what_couples_examples(reduction):
-    config, *_ = load(["--config", "configs/digits.yaml"])
-    parts = make_parts(config)
-    parts = parts._replace(forward=parts.forward._replace(loss=Contrastive()))
-    make_the_step(config, parts)
-    config = dataclasses.replace(
-        config, parallel=dataclasses.replace(config.parallel, reduction=reduction)
-    )
-    message = rf"parallel\.reduction: {reduction} computes each microbatch separately"
-    with pytest.raises(UsageError, match=message):
-        make_the_step(config, parts)
-    strategy, step, batch = toys.build(
-        two_towers(), toys.data(20), loss=Contrastive(), reduction=reduction
-    )
-    with pytest.raises(UsageError, match=message):
-        strategy.compile(step).update(strategy.init(), batch(0))

@@ -14,7 +14,7 @@ import pytest
 import jaxdp
 from covering import first
 from jaxdp.data.dataset import Arrays
-from jaxdp.errors import RunFailed, UsageError
+from jaxdp.errors import RunFailed
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(400, 4)).astype(np.float32), RNG.integers(2, size=400).astype(np.int32)
@@ -120,10 +120,3 @@ def test_without_the_state_to_return_to_it_says_so(tmp_path, capsys, step, lost,
     else:
         fit(tmp_path, callbacks=[StopAt(-1)])
         assert words in capsys.readouterr().out and events(tmp_path)[-1] == (15, 8)
-
-
-def test_states_between_two_outer_steps_are_refused():
-    with pytest.raises(
-        UsageError, match=r"spike.every: 4 is no multiple of outer.every: 3, .*; set it to 6"
-    ):
-        fit(None, outer={"replicas": 2, "every": 3})

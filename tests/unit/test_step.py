@@ -10,6 +10,7 @@ import pytest
 from flax import linen, nnx
 
 import toys
+from checks import check_shared_programs
 from covering import first
 from jaxdp.data.dataset import Arrays
 from jaxdp.data.example_order import EpochOrder
@@ -435,33 +436,8 @@ def test_synchronized_batchnorm_sees_all_devices():
     assert toys.relative_error(states[False], whole)[0] > 1e-3
 
 
-@pytest.mark.parametrize(
-    "row",
-    [("pmap", 1, "xla", 0), pytest.param(("pjit", 2, "exact8", 3), marks=pytest.mark.slow)],
-    ids=str,
-)
-def test_runs_that_differ_only_in_their_seed_share_their_programs(row, tmp_path):
-    settings = dict(zip(("backend", "devices", "reduction"), row)) | {"layout": {"zero": row[-1]}}
-    programs, initial = [], []
-    for seed in (0, 1):
-        strategy, step, batch = toys.build(
-            toys.MODELS["dropout"](), toys.data(), seed=seed, **settings
-        )
-        jax.config.update("jax_dump_ir_to", str(tmp_path / str(seed)))  # of what is compiled
-        try:
-            state = strategy.init()
-        finally:
-            jax.config.update("jax_dump_ir_to", None)
-        initial.append(jax.device_get(strategy.export(state).params))
-        (file,) = (tmp_path / str(seed)).glob("*_jit_full_compile.mlir")
-        program = strategy.compile(step)
-        lowered = (
-            program.lowered(state, batch(0))["update"],
-            program.evaluate.lower(state, batch(0)),
-        )
-        programs.append([file.read_text(), *(part.as_text() for part in lowered)])
-    assert programs[0] == programs[1]
-    assert toys.relative_error(*initial)[0] > 0.1
+def test_runs_that_differ_only_in_their_seed_share_their_programs(tmp_path):
+    check_shared_programs("pmap", 1, "xla", 0, tmp_path)
 
 
 @pytest.mark.slow

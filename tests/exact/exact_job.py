@@ -1,5 +1,5 @@
 """Runs in exact mode, over devices of all processes: `mpirun -np 2 python
-tests/support/mpi/exact.py ROW ...`.
+tests/exact/exact_job.py ROW ...`.
 
 A row is model-backend-zero-place-gradient_buffer-optimizer-sum: model is a name or name.precision;
 place is the devices, or devices/shard_size; sum is an exact reduction, or one with its exact_group
@@ -26,7 +26,7 @@ from flax import nnx
 
 import jaxdp
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "support"))
 import toys
 from jaxdp.checkpoint.leaves import host
 from jaxdp.data.augment import random_crop, random_flip

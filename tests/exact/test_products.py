@@ -3,6 +3,7 @@ number of threads.
 """
 
 import json
+import pathlib
 import sys
 
 import jax
@@ -13,7 +14,7 @@ from jax.extend.core import Literal
 
 from convolutions import convolution
 from jaxdp.exact import products
-from launch import SUPPORT, together
+from launch import together
 
 GEOMETRIES = {
     "strided": ((2, 9, 8, 3), (3, 3, 3, 4), {"window_strides": (2, 3)}),
@@ -150,7 +151,12 @@ def test_a_sum_is_that_of_numpy(name, dtype):
 @pytest.mark.parametrize(("threads", "each"), [(("2", "32"), 3), (("2", "5", "32"), 1)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_all_products_have_the_same_bits_on_any_number_of_threads(dtype, threads, each):
-    job = [sys.executable, str(SUPPORT / "product_bits.py"), dtype, str(each)]
+    job = [
+        sys.executable,
+        str(pathlib.Path(__file__).with_name("product_bits.py")),
+        dtype,
+        str(each),
+    ]
     done = together([(job, {"NPROC": number}) for number in threads], timeout=600, devices=1)
     bits = [json.loads(run.stdout.splitlines()[-1]) for run in done]
     assert len(bits[0]) > 15 // each

@@ -10,6 +10,7 @@ the loops of elementwise functions, and the ends of each part are computed with 
 import functools
 import hashlib
 import json
+import pathlib
 import sys
 
 from jaxdp.exact import flags
@@ -20,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "support"))
 from convolutions import convolution
 from jaxdp.exact.products import lower_on_cpu
 

@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import os
+import pathlib
 import sys
 
 import jax
@@ -33,9 +34,9 @@ from jaxdp.process import private_jax
 from jaxdp.run.preflight import check_optimizer
 from jaxdp.verify import Configuration, as_json, as_text
 from jaxdp.verify.exact import compare_bits
-from launch import SUPPORT, Finished, mpirun, together
+from launch import Finished, mpirun, together
 
-SCRIPT = str(SUPPORT / "mpi" / "exact.py")
+SCRIPT = str(pathlib.Path(__file__).with_name("exact_job.py"))
 MODELS = ("dropout", "resnet", "lstm", "blocks", "gpt")
 WAYS = (
     "pmap-0-{}-sharded",

@@ -1,6 +1,6 @@
 """Faults on purpose: a callback that kills or slows a process, or flips a bit, in a real run.
 
-    --callbacks '[{target: tests.support.planted_faults.PlantedFaults, args: {faults: "FAULTS"}}]'
+    --callbacks '[{target: tests.audit.planted_faults.PlantedFaults, args: {faults: "FAULTS"}}]'
 
 FAULTS are separated by commas, as in "flip:grads:rank=1:step=50:bit=20:repeat=true,kill:rank=2":
 
@@ -41,7 +41,7 @@ from jaxdp.train.run import Progress, Run
 from jaxdp.train.state import Batch, Sums, TrainState
 from jaxdp.train.step import Replica, Step
 
-TARGET = "tests.support.planted_faults.PlantedFaults"
+TARGET = "tests.audit.planted_faults.PlantedFaults"
 TARGETS = {
     "kill": ("",),
     "slow": ("",),

@@ -1,0 +1,136 @@
+"""Each extra that has a door can be deleted: all that does not ask for it works without."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from launch import ROOT, environment
+
+NEEDS = {"exact": (), "outer": ("exact",), "audit": ("exact",), "elastic": ()}
+"""The extras with a door, and which others each of them imports; it goes with those."""
+REFUSED = {  # what asks for a deleted extra: what the refusal begins with
+    ("--parallel.reduction", "exact"): "parallel.reduction: exact needs the folder jaxdp/exact",
+    ("--parallel.reduction", "exact8"): "parallel.reduction: exact8 needs the folder jaxdp/exact",
+    ("--elastic.enabled", "true"): "elastic.enabled: true needs the folder jaxdp/elastic",
+    ("--outer.replicas", "2"): "outer.replicas: 2 needs the folder jaxdp/outer",
+    ("--audit.every", "2", "--parallel.reduction", "exact"): (
+        "parallel.reduction: exact needs the folder jaxdp/exact"
+    ),
+    ("--audit.every", "2"): "audit.every: 2 needs the folder jaxdp/audit",
+}
+# An editable install finds modules of jaxdp in the folder that it was made from, deleted ones too.
+ONLY_HERE = """import sys
+
+sys.meta_path[:] = [x for x in sys.meta_path if "__editable__" not in getattr(x, "__module__", "")]
+"""
+# The pages, and the bounds of the house, are those of all of it.
+OF_ALL = ("docs", "unit/test_house.py", "unit/test_deletion.py")
+
+
+def imported(folder):
+    """The other extras that an extra imports."""
+    names = set()
+    for file in (ROOT / "jaxdp" / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                names.add((node.module or "").partition("jaxdp.")[2].partition(".")[0])
+    return names & NEEDS.keys() - {folder}
+
+
+def copy_without(folder, *deleted):
+    """Copy the tree without these extras, and those that need them, into an empty folder."""
+    gone = {x for x in NEEDS if x in deleted or {*NEEDS[x]} & {*deleted}}
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in listed.split("\0"):
+        top, _, rest = name.partition("/")
+        if top in ("jaxdp", "tests") and rest.partition("/")[0] in gone:
+            continue
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    (folder / "sitecustomize.py").write_text(ONLY_HERE)
+    there = {x for x in NEEDS if (folder / "jaxdp" / x).exists()}
+    assert there == NEEDS.keys() - gone and (folder / "jaxdp" / "train").is_dir()
+    return folder
+
+
+def run(folder, *words, timeout=120, devices=1, **env):
+    """Run Python in a copy, where `jaxdp` is that of the copy."""
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env=environment({"PYTHONPATH": str(folder), **env}, devices),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+IMPORTS = """
+import importlib, importlib.util, pathlib, sys
+for name in sys.argv[1:]:
+    assert importlib.util.find_spec(f"jaxdp.{name}") is None, name
+files = sorted(pathlib.Path("jaxdp").rglob("*.py"))
+for file in files:
+    if file.stem != "__main__":
+        parts = file.with_suffix("").parts
+        importlib.import_module(".".join(parts[: -1 if file.stem == "__init__" else None]))
+import jaxdp
+assert pathlib.Path(jaxdp.__file__) == pathlib.Path("jaxdp/__init__.py").resolve()
+print(len(files))
+"""
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """The tree without any of these extras."""
+    return copy_without(tmp_path_factory.mktemp("copy"), *NEEDS)
+
+
+def test_an_extra_needs_no_others_than_it_says():
+    """What an extra imports only if it is there counts, too: `outer.reduction` may be exact."""
+    assert {name: imported(name) for name in NEEDS} == {k: {*v} for k, v in NEEDS.items()}
+
+
+def test_every_other_module_is_imported(copy):
+    done = run(copy, "-c", IMPORTS, *NEEDS)
+    assert done.returncode == 0 and int(done.stdout) > 100, done.stdout + done.stderr
+
+
+def test_the_main_job_ends_with_the_same_digest(copy):
+    """That of README.md, with or without AVX-512."""
+    argv = ["train.py", "--config", "configs/digits.yaml"]
+    done = run(copy, *argv, XLA_FLAGS=None)
+    known = re.findall(r"\b[0-9a-f]{16}\b", (copy / "README.md").read_text(encoding="utf-8"))
+    (digest,) = re.findall(r"params_sha256 ([0-9a-f]{16})\b", done.stdout) or [done.stderr]
+    assert done.returncode == 0 and len(known) == 2 and digest in known, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("asked", REFUSED, ids=" ".join)
+def test_a_config_that_asks_for_a_deleted_extra_is_refused_in_a_line(copy, asked, tmp_path):
+    argv = ["train.py", "--config", "configs/digits.yaml", "--run_dir", tmp_path / "run", *asked]
+    done = run(copy, *map(str, argv))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stdout + done.stderr
+    assert done.stderr.startswith(f"jaxdp: {REFUSED[asked]}"), done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("deleted", NEEDS)
+def test_the_quick_tests_of_the_rest_pass(deleted, tmp_path):
+    """Those of what trains, of the program, and of the extras without a door."""
+    folder = copy_without(tmp_path / "copy", deleted)
+    mpich = os.environ.get("JAXDP_TEST_MPICH_PREFIX", str(ROOT / ".mpich"))
+    ignored = [f"--ignore=tests/{name}" for name in (*NEEDS, *OF_ALL)]
+    words = ["-m", "not slow", "-n", "2", "--dist", "loadgroup", "-p", "no:cacheprovider", *ignored]
+    done = run(
+        folder, "-m", "pytest", *words, timeout=3000, devices=8, JAXDP_TEST_MPICH_PREFIX=mpich
+    )
+    assert done.returncode == 0, done.stdout[-10_000:] + done.stderr
