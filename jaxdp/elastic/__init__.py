@@ -9,7 +9,7 @@ from typing import Any
 # They load on first use: the coordinator imports this folder, and needs no training.
 _HOME = {
     "run": ("jaxdp.elastic.own_loop", "run"),
-    "Options": ("jaxdp.process.joining", "ElasticOptions"),
+    "Options": ("jaxdp.elastic.regroup", "Options"),
 }
 __all__ = list(_HOME)
 

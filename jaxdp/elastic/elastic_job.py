@@ -17,12 +17,13 @@ import jax
 
 from jaxdp.config import Config
 from jaxdp.config.validation import decides, flatten
+from jaxdp.elastic.regroup import Options
 from jaxdp.errors import PREEMPTED, DistributedError
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.jsonl import read
 from jaxdp.metrics.writer import Newest, Record
 from jaxdp.process import membership
-from jaxdp.process.context import Context, ElasticOptions
+from jaxdp.process.context import Context
 from jaxdp.process.monitor import Stopped
 from jaxdp.run.build import Prepared, prepare
 from jaxdp.run.components import NOTHING, Objects, jax_settings
@@ -38,7 +39,7 @@ RECOVERS = re.compile(
 )  # arguments of Open MPI's mpirun
 
 
-def settings(config: Config | None, objects: Objects = NOTHING) -> ElasticOptions | None:
+def settings(config: Config | None, objects: Objects = NOTHING) -> Options | None:
     """Return the argument `elastic` of `jaxdp.init`; None if it is off. objects: see `make_parts`."""
     if config is None or not config.elastic.enabled:
         return None
@@ -48,9 +49,7 @@ def settings(config: Config | None, objects: Objects = NOTHING) -> ElasticOption
     text = json.dumps({**alike, "run_dir": config.run_dir}, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     options, build = config.elastic, functools.partial(prepare_in_advance, config, objects)
-    return ElasticOptions(
-        options.min_processes, options.join_timeout, options.join_after, digest, build
-    )
+    return Options(options.min_processes, options.join_timeout, options.join_after, digest, build)
 
 
 in_advance: list[Prepared] = []  # at most one, until this process trains

@@ -13,6 +13,7 @@ import jax
 
 from jaxdp.checkpoint import folders
 from jaxdp.config import Config
+from jaxdp.elastic import regroup
 from jaxdp.elastic.elastic_job import (
     in_advance,
     launcher_problem,
@@ -194,7 +195,7 @@ def train_here(
             training.initialize = initialize_from(run, config, context, prepared.parts, objects)
         if snapshots is not None:
             snapshots.prepare(training)
-            membership.joined().report_state()
+            regroup.joined().report_state()
         return supervised(training, objects, began, keep)
 
 
