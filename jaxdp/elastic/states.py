@@ -18,7 +18,7 @@ and more than half of the ranks before that may be alive."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from jaxdp.errors import PREEMPTED
@@ -42,15 +42,15 @@ TABLE: dict[str, dict[str, tuple[str, set[str]]]] = {
         "passes": ("ask_to_regroup", {TRAINING}),
     },
     ENDED: {
-        "comes": ("wait", {ENDED, TRAINING}),
+        "comes": ("wait", {ENDED, TRAINING, OVER}),
         "prepared": ("wait_prepared", {ENDED}),
-        "closes": ("lose", {ENDED, TRAINING}),
+        "closes": ("lose", {ENDED, TRAINING, OVER}),
         "passes": ("gather", {ENDED, TRAINING, OVER}),
     },
     LOST: {
-        "comes": ("wait", {LOST, TRAINING}),
+        "comes": ("wait", {LOST, TRAINING, OVER}),
         "prepared": ("wait_prepared", {LOST}),
-        "closes": ("lose", {LOST, TRAINING}),
+        "closes": ("lose", {LOST, TRAINING, OVER}),
         "passes": ("gather", {LOST, TRAINING, OVER}),
     },
     OVER: {},
@@ -83,14 +83,14 @@ class Machine:
         self.survivors: set[tuple[str, str, int]] = (
             set()
         )  # of an ended one: who may report to the next
-        # Its ranks whose connection has closed; one that is silent may be alive behind a cut network.
-        self.dead = 0
+        # Its ranks whose connection has closed: they are dead, or come again.
+        self.closed: dict[tuple[str, str, int], Process] = {}
         self.waiting: list[Process] = []  # for the next one
         self.preparing: list[Process] = []
         self.seconds = 0.0  # for which it has trained, or since its end
         self.needs_others = False  # whether it waits for processes that join
         self.code = 0  # the exit code of those that have left
-        self.waits_for: Process | None = None  # see `has_all_states`
+        self.waits_for: Process | None = None  # see `has_newest_state`
         self.actions: list[tuple[Any, ...]] = []
 
     def on(self, event: str, *details: Any) -> list[tuple[Any, ...]]:
@@ -114,7 +114,7 @@ class Machine:
     def train(self, processes: Sequence[Process]) -> None:
         self.state, self.number, self.size = TRAINING, self.number + 1, len(processes)
         self.members = dict(enumerate(processes))
-        self.survivors, self.dead, self.seconds, self.code = set(), 0, 0.0, 0
+        self.survivors, self.closed, self.seconds, self.code = set(), {}, 0.0, 0
         self.needs_others, self.waits_for = False, None
         for rank, process in self.members.items():
             process.rank = rank
@@ -137,6 +137,8 @@ class Machine:
         if self.state == LOST and number == self.number:
             self.survivors.add(identity(process))
         if facts.get("busy"):  # it sends heartbeats, and will report on another connection
+            if self.closed.pop(identity(process), None):
+                self.survivors.add(identity(process))
             if identity(process) in self.survivors:
                 self.members[process.rank] = process
             else:
@@ -186,7 +188,8 @@ class Machine:
                 queue.remove(process)
         if process in self.members.values():
             del self.members[process.rank]
-            self.dead += 1
+            self.closed[identity(process)] = process
+            process.silent = 0.0
             if self.state != TRAINING and identity(process) not in map(identity, self.waiting):
                 self.survivors.discard(identity(process))
                 self.do("register", {process.rank})
@@ -206,7 +209,7 @@ class Machine:
     def gather(self, seconds: float) -> None:
         self.seconds += seconds
         self.drop_silent(seconds)
-        for process in self.members.values():
+        for process in [*self.members.values(), *self.closed.values()]:
             process.silent += seconds
         self.form()
 
@@ -227,12 +230,13 @@ class Machine:
     def form(self) -> None:
         """Form a generation of the waiting processes when all survivors have reported or WINDOW is
         over, if they are enough and have the newest state."""
-        survivors = [x for x in self.waiting if identity(x) in self.survivors]
-        expected = self.size if self.state == LOST else len(self.survivors)
-        is_late = self.seconds >= WINDOW or len(survivors) >= expected
-        if self.state == TRAINING or not is_late or not self.has_all_states(survivors):
+        ranks, known = self.survivors | self.closed.keys(), set(map(identity, self.waiting))
+        survivors = [x for x in self.waiting if identity(x) in ranks]
+        have_come = len(survivors) >= self.size if self.state == LOST else self.survivors <= known
+        is_time = have_come or self.seconds >= WINDOW
+        if self.state == TRAINING or not is_time or not self.has_newest_state(known):
             return
-        alive = self.size - self.dead
+        alive = self.size - len(self.closed.keys() - known)
         has_quorum = 2 * len(self.reachable(survivors)) > alive or not alive or self.is_everyone()
         if has_quorum and len(self.waiting) >= self.min_processes:
             joiners = [x for x in self.waiting if x not in survivors]
@@ -254,12 +258,12 @@ class Machine:
         """Return whether the ranks that are left can train without another process."""
         is_training = self.state == TRAINING
         left = len(self.members if is_training else self.survivors)
-        has_quorum = is_training or 2 * left > self.size - self.dead
+        has_quorum = is_training or 2 * left > self.size - len(self.closed)
         return has_quorum and left >= self.min_processes and not self.needs_others
 
-    def has_all_states(self, survivors: Sequence[Process]) -> bool:
-        """Return whether no other rank of the ended generation must be waited for."""
-        known, newest = set(map(identity, self.waiting)), newest_state(self.waiting)
+    def has_newest_state(self, known: Collection[tuple[str, str, int]]) -> bool:
+        """Return whether no other process must be waited for. known: those that wait."""
+        newest = newest_state(self.waiting)
         others = [x for x in self.members.values() if identity(x) not in known]
         # One that sends heartbeats has not reported yet; or a rank whose connection has ended with
         # the last coordinator has a newer state than all that wait, which know only that it had one.
@@ -269,8 +273,9 @@ class Machine:
             may_lack or any(x.silent < WINDOW and identity(x) in self.survivors for x in others)
         ):
             return False
-        # One with a newer state may be alive until its connection closes, or until it has sent no
-        # heartbeat for LATE seconds.
+        # One with a newer state may be alive until it has sent no heartbeat for LATE seconds; and
+        # may connect again for WINDOW seconds after its connection has closed.
+        closed = [x for x in self.closed.values() if identity(x) not in known and x.silent < WINDOW]
         ahead = [x for x in others if x.silent < LATE and newest_state([x]) > newest]
         if ahead and self.seconds > WINDOW and self.waits_for is not ahead[0]:
             self.waits_for = ahead[0]
@@ -279,7 +284,7 @@ class Machine:
                 "report",
                 f"generation {self.number + 1} waits for {process}: it alone may have the newest state",
             )
-        return not ahead
+        return not ahead and newest_state(closed) <= newest
 
     def is_everyone(self) -> bool:
         """Return whether all processes that the job has wait, so that no other one can be alive."""
