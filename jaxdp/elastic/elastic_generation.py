@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxdp.elastic.states import FIRST, TRAINING, Machine
@@ -128,19 +128,16 @@ class ElasticGeneration(Generation):
 
     def act_stand_for_last(self, member: Member) -> None:
         self.admitted, self.reference = True, member.facts
-        for newcomer in self.members.values():
-            self.act_drop(newcomer)
+        self.act_close(self.members.values())
         self.members = {}
 
-    def act_prepare(self, member: Member) -> None:
-        member.send(prepare=True)
-
-    def act_drop(self, member: Member) -> None:
-        member.writer.close()
-
-    def act_refuse(self, members: Sequence[Member], text: str, code: int) -> None:
+    def act_send(self, members: Iterable[Member], message: Message) -> None:
         for member in members:
-            member.send(error=text, code=code)
+            member.send(**message)
+
+    def act_close(self, members: Iterable[Member]) -> None:
+        for member in members:
+            member.writer.close()
 
     def act_announce(self, title: str) -> None:
         self.do_announce(next(iter(self.members.values())), None, "join", title)
@@ -150,10 +147,6 @@ class ElasticGeneration(Generation):
 
     def act_give_up(self) -> None:
         self.coordinator.done.set()
-
-    def act_end(self, text: str, members: Sequence[Member]) -> None:
-        for member in members:
-            member.send(ended=text)
 
     def act_register(self, lost: set[int]) -> None:
         """Register lost ranks with JAX's service: others that are about to connect would wait for
@@ -181,5 +174,4 @@ class ElasticGeneration(Generation):
             following.members[rank] = member
         self.coordinator.generation = following
         following.admit()
-        for member in ended:
-            member.writer.close()
+        self.act_close(ended)

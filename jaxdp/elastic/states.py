@@ -41,20 +41,15 @@ TABLE: dict[str, dict[str, tuple[str, set[str]]]] = {
         "closes": ("lose", {TRAINING}),
         "passes": ("ask_to_regroup", {TRAINING}),
     },
-    ENDED: {
-        "comes": ("wait", {ENDED, TRAINING, OVER}),
-        "prepared": ("wait_prepared", {ENDED}),
-        "closes": ("lose", {ENDED, TRAINING, OVER}),
-        "passes": ("gather", {ENDED, TRAINING, OVER}),
-    },
-    LOST: {
-        "comes": ("wait", {LOST, TRAINING, OVER}),
-        "prepared": ("wait_prepared", {LOST}),
-        "closes": ("lose", {LOST, TRAINING, OVER}),
-        "passes": ("gather", {LOST, TRAINING, OVER}),
-    },
     OVER: {},
 }
+for state in (ENDED, LOST):
+    TABLE[state] = {
+        "comes": ("wait", {state, TRAINING, OVER}),
+        "prepared": ("wait_prepared", {state}),
+        "closes": ("lose", {state, TRAINING, OVER}),
+        "passes": ("gather", {state, TRAINING, OVER}),
+    }
 # Seconds.
 QUIET = 5.0  # beyond a heartbeat, after which a process that waits is stopped or cut off
 WINDOW = 10.0  # that the survivors of a generation have to report to the next one
@@ -142,10 +137,10 @@ class Machine:
             if identity(process) in self.survivors:
                 self.members[process.rank] = process
             else:
-                self.do("drop", process)
+                self.do("close", [process])
         elif facts.get("prepares") and "last" not in facts and self.has_enough():
             self.preparing.append(process)
-            self.do("prepare", process)
+            self.do("send", [process], {"prepare": True})
         else:
             self.waiting.append(process)
             self.form()
@@ -178,7 +173,8 @@ class Machine:
             if rank != author and process.silent < self.silence
         }
         self.survivors = set(map(identity, kept.values()))
-        self.do("end", text, [x for rank, x in self.members.items() if rank != author])
+        others = [x for rank, x in self.members.items() if rank != author]
+        self.do("send", others, {"ended": text})
         self.do("register", set(range(self.size)) - kept.keys())
 
     def lose(self, process: Process) -> None:
@@ -220,11 +216,11 @@ class Machine:
         for process in [*self.waiting, *self.preparing]:
             process.silent += seconds
             if process.silent > QUIET + beat_interval(self.launched):
-                self.do("drop", process)
+                self.do("close", [process])
                 self.lose(process)
 
     def refuse(self, text: str, code: int) -> None:
-        self.do("refuse", [*self.waiting, *self.preparing], text, code)
+        self.do("send", [*self.waiting, *self.preparing], {"error": text, "code": code})
         self.waiting, self.preparing = [], []
 
     def form(self) -> None:

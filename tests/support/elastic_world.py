@@ -34,7 +34,7 @@ class Process:
     def __init__(self, slot, host, pid):
         self.slot, self.mode, self.hung, self.cut, self.opened = slot, "out", False, False, False
         self.link = self.before = None  # its connection; the one to the generation that has ended
-        self.expelled = False  # it was silent for LATE seconds; it has not come since
+        self.expelled = False  # its state was given up: it was silent for LATE ticks
         self.generation = None  # (number, the pids of its members)
         self.facts = {"rank": slot, "pid": pid, "host": host, "boot": "", "prepares": True}
 
@@ -111,7 +111,7 @@ class World:
             known = about_link(x.link), about_link(x.before), tuple(orphans), tuple(ended)
             return x.mode, flags, place, group or (), about(x.facts), known
 
-        processes = tuple(sorted(map(about_process, self.processes), key=repr))
+        processes = tuple(sorted(map(about_process, self.processes), key=hash))
         decides = machine and (
             machine.state,
             order[machine.number],
@@ -202,6 +202,30 @@ class World:
             x.mode in ("done", "dead") or (x in members and x.opened) for x in self.processes
         )
 
+    def left_out(self):
+        """The processes with a newer state than all of the generation that was just formed.
+
+        One does not count if the coordinator cannot know that it lives: expelled before, or silent
+        for LATE ticks."""
+        if not self.formed:
+            return []
+        _, pids, newest = self.formed
+
+        def may_come(x):
+            link = x.link or x.before
+            if x.expelled or (link is not None and link.silent >= states.LATE):
+                return False
+            return not x.cut or (link is not None and "closed" not in link.inbox)
+
+        return [
+            x.slot
+            for x in self.processes
+            if x.mode not in ("dead", "done")
+            and x.facts["pid"] not in pids
+            and x.facts.get("state", -1) > newest
+            and may_come(x)
+        ]
+
     # Events
 
     def do(self, name, slot):
@@ -236,7 +260,6 @@ class World:
 
     def come(self, process, more):
         process.link = Link(process.slot, process.facts | self.last(process) | more)
-        process.expelled = False
         if self.machine.state != FIRST or "last" in process.link.facts:
             self.tell("comes", process.link)
             return
@@ -268,7 +291,7 @@ class World:
             process.link, process.mode, process.opened = None, "out", False
         else:
             _, process.generation, rank, newest = message
-            process.mode, process.opened = "trains", False
+            process.mode, process.opened, process.expelled = "trains", False, False
             process.facts |= {"rank": rank, "newest": newest}
             process.before = None  # closed
 
@@ -404,16 +427,14 @@ class World:
             self.shut(newcomer)
         self.first = {}
 
-    def act_prepare(self, link):
-        link.inbox.append("prepare")
-
-    def act_drop(self, link):
-        self.shut(link)
-
-    def act_refuse(self, links, text, code):
-        assert text
+    def act_send(self, links, message):
+        [text] = {"prepare", "ended", "error"} & message.keys()
         for link in links:
-            link.inbox.append("error")
+            link.inbox.append(text)
+
+    def act_close(self, links):
+        for link in links:
+            self.shut(link)
 
     def act_announce(self, title):
         self.asked = True
@@ -431,10 +452,6 @@ class World:
             if x.link is not None and x.link not in said:
                 self.shut(x.link)
         self.machine = None
-
-    def act_end(self, text, links):
-        for link in links:
-            link.inbox.append("ended")
 
     def act_admit(self, links, ended):
         self.admit(links, ended)
