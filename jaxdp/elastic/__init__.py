@@ -13,7 +13,7 @@ from jaxdp.extras import Extra, Train
 # They load on first use: the coordinator imports this folder, and needs no training.
 _HOME = {
     "run": ("jaxdp.elastic.own_loop", "run"),
-    "Options": ("jaxdp.process.joining", "ElasticOptions"),
+    "Options": ("jaxdp.elastic.regroup", "Options"),
 }
 __all__ = list(_HOME)
 
