@@ -2,7 +2,6 @@
 
     python -m benchmarks.audit flips [--processes 4] [--flips 200] [--every 5] [--key value ...]
     python -m benchmarks.audit alarms [--updates 20000] [--every 1] [--config ...] [--key value ...]
-    python -m benchmarks.audit slow [--repeats 20] [--updates 150] [--factor 1.3] [--cause stop] [--key value ...]
     python -m benchmarks.audit cost [--config configs/gpt_3m.yaml] [--updates 60] [--key value ...]
 
 `flips` injects single-bit flips (random kind, device, leaf, element, bit and update) one after the
@@ -20,7 +19,6 @@ import json
 import pathlib
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,18 +26,8 @@ from typing import Any
 
 from benchmarks import job
 from jaxdp.extras import Extra
+from jaxdp.train.observer import Observer
 
-SLOW = [
-    "--model.args.hidden",
-    "[1024, 1536]",
-    "--batch_size",
-    "800",
-    "--microbatches",
-    "2",
-    "--optimizer.target",
-    "sgd",
-]
-SLOW += ["--log.every", "1", "--eval.every", "null"]
 KINDS = ("grads", "output", "params", "opt_state")
 
 
@@ -66,31 +54,41 @@ def faults(count: int, every: int, seed: int) -> list[dict]:
 
 
 class Given(Extra):
-    """Checks that were made before."""
+    """An audit that is timed, between observers that were made before."""
 
-    def __init__(self, config, checks):
+    def __init__(self, config, before, after):
         super().__init__(config)
-        self.checks = checks
+        self.given, self.seconds = (before, after), []
 
     def observers(self, training):
-        return [self.checks]
+        from jaxdp.audit.auditor import Audit
+
+        audit = Audit(training, self.config.audit.every, self.config.audit.action)
+        setattr(audit, "check", self.timed(audit, audit.check))  # noqa: B010  # for mypy
+        before, after = self.given
+        return [*before, audit, *after]
+
+    def timed(self, audit, check):
+        def call():
+            import jax
+
+            # The time of updates that were sent before does not count.
+            jax.block_until_ready(audit.progress.state)
+            began = time.perf_counter()
+            check()
+            self.seconds.append(time.perf_counter() - began)
+
+        return call
 
 
-class Timed:
-    """A check of the loop, with the seconds that it takes."""
+class Times(Observer):
+    """The time after each update."""
 
-    def __init__(self, check):
-        self.inner, self.is_due, self.seconds = check, check.is_due, []
+    def __init__(self):
+        self.found = []
 
-    def check(self, run, progress, batch):
-        import jax
-
-        jax.block_until_ready(
-            progress.state
-        )  # the time of updates that were sent before does not count
-        began, args = time.perf_counter(), (run, progress, batch)
-        self.inner.check(*args)
-        self.seconds.append(time.perf_counter() - began)
+    def after(self, updates, state, metrics):
+        self.found.append(time.perf_counter())
 
 
 def params_of(run, progress) -> str:
@@ -104,7 +102,7 @@ def params_of(run, progress) -> str:
     ).hexdigest()
 
 
-class Restored:
+class Restored(Observer):
     """Restores the state of the first update, one update after each audit: a fault that repeats
     ends before.
     """
@@ -115,41 +113,44 @@ class Restored:
         self.every = every
         self.digests: list[str] = []
 
-    def is_due(self, run, progress, last=False) -> bool:
-        return progress.step % self.every < 2 and self.saved is not None
+    def start(self, run, progress):
+        self.run, self.progress = run, progress
 
-    def check(self, run, progress, batch) -> None:
-        if progress.step % self.every == 0:
-            self.digests.append(params_of(run, progress))
-        else:
-            self.restore(run, progress)
+    def after(self, updates, state, metrics):
+        step = self.progress.step
+        if step % self.every == 0 and self.saved is not None:
+            self.digests.append(params_of(self.run, self.progress))
+        elif step % self.every == 1 and self.saved is not None:
+            self.restore()
 
-    def restore(self, run, progress) -> None:
+    def restore(self) -> None:
         import jax
         import jax.numpy as jnp
 
         copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
-        step = run.strategy.export(progress.state).step
-        progress.state = run.strategy.adopt(copy(self.saved.replace(step=step)))
+        strategy, progress = self.run.strategy, self.progress
+        step = strategy.export(progress.state).step
+        progress.state = strategy.adopt(copy(self.saved.replace(step=step)))
 
 
-class Saved:
+class Saved(Observer):
     """Saves the state that is restored, before the first fault."""
 
     def __init__(self, restored: Restored):
         self.restored = restored
 
-    def is_due(self, run, progress, last=False) -> bool:
-        return self.restored.saved is None
+    def start(self, run, progress):
+        self.restored.start(run, progress)
 
-    def check(self, run, progress, batch) -> None:
-        self.restored.saved = run.strategy.export(progress.state)
-        self.restored.restore(run, progress)  # to a copy: the next update overwrites it
+    def after(self, updates, state, metrics):
+        restored = self.restored
+        if restored.saved is None:
+            restored.saved = restored.run.strategy.export(state)
+            restored.restore()  # to a copy: the next update overwrites it
 
 
 def worker(args: argparse.Namespace, more: list[str]) -> None:
     """Train with an audit, and write what it named and how long it took."""
-    from jaxdp.audit.checks import make_checks
     from jaxdp.cli import load
     from jaxdp.config.validation import resolve
     from jaxdp.exact import flags
@@ -169,9 +170,7 @@ def worker(args: argparse.Namespace, more: list[str]) -> None:
     config, *_ = load(
         [*words, "--parallel.reduction", "exact", "--optimizer.schedule", "constant", *more]
     )
-    config = resolve(
-        dataclasses.replace(config, watchdog=dataclasses.replace(config.watchdog, slow_factor=None))
-    )
+    config = resolve(config)
     named: list[dict] = []
 
     class Log(NoEvents):
@@ -193,19 +192,14 @@ def worker(args: argparse.Namespace, more: list[str]) -> None:
     callbacks = Callbacks([PlantedFaults([Fault("flip", **fault) for fault in wanted])], context)
     run = callbacks.change_step(run, progress := Progress())
     training = Training(run, progress, callbacks)
-    checks = make_checks(training, config.audit.every, config.audit.action, None)
-    [audit] = checks.checks
-    timed = Timed(audit)
     after = [Restored(args.every)] if args.mode == "flips" else []
     open_collectives(context)
-    updates: list[float] = []
-    timer = Timed(audit)
-    timer.is_due = lambda run, progress, last=False: updates.append(time.perf_counter())
-    checks.checks = [*map(Saved, after), timed, *after, timer]
-    training.extras = [Given(config, checks)]
+    times = Times()
+    timed = Given(config, [*map(Saved, after)], [*after, times])
+    training.extras = [timed]
     training.train()
     if context.is_root:
-        gaps = [b - a for a, b in itertools.pairwise(updates)]
+        gaps = [b - a for a, b in itertools.pairwise(times.found)]
         digests = [digest for restored in after for digest in restored.digests]
         result = {"named": named, "audits": timed.seconds, "updates": gaps, "digests": digests}
         (folder / "result.json").write_text(json.dumps(result))
@@ -276,95 +270,9 @@ def cost(args: argparse.Namespace, more: list[str]) -> dict:
     }
 
 
-def slow(args: argparse.Namespace, more: list[str]) -> dict:
-    """Two processes, each on a core; from half of the run on, rank 1 is slowed, or all are.
-
-    cause: `stop` stops a process for a share of each 10 ms; `load` runs another program on its
-    core; `all` stops both; `none` neither.
-    """
-    from tests.audit.planted_faults import option
-
-    at = args.updates // 2
-    ranks = {"stop": [1], "all": [0, 1]}.get(args.cause, [])
-    fault = ",".join(f"slow:rank={rank}:factor={args.factor}:step={at}" for rank in ranks)
-    counts: collections.Counter = collections.Counter()
-    delays, times, factors = [], [], []
-    for _ in range(args.repeats):
-        with tempfile.TemporaryDirectory() as folder:
-            pinned = [
-                "sh",
-                "-c",
-                'exec taskset -c $JAXDP_PROCESS_ID "$0" "$@"',
-                sys.executable,
-                "-m",
-                "jaxdp",
-                "train",
-            ]
-            words = [
-                "--config",
-                args.config,
-                "--steps",
-                str(args.updates),
-                "--run_dir",
-                f"{folder}/run",
-                *SLOW,
-                *option(fault),
-                *more,
-            ]
-            env = job.environment(XLA_FLAGS="")
-            training = subprocess.Popen(
-                [sys.executable, "-m", "jaxdp", "launch", "-n", "2", *pinned, *words],
-                cwd=job.ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
-            metrics = pathlib.Path(folder) / "run/metrics.jsonl"
-            if args.cause == "load":
-                while training.poll() is None and steps_of(metrics) < at:
-                    time.sleep(0.05)
-                at_load = steps_of(metrics)
-                load = subprocess.Popen(
-                    ["taskset", "-c", "1", sys.executable, "-c", "while True: pass"]
-                )
-            assert training.wait() == 0
-            if args.cause == "load":
-                load.kill()
-                load.wait()
-            events = list(
-                map(
-                    json.loads, (pathlib.Path(folder) / "run/events.jsonl").read_text().splitlines()
-                )
-            )
-            named = [(e["step"], e["rank"]) for e in events if e["kind"] == "slow"]
-            factors += [(e["step"], *e["ms"]) for e in events if e["kind"] == "probe"]
-            lines = metrics.read_text().splitlines()
-            times += [
-                record["step_time_ms"]
-                for record in map(json.loads, lines)
-                if "step_time_ms" in record
-            ]
-        began = at_load if args.cause == "load" else at
-        after = [
-            step - began
-            for step, rank in named
-            if rank == 1 and step > began and args.cause in ("stop", "load")
-        ]
-        counts["slow process named"] += bool(after)
-        counts["within 20 updates"] += bool(after) and after[0] <= 20
-        counts["other names"] += len(named) - len(after)
-        delays += after[:1]
-        print(json.dumps(counts), named, factors[-12:], file=sys.stderr, flush=True)
-    facts = {"step_time_ms": round(statistics.median(times), 1), "measurements": len(factors)}
-    return {**counts, "delays": delays, **facts}
-
-
-def steps_of(metrics: pathlib.Path) -> int:
-    """The last update in metrics.jsonl."""
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
-    return json.loads(lines[-1]).get("step", 0) if lines else 0
-
-
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("mode", choices=("flips", "alarms", "cost", "slow"))
+    parser.add_argument("mode", choices=("flips", "alarms", "cost"))
     defaults = {
         "config": "configs/digits.yaml",
         "processes": 1,
@@ -373,15 +281,13 @@ def main(argv: list[str]) -> None:
         "every": 5,
         "updates": 200,
     }
-    for name, default in (
-        defaults | {"seed": 0, "folder": "", "repeats": 20, "factor": 1.3, "cause": "stop"}
-    ).items():
+    for name, default in (defaults | {"seed": 0, "folder": ""}).items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
     args, more = parser.parse_known_args(argv)
     if args.folder:
         worker(args, more)
         return
-    result = {"flips": flips, "alarms": alarms, "cost": cost, "slow": slow}[args.mode](args, more)
+    result = {"flips": flips, "alarms": alarms, "cost": cost}[args.mode](args, more)
     print(json.dumps({**{k: v for k, v in vars(args).items() if k != "folder"}, **result}))
 
 

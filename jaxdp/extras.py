@@ -75,17 +75,10 @@ class Extra:
         return []
 
 
-def extras_of(config: Config | None, several: bool = False) -> list[Extra]:
-    """Return what a config asks for. Raises UsageError for an extra that was deleted.
-
-    several: there are several processes, which some extras serve without being asked.
-    """
-    if config is None:
-        return []
-    asked = config.extras
-    if several:
-        asked |= {name: "" for name in config.extras_of_several if is_there(name)}
-    return [door(name, key)(config) for name, key in asked.items()]
+def extras_of(config: Config | None) -> list[Extra]:
+    """Return what a config asks for. Raises UsageError for an extra that was deleted."""
+    asked = config.extras if config is not None else {}
+    return [door(name, key)(config or Config()) for name, key in asked.items()]
 
 
 def is_there(name: str) -> bool:

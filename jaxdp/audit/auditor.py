@@ -8,7 +8,7 @@ compute again, and the majority is right."""
 import base64
 import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -16,11 +16,13 @@ import numpy as np
 
 from jaxdp.audit.program import Probe
 from jaxdp.audit.votes import Groups, Verdict, judge
+from jaxdp.data.dataset import first_example
 from jaxdp.errors import RunFailed
 from jaxdp.parallel.placement import of_this_process
 from jaxdp.process import membership
 from jaxdp.process.context import SLOW
-from jaxdp.run.continuation import Continuation
+from jaxdp.run.driver import Training
+from jaxdp.train.observer import Observer
 from jaxdp.train.run import Progress, Run
 from jaxdp.train.state import Batch, TrainState
 
@@ -28,29 +30,45 @@ AGAIN = 3  # repetitions that tell a device from software
 WAIT = 60.0  # seconds for the end of a generation that a process leaves
 
 
-class Audit:
-    """every: updates between two audits; there is one after the last update too. action: see the
-    config's `audit`. watch: the monitor of the run. continuation: of its states in memory.
+class Audit(Observer):
+    """Audits of a run, before anything that comes later in the order of the observers reads the new
+    state.
+
+    every: updates between two audits; there is one after the last update too. action: see the
+    config's `audit`.
     """
 
-    def __init__(
-        self, probe: Probe, every: int, action: str, watch: Any, continuation: Continuation
-    ):
-        self.probe, self.every, self.action = probe, every, action
-        self.watch, self.continuation = watch, continuation
+    def __init__(self, training: Training, every: int | None, action: str):
+        self.training, self.every, self.action = training, every or 0, action
+        self.continuation, run = training.continuation, training.run
+        first = first_example(run.data.train.dataset)
+        dims = {name: np.ndim(x) for name, x in first.items()}
+        self.probe = Probe(run.strategy, run.step, dims)
         self.last: int | None = None  # the update after which the last audit was made
+        self.batch: Batch | None = None
         self.named: set[Any] = set()
         self.failed = False  # then a later audit that passes does not make the state right
         self.measure = self._measure  # one object: the monitor knows what it has compiled
         self._titles: list[str] = []
         self._groups: list[Groups] = []
 
-    def is_due(self, run: Run, progress: Progress, last: bool = False) -> bool:
+    def start(self, run: Run, progress: Progress) -> None:
+        self.run, self.progress = run, progress
         if self.last is None:
             self.last = progress.start
             run.checkpoints.trusted = self._passed_before(run, progress)
-        passed = progress.step - self.last
-        return self.every > 0 and (not 0 <= passed < self.every or (last and passed > 0))
+
+    def before(self, updates: range, batch: Batch) -> None:
+        self.batch = batch
+
+    def after(self, updates: range, state: TrainState, metrics: Mapping[str, Any]) -> None:
+        assert self.last is not None
+        if self.every > 0 and not 0 <= updates[-1] - self.last < self.every:
+            self.check()
+
+    def pause(self, step: int, last: bool) -> None:
+        if last and self.batch is not None and self.every > 0 and step != self.last:
+            self.check()
 
     def _passed_before(self, run: Run, progress: Progress) -> int:
         """Return the last update that an audit had passed before this run, as its checkpoints
@@ -65,17 +83,19 @@ class Audit:
 
         return checkpoints.context.of_root("audited", passed, SLOW)
 
-    def check(self, run: Run, progress: Progress, batch: Batch) -> None:
-        """Audit the devices after an update. Raises RunFailed if the action is to end this process
-        or all.
+    def check(self) -> None:
+        """Audit the devices after an update; its time is none of an update. Raises RunFailed if the
+        action is to end this process or all.
         """
+        run, progress, batch = self.run, self.progress, self.batch
         step = self.last = progress.step
+        self.training.meter.pause(step, False)
         if not self._titles:
             self._describe(run)
         name = f"the audit after update {step}"
 
         def compute() -> np.ndarray:
-            return self.watch.run_step(name, self.measure, run, progress.state, batch)
+            return self.training.watch.run_step(name, self.measure, run, progress.state, batch)
 
         state, runs = len(self._groups), [compute()]
         if len(self._titles) == 1:  # which is compared in time

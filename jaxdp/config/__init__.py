@@ -100,9 +100,3 @@ class Config:
             "elastic": "elastic.enabled: true" * self.elastic.enabled,
         }
         return {name: text for name, text in texts.items() if text}
-
-    @property
-    def extras_of_several(self) -> list[str]:
-        """The folders of `jaxdp.extras` that serve several processes without being asked for, where
-        they are there: the times of their devices are compared."""
-        return [] if self.watchdog.slow_factor is None else ["audit"]

@@ -121,13 +121,10 @@ class Watchdog:
             each) before all processes write their stacks and the run ends; null waits for ever
         straggler_factor: name a process in the metrics if its own work between updates, such as
             waiting for its data, takes this many times as long as that of the others
-        slow_factor: name a process whose devices take this many times as long as those of the
-            others to compute a microbatch; null never measures it (docs/audit.md)
     """
 
     step_timeout: float | None = speed(600.0, above=0)
     straggler_factor: float = speed(2.0, least=1)
-    slow_factor: float | None = speed(1.2, above=1, example=1.2)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,10 @@ from jaxdp.config.values import in_words
 from jaxdp.errors import UsageError, nearest, one_line, suggest
 from jaxdp.extras import extras_of
 
-RENAMED = {"parallel.accumulator": "parallel.gradient_buffer"}  # former key -> key
+RENAMED = {  # former key -> key
+    "parallel.accumulator": "parallel.gradient_buffer",
+    "watchdog.slow_factor": "watchdog.straggler_factor",
+}
 FORMER_VALUES = {
     "parallel.accumulate": "loop is now scan",
     "parallel.gradient_buffer": "split is now sharded, whole is now replicated",

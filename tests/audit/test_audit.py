@@ -2,8 +2,6 @@
 refused.
 """
 
-import types
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,10 +14,9 @@ from jax.sharding import PartitionSpec as P
 import planted_faults
 import toys
 from cli_runs import DIGITS
-from jaxdp.audit import product_sums, slow
+from jaxdp.audit import product_sums
 from jaxdp.audit.auditor import Audit
-from jaxdp.audit.checks import Checks
-from jaxdp.audit.program import Probe, fingerprint
+from jaxdp.audit.program import fingerprint
 from jaxdp.audit.votes import judge
 from jaxdp.axes import DATA
 from jaxdp.cli import load
@@ -29,18 +26,11 @@ from jaxdp.errors import RunFailed, UsageError
 from jaxdp.metrics.jsonl import Events, read
 from jaxdp.models.base import Model
 from jaxdp.parallel.layout import Sharding
-from jaxdp.process.monitor import Monitor
 from jaxdp.run.callbacks import Callbacks, StopTraining
-from jaxdp.run.continuation import Continuation
 from jaxdp.train.run import Progress
 from plain_runs import Given, fit, make_run
 
 NDIM = {"inputs": 1 + len(toys.SHAPE), "labels": 1}
-
-
-def checking(check):
-    """The extras of a run with one check of its devices."""
-    return [Given(lambda training: Checks([check], training))]
 
 
 def audited(
@@ -54,11 +44,10 @@ def audited(
     planted = planted_faults.PlantedFaults(planted_faults.parse(fault))
     callbacks = Callbacks([planted, *settings.get("callbacks", Callbacks()).callbacks])
     changed = callbacks.change_step(run.run, Progress(start=settings.get("start", 0)))
-    probe = Probe(run.strategy, changed.step, NDIM)
     run = run.replace(
         step=changed.step,
         callbacks=callbacks,
-        extras=checking(Audit(probe, every, action, Monitor(), Continuation())),
+        extras=[Given(lambda training: Audit(training, every, action))],
     )
     try:
         result, _ = fit(run)
@@ -312,8 +301,7 @@ def test_leaves_with_one_copy_are_reported(tmp_path):
         run.strategy.make, 8, run.strategy.reduction, None, jax.devices()[:4], Sharding(zero=1)
     )
     run = run.replace(strategy=strategy)
-    audit = Audit(Probe(strategy, run.step, NDIM), 3, "warn", Monitor(), Continuation())
-    fit(run.replace(extras=checking(audit)))
+    fit(run.replace(extras=[Given(lambda training: Audit(training, 3, "warn"))]))
     said = [text for text in run.log.writer.said if "one copy only" in text]
     assert len(said) == 1 and "parallel.zero" in said[0]
 
@@ -363,112 +351,14 @@ def test_several_faults():
             r"audit.action: stop, but audit.every is null; set it, such as 100",
         ),
         (
-            ["--watchdog.slow_factor", "1"],
-            r"watchdog.slow_factor: 1.* must be greater than 1, such as 1.2",
+            ["--watchdog.slow_factor", "1.2"],
+            r"watchdog.slow_factor is now called watchdog.straggler_factor",
         ),
     ],
 )
 def test_a_config_that_cannot_be_audited_is_refused(arguments, words):
     with pytest.raises(UsageError, match=words):
         load([*DIGITS, *arguments])
-
-
-def test_a_rise_of_the_time_is_noticed():
-    probe = slow.SlowDevices(None, 1.15, None)
-    noticed = []
-    times = [50, 51, 49, 50, 52] * 8 + [200, 150] + [50] * 8 + [65] * 60
-    for now, ms in enumerate(
-        times[:30] + [0.1] * 8 + times[30:]
-    ):  # after a pause, some updates are only dispatched
-        probe.add_time(ms)
-        if probe.has_risen():
-            noticed.append(now)
-    assert noticed[0] == 61  # the fourth of the slow updates
-    assert noticed[-1] < 100  # then it is the usual time
-
-
-@pytest.mark.parametrize(
-    ("measured", "named", "again"),
-    [
-        ([1.0, 1.0], [], False),
-        ([1.25, 1.2, 1.0, 1.3, 1.25, 1.1, 1.2], [1], False),
-        ([1.0, 1.25, 1.2, 1.3, 1.0, 1.25, 1.2], [1], False),  # the first measurement erred
-        ([1.4, 1.0, 1.0], [], False),  # so did this one
-        ([1.25, 1.2, 1.3, 1.0, 1.0, 1.0, 1.0], [], False),  # it was disturbed for a second
-        ([1.1, 1.1, 1.12, 1.1, 1.1, 1.12, 1.1], [], False),  # slower, but not by the factor
-        ([1.25, 1.2, 1.0, 1.3], [], True),
-    ],
-)
-def test_a_round_of_measurements_names_the_slow_process(measured, named, again):
-    probe = slow.SlowDevices(None, 1.15, None)
-    found = [probe.judge(slow.relative([1.0, t, 1.0, 1.0])) for t in measured]
-    assert found[-1] == named and not any(found[:-1]) and bool(probe.round) == again
-
-
-def test_a_slow_process_is_explained_by_what_shows_it():
-    text = slow.cause([1.0, 1.5, 1.0], 1, 1.5, 1.0)
-    assert text == ": a microbatch takes 1.5 ms, in the others 1 ms (medians of 7 measurements)"
-    text = slow.cause([1.0, 1.001, 1.0], 1, 1.6, 0.62)
-    assert " ms" not in text and text.startswith("; it got 0.62 times their CPU time")
-
-
-@pytest.mark.parametrize("seconds", [0.003, 0.2])
-def test_measurements_may_take_the_time_of_forty_updates_then_a_share(seconds, monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(slow, "time", types.SimpleNamespace(perf_counter=lambda: now))
-    probe = slow.SlowDevices(None, 1.15, types.SimpleNamespace(is_asked=lambda _: False))
-    probe.start = float("inf")
-    context = types.SimpleNamespace(is_root=True)
-    run = types.SimpleNamespace(checkpoints=types.SimpleNamespace(context=context))
-
-    def train(updates, seconds):
-        nonlocal now
-        for step in range(updates):
-            now += seconds
-            probe.is_due(run, types.SimpleNamespace(step=step))
-        return probe.may_measure()
-
-    train(3, 0.0005)  # the loop only dispatched the first ones
-    assert train(100, seconds)
-    probe.debt += 39 * seconds
-    assert train(1, seconds)
-    probe.debt = 70 * seconds  # a round of measurements
-    assert [train(5900, seconds), train(200, seconds)] == [False, True]
-    assert train(8000, seconds) and probe.debt == 0
-
-
-def test_cpu_time_counts_for_a_process_that_is_slower_and_for_no_other():
-    def factors(ms, shares):
-        return [round(f, 2) for f in slow.with_shares(ms, shares)]
-
-    assert factors([10.0, 12.0], [1.0, 0.7]) == [
-        0.83,
-        1.43,
-    ]  # slower, and it got 0.7 times the CPU time
-    assert factors([10.0, 13.0], [1.0, 1.0]) == [0.77, 1.3]  # slower for another reason
-    assert factors([10.5, 11.0], [0.8, 1.0]) == [0.95, 1.05]  # rank 0 got less, but takes no longer
-
-
-def test_a_slow_process_is_named_again_only_if_it_becomes_slower_or_has_recovered():
-    probe = slow.SlowDevices(None, 1.15, None)
-
-    def rounds(ms, count):
-        return [probe.judge(slow.relative([10.0, ms])) for _ in range(count)][-1]
-
-    assert [rounds(13, 7), rounds(13, 7), rounds(16, 7), rounds(10, 2), rounds(13, 7)] == [
-        [1],
-        [],
-        [1],
-        [],
-        [1],
-    ]
-    assert rounds(10, 2) == [] and rounds(5, 7) == [0]
-
-
-def test_a_process_is_compared_with_the_median_of_the_others():
-    assert slow.relative([1.0, 1.3]) == [1 / 1.3, 1.3]
-    assert slow.relative([2.0, 1.0, 1.1, 0.9])[0] == 2.0
-    assert slow.relative([3.0, 3.0, 3.0]) == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.slow

@@ -66,11 +66,6 @@ def make_run(directory, lines=200, seed=0, last="finished"):
         {"t": T0 + 20, "kind": "saving", "step": 100, "blocked": 0.5},
         {"t": T0 + 21, "kind": "saved", "step": 100, "seconds": 1.5},
         {"t": T0 + 60, "kind": "evaluation", "step": 500, "seconds": 2.0},
-        *[
-            {"t": T0 + t, "kind": "probe", "step": t, "ms": [40.0 + t, 60, 39]}
-            for t in (71, 72, 73)
-        ],
-        {"t": T0 + 73, "kind": "slow", "step": 73, "rank": 0, "reason": "slow"},
         {"t": T0 + 11 + lines, "kind": last, "reason": "said <so> & </script> so"},
     ]
     (directory / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
@@ -423,10 +418,6 @@ def test_the_page_has_the_points_in_a_browser(tmp_path):
     with Browser() as page:
         page.open(one / "report.html")
         assert page("jaxdp.runs.length") == 1 and page("document.title") == "run · jaxdp"
-        bars = page(
-            "[...document.querySelectorAll('.processes tr')].map((r) => r.innerText.split(/\\s+/).join(' '))"
-        )
-        assert bars == ["rank 0 112 ms", "rank 1 60 ms", "rank 2 39 ms"]
         for name in ("loss", "lr", "examples_per_s"):
             drawn = page(
                 f"jaxdp.view.charts.find(c => c.name == {name!r}).series.find(s => s.split == 'train')"

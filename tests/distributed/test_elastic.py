@@ -45,8 +45,6 @@ class Slow:
 SIMPLE = (
     "--optimizer.target",
     "sgd",
-    "--watchdog.slow_factor",
-    "null",
     "--data.args.augment",
     "false",
 )

@@ -105,22 +105,3 @@ def test_a_process_that_is_killed_by_a_fault_does_not_kill_its_successor(tmp_pat
     events, final, out = launch(tmp_path / "job", 2, "kill:rank=1:step=30")
     assert "generation 0 ends: rank 1" in out and final["step"] == 60
     assert json.dumps(events).count('"resume"') == 1
-
-
-@pytest.mark.slow
-@pytest.mark.mpi
-def test_a_process_that_computes_slowly_is_named(tmp_path):
-    """It is stopped for nine tenths of each 10 ms: more than what others do on this machine can
-    slow the other one.
-    """
-    fault, more = (
-        "slow:rank=1:factor=10:step=60",
-        ["--parallel.reduction", "bucket", "--audit.every", "null"],
-    )
-    events, *_, out = launch(
-        tmp_path, 2, fault, "--steps", "200", "--elastic.enabled", "false", *more
-    )
-    last = [e for e in events if e["kind"] == "slow" and e["step"] > 60][-1]
-    assert last["rank"] == 1 and last["factor"] > 2
-    assert "rank 1" in last["reason"] and last["reason"] in out
-    assert all(len(e["ms"]) == 2 for e in events if e["kind"] == "probe")

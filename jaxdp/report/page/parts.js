@@ -1,12 +1,12 @@
 // The sections beside the curves: each fills its element from the runs, and names data that is missing.
 
 const NOTABLE = { resume: "good", failed: "bad", preempted: "note", rolled_back: "bad", skipped: "muted", save_failed: "bad",
-  checkpoint_refused: "bad", stopped: "bad", regroup: "note", audit: "note", audit_failed: "bad", slow: "note",
+  checkpoint_refused: "bad", stopped: "bad", regroup: "note", audit: "note", audit_failed: "bad",
   stopped_early: "note" };
 const WORDS = { start: "started", resume: "resumed", first_update: "first update done", evaluation: "evaluated", saved: "saved",
   preempted: "preempted", rolled_back: "rolled back", skipped: "updates skipped", failed: "failed", finished: "finished",
   save_failed: "could not save", checkpoint_refused: "checkpoint refused",
-  regroup: "regrouped", audit: "audit", audit_failed: "wrong device", slow: "slow process", stopped_early: "stopped early",
+  regroup: "regrouped", audit: "audit", audit_failed: "wrong device", stopped_early: "stopped early",
   stopped: "ended without a final event" };
 const sorting = { name: "", down: false, metric: "" }; // the column by which runs are sorted, and the metric of the scatter plots
 const several = runs.length > 1;
@@ -116,7 +116,6 @@ function spent() {
     some ? "" : el("p", { class: "muted small" }, "No events were logged: only updates were timed."),
     el("h2", { style: { margin: "18px 0 6px" } }, "An update"),
     table(several ? head : null, [row(["median time", ...cells("time")]), row(["of it waiting for data", ...cells("waited")])]),
-    ...runs.map(processes).filter(Boolean),
     el("p", { class: "muted small" }, "Communication is part of the device's time and not measured separately; ",
       el("code", {}, "profile.start"), " writes a trace that separates them."));
 }
@@ -127,18 +126,6 @@ function update(run) { // uses the median: a record after a pause is an outlier
   if (!order.length) return null;
   const total = order.reduce((sum, i) => sum + all[i], 0), time = all[order[order.length >> 1]];
   return { time, waited: waits ? (time * order.reduce((sum, i) => sum + all[i] * (waits[i] || 0), 0)) / total : null };
-}
-
-function processes(run, i) { // the same microbatch in each process, without waiting: the medians of the last measurements
-  const probes = run.events.filter((e) => e.kind === "probe" && Array.isArray(e.ms) && e.ms.length);
-  if (!probes.length) return null;
-  const last = probes.filter((e) => e.ms.length === probes.at(-1).ms.length).slice(-5);
-  const middle = (values) => values.sort((a, b) => a - b)[values.length >> 1];
-  const times = last[0].ms.map((_, rank) => [rank, middle(last.map((e) => e.ms[rank]))]).sort((a, b) => b[1] - a[1]);
-  const slow = new Set(run.events.filter((e) => e.kind === "slow").map((e) => e.rank));
-  return el("div", { class: "run processes" }, named(run, i), table(null, times.slice(0, 8).map(([rank, ms]) => row([
-    `rank ${rank}`, el("div", { class: "stack", style: { width: `${(100 * ms) / times[0][1]}%` } }, el("div", { style: { width: "100%", background: colour(slow.has(rank) ? 1 : 0) } })),
-    `${number(ms, 3)} ms`]))), el("p", { class: "muted small" }, `A microbatch in each process, without waiting for the others${times.length > 8 ? `: the slowest 8 of ${times.length}` : ""}.`));
 }
 
 function events() {
