@@ -22,7 +22,7 @@ def runs(*scripts):
     return lambda test: test
 
 
-def tested_scripts():
+def scripts_with_a_test():
     """The scripts that a test is marked with."""
     names = set()
     for file in (ROOT / "tests").rglob("test_*.py"):

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import gpu, job, run, seeds
 from launch import ROOT
-from scripts import FOLDER, HIDDEN, MLP, run_script, runs, tested_scripts
+from scripts import FOLDER, HIDDEN, MLP, run_script, runs, scripts_with_a_test
 
 TORCH = ROOT / ".venv-torch/bin/python"
 # Files without a command: the script that runs them.
@@ -27,11 +27,11 @@ def test_no_script_is_left_out():
         for file in FOLDER.rglob("*.py")
     }
     scripts = {name for name, file in files.items() if "__main__" in file.read_text()}
-    assert scripts <= tested_scripts() | {"contender"}, "give each script a test"
-    assert files.keys() == tested_scripts() | PARTS.keys() and PARTS.keys().isdisjoint(
-        tested_scripts()
+    assert scripts <= scripts_with_a_test() | {"contender"}, "give each script a test"
+    assert files.keys() == scripts_with_a_test() | PARTS.keys() and PARTS.keys().isdisjoint(
+        scripts_with_a_test()
     )
-    assert {*PARTS.values()} <= tested_scripts(), "name a tested script that runs the file"
+    assert {*PARTS.values()} <= scripts_with_a_test(), "name a tested script that runs the file"
 
 
 @pytest.fixture
