@@ -136,6 +136,6 @@ def test_the_quick_tests_of_the_rest_pass(deleted, tmp_path):
     without = [f"--ignore=tests/{name}" for name in NEEDS]
     without += [f"--deselect=tests/{name}" for name in OF_ALL]
     words = ["-m", "not slow", "-n", "2", "--dist", "loadgroup", "-p", "no:cacheprovider", *without]
-    more = {"JAXDP_TEST_MPICH_PREFIX": mpich, "NPROC": "32"}
+    more = {"JAXDP_TEST_MPICH_PREFIX": mpich}
     done = run(folder, "-m", "pytest", *words, timeout=3000, devices=8, **more)
     assert done.returncode == 0, done.stdout[-10_000:] + done.stderr
