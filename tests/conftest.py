@@ -100,8 +100,8 @@ def room_for_programs():
 
 @pytest.fixture(autouse=True, scope="module")
 def usual_lowering_of_a_module():
-    """Fixtures of exact sums change how this process lowers products from then on; tests of other
-    modules follow.
+    """A fixture may change how this process lowers products from then on; tests of other modules
+    follow.
     """
     from jaxdp.process import private_jax
 
