@@ -59,9 +59,7 @@ class UsageError(ReportedError, ValueError):
 
 
 class TooManyDevices(UsageError):
-    """More devices than can share the work: in an elastic job, the processes that have joined last
-    end.
-    """
+    """More devices than can share the work: processes that have just joined a running job end."""
 
 
 class DistributedError(ReportedError, RuntimeError):
@@ -76,7 +74,7 @@ class DistributedError(ReportedError, RuntimeError):
 
 
 class GenerationEnded(DistributedError):
-    """The processes of an elastic job regroup: one was lost, or another one joins."""
+    """The processes of a job regroup: one was lost, or another one joins."""
 
 
 class RunFailed(ReportedError, RuntimeError):

@@ -1,29 +1,17 @@
 """The extras: folders of the package that the rest of it works without.
 
-A config asks for them by its keys (`Config.extras`). Each has a module `door` with a class `Door`, a
-subclass of `Extra`. The program calls its methods where an extra may add something, and names no
+A config asks for them by its keys (`Config.extras`). Each has a class `Door`, a subclass of `Extra`.
+The program calls its methods where an extra may add something, and names no
 extra itself, so that a folder can be deleted: a config that asks for it is refused in one line.
 """
 
-import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
+from jaxdp.config import Config
 from jaxdp.errors import UsageError
-
-if TYPE_CHECKING:  # the checks of a config need no JAX
-    import jax
-
-    from jaxdp.config import Config
-    from jaxdp.parallel.reduction import Reduction
-    from jaxdp.parallel.strategy import Strategy
-    from jaxdp.run.components import Objects, Parts
-    from jaxdp.run.driver import Training
-    from jaxdp.train.observer import Observer
-    from jaxdp.train.run import Run
-    from jaxdp.train.state import TrainState
 
 Train = Callable[..., Any]  # (a `Context`, a `Continuation`) -> a final record, and the state
 
@@ -35,7 +23,7 @@ class Extra:
     import JAX. All raise UsageError for what does not work together.
     """
 
-    def __init__(self, config: "Config"):
+    def __init__(self, config: Config):
         self.config = config
 
     def check(self) -> None:
@@ -44,7 +32,7 @@ class Extra:
     def set_environment(self) -> None:
         """Set environment variables before JAX opens its devices."""
 
-    def group(self, objects: "Objects") -> Any:
+    def group(self, objects: Any) -> Any:
         """Return the argument `group` of `jaxdp.init`, or None. objects: see `make_parts`."""
 
     def check_environment(self) -> None:
@@ -54,66 +42,69 @@ class Extra:
         """Return whether it asks for the roles of the parameters."""
         return False
 
-    def initial_state(
-        self, make: Callable[..., "TrainState"], parts: "Parts"
-    ) -> Callable[..., "TrainState"]:
-        """Return a function that makes the initial state, with what the extra remembers in it."""
+    def initial_state(self, make: Callable[..., Any], parts: Any) -> Callable[..., Any]:
+        """Return a function that makes the initial `TrainState`, with what the extra remembers in
+        it. parts: the built `Parts`."""
         return make
 
-    def change_parts(self, parts: "Parts") -> "Parts":
-        """Return the parts of which the step is made."""
+    def change_parts(self, parts: Any) -> Any:
+        """Return the `Parts` of which the step is made."""
         return parts
 
-    def strategy(
-        self,
-        parts: "Parts",
-        make: Any,
-        reduction: "Reduction",
-        devices: "Sequence[jax.Device]",
-    ) -> "Strategy | None":
-        """Return the strategy, in the place of that of `parallel`; None: that one. make: returns the
-        initial state. reduction: of gradients."""
-        return None
+    def strategy(self, parts: Any, make: Any, reduction: Any, devices: Any) -> Any:
+        """Return a `Strategy` in the place of that of `parallel`; None: that one.
+
+        make: returns the initial state. reduction: of gradients. devices: a sequence.
+        """
+
+    def around(self, train: Train) -> Train:
+        """Return a function that trains with what `train` does, perhaps more than once."""
+        return train
 
     def misfit(self, devices: int) -> str:
         """Return why a run cannot go on with this number of devices, or ""."""
         return ""
 
-    def around(self, train: "Train") -> "Train":
-        """Return a function that trains with what `train` does, perhaps more than once."""
-        return train
-
-    def advice(self, run: "Run") -> Iterator[str]:
-        """Yield warnings before the first update."""
+    def advice(self, run: Any) -> Iterator[str]:
+        """Yield warnings before the first update of a `Run`."""
         yield from ()
 
-    def observers(self, training: "Training") -> "list[Observer]":
-        """Return observers; they come after the callbacks, before anything copies the state."""
+    def observers(self, training: Any) -> list[Any]:
+        """Return each `Observer` of a `Training`; they come after the callbacks, before anything
+        copies the state."""
         return []
 
 
-def extras_of(config: "Config | None") -> list[Extra]:
-    """Return what a config asks for. Raises UsageError for an extra that was deleted."""
+def extras_of(config: Config | None, several: bool = False) -> list[Extra]:
+    """Return what a config asks for. Raises UsageError for an extra that was deleted.
+
+    several: there are several processes, which some extras serve without being asked.
+    """
     if config is None:
         return []
-    asked = config.extras.items()
-    return [door(name, key)(config) for name, key in asked if key or is_there(name)]
+    asked = config.extras
+    if several:
+        asked |= {name: "" for name in config.extras_of_several if is_there(name)}
+    return [door(name, key)(config) for name, key in asked.items()]
 
 
-@functools.cache
 def is_there(name: str) -> bool:
-    return importlib.util.find_spec(f"jaxdp.{name}") is not None
+    """Return whether a folder of the package is there, with its code."""
+    spec = importlib.util.find_spec(f"jaxdp.{name}")
+    return spec is not None and spec.origin is not None
 
 
 def door(name: str, key: str) -> type[Extra]:
     """Return the door of an extra. key: the key and the value that ask for it. Raises UsageError."""
-    try:
-        return importlib.import_module(f"jaxdp.{name}.door").Door
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").removesuffix(".door")
-        if not missing.startswith("jaxdp."):
-            raise
+    missing = name
+    if is_there(name):
+        try:
+            return importlib.import_module(f"jaxdp.{name}").Door
+        except ModuleNotFoundError as error:  # one extra may need another
+            if error.name is None or not error.name.startswith("jaxdp."):
+                raise
+            missing = error.name.split(".")[1]
     raise UsageError(
-        f"{key} needs the folder {missing.replace('.', '/')}, which was deleted from this "
-        "installation; restore it, or leave the key out"
+        f"{key} needs the folder jaxdp/{missing}, which was deleted from this installation; restore "
+        "it, or leave the key out"
     )

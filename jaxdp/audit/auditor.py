@@ -8,7 +8,7 @@ compute again, and the majority is right."""
 import base64
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -30,26 +30,18 @@ WAIT = 60.0  # seconds for the end of a generation that a process leaves
 
 class Audit:
     """every: updates between two audits; there is one after the last update too. action: see the
-    config's `audit`. watch: the monitor of the run. continuation: of
-    its states in memory.
+    config's `audit`. watch: the monitor of the run. continuation: of its states in memory.
     """
 
     def __init__(
-        self,
-        probe: Probe,
-        every: int,
-        action: str,
-        watch: Any,
-        continuation: Continuation,
+        self, probe: Probe, every: int, action: str, watch: Any, continuation: Continuation
     ):
         self.probe, self.every, self.action = probe, every, action
         self.watch, self.continuation = watch, continuation
         self.last: int | None = None  # the update after which the last audit was made
         self.named: set[Any] = set()
         self.failed = False  # then a later audit that passes does not make the state right
-        self.measure: Callable[..., np.ndarray] = (
-            self._measure
-        )  # one object: the monitor knows what it has compiled
+        self.measure = self._measure  # one object: the monitor knows what it has compiled
         self._titles: list[str] = []
         self._groups: list[Groups] = []
 
@@ -66,10 +58,12 @@ class Audit:
         """
         if progress.recovered and self.continuation.trusted:  # only such states were copied
             return progress.start
-        metas = run.checkpoints.metas
-        return run.checkpoints.context.of_root(
-            "audited", lambda: max((m.get("trusted", 0) for m in metas().values()), default=0), SLOW
-        )
+        checkpoints = run.checkpoints
+
+        def passed() -> int:
+            return max((m.get("trusted", 0) for m in checkpoints.metas().values()), default=0)
+
+        return checkpoints.context.of_root("audited", passed, SLOW)
 
     def check(self, run: Run, progress: Progress, batch: Batch) -> None:
         """Audit the devices after an update. Raises RunFailed if the action is to end this process
@@ -80,13 +74,12 @@ class Audit:
             self._describe(run)
         name = f"the audit after update {step}"
 
-        def compute():
+        def compute() -> np.ndarray:
             return self.watch.run_step(name, self.measure, run, progress.state, batch)
 
-        runs = [
-            compute() for _ in range(2 if len(self._titles) == 1 else 1)
-        ]  # one device is compared in time
-        state = len(self._groups)
+        state, runs = len(self._groups), [compute()]
+        if len(self._titles) == 1:  # which is compared in time
+            runs.append(compute())
         groups = [*self._groups, *[self._same_kind] * (len(runs[0][0]) - state)]
         verdict = judge(runs, groups, state)
         if verdict.devices:
@@ -112,54 +105,40 @@ class Audit:
         local = np.concatenate([np.asarray(s.data) for s in shards])
         damaged = self.continuation.drop_damaged()
         text = json.dumps([damaged, base64.b64encode(local.tobytes()).decode()])
-        texts = run.checkpoints.context.exchange("audit", text, SLOW)
-        rows = []
-        for rank, (damaged, row) in enumerate(map(json.loads, texts)):
-            rows.append(np.frombuffer(base64.b64decode(row), np.uint32).reshape(-1, local.shape[1]))
+        context, rows = run.checkpoints.context, []
+        for rank, answer in enumerate(context.exchange("audit", text, SLOW)):
+            damaged, row = json.loads(answer)
+            rows.append(base64.b64decode(row))
             if damaged:
-                owner = run.checkpoints.context.title(rank)
+                owner = context.title(rank)
                 text = f"audit: a snapshot in the memory of {owner} is damaged; it is not used"
                 self._warn(run, self.last, ("snapshot", rank), text)
-        return np.concatenate(rows)
+        return np.frombuffer(b"".join(rows), np.uint32).reshape(-1, local.shape[1])
 
     def _describe(self, run: Run) -> None:
         """Exchange the names and kinds of all devices; warn of leaves that have one copy only."""
         context, devices = run.checkpoints.context, self.probe.strategy.devices
         local = [devices[i] for i in of_this_process(devices)]
-        own = [
-            [kind_of(d), d.local_hardware_id, getattr(d, "uuid", None)] for d in local
-        ]  # unknown to the others
-        facts = [
-            fact
-            for text in context.exchange("devices", json.dumps(own), SLOW)
-            for fact in json.loads(text)
-        ]
-        kinds = [kind for kind, *_ in facts]
-        self._same_kind = [
-            [i for i, k in enumerate(kinds) if k == kind] for kind in dict.fromkeys(kinds)
-        ]
-        for device, (_, number, serial) in zip(devices, facts):
-            rank = device.process_index
-            owner = (
-                f"{context.title(rank)}, process {context.pids[rank]}"
-                if context.size > 1
-                else "this process"
-            )
+        # What other processes do not know.
+        own = [[kind_of(d), d.local_hardware_id, getattr(d, "uuid", None)] for d in local]
+        texts = context.exchange("devices", json.dumps(own), SLOW)
+        facts = [fact for text in texts for fact in json.loads(text)]
+        self._same_kind = grouped(kind for kind, *_ in facts)
+        for i, (device, (_, number, serial)) in enumerate(zip(devices, facts)):
+            rank, owner = device.process_index, "this process"
+            if context.size > 1:
+                owner = f"{context.title(rank)}, process {context.pids[rank]}"
             name = (
                 f"{device.device_kind} {number} of {owner}{f', serial {serial}' if serial else ''}"
             )
-            self._titles.append(f"device {len(self._titles)} ({name})")
-        shapes = jax.tree.leaves(self.probe.strategy.abstract(padded=True).replace(kept={}))
-        single = 0
-        for x in shapes:
-            holders: dict[Any, list[int]] = {}
-            for device, index in x.sharding.devices_indices_map(x.shape).items():
-                holders.setdefault(str(index), []).append(devices.index(device))
-            self._groups.append(list(holders.values()))
-            single += all(len(group) == 1 for group in holders.values())
+            self._titles.append(f"device {i} ({name})")
+        for x in jax.tree.leaves(self.probe.strategy.abstract(padded=True).replace(kept={})):
+            indices = x.sharding.devices_indices_map(x.shape)
+            self._groups.append(grouped(str(indices[device]) for device in devices))
+        single = sum(max(map(len, groups)) == 1 for groups in self._groups)
         if single and len(devices) > 1:
             run.log.writer.say(
-                f"warning: audit: {single} of the state's {len(shapes)} leaves have one copy only, a shard of "
+                f"warning: audit: {single} of the state's {len(self._groups)} leaves have one copy only, a shard of "
                 "parallel.zero or a replica of outer: the audit cannot compare them"
             )
 
@@ -204,11 +183,9 @@ class Audit:
             which = "their copies" if state else "their results"
             return f"{names} differ: {which} of {path}; with no majority, it is unknown which of them is wrong"
         if verdict.unstable:
-            also = (
-                " (or an operation of the model is not deterministic)"
-                if len(self._titles) == 1
-                else ""
-            )
+            also = ""
+            if len(self._titles) == 1:
+                also = " (or an operation of the model is not deterministic)"
             return f"{names} computes wrongly: {path} differs between repetitions on the same input{also}"
         verb = "differ" if len(verdict.devices) > 1 else "differs"
         if state:
@@ -221,6 +198,14 @@ class Audit:
             run.log.writer.say(f"warning: {text}")
             if log:
                 run.log.events.note("audit", step, reason=text)
+
+
+def grouped(keys: Iterable[Any]) -> list[list[int]]:
+    """Return the indices of equal keys."""
+    groups: dict[Any, list[int]] = {}
+    for i, key in enumerate(keys):
+        groups.setdefault(key, []).append(i)
+    return [*groups.values()]
 
 
 def kind_of(device: jax.Device) -> str:

@@ -38,11 +38,8 @@ def mark_replaced(x: jax.Array) -> jax.Array:
 
 
 def number_of_products(f: Callable, *args: Any) -> int:
-    return len(
-        jax.eval_shape(
-            lambda *args: visit_products(f, lambda i, x: (x, jnp.uint32(0)))(*args)[1], *args
-        )
-    )
+    visited = visit_products(f, lambda _, x: (x, jnp.uint32(0)))
+    return len(jax.eval_shape(visited, *args)[1])
 
 
 def _rule(visit: Visit, results: list[jax.Array]) -> Rule:

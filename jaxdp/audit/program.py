@@ -5,18 +5,17 @@ A fingerprint is 32 bits, made on the device. Each word of a leaf is mixed with 
 bijection (the finalizer of MurmurHash3), and the results are summed, so every flipped bit changes
 it."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import tree_flatten_with_path
+from jax.tree_util import tree_leaves_with_path
 
 from jaxdp.audit.product_sums import visit_products
 from jaxdp.exact.products import WINDOW
+from jaxdp.parallel.padding import converter
 from jaxdp.parallel.placement import of_device
 from jaxdp.parallel.reduction import order_of
 from jaxdp.parallel.strategy import Strategy
@@ -24,14 +23,6 @@ from jaxdp.precision import is_key
 from jaxdp.split import fit, path_string
 from jaxdp.train.state import Batch, TrainState
 from jaxdp.train.step import Replica, Step
-
-SMALL = 1024  # elements
-BITS: dict[int, Any] = {
-    1: jnp.uint8,
-    2: jnp.uint16,
-    4: jnp.uint32,
-    8: jnp.uint32,
-}  # of 8 bytes: two words
 
 
 class Probe:
@@ -43,28 +34,23 @@ class Probe:
         self.strategy, self.step, self.ndim = strategy, step, ndim
         self.names: list[str] = []  # of the fingerprints: first those of the state
         self.axes = strategy.mesh.axis_names
-        shardings = jax.tree.map(
-            lambda x: x.sharding, strategy.abstract(padded=True).replace(kept={})
-        )
-        self.specs = jax.tree.map(lambda x: x.spec, shardings).replace(kept=P())
-        params = enumerate(jax.tree.leaves(shardings.params))
-        self.sharded = [i for i, sharding in params if not sharding.is_fully_replicated]
-        shapes = jax.tree.leaves(strategy.shapes.params)
+        stored = strategy.abstract(padded=True).replace(kept={})
+        self.specs = jax.tree.map(lambda x: x.sharding.spec, stored).replace(kept=P())
+        self._compute = jax.jit(self._fingerprints, static_argnums=(0, 1, 2))
 
-        def unpadded(leaves):
-            return {i: fit(x, shapes[i].shape) for i, x in leaves.items()}
-
-        self._gather = jax.jit(unpadded, out_shardings=NamedSharding(strategy.mesh, P()))
-        self._compute = jax.jit(self._fingerprints, static_argnums=(0, 1))
-
-    def inputs(self, state: TrainState) -> tuple[TrainState, dict[int, jax.Array]]:
-        """Return the exported state, and full copies of those of its parameters that are sharded."""
+    def inputs(self, state: TrainState) -> tuple[TrainState, Any]:
+        """Return the exported state, and its parameters in full."""
         exported = self.strategy.export(state, padded=True)
-        leaves = jax.tree.leaves(exported.params)
-        return exported, self._gather({i: leaves[i] for i in self.sharded}) if self.sharded else {}
+
+        def full(x: jax.Array, like: Any) -> jax.Array:
+            if x.is_fully_replicated:
+                return x
+            return converter(fit, self.strategy.replicated, like.shape)(x)
+
+        return exported, jax.tree.map(full, exported.params, self.strategy.shapes.params)
 
     def fingerprints(
-        self, state: TrainState, full: dict[int, jax.Array], batch: Batch, alone: bool = False
+        self, state: TrainState, full: Any, batch: Batch, alone: bool = False
     ) -> jax.Array:
         """Return uint32[device, leaf], each row on its device: of the device's own state, and of
         its gradients.
@@ -73,42 +59,33 @@ class Probe:
         first of its own instead, and no device waits for another.
         """
         key = next(key for key in self.ndim if key in batch)
-        dims = (
-            np.ndim(batch[key]) - self.ndim[key]
-        )  # before those of an example: device, update, local microbatch
+        # Before those of an example: device, update, local microbatch.
+        dims = np.ndim(batch[key]) - self.ndim[key]
 
         def spec(x):
             return getattr(getattr(x, "sharding", None), "spec", P())
 
         specs = tuple((name, spec(x)) for name, x in sorted(batch.items()))
-        return self._compute((dims, specs), alone, state, full, batch)
+        return self._compute(dims, specs, alone, state, full, batch)
 
     def _fingerprints(
-        self,
-        form: tuple[int, tuple],
-        alone: bool,
-        state: TrainState,
-        full: dict[int, jax.Array],
-        batch: Batch,
+        self, dims: int, specs: tuple, alone: bool, state: TrainState, full: Any, batch: Batch
     ) -> jax.Array:
-        dims, specs = form
         seed = jnp.asarray(self.strategy.seed)
         order, local = order_of(self.strategy.assignment), self.strategy.assignment.shape[1]
 
-        def compute(state: TrainState, full: dict[int, jax.Array], batch: Batch) -> jax.Array:
-            number = (
-                jnp.int32(0) if alone else (fingerprint(state.step) % len(order)).astype(jnp.int32)
-            )
+        def compute(state: TrainState, full: Any, batch: Batch) -> jax.Array:
+            number = jnp.int32(0)
+            if not alone:
+                number = (fingerprint(state.step) % len(order)).astype(jnp.int32)
             device, position = jnp.divmod(jnp.asarray(order, jnp.int32)[number], local)
 
             def select(x: jax.Array) -> jax.Array:
                 x = jax.lax.dynamic_slice_in_dim(x.reshape(-1, *x.shape[dims:]), position, 1)
                 return x if alone else of_device(x, self.axes, device)
 
-            leaves, structure = jax.tree.flatten(state.params)
-            params = jax.tree.unflatten(structure, [full.get(i, x) for i, x in enumerate(leaves)])
             kept = jax.tree.map(lambda x: x[number][None], state.kept)
-            own = state.replace(params=params, kept=kept, opt_state=None, seed=seed)
+            own = state.replace(params=full, kept=kept, opt_state=None, seed=seed)
 
             def grads(state: TrainState, batch: Batch, number: jax.Array) -> Any:
                 return self.step.grads(state, batch, Replica(number))
@@ -121,17 +98,12 @@ class Probe:
                 "metrics": sums.metrics,
                 "state": sums.model_state,
             }
-            flat = [
-                x
-                for tree in (state.replace(kept={}), results)
-                for x in tree_flatten_with_path(tree)[0]
-            ]
-            self.names = [path_string(path) for path, _ in flat] + [
-                f"product {i}" for i in range(len(products))
-            ]
-            return jnp.concatenate(
-                [fingerprints([x for _, x in flat]), jnp.array(products, jnp.uint32)]
-            )[None]
+            own_leaves = tree_leaves_with_path(state.replace(kept={}))
+            flat = [*own_leaves, *tree_leaves_with_path(results)]
+            self.names = [path_string(path) for path, _ in flat]
+            self.names += [f"product {i}" for i in range(len(products))]
+            prints = [fingerprint(x) for _, x in flat]
+            return jnp.array([*prints, *products], jnp.uint32)[None]
 
         mesh, in_specs, out_specs = self.strategy.mesh, (self.specs, P(), dict(specs)), P(self.axes)
         mapped = jax.shard_map(
@@ -140,24 +112,7 @@ class Probe:
         return mapped(state, full, batch)
 
 
-def fingerprints(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Return the fingerprint of each array; one operation makes those of small ones of the same
-    shape.
-    """
-    groups: dict[Any, list[int]] = {}
-    for i, x in enumerate(arrays):
-        groups.setdefault((x.shape, x.dtype) if x.size <= SMALL else i, []).append(i)
-
-    def several(group):
-        return jax.vmap(fingerprint)(jnp.stack([arrays[i] for i in group]))
-
-    prints = [
-        several(group) if len(group) > 1 else fingerprint(arrays[group[0]])[None]
-        for group in groups.values()
-    ]
-    return jnp.concatenate(prints)[np.argsort(np.concatenate([*groups.values()]))]
-
-
+@jax.jit  # traced once for each shape
 def fingerprint(x: jax.Array) -> jax.Array:
     """Return a number, uint32 [], that every flipped bit of x changes."""
     if is_key(x):
@@ -165,15 +120,12 @@ def fingerprint(x: jax.Array) -> jax.Array:
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag])
     x = x.astype(jnp.uint8) if x.dtype == bool else x
-    kind = (
-        BITS[x.dtype.itemsize] if x.dtype.itemsize < 4 else jnp.uint32
-    )  # 8 bytes become two words
+    kind = f"uint{8 * min(x.dtype.itemsize, 4)}"  # 8 bytes become two words
     words = jax.lax.bitcast_convert_type(x, kind).astype(jnp.uint32).reshape(-1)
     words = words + jax.lax.iota(jnp.uint32, words.size) * np.uint32(0x9E3779B9)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         words = (words ^ words >> shift) * np.uint32(factor)
     if words.size > WINDOW:  # XLA on CPU fuses short sums with what computes their inputs
-        words = (
-            jnp.pad(words, (0, -words.size % WINDOW)).reshape(-1, WINDOW).sum(1, dtype=jnp.uint32)
-        )
+        rows = jnp.pad(words, (0, -words.size % WINDOW)).reshape(-1, WINDOW)
+        words = rows.sum(1, dtype=jnp.uint32)
     return words.sum(dtype=jnp.uint32)

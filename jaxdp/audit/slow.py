@@ -4,14 +4,16 @@ A slow device delays all alike, so the time of an update does not show which one
 when to measure: rank 0 watches it, and asks all processes to measure when it rises, and now and
 then without a rise."""
 
-import collections
 import contextlib
+import json
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxdp.audit.program import Probe
 from jaxdp.cpu import on_cpu
@@ -21,15 +23,10 @@ from jaxdp.train.state import Batch, TrainState
 
 RISE, RECENT, BEFORE = 1.1, 5, 50  # the factor of a rise, from BEFORE updates to RECENT ones
 ENOUGH = 20  # updates before the first rise
-PAUSE = 60.0  # the least seconds from one measurement to the next without a rise
-MOST, SHARE = (
-    40,
-    0.005,
-)  # what measurements may take: the time of so many updates at once, then a share of the time
-BLOCK, BLOCKS = (
-    0.05,
-    3,
-)  # the least of three means over 50 ms each: longer than a scheduler's pauses
+PAUSE = 60.0  # seconds before the first measurement without a rise
+MOST = 40  # updates whose time measurements may take at once
+SHARE = 0.005  # of the time, which measurements may take in the long run
+BLOCK, BLOCKS = 0.05, 3  # the least of three means over 50 ms: longer than a scheduler's pauses
 ROUND = 7  # measurements that name a process, one after each update
 
 
@@ -38,19 +35,12 @@ class SlowDevices:
 
     def __init__(self, probe: Probe, factor: float, watch: Any):
         self.probe, self.factor, self.watch = probe, factor, watch
-        self.times: collections.deque[float] = collections.deque(
-            maxlen=BEFORE + RECENT
-        )  # seconds, of updates
+        self.times: list[float] = []  # seconds of the last updates
         self.before: tuple[int, float] | None = None  # (update, time)
         self.debt = 0.0  # seconds that measurements took beyond their share of the time
-        self.next = time.perf_counter() + PAUSE  # when to measure without a rise
-        self.round: list[
-            list[float]
-        ] = []  # the factors of all ranks, in each of the last measurements
-        self.measured: collections.deque[list[float]] = collections.deque(
-            maxlen=ROUND
-        )  # their times
-        self.spent = 0.0  # seconds, on this round
+        self.start = time.perf_counter() + PAUSE  # from then on, also without a rise
+        self.round: list[list[float]] = []  # the factors of all ranks, in this round
+        self.measured: deque[Sequence[float]] = deque(maxlen=ROUND)  # the times in the last round
         self.named: dict[int, float] = {}  # {rank: the factor with which it was named last}
 
     def is_due(self, run: Run, progress: Progress, last: bool = False) -> bool:
@@ -59,8 +49,8 @@ class SlowDevices:
             passed = now - self.before[1]
             self.add_time(passed / max(1, step - self.before[0]))
             self.debt = max(0.0, self.debt - SHARE * passed)
-            if not self.round and (now > self.next or self.has_risen()) and self.may_measure():
-                self.next = float("inf")
+            is_time = now > self.start and self.debt == 0
+            if not self.round and (is_time or (self.has_risen() and self.may_measure())):
                 self.watch.request("probe")
         self.before = (step, now)
         return not last and (self.watch.is_asked("probe") or bool(self.round))
@@ -70,19 +60,18 @@ class SlowDevices:
         pause.
         """
         if not self.times or seconds > 0.25 * statistics.median(self.times):
-            self.times.append(seconds)
+            self.times = [*self.times, seconds][-BEFORE - RECENT :]
 
     def may_measure(self) -> bool:
         return self.debt < MOST * statistics.median(self.times)
 
     def has_risen(self) -> bool:
         """Return whether the last updates took longer than those before."""
-        times = [*self.times]
-        return len(times) >= ENOUGH + RECENT and low(times[-RECENT:]) > RISE * low(times[:-RECENT])
+        earlier, recent = self.times[:-RECENT], self.times[-RECENT:]
+        return len(earlier) >= ENOUGH and low(recent) > RISE * low(earlier)
 
     def check(self, run: Run, progress: Progress, batch: Batch) -> None:
         """Measure all processes; name those that are slow, at the end of a round of measurements."""
-        began = time.perf_counter()
         with self.watch.suspend_timeout("measures its devices"):
             times, shares = self._measure(run, progress.state, batch)
         self.measured.append(times)
@@ -93,16 +82,8 @@ class SlowDevices:
         for rank in self.judge(factors):
             self._name(run, progress.step, rank, shares)
         self.before = None
-        now = time.perf_counter()
-        if len(self.measured) > 1:  # the first one compiles
-            self.spent += now - began
-            self.debt += now - began
         if not self.round:
-            self.next, self.spent = now + max(PAUSE, 2 * self.spent / SHARE), 0.0
-            for _ in range(
-                min(RECENT, len(self.times))
-            ):  # a rise is one of the updates that follow
-                self.times.pop()
+            del self.times[-RECENT:]  # a rise is one of the updates that follow
 
     def judge(self, factors: list[float]) -> list[int]:
         """Add a measurement to the round; return the ranks to name, and reset the round at its end.
@@ -112,23 +93,22 @@ class SlowDevices:
         find less than half of the excess."""
         self.round.append(factors)
         half, count = 0.5 + 0.5 * self.factor, len(self.round)
-        ranks = range(len(factors))
-        if count < ROUND and (
-            count < 2 or any(2 * sum(f[rank] > half for f in self.round) >= count for rank in ranks)
-        ):
+        above = (np.array(self.round) > half).mean(0)
+        if count < 2 or (count < ROUND and above.max() >= 0.5):
             return []
-        medians = [statistics.median(f[rank] for f in self.round) for rank in ranks]
+        medians = np.median(self.round, 0).tolist()
         self.round = []
-        self.named = {
-            rank: f for rank, f in self.named.items() if medians[rank] > half
-        }  # else it has recovered
-        slow = [
-            r for r in ranks if count == ROUND and medians[r] > self.factor * self.named.get(r, 1.0)
-        ]
-        self.named |= {rank: medians[rank] for rank in slow}
-        return slow
+        # A rank that is not named any more has recovered.
+        self.named = {rank: f for rank, f in self.named.items() if medians[rank] > half}
+        slow = {
+            rank: f
+            for rank, f in enumerate(medians)
+            if count == ROUND and f > self.factor * self.named.get(rank, 1.0)
+        }
+        self.named |= slow
+        return [*slow]
 
-    def _name(self, run: Run, step: int, rank: int, shares: list[float]) -> None:
+    def _name(self, run: Run, step: int, rank: int, shares: Sequence[float]) -> None:
         context, factor = run.checkpoints.context, self.named[rank]
         facts = context.exchange(
             "state of the devices", condition() if context.rank == rank else ""
@@ -142,7 +122,7 @@ class SlowDevices:
 
     def _measure(
         self, run: Run, state: TrainState, batch: Batch
-    ) -> tuple[list[float], list[float]]:
+    ) -> tuple[Sequence[float], Sequence[float]]:
         """Return (the seconds in which each process computes a microbatch, its share of CPU time
         meanwhile).
         """
@@ -151,15 +131,16 @@ class SlowDevices:
         def compute():
             return jax.block_until_ready(self.probe.fingerprints(*inputs, batch, alone=True))
 
-        compute()
+        compute()  # which may compile
         run.checkpoints.context.barrier("measurement", SLOW)
         began, used = time.perf_counter(), time.process_time()
         seconds = min(mean_time(compute) for _ in range(BLOCKS))
-        share = (time.process_time() - used) / (time.perf_counter() - began)
-        texts = run.checkpoints.context.exchange(
-            "measurement", f"{seconds!r} {max(share, 1e-3)!r}", SLOW
-        )
-        return tuple([float(text.split()[i]) for text in texts] for i in range(2))  # type: ignore[return-value]
+        passed = time.perf_counter() - began
+        share = max((time.process_time() - used) / passed, 1e-3)
+        self.debt += passed
+        texts = run.checkpoints.context.exchange("measurement", json.dumps([seconds, share]), SLOW)
+        times, shares = zip(*map(json.loads, texts))
+        return times, shares
 
 
 def cause(times: Sequence[float], rank: int, factor: float, share: float) -> str:

@@ -61,6 +61,5 @@ def judge(runs: Sequence[np.ndarray], groups: Sequence[Groups], state_leaves: in
             if state.devices and software
             else Verdict({} if software else first, True, unstable, software)
         )
-    result = vote(runs[0][:, state_leaves:], groups[state_leaves:])
-    found = Verdict({d: state_leaves + leaf for d, leaf in result.devices.items()}, result.certain)
-    return state if state.devices and not (found.devices and found.certain) else found
+    results = vote(runs[0], [*[()] * state_leaves, *groups[state_leaves:]])
+    return state if state.devices and not (results.devices and results.certain) else results

@@ -8,9 +8,11 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from typing import IO
 
-from jaxdp.cli import Call, load
+from jaxdp.cli import Call
 from jaxdp.cli.option_table import VERBS
 from jaxdp.errors import INTERRUPTED, PREEMPTED, UsageError
 from jaxdp.process import hosts
@@ -76,8 +78,8 @@ def run(call: Call) -> None:
     """Start the processes, wait for their end, and exit with the code of the job.
 
     The command is a verb of jaxdp or a program. Each process gets its rank, the number of
-    processes, the coordinator's address and the job's secret in its environment. Raises UsageError
-    if there is no command."""
+    processes, the coordinator's address and the job's secret in its environment, and the name of a
+    file: a job that may lose processes writes to it. Raises UsageError if there is no command."""
     command = call.options["command"]
     count = call.options["processes"]
     if not command:
@@ -111,16 +113,20 @@ def run(call: Call) -> None:
     for number in handled():
         signal.signal(number, forward)
     try:
-        for rank in ranks:
-            count = len(asked)
-            if not {*asked} - {signal.SIGUSR2}:
-                processes.append(Process(command, environment | rank, call.options["restart"]))
-                for number in asked[count:]:  # that came while it was started
-                    send(processes[-1], number)
-        code = wait(processes, is_elastic(command))
-        # A script that has not called jaxdp yet ends by the signal itself.
-        stopped = not processes or any(-number in [p.code() for p in processes] for number in asked)
-        sys.exit(PREEMPTED if stopped and code not in FINAL else code)
+        with tempfile.NamedTemporaryFile() as losses:
+            environment["JAXDP_LOSSES"] = losses.name
+            for rank in ranks:
+                count = len(asked)
+                if not {*asked} - {signal.SIGUSR2}:
+                    processes.append(Process(command, environment | rank, call.options["restart"]))
+                    for number in asked[count:]:  # that came while it was started
+                        send(processes[-1], number)
+            code = wait(processes, losses)
+            # A script that has not called jaxdp yet ends by the signal itself.
+            stopped = not processes or any(
+                -number in [p.code() for p in processes] for number in asked
+            )
+            sys.exit(PREEMPTED if stopped and code not in FINAL else code)
     except OSError as error:
         raise UsageError(f"launch: {command[0]!r} cannot be started: {error.strerror}") from None
     finally:  # if one cannot be started, the others would wait for it
@@ -128,22 +134,11 @@ def run(call: Call) -> None:
             process.child.kill()
 
 
-def is_elastic(command: list[str]) -> bool:
-    """Return whether a job may lose processes and succeed: a script says so in its name or its
-    arguments.
-    """
-    if command[0] == "train":
-        with contextlib.suppress(UsageError):  # the processes report it
-            config = load(command[1:], "train")[0]
-            return config is not None and config.elastic.enabled
-    return "elastic" in " ".join(command)
-
-
-def wait(processes: list[Process], elastic: bool) -> int:
+def wait(processes: list[Process], losses: IO[bytes]) -> int:
     """Wait until no process runs or is to run again; return the code of the job: 0, 2, 75, 130 or
     1.
 
-    The job has succeeded if all processes have. elastic: it may be an elastic job, which may have
+    The job has succeeded if all processes have. losses: a file that is not empty if it may have
     lost some before the first one succeeded; of the others, more than half must have succeeded.
     """
     last, ended = processes, dict[int, float]()
@@ -163,7 +158,7 @@ def wait(processes: list[Process], elastic: bool) -> int:
                 print(f"jaxdp: launch: rank {rank} has ended {how}; others run", file=sys.stderr)
         time.sleep(0.1)
     if set(codes) == {0} or (
-        elastic and 2 * [process.code() for process in last].count(0) > len(last)
+        losses.read() and 2 * [process.code() for process in last].count(0) > len(last)
     ):
         return 0
     return next((code for code in (*FINAL[1:], INTERRUPTED) if code in codes), 1)

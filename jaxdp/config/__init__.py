@@ -92,6 +92,17 @@ class Config:
     @property
     def extras(self) -> dict[str, str]:
         """Return {folder of `jaxdp.extras`: the key and the value that ask for it}, in the order in
-        which they see a run; a text "" asks for it only where it is there."""
-        sections = (self.parallel, self.outer, self.watchdog, self.audit, self.elastic)
-        return {name: text for section in sections for name, text in section.extras.items()}
+        which they see a run."""
+        texts = {
+            "exact": f"parallel.reduction: {self.parallel.reduction}" * self.parallel.in_groups,
+            "outer": f"outer.replicas: {self.outer.replicas}" * (self.outer.replicas > 1),
+            "audit": f"audit.every: {self.audit.every}" * (self.audit != Audit()),
+            "elastic": "elastic.enabled: true" * self.elastic.enabled,
+        }
+        return {name: text for name, text in texts.items() if text}
+
+    @property
+    def extras_of_several(self) -> list[str]:
+        """The folders of `jaxdp.extras` that serve several processes without being asked for, where
+        they are there: the times of their devices are compared."""
+        return [] if self.watchdog.slow_factor is None else ["audit"]

@@ -111,10 +111,6 @@ class Elastic:
     join_timeout: float = speed(60.0, above=0)
     join_after: float = speed(15.0, least=0, most=600)
 
-    @property
-    def extras(self) -> dict[str, str]:
-        return {"elastic": "elastic.enabled: true"} if self.enabled else {}
-
 
 @dataclasses.dataclass(frozen=True)
 class Watchdog:
@@ -133,10 +129,6 @@ class Watchdog:
     straggler_factor: float = speed(2.0, least=1)
     slow_factor: float | None = speed(1.2, above=1, example=1.2)
 
-    @property
-    def extras(self) -> dict[str, str]:
-        return {} if self.slow_factor is None else {"audit": ""}
-
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
@@ -151,11 +143,6 @@ class Audit:
 
     every: int | None = speed(None, least=1)
     action: Literal["warn", "stop", "expel"] = speed("warn")
-
-    @property
-    def extras(self) -> dict[str, str]:
-        default = self == Audit()
-        return {} if default else {"audit": f"audit.every: {self.every}"}
 
 
 @dataclasses.dataclass(frozen=True)

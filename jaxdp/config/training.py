@@ -212,10 +212,6 @@ class Parallel:
         alike on any number of devices."""
         return self.reduction in EXACT
 
-    @property
-    def extras(self) -> dict[str, str]:
-        return {"exact": f"parallel.reduction: {self.reduction}"} if self.in_groups else {}
-
 
 @dataclasses.dataclass(frozen=True)
 class OuterOptimizer(Target):
@@ -251,10 +247,6 @@ class Outer:
     every: int = numbers(1, least=1)
     optimizer: OuterOptimizer = numbers(OuterOptimizer())
     reduction: Literal["exact", "exact16", "exact8"] | None = numbers(None)
-
-    @property
-    def extras(self) -> dict[str, str]:
-        return {"outer": f"outer.replicas: {self.replicas}"} if self.replicas > 1 else {}
 
 
 @dataclasses.dataclass(frozen=True)

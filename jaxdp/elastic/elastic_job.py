@@ -18,12 +18,13 @@ import jax
 from jaxdp.config import Config
 from jaxdp.config.validation import decides, flatten
 from jaxdp.elastic.generations import run_generations
+from jaxdp.elastic.regroup import Options
 from jaxdp.elastic.snapshots import Snapshots
 from jaxdp.errors import PREEMPTED, DistributedError, UsageError
 from jaxdp.extras import Train, extras_of
 from jaxdp.metrics import safe_print
 from jaxdp.process import membership
-from jaxdp.process.context import Context, ElasticOptions
+from jaxdp.process.context import Context
 from jaxdp.process.monitor import Stopped
 from jaxdp.run.build import Prepared, prepare
 from jaxdp.run.components import Objects, jax_settings
@@ -67,7 +68,7 @@ def train_in_generations(
     return run_generations(train_generation, context, snapshots.end_generation)
 
 
-def options_of(config: Config, objects: Objects) -> ElasticOptions:
+def options_of(config: Config, objects: Objects) -> Options:
     """Return the argument `group` of `jaxdp.init`. objects: see `make_parts`."""
     alike = {
         k: v for k, v in flatten(config).items() if decides(k) == "numbers" or k.startswith("eval.")
@@ -75,9 +76,7 @@ def options_of(config: Config, objects: Objects) -> ElasticOptions:
     text = json.dumps({**alike, "run_dir": config.run_dir}, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     options, build = config.elastic, functools.partial(prepare_in_advance, config, objects)
-    return ElasticOptions(
-        options.min_processes, options.join_timeout, options.join_after, digest, build
-    )
+    return Options(options.min_processes, options.join_timeout, options.join_after, digest, build)
 
 
 in_advance: list[Prepared] = []  # at most one, until this process trains

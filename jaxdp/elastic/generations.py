@@ -10,9 +10,10 @@ from typing import TypeVar
 
 import jax
 
+from jaxdp.elastic import regroup
 from jaxdp.errors import DistributedError, TooManyDevices, UsageError, is_consequence
 from jaxdp.process import membership
-from jaxdp.process.context import Context, regroup
+from jaxdp.process.context import Context
 from jaxdp.process.enter import VERDICT
 from jaxdp.process.monitor import Stopped
 
@@ -53,7 +54,7 @@ def run_generations(
             wait_for_programs()
         ended()
         gc.collect()
-        context, regrouped = regroup(), True
+        context, regrouped = regroup.regroup(), True
 
 
 def wait_for_programs() -> None:
@@ -83,32 +84,25 @@ def has_ended(error: BaseException) -> bool:
     """Return whether an error is a consequence of the end of this generation."""
     if isinstance(error, Stopped):
         return error.kind == "regroup"
-    member = membership.current()
+    member = regroup.current()
     if member is None:
         return False
-    if isinstance(error, TooManyDevices) and (
-        new := [*filter(membership.is_new, range(member.size))]
-    ):
+    if isinstance(error, TooManyDevices) and (new := [*filter(member.is_new, range(member.size))]):
         error.rank = member.rank if member.rank in new else new[0]
     if isinstance(error, UsageError) and error.rank is not None:
-        return (
-            error.rank != member.rank
-            and membership.is_new(error.rank)
-            and member.has_ended(VERDICT)
-        )
+        return error.rank != member.rank and member.is_new(error.rank) and member.has_ended(VERDICT)
     if not is_consequence(error):
         return member.has_ended(0.5)
     return member.has_ended(VERDICT) or end_generation(member)
 
 
-def end_generation(member: membership.Membership) -> bool:
+def end_generation(member: regroup.ElasticMembership) -> bool:
     """End the generation, since a collective has failed although no process was lost: a connection
     is broken.
 
-    Returns False if it is not elastic, or if this would be the fourth time within ten minutes: then
-    the process ends."""
+    Returns False if this would be the fourth time within ten minutes: then the process ends."""
     now = time.monotonic()
-    if not member.elastic or (len(_failed) == _failed.maxlen and now - _failed[0] < AGAIN):
+    if len(_failed) == _failed.maxlen and now - _failed[0] < AGAIN:
         return False
     _failed.append(now)
     with contextlib.suppress(DistributedError):

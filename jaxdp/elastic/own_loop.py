@@ -6,6 +6,7 @@ from typing import Any, TypeVar, cast
 import jax
 import numpy as np
 
+from jaxdp.elastic import regroup
 from jaxdp.elastic.generations import run_generations
 from jaxdp.elastic.snapshots import Snapshot, find, receive
 from jaxdp.errors import RunFailed, UsageError
@@ -37,8 +38,8 @@ def run(train: Callable[[State, Callable[[State], None]], T], state: State) -> T
     The model is Horovod's `hvd.elastic.run`. Raises UsageError if a leaf is not an array or a
     number, and for several processes that are not elastic.
     """
-    member = membership.current()
-    if member is not None and not member.elastic:
+    member = regroup.current()
+    if member is None and membership.current() is not None:
         raise UsageError(
             "elastic: this job is not elastic; first call jaxdp.init(group=jaxdp.elastic.Options())"
         )
@@ -67,7 +68,7 @@ def run(train: Callable[[State, Callable[[State], None]], T], state: State) -> T
         [(_, own)] = receive(context, found, newest.parts[WHOLE])
         newest = found.snapshot._replace(parts={WHOLE: own}).with_checksums()
         if member is not None:
-            membership.joined().report_state()
+            regroup.joined().report_state()
         if not newest.step:
             sums = zip(names, map(described, arrays), newest.checksums[WHOLE])
             context.check_same(

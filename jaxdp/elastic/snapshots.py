@@ -15,13 +15,14 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
+from jaxdp.elastic import regroup
 from jaxdp.elastic.copies import Copies, assemble
 from jaxdp.elastic.generations import has_ended
 from jaxdp.elastic.records import Newest, missing_records, report_lost_updates
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.numbers import size as shown
 from jaxdp.metrics.writer import Record, Writer
-from jaxdp.process import hosts, membership
+from jaxdp.process import hosts
 from jaxdp.process.context import Context
 from jaxdp.run.callbacks import Callbacks
 from jaxdp.run.continuation import Continuation
@@ -142,7 +143,8 @@ class Snapshots(Continuation):
         split = self._copies.count or (self.newest and self.newest.slices)
         if self._enough_memory and training.progress.recovered and split:
             self._begin()
-        membership.joined().report_state()
+        if (member := regroup.current()) is not None:
+            member.report_state()
 
     def load(self, callbacks: Callbacks, saved: Record) -> None:
         # A generation may start from nothing, with the same objects of a script.

@@ -1,1 +1,87 @@
-"""Exact sums: the same bits on any number of devices."""
+"""Exact sums: the same bits on any number of devices.
+
+The door of the exact reductions: what they ask of the rest of a config, and what they add to a
+state. It imports JAX only once a run is built.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jaxdp.config import Config
+from jaxdp.errors import UsageError
+from jaxdp.exact import flags
+from jaxdp.extras import Extra
+
+BITS = {"exact": 31, "exact16": 15, "exact8": 7}  # of the sums, without their sign
+LEAST = 3  # bits that each summand must have
+
+
+def most_summands(reduction: str) -> int:
+    """Return how many summands leave `LEAST` bits for each."""
+    return (2 ** BITS[reduction] - 1) // (2**LEAST - 1)
+
+
+class Door(Extra):
+    """The reductions exact, exact16 and exact8."""
+
+    def check(self) -> None:
+        """Refuse settings whose rounding would depend on the number of devices."""
+        config = self.config
+        parallel = config.parallel
+        name = parallel.reduction
+        if parallel.accumulate == "vmap":
+            raise UsageError(
+                f"parallel.accumulate: vmap with reduction: {name} would compute other microbatches together "
+                "on every number of devices; leave it auto, and set exact_group to how many are computed together"
+            )
+        dtypes = config.precision
+        if dtypes.reduce not in (None, dtypes.params, dtypes.widest):
+            raise UsageError(
+                f"precision.reduce: {dtypes.reduce} with reduction: {name}, where gradients travel as "
+                "integers; leave it null"
+            )
+        group = parallel.exact_group
+        if group < 1 or config.microbatches % group:
+            raise UsageError(
+                f"parallel.exact_group: {group} does not divide microbatches: {config.microbatches}"
+            )
+        summands, most, bits = config.microbatches // group, most_summands(name), BITS[name]
+        if summands > most:
+            raise UsageError(
+                f"microbatches: {config.microbatches} with reduction: {name} leave "
+                f"{((2**bits - 1) // summands).bit_length()} of {bits} bits for each, too few; use at most "
+                f"{most * group}, or {-(-config.microbatches // most)} in each "
+                "parallel.exact_group, or reduction: exact"
+            )
+
+    def set_environment(self) -> None:
+        flags.set_flags()
+
+    def check_environment(self) -> None:
+        flags.check_flags()
+
+    def initial_state(self, make: Callable[..., Any], parts: Any) -> Callable[..., Any]:
+        from jaxdp.exact.integer_sums import remembering
+
+        return remembering(make, parts.rule.trainable)
+
+    def change_parts(self, parts: Any) -> Any:
+        """Refuse a loss that couples the examples of a batch, before anything is compiled."""
+        from jaxdp.exact.integer_sums import COUPLED
+        from jaxdp.targets import attribute
+
+        if attribute(parts.forward.loss, "scope", "example") == "global":
+            raise UsageError(COUPLED.format(self.config.parallel.reduction))
+        return parts
+
+
+def in_exact_mode(config: Config) -> Config:
+    """Return a config whose bits are the same on any number of devices: with its own reduction, if
+    that is exact, or the widest. Raises UsageError."""
+    parallel = config.parallel
+    name = parallel.reduction if parallel.in_groups else "exact"
+    parallel = dataclasses.replace(parallel, reduction=name, accumulate="auto")
+    config = dataclasses.replace(config, parallel=parallel)
+    Door(config).check()
+    return config

@@ -15,38 +15,31 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxdp.errors import UsageError
-from jaxdp.exact.rounding import exactly, fusion_barrier, pin
-from jaxdp.split import WHOLE
+from jaxdp.exact.rounding import fusion_barrier, pin
+from jaxdp.split import WHOLE, fit, padded_shape
 
 Tree = Any
-ZERO, LARGEST = (
-    -90,
-    100,
-)  # binary exponents: smaller values count as zero, larger ones as not finite
+ZERO, LARGEST = -90, 100  # exponents: smaller values count as zero, larger ones as not finite
 NOT_FINITE = 1 << 16  # in place of an exponent; exponents count from ZERO
 PER_BIT = 16  # updates until a stored exponent falls by one
 NEAR = 4  # bits above the needed exponent and its headroom, from which a stored one falls faster
-DIGITS, DIGIT, ROW = (
-    3,
-    16,
-    2**16,
-)  # digits of a float32's square, bits per digit, digits that a uint32 can sum
+DIGITS, DIGIT = 3, 16  # digits of a float32's square, and their bits
+ROW = 2**16  # digits that a uint32 can sum
+# bytes of a lane -> the signs of all lanes of a word
+SIGNS = {1: np.uint32(0x80808080), 2: np.uint32(0x80008000)}
 
 
 class Format(NamedTuple):
-    """A fixed-point format. bits: of an element in the all-reduce. headroom: added to the exponent
-    that was needed. stochastic: round up or down at random, by the microbatch's key; the mean is
-    exact."""
+    """A fixed-point format. bits: of an element, in every sum; 32: as many as its float has.
+    headroom: added to the exponent that was needed. stochastic: round up or down at random, by the
+    microbatch's key; the mean is exact."""
 
     bits: int
     headroom: int
     stochastic: bool
-
-    def wire(self, dtype: Any) -> Any:
-        """Return the dtype of the all-reduce for sums in integers of this dtype."""
-        return jnp.dtype(dtype) if self.bits == 32 else jnp.dtype(f"int{self.bits}")
 
 
 FORMATS = {
@@ -57,40 +50,45 @@ FORMATS = {
 
 
 def quantized(
-    tree: Tree, exponents: jax.Array, form: Format, summands: int, key: jax.Array | None = None
+    tree: Tree, exponents: Any, form: Format, summands: int, key: jax.Array | None, first: int = 0
 ) -> Tree:
-    """Quantize every leaf. exponents [leaf]: in units of 1/PER_BIT, as stored in the state."""
+    """Quantize every leaf. exponents: [leaf]. first: the number of the first leaf's key."""
     leaves, treedef = jax.tree.flatten(tree)
-    bits = in_bits(exponents)
-    keys = [None if key is None else jax.random.fold_in(key, i + 2) for i in range(len(leaves))]
-    return jax.tree.unflatten(
-        treedef, [quantize(x, e, form, summands, k) for x, e, k in zip(leaves, bits, keys)]
-    )
+    keys = [None if key is None else jax.random.fold_in(key, first + i) for i in range(len(leaves))]
+    parts = zip(leaves, exponents, keys)
+    return jax.tree.unflatten(treedef, [quantize(x, e, form, summands, k) for x, e, k in parts])
+
+
+def restored(tree: Tree, exponents: Any, summands: int) -> Tree:
+    """Convert the sums of `quantized` back to floats."""
+    leaves, treedef = jax.tree.flatten(tree)
+    parts = zip(leaves, exponents)
+    return jax.tree.unflatten(treedef, [restore(x, e, summands) for x, e in parts])
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))  # traced once for each shape
 def quantize(
     x: jax.Array, exponent: jax.Array, form: Format, summands: int, key: jax.Array | None = None
 ) -> jax.Array:
-    """Quantize x [...] to int32 [...] (float64 in 32 bits: int64), so that `summands` of them sum
-    without overflow.
+    """Quantize x [...] to integers [...] of the format's bits (float64 in 32 bits: int64), so that
+    `summands` of them sum without overflow. exponent: [], or one of each element [...].
     """
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    limit, power = limit_of(x.dtype.itemsize * 8 if form.bits == 32 else form.bits, summands)
-    scaled = x * (limit * power_of_two(power - exponent - ZERO, x.dtype))
+    bits = 8 * x.dtype.itemsize if form.bits == 32 else form.bits
+    limit, power = limit_of(bits, summands)
+    low, high = halves(power - exponent - ZERO, x.dtype)
+    scaled = x * low * (limit * high)
     rounded = jnp.round(scaled) if key is None else jnp.floor(scaled + uniform(key, x.shape))
-    return rounded.astype(jnp.int64 if form.bits == 32 and x.dtype == jnp.float64 else jnp.int32)
+    return rounded.astype(f"int{bits}")
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def restore(x: jax.Array, exponent: jax.Array, form: Format, summands: int) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=2)
+def restore(x: jax.Array, exponent: jax.Array, summands: int) -> jax.Array:
     """Convert a sum of quantized numbers back to floats: NaN where the exponent is NOT_FINITE."""
     dtype = jnp.float64 if x.dtype == jnp.int64 else jnp.float32
-    limit, power = limit_of(x.dtype.itemsize * 8 if form.bits == 32 else form.bits, summands)
-    unit = jnp.where(
-        exponent == NOT_FINITE, jnp.nan, power_of_two(exponent + ZERO - power, dtype) / limit
-    )
-    return x.astype(dtype) * unit
+    limit, power = limit_of(8 * x.dtype.itemsize, summands)
+    low, high = halves(exponent + ZERO - power, dtype)
+    return x.astype(dtype) * low * jnp.where(exponent == NOT_FINITE, jnp.nan, high / limit)
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -100,13 +98,8 @@ def quantize_values(x: jax.Array, exponent: jax.Array, summands: int) -> jax.Arr
 
     An element that is not finite in some row is a count instead: 1 for inf, `summands` + 1 for
     -inf, both for NaN."""
-    low, high = _halves(limit_of(x.dtype.itemsize * 8, summands)[1] - exponent, x.dtype)
-
-    def counted(sign):
-        return ~jnp.isfinite(x) & ~(sign * x < 0)  # NaN has both signs
-
-    counts = counted(1).astype(jnp.int32) + (summands + 1) * counted(-1).astype(jnp.int32)
-    integers = jnp.round(x * low * high).astype(jnp.int64 if x.dtype == jnp.float64 else jnp.int32)
+    counts = jnp.isposinf(x) + (summands + 1) * jnp.isneginf(x) + (summands + 2) * jnp.isnan(x)
+    integers = quantize(x, exponent - ZERO, FORMATS["exact"], summands)
     return jnp.where(exponent > jnp.finfo(x.dtype).maxexp, counts.astype(integers.dtype), integers)
 
 
@@ -115,16 +108,14 @@ def restore_values(x: jax.Array, exponent: jax.Array, summands: int) -> jax.Arra
     """Convert sums [...] of `quantize_values` back to floats; inf, -inf and NaN are those of a sum
     of floats.
     """
-    dtype = jnp.float64 if x.dtype == jnp.int64 else jnp.float32
-    low, high = _halves(exponent - limit_of(x.dtype.itemsize * 8, summands)[1], dtype)
+    finite = restore(x, exponent - ZERO, summands)
     positive, negative = x % (summands + 1) > 0, x > summands
     infinite = jnp.where(positive & negative, jnp.nan, jnp.where(negative, -jnp.inf, jnp.inf))
-    return jnp.where(
-        exponent > jnp.finfo(dtype).maxexp, infinite.astype(dtype), x.astype(dtype) * low * high
-    )
+    is_finite = exponent <= jnp.finfo(finite.dtype).maxexp
+    return jnp.where(is_finite, finite, infinite.astype(finite.dtype))
 
 
-def _halves(exponent: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def halves(exponent: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Return two floats whose product is 2^exponent, which may be out of their range."""
     return power_of_two(exponent // 2, dtype), power_of_two(exponent - exponent // 2, dtype)
 
@@ -137,13 +128,9 @@ def limit_of(bits: int, summands: int) -> tuple[float, int]:
     return (1.0 if bits >= 32 else limit / 2**power), power
 
 
-@exactly
+@jax.jit
 def exponent_of(x: jax.Array) -> jax.Array:
-    """Return the least exponent, from ZERO, whose power of two exceeds all elements, or NOT_FINITE;
-    0 for integers.
-    """
-    if not is_float(x):
-        return jnp.int32(0)
+    """Return the least exponent, from ZERO, whose power of two exceeds all elements, or NOT_FINITE."""
     exponent = largest_exponent(x)
     return jnp.where(exponent <= LARGEST, jnp.maximum(exponent - ZERO, 0), NOT_FINITE)
 
@@ -152,11 +139,10 @@ def largest_exponent(x: jax.Array, axis: int | None = None) -> jax.Array:
     """Return the least exponent whose power of two exceeds all elements along the axis; above the
     `maxexp` of the dtype if one is not finite."""
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    kind, mantissa, bias = (jnp.int64, 52, 1022) if x.dtype == jnp.float64 else (jnp.int32, 23, 126)
-    bits = (
-        jax.lax.bitcast_convert_type(x, kind) & jnp.iinfo(kind).max
-    )  # of |x|: ordered like the numbers
-    return ((jnp.max(bits, axis, initial=0) >> mantissa) - bias).astype(jnp.int32)
+    info = jnp.finfo(x.dtype)
+    bits = jax.lax.bitcast_convert_type(x, f"int{info.bits}")
+    size = bits & jnp.iinfo(bits.dtype).max  # the bits of |x|, ordered like the numbers
+    return ((jnp.max(size, axis, initial=0) >> info.nmant) + info.minexp).astype(jnp.int32)
 
 
 def in_bits(exponents: jax.Array) -> jax.Array:  # from units of 1/PER_BIT, rounded up
@@ -184,9 +170,9 @@ def fits(exponents: jax.Array, needed: jax.Array, form: Format, summands: int) -
 
 def power_of_two(exponent: jax.Array, dtype: Any) -> jax.Array:
     """Return 2^exponent, exactly."""
-    if jnp.dtype(dtype) == jnp.float64:
-        return jax.lax.bitcast_convert_type((exponent.astype(jnp.int64) + 1023) << 52, jnp.float64)
-    return jax.lax.bitcast_convert_type((exponent.astype(jnp.int32) + 127) << 23, jnp.float32)
+    info = jnp.finfo(dtype)
+    biased = exponent.astype(f"int{info.bits}") + (1 - info.minexp)
+    return jax.lax.bitcast_convert_type(biased << info.nmant, info.dtype)
 
 
 def uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -198,33 +184,26 @@ def uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def pack(x: jax.Array) -> jax.Array:
-    """Pack integers [..., n] into unsigned words [..., ceil(n / lanes)] whose sums are the sums in
-    each lane.
+    """Pack integers [..., n] of less than 32 bits into words [..., ceil(n / lanes)] whose sums are
+    the sums in each lane; return others unchanged.
 
-    A negative lane borrows from the lane above; `unpack` returns the loan, so no offset is needed.
+    A word is the sum of its lanes, with their signs, so a negative lane borrows from the lane above.
     """
-    assert jnp.issubdtype(x.dtype, jnp.integer), x.dtype
     if x.dtype.itemsize >= 4:
-        return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-    lanes, bits = 4 // x.dtype.itemsize, 8 * x.dtype.itemsize
-    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % lanes)]).astype(jnp.int32)
-    parts = padded.reshape(*x.shape[:-1], lanes, -1)
-    words = functools.reduce(jnp.add, (parts[..., i, :] << bits * i for i in range(lanes)))
-    return jax.lax.bitcast_convert_type(words, jnp.uint32)
+        return x
+    signs, lanes = SIGNS[x.dtype.itemsize], 4 // x.dtype.itemsize
+    whole = fit(x, padded_shape(x.shape, x.ndim - 1, lanes))
+    words = jax.lax.bitcast_convert_type(whole.reshape(*x.shape[:-1], -1, lanes), jnp.uint32)
+    return (words ^ signs) - signs
 
 
 def unpack(words: jax.Array, dtype: Any, size: int) -> jax.Array:
     """Invert `pack`: return integers [..., size]."""
-    bits = 8 * jnp.dtype(dtype).itemsize
-    if bits >= 32:
-        return jax.lax.bitcast_convert_type(words, dtype)
-    rest = jax.lax.bitcast_convert_type(words, jnp.int32)
-    lanes = []
-    for _ in range(32 // bits):
-        low = (rest << 32 - bits) >> 32 - bits  # with its sign
-        lanes.append(low)
-        rest = (rest - low) >> bits
-    return jnp.concatenate(lanes, -1)[..., :size].astype(dtype)
+    if words.dtype == dtype:
+        return words
+    signs = SIGNS[jnp.dtype(dtype).itemsize]
+    lanes = jax.lax.bitcast_convert_type((words + signs) ^ signs, dtype)
+    return lanes.reshape(*words.shape[:-1], -1)[..., :size]
 
 
 def squares_and_bad(tree: Tree, dims: Tree, axis: str, live: jax.Array) -> jax.Array:
@@ -234,44 +213,41 @@ def squares_and_bad(tree: Tree, dims: Tree, axis: str, live: jax.Array) -> jax.A
     Relative to the largest element, a square is a few digits; digits are summed as integers, at
     most 2^32 of them."""
     leaves = jax.tree.leaves(tree)
-    dims = [WHOLE] * len(leaves) if dims is None else jax.tree.leaves(dims)
+    dims = jax.tree.leaves(dims) or [WHOLE] * len(leaves)
     split = any(d != WHOLE for d in dims)
-    if (
-        sum(x.size * (1 if d == WHOLE else jax.lax.axis_size(axis)) for x, d in zip(leaves, dims))
-        > ROW**2
-    ):
+    parts = jax.lax.axis_size(axis) if split else 1
+    if sum(x.size * (1 if d == WHOLE else parts) for x, d in zip(leaves, dims)) > ROW**2:
         raise UsageError(
             f"parallel.reduction: exact sums squares of at most {ROW**2:,} parameters; use xla or bucket"
         )
-    dtype = functools.reduce(jnp.promote_types, (x.dtype for x in leaves), jnp.float32)
+    dtype = jnp.result_type(jnp.float32, *(x.dtype for x in leaves))
     first = jax.lax.axis_index(axis) == 0 if split else True  # replicated leaves count once
     leaves = [
         x.astype(dtype) if d != WHOLE else jnp.where(first, x.astype(dtype), 0)
         for x, d in zip(leaves, dims)
     ]
-    finite = [jnp.isfinite(x) for x in leaves]
-    values = [jnp.where(ok, x, 0) for ok, x in zip(finite, leaves)]
-    needed = functools.reduce(jnp.maximum, (exponent_of(x) for x in values), jnp.int32(0))
-    bad = sum((jnp.sum(~ok, dtype=jnp.int32) for ok in finite), jnp.int32(0))
+    bad = sum((jnp.sum(~jnp.isfinite(x), dtype=jnp.int32) for x in leaves), jnp.int32(0))
+    values = [jnp.where(jnp.isfinite(x), x, 0) for x in leaves]
+    needed = jnp.max(jnp.array([exponent_of(x) for x in values], jnp.int32), initial=0)
     needed = fusion_barrier(jax.lax.pmax(needed, axis) if split else needed, live)
-    unit = power_of_two(-needed - ZERO, dtype)
+    unit, size = power_of_two(-needed - ZERO, dtype), power_of_two(needed + ZERO, dtype)
     rows = sum((digits_of(x * unit, live) for x in values), jnp.zeros((), jnp.uint32))
     if split:
         rows, bad = jax.lax.psum((rows, bad), axis)
     terms = [x.astype(dtype) * 2.0 ** (-DIGIT * i) for i, x in enumerate(propagate_carries(rows))]
-    size = power_of_two(needed + ZERO, dtype)
-    squares = functools.reduce(jnp.add, terms) * size * size
+    squares = sum(terms) * size * size
     squares = jnp.where((bad > 0) | (needed == NOT_FINITE), jnp.nan, squares)
     return fusion_barrier(jnp.stack([squares, bad.astype(dtype)]), live)
 
 
-@exactly
+@jax.jit
 def digits_of(x: jax.Array, live: jax.Array) -> jax.Array:
     """Sum the squares of numbers below 1, as uint32 [digit, 2]: the low DIGIT bits of row sums, and
     the bits above.
     """
+    row = min(x.size, ROW) or 1
     rest = pin(jnp.square(x), live).reshape(-1)
-    rest = jnp.pad(rest, (0, -rest.size % ROW)).reshape(-1, ROW) if rest.size > ROW else rest[None]
+    rest = fit(rest, padded_shape(rest.shape, 0, row)).reshape(-1, row)
     digits = []
     for _ in range(DIGITS * x.dtype.itemsize // 4):
         rest = rest * 2.0**DIGIT
@@ -286,14 +262,12 @@ def propagate_carries(rows: jax.Array) -> list[jax.Array]:
     """Convert sums of `digits_of` [digit, 2] to a leading digit and digits of DIGIT bits,
     independent of the order.
     """
-    mask, carry = jnp.uint32(2**DIGIT - 1), jnp.uint32(0)
+    mask, carry = 2**DIGIT - 1, jnp.uint32(0)
     digits = []
-    for low, above in reversed([*zip(rows[:-1, 0], rows[1:, 1]), (rows[-1, 0], jnp.uint32(0))]):
-        rest = (low & mask) + (above & mask) + (carry & mask)
+    above = [*rows[1:, 1], jnp.uint32(0)]
+    for parts in reversed([*zip(rows[:, 0], above)]):
+        terms = jnp.stack([*parts, carry])
+        rest = (terms & mask).sum(dtype=jnp.uint32)
         digits.append(rest & mask)
-        carry = (low >> DIGIT) + (above >> DIGIT) + (carry >> DIGIT) + (rest >> DIGIT)
+        carry = (terms >> DIGIT).sum(dtype=jnp.uint32) + (rest >> DIGIT)
     return [rows[0, 1] + carry, *reversed(digits)]
-
-
-def is_float(x: jax.Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)

@@ -10,13 +10,12 @@ sums need equal summands, so each microbatch, and `apply`, is computed separatel
 
 import dataclasses
 import functools
-import itertools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
 
 from jaxdp.errors import UsageError
@@ -25,29 +24,32 @@ from jaxdp.exact.fixed_point import (
     LARGEST,
     NOT_FINITE,
     PER_BIT,
-    Format,
     exponent_of,
     fits,
     in_bits,
-    is_float,
     largest_exponent,
     pack,
-    quantize,
     quantize_values,
     quantized,
     remembered,
-    restore,
     restore_values,
+    restored,
     squares_and_bad,
     unpack,
 )
 from jaxdp.exact.products import lower_on_cpu
-from jaxdp.exact.rounding import as_written, fusion_barrier, opaque_true, scan_unfused
+from jaxdp.exact.rounding import (
+    as_written,
+    fusion_barrier,
+    is_float,
+    opaque_true,
+    scan_unfused,
+    zeros,
+)
 from jaxdp.parallel.reading import ShardedReplica
 from jaxdp.parallel.reduction import EVERY, Plan, Reduction, in_buckets, sum_to_slice
 from jaxdp.parallel.sums import FLOATS, FloatSums, GradFunction
-from jaxdp.split import WHOLE
-from jaxdp.train.state import Batch, Sums, TrainState, microbatch_key
+from jaxdp.train.state import Batch, Sums, TrainState, microbatch_key, select
 from jaxdp.train.step import Replica
 
 Tree = Any
@@ -59,37 +61,26 @@ COUPLED = (
 ELEMENTWISE = "with reduction: exact, ZeRO needs an elementwise one, such as sgd, adam, adamw or lion, or zero: 0"
 
 
-class Part(NamedTuple):
-    """Sums of gradients: the tree of integers; the exponent that each leaf needs; the number of
-    non-finite elements.
+class Attempt(NamedTuple):
+    """The result of one attempt to sum gradients with given exponents.
+
+    Args:
+        exponents: [leaf], for the next attempt; unchanged where a leaf fits.
+        needed: the exponents of gradients [leaf] and of all values that were needed.
+        ints: the sums of gradients; wrong unless all fit.
+        values: the other sums [group, ...]; extra: the number of gradients that are not finite.
+        kept: the new `TrainState.kept` [group, ...].
+        times: the number of attempts.
+        fits: all gradients have fit.
     """
 
-    ints: Tree
-    needed: jax.Array
-    nonfinite: jax.Array
-
-
-class Attempt(NamedTuple):
-    """The result of one attempt. part: sums of gradients; rest: the other sums [group, ...];
-    needed: the exponents that both need. exponents[leaf]: for the next attempt, unchanged where a
-    leaf fits. times: the number of attempts."""
-
     exponents: jax.Array
-    part: Part
-    rest: Sums
-    needed: jax.Array
+    needed: Tree
+    ints: Tree
+    values: Sums
+    kept: Tree
     times: jax.Array
     fits: jax.Array
-
-
-class ExactInfo(NamedTuple):
-    """The content of `Sums.extra`: the next update's exponents, the number of recomputations,
-    `Part.nonfinite`.
-    """
-
-    exponents: jax.Array
-    recomputed: jax.Array
-    nonfinite: jax.Array
 
 
 class IntegerSums(FloatSums):
@@ -114,14 +105,13 @@ class IntegerSums(FloatSums):
         self, f: GradFunction, plan: Plan, state: TrainState, batch: Batch, replica: Replica
     ) -> Sums:
         """Sum f of each group of microbatches separately, as integers over all devices."""
+        form, live = self.form, opaque_true(state.step)
         summands = (int(plan.assignment.max()) + 1) // self.group
-        live = opaque_true(state.step)
 
-        def groups(tree: Tree) -> Tree:
-            return jax.tree.map(lambda x: x.reshape(-1, self.group, *x.shape[1:]), tree)
+        def by_group(x: jax.Array) -> jax.Array:
+            return x.reshape(-1, self.group, *x.shape[1:])
 
-        pieces = groups((state.kept, batch, replica.numbers))
-        exponents = state.extra[EXPONENTS] if plan.is_update else jnp.zeros(0, jnp.int32)
+        pieces = jax.tree.map(by_group, (state.kept, batch, replica.numbers))
 
         @functools.partial(jax.jit, inline=True)  # traced once
         def compute(state: TrainState, piece: Tree) -> Sums:
@@ -129,42 +119,52 @@ class IntegerSums(FloatSums):
             part = self.replica(plan, numbers, state.step)
             return fusion_barrier(f(state.replace(kept=kept), batch, part), opaque_true(state.step))
 
-        def attempt(before: Attempt) -> Attempt:
-            def add(total: Part, piece: Tree) -> tuple[Part, Sums]:
+        def attempt(exponents: jax.Array, times: jax.Array) -> Attempt:
+            def add(piece: Tree) -> tuple[Tree, Tree]:
+                """Return the integers of one group, and what is not summed here."""
                 sums, number = compute(state, piece), piece[2][0]
-
-                def real(tree):
-                    return jax.tree.map(
-                        lambda x: jnp.where(number >= 0, x, jnp.zeros_like(x)), tree
-                    )
-
                 key = None
-                if self.form.stochastic and plan.is_update:
+                if form.stochastic and plan.is_update:
                     key = microbatch_key(state.seed, state.step, number)
-                part = group_part(sums.grads, before.exponents, self.form, summands, key, live)
-                part = real(part)
-                ints = jax.tree.map(
-                    jnp.add, total.ints, scatter_by_group(plan, part.ints, self.form)
-                )
-                needed = jnp.maximum(total.needed, part.needed)
-                rest = real(sums._replace(grads=None, kept=None))._replace(kept=sums.kept)
-                return Part(ints, needed, total.nonfinite + part.nonfinite), rest
+                needed, bad = needed_and_bad(sums.grads, live)
+                ints = quantized(sums.grads, in_bits(exponents), form, summands, key, 2)
+                part = ints, needed, sums._replace(grads=None, kept=None, extra=bad)
+                ints, *rest = select(number >= 0, part, zeros(part))
+                if plan.when == EVERY:
+                    dims = plan.trainable(plan.dims)
+                    ints = plan.reduction.scatter(ints, dims, plan.axes)
+                return ints, (*rest, sums.kept)
 
-            part, rest = scan_unfused(
-                add, zeros(before.part), pieces, live, like._replace(grads=None)
+            ints, (needed, values, kept) = scan_unfused(add, pieces, live)
+            local = jnp.max(needed, 0, initial=0), value_exponents(values)
+            needed = largest(local, plan.axes.all)
+            good = fits(exponents, needed[0], form, summands)
+            return Attempt(
+                exponents=jnp.where(good, exponents, (needed[0] + form.headroom) * PER_BIT),
+                needed=needed,
+                ints=ints,
+                values=values,
+                kept=kept,
+                times=times + 1,
+                fits=jnp.all(good),
             )
-            values = value_exponents(jax.tree.leaves(rest._replace(kept=None)))
-            local = [part.needed, *map(jnp.ravel, values)]
-            needed = jax.lax.pmax(jnp.concatenate(local), plan.axes.all)
-            grads = needed[: part.needed.size]
-            good = fits(before.exponents, grads, self.form, summands)
-            after = jnp.where(good, before.exponents, (grads + self.form.headroom) * PER_BIT)
-            return Attempt(after, part, rest, needed, before.times + 1, jnp.all(good))
 
-        like = jax.eval_shape(compute, state, jax.tree.map(lambda x: x[0], pieces))
-        first = empty_attempt(like, exponents, plan, self.form, len(pieces[2]))
-        done = jax.lax.while_loop(lambda a: ~a.fits, attempt, first)
-        return reduce_attempt(done, plan, self.form, summands)
+        exponents = state.extra[EXPONENTS] if plan.is_update else jnp.zeros(0, jnp.int32)
+        first = zeros(jax.eval_shape(attempt, exponents, 0))._replace(exponents=exponents)
+        done = jax.lax.while_loop(lambda a: ~a.fits, lambda a: attempt(a.exponents, a.times), first)
+
+        needed, value_needed = done.needed
+        values = quantized_sums(done.values, value_needed, summands)
+        plan = dataclasses.replace(plan, dtype=None)  # integers are sent as they are
+        total = FLOATS.over_devices(plan, values._replace(grads=done.ints))
+        bits = jnp.where(needed == NOT_FINITE, needed, in_bits(done.exponents))
+        sums = restored_sums(total._replace(grads=None), value_needed, done.values, summands)
+        info = remembered(done.exponents, needed, form.headroom), done.times - 1, sums.extra
+        return sums._replace(
+            grads=restored(total.grads, bits, summands),
+            kept=jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), done.kept),
+            extra=info if plan.is_update else None,
+        )
 
     def over_devices(self, plan: Plan, sums: Sums) -> Sums:
         """Return the sums, which `over_microbatches` has reduced already."""
@@ -173,13 +173,14 @@ class IntegerSums(FloatSums):
     def update(self, apply: Callable[..., Any], state: TrainState, sums: Sums) -> Any:
         """Apply the update: every operation is rounded as written, and the sums pass a fusion
         barrier first."""
-        live, info = opaque_true(state.step), sums.extra
-        apply = as_written(apply, live)
-        new, metrics = apply(state, fusion_barrier(sums._replace(extra=None), live))
-        bad = metrics["nonfinite_grads"]
-        bad = jnp.where(info.nonfinite > 0, info.nonfinite.astype(jnp.float32), bad)
-        metrics |= {"nonfinite_grads": bad, "recomputed": info.recomputed}
-        return new.replace(extra={**new.extra, EXPONENTS: info.exponents}), metrics
+        live = opaque_true(state.step)
+        exponents, recomputed, nonfinite = sums.extra
+        new, metrics = as_written(apply, live)(
+            state, fusion_barrier(sums._replace(extra=None), live)
+        )
+        bad = jnp.where(nonfinite > 0, nonfinite.astype(jnp.float32), metrics["nonfinite_grads"])
+        metrics |= {"nonfinite_grads": bad, "recomputed": recomputed}
+        return new.replace(extra={**new.extra, EXPONENTS: exponents}), metrics
 
     def total(self, grads: Tree, dims: Tree, axis: str, step: jax.Array) -> jax.Array:
         return squares_and_bad(grads, dims, axis, opaque_true(step))
@@ -187,7 +188,20 @@ class IntegerSums(FloatSums):
     def sum_rows(
         self, reduction: Reduction, tree: Tree, axis: str, rows: int, keys: jax.Array | None
     ) -> Tree:
-        return sum_rows(reduction, tree, axis, rows, keys, self.form)
+        """See `FloatSums`. The exponents are determined first, by a maximum over all devices, so
+        that the integers always fit."""
+        if not jax.tree.leaves(tree):
+            return tree
+        if keys is None:
+            exponents = largest(value_exponents(tree), axis)
+            sums = reduction.reduce(quantized_sums(tree, exponents, rows), axis)
+            return restored_sums(sums, exponents, tree, rows)
+        needed = largest(needed_exponents(tree), axis)
+        ints = jax.vmap(lambda x, key: quantized(x, needed, self.form, rows, key))(
+            tree, keys if self.form.stochastic else None
+        )
+        sums = jax.tree.map(lambda x: x.sum(0, dtype=x.dtype), ints)
+        return restored(reduction.reduce(sums, axis), needed, rows)
 
     def rounded(self, f: Callable[..., Any], step: jax.Array) -> Callable[..., Any]:
         return as_written(f, opaque_true(step))
@@ -201,16 +215,9 @@ class IntegerSums(FloatSums):
             """Return the state leaf by leaf, so that not all full leaves are in memory at once."""
             state = make()
             live = opaque_true(state.step)
+            return jax.tree.map(lambda x: fusion_barrier(x, live) if is_float(x) else x, state)
 
-            def barrier(x: jax.Array) -> jax.Array:
-                return fusion_barrier(x, live) if is_float(x) else x
-
-            return jax.tree.map(barrier, state)
-
-        everywhere = P()
-        return jax.shard_map(
-            unfused, mesh=mesh, in_specs=(), out_specs=everywhere, check_vma=False
-        )()
+        return jax.shard_map(unfused, mesh=mesh, in_specs=(), out_specs=P(), check_vma=False)()
 
 
 class UnfusedReplica(ShardedReplica):
@@ -269,153 +276,55 @@ def remembering(
     return make_state
 
 
-def empty_attempt(
-    like: Sums, exponents: jax.Array, plan: Plan, form: Format, slots: int
-) -> Attempt:
-    """Return the attempt before the first computation; like: the shapes of a slot's sums."""
-    leaves = exponents.size
-
-    def ints():
-        return scatter_by_group(
-            plan, quantized(zeros(like.grads), jnp.zeros(leaves, jnp.int32), form, 1), form
-        )
-
-    part = Part(zeros(jax.eval_shape(ints)), jnp.zeros(leaves, jnp.int32), jnp.int32(0))
-    rest = jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), like._replace(grads=None))
-    values = jax.eval_shape(value_exponents, jax.tree.leaves(rest._replace(kept=None)))
-    needed = jnp.zeros(leaves + sum(x.size for x in values), jnp.int32)
-    return Attempt(exponents, part, rest, needed, jnp.int32(0), jnp.bool_(False))
+def needed_exponents(grads: Tree) -> jax.Array:
+    """Return the exponent that each leaf needs [leaf]."""
+    return jnp.array([exponent_of(x) for x in jax.tree.leaves(grads)], jnp.int32)
 
 
-def group_part(
-    grads: Tree,
-    exponents: jax.Array,
-    form: Format,
-    summands: int,
-    key: jax.Array | None,
-    live: jax.Array,
-) -> Part:
-    """Return the contribution of one group to the sums."""
-    leaves, none = jax.tree.leaves(grads), jnp.int32(0)
-    if not leaves:
-        return Part(grads, jnp.zeros(0, jnp.int32), none)
+def needed_and_bad(grads: Tree, live: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the exponent that each leaf needs [leaf], and the number of elements that are not
+    finite."""
     # without the fusion barrier, every reader of one exponent would compute all of them
-    needed = fusion_barrier(jnp.stack([exponent_of(x) for x in leaves]), live)
+    needed = fusion_barrier(needed_exponents(grads), live)
 
-    def count():
-        return sum((jnp.sum(~(jnp.abs(x) < 2.0**LARGEST), dtype=jnp.int32) for x in leaves), none)
+    def count() -> jax.Array:
+        is_bad = jax.tree.map(lambda x: ~(jnp.abs(x) < 2.0**LARGEST), grads)
+        return sum((jnp.sum(x, dtype=jnp.int32) for x in jax.tree.leaves(is_bad)), jnp.int32(0))
 
-    bad = jax.lax.cond(jnp.any(needed == NOT_FINITE), count, lambda: none)
-    return Part(quantized(grads, exponents, form, summands, key), needed, bad)
-
-
-def scatter_by_group(plan: Plan, ints: Tree, form: Format) -> Tree:
-    """Reduce-scatter one group's integers if gradients are sharded microbatch by microbatch; else
-    return them unchanged."""
-    if plan.when != EVERY:
-        return ints
-    leaves, treedef = jax.tree.flatten(ints)
-    dims = jax.tree.leaves(plan.trainable(plan.dims))
-    sent = [x if dim == WHOLE else x.astype(form.wire(x.dtype)) for x, dim in zip(leaves, dims)]
-    total = plan.reduction.scatter(sent, dims, plan.axes)
-    return jax.tree.unflatten(treedef, [new.astype(x.dtype) for new, x in zip(total, leaves)])
+    return needed, jax.lax.cond(jnp.any(needed == NOT_FINITE), count, lambda: jnp.int32(0))
 
 
-def reduce_attempt(done: Attempt, plan: Plan, form: Format, summands: int) -> Sums:
-    """Reduce one device's integers over all devices and return the sums as floats."""
-    number = done.exponents.size
-    grad_needed, rest_needed = done.needed[:number], done.needed[number:]
-    rest, treedef = jax.tree.flatten(done.rest._replace(kept=None))
-    exponents_of_rest = split_exponents(rest_needed, rest)
-    sums: Sums = jax.tree.unflatten(treedef, quantized_sums(rest, exponents_of_rest, summands))
-    sums = sums._replace(grads=done.part.ints, extra=done.part.nonfinite)
-    wire = None if form.bits == 32 else form.wire(jnp.int32)
-    sums = FLOATS.over_devices(dataclasses.replace(plan, dtype=wire), sums)
+def largest(exponents: Tree, axes: Any) -> Tree:
+    """Return the largest exponents of all devices."""
+    flat, unravel = ravel_pytree(exponents)
+    return unravel(jax.lax.pmax(flat, axes))
 
-    grads, grad_treedef = jax.tree.flatten(sums.grads)
-    bits = jnp.where(grad_needed == NOT_FINITE, grad_needed, in_bits(done.exponents))
-    float_grads = [restore(x, e, form, summands) for x, e in zip(grads, bits)]
-    totals = jax.tree.leaves(sums._replace(grads=None, extra=None))
-    floats = restored_sums(totals, exponents_of_rest, rest, summands)
-    result: Sums = jax.tree.unflatten(treedef, floats)
-    exponents = remembered(done.exponents, grad_needed, form.headroom)
-    info = ExactInfo(exponents, done.times - 1, sums.extra) if plan.is_update else None
-    return result._replace(
-        grads=jax.tree.unflatten(grad_treedef, float_grads),
-        kept=jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), done.rest.kept),
-        extra=info,
+
+def value_exponents(values: Tree) -> Tree:
+    """Return the exponents [...] of the elements of each leaf [row, ...] of floats; none for
+    integers, which are summed as they are."""
+    return jax.tree.map(
+        lambda x: largest_exponent(x, 0) if is_float(x) else jnp.zeros(0, jnp.int32), values
     )
 
 
-def value_exponents(leaves: list[jax.Array]) -> list[jax.Array]:
-    """Return the exponents [...] of the elements of each leaf [row, ...] of floats, and none for
-    integers.
-    """
-    return [largest_exponent(x, 0) if is_float(x) else jnp.zeros(0, jnp.int32) for x in leaves]
-
-
-def split_exponents(flat: jax.Array, leaves: list[jax.Array]) -> list[jax.Array]:
-    """Return the exponents of each leaf [row, ...], from those of all leaves one after the other."""
-    shapes = [x.shape[1:] if is_float(x) else (0,) for x in leaves]
-    starts = itertools.accumulate(map(math.prod, shapes), initial=0)
-    return [
-        flat[start : start + math.prod(shape)].reshape(shape)
-        for start, shape in zip(starts, shapes)
-    ]
-
-
-def quantized_sums(
-    leaves: list[jax.Array], exponents: list[jax.Array], summands: int
-) -> list[jax.Array]:
+def quantized_sums(values: Tree, exponents: Tree, summands: int) -> Tree:
     """Sum leaves [row, ...] over their rows, floats as integers."""
-    ints = [
-        quantize_values(x, e, summands) if is_float(x) else x for x, e in zip(leaves, exponents)
-    ]
-    return [x.sum(0, dtype=x.dtype) for x in ints]
+
+    def total(x: jax.Array, exponent: jax.Array) -> jax.Array:
+        ints = quantize_values(x, exponent, summands) if is_float(x) else x
+        return ints.sum(0, dtype=ints.dtype)
+
+    return jax.tree.map(total, values, exponents)
 
 
-def restored_sums(
-    sums: list[jax.Array], exponents: list[jax.Array], leaves: list[jax.Array], summands: int
-) -> list[jax.Array]:
-    """Convert the sums of `quantized_sums` over all devices back to floats, where the leaves were
+def restored_sums(totals: Tree, exponents: Tree, values: Tree, summands: int) -> Tree:
+    """Convert the sums of `quantized_sums` over all devices back to floats, where the values were
     floats.
     """
-    return [
-        restore_values(x, e, summands) if is_float(y) else x
-        for x, e, y in zip(sums, exponents, leaves)
-    ]
-
-
-def sum_rows(
-    reduction: Reduction, tree: Tree, axis: str, rows: int, keys: jax.Array | None, form: Format
-) -> Tree:
-    """Sum leaves [row, ...] over their rows and over an axis, of `rows` rows in all; see
-    `FloatSums`.
-
-    The exponents are determined first, by a maximum over all devices, so that the integers always
-    fit."""
-    leaves, treedef = jax.tree.flatten(tree)
-    if not leaves:
-        return tree
-    if keys is None:
-        flat = jnp.concatenate([*map(jnp.ravel, value_exponents(leaves))])
-        exponents = split_exponents(jax.lax.pmax(flat, axis), leaves)
-        sums = reduction.reduce(quantized_sums(leaves, exponents, rows), axis)
-        return jax.tree.unflatten(treedef, restored_sums(sums, exponents, leaves, rows))
-    needed = jax.lax.pmax(jnp.stack([exponent_of(x) for x in leaves]), axis)
-
-    def integers_of(i: int, x: jax.Array, exponent: jax.Array) -> jax.Array:
-        if not form.stochastic:
-            return quantize(x, exponent, form, rows)
-        return jax.vmap(
-            lambda x, key: quantize(x, exponent, form, rows, jax.random.fold_in(key, i))
-        )(x, keys)
-
-    ints = [integers_of(i, x, e) for i, (x, e) in enumerate(zip(leaves, needed))]
-    wire = [x.sum(0, dtype=x.dtype).astype(form.wire(x.dtype)) for x in ints]
-    sums = [x.astype(y.dtype) for x, y in zip(reduction.reduce(wire, axis), ints)]
-    return jax.tree.unflatten(treedef, [restore(x, e, form, rows) for x, e in zip(sums, needed)])
-
-
-def zeros(tree: Tree) -> Tree:
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
+    return jax.tree.map(
+        lambda total, e, x: restore_values(total, e, summands) if is_float(x) else total,
+        totals,
+        exponents,
+        values,
+    )

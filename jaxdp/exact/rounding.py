@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
 from jaxdp.optim.interpreter import bind, evaluate, interpret
 
@@ -33,8 +32,10 @@ SAME = {
     "squeeze",
     "broadcast_in_dim",
 }  # keep an array uniform
-EXACTLY = "exactly."  # no name of a function in Python
-BITS: dict[int, Any] = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+
+
+def is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def opaque_true(step: jax.Array) -> jax.Array:
@@ -42,26 +43,16 @@ def opaque_true(step: jax.Array) -> jax.Array:
     return step >= 0
 
 
-def exactly(f: Callable) -> Callable:
-    """Trace f once for each shape. Its results do not depend on how a compiler rounds: `as_written`
-    keeps it.
-    """
-    f.__name__ = f"{EXACTLY}{f.__name__}"
-    return jax.jit(f)
-
-
-@exactly
+@jax.jit
 def pin(x: jax.Array, live: jax.Array) -> jax.Array:
     """Return the values, rounded to their dtype before any later operation; live: from
     `opaque_true`.
     """
-    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize not in BITS:
+    if not is_float(x):
         return x
-    kind = BITS[x.dtype.itemsize]
-    zero = jax.lax.convert_element_type(jax.lax.bitwise_not(live), kind)
-    bits = jax.lax.bitwise_xor(
-        jax.lax.bitcast_convert_type(x, kind), jax.lax.broadcast(zero, x.shape)
-    )
+    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    zero = jax.lax.convert_element_type(jax.lax.bitwise_not(live), bits.dtype)
+    bits = jax.lax.bitwise_xor(bits, jax.lax.broadcast(zero, x.shape))
     return jax.lax.bitcast_convert_type(bits, x.dtype)
 
 
@@ -81,32 +72,39 @@ def fusion_barrier(tree: Tree, live: jax.Array) -> Tree:
 
 
 def scan_unfused(
-    f: Callable, start: Tree, pieces: Tree, live: jax.Array, like: Tree
+    f: Callable[[Tree], tuple[Tree, Tree]], pieces: Tree, live: jax.Array
 ) -> tuple[Tree, Tree]:
-    """Scan f(carried, piece) -> (carried, result) like `jax.lax.scan`, but compile each piece
-    separately.
+    """Return (the sum of all first results, the second results stacked) of f(piece) for each piece,
+    compiled separately.
 
     Nothing is fused into the loop or out of it: its length is known only at run time, and each
     piece is indexed from at least two and passes a fusion barrier first. The name of its scope
-    tells `jaxdp.plan` the length. like: the shapes of a result.
+    tells `jaxdp.plan` the length.
     """
     number = len(jax.tree.leaves(pieces)[0])
     pieces = jax.tree.map(lambda x: x if len(x) > 1 else jnp.concatenate([x, x]), pieces)
-    results = jax.tree.map(lambda x: jnp.zeros((max(2, number), *x.shape), x.dtype), like)
+    added, result = jax.eval_shape(f, jax.tree.map(lambda x: x[0], pieces))
+    results = jax.tree.map(lambda x: jnp.zeros((max(2, number), *x.shape), x.dtype), result)
 
     def body(i: jax.Array, state: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
-        carried, results = state
         piece = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), pieces)
-        carried, result = f(carried, fusion_barrier(piece, live))
-
-        def write(buffer, x):
-            return jax.lax.dynamic_update_index_in_dim(buffer, x, i, 0)
-
-        return carried, jax.tree.map(write, results, result)
+        added, result = f(fusion_barrier(piece, live))
+        total = jax.tree.map(jnp.add, state[0], added)
+        return total, jax.tree.map(
+            lambda buffer, x: jax.lax.dynamic_update_index_in_dim(buffer, x, i, 0),
+            state[1],
+            result,
+        )
 
     with jax.named_scope(f"times_{number}"):
-        carried, results = jax.lax.fori_loop(0, jnp.where(live, number, 0), body, (start, results))
-    return carried, jax.tree.map(lambda x: x[:number], results)
+        start = zeros(added), results
+        total, results = jax.lax.fori_loop(0, jnp.where(live, number, 0), body, start)
+    return total, jax.tree.map(lambda x: x[:number], results)
+
+
+def zeros(tree: Tree) -> Tree:
+    """Return zeros like the arrays or shapes of a tree."""
+    return jax.tree.map(jnp.zeros_like, tree)
 
 
 def as_written(f: Callable, live: jax.Array) -> Callable:
@@ -120,30 +118,23 @@ def as_written(f: Callable, live: jax.Array) -> Callable:
 
     def scalar(x: Any, value: Any) -> Any:
         """Return the value that all entries have, or None."""
-        if isinstance(x, Literal) or not x.aval.shape:
-            return jnp.asarray(value, x.aval.dtype)
-        return uniform.get(x)
+        return uniform.get(x) if x.aval.shape else jnp.asarray(value, x.aval.dtype)
 
     def rule(equation: Any, inputs: list[Any]) -> Sequence[Any] | None:
-        name, out = equation.primitive.name, equation.outvars[0].aval if equation.outvars else None
+        name, outvars = equation.primitive.name, equation.outvars
         if name in SAME and (value := scalar(equation.invars[0], inputs[0])) is not None:
-            uniform[equation.outvars[0]] = value.astype(equation.outvars[0].aval.dtype)
-        if name == "jit" and equation.params["name"].startswith(EXACTLY):
-            return bind(equation, inputs)
+            uniform[outvars[0]] = value.astype(outvars[0].aval.dtype)
         if name == "cond":
             branches = [
                 lambda *args, inner=inner: evaluate(inner, args, rule)
                 for inner in equation.params["branches"]
             ]
             return jax.lax.switch(inputs[0], branches, *inputs[1:])
-        if out is None or not jnp.issubdtype(out.dtype, jnp.floating):
+        if not outvars or not is_float(outvars[0].aval):
             return None
-        if (
-            name == "div"
-            and out.shape
-            and (divisor := scalar(equation.invars[1], inputs[1])) is not None
-        ):
-            return [pin(inputs[0] * pin(1 / divisor, live), live)]
+        if name == "div" and outvars[0].aval.shape:
+            divisor = scalar(equation.invars[1], inputs[1])
+            return None if divisor is None else [pin(inputs[0] * pin(1 / divisor, live), live)]
         if name in SUMS:
             return fusion_barrier(bind(equation, fusion_barrier(inputs, live)), live)
         return [pin(bind(equation, inputs)[0], live)] if name in PRODUCTS else None

@@ -20,8 +20,8 @@ from jaxdp.train.state import TrainState
 
 @functools.lru_cache(maxsize=1)
 def state_shapes(make: Partial) -> TrainState:
-    """Return the shapes of the initial state. An elastic job, whose traces end with each
-    generation, keeps them.
+    """Return the shapes of the initial state. They are kept when the devices are closed, which
+    ends all traces.
     """
     return jax.eval_shape(make)
 

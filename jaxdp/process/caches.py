@@ -1,4 +1,4 @@
-"""Caches of meshes and programs, which an elastic job clears when it closes its devices."""
+"""Caches of meshes and programs, which are cleared when the devices are closed."""
 
 import functools
 from collections.abc import Callable

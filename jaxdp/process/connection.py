@@ -187,26 +187,6 @@ class Joined:
     address: tuple[str, int]
     secret: str
 
-    @property
-    def last_facts(self) -> Facts:
-        """Return the facts of this process for the generation after this one."""
-        newest = max(facts.get("state", -1) for facts in self.facts)
-        return {
-            **self.facts[self.rank],
-            "last": [self.generation, len(self.facts)],
-            "newest": newest,
-        }
-
-    def reconnect(self) -> Connection:
-        """Connect to another coordinator at the address, for the heartbeats of this process while
-        it is busy.
-        """
-        connection = Connection(
-            *self.address, self.secret, 5.0, facts={**self.last_facts, "busy": True}
-        )
-        connection.socket.settimeout(None)
-        return connection
-
 
 def join(
     host: str,
@@ -218,14 +198,13 @@ def join(
     prepare: Callable[[], None] | None = None,
     silent: Callable[[], None] = lambda: None,
 ) -> Joined:
-    """Join the job at its coordinator, or the next generation of an elastic one, retrying until it
-    answers.
+    """Join the job at its coordinator, or its next generation, retrying until it answers.
 
     absent: called with the seconds since the start while no coordinator is there; silent: called
     every few seconds while one is there, but sends nothing. prepare: called if the job runs, and
     this process is asked to build its run first. Raises UsageError (foreign program at the address,
     other secret, other facts) or DistributedError (a missing rank or coordinator; too few processes
-    to continue an elastic job)."""
+    to continue)."""
     title = hosts.title(facts["rank"], facts["host"])
     began = time.monotonic()
     problem = "not tried"

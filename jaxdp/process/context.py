@@ -27,7 +27,7 @@ from jaxdp.errors import (
     record_fault,
 )
 from jaxdp.process import enter, hosts, membership, private_jax
-from jaxdp.process.joining import ElasticOptions
+from jaxdp.process.group import Group
 from jaxdp.process.launchers import discover
 from jaxdp.process.world import World
 
@@ -162,7 +162,7 @@ def init(
     local_size: int | None = None,
     init_method: str | None = None,
     timeout: float | None = None,
-    group: ElasticOptions | None = None,
+    group: Group | None = None,
 ) -> Context:
     """Join the job that this process belongs to, and open its devices together with the other
     processes; call it before anything touches a device.
@@ -171,8 +171,8 @@ def init(
     (`launchers.discover`); a process without either is alone, and `jax.distributed` stays
     untouched. coordinator: "host:port" of rank 0; init_method: "tcp://host:port" or "env://", as in
     torch.distributed. timeout: seconds, for the rendezvous and for detecting a dead process; by
-    default JAXDP_TIMEOUT, or 60. group: `jaxdp.elastic.Options`, with which the death of a process
-    does not end the others, and others may join (`regroup`). A second call returns the same context.
+    default JAXDP_TIMEOUT, or 60. group: how the processes belong together; by default the death of
+    one ends the others. A second call returns the same context.
 
     Raises UsageError (wrong or different variables, addresses, host names, versions or sizes; other
     arguments in a second call) and DistributedError (a process did not come). In a job of several
@@ -199,19 +199,15 @@ def init(
         )
     else:
         _joining = world
-        context = Context(launcher=world.launcher, **enter.join(world, timeout, group))
+        context = Context(launcher=world.launcher, **enter.join(world, timeout, group or Group()))
     _current, _arguments = context, arguments
     return context
 
 
-def regroup() -> Context:
-    """Join the next generation of an elastic job, and return the context of this process in it.
-
-    All arrays and compiled programs of this process become invalid. Raises DistributedError if too
-    few processes are left, or the coordinator has gone.
-    """
+def renew(**fields: Any) -> Context:
+    """Return the context of this process in a group that has changed. fields: those of `enter`."""
     global _current
-    _current = dataclasses.replace(current(), **enter.regroup())
+    _current = dataclasses.replace(current(), **fields)
     return _current
 
 
@@ -264,7 +260,7 @@ def crash(error: BaseException) -> NoReturn:
                     if reply["silent"]
                     else f"{member.name(*ranks)} {has} ended before the others"
                 )
-    if member.report_fault(text) or member.elastic:
+    if member.report_fault(text) or member.ends_alone:
         member.ending.set()
         if not trace:
             record_fault(text)
@@ -288,7 +284,7 @@ def fail(error: BaseException, code: int | None = None) -> NoReturn:
     if member is not None and ends_alone:
         name, speaker = member.name(rank), None
         text = f"{name}: {text.removeprefix(f'{name}: ')}"
-        if not member.report_fault(text, code) and not member.elastic:
+        if not member.report_fault(text, code) and not member.ends_alone:
             time.sleep(
                 2.0
             )  # the reader thread prints the cause, that of another rank, and ends this process

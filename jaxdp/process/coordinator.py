@@ -11,13 +11,13 @@ import asyncio
 import collections
 import contextlib
 import os
+import pkgutil
 import resource
 import secrets
 import threading
 import time
 from typing import Any
 
-from jaxdp.elastic.elastic_generation import ElasticGeneration
 from jaxdp.process import channel, private_jax
 from jaxdp.process.generation import TICK, Generation, Member
 from jaxdp.process.messages import Message, checked, printable
@@ -30,17 +30,12 @@ UNAUTHENTICATED = (
 
 
 class Coordinator:
-    """The connections of a job, and its generations of ranks: the current one, and in an elastic
-    job the next.
-    """
+    """The connections of a job, and the current generation of its ranks."""
 
     def __init__(self, settings: Settings):
         self.settings = settings
         self.done = asyncio.Event()
-        self.generation: Generation = (
-            ElasticGeneration(self) if settings.elastic else Generation(self)
-        )
-        self.next: ElasticGeneration | None = None  # is forming
+        self.generation: Generation = pkgutil.resolve_name(settings.generation)(self)
         self.unauthenticated: collections.OrderedDict[asyncio.StreamWriter, None] = (
             collections.OrderedDict()
         )
@@ -78,7 +73,7 @@ class Coordinator:
                     )
                 )
                 return
-            member = self.admitting().join(first, nonce, writer)
+            member = self.generation.join(first, nonce, writer)
             self.unauthenticated.pop(writer, None)
             while True:
                 message = await self.receive(
@@ -98,16 +93,6 @@ class Coordinator:
                 member.generation.disconnected(member)
             writer.close()
 
-    def admitting(self) -> Generation:
-        """Return the generation that a new process joins: the current one until it is complete,
-        then the next.
-        """
-        current = self.generation
-        if not isinstance(current, ElasticGeneration) or not current.admitted:
-            return current
-        self.next = self.next or ElasticGeneration(self, current)
-        return self.next
-
     async def receive(
         self, reader: asyncio.StreamReader, sealer: channel.Sealer, limit: int = channel.LIMIT
     ) -> Message:
@@ -124,15 +109,13 @@ class Coordinator:
             )
 
     async def watch(self) -> None:
-        """Check the generations until the job is over."""
+        """Check the generation until the job is over."""
         checked_at = time.monotonic()
         while not self.done.is_set():
             await asyncio.sleep(TICK)
             now = time.monotonic()
             elapsed = now - checked_at
             checked_at = now
-            if self.next is not None:
-                self.next.tick(elapsed)
             self.generation.tick(elapsed)
-            if self.generation.is_empty() and (self.next is None or self.next.is_empty()):
+            if self.generation.is_empty():
                 self.done.set()

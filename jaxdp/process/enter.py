@@ -1,6 +1,4 @@
-"""Enter a job, or the next generation of an elastic one: its coordinator, then JAX's coordination
-service.
-"""
+"""Enter a job, or its next generation: its coordinator, then JAX's coordination service."""
 
 from __future__ import annotations
 
@@ -12,20 +10,18 @@ import jax
 import jaxlib
 
 import jaxdp
-from jaxdp.errors import GenerationEnded, UsageError, explained
+from jaxdp.errors import UsageError, explained
 from jaxdp.process import (
     caches,
-    connection,
     environment,
     hosts,
     joining,
     membership,
     private_jax,
     protocol,
-    sockets,
 )
 from jaxdp.process.connection import Joined
-from jaxdp.process.joining import ElasticOptions
+from jaxdp.process.group import Group
 from jaxdp.process.world import MPI, World
 
 NO_MPI = (
@@ -37,23 +33,29 @@ VERDICT = (
 )
 
 
-class Entered(NamedTuple):
-    """What a process entered with, to enter the next generation."""
+class Entry(NamedTuple):
+    """What a process enters its job with. parent: see `Membership`."""
 
     world: World
     timeout: float
-    elastic: ElasticOptions | None
-    parent: int | None  # see `Membership`
+    group: Group
+    parent: int | None
 
 
-_entered: Entered | None = None
+_entry: Entry | None = None
 
 
-def join(world: World, timeout: float | None, elastic: ElasticOptions | None) -> dict[str, Any]:
+def entered() -> Entry:
+    """Return what this process has entered its job with."""
+    assert _entry is not None
+    return _entry
+
+
+def join(world: World, timeout: float | None, group: Group) -> dict[str, Any]:
     """Join the job of `world`, and return the fields of this process's `Context`. timeout: see
     `default_timeout`.
     """
-    global _entered
+    global _entry
     hosts.raise_open_files()
     problem = ""
     try:
@@ -74,53 +76,15 @@ def join(world: World, timeout: float | None, elastic: ElasticOptions | None) ->
         "gloo": environment.gpu_count() == 0,
         "tls": "yes" if private_jax.service_has_tls() else "no",
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
-        "elastic": "on" if elastic else "off",
-        "config": elastic.config if elastic else "",
         "problem": problem,
-        "prepares": elastic is not None
-        and elastic.prepare is not None
-        and not environment.gpu_count(),
+        "prepares": group.prepare is not None and not environment.gpu_count(),
+        **group.facts(),
     }
     parent = (
         os.getppid() if world.launcher in MPI or "JAXDP_RESTARTS" in os.environ else None
     )  # of `jaxdp launch`
-    _entered = Entered(world, timeout, elastic, parent)
-    return enter_until_formed(joining.meet(world, facts, timeout, elastic))
-
-
-def regroup() -> dict[str, Any]:
-    """Leave the generation that has ended, join the next one, and return the fields of this
-    process's `Context`.
-    """
-    return enter_until_formed(rejoin())
-
-
-def rejoin() -> Joined:
-    """Join the next generation. Raises DistributedError if too few processes are left."""
-    assert _entered is not None
-    world, timeout, elastic, _ = _entered
-    assert elastic is not None
-    member = membership.joined()
-    job = member.job
-    membership.forget()
-    private_jax.cancel_calls()
-    limit = protocol.LATE + elastic.join_timeout + timeout
-    settings = joining.coordinator_settings(world, *job.address, job.secret, timeout, elastic)
-    place = joining.Place(settings, member.local_rank)
-    joined = connection.join(
-        *job.address, job.secret, job.last_facts, limit, place.absent, None, place.silent
-    )
-    member.close()
-    return joined
-
-
-def enter_until_formed(job: Joined) -> dict[str, Any]:
-    """Enter the job; if a process is lost meanwhile, the next generation."""
-    while True:
-        try:
-            return enter(job)
-        except GenerationEnded:
-            job = rejoin()
+    _entry = Entry(world, timeout, group, parent)
+    return group.enter(enter, joining.meet(world, facts, timeout, group))
 
 
 def open_devices(member: membership.Membership) -> None:
@@ -133,15 +97,16 @@ def open_devices(member: membership.Membership) -> None:
     try:
         jax.local_devices()
     except (RuntimeError, AssertionError) as error:
-        if member.elastic and member.has_ended(VERDICT):
+        if member.has_ended(VERDICT):
             member.check_generation()
         raise explained(error) or error from None
 
 
 def enter(job: Joined) -> dict[str, Any]:
-    """Start the membership of this process, and connect it to JAX's coordination service."""
-    assert _entered is not None
-    world, timeout, elastic, parent = _entered
+    """Start the membership of this process, connect it to JAX's coordination service, and return
+    the fields of its `Context`.
+    """
+    world, timeout, group, parent = entered()
     everyone, rank = job.facts, job.rank
     local_rank, local_size = hosts.local_ranks(everyone, rank)
     if job.generation == 0:  # in later ones the launcher's numbers no longer hold
@@ -153,16 +118,11 @@ def enter(job: Joined) -> dict[str, Any]:
     devices, sharers = environment.assign_gpus(local_rank, local_size, count, visible, neighbours)
     if sharers > 1:  # each would reserve three quarters of the GPU
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.75 / sharers:.3f}")
-    sockets.spare(job.address[1], hosts.split(job.jax_address)[1])
-    silence = protocol.silence(timeout)
-    if elastic is not None and hosts.is_own(job.address[0]):  # a cut network cannot be the cause
-        silence = max(silence, timeout)
-    member = membership.Membership(job, local_rank, silence, parent, elastic is not None)
+    member = group.membership(job, local_rank, protocol.silence(timeout), parent, timeout)
     membership.start(member)
     if hosts.on_one_host(everyone):
         private_jax.bind_gloo("127.0.0.1")
-    proceed = member.check_generation if elastic else None
-    private_jax.connect(job.jax_address, rank, len(everyone), job.secret, timeout, devices, proceed)
+    private_jax.use_client(member.connect(), job.jax_address, rank, len(everyone), devices)
     caches.clear()
     open_devices(member)
     return {

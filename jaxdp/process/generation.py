@@ -3,8 +3,8 @@ left.
 
 It admits the ranks and compares their facts, runs JAX's coordination service, exchanges texts
 between ranks, stores a few keys, and detects dead ranks: a closed connection, or missing
-heartbeats. The first fault ends the job, and every rank receives its cause. In an elastic job
-(`elastic_generation`) it ends only the generation."""
+heartbeats. The first fault ends the job, and every rank receives its cause. A subclass may end only
+the generation, and let the ranks form another one."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import dataclasses
 import time
 from typing import Any
 
-from jaxdp.elastic.relay import Relay
 from jaxdp.errors import PREEMPTED, UsageError, append_fault
 from jaxdp.process import channel, hosts, private_jax
 from jaxdp.process.exchange import Exchanges, Keys
 from jaxdp.process.messages import Message, checked
 from jaxdp.process.protocol import FACTS, OPERATIONS, Facts, beat_interval, difference, pack
+from jaxdp.process.relay import Relay
 
 TICK = 0.1  # seconds between two checks of deadlines and silent ranks
 # seconds: if all ranks are silent for longer, the job is suspended, and no rank is declared dead
@@ -64,6 +64,7 @@ class Generation:
     """The ranks that train together. coordinator: the `Coordinator` that owns the generation."""
 
     number = 0
+    operations = OPERATIONS
 
     def __init__(self, coordinator: Any):
         self.coordinator = coordinator
@@ -179,10 +180,8 @@ class Generation:
         """Do one operation for a rank. Refuse a malformed one, without ending the rank."""
         member.silent = 0.0
         name, fields = message.get("op"), None
-        if (
-            isinstance(name, str) and name in OPERATIONS and hasattr(self, f"do_{name}")
-        ):  # regroup: if elastic
-            fields = checked(message, OPERATIONS[name])
+        if isinstance(name, str) and name in self.operations:
+            fields = checked(message, self.operations[name])
         if fields is None or not isinstance(message.get("id"), int | str | None):
             self.coordinator.refuse(f"an operation of rank {member.rank}", str(name))
             member.send(id=message.get("id"), refused=True)

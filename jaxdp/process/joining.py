@@ -13,48 +13,32 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jaxdp.errors import UsageError
 from jaxdp.process import channel, frozen_coordinator, hosts, imports, mpi
 from jaxdp.process.connection import SILENT, Connection, Joined, has_data, join
+from jaxdp.process.group import Group
 from jaxdp.process.protocol import Facts, Settings, silence
 from jaxdp.process.world import MPI, World
 
 # seconds that rank 0 tries to reach its coordinator at an address that its host does not have
 BY_NAME = 3.0
-# seconds that rank 0 has to start the coordinator, before other ranks of an elastic job try it
+# seconds that rank 0 has to start the coordinator, before other ranks try it if it may move
 FIRST_RANK = 5.0
+FIXED = Group()
 
 
 class PortTaken(UsageError):
     """Another program, or another coordinator, listens on the coordinator's port."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ElasticOptions:
-    """Settings of a job whose processes may come and go; see `jaxdp.config.Elastic`.
-
-    config: a digest of what all processes must agree on. prepare: called by a process that joins a
-    running job, before the others stop for it; it may open devices, which are closed again.
-    """
-
-    min_processes: int = 1
-    join_timeout: float = 60.0
-    join_after: float = 15.0
-    config: str = ""
-    prepare: Callable[[], None] | None = dataclasses.field(default=None, compare=False, repr=False)
-
-
-def meet(
-    world: World, facts: Mapping[str, object], timeout: float, elastic: ElasticOptions | None = None
-) -> Joined:
+def meet(world: World, facts: Mapping[str, object], timeout: float, group: Group = FIXED) -> Joined:
     """Join the job of `world` within about `timeout` seconds.
 
     facts: versions and properties of this rank; `gloo`: whether its collectives run over Gloo.
-    elastic: processes may come and go; if the job is running already, this process joins it. Raises
-    UsageError (port in use, wrong address or secret, different facts, a host name that other ranks
+    Raises UsageError (port in use, wrong address or secret, different facts, a host name that other ranks
     cannot use) or DistributedError (a rank did not come); rank=0 if all ranks raise the same.
     """
     began = time.monotonic()
@@ -75,11 +59,10 @@ def meet(
     def is_there():
         return coordinator_pid(host, port, secret) is not None
 
-    settings = coordinator_settings(world, host, port, secret, timeout, elastic)
+    settings = coordinator_settings(world, host, port, secret, timeout, group)
     settings = dataclasses.replace(settings, timeout=remaining)
-    if world.rank == 0 and not (
-        elastic and is_there()
-    ):  # it is there if this process was started again
+    # It is there if this process was started again.
+    if world.rank == 0 and not (group.moves and is_there()):
         try:
             pid = start_coordinator(settings, local["host"])
             if (
@@ -92,33 +75,21 @@ def meet(
                     f"({', '.join(local['addresses']) or 'no address'}): give rank 0's address, or start rank 0 there"
                 )
         except UsageError as error:
-            may_be_ours = elastic is not None and isinstance(
-                error, PortTaken
-            )  # and frozen, or overloaded
-            if (
-                not may_be_ours and not is_there()
-            ):  # else another process has just started it, maybe also as rank 0
+            may_be_ours = group.moves and isinstance(error, PortTaken)  # and frozen, or overloaded
+            # Else another process has just started it, maybe also as rank 0.
+            if not may_be_ours and not is_there():
                 raise
     place = Place(settings, world.rank and world.rank + FIRST_RANK)
     watched: dict[str, Any] = (
-        {"absent": place.absent, "silent": place.silent} if elastic or world.rank == 0 else {}
+        {"absent": place.absent, "silent": place.silent} if group.moves or world.rank == 0 else {}
     )
-    return join(
-        host,
-        port,
-        secret,
-        local,
-        remaining,
-        prepare=elastic.prepare if elastic else None,
-        **watched,
-    )
+    return join(host, port, secret, local, remaining, prepare=group.prepare, **watched)
 
 
 def coordinator_settings(
-    world: World, host: str, port: int, secret: str, timeout: float, elastic: ElasticOptions | None
+    world: World, host: str, port: int, secret: str, timeout: float, group: Group
 ) -> Settings:
     """Return the settings of a coordinator at an address of this host, or one that forwards to it."""
-    options = elastic or ElasticOptions()
     return Settings(
         size=world.size,
         secret=secret,
@@ -126,11 +97,9 @@ def coordinator_settings(
         address=hosts.listening_address(host, world.local_size == world.size),
         jax_host=host if hosts.is_own(host) else None,
         timeout=timeout,
-        silence=silence(timeout, elastic is not None),
-        elastic=elastic is not None,
-        min_processes=options.min_processes,
-        join_timeout=options.join_timeout,
-        join_after=options.join_after,
+        silence=silence(timeout, group.silence),
+        generation=group.generation,
+        options=group.options(),
     )
 
 

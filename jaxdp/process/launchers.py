@@ -35,7 +35,7 @@ def _under_srun(env: Env) -> bool:
     return "MPI_LOCALRANKID" not in env and env.get("SLURM_STEP_NUM_TASKS") == env.get("PMI_SIZE")
 
 
-def _elastic(env: Env) -> str:
+def _torchrun(env: Env) -> str:
     """Return the coordinator under torchrun. Its agent's store may occupy MASTER_PORT; then use the
     next port.
     """
@@ -126,7 +126,7 @@ TORCHRUN = Variables(
     "LOCAL_RANK",
     "LOCAL_WORLD_SIZE",
     also=("MASTER_ADDR", "MASTER_PORT"),
-    coordinator=_elastic,
+    coordinator=_torchrun,
     # Some clusters export MASTER_ADDR, RANK or WORLD_SIZE for every process: one of them alone
     # proves nothing.
     unless=lambda env: (
@@ -221,7 +221,7 @@ def _by_method(
     if method == "env://":
         if world is not None and env.get("MASTER_ADDR"):
             partners(env, "env://", ("MASTER_ADDR", "MASTER_PORT"))
-            explicit = explicit or _elastic(env)
+            explicit = explicit or _torchrun(env)
         world = world or detected(env, [by_its(TORCHRUN)])
         if world is None:
             raise UsageError(

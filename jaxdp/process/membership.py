@@ -17,12 +17,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from jaxdp.errors import DistributedError, GenerationEnded, one_line, record_fault
-from jaxdp.process import frozen_coordinator, hosts, private_jax, sockets
-from jaxdp.process.connection import SILENT, Joined
-from jaxdp.process.messages import LONG_TEXT, Message, checked, printable
+from jaxdp.errors import DistributedError, one_line, record_fault
+from jaxdp.process import hosts, private_jax
+from jaxdp.process.connection import Joined
+from jaxdp.process.messages import LONG_TEXT, Message, checked
 from jaxdp.process.protocol import TIMEOUT, beat_interval
 
 GRACE = (
@@ -32,18 +32,21 @@ GRACE = (
 
 @dataclasses.dataclass(eq=False)
 class Membership:
-    """The membership of a process in a job of several.
+    """The membership of a process in a job of several whose first fault ends all.
 
     note: data sent with each heartbeat. parent: id of the launcher's process that started this one;
-    this process ends when it does. None: not tied to a parent. elastic: the end of the coordinator
-    ends this generation, not the process, which then connects to the next coordinator, for
-    heartbeats only."""
+    this process ends when it does. None: not tied to a parent. timeout: seconds to wait for others.
+    ended: why the group has changed since this process joined it; a fixed one never does.
+    ends_alone: whether a fault of this process is its own, so that it prints it even if there was
+    another one before."""
 
     job: Joined
     local_rank: int
     silence: float
     parent: int | None
-    elastic: bool = False
+    timeout: float = TIMEOUT
+    ended: str | None = dataclasses.field(default=None, init=False)
+    ends_alone: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         job = self.job
@@ -51,7 +54,6 @@ class Membership:
         self.rank = job.rank
         self.size = len(job.facts)
         self.hosts = [facts["host"] for facts in job.facts]
-        self.ended: str | None = None  # why this generation of an elastic job has ended
         self.note: Message = {}
         self.ending = threading.Event()
         self._changed = threading.Condition()
@@ -63,8 +65,6 @@ class Membership:
         self._lost: str | None = None  # why the connection to the coordinator was lost
         self._listeners: dict[str, Callable[[int, str], None]] = {}
         self._announced: dict[str, tuple[int, str]] = {}
-        self._frozen = frozen_coordinator.Frozen(job.secret, job.address[1])
-        self._breaking = threading.Lock()
         self.connection.socket.settimeout(None)
 
     def start(self) -> None:
@@ -211,33 +211,30 @@ class Membership:
             return bool(self.request("fault", 2.0, text=one_line(text)[:4000], code=code)["first"])
         return self.ended is None  # else another fault has ended this generation
 
-    def check_generation(self) -> None:
-        """Raise GenerationEnded if this generation of an elastic job has ended."""
-        if self.ended is not None:
-            raise GenerationEnded(self.ended)
+    def report_missing(self, text: str) -> None:
+        """End the job, since other processes do not answer."""
+        if self.report_fault(text):
+            self.end_process(text, 1, self.rank)
 
-    def report_state(self) -> None:
-        """Tell the coordinator that this process has the state of this generation, from which the
-        job can continue.
+    def is_new(self, rank: int) -> bool:
+        """Return whether a rank has joined a running job in this generation: if its input is wrong,
+        it ends alone.
         """
-        self.job.facts[self.rank]["state"] = self.job.generation
-        with contextlib.suppress(OSError):
-            self.connection.send(op="opened")
+        return False
+
+    def check_generation(self) -> None:
+        """Raise GenerationEnded if the group of processes has changed."""
 
     def has_ended(self, seconds: float) -> bool:
         """Wait up to `seconds` for the end of this generation; return whether it has ended."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self.ended is not None, seconds)
+        return False
 
-    def close(self) -> None:
-        """Leave an ended generation: close the connection, stop the threads, and free what its
-        listeners hold.
-        """
-        with self._breaking:  # else it would break off what the next generation does
-            self.ending.set()
-        self.connection.socket.close()
-        self._listeners.clear()
-        atexit.unregister(self.leave)
+    def connect(self) -> Any:
+        """Return a client of JAX's coordination service, connected with all other ranks."""
+        address, secret = self.job.jax_address, self.job.secret
+        client = private_jax.make_client(address, self.rank, secret, self.timeout, survives=False)
+        client.connect()
+        return client
 
     def keep_log(self, path: str) -> None:
         """Let the coordinator append the fault to this file, events.jsonl, if rank 0 ends before it
@@ -285,27 +282,14 @@ class Membership:
             with self._changed:
                 self._lost = one_line(error)
                 self._changed.notify_all()
-        if not self.elastic:
-            gone = f"the coordinator beside {self.name(0)} has gone"
-            self.end_process(f"{self.name(self.rank)} ends: {gone}", 1, self.rank)
-        elif not self.ending.is_set() and self.ended is None:
-            self._hear({"ended": "its coordinator has gone"})
-        while not self.ending.wait(
-            0.5
-        ):  # this process may be compiling, and report to the next coordinator later
-            with contextlib.suppress(OSError):
-                self.connection = self.job.reconnect()
-                with self.connection.socket:
-                    while not self.ending.is_set():
-                        self.connection.receive()
+        self._lost_coordinator()
+
+    def _lost_coordinator(self) -> None:
+        gone = f"the coordinator beside {self.name(0)} has gone"
+        self.end_process(f"{self.name(self.rank)} ends: {gone}", 1, self.rank)
 
     def _hear(self, message: Message) -> None:
-        if isinstance(text := message.get("ended"), str):
-            with self._changed:
-                self.ended = self.ended or printable(text) or "its ranks regroup"
-                self._changed.notify_all()
-            self._break_off()
-        elif fault := checked(
+        if fault := checked(
             message, {"fault": str, "code": range(1, 256), "rank": (range(self.size), None)}
         ):
             if fault["rank"] != self.rank and not self.ending.is_set():
@@ -324,13 +308,6 @@ class Membership:
                 self._replies[number] = message
                 self._changed.notify_all()
 
-    def _break_off(self) -> None:
-        """Let the collectives of this process, and its calls of JAX's service, fail."""
-        with self._breaking:
-            if not self.ending.is_set():
-                sockets.break_collectives()
-                private_jax.cancel_calls()
-
     def _beat(self) -> None:
         wait = (
             self.beat * (self.rank + 1) / self.size
@@ -341,16 +318,16 @@ class Membership:
                 cause = f"the process that started it ({self.parent} on that host) has ended"
                 self.end_process(f"{self.name(self.rank)} ends: {cause}", 1, self.rank)
             self._unheard += self._lost is None
-            if self.elastic and self._lost is None and self._unheard * self.beat >= SILENT:
-                self._frozen.end()  # its connections close, and another one takes its place
-            if self.ended is not None:
-                self._break_off()  # what this process has begun since
+            self._each_beat()
             if self._unheard * self.beat > self.silence:
                 lost = f"{self.name(0)} cannot be reached for {self.silence:.0f} s"
                 text = f"{self.name(self.rank)} ends: {lost}: the network is cut, its host is down, or it is frozen"
                 self.end_process(text, 1, self.rank)
             with contextlib.suppress(OSError):
                 self.connection.send(op="beat", note=self.note)
+
+    def _each_beat(self) -> None:
+        """Do what a subclass does before each heartbeat."""
 
 
 _membership: Membership | None = None
@@ -374,14 +351,8 @@ def current() -> Membership | None:
 
 
 def is_new(rank: int) -> bool:
-    """Return whether a rank has joined a running job in this generation: if its input is wrong, it
-    ends alone.
-    """
-    return (
-        _membership is not None
-        and _membership.job.generation > 0
-        and "last" not in _membership.job.facts[rank]
-    )
+    """Return whether a rank of this process's job has joined it while it ran."""
+    return _membership is not None and _membership.is_new(rank)
 
 
 def joined() -> Membership:

@@ -195,7 +195,7 @@ class Agreement:
         """Return the request that all processes stop for at this point, or None. Call it before
         each point.
 
-        Raises GenerationEnded if another process of an elastic job was lost.
+        Raises GenerationEnded if the group of processes has changed.
         """
         with self._changed:
             while True:
@@ -258,14 +258,12 @@ class Agreement:
             )
         except DistributedError as error:
             missing = [rank for rank in ranks if rank not in error.texts] if error.texts else []
-            if missing and not self._member.elastic:  # else the coordinator ends the generation
-                text = (
+            if missing:
+                self._member.report_missing(
                     f"{self._member.name(request['rank'])} got {request['why'] or request['kind']}, but "
                     f"{self._member.name(*missing)} did not answer within {limit:g} s: it is dying, so this "
                     "is not a preemption; the last save is valid"
                 )
-                if self._member.report_fault(text):
-                    self._member.end_process(text, 1, self._member.rank)
             with self._changed:  # the exchange has failed on all ranks
                 self._waiting = False
                 self._round = self._round + 1

@@ -20,20 +20,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxdp.elastic.relay import Relay
 from jaxdp.process import certificates
-from jaxdp.process.hosts import split
 
 # Seconds. The coordinator detects processes that die or are cut off; JAX would abort all of a job
 # that was suspended.
 HEARTBEAT = 7 * 86_400
-# seconds, and 5 that JAX adds, until a rank of an elastic job looks whether the others are still
-# there
-ATTEMPT = 1.0
 
 
 def load() -> None:
@@ -76,10 +70,10 @@ def start_service(address: str, size: int, secret: str, shutdown_timeout: int) -
         )
 
 
-def make_client(address: str, rank: int, secret: str, timeout: float, elastic: bool = True) -> Any:
+def make_client(address: str, rank: int, secret: str, timeout: float, survives: bool = True) -> Any:
     """Return a client of JAX's coordination service; `connect` waits for those of all other ranks.
 
-    elastic: if that takes longer than `timeout` seconds and the 5 that JAX adds, it raises
+    survives: if that takes longer than `timeout` seconds and the 5 that JAX adds, it raises
     RuntimeError. JAX would abort the process, and its state would be lost; it does not if it has a
     callback, which it then fails to call."""
     from jaxlib import _jax
@@ -91,57 +85,23 @@ def make_client(address: str, rank: int, secret: str, timeout: float, elastic: b
             init_timeout=max(1, round(timeout)),
             use_compression=True,
             heartbeat_timeout=HEARTBEAT,
-            shutdown_on_destruction=not elastic,
-            **({"missed_heartbeat_callback": print} if elastic else {}),
+            shutdown_on_destruction=not survives,
+            **({"missed_heartbeat_callback": print} if survives else {}),
             **options,
         )
 
 
-def connect_client(
-    address: str, rank: int, secret: str, timeout: float, proceed: Callable[[], None]
-) -> Any:
-    """Connect a client of an elastic job through a relay, and return it.
-
-    proceed: called every few seconds, since a rank or the service may be lost meanwhile. Raises
-    what it raises, and RuntimeError after `timeout` seconds.
-    """
-    deadline = time.monotonic() + timeout
-    while True:
-        proceed()
-        relay = Relay(*split(address))
-        client = make_client(relay.address, rank, secret, ATTEMPT)
-        try:
-            client.connect()
-        except RuntimeError:
-            relay.close()
-            _failed.append(client)
-            if time.monotonic() > deadline:
-                raise
-        else:
-            _relays[:] = [(client, relay)]
-            return client
-
-
-def connect(
-    address: str,
-    rank: int,
-    size: int,
-    secret: str,
-    timeout: float,
-    devices: Sequence[int] | None,
-    proceed: Callable[[], None] | None = None,
+def use_client(
+    client: Any, address: str, rank: int, size: int, devices: Sequence[int] | None
 ) -> None:
-    """Connect this process to JAX's coordination service, as `jax.distributed.initialize` does on
-    ranks above 0.
+    """Make this process one of `size`, as `jax.distributed.initialize` does on ranks above 0.
 
     Args:
-        address: "host:port" of the service. secret: that of `start_service`.
-        timeout: seconds.
+        client: of JAX's coordination service at `address` ("host:port"); it is connected.
         devices: the local GPUs of this process; None for all.
-        proceed: see `connect_client`, in an elastic job: this process may leave without waiting for
-            the others, and connect again. This closes its devices: all arrays and compiled programs
-            become invalid. They are closed last, so that a thread that still uses JAX cannot open
-            them for this process alone.
+
+    Devices that are open are closed: all arrays and compiled programs become invalid. They are
+    closed last, so that a thread that still uses JAX cannot open them for this process alone.
     """
     import jax
     from jax._src.distributed import global_state
@@ -154,16 +114,10 @@ def connect(
     for option, value in settings.items():
         with contextlib.suppress(AttributeError):  # an option of another release
             jax.config.update(option, value)
-    if proceed is not None:
-        client = connect_client(address, rank, secret, timeout, proceed)
-    else:
-        client = make_client(address, rank, secret, timeout, elastic=False)
-        client.connect()
     global_state.client = client
     global_state.coordinator_address = address
-    global_state.process_id = rank
-    global_state.num_processes = size
-    if proceed is not None:
+    number_process(rank, size)
+    if backends_initialized():
         backend.clear_backends()
 
 
@@ -183,36 +137,6 @@ def is_connected() -> bool:
     from jax._src.distributed import global_state
 
     return global_state.client is not None
-
-
-def cancel_calls() -> None:
-    """Leave JAX's coordination service, if connected: what waits in it, such as a barrier of Orbax,
-    raises at once.
-    """
-    while _relays:
-        client, relay = _relays.pop()
-        with contextlib.suppress(RuntimeError):  # it cannot say so
-            client.shutdown()
-        relay.close()
-
-
-_failed: list[
-    Any
-] = []  # clients that could not connect: one that is destroyed may wait for the others
-_relays: list[
-    tuple[Any, Relay]
-] = []  # the client of an elastic job, and its relay, until this process leaves
-
-
-def register(address: str, rank: int, secret: str) -> Any:
-    """Register in the place of a process that has died, and return the client.
-
-    The others wait until all ranks are registered.
-    """
-    client = make_client(address, rank, secret, 10)
-    with contextlib.suppress(RuntimeError):
-        client.connect()
-    return client
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdp.process import hosts
@@ -22,16 +22,14 @@ COMMON = {
     "jaxlib": "jaxlib version",
     "python": "Python version",
     "tls": "TLS (the package cryptography)",
-    "elastic": "elastic training",
+    "group": "process group",
 }
 TIMEOUT = 60.0  # seconds to wait for other ranks
-WINDOW = 10.0  # seconds that the survivors of a generation have to report to the next one
-# seconds that a survivor has if it sends heartbeats, or without them if it may have the only state
-LATE = 90.0
+GENERATION = "jaxdp.process.generation:Generation"  # of a group of processes that is fixed
 FACTS: dict[str, Any] = {
     **dict.fromkeys(["host", "boot", "network", "jaxdp", "jax", "jaxlib", "python"], str),
     "config?": str,
-    "elastic?": str,
+    "group?": str,  # the kind of the job's `Group`
     "problem?": str,  # why the process cannot take part; it joins to tell the others
     "prepares?": bool,  # whether it can build its run before it joins a running job
     "tls?": str,
@@ -71,9 +69,6 @@ OPERATIONS: dict[str, dict[str, Any]] = {
     "fault": {"text": str, "code": range(1, 256)},
     "log": {"path": str},
     "leave": {"code": range(256)},
-    "prepared": {},
-    "regroup": {"fault": str},
-    "opened": {},
 }
 
 
@@ -101,10 +96,8 @@ class Settings:
 
     address: where to listen; None for all addresses of this host. jax_host: the host of JAX's
     service as other ranks reach it; None to choose one by the facts of the ranks. stderr: the file
-    descriptor of rank 0's standard error. elastic: a lost rank ends a generation instead of the
-    job; then min_processes is the smallest number of ranks to continue with, join_timeout the
-    seconds to wait for that many, and join_after those that the ranks train before they stop for
-    others that wait to join."""
+    descriptor of rank 0's standard error. generation: "module:class" of the job's generations of
+    ranks. options: those of its `Group`."""
 
     size: int
     secret: str
@@ -114,10 +107,8 @@ class Settings:
     timeout: float
     silence: float
     stderr: int = 2
-    elastic: bool = False
-    min_processes: int = 1
-    join_timeout: float = 60.0
-    join_after: float = 0.0
+    generation: str = GENERATION
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def pack(facts: Sequence[Facts]) -> dict[str, Any]:
@@ -154,19 +145,17 @@ def unpack(columns: dict[str, Any]) -> list[Facts]:
     ]
 
 
-def difference(first: Facts, other: Facts, elastic: bool = False) -> str | None:
+def difference(first: Facts, other: Facts, common: Mapping[str, str] = COMMON) -> str | None:
     """Return a line on the problem of one, or the first fact in which `other` differs from rank 0;
     None if they agree.
 
-    elastic: compare a process that joins a running job. The number of processes may differ, but not
-    the config, which otherwise is compared later, key by key.
+    common: the facts that must be equal, and their names.
     """
     for facts in (first, other):
         if problem := facts.get("problem"):
             return f"{hosts.title(facts['rank'], facts['host'])}: {problem}"
-    compared = {**COMMON, "config": "config digest"} if elastic else COMMON
-    for field, label in compared.items():
-        if first.get(field) != other.get(field) and not (elastic and field == "size"):
+    for field, label in common.items():
+        if first.get(field) != other.get(field):
             return (
                 f"{hosts.title(other['rank'], other['host'])} has {label} {other.get(field)}, but "
                 f"{hosts.title(0, first['host'])} has {first.get(field)}: start every process of the job with the same"
@@ -181,12 +170,12 @@ def beat_interval(size: int) -> float:
     return max(1.0, size / 1024)
 
 
-def silence(timeout: float, elastic: bool = False) -> float:
+def silence(timeout: float, most: float = 20.0) -> float:
     """Return the seconds without a heartbeat after which a process is declared dead.
 
-    JAXDP_SILENCE, else 20, in an elastic job 10, less for short timeouts. Raises UsageError.
+    JAXDP_SILENCE, else `most`, less for short timeouts. Raises UsageError.
     """
-    return seconds_of("JAXDP_SILENCE", max(7.0, min(10.0 if elastic else 20.0, timeout / 3)))
+    return seconds_of("JAXDP_SILENCE", max(7.0, min(most, timeout / 3)))
 
 
 def default_timeout(timeout: float | None = None) -> float:

@@ -175,8 +175,8 @@ class Watchdog:
     def _answer(self, author: int, text: str) -> None:
         """Exchange the positions of all processes after `author` has announced a hang.
 
-        A process that is behind reports it, or the author: that one ends, and in an elastic job the
-        others continue."""
+        A process that is behind reports it, or the author: that one ends, and the others if their
+        group is fixed."""
         context = self.context
         assert self._member is not None
         self._write_stacks()

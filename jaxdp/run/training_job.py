@@ -141,7 +141,7 @@ class Job:
                 progress,
                 callbacks,
                 continuation,
-                extras=extras_of(config),
+                extras=extras_of(config, several=context.size > 1),
                 profile=make_profile(config, directory, start, run.options.steps),
                 speed=speed(config, prepared.parts, prepared.flops, run.strategy.devices),
                 config=config,

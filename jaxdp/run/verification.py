@@ -273,7 +273,7 @@ def configuration_of(config: Config) -> Configuration:
 def exactly(config: Config) -> Config:
     """Return the config in exact mode, with the smaller arguments of `verify`. Raises UsageError."""
     door("exact", "--exact")
-    from jaxdp.exact.door import in_exact_mode
+    from jaxdp.exact import in_exact_mode
 
     return in_exact_mode(smaller(config))
 

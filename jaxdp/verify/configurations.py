@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
-from jaxdp.config.training import EXACT
 from jaxdp.errors import UsageError
 from jaxdp.parallel.layout import ZERO, Sharding
-from jaxdp.run.strategies import REDUCTIONS, STAGES, STRATEGIES, make_reduction
+from jaxdp.run.strategies import EXACT, REDUCTIONS, STAGES, STRATEGIES, make_reduction
 from jaxdp.train.state import TrainState
 
 ODD = 3  # a number of devices that divides neither the microbatches nor most dims

@@ -35,7 +35,7 @@ from jaxdp.audit.product_sums import mark_replaced, number_of_products, visit_pr
 from jaxdp.axes import DATA, data_axes
 from jaxdp.elastic.snapshots import Snapshots
 from jaxdp.errors import UsageError
-from jaxdp.exact.rounding import BITS, fusion_barrier, opaque_true
+from jaxdp.exact.rounding import fusion_barrier, opaque_true
 from jaxdp.train.observer import Observer
 from jaxdp.train.run import Progress, Run
 from jaxdp.train.state import Batch, Sums, TrainState
@@ -233,7 +233,8 @@ def flip(x: jax.Array, fault: Fault, step: jax.Array) -> jax.Array:
     if axes is None:  # a rehearsal
         return x
     now = (step + 1 >= fault.step) & (step + 1 <= (fault.until if fault.repeat else fault.step))
-    kind, size = BITS[x.dtype.itemsize], 8 * x.dtype.itemsize
+    size = 8 * x.dtype.itemsize
+    kind = f"uint{size}"
     hit = (jax.lax.axis_index(axes) == fault.device) & now
     mask = jnp.where(hit, np.asarray(1 << fault.bit % size, kind), np.zeros((), kind))
     bits = jax.lax.bitcast_convert_type(x.reshape(-1), kind)

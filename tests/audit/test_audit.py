@@ -18,9 +18,10 @@ import toys
 from cli_runs import DIGITS
 from jaxdp.audit import product_sums, slow
 from jaxdp.audit.auditor import Audit
+from jaxdp.audit.checks import Checks
 from jaxdp.audit.program import Probe, fingerprint
 from jaxdp.audit.votes import judge
-from jaxdp.axes import DATA, OUTER
+from jaxdp.axes import DATA
 from jaxdp.cli import load
 from jaxdp.data.dataset import Arrays
 from jaxdp.data.stream import StreamEnded
@@ -30,10 +31,16 @@ from jaxdp.models.base import Model
 from jaxdp.parallel.layout import Sharding
 from jaxdp.process.monitor import Monitor
 from jaxdp.run.callbacks import Callbacks, StopTraining
+from jaxdp.run.continuation import Continuation
 from jaxdp.train.run import Progress
-from plain_runs import fit, make_run
+from plain_runs import Given, fit, make_run
 
 NDIM = {"inputs": 1 + len(toys.SHAPE), "labels": 1}
+
+
+def checking(check):
+    """The extras of a run with one check of its devices."""
+    return [Given(lambda training: Checks([check], training))]
 
 
 def audited(
@@ -51,7 +58,7 @@ def audited(
     run = run.replace(
         step=changed.step,
         callbacks=callbacks,
-        checks=[Audit(probe, every, action, Monitor(), None)],
+        extras=checking(Audit(probe, every, action, Monitor(), Continuation())),
     )
     try:
         result, _ = fit(run)
@@ -166,7 +173,7 @@ def test_an_audit_that_passes_after_one_that_failed_does_not_make_the_state_righ
     _, run, events = audited(
         tmp_path, "flip:grads:device=2:step=5:until=6:repeat=true:bit=0:index=5"
     )
-    assert {step for step, *_ in failures(events)} == {4} and run.checkpoints.audited == 2
+    assert {step for step, *_ in failures(events)} == {4} and run.checkpoints.trusted == 2
 
 
 @pytest.mark.slow
@@ -187,12 +194,12 @@ def test_healthy_devices_are_not_named_and_the_audit_changes_nothing(
 
 
 def test_a_fault_is_of_one_device_of_all_replicas():
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), (OUTER, DATA))
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("outer", DATA))
 
     def flip(x):
         return planted_faults.flip(x, planted_faults.Fault("flip", device=5), jnp.int32(0))
 
-    x = jax.shard_map(flip, mesh=mesh, in_specs=P(), out_specs=P((OUTER, DATA)), check_vma=False)(
+    x = jax.shard_map(flip, mesh=mesh, in_specs=P(), out_specs=P(("outer", DATA)), check_vma=False)(
         jnp.ones(1)
     )
     assert np.flatnonzero(np.asarray(x) != 1).tolist() == [5]
@@ -231,7 +238,7 @@ def test_a_damaged_checkpoint_does_not_end_the_audits_of_a_resumed_run(tmp_path)
     _, run, _ = audited(tmp_path, "", 2, steps=4, save_every=1)
     (run.checkpoints.directory / str(run.checkpoints.steps()[0]) / "manifest.json").write_text("{")
     result, run, _ = audited(tmp_path, "", 2, "stop", save_every=1, start=4)
-    assert not isinstance(result, RunFailed) and run.checkpoints.audited == run.options.steps
+    assert not isinstance(result, RunFailed) and run.checkpoints.trusted == run.options.steps
 
 
 class Stop:
@@ -305,7 +312,8 @@ def test_leaves_with_one_copy_are_reported(tmp_path):
         run.strategy.make, 8, run.strategy.reduction, None, jax.devices()[:4], Sharding(zero=1)
     )
     run = run.replace(strategy=strategy)
-    fit(run.replace(checks=[Audit(Probe(strategy, run.step, NDIM), 3, "warn", Monitor(), None)]))
+    audit = Audit(Probe(strategy, run.step, NDIM), 3, "warn", Monitor(), Continuation())
+    fit(run.replace(extras=checking(audit)))
     said = [text for text in run.log.writer.said if "one copy only" in text]
     assert len(said) == 1 and "parallel.zero" in said[0]
 
@@ -409,7 +417,7 @@ def test_measurements_may_take_the_time_of_forty_updates_then_a_share(seconds, m
     now = 0.0
     monkeypatch.setattr(slow, "time", types.SimpleNamespace(perf_counter=lambda: now))
     probe = slow.SlowDevices(None, 1.15, types.SimpleNamespace(is_asked=lambda _: False))
-    probe.next = float("inf")
+    probe.start = float("inf")
     context = types.SimpleNamespace(is_root=True)
     run = types.SimpleNamespace(checkpoints=types.SimpleNamespace(context=context))
 

@@ -458,7 +458,7 @@ BROKEN = """
 import pathlib
 
 import jaxdp
-from jaxdp.process import sockets
+from jaxdp.elastic import sockets
 from slow import Slow
 
 

@@ -7,6 +7,7 @@ import socket
 import numpy as np
 import pytest
 
+from jaxdp.elastic import Options
 from jaxdp.errors import UsageError
 from jaxdp.process import context, environment, hosts
 from jaxdp.process.environment import assign_gpus as bind
@@ -287,9 +288,14 @@ def test_the_rank_is_not_known_while_the_job_is_joined(monkeypatch):
 def test_silence_is_shorter_in_an_elastic_job(monkeypatch):
     """A process that is expelled there can come back; in another job, its loss ends all."""
     assert [silence(timeout) for timeout in (60.0, 1e9, 30.0, 3.0)] == [20, 20, 10, 7]
-    assert [silence(timeout, elastic=True) for timeout in (60.0, 1e9, 30.0, 3.0)] == [10, 10, 10, 7]
+    assert [silence(timeout, Options.silence) for timeout in (60.0, 1e9, 30.0, 3.0)] == [
+        10,
+        10,
+        10,
+        7,
+    ]
     monkeypatch.setenv("JAXDP_SILENCE", "120")
-    assert silence(60.0) == silence(60.0, elastic=True) == 120
+    assert silence(60.0) == silence(60.0, Options.silence) == 120
 
 
 def test_slurms_lists():
@@ -413,5 +419,5 @@ def test_what_ranks_must_have_in_common():
         first, {**first, "rank": 1, "host": "b", "size": 3, "jax": "x"}
     )
     assert "JAX version x" in difference(first, {**first, "rank": 1, "jax": "x"})
-    elastic = {**first, "elastic": "on"}, {**first, "rank": 1, "elastic": "off"}
-    assert "has elastic training off, but rank 0 (host a) has on" in difference(*elastic)
+    kinds = {**first, "group": "elastic"}, {**first, "rank": 1, "group": "fixed"}
+    assert "has process group fixed, but rank 0 (host a) has elastic" in difference(*kinds)

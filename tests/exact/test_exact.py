@@ -673,9 +673,9 @@ def closed(monkeypatch):
 def variables(monkeypatch, closed):
     """(XLA_FLAGS, the number of GPUs) -> XLA_FLAGS after `flags.set_flags`."""
 
-    def after(flags, gpus=0):
+    def after(given, gpus=0):
         monkeypatch.setattr(flags, "gpu_count", lambda: gpus)
-        monkeypatch.setenv("XLA_FLAGS", flags)
+        monkeypatch.setenv("XLA_FLAGS", given)
         flags.set_flags()
         flags.check_flags()
         return os.environ["XLA_FLAGS"]

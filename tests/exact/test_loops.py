@@ -26,16 +26,17 @@ def test_a_loop_that_names_its_length_is_counted(over):
     """Also around another, and inside a loop of unknown length."""
 
     def f(x):
-        live, like = opaque_true(x[0, 0].astype(jnp.int32)), x[0]
+        live = opaque_true(x[0, 0].astype(jnp.int32))
 
-        def add(c, y):
-            return (c + jax.lax.psum(c + y, "d"), y)
+        def add(y):
+            return jax.lax.psum(y, "d"), y
 
-        def outer(c, y):
-            return (scan_unfused(add, c, x[:3], live, like)[0] + jax.lax.pmin(c, "d"), y)
+        def outer(y):
+            total, _ = scan_unfused(add, y + x[:3], live)
+            return total + jax.lax.pmin(total, "d"), y
 
         def scan(c):
-            return scan_unfused(outer, c, x[:5], live, like)[0]
+            return c + scan_unfused(outer, c + x[:5], live)[0]
 
         return jax.lax.while_loop(lambda c: c.sum() < 9, scan, x[0])
 

@@ -25,12 +25,13 @@ from jaxdp.errors import UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.optim.master import master_copy, with_master
 from jaxdp.outer.replicas import OuterRule, Replicas, assign_replicas, split_replicas
-from jaxdp.outer.rule import make_outer
+from jaxdp.outer.rule import LastStep, make_outer
 from jaxdp.parallel.placement import assign_microbatches, ordered_devices
 from jaxdp.run.components import make_parts
 from jaxdp.run.strategies import make_reduction
 from jaxdp.train.step import Forward, UpdateRule, init_state, make_step
 from launch import mpirun
+from plain_runs import Given, fit, make_run
 
 MICROBATCHES, BATCH = 8, 20
 NESTEROV = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
@@ -626,3 +627,14 @@ def test_replicas_that_spike_at_different_updates_are_rolled_back_once(tmp_path)
     assert (
         "checkpoint 6 has a replica that halted at update 6; set aside as 6.halted" in done.stdout
     )
+
+
+@pytest.mark.parametrize(
+    "every, lost", [(4, "the last 2 updates came after the last outer step"), (3, ""), (1, "")]
+)
+def test_updates_that_an_outer_step_did_not_follow_are_counted(tmp_path, every, lost):
+    """The data may end between two outer steps."""
+    run = make_run(tmp_path, toys.MODELS["mlp"]())
+    fit(run.replace(extras=[Given(lambda training: LastStep(every, run.log))]))
+    said = "\n".join(run.log.writer.said)
+    assert lost in said and ("outer step" in said) == bool(lost)

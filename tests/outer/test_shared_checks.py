@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from jaxdp.outer.door import Door
 
 import toys
 from averaging import FREE, Plain, fit, loss_of

@@ -11,6 +11,7 @@ import toys
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.data.dataset import Arrays
 from jaxdp.data.example_order import EpochOrder
+from jaxdp.extras import Extra
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.run.build import Log
 from jaxdp.run.driver import Training
@@ -36,6 +37,16 @@ class Kept:
         self.records = [r for r in self.records if r["step"] <= step]
 
     def close(self): ...
+
+
+class Given(Extra):
+    """An extra with one observer. make(a `Training`) -> the observer."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def observers(self, training):
+        return [self.make(training)]
 
 
 def make_run(

@@ -21,7 +21,7 @@ import time
 import pytest
 
 from benchmarks.clients import facts
-from jaxdp.elastic import elastic_generation
+from jaxdp.elastic import regroup, states
 from jaxdp.errors import DistributedError, UsageError
 from jaxdp.process import (
     channel,
@@ -140,14 +140,19 @@ def test_a_wrong_greeting(monkeypatch, serve, text, last):
         connection.join("127.0.0.1", port, SECRET, facts(1, 3) | last, 20.0)
 
 
+def elastic_settings(size, port, **options):
+    """The settings of the coordinator of an elastic job."""
+    options = regroup.Options(join_after=0.0, **options)
+    more = {"generation": options.generation, "options": options.options()}
+    return protocol.Settings(size, SECRET, port, "127.0.0.1", "127.0.0.1", 60.0, 20.0, **more)
+
+
 @pytest.fixture
 def start():
     """A function that starts a coordinator of an elastic job of three in its own process; its
     settings.
     """
-    settings = protocol.Settings(
-        3, SECRET, hosts.free_port(), "127.0.0.1", "127.0.0.1", 60.0, 20.0, elastic=True
-    )
+    settings = elastic_settings(3, hosts.free_port())
     settings = dataclasses.replace(settings, stderr=os.open(os.devnull, os.O_WRONLY))
     before = len(joining._children)
     yield lambda **more: (
@@ -244,10 +249,7 @@ class Job:
 
     def __init__(self, size, port=None):
         self.size, self.port, self.lines, self.ranks = size, port or hosts.free_port(), [], []
-        settings = protocol.Settings(
-            size, SECRET, self.port, "127.0.0.1", "127.0.0.1", 60.0, 20.0, elastic=True
-        )
-        self.settings = dataclasses.replace(settings, join_timeout=2.0)
+        self.settings = elastic_settings(size, self.port, join_timeout=2.0)
         ready = threading.Event()
         self.thread = threading.Thread(target=lambda: asyncio.run(self._run(ready)), daemon=True)
         self.thread.start()
@@ -324,7 +326,7 @@ class Rank:
 def job(monkeypatch):
     """A function that starts an elastic job; its times are tenths of the usual ones, or less."""
     for name, seconds in {"WINDOW": 0.3, "LATE": 60.0, "QUIET": 30.0}.items():
-        monkeypatch.setattr(elastic_generation, name, seconds)
+        monkeypatch.setattr(states, name, seconds)
     jobs = []
 
     def start(size, port=None):
@@ -367,7 +369,9 @@ def hold(job, seconds, *ranks):
 
 
 def waited(job):
-    return job.coordinator.generation.waited
+    """Seconds since the end of the generation; None while it trains."""
+    machine = job.coordinator.generation.machine
+    return None if machine.state in (states.FIRST, states.TRAINING) else machine.seconds
 
 
 @pytest.mark.quick(1)
@@ -376,14 +380,14 @@ def test_no_generation_forms_without_the_last_process_that_has_the_state(monkeyp
     """It sends heartbeats, and comes later than any limit; the others are dead, and have been
     started again.
     """
-    monkeypatch.setattr(elastic_generation, "LATE", 1.0)
+    monkeypatch.setattr(states, "LATE", 1.0)
     job = job(size)
     *lost, last = generation(job, size)
     for rank in lost:
         rank.close()
     new = [job.connect(rank, pid=500 + rank) for rank in range(size - 1)]
     until(lambda: last.messages[-1:] and "ended" in last.messages[-1])
-    until(lambda: waited(job) > elastic_generation.LATE + 0.5)
+    until(lambda: waited(job) > states.LATE + 0.5)
     hold(job, 0.3, *new)
     process = f"waits for rank {size - 1} (host a), process {last.facts['pid']}: it alone may have the newest state"
     assert [line for line in job.lines if process in line and "generation 1" in line]
@@ -398,7 +402,7 @@ def test_without_a_process_that_has_the_state_a_generation_forms(job):
     first, last = generation(job, 2)
     first.close()
     new = job.connect(0, pid=500)
-    until(lambda: waited(job) is not None and waited(job) > elastic_generation.WINDOW + 0.2)
+    until(lambda: waited(job) is not None and waited(job) > states.WINDOW + 0.2)
     hold(job, 0.2, new)
     last.close()
     until(new.member)
@@ -409,26 +413,27 @@ def test_a_frozen_process_that_alone_has_the_state_is_waited_for(monkeypatch, jo
     """For LATE seconds, as if it were busy; without heartbeats its connection says that it may
     live.
     """
-    monkeypatch.setattr(elastic_generation, "LATE", 2.0)
+    monkeypatch.setattr(states, "LATE", 2.0)
     job = job(2)
     first, last = generation(job, 2)
     first.close()
     last.frozen.set()
     new = job.connect(0, pid=500)
-    ended = job.coordinator.generation
+    # It was silent for a moment before the end.
+    until(lambda: (waited(job) or 0.0) > states.LATE - 0.5)
+    assert not new.member()
     until(new.member)
-    assert ended.waited > elastic_generation.LATE - 0.5  # it was silent for a moment before the end
     assert job.coordinator.generation.number == 1 and not [f for f in new.member() if "state" in f]
 
 
 def test_processes_of_a_generation_that_has_never_begun_have_no_state(monkeypatch, job):
     """They survive it, but its only rank with the state hangs: they wait for that one."""
-    monkeypatch.setattr(elastic_generation, "LATE", 1.0)
+    monkeypatch.setattr(states, "LATE", 1.0)
     job = job(3)
     old, *others = generation(job, 3, opened=[0])
-    job.loop.call_soon_threadsafe(job.coordinator.generation.end, "test")
+    job.loop.call_soon_threadsafe(job.coordinator.generation.on, "fails", "test")
     survivors = [rank.report(0, 3) for rank in others]
-    until(lambda: waited(job) is not None and waited(job) > elastic_generation.LATE + 0.3)
+    until(lambda: waited(job) is not None and waited(job) > states.LATE + 0.3)
     hold(job, 0.3, *survivors)
     back = old.report(0, 3, state=0)
     until(back.member)
@@ -453,7 +458,7 @@ def test_a_new_coordinator_does_not_begin_without_the_state_that_others_know_of(
     """
     job = job(3)
     two = [job.connect(rank, last=[4, 3], newest=3) for rank in (1, 2)]
-    until(lambda: waited(job) is not None and waited(job) > elastic_generation.WINDOW + 0.3)
+    until(lambda: waited(job) is not None and waited(job) > states.WINDOW + 0.3)
     hold(job, 0.3, *two)
     last = job.connect(0, last=[4, 3], newest=3, state=3)
     until(lambda: all(rank.member() for rank in [*two, last]))
@@ -467,31 +472,26 @@ def test_all_processes_of_the_job_are_enough_for_a_new_coordinator(job):
     job = job(4)
     survivor = job.connect(3, last=[7, 4], state=7, newest=7)
     new = [job.connect(rank, pid=500 + rank) for rank in range(2)]
-    until(lambda: waited(job) is not None and waited(job) > elastic_generation.WINDOW + 0.3)
+    until(lambda: waited(job) is not None and waited(job) > states.WINDOW + 0.3)
     hold(job, 0.3, survivor, *new)
     new.append(job.connect(2, pid=502))
     until(lambda: all(rank.member() for rank in [survivor, *new]))
     assert [f.get("state", -1) for f in survivor.member()] == [7, -1, -1, -1]
 
 
-def test_a_coordinator_that_was_stopped_has_not_waited_meanwhile(job):
+def test_a_coordinator_that_was_stopped_has_not_waited_meanwhile(monkeypatch, job):
     """It would form a generation of the ranks whose messages it happens to read first."""
+    monkeypatch.setattr(states, "WINDOW", 5.0)
     job = job(3)
     first, *_ = generation(job, 3)
-    job.loop.call_soon_threadsafe(job.coordinator.generation.end, "test")
+    job.loop.call_soon_threadsafe(job.coordinator.generation.on, "fails", "test")
     back = first.report(0, 3, state=0)
-    until(
-        lambda: (
-            waited(job) is not None
-            and job.coordinator.next is not None
-            and job.coordinator.next.waiting
-        )
-    )
+    until(lambda: waited(job) is not None and job.coordinator.generation.machine.waiting)
     ended, done = job.coordinator.generation, concurrent.futures.Future()
-    before = ended.waited
+    before = waited(job)
     job.loop.call_soon_threadsafe(lambda: done.set_result(ended.tick(60.0)))
     done.result(60)
-    assert ended.waited < before + 10.0 and back.line
+    assert waited(job) < before + 10.0 and back.line
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -513,6 +513,7 @@ def test_a_coordinator_that_is_killed_or_stopped_before_it_listens_is_no_error_o
 
 CONNECT = """
 import os, time
+from jaxdp.elastic import regroup
 from jaxdp.process import hosts, private_jax
 from jaxdp.errors import GenerationEnded
 
@@ -526,7 +527,7 @@ def proceed():
         raise GenerationEnded("lost")
 
 try:
-    private_jax.connect_client(address, 0, secret, 60.0, proceed)
+    regroup.connect_client(address, 0, secret, 60.0, proceed)
 except GenerationEnded as error:
     print(error, flush=True)
 os._exit(0)

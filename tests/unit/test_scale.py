@@ -21,6 +21,8 @@ import pytest
 
 from benchmarks.clients import Client, Clients, facts
 from jaxdp.checkpoint.commit import Commit, PeerFailed
+from jaxdp.elastic import sockets
+from jaxdp.elastic.regroup import ElasticMembership, Options
 from jaxdp.errors import PREEMPTED, DistributedError, GenerationEnded, UsageError
 from jaxdp.process import (
     channel,
@@ -32,7 +34,6 @@ from jaxdp.process import (
     membership,
     messages,
     protocol,
-    sockets,
 )
 from jaxdp.process.connection import Connection
 from jaxdp.process.context import Context
@@ -291,14 +292,19 @@ def test_coordinators_that_come_and_go_refuse_nobody():
     thread.join()
 
 
+class ElasticClient(Client, ElasticMembership):
+    """A client of an elastic job."""
+
+
 @pytest.fixture
 def enter(request):
     """A function that enters the current generation of an elastic job of three, and exchanges a
     text there.
     """
     port, secret, members = hosts.free_port(), secrets.token_hex(16), []
-    options = {"elastic": True, "join_after": getattr(request, "param", 0.0)}
-    settings = protocol.Settings(3, secret, port, "127.0.0.1", None, 60.0, 20.0, **options)
+    group = Options(join_after=getattr(request, "param", 0.0))
+    more = {"generation": group.generation, "options": group.options()}
+    settings = protocol.Settings(3, secret, port, "127.0.0.1", None, 60.0, 20.0, **more)
 
     def start():
         return joining.start_coordinator(
@@ -311,7 +317,7 @@ def enter(request):
     def enter(rank, prepare=None, **more):
         own = facts(rank, 3) | {"prepares": prepare is not None} | more
         job = connection.join("127.0.0.1", port, secret, own, 60.0, prepare=prepare)
-        member = Client(job, 0, 20.0, None, True)
+        member = ElasticClient(job, 0, 20.0, None)
         members.append(member)
         member.start()
         texts = member.exchange("ranks", str(rank), range(member.size), 60.0)

@@ -148,9 +148,9 @@ def test_a_run_that_is_rolled_back_continues_to_take_snapshots(tmp_path):
 
     spike = Spike(factor=3.0, after=2, action="rollback")
     run = guarded_run(tmp_path, [8], spike=spike)
-    run = run.replace(snapshots=snapshots, compiling=compiling)
+    run = run.replace(continuation=snapshots, compiling=compiling)
     training = run.training()
-    snapshots.prepare(training)
+    snapshots.begin(training)
     training.train()
     run.more["watch"].stop()
     snapshots.settle()
@@ -204,9 +204,9 @@ def test_snapshots_take_a_hundredth_of_the_time():
 @pytest.mark.slow
 def test_snapshots_choose_their_interval(tmp_path):
     snapshots = Snapshots("auto")
-    run = guarded_run(tmp_path, [], steps=70).replace(snapshots=snapshots)
+    run = guarded_run(tmp_path, [], steps=70).replace(continuation=snapshots)
     training = run.training()
-    snapshots.prepare(training)
+    snapshots.begin(training)
     training.train()
     run.more["watch"].stop()
     snapshots.settle()

@@ -8,14 +8,14 @@ import os
 import sys
 import time
 
-import checks
 import jax
 import jax.numpy as jnp
 import numpy as np
-from checks import FLOATS, INTEGERS, context, fails, group_of, rank, reduced, same, size, values
 from refusals import differing_groups, refused
 
+import checks
 import jaxdp
+from checks import FLOATS, INTEGERS, context, fails, group_of, rank, reduced, same, size, values
 
 WIDE = ["float64", "int64", "uint64", "complex128"]
 ALL = [*FLOATS, *INTEGERS, "bool", "complex64"]

@@ -6,9 +6,9 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from checks import context, fails, rank, same
 
 import jaxdp
+from checks import context, fails, rank, same
 
 
 def differing_groups():

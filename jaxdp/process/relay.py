@@ -1,8 +1,8 @@
 """Relay connections to JAX's coordination service: its end, or a cut of the network, must not end a
 process.
 
-JAX aborts a process 5 ms after that connection has closed. The relay of a process of an elastic job
-leaves it open until the process has left the service. The relay beside the service lets the network
+JAX aborts a process 5 ms after that connection has closed. The relay of a process that may leave its
+job keeps it open until the process has left the service. The relay beside the service lets the network
 be cut for as long as TCP tries again: gRPC's server closes a connection of its own after 20 s.
 """
 

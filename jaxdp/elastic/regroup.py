@@ -1,0 +1,255 @@
+"""The processes of an elastic job: each leaves a generation that has ended, and joins the next one."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import os
+import pathlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jaxdp.elastic import sockets
+from jaxdp.elastic.states import LATE
+from jaxdp.errors import GenerationEnded
+from jaxdp.process import (
+    connection,
+    context,
+    enter,
+    frozen_coordinator,
+    hosts,
+    joining,
+    membership,
+    private_jax,
+)
+from jaxdp.process.connection import SILENT, Connection, Joined
+from jaxdp.process.group import Fields, Group
+from jaxdp.process.messages import Message, printable
+from jaxdp.process.protocol import Facts
+from jaxdp.process.relay import Relay
+
+# Seconds, and 5 that JAX adds, until a rank looks whether the others are still there.
+ATTEMPT = 1.0
+
+
+class ElasticMembership(membership.Membership):
+    """The membership of a process in one generation. The end of the coordinator ends the
+    generation, not the process, which then connects to the next one, for heartbeats only."""
+
+    ends_alone = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        job = self.job
+        if hosts.is_own(job.address[0]):  # a cut network cannot be the cause
+            self.silence = max(self.silence, self.timeout)
+        sockets.spare(job.address[1], hosts.split(job.jax_address)[1])
+        self._frozen = frozen_coordinator.Frozen(job.secret, job.address[1])
+        self._breaking = threading.Lock()
+
+    @property
+    def last_facts(self) -> Facts:
+        """Return the facts of this process for the next generation."""
+        facts, job = self.job.facts, self.job
+        newest = max(one.get("state", -1) for one in facts)
+        return facts[self.rank] | {"last": [job.generation, len(facts)], "newest": newest}
+
+    def report_missing(self, text: str) -> None:
+        """The coordinator ends the generation."""
+
+    def is_new(self, rank: int) -> bool:
+        return self.job.generation > 0 and "last" not in self.job.facts[rank]
+
+    def check_generation(self) -> None:
+        if self.ended is not None:
+            raise GenerationEnded(self.ended)
+
+    def has_ended(self, seconds: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self.ended is not None, seconds)
+
+    def report_state(self) -> None:
+        """Tell the coordinator that this process has the state of this generation, from which the
+        job can continue.
+        """
+        self.job.facts[self.rank]["state"] = self.job.generation
+        with contextlib.suppress(OSError):
+            self.connection.send(op="opened")
+
+    def connect(self) -> Any:
+        """Connect through a relay. Raises GenerationEnded if a rank or the service is lost
+        meanwhile.
+        """
+        job = self.job
+        return connect_client(
+            job.jax_address, self.rank, job.secret, self.timeout, self.check_generation
+        )
+
+    def close(self) -> None:
+        """Leave an ended generation: close the connection, stop the threads, and free what its
+        listeners hold.
+        """
+        with self._breaking:  # else it would break off what the next generation does
+            self.ending.set()
+        self.connection.socket.close()
+        self._listeners.clear()
+        atexit.unregister(self.leave)
+
+    def _hear(self, message: Message) -> None:
+        if isinstance(text := message.get("ended"), str):
+            with self._changed:
+                self.ended = self.ended or printable(text) or "its ranks regroup"
+                self._changed.notify_all()
+            self._break_off()
+        else:
+            super()._hear(message)
+
+    def _break_off(self) -> None:
+        """Let the collectives of this process, and its calls of JAX's service, fail."""
+        with self._breaking:
+            if not self.ending.is_set():
+                sockets.break_collectives()
+                cancel_calls()
+
+    def _each_beat(self) -> None:
+        if self._lost is None and self._unheard * self.beat >= SILENT:
+            self._frozen.end()  # its connections close, and another one takes its place
+        if self.ended is not None:
+            self._break_off()  # what this process has begun since
+
+    def _lost_coordinator(self) -> None:
+        if not self.ending.is_set() and self.ended is None:
+            self._hear({"ended": "its coordinator has gone"})
+        # This process may be compiling, and report to the next coordinator later.
+        while not self.ending.wait(0.5):
+            with contextlib.suppress(OSError):
+                facts = {**self.last_facts, "busy": True}
+                self.connection = Connection(*self.job.address, self.job.secret, 5.0, facts=facts)
+                self.connection.socket.settimeout(None)
+                with self.connection.socket:
+                    while not self.ending.is_set():
+                        self.connection.receive()
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(Group):
+    """Settings of a job whose processes may come and go; see `jaxdp.config.Elastic`.
+
+    config: a digest of what all processes must agree on. prepare: see `Group`.
+    """
+
+    min_processes: int = 1
+    join_timeout: float = 60.0
+    join_after: float = 15.0
+    config: str = ""
+    prepare: Callable[[], None] | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    kind = "elastic"
+    membership = ElasticMembership
+    generation = "jaxdp.elastic.elastic_generation:ElasticGeneration"
+    silence = 10.0
+    moves = True
+
+    def options(self) -> dict[str, Any]:
+        return {x: getattr(self, x) for x in ("min_processes", "join_timeout", "join_after")}
+
+    def facts(self) -> Facts:
+        return super().facts() | {"config": self.config}
+
+    def enter(self, enter: Callable[[Joined], Fields], job: Joined) -> Fields:
+        """Enter the job; if a process is lost meanwhile, the next generation."""
+        if file := os.environ.get("JAXDP_LOSSES"):  # of `jaxdp launch`
+            pathlib.Path(file).write_text("allowed", encoding="utf-8")
+        while True:
+            try:
+                return enter(job)
+            except GenerationEnded:
+                job = rejoin()
+
+
+def regroup() -> context.Context:
+    """Join the next generation, and return the context of this process in it.
+
+    All arrays and compiled programs of this process become invalid. Raises DistributedError if too
+    few processes are left, or the coordinator has gone.
+    """
+    return context.renew(**enter.entered().group.enter(enter.enter, rejoin()))
+
+
+def rejoin() -> Joined:
+    """Leave the generation that has ended, and join the next one. Raises DistributedError if too
+    few processes are left.
+    """
+    world, timeout, group, _ = enter.entered()
+    assert isinstance(group, Options)
+    member = joined()
+    address, secret = member.job.address, member.job.secret
+    membership.forget()
+    cancel_calls()
+    limit = LATE + group.join_timeout + timeout
+    settings = joining.coordinator_settings(world, *address, secret, timeout, group)
+    place = joining.Place(settings, member.local_rank)
+    job = connection.join(
+        *address, secret, member.last_facts, limit, place.absent, silent=place.silent
+    )
+    member.close()
+    return job
+
+
+def current() -> ElasticMembership | None:
+    """Return the membership of this process; None if it is alone, or in a fixed group."""
+    member = membership.current()
+    return member if isinstance(member, ElasticMembership) else None
+
+
+def joined() -> ElasticMembership:
+    """Return the membership of a process of an elastic job."""
+    member = current()
+    assert member is not None
+    return member
+
+
+# The connection to JAX's service
+
+_failed: list[Any] = []  # clients that could not connect: one that is destroyed may wait for others
+_relays: list[tuple[Any, Relay]] = []  # the client and its relay, until this process leaves
+
+
+def connect_client(
+    address: str, rank: int, secret: str, timeout: float, proceed: Callable[[], None]
+) -> Any:
+    """Connect a client of JAX's service through a relay, and return it: this process may leave
+    without waiting for the others, and connect again.
+
+    proceed: called every few seconds, since a rank or the service may be lost meanwhile. Raises
+    what it raises, and RuntimeError after `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        proceed()
+        relay = Relay(*hosts.split(address))
+        client = private_jax.make_client(relay.address, rank, secret, ATTEMPT)
+        try:
+            client.connect()
+        except RuntimeError:
+            relay.close()
+            _failed.append(client)
+            if time.monotonic() > deadline:
+                raise
+        else:
+            _relays[:] = [(client, relay)]
+            return client
+
+
+def cancel_calls() -> None:
+    """Leave JAX's service, if connected: what waits in it, such as a barrier of Orbax, raises at
+    once.
+    """
+    while _relays:
+        client, relay = _relays.pop()
+        with contextlib.suppress(RuntimeError):  # it cannot say so
+            client.shutdown()
+        relay.close()
