@@ -3,7 +3,6 @@
 import re
 
 import pytest
-from jaxdp.outer.door import Door
 
 import toys
 from averaging import FREE, Plain, fit, loss_of
