@@ -112,7 +112,7 @@ class Context:
                     raise UsageError(
                         f"{name}: {self.title(rank)} has {fact}={other.get(fact)}, but {self.title(0)} has "
                         f"{fact}={first.get(fact)}: they must be the same",
-                        rank=rank if membership.is_new(rank) else 0,
+                        rank=rank if membership.joined().is_new(rank) else 0,
                     )
 
 
@@ -280,8 +280,7 @@ def fail(error: BaseException, code: int | None = None) -> NoReturn:
     code = next(code for code in codes if code is not None)
     rank = process().rank
     member = membership.current()
-    ends_alone = speaker is None or (speaker == rank and membership.is_new(rank))
-    if member is not None and ends_alone:
+    if member is not None and (speaker is None or (speaker == rank and member.is_new(rank))):
         name, speaker = member.name(rank), None
         text = f"{name}: {text.removeprefix(f'{name}: ')}"
         if not member.report_fault(text, code) and not member.ends_alone:

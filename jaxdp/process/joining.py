@@ -27,14 +27,13 @@ from jaxdp.process.world import MPI, World
 BY_NAME = 3.0
 # seconds that rank 0 has to start the coordinator, before other ranks try it if it may move
 FIRST_RANK = 5.0
-FIXED = Group()
 
 
 class PortTaken(UsageError):
     """Another program, or another coordinator, listens on the coordinator's port."""
 
 
-def meet(world: World, facts: Mapping[str, object], timeout: float, group: Group = FIXED) -> Joined:
+def meet(world: World, facts: Mapping[str, object], timeout: float, group: Group) -> Joined:
     """Join the job of `world` within about `timeout` seconds.
 
     facts: versions and properties of this rank; `gloo`: whether its collectives run over Gloo.

@@ -350,11 +350,6 @@ def current() -> Membership | None:
     return _membership
 
 
-def is_new(rank: int) -> bool:
-    """Return whether a rank of this process's job has joined it while it ran."""
-    return _membership is not None and _membership.is_new(rank)
-
-
 def joined() -> Membership:
     """Return the membership of a process that is not alone."""
     assert _membership is not None

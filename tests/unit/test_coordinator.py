@@ -409,6 +409,21 @@ def test_without_a_process_that_has_the_state_a_generation_forms(job):
     assert len(new.member()) == 1
 
 
+def test_a_process_whose_connection_breaks_comes_again_with_the_state(monkeypatch, job):
+    """It alone has it; the other one waits for it, though to the coordinator it may be dead."""
+    monkeypatch.setattr(states, "WINDOW", 30.0)
+    job = job(2)
+    first, second = generation(job, 2, opened=[0])
+    first.close()
+    until(lambda: second.messages[-1:] and "ended" in second.messages[-1])
+    other = second.report(0, 2)
+    until(lambda: job.coordinator.generation.machine.waiting)
+    hold(job, 0.3, other)
+    back = first.report(0, 2, state=0)
+    until(lambda: back.member() and other.member())
+    assert [f.get("state", -1) for f in back.member()] == [0, -1]
+
+
 def test_a_frozen_process_that_alone_has_the_state_is_waited_for(monkeypatch, job):
     """For LATE seconds, as if it were busy; without heartbeats its connection says that it may
     live.
