@@ -26,6 +26,19 @@ if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # a shell's background jobs and their children ignore it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+CHECKS = (
+    "checks",
+    "ends",
+    "guarding",
+    "hiding",
+    "judging",
+    "masked",
+    "sequences",
+    "starts",
+    "texts",
+    "weighing",
+)
+pytest.register_assert_rewrite(*CHECKS)  # they say which values differ, as assertions of tests do
 MAPS = pathlib.Path("/proc/self/maps")
 TESTS = itertools.count()
 os.environ.setdefault("NPROC", "32")  # threads: see `jaxdp.process.environment.enough_threads`
@@ -87,8 +100,8 @@ def room_for_programs():
 
 @pytest.fixture(autouse=True, scope="module")
 def usual_lowering_of_a_module():
-    """Fixtures of exact sums change how this process lowers products from then on; tests of other
-    modules follow.
+    """A fixture may change how this process lowers products from then on; tests of other modules
+    follow.
     """
     from jaxdp.process import private_jax
 

@@ -16,6 +16,7 @@ import pytest
 
 from cli_runs import curve, ended, jaxdp, records, write
 from covering import first
+from ends import check_end
 from faulty_runs import when
 from jaxdp import cli
 from jaxdp.cli.option_table import VERBS
@@ -949,42 +950,10 @@ def test_launch_gives_each_process_its_rank_and_ends_with_the_code_of_the_job(tm
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(
-    ("codes", "more", "code"),
-    [("01", [], 1), ("10", [], 1), ("10", ["--elastic.enabled", "true"], 0)],
-    ids=str,
-)
-def test_a_job_that_fails_after_a_process_has_ended_has_failed(tmp_path, codes, more, code):
-    """In an elastic job others may have been lost before; a process that leaves the others to their
-    fate is no end.
-    """
-    script = tmp_path / "end.py"
-    script.write_text(
-        "import os, pathlib, sys, time\n"
-        "pid, code = pathlib.Path('pid'), int(sys.argv[1][int(os.environ['JAXDP_PROCESS_ID'])])\n"
-        "if os.environ['JAXDP_PROCESS_ID'] == '0':\n"
-        "    pathlib.Path('new').write_text(str(os.getpid()))\n"
-        "    pathlib.Path('new').rename(pid)\n"
-        "    sys.exit(code)\n"
-        "while not pid.exists() or pathlib.Path(f'/proc/{pid.read_text()}').exists():\n"
-        "    time.sleep(0.01)\n"
-        "sys.exit(code)\n"
-    )
-    words = [
-        sys.executable,
-        "-m",
-        "jaxdp",
-        "launch",
-        "-n",
-        "2",
-        sys.executable,
-        str(script),
-        codes,
-        *more,
-    ]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, cwd=tmp_path, env=env, text=True, capture_output=True, timeout=60)
-    assert done.returncode == code, done.stderr
+@pytest.mark.parametrize("codes", ["01", "10"])
+def test_a_job_that_fails_after_a_process_has_ended_has_failed(tmp_path, codes):
+    """A process that leaves the others to their fate is no end."""
+    check_end(tmp_path, codes, 1)
 
 
 @pytest.mark.mpi

@@ -4,80 +4,21 @@ own are found.
 
 import os
 import pathlib
-import subprocess
 import sys
 
 import pytest
 
-from cli_runs import records
+from hiding import TRAIN, check_trained, folder_of, run
 from jaxdp.errors import UsageError, import_optional
 from jaxdp.process import imports
-from launch import ROOT, environment
+from launch import ROOT
 
-# Of the standard library, of what jaxdp needs, and of what these import late, in a thread or in
-# another process.
-HIDING = [
-    "humanize", "google", "orbax", "tensorstore", "etils", "absl", "msgpack", "nest_asyncio", "aiofiles", "psutil",
-    "simplejson", "safetensors", "filelock", "rich",
-    "datasets", "tokenizers", "tiktoken", "PIL", "tensorboardX", "wandb", "grain", "torch", "fsspec", "uvloop",
-    "tensorflow", "attr", "pydantic", "zstandard",
-    "secrets", "queue", "random", "socket", "tempfile", "subprocess", "concurrent", "asyncio", "ssl", "csv", "uuid",
-    "platform", "statistics", "bisect", "heapq", "struct",
-    "selectors", "select", "multiprocessing", "resource", "pickle", "difflib", "json", "logging", "hashlib", "glob",
-    "html", "webbrowser", "zipfile", "gzip",
-]  # fmt: skip
-FILES = {
-    "requests.py": """
-import numpy
-from flax import nnx
-import words
-
-class Net(nnx.Linear):
-    def __init__(self, *, rngs):
-        super().__init__(words.INPUTS, 2, rngs=rngs)
-""",
-    "turtle.py": """
-import numpy
-import words
-
-class Data:
-    def __init__(self, split="train"):
-        self.labels = numpy.arange(16) % 2
-    def __len__(self):
-        return 16
-    def __getitem__(self, index):
-        return {"inputs": numpy.ones(words.INPUTS, numpy.float32), "labels": numpy.int32(self.labels[index])}
-""",
-    "words.py": "INPUTS = 3\n",
-    "config.yaml": """
-model: {target: requests.Net}
-data: {target: turtle.Data, workers: 1}
-loss: {target: SoftmaxCrossEntropy}
-optimizer: {schedule: constant}
-eval: {every: 1}
-checkpoint: {every: 1}
-batch_size: 8
-steps: 2
-""",
-    "script.py": """
-import jaxdp
-from jaxdp.config.validation import flatten
-
-if __name__ == "__main__":
-    import requests, turtle
-    final = jaxdp.fit(requests.Net, turtle.Data(), steps=2, batch_size=8, run_dir="run", checkpoint={"every": 1})
-    assert final.final["step"] == 2
-""",
-    "bin/jaxdp": "from jaxdp.__main__ import command\n\nif __name__ == '__main__':\n    command()\n",
-}
-TRAIN = ("train", "--config", "config.yaml", "--run_dir", "run")
 COMMANDS = {
     "the command": ("bin/jaxdp", *TRAIN),
     "python -m jaxdp": ("-m", "jaxdp", *TRAIN),
     "python train.py": ("train.py", *TRAIN[1:]),
     "a script": ("script.py",),
     "launch": ("bin/jaxdp", "launch", "-n", "2", *TRAIN),
-    "elastic": ("bin/jaxdp", "launch", "-n", "2", *TRAIN, "--elastic.enabled", "true"),
     "sweep": ("bin/jaxdp", "sweep", "--config", "config.yaml", "--run_dir", "run", "--seed", "0,1"),
     "verify": (
         "bin/jaxdp",
@@ -94,26 +35,6 @@ COMMANDS = {
 }
 
 
-def folder_of(tmp_path, names=HIDING):
-    for name in names:
-        (tmp_path / f"{name}.py").write_text("raise RuntimeError('the module of the user')\n")
-    for name, text in FILES.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    (tmp_path / "train.py").write_text((ROOT / "train.py").read_text())
-    return tmp_path
-
-
-def run(folder, *argv, code=0, **env):
-    done = subprocess.run(
-        [sys.executable, *argv], cwd=folder, capture_output=True, text=True, timeout=300,
-        env=environment({"PYTHONPATH": str(ROOT), **env}, 2),
-    )  # fmt: skip
-    assert done.returncode == code, done.stdout + done.stderr
-    assert "the module of the user" not in done.stderr, done.stderr
-    return done
-
-
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_modules_of_the_user_hide_no_library(tmp_path, command):
@@ -125,8 +46,7 @@ def test_modules_of_the_user_hide_no_library(tmp_path, command):
     if command == "verify":
         return
     trained = next(folder.glob("run/*seed=0")) if command == "sweep" else folder / "run"
-    assert records(trained, "final")[-1]["step"] == 2
-    assert (trained / "checkpoints" / "2" / "manifest.json").is_file()
+    check_trained(trained)
 
 
 @pytest.mark.slow

@@ -27,7 +27,6 @@ from jaxdp.process.context import Context
 from jaxdp.run.build import make_run, prepare_on_all_ranks
 from jaxdp.run.callbacks import EarlyStopping
 from jaxdp.run.start import advice
-from jaxdp.run.training_job import train
 from launch import mpirun
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -670,14 +669,6 @@ def test_a_run_directory_that_is_removed_ends_all_ranks(tmp_path, processes, mor
     done = mpirun(processes, argv, during=remove, timeout=100)
     assert done.returncode == 1 and not done.left and not folder.exists(), done.output
     assert done.output.count("was removed or replaced while the run was going on") >= 1
-
-
-def test_an_elastic_job_with_fewer_processes_than_it_needs_is_refused(tmp_path):
-    config, _, _ = cli.load([*DIGITS, "--elastic.enabled", "true", "--elastic.min_processes", "4"])
-    with pytest.raises(
-        UsageError, match=r"elastic.min_processes: 4, but the job has 1; start more of them"
-    ):
-        train(config, str(tmp_path / "run"), Context())
 
 
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

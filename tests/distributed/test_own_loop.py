@@ -18,11 +18,9 @@ from jax.sharding import PartitionSpec as P
 import jaxdp
 from jaxdp import data
 from jaxdp.data import Digits
-from jaxdp.elastic import own_loop as elastic
 from jaxdp.interop.metrics import _mean
 from jaxdp.interop.partition import check_sizes
 from jaxdp.process.context import shutdown
-from jaxdp.split import WHOLE
 from launch import ROOT, SUPPORT, mpirun, port, processes, ranks, require, together
 from mpi import own_loop
 
@@ -473,9 +471,6 @@ WRONG = {
     "broadcast_parameters: 'w' is a longdouble of float128": lambda g: jaxdp.broadcast_parameters(
         {"w": np.longdouble(1)}
     ),
-    "elastic: 'layer/w' of the state is a complex": lambda g: jaxdp.elastic.run(
-        lambda *_: 0, {"layer": {"w": 1j}}
-    ),
     "'loss' is int, not a number": lambda g: jaxdp.allreduce_metrics({"loss": 2**1025}),
     r"'a/b' has shape \(8,\), not one number": lambda g: jaxdp.allreduce_metrics({"a": {"b": g}}),
     "weight: PyTreeDef.* is not a tree like": lambda g: jaxdp.allreduce_metrics(
@@ -483,9 +478,6 @@ WRONG = {
     ),
     "weight: PyTreeDef.None.* is not a tree like": lambda g: jaxdp.allreduce_metrics(
         {"a": 1.0}, weight=None
-    ),
-    "elastic: 'key' of the state is a key .give its jax.random.key_data.; give arrays, and numbers of": lambda g: (
-        jaxdp.elastic.run(lambda state, commit: state, {"key": jax.random.key(0)})
     ),
     "weight: inf is not a number of examples": lambda g: jaxdp.allreduce_metrics(
         1.0, weight=np.inf
@@ -503,41 +495,6 @@ def test_what_cannot_work_is_refused_in_a_line(words):
     with pytest.raises(jaxdp.UsageError, match=words) as error:
         WRONG[words](jnp.ones(N))
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("other", "words"),
-    [
-        (
-            {"best": 0.5, "w": np.ones((2, 3))},
-            r"commit: 'best' is float64\[\], but elastic\(\) got int64\[\]",
-        ),
-        (
-            {"b": 1, "w": np.ones((2, 3))},
-            "commit: the state is PyTreeDef.*'b'.*, but elastic.* got PyTreeDef.*'best'",
-        ),
-        (
-            {"best": 1, "w": np.ones((3, 2))},
-            r"commit: 'w' is float64\[3,2\], but elastic\(\) got float64\[2,3\]",
-        ),
-    ],
-    ids=["type", "name", "shape"],
-)
-def test_a_committed_state_is_like_the_first_one(other, words):
-    """Its bytes are what another generation gets."""
-
-    def train(state, commit):
-        return (commit({"best": 1, "w": state["w"]}), commit(other))
-
-    with pytest.raises(jaxdp.UsageError, match=words):
-        jaxdp.elastic.run(train, {"best": 0, "w": np.ones((2, 3))})
-
-
-def test_the_bytes_of_a_state_do_not_depend_on_its_byte_order():
-    swapped, own = np.arange(3, dtype=">f4"), np.arange(3, dtype=np.float32)
-    for committed in (swapped, own):
-        (data,) = elastic.with_checksums(1, [elastic.native(committed)]).parts[WHOLE]
-        np.testing.assert_array_equal(elastic.restore(data, elastic.native(swapped), swapped), own)
 
 
 @pytest.mark.mpi
@@ -566,23 +523,6 @@ for step in range(1000):
         expected.replace("HOST", socket.gethostname()) in jobs[0].stderr
         and "Traceback" not in jobs[0].stderr
     )
-
-
-@pytest.mark.slow
-@pytest.mark.mpi
-def test_first_states_that_differ_are_refused():
-    script = """
-import numpy, jaxdp
-rank = jaxdp.init(group=jaxdp.elastic.Options()).rank
-jaxdp.elastic.run(lambda state, commit: None, {"step": 0, "w": numpy.full(2, rank == 1, "float32")})
-"""
-    jobs = processes(["-c", script], ranks(3, f"127.0.0.1:{port()}"))
-    errors = "".join(job.stderr for job in jobs)
-    assert [job.returncode for job in jobs] == [2, 2, 2], errors
-    assert (
-        errors.count("elastic: the state: rank 1 ") == 1
-        and "has w=float32[2], checksum 3f800000" in errors
-    ), errors
 
 
 @pytest.mark.slow

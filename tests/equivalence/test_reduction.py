@@ -34,9 +34,7 @@ def reduced(name, tree, bucket_mb=25.0):
     ), tree
 
 
-@pytest.mark.parametrize(
-    "name", ["xla", "bucket"]
-)  # exact ones add up integers: see test_fixed_point
+@pytest.mark.parametrize("name", ["xla", "bucket"])
 @pytest.mark.parametrize("bucket_mb", [25.0, 1e-4, 1e-6])
 def test_a_reduction_is_the_sum_over_devices(name, bucket_mb):
     rng = np.random.default_rng(0)

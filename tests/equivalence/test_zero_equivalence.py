@@ -12,19 +12,7 @@ import toys
 from covering import cover, first, name, only, product
 from jaxdp.models.base import Model
 from jaxdp.precision import Policy
-from judging import STAGES, TOLERANCE, allowed, check_stage, layout, smallest
-
-THINNED = STAGES | {  # without what the cover, or `test_equivalence`, has enough of
-    "place": ("3", "4", "8", "8/4", "8/2"),
-    "model": ("resnet", "blocks"),
-    "dtype": ("float64",),
-}
-
-
-def thinned(row):
-    few = row["microbatches"] == (16 if row["place"] in ("3", "4") else 8)
-    split = row["zero"] > 0 or "/" not in row["place"]
-    return allowed(row) and few and split and row["optimizer"] == "adamw"
+from judging import STAGES, THINNED, TOLERANCE, allowed, check_stage, layout, smallest, thinned
 
 
 @pytest.mark.parametrize("row", first(1, sorted(cover(allowed, **STAGES), key=smallest)), ids=name)

@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from cli_runs import ended, jaxdp, records, write
+from cli_runs import jaxdp, records, write
 from jaxdp.checkpoint import folders
 from launch import SUPPORT, mpirun, port, processes, ranks
 from planted_faults import option
@@ -139,8 +139,3 @@ def test_a_directory_that_all_share_has_one_writer(tmp_path, undisturbed):
     assert job.returncode == 0, job.output
     assert records(tmp_path / "run", "final")[0]["params_sha256"] == undisturbed
     assert not list((tmp_path / "run" / "checkpoints").glob(".writer-*"))
-
-
-def test_elastic_training_needs_a_shared_directory(tmp_path):
-    argv = ["train", "--config", write(tmp_path, CONFIG), "--elastic.enabled", "true"]
-    assert "checkpoint.local: true with elastic.enabled: true" in ended(*argv, code=2).stderr

@@ -18,7 +18,7 @@ from checks import (
     check_shared_programs,
 )
 from cli_runs import DIGITS
-from covering import cover, name
+from covering import cover, name, product
 from guarding import check_halt, check_no_trace, check_overflow, check_spike
 from jaxdp.cli import load
 from jaxdp.errors import UsageError
@@ -30,7 +30,16 @@ from jaxdp.run.fitted import settings
 from jaxdp.run.strategies import make_reduction
 from jaxdp.verify import Configuration
 from jaxdp.verify.configurations import choose_configurations, is_meaningful
-from judging import STAGES, STRATEGIES, allowed, check_stage, check_strategy, smallest
+from judging import (
+    STAGES,
+    STRATEGIES,
+    THINNED,
+    allowed,
+    check_stage,
+    check_strategy,
+    smallest,
+    thinned,
+)
 from layouts import LAYOUTS, assert_same_bits, contents
 from masked import check_excluded, check_state, check_weights_of_0, excluded, heights
 from sequences import check_evaluation, check_skipped, check_training_in_order
@@ -56,6 +65,13 @@ def test_every_strategy_agrees_with_the_oracle(row):
     "row", sorted(cover(allowed, **STAGES | ONE_BY_ONE), key=smallest), ids=name
 )
 def test_every_stage_agrees_with_the_oracle(row):
+    check_stage(**row)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("row", product(thinned, **THINNED | ONE_BY_ONE), ids=name)
+def test_every_combination_of_stages_agrees_with_the_oracle(row):
     check_stage(**row)
 
 

@@ -3,7 +3,6 @@
 import re
 
 import pytest
-from jaxdp.outer.door import Door
 
 import toys
 from averaging import FREE, Plain, fit, loss_of
@@ -12,6 +11,7 @@ from cli_runs import DIGITS
 from jaxdp.cli import load
 from jaxdp.config import Config, Outer
 from jaxdp.errors import UsageError
+from jaxdp.extras import extras_of
 from jaxdp.metrics.numbers import size
 from launch import in_process
 from plain_runs import fit as fit_plain
@@ -87,8 +87,8 @@ def test_an_outer_optimizer_of_that_kind_is_evaluated_so(tmp_path):
 )
 def test_updates_that_an_outer_step_did_not_follow_are_counted(tmp_path, every, lost):
     """The data may end between two outer steps."""
-    outer = Door(Config(outer=Outer(replicas=2, every=every)))
-    run = make_run(tmp_path, toys.MODELS["mlp"](), extras=[outer])
+    outer = Config(outer=Outer(replicas=2, every=every))
+    run = make_run(tmp_path, toys.MODELS["mlp"](), extras=extras_of(outer))
     fit_plain(run)
     said = "\n".join(run.log.writer.said)
     assert lost in said and ("outer step" in said) == bool(lost)

@@ -2,7 +2,7 @@
 of them.
 
 A comment ahead of a block says what its commands need (`<!-- needs: a cluster -->`), or which test
-runs them (`<!-- tested: exact/test_restart.py -->`). Blocks are fenced, without a language or with that
+runs them (`<!-- tested: test_restart.py -->`). Blocks are fenced, without a language or with that
 of a shell, or indented."""
 
 import pathlib
@@ -27,7 +27,8 @@ NEEDS = {
 }
 # What another test runs with all its options, on something small, or on several hosts.
 TESTED = {
-    r"jaxdp verify .*(--exact|gpt)": "test_verify.py",
+    r"jaxdp verify .*--exact": "exact/test_shared_checks.py",
+    r"jaxdp verify .*gpt": "test_verify.py",
     r"jaxdp launch .*--elastic": "test_elastic.py",
     r"^(srun|torchrun) |--hostfile|-f hosts|node1": "test_several_hosts.py",
 }

@@ -96,6 +96,19 @@ def allowed(row):
     return row["zero"] > 1 or row["gradient_buffer"] == "sharded"
 
 
+THINNED = STAGES | {  # without what the cover, or `test_equivalence`, has enough of
+    "place": ("3", "4", "8", "8/4", "8/2"),
+    "model": ("resnet", "blocks"),
+    "dtype": ("float64",),
+}
+
+
+def thinned(row):
+    few = row["microbatches"] == (16 if row["place"] in ("3", "4") else 8)
+    split = row["zero"] > 0 or "/" not in row["place"]
+    return allowed(row) and few and split and row["optimizer"] == "adamw"
+
+
 def layout(place, zero, gradient_buffer):
     """Arguments of `toys.train`."""
     devices, _, shard_size = place.partition("/")

@@ -3,65 +3,22 @@ must have.
 """
 
 import json
-import os
-import pathlib
 import re
-import shutil
 import subprocess
-import sys
 
 import pytest
 
 from benchmarks import gpu, job, run, seeds
+from launch import ROOT
+from scripts import FOLDER, HIDDEN, MLP, run_script, runs, scripts_with_a_test
 
-ROOT = pathlib.Path(__file__).parents[2]
-FOLDER = ROOT / "benchmarks"
 TORCH = ROOT / ".venv-torch/bin/python"
-HIDDEN = ["--model.args.hidden", "[8]"]
-MLP = ["--config", str(FOLDER / "configs/digits_mlp.yaml"), *HIDDEN]
 # Files without a command: the script that runs them.
 PARTS = {
     "cases": "run", "data": "run", "harness": "run", "job": "run", "contender": "run", "plain.common": "plain.jit_loop",
     "elastic_faults": "elastic_soak", "waiting": "elastic_soak", "gpu_bench": "gpu", "published_runs": "published",
     "soak_job": "soak", "torch_ddp.models": "torch_ddp.train",
 }  # fmt: skip
-TESTED: set[str] = set()
-
-
-def runs(*scripts):
-    """Mark the test of a script."""
-
-    def mark(test):
-        TESTED.update(scripts)
-        return test
-
-    return mark
-
-
-@pytest.fixture
-def script():
-    def run(name, *words, code=0, env=None):
-        """Run a script on one device; return the lines that it printed, each as JSON where it is.
-        With another code: its errors. None: whatever its code.
-        """
-        ended = subprocess.run(
-            [sys.executable, "-m", f"benchmarks.{name}", *map(str, words)],
-            cwd=ROOT,
-            env=job.environment(**{"XLA_FLAGS": "", **(env or {})}),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert code is None or ended.returncode == code, ended.stdout + ended.stderr
-        lines = ended.stdout.splitlines()
-        return (
-            ended.stderr
-            if code
-            else [json.loads(line) if line.startswith(("{", "[")) else line for line in lines]
-        )
-
-    return run
 
 
 def test_no_script_is_left_out():
@@ -70,9 +27,16 @@ def test_no_script_is_left_out():
         for file in FOLDER.rglob("*.py")
     }
     scripts = {name for name, file in files.items() if "__main__" in file.read_text()}
-    assert scripts <= TESTED | {"contender"}, "give each script a test in this file"
-    assert files.keys() == TESTED | PARTS.keys() and PARTS.keys().isdisjoint(TESTED)
-    assert {*PARTS.values()} <= TESTED, "name a tested script that runs the file"
+    assert scripts <= scripts_with_a_test() | {"contender"}, "give each script a test"
+    assert files.keys() == scripts_with_a_test() | PARTS.keys() and PARTS.keys().isdisjoint(
+        scripts_with_a_test()
+    )
+    assert {*PARTS.values()} <= scripts_with_a_test(), "name a tested script that runs the file"
+
+
+@pytest.fixture
+def script():
+    return run_script
 
 
 @runs("backends")
@@ -125,39 +89,6 @@ def test_clients(script):
     )
 
 
-@runs("elastic_cost")
-def test_elastic_cost(script):
-    words = ["--processes", 1, "--repeats", 1, "--steps", 3, "--log.every", 1]
-    [result] = script("elastic_cost", *MLP, *words)
-    assert result["ratio"] == pytest.approx(result["with_ms"] / result["without_ms"], rel=0.1)
-    assert result["standard_error_us"] is None and result["without_ms"] > 0
-
-
-@runs("exact")
-def test_exact(script):
-    words = ["--ways", "bucket,exact8", "--repeats", 1, "--devices", 2, "--microbatches", 2]
-    [result] = script("exact", *MLP, *words)
-    assert (
-        result["devices"] == 2
-        and result["over_bucket"]["bucket"] == 1.0
-        and result["median_ms"]["exact8"] > 0
-    )
-    assert result["loss"]["exact8"] == pytest.approx(result["loss"]["bucket"], rel=1e-5)
-    elements = 64 * 8 + 8 + 8 * 10 + 10
-    assert 4 * elements <= result["sent_bytes"]["bucket"] < 5 * elements
-
-
-@runs("exact_curves")
-def test_exact_curves(script):
-    words = ["--microbatches", 4, "--steps", 3, "--seeds", 1, "--reductions", "bucket,exact"]
-    [result] = script("exact_curves", *MLP, *words)
-    bucket, exact = (result["reductions"][name] for name in ("bucket", "exact"))
-    assert bucket["updates"] == exact["updates"] == 3 and bucket["first_50_apart"] == [0.0]
-    assert exact["first_50_apart"][0] < 1e-5 and exact["last_losses"] == pytest.approx(
-        bucket["last_losses"], abs=2e-5
-    )
-
-
 @runs("feeding")
 def test_feeding(script):
     model = ["--model", '{"target": "MLP", "args": {"hidden": [8]}}']
@@ -185,71 +116,6 @@ def test_manifest(script):
     assert last["files"] == 3 * 4 + 4
 
 
-@runs("audit")
-def test_audit(script):
-    words = [*HIDDEN, "--data.args.augment", "false", "--microbatches", 4, "--every", 2]
-    result = script("audit", "flips", "--flips", 1, "--part", 1, *words)[-1]
-    verdicts = [name for name in result if re.match(r"(grads|output|params|opt_state): ", name)]
-    assert result["mode"] == "flips" and [result[name] for name in verdicts] == [1]
-
-
-@pytest.mark.slow
-def test_the_cost_of_an_audit(script):
-    words = [*HIDDEN, "--data.args.augment", "false", "--microbatches", 4, "--every", 2]
-    [result] = script("audit", "cost", "--updates", 4, *words)
-    assert result["audit_ms"] > 0 and result["update_ms"] > 0 and result["every"] == 2
-
-
-@pytest.mark.slow
-def test_audit_of_an_undisturbed_run(script):
-    words = [*HIDDEN, "--data.args.augment", "false", "--microbatches", 4, "--every", 2]
-    [result] = script("audit", "alarms", "--updates", 4, *words)
-    assert (
-        result["audits"] == 2
-        and [event["kind"] for event in result["named"]].count("audit_failed") == 0
-    )
-
-
-@runs("elastic_recovery")
-def test_elastic_recovery(script):
-    words = [
-        "--data.target",
-        "benchmarks.data.SlowDigits",
-        "--data.args.sleep",
-        0.02,
-        "--parallel.reduction",
-        "bucket",
-    ]
-    one, last = script(
-        "elastic_recovery", *MLP, *words, "--processes", 1, "--kills", 1, "--warm", 0
-    )
-    assert 0 < one["update"] <= one["complete"] and last["median"] == one and last["kills"] == 1
-
-
-@runs("elastic_soak")
-def test_elastic_soak(script):
-    model = [*HIDDEN, "--data.args.augment", "false", "--model.args.dropout", 0]
-    times = ["--minutes", 0.01, "--every", 0.5, "--healthy", 0.3, "--steps", 100]
-    [result] = script("elastic_soak", "--processes", 1, "--ways", "elastic", *times, *model)
-    assert result["number"] >= 1 and result["generations"] >= 2 and result["longest"]["kill"][0] > 0
-    assert result["code"] == 0 and result["every_update_once"] and result["equal_to_one_device"]
-
-
-@runs("elastic_hosts")
-def test_elastic_hosts(script):
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        assert "no network namespaces here" in script("elastic_hosts", "--hosts", 2, code=1)
-        return
-    model = [*HIDDEN, "--data.args.augment", "false", "--model.args.dropout", 0]
-    words = ["--hosts", 2, "--minutes", 0.06, "--pause", 0.1, "--faults", "kill"]
-    # A process that comes back after the end waits for this long; one that gives up too early
-    # starts again.
-    *faults, result = script("elastic_hosts", *words, *model, env={"JAXDP_TIMEOUT": "20"})
-    assert all(result["checks"].values()) and {fault["fault"] for fault in faults} == {"kill"}
-    assert result["codes"]["0"] >= 1  # a process that comes back after the last update finds no job
-    assert result["generations"][0] == 2 and len(result["generations"]) >= 2
-
-
 @runs("gpu")
 def test_the_gpu_set_without_a_gpu(script, tmp_path):
     errors = script("gpu", "--out", tmp_path, code=1)
@@ -260,30 +126,6 @@ def test_the_gpu_set_without_a_gpu(script, tmp_path):
     assert json.loads((tmp_path / "gpu.json").read_text())["ceilings"]["failed"].startswith(
         "Failed: "
     )
-
-
-@runs("outer")
-def test_outer(script):
-    words = [*MLP, "--microbatches", 2, "--steps", 6, "--log.every", 2, "--every", 3]
-    words += ["--launcher", ""]
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    bucket, outer = script("outer", *words, env=flags)
-    assert (bucket["way"], bucket["speed"], bucket["loss_vs"]) == ("bucket", 1.0, 0.0) and outer[
-        "way"
-    ] == "every 3"
-    assert (
-        outer["loss_vs"] == pytest.approx(outer["loss"] / bucket["loss"] - 1, abs=1e-4)
-        and outer["ms"] > 0
-    )
-
-
-@pytest.mark.slow
-def test_the_speed_of_outer_steps(script):
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    words = [*MLP, "--microbatches", 2, "--every", 2, "--speed", 2, "--bucket_ms", 1000]
-    words += ["--launcher", ""]
-    [fast] = script("outer", *words, env=flags)
-    assert "loss" not in fast and fast["speed"] == pytest.approx(1000 / fast["ms"], rel=0.05)
 
 
 @runs("plots")

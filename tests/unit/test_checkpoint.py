@@ -146,8 +146,8 @@ def test_the_state_may_be_donated_while_it_is_written(tmp_path):
 
 
 def test_a_checkpoint_is_not_removed_to_save_the_same_update_again(tmp_path):
-    """An elastic job that continues from an earlier copy in memory does; after a rollback the state
-    is another one.
+    """A job that continues from an earlier copy in memory does; after a rollback the state is
+    another one.
     """
     (first, second), said = states(2), []
     for state, meta in ((first, META), (second, {**META, "metrics": {"loss": 1.0}})):
@@ -165,8 +165,8 @@ def test_a_checkpoint_is_not_removed_to_save_the_same_update_again(tmp_path):
 
 
 def test_a_save_that_is_made_again_writes_into_another_temporary_folder(tmp_path, monkeypatch):
-    """In an elastic job, a process may still write into that of a save which a lost process has
-    interrupted.
+    """In a job that continues without a lost process, another may still write into that of a save
+    which the lost one has interrupted.
     """
     names, inner = [], atomicity.AtomicRenameTemporaryPath.create
 

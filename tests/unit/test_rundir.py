@@ -129,8 +129,8 @@ def test_a_job_takes_the_directory_from_its_own_stopped_rank(tmp_path, monkeypat
 
 
 def test_a_full_disk_keeps_the_files_of_an_earlier_start(tmp_path, monkeypatch):
-    """A run that resumes, or the next generation of an elastic job, continues; a first start says
-    what is wrong.
+    """A run that resumes, or that other processes continue, continues; a first start says what is
+    wrong.
     """
 
     def full(path, text, **how):
