@@ -107,7 +107,7 @@ class Restored(Observer):
     ends before.
     """
 
-    saved: Any = None  # a TrainState, once there is one
+    first: Any = None  # a TrainState, once there is one
 
     def __init__(self, every: int):
         self.every = every
@@ -118,9 +118,9 @@ class Restored(Observer):
 
     def after(self, updates, state, metrics):
         step = self.progress.step
-        if step % self.every == 0 and self.saved is not None:
+        if step % self.every == 0 and self.first is not None:
             self.digests.append(params_of(self.run, self.progress))
-        elif step % self.every == 1 and self.saved is not None:
+        elif step % self.every == 1 and self.first is not None:
             self.restore()
 
     def restore(self) -> None:
@@ -130,7 +130,7 @@ class Restored(Observer):
         copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
         strategy, progress = self.run.strategy, self.progress
         step = strategy.export(progress.state).step
-        progress.state = strategy.adopt(copy(self.saved.replace(step=step)))
+        progress.state = strategy.adopt(copy(self.first.replace(step=step)))
 
 
 class Saved(Observer):
@@ -144,8 +144,8 @@ class Saved(Observer):
 
     def after(self, updates, state, metrics):
         restored = self.restored
-        if restored.saved is None:
-            restored.saved = restored.run.strategy.export(state)
+        if restored.first is None:
+            restored.first = restored.run.strategy.export(state)
             restored.restore()  # to a copy: the next update overwrites it
 
 

@@ -124,7 +124,7 @@ class Snapshots(Continuation):
         self._enough_memory = True
         self._copies: Any = None
 
-    def begin(self, training: Training) -> None:
+    def prepare(self, training: Training) -> None:
         """Prepare for a run on new devices; copy the state that it has recovered, if that is split
         in another way.
         """
@@ -151,12 +151,11 @@ class Snapshots(Continuation):
         self.callbacks = self.callbacks or callbacks.state()
         callbacks.load(saved or self.callbacks)
 
-    def facts(self, start: int) -> dict[str, Any]:
-        return {"again": self.reached - start} if self.reached > start else {}
-
-    def write_with(self, training: Training, open_writer: Callable[[], Writer]) -> Writer:
+    def begin(self, training: Training, open_writer: Callable[[], Writer]) -> Writer:
         """Keep the records of this rank; root writes those that a lost one has not."""
+        self.prepare(training)
         run, progress = training.run, training.progress
+        self.again = max(0, self.reached - progress.start)
         self.records.rewind(progress.step, progress.evaluated == progress.step)
         context = run.checkpoints.context
         missing = missing_records(self.records, context, run.log.directory / "metrics.jsonl")

@@ -1,7 +1,7 @@
 """What a run continues from, besides its checkpoints."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxdp.metrics.writer import Record, Writer
 from jaxdp.process.context import Context
@@ -10,9 +10,6 @@ from jaxdp.run.callbacks import Callbacks
 from jaxdp.train.observer import Observer
 from jaxdp.train.run import Run
 from jaxdp.train.state import TrainState
-
-if TYPE_CHECKING:
-    from jaxdp.run.driver import Training
 
 
 class Continuation(Observer):
@@ -23,11 +20,12 @@ class Continuation(Observer):
         runs: those that have ended.
         prepared: what the first of them has built for any number of devices.
         last_save: when the last one saved, in seconds of `time.monotonic`; None: it did not.
+        again: updates of the last one that this one makes again.
         survives: whether training goes on without a process that is lost.
         trusted: only states in which no device was found wrong are kept.
     """
 
-    runs = 0
+    runs = again = 0
     prepared: Prepared | None = None
     last_save: float | None = None
     survives = False
@@ -42,16 +40,15 @@ class Continuation(Observer):
         if saved:
             callbacks.load(saved)
 
-    def facts(self, start: int) -> dict[str, Any]:
-        """Return entries of the event that a run starts after update `start`."""
-        return {}
+    def begin(self, training: Any, open_writer: Callable[[], Writer]) -> Writer:
+        """Return the writer of a run on this rank. The run is built, and its state is that of
+        `training.progress`, or is to be made.
 
-    def write_with(self, training: "Training", open_writer: Callable[[], Writer]) -> Writer:
-        """Return the writer of a run on this rank. open_writer: opens that of root."""
+        Args:
+            training: a `Training`.
+            open_writer: opens that of root.
+        """
         return open_writer() if training.run.checkpoints.context.is_root else Writer()
-
-    def begin(self, training: "Training") -> None:
-        """The run is built, and its state is that of `training.progress` or is to be made."""
 
     def keep_state(self) -> None:
         """Training is interrupted, and continues in another run: keep the state."""

@@ -72,10 +72,6 @@ class Training(Host):
     def speed_and_straggler(self, milliseconds: float) -> Record:
         return {**self.speed(milliseconds), **self.watch.straggler(milliseconds)}
 
-    @functools.cached_property
-    def observers(self) -> Observers:
-        return self.observe()
-
     def observe(self) -> Observers:
         """Return the observers in their order: those of extras come after the callbacks, and before
         anything copies the state."""
@@ -94,6 +90,8 @@ class Training(Host):
         for extra in self.extras:
             observers += extra.observers(self)
         return Observers([*observers, self.continuation])
+
+    observers = functools.cached_property(observe)
 
     def train(self) -> tuple[Record, TrainState]:
         """Return the final record and the state after the last update, as the strategy stores it.

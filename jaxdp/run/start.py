@@ -56,14 +56,16 @@ TREES = {
 
 
 def start_writer(
-    training: Training, config: Config, prepared: Prepared, objects: Objects, layout: dict[str, Any]
+    training: Training, config: Config, prepared: Prepared, objects: Objects
 ) -> Writer:
-    """Write config.yaml, env.json and model.txt, open the writers, and print the summary. On root
-    only.
-
-    layout: the result of `layout_of`.
+    """Write config.yaml, env.json, layout.json and model.txt, open the writers, and print the
+    summary. On root only.
     """
     run = training.run
+    layout = layout_of(run, config)
+    if not training.continuation.runs:
+        rundir.write_layout(run.log.directory, layout)
+        training.layout = layout
     start = training.progress.step
     directory = run.log.directory
     context = run.checkpoints.context

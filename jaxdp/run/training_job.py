@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import pathlib
@@ -26,7 +27,7 @@ from jaxdp.extras import Train, extras_of
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.jsonl import Events, NoEvents, as_numbers, read
 from jaxdp.metrics.meter import goodput
-from jaxdp.metrics.writer import Record, Writer
+from jaxdp.metrics.writer import Record
 from jaxdp.metrics.writers import check_writers
 from jaxdp.parallel.placement import open_collectives
 from jaxdp.process import compilation_cache, private_jax, signals
@@ -47,7 +48,7 @@ from jaxdp.run.components import NOTHING, Objects, choose_accumulate
 from jaxdp.run.continuation import Continuation
 from jaxdp.run.driver import Training
 from jaxdp.run.resume import check_paths, lock_run_dir, resume_step
-from jaxdp.run.start import layout_of, start_writer, warn_of_lost_updates
+from jaxdp.run.start import start_writer, warn_of_lost_updates
 from jaxdp.train.run import Progress, Run
 from jaxdp.train.state import TrainState
 
@@ -151,7 +152,6 @@ class Job:
                 from jaxdp.run.initial_weights import initialize_from
 
                 training.initialize = initialize_from(run, config, context, prepared.parts, objects)
-            continuation.begin(training)
             return supervised(training, objects, began, self.keep)
 
     def find_start(self, run: Run) -> tuple[Progress, Record]:
@@ -280,14 +280,8 @@ def supervised(
     context = run.checkpoints.context
     log, directory = run.log, run.log.directory
 
-    def open_writer() -> Writer:
-        layout = layout_of(run, config)
-        if not continuation.runs:
-            rundir.write_layout(directory, layout)
-            training.layout = layout
-        return start_writer(training, config, training.prepared, objects, layout)
-
-    log.writer = continuation.write_with(training, open_writer)
+    open_writer = functools.partial(start_writer, training, config, training.prepared, objects)
+    log.writer = continuation.begin(training, open_writer)
     training.watch = watch = RunMonitor(
         context,
         directory,
@@ -310,8 +304,9 @@ def supervised(
             "processes": context.size,
             "steps": run.options.steps,
             "observers": training.observers.names,
-            **continuation.facts(start),
         }
+        if continuation.again:
+            facts["again"] = continuation.again
         log.events.note("resume" if start else "start", start, t=round(began, 3), **facts)
         open_collectives(context)
         with log_failure(log.events, context.size == 1, continuation):

@@ -24,7 +24,6 @@ WINGS = {
 NEED_CONFIG = {"run", "cli", "config", "api", "extras", "targets", "sweep", "plan", "report"} | {
     "exact",
     "outer",
-    "audit",
     "elastic",
 }
 LIMITS = json.loads(pathlib.Path(__file__).with_name("house.json").read_text())
