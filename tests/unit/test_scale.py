@@ -21,7 +21,7 @@ import pytest
 
 from benchmarks.clients import Client, Clients, facts
 from jaxdp.checkpoint.commit import Commit, PeerFailed
-from jaxdp.elastic import sockets
+from jaxdp.elastic import sockets, states
 from jaxdp.elastic.regroup import ElasticMembership, Options
 from jaxdp.errors import PREEMPTED, DistributedError, GenerationEnded, UsageError
 from jaxdp.process import (
@@ -466,7 +466,7 @@ def test_the_others_wait_for_a_survivor_that_is_busy(enter):
         leave(first[0][0])
         assert first[1][0].has_ended(60.0) and first[2][0].has_ended(60.0)
         second = [pool.submit(enter, 0, pid=1 << 30)]
-        assert not concurrent.futures.wait(second, protocol.WINDOW + 2).done
+        assert not concurrent.futures.wait(second, states.WINDOW + 2).done
         second += [pool.submit(enter, rank, last=[0, 3]) for rank in (1, 2)]
     assert [x.result()[0].rank for x in second] == [2, 0, 1] and {
         x.result()[1] for x in second
@@ -491,7 +491,7 @@ def test_a_coordinator_in_the_place_of_another_waits_for_survivors_that_are_busy
             return pool.submit(enter, rank, last=[0, 3])
 
         second = [report(rank) for rank in range(3 - busy)]
-        assert not concurrent.futures.wait(second, protocol.WINDOW + 2).done
+        assert not concurrent.futures.wait(second, states.WINDOW + 2).done
         second += [report(rank) for rank in range(3 - busy, 3)]
     assert [x.result()[0].rank for x in second] == [0, 1, 2] and {
         x.result()[1] for x in second

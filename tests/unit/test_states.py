@@ -11,9 +11,6 @@ import pytest
 from elastic_world import FAULTS, LIMITS, World
 from jaxdp.elastic import states
 
-# The faults of a walk, its worlds, and the steps between them.
-ALL = "kill", "cut", "reset", "hang", "kill coordinator"
-
 
 @pytest.fixture(autouse=True)
 def limits(monkeypatch):
@@ -82,11 +79,25 @@ def walk(first):
     [
         (("kill", "reset", "kill coordinator"), 2, 10_000),
         (("kill", "hang"), 2, 10_000),
-        (ALL, 1, 1_000),
+        (FAULTS, 1, 1_000),
+        pytest.param(FAULTS, 2, 100_000, marks=pytest.mark.slow),
     ],
-    ids=["connections", "late", "each"],
+    ids=["connections", "late", "each", "two of all"],
 )
 def test_all_orders(kinds, faults, worlds):
     seen, steps = walk(begun("abc", faults, kinds))
     print(f"{seen} worlds, {steps} steps")
     assert worlds < seen < steps
+
+
+@pytest.mark.parametrize(
+    ("method", "wrong", "text"),
+    [
+        ("has_newest_state", lambda self, known: True, "a newer state is left out"),
+        ("form", lambda self: None, "worlds are stuck"),
+    ],
+)
+def test_a_wrong_machine_is_found(monkeypatch, method, wrong, text):
+    monkeypatch.setattr(states.Machine, method, wrong)
+    with pytest.raises(AssertionError, match=text):
+        walk(begun("abc", 1, FAULTS))
