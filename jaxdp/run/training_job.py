@@ -68,12 +68,7 @@ def train(
         keep: return the exported state instead of None.
         overwrite: remove an existing run from the directory first.
     """
-
-    def train_here(context: Context, continuation: Continuation) -> Any:
-        job = Job(config, rundir.directory_of(config, path), context, objects, continuation, keep)
-        return job.train(overwrite and not continuation.runs)
-
-    wrapped: Train = train_here
+    wrapped: Train = Job(config, rundir.directory_of(config, path), objects, keep, overwrite).train
     for extra in extras_of(config):
         wrapped = extra.around(wrapped)
     return wrapped(context, Continuation())
@@ -81,19 +76,21 @@ def train(
 
 @dataclasses.dataclass
 class Job:
-    """One run of a config with the processes of `context`; see `train`."""
+    """What a command trains; the fields are the arguments of `train`."""
 
     config: Config
     directory: pathlib.Path
-    context: Context
     objects: Objects
-    continuation: Continuation
     keep: bool
+    overwrite: bool
 
-    def train(self, overwrite: bool) -> tuple[Record, TrainState | None]:
-        """Prepare the directory, find the state to start from, and train."""
-        config, context, directory = self.config, self.context, self.directory
-        continuation, objects = self.continuation, self.objects
+    def train(
+        self, context: Context, continuation: Continuation
+    ) -> tuple[Record, TrainState | None]:
+        """Prepare the directory, find the state to start from, and train with the processes of
+        `context`."""
+        config, directory, objects = self.config, self.directory, self.objects
+        overwrite = self.overwrite and not continuation.runs
         began = time.time()
         if (
             overwrite
@@ -123,7 +120,7 @@ class Job:
             if overwrite and run.checkpoints.writes:
                 folders.remove(run.checkpoints.directory, run.checkpoints.steps())
             events = run.checkpoints.events = Events(directory) if context.is_root else NoEvents()
-            progress, saved = self.find_start(run)
+            progress, saved = self.find_start(run, context, continuation)
             start = progress.start
             if start and not progress.recovered:
                 record = final_record(run, directory, context, start, saved)
@@ -154,13 +151,15 @@ class Job:
                 training.initialize = initialize_from(run, config, context, prepared.parts, objects)
             return supervised(training, objects, began, self.keep)
 
-    def find_start(self, run: Run) -> tuple[Progress, Record]:
+    def find_start(
+        self, run: Run, context: Context, continuation: Continuation
+    ) -> tuple[Progress, Record]:
         """Return where the run starts, and the metadata of its state: that in memory, or that of the
         newest checkpoint. Raises UsageError if it is beyond the last update."""
-        recovered = self.continuation.recover(run, self.context)
+        recovered = continuation.recover(run, context)
         if recovered is None:
             state = None
-            start, saved = resume_step(run, self.config, self.context, self.objects)
+            start, saved = resume_step(run, self.config, context, self.objects)
         else:
             start, saved, state = recovered
         if start > (steps := run.options.steps):
