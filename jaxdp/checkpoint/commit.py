@@ -122,6 +122,6 @@ def reason_of(error: BaseException) -> str:
     """Return why a save has failed, in one line."""
     member = membership.current()
     if member is not None and member.ended is not None:
-        return member.ended  # the lost process of an elastic job
+        return member.ended  # a process was lost, and others go on
     text = one_line(error) or type(error).__name__
     return "no space left on the device" if "No space left" in text else text[:300]

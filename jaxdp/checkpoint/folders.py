@@ -77,7 +77,7 @@ def clean(directory: pathlib.Path, step: int | None = None) -> None:
 def temporary(directory: pathlib.Path, step: int, attempt: str) -> pathlib.Path:
     """Return the folder that Orbax saves into.
 
-    attempt: another text for each save, since in an elastic job a process may still write into the
+    attempt: another text for each save, since a process that was lost may still write into the
     folder of a save that a lost process has interrupted.
     """
     return directory / f"{step}{TEMPORARY}-{attempt}"

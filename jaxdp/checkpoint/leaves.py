@@ -102,7 +102,7 @@ def copy(old_copies: Any, tree: Any) -> Any:
 
 
 def check_same_leaves(step: int, saved: Meta, ours: Mapping[str, Any], rank: int) -> None:
-    """Raise UsageError, printed by `rank`, for the first leaf that differs; exponents of exact sums
+    """Raise UsageError, printed by `rank`, for the first leaf that differs; exponents of integer sums
     may differ.
     """
 

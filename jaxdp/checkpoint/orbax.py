@@ -133,7 +133,7 @@ def described(folder: pathlib.Path) -> Any:
 
 
 def prepare(context: Context) -> None:
-    """Let Orbax work in this generation of an elastic job, though it began in another one, or not
+    """Let Orbax work in this generation of processes, though it began in another one, or not
     on all processes.
 
     It keeps a client of JAX's service, which an earlier generation has left. The names of its

@@ -81,7 +81,7 @@ class Checkpoints:
         # the last step whose save was started, or that is known to exist
         self.last: int | None = None
         self.trusted: int | None = None
-        # the last step that an elastic job has saved before, and whose updates it makes again
+        # the last step that was saved before, if its updates are made again
         self.repeated = 0
         self.events = NoEvents()
         self._failure: str | None = None  # why the last save has failed
@@ -273,7 +273,7 @@ class Checkpoints:
         """Restore the state saved at `step`, with the shardings of `abstract`. Raises UsageError if
         leaves differ.
 
-        Exponents of exact sums may be missing: the next update determines them. So may the average
+        Exponents of integer sums may be missing: the next update determines them. So may the average
         of the model state, which then starts from the model state.
         """
         saved = self.check_fits(step, abstract)
@@ -310,7 +310,7 @@ class Checkpoints:
             )
             if self.context.is_root:
                 say(
-                    f"checkpoint {step} has no exponents for exact sums: the next update is computed twice"
+                    f"checkpoint {step} has no exponents for integer sums: the next update is computed twice"
                 )
         if lacks:
             state["ema_state"] = first_statistics(state["model_state"])

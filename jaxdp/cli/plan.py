@@ -12,6 +12,7 @@ from jaxdp.config import Config
 from jaxdp.errors import UsageError
 from jaxdp.metrics.numbers import size, table
 from jaxdp.parallel.placement import group_size
+from jaxdp.parallel.sums import arithmetic
 from jaxdp.plan.hardware import NETWORK, OVERLAP, Hardware, load_hardware, rate
 from jaxdp.plan.hlo import summarize
 from jaxdp.plan.prediction import Plan, make_plan, predict, recommend
@@ -19,6 +20,7 @@ from jaxdp.plan.sites import describe, read_network
 from jaxdp.run.build import changes_for, make_case
 from jaxdp.run.components import Parts, make_parts, make_the_step, set_jax, state_maker
 from jaxdp.run.preflight import rehearse
+from jaxdp.run.strategies import make_reduction
 
 UNITS = {
     "": 1,
@@ -133,9 +135,7 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
 
 def sent(gradients: Any, reduction: str) -> float:
     """Return the bytes that a reduction sends for gradients of these shapes."""
-    width = {"exact": lambda n: max(n, 4), "exact16": lambda n: 2, "exact8": lambda n: 1}.get(
-        reduction, lambda n: n
-    )
+    width = arithmetic(make_reduction(reduction)).width
     return sum(x.size * width(x.dtype.itemsize) for x in jax.tree.leaves(gradients))
 
 

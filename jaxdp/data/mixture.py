@@ -280,9 +280,9 @@ def split_by_weight(size: int, weights: Sequence[float]) -> list[int]:
     """Split `size` in proportion to weights: the largest remainders are rounded up, so that the
     parts add to size.
     """
-    exact = [size * (weight / math.fsum(weights)) for weight in weights]
-    counts = [math.floor(x) for x in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
+    shares = [size * (weight / math.fsum(weights)) for weight in weights]
+    counts = [math.floor(x) for x in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i])
     for i in by_remainder[: size - sum(counts)]:
         counts[i] += 1
     return counts

@@ -170,6 +170,10 @@ class IntegerSums(FloatSums):
         """Return the sums, which `over_microbatches` has reduced already."""
         return sums
 
+    def width(self, itemsize: int) -> int:
+        bits = self.form.bits
+        return max(itemsize, 4) if bits == 32 else bits // 8
+
     def update(self, apply: Callable[..., Any], state: TrainState, sums: Sums) -> Any:
         """Apply the update: every operation is rounded as written, and the sums pass a fusion
         barrier first."""

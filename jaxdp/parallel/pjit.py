@@ -21,7 +21,7 @@ class PJit(Strategy):
     """
 
     def check(self, tx: Any, params: Tree) -> None:
-        """Accept any optimizer, as it gets full arrays; exact sums need an elementwise one, or the
+        """Accept any optimizer, as it gets full arrays; a reduction in groups needs an elementwise one, or the
         layout matters."""
         if (advice := self.arithmetic.advice) and self.layout.opt_state:
             check_elementwise(tx, params, 2, self.blocks, advice, pad=self.pad)  # on one too

@@ -63,6 +63,10 @@ class FloatSums:
             leaves[i] = x
         return total._replace(grads=jax.tree.unflatten(treedef, leaves), kept=sums.kept)
 
+    def width(self, itemsize: int) -> int:
+        """Return the bytes that an element of gradients of `itemsize` bytes takes on the way."""
+        return itemsize
+
     def update(self, apply: Callable[..., Any], state: TrainState, sums: Sums) -> Any:
         """Return apply(state, sums) for sums over all devices."""
         return apply(state, sums)

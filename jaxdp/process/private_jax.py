@@ -8,7 +8,7 @@
 - `_jax.make_gloo_tcp_collectives`: Gloo listens on the address that the host's name resolves to,
   and JAX has no option for another one. Without this, a job on one host could be reached from the
   network.
-- `lax._dot_general_lower`: exact sums change how products are lowered for CPU, then call this.
+- `lax._dot_general_lower`: an extra changes how products are lowered for CPU, then calls this.
 - `mlir._platform_specific_lowerings`: the table that this changes, to restore it; JAX has no
   function for that.
 - `xla_bridge.backends_are_initialized`: whether it is too late to join other processes; there is no
@@ -182,8 +182,8 @@ def lower_dot(ctx: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
 
 @contextlib.contextmanager
 def usual_lowerings() -> Iterator[None]:
-    """Restore at the end how JAX lowers products and sums for CPU: `jaxdp.exact.products`
-    changes it.
+    """Restore at the end how JAX lowers products and sums for CPU: an extra changes
+    it.
     """
     from jax import lax
     from jax._src.interpreters import mlir

@@ -278,7 +278,7 @@ def seconds(records: list[Json], events: list[Json]) -> Json:
 
     starting: from a start to the end of its first update; updates: the device's work, and anything
     inseparable from it; input: the loop waited for data; evaluation; saving: the loop was blocked
-    by it; again: updates of an elastic job that were lost and made again; down: no process trained;
+    by it; again: updates that were lost and made again; down: no process trained;
     other: the rest. The later of two records sets the time of all updates between them. Empty
     without events, or if the clock was set back."""
     spans = sessions(records, events)
