@@ -285,6 +285,7 @@ def test_the_rank_is_not_known_while_the_job_is_joined(monkeypatch):
 
 
 def test_the_silence_that_is_a_loss_depends_on_the_timeout(monkeypatch):
+    monkeypatch.delenv("JAXDP_SILENCE", raising=False)  # of an earlier test
     assert [silence(timeout) for timeout in (60.0, 1e9, 30.0, 3.0)] == [20, 20, 10, 7]
     monkeypatch.setenv("JAXDP_SILENCE", "120")
     assert silence(60.0) == 120

@@ -30,6 +30,7 @@ def test_processes_of_different_groups_are_refused():
 
 def test_silence_is_shorter_in_an_elastic_job(monkeypatch):
     """A process that is expelled there can come back; in another job, its loss ends all."""
+    monkeypatch.delenv("JAXDP_SILENCE", raising=False)  # of an earlier test
     assert [silence(timeout, Options.silence) for timeout in (60.0, 1e9, 30.0, 3.0)] == [
         10,
         10,
