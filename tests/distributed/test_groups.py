@@ -1,74 +1,10 @@
-"""The contract of a group of processes: what a run may ask of a fixed group and of an elastic one."""
-
-import json
+"""The contract of a group of processes: what a run may ask of it."""
 
 import pytest
 
-from launch import port, processes, ranks
-
-GROUPS = {"fixed": "None", "elastic": "jaxdp.elastic.Options()"}
-ASK = """
-import json, os
-import jaxdp
-from jaxdp.errors import UsageError
-
-context = jaxdp.init(group={group})
-rank, size = context.rank, context.size
-answers = dict(
-    size=size,
-    local_size=context.local_size,
-    hosts=context.hosts,
-    exchanged=context.exchange("ranks", f"text {{rank}}"),
-    again=context.exchange("ranks", str(10 * rank)),
-    root=context.of_root("root", lambda: {{"rank": rank}}),
-    pids=context.pids,
-)
-path = f"{{os.environ['FOLDER']}}/arrived {{rank}}"
-open(path, "w", encoding="utf-8").close()
-context.barrier("all", 60.0)
-answers["arrived"] = sorted(os.listdir(os.environ["FOLDER"]))
-try:
-    context.agree("its input is wrong" if rank == 1 else None)
-except UsageError as error:
-    answers["agreed"] = [error.rank, str(error)]
-try:
-    context.check_same("facts", {{"a": "1", "rank": str(rank)}})
-except UsageError as error:
-    answers["same"] = [error.rank, str(error)]
-assert jaxdp.current() is context and jaxdp.init(group={group}) == context
-print(json.dumps([rank, context.is_root, os.getpid(), answers]))
-jaxdp.process.context.shutdown()
-"""
+from groups import check_group
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("group", GROUPS)
-def test_a_group_answers_alike_on_all_ranks(tmp_path, group):
-    script = ASK.format(group=GROUPS[group])
-    environments = [x | {"FOLDER": str(tmp_path)} for x in ranks(2, f"127.0.0.1:{port()}")]
-    jobs = processes(["-c", script], environments)
-    assert [job.returncode for job in jobs] == [0, 0], [job.output for job in jobs]
-    (first, *alike), (second, *other) = (json.loads(job.stdout.splitlines()[-1]) for job in jobs)
-    assert (first, second) == (0, 1) and alike[0] and not other[0]
-    answers = alike[2]
-    assert answers == other[2]
-    assert answers["size"] == answers["local_size"] == len(answers["hosts"]) == 2
-    assert answers["exchanged"] == ["text 0", "text 1"] and answers["again"] == ["0", "10"]
-    assert answers["root"] == {"rank": 0} and answers["pids"] == [alike[1], other[1]]
-    assert answers["arrived"] == ["arrived 0", "arrived 1"]
-    assert answers["agreed"][0] == 1 and answers["agreed"][1].startswith("rank 1 (host ")
-    rank, text = answers["same"]
-    assert rank == 0 and "facts: rank 1 (host " in text and "has rank=1, but rank 0" in text
-
-
-@pytest.mark.mpi
-def test_processes_of_different_groups_are_refused():
-    script = "import os, jaxdp; jaxdp.init(group=eval(os.environ['GROUP']))"
-    environments = [
-        x | {"GROUP": group}
-        for x, group in zip(ranks(2, f"127.0.0.1:{port()}"), reversed(GROUPS.values()))
-    ]
-    jobs = processes(["-c", script], environments)
-    assert [job.returncode for job in jobs] == [2, 2], [job.output for job in jobs]
-    text = "has process group fixed, but rank 0 (host "
-    assert sum(text in job.stderr for job in jobs) == 1, [job.output for job in jobs]
+def test_a_group_answers_alike_on_all_ranks(tmp_path):
+    check_group(tmp_path, "None")

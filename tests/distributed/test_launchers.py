@@ -7,7 +7,6 @@ import socket
 import numpy as np
 import pytest
 
-from jaxdp.elastic import Options
 from jaxdp.errors import UsageError
 from jaxdp.process import context, environment, hosts
 from jaxdp.process.environment import assign_gpus as bind
@@ -274,7 +273,7 @@ def test_numpy_numbers_and_the_address_of_env(monkeypatch):
 
 
 def test_the_rank_is_not_known_while_the_job_is_joined(monkeypatch):
-    """A process that joins an elastic job builds its run before: code of the user must not take it
+    """A process may build its run before it joins a job: code of the user must not take it
     for rank 0 of 1.
     """
     monkeypatch.setattr(context, "_current", None)
@@ -285,17 +284,11 @@ def test_the_rank_is_not_known_while_the_job_is_joined(monkeypatch):
     assert context.current().rank == 1
 
 
-def test_silence_is_shorter_in_an_elastic_job(monkeypatch):
-    """A process that is expelled there can come back; in another job, its loss ends all."""
+def test_the_silence_that_is_a_loss_depends_on_the_timeout(monkeypatch):
+    monkeypatch.delenv("JAXDP_SILENCE", raising=False)  # of an earlier test
     assert [silence(timeout) for timeout in (60.0, 1e9, 30.0, 3.0)] == [20, 20, 10, 7]
-    assert [silence(timeout, Options.silence) for timeout in (60.0, 1e9, 30.0, 3.0)] == [
-        10,
-        10,
-        10,
-        7,
-    ]
     monkeypatch.setenv("JAXDP_SILENCE", "120")
-    assert silence(60.0) == silence(60.0, Options.silence) == 120
+    assert silence(60.0) == 120
 
 
 def test_slurms_lists():

@@ -26,8 +26,9 @@ def test_elastic_training_needs_a_shared_directory():
 
 @pytest.mark.mpi
 def test_a_process_that_fails_after_others_were_lost_is_no_failure(tmp_path):
-    """In an elastic job others may have been lost before."""
-    check_end(tmp_path, "10", 0, "--elastic.enabled", "true")
+    """In an elastic job others may have been lost before: it tells its launcher so."""
+    join = "import jaxdp; jaxdp.elastic.Options().enter(lambda job: {}, None)"
+    check_end(tmp_path, "10", 0, join)
 
 
 @pytest.mark.slow

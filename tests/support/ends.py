@@ -7,11 +7,14 @@ import sys
 from launch import ROOT
 
 
-def check_end(tmp_path, codes, code, *more):
-    """Launch two processes that end with these codes, rank 0 first: the launcher ends with `code`."""
+def check_end(tmp_path, codes, code, first=""):
+    """Launch two processes that end with these codes, rank 0 first: the launcher ends with `code`.
+
+    first: a line of Python that each of them begins with."""
     script = tmp_path / "end.py"
     script.write_text(
         "import os, pathlib, sys, time\n"
+        f"{first}\n"
         "pid, code = pathlib.Path('pid'), int(sys.argv[1][int(os.environ['JAXDP_PROCESS_ID'])])\n"
         "if os.environ['JAXDP_PROCESS_ID'] == '0':\n"
         "    pathlib.Path('new').write_text(str(os.getpid()))\n"
@@ -31,7 +34,6 @@ def check_end(tmp_path, codes, code, *more):
         sys.executable,
         str(script),
         codes,
-        *more,
     ]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(words, cwd=tmp_path, env=env, text=True, capture_output=True, timeout=60)

@@ -2,7 +2,6 @@
 does to the loop.
 """
 
-import contextlib
 import json
 import os
 import signal
@@ -10,26 +9,22 @@ import subprocess
 import sys
 import threading
 import time
-import types
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import toys
 from jaxdp.data.dataset import Arrays
-from jaxdp.elastic import generations
-from jaxdp.elastic.snapshots import Snapshot, Snapshots, affordable
 from jaxdp.errors import RunFailed
 from jaxdp.process.context import Context
 from jaxdp.process.monitor import Agreement, RunMonitor, Stopped
 from jaxdp.process.watchdog import verdict
 from jaxdp.run.callbacks import Callbacks
 from jaxdp.run.source import Source
-from jaxdp.split import WHOLE
 from jaxdp.train.skip import Spike
 from plain_runs import fit, make_run
+from spiked_runs import guarded_run
 
 ALONE = Context(hosts=("here",))
 
@@ -59,40 +54,6 @@ def test_who_is_behind(passed, words):
 
     answers = {rank: {"passed": n, "where": f"at {n}"} for rank, n in passed.items()}
     assert re.match(words, verdict(answers, Context(size=3, hosts=("a", "b", "c"))))
-
-
-class Spiked(Arrays):
-    """Batches of 20 whose labels are wrong where the batch is one of `bad`, by its order of being
-    read.
-    """
-
-    def __init__(self, bad, what="spike", **arrays):
-        super().__init__(**arrays)
-        self.bad, self.what, self.order = bad, what, []
-
-    def read(self, indices):
-        values = super().read(indices)
-        if len(indices) > 3:
-            self.order.append(len(self.order) + 1)
-            if self.order[-1] in self.bad:
-                scale = np.float32(np.nan if self.what == "nan" else 1e4)
-                values = {**values, "inputs": values["inputs"] * scale}
-        return values
-
-
-def guarded_run(tmp_path, bad, what="spike", spike=None, steps=12, **settings):
-    data = Spiked(bad, what, **toys.data(60))
-    run = make_run(
-        tmp_path,
-        toys.MODELS["mlp"](),
-        train=data,
-        steps=steps,
-        save_every=3,
-        spike=spike,
-        **settings,
-    )
-    watch = RunMonitor(run.checkpoints.context, tmp_path, None)
-    return run.replace(watch=watch, directory=tmp_path)
 
 
 def test_updates_that_are_not_finite_stop_the_run_and_their_examples_are_named(tmp_path):
@@ -135,82 +96,6 @@ def test_a_spike_rolls_back_and_its_data_is_left_out(tmp_path):
     assert fit(resumed)[0]["params_sha256"] == final["params_sha256"]
     for r in (clean, resumed):
         r.more["watch"].stop()
-
-
-@pytest.mark.slow
-def test_a_run_that_is_rolled_back_continues_to_take_snapshots(tmp_path):
-    compilations, snapshots = [], Snapshots(2)
-
-    @contextlib.contextmanager
-    def compiling():
-        compilations.append(1)
-        yield
-
-    spike = Spike(factor=3.0, after=2, action="rollback")
-    run = guarded_run(tmp_path, [8], spike=spike)
-    run = run.replace(continuation=snapshots, compiling=compiling)
-    training = run.training()
-    snapshots.prepare(training)
-    training.train()
-    run.more["watch"].stop()
-    snapshots.settle()
-    assert (
-        len(compilations) == 3
-    )  # the initial state, the first update, and the first one after the rollback
-    assert snapshots.newest.step == 11 and json.loads(snapshots.newest.meta)["offset"] == 2
-
-
-def test_the_parts_of_a_state_that_was_recovered_are_kept():
-    """The copy of a recovered state has the slices of other devices; a process must have all that
-    it says it has.
-    """
-
-    def part(*numbers):
-        return {n: [np.full(3, n)] for n in (WHOLE, *numbers)}
-
-    snapshots, old = Snapshots(5), Snapshot(15, part(0, 1), "{}", [0, WHOLE], 4).with_checksums()
-    copies = types.SimpleNamespace(read=lambda parts: parts)
-    for offset, kept in (
-        (0, {WHOLE, 0, 1, 2}),
-        (2, {WHOLE, 2}),
-    ):  # 2: rolled back, so another state
-        snapshots.newest, snapshots.previous, snapshots._copies = old, None, copies
-        snapshots._pending = Snapshot(15, part(2), "{}", [0, WHOLE], 4, offset)
-        snapshots.settle()
-        assert set(snapshots.newest.parts) == set(snapshots.newest.checksums) == kept
-        assert snapshots.newest.check().parts.keys() == kept
-
-
-def test_snapshots_take_a_hundredth_of_the_time():
-    taken = [
-        (10, 0.0, 0.5),
-        (20, 1.5, 1.5495),
-        (30, 2.5495, 2.8),
-    ]  # update, began, ended; an update takes 0.1 s
-    assert affordable(taken) == 50
-    paused = [(40, 1003.8, 1003.9), (50, 1004.9, 1005.0), (60, 2006.0, 2006.1)]  # twice for 1,000 s
-    assert affordable([*taken, *paused]) == 50
-    assert (
-        affordable([(10, 0.0, 0.001), *taken[1:], *paused]) == 50
-    )  # the first reads no copy, and compiles
-    rolled_back = [(25, 3.3, 3.35), (35, 4.35, 4.4), (45, 5.4, 5.45)]
-    assert affordable([*taken, *rolled_back]) == 50
-    assert affordable([(10, 0.0, 0.5), (20, 1.5, 1.5001), (30, 2.5001, 2.6)]) == 4  # 0.4 s
-    assert (
-        affordable([(10, 0.0, 0.5), (20, 0.53, 0.5301), (30, 0.5601, 0.6)]) == 134
-    )  # of updates of 3 ms
-
-
-@pytest.mark.slow
-def test_snapshots_choose_their_interval(tmp_path):
-    snapshots = Snapshots("auto")
-    run = guarded_run(tmp_path, [], steps=70).replace(continuation=snapshots)
-    training = run.training()
-    snapshots.prepare(training)
-    training.train()
-    run.more["watch"].stop()
-    snapshots.settle()
-    assert snapshots.newest.step == 60 + (70 - 60) // snapshots.every * snapshots.every
 
 
 @pytest.mark.slow
@@ -391,16 +276,3 @@ def test_each_update_of_a_call_has_its_time(tmp_path, updates, ends):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == ends, done.stderr
     assert ("(watchdog.step_timeout: 1)" in done.stderr) == bool(ends)
-
-
-@pytest.mark.slow
-def test_devices_stay_open_while_a_program_of_the_last_generation_computes(monkeypatch):
-    """It may wait for a message that Gloo has lost, for half an hour."""
-    monkeypatch.setattr(generations, "LOST", 0.2)
-    multiply = jax.jit(lambda x, n: jax.lax.fori_loop(0, n, lambda _, x: x @ x * 1e-3, x))
-    multiply(jnp.ones((1000, 1000)), 0).block_until_ready()
-    client = jax.local_devices()[0].client
-    references, product = sys.getrefcount(client), multiply(jnp.ones((1000, 1000)), 100)
-    generations.wait_for_programs()
-    assert not product.is_ready() and sys.getrefcount(client) > references
-    del product

@@ -1,0 +1,106 @@
+"""Copies of the state in memory: how often they are made, and what is kept of them."""
+
+import contextlib
+import json
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxdp.elastic import generations
+from jaxdp.elastic.snapshots import Snapshot, Snapshots, affordable
+from jaxdp.split import WHOLE
+from jaxdp.train.skip import Spike
+from spiked_runs import guarded_run
+
+
+@pytest.mark.slow
+def test_a_run_that_is_rolled_back_continues_to_take_snapshots(tmp_path):
+    compilations, snapshots = [], Snapshots(2)
+
+    @contextlib.contextmanager
+    def compiling():
+        compilations.append(1)
+        yield
+
+    spike = Spike(factor=3.0, after=2, action="rollback")
+    run = guarded_run(tmp_path, [8], spike=spike)
+    run = run.replace(continuation=snapshots, compiling=compiling)
+    training = run.training()
+    snapshots.prepare(training)
+    training.train()
+    run.more["watch"].stop()
+    snapshots.settle()
+    assert (
+        len(compilations) == 3
+    )  # the initial state, the first update, and the first one after the rollback
+    assert snapshots.newest.step == 11 and json.loads(snapshots.newest.meta)["offset"] == 2
+
+
+def test_the_parts_of_a_state_that_was_recovered_are_kept():
+    """The copy of a recovered state has the slices of other devices; a process must have all that
+    it says it has.
+    """
+
+    def part(*numbers):
+        return {n: [np.full(3, n)] for n in (WHOLE, *numbers)}
+
+    snapshots, old = Snapshots(5), Snapshot(15, part(0, 1), "{}", [0, WHOLE], 4).with_checksums()
+    copies = types.SimpleNamespace(read=lambda parts: parts)
+    for offset, kept in (
+        (0, {WHOLE, 0, 1, 2}),
+        (2, {WHOLE, 2}),
+    ):  # 2: rolled back, so another state
+        snapshots.newest, snapshots.previous, snapshots._copies = old, None, copies
+        snapshots._pending = Snapshot(15, part(2), "{}", [0, WHOLE], 4, offset)
+        snapshots.settle()
+        assert set(snapshots.newest.parts) == set(snapshots.newest.checksums) == kept
+        assert snapshots.newest.check().parts.keys() == kept
+
+
+def test_snapshots_take_a_hundredth_of_the_time():
+    taken = [
+        (10, 0.0, 0.5),
+        (20, 1.5, 1.5495),
+        (30, 2.5495, 2.8),
+    ]  # update, began, ended; an update takes 0.1 s
+    assert affordable(taken) == 50
+    paused = [(40, 1003.8, 1003.9), (50, 1004.9, 1005.0), (60, 2006.0, 2006.1)]  # twice for 1,000 s
+    assert affordable([*taken, *paused]) == 50
+    assert (
+        affordable([(10, 0.0, 0.001), *taken[1:], *paused]) == 50
+    )  # the first reads no copy, and compiles
+    rolled_back = [(25, 3.3, 3.35), (35, 4.35, 4.4), (45, 5.4, 5.45)]
+    assert affordable([*taken, *rolled_back]) == 50
+    assert affordable([(10, 0.0, 0.5), (20, 1.5, 1.5001), (30, 2.5001, 2.6)]) == 4  # 0.4 s
+    assert (
+        affordable([(10, 0.0, 0.5), (20, 0.53, 0.5301), (30, 0.5601, 0.6)]) == 134
+    )  # of updates of 3 ms
+
+
+@pytest.mark.slow
+def test_snapshots_choose_their_interval(tmp_path):
+    snapshots = Snapshots("auto")
+    run = guarded_run(tmp_path, [], steps=70).replace(continuation=snapshots)
+    training = run.training()
+    snapshots.prepare(training)
+    training.train()
+    run.more["watch"].stop()
+    snapshots.settle()
+    assert snapshots.newest.step == 60 + (70 - 60) // snapshots.every * snapshots.every
+
+
+@pytest.mark.slow
+def test_devices_stay_open_while_a_program_of_the_last_generation_computes(monkeypatch):
+    """It may wait for a message that Gloo has lost, for half an hour."""
+    monkeypatch.setattr(generations, "LOST", 0.2)
+    multiply = jax.jit(lambda x, n: jax.lax.fori_loop(0, n, lambda _, x: x @ x * 1e-3, x))
+    multiply(jnp.ones((1000, 1000)), 0).block_until_ready()
+    client = jax.local_devices()[0].client
+    references, product = sys.getrefcount(client), multiply(jnp.ones((1000, 1000)), 100)
+    generations.wait_for_programs()
+    assert not product.is_ready() and sys.getrefcount(client) > references
+    del product
