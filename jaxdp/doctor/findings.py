@@ -59,7 +59,7 @@ def run_checks(checks: Mapping[str, Checker], seconds: float = LIMIT) -> list[Ch
     slow = f"no answer within {seconds:g} s", "see what it waits for: a name server, a file system"
     results = {name: [failure(name, *slow)] for name in checks}
 
-    def run(name: str, checker: Checker) -> None:
+    def run(name, checker):
         findings: list[Check] = []
         try:
             findings.extend(checker())

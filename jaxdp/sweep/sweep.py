@@ -275,7 +275,7 @@ def run_all(
     waiting, running, failed, done = list(trials), dict[int, Running](), list[pathlib.Path](), 0
     received: list[int] = []
 
-    def stop(number: int, frame: object) -> None:
+    def stop(number, frame):
         received.append(number)
         if number != signal.SIGINT:  # a terminal sends it to the processes too
             for process in running.values():

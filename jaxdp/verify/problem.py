@@ -139,9 +139,7 @@ def in_traceable_precision(problem: Problem, trial: Trial) -> Problem:
         lambda tree, to=dtype: cast_floats(tree, to) for dtype in (jnp.float32, jnp.float64)
     )
 
-    def apply(
-        params: Tree, state: Tree, batch: Any, key: jax.Array, train: bool
-    ) -> tuple[Tree, Tree]:
+    def apply(params, state, batch, key, train):
         return wide(model.apply(*narrow((params, state, batch)), key, train))
 
     try:
