@@ -37,11 +37,9 @@ failure = functools.partial(Check, status=FAILURE)
 
 def graded(name: str, value: float, least: float, enough: float, found: str, fix: str) -> Check:
     """Return a failure if `value` is below `least`, a warning if it is below `enough`, else ok."""
-    return (
-        ok(name, found)
-        if value >= enough
-        else (failure if value < least else warning)(name, found, fix)
-    )
+    if value >= enough:
+        return ok(name, found)
+    return (failure if value < least else warning)(name, found, fix)
 
 
 def of_text(name: str, text: str) -> Check:

@@ -103,11 +103,9 @@ def make_oracle(problem: Problem) -> Oracle:
             outputs, targets, new = zip(*results, strict=True)
 
             def join(trees):
-                return (
-                    trees[0]
-                    if len(trees) == 1
-                    else jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
-                )
+                if len(trees) == 1:
+                    return trees[0]
+                return jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
 
             check_result(result := apply(join(outputs), join(targets)))
             total, weight, metrics = result
