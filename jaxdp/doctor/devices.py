@@ -33,10 +33,8 @@ def check_gpus(dev: str = "/dev", proc: str = "/proc") -> Iterator[Check]:
     """Check NVIDIA GPUs, their driver and JAX's plug-in, each of which needs the other two, and
     free memory.
     """
-    count, kinds = (
-        environment.gpu_count({}, dev),
-        sorted({kind for kind, _ in plugins().values() if kind in DRIVERS}),
-    )
+    count = environment.gpu_count({}, dev)
+    kinds = sorted(DRIVERS.keys() & {kind for kind, _ in plugins().values()})
     file = pathlib.Path(proc, "driver", "nvidia", "version")
     match = re.search(
         r"(\d{3,})\.(\d+)[.\d]*",
@@ -69,13 +67,11 @@ def check_gpus(dev: str = "/dev", proc: str = "/proc") -> Iterator[Check]:
     else:
         yield ok("gpu", f"{present}, driver {match and match[0]}, plug-in {names}")
     with contextlib.suppress(FileNotFoundError):
-        usage = (
-            subprocess.run(
-                QUERY, capture_output=True, encoding="utf-8", errors="replace", timeout=10
-            ).stdout
-            if count
-            else ""
-        )
+        if not count:
+            return
+        usage = subprocess.run(
+            QUERY, capture_output=True, encoding="utf-8", errors="replace", timeout=10
+        ).stdout
         for index, used, total in re.findall(r"^(\d+), (\d+), (\d+)$", usage, re.MULTILINE):
             if int(used) > 0.1 * int(total):
                 text = f"GPU {index}: {used} of {total} MB are in use by other programs"

@@ -37,11 +37,9 @@ failure = functools.partial(Check, status=FAILURE)
 
 def graded(name: str, value: float, least: float, enough: float, found: str, fix: str) -> Check:
     """Return a failure if `value` is below `least`, a warning if it is below `enough`, else ok."""
-    return (
-        ok(name, found)
-        if value >= enough
-        else (failure if value < least else warning)(name, found, fix)
-    )
+    if value >= enough:
+        return ok(name, found)
+    return (failure if value < least else warning)(name, found, fix)
 
 
 def of_text(name: str, text: str) -> Check:
@@ -59,7 +57,7 @@ def run_checks(checks: Mapping[str, Checker], seconds: float = LIMIT) -> list[Ch
     slow = f"no answer within {seconds:g} s", "see what it waits for: a name server, a file system"
     results = {name: [failure(name, *slow)] for name in checks}
 
-    def run(name: str, checker: Checker) -> None:
+    def run(name, checker):
         findings: list[Check] = []
         try:
             findings.extend(checker())

@@ -42,7 +42,7 @@ def main(directory: pathlib.Path, launcher: int) -> None:
     rank, size = (world.rank, world.size) if world else (0, 1)
     names = [hosts.hostname()] * size
 
-    def stage(name: str, seconds: float) -> None:
+    def stage(name, seconds):
         print(json.dumps([name, seconds, checks, rank, names]), file=out, flush=True)
 
     checks += run_checks(local_checks(world, directory))

@@ -27,10 +27,8 @@ AS_ROOT = (
 
 def check_mpirun() -> Iterator[Check]:
     """Start two processes that exchange a message, with the mpirun on PATH."""
-    path, package = (
-        shutil.which("mpirun") or shutil.which("mpiexec"),
-        importlib.util.find_spec("mpi4py"),
-    )
+    path = shutil.which("mpirun") or shutil.which("mpiexec")
+    package = importlib.util.find_spec("mpi4py")
     if path is None or package is None:
         text = (
             "mpi4py is installed, but no mpirun is on PATH"

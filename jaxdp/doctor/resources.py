@@ -124,11 +124,14 @@ def read_cores(launcher: int) -> dict[str, Any]:
     container's limit.
     """
     affinity = getattr(os, "sched_getaffinity", lambda pid: range(os.cpu_count() or 1))
-    facts: dict[str, Any] = {"cores": sorted(affinity(0)), "launcher_cores": 0, "limit": None}
+    quota = hosts.core_quota()
+    facts = {
+        "cores": sorted(affinity(0)),
+        "launcher_cores": 0,
+        "limit": quota if quota < math.inf else None,
+    }
     with contextlib.suppress(OSError):
         facts["launcher_cores"] = len(affinity(launcher))
-    if (quota := hosts.core_quota()) < math.inf:
-        facts["limit"] = quota
     return facts
 
 

@@ -89,7 +89,7 @@ def check_settings(size: int = 1, env: Mapping[str, str] = os.environ) -> Iterat
     """Check variables against SURPRISES, those of jaxdp for misspelt names, and proxies between a
     job's processes.
     """
-    gpu, findings = environment.gpu_count({}) > 0, list[Check]()
+    gpu, findings = environment.gpu_count({}) > 0, []
     for name, value in sorted(env.items()):
         for row in SURPRISES:
             matches = re.fullmatch(row.names, name) and re.fullmatch(

@@ -243,11 +243,9 @@ def make_slots(jobs: int | None, devices: int | None, count: int) -> list[dict[s
     GPUs."""
     cores = max(1, int(min(len(os.sched_getaffinity(0)), hosts.core_quota())))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = (
-        environment.visible_gpus(visible)
-        if visible and environment.gpu_count()
-        else [str(i) for i in range(environment.gpu_count())]
-    )
+    names = [str(i) for i in range(environment.gpu_count())]
+    if names and visible:
+        names = environment.visible_gpus(visible)
     each = devices or (max(1, len(names) // jobs) if jobs else 1)
     jobs = jobs or max(1, len(names) // each if names else cores)
     if names and jobs * each > len(names):
@@ -275,7 +273,7 @@ def run_all(
     waiting, running, failed, done = list(trials), dict[int, Running](), list[pathlib.Path](), 0
     received: list[int] = []
 
-    def stop(number: int, frame: object) -> None:
+    def stop(number, frame):
         received.append(number)
         if number != signal.SIGINT:  # a terminal sends it to the processes too
             for process in running.values():
@@ -292,10 +290,9 @@ def run_all(
                     ended = running.pop(i)
                     if not report(ended, f"{done}/{len(trials)}"):
                         failed.append(ended.trial.directory)
-                free = i not in running and not received
-                trial = (
-                    next((t for t in waiting if not is_held(t.directory)), None) if free else None
-                )
+                if i in running or received:
+                    continue
+                trial = next((t for t in waiting if not is_held(t.directory)), None)
                 if trial is not None:
                     waiting.remove(trial)
                     if trial.is_finished():  # meanwhile, by another process
@@ -320,11 +317,8 @@ def start(trial: Trial, slot: dict[str, str]) -> Running:
 
 def report(ended: Running, count: str) -> bool:
     """Print the result of a run; return True if it finished."""
-    directory, code, took = (
-        ended.trial.directory,
-        ended.child.poll(),
-        f"{time.monotonic() - ended.since:.1f} s",
-    )
+    directory, code = ended.trial.directory, ended.child.poll()
+    took = f"{time.monotonic() - ended.since:.1f} s"
     final = [r for r in read(directory / "metrics.jsonl") if r.get("split") == "final"]
     if code or not final:
         lines = (

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxdp.checkpoint.leaves import host
 from jaxdp.process.hosts import listed
-from jaxdp.split import path_string
+from jaxdp.split import leaves_by_path
 from jaxdp.train.step import UpdateRule
 from jaxdp.verify.oracle import Trained
 from jaxdp.verify.problem import NOTE, Check
@@ -90,19 +90,14 @@ class Reference(NamedTuple):
         curve = {name: values for name, values in curve.items() if name in self.trained.curve}
         trained, start = self.trained, self.trained.start
         got, want = flatten(state, curve, start), flatten(trained, trained.curve, start)
-        errors = Errors()
-        for path in {**want, **got}:
-            if path not in self.uncompared:
-                one, other, zero = got.get(path), want.get(path), self.zero.get(path)
-                if (
-                    zero is not None
-                    and one is not None
-                    and other is not None
-                    and one.shape == other.shape
-                ):
-                    one = np.where(zero, other, one)
-                errors[path] = difference(one, other) * tolerance / self.allowed(path, tolerance)
-        return errors
+        for path, zero in self.zero.items():
+            if path in got and got[path].shape == zero.shape:
+                got[path] = np.where(zero, want[path], got[path])
+        return {
+            path: error * tolerance / self.allowed(path, tolerance)
+            for path, error in differences(got, want).items()
+            if path not in self.uncompared
+        }
 
 
 def find_reference(
@@ -129,7 +124,7 @@ def find_reference(
 
     starts = [params, *(jax.tree.map(perturb, params) for _ in range(2))]
 
-    def moves(flat: list[dict[str, np.ndarray]]) -> Errors:
+    def moves(flat):
         return {
             path: max(difference(x.get(path), value) for x in flat[1:])
             for path, value in flat[0].items()
@@ -172,16 +167,15 @@ def zero_gradients(grads: list[Tree], epsilon: float) -> dict[str, np.ndarray]:
     for tree in grads:
         with np.errstate(over="ignore"):
             norm = np.sqrt(sum(float(np.sum(np.square(x))) for x in jax.tree.leaves(tree)))
-        norm = (
-            norm if np.isfinite(norm) else 0.0
-        )  # nothing is small beside a gradient that overflows
+        if not np.isfinite(norm):
+            norm = 0.0  # nothing is small beside a gradient that overflows
         for path, x in leaves({"params": tree}).items():
             zero[path] = (np.abs(x) <= ZERO * epsilon * norm) & zero.get(path, True)
     return zero
 
 
 def leaves(tree: Tree) -> dict[str, np.ndarray]:
-    return {path_string(path): host(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+    return {path: host(x) for path, x in leaves_by_path(tree).items()}
 
 
 def flatten(
@@ -216,8 +210,12 @@ def part_of(trained: Any, name: str) -> Tree:
 
 def leaf_errors(got: Tree, want: Tree) -> Errors:
     """Return {path: |got - want| / |want|} of every leaf."""
-    one, other = leaves(got), leaves(want)
-    return {path: difference(one.get(path), other.get(path)) for path in {**other, **one}}
+    return differences(leaves(got), leaves(want))
+
+
+def differences(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> Errors:
+    """Return {path: |got - want| / |want|} of arrays by path."""
+    return {path: difference(got.get(path), want.get(path)) for path in {**want, **got}}
 
 
 def difference(got: np.ndarray | None, want: np.ndarray | None) -> float:

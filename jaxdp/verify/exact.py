@@ -43,7 +43,7 @@ def compare_bits(
     bits: list[dict[str, np.ndarray]] = []
     changed: list[bool] = []
 
-    def run(configuration: Configuration) -> Result:
+    def run(configuration):
         strategy, step, batch = make(configuration)
         state = strategy.init()
         before = digest_of_floats(strategy.export(state))

@@ -13,7 +13,7 @@ from jaxdp.data.example_order import EpochOrder, Streams
 from jaxdp.data.prefetch import read_batch
 from jaxdp.plan.programs import Digest, describe, digest, lines
 from jaxdp.precision import cast_floats
-from jaxdp.verify.compare import difference, flatten, leaves, worst
+from jaxdp.verify.compare import differences, flatten, leaves, worst
 from jaxdp.verify.oracle import Setup, key_of, make_oracle, partition, train
 from jaxdp.verify.problem import Problem, Tree
 
@@ -50,13 +50,11 @@ def find_facts(setup: Setup) -> Facts:
     problem, order = setup.problem, setup.problem.order
     sets = named_sets(problem)
     numbers = {
-        f"the number of examples of the {name}": len(dataset) for name, dataset in sets.items()
-    }
-    numbers |= {
+        **{f"the number of examples of the {name}": len(dataset) for name, dataset in sets.items()},
         "the number of updates": problem.steps,
         "batch_size of the order of examples": order.batch_size,
+        "microbatches of the order of examples": order.microbatches,
     }
-    numbers |= {"microbatches of the order of examples": order.microbatches}
     examples = {
         (name, key): describe(np.asarray(values))
         for name, dataset in sets.items()
@@ -80,9 +78,8 @@ def find_values(setup: Setup) -> dict[str, np.ndarray]:
     problem, schedule = setup.problem, setup.problem.schedule()
     trained = train(setup, problem.rule(1.0))
     steps = np.unique(np.linspace(0, problem.steps, min(problem.steps + 1, RATES)).astype(np.int32))
-    rates = {RATE: jax.jit(lambda steps: jax.lax.map(schedule, steps))(steps)}
     more = {
-        **rates,
+        RATE: jax.jit(lambda steps: jax.lax.map(schedule, steps))(steps),
         "gradient": trained.grads,
         "evaluation": evaluate(setup, eval_batch(setup)),
         "initial": setup.start,
@@ -125,19 +122,13 @@ def find_difference(one: Facts, other: Facts, tolerance: float, where: str) -> s
     for name, number in one.numbers.items():
         if number != other.numbers.get(name, number):
             return f"{name} is {number:,}, but {other.numbers[name]:,} {where}"
-    for which, name in one.examples:
-        if one.examples[which, name] != other.examples.get(
-            (which, name), one.examples[which, name]
-        ):
-            return NOT_BY_INDEX.format(which, name)
+    for key, text in one.examples.items():
+        if text != other.examples.get(key, text):
+            return NOT_BY_INDEX.format(*key)
     updates = [i for i, rows in one.order.items() if rows != other.order.get(i, rows)]
     if updates:
         return f"the examples of update {updates[0] + 1} (their order, or which they are) are others {where}"
-    errors = {
-        k: difference(other.values.get(k), one.values.get(k))
-        for k in {**one.values, **other.values}
-    }
-    largest, at = worst(errors), place(one.programs, other.programs)
+    largest, at = worst(differences(other.values, one.values)), place(one.programs, other.programs)
     if largest.error > min(COARSE, tolerance):
         text = f"an update computed twice gives another {largest.leaf} (by {largest.error:.1e}) {where}"
         if largest.leaf == RATE:

@@ -83,28 +83,18 @@ def make_setup(problem: Problem, trial: Trial) -> Setup:
 def make_oracle(problem: Problem) -> Oracle:
     apply = functools.partial(apply_loss, problem.forward.loss)
 
-    def forward(
-        params: Tree, state: Tree, batch: Batch, key: jax.Array, train: bool
-    ) -> tuple[Any, Batch, Tree]:
+    def forward(params, state, batch, key, train):
         key, augment_key = jax.random.split(key)
-        mask, transform = (
-            batch["mask"],
-            problem.forward.transform if train else problem.forward.eval_transform,
-        )
+        mask = batch["mask"]
+        transform = problem.forward.transform if train else problem.forward.eval_transform
         if transform is not None:
             batch = transform(batch, augment_key, train)
         inputs = {**cast_floats(batch, jnp.float64), "mask": mask != 0}
         outputs, state = problem.forward.model.apply(params, state, inputs, key, train)
         return cast_floats(outputs, jnp.float64), {**batch, "mask": mask.astype(jnp.float64)}, state
 
-    def value(
-        trainable: Tree,
-        frozen: Tree,
-        states: list[Tree],
-        batches: list[Batch],
-        keys: list[jax.Array],
-    ) -> Any:
-        def loss(trainable: Tree) -> Any:
+    def value(trainable, frozen, states, batches, keys):
+        def loss(trainable):
             params = merge(trainable, frozen)
             results = [
                 forward(params, *microbatch, True)
@@ -113,11 +103,9 @@ def make_oracle(problem: Problem) -> Oracle:
             outputs, targets, new = zip(*results, strict=True)
 
             def join(trees):
-                return (
-                    trees[0]
-                    if len(trees) == 1
-                    else jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
-                )
+                if len(trees) == 1:
+                    return trees[0]
+                return jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
 
             check_result(result := apply(join(outputs), join(targets)))
             total, weight, metrics = result
@@ -134,7 +122,7 @@ def make_update(
 ) -> Callable[..., tuple[Tree, Tree]]:
     """Return update(trainable, opt_state, mean gradients) -> (trainable, opt_state)."""
 
-    def update(trainable: Tree, opt_state: Tree, grads: Tree) -> tuple[Tree, Tree]:
+    def update(trainable, opt_state, grads):
         if clip_norm is not None:
             norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
             grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, clip_norm / norm), grads)
@@ -160,14 +148,9 @@ def train(setup: Setup, rule: UpdateRule) -> Trained:
     trainable, frozen = partition(params, rule.frozen)
     opt_state = rule.tx.init(trainable)
     ema, ema_state = params, state
-    curve, history = list[dict[str, float]](), list[Tree]()
+    curve, history = [], []
     for i in range(len(trial.batches)):
-        sums, grads, states, shares = (
-            list[tuple[Any, Any]](),
-            list[Tree](),
-            list[Tree](),
-            list[float](),
-        )
+        sums, grads, states, shares = [], [], [], []
         batches = [trial.microbatch(i, m) for m in range(trial.microbatches)]
         real = [
             m for m, batch in enumerate(batches) if (batch["mask"] != 0).any()
@@ -233,20 +216,19 @@ def average(states: list[Tree], shares: list[float]) -> Tree:
     microbatches have them.
     """
 
-    def is_float(x):
-        return jnp.issubdtype(x.dtype, jnp.inexact)
-
     def mean(*x):
         return np.asarray(sum(y * share for y, share in zip(x, shares, strict=True)))
 
     return jax.tree.map(lambda *x: mean(*x) if is_float(x[0]) else x[0], *states)
 
 
+def is_float(x: Any) -> bool:
+    return jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact)
+
+
 def statistics(state: Tree) -> Tree:
     """Return the model state with None for integers; None if it has nothing else."""
-    only = jax.tree.map(
-        lambda x: x if jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact) else None, state
-    )
+    only = jax.tree.map(lambda x: x if is_float(x) else None, state)
     return only if jax.tree.leaves(only) else None
 
 

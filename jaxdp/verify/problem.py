@@ -104,10 +104,8 @@ def make_trial(problem: Problem, devices: int, updates: int) -> Trial:
     """Read as many microbatches and examples as the run has, up to a few. Raises UsageError for too
     few examples.
     """
-    order, size = (
-        problem.order,
-        min(problem.order.size, getattr(problem.dataset, "read_ahead", len(problem.dataset))),
-    )
+    order, dataset = problem.order, problem.dataset
+    size = min(order.size, getattr(dataset, "read_ahead", len(dataset)))
     microbatches = min(order.microbatches, max(2 * devices, 4))
     if size < microbatches:
         raise UsageError(
@@ -117,14 +115,12 @@ def make_trial(problem: Problem, devices: int, updates: int) -> Trial:
     batch_size = microbatches * examples
     full = size - size % batch_size
     order = dataclasses.replace(order, size=full, batch_size=batch_size, microbatches=microbatches)
-    batches = [
-        read_batch(problem.dataset, order, i, np.arange(microbatches)) for i in range(updates)
-    ]
+    batches = [read_batch(dataset, order, i, np.arange(microbatches)) for i in range(updates)]
     if not all((batch["mask"] != 0).any() for batch in batches):
         raise UsageError(
             "data: the mask is 0 in all examples of a batch; give verify data with other examples first"
         )
-    first = problem.dataset.read(np.zeros(1, np.int64))
+    first = dataset.read(np.zeros(1, np.int64))
     return Trial(batches, first_microbatch(first, examples, problem.forward.transform), order)
 
 
@@ -139,9 +135,7 @@ def in_traceable_precision(problem: Problem, trial: Trial) -> Problem:
         lambda tree, to=dtype: cast_floats(tree, to) for dtype in (jnp.float32, jnp.float64)
     )
 
-    def apply(
-        params: Tree, state: Tree, batch: Any, key: jax.Array, train: bool
-    ) -> tuple[Tree, Tree]:
+    def apply(params, state, batch, key, train):
         return wide(model.apply(*narrow((params, state, batch)), key, train))
 
     try:

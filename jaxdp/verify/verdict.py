@@ -86,9 +86,10 @@ class Report:
 
     def refusal(self, own: Configuration) -> list[str]:
         """Return why the run's own configuration was refused, if it was."""
-        refused = [r.note for r in self.results if r.configuration == own and r.verdict == REFUSED]
         return [
-            f"the configuration that the config asks for is refused: {note}" for note in refused
+            f"the configuration that the config asks for is refused: {r.note}"
+            for r in self.results
+            if r.configuration == own and r.verdict == REFUSED
         ]
 
 
@@ -111,23 +112,17 @@ def as_text(report: Report, title: str) -> str:
 
 
 def verdict(report: Report) -> str:
-    refused = len(report.results) - len(report.passed) - len(report.failed)
+    passed, failed = len(report.passed), len(report.failed)
+    refused = len(report.results) - passed - failed
     more = f" ({refused} more refused)" if refused else ""
     if report.verified:
-        return f"{report.goal}: {len(report.passed)} configurations{more} {report.agreement}"
-    trained = len(report.passed) + len(report.failed)
-    differ = (
-        f"{len(report.failed)} of {trained} configurations differ{more}: " if report.failed else ""
-    )
+        return f"{report.goal}: {passed} configurations{more} {report.agreement}"
+    differ = f"{failed} of {passed + failed} configurations differ{more}: " if failed else ""
     return f"not {report.goal}: {differ}{'; '.join(report.causes)}"
 
 
 def as_json(report: Report, title: str) -> dict[str, Any]:
     """Return the report as plain values."""
-
-    def kept(result):
-        return {"verdict": result.verdict, report.value: result.value, "note": result.note}
-
     return {
         "title": title,
         "setting": report.setting,
@@ -136,6 +131,12 @@ def as_json(report: Report, title: str) -> dict[str, Any]:
         "jax": jax.__version__,
         "checks": [check._asdict() for check in report.checks],
         "configurations": [
-            {"configuration": r.configuration._asdict(), **kept(r)} for r in report.results
+            {
+                "configuration": r.configuration._asdict(),
+                "verdict": r.verdict,
+                report.value: r.value,
+                "note": r.note,
+            }
+            for r in report.results
         ],
     }

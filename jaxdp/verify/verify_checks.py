@@ -108,11 +108,8 @@ def is_mappable(setup: Setup) -> bool:
     vmap_method for that.
     """
     arguments, axes = arguments_of(setup), (None, None, None, 0, 0)
-    names = {
-        eqn.primitive.name
-        for eqn in operations(jax.make_jaxpr(setup.oracle.value)(*arguments).jaxpr)
-    }
-    if not any(name.endswith("callback") for name in names):
+    traced = operations(jax.make_jaxpr(setup.oracle.value)(*arguments).jaxpr)
+    if not any(eqn.primitive.name.endswith("callback") for eqn in traced):
         return True
     batch = jax.tree.map(lambda x: jnp.asarray(x)[None], arguments[3:])
     try:
@@ -209,16 +206,13 @@ def compute(setup: Setup, batch: dict[str, Any], state: Tree) -> Tree:
     (loss, (weight, metrics, states)), grads = setup.oracle.value(
         params, frozen, [state], [batch], [key]
     )
-    gradient = np.concatenate(
-        [np.ravel(x) for x in jax.tree.leaves(grads)]
-    )  # some leaves may be rounding noise
-    state = without_carry(states[0])[0]
     return {
         "loss": loss,
         "weight": weight,
         "metrics": metrics,
-        "model_state": state,
-        "gradient": gradient,
+        "model_state": without_carry(states[0])[0],
+        # one array: some leaves may be rounding noise
+        "gradient": np.concatenate([np.ravel(x) for x in jax.tree.leaves(grads)]),
     }
 
 
@@ -234,7 +228,7 @@ def check_padding(setup: Setup, random: bool, tolerance: float) -> Check:
         size - 1
     )  # as many as possible: with few examples the gradients of a BatchNorm are ill-conditioned
 
-    def masked(full: dict[str, Any]) -> list[dict[str, Any]]:
+    def masked(full):
         """Return the batch with its last example as padding: one of the others, or itself."""
         mask = full["mask"].copy()
         mask[real:] = 0
@@ -304,7 +298,7 @@ def check_loss(setup: Setup, tolerance: float) -> Check:
     metrics = sorted(flat(oracle.loss(outputs, batch)[2]))
     names = ["sum", "weight", *(f"metric {name!r}" for name in metrics)]
 
-    def sums(index: np.ndarray, mask: Any = batch["mask"]) -> np.ndarray:
+    def sums(index, mask=batch["mask"]):
         """Return [loss, weight, *metrics] of some rows."""
 
         def pick(x):
@@ -381,12 +375,11 @@ def some_rows(setup: Setup) -> tuple[Any, dict[str, Any]]:
     that takes.
     """
     problem, trial, start, oracle = setup
-    size, keys = trial.microbatch_size, lambda m: key_of(problem, 0, m)
-
-    def run(m):
-        return oracle.forward(*start, trial.microbatch(0, m), keys(m), True)
-
-    microbatches = [run(m)[:2] for m in range(min(-(-ROWS // size), trial.microbatches))]
+    size = trial.microbatch_size
+    microbatches = [
+        oracle.forward(*start, trial.microbatch(0, m), key_of(problem, 0, m), True)[:2]
+        for m in range(min(-(-ROWS // size), trial.microbatches))
+    ]
 
     def join(*x):
         return np.concatenate(x)[:ROWS] if np.ndim(x[0]) and len(x[0]) == size else np.asarray(x[0])
