@@ -5,7 +5,7 @@ examples.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,8 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jaxdp.errors import UsageError, one_line
 from jaxdp.interop import kernels
@@ -180,14 +178,9 @@ def _names(tree: Tree, structure: Any) -> str:
 def _all_reduce(
     arrays: list[Any], weight: float, rank: int, members: tuple[int, ...]
 ) -> list[jax.Array]:
-    mesh = kernels.ranks_mesh(members)
-    sharding, device = NamedSharding(mesh, P(kernels.AXIS)), mesh.devices.flat[rank]
-    rows: list[jax.Array] = _as_rows(jax.device_put([*arrays, jnp.asarray(weight, float)], device))
-    stacked = [
-        jax.make_array_from_single_device_arrays((len(members), *x.shape[1:]), sharding, [x])
-        for x in rows
-    ]
-    return [x.addressable_data(0) for x in _program(members)(stacked)]
+    device = kernels.ranks_mesh(members).devices.flat[rank]
+    rows = _as_rows(jax.device_put([*arrays, jnp.asarray(weight, float)], device))
+    return _program(members)(rows)
 
 
 @jax.jit
@@ -197,21 +190,14 @@ def _as_rows(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 @cached
-def _program(members: tuple[int, ...]) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
-    """Return the program that maps grads[rank, ...], followed by weights[rank], to the means."""
+def _program(members: tuple[int, ...]) -> kernels.Replica:
+    """Return the program that maps this rank's grads[1, ...], followed by weight[1], to the means."""
 
-    def replica(rows: list[jax.Array]) -> list[jax.Array]:
+    def replica(rows: Sequence[jax.Array]) -> list[jax.Array]:
         *grads, weight = [x[0] for x in rows]
         return mean_over_axis(grads, weight, kernels.AXIS)
 
-    mapped = jax.shard_map(
-        replica,
-        mesh=kernels.ranks_mesh(members),
-        in_specs=P(kernels.AXIS),
-        out_specs=P(),
-        check_vma=False,
-    )
-    return jax.jit(mapped)
+    return kernels.compiled(replica, members)
 
 
 def _flatten(grads: Tree) -> tuple[list[Any], Any, list[int]]:
