@@ -115,11 +115,11 @@ def mean_over_ranks(grads: Tree, weight: Any) -> Tree:
     """Return the weighted mean of each float leaf over the processes, on the devices of this
     process's leaves.
     """
-    context, arrays, number, error = joined(), [], None, None
+    context, arrays, number, error = joined(), [], 1.0, None
     leaves, structure, floats = _flatten(grads)
     try:
         _check_weight(weight)
-        number = None if weight is None else float(weight)
+        number = 1.0 if weight is None else float(weight)
         arrays = [as_array(leaves[i]) for i in floats]
     except Exception as problem:  # tell the other ranks about any error, or they would wait
         error = one_line(problem)
@@ -135,9 +135,9 @@ def mean_over_ranks(grads: Tree, weight: Any) -> Tree:
         f"{label} on {_names(grads, structure)}", [described(x) for x in arrays], True, error
     )
     compare(context.rank, members, signature)
-    for i, mean in zip(
-        floats, _all_reduce(arrays, 1.0 if number is None else number, context.rank, members)
-    ):
+    device = kernels.ranks_mesh(members).devices.flat[context.rank]
+    rows = _as_rows(jax.device_put([*arrays, jnp.asarray(number, float)], device))
+    for i, mean in zip(floats, _program(members)(rows)):
         x = leaves[i]
         elsewhere = isinstance(x, jax.Array) and x.sharding != mean.sharding
         leaves[i] = placed(x, mean) if elsewhere else mean
@@ -173,14 +173,6 @@ def _names(tree: Tree, structure: Any) -> str:
             f"{text[:60] + '...' if len(text) > 60 else text} (names {digest})"
         )
     return _known_names[structure]
-
-
-def _all_reduce(
-    arrays: list[Any], weight: float, rank: int, members: tuple[int, ...]
-) -> list[jax.Array]:
-    device = kernels.ranks_mesh(members).devices.flat[rank]
-    rows = _as_rows(jax.device_put([*arrays, jnp.asarray(weight, float)], device))
-    return _program(members)(rows)
 
 
 @jax.jit

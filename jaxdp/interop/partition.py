@@ -28,7 +28,7 @@ class Partition:
         devices: int | None,
         sizes: Sequence[float] | None = None,
     ):
-        context, local = joined(), 1 if devices is None else devices
+        context, local = joined(), devices or 1
         self.dataset = as_dataset(dataset)
         if hasattr(self.dataset, "widen"):
             self.dataset.widen()
@@ -166,7 +166,7 @@ def check_sizes(sizes: Sequence[float], ranks: int, batch_size: int) -> np.ndarr
         ) from None
     if len(sizes) != ranks:
         raise UsageError(
-            f"sizes: {list(sizes)} has {len(sizes)} entries for {ranks} ranks; give one for each rank"
+            f"sizes: {sizes} has {len(sizes)} entries for {ranks} ranks; give one for each rank"
         )
     for rank, size in enumerate(sizes):
         if not 0 < size <= 1:
@@ -174,7 +174,7 @@ def check_sizes(sizes: Sequence[float], ranks: int, batch_size: int) -> np.ndarr
                 f"sizes[{rank}]: {size:g} is not a part of a batch; give a number above 0, at most 1"
             )
     if abs(sum(sizes) - 1) > 1e-6:
-        raise UsageError(f"sizes: {list(sizes)} add up to {sum(sizes):g}; they must add up to 1")
+        raise UsageError(f"sizes: {sizes} add up to {sum(sizes):g}; they must add up to 1")
     bounds = np.array([0, *np.cumsum(sizes)[:-1], 1])
     for rank, rows in enumerate(np.diff(np.round(bounds * batch_size))):
         if not rows:

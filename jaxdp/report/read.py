@@ -198,7 +198,7 @@ def rounded(value: Any) -> Any:
     it is no number.
     """
     if type(value) is not float:
-        return value if type(value) is int or _is_number(value) else None
+        return value if _is_number(value) else None
     if not math.isfinite(value):
         return str(value)
     short = float(f"{value:.{DIGITS}g}") if abs(value) < 10**DIGITS else round(value)
