@@ -23,8 +23,8 @@ That page also lists the calls of `jax.lax` to use inside jit, pmap and shard_ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -51,40 +51,31 @@ from jaxdp.process.signature import (
 Arrays = Any  # an array, or a list of arrays
 Part = np.ndarray | jax.Array
 Root = int | Sequence[int]
-Check = Callable[[list[Part], int], None]  # (this rank's arrays, number of ranks in its group)
-
-
-class Collective(NamedTuple):
-    """An operation.
-
-    words: the arguments, besides op, groups and root, that must be equal on all ranks. kernel: a
-    key of `kernels.KERNELS`; by default `name`. stack: the argument is a list with one array for
-    each rank of the group, sent as one array.
-    """
-
-    name: str
-    words: Sequence[str] = ()
-    kernel: str | None = None
-    op: str | None = None
-    checks: Sequence[Check] = ()
-    stack: bool = False
-    split: int = 0
-    join: int = 0
 
 
 def _call(
-    collective: Collective,
+    name: str,
     x: Arrays,
     groups: Groups = None,
     root: Root | None = None,
+    *,
+    kernel: str = "",
+    op: str | None = None,
+    axes: Mapping[str, int] | None = None,
+    stack: bool = False,
     pair: tuple[int, int] | None = None,
 ) -> Any:
     """Check this rank's arguments, compare them with those of the other ranks, transfer.
 
-    pair: the two ranks of a send, of which the root sends; None if all ranks take part.
+    kernel: a key of `kernels.KERNELS`; by default `name`. axes: {argument: the dim to split or to
+    join}, in this order if there are both; by default 0. stack: x is a list with one array for each
+    rank of the group, sent as one array. pair: the two ranks of a send, of which the root sends;
+    None if all ranks take part.
     """
-    name, words, kernel, op, checks, stack, split, join = collective
     context, kernel = joined(), kernel or name
+    words = [f"{key}={axis}" for key, axis in (axes or {}).items()] + ["per_rank"] * stack
+    dims = list((axes or {"axis": 0}).items())
+    (split_name, split), (join_name, join) = dims[0], dims[-1]
     members = tuple(range(context.size)) if pair is None else pair
     parts: Partition = (members,)
     roots, arrays, error, reduces = None, None, None, kernel in kernels.REDUCING
@@ -105,8 +96,11 @@ def _call(
             arrays = [_stacked(arrays, len(group))] if stack else arrays
             if reduces:
                 kernels.check_op(str(op), [a.dtype for a in arrays])
-            for check in checks:
-                check(arrays, len(group))
+            if kernel in kernels.CHUNKED:
+                _check_axis(arrays, split, split_name, 0)
+                _check_divisible(arrays, split, len(group))
+            if kernel in kernels.JOINED:
+                _check_axis(arrays, join, join_name, 1)
     except (
         Exception
     ) as problem:  # any exception: the other ranks must receive it, or they would wait
@@ -132,29 +126,19 @@ def _stacked(arrays: list[Part], n: int) -> Part:
     return np.stack([np.asarray(a) for a in arrays])
 
 
-def _check_axis(axis: int, name: str = "axis", low: int = 1) -> Check:
-    """Return a check that every array has dim `axis`. low: the number of dims that a scalar counts
-    as.
-    """
-
-    def check(arrays: list[Part], n: int) -> None:
-        for a in arrays:
-            if not has_dim(axis, max(a.ndim, low)):
-                raise UsageError(f"{name}={axis!r}: {described(a)} has no dim {axis!r}")
-
-    return check
+def _check_axis(arrays: list[Part], axis: int, name: str, low: int) -> None:
+    """Check that every array has dim `axis`. low: the number of dims that a scalar counts as."""
+    for a in arrays:
+        if not has_dim(axis, max(a.ndim, low)):
+            raise UsageError(f"{name}={axis!r}: {described(a)} has no dim {axis!r}")
 
 
-def _check_divisible(axis: int = 0, name: str = "axis") -> Check:
-    def check(arrays: list[Part], n: int) -> None:
-        _check_axis(axis, name, 0)(arrays, n)
-        for a in arrays:
-            if a.shape[axis] % n:
-                raise UsageError(
-                    f"dim {axis} of {described(a)} cannot be split into {n} equal chunks, one a rank"
-                )
-
-    return check
+def _check_divisible(arrays: list[Part], axis: int, n: int) -> None:
+    for a in arrays:
+        if a.shape[axis] % n:
+            raise UsageError(
+                f"dim {axis} of {described(a)} cannot be split into {n} equal chunks, one a rank"
+            )
 
 
 def allreduce(x: Arrays, op: str = "sum", groups: Groups = None) -> Arrays:
@@ -163,14 +147,14 @@ def allreduce(x: Arrays, op: str = "sum", groups: Groups = None) -> Arrays:
     Floats below 32 bits are reduced in float32 and rounded once; integers wrap around; for bool,
     sum and max are `or`, prod and min are `and`; NaN stays NaN. Raises UsageError for avg of
     integers, min or max of complex numbers."""
-    return _call(Collective("allreduce", op=op), x, groups)
+    return _call("allreduce", x, groups, op=op)
 
 
 def reduce(x: Arrays, root: Root = 0, op: str = "sum", groups: Groups = None) -> Arrays:
     """Reduce x over the ranks by op; `root` gets the result, the others None (for a list, a list of
     None).
     """
-    return _call(Collective("reduce", kernel="allreduce", op=op), x, groups, root)
+    return _call("reduce", x, groups, root, kernel="allreduce", op=op)
 
 
 def reduce_scatter(
@@ -183,12 +167,7 @@ def reduce_scatter(
     shape, and the i-th rank gets the reduction of the i-th, as in RAF's `reduce_scatter` of a list.
     Raises UsageError if n does not divide dim 0, or with per_rank, if there are not n arrays.
     """
-    words = ["per_rank"] if per_rank else []
-    out = _call(
-        Collective("reduce_scatter", words, op=op, checks=[_check_divisible()], stack=per_rank),
-        x,
-        groups,
-    )
+    out = _call("reduce_scatter", x, groups, op=op, stack=per_rank)
     return out[0] if per_rank else out
 
 
@@ -196,33 +175,28 @@ def allgather(x: Arrays, axis: int = 0, groups: Groups = None) -> Arrays:
     """Concatenate the ranks' x along dim `axis`, in the order of the group, on every rank; scalars
     become [n].
     """
-    return _call(
-        Collective("allgather", [f"axis={axis}"], checks=[_check_axis(axis)], join=axis), x, groups
-    )
+    return _call("allgather", x, groups, axes={"axis": axis})
 
 
 def gather(x: Arrays, root: Root = 0, axis: int = 0, groups: Groups = None) -> Arrays:
     """Concatenate the ranks' x along dim `axis` on rank `root`; the others get None (for a list, a
     list of None).
     """
-    gathered = Collective(
-        "gather", [f"axis={axis}"], "allgather", checks=[_check_axis(axis)], join=axis
-    )
-    return _call(gathered, x, groups, root)
+    return _call("gather", x, groups, root, kernel="allgather", axes={"axis": axis})
 
 
 def broadcast(x: Arrays, root: Root = 0, groups: Groups = None) -> Arrays:
     """Send the root's x to every rank, bit for bit. The others pass None, or arrays of the same
     shapes and types.
     """
-    return _call(Collective("broadcast"), x, groups, root)
+    return _call("broadcast", x, groups, root)
 
 
 def scatter(x: Arrays, root: Root = 0, groups: Groups = None) -> Arrays:
     """Send chunk i of the root's x[n * k, ...] to the i-th rank: [k, ...], bit for bit. The others
     may pass None.
     """
-    return _call(Collective("scatter", checks=[_check_divisible()]), x, groups, root)
+    return _call("scatter", x, groups, root)
 
 
 def all_to_all(
@@ -233,12 +207,8 @@ def all_to_all(
 
     x is split into n equal chunks along dim `split_axis`; received chunks are joined along dim
     `concat_axis`."""
-    checks = [_check_divisible(split_axis, "split_axis"), _check_axis(concat_axis, "concat_axis")]
-    words = [f"split_axis={split_axis}, concat_axis={concat_axis}"]
     return _call(
-        Collective("all_to_all", words, checks=checks, split=split_axis, join=concat_axis),
-        x,
-        groups,
+        "all_to_all", x, groups, axes={"split_axis": split_axis, "concat_axis": concat_axis}
     )
 
 
@@ -265,10 +235,6 @@ def _pair(x: Arrays, name: str, value: int) -> Arrays:
         raise UsageError(f"rank {peer} cannot {'send to' if sends else 'receive from'} itself")
     sender, receiver = (context.rank, peer) if sends else (peer, context.rank)
     pair = (min(sender, receiver), max(sender, receiver))
-    out = _call(
-        Collective(f"send from rank {sender} to rank {receiver}", kernel="send"),
-        x,
-        root=sender,
-        pair=pair,
-    )
+    name = f"send from rank {sender} to rank {receiver}"
+    out = _call(name, x, root=sender, kernel="send", pair=pair)
     return None if sends else out

@@ -20,6 +20,7 @@ from jaxdp.process.caches import cached
 
 AXIS = "rank"
 Transfer = Callable[[Array], Array]  # buffer[rows, element] -> buffer[rows', element]
+Replica = Callable[[Sequence[Array]], list[Array]]
 
 
 def accumulator(dtype: jnp.dtype) -> jnp.dtype:
@@ -148,44 +149,60 @@ REDUCING = ("allreduce", "reduce_scatter")  # the others only move bits
 
 def _split(x: Part, members: int, axis: int) -> Part:
     """Reshape x[..., n * k, ...] to [n, ..., k, ...]."""
-    axis %= x.ndim
-    chunks = x.reshape(*x.shape[:axis], members, x.shape[axis] // members, *x.shape[axis + 1 :])
-    return (np if isinstance(x, np.ndarray) else jnp).moveaxis(chunks, axis, 0)
+    library = np if isinstance(x, np.ndarray) else jnp
+    return library.stack(library.split(x, members, axis))
 
 
 def _join(part: Part, members: int, shape: tuple[int, ...], axis: int) -> Part:
     """Concatenate part[n, element], the members' arrays of `shape`, to [..., n * k, ...]; scalars
     become [n].
     """
-    shape = shape or (1,)
-    axis %= len(shape)
-    arrays = part.reshape(members, *shape)
-    dims = [*shape[:axis], members * shape[axis], *shape[axis + 1 :]]
-    return (np if isinstance(part, np.ndarray) else jnp).moveaxis(arrays, 0, axis).reshape(dims)
+    library = np if isinstance(part, np.ndarray) else jnp
+    return library.concatenate(part.reshape(members, *(shape or (1,))), axis)
 
 
 @cached
 def ranks_mesh(members: tuple[int, ...]) -> Mesh:
     """Return the mesh of the first device of each of these ranks, along AXIS."""
-    first = {
-        r: min((d for d in jax.devices() if d.process_index == r), key=lambda d: d.id)
-        for r in members
-    }
-    return Mesh(np.array([first[r] for r in members]), (AXIS,))
+    first = [
+        min((d for d in jax.devices() if d.process_index == r), key=lambda d: d.id) for r in members
+    ]
+    return Mesh(np.array(first), (AXIS,))
+
+
+def compiled(replica: Replica, members: tuple[int, ...]) -> Replica:
+    """Return a function of this rank's arrays[rows, ...] on its first device, all of whose members
+    call it together: it runs `replica` on each, and returns this rank's results.
+    """
+    mesh = ranks_mesh(members)
+    sharding = NamedSharding(mesh, PartitionSpec(AXIS))
+    # Results differ between members, but only the local shard is read, so the output needs no dim
+    # for the axis.
+    program = jax.jit(
+        jax.shard_map(
+            replica,
+            mesh=mesh,
+            in_specs=sharding.spec,
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+    )
+
+    def call(local: Sequence[Array]) -> list[Array]:
+        sharded = [
+            jax.make_array_from_single_device_arrays(
+                (len(members) * x.shape[0], *x.shape[1:]), sharding, [x]
+            )
+            for x in local
+        ]
+        return [y.addressable_data(0) for y in program(sharded)]
+
+    return call
 
 
 @cached
-def _program(name: str, argument: Any, members: tuple[int, ...]) -> Any:
-    def replica(buffers: list[Array]) -> list[Array]:
-        return [KERNELS[name](b, argument) for b in buffers]
-
-    spec = PartitionSpec(AXIS)
-    # Results differ between members, but only the local shard is read, so the output needs no dim
-    # for the axis.
-    mapped = jax.shard_map(
-        replica, mesh=ranks_mesh(members), in_specs=spec, out_specs=PartitionSpec(), check_vma=False
-    )
-    return jax.jit(mapped)
+def _program(name: str, argument: Any, members: tuple[int, ...]) -> Replica:
+    return compiled(lambda buffers: [KERNELS[name](b, argument) for b in buffers], members)
 
 
 def run(
@@ -203,20 +220,15 @@ def run(
     rank's, of the same shapes and dtypes as every member's. split, join: the dims along which to
     split the input and join the parts. Each rank uses its first device.
     """
-    mesh, n, as_bytes = ranks_mesh(members), len(members), name not in REDUCING
-    device, chunked = mesh.devices.flat[members.index(rank)], name in CHUNKED
+    n, as_bytes, chunked = len(members), name not in REDUCING, name in CHUNKED
+    device = ranks_mesh(members).devices.flat[members.index(rank)]
     if not stays(arrays, device):
         arrays = [np.asarray(x) for x in arrays]
     if chunked:
         arrays = [_split(x, n, split) for x in arrays]
     rows = n if chunked else 1
-    sharding = NamedSharding(mesh, PartitionSpec(AXIS))
     local = jax.device_put(pack(arrays, rows, device, as_bytes), device)
-    sharded = [
-        jax.make_array_from_single_device_arrays((n * rows, b.shape[1]), sharding, [b])
-        for b in local
-    ]
-    results = [y.addressable_data(0) for y in _program(name, argument, members)(sharded)]
+    results = _program(name, argument, members)(local)
 
     def finish(part: Part, shape: tuple[int, ...]) -> Part:
         shape = shape[1:] if chunked else shape

@@ -5,7 +5,7 @@ examples.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,8 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jaxdp.errors import UsageError, one_line
 from jaxdp.interop import kernels
@@ -117,11 +115,11 @@ def mean_over_ranks(grads: Tree, weight: Any) -> Tree:
     """Return the weighted mean of each float leaf over the processes, on the devices of this
     process's leaves.
     """
-    context, arrays, number, error = joined(), [], None, None
+    context, arrays, number, error = joined(), [], 1.0, None
     leaves, structure, floats = _flatten(grads)
     try:
         _check_weight(weight)
-        number = None if weight is None else float(weight)
+        number = 1.0 if weight is None else float(weight)
         arrays = [as_array(leaves[i]) for i in floats]
     except Exception as problem:  # tell the other ranks about any error, or they would wait
         error = one_line(problem)
@@ -137,9 +135,9 @@ def mean_over_ranks(grads: Tree, weight: Any) -> Tree:
         f"{label} on {_names(grads, structure)}", [described(x) for x in arrays], True, error
     )
     compare(context.rank, members, signature)
-    for i, mean in zip(
-        floats, _all_reduce(arrays, 1.0 if number is None else number, context.rank, members)
-    ):
+    device = kernels.ranks_mesh(members).devices.flat[context.rank]
+    rows = _as_rows(jax.device_put([*arrays, jnp.asarray(number, float)], device))
+    for i, mean in zip(floats, _program(members)(rows)):
         x = leaves[i]
         elsewhere = isinstance(x, jax.Array) and x.sharding != mean.sharding
         leaves[i] = placed(x, mean) if elsewhere else mean
@@ -177,19 +175,6 @@ def _names(tree: Tree, structure: Any) -> str:
     return _known_names[structure]
 
 
-def _all_reduce(
-    arrays: list[Any], weight: float, rank: int, members: tuple[int, ...]
-) -> list[jax.Array]:
-    mesh = kernels.ranks_mesh(members)
-    sharding, device = NamedSharding(mesh, P(kernels.AXIS)), mesh.devices.flat[rank]
-    rows: list[jax.Array] = _as_rows(jax.device_put([*arrays, jnp.asarray(weight, float)], device))
-    stacked = [
-        jax.make_array_from_single_device_arrays((len(members), *x.shape[1:]), sharding, [x])
-        for x in rows
-    ]
-    return [x.addressable_data(0) for x in _program(members)(stacked)]
-
-
 @jax.jit
 def _as_rows(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Add a leading dim for the rank to each array."""
@@ -197,21 +182,14 @@ def _as_rows(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 @cached
-def _program(members: tuple[int, ...]) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
-    """Return the program that maps grads[rank, ...], followed by weights[rank], to the means."""
+def _program(members: tuple[int, ...]) -> kernels.Replica:
+    """Return the program that maps this rank's grads[1, ...], followed by weight[1], to the means."""
 
-    def replica(rows: list[jax.Array]) -> list[jax.Array]:
+    def replica(rows: Sequence[jax.Array]) -> list[jax.Array]:
         *grads, weight = [x[0] for x in rows]
         return mean_over_axis(grads, weight, kernels.AXIS)
 
-    mapped = jax.shard_map(
-        replica,
-        mesh=kernels.ranks_mesh(members),
-        in_specs=P(kernels.AXIS),
-        out_specs=P(),
-        check_vma=False,
-    )
-    return jax.jit(mapped)
+    return kernels.compiled(replica, members)
 
 
 def _flatten(grads: Tree) -> tuple[list[Any], Any, list[int]]:

@@ -28,7 +28,7 @@ class Partition:
         devices: int | None,
         sizes: Sequence[float] | None = None,
     ):
-        context, local = joined(), 1 if devices is None else devices
+        context, local = joined(), devices or 1
         self.dataset = as_dataset(dataset)
         if hasattr(self.dataset, "widen"):
             self.dataset.widen()
@@ -58,26 +58,24 @@ class Partition:
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration; later iterations continue with the following epochs."""
-        if not isinstance(epoch, int | np.integer) or epoch < 0:
-            raise UsageError(f"epoch: {epoch!r} is not a whole number; the first one is 0")
-        self.epoch = epoch
+        self.epoch = check_epoch(epoch)
 
     def _batch(self, step: int) -> Any:
         if self.share is not None:
             batch = self.order.batch(step)
             first, last = np.round(self.share * len(batch)).astype(int)
-            rows = self.dataset.read(batch[first:last] if last > first else batch[:1])
-            return self.form({key: x[: last - first] for key, x in rows.items()})
+            return self._read(batch[first:last], batch)
         indices, mask = self.order.rows(step, self.numbers)
         if self.per_device:
             rows = self.dataset.read(indices.reshape(-1))
             return self.form(
                 {key: x.reshape(*indices.shape, *x.shape[1:]) for key, x in rows.items()}
             ), mask
-        local = indices[mask]
-        rows = self.dataset.read(
-            local if len(local) else indices[0, :1]
-        )  # never read zero rows from a dataset
+        return self._read(indices[mask], indices[0])
+
+    def _read(self, local: np.ndarray, batch: np.ndarray) -> Any:
+        # never read zero rows from a dataset
+        rows = self.dataset.read(local if len(local) else batch[:1])
         return self.form({key: x[: len(local)] for key, x in rows.items()})
 
 
@@ -130,8 +128,6 @@ def partition_dataset(
         "an example": first,
         "batch_size": batch_size,
         "seed": seed,
-    }
-    facts |= {
         "shuffle": shuffle,
         "devices": devices,
         "sizes": None if sizes is None else [*map(float, sizes)],
@@ -144,6 +140,12 @@ def partition_dataset(
         "partition_dataset", {k: str(v) for k, v in facts.items()}, protocol.default_timeout()
     )
     return partition
+
+
+def check_epoch(epoch: int) -> int:
+    if not isinstance(epoch, int | np.integer) or epoch < 0:
+        raise UsageError(f"epoch: {epoch!r} is not a whole number; the first one is 0")
+    return epoch
 
 
 def check_integers(values: Mapping[str, Any]) -> None:
@@ -164,7 +166,7 @@ def check_sizes(sizes: Sequence[float], ranks: int, batch_size: int) -> np.ndarr
         ) from None
     if len(sizes) != ranks:
         raise UsageError(
-            f"sizes: {list(sizes)} has {len(sizes)} entries for {ranks} ranks; give one for each rank"
+            f"sizes: {sizes} has {len(sizes)} entries for {ranks} ranks; give one for each rank"
         )
     for rank, size in enumerate(sizes):
         if not 0 < size <= 1:
@@ -172,7 +174,7 @@ def check_sizes(sizes: Sequence[float], ranks: int, batch_size: int) -> np.ndarr
                 f"sizes[{rank}]: {size:g} is not a part of a batch; give a number above 0, at most 1"
             )
     if abs(sum(sizes) - 1) > 1e-6:
-        raise UsageError(f"sizes: {list(sizes)} add up to {sum(sizes):g}; they must add up to 1")
+        raise UsageError(f"sizes: {sizes} add up to {sum(sizes):g}; they must add up to 1")
     bounds = np.array([0, *np.cumsum(sizes)[:-1], 1])
     for rank, rows in enumerate(np.diff(np.round(bounds * batch_size))):
         if not rows:

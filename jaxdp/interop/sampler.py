@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxdp.data.example_order import EpochOrder, permute
 from jaxdp.errors import UsageError
-from jaxdp.interop.partition import check_integers
+from jaxdp.interop.partition import check_epoch, check_integers
 from jaxdp.process.context import joined
 
 
@@ -63,9 +63,7 @@ class DistributedSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that decides the order of the following iterations."""
-        if not isinstance(epoch, int | np.integer) or epoch < 0:
-            raise UsageError(f"epoch: {epoch!r} is not a whole number; the first one is 0")
-        self.epoch = epoch
+        self.epoch = check_epoch(epoch)
 
     def batches(self, batch_size: int) -> "BatchSampler":
         """Return this rank's rows of each batch of `batch_size` examples over all ranks, as a

@@ -27,12 +27,8 @@ def count_flops(jaxpr: Any) -> int:
 
 
 def _trips(eqn: Any) -> int:
-    scope = (
-        re.search(r"\btimes_(\d+)$", str(eqn.source_info.name_stack))
-        if eqn.primitive.name == "while"
-        else None
-    )
-    return int(scope[1]) if scope else 1
+    scope = re.search(r"\btimes_(\d+)$", str(eqn.source_info.name_stack))
+    return int(scope[1]) if scope and eqn.primitive.name == "while" else 1
 
 
 def model_flops(grads: Any, forward: Callable[[], Any]) -> int:
@@ -54,29 +50,17 @@ def _recomputes(jaxpr: Any) -> bool:
 
 def _flops_of(eqn: Any) -> int:
     name, params = eqn.primitive.name, eqn.params
-    if name == "dot_general" and not eqn.outvars[0].aval.shape:
-        return 0  # the square of a norm, not a layer's product
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
-        return (
-            2
-            * eqn.outvars[0].aval.size
-            * math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
-        )
+        lengths = [eqn.invars[0].aval.shape[d] for d in contracted]
+        out = eqn.outvars[0].aval  # without dims: the square of a norm, not a layer's product
+        return 2 * out.size * math.prod(lengths) if out.shape else 0
     if name == "conv_general_dilated":
         kernel, outputs = eqn.invars[1].aval, params["dimension_numbers"].rhs_spec[0]
         return 2 * eqn.outvars[0].aval.size * (kernel.size // kernel.shape[outputs])
     if name in FUSED_ATTENTION:
-        example, queries, heads, width = eqn.invars[0].aval.shape
-        return (
-            FUSED_ATTENTION[name]
-            * 2
-            * example
-            * heads
-            * queries
-            * eqn.invars[1].aval.shape[1]
-            * width
-        )
+        query, key = (v.aval for v in eqn.invars[:2])
+        return FUSED_ATTENTION[name] * 2 * query.size * key.shape[1]
     inner = [count_flops(j) for j in inside(eqn)]
     if name == "cond":
         return max(inner, default=0)

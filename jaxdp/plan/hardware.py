@@ -10,15 +10,16 @@ import argparse
 import math
 import pathlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jsonargparse
+import numpy as np
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat, PositiveInt, restricted_number_type
 
 from jaxdp.config.values import load, read_file
 from jaxdp.errors import UsageError, one_line, suggest
-from jaxdp.plan.hlo import Collective
+from jaxdp.plan.hlo import WIRE, Collective
 
 
 class Hardware(NamedTuple):
@@ -86,21 +87,23 @@ def _tpu(version: str, memory: _Pair, pod: int, links: float, per_host: int) -> 
     """Build a pod, in the place of a host: (bytes, bytes/s), chips, bytes/s of a chip; a host sends
     25e9 bytes/s.
     """
-    flops = dict.fromkeys(("bfloat16", "tensorfloat32"), _TPU[version])
     rates, source = (links, 1e-6, 25e9 / per_host, 4e-6), "jax-ml.github.io/scaling-book/tpus"
-    return Hardware(f"tpu-{version}", flops, *memory, pod, *rates, EFFICIENCY["tpu"], source)
+    return Hardware(
+        f"tpu-{version}", _TPU[version], *memory, pod, *rates, EFFICIENCY["tpu"], source
+    )
 
 
 # Peaks of TPUs, which by default compute float32 products in bfloat16: cloud.google.com/tpu/docs,
 # by version.
 _TPU = {
-    "v4": 275e12,
-    "v5 lite": 197e12,
-    "v5e": 197e12,
-    "v5": 459e12,
-    "v5p": 459e12,
-    "v6 lite": 918e12,
-    "v6e": 918e12,
+    version: {"bfloat16": peak, "tensorfloat32": peak}
+    for peak, versions in (
+        (275e12, ["v4"]),
+        (197e12, ["v5 lite", "v5e"]),
+        (459e12, ["v5", "v5p"]),
+        (918e12, ["v6 lite", "v6e"]),
+    )
+    for version in versions
 }
 # Dense peaks: where the sheets' tensor-core figures include sparsity, they are halved.
 # NVLink and PCIe: one direction, half the sheets' sum of both. A DGX has one network card per GPU;
@@ -130,10 +133,7 @@ _KINDS = {
     r"NVIDIA A100-.*": HARDWARE["a100-nvlink-ib200"].flops,
     r"NVIDIA B200": HARDWARE["b200-nvlink-ib400"].flops,
     r"NVIDIA L4": HARDWARE["l4-pcie-eth100"].flops,
-    **{
-        rf"TPU {version}": {"bfloat16": peak, "tensorfloat32": peak}
-        for version, peak in _TPU.items()
-    },
+    **{f"TPU {version}": peaks for version, peaks in _TPU.items()},
 }
 
 
@@ -151,11 +151,8 @@ def rate(compute: str, matmul: str, peaks: Mapping[str, float]) -> str:
     """Return the key of `peaks` for products of `compute` operands: by default TF32 for float32, if
     there is a peak.
     """
-    return (
-        "tensorfloat32"
-        if compute == "float32" and matmul == "default" and "tensorfloat32" in peaks
-        else compute
-    )
+    tensor_cores = (compute, matmul) == ("float32", "default") and "tensorfloat32" in peaks
+    return "tensorfloat32" if tensor_cores else compute
 
 
 def load_hardware(name_or_path: str) -> Hardware:
@@ -188,58 +185,6 @@ def load_hardware(name_or_path: str) -> Hardware:
         raise UsageError(f"hardware: {name_or_path!r} does not fit: {one_line(error)}") from None
 
 
-class _Link(NamedTuple):
-    """A ring of n devices; alpha: s per step, beta: s per byte."""
-
-    n: int
-    alpha: float
-    beta: float
-
-
-def _share(link: _Link, size: float) -> float:
-    """Return the seconds of a ring reduce-scatter or all-gather: n - 1 steps of size/n."""
-    return (link.n - 1) * link.alpha + (link.n - 1) / link.n * size * link.beta
-
-
-def _all_reduce(link: _Link, size: float) -> float:
-    return (
-        2 * math.ceil(math.log2(link.n)) * link.alpha + 2 * (link.n - 1) / link.n * size * link.beta
-    )
-
-
-def _two_levels(ring: Callable[[_Link, float], float]) -> Callable[[_Link, _Link, float], float]:
-    """Apply `ring` inside a host, then between hosts on 1/g of the array, as each of the host's g
-    devices has 1/g.
-    """
-    return lambda intra, inter, size: ring(intra, size) + ring(inter, size / intra.n)
-
-
-def _all_to_all(intra: _Link, inter: _Link, size: float) -> float:
-    n = intra.n * inter.n
-    peers = [(intra, intra.n - 1), (inter, n - intra.n)]
-    return sum(count * (link.alpha + size / n * link.beta) for link, count in peers)
-
-
-def _permute(intra: _Link, inter: _Link, size: float) -> float:
-    link = inter if inter.n > 1 else intra
-    return link.alpha + size * link.beta
-
-
-def _broadcast(intra: _Link, inter: _Link, size: float) -> float:
-    steps = sum(math.ceil(math.log2(link.n)) * link.alpha for link in (intra, inter))
-    return steps + size * (inter if inter.n > 1 else intra).beta
-
-
-_COST: dict[str, Callable[[_Link, _Link, float], float]] = {
-    "all-reduce": _two_levels(_all_reduce),
-    "reduce-scatter": _two_levels(_share),
-    "all-gather": _two_levels(_share),
-    "all-to-all": _all_to_all,
-    "collective-permute": _permute,
-    "collective-broadcast": _broadcast,
-}
-
-
 def collective_seconds(
     hw: Hardware,
     kind: str,
@@ -267,8 +212,8 @@ def collective_seconds(
     all-to-all's n - g peers on other hosts, a permute, and a broadcast's bytes use the network's
     rate. A group of one takes 0 s. Raises ValueError for an unknown kind or an impossible group.
     """
-    if kind not in _COST:
-        raise ValueError(f"kind: {kind!r} is no collective; known: {', '.join(_COST)}")
+    if kind not in WIRE:
+        raise ValueError(f"kind: {kind!r} is no collective; known: {', '.join(WIRE)}")
     g = (
         min(hw.devices_per_host, group_size)
         if devices_in_group_per_host is None
@@ -280,9 +225,22 @@ def collective_seconds(
         )
     if group_size == 1:
         return 0.0
-    intra = _Link(g, hw.intra_latency, 1 / hw.intra_bandwidth)
-    inter = _Link(math.ceil(group_size / g), hw.inter_latency, 1 / hw.inter_bandwidth)
-    return _COST[kind](intra, inter, bytes)
+    # Each array has an entry for the links inside a host, and one for those between hosts.
+    members = np.array([g, math.ceil(group_size / g)])
+    trees = np.ceil(np.log2(members))
+    ring = (members - 1) / members * bytes / [1, g]
+    peers = np.array([g - 1, members.prod() - g])
+    slowest = np.array([members[1] == 1, members[1] > 1])
+    steps, sent = {
+        "all-reduce": (2 * trees, 2 * ring),
+        "reduce-scatter": (members - 1, ring),
+        "all-gather": (members - 1, ring),
+        "all-to-all": (peers, peers / members.prod() * bytes),
+        "collective-permute": (slowest, slowest * bytes),
+        "collective-broadcast": (trees, slowest * bytes),
+    }[kind]
+    rates = np.array([hw.intra_bandwidth, hw.inter_bandwidth])
+    return float(steps @ [hw.intra_latency, hw.inter_latency] + (sent / rates).sum())
 
 
 def expected_seconds(

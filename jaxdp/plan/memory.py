@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdp.parallel.strategy import Program, Strategy
-from jaxdp.plan.hlo import collectives, summarize
+from jaxdp.plan.hlo import Collective, collectives, summarize
 from jaxdp.run import rundir
 from jaxdp.split import WHOLE, padded_shape
 from jaxdp.train.average import EMA, EMA_STATE
@@ -75,17 +75,15 @@ def of_compiled(
     collectives."""
     if not all(is_compiled(part) for part in lowered.values()):
         return None
-    compiled = {name: part.compile() for name, part in lowered.items()}
-    used = [part.memory_analysis() for part in compiled.values()]
-    texts = [(compiled[name].as_text(), lowered[name].as_text()) for name in lowered if devices > 1]
-    totals = summarize([c for text in texts for c in collectives(*text)])
+    used, sent = analyzed(lowered, devices > 1)
+    totals = summarize(sent)
 
     def per_update(n):
         return n / updates if n % updates else n // updates
 
     return {
         "temporaries": max(u.temp_size_in_bytes for u in used),
-        "peak": max(peak(u) for u in used),
+        "peak": max(map(peak, used)),
         "collectives": {
             kind: {name: per_update(value) for name, value in total._asdict().items()}
             for kind, total in totals.items()
@@ -113,6 +111,17 @@ def record(
             directory,
             {**layout, "program": of_compiled(lowered, len(strategy.assignment), updates)},
         )
+
+
+def analyzed(lowered: Mapping[str, Any], sends: bool) -> tuple[list[Any], list[Collective]]:
+    """Compile the parts of an update; return XLA's memory analysis of each, and all collectives if
+    it sends anything.
+    """
+    compiled = [(part.compile(), part) for part in lowered.values()]
+    texts = [(c.as_text(), part.as_text()) for c, part in compiled if sends]
+    return [c.memory_analysis() for c, _ in compiled], [
+        c for text in texts for c in collectives(*text)
+    ]
 
 
 def peak(used: Any) -> int:

@@ -21,11 +21,13 @@ def arrays(shapes: TrainState, trainable: Any) -> list[dict[str, Any]]:
     for kind, tree in (("frozen", shapes.params), ("state", shapes.model_state)):
         for path, x in jax.tree_util.tree_leaves_with_path(tree):
             name, count = path_string(path), math.prod(x.shape)
-            row = {"path": name, "shape": list(x.shape), "dtype": x.dtype.name, "count": count}
             is_trained = kind == "frozen" and name in trained
             rows.append(
                 {
-                    **row,
+                    "path": name,
+                    "shape": list(x.shape),
+                    "dtype": x.dtype.name,
+                    "count": count,
                     "bytes": count * x.dtype.itemsize,
                     "kind": "trainable" if is_trained else kind,
                 }
@@ -41,39 +43,22 @@ def totals(rows: list[dict[str, Any]]) -> dict[str, int]:
     def count(*kinds):
         return sum(row["count"] for row in rows if row["kind"] in kinds)
 
-    numbers = {
+    return {
         "parameters": count("trainable", "frozen"),
         "trainable": count("trainable"),
         "frozen": count("frozen"),
+        "bytes": sum(row["bytes"] for row in rows),
     }
-    return {**numbers, "bytes": sum(row["bytes"] for row in rows)}
 
 
 def text(model: str, rows: list[dict[str, Any]]) -> str:
     """Return a table of the arrays with a line of totals. model: its name."""
 
-    def cells(row):
-        return [
-            row["kind"],
-            str(row["shape"]),
-            row["dtype"],
-            f"{row['count']:,}",
-            size(row["bytes"]),
-        ]
-
-    lines = table(
-        [
-            ["", "", "shape", "dtype", "count", "size"],
-            *([row["path"], *cells(row)] for row in rows),
-        ],
-        ">",
-    )
+    lines = [["", "", "shape", "dtype", "count", "size"]]
+    for row in rows:
+        columns = [row["path"], row["kind"], str(row["shape"]), row["dtype"]]
+        lines.append([*columns, f"{row['count']:,}", size(row["bytes"])])
     total = totals(rows)
     parts = f"{total['trainable']:,} trainable, {total['frozen']:,} frozen"
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"{model}: {total['parameters']:,} parameters ({parts}), {size(total['bytes'])}",
-        ]
-    )
+    last = f"{model}: {total['parameters']:,} parameters ({parts}), {size(total['bytes'])}"
+    return "\n".join([*table(lines, ">"), "", last])

@@ -13,8 +13,8 @@ from jaxdp.parallel.layout import Share
 from jaxdp.parallel.strategy import Strategy
 from jaxdp.plan.flops import count_flops
 from jaxdp.plan.hardware import Hardware, update_seconds
-from jaxdp.plan.hlo import Collective, collectives
-from jaxdp.plan.memory import bytes_by_tree, peak
+from jaxdp.plan.hlo import Collective
+from jaxdp.plan.memory import analyzed, bytes_by_tree, peak
 from jaxdp.train.state import Batch
 from jaxdp.train.step import Step
 
@@ -64,9 +64,7 @@ def make_plan(case: Case, zero: int) -> Plan:
     strategy = case.strategy
     program = strategy.compile(case.step)
     state, batch = strategy.argument_shapes(case.example)
-    lowered = program.lowered(state, batch)
-    compiled = {name: part.compile() for name, part in lowered.items()}
-    used = [part.memory_analysis() for part in compiled.values()]
+    used, sent = analyzed(program.lowered(state, batch), True)
     sizes = bytes_by_tree(strategy, case.step, batch, case.accumulate_split)
     return Plan(
         zero,
@@ -75,11 +73,11 @@ def make_plan(case: Case, zero: int) -> Plan:
         Memory(
             **sizes,
             activations=max(0, used[0].temp_size_in_bytes - sizes["grads"]),
-            peak=max(peak(u) for u in used),
+            peak=max(map(peak, used)),
         ),
         strategy.share(),
         zero == 3 and not strategy.blocks,
-        tuple(c for k in lowered for c in collectives(compiled[k].as_text(), lowered[k].as_text())),
+        tuple(sent),
         count_flops(jax.make_jaxpr(program.update)(state, batch)),
     )
 
@@ -95,8 +93,8 @@ def predict(plan: Plan, hardware: Hardware, dtype: str) -> dict[str, float]:
     traffic = (
         2 * (memory.params + memory.opt_state) + memory.grads
     )  # state: read and written; gradients: read
-    calls = [(c, c.per_block(hardware.devices_per_host)) for c in plan.collectives]
-    calls = [(c, min(g, hardware.devices_per_host, c.group_size)) for c, g in calls]
+    host = hardware.devices_per_host
+    calls = [(c, min(c.per_block(host), host, c.group_size)) for c in plan.collectives]
     seconds = update_seconds(hardware, plan.flops, dtype, calls, traffic)
     compute = seconds["compute"]
     return {

@@ -111,11 +111,9 @@ class Reports(Writer):
         """Write the report unless the run has no metrics yet; return True if it was written."""
         began, written = time.monotonic(), False
         try:
-            if alive is False or (self.directory / "metrics.jsonl").stat().st_size:
-                write(
-                    self.directory / NAME,
-                    render([read_run(self.directory, alive)], self.defaults),
-                )
+            if not alive or (self.directory / "metrics.jsonl").stat().st_size:
+                page = render([read_run(self.directory, alive)], self.defaults)
+                write(self.directory / NAME, page)
                 written = True
         except Exception as error:
             if not self.failed:

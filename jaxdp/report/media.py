@@ -29,12 +29,8 @@ def read(directory: pathlib.Path, most: int = PAGE) -> Json:
     folder = directory / FOLDER
     items = []
     omitted = 0
-    files = [
-        (int(match[1]), file.name, match)
-        for file in _files(folder)
-        if (match := NAME.fullmatch(file.name))
-    ]
-    for step, name, match in sorted(files, key=lambda x: x[:2], reverse=True):
+    matches = filter(None, (NAME.fullmatch(file.name) for file in _files(folder)))
+    for step, name, match in sorted(((int(m[1]), m[0], m) for m in matches), reverse=True):
         kind = match[3].lower()
         limit = TEXT if kind == "txt" else IMAGE
         try:
@@ -48,9 +44,8 @@ def read(directory: pathlib.Path, most: int = PAGE) -> Json:
         most -= len(content)
         item: Json = {"step": step, "name": match[2]}
         if kind == "txt":
-            item["text"] = content[:limit].decode("utf-8", "replace") + (
-                "\n[cut]" if len(content) > limit else ""
-            )
+            cut = "\n[cut]" * (len(content) > limit)
+            item["text"] = content[:limit].decode("utf-8", "replace") + cut
         else:
             item["image"] = f"data:{TYPES[kind]};base64,{base64.b64encode(content).decode()}"
         items.append(item)

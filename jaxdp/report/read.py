@@ -73,9 +73,8 @@ def tables(
     events += skipped(records) + [{"t": s["end"], "kind": "stopped"} for s in unclean]
     charts = [e for e in events if e["kind"] == media.KIND]
     events = [e for e in events if e["kind"] != media.KIND]
-    events.sort(
-        key=lambda e: e["t"] if e["t"] is not None else math.inf
-    )  # skipped updates may have no time
+    # skipped updates may have no time
+    events.sort(key=lambda e: math.inf if e["t"] is None else e["t"])
     return {
         "name": directory.resolve().name,
         "path": str(directory),
@@ -93,9 +92,7 @@ def tables(
         },
         "diff": text(directory / "git.diff") if runs == 1 else "",
         "histograms": media.histograms(charts) if charts and runs == 1 else {},
-        "media": media.read(directory, media.PAGE // runs)
-        if (directory / media.FOLDER).is_dir()
-        else {"items": [], "omitted": 0},
+        "media": media.read(directory, media.PAGE // runs),
     }
 
 
@@ -134,7 +131,7 @@ def state(records: list[Json], events: list[Json], alive: bool) -> Json:
         return {"word": "running", "reason": ""}
     known = [e for e in events if e["kind"] in BEGINS + ENDS]
     if not known:
-        done = bool(records) and records[-1]["split"] == "final"
+        done = records and records[-1]["split"] == "final"
         return {"word": "finished" if done else "stopped", "reason": ""}
     last = known[-1]
     if last["kind"] in ENDS and last["kind"] != "regroup":  # after one, another session begins
@@ -201,7 +198,7 @@ def rounded(value: Any) -> Any:
     it is no number.
     """
     if type(value) is not float:
-        return value if type(value) is int or _is_number(value) else None
+        return value if _is_number(value) else None
     if not math.isfinite(value):
         return str(value)
     short = float(f"{value:.{DIGITS}g}") if abs(value) < 10**DIGITS else round(value)

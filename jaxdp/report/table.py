@@ -54,17 +54,11 @@ def table(runs: Sequence[Json], metric: str) -> str:
     """Return lines with each run's metrics and the keys in which the runs differ."""
     keys = {key: None for run in runs for key in run["config"] if key != "run_dir"}
     differ = [key for key in keys if len({json.dumps(run["config"].get(key)) for run in runs}) > 1]
-    metrics = [
-        metric,
-        *(
-            name
-            for name in METRICS
-            if name != metric and any(name in run["numbers"] for run in runs)
-        ),
-    ]
-    rows = [[*metrics, "step", *differ, "run"]]
+    others = [m for m in METRICS if m != metric and any(m in run["numbers"] for run in runs)]
+    columns = [metric, *others, "step"]
+    rows = [[*columns, *differ, "run"]]
     for run in runs:
-        shown = [run["numbers"].get(name) for name in (*metrics, "step")]
+        shown = [run["numbers"].get(name) for name in columns]
         values = [json.dumps(run["config"].get(key)).strip('"') for key in differ]
         marks = [] if run["state"]["word"] == "finished" else [run["state"]["word"]]
         if run["config"].get("audit.action") == "warn" and any(
@@ -72,11 +66,6 @@ def table(runs: Sequence[Json], metric: str) -> str:
         ):
             marks.append("wrong device")
         name = f"{run['name']} ({', '.join(marks)})" if marks else run["name"]
-        rows.append(
-            [
-                *(f"{x:.6g}" if isinstance(x, int | float) else str(x or "-") for x in shown),
-                *values,
-                name,
-            ]
-        )
+        cells = [f"{x:.6g}" if isinstance(x, int | float) else str(x or "-") for x in shown]
+        rows.append([*cells, *values, name])
     return "\n".join(numbers.table(rows))

@@ -149,8 +149,8 @@ def collectives(compiled_text: str, lowered_text: str | None = None) -> list[Col
             sure and exact for _, sure, _, exact in calls
         )
 
-    counted = [c._replace(count=runs(where)[0], exact=runs(where)[1]) for where, c in located]
-    return [c for c in counted if c.count]
+    counted = [(*runs(where), c) for where, c in located]
+    return [c._replace(count=count, exact=exact) for count, exact, c in counted if count]
 
 
 def _times(opcode: str, role: str, trips: re.Match[str] | None) -> tuple[int, bool]:
@@ -173,12 +173,8 @@ def _started(kind: str, shape: str) -> str:
             parts.append("")
         else:
             parts[-1] += c
-    bundled = (
-        shape.startswith("(")
-        and len(parts) > 1
-        and (kind != "all-reduce" or parts[0].startswith("("))
-    )
-    return parts[1] if bundled else shape
+    bundled = len(parts) > 1 and (kind != "all-reduce" or parts[0].startswith("("))
+    return parts[1] if bundled and shape.startswith("(") else shape
 
 
 def _read(
@@ -193,10 +189,10 @@ def _read(
     if kind == "reduce-scatter":
         arrays = [(dtype, n * size) for dtype, n in arrays]
     if kind == "all-to-all":  # perhaps a tuple of one piece per peer
-        arrays = [
-            (dtype, sum(n for d, n in arrays if d == dtype))
-            for dtype in dict.fromkeys(d for d, _ in arrays)
-        ]
+        pieces = Counter[str]()
+        for dtype, n in arrays:
+            pieces[dtype] += n
+        arrays = [*pieces.items()]
     sent = Counter[str]()
     for dtype, elements in arrays:
         narrower = stated.get((kind, elements), {"f32"})
