@@ -87,7 +87,7 @@ class Reference(NamedTuple):
         """Return the error of each leaf that is compared, scaled so that `tolerance` is what is
         allowed.
         """
-        curve = {name: values for name, values in curve.items() if name in self.trained.curve}
+        curve = {name: curve[name] for name in curve if name in self.trained.curve}
         trained, start = self.trained, self.trained.start
         got, want = flatten(state, curve, start), flatten(trained, trained.curve, start)
         for path, zero in self.zero.items():

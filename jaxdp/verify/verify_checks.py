@@ -241,7 +241,7 @@ def check_padding(setup: Setup, random: bool, tolerance: float) -> Check:
     order = problem.order
 
     def ragged(size):
-        return bool(size % order.batch_size or order.batch_size % order.microbatches)
+        return size % order.batch_size or order.batch_size % order.microbatches
 
     full, has_padding = trial.microbatch(0, 0), ragged(order.size)
     padded, other = (compute(setup, batch, start.model_state) for batch in masked(full))
@@ -255,13 +255,8 @@ def check_padding(setup: Setup, random: bool, tolerance: float) -> Check:
         pairs.append(("none there", has_padding, padded, without))
     if batch := eval_batch(setup):
         has_padding = any(ragged(len(x)) for x in problem.eval_sets.values())
-        pairs.append(
-            (
-                "other examples there, in evaluation",
-                has_padding,
-                *(evaluate(setup, x) for x in masked(batch)),
-            )
-        )
+        evaluated = (evaluate(setup, x) for x in masked(batch))
+        pairs.append(("other examples there, in evaluation", has_padding, *evaluated))
     note = None
     for what, has_padding, padded, other in pairs:
         errors = leaf_errors(padded, other)
