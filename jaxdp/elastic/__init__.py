@@ -11,17 +11,13 @@ from jaxdp.errors import UsageError
 from jaxdp.extras import Extra, Train
 
 # They load on first use: the coordinator imports this folder, and needs no training.
-_HOME = {
-    "run": ("jaxdp.elastic.own_loop", "run"),
-    "Options": ("jaxdp.elastic.regroup", "Options"),
-}
+_HOME = {"run": "own_loop", "Options": "regroup"}
 __all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        module, attribute = _HOME[name]
-        return getattr(importlib.import_module(module), attribute)
+        return getattr(importlib.import_module(f"jaxdp.elastic.{_HOME[name]}"), name)
     raise AttributeError(f"module 'jaxdp.elastic' has no attribute {name!r}")
 
 

@@ -243,12 +243,11 @@ class Snapshots(Continuation):
         """Drop the parts of the newest snapshot that have changed in memory; return whether there
         were any.
         """
-        before, self.newest = self.newest, self.newest and self.newest.check()
-        return (
-            before is not None
-            and self.newest is not None
-            and len(self.newest.parts) < len(before.parts)
-        )
+        if self.newest is None:
+            return False
+        count = len(self.newest.parts)
+        self.newest = self.newest.check()
+        return len(self.newest.parts) < count
 
     def end_generation(self) -> None:
         """Keep the newest copy, unless its program does not return; the devices are about to be

@@ -4,16 +4,11 @@ The door of local updates: a strategy in the place of that of `parallel`.
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from jaxdp.errors import UsageError
 from jaxdp.extras import Extra, door
-
-if TYPE_CHECKING:
-    from jaxdp.parallel.strategy import Strategy
-    from jaxdp.run.components import Parts
-    from jaxdp.train.observer import Observer
 
 SILENCE = "120"  # seconds without a sign of life: the network between sites may be cut
 
@@ -65,13 +60,11 @@ class Door(Extra):
         optimizer = self.config.outer.optimizer
         return optimizer.target == "muon" or bool(optimizer.args.get("weight_decay"))
 
-    def change_parts(self, parts: "Parts") -> "Parts":
+    def change_parts(self, parts: Any) -> Any:
         """Keep no average of each replica's parameters: the outer steps average."""
         return parts._replace(rule=parts.rule._replace(ema_decay=None))
 
-    def strategy(
-        self, parts: "Parts", make: Any, reduction: Any, devices: Sequence[Any]
-    ) -> "Strategy":
+    def strategy(self, parts: Any, make: Any, reduction: Any, devices: Any) -> Any:
         from jaxdp.outer.rule import make_replicas
 
         return make_replicas(self.config, parts, make, reduction, devices)
@@ -92,7 +85,7 @@ class Door(Extra):
                 "or a callback that ends training then, sees the parameters of the last outer step; make it a multiple"
             )
 
-    def observers(self, training: Any) -> "list[Observer]":
+    def observers(self, training: Any) -> list[Any]:
         from jaxdp.outer.rule import LastStep
 
         return [LastStep(self.config.outer.every, training.run.log)]
