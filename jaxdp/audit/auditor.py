@@ -44,7 +44,7 @@ class Audit(Observer):
         first = first_example(run.data.train.dataset)
         dims = {name: np.ndim(x) for name, x in first.items()}
         self.probe = Probe(run.strategy, run.step, dims)
-        self.last: int | None = None  # the update after which the last audit was made
+        self.last = -1  # the update after which the last audit was made
         self.batch: Batch | None = None
         self.named: set[Any] = set()
         self.failed = False  # then a later audit that passes does not make the state right
@@ -54,7 +54,7 @@ class Audit(Observer):
 
     def start(self, run: Run, progress: Progress) -> None:
         self.run, self.progress = run, progress
-        if self.last is None:
+        if self.last < 0:
             self.last = progress.start
             run.checkpoints.trusted = self._passed_before(run, progress)
 
@@ -62,7 +62,6 @@ class Audit(Observer):
         self.batch = batch
 
     def after(self, updates: range, state: TrainState, metrics: Mapping[str, Any]) -> None:
-        assert self.last is not None
         if self.every > 0 and not 0 <= updates[-1] - self.last < self.every:
             self.check()
 

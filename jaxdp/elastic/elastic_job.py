@@ -98,8 +98,7 @@ def wait_for_devices(config: Config, context: Context) -> None:
     Raises Stopped if one joins, GenerationEnded if one is lost, DistributedError with code 75 after
     `elastic.join_timeout` seconds."""
     timeout = config.elastic.join_timeout
-    texts = (extra.misfit(jax.device_count()) for extra in extras_of(config))
-    text = next(filter(None, texts), "")
+    text = "; ".join(filter(None, (x.misfit(jax.device_count()) for x in extras_of(config))))
     if not text:
         return
     if context.is_root:

@@ -52,11 +52,9 @@ def report_lost_updates(directory: pathlib.Path, start: int) -> None:
         (record.get("step", 0) for record in read(directory / "metrics.jsonl", math.inf)), default=0
     )
     if reached > start:
-        origin = (
-            f"its checkpoint of update {start}"
-            if start
-            else "the first update: it has no checkpoint"
-        )
+        origin = "the first update: it has no checkpoint"
+        if start:
+            origin = f"its checkpoint of update {start}"
         text = (
             f"jaxdp: elastic: no process has the state after update {reached} any more: the job "
             f"continues from {origin}"

@@ -186,9 +186,8 @@ class Snapshots(Continuation):
             if self._choose and not self._measured:
                 self._taken.append((step, began, time.perf_counter()))
             if len(self._taken) == COPIES:
-                texts = self.training.run.checkpoints.context.exchange(
-                    "cost of snapshots", str(affordable(self._taken))
-                )
+                context = self.training.run.checkpoints.context
+                texts = context.exchange("cost of snapshots", str(affordable(self._taken)))
                 self.every, self._measured, self._taken = max(map(int, texts)), True, []
 
     def keep_state(self) -> None:
@@ -201,9 +200,9 @@ class Snapshots(Continuation):
         self.settle()
 
     def _begin(self) -> None:
-        run, progress = self.training.run, self.training.progress
-        copied = self._copies.start(run.strategy.export(progress.state, padded=True))
-        meta, copies = json.dumps(self.training.metadata()), self._copies
+        training, progress, copies = self.training, self.training.progress, self._copies
+        copied = copies.start(training.run.strategy.export(progress.state, padded=True))
+        meta = json.dumps(training.metadata())
         self._pending = Snapshot(
             progress.step, copied, meta, copies.dims, copies.count, progress.offset
         )

@@ -14,12 +14,11 @@ from jaxdp.exact import flags
 from jaxdp.extras import Extra
 
 BITS = {"exact": 31, "exact16": 15, "exact8": 7}  # of the sums, without their sign
-LEAST = 3  # bits that each summand must have
 
 
 def most_summands(reduction: str) -> int:
-    """Return how many summands leave `LEAST` bits for each."""
-    return (2 ** BITS[reduction] - 1) // (2**LEAST - 1)
+    """Return how many summands leave 3 bits for each, which hold numbers up to 7."""
+    return (2 ** BITS[reduction] - 1) // 7
 
 
 class Door(Extra):
