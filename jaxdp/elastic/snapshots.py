@@ -170,10 +170,6 @@ class Snapshots(Continuation):
     def goes_on(self, error: BaseException) -> bool:
         return has_ended(error)
 
-    def close(self, last_save: float) -> None:
-        self.last_save = last_save
-        self.training.run.checkpoints.wait()
-
     def after(self, updates: range, state: TrainState, metrics: Any) -> None:
         """Copy the state, if `every` updates have passed, or the run was rolled back."""
         step = self.reached = updates[-1]

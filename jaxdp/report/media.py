@@ -29,7 +29,11 @@ def read(directory: pathlib.Path, most: int = PAGE) -> Json:
     folder = directory / FOLDER
     items = []
     omitted = 0
-    matches = filter(None, (NAME.fullmatch(file.name) for file in _files(folder)))
+    try:
+        names = [file.name for file in folder.iterdir() if file.is_file()]
+    except OSError:
+        names = []
+    matches = filter(None, map(NAME.fullmatch, names))
     for step, name, match in sorted(((int(m[1]), m[0], m) for m in matches), reverse=True):
         kind = match[3].lower()
         limit = TEXT if kind == "txt" else IMAGE
@@ -50,13 +54,6 @@ def read(directory: pathlib.Path, most: int = PAGE) -> Json:
             item["image"] = f"data:{TYPES[kind]};base64,{base64.b64encode(content).decode()}"
         items.append(item)
     return {"items": items[::-1], "omitted": omitted}
-
-
-def _files(folder: pathlib.Path) -> list[pathlib.Path]:
-    try:
-        return [file for file in folder.iterdir() if file.is_file()]
-    except OSError:
-        return []
 
 
 KIND = "histogram"  # of an event

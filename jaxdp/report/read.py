@@ -92,7 +92,9 @@ def tables(
         },
         "diff": text(directory / "git.diff") if runs == 1 else "",
         "histograms": media.histograms(charts) if charts and runs == 1 else {},
-        "media": media.read(directory, media.PAGE // runs),
+        "media": media.read(directory, media.PAGE // runs)
+        if (directory / media.FOLDER).is_dir()
+        else {"items": [], "omitted": 0},
     }
 
 

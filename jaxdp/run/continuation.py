@@ -63,6 +63,3 @@ class Continuation(Observer):
     def goes_on(self, error: BaseException) -> bool:
         """Return whether an error ends this run, but not the command."""
         return False
-
-    def close(self, last_save: float) -> None:
-        """The run has ended. last_save: see the attribute."""

@@ -316,7 +316,9 @@ def supervised(
         signals.unsubscribe(on_signal)
         training.profile.stop()
         watch.stop()
-        continuation.close(watch.last_save)
+        continuation.last_save = watch.last_save
+        if continuation.survives:
+            run.checkpoints.wait()  # the next run reads them
         log.writer.close()
 
 
