@@ -1,8 +1,8 @@
 """The extras: folders of the package that the rest of it works without.
 
 A config asks for them by its keys (`Config.extras`). Each has a class `Door`, a subclass of `Extra`.
-The program calls its methods where an extra may add something, and names no
-extra itself, so that a folder can be deleted: a config that asks for it is refused in one line.
+The program calls its methods where an extra may add something, and names no extra itself. So a
+folder can be deleted: a config that asks for it is refused in one line.
 """
 
 import importlib
@@ -77,8 +77,9 @@ class Extra:
 
 def extras_of(config: Config | None) -> list[Extra]:
     """Return what a config asks for. Raises UsageError for an extra that was deleted."""
-    asked = config.extras if config is not None else {}
-    return [door(name, key)(config or Config()) for name, key in asked.items()]
+    if config is None:
+        return []
+    return [door(name, key)(config) for name, key in config.extras.items()]
 
 
 def is_there(name: str) -> bool:

@@ -37,8 +37,8 @@ def meet(world: World, facts: Mapping[str, object], timeout: float, group: Group
     """Join the job of `world` within about `timeout` seconds.
 
     facts: versions and properties of this rank; `gloo`: whether its collectives run over Gloo.
-    Raises UsageError (port in use, wrong address or secret, different facts, a host name that other ranks
-    cannot use) or DistributedError (a rank did not come); rank=0 if all ranks raise the same.
+    Raises UsageError (port in use, wrong address or secret, different facts, a host name that other
+    ranks cannot use) or DistributedError (a rank did not come); rank=0 if all ranks raise the same.
     """
     began = time.monotonic()
     local: Facts = {

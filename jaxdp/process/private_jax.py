@@ -182,9 +182,7 @@ def lower_dot(ctx: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
 
 @contextlib.contextmanager
 def usual_lowerings() -> Iterator[None]:
-    """Restore at the end how JAX lowers products and sums for CPU: an extra changes
-    it.
-    """
+    """Restore at the end how JAX lowers products and sums for CPU: an extra may change it."""
     from jax import lax
     from jax._src.interpreters import mlir
 

@@ -17,10 +17,10 @@ class Continuation(Observer):
     observer of each of its runs. This base class is that of a command that trains once.
 
     Attributes:
-        runs: those that have ended.
-        prepared: what the first of them has built for any number of devices.
-        last_save: when the last one saved, in seconds of `time.monotonic`; None: it did not.
-        again: updates of the last one that this one makes again.
+        runs: those of the job that have ended, also before this process joined it.
+        prepared: what a run of this process has built for any number of devices.
+        last_save: when the last run saved, in seconds of `time.monotonic`; None: it did not.
+        again: updates of the last run that this one makes again.
         survives: whether training goes on without a process that is lost.
         trusted: only states in which no device was found wrong are kept.
     """

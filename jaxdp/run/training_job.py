@@ -92,9 +92,8 @@ class Job:
         config, directory, objects = self.config, self.directory, self.objects
         overwrite = self.overwrite and not continuation.runs
         began = time.time()
-        if (
-            overwrite
-        ):  # not what this job has written before `jaxdp launch` started its processes again
+        if overwrite:
+            # Not what this job has written before `jaxdp launch` started its processes again.
             since = float(os.environ.get("JAXDP_BEGAN", math.inf))
             overwrite = context.of_root("overwrite", lambda: rundir.began(directory) < since)
         use_compilation_cache(config, context)
@@ -338,9 +337,10 @@ def log_failure(events: NoEvents, alone: bool, continuation: Continuation) -> It
     try:
         yield
     except BaseException as error:
-        if isinstance(error, Stopped) or continuation.goes_on(error):
-            if continuation.goes_on(error):
-                events.note("regroup", reason=getattr(error, "why", str(error))[:300])
+        if continuation.goes_on(error):
+            events.note("regroup", reason=getattr(error, "why", str(error))[:300])
+            raise
+        if isinstance(error, Stopped):
             raise
         unsubscribe = alone
         prefix = "" if alone or not is_consequence(error) else "another process was lost: "

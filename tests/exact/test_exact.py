@@ -18,7 +18,7 @@ import optax
 import pytest
 
 import toys
-from cli_runs import curve, jaxdp, records, write
+from cli_runs import DIGITS, curve, jaxdp, records, write
 from covering import first
 from jaxdp.api import fit
 from jaxdp.config import Config, Optimizer
@@ -981,3 +981,18 @@ def test_gradients_travel_as_integers_in_one_all_reduce_of_the_reductions_width(
         "int32",
     }
     assert sum(c.bytes > 4096 for c in found) == 1
+
+
+@pytest.mark.slow
+def test_exact_sums_start_from_the_parameters_of_another_run(tmp_path):
+    words = [*DIGITS, "--epochs", "null", "--steps", "3", "--eval.every", "null"]
+    jaxdp(*words, "--run_dir", tmp_path / "first")
+    digests = []
+    for devices in (1, 2):
+        more = ["--parallel.reduction", "exact", "--init_from", tmp_path / "first"]
+        run_dir = tmp_path / f"exact {devices}"
+        jaxdp(*words, *more, "--run_dir", run_dir, devices=devices)
+        [final] = records(run_dir, "final")
+        digests.append(final["params_sha256"])
+    [before] = records(tmp_path / "first", "final")
+    assert digests[0] == digests[1] != before["params_sha256"]
