@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from jaxdp.elastic import sockets
 from jaxdp.elastic.states import LATE
 from jaxdp.errors import GenerationEnded
@@ -70,6 +72,13 @@ class ElasticMembership(membership.Membership):
     def has_ended(self, seconds: float) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: self.ended is not None, seconds)
+
+    def wait_for(self, arrays: Any) -> None:
+        # Not in JAX, from which this process would not return before Gloo gives up to connect to
+        # one that was killed: `break_collectives` does not reach a connection that is not made yet.
+        while not all(x.is_ready() for x in jax.tree.leaves(arrays)):
+            self.check_generation()
+            time.sleep(0.001)
 
     def report_state(self) -> None:
         """Tell the coordinator that this process has the state of this generation, from which the

@@ -261,13 +261,14 @@ class Machine:
         """Return whether no other process must be waited for. known: those that wait."""
         newest = newest_state(self.waiting)
         others = [x for x in self.members.values() if identity(x) not in known]
-        # One that sends heartbeats has not reported yet; or a rank whose connection has ended with
-        # the last coordinator has a newer state than all that wait, which know only that it had one.
+        # One that sends heartbeats has not reported yet: it is waited for, unless its state is older
+        # than that of one that waits, as that of a new process is which did not get the state. Or a
+        # rank whose connection has ended with the last coordinator has a newer state than all that
+        # wait, which know only that it had one.
         reported = max((x.facts.get("newest", -1) for x in self.waiting), default=-1)
         may_lack = self.state == LOST and reported > newest and not self.is_everyone()
-        if self.seconds < LATE and (
-            may_lack or any(x.silent < WINDOW and identity(x) in self.survivors for x in others)
-        ):
+        late = [x for x in others if x.silent < WINDOW and identity(x) in self.survivors]
+        if self.seconds < LATE and (may_lack or (late and newest_state(late) >= newest)):
             return False
         # One with a newer state may be alive until it has sent no heartbeat for LATE seconds; and
         # may connect again for WINDOW seconds after its connection has closed.

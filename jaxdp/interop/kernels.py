@@ -17,6 +17,7 @@ from jaxdp.errors import UsageError
 from jaxdp.interop.flat_buffers import Part, from_bits, pack, stays, to_bits, unpack
 from jaxdp.precision import is_narrow
 from jaxdp.process.caches import cached
+from jaxdp.process.context import current
 
 AXIS = "rank"
 Transfer = Callable[[Array], Array]  # buffer[rows, element] -> buffer[rows', element]
@@ -229,6 +230,8 @@ def run(
     rows = n if chunked else 1
     local = jax.device_put(pack(arrays, rows, device, as_bytes), device)
     results = _program(name, argument, members)(local)
+    if device.platform == "cpu":  # they are read here
+        current().wait_for(results)
 
     def finish(part: Part, shape: tuple[int, ...]) -> Part:
         shape = shape[1:] if chunked else shape

@@ -87,6 +87,11 @@ class Context:
         """
         self.exchange(f"barrier {name}".strip(), "", timeout)
 
+    def wait_for(self, arrays: Any) -> None:
+        """Wait for what the processes compute together; see `Membership.wait_for`."""
+        member = membership.current()
+        (jax.block_until_ready if member is None else member.wait_for)(arrays)
+
     def agree(self, error: str | None, timeout: float = 60.0) -> None:
         """Raise UsageError on every rank if any rank passes an error: that of the lowest such rank,
         which prints it.

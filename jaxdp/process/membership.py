@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+import jax
+
 from jaxdp.errors import DistributedError, one_line, record_fault
 from jaxdp.process import hosts, private_jax
 from jaxdp.process.connection import Joined
@@ -228,6 +230,10 @@ class Membership:
     def has_ended(self, seconds: float) -> bool:
         """Wait up to `seconds` for the end of this generation; return whether it has ended."""
         return False
+
+    def wait_for(self, arrays: Any) -> None:
+        """Wait for arrays. Raises GenerationEnded if this generation ends before they are there."""
+        jax.block_until_ready(arrays)
 
     def connect(self) -> Any:
         """Return a client of JAX's coordination service, connected with all other ranks."""

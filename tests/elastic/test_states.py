@@ -90,6 +90,41 @@ def test_all_orders(kinds, faults, worlds):
     assert worlds < seen < steps
 
 
+def test_a_new_process_that_hangs_before_it_has_the_state_is_not_waited_for():
+    """Its heartbeats go on: it may be in a collective with one that was killed."""
+    world = begun("aaa", 4, FAULTS)
+
+    def settle():
+        while rest := [x for x in world.events() if x[0] in ("connect", "hear", "prepared")]:
+            world.do(*rest[0])
+
+    def ticks_until(trains):
+        for ticks in range(20):
+            settle()
+            if [x.slot for x in world.active()] == trains:
+                return ticks
+            world.do("tick", 0)
+            for name, slot in world.events():
+                if name in ("collective fails", "regroup"):
+                    world.do(name, slot)
+        raise AssertionError("they do not train")
+
+    ticks_until([0, 1, 2])
+    for slot in range(3):
+        world.do("open", slot)
+    world.do("kill", 2)
+    ticks_until([0, 1])
+    for slot in range(2):
+        world.do("open", slot)
+    world.do("restart", 2)
+    ticks_until([0, 1, 2])
+    for slot in range(2):
+        world.do("open", slot)
+    world.do("hang", 2)
+    world.do("kill", 1)
+    assert ticks_until([0]) <= LIMITS["WINDOW"] + 1 < LIMITS["LATE"]
+
+
 @pytest.mark.parametrize(
     ("method", "wrong", "text"),
     [
