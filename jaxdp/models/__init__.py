@@ -78,7 +78,9 @@ def is_module(target: Any) -> bool:
     """Return True for an initialized Flax NNX or Equinox module."""
     from flax import nnx
 
+    if isinstance(target, nnx.Module):
+        return True
     equinox = sys.modules.get(
         "equinox"
-    )  # if it was never imported, `target` cannot be one of its modules
-    return isinstance(target, (nnx.Module, equinox.Module) if equinox else nnx.Module)
+    )  # if it was never imported, `target` is none of its modules
+    return equinox is not None and isinstance(target, equinox.Module)

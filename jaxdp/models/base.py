@@ -70,7 +70,7 @@ def modes(train: bool) -> dict[str, bool]:
 
 
 def call_arguments(
-    call: Callable, batch: Batch, train: bool, key: jax.Array
+    call: Callable, batch: dict[str, Any], train: bool, key: jax.Array
 ) -> tuple[tuple, dict[str, Any]]:
     """Return the (positional, keyword) arguments for a bound `__call__(x, mask, train, ...)`,
     matched by name.

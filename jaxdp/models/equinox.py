@@ -16,7 +16,6 @@ from jaxdp.models.base import (
     CARRY,
     PARAMS,
     STATE,
-    Batch,
     Model,
     at,
     call_arguments,
@@ -71,14 +70,12 @@ def from_equinox(make: Callable[..., Any]) -> Model:
         arrays, state = jax.tree.unflatten(structure, values)
         return eqx.combine(arrays, eqx.nn.inference_mode(module, not train)), state
 
-    def init(key: jax.Array, batch: Batch) -> tuple[Any, Any]:
+    def init(key, batch):
         params, model_state = nest(leaves_of(*build(make, key)))
         return params, for_each_example(model_state, batch)
 
-    def apply(
-        params: Any, model_state: Any, batch: Batch, key: jax.Array, train: bool
-    ) -> tuple[Any, Any]:
-        def run_example(example: Batch, row: jax.Array, values: list[Any]) -> tuple[Any, list[Any]]:
+    def apply(params, model_state, batch, key, train):
+        def run_example(example, row, values):
             called, state = fill(values, train)
             entries = {**example, "state": state} if takes_state else example
             example_key = jax.random.fold_in(key, row)
@@ -105,13 +102,11 @@ def from_equinox(make: Callable[..., Any]) -> Model:
         _, new_state = nest(zip(paths, values, strict=True))
         return outputs, keep_dtypes(model_state, new_state)
 
-    def traced(
-        params: Any, model_state: Any, batch: Batch, key: jax.Array, train: bool
-    ) -> tuple[Any, Any]:
+    def traced(params, model_state, batch, key, train):
         call = functools.partial(apply, train=train)
         return trace_off_mesh(call, params, model_state, batch, key)
 
-    def trained(params: Any, model_state: Any) -> Any:
+    def trained(params, model_state):
         values = [
             jnp.zeros_like(x) if is_carry(path) else at(path, params, model_state)
             for path, x in leaves

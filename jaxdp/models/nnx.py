@@ -15,7 +15,6 @@ from jaxdp.models.base import (
     CARRY,
     PARAMS,
     STATE,
-    Batch,
     Model,
     at,
     call_arguments,
@@ -47,8 +46,8 @@ class Blocks(nnx.Module):
         self.reading: Reading | None = None  # how the training step reads the parameters
 
     def __call__(self, x: Any, *args: Any) -> Any:
-        graph, kinds, rest = nnx.split(self.stack, nnx.Param, ...)
-        variables = nnx.to_flat_state(kinds)
+        graph, *states = nnx.split(self.stack, nnx.Param, ...)
+        variables, rest = nnx.to_flat_state(states[0]), states[1]
 
         def block(params: Any, x: Any, rest: nnx.State) -> tuple[Any, nnx.State]:
             values = ((path, v.replace(at((PARAMS, *path), params, {}))) for path, v in variables)
@@ -120,7 +119,7 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
     state = jax.eval_shape(make_state, jax.eval_shape(lambda: jax.random.key(0)))
     variables = dict(nnx.to_flat_state(state))
 
-    def merge(params: Any, model_state: Any, key: jax.Array, train: bool) -> Any:
+    def merge(params, model_state, key, train):
         """Return the module with these values, and with RNG streams that start at `key`."""
         values, streams = [], 0
         for path, x in variables.items():
@@ -144,7 +143,7 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         carry = jax.tree_util.tree_map_with_path(swapped, model_state[CARRY])
         return model_state | {CARRY: carry}
 
-    def init(key: jax.Array, batch: Batch) -> tuple[Any, Any]:
+    def init(key, batch):
         params, model_state = _nested(nnx.to_flat_state(make_state(key)))
         model_state = for_each_example(model_state, batch)
         rehearse(apply, params, model_state, batch, key)
@@ -164,13 +163,13 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         return params, readings
 
     def apply(
-        params: Any,
-        model_state: Any,
-        batch: Batch,
-        key: jax.Array,
-        train: bool,
-        per_block: PerBlock = PLAIN,
-    ) -> tuple[Any, Any]:
+        params,
+        model_state,
+        batch,
+        key,
+        train,
+        per_block=PLAIN,
+    ):
         params, readings = read_blocks(params, per_block)
         module = merge(params, swap_dims(model_state), key, train)
         for path, part in nnx.iter_modules(module):
@@ -187,7 +186,7 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         _, new = _nested((path, after[path]) for path in variables)
         return outputs, keep_dtypes(model_state, swap_dims(new))
 
-    def trained(params: Any, model_state: Any) -> Any:
+    def trained(params, model_state):
         declared = _nested(variables.items())[1]
         carry = jax.tree.map(jnp.zeros_like, declared.get(CARRY, {}))
         return merge(params, {**model_state, CARRY: carry}, jax.random.key(0), False)

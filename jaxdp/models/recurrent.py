@@ -5,7 +5,6 @@ A text is read as streams, one per row of a batch; each batch continues where th
 truncated back-propagation through time (Werbos 1990). A stream starts with a carry of zeros.
 """
 
-import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,13 +23,16 @@ NONLINEARITIES = {"tanh": nnx.tanh, "relu": nnx.relu}
 
 class Recurrent(nnx.Module):
     """A recurrent language model: tokens[example, token] integers -> logits [example, token,
-    vocabulary].
+    vocabulary]. A subclass has layer(width, hidden, rngs), which returns a layer that maps
+    x[example, token, width] to [example, token, hidden].
 
     An embedding, recurrent layers, a linear head. input_shape: (length,) of any length, and
     num_classes, the vocabulary, come from the data. dim: width of the embedding; hidden: width of
     every layer. dropout: rate for the inputs and outputs of the layers, not for the state between
     tokens. tied: compute logits with the embedding matrix (Press and Wolf, arXiv 1608.05859);
     requires hidden = dim. Raises UsageError for inconsistent arguments."""
+
+    layer: Callable[[int, int, nnx.Rngs], nnx.Module]
 
     def __init__(
         self,
@@ -59,10 +61,6 @@ class Recurrent(nnx.Module):
         self.dropout = make_dropout(dropout, rngs)
         self.head = None if tied else nnx.Linear(hidden, num_classes, rngs=rngs)
 
-    @abc.abstractmethod
-    def layer(self, width: int, hidden: int, rngs: nnx.Rngs) -> nnx.Module:
-        """Return a layer that maps x[example, token, width] to [example, token, hidden]."""
-
     def __call__(self, tokens: jax.Array) -> jax.Array:
         require_tokens(type(self).__name__, tokens)
         x = look_up(self.embed.embedding[...], tokens, self.embed.num_embeddings)
@@ -70,41 +68,6 @@ class Recurrent(nnx.Module):
             x = layer(self.dropout(x))
         x = self.dropout(x)
         return self.embed.attend(x) if self.head is None else self.head(x)
-
-
-class LSTM(Recurrent):
-    """An LSTM language model, regularized as in Zaremba et al. (arXiv 1409.2329): the model that
-    the Needle course project (CMU 10-414, homework 4) trains on Penn Treebank.
-    """
-
-    def layer(self, width: int, hidden: int, rngs: nnx.Rngs) -> nnx.Module:
-        return LSTMLayer(width, hidden, rngs)
-
-
-class RNN(Recurrent):
-    """An RNN language model: h = tanh or relu of W x + U h + b (Elman 1990, "Finding structure in
-    time").
-    """
-
-    def __init__(
-        self,
-        input_shape: Sequence[int],
-        num_classes: int,
-        dim: int = 128,
-        hidden: int = 128,
-        layers: int = 2,
-        dropout: float = 0.0,
-        tied: bool = False,
-        nonlinearity: str = "tanh",
-        *,
-        rngs: nnx.Rngs,
-    ):
-        check_one_of("model.args.nonlinearity", nonlinearity, NONLINEARITIES)
-        self.nonlinearity = nonlinearity
-        super().__init__(input_shape, num_classes, dim, hidden, layers, dropout, tied, rngs=rngs)
-
-    def layer(self, width: int, hidden: int, rngs: nnx.Rngs) -> nnx.Module:
-        return RNNLayer(width, hidden, NONLINEARITIES[self.nonlinearity], rngs)
 
 
 class LSTMLayer(nnx.Module):
@@ -161,3 +124,37 @@ def unroll(step: Callable, carries: Sequence[tuple[Carry, Any]], x: jax.Array) -
     for (carry, _), end in zip(carries, ends, strict=True):
         carry.set_value(end)
     return outputs.swapaxes(0, 1)
+
+
+class LSTM(Recurrent):
+    """An LSTM language model, regularized as in Zaremba et al. (arXiv 1409.2329): the model that
+    the Needle course project (CMU 10-414, homework 4) trains on Penn Treebank.
+    """
+
+    layer = LSTMLayer
+
+
+class RNN(Recurrent):
+    """An RNN language model: h = tanh or relu of W x + U h + b (Elman 1990, "Finding structure in
+    time").
+    """
+
+    def __init__(
+        self,
+        input_shape: Sequence[int],
+        num_classes: int,
+        dim: int = 128,
+        hidden: int = 128,
+        layers: int = 2,
+        dropout: float = 0.0,
+        tied: bool = False,
+        nonlinearity: str = "tanh",
+        *,
+        rngs: nnx.Rngs,
+    ):
+        check_one_of("model.args.nonlinearity", nonlinearity, NONLINEARITIES)
+        self.nonlinearity = nonlinearity
+        super().__init__(input_shape, num_classes, dim, hidden, layers, dropout, tied, rngs=rngs)
+
+    def layer(self, width: int, hidden: int, rngs: nnx.Rngs) -> nnx.Module:
+        return RNNLayer(width, hidden, NONLINEARITIES[self.nonlinearity], rngs)

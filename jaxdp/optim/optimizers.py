@@ -93,10 +93,8 @@ def make_optimizer(
         raise UsageError(
             f"optimizer.weight_decay: {weight_decay} but {make.__name__} takes none; set it to 0"
         )
-    if "learning_rate" in names or open_ended:
-        tx = make(learning_rate=schedule, **args)
-    else:
-        tx = make(schedule, **args)
+    by_name = "learning_rate" in names or open_ended
+    tx = make(learning_rate=schedule, **args) if by_name else make(schedule, **args)
     return optax.chain(tx, scale_by_path(lr_scale)) if lr_scale else tx
 
 
