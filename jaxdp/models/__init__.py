@@ -40,6 +40,8 @@ def as_model(target: Any) -> Any:
     name = getattr(target, "__name__", type(target).__name__)
     if isinstance(target, Model):
         return target
+    if isinstance(target, type) and issubclass(target, linen.Module):
+        target = target()
     if isinstance(target, linen.Module):
         return bind_axes(from_linen(target))
     if is_pair(target):
@@ -49,8 +51,6 @@ def as_model(target: Any) -> Any:
             f"model: got an initialized {name}; pass the class (or a factory that takes rngs: nnx.Rngs, or key with "
             "Equinox), so that its weights follow `seed`"
         )
-    if isinstance(target, type) and issubclass(target, linen.Module):
-        return bind_axes(from_linen(target()))
     if not callable(target):
         raise UsageError(f"model: {name} is not a model; {USABLE}")
     if "key" in parameters(target) and "rngs" not in parameters(target):

@@ -156,7 +156,7 @@ def shares(scores: jax.Array) -> jax.Array:
 
 
 @shares.defjvp
-def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+def _(primals, tangents):
     weights, (change,) = shares(*primals), tangents
     return weights, weights * (change - jnp.sum(weights * change, -1, keepdims=True))
 

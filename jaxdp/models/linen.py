@@ -10,15 +10,7 @@ import jax
 from flax import errors, linen
 
 from jaxdp.errors import refuse_losses
-from jaxdp.models.base import (
-    CARRY,
-    Model,
-    call_arguments,
-    keep_dtypes,
-    modes,
-    named,
-    rehearse,
-)
+from jaxdp.models.base import CARRY, Model, call_arguments, keep_dtypes, modes, named, rehearse
 
 
 def from_linen(module: linen.Module) -> Model:

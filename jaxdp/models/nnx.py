@@ -162,14 +162,7 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
             readings[stack] = Reading(full, stored, per_block)
         return params, readings
 
-    def apply(
-        params,
-        model_state,
-        batch,
-        key,
-        train,
-        per_block=PLAIN,
-    ):
+    def apply(params, model_state, batch, key, train, per_block=PLAIN):
         params, readings = read_blocks(params, per_block)
         module = merge(params, swap_dims(model_state), key, train)
         for path, part in nnx.iter_modules(module):

@@ -80,7 +80,7 @@ class LSTMLayer(nnx.Module):
         self.cell, self.hidden = Carry(jnp.zeros(hidden)), Carry(jnp.zeros(hidden))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        def step(last: tuple[jax.Array, jax.Array], gates: jax.Array) -> tuple[Any, jax.Array]:
+        def step(last, gates):
             cell, hidden = last
             i, f, g, o = jnp.split(gates + self.weights.dense_h(hidden), 4, -1)
             forget, update = nnx.sigmoid(f), nnx.sigmoid(i) * nnx.tanh(g)
@@ -100,7 +100,7 @@ class RNNLayer(nnx.Module):
         self.hidden, self.nonlinearity = Carry(jnp.zeros(hidden)), nonlinearity
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        def step(last: tuple[jax.Array], inputs: jax.Array) -> tuple[Any, jax.Array]:
+        def step(last, inputs):
             hidden = self.nonlinearity(inputs + self.weights.dense_h(last[0]))
             return (hidden,), hidden
 
