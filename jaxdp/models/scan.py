@@ -140,14 +140,14 @@ def scan_and_sum_later(
     reader, last = per_block.reader, len(jax.tree.leaves(params)[0]) - 1
     values = reader.values(params)
 
-    def one(x, token, number, more):
+    def one(x: Tree, token: Tree, number: Any, more: Tree) -> tuple[Tree, Tree]:
         # The values are indexed here, where slices of the stacks would be copies of them.
         return block(reader.close(at(values, number), token), x, more)
 
     # Outside of the loop, XLA would keep what it finds computed twice.
     alone, repeated = (remat(per_block.remat, one, in_scan=in_scan) for in_scan in (False, True))
 
-    def and_open_above(one, carried, piece):
+    def and_open_above(one: Callable, carried: Any, piece: tuple) -> tuple[Any, Tree]:
         (x, token), (number, above, more) = carried, piece
         token_above, x = reader.open(above, x)
         x, y = one(x, token, number, more)
