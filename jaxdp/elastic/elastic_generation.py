@@ -89,7 +89,7 @@ class ElasticGeneration(Generation):
 
     def do_announce(self, member: Member, id: Any, name: str, text: str) -> Message:
         if name == "waiting":
-            self.on("needs others")
+            self.on("waits")
         return super().do_announce(member, id, name, text)
 
     def do_leave(self, member: Member, id: Any, code: int) -> Message:

@@ -419,8 +419,7 @@ class World:
             getattr(self, "act_" + action.replace(" ", "_"))(*arguments)
 
     def allowed(self, state, event):
-        _, after = states.TABLE[state].get(event, ("", {state}))
-        return after
+        return states.TABLE[state].get(event, {state})
 
     def act_stand_for_last(self, link):
         for newcomer in self.first.values():
