@@ -55,7 +55,7 @@ def run(train: Callable[[State, Callable[[State], None]], T], state: State) -> T
                 f"elastic: {name!r} of the state is a {kind}; give arrays, and numbers of at most 64 bits"
             )
     arrays = [native(x) for x in leaves]
-    newest = with_checksums(0, arrays)
+    newest = first = snapshot_of(0, arrays)
 
     def train_generation(context: Context) -> T:
         nonlocal newest
@@ -65,12 +65,13 @@ def run(train: Callable[[State, Callable[[State], None]], T], state: State) -> T
             raise RunFailed(
                 "the copies of the state in all processes are damaged: faulty memory, or a bug in `train`"
             )
-        [(_, own)] = receive(context, found, newest.parts[WHOLE])
-        newest = found.snapshot._replace(parts={WHOLE: own}).with_checksums()
+        newest = found.snapshot.with_parts(dict(receive(context, found)))
+        if newest.meta != first.meta:
+            raise UsageError(f"elastic: the state is {first.meta}, but the job has {newest.meta}")
         if member is not None:
             regroup.joined().report_state()
         if not newest.step:
-            sums = zip(names, map(described, arrays), newest.checksums[WHOLE])
+            sums = zip(names, map(described, arrays), first.checksums[WHOLE])
             context.check_same(
                 "elastic: the state", {name: f"{kind}, checksum {n:x}" for name, kind, n in sums}
             )
@@ -82,16 +83,17 @@ def run(train: Callable[[State, Callable[[State], None]], T], state: State) -> T
                     f"commit: the state is {jax.tree.structure(state)}, but jaxdp.elastic.run got {structure}"
                 )
             now = [native(x) for x in jax.tree.leaves(state)]
-            for name, x, first in zip(names, now, arrays):
-                if described(x) != described(first):
+            for name, x, like in zip(names, now, arrays):
+                if described(x) != described(like):
                     raise UsageError(
-                        f"commit: {name!r} is {described(x)}, but jaxdp.elastic.run got {described(first)}"
+                        f"commit: {name!r} is {described(x)}, but jaxdp.elastic.run got {described(like)}"
                     )
-            newest = with_checksums(newest.step + 1, now)
+            newest = snapshot_of(newest.step + 1, now)
             if (request := agreement.point()) is not None:
                 raise Stopped(**request)
 
-        restored = [restore(data, like, leaf) for data, like, leaf in zip(own, arrays, leaves)]
+        received = newest.parts[WHOLE]
+        restored = [restore(*three) for three in zip(received, arrays, leaves)]
         return train(jax.tree.unflatten(structure, restored), commit)
 
     context = joined()
@@ -99,12 +101,13 @@ def run(train: Callable[[State, Callable[[State], None]], T], state: State) -> T
     return run_generations(train_generation, context, lambda: None)
 
 
-def with_checksums(step: int, arrays: list[np.ndarray]) -> Snapshot:
+def snapshot_of(step: int, arrays: list[np.ndarray]) -> Snapshot:
     """Return a snapshot with a copy of each array as uint8, which collectives can send whatever the
     dtype.
     """
     leaves = [np.frombuffer(x.tobytes(), np.uint8) for x in arrays]
-    return Snapshot(step, {WHOLE: leaves}, "", [WHOLE] * len(leaves)).with_checksums()
+    meta = ", ".join(map(described, arrays))
+    return Snapshot(step, {}, meta, [WHOLE] * len(leaves)).with_parts({WHOLE: leaves})
 
 
 def restore(data: np.ndarray, like: np.ndarray, leaf: Any) -> Any:

@@ -1,6 +1,5 @@
 """The records of an elastic job, whose rank 0 may be lost before it has written the newest ones."""
 
-import collections
 import json
 import math
 import pathlib
@@ -15,18 +14,17 @@ class Newest(Writer):
     """Keeps the newest records of a rank that writes none."""
 
     def __init__(self) -> None:
-        self.records: collections.deque[Record] = collections.deque(maxlen=KEPT)
+        self.records: list[Record] = []
 
     def write(self, record: Record) -> None:
-        self.records.append(record)
+        self.records = [*self.records[1 - KEPT :], record]
 
     def rewind(self, step: int, evaluated: bool = True) -> None:
         """Discard the records after update `step`; its evaluation too if it is made again: not
         `evaluated`.
         """
         last = {"train": step, "eval": step if evaluated else step - 1}
-        kept = [record for record in self.records if record["step"] <= last.get(record["split"], 0)]
-        self.records = collections.deque(kept, KEPT)
+        self.records = [x for x in self.records if x["step"] <= last.get(x["split"], 0)]
 
 
 def missing_records(newest: Newest, context: Context, file: pathlib.Path) -> list[Record]:
