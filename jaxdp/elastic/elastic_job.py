@@ -9,7 +9,6 @@ import json
 import os
 import pathlib
 import re
-import threading
 import time
 from typing import Any
 
@@ -25,7 +24,7 @@ from jaxdp.extras import Train, extras_of
 from jaxdp.metrics import safe_print
 from jaxdp.process import membership
 from jaxdp.process.context import Context
-from jaxdp.process.monitor import Stopped
+from jaxdp.process.monitor import Agreement, Stopped
 from jaxdp.run.build import Prepared, prepare
 from jaxdp.run.components import Objects, jax_settings
 from jaxdp.run.continuation import Continuation
@@ -103,17 +102,16 @@ def wait_for_devices(config: Config, context: Context) -> None:
         return
     if context.is_root:
         safe_print.say(f"jaxdp: elastic: {text}; waiting for another process", error=True)
-    member, joins, deadline = membership.joined(), threading.Event(), time.monotonic() + timeout
-    member.on("join", lambda rank, name: joins.set())
-    member.announce("waiting", "")
-    while not joins.wait(0.2):
-        member.check_generation()
+    agreement, deadline = Agreement(context), time.monotonic() + timeout
+    membership.joined().request("waits")
+    while (request := agreement.point()) is None:
         if time.monotonic() > deadline:
             why = f"no process joined (elastic.join_timeout: {timeout:g}); the next start resumes from a checkpoint"
             error = DistributedError(f"{text}, and {why}", rank=0)
             error.code = PREEMPTED
             raise error
-    raise Stopped("regroup", "another process joins")
+        time.sleep(0.2)
+    raise Stopped(**request)
 
 
 def launcher_problem(launcher: str) -> str | None:

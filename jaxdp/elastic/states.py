@@ -1,6 +1,6 @@
 """The coordinator of an elastic job as a state machine: which processes train together.
 
-It knows no connections and no clock: `on` is told what happens, and returns what to do. Each state
+It knows no connections and no clock: `on` is told what happens, and an actor what to do. Each state
 lists its events below, and the states after them; a method has the name of each event. All other
 events change nothing.
 
@@ -19,6 +19,7 @@ and more than half of the ranks before that may be alive."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,27 +28,17 @@ from jaxdp.process import hosts
 from jaxdp.process.protocol import beat_interval
 
 FIRST, TRAINING, ENDED, LOST, OVER = "first", "training", "ended", "lost", "over"
-TABLE: dict[str, dict[str, set[str]]] = {
-    FIRST: {"formed": {TRAINING}, "comes": {LOST}},
-    TRAINING: {
-        "comes": {TRAINING},
-        "prepared": {TRAINING},
-        "opened": {TRAINING},
-        "waits": {TRAINING},
-        "left": {TRAINING},
-        "fails": {ENDED},
-        "closes": {TRAINING},
-        "passes": {TRAINING},
-    },
+TABLE: dict[str, dict[str, tuple[str, ...]]] = {
+    FIRST: {"formed": (TRAINING,), "comes": (LOST,)},
+    TRAINING: dict.fromkeys(
+        ("comes", "prepared", "opened", "waits", "left", "closes", "passes"), (TRAINING,)
+    ),
     OVER: {},
 }
+TABLE[TRAINING]["fails"] = (ENDED,)
 for state in (ENDED, LOST):
-    TABLE[state] = {
-        "comes": {state, TRAINING, OVER},
-        "prepared": {state},
-        "closes": {state, TRAINING, OVER},
-        "passes": {state, TRAINING, OVER},
-    }
+    TABLE[state] = dict.fromkeys(("comes", "closes", "passes"), (state, TRAINING, OVER))
+    TABLE[state]["prepared"] = (state,)
 # Seconds.
 QUIET = 5.0  # beyond a heartbeat, after which a process that waits is stopped or cut off
 WINDOW = 10.0  # that the survivors of a generation have to report to the next one
@@ -57,43 +48,39 @@ Process = Any  # with rank, title, facts, and the seconds for which it is silent
 Identity = tuple[str, str, int]  # what a process keeps from generation to generation
 
 
+@dataclasses.dataclass(eq=False)
 class Machine:
-    """The state of a job. size: of the processes that the launcher starts. silence: the seconds
-    without a heartbeat after which a rank is declared dead; the others are those of `Options`."""
+    """The state of a job.
 
-    def __init__(
-        self,
-        size: int,
-        silence: float,
-        min_processes: int = 1,
-        join_timeout: float = 60.0,
-        join_after: float = 0.0,
-    ):
-        self.launched, self.silence, self.min_processes = size, silence, min_processes
-        self.join_timeout, self.join_after = join_timeout, join_after
-        self.state = FIRST
-        self.number, self.size = -1, 0  # of the newest generation
-        self.members: dict[int, Process] = {}  # its ranks that are connected
+    actor: does what is decided, an `ElasticGeneration`. launched: the number of processes that the
+    launcher starts. silence: the seconds without a heartbeat after which a rank is declared dead;
+    the others are those of `Options`."""
+
+    actor: Any
+    launched: int
+    silence: float
+    min_processes: int = 1
+    join_timeout: float = 60.0
+    join_after: float = 0.0
+
+    state = FIRST
+    number, size = -1, 0  # of the newest generation
+    seconds = 0.0  # for which it has trained, or since its end
+    needs_others = False  # whether it waits for processes that join
+    code = 0  # the exit code of those that have left
+
+    def __post_init__(self) -> None:
+        self.members: dict[int, Process] = {}  # ranks of the newest generation that are connected
         self.survivors: set[Identity] = set()  # its ranks that may report to the next one
         # Its ranks whose connection has closed: they are dead, or come again.
         self.closed: dict[Identity, Process] = {}
         self.waiting: list[Process] = []  # for the next one
         self.preparing: list[Process] = []
-        self.seconds = 0.0  # for which it has trained, or since its end
-        self.needs_others = False  # whether it waits for processes that join
-        self.code = 0  # the exit code of those that have left
         self.waits_for: Process | None = None  # see `has_newest_state`
-        self.actions: list[tuple[Any, ...]] = []
 
-    def on(self, event: str, *details: Any) -> list[tuple[Any, ...]]:
-        """Return what to do after an event: the name of each action, and its arguments."""
-        self.actions = []
+    def on(self, event: str, *details: Any) -> None:
         if event in TABLE[self.state]:
             getattr(self, event)(*details)
-        return self.actions
-
-    def do(self, *action: Any) -> None:
-        self.actions.append(action)
 
     # Events
 
@@ -113,7 +100,7 @@ class Machine:
         one stands for that. New processes that came earlier connect again."""
         if self.state == FIRST:
             self.state = LOST
-            self.do("stand for last", process)
+            self.actor.stand_for_last(process)
         name, facts = identity(process), process.facts
         number, size = facts.get("last", (-1, 0))
         if self.state == LOST and number > self.number:  # those of an earlier one were not in it
@@ -125,10 +112,10 @@ class Machine:
             if name in self.survivors:
                 self.members[process.rank] = process
             else:
-                self.do("close", [process])
+                self.actor.disconnect([process])
         elif facts.get("prepares") and "last" not in facts and self.has_enough():
             self.preparing.append(process)
-            self.do("send", [process], {"prepare": True})
+            self.actor.send_to([process], {"prepare": True})
         else:
             self.waiting.append(process)
             self.form()
@@ -161,8 +148,8 @@ class Machine:
         others = [x for rank, x in self.members.items() if rank != author]
         survivors = [x for x in others if x.silent < self.silence]
         self.survivors = identities(survivors)
-        self.do("send", others, {"ended": text})
-        self.do("register", set(range(self.size)) - {x.rank for x in survivors})
+        self.actor.send_to(others, {"ended": text})
+        self.actor.register(set(range(self.size)) - {x.rank for x in survivors})
 
     def closes(self, process: Process) -> None:
         """A connection has closed: its process has ended, or connects again."""
@@ -178,7 +165,7 @@ class Machine:
             self.closed[name] = process
             process.silent = 0.0
             if self.state != TRAINING:
-                self.do("register", {process.rank})
+                self.actor.register({process.rank})
                 self.form()
 
     def passes(self, seconds: float) -> None:
@@ -187,7 +174,7 @@ class Machine:
         for process in [*self.waiting, *self.preparing]:
             process.silent += seconds
             if process.silent > QUIET + beat_interval(self.launched):  # it is stopped or cut off
-                self.do("close", [process])
+                self.actor.disconnect([process])
                 self.closes(process)
         if self.state != TRAINING:
             for process in [*self.members.values(), *self.closed.values()]:
@@ -198,12 +185,12 @@ class Machine:
         if not self.members:
             self.refuse("the job ended before this process could join", self.code)
         elif new and (self.needs_others or self.seconds >= self.join_after):
-            self.do("announce", new[0].title)
+            self.actor.announce(new[0].title)
 
     # Decisions
 
     def refuse(self, text: str, code: int) -> None:
-        self.do("send", [*self.waiting, *self.preparing], {"error": text, "code": code})
+        self.actor.send_to([*self.waiting, *self.preparing], {"error": text, "code": code})
         self.waiting, self.preparing = [], []
 
     def form(self) -> None:
@@ -220,7 +207,7 @@ class Machine:
             ended, self.waiting = list(self.members.values()), []
             self.formed(sorted(survivors, key=lambda x: x.rank) + joiners)
             # A survivor has a new connection; whoever has none is expelled.
-            self.do("admit", list(self.members.values()), ended)
+            self.actor.begin(list(self.members.values()), ended)
         elif not self.preparing and self.seconds > WINDOW + self.join_timeout:
             text = (
                 f"too few processes to continue: {len(self.waiting)}, with {len(survivors)} of the {self.size} before "
@@ -229,7 +216,7 @@ class Machine:
             # 1: a launcher starts it again.
             self.refuse(text, 1 if self.state == LOST else PREEMPTED)
             self.state = OVER
-            self.do("give up")
+            self.actor.give_up()
 
     def has_enough(self) -> bool:
         """Return whether the ranks that are left can train without another process."""
@@ -268,8 +255,7 @@ class Machine:
         if ahead and self.seconds > WINDOW and self.waits_for is not ahead[0]:
             self.waits_for = ahead[0]
             process = f"{ahead[0].title}, process {ahead[0].facts['pid']}"
-            self.do(
-                "report",
+            self.actor.report(
                 f"generation {self.number + 1} waits for {process}: it alone may have the newest state",
             )
         return not ahead

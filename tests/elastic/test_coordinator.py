@@ -527,7 +527,7 @@ def test_a_coordinator_that_is_killed_or_stopped_before_it_listens_is_no_error_o
 
 
 CONNECT = """
-import os, time
+import os, time, types
 from jaxdp.elastic import regroup
 from jaxdp.process import hosts, private_jax
 from jaxdp.errors import GenerationEnded
@@ -542,7 +542,9 @@ def proceed():
         raise GenerationEnded("lost")
 
 try:
-    regroup.connect_client(address, 0, secret, 60.0, proceed)
+    job = types.SimpleNamespace(jax_address=address, secret=secret)
+    member = types.SimpleNamespace(job=job, rank=0, timeout=60.0, check_generation=proceed)
+    regroup.ElasticMembership.connect(member)
 except GenerationEnded as error:
     print(error, flush=True)
 os._exit(0)
