@@ -113,7 +113,7 @@ def shift(processes: Sequence[int], hosts: Sequence[str]) -> int:
     """
 
     def leave(k: int) -> tuple[int, int]:
-        pairs = list(zip(processes, [*processes[k:], *processes[:k]]))
+        pairs = list(zip(processes, np.roll(processes, -k)))
         return sum(hosts[a] != hosts[b] for a, b in pairs), sum(a != b for a, b in pairs)
 
     return max(range(len(processes)), key=leave)

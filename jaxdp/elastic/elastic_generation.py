@@ -38,21 +38,19 @@ class ElasticGeneration(Generation):
 
     @property
     def has_ended(self) -> bool:
-        return self.coordinator.generation is not self or self.machine.state not in (
-            FIRST,
-            TRAINING,
-        )
+        is_current = self.machine.actor is self
+        return not is_current or self.machine.state not in (FIRST, TRAINING)
 
     # Events
 
     def join(self, message: Message, nonce: bytes, writer: asyncio.StreamWriter) -> Member:
         member = self.greet(message, nonce, writer)
-        is_first = self.machine.state == FIRST
-        if is_first and ("last" not in member.facts or self.admitted):
+        if self.machine.state != FIRST:
+            if error := difference(self.reference, member.facts, JOINING):
+                member.send(error=error, code=2)
+                raise EOFError
+        elif "last" not in member.facts or self.admitted:
             return super().join(message, nonce, writer)
-        if not is_first and (error := difference(self.reference, member.facts, JOINING)):
-            member.send(error=error, code=2)
-            raise EOFError
         self.machine.on("comes", member)
         return member
 
@@ -116,9 +114,8 @@ class ElasticGeneration(Generation):
     def tick(self, elapsed: float) -> None:
         if not self.has_ended:
             super().tick(elapsed)
-        self.machine.on(
-            "passes", min(elapsed, 1.0)
-        )  # one that was stopped has not waited for reports
+        # A coordinator that was stopped has not waited for reports.
+        self.machine.on("passes", min(elapsed, 1.0))
 
     # Actions
 

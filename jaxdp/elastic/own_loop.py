@@ -1,7 +1,7 @@
 """An elastic training loop of your own: it continues when processes are lost, and when others join."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -19,6 +19,7 @@ from jaxdp.split import WHOLE, path_string
 
 T = TypeVar("T")
 State = Any  # a pytree of arrays and numbers
+NUMBERS = np.ndarray | np.generic | jax.Array | int | float
 
 
 def run(train: Callable[[State, Callable[[State], None]], T], state: State) -> T:
@@ -44,16 +45,21 @@ def run(train: Callable[[State, Callable[[State], None]], T], state: State) -> T
             "elastic: this job is not elastic; first call jaxdp.init(group=jaxdp.elastic.Options())"
         )
     paths, structure = jax.tree_util.tree_flatten_with_path(state)
-    names, leaves = [path_string(path) or "state" for path, _ in paths], [leaf for _, leaf in paths]
+    names, leaves = [path_string(path) or "state" for path, _ in paths], jax.tree.leaves(state)
     for name, x in zip(names, leaves):
-        is_number = isinstance(x, np.ndarray | np.generic | jax.Array | int | float) and not is_key(
-            x
+        if is_key(x):
+            kind = "key (give its jax.random.key_data)"
+        elif (
+            not isinstance(x, NUMBERS)
+            or isinstance(x, np.ma.MaskedArray)
+            or np.asarray(x).dtype == object
+        ):
+            kind = type(x).__name__
+        else:
+            continue
+        raise UsageError(
+            f"elastic: {name!r} of the state is a {kind}; give arrays, and numbers of at most 64 bits"
         )
-        if not is_number or isinstance(x, np.ma.MaskedArray) or np.asarray(x).dtype == object:
-            kind = "key (give its jax.random.key_data)" if is_key(x) else type(x).__name__
-            raise UsageError(
-                f"elastic: {name!r} of the state is a {kind}; give arrays, and numbers of at most 64 bits"
-            )
     arrays = [native(x) for x in leaves]
     newest = first = snapshot_of(0, arrays)
 
@@ -68,8 +74,8 @@ def run(train: Callable[[State, Callable[[State], None]], T], state: State) -> T
         newest = found.snapshot.with_parts(dict(receive(context, found)))
         if newest.meta != first.meta:
             raise UsageError(f"elastic: the state is {first.meta}, but the job has {newest.meta}")
-        if member is not None:
-            regroup.joined().report_state()
+        if (current := regroup.current()) is not None:
+            current.report_state()
         if not newest.step:
             sums = zip(names, map(described, arrays), first.checksums[WHOLE])
             context.check_same(
@@ -78,9 +84,10 @@ def run(train: Callable[[State, Callable[[State], None]], T], state: State) -> T
 
         def commit(state: State) -> None:
             nonlocal newest
-            if cast(Any, jax.tree.structure(state)) != structure:
+            new: Any = jax.tree.structure(state)
+            if new != structure:
                 raise UsageError(
-                    f"commit: the state is {jax.tree.structure(state)}, but jaxdp.elastic.run got {structure}"
+                    f"commit: the state is {new}, but jaxdp.elastic.run got {structure}"
                 )
             now = [native(x) for x in jax.tree.leaves(state)]
             for name, x, like in zip(names, now, arrays):
@@ -92,8 +99,7 @@ def run(train: Callable[[State, Callable[[State], None]], T], state: State) -> T
             if (request := agreement.point()) is not None:
                 raise Stopped(**request)
 
-        received = newest.parts[WHOLE]
-        restored = [restore(*three) for three in zip(received, arrays, leaves)]
+        restored = list(map(restore, newest.parts[WHOLE], arrays, leaves))
         return train(jax.tree.unflatten(structure, restored), commit)
 
     context = joined()

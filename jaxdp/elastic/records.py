@@ -3,11 +3,12 @@
 import json
 import math
 import pathlib
+from collections.abc import Sequence
+from typing import Any
 
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.jsonl import read
 from jaxdp.metrics.writer import KEPT, Record, Writer
-from jaxdp.process.context import Context
 
 
 class Newest(Writer):
@@ -27,19 +28,17 @@ class Newest(Writer):
         self.records = [x for x in self.records if x["step"] <= last.get(x["split"], 0)]
 
 
-def missing_records(newest: Newest, context: Context, file: pathlib.Path) -> list[Record]:
-    """Return the newest records of the process that has most of those that are not in root's file.
+def missing_records(texts: Sequence[str], file: pathlib.Path) -> list[Record]:
+    """Return the records that are not in root's file, of the process that has most.
 
     An update that a lost process has interrupted may have succeeded in some processes, and failed
-    on root."""
+    on root. texts: the records of each process, as JSON."""
 
-    def key(record):
-        return [record.get("step"), record.get("split")]
+    def key(record: Record) -> tuple[Any, Any]:
+        return record.get("step"), record.get("split")
 
-    written = context.of_root("written records", lambda: [*map(key, read(file, math.inf))])
-    missing = [record for record in newest.records if key(record) not in written]
-    texts = context.exchange("missing records", json.dumps(missing))
-    return json.loads(max(texts, key=len))
+    written = set(map(key, read(file, math.inf)))
+    return [x for x in json.loads(max(texts, key=len)) if key(x) not in written]
 
 
 def report_lost_updates(directory: pathlib.Path, start: int) -> None:
@@ -50,9 +49,8 @@ def report_lost_updates(directory: pathlib.Path, start: int) -> None:
         (record.get("step", 0) for record in read(directory / "metrics.jsonl", math.inf)), default=0
     )
     if reached > start:
-        origin = "the first update: it has no checkpoint"
-        if start:
-            origin = f"its checkpoint of update {start}"
+        checkpoint = f"its checkpoint of update {start}"
+        origin = checkpoint if start else "the first update: it has no checkpoint"
         text = (
             f"jaxdp: elastic: no process has the state after update {reached} any more: the job "
             f"continues from {origin}"

@@ -122,8 +122,9 @@ class ElasticMembership(membership.Membership):
         settings = joining.coordinator_settings(world, *address, secret, timeout, group)
         place = joining.Place(settings, self.local_rank)
         limit = LATE + group.join_timeout + timeout
-        watched: dict[str, Any] = {"absent": place.absent, "silent": place.silent}
-        job = connection.join(*address, secret, self.last_facts, limit, **watched)
+        job = connection.join(
+            *address, secret, self.last_facts, limit, place.absent, silent=place.silent
+        )
         self.close()
         return job
 

@@ -5,6 +5,7 @@ The state has parts (`copies`): its replicated leaves, which every process copie
 its split leaves on each device. A process copies the parts of its devices and those of a neighbour.
 """
 
+import dataclasses
 import itertools
 import json
 import math
@@ -61,8 +62,7 @@ class Snapshot(NamedTuple):
 
     def with_parts(self, parts: dict[int, Sequence[np.ndarray]]) -> "Snapshot":
         """Return this snapshot with other parts, which are in host memory."""
-        checksums = {part: [checksum(x) for x in arrays] for part, arrays in parts.items()}
-        return self._replace(parts=parts, checksums=checksums)
+        return self._replace(parts=parts, checksums=jax.tree.map(checksum, parts))
 
     def check(self) -> "Snapshot":
         """Return the snapshot without the parts that have changed in memory since their checksums
@@ -123,7 +123,8 @@ class Snapshots(Continuation):
         in another way.
         """
         run, self.training = training.run, training
-        context, progress = run.checkpoints.context, training.progress
+        self.context = context = run.checkpoints.context
+        progress = training.progress
         if not progress.recovered and context.is_root:
             report_lost_updates(run.log.directory, progress.start)
         self._choose(self.every)  # a process that has just joined has not measured
@@ -140,8 +141,7 @@ class Snapshots(Continuation):
 
     def _choose(self, every: int) -> None:
         """Choose the longest interval of the processes."""
-        context = self.training.run.checkpoints.context
-        self.every = max(map(int, context.exchange("snapshot_every", str(every))))
+        self.every = max(map(int, self.context.exchange("snapshot_every", str(every))))
 
     def load(self, callbacks: Callbacks, saved: Record) -> None:
         # A generation may start from nothing, with the same objects of a script.
@@ -154,12 +154,12 @@ class Snapshots(Continuation):
         run, progress = training.run, training.progress
         self.again = max(0, self.reached - progress.start)
         self.records.rewind(progress.step, progress.evaluated == progress.step)
-        context = run.checkpoints.context
-        missing = missing_records(self.records, context, run.log.directory / "metrics.jsonl")
-        if not context.is_root:
-            return self.records
-        writer = open_writer()
-        self.records.records.clear()
+        records = self.records
+        texts = self.context.exchange("records", json.dumps(records.records))
+        if not self.context.is_root:
+            return records
+        missing = missing_records(texts, run.log.directory / "metrics.jsonl")
+        writer, records.records = open_writer(), []
         for record in missing:
             writer.write(record)
         return writer
@@ -251,7 +251,7 @@ class Snapshots(Continuation):
             return None
         snapshot, saved = found.snapshot, context.of_root("checkpoints", run.checkpoints.steps)
         step, every = snapshot.step, run.options.rollback_every
-        if every and step >= every and step // every * every not in saved:
+        if every and step >= every and step - step % every not in saved:
             return None  # a rollback could not return to that state: make it again
         parts = receive(context, found)
         if not snapshot.slices:  # one part, which this process keeps
@@ -317,18 +317,18 @@ def find(context: Context, kept: Sequence[Snapshot], oldest: int) -> Found | Non
 
     kept: of this process. Prints what is missing.
     """
-    own = {snapshot.key: snapshot.check() for snapshot in kept if snapshot.step >= oldest}
+    own: dict[tuple[int, ...], Snapshot] = {s.key: s.check() for s in kept if s.step >= oldest}
     texts = context.exchange("snapshots", json.dumps([(key, [*s.parts]) for key, s in own.items()]))
-    ranks: dict[tuple[int, int, int], dict[int, list[int]]] = {}  # {key: {part: ranks}}
+    ranks: dict[tuple[int, ...], dict[int, list[int]]] = {}  # {key: {part: ranks}}
     for rank, text in enumerate(texts):
-        for (step, offset, slices), parts in json.loads(text):
+        for key, parts in json.loads(text):
             for part in parts:
-                ranks.setdefault((step, offset, slices), {}).setdefault(part, []).append(rank)
-    complete = [key for key, parts in ranks.items() if len(parts) > key[2]]
+                ranks.setdefault(tuple(key), {}).setdefault(part, []).append(rank)
+    complete = [key for key, parts in ranks.items() if len(parts) > key[-1]]
     if not complete:
         if ranks and context.is_root:
-            step, _, count = key = max(ranks)
-            missing = ", ".join(str(part) for part in range(count) if part not in ranks[key])
+            step, _, count = newest = max(ranks)
+            missing = ", ".join(str(part) for part in range(count) if part not in ranks[newest])
             safe_print.say(
                 f"jaxdp: elastic: no process that is left has part {missing} of the state after update {step}: the job "
                 "continues from its newest checkpoint",
@@ -338,8 +338,8 @@ def find(context: Context, kept: Sequence[Snapshot], oldest: int) -> Found | Non
     step, offset, slices = newest = max(complete)
     snapshot = own.get(newest, Snapshot(step, {}, "", (), slices, offset))
     owner = ranks[newest][WHOLE][0]
-    text = json.dumps([snapshot.meta, snapshot.dims]) if context.rank == owner else ""
-    meta, dims = json.loads(context.exchange("snapshot metadata", text)[owner])
+    of_owner = dataclasses.replace(context, root_rank=owner).of_root
+    meta, dims = of_owner("snapshot metadata", lambda: [snapshot.meta, snapshot.dims])
     return Found(snapshot._replace(meta=meta, dims=dims), ranks[newest])
 
 
@@ -360,4 +360,4 @@ def checksum(x: np.ndarray) -> int:
     """Return the sum of an array's bytes in words of 8: each flipped bit changes it."""
     data = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
     words, rest = np.split(data, [data.size // 8 * 8])
-    return int(words.view(np.uint64).sum(dtype=np.uint64)) + int(rest.sum(dtype=np.uint64))
+    return int(words.view(np.uint64).sum()) + int(rest.sum())  # as 64 bits

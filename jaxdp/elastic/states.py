@@ -196,10 +196,9 @@ class Machine:
     def form(self) -> None:
         """Form a generation of the waiting processes when all survivors have reported or WINDOW is
         over, if they are enough and have the newest state."""
-        known = identities(self.waiting)
         survivors = [x for x in self.waiting if identity(x) in self.survivors]
-        have_come = len(survivors) >= self.size if self.state == LOST else self.survivors <= known
-        is_time = have_come or self.seconds >= WINDOW
+        number = self.size if self.state == LOST else len(self.survivors)
+        is_time = len(survivors) >= number or self.seconds >= WINDOW
         if self.state == TRAINING or not is_time or not self.has_newest_state():
             return
         if self.has_quorum(survivors) and len(self.waiting) >= self.min_processes:
