@@ -118,5 +118,5 @@ def snapshot_of(step: int, arrays: list[np.ndarray]) -> Snapshot:
 
 def restore(data: np.ndarray, like: np.ndarray, leaf: Any) -> Any:
     """Return an array like `like` from its bytes; a Python number if `leaf` is one."""
-    x = np.frombuffer(data.tobytes(), like.dtype).reshape(like.shape)
+    x = data.view(like.dtype).reshape(like.shape)
     return type(leaf)(x.item()) if isinstance(leaf, int | float) else x.copy()
