@@ -56,7 +56,8 @@ def train_in_generations(
         safe_print.say(f"jaxdp: elastic.enabled: {problem}", error=True)
     expels = config.audit.every if config.audit.action == "expel" else None
     snapshots = Snapshots(expels or options.snapshot_every, expels is not None)
-    snapshots.prepared = in_advance.pop() if in_advance else None
+    if in_advance:
+        snapshots.prepared = in_advance.pop()
 
     def train_generation(context: Context) -> Any:
         snapshots.runs = membership.joined().job.generation

@@ -14,11 +14,10 @@ from jaxdp.metrics.writer import KEPT, Record, Writer
 class Newest(Writer):
     """Keeps the newest records of a rank that writes none."""
 
-    def __init__(self) -> None:
-        self.records: list[Record] = []
+    records: Sequence[Record] = ()
 
     def write(self, record: Record) -> None:
-        self.records = [*self.records[1 - KEPT :], record]
+        self.records = *self.records[1 - KEPT :], record
 
     def rewind(self, step: int, evaluated: bool = True) -> None:
         """Discard the records after update `step`; its evaluation too if it is made again: not
@@ -38,7 +37,8 @@ def missing_records(texts: Sequence[str], file: pathlib.Path) -> list[Record]:
         return record.get("step"), record.get("split")
 
     written = set(map(key, read(file, math.inf)))
-    return [x for x in json.loads(max(texts, key=len)) if key(x) not in written]
+    missing = [[x for x in json.loads(text) if key(x) not in written] for text in texts]
+    return max(missing, key=len)
 
 
 def report_lost_updates(directory: pathlib.Path, start: int) -> None:

@@ -100,6 +100,9 @@ class Snapshots(Continuation):
     its checkpoints."""
 
     survives = True
+    reached = 0  # the last update of this process
+    _pending: Snapshot | None = None  # its arrays are on the device
+    _copies: Any = None  # None: there is not enough memory for them
 
     def __init__(self, every: int | Literal["auto"], trusted: bool = False):
         self.trusted = trusted
@@ -108,11 +111,8 @@ class Snapshots(Continuation):
         # The newest first, and the one before if the state is split: another process may not have
         # read its newest parts.
         self.kept: list[Snapshot] = []
-        self.reached = 0  # the last update of this process
         self.callbacks: dict[str, Any] = {}  # the states of callbacks before the first update
         self.records = Newest()
-        self._pending: Snapshot | None = None  # its arrays are on the device
-        self._copies: Any = None  # None: there is not enough memory for them
 
     @property
     def newest(self) -> Snapshot | None:
@@ -153,13 +153,13 @@ class Snapshots(Continuation):
         self.prepare(training)
         run, progress = training.run, training.progress
         self.again = max(0, self.reached - progress.start)
-        self.records.rewind(progress.step, progress.evaluated == progress.step)
         records = self.records
+        records.rewind(progress.step, progress.evaluated == progress.step)
         texts = self.context.exchange("records", json.dumps(records.records))
         if not self.context.is_root:
             return records
         missing = missing_records(texts, run.log.directory / "metrics.jsonl")
-        writer, records.records = open_writer(), []
+        writer, records.records = open_writer(), ()
         for record in missing:
             writer.write(record)
         return writer
