@@ -119,16 +119,12 @@ def launcher_problem(launcher: str) -> str | None:
     """Return why the launcher will not let the other processes continue, and what to do; None if it
     will, or if that is unknown: Slurm does unless its administrator has set KillOnBadExit."""
     if launcher == "openmpi":
+        file = pathlib.Path(f"/proc/{os.getppid()}/cmdline")
         try:
-            name, *arguments = (
-                pathlib.Path(f"/proc/{os.getppid()}/cmdline")
-                .read_text(encoding="utf-8", errors="replace")
-                .split("\0")
-            )
+            name, *arguments = file.read_text(encoding="utf-8", errors="replace").split("\0")
         except OSError:
             return None
-        if not name.endswith(("mpirun", "mpiexec", "prterun")) or any(
-            map(RECOVERS.search, arguments)
-        ):
+        is_mpirun = name.endswith(("mpirun", "mpiexec", "prterun"))
+        if not is_mpirun or any(map(RECOVERS.search, arguments)):
             return None
     return ALL_END.get(launcher)

@@ -39,8 +39,7 @@ def run(train: Callable[[State, Callable[[State], None]], T], state: State) -> T
     The model is Horovod's `hvd.elastic.run`. Raises UsageError if a leaf is not an array or a
     number, and for several processes that are not elastic.
     """
-    member = regroup.current()
-    if member is None and membership.current() is not None:
+    if regroup.current() is None and membership.current() is not None:
         raise UsageError(
             "elastic: this job is not elastic; first call jaxdp.init(group=jaxdp.elastic.Options())"
         )
@@ -74,8 +73,7 @@ def run(train: Callable[[State, Callable[[State], None]], T], state: State) -> T
         newest = found.snapshot.with_parts(dict(receive(context, found)))
         if newest.meta != first.meta:
             raise UsageError(f"elastic: the state is {first.meta}, but the job has {newest.meta}")
-        if (current := regroup.current()) is not None:
-            current.report_state()
+        regroup.report_state()
         if not newest.step:
             sums = zip(names, map(described, arrays), first.checksums[WHOLE])
             context.check_same(

@@ -80,14 +80,6 @@ class ElasticMembership(membership.Membership):
             self.check_generation()
             time.sleep(0.001)
 
-    def report_state(self) -> None:
-        """Tell the coordinator that this process has the state of this generation, from which the
-        job can continue.
-        """
-        self.job.facts[self.rank]["state"] = self.job.generation
-        with contextlib.suppress(OSError):
-            self.connection.send(op="opened")
-
     def connect(self) -> Any:
         """Connect a client of JAX's service through a relay, and return it: this process may leave
         without waiting for the others, and connect again.
@@ -230,6 +222,16 @@ def joined() -> ElasticMembership:
     member = current()
     assert member is not None
     return member
+
+
+def report_state() -> None:
+    """Tell the coordinator that this process has the state of this generation, from which the job
+    can continue.
+    """
+    if (member := current()) is not None:
+        member.job.facts[member.rank]["state"] = member.job.generation
+        with contextlib.suppress(OSError):
+            member.connection.send(op="opened")
 
 
 _failed: list[Any] = []  # clients that could not connect: one that is destroyed may wait for others

@@ -136,8 +136,7 @@ class Snapshots(Continuation):
             self._copies = copies
             if progress.recovered and (copies.count or any(x.slices for x in self.kept)):
                 self._begin()
-        if (member := regroup.current()) is not None:
-            member.report_state()
+        regroup.report_state()
 
     def _choose(self, every: int) -> None:
         """Choose the longest interval of the processes."""
