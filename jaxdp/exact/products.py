@@ -61,11 +61,11 @@ def _transposed_dot(
     order = (*batch, *free, *contracted)
     if order != tuple(range(lhs.ndim)):
         lhs = lax.optimization_barrier(lax.transpose(lhs, order))
-    first, last = tuple(range(len(batch))), tuple(range(lhs.ndim - len(contracted), lhs.ndim))
-    dimensions = ((last, tuple(rhs_contracted)), (first, tuple(rhs_batch)))
+    first, own = len(batch), len(batch) + len(free)
+    contractions = tuple(range(own, lhs.ndim)), tuple(rhs_contracted)
+    dimensions = contractions, (tuple(range(first)), tuple(rhs_batch))
     y = lax.dot_general_p.bind(lhs, rhs, dimension_numbers=dimensions, **params)
-    own = range(len(batch), len(batch) + len(free))
-    return jnp.moveaxis(y, own, range(-len(free), 0)) if swap else y
+    return jnp.moveaxis(y, range(first, own), range(first - own, 0)) if swap else y
 
 
 def _sum(x: jax.Array, *, axes: Any, **params: Any) -> jax.Array:
@@ -73,22 +73,21 @@ def _sum(x: jax.Array, *, axes: Any, **params: Any) -> jax.Array:
     XLA does.
     """
     first, after = (axes[0], axes[-1] + 1) if axes else (0, 0)
-    rows, columns = (math.prod(x.shape[i:j]) for i, j in ((first, after), (after, x.ndim)))
+    rows, columns = math.prod(x.shape[first:after]), math.prod(x.shape[after:])
     adjacent = tuple(axes) == tuple(range(first, after))
     if not (is_float(x) and adjacent and rows > WINDOW and columns >= WINDOW):
         return lax.reduce(
             x, jnp.zeros((), x.dtype), lambda a, b: lax.add(a, b), axes
         )  # `lax.add` itself would recurse
-    kept, dtype, wide = x.shape[:first], x.dtype, jnp.promote_types(x.dtype, jnp.float32)
-    shape = (*kept, *x.shape[after:])
+    y, wide = x, jnp.promote_types(x.dtype, jnp.float32)
     batched = (((1,), (1,)), ((0,), (0,)))
     while rows > 1:
         block = min(rows, ROWS)
-        x = x.reshape(math.prod(kept), rows, columns)
-        x = fit(x, padded_shape(x.shape, 1, block)).reshape(-1, block, columns)
-        x = lax.dot_general(jnp.ones(x.shape[:2], x.dtype), x, batched, preferred_element_type=wide)
+        y = y.reshape(-1, rows, columns)
+        y = fit(y, padded_shape(y.shape, 1, block)).reshape(-1, block, columns)
+        y = lax.dot_general(jnp.ones(y.shape[:2], y.dtype), y, batched, preferred_element_type=wide)
         rows = -(-rows // block)
-    return x.reshape(shape).astype(dtype)
+    return y.reshape(*x.shape[:first], *x.shape[after:]).astype(x.dtype)
 
 
 def _convolution(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
@@ -144,8 +143,7 @@ def _convolution(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
 
 def _starts(counts: list[int], steps: Any) -> jax.Array:
     """Return the first index of every position, [position, dimension]."""
-    indices = jnp.indices(counts, jnp.int32).reshape(len(counts), math.prod(counts))
-    return indices.T * jnp.asarray(steps, jnp.int32)
+    return jnp.asarray(np.argwhere(np.ones(counts)) * np.asarray(steps), jnp.int32)
 
 
 def _strided(x: jax.Array, start: jax.Array, counts: list[int], strides: Any) -> jax.Array:

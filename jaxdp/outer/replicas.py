@@ -32,14 +32,13 @@ from jaxdp.parallel.placement import (
     assign_microbatches,
     of_device,
     ordered_devices,
-    state_shapes,
 )
 from jaxdp.parallel.reduction import NEVER, Reduction
 from jaxdp.parallel.strategy import Program
 from jaxdp.parallel.sums import arithmetic
-from jaxdp.split import WHOLE
 from jaxdp.train.average import EMA, EMA_STATE, average, average_statistics
 from jaxdp.train.model_state import floats, mean_state, weighted_state
+from jaxdp.train.skip import Guard
 from jaxdp.train.state import Batch, TrainState, merge, microbatch_key, select
 from jaxdp.train.step import Step
 
@@ -98,26 +97,24 @@ class Replicas(PJit):
     ):
         ordered = ordered_devices(devices, hosts)
         parts, self.per_device = split_replicas(rule.replicas, len(ordered))
-        self.own = microbatches // rule.replicas  # microbatches of a replica
         sharing = len(ordered) // parts  # devices that share one replica
+        self.rule, self.own = rule, microbatches // rule.replicas  # microbatches of a replica
         self.of_replica = assign_microbatches(self.own, sharing, reduction.group)
+        make = Partial(lambda make: with_replicas(make(), rule), make)
         sharding = Sharding(blocks=rule.blocks)
         super().__init__(make, microbatches, reduction, reduce_dtype, ordered, sharding)
-        grid = np.array(ordered).reshape(parts, sharing)
-        mesh = Mesh(grid, (OUTER, DATA), axis_types=(AxisType.Auto,) * 2)
-        self.distribute(mesh, assign_replicas(self.of_replica, rule.replicas, parts))
-        self.parts, self.axes, self.rule = parts, Axes(shard=OUTER, replica=DATA), rule
-        self.make = Partial(lambda make: with_replicas(make(), rule), make)
-        shapes = jax.eval_shape(lambda state: with_replicas(state, rule), state_shapes(make))
-        self.shapes = self.stored = shapes.replace(seed=None)
         if self.shapes.kept:
             raise UsageError(
                 "outer.replicas: the model carries state from batch to batch; use ordinary training",
                 rank=0,
             )
-        whole: Any = jax.tree.map(lambda _: WHOLE, self.shapes)
-        replicas = jax.tree.map(lambda _: 0, self.shapes.opt_state.replicas)
-        self.dims = whole.replace(opt_state=whole.opt_state._replace(replicas=replicas))
+        grid = np.array(ordered).reshape(parts, sharing)
+        mesh = Mesh(grid, (OUTER, DATA), axis_types=(AxisType.Auto,) * 2)
+        self.distribute(mesh, assign_replicas(self.of_replica, rule.replicas, parts))
+        self.parts, self.axes = parts, Axes(shard=OUTER, replica=DATA)
+        local = self.dims.opt_state  # all are replicated
+        by_replica = local._replace(replicas=jax.tree.map(lambda _: 0, local.replicas))
+        self.dims = self.dims.replace(opt_state=by_replica)
 
     def completed(self, state: TrainState) -> TrainState:
         return with_replicas(state, self.rule)
@@ -185,6 +182,7 @@ class Replicas(PJit):
         replicas.
         """
         rule, trainable = self.rule, step.trainable
+        spread = functools.partial(copies, number=self.per_device)
         sum_over = functools.partial(
             arithmetic(rule.reduction).sum_rows, rule.reduction, axis=OUTER, rows=rule.replicas
         )
@@ -193,12 +191,11 @@ class Replicas(PJit):
             """Return the state with new parameters, averages of the model's floats (None for
             integers), running averages of both, and state of the outer optimizer, from sums."""
 
+            def mean(total: jax.Array, like: jax.Array) -> jax.Array:
+                return (total / rule.replicas).astype(like.dtype)
+
             params, outer = trainable(state.params), state.opt_state.outer
-            gradients = jax.tree.map(
-                lambda total, like: (total / rule.replicas).astype(like.dtype),
-                moved,
-                master_copy(params, outer),
-            )
+            gradients = jax.tree.map(mean, moved, master_copy(params, outer))
             updates, outer = rule.tx.update(gradients, outer, params)
             params = merge(optax.apply_updates(params, updates), state.params)
             weight = rule.replicas * jnp.ones(())
@@ -214,21 +211,27 @@ class Replicas(PJit):
                 params=params, model_state=averages, extra=extra, opt_state=opt_state
             )
 
-        spread = functools.partial(copies, number=self.per_device)
-
-        def outer_step(state: TrainState) -> TrainState:
-            replicas, numbers = state.opt_state.replicas, self.numbers()
+        def differences(state: TrainState) -> Tree:
+            """Return the sums, over all replicas, of what each has moved away from what they share."""
+            replicas = state.opt_state.replicas
             own = master_copy(trainable(replicas.params), replicas.opt_state)
             shared = master_copy(trainable(state.params), state.opt_state.outer)
-            differences = jax.tree.map(lambda x, y: y[None] - x, own, shared)
-            before, after = floats(state.model_state), floats(replicas.model_state)
-            keys = jax.vmap(
-                lambda n: jax.random.fold_in(microbatch_key(state.seed, state.step, n), OUTER_KEY)
-            )(numbers)
-            states = jax.vmap(
-                lambda after, _: weighted_state(before, after, jnp.ones(()), jnp.bool_(True))
-            )(after, numbers)  # there may be no floats to map over
-            sums = sum_over(differences, keys=keys), sum_over(states, keys=None)
+
+            def key(number: jax.Array) -> jax.Array:
+                return jax.random.fold_in(microbatch_key(state.seed, state.step, number), OUTER_KEY)
+
+            moved = jax.tree.map(lambda x, y: y[None] - x, own, shared)
+            return sum_over(moved, keys=jax.vmap(key)(self.numbers()))
+
+        def outer_step(state: TrainState) -> TrainState:
+            replicas = state.opt_state.replicas
+            states = jax.vmap(weighted_state, (None, 0, 0, None))(
+                floats(state.model_state),
+                floats(replicas.model_state),
+                jnp.ones(self.per_device),
+                jnp.bool_(True),
+            )
+            sums = differences(state), sum_over(states, keys=None)
             new = self.arithmetic.rounded(move, state.step)(state, *sums)
 
             # A replica that skipped an update may have another counter than the first.
@@ -238,16 +241,21 @@ class Replicas(PJit):
             if isinstance(new.opt_state.outer, Master):
                 low = spread(new.opt_state.outer.low)
                 replicas = replicas.replace(opt_state=replicas.opt_state._replace(low=low))
-
-            halted = replicas.guard.halted > 0
-            guard = select(halted, replicas.guard, zeros(replicas.guard))
-            guard = jax.tree.map(lambda x: jax.lax.pmax(x.max(0), OUTER), guard)
-            since = jnp.where(halted, replicas.guard.since, guard.halted_at).min(0)
-            guard = guard.replace(since=jax.lax.pmin(since, OUTER))
             opt_state = new.opt_state._replace(replicas=replicas)
+            guard = shared_guard(replicas.guard)
             return new.replace(model_state=model_state, guard=guard, opt_state=opt_state)
 
         return outer_step
+
+
+def shared_guard(guards: Guard) -> Guard:
+    """Return the guard of the replicas [replica] that have halted: of their counters the largest,
+    and the first update of all."""
+    halted = guards.halted > 0
+    guard = select(halted, guards, zeros(guards))
+    guard = jax.tree.map(lambda x: jax.lax.pmax(x.max(0), OUTER), guard)
+    since = jnp.where(halted, guards.since, guard.halted_at).min(0)
+    return guard.replace(since=jax.lax.pmin(since, OUTER))
 
 
 def with_replicas(one: TrainState, rule: OuterRule) -> TrainState:
