@@ -64,9 +64,8 @@ def quantized(
 
 def restored(tree: Tree, exponents: Any, summands: int) -> Tree:
     """Convert the sums of `quantized` back to floats."""
-    leaves, treedef = jax.tree.flatten(tree)
-    floats = [restore(x, exponent, summands) for x, exponent in zip(leaves, exponents)]
-    return jax.tree.unflatten(treedef, floats)
+    by_leaf = jax.tree.unflatten(jax.tree.structure(tree), exponents)
+    return jax.tree.map(lambda x, exponent: restore(x, exponent, summands), tree, by_leaf)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))  # traced once for each shape

@@ -39,10 +39,10 @@ def lower_on_cpu() -> None:
 def _lower_dot(ctx: Any, lhs: Any, rhs: Any, *, dimension_numbers: Any, **params: Any) -> Any:
     (contracted, _), _ = dimension_numbers
     ndim = ctx.avals_in[0].ndim
+    lower = mlir.lower_fun(_transposed_dot, multiple_results=False)
     if tuple(contracted) == tuple(range(ndim - len(contracted), ndim)):
-        return private_jax.lower_dot(ctx, lhs, rhs, dimension_numbers=dimension_numbers, **params)
-    transposed = functools.partial(_transposed_dot, dimension_numbers=dimension_numbers, **params)
-    return mlir.lower_fun(transposed, multiple_results=False)(ctx, lhs, rhs)
+        lower = private_jax.lower_dot
+    return lower(ctx, lhs, rhs, dimension_numbers=dimension_numbers, **params)
 
 
 def _transposed_dot(
@@ -105,7 +105,7 @@ def _convolution(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
         w, (*w_spec[2:], w_spec[1], w_spec[0])
     )  # [*window, channel of a group, output channel]
     pads = [(low, high, d - 1) for (low, high), d in zip(params["padding"], params["lhs_dilation"])]
-    if any(any(pad) for pad in pads):  # XLA would not remove an operation that pads nothing
+    if any(map(any, pads)):  # XLA would not remove an operation that pads nothing
         x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *pads, (0, 0, 0)])
     *window, inputs, outputs = w.shape
     out = [like.shape[d] for d in y_spec[2:]]

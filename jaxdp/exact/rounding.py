@@ -111,16 +111,15 @@ def as_written(f: Callable, live: jax.Array) -> Callable:
     Loops and functions mapped over devices are not changed.
     """
 
-    uniform: dict[Any, Any] = {}  # a variable whose entries are all equal -> their value []
+    uniform: set[Any] = set()  # variables whose entries are all equal
 
-    def scalar(x: Any, value: Any) -> Any:
-        """Return the value that all entries have, or None."""
-        return uniform.get(x) if x.aval.shape else jnp.asarray(value, x.aval.dtype)
+    def is_uniform(variable: Any) -> bool:
+        return not variable.aval.shape or variable in uniform
 
     def rule(equation: Any, inputs: list[Any]) -> Sequence[Any] | None:
         name, operands, outvars = equation.primitive.name, equation.invars, equation.outvars
-        if name in SAME and (value := scalar(operands[0], inputs[0])) is not None:
-            uniform[outvars[0]] = value.astype(outvars[0].aval.dtype)
+        if name in SAME and is_uniform(operands[0]):
+            uniform.add(outvars[0])
         if name == "cond":
             branches = [functools.partial(branch, x) for x in equation.params["branches"]]
             return jax.lax.switch(inputs[0], branches, *inputs[1:])
@@ -130,9 +129,8 @@ def as_written(f: Callable, live: jax.Array) -> Callable:
             return fusion_barrier(bind(equation, fusion_barrier(inputs, live)), live)
         if name in PRODUCTS:
             return [pin(bind(equation, inputs)[0], live)]
-        if name == "div" and outvars[0].aval.shape:
-            divisor = scalar(operands[1], inputs[1])
-            return None if divisor is None else [pin(inputs[0] * pin(1 / divisor, live), live)]
+        if name == "div" and outvars[0].aval.shape and is_uniform(operands[1]):
+            return [pin(inputs[0] * pin(1 / inputs[1], live), live)]
         return None
 
     def branch(jaxpr: Any, *args: Any) -> list[Any]:

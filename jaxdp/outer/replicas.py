@@ -148,7 +148,7 @@ class Replicas(PJit):
         )
         grads = self.device_sums(plan, step.grads)
         apply = functools.partial(self.arithmetic.update, self._apply(step))
-        outer_step = self._outer_step(step)
+        outer_step = self._outer_step()
 
         @functools.partial(jax.jit, inline=True)  # traced once
         def one_replica(seed: jax.Array, piece: Any) -> Any:
@@ -177,11 +177,11 @@ class Replicas(PJit):
 
         return update
 
-    def _outer_step(self, step: Step) -> Callable[[TrainState], TrainState]:
+    def _outer_step(self) -> Callable[[TrainState], TrainState]:
         """Return the outer update: the mean difference, the outer optimizer, and its result on all
         replicas.
         """
-        rule, trainable = self.rule, step.trainable
+        rule, trainable = self.rule, self.rule.trainable
         spread = functools.partial(copies, number=self.per_device)
         sum_over = functools.partial(
             arithmetic(rule.reduction).sum_rows, rule.reduction, axis=OUTER, rows=rule.replicas
@@ -211,27 +211,23 @@ class Replicas(PJit):
                 params=params, model_state=averages, extra=extra, opt_state=opt_state
             )
 
-        def differences(state: TrainState) -> Tree:
-            """Return the sums, over all replicas, of what each has moved away from what they share."""
-            replicas = state.opt_state.replicas
-            own = master_copy(trainable(replicas.params), replicas.opt_state)
-            shared = master_copy(trainable(state.params), state.opt_state.outer)
-
-            def key(number: jax.Array) -> jax.Array:
-                return jax.random.fold_in(microbatch_key(state.seed, state.step, number), OUTER_KEY)
-
-            moved = jax.tree.map(lambda x, y: y[None] - x, own, shared)
-            return sum_over(moved, keys=jax.vmap(key)(self.numbers()))
+        def key(state: TrainState, number: jax.Array) -> jax.Array:
+            own = microbatch_key(state.seed, state.step, number)
+            return jax.random.fold_in(own, OUTER_KEY)
 
         def outer_step(state: TrainState) -> TrainState:
             replicas = state.opt_state.replicas
+            own = master_copy(trainable(replicas.params), replicas.opt_state)
+            shared = master_copy(trainable(state.params), state.opt_state.outer)
+            differences = jax.tree.map(lambda x, y: y - x, own, shared)
+            keys = jax.vmap(key, (None, 0))(state, self.numbers())
             states = jax.vmap(weighted_state, (None, 0, 0, None))(
                 floats(state.model_state),
                 floats(replicas.model_state),
                 jnp.ones(self.per_device),
                 jnp.bool_(True),
             )
-            sums = differences(state), sum_over(states, keys=None)
+            sums = sum_over(differences, keys=keys), sum_over(states, keys=None)
             new = self.arithmetic.rounded(move, state.step)(state, *sums)
 
             # A replica that skipped an update may have another counter than the first.
