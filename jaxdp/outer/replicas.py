@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
@@ -36,11 +35,11 @@ from jaxdp.parallel.placement import (
 from jaxdp.parallel.reduction import NEVER, Reduction
 from jaxdp.parallel.strategy import Program
 from jaxdp.parallel.sums import arithmetic
-from jaxdp.train.average import EMA, EMA_STATE, average, average_statistics
-from jaxdp.train.model_state import floats, mean_state, weighted_state
+from jaxdp.train.average import EMA, EMA_STATE
+from jaxdp.train.model_state import floats, weighted_state
 from jaxdp.train.skip import Guard
-from jaxdp.train.state import Batch, TrainState, merge, microbatch_key, select
-from jaxdp.train.step import Step
+from jaxdp.train.state import Batch, Sums, TrainState, merge, microbatch_key, select
+from jaxdp.train.step import Forward, Step, UpdateRule, make_step
 
 Tree = Any
 OUTER = "outer"  # the axis of the logical replicas; inside one of them, DATA
@@ -49,25 +48,21 @@ OUTER_KEY = 1 << 20  # differs from what the keys of microbatches are folded wit
 
 
 class OuterRule(NamedTuple):
-    """replicas: their number. every: updates between two outer steps. tx: the outer optimizer.
-    reduction: of the differences between the replicas.
-
-    trainable: see `Step`. blocks: paths of the parameters that are stacked [block, ...]. ema_decay:
-    of the average of the shared parameters, per update; an outer step moves it as far as `every`
-    updates."""
+    """replicas: their number. every: updates between two outer steps. forward: of the model.
+    update: of what the replicas share, in an outer step. reduction: of the differences between the
+    replicas.
+    """
 
     replicas: int
     every: int
-    tx: optax.GradientTransformation
+    forward: Forward
+    update: UpdateRule
     reduction: Reduction
-    trainable: Callable[[Tree], Tree]
-    blocks: tuple[str, ...] = ()
-    ema_decay: float | None = None
 
 
 class Local(NamedTuple):
     """In the place of a state's optimizer state. replicas: their states, stacked [replica, ...];
-    outer: of `tx`.
+    outer: of the outer optimizer.
     """
 
     replicas: TrainState
@@ -101,7 +96,7 @@ class Replicas(PJit):
         self.rule, self.own = rule, microbatches // rule.replicas  # microbatches of a replica
         self.of_replica = assign_microbatches(self.own, sharing, reduction.group)
         make = Partial(lambda make: with_replicas(make(), rule), make)
-        sharding = Sharding(blocks=rule.blocks)
+        sharding = Sharding(blocks=rule.forward.model.blocks)
         super().__init__(make, microbatches, reduction, reduce_dtype, ordered, sharding)
         if self.shapes.kept:
             raise UsageError(
@@ -181,34 +176,35 @@ class Replicas(PJit):
         """Return the outer update: the mean difference, the outer optimizer, and its result on all
         replicas.
         """
-        rule, trainable = self.rule, self.rule.trainable
+        rule, trainable = self.rule, self.rule.update.trainable
+        step = make_step(rule.forward, rule.update)
         spread = functools.partial(copies, number=self.per_device)
         sum_over = functools.partial(
             arithmetic(rule.reduction).sum_rows, rule.reduction, axis=OUTER, rows=rule.replicas
         )
 
         def move(state: TrainState, moved: Tree, states: Tree) -> TrainState:
-            """Return the state with new parameters, averages of the model's floats (None for
-            integers), running averages of both, and state of the outer optimizer, from sums."""
-
-            def mean(total: jax.Array, like: jax.Array) -> jax.Array:
-                return (total / rule.replicas).astype(like.dtype)
-
-            params, outer = trainable(state.params), state.opt_state.outer
-            gradients = jax.tree.map(mean, moved, master_copy(params, outer))
-            updates, outer = rule.tx.update(gradients, outer, params)
-            params = merge(optax.apply_updates(params, updates), state.params)
-            weight = rule.replicas * jnp.ones(())
-            averages, _ = mean_state(floats(state.model_state), states, weight)
-            extra = dict(state.extra)
-            if rule.ema_decay is not None:
-                slow = rule.ema_decay**rule.every
-                extra[EMA] = average(extra[EMA], params, slow)
-                if EMA_STATE in extra:
-                    extra[EMA_STATE] = average_statistics(extra[EMA_STATE], averages, slow)
-            opt_state = state.opt_state._replace(outer=outer)
-            return state.replace(
-                params=params, model_state=averages, extra=extra, opt_state=opt_state
+            """Return the state after an update of what the replicas share, from sums over them. Of
+            its model state, integers are None."""
+            local = state.opt_state
+            shared = state.replace(
+                model_state=floats(state.model_state),
+                opt_state=local.outer,
+                loss_scale=None,
+                guard=Guard(),
+            )
+            sums = Sums(
+                grads=moved,
+                loss=jnp.zeros(()),
+                weight=rule.replicas * jnp.ones(()),
+                metrics={},
+                model_state=states,
+            )
+            new, _ = step.apply(shared, sums, lambda _: jnp.zeros(2))  # the norm is not needed
+            return new.replace(
+                step=state.step,
+                opt_state=local._replace(outer=new.opt_state),
+                loss_scale=state.loss_scale,
             )
 
         def key(state: TrainState, number: jax.Array) -> jax.Array:
@@ -260,7 +256,7 @@ def with_replicas(one: TrainState, rule: OuterRule) -> TrainState:
     own = dict(one.extra)
     averages = {name: own.pop(name) for name in (EMA, EMA_STATE) if name in own}
     replicas = copies(one.replace(extra=own, seed=None), rule.replicas)
-    local = Local(replicas, rule.tx.init(rule.trainable(one.params)))
+    local = Local(replicas, rule.update.tx.init(rule.update.trainable(one.params)))
     return one.replace(opt_state=local, extra=averages)
 
 
