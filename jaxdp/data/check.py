@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxdp.data.dataset import PROBES, UNKNOWN, Dataset
-from jaxdp.data.documents import LINES, check_start, is_lines, line_problems, pieces
+from jaxdp.data.documents import LINES, pieces
 from jaxdp.data.image_files import counted, describe, find_classes, find_splits
 from jaxdp.data.image_folder import ImageFolder, decode, import_pillow
 from jaxdp.errors import UsageError, one_line
@@ -115,14 +115,11 @@ def check_text(path: Path) -> Iterator[Finding]:
     """Yield the findings about a text file: all lines of one of documents that cannot be read, else
     the first error.
     """
+    lines = list[str]()
     try:
-        check_start(path, "text")
-        if is_lines(path):
-            problems = [*line_problems(path)]
-        else:
-            problems = []
-            for _ in pieces(path, key="text"):
-                pass
+        for _ in pieces(path, key="text", problems=lines):
+            pass
+        problems = [f"{str(path)!r}{line}" for line in lines]
         if not path.stat().st_size:
             problems = [f"{str(path)!r} is empty"]
     except (UsageError, OSError) as error:

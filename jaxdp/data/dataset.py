@@ -98,9 +98,7 @@ class Arrays:
             )
         if not len(self):
             raise UsageError(EMPTY)
-        self.files = MappedFiles(
-            value.filename for value in arrays.values() if isinstance(value, np.memmap)
-        )
+        self.files = MappedFiles(getattr(value, "filename", None) for value in arrays.values())
         if not isinstance(arrays.get("mask"), np.memmap):
             check_mask(self.arrays, np.arange(len(self)), "data: an array")
 
@@ -134,7 +132,7 @@ class Examples:
         self.source, self.wide = source, set[str]()
         if isinstance(getattr(source, "classes", None), int):
             self.classes = source.classes
-        self.spec = {key: (value.shape, value.dtype) for key, value in self._example(0).items()}
+        self.first = self._example(0)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -143,32 +141,31 @@ class Examples:
         """Return int64 unchanged where it does not fit into int32 in some of the first or evenly
         spread examples.
         """
-        examples = map(self._example, probes(self).tolist())
-        self.wide |= {
-            key for example in examples for key, value in example.items() if value.dtype == np.int64
-        }
-        self.spec |= {key: (self.spec[key][0], np.dtype(np.int64)) for key in self.wide}
+        for index in probes(self).tolist():
+            example = self._example(index)
+            self.wide |= {key for key, value in example.items() if value.dtype == np.int64}
+        self.first = self._example(0)
 
     def read(self, indices: np.ndarray) -> Batch:
-        stacked = {
-            key: np.empty((len(indices), *shape), dtype)
-            for key, (shape, dtype) in self.spec.items()
+        batch = {
+            key: np.empty((len(indices), *value.shape), value.dtype)
+            for key, value in self.first.items()
         }
         for row, index in enumerate(indices.tolist()):
             example = self._example(index)
-            if example.keys() != self.spec.keys():
+            if example.keys() != batch.keys():
                 raise UsageError(
-                    f"data: example {index} has keys {sorted(example)}, example 0 has {sorted(self.spec)}"
+                    f"data: example {index} has keys {sorted(example)}, example 0 has {sorted(batch)}"
                 )
             for key, value in example.items():
-                if (value.shape, value.dtype) != self.spec[key]:
-                    shape, dtype = self.spec[key]
+                first = self.first[key]
+                if value.shape != first.shape or value.dtype != first.dtype:
                     raise UsageError(
                         f"data: example {index} has {key!r} of shape {value.shape} {value.dtype}, example 0 has "
-                        f"{shape} {dtype}; make them alike (crop, pad or cast)"
+                        f"{first.shape} {first.dtype}; make them alike (crop, pad or cast)"
                     )
-                stacked[key][row] = value
-        return stacked
+                batch[key][row] = value
+        return batch
 
     def _example(self, index: int) -> dict[str, np.ndarray]:
         try:
@@ -181,7 +178,7 @@ class Examples:
                 raise UsageError(
                     f"data: example {index} is a tuple of {len(item)}; give (inputs, labels) or a dict"
                 )
-            item = dict(zip(("inputs", "labels"), item))
+            item = {"inputs": item[0], "labels": item[1]}
         elif not isinstance(item, Mapping):
             item = {"inputs": item}
         return {
@@ -208,11 +205,21 @@ def check_split(split: str) -> None:
     check_one_of("data.args.split", split, ("train", "test"))
 
 
-def find_file(root: str, folders: Iterable[str], names: Iterable[str]) -> Path | None:
-    """Return the first file of one of the names in one of the folders of `root`."""
-    top = Path(root).expanduser()
-    paths = (top / folder / name for folder in folders for name in names)
-    return next(filter(Path.is_file, paths), None)
+def find_file(
+    root: str, folders: Iterable[str], names: Iterable[str], title: str, origin: str
+) -> Path:
+    """Return the first file of one of the names in one of the folders of `root`. Raises UsageError.
+
+    title, origin: what the file is, and what to fetch, in the error.
+    """
+    for folder in folders:
+        for name in names:
+            path = Path(root).expanduser() / folder / name
+            if path.is_file():
+                return path
+    raise UsageError(
+        f"data.args.root: no {title} in {root!r}; fetch {origin} and put them there"
+    )
 
 
 def as_dataset(source: Any) -> Dataset:
@@ -241,12 +248,13 @@ def as_dataset(source: Any) -> Dataset:
             )
         check_one_split(source)
         return Arrays(**source)
-    if (isinstance(source, tuple) and size == 2 and all(map(_is_array, source))) or (
-        isinstance(source, list)
-        and size == 2
-        and all(getattr(part, "shape", ()) for part in source)
+    shapes = []
+    if isinstance(source, tuple | list) and size < 9:
+        shapes = [getattr(part, "shape", ()) for part in source]
+    if size == len(shapes) == 2 and (
+        all(shapes) or (isinstance(source, tuple) and all(map(_is_array, source)))
     ):
-        pair = Arrays(**dict(zip(("inputs", "labels"), source)))
+        pair = Arrays(inputs=source[0], labels=source[1])
         inputs, labels = pair.arrays.values()
         alike = inputs.shape == labels.shape and inputs.dtype == labels.dtype
         if alike and isinstance(source, list):
@@ -257,11 +265,6 @@ def as_dataset(source: Any) -> Dataset:
         return pair
     if hasattr(source, "__dlpack__"):  # in memory; arrays backed by a file become `Examples`
         return Arrays(inputs=source)
-    shapes = (
-        [getattr(part, "shape", ()) for part in source]
-        if isinstance(source, tuple | list) and size < 9
-        else []
-    )
     if all(shapes) and len({*shapes}) > 1:
         raise UsageError(
             f"data: a {type(source).__name__} of {size} arrays of different shapes; give a pair (inputs, labels), or a "
@@ -288,11 +291,10 @@ def read_examples(dataset: Dataset, indices: np.ndarray, key: str = "data") -> B
             f"data: {name}.read gave a {type(values).__name__}{keys}; return a dict of arrays by name"
         )
     for entry, value in values.items():
-        shape = getattr(value, "shape", None)
-        if shape is None or shape[:1] != indices.shape:
-            found = f"as {type(value).__name__}" if shape is None else f"of shape {shape}"
+        if getattr(value, "shape", ())[:1] != indices.shape:
+            kind = f"of shape {value.shape}" if hasattr(value, "shape") else f"as {type(value).__name__}"
             raise UsageError(
-                f"data: {name}.read gave {entry!r} {found} for {len(indices)} indices; return arrays, with one entry "
+                f"data: {name}.read gave {entry!r} {kind} for {len(indices)} indices; return arrays, with one entry "
                 "an index along the first dim"
             )
     arrays = {entry: np.asarray(value) for entry, value in values.items()}

@@ -69,8 +69,8 @@ class HuggingFace(Examples):
         feature = loaded.features.get(label)
         if isinstance(feature, datasets.ClassLabel):
             self.classes, self.class_names = feature.num_classes, feature.names
-        if "inputs" in self.spec:
-            self.input_shape = self.spec["inputs"][0]
+        if "inputs" in self.first:
+            self.input_shape = self.first["inputs"].shape
 
     @staticmethod
     def has_split(args: dict) -> bool:
@@ -81,10 +81,12 @@ class HuggingFace(Examples):
 
     def read(self, indices: np.ndarray) -> Batch:
         rows = self._rows(indices.tolist()) if len(indices) else {}
-        alike = rows and all(
-            (value.shape[1:], value.dtype) == self.spec[key] for key, value in rows.items()
-        )
-        return rows if alike else super().read(indices)  # one by one, to name the row that differs
+        for key, value in rows.items():
+            first = self.first[key]
+            if value.shape[1:] != first.shape or value.dtype != first.dtype:
+                rows = {}
+                break
+        return rows or super().read(indices)  # one by one, to name the row that differs
 
     def _example(self, index: int) -> dict[str, np.ndarray]:
         return {key: value[0] for key, value in self._rows([index]).items()}
