@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxdp.data.dataset import EMPTY, Batch, Examples, check_labels, check_split, fits_int32
-from jaxdp.data.split_names import check_clear, choose_split, listed, named_split, split_names
+from jaxdp.data.split_names import choose_split, listed, named_splits, split_names
 from jaxdp.errors import UsageError, import_optional, one_line
 
 KEYS = ("inputs", "labels")
@@ -119,11 +119,9 @@ def choose_set(
     UsageError.
     """
     if splits is not None:
-        return named_split(splits, split, names, path)
+        return named_splits(splits, names, path).get(split)
     fix = f"the splits of {path!r} are {listed(names)}; choose with data.args.splits: {{train: NAME, test: NAME}}"
-    parsed = split_names(names)
-    check_clear(parsed, "data.args.splits", fix)
-    return choose_split(parsed, split, "data.args.splits", fix)
+    return choose_split(split_names(names), split, "data.args.splits", fix)
 
 
 def _narrow(value: np.ndarray, column: str, wide: bool) -> np.ndarray:

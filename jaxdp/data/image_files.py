@@ -7,10 +7,9 @@ from pathlib import Path
 
 from jaxdp.data.split_names import (
     abbreviated,
-    check_clear,
     choose_split,
     listed,
-    named_split,
+    named_splits,
     normalized,
     split_names,
 )
@@ -49,10 +48,7 @@ def find_splits(
     if splits is None:
         chosen = guess_splits(top, children)
     else:
-        names = {
-            split: named_split(splits, split, children, str(top)) for split in ("train", "test")
-        }
-        chosen = {split: name for split, name in names.items() if name is not None}
+        chosen = named_splits(splits, children, str(top))
     if chosen:
         passed.update(beside)
         passed.update(f"folder {name!r}" for name in children.keys() - {*chosen.values()})
@@ -79,7 +75,6 @@ def guess_splits(top: Path, children: Mapping[str, Path]) -> dict[str, str]:
             )
         return {}
     fix = f"the folders in {str(top)!r} are {listed(children)}; {FIX}"
-    check_clear(nested, key, fix)
     candidates = {split: choose_split(nested, split, key, fix) for split in ("train", "test")}
     chosen = {split: name for split, name in candidates.items() if name is not None}
     others = [

@@ -89,7 +89,8 @@ def of_split(names: Mapping[str, SplitName], split: str) -> list[str]:
 
 def choose_split(names: Mapping[str, SplitName], split: str, key: str, fix: str) -> str | None:
     """Return the name of a split: the one that is nothing else, such as Train, or else the only
-    one; None if there is none. Raises UsageError if there are several."""
+    one; None if there is none. Raises UsageError if there are several, or one of two splits."""
+    check_clear(names, key, fix)
     candidates = of_split(names, split)
     candidates = [name for name in candidates if not names[name].same] or candidates
     if len(candidates) > 1:
@@ -97,19 +98,19 @@ def choose_split(names: Mapping[str, SplitName], split: str, key: str, fix: str)
     return candidates[0] if candidates else None
 
 
-def named_split(
-    splits: Mapping[str, str | None], split: str, names: Collection[str], path: str
-) -> str | None:
-    """Return the name of a split as the argument `splits`, {train: NAME, test: NAME}, has it, None
-    if it has none. Raises UsageError for another key, or a name that is not among `names`, those in
-    `path`."""
-    for key, name in splits.items():
+def named_splits(
+    splits: Mapping[str, str | None], names: Collection[str], path: str
+) -> dict[str, str]:
+    """Return the splits that the argument `splits`, {train: NAME, test: NAME}, has a name for.
+    Raises UsageError for another key, or a name that is not among `names`, those in `path`."""
+    chosen = {key: name for key, name in splits.items() if name is not None}
+    for key in splits:
         check_one_of("data.args.splits", key, ("train", "test"))
-        if name is not None and name not in names:
+        if key in chosen and chosen[key] not in names:
             raise UsageError(
-                f"data.args.splits.{key}: no {name!r} in {path!r}, only {listed(names)}"
+                f"data.args.splits.{key}: no {chosen[key]!r} in {path!r}, only {listed(names)}"
             )
-    return splits.get(split)
+    return chosen
 
 
 def files_by_split(files: Sequence[Path], key: str, fix: str) -> dict[str, list[Path]]:
