@@ -37,21 +37,14 @@ def check_path(path: Path) -> Iterator[Finding]:
         raise UsageError(
             f"INPUT: {str(path)!r} {problem}; give a folder of images, {', '.join(TEXTS)}, or a .yaml config"
         )
-    elif texts := text_files(path):
+    else:
+        children = sorted(path.iterdir())
+        texts = [child for child in children if child.suffix.lower() in TEXTS]
+        if not texts or any(map(Path.is_dir, children)):  # images are in folders of classes
+            yield from check_folder(path)
+            return
         for text in texts:
             yield from check_text(text)
-    else:
-        yield from check_folder(path)
-
-
-def text_files(folder: Path) -> list[Path]:
-    """Return the text files of a folder; none if there is a folder in it, as in a folder of images."""
-    children = sorted(folder.iterdir())
-    return (
-        []
-        if any(map(Path.is_dir, children))
-        else [child for child in children if child.suffix.lower() in TEXTS]
-    )
 
 
 def check_folder(top: Path) -> Iterator[Finding]:
@@ -66,11 +59,9 @@ def check_folder(top: Path) -> Iterator[Finding]:
         yield Finding(f"{top}: ignored: {counted(passed)}", False)
     for split, folder in folders.items():
         passed = Counter[str]()
-        try:
-            find_classes(folder, Counter(), complete=split == "train")
-        except UsageError as error:
-            yield Finding(str(error))
-        by_class = find_classes(folder, passed, complete=False)
+        by_class, problem = find_classes(folder, passed)
+        if problem and split == "train":
+            yield Finding(problem)
         files = [file for files in by_class.values() for file in files]
         if not files:
             yield Finding(f"{folder}: no folder of images in it")

@@ -90,12 +90,10 @@ def guess_splits(top: Path, children: Mapping[str, Path]) -> dict[str, str]:
     return chosen
 
 
-def find_classes(folder: Path, passed: Counter[str], complete: bool) -> Images:
-    """Return {class: its images at any depth, in the order of their paths}. The names and the order
-    do not depend on the Unicode form of names.
-
-    complete: raise UsageError that names the classes without an image, whose absence would change
-    labels."""
+def find_classes(folder: Path, passed: Counter[str]) -> tuple[Images, str]:
+    """Return ({class: its images at any depth, in the order of their paths}, an error that names
+    the classes without an image, whose absence would change labels, or ""). The names and the order
+    do not depend on the Unicode form of names. Raises UsageError."""
     by_class: Images = {}
     empty = list[str]()
     for child in subfolders(folder, passed):
@@ -109,12 +107,12 @@ def find_classes(folder: Path, passed: Counter[str], complete: bool) -> Images:
         passed.update(reasons)
         if not by_class[name]:
             empty.append(f"{name!r} ({counted(reasons) or 'empty'})")
-    if complete and empty:
-        raise UsageError(
-            f"data.args.root: no image in {abbreviated(empty)} of the classes in {str(folder)!r}; an image "
-            f"ends in {', '.join(sorted(ENDINGS))}; add or rename some, or remove what is no class"
-        )
-    return {name: paths for name, paths in by_class.items() if paths}
+    problem = (
+        f"data.args.root: no image in {abbreviated(empty)} of the classes in {str(folder)!r}; an image "
+        f"ends in {', '.join(sorted(ENDINGS))}; add or rename some, or remove what is no class"
+    )
+    images = {name: paths for name, paths in by_class.items() if paths}
+    return images, problem if empty else ""
 
 
 def walk(folder: Path, passed: Counter[str]) -> Iterator[Path]:

@@ -39,7 +39,7 @@ class SplitName(NamedTuple):
         """The rest without case and separators: equal for the arrays of two splits, such as trainX
         and x_test.
         """
-        return simplified(self.rest)
+        return re.sub(r"[\W_]+", "", self.rest).casefold()
 
 
 def split_names(names: Iterable[str]) -> dict[str, SplitName]:
@@ -139,10 +139,6 @@ def normalized(name: str) -> str:
     """Return a name in Unicode's form NFC: file systems and archives differ in how they store an é."""
     return unicodedata.normalize("NFC", name)
 
-
-def simplified(name: str) -> str:
-    """Return a name without case and separators."""
-    return re.sub(r"[\W_]+", "", normalized(name)).casefold()
 
 
 def _separated(name: str) -> str:
