@@ -263,7 +263,7 @@ def targets_in(
     """
     pairs: list[tuple[str, dict[str, Any]]] = []
     for entry in entries:
-        target = {"target": entry} if isinstance(entry, str) else entry
+        target: Any = {"target": entry} if isinstance(entry, str) else entry
         if (
             not isinstance(target, Mapping)
             or not isinstance(target.get("target"), str)

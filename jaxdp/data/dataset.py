@@ -217,9 +217,7 @@ def find_file(
             path = Path(root).expanduser() / folder / name
             if path.is_file():
                 return path
-    raise UsageError(
-        f"data.args.root: no {title} in {root!r}; fetch {origin} and put them there"
-    )
+    raise UsageError(f"data.args.root: no {title} in {root!r}; fetch {origin} and put them there")
 
 
 def as_dataset(source: Any) -> Dataset:
@@ -292,7 +290,11 @@ def read_examples(dataset: Dataset, indices: np.ndarray, key: str = "data") -> B
         )
     for entry, value in values.items():
         if getattr(value, "shape", ())[:1] != indices.shape:
-            kind = f"of shape {value.shape}" if hasattr(value, "shape") else f"as {type(value).__name__}"
+            kind = (
+                f"of shape {value.shape}"
+                if hasattr(value, "shape")
+                else f"as {type(value).__name__}"
+            )
             raise UsageError(
                 f"data: {name}.read gave {entry!r} {kind} for {len(indices)} indices; return arrays, with one entry "
                 "an index along the first dim"

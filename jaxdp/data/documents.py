@@ -70,9 +70,7 @@ def pieces(
             if not is_lines(path):
                 yield from _parts(file, size, reserved)
             elif head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-                raise ValueError(
-                    " is a JSON array; write one object per line, as with jq -c '.[]'"
-                )
+                raise ValueError(" is a JSON array; write one object per line, as with jq -c '.[]'")
             else:
                 yield from _lines(file, size, reserved, problems)
     except ValueError as problem:
@@ -114,9 +112,7 @@ def text_of_line(content: bytes, reserved: str) -> str:
     return text
 
 
-def _lines(
-    file: BinaryIO, stop: int, reserved: str, problems: list[str] | None
-) -> Iterator[Piece]:
+def _lines(file: BinaryIO, stop: int, reserved: str, problems: list[str] | None) -> Iterator[Piece]:
     at = start = file.tell()
     number = 0
     while at < stop and (content := file.readline()):

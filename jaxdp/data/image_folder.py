@@ -119,7 +119,9 @@ class ImageFolder(StandardizedImages):
                 if index not in self.skipped:  # reported once in this process
                     self.skipped.add(index)
                     with contextlib.suppress(OSError, ValueError):  # no standard error
-                        print(f"warning: skipped, with mask 0: {error}", file=sys.stderr, flush=True)
+                        print(
+                            f"warning: skipped, with mask 0: {error}", file=sys.stderr, flush=True
+                        )
         examples = {"inputs": inputs, "labels": self.labels[indices]}
         return {**examples, "mask": mask} if self.on_error == "skip" else examples
 

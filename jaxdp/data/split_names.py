@@ -6,6 +6,7 @@ for its split."""
 
 import re
 import unicodedata
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -54,14 +55,15 @@ def split_names(names: Iterable[str]) -> dict[str, SplitName]:
         rest = re.sub(rf"^{WORD}[\W_]*|[\W_]*{WORD}", "", text, flags=re.IGNORECASE)
         split = UNCLEAR if len(splits) > 1 else "".join(splits)
         parsed[name] = SplitName(split, rest.replace("\0", ""))
-    splits_of: dict[str, set[str]] = {}
+    parts = {name: [*_parts_of_words(name)] for name, entry in parsed.items() if not entry.split}
+    splits_of = defaultdict[str, set[str]](set)
     for name, entry in parsed.items():
-        splits_of.setdefault(entry.same, set()).add(entry.split or "train")  # x beside xtest
-        for part in () if entry.split else _parts_of_words(name):
-            splits_of.setdefault(part.same, set()).add(part.split)
-    for name, entry in parsed.items():
-        paired = (part for part in _parts_of_words(name) if len(splits_of.get(part.same, ())) > 1)
-        parsed[name] = entry if entry.split else next(paired, entry)
+        splits_of[entry.same].add(entry.split or "train")  # x beside xtest
+        for part in parts.get(name, []):
+            splits_of[part.same].add(part.split)
+    for name in parts:
+        paired = (part for part in parts[name] if len(splits_of[part.same]) > 1)
+        parsed[name] = next(paired, parsed[name])
     return parsed
 
 
@@ -138,7 +140,6 @@ def abbreviated(texts: Sequence[str], others: str = "more") -> str:
 def normalized(name: str) -> str:
     """Return a name in Unicode's form NFC: file systems and archives differ in how they store an é."""
     return unicodedata.normalize("NFC", name)
-
 
 
 def _separated(name: str) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxdp.data.documents import boundary, pieces
 from jaxdp.data.split_names import files_by_split, listed
 from jaxdp.data.token_file import FORMAT, META
-from jaxdp.data.tokenizers import Char, File, Tokenizer, make_tokenizer, reserved
+from jaxdp.data.tokenizers import Char, File, Tokenizer, make_tokenizer
 from jaxdp.errors import UsageError
 
 Ranges = list[tuple[Path, int, int]]  # (file, first byte, end)
@@ -75,7 +75,7 @@ def tokenize(
     partial = output.parent / f".{output.name}.partial{os.getpid()}"
     partial.mkdir(parents=True)
     try:
-        meta = _write(ranges, partial, encoder, shard_tokens, reserved(tokenizer))
+        meta = _write(ranges, partial, encoder, shard_tokens)
         check_parts(meta["counts"], inputs, split)
         partial.rename(output)
     except BaseException:
@@ -137,22 +137,18 @@ def alphabet(inputs: Sequence[Path]) -> str:
     before the last.
     """
     characters: set[str] = set()
-    for text, ends in _texts([(path, 0, path.stat().st_size) for path in inputs], reserved("char")):
+    for text, ends in _texts([(path, 0, path.stat().st_size) for path in inputs], Char.reserved):
         characters.update(text, "\0" * ends)
     return "".join(sorted(characters))
 
 
 def _write(
-    ranges: Mapping[str, Ranges],
-    folder: Path,
-    tokenizer: Tokenizer,
-    shard_tokens: int,
-    reserved: str,
-) -> dict:
+    ranges: Mapping[str, Ranges], folder: Path, tokenizer: Tokenizer, shard_tokens: int
+) -> dict[str, Any]:
     dtype = np.dtype("<u2" if tokenizer.size <= 1 << 16 else "<u4")
     counts, shards = dict[str, int](), dict[str, int]()
     for kind, parts in ranges.items():
-        arrays = _encoded(parts, tokenizer, reserved, dtype)
+        arrays = _encoded(parts, tokenizer, dtype)
         written = write_shards(arrays, folder, kind, shard_tokens)
         counts[kind] = sum(written.values())
         shards |= written
@@ -174,11 +170,9 @@ def _write(
     return meta
 
 
-def _encoded(
-    ranges: Ranges, tokenizer: Tokenizer, reserved: str, dtype: np.dtype
-) -> Iterator[np.ndarray]:
+def _encoded(ranges: Ranges, tokenizer: Tokenizer, dtype: np.dtype) -> Iterator[np.ndarray]:
     end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
-    for text, ends in _texts(ranges, reserved):
+    for text, ends in _texts(ranges, tokenizer.reserved):
         yield tokenizer.encode(text).astype(dtype, copy=False)
         if ends:
             yield np.array(end, dtype)

@@ -77,7 +77,6 @@ class Windows:
             f"{i} {tokens.dtype.name}": array_part(tokens) for i, tokens in enumerate(self.shards)
         }
 
-
     def _check(self, windows: np.ndarray, firsts: np.ndarray, shard: int) -> None:
         """Raise UsageError for a token outside the vocabulary; a model would look up another
         token's weights for it.
