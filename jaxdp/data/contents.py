@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.dataset import PROBES, Arrays, Dataset, fingerprint, probes, update
-from jaxdp.data.parts import Part
+from jaxdp.data.dataset import PROBES, Arrays, Dataset, Part, fingerprint, probes, update
 
 MOST = 1 << 28  # bytes of a data set that are read
 SECONDS = 0.5

@@ -3,20 +3,21 @@
 import contextlib
 import hashlib
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from jaxdp.data.example_order import RESET
-from jaxdp.data.parts import Part, array_part, bytes_of
 from jaxdp.data.split_names import check_one_split
 from jaxdp.errors import RunFailed, UsageError, check_one_of
 
 # examples in a fingerprint: enough to distinguish two data sets, few enough for slow storage
 PROBES = 64
+PIECE = 1 << 24  # bytes of an array or a file that are read at once
 UNKNOWN = 1 << 62  # the length of a stream whose end is unknown
 EMPTY = "data: the data set is empty; give it at least one example"
 Batch = dict[str, np.ndarray]
@@ -51,6 +52,39 @@ class Dataset(Protocol):
         """Return the examples at indices[k] int64 (may repeat) as {name: [k, ...]}; standard names
         are "inputs" and "labels". The same index must always return the same example."""
         ...
+
+
+class Part(NamedTuple):
+    """An array or a file that examples are made of: the number of its bytes, infinite if they must
+    not be read, and a function that reads them.
+    """
+
+    size: float
+    pieces: Callable[[], Iterator[bytes]]
+
+
+def array_part(array: np.ndarray, rows: np.ndarray | None = None) -> Part:
+    """Return the part of an array, or of some of its rows, as little-endian bytes."""
+    count, each = len(array) if rows is None else len(rows), max(1, array[:1].nbytes)
+    step = max(1, PIECE // each)
+
+    def pieces() -> Iterator[bytes]:
+        for i in range(0, count, step):
+            chunk = array[i : i + step] if rows is None else array[rows[i : i + step]]
+            yield chunk.astype(chunk.dtype.newbyteorder("<")).tobytes()
+
+    return Part(count * each, pieces)
+
+
+def file_part(path: Path, read: bool = True) -> Part:
+    """Return the part of a file; read: False to compare only its name."""
+
+    def pieces() -> Iterator[bytes]:
+        with path.open("rb") as file:
+            while piece := file.read(PIECE):
+                yield piece
+
+    return Part(path.stat().st_size if read else math.inf, pieces)
 
 
 class MappedFiles:
@@ -419,7 +453,7 @@ def update(digest: Any, examples: Mapping[str, Any]) -> None:
     for key, value in sorted(examples.items()):
         value = np.asarray(value)
         digest.update(f"\n{key} {value.dtype.name} {value.shape}\n".encode())
-        digest.update(bytes_of(value))
+        digest.update(value.astype(value.dtype.newbyteorder("<")).tobytes())
 
 
 def _is_array(part: Any) -> bool:

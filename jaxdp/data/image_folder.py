@@ -10,9 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxdp.data.dataset import Batch, check_split
+from jaxdp.data.dataset import Batch, Part, check_split, file_part
 from jaxdp.data.image_files import FIX, describe, find_classes, find_splits
-from jaxdp.data.parts import Part, file_part
 from jaxdp.data.split_names import normalized
 from jaxdp.data.standardized import StandardizedImages
 from jaxdp.data.windows import check_fraction

@@ -12,8 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxdp.data.dataset import Batch, MappedFiles, check_split
-from jaxdp.data.parts import Part
+from jaxdp.data.dataset import Batch, MappedFiles, Part, check_split
 from jaxdp.data.split_names import files_by_split, listed
 from jaxdp.data.tokenizers import Tokenizer, from_spec
 from jaxdp.data.windows import SMALL, Windows, cut

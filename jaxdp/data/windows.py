@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxdp.data.dataset import Batch, by_member
-from jaxdp.data.parts import Part, array_part
+from jaxdp.data.dataset import Batch, Part, array_part, by_member
 from jaxdp.errors import UsageError, check_sizes
 
 SMALL = (
