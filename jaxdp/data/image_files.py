@@ -128,12 +128,11 @@ def walk(folder: Path, passed: Counter[str]) -> Iterator[Path]:
             passed[LOOP] += 1
             continue
         visited.add(identity(current))
-        for entry in entries(current):
-            kind = kind_of(entry)
+        for path, kind in entries(current):
             if kind == "folder":
-                (links if entry.is_symlink() else pending).append(Path(entry.path))
+                (links if path.is_symlink() else pending).append(path)
             elif kind == "image":
-                yield Path(entry.path)
+                yield path
             else:
                 passed[kind] += 1
         links.sort(key=path_key)
@@ -144,19 +143,18 @@ def subfolders(folder: Path, passed: Counter[str] | None = None) -> list[Path]:
     entries.
     """
     folders, above = [], ancestors(folder) | {identity(folder)}
-    for entry in entries(folder):
-        kind, path = kind_of(entry), Path(entry.path)
-        kind = LOOP if kind == "folder" and identity(path) in above else kind
-        if kind == "folder":
+    for path, kind in entries(folder):
+        if kind == "folder" and identity(path) not in above:
             folders.append(path)
         elif passed is not None:
-            passed["image outside of the classes" if kind == "image" else kind] += 1
+            names = {"folder": LOOP, "image": "image outside of the classes"}
+            passed[names.get(kind, kind)] += 1
     return sorted(folders, key=path_key)
 
 
 def contains_images(folder: Path) -> bool:
     """Return whether there is an image in a folder, at any depth."""
-    return any(True for _ in walk(folder, Counter()))
+    return next(walk(folder, Counter()), None) is not None
 
 
 def kind_of(entry: os.DirEntry[str]) -> str:
@@ -177,11 +175,11 @@ def kind_of(entry: os.DirEntry[str]) -> str:
     return "image" if ending in ENDINGS else ending or "without an ending"
 
 
-def entries(folder: Path) -> list[os.DirEntry[str]]:
-    """Return the entries of a folder. Raises UsageError."""
+def entries(folder: Path) -> list[tuple[Path, str]]:
+    """Return the path of each entry of a folder, and its `kind_of`. Raises UsageError."""
     try:
         with os.scandir(folder) as scanned:
-            return list(scanned)
+            return [(Path(entry.path), kind_of(entry)) for entry in scanned]
     except OSError as error:
         raise UsageError(
             f"data.args.root: cannot read the folder {str(folder)!r}: {error.strerror}"
