@@ -80,7 +80,10 @@ def locate(key: str, target: str, table: Table, field: str | None = None) -> Any
         raise _not_imported(f"{field}: {target!r}", module, error) from error
     if not hasattr(imported, name):
         public = [n for n, v in vars(imported).items() if not n.startswith("_") and callable(v)]
-        hint = f"; {near}" if (near := suggest(name, public)) else _behind_library(module)
+        near, file = suggest(name, public), imports.hiding().get(module.partition(".")[0])
+        hint = f"; {near}" if near else ""
+        if file and not near:
+            hint = f": it is a library, which comes before {file}; rename this file"
         raise UsageError(f"{field}: module {module!r} has no {name!r}{_of_script(module) or hint}")
     return getattr(imported, name)
 
@@ -94,14 +97,6 @@ def _not_imported(target: str, module: str, error: Exception) -> UsageError:
     local = [file.stem for file in pathlib.Path().glob("*.py")]
     hint = suggest(error.name, local, 0.6, "is it installed, or its folder on PYTHONPATH?")
     return UsageError(f"{target} cannot be imported: no module {error.name!r}; {hint}")
-
-
-def _behind_library(module: str) -> str:
-    """Return advice for a module of the user's that has the name of a library, which is imported
-    already.
-    """
-    file = imports.hiding().get(module.partition(".")[0])
-    return f": it is a library, which comes before {file}; rename this file" if file else ""
 
 
 def _of_script(name: str) -> str:

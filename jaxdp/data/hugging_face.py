@@ -74,10 +74,8 @@ class HuggingFace(Examples):
 
     @staticmethod
     def has_split(args: dict) -> bool:
-        return (
-            choose_set(args["path"], saved_splits(args["path"]), "test", args.get("splits"))
-            is not None
-        )
+        path, splits = args["path"], args.get("splits")
+        return choose_set(path, saved_splits(path), "test", splits) is not None
 
     def read(self, indices: np.ndarray) -> Batch:
         rows = self._rows(indices.tolist()) if len(indices) else {}
@@ -93,21 +91,17 @@ class HuggingFace(Examples):
 
     def _rows(self, indices: list[int]) -> Batch:
         rows = self.source[indices]
-        columns = self.columns.items()
         return {
             key: _narrow(np.asarray(rows[column]), column, key in self.wide)
-            for key, column in columns
+            for key, column in self.columns.items()
         }
 
 
 def saved_splits(path: str) -> list[str]:
     """Return the names of the data sets in a folder; none if it is one data set, or cannot be read."""
+    file = Path(path).expanduser() / "dataset_dict.json"
     try:
-        return list(
-            json.loads((Path(path).expanduser() / "dataset_dict.json").read_text(encoding="utf-8"))[
-                "splits"
-            ]
-        )
+        return list(json.loads(file.read_text(encoding="utf-8"))["splits"])
     except (OSError, ValueError, KeyError, TypeError):
         return []
 

@@ -1,6 +1,7 @@
 """MNIST and Fashion-MNIST, from their published IDX files, gzipped or not."""
 
 import gzip
+import math
 import zlib
 from pathlib import Path
 from typing import ClassVar
@@ -32,7 +33,7 @@ def read_idx(path: Path, dims: int) -> np.ndarray:
             f"{data[:4].hex() or 'nothing'}, not {magic.hex()}; fetch the file again"
         )
     shape = np.frombuffer(data, ">u4", dims, offset=4).tolist()
-    size = int(np.prod(shape, dtype=object))
+    size = math.prod(shape)
     if len(data) != header + size:
         raise UsageError(
             f"data.args.root: {path} has {len(data) - header:,} bytes of data, its header says {size:,} ({shape}); "
