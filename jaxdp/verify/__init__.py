@@ -208,17 +208,16 @@ def check_parts(
     checks.append(verify_checks.check_same(facts, again, np.inf if near else exactness))
     if verify_checks.any_failed(context, checks):
         return False
-    # while the other process computes
-    loss = verify_checks.check_loss(oracle, tolerance)
-    if loss.verdict != FAILED:
-        padding = verify_checks.check_padding(oracle, random, tolerance)
+    others = [verify_checks.check_loss(oracle, tolerance)]  # while the other process computes
+    if others[0].verdict != FAILED:
+        others.append(verify_checks.check_padding(oracle, random, tolerance))
     if elsewhere is not None:
         expected = near() if near else facts
         checks[-1] = verify_checks.check_same(expected, elsewhere(), exactness, elsewhere=True)
     if verify_checks.any_failed(context, checks):
         return False
-    checks.append(loss)
+    checks.append(others[0])
     if verify_checks.any_failed(context, checks):
         return False
-    checks.append(padding)
+    checks += others[1:]
     return True

@@ -70,10 +70,10 @@ def find_facts(oracle: Oracle) -> Facts:
     parts = oracle.problem.parts
     order = parts.order
     sets = named_sets(oracle.problem)
-    numbers = {f"the number of examples of the {name}": len(sets[name]) for name in sets}
-    numbers["the number of updates"] = parts.steps
-    numbers["batch_size of the order of examples"] = order.batch_size
-    numbers["microbatches of the order of examples"] = order.microbatches
+    numbers = {
+        **{f"the number of examples of the {name}": len(sets[name]) for name in sets},
+        "the number of updates": parts.steps,
+    }
     examples = {}
     for name, dataset in sets.items():
         for key, values in dataset.read(probes(dataset)).items():

@@ -126,11 +126,7 @@ def settings(device: jax.Device) -> Iterator[None]:
     before = jax.config.jax_enable_x64  # type: ignore[attr-defined]
     jax.config.update("jax_enable_x64", True)
     try:
-        with (
-            jax.enable_x64(True),
-            jax.default_matmul_precision("highest"),
-            jax.default_device(device),
-        ):
+        with jax.default_matmul_precision("highest"), jax.default_device(device):
             yield
     finally:
         jax.config.update("jax_enable_x64", before)

@@ -41,8 +41,7 @@ from jaxdp.verify.problem import (
     narrowest,
 )
 
-SPLITS = 3  # random ones, of the examples that the loss is checked on
-ROWS = 8  # of these examples
+ROWS = 8  # examples that the loss is checked on
 DRAWS = {"random_bits", "threefry2x32", "rng_uniform", "rng_bit_generator"}
 ELSEWHERE = "in another process, which has other devices, launcher variables and another date"
 CAUSES = (
@@ -214,14 +213,14 @@ def check_padding(oracle: Oracle, random: bool, tolerance: float) -> Check:
 
 
 def check_loss(oracle: Oracle, tolerance: float) -> Check:
-    """Check that the loss's sums over parts of some examples add up, and that masked examples do
-    not count.
+    """Check that the loss's sums over single examples add up, and that masked examples do not
+    count.
     """
     outputs, batch = some_rows(oracle)
-    size = len(batch["mask"])
-    rng = np.random.default_rng(oracle.problem.parts.forward.seed)
+    mask, size = batch["mask"], len(batch["mask"])
+    rows, couples = np.arange(size), oracle.problem.couples
 
-    def named_sums(index, mask):
+    def named_sums(index, mask=mask):
         """Return the sums of some rows by name."""
 
         def pick(x):
@@ -232,11 +231,10 @@ def check_loss(oracle: Oracle, tolerance: float) -> Check:
         named = {f"metric {name!r}": x for name, x in sorted(flat(metrics).items())}
         return {"sum": total, "weight": weight, **named}
 
-    def sums(index, mask=batch["mask"]):
-        return np.array([*named_sums(index, mask).values()], np.float64)
+    def sums(*arguments):
+        return np.array([*named_sums(*arguments).values()], np.float64)
 
-    names = [*named_sums(np.arange(size), batch["mask"])]
-    full, largest = sums(np.arange(size)), 0.0
+    names, full = [*named_sums(rows)], sums(rows)
     if not np.isfinite(full).all():
         name = names[int(np.argmin(np.isfinite(full)))]
         return Check("loss", FAILED, f"the loss has a {name} that is not finite")
@@ -247,39 +245,30 @@ def check_loss(oracle: Oracle, tolerance: float) -> Check:
         return Check("loss", FAILED, text)
     if size < 2:
         return Check("loss", SKIPPED, "one example cannot be split")
-    subset = np.sort(rng.permutation(size)[: -(-size // 2)])
-    chosen: Any = np.isin(np.arange(size), subset)
-    mask = batch["mask"] * expand_to(chosen, batch["mask"])
-    sizes = [1, 2, size - 3] if size > 3 else [1, size - 1]
-    splits = []
+    chosen: Any = rows % 2 == 0
     try:
-        for _ in range(0 if oracle.problem.couples else SPLITS):
-            rows = rng.permutation(size)
-            parts = np.split(rows, np.cumsum(rng.permutation(sizes))[:-1])
-            splits.append(np.stack([sums(part) for part in parts]))
-        masked, alone = sums(np.arange(size), mask), sums(subset)
+        each = [full] if couples else [sums(rows[i : i + 1]) for i in rows]
+        masked, alone = sums(rows, mask * expand_to(chosen, mask)), sums(rows[chosen])
     except Exception as error:
         text = f"it cannot be split: {type(error).__name__} where fewer examples are given: {one_line(error)}"
         return Check("loss", NOTE, text)
-    for values in splits:
-        wrong = relative(values.sum(0), full, np.abs(values).sum(0))
-        largest = max(largest, wrong.max())
-        if wrong.max() > tolerance:
-            text = (
-                f"the loss has a {names[int(np.argmax(wrong > tolerance))]} that does not add up over parts of a "
-                "batch, as a mean does not; return sums of what belongs to the examples (of "
-                "jnp.where(mask != 0, losses, 0) * mask) and batch['mask'] summed; a loss that couples examples "
-                "(contrastive) needs an attribute scope = 'global'"
-            )
-            return Check("loss", FAILED, text)
-    wrong = relative(masked, alone, np.abs(full))
+    wrong = relative(np.sum(each, 0), full, np.sum(np.abs(each), 0))
     if wrong.max() > tolerance:
-        text = f"the loss counts examples whose batch['mask'] is 0 (in its {names[int(wrong.argmax())]}); sum "
+        text = (
+            f"the loss has a {names[int(np.argmax(wrong > tolerance))]} that does not add up over parts of a "
+            "batch, as a mean does not; return sums of what belongs to the examples (of "
+            "jnp.where(mask != 0, losses, 0) * mask) and batch['mask'] summed; a loss that couples examples "
+            "(contrastive) needs an attribute scope = 'global'"
+        )
+        return Check("loss", FAILED, text)
+    counted = relative(masked, alone, np.abs(full))
+    if counted.max() > tolerance:
+        text = f"the loss counts examples whose batch['mask'] is 0 (in its {names[int(counted.argmax())]}); sum "
         return Check("loss", FAILED, f"{text}jnp.where(mask != 0, losses, 0) * mask")
-    if oracle.problem.couples:
+    if couples:
         text = "it couples examples (scope: global): it is compared over full batches only"
         return Check("loss", NOTE, text)
-    largest = max(largest, wrong.max())
+    largest = max(wrong.max(), counted.max())
     return Check("loss", OK, f"sums over parts of {size} examples add up ({largest:.1e})")
 
 

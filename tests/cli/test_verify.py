@@ -34,7 +34,7 @@ from jaxdp.run.strategies import REDUCTIONS, STAGES
 from jaxdp.train.state import TrainState
 from jaxdp.train.step import Forward, UpdateRule
 from jaxdp.verify import NOT_MAPPABLE, Configuration, Problem, as_text, settings, verify
-from jaxdp.verify.compare import difference, find_reference
+from jaxdp.verify.compare import COMPARED, difference, find_reference
 from jaxdp.verify.configurations import ONE_DEVICE, choose_configurations, is_meaningful, pairs
 from jaxdp.verify.facts import compute_again, find_facts
 from jaxdp.verify.oracle import Oracle, Start, Trained, train
@@ -603,7 +603,7 @@ def test_every_kind_of_state_is_compared(judged):
     assert not report.failed and report.largest.error < 1e-13
     for result in report.results:
         groups = {path.split("/")[0] for path in result.errors}
-        assert groups == {"params", "model_state", "opt_state", "ema", "carry", "curve"}
+        assert groups == {*COMPARED, "curve"}
 
 
 @pytest.mark.slow
