@@ -12,14 +12,9 @@ from jaxdp.errors import user_code
 from jaxdp.process.context import SLOW
 from jaxdp.process.environment import add_flag
 from jaxdp.run.components import set_jax
-from jaxdp.run.verification import (
-    ALONE,
-    QUICK_COMPILATION,
-    exactly,
-    make_problem,
-    verify_exactly,
-)
 from jaxdp.verify import as_json, as_text, verify
+from jaxdp.verify.exact import exactly, verify_exactly
+from jaxdp.verify.problem import ALONE, QUICK_COMPILATION, make_problem
 
 
 def configure(config: Config | None, options: dict[str, Any]) -> Config | None:
@@ -51,7 +46,6 @@ def run(call: Call) -> None:
                 choose_devices(options["devices"], config.microbatches),
                 updates=options["updates"],
                 tolerance=options["tolerance"],
-                most=config.verify.strategies,
                 progress=show,
                 context=context,
             )

@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from packaging.version import Version
+
 from jaxdp.doctor.findings import Check, failure, ok, warning
 from jaxdp.doctor.versions import plugins
 from jaxdp.errors import install
@@ -19,7 +21,7 @@ from jaxdp.metrics.numbers import size
 from jaxdp.process import environment, hosts
 
 # The oldest driver for each CUDA of JAX's wheels: NVIDIA's table of minor version compatibility.
-DRIVERS = {"cuda12": (525, 60), "cuda13": (580, 0)}
+DRIVERS = {"cuda12": Version("525.60"), "cuda13": Version("580.0")}
 SMALL, LARGE = 1 << 20, 1 << 24  # float32 per device, on CPU and GPU, where latency would dominate
 SLOW = 6e6  # bytes per second that any all-reduce should reach: a twentieth of gigabit Ethernet
 QUERY = [
@@ -36,12 +38,11 @@ def check_gpus(dev: str = "/dev", proc: str = "/proc") -> Iterator[Check]:
     count = environment.gpu_count({}, dev)
     kinds = sorted(DRIVERS.keys() & {kind for kind, _ in plugins().values()})
     file = pathlib.Path(proc, "driver", "nvidia", "version")
-    match = re.search(
-        r"(\d{3,})\.(\d+)[.\d]*",
-        file.read_text(encoding="utf-8", errors="replace") if file.exists() else "",
-    )
-    numbers = (int(match[1]), int(match[2])) if match else (0, 0)
-    old = next((kind for kind in kinds if numbers < DRIVERS[kind]), "")
+    text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+    match = re.search(r"\d{3,}(\.\d+)+", text)
+    number = match[0] if match else "0"
+    driver = Version(number)
+    old = next((kind for kind in kinds if driver < DRIVERS[kind]), "")
     present, names = f"{count} NVIDIA GPU{'s' * (count > 1)}", ", ".join(kinds)
     if not count and not kinds:
         yield ok("gpu", "none, and no plug-in for one")
@@ -49,23 +50,17 @@ def check_gpus(dev: str = "/dev", proc: str = "/proc") -> Iterator[Check]:
         fix = "in a container, pass it on (docker run --gpus all); else install NVIDIA's driver"
         yield warning("gpu", f"JAX's plug-in for {names} is installed, but there is no GPU", fix)
     elif not kinds:
-        cuda = "cuda13" if numbers >= DRIVERS["cuda13"] else "cuda12"
+        cuda = "cuda13" if driver >= DRIVERS["cuda13"] else "cuda12"
         text = f"{present}, but JAX has no CUDA plug-in here: it would compute on the CPU"
         yield warning("gpu", text, install(cuda))
     elif old:
-        driver = (
-            f"driver {match[0]} is too old for {old}"
-            if match
-            else f"{present}, but no driver is loaded"
-        )
-        least = ".".join(map(str, DRIVERS[old]))
-        yield failure(
-            "gpu",
-            driver,
-            f"install NVIDIA's driver {least} or later, or the plug-in of an older CUDA",
-        )
+        text = f"driver {number} is too old for {old}"
+        if match is None:
+            text = f"{present}, but no driver is loaded"
+        fix = f"install NVIDIA's driver {DRIVERS[old]} or later, or the plug-in of an older CUDA"
+        yield failure("gpu", text, fix)
     else:
-        yield ok("gpu", f"{present}, driver {match and match[0]}, plug-in {names}")
+        yield ok("gpu", f"{present}, driver {number}, plug-in {names}")
     with contextlib.suppress(FileNotFoundError):
         if not count:
             return
@@ -103,10 +98,12 @@ def check_sharing(
     GPUs.
     """
     users = Counter((hosts.key(fact), gpu) for fact, own in zip(facts, opened) for gpu in own)
-    text = "{0} processes use one GPU of host {1}: each gets 1/{0} of its memory and its time"
-    fix = "start as many processes on a host as it has GPUs"
-    most = [(number, host) for ((host, _), _), number in users.most_common(1) if number > 1]
-    return [warning("gpu sharing", text.format(*one), fix) for one in most]
+    for ((host, _), _), count in users.most_common(1):
+        if count > 1:
+            text = f"{count} processes use one GPU of host {host}: each gets 1/{count} of its memory and its time"
+            fix = "start as many processes on a host as it has GPUs"
+            return [warning("gpu sharing", text, fix)]
+    return []
 
 
 def all_reduce() -> dict[str, Any]:

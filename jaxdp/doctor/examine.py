@@ -106,17 +106,16 @@ def problem(stage: str, how: str, printed: str) -> Check:
     """Return the failure of the process, from what it printed."""
     if waits_until_every_rank_calls_mpi_init.__name__ in printed:  # in the traceback of a deadline
         return MPI_INIT
-    match = next(
-        filter(None, (re.search(pattern, printed, re.MULTILINE) for pattern in MESSAGES)), None
-    )
-    if (
-        match and match[0].startswith("jaxdp: ") and " failed: " not in match[1]
-    ):  # no traceback's last line
-        return of_text(stage, match[1])
-    error = f"{how}: {match[1][:400]}" if match else how
-    return failure(
-        stage, error, next(fix for p, fix in CAUSES if re.search(p, f"{stage}: {error}"))
-    )
+    error = how
+    for pattern in MESSAGES:
+        if match := re.search(pattern, printed, re.MULTILINE):
+            # no traceback's last line
+            if match[0].startswith("jaxdp: ") and " failed: " not in match[1]:
+                return of_text(stage, match[1])
+            error = f"{how}: {match[1][:400]}"
+            break
+    fix = next(fix for pattern, fix in CAUSES if re.search(pattern, f"{stage}: {error}"))
+    return failure(stage, error, fix)
 
 
 def examine(directory: pathlib.Path) -> tuple[list[Check], list[str]] | None:
@@ -125,20 +124,18 @@ def examine(directory: pathlib.Path) -> tuple[list[Check], list[str]] | None:
     """
     command = [sys.executable, "-P", "-m", "jaxdp.doctor.job", str(directory), str(os.getppid())]
     (name, _, checks, rank, names), failed = follow(command)
-    joined = name not in ("checks", "imports", "ranks")
     if failed and not (rank and failed.found == SILENT):  # rank 0 prints that error
         checks.append(failed)
-    if not joined:
+    if name in ("checks", "imports", "ranks"):  # it has not joined the others
         checks = [check._replace(ranks=(rank,)) for check in checks]
-    if rank == 0 and failed is MPI_INIT:
-        checks += check_missing(directory, len(names))
-    bad = [check for check in checks if check.status != OK]
-    if rank and bad and not joined:
-        sys.stderr.write(f"{as_text(bad, names)}\n")
-    if len(names) > 1 and not joined:
-        time.sleep(
-            2.0 if rank else 1.0
-        )  # rank 0 looks for markers, and ends after the others have printed
+        bad = [check for check in checks if check.status != OK]
+        if rank and bad:
+            sys.stderr.write(f"{as_text(bad, names)}\n")
+        if rank == 0 and failed is MPI_INIT:
+            checks += check_missing(directory, len(names))
+        if len(names) > 1:
+            # rank 0 looks for markers, and ends after the others have printed
+            time.sleep(2.0 if rank else 1.0)
     for file in existing(directory).glob(marker(directory, "*" if rank == 0 else str(rank)).name):
         file.unlink(missing_ok=True)
     return None if rank else (checks, names)

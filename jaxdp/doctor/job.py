@@ -4,7 +4,6 @@ LAUNCHER`.
 Before each stage it prints its name, the seconds it may take, the findings so far, rank, and the
 hosts: see `Stage`."""
 
-import contextlib
 import functools
 import json
 import os
@@ -28,81 +27,72 @@ def main(directory: pathlib.Path, launcher: int) -> None:
     """Examine as a rank of the job. launcher: the id of the process that started this one's parent."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print is not a stage
-    world, checks = None, list[Check]()
+    world = World(0, 1)
+    launcher_error: Check | None = None
     try:
         world = launchers.discover()
-        text = (
-            "a single process"
-            if world.launcher == "none"
-            else f"{world.launcher}, {world.size} processes"
-        )
-        checks.append(ok("launcher", text))
+        text = f"{world.launcher}, {world.size} processes"
+        found = ok("launcher", "a single process" if world.launcher == "none" else text)
     except UsageError as error:
-        checks.append(of_text("launcher", str(error)))
-    rank, size = (world.rank, world.size) if world else (0, 1)
-    names = [hosts.hostname()] * size
+        launcher_error = found = of_text("launcher", str(error))
+    checks, names = [found], [hosts.hostname()] * world.size
 
     def stage(name, seconds):
-        print(json.dumps([name, seconds, checks, rank, names]), file=out, flush=True)
+        print(json.dumps([name, seconds, checks, world.rank, names]), file=out, flush=True)
 
     checks += run_checks(local_checks(world, directory))
     stage("imports", LIMIT)
     checks += versions.check_imports()
     timeout = protocol.default_timeout(None if os.environ.get("JAXDP_TIMEOUT") else 30.0)
     stage("ranks", 2 * timeout + LIMIT)
-    facts = {
-        **hosts.identity(),
-        "outward": hosts.outward(),
-        **resources.read_cores(launcher),
-        "marker": "",
-    }
-    with contextlib.suppress(OSError):  # `check_run_dir` reports it
-        resources.marker(directory, str(rank)).write_text(
-            text := secrets.token_hex(8), encoding="utf-8"
-        )
-        facts["marker"] = text
+    facts = {**hosts.identity(), "outward": hosts.outward(), **resources.read_cores(launcher)}
+    facts["marker"] = secrets.token_hex(8)
+    try:
+        marker = resources.marker(directory, str(world.rank))
+        marker.write_text(facts["marker"], encoding="utf-8")
+    except OSError:  # `check_run_dir` reports it
+        facts["marker"] = ""
     import jax
 
     from jaxdp.process import context as contexts
 
     try:
-        context = contexts.init(timeout=timeout) if world else contexts.Context()
+        context = contexts.Context() if launcher_error else contexts.init(timeout=timeout)
     except ReportedError as error:
-        if world and error.rank not in (None, world.rank):
-            os._exit(
-                2
-            )  # the doctor of that rank prints it; this one has its own findings, and ends soon
+        if error.rank not in (None, world.rank):
+            # the doctor of that rank prints it; this one has its own findings, and ends soon
+            os._exit(2)
         raise
-    names = [*context.hosts] if size > 1 else names
+    if world.size > 1:
+        names = [*context.hosts]
     stage("network", 3 * LIMIT + timeout)
     with socket.create_server(("", 0), backlog=128) as listener:
         everyone = exchange(context, "facts", {**facts, "port": listener.getsockname()[1]})
-        checks += check_between(context, directory, everyone) if size > 1 else []
-    checks = merge(everyone, exchange(context, "checks", checks)) + resources.check_bindings(
-        everyone
-    )
+        if world.size > 1:
+            checks += check_between(context, directory, everyone)
+    checks = merge(everyone, exchange(context, "checks", checks))
+    checks += resources.check_bindings(everyone)
     stage("devices", LIMIT)
-    context.barrier(
-        "devices"
-    )  # a rank that fails from now on ends all, and rank 0 has sent its findings
+    # a rank that fails from now on ends all, and rank 0 has sent its findings
+    context.barrier("devices")
     check, opened = devices.open_devices()
     timed = list[Check]()
     if jax.device_count() > 1:
         stage("all-reduce", LIMIT)
         reports = exchange(context, "all-reduce", devices.all_reduce())
         wrong = tuple(rank for rank, report in enumerate(reports) if not report["right"])
-        timed = [
-            devices.check_all_reduce(**reports[0] | {"right": not wrong})._replace(ranks=wrong)
-        ]
+        reduced = devices.check_all_reduce(**reports[0] | {"right": not wrong})
+        timed.append(reduced._replace(ranks=wrong))
     checks += merge(everyone, exchange(context, "opened", [check]))
-    checks += devices.check_sharing(everyone, exchange(context, "devices", opened)) + timed
+    checks += devices.check_sharing(everyone, exchange(context, "devices", opened))
+    checks += timed
     stage("", 0)
     contexts.leave(0)
 
 
-def local_checks(world: World | None, directory: pathlib.Path) -> dict[str, Checker]:
+def local_checks(world: World, directory: pathlib.Path) -> dict[str, Checker]:
     """Return the checks that need no other process."""
-    size, local_size = (world.size, world.local_size or 1) if world else (1, 1)
+    size, local_size = world.size, world.local_size or 1
     checks: dict[str, Checker] = {
         "versions": versions.check_versions,
         "environment": functools.partial(settings.check_settings, size),
@@ -111,10 +101,9 @@ def local_checks(world: World | None, directory: pathlib.Path) -> dict[str, Chec
         "run_dir": lambda: [resources.check_run_dir(directory)],
         "host name": network.check_name,
     }
-    alone = world is None or (
-        size == 1 and world.launcher in ("none", "jaxdp")
-    )  # mpirun does not start mpirun
-    return checks | {"mpirun": mpi_check.check_mpirun} if alone else checks
+    if size == 1 and world.launcher in ("none", "jaxdp"):  # mpirun does not start mpirun
+        checks["mpirun"] = mpi_check.check_mpirun
+    return checks
 
 
 def check_between(
@@ -130,9 +119,8 @@ def check_between(
         checks["run_dir"] = functools.partial(resources.check_shared, directory, text)
     findings = run_checks(checks)
     try:
-        context.check_same(
-            "packages", {name: str(version) for name, version in rundir.versions().items()}
-        )
+        versions_here = {name: str(version) for name, version in rundir.versions().items()}
+        context.check_same("packages", versions_here)
     except UsageError as error:
         findings += [of_text("versions", str(error))] * (context.rank == 0)
     context.barrier("network")  # until then, the listener is open

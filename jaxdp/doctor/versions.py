@@ -65,13 +65,12 @@ def unmet(requirements: list[str]) -> dict[str, tuple[str, str]]:
 
 def plugins() -> dict[str, tuple[str, str]]:
     """Return {package: (kind, version)} of JAX's GPU plug-ins. kind: cuda12, cuda13, rocm7."""
-    packages = {
-        canonicalize_name(d.metadata["Name"] or ""): d.version
-        for d in importlib.metadata.distributions()
-    }
-    return {
-        name: (match[1], packages[name]) for name in packages if (match := PLUGIN.fullmatch(name))
-    }
+    found = dict[str, tuple[str, str]]()
+    for package in importlib.metadata.distributions():
+        name = canonicalize_name(package.metadata["Name"] or "")
+        if match := PLUGIN.fullmatch(name):
+            found[name] = (match[1], package.version)
+    return found
 
 
 def check_plugins() -> Iterator[Check]:

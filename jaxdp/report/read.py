@@ -67,6 +67,8 @@ def tables(
     config, env, layout = (
         mapping(directory / name) for name in ("config.yaml", "env.json", "layout.json")
     )
+    environment = flatten(env)
+    environment.pop("topology.pids", None)
     alive = is_held(directory) if alive is None else alive
     periods = sessions(records, events)
     unclean = [s for s in (periods[:-1] if alive else periods) if s["how"] is None]
@@ -87,14 +89,10 @@ def tables(
         "sessions": periods,
         "layout": layout,
         "config": flatten(config),
-        "environment": {
-            name: value for name, value in flatten(env).items() if name != "topology.pids"
-        },
+        "environment": environment,
         "diff": text(directory / "git.diff") if runs == 1 else "",
-        "histograms": media.histograms(charts) if charts and runs == 1 else {},
-        "media": media.read(directory, media.PAGE // runs)
-        if (directory / media.FOLDER).is_dir()
-        else {"items": [], "omitted": 0},
+        "histograms": media.histograms(charts) if runs == 1 else {},
+        "media": media.read(directory, media.PAGE // runs),
     }
 
 
@@ -160,7 +158,7 @@ def skipped(records: Iterable[Json]) -> list[Json]:
             continue
         if count > before:
             event = {"t": record.get("time"), "kind": "skipped", "step": record["step"]}
-            events.append({**event, "updates": int(count - before)})
+            events.append(event | {"updates": int(count - before)})
         before = count
     return events
 
@@ -189,10 +187,12 @@ def differences(times: list[float | None]) -> list[int]:
     """Convert times in seconds to integer milliseconds since the previous; a missing time counts as
     the previous.
     """
-    milliseconds = itertools.accumulate(
-        times, lambda before, t: before if t is None else round(1000 * float(t)), initial=0
-    )
-    return [now - before for before, now in itertools.pairwise(milliseconds)]
+    before, gaps = 0, []
+    for t in times:
+        now = before if t is None else round(1000 * float(t))
+        gaps.append(now - before)
+        before = now
+    return gaps
 
 
 def rounded(value: Any) -> Any:
@@ -283,40 +283,43 @@ def seconds(records: list[Json], events: list[Json]) -> Json:
     spans = sessions(records, events)
     if not spans:
         return {}
-    parts = dict.fromkeys(
-        ("starting", "updates", "input", "evaluation", "saving", "again", "down"), 0.0
-    )
-    for span in spans:
-
-        def inside(t, span=span):
-            return t is not None and span["start"] <= t <= span["end"]
-
-        first = {"t": span["end"], "step": span["first"]}
-        first = next((e for e in events if e["kind"] == "first_update" and inside(e["t"])), first)
-        parts["starting"] += first["t"] - span["start"]
-        before = first.get("step", 0)
-        for r in records:
-            if r["split"] == "train" and inside(r.get("time")):
-                work = 1e-3 * _number(r.get("step_time_ms")) * max(r["step"] - before, 0)
-                waited = min(max(_number(r.get("input_wait")), 0.0), 1.0)
-                parts["input"] += work * waited
-                parts["updates"] += work * (1 - waited)
-                before = r["step"]
-    parts["down"] = sum(
-        max(after["start"] - span["end"], 0.0) for span, after in itertools.pairwise(spans)
-    )
-    parts["evaluation"] = sum(
-        _number(e.get("seconds")) for e in events if e["kind"] == "evaluation"
-    )
-    parts["saving"] = sum(_number(e.get("blocked")) for e in events)
-    times = [t for r in records if r["split"] == "train" and (t := _number(r.get("step_time_ms")))]
-    lost = sum(_number(e.get("again")) for e in events)
-    parts["again"] = 1e-3 * lost * statistics.median(times) if times else 0.0
     total = spans[-1]["end"] - spans[0]["start"]
     if total <= 0:  # the clock was set
         return {}
+    trained = [r for r in records if r["split"] == "train"]
+    starting = updates = waiting = 0.0
+    for span in spans:
+        first = {"t": span["end"], "step": span["first"]}
+        for event in events:
+            if event["kind"] == "first_update" and is_within(span, event["t"]):
+                first = event
+                break
+        starting += first["t"] - span["start"]
+        before = first.get("step", 0)
+        for r in trained:
+            if is_within(span, r.get("time")):
+                work = 1e-3 * _number(r.get("step_time_ms")) * max(r["step"] - before, 0)
+                waited = min(max(_number(r.get("input_wait")), 0.0), 1.0)
+                waiting += work * waited
+                updates += work * (1 - waited)
+                before = r["step"]
+    times = [t for r in trained if (t := _number(r.get("step_time_ms")))]
+    lost = sum(_number(e.get("again")) for e in events)
+    parts = {
+        "starting": starting,
+        "updates": updates,
+        "input": waiting,
+        "evaluation": sum(_number(e.get("seconds")) for e in events if e["kind"] == "evaluation"),
+        "saving": sum(_number(e.get("blocked")) for e in events),
+        "again": 1e-3 * lost * statistics.median(times) if times else 0.0,
+        "down": sum(max(b["start"] - a["end"], 0.0) for a, b in itertools.pairwise(spans)),
+    }
     parts["other"] = max(total - sum(parts.values()), 0.0)
-    return {"total": round(total, 3), **{name: round(value, 3) for name, value in parts.items()}}
+    return {name: round(value, 3) for name, value in {"total": total, **parts}.items()}
+
+
+def is_within(session: Json, t: float | None) -> bool:
+    return t is not None and session["start"] <= t <= session["end"]
 
 
 def _number(value: Any) -> float:

@@ -6,9 +6,8 @@ an oracle that shares no code with the step, and the same updates in many config
 """
 
 import contextlib
-import dataclasses
-import math
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,19 +15,30 @@ import numpy as np
 
 from jaxdp.errors import UsageError
 from jaxdp.process.context import Context
+from jaxdp.run.elsewhere import other_count, process
 from jaxdp.verify import verify_checks
 from jaxdp.verify.compare import Reference, find_reference, list_leaves
-from jaxdp.verify.configurations import Configuration, choose_configurations, clip
-from jaxdp.verify.facts import COARSE, find_facts
-from jaxdp.verify.oracle import Setup, make_setup, train
+from jaxdp.verify.configurations import (
+    Configuration,
+    choose_configurations,
+    clip,
+    configuration_of,
+)
+from jaxdp.verify.facts import COARSE, compute_again, facts_of_config, find_facts
+from jaxdp.verify.oracle import Oracle, train
+from jaxdp.verify.own_precision import check_own_precision, train_in_own_precision
 from jaxdp.verify.problem import (
+    ALONE,
     FAILED,
     NOTE,
+    TOLERANCE,
     Check,
     Problem,
     check_memory,
     in_traceable_precision,
     make_trial,
+    narrowest,
+    settings,
 )
 from jaxdp.verify.trained import run_configuration
 from jaxdp.verify.verdict import Report, as_json, as_text, describe
@@ -39,24 +49,7 @@ NOT_MAPPABLE = (
     "parallel.accumulate: jax.vmap cannot map the model's callback, and a device with several microbatches maps it; "
     "set it to scan, or give the callback a vmap_method"
 )
-
-
-@contextlib.contextmanager
-def settings(device: jax.Device) -> Iterator[None]:
-    """Compute in float64 (in the threads of callbacks, too) with exact products, on this device by
-    default.
-    """
-    before = jax.config.jax_enable_x64  # type: ignore[attr-defined]
-    jax.config.update("jax_enable_x64", True)
-    try:
-        with (
-            jax.enable_x64(True),
-            jax.default_matmul_precision("highest"),
-            jax.default_device(device),
-        ):
-            yield
-    finally:
-        jax.config.update("jax_enable_x64", before)
+Other = Callable[[], Any]  # waits for the result of another process: a text if it failed
 
 
 def verify(
@@ -65,16 +58,14 @@ def verify(
     *,
     updates: int = 3,
     tolerance: float | None = None,
-    most: int | None = None,
     progress: Callable[[str], None] = lambda text: None,
-    context: Context | None = None,
+    context: Context = ALONE,
 ) -> Report:
     """Compare a few updates in each configuration on these devices with the oracle's.
 
     Args:
         tolerance: the largest relative error of a leaf (L2 norm); None: by the dtype that the model
             computes in.
-        most: the number of configurations beside one device, the problem's own first.
         progress: called with a line of text after each part.
         context: of a job of several processes; `devices` are those of all, and every process gets
             the same report.
@@ -83,74 +74,71 @@ def verify(
         UsageError: too little memory or data, a configuration that needs other devices, or raised
             by the user's code.
     """
-    context = context or Context()
     if tolerance is not None and not 0 < tolerance < 1:
         raise UsageError(
             f"tolerance: {tolerance} is not between 0 and 1; to compare bits, use --exact"
         )
+    config, count = problem.config, len(devices)
+    own = configuration_of(config)
+    in_groups = config.parallel.in_groups
+    first = clip(own._replace(reduction="exact") if in_groups else own, devices)
     local = [device for device in devices if device.process_index == jax.process_index()]
-    with settings(local[0]), contextlib.ExitStack() as others:
-        first = clip(problem.configuration, devices)
-        trial = make_trial(problem, len(devices), updates)
-        problem = in_traceable_precision(dataclasses.replace(problem, configuration=first), trial)
+    with settings(local[0]), contextlib.ExitStack() as processes:
+        trial = make_trial(problem, count, updates)
+        problem = in_traceable_precision(problem, trial)
         check_memory(problem, trial, local)
 
-        def start(make, *args):
-            return others.enter_context(make(len(devices), updates, *args)) if make else None
+        def start(function, **more):
+            return processes.enter_context(process(function, config, count, updates, **more))
 
-        elsewhere = start(problem.elsewhere, True) if context.is_root else None
-        on_cpu = jax.default_backend() == "cpu"
-        near = elsewhere and (
-            None if on_cpu else start(problem.elsewhere, False)
-        )  # compare CPU with CPU
-        setup = make_setup(problem, trial)
-        (dtype, random), mappable = verify_checks.traits_of(setup), verify_checks.is_mappable(setup)
-        narrowest = max(dtype, problem.narrowest, key=lambda x: float(jax.numpy.finfo(x).eps))
-        own = start(problem.own_precision) if context.is_root and narrowest.itemsize < 4 else None
-        limit = tolerance or verify_checks.TOLERANCE[dtype.name]
-        report = Report(
-            describe_setting(setup, devices),
-            f"error (allowed {limit:g})",
-            [verify_checks.check_data(problem)],
-        )
-        if dtype != np.float64:
-            text = f"the model or the loss computes in {dtype.name}, also from float64 arguments"
+        elsewhere = near = narrow = None
+        if context.is_root:
+            others = other_count(jax.device_count())
+            elsewhere = start(facts_of_config, devices=others, elsewhere=True)
+            if jax.default_backend() != "cpu":  # compare CPU with CPU
+                near = start(facts_of_config, devices=jax.device_count())
+        oracle = Oracle(problem, trial)
+        traits = verify_checks.traits_of(oracle)
+        used = config.precision
+        names = [name for name in (used.params, used.compute, used.reduce) if name]
+        least_precise = narrowest([traits.dtype, *names])
+        if context.is_root and least_precise.itemsize < 4 and not in_groups:
+            narrow = start(train_in_own_precision, devices=count)
+        limit = tolerance or TOLERANCE[traits.dtype.name]
+        report = Report(describe_setting(oracle, devices), f"error (allowed {limit:g})")
+        report.checks.append(verify_checks.check_data(problem))
+        if traits.dtype != np.float64:
+            text = f"the model or the loss computes in {traits.dtype.name}, also from float64 arguments"
             report.checks.append(Check("precision", NOTE, text))
-        if not check_parts(report, setup, random, limit, context, elsewhere, near):
+        if not check_parts(report, oracle, traits.random, limit, context, elsewhere, near):
             report.causes = failures(report)
             return report
-        report.reference = reference = find_reference(
-            lambda params, rule: train(
-                setup._replace(start=setup.start._replace(params=params)), rule
-            ),
-            problem.rule,
-            setup.start.params,
-            float(jax.numpy.finfo(dtype).eps),
-            limit,
-        )
+
+        epsilon = float(jax.numpy.finfo(traits.dtype).eps)
+        train_by = functools.partial(train, oracle)
+        reference = find_reference(train_by, problem.rule, oracle.start.params, epsilon, limit)
+        report.reference = reference
         report.checks += reference.notes(limit)
         for check in report.checks:
             progress(f"{check.name}: {check.verdict}")
+        most = config.verify.strategies
         chosen = choose_configurations(first, devices)[: None if most is None else most + 1]
-        if not mappable:
+        if not traits.mappable:
             chosen = list(dict.fromkeys(one._replace(accumulate="scan") for one in chosen))
-
-        def run(configuration):
-            return run_configuration(setup, reference, configuration, devices, limit)
-
+        run = functools.partial(run_configuration, oracle, reference, devices, limit)
         report.run(run, chosen, progress)
-        if own is not None:
-            report.checks.append(verify_checks.check_own_precision(own(), narrowest))
+        if narrow is not None:
+            report.checks.append(check_own_precision(narrow(), least_precise))
         report.causes = [*failures(report), *find_causes(report, reference, first)]
-        if not mappable and first.accumulate == "vmap":
+        if not traits.mappable and first.accumulate == "vmap":
             report.causes.insert(0, NOT_MAPPABLE)
         report.agreement = find_agreement(report, reference, limit)
         return report
 
 
-def describe_setting(setup: Setup, devices: Sequence[jax.Device]) -> str:
-    trial, order = setup.trial, setup.problem.order
-    parameters = sum(x.size for x in jax.tree.leaves(setup.start.params))
+def describe_setting(oracle: Oracle, devices: Sequence[jax.Device]) -> str:
+    trial, order = oracle.trial, oracle.problem.parts.order
+    parameters = sum(x.size for x in jax.tree.leaves(oracle.start.params))
     return (
         f"{describe(devices)}; {len(trial.batches)} updates of {trial.microbatches * trial.microbatch_size} examples "
         f"in {trial.microbatches} microbatches (a run has {order.batch_size} in {order.microbatches}); float64, no "
@@ -202,33 +190,34 @@ def find_causes(report: Report, reference: Reference, own: Configuration) -> lis
 
 def check_parts(
     report: Report,
-    setup: Setup,
+    oracle: Oracle,
     random: bool,
     tolerance: float,
     context: Context,
-    elsewhere: Callable[[], Any] | None,
-    near: Callable[[], Any] | None,
+    elsewhere: Other | None,
+    near: Other | None,
 ) -> bool:
     """Check the parts alone. Return False if one failed that the others use, on which its fault
     would be blamed.
 
     elsewhere: the process with other surroundings; near: one with the same, if this one computes on
     no CPU."""
-    facts, exactness = find_facts(setup), min(COARSE, tolerance)
-    report.checks.append(verify_checks.check_repeat(setup, math.inf if near else exactness, facts))
-    if verify_checks.any_failed(context, report.checks):
+    checks, exactness = report.checks, min(COARSE, tolerance)
+    facts = find_facts(oracle)
+    again = compute_again(oracle, facts)
+    checks.append(verify_checks.check_same(facts, again, np.inf if near else exactness))
+    if verify_checks.any_failed(context, checks):
         return False
-    others = [verify_checks.check_loss(setup, tolerance)]  # while the other process computes
+    others = [verify_checks.check_loss(oracle, tolerance)]  # while the other process computes
     if others[0].verdict != FAILED:
-        others.append(verify_checks.check_padding(setup, random, tolerance))
+        others.append(verify_checks.check_padding(oracle, random, tolerance))
     if elsewhere is not None:
-        report.checks[-1] = verify_checks.check_elsewhere(
-            near() if near else facts, elsewhere(), exactness
-        )
-    if verify_checks.any_failed(context, report.checks):
+        expected = near() if near else facts
+        checks[-1] = verify_checks.check_same(expected, elsewhere(), exactness, elsewhere=True)
+    if verify_checks.any_failed(context, checks):
         return False
-    report.checks += others[:1]
-    if verify_checks.any_failed(context, report.checks):
+    checks.append(others[0])
+    if verify_checks.any_failed(context, checks):
         return False
-    report.checks += others[1:]
+    checks += others[1:]
     return True

@@ -9,15 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.checkpoint.leaves import host
+from jaxdp.checkpoint.leaves import all_fields_of, host
+from jaxdp.models.base import CARRY
 from jaxdp.process.hosts import listed
 from jaxdp.split import leaves_by_path
+from jaxdp.train.average import EMA, EMA_STATE
+from jaxdp.train.state import TrainState
 from jaxdp.train.step import UpdateRule
-from jaxdp.verify.oracle import Trained
+from jaxdp.verify.oracle import Curve, Trained
 from jaxdp.verify.problem import NOTE, Check
 
 Tree = Any
 Errors = dict[str, float]  # by path: part/of/the/state
+COMPARED = ("params", "model_state", "opt_state", EMA, EMA_STATE, CARRY)
 RATES = (1.0, 0.1, 0.01, 0.001)  # of the peak learning rate
 ZERO = 1e3  # last digits of the whole gradient's norm: a gradient below is zero but for rounding
 # A leaf may differ by MARGIN x what rounding moves it, at most by MOST. It is not compared if
@@ -83,13 +87,13 @@ class Reference(NamedTuple):
             if errors
         ]
 
-    def errors(self, state: Any, curve: dict[str, np.ndarray], tolerance: float) -> Errors:
+    def errors(self, state: TrainState, curve: Curve, tolerance: float) -> Errors:
         """Return the error of each leaf that is compared, scaled so that `tolerance` is what is
         allowed.
         """
-        curve = {name: curve[name] for name in curve if name in self.trained.curve}
-        trained, start = self.trained, self.trained.start
-        got, want = flatten(state, curve, start), flatten(trained, trained.curve, start)
+        start, trained, own_curve, _ = self.trained
+        curve = {name: curve[name] for name in curve if name in own_curve}
+        got, want = flatten(state, curve, start), flatten(trained, own_curve, start)
         for path, zero in self.zero.items():
             if path in got and got[path].shape == zero.shape:
                 got[path] = np.where(zero, want[path], got[path])
@@ -122,42 +126,40 @@ def find_reference(
     def perturb(x):
         return x * (1 + epsilon * rng.choice([-1.0, 1.0], x.shape))
 
+    def moves(one, *others):
+        return {path: max(difference(x.get(path), one[path]) for x in others) for path in one}
+
     starts = [params, *(jax.tree.map(perturb, params) for _ in range(2))]
-
-    def moves(flat):
-        return {
-            path: max(difference(x.get(path), value) for x in flat[1:])
-            for path, value in flat[0].items()
-        }
-
     for rate in RATES:
         rule = make_rule(rate)
         runs = [train(start, rule) for start in starts]
-        if np.median([*moves([flatten(run, run.curve) for run in runs]).values()]) <= max(
-            tolerance / 100, 8 * epsilon
-        ):
+        moved = moves(*(flatten(run.state, run.curve) for run in runs))
+        if np.median([*moved.values()]) <= max(tolerance / 100, 8 * epsilon):
             break
-    trained, flat = runs[0], [flatten(run, run.curve, run.start) for run in runs]
-    one, rounding = flat[0], moves(flat)
-    limit = max(COARSEST, 5 * tolerance)
-    too_far = {path: e for path, e in rounding.items() if e > limit}
+    trained, limit = runs[0], max(COARSEST, 5 * tolerance)
+    one, *others = (flatten(run.state, run.curve, run.start) for run in runs)
+    moved = moves(one, *others)
+    too_far = {path: e for path, e in moved.items() if e > limit}
     zero = {}
     for path, elements in zero_gradients(trained.grads, epsilon).items():
-        rest = [difference(np.where(elements, one[path], x[path]), one[path]) for x in flat[1:]]
+        rest = [difference(np.where(elements, one[path], x[path]), one[path]) for x in others]
         if path in too_far and max(rest) <= limit:
             zero[path] = elements
-    # Other leaves, such as the optimizer's, move with parameters whose gradient is zero.
-    unexplained = {
-        p: e for p, e in too_far.items() if p not in zero and (not zero or p.startswith("params/"))
-    }
-    uncompared = {p: e for p, e in too_far.items() if p not in zero or zero[p].all()}
     grads = [leaves({"params": tree}) for tree in trained.grads]
-
-    def changes(path):
-        return any(np.any(x[path]) for x in grads) and np.any(one[path])
-
     return Reference(
-        trained, rule, rate, rounding, uncompared, zero, unexplained, {*filter(changes, grads[0])}
+        trained,
+        rule,
+        rate,
+        moved,
+        uncompared={p: e for p, e in too_far.items() if p not in zero or zero[p].all()},
+        zero=zero,
+        # Other leaves, such as the optimizer's, move with parameters whose gradient is zero.
+        unexplained={
+            p: e
+            for p, e in too_far.items()
+            if p not in zero and (not zero or p.startswith("params/"))
+        },
+        moving={p for p in grads[0] if np.any(one[p]) and any(np.any(x[p]) for x in grads)},
     )
 
 
@@ -178,43 +180,26 @@ def leaves(tree: Tree) -> dict[str, np.ndarray]:
     return {path: host(x) for path, x in leaves_by_path(tree).items()}
 
 
-def flatten(
-    trained: Any, curve: dict[str, np.ndarray], start: Tree = None
-) -> dict[str, np.ndarray]:
-    """Return what is compared of a state (the oracle's, or a strategy's) and its curve, by path.
+def flatten(state: TrainState, curve: Curve, start: Tree = None) -> dict[str, np.ndarray]:
+    """Return what is compared of a state and its curve, by path.
 
     start: the first parameters; of parameters and their average, what changed since is compared: an
     update may be small beside them.
     """
-    names = ("params", "model_state", "opt_state", "ema", "ema_state", "carry")
-    trees = {name: part_of(trained, name) for name in names}
-    if start is not None:
 
-        def change(x, before):
-            return host(x) - host(before) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+    def change(x, before):
+        return host(x) - host(before) if jnp.issubdtype(x.dtype, jnp.inexact) else x
 
-        trees |= {
-            k: jax.tree.map(change, trees[k], start)
-            for k in ("params", "ema")
-            if trees[k] is not None
-        }
+    trees = {k: tree for k, tree in all_fields_of(state).items() if k in COMPARED}
+    for name in ("params", EMA) if start is not None else ():
+        if name in trees:
+            trees[name] = jax.tree.map(change, trees[name], start)
     return leaves({**trees, "curve": curve})
 
 
-def part_of(trained: Any, name: str) -> Tree:
-    """Return a field of the oracle's state, or of a strategy's, or what the latter remembers."""
-    if hasattr(trained, name):
-        return getattr(trained, name)
-    return {**trained.extra, **trained.kept}.get(name)
-
-
-def leaf_errors(got: Tree, want: Tree) -> Errors:
+def differences(got: Tree, want: Tree) -> Errors:
     """Return {path: |got - want| / |want|} of every leaf."""
-    return differences(leaves(got), leaves(want))
-
-
-def differences(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> Errors:
-    """Return {path: |got - want| / |want|} of arrays by path."""
+    got, want = leaves(got), leaves(want)
     return {path: difference(got.get(path), want.get(path)) for path in {**want, **got}}
 
 
@@ -224,18 +209,14 @@ def difference(got: np.ndarray | None, want: np.ndarray | None) -> float:
     """
     if got is None or want is None or got.shape != want.shape:
         return np.inf
-    if np.iscomplexobj(want) and np.iscomplexobj(got):
-        got, want = (np.stack([x.real, x.imag]) for x in (got, want))
-    if not (jnp.issubdtype(want.dtype, jnp.floating) and jnp.issubdtype(got.dtype, jnp.floating)):
+    if not (jnp.issubdtype(want.dtype, jnp.inexact) and jnp.issubdtype(got.dtype, jnp.inexact)):
         return 0.0 if np.array_equal(got, want) else np.inf
-    got, want = got.astype(np.float64), want.astype(np.float64)
     finite = np.isfinite(want)
     if not np.array_equal(np.isfinite(got), finite):
         return np.inf
-    got, want = got[finite], want[finite]
-    top = (
-        max(np.abs(got).max(initial=0.0), np.abs(want).max(initial=0.0)) or 1.0
-    )  # or their squares may overflow
+    got, want = (x[finite].astype(np.promote_types(x.dtype, np.float64)) for x in (got, want))
+    # divided by the largest element, or their squares may overflow
+    top = np.max([np.abs(got), np.abs(want)], initial=0.0) or 1.0
     size, apart = np.linalg.norm(want / top), np.linalg.norm(got / top - want / top)
     return float(apart / size) if size else np.inf if apart else 0.0
 

@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
+from jaxdp.config import Config
 from jaxdp.errors import UsageError
 from jaxdp.parallel.layout import ZERO, Sharding
+from jaxdp.run.components import choose_accumulate
 from jaxdp.run.strategies import EXACT, REDUCTIONS, STAGES, STRATEGIES, make_reduction
 from jaxdp.train.state import TrainState
 
@@ -44,7 +46,20 @@ class Configuration(NamedTuple):
         )
 
 
-ONE_DEVICE = Configuration(1, max(STAGES, key=lambda name: len(STAGES[name])))
+ONE_DEVICE = Configuration(1, "pjit")
+
+
+def configuration_of(config: Config) -> Configuration:
+    parallel = config.parallel
+    return Configuration(
+        devices=parallel.devices or 0,
+        backend=parallel.backend,
+        zero=parallel.zero,
+        reduction="xla" if parallel.reduction == "auto" else parallel.reduction,
+        accumulate=choose_accumulate(config),
+        gradient_buffer=parallel.gradient_buffer,
+        shard_size=parallel.shard_size,
+    )
 
 
 def clip(configuration: Configuration, devices: Sequence[jax.Device]) -> Configuration:

@@ -7,7 +7,6 @@ hide in both."""
 import functools
 import math
 import re
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,11 +19,14 @@ from jaxdp.losses import apply_loss
 from jaxdp.models.base import CARRY
 from jaxdp.precision import cast_floats
 from jaxdp.split import path_string
+from jaxdp.train.average import EMA, EMA_STATE
 from jaxdp.train.metric_sums import check_result
+from jaxdp.train.state import TrainState
 from jaxdp.train.step import UpdateRule
 from jaxdp.verify.problem import Problem, Tree, Trial
 
 Batch = dict[str, Any]
+Curve = dict[str, np.ndarray]  # {metric: [update]}
 
 
 class Start(NamedTuple):
@@ -37,162 +39,177 @@ class Start(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """start: the first parameters. carry: [microbatch, example, ...]. curve: {metric: [update]}.
-    grads: of each update, the mean gradients, unclipped."""
+    """start: the first parameters. state: after the last update. grads: of each update, the mean
+    gradients, unclipped."""
 
     start: Tree
-    params: Tree
-    model_state: Tree
-    opt_state: Tree
-    ema: Tree
-    carry: Tree
-    curve: dict[str, np.ndarray]
+    state: TrainState
+    curve: Curve
     grads: list[Tree]
-    ema_state: Tree = None
 
 
-class Oracle(NamedTuple):
-    """forward(params, state, batch, key, train) -> (outputs, what the loss gets, new state), of one
-    microbatch.
+class Oracle:
+    """The model, the loss and the first arrays of a problem, as functions of single microbatches.
 
-    value(trainable, frozen, states, batches, keys) -> ((loss, (weight, metrics, new states)), gradients): one loss over
-    all microbatches of the lists. loss(outputs, batch) -> (loss, weight, metrics).
+    Args:
+        start: None draws it.
+
+    Attributes:
+        forward: (params, state, batch, key, train) -> (outputs, what the loss gets, new state), of
+            one microbatch.
+        value: (trainable, frozen, states, batches, keys) -> ((loss, (weight, metrics, new states)),
+            gradients): one loss over all microbatches of the lists.
+        loss: (outputs, batch) -> (loss, weight, metrics).
     """
 
-    forward: Callable[..., tuple[Any, Batch, Tree]]
-    value: Callable[..., Any]
-    loss: Callable[..., tuple[Any, Any, dict[str, Any]]]
+    def __init__(self, problem: Problem, trial: Trial, start: Start | None = None):
+        self.problem, self.trial = problem, trial
+        self.forward_pass = problem.parts.forward
+        self.forward = jax.jit(self._forward, static_argnums=4)
+        self.value = jax.jit(self._value)
+        self.loss = jax.jit(functools.partial(apply_loss, self.forward_pass.loss))
+        if start is None:
+            example = cast_floats(trial.example, jnp.float64)
+            key = jax.random.key(self.forward_pass.seed)
+            arrays = jax.jit(self.forward_pass.model.init)(key, example)
+            start = Start(*cast_floats(arrays, jnp.float64))
+        self.start = start
 
+    def key(self, update: int = 0, microbatch: int = 0) -> jax.Array:
+        key = jax.random.fold_in(jax.random.key(self.forward_pass.seed), update)
+        return jax.random.fold_in(key, microbatch)
 
-class Setup(NamedTuple):
-    """What is trained, from what, on what, and by which oracle."""
+    def arguments(self, batch: Batch, state: Tree) -> tuple[Any, ...]:
+        """Return arguments of `value`: one microbatch, all parameters trainable."""
+        frozen = jax.tree.map(lambda x: None, self.start.params)
+        return self.start.params, frozen, [state], [batch], [self.key()]
 
-    problem: Problem
-    trial: Trial
-    start: Start
-    oracle: Oracle
-
-
-def make_setup(problem: Problem, trial: Trial) -> Setup:
-    """Initialize the parameters and the model state, in float64."""
-    key, init = jax.random.key(problem.forward.seed), jax.jit(problem.forward.model.init)
-    arrays = init(key, cast_floats(trial.example, jnp.float64))
-    return Setup(problem, trial, Start(*cast_floats(arrays, jnp.float64)), make_oracle(problem))
-
-
-def make_oracle(problem: Problem) -> Oracle:
-    apply = functools.partial(apply_loss, problem.forward.loss)
-
-    def forward(params, state, batch, key, train):
+    def _forward(self, params, state, batch, key, train):
         key, augment_key = jax.random.split(key)
         mask = batch["mask"]
-        transform = problem.forward.transform if train else problem.forward.eval_transform
+        transform = self.forward_pass.transform if train else self.forward_pass.eval_transform
         if transform is not None:
             batch = transform(batch, augment_key, train)
         inputs = {**cast_floats(batch, jnp.float64), "mask": mask != 0}
-        outputs, state = problem.forward.model.apply(params, state, inputs, key, train)
+        outputs, state = self.forward_pass.model.apply(params, state, inputs, key, train)
         return cast_floats(outputs, jnp.float64), {**batch, "mask": mask.astype(jnp.float64)}, state
 
-    def value(trainable, frozen, states, batches, keys):
+    def _value(self, trainable, frozen, states, batches, keys):
         def loss(trainable):
             params = merge(trainable, frozen)
             results = [
-                forward(params, *microbatch, True)
+                self._forward(params, *microbatch, True)
                 for microbatch in zip(states, batches, keys, strict=True)
             ]
-            outputs, targets, new = zip(*results, strict=True)
-
-            def join(trees):
-                if len(trees) == 1:
-                    return trees[0]
-                return jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
-
-            check_result(result := apply(join(outputs), join(targets)))
+            outputs, targets, new_states = map(list, zip(*results, strict=True))
+            result = apply_loss(self.forward_pass.loss, join(outputs), join(targets))
+            check_result(result)
             total, weight, metrics = result
-            return total, (weight, metrics, list(new))
+            return total, (weight, metrics, new_states)
 
         return jax.value_and_grad(loss, has_aux=True)(trainable)
 
-    return Oracle(jax.jit(forward, static_argnums=4), jax.jit(value), jax.jit(apply))
+
+def join(trees: list[Tree]) -> Tree:
+    if len(trees) == 1:
+        return trees[0]
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
 
 
-@functools.lru_cache(maxsize=4)
-def make_update(
-    tx: optax.GradientTransformation, clip_norm: float | None
-) -> Callable[..., tuple[Tree, Tree]]:
-    """Return update(trainable, opt_state, mean gradients) -> (trainable, opt_state)."""
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def update(
+    tx: optax.GradientTransformation,
+    clip_norm: float | None,
+    trainable: Tree,
+    opt_state: Tree,
+    grads: Tree,
+) -> tuple[Tree, Tree]:
+    """Return the parameters and the optimizer's state after an update with the mean gradients."""
+    if clip_norm is not None:
+        norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
+        grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, clip_norm / norm), grads)
+    updates, opt_state = tx.update(grads, opt_state, trainable)
+    return optax.apply_updates(trainable, updates), opt_state
 
-    def update(trainable, opt_state, grads):
-        if clip_norm is not None:
-            norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
-            grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, clip_norm / norm), grads)
-        updates, opt_state = tx.update(grads, opt_state, trainable)
-        return optax.apply_updates(trainable, updates), opt_state
 
-    return jax.jit(update)
-
-
-def key_of(problem: Problem, update: int, microbatch: int) -> jax.Array:
-    return jax.random.fold_in(
-        jax.random.fold_in(jax.random.key(problem.forward.seed), update), microbatch
+def first_state(oracle: Oracle, params: Tree, rule: UpdateRule) -> TrainState:
+    """Return the state before the first update."""
+    model_state, carry = split_carry(oracle.start.model_state)
+    number = oracle.trial.microbatches
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        model_state=model_state,
+        opt_state=rule.tx.init(partition(params, rule.frozen)[0]),
+        extra=averaged(rule, params, model_state),
+        kept=jax.tree.map(lambda x: np.stack([x] * number), carry),
     )
 
 
 @np.errstate(over="ignore", invalid="ignore")  # the report names what is not finite
-def train(setup: Setup, rule: UpdateRule) -> Trained:
-    """Train one update for each batch of the trial."""
-    problem, trial, start, oracle = setup
-    update = make_update(rule.tx, rule.clip_norm)
-    params, (state, first_carry) = start.params, without_carry(start.model_state)
-    carry = [first_carry] * trial.microbatches
-    trainable, frozen = partition(params, rule.frozen)
-    opt_state = rule.tx.init(trainable)
-    ema, ema_state = params, state
-    curve, history = [], []
-    for i in range(len(trial.batches)):
-        sums, grads, states, shares = [], [], [], []
-        batches = [trial.microbatch(i, m) for m in range(trial.microbatches)]
-        real = [
-            m for m, batch in enumerate(batches) if (batch["mask"] != 0).any()
-        ]  # a data set may mask every token
-        for group in [real] if problem.couples else [[m] for m in real]:
-            inputs = [
-                state if carry[m] is None else {**state, CARRY: reset(carry[m], batches[m])}
-                for m in group
-            ]
-            keys = [key_of(problem, i, m) for m in group]
-            (loss, (weight, metrics, new_states)), gradient = jax.device_get(
-                oracle.value(trainable, frozen, inputs, [batches[m] for m in group], keys)
-            )
-            sums.append(({"loss": loss, **metrics}, weight))
-            grads.append(gradient)
-            rows = np.array([np.sum(batches[m]["mask"]) for m in group], np.float64)
-            shares += list(weight * rows / rows.sum())
-            for m, new_state in zip(group, new_states, strict=True):
-                new_state, carry[m] = without_carry(new_state)
-                states.append(new_state)
-        total = sum(weight for _, weight in sums)
-        mean = weighted(grads, [1 / total] * len(grads))
-        norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(mean)))
-        means = {
-            name: mean_of([metrics[name] for metrics, _ in sums], total) for name in sums[0][0]
-        }
-        curve.append({**means, "grad_norm": norm, "weight": total})
-        history.append(mean)
-        state = average(states, [share / total for share in shares])
-        trainable, opt_state = update(trainable, opt_state, mean)
-        params = merge(trainable, frozen)
-        if (decay := rule.ema_decay) is not None:
+def train(oracle: Oracle, params: Tree, rule: UpdateRule) -> Trained:
+    """Train one update for each batch of the trial, from these parameters."""
+    state, curve, history = first_state(oracle, params, rule), [], []
+    for number in range(len(oracle.trial.batches)):
+        state, metrics, gradients = train_batch(oracle, rule, number, state)
+        curve.append(metrics)
+        history.append(gradients)
+    return Trained(params, state, stack(curve), history)
 
-            def average_with(e, p, decay=decay):
-                return e + (1 - decay) * (np.asarray(p) - np.asarray(e))
 
-            ema = jax.tree.map(average_with, ema, params)
-            ema_state = jax.tree.map(average_with, ema_state, state)
-    ema, ema_state = (None, None) if rule.ema_decay is None else (ema, statistics(ema_state))
-    carries = None if first_carry is None else jax.tree.map(lambda *x: np.stack(x), *carry)
-    curves = {name: np.array([metrics[name] for metrics in curve]) for name in curve[0]}
-    return Trained(start.params, params, state, opt_state, ema, carries, curves, history, ema_state)
+def train_batch(
+    oracle: Oracle, rule: UpdateRule, number: int, state: TrainState
+) -> tuple[TrainState, dict[str, float], Tree]:
+    """Return the state after an update, its metrics, and the mean gradients. number: of the
+    update."""
+    trainable, frozen = partition(state.params, rule.frozen)
+    count = oracle.trial.microbatches
+    batches = [oracle.trial.microbatch(number, m) for m in range(count)]
+    carries = [jax.tree.map(lambda x, m=m: x[m], state.kept) for m in range(count)]
+    sums, weights, grads, states, shares = [], [], [], [], []
+    # a data set may mask every token
+    real = [m for m, batch in enumerate(batches) if (batch["mask"] != 0).any()]
+    for group in [real] if oracle.problem.couples else [[m] for m in real]:
+        inputs = [join_carry(state.model_state, reset(carries[m], batches[m])) for m in group]
+        keys = [oracle.key(number, m) for m in group]
+        (loss, (weight, metrics, new_states)), gradient = jax.device_get(
+            oracle.value(trainable, frozen, inputs, [batches[m] for m in group], keys)
+        )
+        sums.append({"loss": loss, **metrics})
+        weights.append(weight)
+        grads.append(gradient)
+        rows = np.array([np.sum(batches[m]["mask"]) for m in group], np.float64)
+        shares += list(weight * rows / rows.sum())
+        for m, new_state in zip(group, new_states, strict=True):
+            new_state, carries[m] = split_carry(new_state)
+            states.append(new_state)
+    total = sum(weights)
+    mean = weighted(grads, [1 / total] * len(grads))
+    means = {name: mean_of([metrics[name] for metrics in sums], total) for name in sums[0]}
+    means["grad_norm"] = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(mean)))
+    means["weight"] = total
+    trainable, opt_state = update(rule.tx, rule.clip_norm, trainable, state.opt_state, mean)
+    params = merge(trainable, frozen)
+    model_state = weighted(states, [share / total for share in shares])
+
+    decay = rule.ema_decay or 0.0
+
+    def average_with(e, p):
+        return e + (1 - decay) * (np.asarray(p) - np.asarray(e))
+
+    new = state.replace(
+        params=params,
+        model_state=model_state,
+        opt_state=opt_state,
+        extra=jax.tree.map(average_with, state.extra, averaged(rule, params, model_state)),
+        kept=jax.tree.map(lambda *x: np.stack(x), *carries),
+    )
+    return new, means, mean
+
+
+def stack(curve: list[dict[str, Any]]) -> Curve:
+    """Return the metrics of all updates, from those of each."""
+    return {name: np.array([metrics[name] for metrics in curve]) for name in (curve or [{}])[0]}
 
 
 def mean_of(values: list[Any], weight: float) -> float:
@@ -205,43 +222,39 @@ def mean_of(values: list[Any], weight: float) -> float:
 
 
 def weighted(trees: list[Tree], factors: list[float]) -> Tree:
-    """Return the sum of the trees, each times its factor."""
-    return jax.tree.map(
-        lambda *x: sum(np.asarray(a) * factor for a, factor in zip(x, factors, strict=True)), *trees
-    )
+    """Return the sum of the trees, each times its factor; integers as the first tree has them."""
 
+    def total(*x):
+        if not is_float(x[0]):
+            return x[0]
+        terms = (np.asarray(a) * factor for a, factor in zip(x, factors, strict=True))
+        return np.asarray(sum(terms))
 
-def average(states: list[Tree], shares: list[float]) -> Tree:
-    """Return the model state after an update: floats averaged by share, integers as all
-    microbatches have them.
-    """
-
-    def mean(*x):
-        return np.asarray(sum(y * share for y, share in zip(x, shares, strict=True)))
-
-    return jax.tree.map(lambda *x: mean(*x) if is_float(x[0]) else x[0], *states)
+    return jax.tree.map(total, *trees)
 
 
 def is_float(x: Any) -> bool:
     return jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact)
 
 
-def statistics(state: Tree) -> Tree:
-    """Return the model state with None for integers; None if it has nothing else."""
-    only = jax.tree.map(lambda x: x if is_float(x) else None, state)
-    return only if jax.tree.leaves(only) else None
+def averaged(rule: UpdateRule, params: Tree, model_state: Tree) -> dict[str, Tree]:
+    """Return what is averaged over the updates, by name: parameters, and floats of the model
+    state."""
+    if rule.ema_decay is None:
+        return {}
+    statistics = jax.tree.map(lambda x: x if is_float(x) else None, model_state)
+    return {EMA: params} | ({EMA_STATE: statistics} if jax.tree.leaves(statistics) else {})
 
 
 def partition(params: Tree, patterns: Any) -> tuple[Tree, Tree]:
     """Return (trainable, frozen) parameters, each with None for the leaves of the other."""
 
-    def is_frozen(path):
-        return any(re.search(pattern, path_string(path)) for pattern in patterns)
+    def pick(frozen):
+        def keep(path, x):
+            found = any(re.search(pattern, path_string(path)) for pattern in patterns)
+            return x if found == frozen else None
 
-    def pick(wanted):
-        return jax.tree_util.tree_map_with_path(
-            lambda p, x: x if is_frozen(p) == wanted else None, params
-        )
+        return jax.tree_util.tree_map_with_path(keep, params)
 
     return pick(False), pick(True)
 
@@ -261,8 +274,12 @@ def reset(carry: Tree, batch: Batch) -> Tree:
     )
 
 
-def without_carry(state: Tree) -> tuple[Tree, Tree]:
-    """Return (the model state without its carry, the carry or None)."""
+def split_carry(state: Tree) -> tuple[Tree, dict[str, Tree]]:
+    """Return (the model state without its carry, {"carry": it} or {})."""
     if isinstance(state, dict) and CARRY in state:
-        return {k: v for k, v in state.items() if k != CARRY}, state[CARRY]
-    return state, None
+        return {k: v for k, v in state.items() if k != CARRY}, {CARRY: state[CARRY]}
+    return state, {}
+
+
+def join_carry(state: Tree, carry: dict[str, Tree]) -> Tree:
+    return {**state, **carry} if carry else state

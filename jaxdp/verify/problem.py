@@ -1,32 +1,45 @@
-"""What is verified: the parts of a run, and the small batches that they are tried on."""
+"""What is verified: a config with the parts of its run, and the small batches that they are tried
+on."""
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from jaxdp.data.dataset import Dataset
+from jaxdp.config import Config
 from jaxdp.data.example_order import ExampleOrder
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError
 from jaxdp.parallel.strategy import Strategy
 from jaxdp.precision import cast_floats
 from jaxdp.process import hosts
+from jaxdp.process.context import Context
+from jaxdp.run.build import prepare_on_all_ranks
+from jaxdp.run.components import (
+    Parts,
+    check_paths,
+    make_parts,
+    make_strategy,
+    make_the_step,
+    make_tx,
+    state_maker,
+)
 from jaxdp.targets import attribute
-from jaxdp.train.step import Forward, Step, UpdateRule, first_microbatch
-from jaxdp.verify.configurations import Configuration
+from jaxdp.train.step import Step, UpdateRule, first_microbatch
+from jaxdp.verify.configurations import Configuration, devices_of
 
 OK, FAILED, NOTE, SKIPPED, REFUSED = "ok", "FAILED", "note", "skipped", "refused"
 Tree = Any
 Arrays = dict[str, np.ndarray]
-# a process that computes something: () -> the result, or a text that tells why it failed
-Other = AbstractContextManager[Callable[[], Any]]
+ALONE = Context()
+QUICK_COMPILATION = "--xla_backend_optimization_level=1"
+# the largest relative error of a leaf, by the dtype of the computation
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
 # per microbatch; with two, a BatchNorm without pixels to average over has no gradient to compare
 MOST_EXAMPLES = 4
 
@@ -39,43 +52,84 @@ class Check(NamedTuple):
     text: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """The parts of a run.
+class Problem(NamedTuple):
+    """A config with the smaller arguments of its `verify`, and the parts of its run."""
 
-    Args:
-        rule: factor -> how to update at that factor of the peak learning rate, from the first
-            update on.
-        schedule: () -> the run's learning rate, step -> value.
-        eval_sets: the evaluation sets by name.
-        order: in which the run reads its data.
-        configuration: the configuration of the run itself.
-        build: (problem, trial, rule, configuration, devices, MB of a bucket) -> a run's strategy
-            and step.
-        steps: the number of updates of the run. tx: its optimizer, with its schedule.
-        elsewhere: (devices, updates, with other surroundings) -> a process that finds the facts;
-            None for objects that only this process has.
-        own_precision: (devices, updates) -> a process that trains in the run's own precision;
-            narrowest: the least precise dtype of that, apart from what the model chooses.
-    """
-
-    forward: Forward
-    rule: Callable[[float], UpdateRule]
-    schedule: Callable[[], Callable[[int], Any]]
-    dataset: Dataset
-    eval_sets: Mapping[str, Dataset]
-    order: ExampleOrder
-    configuration: Configuration
-    build: Callable[..., tuple[Strategy, Step]]
-    steps: int = 100
-    tx: optax.GradientTransformation | None = None
-    elsewhere: Callable[[int, int, bool], Other] | None = None
-    own_precision: Callable[[int, int], Other] | None = None
-    narrowest: np.dtype = np.dtype(np.float32)
+    config: Config
+    parts: Parts
 
     @property
     def couples(self) -> bool:
-        return attribute(self.forward.loss, "scope", "example") == "global"
+        return attribute(self.parts.forward.loss, "scope", "example") == "global"
+
+    def rule(self, factor: float = 1.0) -> UpdateRule:
+        """Return how to update at a constant learning rate, `factor` times the peak one."""
+
+        def rate(step):
+            return factor * self.config.optimizer.lr
+
+        roles, blocks = self.parts.roles, self.parts.forward.model.blocks
+        tx = make_tx(self.config, rate, blocks, roles=roles)
+        return self.parts.rule._replace(tx=tx, spike=None, schedule=None)
+
+
+def make_problem(config: Config, context: Context = ALONE) -> Problem:
+    """Build the parts of a config. Raises UsageError on every rank, as a run does, if their
+    programs or data differ."""
+    if config.outer.replicas > 1:
+        raise UsageError(
+            "outer.replicas: verify compares with ordinary training; compare bits instead, with --exact"
+        )
+    config = smaller(config)
+    if context.size > 1:
+        return Problem(config, prepare_on_all_ranks(config, context).parts)
+    parts = make_parts(config)
+    if not config.verify.model_args:
+        with contextlib.suppress(NameError):  # of an axis: verification reports it
+            check_paths(config, jax.eval_shape(state_maker(config, parts)).params)
+    return Problem(config, parts)
+
+
+def smaller(config: Config) -> Config:
+    """Return the config with the smaller arguments of `verify`; with an outer step after each
+    update, if any.
+    """
+    model, data, verify = config.model, config.data, config.verify
+    return dataclasses.replace(
+        config,
+        outer=dataclasses.replace(config.outer, every=1),
+        model=dataclasses.replace(model, args={**model.args, **verify.model_args}),
+        data=dataclasses.replace(data, args={**data.args, **verify.data_args}),
+    )
+
+
+def make_variant(
+    config: Config,
+    parts: Parts,
+    configuration: Configuration,
+    devices: Sequence[jax.Device],
+    **parallel: Any,
+) -> tuple[Strategy, Step]:
+    """Build the run in another configuration; parallel: more of its settings."""
+    settings = {**configuration._asdict(), **parallel}
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **settings))
+    step = make_the_step(config, parts)
+    used = devices_of(configuration, devices)
+    return make_strategy(config, parts, state_maker(config, parts), used), step
+
+
+@contextlib.contextmanager
+def settings(device: jax.Device) -> Iterator[None]:
+    """Compute in float64 (in the threads of callbacks, too) with exact products, on this device by
+    default.
+    """
+    before = jax.config.jax_enable_x64  # type: ignore[attr-defined]
+    jax.config.update("jax_enable_x64", True)
+    try:
+        with jax.default_matmul_precision("highest"), jax.default_device(device):
+            yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
 
 
 class Trial(NamedTuple):
@@ -104,7 +158,7 @@ def make_trial(problem: Problem, devices: int, updates: int) -> Trial:
     """Read as many microbatches and examples as the run has, up to a few. Raises UsageError for too
     few examples.
     """
-    order, dataset = problem.order, problem.dataset
+    order, dataset = problem.parts.order, problem.parts.dataset
     size = min(order.size, getattr(dataset, "read_ahead", len(dataset)))
     microbatches = min(order.microbatches, max(2 * devices, 4))
     if size < microbatches:
@@ -121,7 +175,8 @@ def make_trial(problem: Problem, devices: int, updates: int) -> Trial:
             "data: the mask is 0 in all examples of a batch; give verify data with other examples first"
         )
     first = dataset.read(np.zeros(1, np.int64))
-    return Trial(batches, first_microbatch(first, examples, problem.forward.transform), order)
+    example = first_microbatch(first, examples, problem.parts.forward.transform)
+    return Trial(batches, example, order)
 
 
 def in_traceable_precision(problem: Problem, trial: Trial) -> Problem:
@@ -130,24 +185,29 @@ def in_traceable_precision(problem: Problem, trial: Trial) -> Problem:
 
     Some models fix the dtype of a loop's state, such as an LSTM's carry.
     """
-    model, key = problem.forward.model, jax.random.key(0)
-    narrow, wide = (
-        lambda tree, to=dtype: cast_floats(tree, to) for dtype in (jnp.float32, jnp.float64)
-    )
+    forward, key = problem.parts.forward, jax.random.key(0)
+    model = forward.model
+
+    def narrow(tree):
+        return cast_floats(tree, jnp.float32)
+
+    def wide(tree):
+        return cast_floats(tree, jnp.float64)
+
+    def init(key, batch):
+        return model.init(key, narrow(batch))
 
     def apply(params, state, batch, key, train):
         return wide(model.apply(*narrow((params, state, batch)), key, train))
 
+    def in_float64(batch):
+        return model.apply(*wide(model.init(key, wide(batch))), wide(batch), key, True)
+
     try:
-        jax.eval_shape(
-            lambda x: model.apply(*wide(model.init(key, wide(x))), wide(x), key, True),
-            trial.example,
-        )
+        jax.eval_shape(in_float64, trial.example)
     except TypeError:
-        model32 = model._replace(
-            init=lambda key, batch: model.init(key, narrow(batch)), apply=apply
-        )
-        return dataclasses.replace(problem, forward=problem.forward._replace(model=model32))
+        forward = forward._replace(model=model._replace(init=init, apply=apply))
+        return problem._replace(parts=problem.parts._replace(forward=forward))
     except Exception:  # reported where the oracle is traced
         pass
     return problem
@@ -155,23 +215,26 @@ def in_traceable_precision(problem: Problem, trial: Trial) -> Problem:
 
 def check_memory(problem: Problem, trial: Trial, devices: Sequence[jax.Device]) -> None:
     """Raise UsageError if the states that exist at once do not fit into memory."""
-    params, model_state = jax.eval_shape(
-        problem.forward.model.init, jax.random.key(0), trial.example
-    )
+    init, tx = problem.parts.forward.model.init, problem.rule().tx
+    params, model_state = jax.eval_shape(init, jax.random.key(0), trial.example)
 
     def size(*trees):
         return sum(math.prod(x.shape) * 8 for x in jax.tree.leaves(trees))
 
-    state = size(params, model_state, jax.eval_shape(problem.rule(1.0).tx.init, params), params)
+    state = size(params, model_state, jax.eval_shape(tx.init, params), params)
     number, limit = len(devices), hosts.free_memory()
     if devices[0].platform != "cpu":
         number, limit = 1, (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
-    needed = (
-        number * (state + 2 * size(params)) + 4 * state
-    )  # beside the state: gradients and their sum
+    # beside the state: gradients and their sum
+    needed = number * (state + 2 * size(params)) + 4 * state
     if needed > limit:
         raise UsageError(
             f"verify.model_args: {size(params) // 8:,} parameters need {needed / 1e9:.0f} GB in float64 on "
             f"{len(devices)} devices, and there are {limit / 1e9:.0f}; make the model smaller while it is verified, "
             "e.g. --verify.model_args.layers 2, or use fewer --devices"
         )
+
+
+def narrowest(dtypes: list[Any]) -> np.dtype:
+    """Return the least precise dtype."""
+    return max(map(jnp.dtype, dtypes), key=lambda dtype: float(jnp.finfo(dtype).eps))

@@ -26,7 +26,6 @@ class Result(NamedTuple):
     value: str = ""
     note: str = ""
     errors: Errors = {}
-    seconds: float = 0.0
 
     @property
     def outcome(self) -> str:
@@ -80,9 +79,9 @@ class Report:
                 result = train(configuration)
             except UsageError as error:
                 result = Result(configuration, REFUSED, note=one_line(error))
-            self.results.append(result := result._replace(seconds=time.monotonic() - began))
-            shown = f"{i + 1}/{len(configurations)} {configuration.title}"
-            progress(f"{shown}: {result.outcome}, {result.seconds:.1f} s")
+            self.results.append(result)
+            shown = f"{i + 1}/{len(configurations)} {configuration.title}: {result.outcome}"
+            progress(f"{shown}, {time.monotonic() - began:.1f} s")
 
     def refusal(self, own: Configuration) -> list[str]:
         """Return why the run's own configuration was refused, if it was."""

@@ -21,6 +21,7 @@ import verify_cases
 from cli_runs import ended
 from covering import only
 from jaxdp.cli import load
+from jaxdp.config import Config, Optimizer, Parallel
 from jaxdp.data.dataset import Arrays
 from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.prefetch import read_batch
@@ -28,16 +29,25 @@ from jaxdp.errors import UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models.base import Model
 from jaxdp.parallel.reduction import xla
-from jaxdp.run.components import make_parts
+from jaxdp.run.components import Parts, make_parts
 from jaxdp.run.strategies import REDUCTIONS, STAGES
-from jaxdp.run.verification import error_of_sum, make_problem, make_variant
+from jaxdp.train.state import TrainState
 from jaxdp.train.step import Forward, UpdateRule
 from jaxdp.verify import NOT_MAPPABLE, Configuration, Problem, as_text, settings, verify
-from jaxdp.verify.compare import difference, find_reference
+from jaxdp.verify.compare import COMPARED, difference, find_reference
 from jaxdp.verify.configurations import ONE_DEVICE, choose_configurations, is_meaningful, pairs
-from jaxdp.verify.oracle import Setup, Start, Trained, make_oracle, make_setup, train
-from jaxdp.verify.problem import Trial, check_memory, in_traceable_precision, make_trial
-from jaxdp.verify.verify_checks import OwnPrecision, check_own_precision, check_repeat, traits_of
+from jaxdp.verify.facts import compute_again, find_facts
+from jaxdp.verify.oracle import Oracle, Start, Trained, train
+from jaxdp.verify.own_precision import OwnPrecision, check_own_precision, error_of_sum
+from jaxdp.verify.problem import (
+    Trial,
+    check_memory,
+    in_traceable_precision,
+    make_problem,
+    make_trial,
+    make_variant,
+)
+from jaxdp.verify.verify_checks import check_same, traits_of
 from verify_cases import named
 from verifying import CONFIG, PLANTED, command
 
@@ -72,9 +82,7 @@ def judged(tmp_path, monkeypatch):
 
     def run(*argv, devices=4, **more):
         config = load(["--config", str(tmp_path / "config.yaml"), *argv], "verify")[0]
-        return verify(
-            make_problem(config), jax.devices()[:devices], most=config.verify.strategies, **more
-        )
+        return verify(make_problem(config), jax.devices()[:devices], **more)
 
     return run
 
@@ -182,7 +190,8 @@ def test_two_computations_are_compared_leaf_by_leaf():
     with settings(jax.devices()[0]):
         one = problem(Model(init, apply))
         trial = make_trial(one, 2, 1)
-        check = check_repeat(make_setup(one, trial), 1e-10)
+        facts = find_facts(oracle := Oracle(one, trial))
+        check = check_same(facts, compute_again(oracle, facts), 1e-10)
     assert check.verdict == "FAILED" and "/small (by" in check.text
 
 
@@ -220,7 +229,7 @@ def cases(table):
 def verified(tmp_path, argv, updates=1, devices=2):
     (tmp_path / "config.yaml").write_text(TINY)
     config = load(["--config", str(tmp_path / "config.yaml"), *argv], "verify")[0]
-    return verify(make_problem(config), jax.devices()[:devices], updates=updates, most=1)
+    return verify(make_problem(config), jax.devices()[:devices], updates=updates)
 
 
 @pytest.mark.quick(1)
@@ -514,8 +523,8 @@ def test_a_model_that_cannot_be_traced_in_float64_is_compared_in_float32():
     with settings(jax.devices()[0]):
         fixed = problem(Model(init, apply))
         trial = make_trial(fixed, 4, 1)
-        dtype, random = traits_of(make_setup(in_traceable_precision(fixed, trial), trial))
-    assert dtype == np.float32 and not random
+        traits = traits_of(Oracle(in_traceable_precision(fixed, trial), trial))
+    assert traits.dtype == np.float32 and not traits.random
 
 
 NOISE = "params/Dense_0/bias"
@@ -558,17 +567,13 @@ def test_what_only_fails_in_some_strategies_is_told_by_what_they_have_in_common(
     assert {r.configuration.reduction for r in report.failed} == {"bucket"}
 
 
-def problem(model, dataset=None, **more):
-    base = {
-        "rule": lambda rate: UpdateRule(optax.adamw(0.01 * rate, weight_decay=0.1)),
-        "schedule": lambda: lambda step: 0.01,
-        "dataset": (data := dataset or Arrays(**toys.data())),
-        "eval_sets": {},
-        "order": EpochOrder(len(data), 32, 8, 0),
-        "configuration": Configuration(0, next(iter(STAGES))),
-        "build": None,
-    }
-    return Problem(Forward(model, SoftmaxCrossEntropy()), **{**base, **more})
+def problem(model, dataset=None, parallel=Parallel()):  # noqa: B008
+    dataset = dataset or Arrays(**toys.data())
+    adam = Optimizer(target="adamw", lr=0.01, weight_decay=0.1, no_decay=[])
+    config = Config(optimizer=adam, parallel=parallel)
+    forward, order = Forward(model, SoftmaxCrossEntropy()), EpochOrder(len(dataset), 32, 8, 0)
+    rule = UpdateRule(optax.adamw(0.01, weight_decay=0.1))
+    return Problem(config, Parts(forward, rule, dataset, {}, order, 100, False, None))
 
 
 @pytest.mark.slow
@@ -598,7 +603,7 @@ def test_every_kind_of_state_is_compared(judged):
     assert not report.failed and report.largest.error < 1e-13
     for result in report.results:
         groups = {path.split("/")[0] for path in result.errors}
-        assert groups == {"params", "model_state", "opt_state", "ema", "carry", "curve"}
+        assert groups == {*COMPARED, "curve"}
 
 
 @pytest.mark.slow
@@ -619,10 +624,8 @@ def test_the_oracle_agrees_with_one_that_shares_nothing_with_it(model):
         )
         params, state = jax.tree.map(lambda x: x.astype(jnp.float64), (params, state))
         one = problem(made, Arrays(**data))
-        got = train(
-            Setup(one, Trial(batches, {}, cursor), Start(params, state), make_oracle(one)),
-            UpdateRule(tx),
-        )
+        oracle = Oracle(one, Trial(batches, {}, cursor), Start(params, state))
+        got = train(oracle, params, UpdateRule(tx)).state
         want = plain_oracle.train(
             forward, params, state, tx, data, steps=3, batch_size=16, microbatches=8
         )
@@ -659,12 +662,16 @@ def test_every_value_of_every_factor_meets_every_stage():
     assert choose_configurations(Configuration(1, "pmap"), devices[:1])[0].devices == 1
 
 
+def state_of(params):
+    return TrainState(np.zeros((), np.int32), params, {}, {})
+
+
 def test_training_that_amplifies_rounding_is_slowed_down():
     """One update takes a difference 1e6 x rate times as far."""
 
     def trained(params, rate):
         value = {"a": 2.0 + (params["a"] - 1.0) * 1e6 * rate}
-        return Trained(params, value, {}, {}, None, None, {"loss": np.ones(1)}, [value])
+        return Trained(params, state_of(value), {"loss": np.ones(1)}, [value])
 
     found = find_reference(trained, lambda rate: rate, {"a": np.ones(3)}, 1e-15, 1e-10)
     assert found.rate == 0.001 and found.rule == 0.001 and not found.uncompared
@@ -682,7 +689,7 @@ def test_what_is_not_judged_is_not_verified_unless_its_gradient_is_zero(gradient
         if gradient == "zero in part":
             grads["b"] = np.array([*grads["b"][:2], 1.0])
         moved = {k: params[k] - 0.1 * np.sign(g) for k, g in grads.items()}
-        return Trained(params, moved, {}, {}, None, None, {"loss": np.ones(1)}, [grads])
+        return Trained(params, state_of(moved), {"loss": np.ones(1)}, [grads])
 
     params = {"a": np.ones(3), "b": np.array([1.0, 2.0, 3.0])}
     while True:  # until the signs of two gradients differ
@@ -693,10 +700,9 @@ def test_what_is_not_judged_is_not_verified_unless_its_gradient_is_zero(gradient
     assert set(found.unexplained) == ({"params/b"} if gradient == "noise" else set())
     if gradient == "zero in part":
         assert list(found.zero["params/b"]) == [True, True, False] and found.compared == (2, 2)
-        other = found.trained._replace(
-            params={**found.trained.params, "b": np.array([9.0, 9.0, 4.0])}
-        )
-        assert found.errors(found.trained, {"loss": np.ones(1)}, 1e-10)["params/b"] == 0
+        state = found.trained.state
+        other = state.replace(params={**state.params, "b": np.array([9.0, 9.0, 4.0])})
+        assert found.errors(state, {"loss": np.ones(1)}, 1e-10)["params/b"] == 0
         assert found.errors(other, {"loss": np.ones(1)}, 1e-10)["params/b"] > 0.1
     else:
         assert found.compared == (1, 2)
@@ -709,22 +715,16 @@ def test_parameters_are_compared_by_what_they_move():
 
     def trained(params, rate, times=1.0):
         noise = 1 + 0.01 * np.sin(1e4 * params["a"])
-        return Trained(
-            params,
-            {"a": params["a"] - 1e-3 * times * noise},
-            {},
-            {},
-            None,
-            None,
-            {"loss": np.ones(1)},
-            [params],
-        )
+        moved = state_of({"a": params["a"] - 1e-3 * times * noise})
+        return Trained(params, moved, {"loss": np.ones(1)}, [params])
 
     params = {"a": np.linspace(1.0, 2.0, 50)}
     found = find_reference(trained, lambda rate: rate, params, 2**-7, 0.05)
     assert found.compared == (1, 1)
-    assert found.errors(found.trained, {"loss": np.ones(1)}, 0.05)["params/a"] == 0
-    assert found.errors(trained(params, 1, 2.0), {"loss": np.ones(1)}, 0.05)["params/a"] > 0.05
+    assert found.errors(found.trained.state, {"loss": np.ones(1)}, 0.05)["params/a"] == 0
+    assert (
+        found.errors(trained(params, 1, 2.0).state, {"loss": np.ones(1)}, 0.05)["params/a"] > 0.05
+    )
 
 
 def test_errors_are_relative_in_the_norm_of_a_leaf():
@@ -748,7 +748,7 @@ def test_what_is_too_large_or_too_small_is_refused_with_what_to_set(monkeypatch)
     few = problem(toys.MODELS["mlp"](), Arrays(**toys.data(5)))
     with pytest.raises(UsageError, match="data: 5 examples cannot be split into 8 microbatches"):
         verify(few, jax.devices()[:4])
-    wrong = problem(toys.MODELS["mlp"](), configuration=Configuration(0, "pjit", 1, shard_size=3))
+    wrong = problem(toys.MODELS["mlp"](), parallel=Parallel(backend="pjit", zero=1, shard_size=3))
     with pytest.raises(UsageError, match=r"parallel.shard_size: 3 does not split 4 devices"):
         verify(wrong, jax.devices()[:4])
 
@@ -760,7 +760,7 @@ def test_language_models_are_verified_small():
             continue
         config = load(["--config", str(file)], "verify")[0]
         made = make_problem(config)
-        example = {"inputs": jnp.zeros((2, *made.dataset.input_shape), jnp.int32)}
-        params = jax.eval_shape(made.forward.model.init, jax.random.key(0), example)[0]
+        example = {"inputs": jnp.zeros((2, *made.parts.dataset.input_shape), jnp.int32)}
+        params = jax.eval_shape(made.parts.forward.model.init, jax.random.key(0), example)[0]
         assert sum(x.size for x in jax.tree.leaves(params)) < 1e6, file
-        assert made.dataset.input_shape == (32,)
+        assert made.parts.dataset.input_shape == (32,)

@@ -438,19 +438,14 @@ INNOCENT = {
 def verified(argv, devices=None, updates=1):
     """The report on a case, on this number of devices of this process."""
     from jaxdp.cli import load
-    from jaxdp.run.verification import make_problem
     from jaxdp.verify import verify
+    from jaxdp.verify.problem import make_problem
 
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder, "config.yaml")
         file.write_text(CONFIG)
         config = load(["--config", str(file), *argv], "verify")[0]
-    return verify(
-        make_problem(config),
-        jax.devices()[:devices],
-        updates=updates,
-        most=config.verify.strategies,
-    )
+    return verify(make_problem(config), jax.devices()[:devices], updates=updates)
 
 
 if __name__ == "__main__":

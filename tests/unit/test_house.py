@@ -22,6 +22,7 @@ WINGS = {
 """The folders and modules of each wing. A wing imports nothing from a lower one."""
 
 NEED_CONFIG = {"run", "cli", "config", "api", "extras", "targets", "sweep", "plan", "report"} | {
+    "verify",
     "exact",
     "outer",
     "elastic",
