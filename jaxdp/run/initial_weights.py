@@ -4,7 +4,7 @@ read.
 
 import pathlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxdp.checkpoint.initialize_from import (
     Match,
@@ -26,16 +26,6 @@ from jaxdp.train.run import Run
 from jaxdp.train.state import TrainState
 
 
-class Fitting(NamedTuple):
-    """Weights that fit the model. matched: their names and ours. text: what is loaded, and what is
-    not, in lines.
-    """
-
-    weights: Weights
-    matched: Match
-    text: str
-
-
 def initialize_from(
     run: Run, config: Config, context: Context, parts: Parts, objects: Objects
 ) -> Callable[[], TrainState]:
@@ -45,9 +35,8 @@ def initialize_from(
     strategy = run.strategy
     assert path is not None
     local = on_all_ranks(context, lambda: str(locate(path)))
-    source = pathlib.Path(
-        context.of_root("init_from", lambda: local)
-    )  # ranks may differ while its run is going on
+    # ranks may differ while its run is going on
+    source = pathlib.Path(context.of_root("init_from", lambda: local))
     weights = on_all_ranks(context, lambda: open_weights(source, config.init.ema))
     context.check_same("init_from", weights.facts)
     shapes = named(strategy.shapes.params, strategy.shapes.model_state)
@@ -76,9 +65,11 @@ def fitted(
     weights: Weights,
     source: pathlib.Path,
     shapes: Mapping[str, Any],
-) -> Fitting:
+) -> tuple[Weights, Match, str]:
     """Match weights with our parameters, and their model with ours. shapes: {our name: object with
     shape and dtype}.
+
+    Return (the weights, their names and ours, lines about what is loaded and what is not).
 
     Raises UsageError if an array that `init` selects is missing, does not fit or is not used, and
     if the models differ in an argument that changes the outputs.
@@ -103,6 +94,4 @@ def fitted(
     ]
     accepted = check_differences(differences, init.changed, weights.title)
     loaded = describe(matched, ours, weights.title, weights.rows)
-    return Fitting(
-        weights, matched, "\n".join(filter(None, [loaded, weights.note, accepted, compared.note]))
-    )
+    return weights, matched, "\n".join(filter(None, [loaded, weights.note, accepted, compared.note]))
