@@ -24,7 +24,6 @@ from jaxdp.errors import UsageError, user_code
 from jaxdp.metrics.jsonl import NoEvents
 from jaxdp.metrics.meter import throughput
 from jaxdp.metrics.writer import Record, Writer
-from jaxdp.optim.rate import rate_of
 from jaxdp.parallel.placement import assign_microbatches
 from jaxdp.parallel.strategy import Strategy
 from jaxdp.plan.hardware import peak_flops
@@ -259,15 +258,6 @@ def make_data_of(
         for name, x in parts.eval_sets.items()
     }
     return Data(source(parts.dataset, parts.order, True), evaluation_sources, config.eval.ema)
-
-
-def follows_schedule(parts: Parts, state: TrainState) -> bool:
-    """Return whether the optimizer computes its updates with the rate of the config's schedule.
-    state: shapes.
-    """
-    params = parts.rule.trainable(state.params)
-    rate = functools.partial(rate_of, parts.rule.tx)
-    return jax.eval_shape(rate, params, state.opt_state, params) is not None
 
 
 def changes_for(parallel: Parallel, zero: int) -> dict[str, Any]:

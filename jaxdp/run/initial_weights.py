@@ -94,4 +94,8 @@ def fitted(
     ]
     accepted = check_differences(differences, init.changed, weights.title)
     loaded = describe(matched, ours, weights.title, weights.rows)
-    return weights, matched, "\n".join(filter(None, [loaded, weights.note, accepted, compared.note]))
+    return (
+        weights,
+        matched,
+        "\n".join(filter(None, [loaded, weights.note, accepted, compared.note])),
+    )

@@ -136,7 +136,9 @@ def train_in(
             stopped=saved.get("stopped"),
         )
         if offset := progress.offset:  # more batches may be padded
-            run = dataclasses.replace(run, step=step_of(config, prepared.parts, len(run.strategy.devices), offset))
+            run = dataclasses.replace(
+                run, step=step_of(config, prepared.parts, len(run.strategy.devices), offset)
+            )
         continuation.load(callbacks, saved)
         run = callbacks.change_step(run, progress)
         training = ConfigTraining(
