@@ -7,7 +7,7 @@ import functools
 import logging
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -120,16 +120,24 @@ def load(folder: pathlib.Path, targets: Any) -> Any:
         return orbax().load(folder, targets)
 
 
-def load_alone(folder: pathlib.Path, targets: Any) -> Any:
-    """Return the tree in a folder of Orbax, as `targets` (NumPy arrays) say, in this process alone."""
-    with alone():
-        return orbax().load(folder, targets)
-
-
 def described(folder: pathlib.Path) -> Any:
     """Return the tree in a folder of Orbax, with the shape and the dtype of each array."""
     with options():
         return orbax().metadata(folder).metadata
+
+
+def by_path(tree: Any, meta: Meta) -> dict[str, Any]:
+    """Return {path in the state: leaf} of a tree of Orbax. meta: of the checkpoint."""
+    return {path_in(meta, key): x for key, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def choose(tree: Any, meta: Meta, targets: Mapping[str, Any]) -> Any:
+    """Return the targets of `load` for the leaves of a tree of Orbax at the paths in `targets`."""
+
+    def target(key: Any, _: Any) -> Any:
+        return targets.get(path_in(meta, key), orbax().PLACEHOLDER)
+
+    return jax.tree_util.tree_map_with_path(target, tree)
 
 
 def prepare(context: Context) -> None:
@@ -197,22 +205,15 @@ def read_back(folder: pathlib.Path, meta: Meta, sample: tuple[str, np.ndarray]) 
     """
     path, values = sample
     tree = described(folder)
-    path_of = path_in(meta)
-    stored = {path_of(key): list(x.shape) for key, x in jax.tree_util.tree_leaves_with_path(tree)}
-    saved = {name: shape for name, (_, shape) in meta["state"].items()}
-    for name, (dtype, shape) in meta["state"].items():
-        if dtype.startswith("key<") and name in stored:  # Orbax stores the data of a random key
-            stored[name] = stored[name][: len(shape)]
-    for name in sorted({**saved, **stored}):
-        if saved.get(name) != stored.get(name):
-            raise ValueError(
-                f"read back, {name!r} has shape {stored.get(name)} instead of {saved.get(name)}"
-            )
-
-    def target(key, _):
-        return values if path_of(key) == path else orbax().PLACEHOLDER
-
-    loaded = load_alone(folder, jax.tree_util.tree_map_with_path(target, tree))
-    arrays = {path_of(key): x for key, x in jax.tree_util.tree_leaves_with_path(loaded)}
-    if np.asarray(arrays[path]).tobytes() != values.tobytes():
+    stored = {name: list(x.shape) for name, x in by_path(tree, meta).items()}
+    for name in sorted({*meta["state"], *stored}):
+        dtype, saved = meta["state"].get(name, ("", None))
+        shape = stored.get(name)
+        if shape and dtype.startswith("key<"):  # Orbax stores the data of a random key
+            shape = shape[: len(saved)]
+        if shape != saved:
+            raise ValueError(f"read back, {name!r} has shape {shape} instead of {saved}")
+    with alone():
+        loaded = by_path(orbax().load(folder, choose(tree, meta, {path: values})), meta)
+    if np.asarray(loaded[path]).tobytes() != values.tobytes():
         raise ValueError(f"read back, {path!r} has other values")

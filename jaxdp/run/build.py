@@ -91,10 +91,10 @@ def prepare(config: Config, objects: Objects = NOTHING, several: bool = False) -
     same = facts(config, parts, own, others) if several else {}
     make_state = state_maker(config, parts)
     flops, programs = rehearse(config, parts, make_the_step(config, parts), make_state)
-    compared = several or has_own_code(config, objects)
-    digests = (
-        {name: digest(lines(program)) for name, program in programs.items()} if compared else {}
-    )
+    named = [v for k, v in flatten(config).items() if k.endswith(("target", "schedule"))]
+    digests = dict[str, Digest]()
+    if several or objects or any("." in str(name) for name in named):  # code of the user's
+        digests = {name: digest(lines(program)) for name, program in programs.items()}
     return Prepared(parts, own, others, same, flops, digests, make_state)
 
 
@@ -346,9 +346,7 @@ def is_padded(config: Config, parts: Parts, assignment: np.ndarray, offset: int 
 
 def choose_devices(config: Config, context: Context) -> list[jax.Device]:
     devices = jax.devices()
-    wanted = config.parallel.devices
-    if wanted is None:
-        return devices
+    wanted = config.parallel.devices or len(devices)
     if context.size > 1 and wanted != len(devices):
         raise UsageError(
             f"parallel.devices: {wanted}, but {context.size} processes use all {len(devices)}; leave it null",
@@ -389,10 +387,3 @@ def facts(
 
 def fingerprint_of(contents: Mapping[str, Mapping[str, Any]]) -> str:
     return " ".join(content["probes"] for content in contents.values())
-
-
-def has_own_code(config: Config, objects: Objects) -> bool:
-    """Return whether a script passed objects, or the config names code by a dotted path."""
-    return bool(objects) or any(
-        "." in str(v) for k, v in flatten(config).items() if k.endswith(("target", "schedule"))
-    )

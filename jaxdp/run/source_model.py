@@ -3,7 +3,6 @@ the shapes.
 """
 
 import dataclasses
-import functools
 import json
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -135,12 +134,11 @@ def with_saved(
     facts = facts_of(parts.dataset)
     here = arguments(ours, config.model.args, facts)
     there = arguments(theirs, saved, weights.meta.get("data") or {})
-    given = {*saved, *config.model.args}
     names = [
         name
-        for name in dict.fromkeys((*there, *here))
+        for name in {**there, **here}
         if there.get(name, ABSENT) != here.get(name, ABSENT)
-        and (name in given or (name in there and name in here))
+        and (name in saved or name in config.model.args or (name in there and name in here))
         and not (name in OF_DATA and name not in there)
         and not (name in SPEED and is_built_in(ours))
     ]
@@ -148,7 +146,8 @@ def with_saved(
         return Comparison()
     hint = f"; the source has model.args {listed(f'{name}: {there[name]!r}' for name in names if name in there)}"
 
-    def swapped(names: Sequence[str]) -> Program:
+    def swapped(names: Sequence[str]) -> Program | None:
+        """Return the program of our model with their arguments; None if it cannot be made."""
         args = dict(config.model.args)
         data = dict(facts)
         for name in names:
@@ -156,31 +155,32 @@ def with_saved(
             if name in there:
                 (data if name in OF_DATA else args)[name] = there[name]
         changed = dataclasses.replace(config, model=dataclasses.replace(config.model, args=args))
-        return program(parts, make_model(changed, ours, data))
+        try:
+            return program(parts, make_model(changed, ours, data))
+        except Exception:
+            return None
 
     own = program(parts, parts.forward.model)
-    single = {name: attempt(functools.partial(swapped, [name])) for name in names}
-    both = attempt(functools.partial(swapped, [name for name in names if name != "input_shape"]))
-    joint = (
-        both is not None and both.arrays == own.arrays and both.digest != own.digest
-    )  # two may cancel in the shapes
-    count = [
-        name
-        for name, its in single.items()
-        if its is not None and its.digest != own.digest and (joint or its.arrays == own.arrays)
-    ] or (names if joint else [])
+    both = swapped([name for name in names if name != "input_shape"])
+    # two may cancel in the shapes
+    joint = both is not None and both.arrays == own.arrays and both.digest != own.digest
+    count, failed = list[str](), list[str]()
+    for name in names:
+        single = swapped([name])
+        if single is None:
+            failed.append(name)
+        elif single.digest != own.digest and (joint or single.arrays == own.arrays):
+            count.append(name)
+    if joint:
+        count, failed = count or names, []
 
     def place(name):
-        return (
-            f"{there[name]!r} in {weights.title}"
-            if name in there
-            else f"not set in {weights.title}"
-        )
+        value = repr(there[name]) if name in there else "not set"
+        return f"{value} in {weights.title}"
 
-    failed = [name for name, its in single.items() if its is None]
     return Comparison(
         [argument(name, there.get(name), here.get(name), place(name)) for name in count],
-        not_compared(f"model.args {', '.join(failed)}") if failed and not joint else "",
+        not_compared(f"model.args {', '.join(failed)}") if failed else "",
         hint,
     )
 
@@ -189,12 +189,11 @@ def arguments(target: Callable[..., Any], args: Args, data: Args) -> dict[str, A
     """Return the arguments that a target is called with, as JSON: defaults, facts of the data,
     those of the config.
     """
-    defaults = {
-        name: p.default for name, p in parameters(target).items() if p.default is not p.empty
-    }
-    known = {name: data[name] for name in OF_DATA if name in parameters(target) and data.get(name)}
-    values: dict[str, Any] = json.loads(json.dumps({**defaults, **known, **args}, default=str))
-    return values
+    takes = parameters(target)
+    values = {name: p.default for name, p in takes.items() if p.default is not p.empty}
+    values |= {name: data[name] for name in OF_DATA if name in takes and data.get(name)}
+    called: dict[str, Any] = json.loads(json.dumps({**values, **args}, default=str))
+    return called
 
 
 def is_built_in(target: Any) -> bool:
@@ -225,11 +224,3 @@ def program(parts: Parts, model: Model) -> Program:
     state = shapes_of_model(forward, parts.dataset, 2)
     arrays = {name: x.shape for name, x in named(*state).items()}
     return Program(arrays, digest(lines(jax.make_jaxpr(outputs)(*state)))[0])
-
-
-def attempt(make: Callable[[], Program]) -> Program | None:
-    """Return the program, or None if our model cannot be made or called with other arguments."""
-    try:
-        return make()
-    except Exception:
-        return None
