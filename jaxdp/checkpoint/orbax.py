@@ -8,8 +8,8 @@ import logging
 import pathlib
 import sys
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
-from unittest import mock
 
 import jax
 import numpy as np
@@ -22,6 +22,8 @@ from jaxdp.process.context import Context, current
 from jaxdp.split import leaves_by_path
 
 TIMEOUT = 1200.0  # seconds for the files of one save
+STATE = "state"  # Orbax's name, in its folder, of the arrays
+MARK = "orbax.checkpoint"  # Orbax writes this file into its folders
 SLICE = (
     16 << 20
 )  # bytes: smaller slices of replicated arrays are not made, since each is a program to compile
@@ -86,29 +88,40 @@ def save(folder: pathlib.Path, tree: Any) -> Any:
         return orbax().save_async(folder, tree, overwrite=True)
 
 
-def save_alone(folder: pathlib.Path, tree: Any) -> Any:
+def save_alone(folder: pathlib.Path, tree: Any) -> Future[None]:
     """Start to save a tree from this process alone, while others save into folders of the same name
-    on other hosts.
+    on other hosts; return what `save` does.
 
-    tree: arrays that are replicated over one device of each process that saves.
+    tree: arrays that are replicated over one device of each process that saves, which no update
+    donates.
+
+    `save` compares the paths by a collective of all processes, though some of them do not save. So
+    the former interface of Orbax writes the arrays. Its folder becomes a part of one as of `save`.
     """
-    from orbax.checkpoint.experimental.v1._src.saving import execution
+    import orbax.checkpoint as former
 
-    context = alone()
-    context.array.saving.use_replica_parallel = (
-        False  # would split an array over the processes that have it
+    processes = former.options.MultiprocessingOptions(
+        primary_host=None,  # each process that calls it
+        active_processes={current().rank},
+        barrier_sync_key_prefix=f"rank_{current().rank}",
     )
-    context.asynchronous.create_directories_asynchronously = (
-        False  # or one process could take another's signal
+    # It would split an array over the processes that have it.
+    arrays = former.type_handlers.ArrayHandler(
+        primary_host=None, replica_id=None, use_replica_parallel=False
     )
-    # Orbax compares the paths by a collective of all processes, though some of them do not save.
-    with (
-        mock.patch.object(
-            execution, "_check_directory_consistency", lambda path: None, create=True
-        ),
-        context,
-    ):
-        return orbax().save_async(folder, tree, overwrite=True)
+    registry = former.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    handler = former.PyTreeCheckpointHandler(
+        multiprocessing_options=processes, type_handler_registry=registry
+    )
+    checkpointer = former.Checkpointer(handler, multiprocessing_options=processes)
+
+    def write() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        checkpointer.save(literal_path()(folder / STATE), args=former.args.PyTreeSave(tree))
+        (folder / "_CHECKPOINT_METADATA").write_text("{}", encoding="utf-8")
+        (folder / MARK).touch()
+
+    return ThreadPoolExecutor(1).submit(write)
 
 
 def load(folder: pathlib.Path, targets: Any) -> Any:
