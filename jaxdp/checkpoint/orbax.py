@@ -75,20 +75,11 @@ def alone() -> Any:
     """Return Orbax's context for this process alone, while others do not call it, or have folders
     of their own.
     """
-    context = options()
-    for name, value in this_process().items():
-        setattr(context.multiprocessing, name, value)
+    rank, context = current().rank, options()
+    context.multiprocessing.primary_host = None  # each process that calls it
+    context.multiprocessing.active_processes = {rank}
+    context.multiprocessing.barrier_sync_key_prefix = f"rank_{rank}"
     return context
-
-
-def this_process() -> dict[str, Any]:
-    """Return Orbax's options of which processes it works with: this one."""
-    rank = current().rank
-    return {
-        "primary_host": None,  # each process that calls it
-        "active_processes": {rank},
-        "barrier_sync_key_prefix": f"rank_{rank}",
-    }
 
 
 def save(folder: pathlib.Path, tree: Any) -> Any:
@@ -109,7 +100,11 @@ def save_alone(folder: pathlib.Path, tree: Any) -> Future[None]:
     """
     import orbax.checkpoint as former
 
-    processes = former.options.MultiprocessingOptions(**this_process())
+    processes = former.options.MultiprocessingOptions(
+        primary_host=None,  # each process that calls it
+        active_processes={current().rank},
+        barrier_sync_key_prefix=f"rank_{current().rank}",
+    )
     # It would split an array over the processes that have it.
     arrays = former.type_handlers.ArrayHandler(
         primary_host=None, replica_id=None, use_replica_parallel=False
