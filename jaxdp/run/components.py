@@ -153,7 +153,7 @@ def make_parts(config: Config, objects: Objects = NOTHING) -> Parts:
     dtypes = config.precision
     casts = policy(dtypes.params, dtypes.compute or dtypes.params, dtypes.reduce or dtypes.widest)
     remat = choose_remat(config, model)
-    scaling = make_scaling(config, dataset)
+    scaling = None if dtypes.loss_scale is None else make_scaling(config, dataset)
     forward = Forward(model, loss, casts, config.seed, remat, scaling, transform)
     sequential = is_sequential(config, forward, dataset)
     order = make_order(config, dataset, sequential)
@@ -384,13 +384,12 @@ def in_state_dtype(config: Config, tx: Any) -> Any:
     return with_master(tx) if dtypes.params == "bfloat16" != dtypes.state else tx
 
 
-def make_scaling(config: Config, dataset: Dataset) -> LossScaling | None:
-    """Build the loss scaling, if any, for the weight of a full batch: its number of labels, one or
-    more per example.
+def make_scaling(config: Config, dataset: Dataset) -> LossScaling:
+    """Build the loss scaling, for the weight of a full batch: its number of labels, one or more per
+    example.
     """
     scale = config.precision.loss_scale
-    if scale is None:
-        return None
+    assert scale is not None
     labels = np.asarray(first_example(dataset).get("labels", 0)).size
     weight = float(config.batch_size * max(labels, 1))
     if scale == "dynamic":

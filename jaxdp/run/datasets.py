@@ -177,16 +177,18 @@ def shapes_of_model(forward: Forward, dataset: Dataset, size: int) -> tuple[Any,
 def make_order(
     config: Config, dataset: Dataset, sequential: bool, shuffle: bool = True
 ) -> ExampleOrder:
-    """Return the order: which examples each microbatch of each step contains.
-
-    sequential: rows continue from batch to batch. shuffle: it is for training.
-    """
+    """Return the order: which examples each microbatch of each step contains."""
     if len(dataset) >= UNKNOWN and config.epochs is not None:
         raise UsageError(
             f"epochs: {config.epochs}, but the stream's length is unknown; set steps, or data.args.size"
         )
     if not sequential:
         return order_of(dataset, config.batch_size, config.microbatches, config.seed, shuffle)
+    return sequential_order(config, dataset, shuffle)
+
+
+def sequential_order(config: Config, dataset: Dataset, shuffle: bool) -> Streams:
+    """Return the order in which rows continue from batch to batch. shuffle: it is for training."""
     if len(dataset) >= UNKNOWN or (shuffle and hasattr(dataset, "example_order")):
         raise UsageError(
             f"data.order: {config.data.target} defines its own order, not the sequential one that the model's "

@@ -178,10 +178,15 @@ def resume_step(
     The metadata has "changed" if `eval`, the evaluation data or `callbacks` differ from those that
     it was saved with. Raises UsageError if the config, the data or an object of a script would
     change the numbers, unless resume.force."""
+    start = run.checkpoints.latest(safe_print.say, tidy, only=only)
+    return (start, compared(run, config, context, objects, start)) if start else (0, {})
+
+
+def compared(
+    run: Run, config: Config, context: Context, objects: Objects, start: int
+) -> dict[str, Any]:
+    """Return the metadata of the checkpoint to resume from; see `resume_step`."""
     checkpoints = run.checkpoints
-    start = checkpoints.latest(safe_print.say, tidy, only=only)
-    if not start:
-        return 0, {}
     saved = context.of_root("meta", lambda: checkpoints.meta(start))
     if not config.resume.force:
         if run.data.train.order.sequential and "order" not in saved["config"].get("data", {}):
@@ -201,4 +206,4 @@ def resume_step(
     if changed or old["eval"] != new["eval"] or old["callbacks"] != new["callbacks"]:
         # the callback that stopped it may be gone
         saved |= {"stopped": None, "evaluated": False, "changed": True}
-    return start, saved
+    return saved

@@ -144,8 +144,9 @@ class Batches:
                 last = str(numbers)
         except StreamEnded as error:
             self.ended = str(error)
-        if not self.ended:
-            return
+            self._agree(last)
+
+    def _agree(self, last: str) -> None:
         timeout = protocol.default_timeout(None)
         try:
             every = self.context.exchange("the end of the stream", last, timeout)
@@ -157,7 +158,7 @@ class Batches:
             raise UsageError(
                 f"{self.ended}, but continues on rank {', '.join(others)}; let the source yield the "
                 "same examples on every rank"
-            )
+            ) from None
 
 
 def loss_of(name: str) -> str:

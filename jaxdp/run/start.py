@@ -104,14 +104,11 @@ def start_writer(
     console.advised = config.data.on_device  # the console would advise to set it
     was_evaluated = training.progress.evaluated == start
     metrics = directory / "metrics.jsonl"
-    writer = Many(
-        [
-            JsonLines(metrics, start, was_evaluated, "evaluate" in run.due(start)),
-            console,
-            Reports(directory, flatten(Config()), events),
-            *make_writers(config.log.writers, directory, start, dataclasses.asdict(config)),
-        ]
-    )
+    lines = JsonLines(metrics, start, was_evaluated, "evaluate" in run.due(start))
+    writers: list[Writer] = [lines, console, Reports(directory, flatten(Config()), events)]
+    if config.log.writers:
+        writers += make_writers(config.log.writers, directory, start, dataclasses.asdict(config))
+    writer = Many(writers)
     if console.panel is None:
         width = max(map(len, facts))
         writer.say("\n".join(f"{name:{width}}  {text}" for name, text in facts.items()))
@@ -297,6 +294,13 @@ def rate_advice(run: Run, config: Config, prepared: Prepared, start: int) -> Ite
     known = opt.schedule in SCHEDULES and (not ended or opt.schedule == "constant")
     if not opt.lr or several or known:
         return
+    yield from advice_at_the_end(config, start, steps, ended)
+
+
+def advice_at_the_end(config: Config, start: int, steps: int, ended: bool) -> Iterator[str]:
+    """Yield a warning if the last updates of the run have one rate. ended: the schedule ends before
+    them."""
+    opt = config.optimizer
     first, last = constant_from(jax.jit(schedule_of(config, steps)), start, steps)
     last = last if abs(last) > 1e-6 * opt.lr else 0.0  # a line may end at a rounding error
     if steps - first < 2 or (last and (first == start or not ended)):

@@ -99,12 +99,12 @@ def train_in(
     continuation.prepared = prepared
     run = make_run(config, directory, context, objects, prepared)
     checkpoints = run.checkpoints
-
-    def make_observers() -> Callbacks:
-        check_writers(config.log.writers)
-        return make_callbacks(config.callbacks, objects.get("callbacks", {}), context)
-
-    callbacks = on_all_ranks(context, make_observers)
+    if config.log.writers:
+        on_all_ranks(context, lambda: check_writers(config.log.writers))
+    callbacks = Callbacks(context=context)
+    if config.callbacks:
+        given = objects.get("callbacks", {})
+        callbacks = on_all_ranks(context, lambda: make_callbacks(config.callbacks, given, context))
     check = context.is_root and (overwrite or not checkpoints.steps())
     context.agree(rundir.not_ours(directory, overwrite) if check else None)
     with lock_run_dir(directory, context, checkpoints) or contextlib.nullcontext():
