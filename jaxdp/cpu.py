@@ -46,7 +46,7 @@ _product = jax.custom_jvp(_dot)
 
 
 @functools.partial(_product.defjvp, symbolic_zeros=True)
-def _tangent_of_product(primals: Any, tangents: Any) -> Any:
+def _tangent_of_product(primals, tangents):
     (x, kernel), (dx, dkernel) = primals, tangents
     y = _product(x, kernel)
     if isinstance(dkernel, SymbolicZero):
@@ -63,21 +63,21 @@ mlir.register_lowering(_of_kernel, mlir.lower_fun(_dot, multiple_results=False))
 
 
 @_of_kernel.def_abstract_eval
-def _type_of_product(x: Any, kernel: Any) -> Any:
+def _type_of_product(x, kernel):
     y = jax.eval_shape(_dot, x, kernel)
     return x.update(shape=y.shape, dtype=y.dtype)
 
 
-def _gradient_of_x(dy: Any, x: Any, kernel: Any) -> Any:
+def _gradient_of_x(dy, x, kernel):
     return _dot(dy, kernel.T).astype(x.aval.dtype)
 
 
-def _gradient_of_kernel(dy: Any, x: Any, kernel: Any) -> Any:
+def _gradient_of_kernel(dy, x, kernel):
     x, dy = (a.reshape(-1, a.shape[-1]) for a in (x, dy))
     return lax.dot_general(x, dy, (((0,), (0,)), ((), ()))).astype(kernel.aval.dtype)
 
 
-def _batched(args: Any, dims: Any) -> Any:
+def _batched(args, dims):
     (x, kernel), (along, other) = args, dims
     if along is not None and other is None:
         return _of_kernel.bind(jnp.moveaxis(x, along, 0), kernel), 0

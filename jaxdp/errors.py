@@ -14,7 +14,6 @@ import os
 import pathlib
 import re
 import sys
-import sysconfig
 import threading
 import time
 import traceback
@@ -108,9 +107,8 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     cutoff: from 0 to 1 (equal).
     """
     names = {name.casefold(): name for name in known}
-    return names.get(
-        next(iter(difflib.get_close_matches(str(word).casefold(), names, 1, cutoff)), ""), ""
-    )
+    matches = difflib.get_close_matches(str(word).casefold(), names, 1, cutoff)
+    return names[matches[0]] if matches else ""
 
 
 def suggest(word: str, known: Iterable[str], cutoff: float = 0.5, otherwise: str = "") -> str:
@@ -214,7 +212,6 @@ def explained(error: BaseException) -> ReportedError | None:
 
 
 FOLDER = pathlib.Path(__file__).parent  # of this package
-STANDARD = sysconfig.get_path("stdlib")
 # Modules of this package that call a user's code -> the key of the config that names this code.
 CALLERS = {"losses": "loss", "models": "model", "data/transforms": "data.transform", "data": "data"}
 SHOWN = 3  # lines of the user's files in a message
@@ -260,9 +257,8 @@ def user_lines(error: BaseException) -> str:
     """Return the lines of the user's files in the traceback of an error, innermost first; "" if
     there are none.
     """
-    user_frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if is_own(frame.filename)
-    ]
+    frames = traceback.extract_tb(error.__traceback__)
+    user_frames = [frame for frame in frames if is_own(frame.filename)]
     if not user_frames:
         return ""
     innermost, *outer = user_frames[::-1][:SHOWN]
@@ -280,11 +276,7 @@ def is_own(file: str) -> bool:
     """Return whether a file is the user's: not in jaxdp, the standard library or an installed
     package.
     """
-    path = pathlib.Path(file)
-    installed = {"site-packages", "dist-packages"} & {*path.parts} or file.startswith(
-        (STANDARD, "<")
-    )
-    return not installed and FOLDER not in path.parents
+    return not (file.startswith((PACKAGE, "<")) or imports.is_installed(file))
 
 
 def relative(file: str) -> str:
@@ -299,9 +291,10 @@ def caller(frames: Any) -> str:
     for frame in frames:
         if is_own(frame.filename):
             return key
-        if FOLDER in (path := pathlib.Path(frame.filename)).parents:
-            module = path.relative_to(FOLDER).as_posix()
-            key = next((key for start, key in CALLERS.items() if module.startswith(start)), key)
+        for module, its_key in CALLERS.items():
+            if frame.filename.startswith(PACKAGE + module):
+                key = its_key
+                break
     return key
 
 

@@ -96,9 +96,7 @@ def wide_einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 @wide_einsum.defjvp
-def _(
-    equation: str, primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
-) -> tuple:
+def _(equation, primals, tangents):
     (x, y), (dx, dy) = primals, tangents
     outputs = wide_einsum(equation, x, y)
     tangent = jnp.einsum(equation, dx, y) + jnp.einsum(equation, x, dy)

@@ -30,7 +30,8 @@ from jaxdp.errors import UsageError
 from jaxdp.logits import Logits, compute_logits
 from jaxdp.targets import attribute, bind, call, locate
 
-LossFn = Callable[[Any, dict[str, jax.Array]], tuple[jax.Array, jax.Array, dict[str, Any]]]
+Batch = dict[str, jax.Array]
+LossFn = Callable[[Any, Batch], tuple[jax.Array, jax.Array, dict[str, Any]]]
 
 
 class SoftmaxCrossEntropy:
@@ -57,24 +58,21 @@ class SoftmaxCrossEntropy:
             )
         self.label_smoothing, self.top_k = label_smoothing, tuple(top_k)
 
-    def __call__(self, outputs: jax.Array | Logits, batch: dict[str, jax.Array]):
+    def __call__(self, outputs: jax.Array | Logits, batch: Batch):
         labels, shape = jnp.asarray(_labels(batch)), _array(outputs).shape
-        soft = (
-            jnp.issubdtype(labels.dtype, jnp.floating) and labels.shape == shape and labels.ndim > 1
-        )
+        one_each = labels.shape == shape and labels.ndim > 1
+        soft = one_each and jnp.issubdtype(labels.dtype, jnp.floating)
         if not soft and shape[:-1] != labels.shape:
-            single = (
-                ", or the labels drop their last dim" if labels.shape == (*shape[:-1], 1) else ""
-            )
-            if labels.shape == shape:
-                single = (
-                    ", or one-hot labels must be floats"
-                    if labels.ndim > 1
-                    else ", or use MeanSquaredError"
-                )
+            hint = ""
+            if one_each:
+                hint = ", or one-hot labels must be floats"
+            elif labels.shape == shape:
+                hint = ", or use MeanSquaredError"
+            elif labels.shape == (*shape[:-1], 1):
+                hint = ", or the labels drop their last dim"
             raise UsageError(
                 f"loss: outputs {shape} do not fit labels {labels.shape}; the model must return logits "
-                f"[{', '.join(map(str, labels.shape))}, classes]{single}"
+                f"[{', '.join(map(str, labels.shape))}, classes]{hint}"
             )
         if not soft and not jnp.issubdtype(labels.dtype, jnp.integer):
             raise UsageError(
@@ -85,17 +83,15 @@ class SoftmaxCrossEntropy:
             labels = _where(counts, labels)
         else:
             labels = jnp.where(counts, labels.astype(jnp.int32), 0)
-            labels = jnp.where(
-                labels < 0, shape[-1], labels
-            )  # a negative index would count from the end
-        if isinstance(outputs, Logits):
+            # a negative index would count from the end
+            labels = jnp.where(labels < 0, shape[-1], labels)
+        if not isinstance(outputs, Logits):
+            terms = self._terms(_select_logits(counts, outputs), labels)
+        else:
             outputs = outputs.replace(x=_where(counts, outputs.x))
-        else:
-            outputs = _select_logits(counts, outputs)
-        if isinstance(outputs, Logits) and not soft:
-            terms = outputs.map(self._terms, labels)
-        else:
-            terms = self._terms(compute_logits(outputs), labels)
+            terms = (
+                self._terms(outputs.compute(), labels) if soft else outputs.map(self._terms, labels)
+            )
         mask = fit_mask(batch["mask"], terms["loss"])
         sums = {name: jnp.sum(value * mask) for name, value in terms.items()}
         return sums.pop("loss"), jnp.sum(mask), sums
@@ -124,17 +120,13 @@ class SoftmaxCrossEntropy:
         terms = {"loss": losses, "accuracy": right.astype(losses.dtype)}
         if self.label_smoothing:
             uniform = log_sum - jnp.mean(logits, axis=-1)
-            terms |= {
-                "loss": losses + self.label_smoothing * (uniform - losses),
-                "cross_entropy": losses,
-            }
+            terms["loss"] = losses + self.label_smoothing * (uniform - losses)
+            terms["cross_entropy"] = losses
         if self.top_k:
             # Of equal logits the first class is ahead, as in argmax. The logit of an invalid label
             # is NaN: no hit.
-            target, first = (
-                _label_logits(logits, labels)[..., None],
-                jnp.arange(logits.shape[-1]) < labels[..., None],
-            )
+            target = _label_logits(logits, labels)[..., None]
+            first = jnp.arange(logits.shape[-1]) < labels[..., None]
             ahead = jnp.sum(~(logits <= target) | ((logits == target) & first), axis=-1)
             terms |= {f"top{k}_accuracy": (ahead < k).astype(losses.dtype) for k in self.top_k}
         return terms
@@ -157,7 +149,7 @@ class MeanSquaredError:
     outputs and batch["labels"]: [example, ...]; batch["mask"]: its leading dims.
     """
 
-    def __call__(self, outputs: jax.Array, batch: dict[str, jax.Array]):
+    def __call__(self, outputs: jax.Array, batch: Batch):
         labels = _labels(batch).astype(_array(outputs).dtype)
         if outputs.shape != labels.shape:
             raise UsageError(f"loss: outputs {outputs.shape} do not fit labels {labels.shape}")
@@ -186,7 +178,7 @@ class Contrastive:
             )
         self.temperature = temperature
 
-    def __call__(self, outputs: tuple[jax.Array, jax.Array], batch: dict[str, jax.Array]):
+    def __call__(self, outputs: tuple[jax.Array, jax.Array], batch: Batch):
         if (
             not isinstance(outputs, tuple | list)
             or len(outputs) != 2
@@ -249,7 +241,7 @@ class MultiTask:
                 task.get("labels", name),
             )
 
-    def __call__(self, outputs: Mapping[str, Any], batch: dict[str, jax.Array]):
+    def __call__(self, outputs: Mapping[str, Any], batch: Batch):
         weight = jnp.sum(batch["mask"])
         total, metrics = jnp.zeros_like(weight), dict[str, Any]()
         for name, (loss, factor, output, labels) in self.tasks.items():
@@ -262,15 +254,13 @@ class MultiTask:
                 raise UsageError(
                     f"loss.args.tasks.{name}: no labels {labels!r}; the data has {sorted(batch)}"
                 )
-            loss_sum, elements, more = apply_loss(
-                loss, outputs[output], {**batch, "labels": batch[labels]}
-            )
+            entries = {**batch, "labels": batch[labels]}
+            loss_sum, elements, more = apply_loss(loss, outputs[output], entries)
             share = weight / jnp.where(elements > 0, elements, 1)
             total += jnp.where(elements != 0, factor * share * loss_sum, 0)
             for key, value in {"loss": loss_sum, **more}.items():
-                metrics[f"{name}_{key}"] = (
-                    value if isinstance(value, tuple | list) else (value, elements)
-                )
+                is_pair = isinstance(value, tuple | list)
+                metrics[f"{name}_{key}"] = value if is_pair else (value, elements)
         return total, weight, metrics
 
     def check(self, outputs: Mapping[str, Any], batch: Mapping[str, Any]) -> None:
@@ -289,7 +279,7 @@ def check(loss: LossFn, outputs: Any, batch: Mapping[str, Any]) -> None:
     attribute(loss, "check", lambda outputs, batch: None)(outputs, batch)
 
 
-def apply_loss(loss: LossFn, outputs: Any, batch: dict[str, jax.Array]) -> Any:
+def apply_loss(loss: LossFn, outputs: Any, batch: Batch) -> Any:
     """Return loss(outputs, batch); compute lazy `Logits` first unless the loss reads them."""
     return loss(
         outputs if attribute(loss, "reads_logits", False) else compute_logits(outputs), batch
@@ -335,7 +325,7 @@ _select_logits.defvjp(
 )
 
 
-def _labels(batch: dict[str, jax.Array]) -> jax.Array:
+def _labels(batch: Batch) -> jax.Array:
     if "labels" not in batch:
         raise UsageError(
             f"loss: it needs 'labels', and the data has {sorted(batch)}; rename one, or use another loss"
@@ -346,11 +336,9 @@ def _labels(batch: dict[str, jax.Array]) -> jax.Array:
 def _array(outputs: Any) -> Any:
     """Return the model's outputs. Raises UsageError unless they are one array."""
     if not hasattr(outputs, "shape"):
-        shapes = (
-            {k: jnp.shape(v) for k, v in outputs.items()}
-            if isinstance(outputs, Mapping)
-            else type(outputs).__name__
-        )
+        shapes: Any = type(outputs).__name__
+        if isinstance(outputs, Mapping):
+            shapes = {k: jnp.shape(v) for k, v in outputs.items()}
         raise UsageError(
             f"loss: the model returns {shapes}, not one array; return that alone, or use MultiTask"
         )

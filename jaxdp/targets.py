@@ -30,22 +30,15 @@ def name_of(transformation: Any, depth: int = 3) -> str:
     chain(scale_by_adam, scale).
     """
     update = getattr(transformation, "update", transformation)
-    name = (
-        getattr(update, "__qualname__", type(update).__name__)
-        .partition(".<locals>")[0]
-        .removesuffix(".update")
-    )
-    parts: list[Any] = []
+    name = getattr(update, "__qualname__", type(update).__name__)
+    name = name.partition(".<locals>")[0].removesuffix(".update")
+    inner: list[Any] = []
     for cell in (getattr(update, "__closure__", None) or ()) if depth else ():
         with contextlib.suppress(ValueError):  # an empty cell
-            parts += (
-                cell.cell_contents
-                if type(cell.cell_contents) in (tuple, list)
-                else [cell.cell_contents]
-            )
-    inner = [
-        x for x in parts if hasattr(x, "init") or (inspect.isfunction(x) and "update" in x.__name__)
-    ]
+            content = cell.cell_contents
+            for x in content if type(content) in (tuple, list) else [content]:
+                if hasattr(x, "init") or (inspect.isfunction(x) and "update" in x.__name__):
+                    inner.append(x)
     if name == "with_extra_args_support" and inner:
         return name_of(inner[0], depth)
     return f"{name}({', '.join(name_of(x, depth - 1) for x in inner)})" if inner else name
@@ -87,7 +80,10 @@ def locate(key: str, target: str, table: Table, field: str | None = None) -> Any
         raise _not_imported(f"{field}: {target!r}", module, error) from error
     if not hasattr(imported, name):
         public = [n for n, v in vars(imported).items() if not n.startswith("_") and callable(v)]
-        hint = f"; {near}" if (near := suggest(name, public)) else _behind_library(module)
+        near, file = suggest(name, public), imports.hiding().get(module.partition(".")[0])
+        hint = f"; {near}" if near else ""
+        if file and not near:
+            hint = f": it is a library, which comes before {file}; rename this file"
         raise UsageError(f"{field}: module {module!r} has no {name!r}{_of_script(module) or hint}")
     return getattr(imported, name)
 
@@ -101,14 +97,6 @@ def _not_imported(target: str, module: str, error: Exception) -> UsageError:
     local = [file.stem for file in pathlib.Path().glob("*.py")]
     hint = suggest(error.name, local, 0.6, "is it installed, or its folder on PYTHONPATH?")
     return UsageError(f"{target} cannot be imported: no module {error.name!r}; {hint}")
-
-
-def _behind_library(module: str) -> str:
-    """Return advice for a module of the user's that has the name of a library, which is imported
-    already.
-    """
-    file = imports.hiding().get(module.partition(".")[0])
-    return f": it is a library, which comes before {file}; rename this file" if file else ""
 
 
 def _of_script(name: str) -> str:
@@ -142,18 +130,20 @@ def parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         return {n: p for n, p in unbound if n not in target.keywords}
     if isinstance(target, type):
         make = getattr(target, "__init__")  # noqa: B009  # mypy takes target.__init__ for an instance's
-        return (
-            dict(list(inspect.signature(make).parameters.items())[1:])
-            if make is not object.__init__
-            else {}
-        )
+        if make is object.__init__:
+            return {}
+        return dict([*inspect.signature(make).parameters.items()][1:])
     try:
         return dict(inspect.signature(target).parameters)
-    except (
-        TypeError,
-        ValueError,
-    ):  # not callable; or written in C, as some functions without a signature
+    # Not callable; or written in C, as some functions without a signature.
+    except (TypeError, ValueError):
         return {}
+
+
+def named(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return the unbound parameters that can be passed by name."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {name: p for name, p in parameters(target).items() if p.kind in kinds}
 
 
 def bind(key: str, target: Any, args: Args, extra: Args | None = None) -> functools.partial[Any]:
@@ -168,8 +158,7 @@ def bind(key: str, target: Any, args: Args, extra: Args | None = None) -> functo
         raise UsageError(
             f"{key}.target: it is an object of type {type(target).__name__}, not a class or a function"
         )
-    known = parameters(target)
-    takes = {n for n, p in known.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    known, takes = parameters(target), named(target)
     if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
         for arg in args:
             if arg not in takes:
@@ -178,35 +167,30 @@ def bind(key: str, target: Any, args: Args, extra: Args | None = None) -> functo
                 )
                 raise UsageError(f"{key}.args.{arg}: {name} takes no such argument; {hint}")
     values = arguments(target, args)
-    complete = str(getattr(target, "__module__", "")).startswith(
-        ("jaxdp.", "optax.")
-    )  # annotations, which say null
+    # The annotations of these libraries are complete: they say where null is meant.
+    complete = str(getattr(target, "__module__", "")).startswith(("jaxdp.", "optax."))
     for arg, value in values.items():
+        field = f"{key}.args.{arg}"
         default: Any = getattr(known.get(arg), "default", None)
         wanted: Any = hint_of(target, known.get(arg))
-        if (
-            isinstance(value, str)
-            and isinstance(default, int | float)
-            and (wanted is Any or not fits(value, wanted))
-        ):
-            raise UsageError(
-                f"{key}.args.{arg}: {value!r} is a text, unlike {name}'s default, {default!r}"
-            )
+        if isinstance(default, int | float):
+            if isinstance(value, str) and (wanted is Any or not fits(value, wanted)):
+                raise UsageError(
+                    f"{field}: {value!r} is a text, unlike {name}'s default, {default!r}"
+                )
+            if complete and fits({}, wanted):  # of any type, or of an array's
+                wanted = bool | None if isinstance(default, bool) else float | None
         if arg == "rngs" and isinstance(value, YAML):
             raise UsageError(
-                f"{key}.args.rngs: leave it out; {name} gets its random numbers from the config's seed"
+                f"{field}: leave it out; {name} gets its random numbers from the config's seed"
             )
-        if (
-            complete and isinstance(default, int | float) and fits({}, wanted)
-        ):  # of any type, or of an array's
-            wanted = bool | None if isinstance(default, bool) else float | None
         if not fits(value, wanted) and (complete or value is not None):
             quotes = "; put it in quotes" * (fits("", wanted) and isinstance(value, bool | None))
             raise UsageError(
-                f"{key}.args.{arg}: {value!r} is not {in_words(wanted)}, which {name} takes{quotes}"
+                f"{field}: {value!r} is not {in_words(wanted)}, which {name} takes{quotes}"
             )
     filled = {k: v for k, v in (extra or {}).items() if k in takes}
-    return functools.partial(target, **{**filled, **values})
+    return functools.partial(target, **(filled | values))
 
 
 def arguments(target: Callable[..., Any], args: Args) -> dict[str, Any]:
@@ -251,7 +235,7 @@ def call(key: str, bound: Callable[..., Any], make: Callable[[], Any] | None = N
     except Exception as error:
         if not user_lines(error) and not isinstance(error, TypeError | ValueError):
             raise
-        name = getattr(getattr(bound, "func", bound), "__name__", str(bound))
+        name = attribute(bound, "__name__", str(bound))
         shown = ", ".join(f"{k}={v!r}" for k, v in getattr(bound, "keywords", {}).items())
         raise UsageError(f"{key}.args: {name}({shown}) failed{cause(error)}") from error
 
@@ -260,13 +244,9 @@ def require(key: str, make: Callable[..., Any], *provided: str) -> None:
     """Raise UsageError for the first argument of a bound target that has no value and is not in
     `provided`.
     """
-    for arg, p in parameters(make).items():
-        if (
-            p.default is p.empty
-            and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-            and arg not in provided
-        ):
-            name = getattr(getattr(make, "func", make), "__name__", str(make))
+    for arg, parameter in named(make).items():
+        if parameter.default is parameter.empty and arg not in provided:
+            name = attribute(make, "__name__", str(make))
             raise UsageError(f"{key}.args.{arg}: {name} needs it; set {key}.args.{arg}")
 
 
@@ -278,16 +258,14 @@ def targets_in(
     """
     pairs: list[tuple[str, dict[str, Any]]] = []
     for entry in entries:
-        if isinstance(entry, str):
-            pairs.append((entry, {}))
-        elif (
-            isinstance(entry, Mapping)
-            and isinstance(entry.get("target"), str)
-            and set(entry) <= {"target", "args"}
+        target: Any = {"target": entry} if isinstance(entry, str) else entry
+        if (
+            not isinstance(target, Mapping)
+            or not isinstance(target.get("target"), str)
+            or not set(target) <= {"target", "args"}
         ):
-            pairs.append((entry["target"], entry.get("args") or {}))
-        else:
             raise UsageError(
                 f"{key}: {entry!r} is not a {kind}; give a name such as {example}, or {{target, args}}"
             )
+        pairs.append((target["target"], target.get("args") or {}))
     return pairs

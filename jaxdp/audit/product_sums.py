@@ -37,11 +37,6 @@ def mark_replaced(x: jax.Array) -> jax.Array:
     return checkpoint_name(x, REPLACED)
 
 
-def number_of_products(f: Callable, *args: Any) -> int:
-    visited = visit_products(f, lambda _, x: (x, jnp.uint32(0)))
-    return len(jax.eval_shape(visited, *args)[1])
-
-
 def _rule(visit: Visit, results: list[jax.Array]) -> Rule:
     """Return the rule of an interpreter that adds the result of each visit."""
 
@@ -56,7 +51,7 @@ def _rule(visit: Visit, results: list[jax.Array]) -> Rule:
             return None
         consts, carries = scan_counts(params)
 
-        def body(carry: Any, pieces: Any) -> tuple[list[Any], tuple[list[Any], list[jax.Array]]]:
+        def body(carry: Any, pieces: Any) -> Any:
             more: list[jax.Array] = []
             inner = _rule(lambda number, x: visit(first + number, x), more)
             out = evaluate(params["jaxpr"], [*inputs[:consts], *carry, *pieces], inner)

@@ -15,7 +15,7 @@ from jaxdp.checkpoint import safetensors
 from jaxdp.checkpoint.published import GPT2, LLAMA, to_published
 from jaxdp.errors import UsageError
 from jaxdp.models import MODELS
-from jaxdp.models.gpt import GPT, MLPS
+from jaxdp.models.gpt import GPT, default_hidden
 from jaxdp.targets import locate
 
 Json = dict[str, Any]
@@ -53,7 +53,7 @@ def write(folder: pathlib.Path, arrays: Mapping[str, np.ndarray], meta: Json) ->
         tensors = to_published(layout, arrays, args["num_classes"], layout.prefix)
     except ValueError as error:
         raise UsageError(f"--layout: huggingface does not fit this GPT: {error}; {use}") from None
-    args["hidden"] = args["hidden"] or MLPS[args["mlp"]].hidden(args["dim"])
+    args["hidden"] = args["hidden"] or default_hidden(args["mlp"], args["dim"])
     dtype = str(next(iter(tensors.values())).dtype)
     content = {
         "vocab_size": args["num_classes"],

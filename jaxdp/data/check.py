@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxdp.data.dataset import PROBES, UNKNOWN, Dataset
-from jaxdp.data.documents import LINES, check_start, is_lines, line_problems, pieces
+from jaxdp.data.documents import LINES, pieces
 from jaxdp.data.image_files import counted, describe, find_classes, find_splits
 from jaxdp.data.image_folder import ImageFolder, decode, import_pillow
 from jaxdp.errors import UsageError, one_line
@@ -37,21 +37,14 @@ def check_path(path: Path) -> Iterator[Finding]:
         raise UsageError(
             f"INPUT: {str(path)!r} {problem}; give a folder of images, {', '.join(TEXTS)}, or a .yaml config"
         )
-    elif texts := text_files(path):
+    else:
+        children = sorted(path.iterdir())
+        texts = [child for child in children if child.suffix.lower() in TEXTS]
+        if not texts or any(map(Path.is_dir, children)):  # images are in folders of classes
+            yield from check_folder(path)
+            return
         for text in texts:
             yield from check_text(text)
-    else:
-        yield from check_folder(path)
-
-
-def text_files(folder: Path) -> list[Path]:
-    """Return the text files of a folder; none if there is a folder in it, as in a folder of images."""
-    children = sorted(folder.iterdir())
-    return (
-        []
-        if any(map(Path.is_dir, children))
-        else [child for child in children if child.suffix.lower() in TEXTS]
-    )
 
 
 def check_folder(top: Path) -> Iterator[Finding]:
@@ -66,11 +59,9 @@ def check_folder(top: Path) -> Iterator[Finding]:
         yield Finding(f"{top}: ignored: {counted(passed)}", False)
     for split, folder in folders.items():
         passed = Counter[str]()
-        try:
-            find_classes(folder, Counter(), complete=split == "train")
-        except UsageError as error:
-            yield Finding(str(error))
-        by_class = find_classes(folder, passed, complete=False)
+        by_class, problem = find_classes(folder, passed)
+        if problem and split == "train":
+            yield Finding(problem)
         files = [file for files in by_class.values() for file in files]
         if not files:
             yield Finding(f"{folder}: no folder of images in it")
@@ -115,14 +106,11 @@ def check_text(path: Path) -> Iterator[Finding]:
     """Yield the findings about a text file: all lines of one of documents that cannot be read, else
     the first error.
     """
+    lines = list[str]()
     try:
-        check_start(path, "text")
-        if is_lines(path):
-            problems = [*line_problems(path)]
-        else:
-            problems = []
-            for _ in pieces(path, key="text"):
-                pass
+        for _ in pieces(path, key="text", problems=lines):
+            pass
+        problems = [f"{str(path)!r}{line}" for line in lines]
         if not path.stat().st_size:
             problems = [f"{str(path)!r} is empty"]
     except (UsageError, OSError) as error:

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.dataset import PROBES, Arrays, Dataset, fingerprint, probes, update
-from jaxdp.data.parts import Part
+from jaxdp.data.dataset import PROBES, Arrays, Dataset, Part, fingerprint, probes, update
 
 MOST = 1 << 28  # bytes of a data set that are read
 SECONDS = 0.5
@@ -56,7 +55,8 @@ def digest_parts(size: int, parts: Mapping[str, Part]) -> dict[str, Any]:
     read, total = set[str](), 0.0
     for name, part in sorted(parts.items(), key=lambda item: item[1].size):
         total += part.size
-        read |= {name} if total <= MOST else set()
+        if total <= MOST:
+            read.add(name)
     digest = hashlib.sha256()
     for name, part in parts.items():
         digest.update(f"\n{name} {part.size}\n".encode(errors="surrogateescape"))
@@ -78,10 +78,8 @@ def digest_examples(dataset: Dataset, until: float) -> str | None:
         for first in range(0, len(dataset), PROBES):
             if time.perf_counter() > until:
                 return None
-            update(
-                digest,
-                dataset.read(np.arange(PROBES, dtype=np.int64) + min(first, len(dataset) - PROBES)),
-            )
+            first = min(first, len(dataset) - PROBES)
+            update(digest, dataset.read(np.arange(first, first + PROBES, dtype=np.int64)))
     except Exception:  # training reports it if it reads that example
         return None
     return digest.hexdigest()[:16]

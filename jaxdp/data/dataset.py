@@ -3,20 +3,21 @@
 import contextlib
 import hashlib
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from jaxdp.data.example_order import RESET
-from jaxdp.data.parts import Part, array_part, bytes_of
 from jaxdp.data.split_names import check_one_split
 from jaxdp.errors import RunFailed, UsageError, check_one_of
 
 # examples in a fingerprint: enough to distinguish two data sets, few enough for slow storage
 PROBES = 64
+PIECE = 1 << 24  # bytes of an array or a file that are read at once
 UNKNOWN = 1 << 62  # the length of a stream whose end is unknown
 EMPTY = "data: the data set is empty; give it at least one example"
 Batch = dict[str, np.ndarray]
@@ -51,6 +52,39 @@ class Dataset(Protocol):
         """Return the examples at indices[k] int64 (may repeat) as {name: [k, ...]}; standard names
         are "inputs" and "labels". The same index must always return the same example."""
         ...
+
+
+class Part(NamedTuple):
+    """An array or a file that examples are made of: the number of its bytes, infinite if they must
+    not be read, and a function that reads them.
+    """
+
+    size: float
+    pieces: Callable[[], Iterator[bytes]]
+
+
+def array_part(array: np.ndarray, rows: np.ndarray | None = None) -> Part:
+    """Return the part of an array, or of some of its rows, as little-endian bytes."""
+    count, each = len(array) if rows is None else len(rows), max(1, array[:1].nbytes)
+    step = max(1, PIECE // each)
+
+    def pieces() -> Iterator[bytes]:
+        for i in range(0, count, step):
+            chunk = array[i : i + step] if rows is None else array[rows[i : i + step]]
+            yield chunk.astype(chunk.dtype.newbyteorder("<")).tobytes()
+
+    return Part(count * each, pieces)
+
+
+def file_part(path: Path, read: bool = True) -> Part:
+    """Return the part of a file; read: False to compare only its name."""
+
+    def pieces() -> Iterator[bytes]:
+        with path.open("rb") as file:
+            while piece := file.read(PIECE):
+                yield piece
+
+    return Part(path.stat().st_size if read else math.inf, pieces)
 
 
 class MappedFiles:
@@ -98,9 +132,7 @@ class Arrays:
             )
         if not len(self):
             raise UsageError(EMPTY)
-        self.files = MappedFiles(
-            value.filename for value in arrays.values() if isinstance(value, np.memmap)
-        )
+        self.files = MappedFiles(getattr(value, "filename", None) for value in arrays.values())
         if not isinstance(arrays.get("mask"), np.memmap):
             check_mask(self.arrays, np.arange(len(self)), "data: an array")
 
@@ -134,7 +166,7 @@ class Examples:
         self.source, self.wide = source, set[str]()
         if isinstance(getattr(source, "classes", None), int):
             self.classes = source.classes
-        self.spec = {key: (value.shape, value.dtype) for key, value in self._example(0).items()}
+        self.first = self._example(0)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -143,32 +175,31 @@ class Examples:
         """Return int64 unchanged where it does not fit into int32 in some of the first or evenly
         spread examples.
         """
-        examples = map(self._example, probes(self).tolist())
-        self.wide |= {
-            key for example in examples for key, value in example.items() if value.dtype == np.int64
-        }
-        self.spec |= {key: (self.spec[key][0], np.dtype(np.int64)) for key in self.wide}
+        for index in probes(self).tolist():
+            example = self._example(index)
+            self.wide |= {key for key, value in example.items() if value.dtype == np.int64}
+        self.first = self._example(0)
 
     def read(self, indices: np.ndarray) -> Batch:
-        stacked = {
-            key: np.empty((len(indices), *shape), dtype)
-            for key, (shape, dtype) in self.spec.items()
+        batch = {
+            key: np.empty((len(indices), *value.shape), value.dtype)
+            for key, value in self.first.items()
         }
         for row, index in enumerate(indices.tolist()):
             example = self._example(index)
-            if example.keys() != self.spec.keys():
+            if example.keys() != batch.keys():
                 raise UsageError(
-                    f"data: example {index} has keys {sorted(example)}, example 0 has {sorted(self.spec)}"
+                    f"data: example {index} has keys {sorted(example)}, example 0 has {sorted(batch)}"
                 )
             for key, value in example.items():
-                if (value.shape, value.dtype) != self.spec[key]:
-                    shape, dtype = self.spec[key]
+                first = self.first[key]
+                if value.shape != first.shape or value.dtype != first.dtype:
                     raise UsageError(
                         f"data: example {index} has {key!r} of shape {value.shape} {value.dtype}, example 0 has "
-                        f"{shape} {dtype}; make them alike (crop, pad or cast)"
+                        f"{first.shape} {first.dtype}; make them alike (crop, pad or cast)"
                     )
-                stacked[key][row] = value
-        return stacked
+                batch[key][row] = value
+        return batch
 
     def _example(self, index: int) -> dict[str, np.ndarray]:
         try:
@@ -181,7 +212,7 @@ class Examples:
                 raise UsageError(
                     f"data: example {index} is a tuple of {len(item)}; give (inputs, labels) or a dict"
                 )
-            item = dict(zip(("inputs", "labels"), item))
+            item = {"inputs": item[0], "labels": item[1]}
         elif not isinstance(item, Mapping):
             item = {"inputs": item}
         return {
@@ -208,11 +239,19 @@ def check_split(split: str) -> None:
     check_one_of("data.args.split", split, ("train", "test"))
 
 
-def find_file(root: str, folders: Iterable[str], names: Iterable[str]) -> Path | None:
-    """Return the first file of one of the names in one of the folders of `root`."""
-    top = Path(root).expanduser()
-    paths = (top / folder / name for folder in folders for name in names)
-    return next(filter(Path.is_file, paths), None)
+def find_file(
+    root: str, folders: Iterable[str], names: Iterable[str], title: str, origin: str
+) -> Path:
+    """Return the first file of one of the names in one of the folders of `root`. Raises UsageError.
+
+    title, origin: what the file is, and what to fetch, in the error.
+    """
+    for folder in folders:
+        for name in names:
+            path = Path(root).expanduser() / folder / name
+            if path.is_file():
+                return path
+    raise UsageError(f"data.args.root: no {title} in {root!r}; fetch {origin} and put them there")
 
 
 def as_dataset(source: Any) -> Dataset:
@@ -241,12 +280,13 @@ def as_dataset(source: Any) -> Dataset:
             )
         check_one_split(source)
         return Arrays(**source)
-    if (isinstance(source, tuple) and size == 2 and all(map(_is_array, source))) or (
-        isinstance(source, list)
-        and size == 2
-        and all(getattr(part, "shape", ()) for part in source)
+    shapes = []
+    if isinstance(source, tuple | list) and size < 9:
+        shapes = [getattr(part, "shape", ()) for part in source]
+    if size == len(shapes) == 2 and (
+        all(shapes) or (isinstance(source, tuple) and all(map(_is_array, source)))
     ):
-        pair = Arrays(**dict(zip(("inputs", "labels"), source)))
+        pair = Arrays(inputs=source[0], labels=source[1])
         inputs, labels = pair.arrays.values()
         alike = inputs.shape == labels.shape and inputs.dtype == labels.dtype
         if alike and isinstance(source, list):
@@ -257,11 +297,6 @@ def as_dataset(source: Any) -> Dataset:
         return pair
     if hasattr(source, "__dlpack__"):  # in memory; arrays backed by a file become `Examples`
         return Arrays(inputs=source)
-    shapes = (
-        [getattr(part, "shape", ()) for part in source]
-        if isinstance(source, tuple | list) and size < 9
-        else []
-    )
     if all(shapes) and len({*shapes}) > 1:
         raise UsageError(
             f"data: a {type(source).__name__} of {size} arrays of different shapes; give a pair (inputs, labels), or a "
@@ -288,11 +323,14 @@ def read_examples(dataset: Dataset, indices: np.ndarray, key: str = "data") -> B
             f"data: {name}.read gave a {type(values).__name__}{keys}; return a dict of arrays by name"
         )
     for entry, value in values.items():
-        shape = getattr(value, "shape", None)
-        if shape is None or shape[:1] != indices.shape:
-            found = f"as {type(value).__name__}" if shape is None else f"of shape {shape}"
+        if getattr(value, "shape", ())[:1] != indices.shape:
+            kind = (
+                f"of shape {value.shape}"
+                if hasattr(value, "shape")
+                else f"as {type(value).__name__}"
+            )
             raise UsageError(
-                f"data: {name}.read gave {entry!r} {found} for {len(indices)} indices; return arrays, with one entry "
+                f"data: {name}.read gave {entry!r} {kind} for {len(indices)} indices; return arrays, with one entry "
                 "an index along the first dim"
             )
     arrays = {entry: np.asarray(value) for entry, value in values.items()}
@@ -415,7 +453,7 @@ def update(digest: Any, examples: Mapping[str, Any]) -> None:
     for key, value in sorted(examples.items()):
         value = np.asarray(value)
         digest.update(f"\n{key} {value.dtype.name} {value.shape}\n".encode())
-        digest.update(bytes_of(value))
+        digest.update(value.astype(value.dtype.newbyteorder("<")).tobytes())
 
 
 def _is_array(part: Any) -> bool:

@@ -26,7 +26,6 @@ LINE = r"(?:\r\n|\r(?!\n)|\n)"
 BLANK_LINES = re.compile(
     rf"{LINE}(?:[^\S\r\n]*{LINE})+"
 )  # the end of a line, and blank lines after it
-BOM = "\ufeff"
 OTHER_FORMATS = {  # how a file begins -> what it is, and what to do
     b"\x1f\x8b": "compressed; decompress it with gunzip",
     b"\x28\xb5\x2f\xfd": "compressed; decompress it with unzstd",
@@ -51,6 +50,7 @@ def pieces(
     stop: int | None = None,
     key: str = "data.args.path",
     reserved: str = "",
+    problems: list[str] | None = None,
 ) -> Iterator[Piece]:
     """Yield the text of a file between two byte positions, which are 0, the file's size, or results
     of `boundary`.
@@ -58,46 +58,42 @@ def pieces(
     A file of `LINES` yields the field "text" of each line as a document. Any other file yields its
     text in pieces cut at line breaks, and ends a document at each `<|endoftext|>`. key: the prefix
     of error messages. reserved: a character that no document may contain. Raises UsageError with
-    the position of a line or byte that cannot be read."""
+    the position of a line or byte that cannot be read. problems: gets what is wrong with each line
+    of a file of `LINES`, instead of an error; as in all functions below, the text follows the path.
+    """
     size = path.stat().st_size if stop is None else stop
-    check_start(path, key)
-    with path.open("rb") as file:
-        file.seek(start)
-        yield from (_lines if is_lines(path) else _parts)(file, path, size, key, reserved)
+    try:
+        with path.open("rb") as file:
+            head = file.read(1 << 12)
+            check_format(head)
+            file.seek(start)
+            if not is_lines(path):
+                yield from _parts(file, size, reserved)
+            elif head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+                raise ValueError(" is a JSON array; write one object per line, as with jq -c '.[]'")
+            else:
+                yield from _lines(file, size, reserved, problems)
+    except ValueError as problem:
+        raise UsageError(f"{key}: {str(path)!r}{problem}") from None
 
 
 def is_lines(path: Path) -> bool:
     return path.suffix.lower() in LINES
 
 
-def check_format(head: bytes, path: str | Path, key: str) -> None:
-    """Raise UsageError if the first bytes of a file are not those of a text. key: the prefix of the
-    message.
-    """
+def check_format(head: bytes) -> None:
+    """Raise ValueError if the first bytes of a file are not those of a text."""
     for begins, content in OTHER_FORMATS.items():
         if head.startswith(begins):
-            raise UsageError(f"{key}: {str(path)!r} is {content}")
+            raise ValueError(f" is {content}")
 
 
-def check_start(path: Path, key: str) -> None:
-    """Raise UsageError if a file begins as no text does, or, for one of `LINES`, as an array. key:
-    as above.
-    """
-    with path.open("rb") as file:
-        head = file.read(1 << 12)
-    check_format(head, path, key)
-    if is_lines(path) and head.removeprefix(BOM.encode()).lstrip().startswith(b"["):
-        raise UsageError(
-            f"{key}: {str(path)!r} is a JSON array; write one object per line, as with jq -c '.[]'"
-        )
-
-
-def text_of_line(content: bytes, reserved: str = "") -> str:
+def text_of_line(content: bytes, reserved: str) -> str:
     """Return the text of a line of a file of `LINES`. Raises ValueError with what is wrong with the
     line.
     """
     try:
-        line = json.loads(content.decode().removeprefix(BOM))
+        line = json.loads(content.decode("utf-8-sig"))
         text = line.get("text") if isinstance(line, dict) else None
     except UnicodeDecodeError:
         raise ValueError("is not UTF-8; convert it, e.g. with iconv -t utf-8") from None
@@ -116,85 +112,61 @@ def text_of_line(content: bytes, reserved: str = "") -> str:
     return text
 
 
-def line_problems(path: Path, reserved: str = "") -> Iterator[str]:
-    """Yield what is wrong with each line of a file of `LINES` that cannot be read, with its number
-    and position.
-    """
-    at = 0
-    with path.open("rb") as file:
-        for number, content in enumerate(file, 1):
-            try:
-                if content.strip():
-                    text_of_line(content, reserved)
-            except ValueError as problem:
-                yield f"{str(path)!r}: line {number:,} at byte {at:,} {problem}"
-            at += len(content)
-
-
-def _lines(file: BinaryIO, path: Path, stop: int, key: str, reserved: str) -> Iterator[Piece]:
-    at = file.tell()
+def _lines(file: BinaryIO, stop: int, reserved: str, problems: list[str] | None) -> Iterator[Piece]:
+    at = start = file.tell()
+    number = 0
     while at < stop and (content := file.readline()):
-        if content.strip():
-            try:
-                text = text_of_line(content, reserved)
-            except ValueError as problem:
-                file.seek(0)
-                line = file.read(at).count(b"\n") + 1
-                raise UsageError(
-                    f"{key}: {str(path)!r}: line {line:,} at byte {at:,} {problem}"
-                ) from None
-            yield Piece(text, True)
+        number += 1
+        try:
+            if content.strip():
+                yield Piece(text_of_line(content, reserved), True)
+        except ValueError as problem:
+            file.seek(0)
+            line = file.read(start).count(b"\n") + number
+            file.seek(at + len(content))
+            text = f": line {line:,} at byte {at:,} {problem}"
+            if problems is None:
+                raise ValueError(text) from None
+            problems.append(text)
         at += len(content)
 
 
-def _parts(file: BinaryIO, path: Path, stop: int, key: str, reserved: str) -> Iterator[Piece]:
+def _parts(file: BinaryIO, stop: int, reserved: str) -> Iterator[Piece]:
     rest = ""
-    for text in decoded(file, path, stop, key, reserved):
+    for text in decoded(file, stop, reserved):
         *documents, rest = (rest + text).split(MARK)
         yield from (Piece(document, True) for document in documents)
-        if len(rest) >= BLOCK:
-            cut = _last_safe(rest)
-            if cut:
-                yield Piece(rest[:cut], False)
-                rest = rest[cut:]
+        cut = 0
+        if len(rest) >= BLOCK and (match := SAFE.match(rest)):
+            cut = match.end()
+        elif len(rest) > LONGEST:
+            cut = len(rest) - len(MARK)  # never within a mark, of which the end is not read yet
+        if cut:
+            yield Piece(rest[:cut], False)
+            rest = rest[cut:]
     if rest:
         yield Piece(rest, False)
 
 
-def _last_safe(text: str) -> int:
-    """Return the last position where a text may be cut, never inside a partial mark; 0 if there is
-    none yet.
-    """
-    if match := SAFE.match(text):
-        return match.end()
-    return len(text) - len(MARK) if len(text) > LONGEST else 0
-
-
-def decoded(
-    file: BinaryIO, path: str | Path, stop: int, key: str, reserved: str = "", final: bool = True
-) -> Iterator[str]:
+def decoded(file: BinaryIO, stop: int, reserved: str = "", final: bool = True) -> Iterator[str]:
     """Yield the text of an open file up to byte `stop`, without a byte order mark. final: raise
-    UsageError if it ends within a character, instead of dropping that. Others as in `pieces`."""
-    decoder, starts = codecs.getincrementaldecoder("utf-8")(), file.tell() == 0
+    ValueError if it ends within a character, instead of dropping that. reserved: as in `pieces`."""
+    decoder = codecs.getincrementaldecoder("utf-8" if file.tell() else "utf-8-sig")()
     while True:
-        at = file.tell() - len(decoder.getstate()[0])
         content = file.read(min(BLOCK, stop - file.tell()))
         try:
             text = decoder.decode(content, final and not content)
         except UnicodeDecodeError as error:
-            raise UsageError(
-                f"{key}: {str(path)!r} is not UTF-8: byte {at + error.start:,} is {error.object[error.start]:#04x}; "
-                "convert it, e.g. with iconv -t utf-8"
+            at = file.tell() - len(error.object) + error.start
+            raise ValueError(
+                f" is not UTF-8: byte {at:,} is {error.object[error.start]:#04x}; convert it, e.g. with "
+                "iconv -t utf-8"
             ) from None
         if reserved and reserved.encode() in content:
-            position = file.tell() - len(content) + content.index(reserved.encode())
-            raise UsageError(
-                f"{key}: {str(path)!r} has {reserved!r} at byte {position:,}, {RESERVED}"
-            )
+            at = file.tell() - len(content) + content.index(reserved.encode())
+            raise ValueError(f" has {reserved!r} at byte {at:,}, {RESERVED}")
         if not content:
             return
-        if starts and text:
-            text, starts = text.removeprefix(BOM), False
         yield text
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxdp.data.dataset import EMPTY, Batch, Examples, check_labels, check_split, fits_int32
-from jaxdp.data.split_names import check_clear, choose_split, listed, named_split, split_names
+from jaxdp.data.split_names import choose_split, listed, named_splits, split_names
 from jaxdp.errors import UsageError, import_optional, one_line
 
 KEYS = ("inputs", "labels")
@@ -69,43 +69,39 @@ class HuggingFace(Examples):
         feature = loaded.features.get(label)
         if isinstance(feature, datasets.ClassLabel):
             self.classes, self.class_names = feature.num_classes, feature.names
-        if "inputs" in self.spec:
-            self.input_shape = self.spec["inputs"][0]
+        if "inputs" in self.first:
+            self.input_shape = self.first["inputs"].shape
 
     @staticmethod
     def has_split(args: dict) -> bool:
-        return (
-            choose_set(args["path"], saved_splits(args["path"]), "test", args.get("splits"))
-            is not None
-        )
+        path, splits = args["path"], args.get("splits")
+        return choose_set(path, saved_splits(path), "test", splits) is not None
 
     def read(self, indices: np.ndarray) -> Batch:
         rows = self._rows(indices.tolist()) if len(indices) else {}
-        alike = rows and all(
-            (value.shape[1:], value.dtype) == self.spec[key] for key, value in rows.items()
-        )
-        return rows if alike else super().read(indices)  # one by one, to name the row that differs
+        for key, value in rows.items():
+            first = self.first[key]
+            if value.shape[1:] != first.shape or value.dtype != first.dtype:
+                rows = {}
+                break
+        return rows or super().read(indices)  # one by one, to name the row that differs
 
     def _example(self, index: int) -> dict[str, np.ndarray]:
         return {key: value[0] for key, value in self._rows([index]).items()}
 
     def _rows(self, indices: list[int]) -> Batch:
         rows = self.source[indices]
-        columns = self.columns.items()
         return {
             key: _narrow(np.asarray(rows[column]), column, key in self.wide)
-            for key, column in columns
+            for key, column in self.columns.items()
         }
 
 
 def saved_splits(path: str) -> list[str]:
     """Return the names of the data sets in a folder; none if it is one data set, or cannot be read."""
+    file = Path(path).expanduser() / "dataset_dict.json"
     try:
-        return list(
-            json.loads((Path(path).expanduser() / "dataset_dict.json").read_text(encoding="utf-8"))[
-                "splits"
-            ]
-        )
+        return list(json.loads(file.read_text(encoding="utf-8"))["splits"])
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
@@ -117,11 +113,9 @@ def choose_set(
     UsageError.
     """
     if splits is not None:
-        return named_split(splits, split, names, path)
+        return named_splits(splits, names, path).get(split)
     fix = f"the splits of {path!r} are {listed(names)}; choose with data.args.splits: {{train: NAME, test: NAME}}"
-    parsed = split_names(names)
-    check_clear(parsed, "data.args.splits", fix)
-    return choose_split(parsed, split, "data.args.splits", fix)
+    return choose_split(split_names(names), split, "data.args.splits", fix)
 
 
 def _narrow(value: np.ndarray, column: str, wide: bool) -> np.ndarray:

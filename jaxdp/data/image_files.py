@@ -7,10 +7,9 @@ from pathlib import Path
 
 from jaxdp.data.split_names import (
     abbreviated,
-    check_clear,
     choose_split,
     listed,
-    named_split,
+    named_splits,
     normalized,
     split_names,
 )
@@ -49,10 +48,7 @@ def find_splits(
     if splits is None:
         chosen = guess_splits(top, children)
     else:
-        names = {
-            split: named_split(splits, split, children, str(top)) for split in ("train", "test")
-        }
-        chosen = {split: name for split, name in names.items() if name is not None}
+        chosen = named_splits(splits, children, str(top))
     if chosen:
         passed.update(beside)
         passed.update(f"folder {name!r}" for name in children.keys() - {*chosen.values()})
@@ -79,7 +75,6 @@ def guess_splits(top: Path, children: Mapping[str, Path]) -> dict[str, str]:
             )
         return {}
     fix = f"the folders in {str(top)!r} are {listed(children)}; {FIX}"
-    check_clear(nested, key, fix)
     candidates = {split: choose_split(nested, split, key, fix) for split in ("train", "test")}
     chosen = {split: name for split, name in candidates.items() if name is not None}
     others = [
@@ -95,12 +90,10 @@ def guess_splits(top: Path, children: Mapping[str, Path]) -> dict[str, str]:
     return chosen
 
 
-def find_classes(folder: Path, passed: Counter[str], complete: bool) -> Images:
-    """Return {class: its images at any depth, in the order of their paths}. The names and the order
-    do not depend on the Unicode form of names.
-
-    complete: raise UsageError that names the classes without an image, whose absence would change
-    labels."""
+def find_classes(folder: Path, passed: Counter[str]) -> tuple[Images, str]:
+    """Return ({class: its images at any depth, in the order of their paths}, an error that names
+    the classes without an image, whose absence would change labels, or ""). The names and the order
+    do not depend on the Unicode form of names. Raises UsageError."""
     by_class: Images = {}
     empty = list[str]()
     for child in subfolders(folder, passed):
@@ -114,12 +107,12 @@ def find_classes(folder: Path, passed: Counter[str], complete: bool) -> Images:
         passed.update(reasons)
         if not by_class[name]:
             empty.append(f"{name!r} ({counted(reasons) or 'empty'})")
-    if complete and empty:
-        raise UsageError(
-            f"data.args.root: no image in {abbreviated(empty)} of the classes in {str(folder)!r}; an image "
-            f"ends in {', '.join(sorted(ENDINGS))}; add or rename some, or remove what is no class"
-        )
-    return {name: paths for name, paths in by_class.items() if paths}
+    problem = (
+        f"data.args.root: no image in {abbreviated(empty)} of the classes in {str(folder)!r}; an image "
+        f"ends in {', '.join(sorted(ENDINGS))}; add or rename some, or remove what is no class"
+    )
+    images = {name: paths for name, paths in by_class.items() if paths}
+    return images, problem if empty else ""
 
 
 def walk(folder: Path, passed: Counter[str]) -> Iterator[Path]:
@@ -135,12 +128,11 @@ def walk(folder: Path, passed: Counter[str]) -> Iterator[Path]:
             passed[LOOP] += 1
             continue
         visited.add(identity(current))
-        for entry in entries(current):
-            kind = kind_of(entry)
+        for path, kind in entries(current):
             if kind == "folder":
-                (links if entry.is_symlink() else pending).append(Path(entry.path))
+                (links if path.is_symlink() else pending).append(path)
             elif kind == "image":
-                yield Path(entry.path)
+                yield path
             else:
                 passed[kind] += 1
         links.sort(key=path_key)
@@ -151,19 +143,18 @@ def subfolders(folder: Path, passed: Counter[str] | None = None) -> list[Path]:
     entries.
     """
     folders, above = [], ancestors(folder) | {identity(folder)}
-    for entry in entries(folder):
-        kind, path = kind_of(entry), Path(entry.path)
-        kind = LOOP if kind == "folder" and identity(path) in above else kind
-        if kind == "folder":
+    for path, kind in entries(folder):
+        if kind == "folder" and identity(path) not in above:
             folders.append(path)
         elif passed is not None:
-            passed["image outside of the classes" if kind == "image" else kind] += 1
+            names = {"folder": LOOP, "image": "image outside of the classes"}
+            passed[names.get(kind, kind)] += 1
     return sorted(folders, key=path_key)
 
 
 def contains_images(folder: Path) -> bool:
     """Return whether there is an image in a folder, at any depth."""
-    return any(True for _ in walk(folder, Counter()))
+    return next(walk(folder, Counter()), None) is not None
 
 
 def kind_of(entry: os.DirEntry[str]) -> str:
@@ -184,11 +175,11 @@ def kind_of(entry: os.DirEntry[str]) -> str:
     return "image" if ending in ENDINGS else ending or "without an ending"
 
 
-def entries(folder: Path) -> list[os.DirEntry[str]]:
-    """Return the entries of a folder. Raises UsageError."""
+def entries(folder: Path) -> list[tuple[Path, str]]:
+    """Return the path of each entry of a folder, and its `kind_of`. Raises UsageError."""
     try:
         with os.scandir(folder) as scanned:
-            return list(scanned)
+            return [(Path(entry.path), kind_of(entry)) for entry in scanned]
     except OSError as error:
         raise UsageError(
             f"data.args.root: cannot read the folder {str(folder)!r}: {error.strerror}"

@@ -10,9 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxdp.data.dataset import Batch, check_split
+from jaxdp.data.dataset import Batch, Part, check_split, file_part
 from jaxdp.data.image_files import FIX, describe, find_classes, find_splits
-from jaxdp.data.parts import Part, file_part
 from jaxdp.data.split_names import normalized
 from jaxdp.data.standardized import StandardizedImages
 from jaxdp.data.windows import check_fraction
@@ -72,27 +71,28 @@ class ImageFolder(StandardizedImages):
         divided = "test" not in folders
         folder = training if divided else folders[split]
         unread = passed if folder == training else Counter[str]()
-        by_class = find_classes(training, unread, complete=True) if top.is_dir() else {}
+        by_class, problem = find_classes(training, unread) if top.is_dir() else ({}, "")
+        if problem:
+            raise UsageError(problem)
         self.class_names = sorted(by_class)
         if folder != training:
-            by_class = find_classes(folder, passed, complete=False)
+            by_class, _ = find_classes(folder, passed)
         if unknown := sorted(set(by_class) - set(self.class_names)):
             raise UsageError(
                 f"data.args.root: {str(folder)!r} has class {unknown[0]!r}, which train lacks"
             )
-        files = [
-            (path, label)
-            for label, name in enumerate(self.class_names)
-            for path in by_class.get(name, [])
-            if not divided or held_out(path, test_fraction) == (split == "test")
-        ]
-        if not files:
+        self.files, labels = list[Path](), list[int]()
+        for label, name in enumerate(self.class_names):
+            for path in by_class.get(name, []):
+                if not divided or held_out(path, test_fraction) == (split == "test"):
+                    self.files.append(path)
+                    labels.append(label)
+        if not labels:
             what = f"no image for {split} in its classes" if by_class else "no folder of images"
             raise UsageError(
                 f"data.args.root: {what} in {root!r}; images are in {root}/CLASS or {root}/{split}/CLASS"
             )
-        self.files, self.top = [path for path, _ in files], top
-        self.labels = np.array([label for _, label in files], np.int32)
+        self.top, self.labels = top, np.array(labels, np.int32)
         self.classes, self.input_shape = len(self.class_names), (size, size, 3)
         self.size, self.augment, self.mean, self.std = size, augment, tuple(mean), tuple(std)
         self.inventory = describe(
@@ -115,16 +115,14 @@ class ImageFolder(StandardizedImages):
                         f"{error}, or set data.args.on_error: skip; {CHECK}"
                     ) from error.__cause__
                 mask[row] = 0
-                self._report(index, error)
+                if index not in self.skipped:  # reported once in this process
+                    self.skipped.add(index)
+                    with contextlib.suppress(OSError, ValueError):  # no standard error
+                        print(
+                            f"warning: skipped, with mask 0: {error}", file=sys.stderr, flush=True
+                        )
         examples = {"inputs": inputs, "labels": self.labels[indices]}
         return {**examples, "mask": mask} if self.on_error == "skip" else examples
-
-    def _report(self, index: int, error: UsageError) -> None:
-        """Print that an image is skipped, once in this process."""
-        if index not in self.skipped:
-            self.skipped.add(index)
-            with contextlib.suppress(OSError, ValueError):  # no standard error
-                print(f"warning: skipped, with mask 0: {error}", file=sys.stderr, flush=True)
 
     def parts(self) -> dict[str, Part]:
         read = len(self.files) <= READ

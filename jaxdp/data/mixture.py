@@ -109,8 +109,7 @@ class Mixture:
         return batch
 
     def example_order(self, batch_size: int, microbatches: int, seed: int) -> ExampleOrder:
-        sizes = tuple(len(dataset) for dataset in self.sets)
-        counts = tuple(self.counts)
+        sizes, counts = tuple(map(len, self.sets)), tuple(self.counts)
         return MixedOrder(sum(counts), batch_size, microbatches, seed, sizes=sizes, counts=counts)
 
     def _apply_transforms(self, batch: dict[str, Any], key: Any, train: bool) -> dict[str, Any]:
@@ -148,9 +147,10 @@ class Mixture:
         """
         self.class_names = next(filter(None, map(class_names, self.sets)), [])
         self.transforms = [getattr(dataset, "transform", None) for dataset in self.sets]
-        first, *_ = every = [self._facts(dataset) for dataset in self.sets]
-        for name, facts in zip(self.names, every):
-            for fact, value in facts.items():
+        one = self.sets[0]
+        first = self._facts(one)
+        for name, dataset in zip(self.names, self.sets):
+            for fact, value in self._facts(dataset).items():
                 if value != first[fact]:
                     shown = [
                         str(v) if len(str(v)) < 200 else f"{str(v)[:200]}..."
@@ -159,7 +159,6 @@ class Mixture:
                     raise UsageError(
                         f"{KEY}.{name}: {fact} {shown[0]}, unlike {shown[1]} of {self.names[0]}; make them alike"
                     )
-        one = self.sets[0]
         tokenizer = "tokenizer_spec" if hasattr(one, "tokenizer_spec") else "tokenizer"
         for attribute in ("classes", "input_shape", tokenizer):
             if hasattr(one, attribute):

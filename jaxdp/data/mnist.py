@@ -1,6 +1,7 @@
 """MNIST and Fashion-MNIST, from their published IDX files, gzipped or not."""
 
 import gzip
+import math
 import zlib
 from pathlib import Path
 from typing import ClassVar
@@ -25,15 +26,14 @@ def read_idx(path: Path, dims: int) -> np.ndarray:
         raise UsageError(
             f"data.args.root: cannot read {path}: {error}; fetch the file again"
         ) from error
-    magic = bytes([0, 0, 8, dims])
-    header = 4 + 4 * dims
+    magic, header = bytes([0, 0, 8, dims]), 4 + 4 * dims
     if len(data) < header or data[:4] != magic:
         raise UsageError(
             f"data.args.root: {path} is not an IDX file of bytes with {dims} dims: it starts with "
             f"{data[:4].hex() or 'nothing'}, not {magic.hex()}; fetch the file again"
         )
     shape = np.frombuffer(data, ">u4", dims, offset=4).tolist()
-    size = int(np.prod(shape, dtype=object))
+    size = math.prod(shape)
     if len(data) != header + size:
         raise UsageError(
             f"data.args.root: {path} has {len(data) - header:,} bytes of data, its header says {size:,} ({shape}); "
@@ -61,10 +61,8 @@ class MNIST(StandardizedImages, Arrays):
     def __init__(self, root: str, split: str = "train", augment: bool = False):
         check_split(split)
         stem = {"train": "train", "test": "t10k"}[split]
-        image_file, label_file = (
-            self._file(root, f"{stem}-images", 3),
-            self._file(root, f"{stem}-labels", 1),
-        )
+        image_file = self._file(root, f"{stem}-images", 3)
+        label_file = self._file(root, f"{stem}-labels", 1)
         images, labels = read_idx(image_file, 3), read_idx(label_file, 1)
         if images.shape[1:] != self.input_shape[:2]:
             raise UsageError(
@@ -84,12 +82,8 @@ class MNIST(StandardizedImages, Arrays):
 
     def _file(self, root: str, stem: str, dims: int) -> Path:
         names = [f"{stem}{mark}idx{dims}-ubyte{end}" for mark in "-." for end in ("", ".gz")]
-        if path := find_file(root, self.folders, names):
-            return path
-        raise UsageError(
-            f"data.args.root: no {self.title} file {names[1]!r} in {root!r}; fetch the four files from {self.home} and "
-            "put them there"
-        )
+        title = f"{self.title} file {names[1]!r}"
+        return find_file(root, self.folders, names, title, f"the four files from {self.home}")
 
 
 class FashionMNIST(MNIST):

@@ -44,9 +44,8 @@ class Npz(Arrays):
             )
         self.arguments = path, split, arrays, test_fraction
         stored = stored_arrays(path)
-        groups = arrays_by_split(path, stored, arrays)
-        has_tests = bool(groups["test"])
-        chosen = groups["test" if has_tests and split == "test" else "train"]
+        train, test = arrays_by_split(path, stored, arrays)
+        chosen = test if test and split == "test" else train
         if not chosen and stored:
             raise UsageError(
                 f"data.args.arrays: {path!r} has only {listed(stored)}, nothing to train on; {MAP}"
@@ -68,13 +67,13 @@ class Npz(Arrays):
         self.dtypes = {key: np.int32 for key, x in self.arrays.items() if fits_int32(x)}
         if "inputs" in self.arrays:
             self.input_shape = self.arrays["inputs"].shape[1:]
-        names = {group.get("labels") for group in groups.values()}
-        labels = [stored[name] for name in names if name in stored]
+        groups = [group for group in (train, test) if group.get("labels") in stored]
+        labels = [stored[group["labels"]] for group in groups]
         if labels and all(
             x.ndim == 1 and x.dtype.kind in "iu" and x.size and x.min() >= 0 for x in labels
         ):
             self.classes = int(max(x.max() for x in labels)) + 1
-        if not has_tests:
+        if not test:
             order = np.random.default_rng(0).permutation(len(self))
             cut = round(test_fraction * len(order))
             self.rows = np.sort(order[:cut] if split == "test" else order[cut:])
@@ -83,9 +82,9 @@ class Npz(Arrays):
                     f"data.args.test_fraction: {test_fraction} of {len(order)} rows: no {split} split"
                 )
         share = f"{test_fraction:g} of the rows" if test_fraction else "none"
-        tests = ", ".join(groups["test"].values()) or share
-        unused = sorted(stored.keys() - {*groups["train"].values(), *groups["test"].values()})
-        self.inventory = f"train: {', '.join(map(str, groups['train'].values()))}; test: {tests}"
+        tests = ", ".join(test.values()) or share
+        unused = sorted(stored.keys() - {*train.values(), *test.values()})
+        self.inventory = f"train: {', '.join(map(str, train.values()))}; test: {tests}"
         self.inventory += f"; not read: {', '.join(unused)}" * bool(unused)
 
     @staticmethod
@@ -93,7 +92,8 @@ class Npz(Arrays):
         if args.get("test_fraction") != 0:
             return True
         path = args.get("path", "")
-        return bool(arrays_by_split(path, stored_arrays(path), args.get("arrays"))["test"])
+        _, test = arrays_by_split(path, stored_arrays(path), args.get("arrays"))
+        return bool(test)
 
     def __reduce__(self) -> Any:  # workers open the files again
         return type(self), self.arguments
@@ -101,9 +101,8 @@ class Npz(Arrays):
 
 def arrays_by_split(
     path: str, stored: Iterable[str], arrays: Mapping[str, str] | None
-) -> dict[str, dict[str, str]]:
-    """Return {"train" and "test": {key of an example: array}}; "test" is empty if no array is for
-    testing.
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return ({key of an example: array} for training, the same for testing, {} if no array is).
 
     arrays: the argument of `Npz`. Raises UsageError if names look like those of splits, and it is
     not clear which."""
@@ -112,37 +111,37 @@ def arrays_by_split(
     train = dict(arrays or {})
     if not arrays:
         check_clear(names, "data.args.arrays", fix)
-        for name in (name for name, entry in names.items() if entry.split in ("train", "")):
-            if name != (other := train.setdefault(names[name].rest or "inputs", name)):
-                raise UsageError(
-                    f"data.args.arrays: {other!r} and {name!r} are the same array for training; {fix}"
-                )
+        for name, entry in names.items():
+            if entry.split in ("train", ""):
+                other = train.setdefault(entry.rest or "inputs", name)
+                if other != name:
+                    raise UsageError(
+                        f"data.args.arrays: {other!r} and {name!r} are the same array for training; {fix}"
+                    )
     entries = {key: split_names([*names, str(name)])[str(name)] for key, name in train.items()}
     same = {entry.same for entry in entries.values() if entry.split in ("train", "")}
     for split in EVALUATED:
         others: dict[str, str] = {}
-        for name in (name for name, entry in names.items() if entry.split == split):
-            if name != (other := others.setdefault(names[name].same, name)) and not arrays:
-                raise UsageError(
-                    f"data.args.arrays: {other!r} and {name!r} are the same array of a split; {fix}"
-                )
+        for name, entry in names.items():
+            if entry.split == split:
+                other = others.setdefault(entry.same, name)
+                if other != name and not arrays:
+                    raise UsageError(
+                        f"data.args.arrays: {other!r} and {name!r} are the same array of a split; {fix}"
+                    )
         if not train and others:
-            return {
-                "train": {},
-                "test": {names[name].rest or "inputs": name for name in others.values()},
-            }
+            return {}, {names[name].rest or "inputs": name for name in others.values()}
         if others.keys() & same:
             word = {"valid": "val"}.get(split, split)
-            tests = {
+            return train, {
                 key: others.get(entry.same, f"{entry.rest}_{word}")
                 for key, entry in entries.items()
             }
-            return {"train": train, "test": tests}
     if not arrays and of_split(names, "test"):
         raise UsageError(
             f"data.args.arrays: no array to train on is the same but for its split; {fix}"
         )
-    return {"train": train, "test": {}}
+    return train, {}
 
 
 def stored_arrays(path: str) -> dict[str, np.ndarray]:
@@ -153,16 +152,18 @@ def stored_arrays(path: str) -> dict[str, np.ndarray]:
             return {file.stem: np.load(file, mmap_mode="r") for file in sorted(where.glob("*.npy"))}
         if where.is_file() and not zipfile.is_zipfile(where):
             raise ValueError("it is not a .npz file, or its end is missing")
-        with np.load(where) as content, zipfile.ZipFile(where) as archive:
-            plain = {
-                entry.filename.removesuffix(".npy"): entry.header_offset
-                for entry in archive.infolist()
-                if entry.compress_type == zipfile.ZIP_STORED and entry.filename.endswith(".npy")
-            }
-            return {
-                name: mapped(where, plain[name]) if name in plain else content[name]
-                for name in content.files
-            }
+        arrays = {}
+        with zipfile.ZipFile(where) as archive:
+            for entry in archive.infolist():
+                if not entry.filename.endswith(".npy"):
+                    continue
+                name = entry.filename.removesuffix(".npy")
+                if entry.compress_type == zipfile.ZIP_STORED:
+                    arrays[name] = mapped(where, entry.header_offset)
+                else:
+                    with archive.open(entry) as file:
+                        arrays[name] = np.lib.format.read_array(file)
+        return arrays
     except (
         OSError,
         EOFError,

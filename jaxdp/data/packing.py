@@ -2,7 +2,6 @@
 in memory, or of memory-mapped token files, of which only the position of each example is in memory."""
 
 import bisect
-import itertools
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -108,34 +107,34 @@ class PackedTokens(TokenFile):
     def read(self, indices: np.ndarray) -> Batch:
         self.mapped.check()
         rows = np.empty((len(indices), self.length + 1), np.int32)
-        sizes, labeled = np.zeros((2, len(indices), 1), np.int64)
-        columns = np.arange(self.length + 1)
+        # Of each row, the tokens that are the example's, and those that the file has.
+        own, stored = np.empty((2, *rows.shape), bool)
         for shard, chosen, numbers in by_member(self.starts, np.asarray(indices, np.int64)):
             tokens, begins = self.shards[shard], self.begins[shard]
-            firsts, last = begins[numbers], len(tokens) - 1
-            windows = tokens[np.minimum(firsts[:, None] + columns, last)]
-            self._check(windows, firsts, shard)
+            positions = begins[numbers][:, None] + np.arange(self.length + 1)
+            windows = tokens[np.minimum(positions, len(tokens) - 1)]
+            self._check(windows, begins[numbers], shard)
             rows[chosen] = windows
-            sizes[chosen, 0] = begins[numbers + 1] - firsts
-            labeled[chosen, 0] = np.minimum(sizes[chosen, 0], last - firsts)
-        columns = columns[:-1]
-        inputs = np.where(columns < sizes, rows[:, :-1], 0)
-        ends = (columns < sizes) & (inputs == self.end_of_text)
-        mask = (columns < labeled) & ~ends
-        last = ends | (columns == sizes - 1)
+            own[chosen] = positions < begins[numbers + 1][:, None]
+            stored[chosen] = positions < len(tokens)
+        real = own[:, :-1]
+        labeled = real & stored[:, 1:]
+        ends = real & (rows[:, :-1] == self.end_of_text)
+        last = ends | (real & ~own[:, 1:])
         return {
-            "inputs": inputs,
-            "labels": np.where(columns < labeled, rows[:, 1:], 0),
+            "inputs": np.where(real, rows[:, :-1], 0),
+            "labels": np.where(labeled, rows[:, 1:], 0),
             "segments": np.cumsum(last, 1, dtype=np.int32) - last,
-            "mask": mask.astype(np.float32),
+            "mask": (labeled & ~ends).astype(np.float32),
         }
 
 
 def read_documents(path: str, reserved: str = "") -> list[str]:
     """Return the non-empty documents of a file. reserved: a character that none may contain. Raises
     UsageError, also if there are none."""
-    if is_lines(Path(path)) and Path(path).expanduser().is_file():
-        texts = [piece.text for piece in pieces(Path(path).expanduser(), reserved=reserved)]
+    file = Path(path).expanduser()
+    if is_lines(file) and file.is_file():
+        texts = [piece.text for piece in pieces(file, reserved=reserved)]
     else:
         text = read_text(path)
         if reserved and reserved in text:
@@ -166,11 +165,10 @@ def pack(documents: Sequence[np.ndarray], length: int, end_of_text: int | None) 
     ends = np.zeros(len(tokens), np.min_scalar_type(length))  # 1 at the end of each segment
     ends[last], ends[begins[1:] - 1] = 1, 1
     columns = {"inputs": tokens, "labels": labels, "mask": labeled, "segments": ends}
-    shape = len(begins) - 1, length
-    arrays = {name: np.zeros(shape, values.dtype) for name, values in columns.items()}
-    for row, (begin, end) in enumerate(itertools.pairwise(begins.tolist())):
-        for name, values in columns.items():
-            arrays[name][row, : end - begin] = values[begin:end]
+    real = np.arange(length) < np.diff(begins)[:, None]
+    arrays = {name: np.zeros(real.shape, values.dtype) for name, values in columns.items()}
+    for name, values in columns.items():
+        arrays[name][real] = values
     arrays["segments"] = np.cumsum(arrays["segments"], 1, dtype=ends.dtype) - arrays["segments"]
     return arrays
 

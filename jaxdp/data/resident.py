@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdp.data.dataset import Arrays, Dataset, read_examples
+from jaxdp.data.dataset import Arrays, Dataset, first_example, read_examples
 from jaxdp.data.example_order import RESET, ExampleOrder
 from jaxdp.data.prefetch import mask_padding, prefetch, read_batches
 from jaxdp.errors import UsageError
@@ -70,8 +70,7 @@ def gather(arrays: dict[str, jax.Array], at: dict[str, jax.Array]) -> dict[str, 
 
 def check_size(dataset: Dataset, devices: list[jax.Device]) -> None:
     """Raise UsageError if the examples would take more than half of a device's free memory."""
-    first = dataset.read(np.zeros(1, np.int64))
-    size = len(dataset) * sum(np.asarray(x).nbytes for x in first.values())
+    size = len(dataset) * sum(np.asarray(x).nbytes for x in first_example(dataset).values())
     local = [d for d in devices if d.process_index == jax.process_index()]
     stats = local[0].memory_stats() or {}
     if "bytes_limit" in stats:

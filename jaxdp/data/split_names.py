@@ -6,6 +6,7 @@ for its split."""
 
 import re
 import unicodedata
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -39,7 +40,7 @@ class SplitName(NamedTuple):
         """The rest without case and separators: equal for the arrays of two splits, such as trainX
         and x_test.
         """
-        return simplified(self.rest)
+        return re.sub(r"[\W_]+", "", self.rest).casefold()
 
 
 def split_names(names: Iterable[str]) -> dict[str, SplitName]:
@@ -54,14 +55,15 @@ def split_names(names: Iterable[str]) -> dict[str, SplitName]:
         rest = re.sub(rf"^{WORD}[\W_]*|[\W_]*{WORD}", "", text, flags=re.IGNORECASE)
         split = UNCLEAR if len(splits) > 1 else "".join(splits)
         parsed[name] = SplitName(split, rest.replace("\0", ""))
-    splits_of: dict[str, set[str]] = {}
+    parts = {name: [*_parts_of_words(name)] for name, entry in parsed.items() if not entry.split}
+    splits_of = defaultdict[str, set[str]](set)
     for name, entry in parsed.items():
-        splits_of.setdefault(entry.same, set()).add(entry.split or "train")  # x beside xtest
-        for part in () if entry.split else _parts_of_words(name):
-            splits_of.setdefault(part.same, set()).add(part.split)
-    for name, entry in parsed.items():
-        paired = (part for part in _parts_of_words(name) if len(splits_of.get(part.same, ())) > 1)
-        parsed[name] = entry if entry.split else next(paired, entry)
+        splits_of[entry.same].add(entry.split or "train")  # x beside xtest
+        for part in parts.get(name, []):
+            splits_of[part.same].add(part.split)
+    for name in parts:
+        paired = (part for part in parts[name] if len(splits_of[part.same]) > 1)
+        parsed[name] = next(paired, parsed[name])
     return parsed
 
 
@@ -89,7 +91,8 @@ def of_split(names: Mapping[str, SplitName], split: str) -> list[str]:
 
 def choose_split(names: Mapping[str, SplitName], split: str, key: str, fix: str) -> str | None:
     """Return the name of a split: the one that is nothing else, such as Train, or else the only
-    one; None if there is none. Raises UsageError if there are several."""
+    one; None if there is none. Raises UsageError if there are several, or one of two splits."""
+    check_clear(names, key, fix)
     candidates = of_split(names, split)
     candidates = [name for name in candidates if not names[name].same] or candidates
     if len(candidates) > 1:
@@ -97,19 +100,19 @@ def choose_split(names: Mapping[str, SplitName], split: str, key: str, fix: str)
     return candidates[0] if candidates else None
 
 
-def named_split(
-    splits: Mapping[str, str | None], split: str, names: Collection[str], path: str
-) -> str | None:
-    """Return the name of a split as the argument `splits`, {train: NAME, test: NAME}, has it, None
-    if it has none. Raises UsageError for another key, or a name that is not among `names`, those in
-    `path`."""
-    for key, name in splits.items():
+def named_splits(
+    splits: Mapping[str, str | None], names: Collection[str], path: str
+) -> dict[str, str]:
+    """Return the splits that the argument `splits`, {train: NAME, test: NAME}, has a name for.
+    Raises UsageError for another key, or a name that is not among `names`, those in `path`."""
+    chosen = {key: name for key, name in splits.items() if name is not None}
+    for key in splits:
         check_one_of("data.args.splits", key, ("train", "test"))
-        if name is not None and name not in names:
+        if key in chosen and chosen[key] not in names:
             raise UsageError(
-                f"data.args.splits.{key}: no {name!r} in {path!r}, only {listed(names)}"
+                f"data.args.splits.{key}: no {chosen[key]!r} in {path!r}, only {listed(names)}"
             )
-    return splits.get(split)
+    return chosen
 
 
 def files_by_split(files: Sequence[Path], key: str, fix: str) -> dict[str, list[Path]]:
@@ -137,11 +140,6 @@ def abbreviated(texts: Sequence[str], others: str = "more") -> str:
 def normalized(name: str) -> str:
     """Return a name in Unicode's form NFC: file systems and archives differ in how they store an é."""
     return unicodedata.normalize("NFC", name)
-
-
-def simplified(name: str) -> str:
-    """Return a name without case and separators."""
-    return re.sub(r"[\W_]+", "", normalized(name)).casefold()
 
 
 def _separated(name: str) -> str:

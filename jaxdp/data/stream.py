@@ -132,13 +132,10 @@ class Records:
         """Move the window to the blocks of positions first to last; it is shorter if the iterable
         ends before.
         """
-        first, stop = (
-            first // self.block * self.block,
-            min((last // self.block + 1) * self.block, len(self)),
-        )
-        resumes = (
-            self.has_start and not self.first and first > len(self.buffer)
-        )  # only the first examples were read
+        first = first // self.block * self.block
+        stop = min((last // self.block + 1) * self.block, len(self))
+        # Only the first examples were read so far.
+        resumes = self.has_start and not self.first and first > len(self.buffer)
         if self.iterator is None or first < self.first or resumes:
             self.iterator, self.first, self.buffer = self._open(first), first, []
         stale = min(first - self.first, len(self.buffer))

@@ -85,14 +85,16 @@ def read_text(path: str | Path, max_mb: float | None = None) -> str:
         with Path(path).expanduser().open("rb") as file:
             is_longer = limit is not None and limit < os.fstat(file.fileno()).st_size
             content = file.read(limit + 1 if limit is not None and is_longer else -1)
-        check_format(content, path, "data.args.path")
+        check_format(content)
         size = len(content) if limit is None else min(len(content), limit)
         text = io.BytesIO(content)
-        return "".join(decoded(text, path, size, "data.args.path", final=size == len(content)))
+        return "".join(decoded(text, size, final=size == len(content)))
     except OSError as error:
         raise UsageError(
             f"data.args.path: cannot read {str(path)!r}: {error.strerror}; give a text file"
         ) from None
+    except ValueError as problem:
+        raise UsageError(f"data.args.path: {str(path)!r}{problem}") from None
 
 
 def byte_limit(max_mb: float | None) -> int | None:
@@ -103,10 +105,6 @@ def byte_limit(max_mb: float | None) -> int | None:
 
 
 def _ptb(root: str, split: str) -> Path:
-    name = f"ptb.{split}.txt"
-    if path := find_file(root, ("", "data", "simple-examples/data"), [name]):
-        return path
-    raise UsageError(
-        f"data.args.root: no {name!r} in {root!r}; fetch the files of the Penn Treebank for language models and put "
-        "them there"
-    )
+    name, folders = f"ptb.{split}.txt", ("", "data", "simple-examples/data")
+    origin = "the files of the Penn Treebank for language models"
+    return find_file(root, folders, [name], repr(name), origin)

@@ -12,8 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxdp.data.dataset import Batch, MappedFiles, check_split
-from jaxdp.data.parts import Part
+from jaxdp.data.dataset import Batch, MappedFiles, Part, check_split
 from jaxdp.data.split_names import files_by_split, listed
 from jaxdp.data.tokenizers import Tokenizer, from_spec
 from jaxdp.data.windows import SMALL, Windows, cut
@@ -99,8 +98,8 @@ class TokenFile(Windows):
             )
         self.tokenizer_spec = meta.get("tokenizer")
         check_sizes("data.args", vocabulary=vocabulary)
-        known = [vocabulary, meta.get("vocabulary"), max(shard.vocabulary for shard in self.files)]
-        classes = next(filter(None, known), GPT2)
+        stated = vocabulary or meta.get("vocabulary")
+        classes = stated or max(shard.vocabulary for shard in self.files) or GPT2
         if ends is not None and not 0 <= ends < classes:
             raise UsageError(
                 f"data.args.end_of_text: {ends} is not in the vocabulary of {classes:,}; change either"
@@ -118,22 +117,19 @@ class TokenFile(Windows):
         return None if self.tokenizer_spec is None else from_spec(self.tokenizer_spec)
 
     def parts(self) -> dict[str, Part]:
-        every = (
-            super().parts()
-        )  # of a large set only the names: its files are read at random, which is slow in full
-        read = sum(map(len, self.shards)) <= SMALL
-        return {
-            name: part if read else part._replace(size=math.inf) for name, part in every.items()
-        }
+        parts = super().parts()
+        if sum(map(len, self.shards)) <= SMALL:
+            return parts
+        # Only the names: the files are read at random, which is slow in full.
+        return {name: part._replace(size=math.inf) for name, part in parts.items()}
 
     def read(self, indices: np.ndarray) -> Batch:
         self.mapped.check()
         return super().read(indices)
 
     def _map(self) -> list[np.ndarray]:
-        random = (
-            sum(shard.size for shard in self.files) > SMALL
-        )  # smaller sets are read in full and in order
+        # Smaller sets are read in full and in order.
+        random = sum(shard.size for shard in self.files) > SMALL
         shards = [map_tokens(shard, random) for shard in self.files]
         self.mapped = MappedFiles(shard.path for shard in self.files)
         return shards if self.part is None else cut(shards, *self.part)
@@ -211,9 +207,7 @@ def open_shard(path: Path, dtype: np.dtype, stated: int | None = None) -> Shard:
     UsageError.
     """
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            head = np.frombuffer(file.read(12).ljust(12, b"\0"), "<i4")
+        size, head = path.stat().st_size, np.fromfile(path, "<i4", count=3)
     except OSError as error:
         raise UsageError(f"data.args.path: cannot read {str(path)!r}: {error.strerror}") from None
     offset, vocabulary = 0, 0

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,41 +15,41 @@ import numpy as np
 from jaxdp.data.documents import boundary, pieces
 from jaxdp.data.split_names import files_by_split, listed
 from jaxdp.data.token_file import FORMAT, META
-from jaxdp.data.tokenizers import Char, File, Tokenizer, make_tokenizer, reserved
+from jaxdp.data.tokenizers import Char, File, Tokenizer, make_tokenizer
 from jaxdp.errors import UsageError
 
 Ranges = list[tuple[Path, int, int]]  # (file, first byte, end)
 
 
-class Writer:
+@contextlib.contextmanager
+def synced(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file to write; its content is on the disk when the context is left."""
+    with path.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_shards(
+    arrays: Iterable[np.ndarray], folder: Path, kind: str, size: int
+) -> dict[str, int]:
     """Write tokens to files KIND_000000.bin, KIND_000001.bin, ... of `size` tokens each; the last
-    may have fewer.
+    may have fewer. Return the number of tokens of each file by its name.
     """
-
-    def __init__(self, folder: Path, kind: str, dtype: np.dtype, size: int):
-        self.folder, self.kind, self.dtype, self.size = folder, kind, dtype, size
-        self.shards: dict[str, int] = {}
-        self._file: IO[bytes] | None = None
-
-    def write(self, tokens: np.ndarray) -> None:
-        while len(tokens):
-            if self._file is None:
-                name = f"{self.kind}_{len(self.shards):06}.bin"
-                self._file, self.shards[name] = (self.folder / name).open("wb"), 0
-            name = next(reversed(self.shards))
-            part = tokens[: self.size - self.shards[name]]
-            self._file.write(part.astype(self.dtype).tobytes())
-            self.shards[name] += len(part)
-            tokens = tokens[len(part) :]
-            if self.shards[name] == self.size:
-                self.close()
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._file = None
+    shards, name = dict[str, int](), ""
+    with contextlib.ExitStack() as opened:
+        for tokens in arrays:
+            while len(tokens):
+                if shards.get(name, size) == size:
+                    opened.close()
+                    name = f"{kind}_{len(shards):06}.bin"
+                    shards[name] = 0
+                    file = opened.enter_context(synced(folder / name))
+                part = tokens[: size - shards[name]]
+                file.write(part.tobytes())
+                shards[name] += len(part)
+                tokens = tokens[len(part) :]
+    return shards
 
 
 def tokenize(
@@ -75,7 +75,7 @@ def tokenize(
     partial = output.parent / f".{output.name}.partial{os.getpid()}"
     partial.mkdir(parents=True)
     try:
-        meta = _write(ranges, partial, encoder, shard_tokens, reserved(tokenizer))
+        meta = _write(ranges, partial, encoder, shard_tokens)
         check_parts(meta["counts"], inputs, split)
         partial.rename(output)
     except BaseException:
@@ -137,29 +137,21 @@ def alphabet(inputs: Sequence[Path]) -> str:
     before the last.
     """
     characters: set[str] = set()
-    for text, ends in _texts([(path, 0, path.stat().st_size) for path in inputs], reserved("char")):
+    for text, ends in _texts([(path, 0, path.stat().st_size) for path in inputs], Char.reserved):
         characters.update(text, "\0" * ends)
     return "".join(sorted(characters))
 
 
 def _write(
-    ranges: Mapping[str, Ranges],
-    folder: Path,
-    tokenizer: Tokenizer,
-    shard_tokens: int,
-    reserved: str,
-) -> dict:
+    ranges: Mapping[str, Ranges], folder: Path, tokenizer: Tokenizer, shard_tokens: int
+) -> dict[str, Any]:
     dtype = np.dtype("<u2" if tokenizer.size <= 1 << 16 else "<u4")
-    end = np.array([] if tokenizer.end_of_text is None else [tokenizer.end_of_text], dtype)
     counts, shards = dict[str, int](), dict[str, int]()
     for kind, parts in ranges.items():
-        with contextlib.closing(Writer(folder, kind, dtype, shard_tokens)) as writer:
-            for text, ends in _texts(parts, reserved):
-                writer.write(tokenizer.encode(text))
-                if ends:
-                    writer.write(end)
-        counts[kind] = sum(writer.shards.values())
-        shards |= writer.shards
+        arrays = _encoded(parts, tokenizer, dtype)
+        written = write_shards(arrays, folder, kind, shard_tokens)
+        counts[kind] = sum(written.values())
+        shards |= written
     spec = tokenizer.spec()
     if isinstance(tokenizer, File):  # make the folder self-contained
         shutil.copyfile(tokenizer.path, folder / "tokenizer.json")
@@ -173,11 +165,17 @@ def _write(
         "counts": counts,
         "shards": shards,
     }
-    with (folder / META).open("w", encoding="utf-8") as file:
-        file.write(json.dumps(meta, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    with synced(folder / META) as file:
+        file.write(json.dumps(meta, indent=1).encode() + b"\n")
     return meta
+
+
+def _encoded(ranges: Ranges, tokenizer: Tokenizer, dtype: np.dtype) -> Iterator[np.ndarray]:
+    end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
+    for text, ends in _texts(ranges, tokenizer.reserved):
+        yield tokenizer.encode(text).astype(dtype, copy=False)
+        if ends:
+            yield np.array(end, dtype)
 
 
 def _texts(ranges: Ranges, reserved: str) -> Iterator[tuple[str, bool]]:

@@ -86,7 +86,7 @@ class Char(Tokenizer):
         """Return the tokenizer of a text's characters, sorted by code point as in nanoGPT's
         `shakespeare_char`.
         """
-        return cls("".join(map(chr, np.unique(_codes(text)).tolist())))
+        return cls("".join(sorted(set(text))))
 
     def encode(self, text: str) -> np.ndarray:
         ids = self._ids[_codes(text)]
@@ -170,9 +170,8 @@ class File(Tokenizer):
                 f"data.args.tokenizer: {str(path)!r} is not the file that was used before; put it back"
             )
         self.size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)  # ids may have gaps
-        self.end_of_text = next(
-            (i for name in ENDS if (i := self._tokenizer.token_to_id(name)) is not None), None
-        )
+        ends = map(self._tokenizer.token_to_id, ENDS)
+        self.end_of_text = next((token for token in ends if token is not None), None)
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)

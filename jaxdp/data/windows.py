@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxdp.data.dataset import Batch, by_member
-from jaxdp.data.parts import Part, array_part
+from jaxdp.data.dataset import Batch, Part, array_part, by_member
 from jaxdp.errors import UsageError, check_sizes
 
 SMALL = (
@@ -59,7 +58,12 @@ class Windows:
         return int(self.starts[-1])
 
     def read(self, indices: np.ndarray) -> Batch:
-        rows = self.rows(indices)
+        rows = np.empty((len(indices), self.length + 1), np.int32)
+        for shard, chosen, numbers in by_member(self.starts, np.asarray(indices, np.int64)):
+            firsts, tokens = numbers * self.stride, self.shards[shard]
+            windows = np.lib.stride_tricks.sliding_window_view(tokens, rows.shape[1])[firsts]
+            self._check(windows, firsts, shard)
+            rows[chosen] = windows
         batch = {"inputs": rows[:, :-1], "labels": rows[:, 1:]}
         if self.end_of_text is not None:
             ends = batch["inputs"] == self.end_of_text
@@ -71,16 +75,6 @@ class Windows:
         return {
             f"{i} {tokens.dtype.name}": array_part(tokens) for i, tokens in enumerate(self.shards)
         }
-
-    def rows(self, indices: np.ndarray) -> np.ndarray:
-        """Return the windows at indices[k] as int32 [k, length + 1]."""
-        rows = np.empty((len(indices), self.length + 1), np.int32)
-        for shard, chosen, numbers in by_member(self.starts, np.asarray(indices, np.int64)):
-            firsts, tokens = numbers * self.stride, self.shards[shard]
-            windows = np.lib.stride_tricks.sliding_window_view(tokens, rows.shape[1])[firsts]
-            self._check(windows, firsts, shard)
-            rows[chosen] = windows
-        return rows
 
     def _check(self, windows: np.ndarray, firsts: np.ndarray, shard: int) -> None:
         """Raise UsageError for a token outside the vocabulary; a model would look up another

@@ -7,22 +7,22 @@ dtype."""
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from jaxdp.parallel.reduction import pack
+from jaxdp.parallel.placement import of_this_process
+from jaxdp.parallel.reduction import in_buckets
 from jaxdp.parallel.strategy import Strategy
 from jaxdp.split import WHOLE
 from jaxdp.train.state import TrainState
 
 BUCKET = 1 << 28  # bytes
-Box = tuple[tuple[int, int], ...]
+Shards = dict[tuple[int, ...], np.ndarray]  # by the first element of each
+Copied = tuple[list[jax.Array], list[jax.Array]]  # all leaves, and the split ones of neighbours
 
 
 class Copies:
@@ -34,53 +34,48 @@ class Copies:
     process."""
 
     def __init__(self, strategy: Strategy, hosts: Sequence[str]):
-        leaves, self.mesh = jax.tree.leaves(strategy.abstract(padded=True)), strategy.mesh
-        self.dims, self.devices = jax.tree.leaves(strategy.dims), list(self.mesh.devices.flat)
-        self.split = [i for i, d in enumerate(self.dims) if d != WHOLE]
-        self.count = strategy.parts if self.split else 0
+        mesh, shapes = strategy.mesh, jax.tree.leaves(strategy.abstract(padded=True))
+        self.dims = jax.tree.leaves(strategy.dims)
+        split = of_part(0, shapes, self.dims)
+        self.count = strategy.parts if split else 0
+        self.devices = list(mesh.devices.flat)
+        axis = mesh.axis_names.index(strategy.axes.shard)
+        self.numbers = np.indices(mesh.devices.shape)[axis].ravel().tolist()  # of their slices
         processes = [d.process_index for d in self.devices]
-        self.numbers = (
-            slice_numbers(leaves[self.split[0]], self.dims[self.split[0]]) if self.split else {}
-        )
-        processes_of = Counter(
-            number for number, _ in {(n, d.process_index) for d, n in self.numbers.items()}
-        )
-        self.shift = shift(processes, hosts) if min(processes_of.values(), default=2) < 2 else 0
-        self.slices = [leaves[i].sharding.shard_shape(leaves[i].shape) for i in self.split]
-        sizes = [
-            (leaves[i].dtype, math.prod(s) * leaves[i].dtype.itemsize)
-            for i, s in zip(self.split, self.slices)
-        ]
-        self.buckets = pack(sizes, BUCKET) if self.shift else []
-        whole = sum(
-            x.dtype.itemsize * math.prod(x.shape) for x, d in zip(leaves, self.dims) if d == WHOLE
-        )
-        local = min(processes.count(jax.process_index()), max(1, self.count)) * (
-            2 if self.shift else 1
-        )
-        self.size = whole + local * sum(size for _, size in sizes)
-        specs = [leaves[i].sharding.spec for i in self.split]
-        axis, n = self.mesh.axis_names, len(self.devices)
+        copies = Counter(number for number, _ in {*zip(self.numbers, processes)})
+        is_alone = self.count > 0 and min(copies.values()) == 1
+        self.shift = shift(processes, hosts) if is_alone else 0
+
+        slices = min(len(of_this_process(self.devices)), self.count) * (2 if self.shift else 1)
+        self.size = 0
+        for x, dim in zip(shapes, self.dims):
+            piece = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            self.size += piece if dim == WHOLE else piece * slices
+
+        n, specs = len(self.devices), [x.sharding.spec for x in split]
         pairs = [((i + self.shift) % n, i) for i in range(n)]
 
-        def exchange(slices: list[jax.Array]) -> list[jax.Array]:
-            flat = [
-                jnp.concatenate([slices[i].ravel() for i in indices]) for indices in self.buckets
-            ]
-            return [jax.lax.ppermute(x, axis, pairs) for x in flat]
+        def from_neighbour(x: jax.Array, axes: Any) -> jax.Array:
+            return jax.lax.ppermute(x, axes, pairs)
 
-        def copy(state: TrainState) -> tuple[list[jax.Array], list[jax.Array]]:
+        send = in_buckets(BUCKET, from_neighbour, from_neighbour).reduce  # instead of a sum
+
+        def exchange(slices: list[jax.Array]) -> list[jax.Array]:
+            return send(slices, mesh.axis_names)
+
+        exchanged = jax.shard_map(
+            exchange, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False
+        )
+
+        def copy(state: TrainState) -> Copied:
             leaves = jax.tree.leaves(state)
-            exchanged = jax.shard_map(
-                exchange, mesh=self.mesh, in_specs=(specs,), out_specs=P(axis), check_vma=False
-            )
-            moved = exchanged([leaves[i] for i in self.split]) if self.shift else []
+            moved = exchanged(of_part(0, leaves, self.dims)) if self.shift else []
             return [jnp.copy(x) for x in leaves], moved
 
-        shardings = [x.sharding for x in leaves], NamedSharding(self.mesh, P(axis))
-        self._copy = jax.jit(copy, out_shardings=shardings)
+        copied = shapes, split if self.shift else []
+        self._copy = jax.jit(copy, out_shardings=jax.tree.map(lambda x: x.sharding, copied))
 
-    def start(self, state: TrainState) -> tuple[list[jax.Array], list[jax.Array]]:
+    def start(self, state: TrainState) -> Copied:
         """Start to copy an exported, padded state to host memory; return the arrays that `read`
         waits for.
         """
@@ -89,41 +84,25 @@ class Copies:
             x.copy_to_host_async()
         return copied
 
-    def read(self, copied: tuple[list[jax.Array], list[jax.Array]]) -> dict[int, list[np.ndarray]]:
+    def read(self, copied: Copied) -> dict[int, list[np.ndarray]]:
         """Return the arrays of each part that was copied. Raises JAX's errors if another process
         was lost meanwhile.
         """
-        own, moved = copied
-        parts = {WHOLE: jax.device_get([x for x, d in zip(own, self.dims) if d == WHOLE])}
-        slices, flat = [by_device(own[i]) for i in self.split], [by_device(x) for x in moved]
-        for position, device in enumerate(self.devices):
-            if self.count and device.process_index == jax.process_index():
-                parts[self.numbers[device]] = [x[device] for x in slices]
-                if self.shift:
-                    neighbour = self.devices[(position + self.shift) % len(self.devices)]
-                    parts[self.numbers[neighbour]] = self._unpack([x[device] for x in flat])
+        leaves, moved = copied
+        parts = {WHOLE: jax.device_get(of_part(WHOLE, leaves, self.dims))}
+        for arrays, shift in (of_part(0, leaves, self.dims), 0), (moved, self.shift):
+            for shards in zip(*(x.addressable_shards for x in arrays)):
+                position = self.devices.index(shards[0].device) + shift
+                number = self.numbers[position % len(self.devices)]
+                parts[number] = [np.asarray(shard.data) for shard in shards]
         return parts
 
-    def _unpack(self, flat: list[np.ndarray]) -> list[np.ndarray]:
-        """Return the slices of the split leaves in one device's buckets."""
-        slices: list[Any] = [None] * len(self.split)
-        for bucket, indices in zip(flat, self.buckets):
-            ends = np.cumsum([math.prod(self.slices[i]) for i in indices])
-            for i, x in zip(indices, np.split(bucket, ends[:-1])):
-                slices[i] = x.reshape(self.slices[i])
-        return slices
 
-
-def slice_numbers(x: Any, dim: int) -> dict[jax.Device, int]:
-    """Return the number of the slice that each device has of a leaf that is split along a dim."""
-    size = x.sharding.shard_shape(x.shape)[dim]
-    return {
-        d: (i[dim].start or 0) // size for d, i in x.sharding.devices_indices_map(x.shape).items()
-    }
-
-
-def by_device(x: jax.Array) -> dict[jax.Device, np.ndarray]:
-    return {shard.device: np.asarray(shard.data) for shard in x.addressable_shards}
+def of_part(part: int, leaves: Iterable[Any], dims: Iterable[int]) -> list[Any]:
+    """Return the leaves of which a part has an array: those that are split, or if it is WHOLE, the
+    others. dims: of all leaves.
+    """
+    return [x for x, d in zip(leaves, dims, strict=True) if (d == WHOLE) == (part == WHOLE)]
 
 
 def shift(processes: Sequence[int], hosts: Sequence[str]) -> int:
@@ -134,15 +113,10 @@ def shift(processes: Sequence[int], hosts: Sequence[str]) -> int:
     """
 
     def leave(k: int) -> tuple[int, int]:
-        pairs = list(zip(processes, [*processes[k:], *processes[:k]]))
+        pairs = list(zip(processes, np.roll(processes, -k)))
         return sum(hosts[a] != hosts[b] for a, b in pairs), sum(a != b for a, b in pairs)
 
-    return max(range(1, len(processes)), key=leave) if len(set(processes)) > 1 else 0
-
-
-def box(index: Any, shape: Sequence[int]) -> Box:
-    """Return (start, stop) along each dim of an index."""
-    return tuple(piece.indices(size)[:2] for piece, size in zip(index, shape))
+    return max(range(len(processes)), key=leave)
 
 
 def assemble(
@@ -153,41 +127,38 @@ def assemble(
 
     dims: along which it was split. parts: (number, arrays) of all parts; padding at the end of a
     dim is dropped."""
+    shards: list[Shards] = []  # of each leaf
+    for x in shapes:
+        indices = x.sharding.addressable_devices_indices_map(x.shape).values()
+        size = x.sharding.shard_shape(x.shape)
+        shards.append({first(index): np.empty(size, x.dtype) for index in indices})
 
-    def indices(x):
-        return x.sharding.addressable_devices_indices_map(x.shape).values()
-
-    def empty(x):
-        return np.empty(x.sharding.shard_shape(x.shape), x.dtype)
-
-    shards = [{box(index, x.shape): empty(x) for index in indices(x)} for x in shapes]
     for part, arrays in parts:
-        leaves = [i for i, d in enumerate(dims) if (d == WHOLE) == (part == WHOLE)]
-        for i, piece in zip(leaves, arrays, strict=True):
-            fill(shards[i], piece, dims[i], part * piece.shape[dims[i]] if part != WHOLE else 0)
+        leaves = of_part(part, zip(shards, dims), dims)
+        for piece, (targets, dim) in zip(arrays, leaves, strict=True):
+            start = [part * n if d == dim else 0 for d, n in enumerate(piece.shape)]
+            for target_start, target in targets.items():
+                copy_overlap(target, target_start, piece, start)
 
-    def place(x: Any, pieces: dict[Box, np.ndarray]) -> jax.Array:
+    def place(x: Any, pieces: Shards) -> jax.Array:
         return jax.make_array_from_callback(
-            x.shape, x.sharding, lambda index: pieces[box(index, x.shape)].copy()
+            x.shape, x.sharding, lambda index: pieces[first(index)].copy()
         )
 
     return [place(x, pieces) for x, pieces in zip(shapes, shards)]
 
 
-def fill(shards: Mapping[Box, np.ndarray], piece: np.ndarray, dim: int, first: int) -> None:
-    """Copy a piece of a leaf to those of its shards that overlap it.
+def first(index: Any) -> tuple[int, ...]:
+    """Return the first element of an index of a shard."""
+    return tuple(x.start or 0 for x in index)
 
-    dim: the dim along which the piece starts at `first`; WHOLE: it is the full leaf.
-    """
-    for bounds, shard in shards.items():
-        source, target = [slice(*b) for b in bounds], [slice(None)] * piece.ndim
-        if dim != WHOLE:
-            start, stop = bounds[dim]
-            low, high = max(start, first), min(stop, first + piece.shape[dim])
-            source[dim], target[dim] = (
-                slice(low - first, high - first),
-                slice(low - start, high - start),
-            )
-            if low >= high:
-                continue
-        shard[tuple(target)] = piece[tuple(source)]
+
+def copy_overlap(
+    target: np.ndarray, target_start: Sequence[int], piece: np.ndarray, start: Sequence[int]
+) -> None:
+    """Copy what two pieces of one array have in common. Each starts at an element of it."""
+    low = np.maximum(target_start, start)
+    high = np.minimum(np.add(target_start, target.shape), np.add(start, piece.shape))
+    if np.all(low < high):
+        written = map(slice, low - target_start, high - target_start)
+        target[tuple(written)] = piece[tuple(map(slice, low - start, high - start))]

@@ -29,41 +29,34 @@ class ElasticGeneration(Generation):
 
     machine: of the job; None for the first generation."""
 
-    operations = OPERATIONS | {"prepared": {}, "regroup": {"fault": str}, "opened": {}}
+    operations = OPERATIONS | {"prepared": {}, "opened": {}, "waits": {}, "regroup": {"fault": str}}
 
     def __init__(self, coordinator: Any, machine: Machine | None = None):
         super().__init__(coordinator)
         size, silence = self.settings.size, self.settings.silence
-        self.machine = machine or Machine(size, silence, **self.settings.options)
-
-    def on(self, event: str, *details: Any) -> None:
-        """Tell the state machine of an event, and do what it says."""
-        for action, *arguments in self.machine.on(event, *details):
-            getattr(self, "act_" + action.replace(" ", "_"))(*arguments)
+        self.machine = machine or Machine(self, size, silence, **self.settings.options)
 
     @property
     def has_ended(self) -> bool:
-        return self.coordinator.generation is not self or self.machine.state not in (
-            FIRST,
-            TRAINING,
-        )
+        is_current = self.machine.actor is self
+        return not is_current or self.machine.state not in (FIRST, TRAINING)
 
     # Events
 
     def join(self, message: Message, nonce: bytes, writer: asyncio.StreamWriter) -> Member:
         member = self.greet(message, nonce, writer)
-        is_first = self.machine.state == FIRST
-        if is_first and ("last" not in member.facts or self.admitted):
+        if self.machine.state != FIRST:
+            if error := difference(self.reference, member.facts, JOINING):
+                member.send(error=error, code=2)
+                raise EOFError
+        elif "last" not in member.facts or self.admitted:
             return super().join(message, nonce, writer)
-        if not is_first and (error := difference(self.reference, member.facts, JOINING)):
-            member.send(error=error, code=2)
-            raise EOFError
-        self.on("comes", member)
+        self.machine.on("comes", member)
         return member
 
     def admit(self) -> None:
         if self.machine.state == FIRST:
-            self.on("formed", [self.members[rank] for rank in range(self.size)])
+            self.machine.on("formed", [self.members[rank] for rank in range(self.size)])
         self.number, self.reference = self.machine.number, self.members[0].facts
         super().admit()
 
@@ -74,26 +67,25 @@ class ElasticGeneration(Generation):
             super().handle(member, message)
 
     def do_prepared(self, member: Member, id: Any) -> None:
-        self.on("prepared", member)
+        self.machine.on("prepared", member)
 
     def do_opened(self, member: Member, id: Any) -> None:
-        self.on("opened", member)
+        self.machine.on("opened", member)
 
     def do_regroup(self, member: Member, id: Any, fault: str) -> Message:
         """A rank has reached the update at which all regroup, or its collective has failed."""
         if fault:
             self.fail(fault)
         else:
-            self.on("fails", "processes wait to join")
+            self.machine.on("fails", "processes wait to join")
         return {}
 
-    def do_announce(self, member: Member, id: Any, name: str, text: str) -> Message:
-        if name == "waiting":
-            self.on("needs others")
-        return super().do_announce(member, id, name, text)
+    def do_waits(self, member: Member, id: Any) -> Message:
+        self.machine.on("waits")
+        return {}
 
     def do_leave(self, member: Member, id: Any, code: int) -> Message:
-        self.on("left", code)
+        self.machine.on("left", code)
         return super().do_leave(member, id, code)
 
     def fail(self, text: str, code: int = 1, author: int | None = None) -> bool:
@@ -108,11 +100,11 @@ class ElasticGeneration(Generation):
         if self.has_ended:
             return False
         self.coordinator.report(f"generation {self.number} ends: {text}")
-        self.on("fails", text, author)
+        self.machine.on("fails", text, author)
         return True
 
     def disconnected(self, member: Member) -> None:
-        self.on("closes", member)
+        self.machine.on("closes", member)
         super().disconnected(member)
 
     def is_empty(self) -> bool:
@@ -122,33 +114,34 @@ class ElasticGeneration(Generation):
     def tick(self, elapsed: float) -> None:
         if not self.has_ended:
             super().tick(elapsed)
-        self.on("passes", min(elapsed, 1.0))  # one that was stopped has not waited for reports
+        # A coordinator that was stopped has not waited for reports.
+        self.machine.on("passes", min(elapsed, 1.0))
 
     # Actions
 
-    def act_stand_for_last(self, member: Member) -> None:
+    def stand_for_last(self, member: Member) -> None:
         self.admitted, self.reference = True, member.facts
-        self.act_close(self.members.values())
+        self.disconnect(self.members.values())
         self.members = {}
 
-    def act_send(self, members: Iterable[Member], message: Message) -> None:
+    def send_to(self, members: Iterable[Member], message: Message) -> None:
         for member in members:
             member.send(**message)
 
-    def act_close(self, members: Iterable[Member]) -> None:
+    def disconnect(self, members: Iterable[Member]) -> None:
         for member in members:
             member.writer.close()
 
-    def act_announce(self, title: str) -> None:
+    def announce(self, title: str) -> None:
         self.do_announce(next(iter(self.members.values())), None, "join", title)
 
-    def act_report(self, line: str) -> None:
+    def report(self, line: str) -> None:
         self.coordinator.report(line)
 
-    def act_give_up(self) -> None:
+    def give_up(self) -> None:
         self.coordinator.done.set()
 
-    def act_register(self, lost: set[int]) -> None:
+    def register(self, lost: set[int]) -> None:
         """Register lost ranks with JAX's service: others that are about to connect would wait for
         them.
         """
@@ -163,9 +156,9 @@ class ElasticGeneration(Generation):
         for rank in lost if address else ():  # none, if the coordinator of that service has gone
             threading.Thread(target=work, args=(rank,), daemon=True).start()
 
-    def act_admit(self, members: Sequence[Member], ended: Sequence[Member]) -> None:
+    def begin(self, members: Sequence[Member], ended: Sequence[Member]) -> None:
         """Begin the next generation with these processes; close the connections of the ended one."""
-        following = ElasticGeneration(self.coordinator, self.machine)
+        following = self.machine.actor = ElasticGeneration(self.coordinator, self.machine)
         following.log, following.size = self.log, len(members)
         for member in [*members, *self.machine.preparing]:
             member.generation = following
@@ -174,4 +167,4 @@ class ElasticGeneration(Generation):
             following.members[rank] = member
         self.coordinator.generation = following
         following.admit()
-        self.act_close(ended)
+        self.disconnect(ended)

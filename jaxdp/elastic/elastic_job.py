@@ -9,7 +9,6 @@ import json
 import os
 import pathlib
 import re
-import threading
 import time
 from typing import Any
 
@@ -25,7 +24,7 @@ from jaxdp.extras import Train, extras_of
 from jaxdp.metrics import safe_print
 from jaxdp.process import membership
 from jaxdp.process.context import Context
-from jaxdp.process.monitor import Stopped
+from jaxdp.process.monitor import Agreement, Stopped
 from jaxdp.run.build import Prepared, prepare
 from jaxdp.run.components import Objects, jax_settings
 from jaxdp.run.continuation import Continuation
@@ -57,7 +56,8 @@ def train_in_generations(
         safe_print.say(f"jaxdp: elastic.enabled: {problem}", error=True)
     expels = config.audit.every if config.audit.action == "expel" else None
     snapshots = Snapshots(expels or options.snapshot_every, expels is not None)
-    snapshots.prepared = in_advance.pop() if in_advance else None
+    if in_advance:
+        snapshots.prepared = in_advance.pop()
 
     def train_generation(context: Context) -> Any:
         snapshots.runs = membership.joined().job.generation
@@ -103,33 +103,28 @@ def wait_for_devices(config: Config, context: Context) -> None:
         return
     if context.is_root:
         safe_print.say(f"jaxdp: elastic: {text}; waiting for another process", error=True)
-    member, joins, deadline = membership.joined(), threading.Event(), time.monotonic() + timeout
-    member.on("join", lambda rank, name: joins.set())
-    member.announce("waiting", "")
-    while not joins.wait(0.2):
-        member.check_generation()
+    agreement, deadline = Agreement(context), time.monotonic() + timeout
+    membership.joined().request("waits")
+    while (request := agreement.point()) is None:
         if time.monotonic() > deadline:
             why = f"no process joined (elastic.join_timeout: {timeout:g}); the next start resumes from a checkpoint"
             error = DistributedError(f"{text}, and {why}", rank=0)
             error.code = PREEMPTED
             raise error
-    raise Stopped("regroup", "another process joins")
+        time.sleep(0.2)
+    raise Stopped(**request)
 
 
 def launcher_problem(launcher: str) -> str | None:
     """Return why the launcher will not let the other processes continue, and what to do; None if it
     will, or if that is unknown: Slurm does unless its administrator has set KillOnBadExit."""
     if launcher == "openmpi":
+        file = pathlib.Path(f"/proc/{os.getppid()}/cmdline")
         try:
-            name, *arguments = (
-                pathlib.Path(f"/proc/{os.getppid()}/cmdline")
-                .read_text(encoding="utf-8", errors="replace")
-                .split("\0")
-            )
+            name, *arguments = file.read_text(encoding="utf-8", errors="replace").split("\0")
         except OSError:
             return None
-        if not name.endswith(("mpirun", "mpiexec", "prterun")) or any(
-            map(RECOVERS.search, arguments)
-        ):
+        is_mpirun = name.endswith(("mpirun", "mpiexec", "prterun"))
+        if not is_mpirun or any(map(RECOVERS.search, arguments)):
             return None
     return ALL_END.get(launcher)

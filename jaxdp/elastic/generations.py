@@ -22,10 +22,7 @@ LOST = 5.0  # seconds until the devices of a program that does not return are le
 AGAIN = 600.0  # seconds in which a process may end 3 generations because a connection is broken
 STUCK = 60.0  # seconds until its process ends, on GPUs
 
-
-_failed: collections.deque[float] = collections.deque(
-    maxlen=3
-)  # when this process ended a generation
+_failed = collections.deque[float](maxlen=3)  # when this process ended a generation
 
 
 def run_generations(

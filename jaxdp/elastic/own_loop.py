@@ -1,7 +1,7 @@
 """An elastic training loop of your own: it continues when processes are lost, and when others join."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -19,6 +19,7 @@ from jaxdp.split import WHOLE, path_string
 
 T = TypeVar("T")
 State = Any  # a pytree of arrays and numbers
+NUMBERS = np.ndarray | np.generic | jax.Array | int | float
 
 
 def run(train: Callable[[State, Callable[[State], None]], T], state: State) -> T:
@@ -38,24 +39,28 @@ def run(train: Callable[[State, Callable[[State], None]], T], state: State) -> T
     The model is Horovod's `hvd.elastic.run`. Raises UsageError if a leaf is not an array or a
     number, and for several processes that are not elastic.
     """
-    member = regroup.current()
-    if member is None and membership.current() is not None:
+    if regroup.current() is None and membership.current() is not None:
         raise UsageError(
             "elastic: this job is not elastic; first call jaxdp.init(group=jaxdp.elastic.Options())"
         )
     paths, structure = jax.tree_util.tree_flatten_with_path(state)
-    names, leaves = [path_string(path) or "state" for path, _ in paths], [leaf for _, leaf in paths]
+    names, leaves = [path_string(path) or "state" for path, _ in paths], jax.tree.leaves(state)
     for name, x in zip(names, leaves):
-        is_number = isinstance(x, np.ndarray | np.generic | jax.Array | int | float) and not is_key(
-            x
+        if is_key(x):
+            kind = "key (give its jax.random.key_data)"
+        elif (
+            not isinstance(x, NUMBERS)
+            or isinstance(x, np.ma.MaskedArray)
+            or np.asarray(x).dtype == object
+        ):
+            kind = type(x).__name__
+        else:
+            continue
+        raise UsageError(
+            f"elastic: {name!r} of the state is a {kind}; give arrays, and numbers of at most 64 bits"
         )
-        if not is_number or isinstance(x, np.ma.MaskedArray) or np.asarray(x).dtype == object:
-            kind = "key (give its jax.random.key_data)" if is_key(x) else type(x).__name__
-            raise UsageError(
-                f"elastic: {name!r} of the state is a {kind}; give arrays, and numbers of at most 64 bits"
-            )
     arrays = [native(x) for x in leaves]
-    newest = with_checksums(0, arrays)
+    newest = first = snapshot_of(0, arrays)
 
     def train_generation(context: Context) -> T:
         nonlocal newest
@@ -65,33 +70,34 @@ def run(train: Callable[[State, Callable[[State], None]], T], state: State) -> T
             raise RunFailed(
                 "the copies of the state in all processes are damaged: faulty memory, or a bug in `train`"
             )
-        [(_, own)] = receive(context, found, newest.parts[WHOLE])
-        newest = found.snapshot._replace(parts={WHOLE: own}).with_checksums()
-        if member is not None:
-            regroup.joined().report_state()
+        newest = found.snapshot.with_parts(dict(receive(context, found)))
+        if newest.meta != first.meta:
+            raise UsageError(f"elastic: the state is {first.meta}, but the job has {newest.meta}")
+        regroup.report_state()
         if not newest.step:
-            sums = zip(names, map(described, arrays), newest.checksums[WHOLE])
+            sums = zip(names, map(described, arrays), first.checksums[WHOLE])
             context.check_same(
                 "elastic: the state", {name: f"{kind}, checksum {n:x}" for name, kind, n in sums}
             )
 
         def commit(state: State) -> None:
             nonlocal newest
-            if cast(Any, jax.tree.structure(state)) != structure:
+            new: Any = jax.tree.structure(state)
+            if new != structure:
                 raise UsageError(
-                    f"commit: the state is {jax.tree.structure(state)}, but jaxdp.elastic.run got {structure}"
+                    f"commit: the state is {new}, but jaxdp.elastic.run got {structure}"
                 )
             now = [native(x) for x in jax.tree.leaves(state)]
-            for name, x, first in zip(names, now, arrays):
-                if described(x) != described(first):
+            for name, x, like in zip(names, now, arrays):
+                if described(x) != described(like):
                     raise UsageError(
-                        f"commit: {name!r} is {described(x)}, but jaxdp.elastic.run got {described(first)}"
+                        f"commit: {name!r} is {described(x)}, but jaxdp.elastic.run got {described(like)}"
                     )
-            newest = with_checksums(newest.step + 1, now)
+            newest = snapshot_of(newest.step + 1, now)
             if (request := agreement.point()) is not None:
                 raise Stopped(**request)
 
-        restored = [restore(data, like, leaf) for data, like, leaf in zip(own, arrays, leaves)]
+        restored = list(map(restore, newest.parts[WHOLE], arrays, leaves))
         return train(jax.tree.unflatten(structure, restored), commit)
 
     context = joined()
@@ -99,15 +105,16 @@ def run(train: Callable[[State, Callable[[State], None]], T], state: State) -> T
     return run_generations(train_generation, context, lambda: None)
 
 
-def with_checksums(step: int, arrays: list[np.ndarray]) -> Snapshot:
+def snapshot_of(step: int, arrays: list[np.ndarray]) -> Snapshot:
     """Return a snapshot with a copy of each array as uint8, which collectives can send whatever the
     dtype.
     """
     leaves = [np.frombuffer(x.tobytes(), np.uint8) for x in arrays]
-    return Snapshot(step, {WHOLE: leaves}, "", [WHOLE] * len(leaves)).with_checksums()
+    meta = ", ".join(map(described, arrays))
+    return Snapshot(step, {}, meta, [WHOLE] * len(leaves)).with_parts({WHOLE: leaves})
 
 
 def restore(data: np.ndarray, like: np.ndarray, leaf: Any) -> Any:
     """Return an array like `like` from its bytes; a Python number if `leaf` is one."""
-    x = np.frombuffer(data.tobytes(), like.dtype).reshape(like.shape)
+    x = data.view(like.dtype).reshape(like.shape)
     return type(leaf)(x.item()) if isinstance(leaf, int | float) else x.copy()

@@ -55,9 +55,9 @@ class ElasticMembership(membership.Membership):
     @property
     def last_facts(self) -> Facts:
         """Return the facts of this process for the next generation."""
-        facts, job = self.job.facts, self.job
+        facts = self.job.facts
         newest = max(one.get("state", -1) for one in facts)
-        return facts[self.rank] | {"last": [job.generation, len(facts)], "newest": newest}
+        return facts[self.rank] | {"last": [self.job.generation, self.size], "newest": newest}
 
     def report_missing(self, text: str) -> None:
         """The coordinator ends the generation."""
@@ -80,22 +80,45 @@ class ElasticMembership(membership.Membership):
             self.check_generation()
             time.sleep(0.001)
 
-    def report_state(self) -> None:
-        """Tell the coordinator that this process has the state of this generation, from which the
-        job can continue.
-        """
-        self.job.facts[self.rank]["state"] = self.job.generation
-        with contextlib.suppress(OSError):
-            self.connection.send(op="opened")
-
     def connect(self) -> Any:
-        """Connect through a relay. Raises GenerationEnded if a rank or the service is lost
-        meanwhile.
+        """Connect a client of JAX's service through a relay, and return it: this process may leave
+        without waiting for the others, and connect again.
+
+        Raises GenerationEnded if a rank or the service is lost meanwhile, and RuntimeError after
+        `timeout` seconds."""
+        address, deadline = hosts.split(self.job.jax_address), time.monotonic() + self.timeout
+        while True:
+            self.check_generation()
+            relay = Relay(*address)
+            client = private_jax.make_client(relay.address, self.rank, self.job.secret, ATTEMPT)
+            try:
+                client.connect()
+            except RuntimeError:
+                relay.close()
+                _failed.append(client)
+                if time.monotonic() > deadline:
+                    raise
+            else:
+                _relays.append((client, relay))
+                return client
+
+    def rejoin(self) -> Joined:
+        """Leave the generation that has ended, and join the next one. Raises DistributedError if too
+        few processes are left.
         """
-        job = self.job
-        return connect_client(
-            job.jax_address, self.rank, job.secret, self.timeout, self.check_generation
+        world, timeout, group, _ = enter.entered()
+        assert isinstance(group, Options)
+        address, secret = self.job.address, self.job.secret
+        membership.forget()
+        cancel_calls()
+        settings = joining.coordinator_settings(world, *address, secret, timeout, group)
+        place = joining.Place(settings, self.local_rank)
+        limit = LATE + group.join_timeout + timeout
+        job = connection.join(
+            *address, secret, self.last_facts, limit, place.absent, silent=place.silent
         )
+        self.close()
+        return job
 
     def close(self) -> None:
         """Leave an ended generation: close the connection, stop the threads, and free what its
@@ -176,7 +199,7 @@ class Options(Group):
             try:
                 return enter(job)
             except GenerationEnded:
-                job = rejoin()
+                job = joined().rejoin()
 
 
 def regroup() -> context.Context:
@@ -185,27 +208,7 @@ def regroup() -> context.Context:
     All arrays and compiled programs of this process become invalid. Raises DistributedError if too
     few processes are left, or the coordinator has gone.
     """
-    return context.renew(**enter.entered().group.enter(enter.enter, rejoin()))
-
-
-def rejoin() -> Joined:
-    """Leave the generation that has ended, and join the next one. Raises DistributedError if too
-    few processes are left.
-    """
-    world, timeout, group, _ = enter.entered()
-    assert isinstance(group, Options)
-    member = joined()
-    address, secret = member.job.address, member.job.secret
-    membership.forget()
-    cancel_calls()
-    limit = LATE + group.join_timeout + timeout
-    settings = joining.coordinator_settings(world, *address, secret, timeout, group)
-    place = joining.Place(settings, member.local_rank)
-    job = connection.join(
-        *address, secret, member.last_facts, limit, place.absent, silent=place.silent
-    )
-    member.close()
-    return job
+    return context.renew(**enter.entered().group.enter(enter.enter, joined().rejoin()))
 
 
 def current() -> ElasticMembership | None:
@@ -221,36 +224,18 @@ def joined() -> ElasticMembership:
     return member
 
 
-# The connection to JAX's service
+def report_state() -> None:
+    """Tell the coordinator that this process has the state of this generation, from which the job
+    can continue.
+    """
+    if (member := current()) is not None:
+        member.job.facts[member.rank]["state"] = member.job.generation
+        with contextlib.suppress(OSError):
+            member.connection.send(op="opened")
+
 
 _failed: list[Any] = []  # clients that could not connect: one that is destroyed may wait for others
 _relays: list[tuple[Any, Relay]] = []  # the client and its relay, until this process leaves
-
-
-def connect_client(
-    address: str, rank: int, secret: str, timeout: float, proceed: Callable[[], None]
-) -> Any:
-    """Connect a client of JAX's service through a relay, and return it: this process may leave
-    without waiting for the others, and connect again.
-
-    proceed: called every few seconds, since a rank or the service may be lost meanwhile. Raises
-    what it raises, and RuntimeError after `timeout` seconds.
-    """
-    deadline = time.monotonic() + timeout
-    while True:
-        proceed()
-        relay = Relay(*hosts.split(address))
-        client = private_jax.make_client(relay.address, rank, secret, ATTEMPT)
-        try:
-            client.connect()
-        except RuntimeError:
-            relay.close()
-            _failed.append(client)
-            if time.monotonic() > deadline:
-                raise
-        else:
-            _relays[:] = [(client, relay)]
-            return client
 
 
 def cancel_calls() -> None:

@@ -5,11 +5,12 @@ The state has parts (`copies`): its replicated leaves, which every process copie
 its split leaves on each device. A process copies the parts of its devices and those of a neighbour.
 """
 
+import dataclasses
 import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -44,32 +45,24 @@ class Snapshot(NamedTuple):
 
     parts: the arrays of each part. meta: what a checkpoint stores beside the state, as JSON. dims:
     the dim along which each leaf is split into `slices`, or WHOLE. offset: the number of batches
-    skipped before, without which an update has another state. checksums: of the arrays, once these
-    are in host memory."""
+    skipped before, without which an update has another state. checksums: of the arrays."""
 
     step: int
-    parts: Mapping[int, Sequence[Any]]
+    parts: Any  # dict[int, Sequence[np.ndarray]]; arrays of `Copies` while these are on the device
     meta: str
     dims: Sequence[int]
     slices: int = 0
     offset: int = 0
-    checksums: Mapping[int, Sequence[int]] = {}
+    checksums: dict[int, list[int]] = {}
 
     @property
     def key(self) -> tuple[int, int, int]:
         """Return what distinguishes the states of a job, and how they are split."""
         return self.step, self.offset, self.slices
 
-    def join(self, other: "Snapshot") -> "Snapshot":
-        """Return this snapshot with the parts that only `other`, of the same key, has."""
-        return self._replace(
-            parts={**other.parts, **self.parts}, checksums={**other.checksums, **self.checksums}
-        )
-
-    def with_checksums(self) -> "Snapshot":
-        return self._replace(
-            checksums={part: [checksum(x) for x in arrays] for part, arrays in self.parts.items()}
-        )
+    def with_parts(self, parts: dict[int, Sequence[np.ndarray]]) -> "Snapshot":
+        """Return this snapshot with other parts, which are in host memory."""
+        return self._replace(parts=parts, checksums=jax.tree.map(checksum, parts))
 
     def check(self) -> "Snapshot":
         """Return the snapshot without the parts that have changed in memory since their checksums
@@ -88,12 +81,11 @@ class Snapshot(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A snapshot that the processes have all parts of. owners: a rank that has each part; lacking:
-    the ranks that do not; snapshot: as this rank has it, maybe without parts."""
+    """A snapshot that the processes have all parts of, as far as this one has it. ranks: those that
+    have each part."""
 
-    owners: Mapping[int, int]
-    lacking: Mapping[int, Sequence[int]]
     snapshot: Snapshot
+    ranks: dict[int, list[int]]
 
 
 class Snapshots(Continuation):
@@ -108,43 +100,47 @@ class Snapshots(Continuation):
     its checkpoints."""
 
     survives = True
+    reached = 0  # the last update of this process
+    _pending: Snapshot | None = None  # its arrays are on the device
+    _copies: Any = None  # None: there is not enough memory for them
 
     def __init__(self, every: int | Literal["auto"], trusted: bool = False):
-        self.every, self.trusted = FIRST if every == "auto" else every, trusted
-        self._choose, self._measured = every == "auto", False
+        self.trusted = trusted
+        self.every = 0 if every == "auto" else every  # 0: not chosen yet
         self._taken: list[tuple[int, float, float]] = []  # update, began, ended
-        self.newest: Snapshot | None = None
-        self.previous: Snapshot | None = (
-            None  # of a split state: another process may not have read its newest parts
-        )
-        self.reached = 0  # the last update of this process
+        # The newest first, and the one before if the state is split: another process may not have
+        # read its newest parts.
+        self.kept: list[Snapshot] = []
         self.callbacks: dict[str, Any] = {}  # the states of callbacks before the first update
         self.records = Newest()
-        self._pending: Snapshot | None = None  # its arrays are on the device
-        self._enough_memory = True
-        self._copies: Any = None
+
+    @property
+    def newest(self) -> Snapshot | None:
+        return self.kept[0] if self.kept else None
 
     def prepare(self, training: Training) -> None:
         """Prepare for a run on new devices; copy the state that it has recovered, if that is split
         in another way.
         """
         run, self.training = training.run, training
-        context, start = run.checkpoints.context, training.progress.start
-        if not training.progress.recovered and context.is_root:
-            report_lost_updates(run.log.directory, start)
-        self._pending, self._copies = None, Copies(run.strategy, context.hosts)
+        self.context = context = run.checkpoints.context
+        progress = training.progress
+        if not progress.recovered and context.is_root:
+            report_lost_updates(run.log.directory, progress.start)
+        self._choose(self.every)  # a process that has just joined has not measured
         self._taken.clear()
-        if self._choose:  # a process that has just joined has not measured
-            texts = context.exchange("snapshot_every", str(self.every * self._measured))
-            self._measured = any(text != "0" for text in texts)
-            self.every = max(map(int, texts)) if self._measured else FIRST
-        copies = (3 if self._copies.count else 2) - (self.newest is not None)
-        self._enough_memory = enough_memory(run, copies * self._copies.size)
-        split = self._copies.count or (self.newest and self.newest.slices)
-        if self._enough_memory and training.progress.recovered and split:
-            self._begin()
-        if (member := regroup.current()) is not None:
-            member.report_state()
+        copies = Copies(run.strategy, context.hosts)
+        number = (3 if copies.count else 2) - bool(self.kept)
+        self._pending = self._copies = None
+        if enough_memory(run, number * copies.size):
+            self._copies = copies
+            if progress.recovered and (copies.count or any(x.slices for x in self.kept)):
+                self._begin()
+        regroup.report_state()
+
+    def _choose(self, every: int) -> None:
+        """Choose the longest interval of the processes."""
+        self.every = max(map(int, self.context.exchange("snapshot_every", str(every))))
 
     def load(self, callbacks: Callbacks, saved: Record) -> None:
         # A generation may start from nothing, with the same objects of a script.
@@ -156,13 +152,13 @@ class Snapshots(Continuation):
         self.prepare(training)
         run, progress = training.run, training.progress
         self.again = max(0, self.reached - progress.start)
-        self.records.rewind(progress.step, progress.evaluated == progress.step)
-        context = run.checkpoints.context
-        missing = missing_records(self.records, context, run.log.directory / "metrics.jsonl")
-        if not context.is_root:
-            return self.records
-        writer = open_writer()
-        self.records.records.clear()
+        records = self.records
+        records.rewind(progress.step, progress.evaluated == progress.step)
+        texts = self.context.exchange("records", json.dumps(records.records))
+        if not self.context.is_root:
+            return records
+        missing = missing_records(texts, run.log.directory / "metrics.jsonl")
+        writer, records.records = open_writer(), ()
         for record in missing:
             writer.write(record)
         return writer
@@ -175,20 +171,19 @@ class Snapshots(Continuation):
         step = self.reached = updates[-1]
         last = self._pending or self.newest
         since = last.step if last else self.training.progress.start
-        if self._enough_memory and not 0 <= step - since < self.every:
-            began = time.perf_counter()
-            self.settle()
-            self._begin()
-            if self._choose and not self._measured:
-                self._taken.append((step, began, time.perf_counter()))
+        if self._copies is None or 0 <= step - since < (self.every or FIRST):
+            return
+        began = time.perf_counter()
+        self.settle()
+        self._begin()
+        if not self.every:
+            self._taken.append((step, began, time.perf_counter()))
             if len(self._taken) == COPIES:
-                context = self.training.run.checkpoints.context
-                texts = context.exchange("cost of snapshots", str(affordable(self._taken)))
-                self.every, self._measured, self._taken = max(map(int, texts)), True, []
+                self._choose(affordable(self._taken))
 
     def keep_state(self) -> None:
         """Copy the state, and wait for the copy; without memory for it, save a checkpoint."""
-        if not self._enough_memory:
+        if self._copies is None:
             self.training.save()
             self.training.wait_for_checkpoint()
         elif not self.trusted:
@@ -196,43 +191,32 @@ class Snapshots(Continuation):
         self.settle()
 
     def _begin(self) -> None:
-        training, progress, copies = self.training, self.training.progress, self._copies
-        copied = copies.start(training.run.strategy.export(progress.state, padded=True))
+        training, copies = self.training, self._copies
+        step, offset = training.progress.step, training.progress.offset
+        copied = copies.start(training.run.strategy.export(training.progress.state, padded=True))
         meta = json.dumps(training.metadata())
-        self._pending = Snapshot(
-            progress.step, copied, meta, copies.dims, copies.count, progress.offset
-        )
+        self._pending = Snapshot(step, copied, meta, copies.dims, copies.count, offset)
 
     def settle(self) -> None:
         """Read the pending copy from the device; drop it if its update has failed."""
         pending, self._pending = self._pending, None
-        if pending is not None:
-            try:
-                parts = self._copies.read(pending.parts)
-            except (
-                ValueError,
-                jax.errors.JaxRuntimeError,
-            ):  # the collective of its update has lost a process
-                return
-            newest, before = pending._replace(parts=parts).with_checksums(), self.newest
-            if (
-                before is not None and before.key == newest.key
-            ):  # recovered, and split over other devices
-                self.newest = newest.join(before)
-                return
-            is_older = (
-                before is not None and before.step <= newest.step
-            )  # else the run was rolled back
-            self.newest, self.previous = newest, before if is_older and newest.slices else None
+        if pending is None:
+            return
+        try:
+            parts = self._copies.read(pending.parts)
+        except (ValueError, jax.errors.JaxRuntimeError):
+            return  # the collective of its update has lost a process
+        new = pending.with_parts(parts)
+        if self.kept and self.kept[0].key == new.key:  # recovered, and split over other devices
+            old = self.kept.pop(0)
+            new = new._replace(parts=old.parts | new.parts, checksums=old.checksums | new.checksums)
+        older = [x for x in self.kept if x.step <= new.step]  # the run may have been rolled back
+        self.kept = [new, *older[: new.slices > 0]]
 
     def drop_after(self, step: int) -> None:
         """Drop the snapshots of later updates."""
         self.settle()
-        for snapshot in (self.newest, self.previous):
-            if snapshot is not None and snapshot.step <= step:
-                self.newest, self.previous = snapshot, None
-                return
-        self.newest = self.previous = None
+        self.kept = [x for x in self.kept if x.step <= step]
 
     def drop_damaged(self) -> bool:
         """Drop the parts of the newest snapshot that have changed in memory; return whether there
@@ -241,8 +225,8 @@ class Snapshots(Continuation):
         if self.newest is None:
             return False
         count = len(self.newest.parts)
-        self.newest = self.newest.check()
-        return len(self.newest.parts) < count
+        self.kept[0] = self.newest.check()
+        return len(self.kept[0].parts) < count
 
     def end_generation(self) -> None:
         """Keep the newest copy, unless its program does not return; the devices are about to be
@@ -260,29 +244,26 @@ class Snapshots(Continuation):
 
         Every process calls it; those that lack a part receive it.
         """
-        shapes, structure = jax.tree.flatten(run.strategy.abstract())
-        found = find(context, [s for s in (self.newest, self.previous) if s is not None], 1)
-        self.newest, self.previous = found and found.snapshot, None
+        found = find(context, self.kept, 1)
+        self.kept = []
         if found is None:
             return None
-        step, saved = found.snapshot.step, context.of_root("checkpoints", run.checkpoints.steps)
-        if (
-            (every := run.options.rollback_every)
-            and step >= every
-            and step // every * every not in saved
-        ):
-            self.newest = None  # a rollback could not return to that state: make it again
-            return None
-        parts: Any = receive(context, found, shapes)
-        if not found.snapshot.slices:  # one part, which this process keeps
-            self.newest = found.snapshot._replace(parts=dict(parts)).with_checksums()
-            parts = self.newest.parts.items()
-        leaves = assemble(shapes, found.snapshot.dims, parts)
+        snapshot, saved = found.snapshot, context.of_root("checkpoints", run.checkpoints.steps)
+        step, every = snapshot.step, run.options.rollback_every
+        if every and step >= every and step - step % every not in saved:
+            return None  # a rollback could not return to that state: make it again
+        parts = receive(context, found)
+        if not snapshot.slices:  # one part, which this process keeps
+            snapshot = snapshot.with_parts(dict(parts))
+            parts = snapshot.parts.items()
+        self.kept = [snapshot]
+        shapes, structure = jax.tree.flatten(run.strategy.abstract())
+        leaves = assemble(shapes, snapshot.dims, parts)
         state = run.strategy.adopt(jax.tree.unflatten(structure, leaves))
         run.checkpoints.repeated = max(saved, default=0)
         if step in saved:
             run.checkpoints.last = step  # it need not be saved again
-        return step, json.loads(found.snapshot.meta), state
+        return step, json.loads(snapshot.meta), state
 
 
 def affordable(taken: Sequence[tuple[int, float, float]]) -> int:
@@ -335,72 +316,47 @@ def find(context: Context, kept: Sequence[Snapshot], oldest: int) -> Found | Non
 
     kept: of this process. Prints what is missing.
     """
-    own = {snapshot.key: snapshot.check() for snapshot in kept if snapshot.step >= oldest}
+    own: dict[tuple[int, ...], Snapshot] = {s.key: s.check() for s in kept if s.step >= oldest}
     texts = context.exchange("snapshots", json.dumps([(key, [*s.parts]) for key, s in own.items()]))
-    ranks: dict[tuple[int, int, int], dict[int, list[int]]] = {}  # {key: {part: ranks}}
+    ranks: dict[tuple[int, ...], dict[int, list[int]]] = {}  # {key: {part: ranks}}
     for rank, text in enumerate(texts):
         for key, parts in json.loads(text):
             for part in parts:
-                ranks.setdefault((key[0], key[1], key[2]), {}).setdefault(part, []).append(rank)
-    complete = [key for key, parts in ranks.items() if len(parts) > key[2]]
+                ranks.setdefault(tuple(key), {}).setdefault(part, []).append(rank)
+    complete = [key for key, parts in ranks.items() if len(parts) > key[-1]]
     if not complete:
         if ranks and context.is_root:
-            step, _, count = key = max(ranks)
-            missing = ", ".join(str(part) for part in range(count) if part not in ranks[key])
+            step, _, count = newest = max(ranks)
+            missing = ", ".join(str(part) for part in range(count) if part not in ranks[newest])
             safe_print.say(
                 f"jaxdp: elastic: no process that is left has part {missing} of the state after update {step}: the job "
                 "continues from its newest checkpoint",
                 error=True,
             )
         return None
-    newest = max(complete)
-    owners = {part: holders[0] for part, holders in sorted(ranks[newest].items())}
-    found = own.get(newest)
-    text = (
-        json.dumps([found.meta, list(found.dims)])
-        if found and context.rank == owners[WHOLE]
-        else ""
-    )
-    meta, dims = json.loads(context.exchange("snapshot metadata", text)[owners[WHOLE]])
-    lacking = {
-        part: [r for r in range(context.size) if r not in holders]
-        for part, holders in ranks[newest].items()
-    }
-    step, offset, slices = newest
-    return Found(owners, lacking, found or Snapshot(step, {}, meta, dims, slices, offset))
+    step, offset, slices = newest = max(complete)
+    snapshot = own.get(newest, Snapshot(step, {}, "", (), slices, offset))
+    owner = ranks[newest][WHOLE][0]
+    of_owner = dataclasses.replace(context, root_rank=owner).of_root
+    meta, dims = of_owner("snapshot metadata", lambda: [snapshot.meta, snapshot.dims])
+    return Found(snapshot._replace(meta=meta, dims=dims), ranks[newest])
 
 
-def receive(
-    context: Context, found: Found, shapes: Sequence[Any]
-) -> Iterator[tuple[int, Sequence[np.ndarray]]]:
+def receive(context: Context, found: Found) -> Iterable[tuple[int, Sequence[np.ndarray]]]:
     """Yield (number, arrays) of each part of a snapshot, in one order on all processes; send it to
     those that lack it.
-
-    shapes: of the leaves of the state (anything with shape and dtype). Raises DistributedError if
-    processes disagree on these.
     """
     from jaxdp.interop.collectives import broadcast  # which a run that loses no process never needs
 
-    parts, dims, count = found.snapshot.parts, found.snapshot.dims, found.snapshot.slices
-    for part, owner in found.owners.items():
-        arrays = parts.get(part)
-        if arrays is None:
-            assert context.rank != owner, (
-                f"part {part} of the state after update {found.snapshot.step}"
-            )
-            pieces = [(x, d) for x, d in zip(shapes, dims) if (d == WHOLE) == (part == WHOLE)]
-
-            def cut(x, d):
-                return [-(-n // count) if i == d else n for i, n in enumerate(x.shape)]
-
-            arrays = [np.zeros(cut(x, d), x.dtype) for x, d in pieces]
-        if lacking := found.lacking[part]:
-            arrays = [np.asarray(x) for x in broadcast(arrays, owner, groups=[[owner, *lacking]])]
-        yield part, arrays
+    for part, ranks in found.ranks.items():
+        arrays = found.snapshot.parts.get(part)
+        if lacking := [rank for rank in range(context.size) if rank not in ranks]:
+            arrays = broadcast(arrays, ranks[0], groups=[[ranks[0], *lacking]])
+        yield part, [np.asarray(x) for x in arrays]
 
 
 def checksum(x: np.ndarray) -> int:
     """Return the sum of an array's bytes in words of 8: each flipped bit changes it."""
     data = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
     words, rest = np.split(data, [data.size // 8 * 8])
-    return int(words.view(np.uint64).sum(dtype=np.uint64)) + int(rest.sum(dtype=np.uint64))
+    return int(words.view(np.uint64).sum()) + int(rest.sum())  # as 64 bits

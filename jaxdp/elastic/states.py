@@ -1,7 +1,8 @@
 """The coordinator of an elastic job as a state machine: which processes train together.
 
-It knows no connections and no clock: `on` is told what happens, and returns what to do. Each state
-lists its events below: what happens, and the states after it. All other events change nothing.
+It knows no connections and no clock: `on` is told what happens, and an actor what to do. Each state
+lists its events below, and the states after them; a method has the name of each event. All other
+events change nothing.
 
 - FIRST: the processes that the launcher started gather, as in every job.
 - TRAINING: a generation of processes trains. New ones wait; each builds its run first, if the
@@ -18,7 +19,8 @@ and more than half of the ranks before that may be alive."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxdp.errors import PREEMPTED
@@ -26,220 +28,185 @@ from jaxdp.process import hosts
 from jaxdp.process.protocol import beat_interval
 
 FIRST, TRAINING, ENDED, LOST, OVER = "first", "training", "ended", "lost", "over"
-TABLE: dict[str, dict[str, tuple[str, set[str]]]] = {
-    FIRST: {
-        "formed": ("train", {TRAINING}),
-        "comes": ("stand_for_last", {LOST}),
-    },
-    TRAINING: {
-        "comes": ("wait", {TRAINING}),
-        "prepared": ("wait_prepared", {TRAINING}),
-        "opened": ("have_state", {TRAINING}),
-        "needs others": ("need_others", {TRAINING}),
-        "left": ("leave", {TRAINING}),
-        "fails": ("end", {ENDED}),
-        "closes": ("lose", {TRAINING}),
-        "passes": ("ask_to_regroup", {TRAINING}),
-    },
+TABLE: dict[str, dict[str, tuple[str, ...]]] = {
+    FIRST: {"formed": (TRAINING,), "comes": (LOST,)},
+    TRAINING: dict.fromkeys(
+        ("comes", "prepared", "opened", "waits", "left", "closes", "passes"), (TRAINING,)
+    ),
     OVER: {},
 }
+TABLE[TRAINING]["fails"] = (ENDED,)
 for state in (ENDED, LOST):
-    TABLE[state] = {
-        "comes": ("wait", {state, TRAINING, OVER}),
-        "prepared": ("wait_prepared", {state}),
-        "closes": ("lose", {state, TRAINING, OVER}),
-        "passes": ("gather", {state, TRAINING, OVER}),
-    }
+    TABLE[state] = dict.fromkeys(("comes", "closes", "passes"), (state, TRAINING, OVER))
+    TABLE[state]["prepared"] = (state,)
 # Seconds.
 QUIET = 5.0  # beyond a heartbeat, after which a process that waits is stopped or cut off
 WINDOW = 10.0  # that the survivors of a generation have to report to the next one
 # that a survivor has if it sends heartbeats, or without them if it may have the only state
 LATE = 90.0
 Process = Any  # with rank, title, facts, and the seconds for which it is silent: a `Member`
+Identity = tuple[str, str, int]  # what a process keeps from generation to generation
 
 
+@dataclasses.dataclass(eq=False)
 class Machine:
-    """The state of a job. size: of the processes that the launcher starts. silence: the seconds
-    without a heartbeat after which a rank is declared dead; the others are those of `Options`."""
+    """The state of a job.
 
-    def __init__(
-        self,
-        size: int,
-        silence: float,
-        min_processes: int = 1,
-        join_timeout: float = 60.0,
-        join_after: float = 0.0,
-    ):
-        self.launched, self.silence, self.min_processes = size, silence, min_processes
-        self.join_timeout, self.join_after = join_timeout, join_after
-        self.state = FIRST
-        self.number, self.size = -1, 0  # of the newest generation
-        self.members: dict[int, Process] = {}  # its ranks that are connected
-        self.survivors: set[tuple[str, str, int]] = (
-            set()
-        )  # of an ended one: who may report to the next
+    actor: does what is decided, an `ElasticGeneration`. launched: the number of processes that the
+    launcher starts. silence: the seconds without a heartbeat after which a rank is declared dead;
+    the others are those of `Options`."""
+
+    actor: Any
+    launched: int
+    silence: float
+    min_processes: int = 1
+    join_timeout: float = 60.0
+    join_after: float = 0.0
+
+    state = FIRST
+    number, size = -1, 0  # of the newest generation
+    seconds = 0.0  # for which it has trained, or since its end
+    needs_others = False  # whether it waits for processes that join
+    code = 0  # the exit code of those that have left
+
+    def __post_init__(self) -> None:
+        self.members: dict[int, Process] = {}  # ranks of the newest generation that are connected
+        self.survivors: set[Identity] = set()  # its ranks that may report to the next one
         # Its ranks whose connection has closed: they are dead, or come again.
-        self.closed: dict[tuple[str, str, int], Process] = {}
+        self.closed: dict[Identity, Process] = {}
         self.waiting: list[Process] = []  # for the next one
         self.preparing: list[Process] = []
-        self.seconds = 0.0  # for which it has trained, or since its end
-        self.needs_others = False  # whether it waits for processes that join
-        self.code = 0  # the exit code of those that have left
         self.waits_for: Process | None = None  # see `has_newest_state`
-        self.actions: list[tuple[Any, ...]] = []
 
-    def on(self, event: str, *details: Any) -> list[tuple[Any, ...]]:
-        """Return what to do after an event: the name of each action, and its arguments.
+    def on(self, event: str, *details: Any) -> None:
+        if event in TABLE[self.state]:
+            getattr(self, event)(*details)
 
-        Events: the `formed` first generation (its processes by rank); a process `comes`, has
-        `prepared`, has `opened` the state of its generation, or `closes` its connection; the
-        generation `needs others`, or `fails` (why, and the rank that ends with it); a rank has
-        `left` (its code); time `passes` (seconds in which this coordinator has run)."""
-        self.actions = []
-        name, _ = TABLE[self.state].get(event, ("", ()))
-        if name:
-            getattr(self, name)(*details)
-        return self.actions
+    # Events
 
-    def do(self, *action: Any) -> None:
-        self.actions.append(action)
-
-    # What happens in the states
-
-    def train(self, processes: Sequence[Process]) -> None:
+    def formed(self, processes: Sequence[Process]) -> None:
+        """A generation has formed. processes: by rank."""
         self.state, self.number, self.size = TRAINING, self.number + 1, len(processes)
-        self.members = dict(enumerate(processes))
-        self.survivors, self.closed, self.seconds, self.code = set(), {}, 0.0, 0
+        self.members, self.survivors = dict(enumerate(processes)), identities(processes)
+        self.closed, self.seconds, self.code = {}, 0.0, 0
         self.needs_others, self.waits_for = False, None
         for rank, process in self.members.items():
             process.rank = rank
 
-    def stand_for_last(self, process: Process) -> None:
-        """Stand for the last generation of a job whose coordinator has gone: those who report it
-        are its survivors.
+    def comes(self, process: Process) -> None:
+        """A process waits for the next generation, or prepares for it.
 
-        New processes that came earlier connect again, and join the next generation."""
-        self.state = LOST
-        self.do("stand for last", process)
-        self.wait(process)
-
-    def wait(self, process: Process) -> None:
-        """Let a process wait for the next generation, or prepare for it."""
-        facts = process.facts
+        If it is the first to report the last generation of a job whose coordinator has gone, this
+        one stands for that. New processes that came earlier connect again."""
+        if self.state == FIRST:
+            self.state = LOST
+            self.actor.stand_for_last(process)
+        name, facts = identity(process), process.facts
         number, size = facts.get("last", (-1, 0))
         if self.state == LOST and number > self.number:  # those of an earlier one were not in it
             self.number, self.size, self.survivors, self.members = number, size, set(), {}
-        if self.state == LOST and number == self.number:
-            self.survivors.add(identity(process))
+        is_rank = self.state == LOST and number == self.number
+        if self.closed.pop(name, None) or is_rank:
+            self.survivors.add(name)
         if facts.get("busy"):  # it sends heartbeats, and will report on another connection
-            if self.closed.pop(identity(process), None):
-                self.survivors.add(identity(process))
-            if identity(process) in self.survivors:
+            if name in self.survivors:
                 self.members[process.rank] = process
             else:
-                self.do("close", [process])
+                self.actor.disconnect([process])
         elif facts.get("prepares") and "last" not in facts and self.has_enough():
             self.preparing.append(process)
-            self.do("send", [process], {"prepare": True})
+            self.actor.send_to([process], {"prepare": True})
         else:
             self.waiting.append(process)
             self.form()
 
-    def wait_prepared(self, process: Process) -> None:
+    def prepared(self, process: Process) -> None:
         """A new process has built its run."""
         if process in self.preparing:
             self.preparing.remove(process)
             self.waiting.append(process)
 
-    def have_state(self, process: Process) -> None:
+    def opened(self, process: Process) -> None:
+        """A rank has the state of its generation."""
         process.facts["state"] = self.number
 
-    def need_others(self) -> None:
+    def waits(self) -> None:
+        """The generation cannot train without others."""
         self.needs_others = True
 
-    def leave(self, code: int) -> None:
-        self.code = self.code or code  # only rank 0 may have the job's
+    def left(self, code: int) -> None:
+        """A rank ends with an exit code; only rank 0 may have the job's."""
+        self.code = self.code or code
 
-    def end(self, text: str, author: int | None = None) -> None:
-        """End the generation: its ranks may report to the next one, but not those that are silent,
+    def fails(self, text: str, author: int | None = None) -> None:
+        """The generation ends: its ranks may report to the next one, but not those that are silent,
         nor the author of the fault.
 
         The author ends its process when it gets the answer to its report; it is not told of the end
         before."""
         self.state, self.seconds = ENDED, 0.0
-        kept = {
-            rank: process
-            for rank, process in self.members.items()
-            if rank != author and process.silent < self.silence
-        }
-        self.survivors = set(map(identity, kept.values()))
         others = [x for rank, x in self.members.items() if rank != author]
-        self.do("send", others, {"ended": text})
-        self.do("register", set(range(self.size)) - kept.keys())
+        survivors = [x for x in others if x.silent < self.silence]
+        self.survivors = identities(survivors)
+        self.actor.send_to(others, {"ended": text})
+        self.actor.register(set(range(self.size)) - {x.rank for x in survivors})
 
-    def lose(self, process: Process) -> None:
+    def closes(self, process: Process) -> None:
         """A connection has closed: its process has ended, or connects again."""
         for queue in (self.waiting, self.preparing):
             if process in queue:
                 queue.remove(process)
-        if process in self.members.values():
+        name, was_member = identity(process), process in self.members.values()
+        if was_member:
             del self.members[process.rank]
-            self.closed[identity(process)] = process
+        is_connected = name in identities([*self.members.values(), *self.waiting])
+        if (was_member or name in self.survivors) and not is_connected:
+            self.survivors.discard(name)
+            self.closed[name] = process
             process.silent = 0.0
-            if self.state != TRAINING and identity(process) not in map(identity, self.waiting):
-                self.survivors.discard(identity(process))
-                self.do("register", {process.rank})
+            if self.state != TRAINING:
+                self.actor.register({process.rank})
                 self.form()
 
-    def ask_to_regroup(self, seconds: float) -> None:
-        """Tell the ranks that a process waits to join, once they have trained for a while."""
+    def passes(self, seconds: float) -> None:
+        """Time passes, in which this coordinator has run."""
         self.seconds += seconds
-        self.drop_silent(seconds)
-        known = set(map(identity, self.members.values()))
-        new = [x for x in self.waiting if identity(x) not in known]
+        for process in [*self.waiting, *self.preparing]:
+            process.silent += seconds
+            if process.silent > QUIET + beat_interval(self.launched):  # it is stopped or cut off
+                self.actor.disconnect([process])
+                self.closes(process)
+        if self.state != TRAINING:
+            for process in [*self.members.values(), *self.closed.values()]:
+                process.silent += seconds
+            self.form()
+            return
+        new = [x for x in self.waiting if identity(x) not in self.survivors]
         if not self.members:
             self.refuse("the job ended before this process could join", self.code)
         elif new and (self.needs_others or self.seconds >= self.join_after):
-            self.do("announce", new[0].title)
-
-    def gather(self, seconds: float) -> None:
-        self.seconds += seconds
-        self.drop_silent(seconds)
-        for process in [*self.members.values(), *self.closed.values()]:
-            process.silent += seconds
-        self.form()
+            self.actor.announce(new[0].title)
 
     # Decisions
 
-    def drop_silent(self, seconds: float) -> None:
-        """Drop the processes that wait and are stopped or cut off."""
-        for process in [*self.waiting, *self.preparing]:
-            process.silent += seconds
-            if process.silent > QUIET + beat_interval(self.launched):
-                self.do("close", [process])
-                self.lose(process)
-
     def refuse(self, text: str, code: int) -> None:
-        self.do("send", [*self.waiting, *self.preparing], {"error": text, "code": code})
+        self.actor.send_to([*self.waiting, *self.preparing], {"error": text, "code": code})
         self.waiting, self.preparing = [], []
 
     def form(self) -> None:
         """Form a generation of the waiting processes when all survivors have reported or WINDOW is
         over, if they are enough and have the newest state."""
-        ranks, known = self.survivors | self.closed.keys(), set(map(identity, self.waiting))
-        survivors = [x for x in self.waiting if identity(x) in ranks]
-        have_come = len(survivors) >= self.size if self.state == LOST else self.survivors <= known
-        is_time = have_come or self.seconds >= WINDOW
-        if self.state == TRAINING or not is_time or not self.has_newest_state(known):
+        survivors = [x for x in self.waiting if identity(x) in self.survivors]
+        number = self.size if self.state == LOST else len(self.survivors)
+        is_time = len(survivors) >= number or self.seconds >= WINDOW
+        if self.state == TRAINING or not is_time or not self.has_newest_state():
             return
-        alive = self.size - len(self.closed.keys() - known)
-        has_quorum = 2 * len(self.reachable(survivors)) > alive or not alive or self.is_everyone()
-        if has_quorum and len(self.waiting) >= self.min_processes:
+        if self.has_quorum(survivors) and len(self.waiting) >= self.min_processes:
             joiners = [x for x in self.waiting if x not in survivors]
             ended, self.waiting = list(self.members.values()), []
-            self.train(sorted(survivors, key=lambda x: x.rank) + joiners)
+            self.formed(sorted(survivors, key=lambda x: x.rank) + joiners)
             # A survivor has a new connection; whoever has none is expelled.
-            self.do("admit", list(self.members.values()), ended)
+            self.actor.begin(list(self.members.values()), ended)
         elif not self.preparing and self.seconds > WINDOW + self.join_timeout:
             text = (
                 f"too few processes to continue: {len(self.waiting)}, with {len(survivors)} of the {self.size} before "
@@ -248,61 +215,64 @@ class Machine:
             # 1: a launcher starts it again.
             self.refuse(text, 1 if self.state == LOST else PREEMPTED)
             self.state = OVER
-            self.do("give up")
+            self.actor.give_up()
 
     def has_enough(self) -> bool:
         """Return whether the ranks that are left can train without another process."""
-        is_training = self.state == TRAINING
-        left = len(self.members if is_training else self.survivors)
-        has_quorum = is_training or 2 * left > self.size - len(self.closed)
-        return has_quorum and left >= self.min_processes and not self.needs_others
+        number = len(self.survivors)
+        has_quorum = 2 * number > self.size - len(self.closed)
+        return has_quorum and number >= self.min_processes and not self.needs_others
 
-    def has_newest_state(self, known: Collection[tuple[str, str, int]]) -> bool:
-        """Return whether no other process must be waited for. known: those that wait."""
-        newest = newest_state(self.waiting)
+    def has_quorum(self, survivors: Sequence[Process]) -> bool:
+        """Return whether most of the ranks that may be alive are on this side of a cut network.
+
+        They are the survivors, and ranks on a host from which another process has come: the network
+        was healed after they were declared dead."""
+        alive = self.size - len(self.closed)
+        present = {hosts.key(x.facts) for x in [*self.waiting, *self.preparing]}
+        near = [x for x in self.members.values() if hosts.key(x.facts) in present]
+        return not alive or self.is_everyone() or 2 * len(identities([*survivors, *near])) > alive
+
+    def has_newest_state(self) -> bool:
+        """Return whether no other process must be waited for."""
+        newest, known = newest_state(self.waiting), identities(self.waiting)
         others = [x for x in self.members.values() if identity(x) not in known]
         # One that sends heartbeats has not reported yet: it is waited for, unless its state is older
         # than that of one that waits, as that of a new process is which did not get the state. Or a
         # rank whose connection has ended with the last coordinator has a newer state than all that
         # wait, which know only that it had one.
-        reported = max((x.facts.get("newest", -1) for x in self.waiting), default=-1)
-        may_lack = self.state == LOST and reported > newest and not self.is_everyone()
+        is_known_of = newest_state(self.waiting, "newest") > newest
+        may_lack = self.state == LOST and is_known_of and not self.is_everyone()
         late = [x for x in others if x.silent < WINDOW and identity(x) in self.survivors]
         if self.seconds < LATE and (may_lack or (late and newest_state(late) >= newest)):
             return False
         # One with a newer state may be alive until it has sent no heartbeat for LATE seconds; and
         # may connect again for WINDOW seconds after its connection has closed.
-        closed = [x for x in self.closed.values() if identity(x) not in known and x.silent < WINDOW]
-        ahead = [x for x in others if x.silent < LATE and newest_state([x]) > newest]
+        may_come = [x for x in others if x.silent < LATE]
+        may_come += [x for x in self.closed.values() if x.silent < WINDOW]
+        ahead = [x for x in may_come if newest_state([x]) > newest]
         if ahead and self.seconds > WINDOW and self.waits_for is not ahead[0]:
             self.waits_for = ahead[0]
             process = f"{ahead[0].title}, process {ahead[0].facts['pid']}"
-            self.do(
-                "report",
+            self.actor.report(
                 f"generation {self.number + 1} waits for {process}: it alone may have the newest state",
             )
-        return not ahead and newest_state(closed) <= newest
+        return not ahead
 
     def is_everyone(self) -> bool:
         """Return whether all processes that the job has wait, so that no other one can be alive."""
         return len(self.waiting) >= max(self.size, self.launched)
 
-    def reachable(self, survivors: Sequence[Process]) -> set[tuple[str, str, int]]:
-        """Return the ranks of the ended generation that are on this side of a cut network.
 
-        They are the survivors, and ranks that may be alive on a host from which another process has
-        come: the network was healed after they were declared dead.
-        """
-        present = {hosts.key(x.facts) for x in [*self.waiting, *self.preparing]}
-        ranks = [*survivors, *self.members.values()]
-        return {identity(x) for x in ranks if hosts.key(x.facts) in present}
+def newest_state(processes: Iterable[Process], fact: str = "state") -> int:
+    """Return the newest generation whose state one of these has; -1 if none has any. fact: `newest`,
+    if one knows that another one had it."""
+    return max((x.facts.get(fact, -1) for x in processes), default=-1)
 
 
-def newest_state(processes: Iterable[Process]) -> int:
-    """Return the newest generation whose state one of these has; -1 if none has any."""
-    return max((x.facts.get("state", -1) for x in processes), default=-1)
-
-
-def identity(process: Process) -> tuple[str, str, int]:
-    """Return what a process keeps from generation to generation."""
+def identity(process: Process) -> Identity:
     return *hosts.key(process.facts), process.facts["pid"]
+
+
+def identities(processes: Iterable[Process]) -> set[Identity]:
+    return set(map(identity, processes))

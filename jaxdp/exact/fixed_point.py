@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxdp.errors import UsageError
 from jaxdp.exact.rounding import fusion_barrier, pin
+from jaxdp.precision import at_least_float32
 from jaxdp.split import WHOLE, fit, padded_shape
 
 Tree = Any
@@ -54,16 +55,17 @@ def quantized(
 ) -> Tree:
     """Quantize every leaf. exponents: [leaf]. first: the number of the first leaf's key."""
     leaves, treedef = jax.tree.flatten(tree)
-    keys = [None if key is None else jax.random.fold_in(key, first + i) for i in range(len(leaves))]
-    parts = zip(leaves, exponents, keys)
-    return jax.tree.unflatten(treedef, [quantize(x, e, form, summands, k) for x, e, k in parts])
+    ints = []
+    for number, (x, exponent) in enumerate(zip(leaves, exponents), first):
+        own = None if key is None else jax.random.fold_in(key, number)
+        ints.append(quantize(x, exponent, form, summands, own))
+    return jax.tree.unflatten(treedef, ints)
 
 
 def restored(tree: Tree, exponents: Any, summands: int) -> Tree:
     """Convert the sums of `quantized` back to floats."""
-    leaves, treedef = jax.tree.flatten(tree)
-    parts = zip(leaves, exponents)
-    return jax.tree.unflatten(treedef, [restore(x, e, summands) for x, e in parts])
+    by_leaf = jax.tree.unflatten(jax.tree.structure(tree), exponents)
+    return jax.tree.map(lambda x, exponent: restore(x, exponent, summands), tree, by_leaf)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))  # traced once for each shape
@@ -73,7 +75,7 @@ def quantize(
     """Quantize x [...] to integers [...] of the format's bits (float64 in 32 bits: int64), so that
     `summands` of them sum without overflow. exponent: [], or one of each element [...].
     """
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    x = at_least_float32(x)
     bits = 8 * x.dtype.itemsize if form.bits == 32 else form.bits
     limit, power = limit_of(bits, summands)
     low, high = halves(power - exponent - ZERO, x.dtype)
@@ -109,10 +111,10 @@ def restore_values(x: jax.Array, exponent: jax.Array, summands: int) -> jax.Arra
     of floats.
     """
     finite = restore(x, exponent - ZERO, summands)
-    positive, negative = x % (summands + 1) > 0, x > summands
-    infinite = jnp.where(positive & negative, jnp.nan, jnp.where(negative, -jnp.inf, jnp.inf))
+    positive = jnp.where(x % (summands + 1) > 0, jnp.inf, 0)
+    negative = jnp.where(x > summands, jnp.inf, 0)
     is_finite = exponent <= jnp.finfo(finite.dtype).maxexp
-    return jnp.where(is_finite, finite, infinite.astype(finite.dtype))
+    return jnp.where(is_finite, finite, (positive - negative).astype(finite.dtype))
 
 
 def halves(exponent: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -138,7 +140,7 @@ def exponent_of(x: jax.Array) -> jax.Array:
 def largest_exponent(x: jax.Array, axis: int | None = None) -> jax.Array:
     """Return the least exponent whose power of two exceeds all elements along the axis; above the
     `maxexp` of the dtype if one is not finite."""
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    x = at_least_float32(x)
     info = jnp.finfo(x.dtype)
     bits = jax.lax.bitcast_convert_type(x, f"int{info.bits}")
     size = bits & jnp.iinfo(bits.dtype).max  # the bits of |x|, ordered like the numbers
@@ -191,9 +193,8 @@ def pack(x: jax.Array) -> jax.Array:
     """
     if x.dtype.itemsize >= 4:
         return x
-    signs, lanes = SIGNS[x.dtype.itemsize], 4 // x.dtype.itemsize
-    whole = fit(x, padded_shape(x.shape, x.ndim - 1, lanes))
-    words = jax.lax.bitcast_convert_type(whole.reshape(*x.shape[:-1], -1, lanes), jnp.uint32)
+    signs = SIGNS[x.dtype.itemsize]
+    words = fit(x, padded_shape(x.shape, x.ndim - 1, 4 // x.dtype.itemsize)).view(jnp.uint32)
     return (words ^ signs) - signs
 
 
@@ -202,8 +203,12 @@ def unpack(words: jax.Array, dtype: Any, size: int) -> jax.Array:
     if words.dtype == dtype:
         return words
     signs = SIGNS[jnp.dtype(dtype).itemsize]
-    lanes = jax.lax.bitcast_convert_type((words + signs) ^ signs, dtype)
-    return lanes.reshape(*words.shape[:-1], -1)[..., :size]
+    return ((words + signs) ^ signs).view(dtype)[..., :size]
+
+
+def needed_exponents(tree: Tree) -> jax.Array:
+    """Return the exponent that each leaf needs [leaf]."""
+    return jnp.array([exponent_of(x) for x in jax.tree.leaves(tree)], jnp.int32)
 
 
 def squares_and_bad(tree: Tree, dims: Tree, axis: str, live: jax.Array) -> jax.Array:
@@ -214,29 +219,28 @@ def squares_and_bad(tree: Tree, dims: Tree, axis: str, live: jax.Array) -> jax.A
     most 2^32 of them."""
     leaves = jax.tree.leaves(tree)
     dims = jax.tree.leaves(dims) or [WHOLE] * len(leaves)
-    split = any(d != WHOLE for d in dims)
-    parts = jax.lax.axis_size(axis) if split else 1
-    if sum(x.size * (1 if d == WHOLE else parts) for x, d in zip(leaves, dims)) > ROW**2:
+    axes = axis if any(d != WHOLE for d in dims) else ()  # full leaves need no other device
+    first, parts = jax.lax.axis_index(axes) == 0, jax.lax.axis_size(axes)
+    dtype = jnp.result_type(jnp.float32, *leaves)
+    bad, values, elements = jnp.int32(0), [], 0
+    for x, dim in zip(leaves, dims, strict=True):
+        is_slice = dim != WHOLE
+        elements += x.size * (parts if is_slice else 1)
+        x = x.astype(dtype) if is_slice else jnp.where(first, x.astype(dtype), 0)  # count it once
+        is_finite = jnp.isfinite(x)
+        bad += jnp.sum(~is_finite, dtype=jnp.int32)
+        values.append(jnp.where(is_finite, x, 0))
+    if elements > ROW**2:
         raise UsageError(
             f"parallel.reduction: exact sums squares of at most {ROW**2:,} parameters; use xla or bucket"
         )
-    dtype = jnp.result_type(jnp.float32, *(x.dtype for x in leaves))
-    first = jax.lax.axis_index(axis) == 0 if split else True  # replicated leaves count once
-    leaves = [
-        x.astype(dtype) if d != WHOLE else jnp.where(first, x.astype(dtype), 0)
-        for x, d in zip(leaves, dims)
-    ]
-    bad = sum((jnp.sum(~jnp.isfinite(x), dtype=jnp.int32) for x in leaves), jnp.int32(0))
-    values = [jnp.where(jnp.isfinite(x), x, 0) for x in leaves]
-    needed = jnp.max(jnp.array([exponent_of(x) for x in values], jnp.int32), initial=0)
-    needed = fusion_barrier(jax.lax.pmax(needed, axis) if split else needed, live)
+    needed = jnp.max(needed_exponents(values), initial=0)
+    needed = fusion_barrier(jax.lax.pmax(needed, axes), live)
     unit, size = power_of_two(-needed - ZERO, dtype), power_of_two(needed + ZERO, dtype)
     rows = sum((digits_of(x * unit, live) for x in values), jnp.zeros((), jnp.uint32))
-    if split:
-        rows, bad = jax.lax.psum((rows, bad), axis)
+    rows, bad = jax.lax.psum((rows, bad), axes)
     terms = [x.astype(dtype) * 2.0 ** (-DIGIT * i) for i, x in enumerate(propagate_carries(rows))]
-    squares = sum(terms) * size * size
-    squares = jnp.where((bad > 0) | (needed == NOT_FINITE), jnp.nan, squares)
+    squares = jnp.where((bad > 0) | (needed == NOT_FINITE), jnp.nan, sum(terms) * size * size)
     return fusion_barrier(jnp.stack([squares, bad.astype(dtype)]), live)
 
 

@@ -52,13 +52,11 @@ def _flags() -> str:
     """Return the XLA_FLAGS that `set_flags` sets."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     for name, value in (GPU if gpu_count() else CPU).items():
-        values = [flag.partition("=")[2] for flag in flags if flag.partition("=")[0] == name]
-        if name.endswith(
-            "passes"
-        ):  # repeated flags of this kind add up; for any other flag, the last one wins
-            passes = [one for flag in values for one in flag.split(",")]
-            value = ",".join([*passes, *(one for one in value.split(",") if one not in passes)])
+        others = [flag for flag in flags if flag.partition("=")[0] != name]
+        values = [flag.partition("=")[2] for flag in flags if flag not in others]
+        # Repeated flags of this kind add up; for any other flag, the last one wins.
+        if name.endswith("passes"):
+            value = ",".join(dict.fromkeys(",".join([*values, value]).split(",")))
         if values != [value]:
-            flags = [flag for flag in flags if flag.partition("=")[0] != name]
-            flags.append(f"{name}={value}")
+            flags = [*others, f"{name}={value}"]
     return " ".join(flags)

@@ -24,10 +24,10 @@ from jaxdp.exact.fixed_point import (
     LARGEST,
     NOT_FINITE,
     PER_BIT,
-    exponent_of,
     fits,
     in_bits,
     largest_exponent,
+    needed_exponents,
     pack,
     quantize_values,
     quantized,
@@ -95,11 +95,12 @@ class IntegerSums(FloatSums):
     advice = ELEMENTWISE
 
     def __init__(self, name: str, group: int = 1):
-        self.form, self.group = FORMATS[name], group
-        self.coupled = COUPLED.format(name)
+        self.name, self.form, self.group = name, FORMATS[name], group
 
     def replica(self, plan: Plan, numbers: jax.Array, step: jax.Array) -> Replica:
-        return UnfusedReplica(plan, numbers, opaque_true(step), self.coupled)
+        replica = UnfusedReplica(plan, numbers)
+        replica.live = opaque_true(step)
+        return replica
 
     def over_microbatches(
         self, f: GradFunction, plan: Plan, state: TrainState, batch: Batch, replica: Replica
@@ -225,16 +226,7 @@ class IntegerSums(FloatSums):
 
 
 class UnfusedReplica(ShardedReplica):
-    """A device's part in a step whose blocks, and what is gathered, are computed separately.
-
-    Args:
-        live: from `opaque_true`.
-        coupled: the text of the error for a loss that couples the examples of all microbatches.
-    """
-
-    def __init__(self, plan: Plan, numbers: jax.Array, live: jax.Array, coupled: str):
-        super().__init__(plan, numbers)
-        self.live, self.coupled = live, coupled
+    """A device's part in a step whose blocks, and what is gathered, are computed separately."""
 
     def summed(self, last: bool) -> Tree:
         """Return that no gradients are summed where they are computed: they are no integers yet."""
@@ -247,7 +239,7 @@ class UnfusedReplica(ShardedReplica):
 
     def join(self, tree: Tree) -> Tree:
         """Refuse: a loss over all examples would see those of one microbatch only."""
-        raise UsageError(self.coupled)
+        raise UsageError(COUPLED.format(self.plan.reduction.arithmetic.name))
 
 
 def integers(name: str, bucket_mb: float = 25.0, safe: bool = False, group: int = 1) -> Reduction:
@@ -280,11 +272,6 @@ def remembering(
     return make_state
 
 
-def needed_exponents(grads: Tree) -> jax.Array:
-    """Return the exponent that each leaf needs [leaf]."""
-    return jnp.array([exponent_of(x) for x in jax.tree.leaves(grads)], jnp.int32)
-
-
 def needed_and_bad(grads: Tree, live: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the exponent that each leaf needs [leaf], and the number of elements that are not
     finite."""
@@ -292,8 +279,8 @@ def needed_and_bad(grads: Tree, live: jax.Array) -> tuple[jax.Array, jax.Array]:
     needed = fusion_barrier(needed_exponents(grads), live)
 
     def count() -> jax.Array:
-        is_bad = jax.tree.map(lambda x: ~(jnp.abs(x) < 2.0**LARGEST), grads)
-        return sum((jnp.sum(x, dtype=jnp.int32) for x in jax.tree.leaves(is_bad)), jnp.int32(0))
+        is_bad = [~(jnp.abs(x) < 2.0**LARGEST) for x in jax.tree.leaves(grads)]
+        return sum((jnp.sum(x, dtype=jnp.int32) for x in is_bad), jnp.int32(0))
 
     return needed, jax.lax.cond(jnp.any(needed == NOT_FINITE), count, lambda: jnp.int32(0))
 

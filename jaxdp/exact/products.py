@@ -39,10 +39,10 @@ def lower_on_cpu() -> None:
 def _lower_dot(ctx: Any, lhs: Any, rhs: Any, *, dimension_numbers: Any, **params: Any) -> Any:
     (contracted, _), _ = dimension_numbers
     ndim = ctx.avals_in[0].ndim
+    lower = mlir.lower_fun(_transposed_dot, multiple_results=False)
     if tuple(contracted) == tuple(range(ndim - len(contracted), ndim)):
-        return private_jax.lower_dot(ctx, lhs, rhs, dimension_numbers=dimension_numbers, **params)
-    transposed = functools.partial(_transposed_dot, dimension_numbers=dimension_numbers, **params)
-    return mlir.lower_fun(transposed, multiple_results=False)(ctx, lhs, rhs)
+        lower = private_jax.lower_dot
+    return lower(ctx, lhs, rhs, dimension_numbers=dimension_numbers, **params)
 
 
 def _transposed_dot(
@@ -61,11 +61,11 @@ def _transposed_dot(
     order = (*batch, *free, *contracted)
     if order != tuple(range(lhs.ndim)):
         lhs = lax.optimization_barrier(lax.transpose(lhs, order))
-    first, last = tuple(range(len(batch))), tuple(range(lhs.ndim - len(contracted), lhs.ndim))
-    dimensions = ((last, tuple(rhs_contracted)), (first, tuple(rhs_batch)))
+    first, own = len(batch), len(batch) + len(free)
+    contractions = tuple(range(own, lhs.ndim)), tuple(rhs_contracted)
+    dimensions = contractions, (tuple(range(first)), tuple(rhs_batch))
     y = lax.dot_general_p.bind(lhs, rhs, dimension_numbers=dimensions, **params)
-    own = range(len(batch), len(batch) + len(free))
-    return jnp.moveaxis(y, own, range(-len(free), 0)) if swap else y
+    return jnp.moveaxis(y, range(first, own), range(first - own, 0)) if swap else y
 
 
 def _sum(x: jax.Array, *, axes: Any, **params: Any) -> jax.Array:
@@ -73,22 +73,21 @@ def _sum(x: jax.Array, *, axes: Any, **params: Any) -> jax.Array:
     XLA does.
     """
     first, after = (axes[0], axes[-1] + 1) if axes else (0, 0)
-    rows, columns = (math.prod(x.shape[i:j]) for i, j in ((first, after), (after, x.ndim)))
+    rows, columns = math.prod(x.shape[first:after]), math.prod(x.shape[after:])
     adjacent = tuple(axes) == tuple(range(first, after))
     if not (is_float(x) and adjacent and rows > WINDOW and columns >= WINDOW):
         return lax.reduce(
             x, jnp.zeros((), x.dtype), lambda a, b: lax.add(a, b), axes
         )  # `lax.add` itself would recurse
-    kept, dtype, wide = x.shape[:first], x.dtype, jnp.promote_types(x.dtype, jnp.float32)
-    shape = (*kept, *x.shape[after:])
+    y, wide = x, jnp.promote_types(x.dtype, jnp.float32)
     batched = (((1,), (1,)), ((0,), (0,)))
     while rows > 1:
         block = min(rows, ROWS)
-        x = x.reshape(math.prod(kept), rows, columns)
-        x = fit(x, padded_shape(x.shape, 1, block)).reshape(-1, block, columns)
-        x = lax.dot_general(jnp.ones(x.shape[:2], x.dtype), x, batched, preferred_element_type=wide)
+        y = y.reshape(-1, rows, columns)
+        y = fit(y, padded_shape(y.shape, 1, block)).reshape(-1, block, columns)
+        y = lax.dot_general(jnp.ones(y.shape[:2], y.dtype), y, batched, preferred_element_type=wide)
         rows = -(-rows // block)
-    return x.reshape(shape).astype(dtype)
+    return y.reshape(*x.shape[:first], *x.shape[after:]).astype(x.dtype)
 
 
 def _convolution(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
@@ -106,7 +105,7 @@ def _convolution(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
         w, (*w_spec[2:], w_spec[1], w_spec[0])
     )  # [*window, channel of a group, output channel]
     pads = [(low, high, d - 1) for (low, high), d in zip(params["padding"], params["lhs_dilation"])]
-    if any(any(pad) for pad in pads):  # XLA would not remove an operation that pads nothing
+    if any(map(any, pads)):  # XLA would not remove an operation that pads nothing
         x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *pads, (0, 0, 0)])
     *window, inputs, outputs = w.shape
     out = [like.shape[d] for d in y_spec[2:]]
@@ -144,8 +143,7 @@ def _convolution(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
 
 def _starts(counts: list[int], steps: Any) -> jax.Array:
     """Return the first index of every position, [position, dimension]."""
-    indices = jnp.indices(counts, jnp.int32).reshape(len(counts), math.prod(counts))
-    return indices.T * jnp.asarray(steps, jnp.int32)
+    return jnp.asarray(np.argwhere(np.ones(counts)) * np.asarray(steps), jnp.int32)
 
 
 def _strided(x: jax.Array, start: jax.Array, counts: list[int], strides: Any) -> jax.Array:

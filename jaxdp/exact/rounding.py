@@ -51,9 +51,7 @@ def pin(x: jax.Array, live: jax.Array) -> jax.Array:
     if not is_float(x):
         return x
     bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
-    zero = jax.lax.convert_element_type(jax.lax.bitwise_not(live), bits.dtype)
-    bits = jax.lax.bitwise_xor(bits, jax.lax.broadcast(zero, x.shape))
-    return jax.lax.bitcast_convert_type(bits, x.dtype)
+    return jax.lax.bitcast_convert_type(bits ^ (~live).astype(bits.dtype), x.dtype)
 
 
 def fusion_barrier(tree: Tree, live: jax.Array) -> Tree:
@@ -84,22 +82,21 @@ def scan_unfused(
     number = len(jax.tree.leaves(pieces)[0])
     pieces = jax.tree.map(lambda x: x if len(x) > 1 else jnp.concatenate([x, x]), pieces)
     added, result = jax.eval_shape(f, jax.tree.map(lambda x: x[0], pieces))
-    results = jax.tree.map(lambda x: jnp.zeros((max(2, number), *x.shape), x.dtype), result)
+    rows = jax.tree.map(lambda x: jnp.zeros((max(2, number), *x.shape), x.dtype), result)
 
     def body(i: jax.Array, state: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+        def store(rows, row):
+            return jax.lax.dynamic_update_index_in_dim(rows, row, i, 0)
+
+        total, rows = state
         piece = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), pieces)
         added, result = f(fusion_barrier(piece, live))
-        total = jax.tree.map(jnp.add, state[0], added)
-        return total, jax.tree.map(
-            lambda buffer, x: jax.lax.dynamic_update_index_in_dim(buffer, x, i, 0),
-            state[1],
-            result,
-        )
+        return jax.tree.map(jnp.add, total, added), jax.tree.map(store, rows, result)
 
     with jax.named_scope(f"times_{number}"):
-        start = zeros(added), results
-        total, results = jax.lax.fori_loop(0, jnp.where(live, number, 0), body, start)
-    return total, jax.tree.map(lambda x: x[:number], results)
+        times = jnp.where(live, number, 0)
+        total, rows = jax.lax.fori_loop(0, times, body, (zeros(added), rows))
+    return total, jax.tree.map(lambda x: x[:number], rows)
 
 
 def zeros(tree: Tree) -> Tree:
@@ -114,29 +111,29 @@ def as_written(f: Callable, live: jax.Array) -> Callable:
     Loops and functions mapped over devices are not changed.
     """
 
-    uniform: dict[Any, Any] = {}  # a variable whose entries are all equal -> their value []
+    uniform: set[Any] = set()  # variables whose entries are all equal
 
-    def scalar(x: Any, value: Any) -> Any:
-        """Return the value that all entries have, or None."""
-        return uniform.get(x) if x.aval.shape else jnp.asarray(value, x.aval.dtype)
+    def is_uniform(variable: Any) -> bool:
+        return not variable.aval.shape or variable in uniform
 
     def rule(equation: Any, inputs: list[Any]) -> Sequence[Any] | None:
-        name, outvars = equation.primitive.name, equation.outvars
-        if name in SAME and (value := scalar(equation.invars[0], inputs[0])) is not None:
-            uniform[outvars[0]] = value.astype(outvars[0].aval.dtype)
+        name, operands, outvars = equation.primitive.name, equation.invars, equation.outvars
+        if name in SAME and is_uniform(operands[0]):
+            uniform.add(outvars[0])
         if name == "cond":
-            branches = [
-                lambda *args, inner=inner: evaluate(inner, args, rule)
-                for inner in equation.params["branches"]
-            ]
+            branches = [functools.partial(branch, x) for x in equation.params["branches"]]
             return jax.lax.switch(inputs[0], branches, *inputs[1:])
-        if not outvars or not is_float(outvars[0].aval):
+        if not (outvars and is_float(outvars[0].aval)):
             return None
-        if name == "div" and outvars[0].aval.shape:
-            divisor = scalar(equation.invars[1], inputs[1])
-            return None if divisor is None else [pin(inputs[0] * pin(1 / divisor, live), live)]
         if name in SUMS:
             return fusion_barrier(bind(equation, fusion_barrier(inputs, live)), live)
-        return [pin(bind(equation, inputs)[0], live)] if name in PRODUCTS else None
+        if name in PRODUCTS:
+            return [pin(bind(equation, inputs)[0], live)]
+        if name == "div" and outvars[0].aval.shape and is_uniform(operands[1]):
+            return [pin(inputs[0] * pin(1 / inputs[1], live), live)]
+        return None
 
-    return functools.wraps(f)(lambda *args: interpret(f, args, rule))
+    def branch(jaxpr: Any, *args: Any) -> list[Any]:
+        return evaluate(jaxpr, args, rule)
+
+    return lambda *args: interpret(f, args, rule)

@@ -16,13 +16,10 @@ import numpy as np
 from jax import Array, lax
 
 Part = Any  # an array of NumPy or of JAX
-UINT = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
-def _assign_buffers(arrays: Sequence[Part], as_bytes: bool) -> list[list[int]]:
-    """Return the indices of the arrays in each buffer: all arrays as bytes, else those of one type."""
-    if as_bytes:
-        return [list(range(len(arrays)))] if arrays else []
+def _of_one_type(arrays: Sequence[Part]) -> list[list[int]]:
+    """Return the indices of the arrays of each type."""
     types: dict[Any, list[int]] = {}
     for i, x in enumerate(arrays):
         types.setdefault(x.dtype, []).append(i)
@@ -45,16 +42,11 @@ def pack(arrays: Sequence[Part], rows: int, device: jax.Device, as_bytes: bool) 
     if stays(arrays, device):
         return [jnp.reshape(x, (rows, x.size // rows)) for x in arrays]
     flat = [np.ascontiguousarray(x).reshape(rows, x.size // rows) for x in arrays]
-    if not as_bytes:
-        return [
-            np.concatenate([flat[i] for i in indices], 1)
-            for indices in _assign_buffers(arrays, False)
-        ]
-    if not flat:
-        return []
-    flat = [x.view(np.uint8) for x in flat]
-    padding = -sum(x.shape[1] for x in flat) % 4
-    return [np.concatenate([*flat, np.zeros((rows, padding), np.uint8)], 1).view(np.uint32)]
+    if flat and as_bytes:
+        flat = [x.view(np.uint8) for x in flat]
+        padding = np.zeros((rows, -sum(x.shape[1] for x in flat) % 4), np.uint8)
+        return [np.concatenate([*flat, padding], 1).view(np.uint32)]
+    return [np.concatenate([flat[i] for i in indices], 1) for indices in _of_one_type(flat)]
 
 
 def unpack(
@@ -71,15 +63,15 @@ def unpack(
     if stays(arrays, device):
         return [finish(b, x.shape) for b, x in zip(buffers, arrays)]
     out: list[Part] = [None] * len(arrays)
-    for buffer, indices in zip(buffers, _assign_buffers(arrays, as_bytes)):
+    groups = [range(len(arrays))] if as_bytes else _of_one_type(arrays)
+    for buffer, indices in zip(buffers, groups):
         source, start = np.asarray(buffer), 0
         source = source.view(np.uint8) if as_bytes else source
         for i in indices:
             x = arrays[i]
-            stop = start + x.size // rows * (x.dtype.itemsize if as_bytes else 1)
-            part = source[:, start:stop]
+            stop = start + x.size // rows * (x.itemsize if as_bytes else 1)
+            part, start = source[:, start:stop], stop
             out[i] = finish(np.ascontiguousarray(part).view(x.dtype) if as_bytes else part, x.shape)
-            start = stop
     return out
 
 
@@ -88,20 +80,15 @@ def to_bits(x: Array) -> Array:
     less than 8 bits; a complex x gets a leading dim of size 2."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return jnp.stack([to_bits(x.real), to_bits(x.imag)])
-    if x.dtype == jnp.bool_ or _is_narrow(x.dtype):
-        x = x.astype(jnp.uint8 if x.dtype == jnp.bool_ else jnp.float32)
-    return lax.bitcast_convert_type(x, UINT[x.dtype.itemsize])
+    x = x.astype(jnp.float32) if _is_narrow(x.dtype) else x
+    return x.view(f"uint{8 * x.dtype.itemsize}")
 
 
 def from_bits(bits: Array, dtype: Any) -> Array:
     """Invert `to_bits`."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        return lax.complex(*(lax.bitcast_convert_type(b, jnp.finfo(dtype).dtype) for b in bits))
-    if dtype == jnp.bool_:
-        return bits.astype(dtype)
-    if _is_narrow(dtype):
-        return lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
-    return lax.bitcast_convert_type(bits, dtype)
+        return lax.complex(*bits.view(jnp.finfo(dtype).dtype))
+    return bits.view(jnp.float32).astype(dtype) if _is_narrow(dtype) else bits.view(dtype)
 
 
 def _is_narrow(dtype: Any) -> bool:

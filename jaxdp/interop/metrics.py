@@ -62,14 +62,12 @@ def _mean(terms: list[tuple[float, float]]) -> float:
     is left.
     """
     counted = [(Fraction(weight), value) for weight, value in terms if weight]
-    if not all(math.isfinite(value) for _, value in counted):
-        return sum(value for _, value in counted if not math.isfinite(value))
-    total = sum(weight for weight, _ in counted)
-    return (
-        float(sum(weight * Fraction(value) for weight, value in counted) / total)
-        if counted
-        else math.nan
-    )
+    if not counted:
+        return math.nan
+    if infinite := [value for _, value in counted if not math.isfinite(value)]:
+        return sum(infinite)
+    total = sum(weight * Fraction(value) for weight, value in counted)
+    return float(total / sum(weight for weight, _ in counted))
 
 
 def _weights(weight: Any, structure: Any) -> list[Any]:

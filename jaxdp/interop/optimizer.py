@@ -4,6 +4,7 @@ examples.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from jaxdp.process.caches import cached
 from jaxdp.process.context import joined
 from jaxdp.process.signature import Signature, as_array, compare, described
 from jaxdp.run.strategies import make_reduction
-from jaxdp.split import path_string
+from jaxdp.split import leaves_by_path
 
 Tree = Any
 
@@ -132,7 +133,7 @@ def mean_over_ranks(grads: Tree, weight: Any) -> Tree:
     label = "distributed_optimizer" if weight is None else "distributed_optimizer with weights"
     members = tuple(range(context.size))
     signature = Signature(
-        f"{label} on {_names(grads, structure)}", [described(x) for x in arrays], True, error
+        f"{label} on {_names(structure)}", [described(x) for x in arrays], True, error
     )
     compare(context.rank, members, signature)
     device = kernels.ranks_mesh(members).devices.flat[context.rank]
@@ -157,22 +158,14 @@ def _check_weight(weight: Any) -> None:
             raise UsageError(f"weight: {number} is not a number of examples; give 0 or more")
 
 
-_known_names: dict[Any, str] = {}
-
-
-def _names(tree: Tree, structure: Any) -> str:
+@functools.cache
+def _names(structure: Any) -> str:
     """Return the first names in a tree, and a digest of all: trees of equal shapes may have
     different parameters.
     """
-    if structure not in _known_names:
-        text = ", ".join(
-            path_string(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]
-        )
-        digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-        _known_names[structure] = (
-            f"{text[:60] + '...' if len(text) > 60 else text} (names {digest})"
-        )
-    return _known_names[structure]
+    text = ", ".join(leaves_by_path(structure.unflatten(range(structure.num_leaves))))
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return f"{text[:60] + '...' if len(text) > 60 else text} (names {digest})"
 
 
 @jax.jit

@@ -11,7 +11,7 @@ from jaxdp.interop.collectives import broadcast
 from jaxdp.precision import is_key
 from jaxdp.process import protocol
 from jaxdp.process.context import joined
-from jaxdp.process.signature import as_array, described, native
+from jaxdp.process.signature import described, native
 from jaxdp.split import path_string
 
 Tree = Any
@@ -52,44 +52,34 @@ def _kind(x: Any) -> str:
 
 
 def _bits(name: str, x: Any) -> Any:
-    """Convert x for collectives: a key to its data, and 64-bit numbers to 32-bit words if JAX would
-    truncate them.
+    """Convert x for collectives: a key to its data, and what is no JAX array to its bytes, since
+    JAX would truncate 64-bit numbers.
     """
     if is_key(x):
         return jax.random.key_data(x)
     if isinstance(x, jax.Array):
         return x
     array = native(x)
-    if (
-        isinstance(x, np.ma.MaskedArray)
-        or array.dtype.kind not in "biufcV"
-        or array.dtype.char in "gG"
-    ):  # long doubles
+    is_number = jnp.issubdtype(array.dtype, jnp.number) or array.dtype == bool
+    is_long = array.dtype.char in "gG"  # a long double
+    if isinstance(x, np.ma.MaskedArray) or is_long or not is_number:
         kind = f"{type(x).__name__} of {array.dtype}"
         raise UsageError(
             f"broadcast_parameters: {name!r} is a {kind}; give arrays of the numbers that JAX has"
         )
-    if array.dtype != jax.dtypes.canonicalize_dtype(array.dtype):
-        return array.reshape(-1).view(np.uint32)
-    return as_array(array)
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _from_bits(x: Any, bits: jax.Array) -> Any:
     """Convert received `bits` back to the type and devices of x."""
     if is_key(x):
-        return placed(
-            x, jax.random.wrap_key_data(jnp.asarray(np.asarray(bits)), impl=jax.random.key_impl(x))
-        )
+        data = jnp.asarray(np.asarray(bits))
+        return placed(x, jax.random.wrap_key_data(data, impl=jax.random.key_impl(x)))
     if isinstance(x, jax.Array):
         return placed(x, np.asarray(bits))
     like = np.asarray(x)
-    array = (
-        np.array(bits)
-        .reshape(-1)
-        .view(like.dtype.newbyteorder("="))
-        .astype(like.dtype)
-        .reshape(like.shape)
-    )
+    numbers = np.array(bits).view(like.dtype.newbyteorder("="))
+    array = numbers.astype(like.dtype).reshape(like.shape)
     if isinstance(x, np.ndarray):
         return array
     return array[()] if isinstance(x, np.generic) else array.item()

@@ -2,13 +2,14 @@
 process.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxdp.data.dataset import UNKNOWN, Arrays, Examples, as_dataset, fingerprint
-from jaxdp.data.example_order import order_of
+from jaxdp.data.dataset import UNKNOWN, Arrays, Dataset, Examples, as_dataset, fingerprint
+from jaxdp.data.example_order import ExampleOrder, order_of
 from jaxdp.errors import UsageError
 from jaxdp.process import protocol
 from jaxdp.process.context import joined
@@ -16,36 +17,22 @@ from jaxdp.process.context import joined
 Rows = dict[str, np.ndarray]
 
 
+@dataclasses.dataclass(eq=False)
 class Partition:
-    """This rank's rows of every batch; each iteration is an epoch. Built by `partition_dataset`."""
+    """This rank's rows of every batch; each iteration is an epoch. Built by `partition_dataset`.
 
-    def __init__(
-        self,
-        dataset: Any,
-        batch_size: int,
-        seed: int,
-        shuffle: bool,
-        devices: int | None,
-        sizes: Sequence[float] | None = None,
-    ):
-        context, local = joined(), devices or 1
-        self.dataset = as_dataset(dataset)
-        if hasattr(self.dataset, "widen"):
-            self.dataset.widen()
-        self.form = _form(dataset, self.dataset)
-        if len(self.dataset) >= UNKNOWN:
-            raise UsageError(
-                "dataset: a stream needs a size to be partitioned by epoch; give Stream(..., size=N)"
-            )
-        self.order = order_of(self.dataset, batch_size, context.size * local, seed, shuffle)
-        self.numbers = context.rank * local + np.arange(local)
-        self.per_device = devices is not None
-        self.share = (
-            None
-            if sizes is None
-            else check_sizes(sizes, context.size, batch_size)[context.rank :][:2]
-        )
-        self.epoch = 0
+    form: see `_form`. numbers: of this rank's parts of a batch, among those of all ranks.
+    per_device: a batch is split over the rank's devices. share: the fractions of a batch where this
+    rank's part begins and ends; None: it gets equal parts. epoch: of the next iteration.
+    """
+
+    dataset: Dataset
+    form: Callable[[Rows], Any]
+    order: ExampleOrder
+    numbers: np.ndarray
+    per_device: bool
+    share: np.ndarray | None
+    epoch: int = 0
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch, the same on every rank."""
@@ -66,12 +53,11 @@ class Partition:
             first, last = np.round(self.share * len(batch)).astype(int)
             return self._read(batch[first:last], batch)
         indices, mask = self.order.rows(step, self.numbers)
-        if self.per_device:
-            rows = self.dataset.read(indices.reshape(-1))
-            return self.form(
-                {key: x.reshape(*indices.shape, *x.shape[1:]) for key, x in rows.items()}
-            ), mask
-        return self._read(indices[mask], indices[0])
+        if not self.per_device:
+            return self._read(indices[mask], indices[0])
+        rows = self.dataset.read(indices.reshape(-1))
+        by_device = {key: x.reshape(*indices.shape, *x.shape[1:]) for key, x in rows.items()}
+        return self.form(by_device), mask
 
     def _read(self, local: np.ndarray, batch: np.ndarray) -> Any:
         # never read zero rows from a dataset
@@ -118,28 +104,37 @@ def partition_dataset(
         raise UsageError(f"devices: {devices} is not positive; set it to jax.local_device_count()")
     if devices is not None and sizes is not None:
         raise UsageError("sizes: the devices of a rank have equal shares; give sizes or devices")
-    partition = Partition(dataset, batch_size, seed, shuffle, devices, sizes)
-    first = {
-        k: f"{x.dtype}{list(x.shape[1:])}"
-        for k, x in sorted(partition.dataset.read(np.zeros(1, np.int64)).items())
-    }
+    context, local, share = joined(), devices or 1, None
+    source = as_dataset(dataset)
+    if hasattr(source, "widen"):
+        source.widen()
+    form = _form(dataset, source)
+    if len(source) >= UNKNOWN:
+        raise UsageError(
+            "dataset: a stream needs a size to be partitioned by epoch; give Stream(..., size=N)"
+        )
+    order = order_of(source, batch_size, context.size * local, seed, shuffle)
+    if sizes is not None:
+        share = check_sizes(sizes, context.size, batch_size)[context.rank :][:2]
     facts = {
-        "examples": len(partition.dataset),
-        "an example": first,
+        "examples": len(source),
+        "an example": {
+            name: f"{x.dtype}{list(x.shape[1:])}"
+            for name, x in sorted(source.read(np.zeros(1, np.int64)).items())
+        },
         "batch_size": batch_size,
         "seed": seed,
         "shuffle": shuffle,
         "devices": devices,
         "sizes": None if sizes is None else [*map(float, sizes)],
     }
-    if isinstance(
-        partition.dataset, Arrays
-    ):  # another data set may augment its examples when they are read
-        facts["the arrays' fingerprint"] = fingerprint(partition.dataset)
-    joined().check_same(
+    if isinstance(source, Arrays):  # another data set may augment its examples when they are read
+        facts["the arrays' fingerprint"] = fingerprint(source)
+    context.check_same(
         "partition_dataset", {k: str(v) for k, v in facts.items()}, protocol.default_timeout()
     )
-    return partition
+    numbers = context.rank * local + np.arange(local)
+    return Partition(source, form, order, numbers, devices is not None, share)
 
 
 def check_epoch(epoch: int) -> int:

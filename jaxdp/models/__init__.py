@@ -40,6 +40,8 @@ def as_model(target: Any) -> Any:
     name = getattr(target, "__name__", type(target).__name__)
     if isinstance(target, Model):
         return target
+    if isinstance(target, type) and issubclass(target, linen.Module):
+        target = target()
     if isinstance(target, linen.Module):
         return bind_axes(from_linen(target))
     if is_pair(target):
@@ -49,8 +51,6 @@ def as_model(target: Any) -> Any:
             f"model: got an initialized {name}; pass the class (or a factory that takes rngs: nnx.Rngs, or key with "
             "Equinox), so that its weights follow `seed`"
         )
-    if isinstance(target, type) and issubclass(target, linen.Module):
-        return bind_axes(from_linen(target()))
     if not callable(target):
         raise UsageError(f"model: {name} is not a model; {USABLE}")
     if "key" in parameters(target) and "rngs" not in parameters(target):
@@ -78,7 +78,9 @@ def is_module(target: Any) -> bool:
     """Return True for an initialized Flax NNX or Equinox module."""
     from flax import nnx
 
+    if isinstance(target, nnx.Module):
+        return True
     equinox = sys.modules.get(
         "equinox"
-    )  # if it was never imported, `target` cannot be one of its modules
-    return isinstance(target, (nnx.Module, equinox.Module) if equinox else nnx.Module)
+    )  # if it was never imported, `target` is none of its modules
+    return equinox is not None and isinstance(target, equinox.Module)

@@ -51,7 +51,8 @@ class Attention(nnx.Module):
         )
         if turn is not None:
             query, key = rotate(query, turn), rotate(key, turn)
-        outputs = self.attend(query, key, value, segments)
+        mask = None if segments is None else same(segments)
+        outputs = self.attend(query, key, value, mask)
         return self.back(outputs.reshape(x.shape))
 
 
@@ -75,25 +76,27 @@ def rotate(x: jax.Array, turn: Rotation) -> jax.Array:
     ).astype(x.dtype)
 
 
+# The implementations below take query, key and value like `softmax`, and the mask of `same`; None:
+# all tokens share a segment.
+
+
 def full(
-    query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None = None
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None = None
 ) -> jax.Array:
     """Compute `softmax` attention over all tokens of the same segment."""
-    return softmax(query, key, value, None if segments is None else same(segments)[:, None])
+    return softmax(query, key, value, None if mask is None else mask[:, None])
 
 
 def causal(
-    query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None = None
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None = None
 ) -> jax.Array:
     """Compute `softmax` attention over each token and the tokens before it in the same segment."""
-    mask = jnp.asarray(np.tri(query.shape[1], dtype=bool))
-    if segments is not None:
-        mask = mask & same(segments)[:, None]
-    return softmax(query, key, value, mask)
+    before = jnp.asarray(np.tri(query.shape[1], dtype=bool))
+    return softmax(query, key, value, before if mask is None else before & mask[:, None])
 
 
 def fused(
-    query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None = None
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None = None
 ) -> jax.Array:
     """Compute `causal` attention by cuDNN's fused kernel, which never stores all scores (Dao et
     al., arXiv 2205.14135). Raises UsageError unless the query is bfloat16 on an NVIDIA GPU."""
@@ -102,22 +105,21 @@ def fused(
             f"model.args.attention: 'cudnn' needs bfloat16 on an NVIDIA GPU, not {query.dtype} on "
             f"{jax.default_backend()}; use xla, or precision.compute: bfloat16"
         )
-    mask = None if segments is None else same(segments)
     return jax.nn.dot_product_attention(
         query, key, value, mask=mask, is_causal=True, implementation="cudnn"
     )
 
 
 def either(
-    query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None = None
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None = None
 ) -> jax.Array:
     """Compute `fused` attention for bfloat16 on an NVIDIA GPU if its kernel supports the arrays,
     else `causal`.
     """
     if query.dtype == jnp.bfloat16 and jax.default_backend() == "gpu":
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
-            return fused(query, key, value, segments)
-    return causal(query, key, value, segments)
+            return fused(query, key, value, mask)
+    return causal(query, key, value, mask)
 
 
 def softmax(
@@ -154,7 +156,7 @@ def shares(scores: jax.Array) -> jax.Array:
 
 
 @shares.defjvp
-def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+def _(primals, tangents):
     weights, (change,) = shares(*primals), tangents
     return weights, weights * (change - jnp.sum(weights * change, -1, keepdims=True))
 

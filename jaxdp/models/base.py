@@ -29,7 +29,8 @@ from jaxdp.logits import wide
 from jaxdp.precision import cast_floats
 from jaxdp.split import path_string
 
-CARRY = "carry"
+PARAMS, STATE, CARRY = "params", "state", "carry"
+Batch = dict[str, jax.Array]  # of a microbatch: [example, ...]
 TRAINING = (
     "train",
     "training",
@@ -157,22 +158,22 @@ def bind_axes(model: Model) -> Model:
     def bound(f: Callable) -> Callable:
         @functools.wraps(f)
         def call(*args: Any, **more: Any) -> Any:
-            run = f
-            for name in axes:
-                run = _inside(name, run)
-            try:
-                return run(*args, **more)
-            except NameError as error:
-                name = named(UNBOUND, error)
-                if name in MESH:
-                    raise UsageError(
-                        f"model: it uses the axis {name!r} of the device mesh; use 'batch' instead, for statistics per "
-                        "microbatch"
-                    ) from error
-                if not name or name in axes:
-                    raise
-            axes.append(name)
-            return call(*args, **more)
+            while True:
+                run = f
+                for name in axes:
+                    run = _inside(name, run)
+                try:
+                    return run(*args, **more)
+                except NameError as error:
+                    unbound = named(UNBOUND, error)
+                    if unbound in MESH:
+                        raise UsageError(
+                            f"model: it uses the axis {unbound!r} of the device mesh; use 'batch' instead, for "
+                            "statistics per microbatch"
+                        ) from error
+                    if not unbound or unbound in axes:
+                        raise
+                axes.append(unbound)
 
         return call
 
@@ -195,9 +196,7 @@ def _inside(name: str, f: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def rehearse(
-    apply: Callable, params: Any, model_state: Any, batch: dict[str, Any], key: jax.Array
-) -> None:
+def rehearse(apply: Callable, params: Any, model_state: Any, batch: Batch, key: jax.Array) -> None:
     """Trace a training call of `Model.apply` once, to discover the axes and RNG streams that it
     uses before the real trace, which then reports the error if there is one."""
     dtypes = (jnp.asarray(x).dtype for x in batch.values())
@@ -216,32 +215,37 @@ def rehearse(
         pass
 
 
-def for_each_example(carry: Any, batch: dict[str, Any]) -> Any:
-    """Broadcast carry declared for one example [...] to [example, ...]."""
-    examples = len(next(iter(batch.values())))
-    return jax.tree.map(lambda x: jnp.broadcast_to(x, (examples, *x.shape)), carry)
-
-
-def nest(pairs: Iterable[tuple[Sequence[Any], Any]]) -> dict[str, Any]:
-    """Convert (path, value) pairs to nested dicts. Raises UsageError for keys that are equal as
-    texts, as 0 and "0".
+def nest(pairs: Iterable[tuple[Sequence[Any], Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return (params, model_state) as nested dicts, of pairs (path, value). A path starts with
+    PARAMS or STATE. Raises UsageError for paths that are equal as texts, as those of 0 and "0".
     """
     flat: dict[tuple[str, ...], Any] = {}
     for path, value in pairs:
         names = tuple(map(str, path))
         if names in flat:
             raise UsageError(
-                f"model: 2 of its arrays have the path {'/'.join(names)!r}; rename all but one"
+                f"model: 2 of its arrays have the path {'/'.join(names[1:])!r}; rename all but one"
             )
         flat[names] = value
-    return unflatten_dict(flat)
+    tree = unflatten_dict(flat)
+    return tree.get(PARAMS, {}), tree.get(STATE, {})
 
 
-def at(tree: dict[str, Any], path: Sequence[Any]) -> Any:
-    """Return the value at a path in nested dicts."""
+def at(path: Sequence[Any], params: Any, model_state: Any) -> Any:
+    """Return the value at a path, as in `nest`."""
+    value = {PARAMS: params, STATE: model_state}
     for part in path:
-        tree = tree[str(part)]
-    return tree
+        value = value[str(part)]
+    return value
+
+
+def for_each_example(model_state: dict[str, Any], batch: Batch) -> dict[str, Any]:
+    """Broadcast the carry, declared for one example [...], to [example, ...]."""
+    if CARRY not in model_state:
+        return model_state
+    examples = len(next(iter(batch.values())))
+    carry = jax.tree.map(lambda x: jnp.broadcast_to(x, (examples, *x.shape)), model_state[CARRY])
+    return model_state | {CARRY: carry}
 
 
 def keep_dtypes(old: Any, new: Any) -> Any:

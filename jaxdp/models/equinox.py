@@ -5,18 +5,28 @@ arrays by path.
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
 from jaxdp.errors import UsageError
-from jaxdp.models.base import CARRY, Model, at, call_arguments, for_each_example, keep_dtypes, nest
+from jaxdp.models.base import (
+    CARRY,
+    PARAMS,
+    STATE,
+    Model,
+    at,
+    call_arguments,
+    for_each_example,
+    keep_dtypes,
+    nest,
+)
 from jaxdp.precision import is_key
 
 AXIS = "batch"  # the vmapped axis over a microbatch's examples, unless a BatchNorm names another
-PARAMS, STATE = "params", "state"
+Path = tuple[str, ...]
 
 
 class Carry(eqx.Module):
@@ -51,31 +61,22 @@ def from_equinox(make: Callable[..., Any]) -> Model:
             f"model: {name} has state, but its __call__ does not take it; add the argument state"
         )
     structure = jax.tree.structure((eqx.filter(module, is_array), state))
+    paths = [path for path, _ in leaves]
+    # The dim of the examples in each array: only carry has one.
+    example_dims = [0 if is_carry(path) else None for path in paths]
 
-    def fill(values: Any, train: bool) -> tuple[Any, eqx.nn.State]:
+    def fill(values: list[Any], train: bool) -> tuple[Any, eqx.nn.State]:
         """Return (the module, its state) with these values of its arrays, in leaf order."""
         arrays, state = jax.tree.unflatten(structure, values)
         return eqx.combine(arrays, eqx.nn.inference_mode(module, not train)), state
 
-    def read(params: Any, model_state: Any, leaf: Leaf) -> Any:
-        return at(params if leaf.kind == PARAMS else model_state, leaf.path)
+    def init(key, batch):
+        params, model_state = nest(leaves_of(*build(make, key)))
+        return params, for_each_example(model_state, batch)
 
-    def init(key: jax.Array, batch: dict[str, jax.Array]) -> tuple[Any, Any]:
-        params, model_state = nested(leaves_of(*build(make, key)))
-        if CARRY in model_state:
-            model_state[CARRY] = for_each_example(model_state[CARRY], batch)
-        return params, model_state
-
-    def apply(
-        params: Any, model_state: Any, batch: dict[str, jax.Array], key: jax.Array, train: bool
-    ) -> tuple[Any, Any]:
-        values = {i: read(params, model_state, leaf) for i, leaf in enumerate(leaves)}
-        carry = {i: x for i, x in values.items() if leaves[i].kind == CARRY}
-
-        def run_example(
-            example: dict[str, jax.Array], row: jax.Array, carry: dict[int, jax.Array]
-        ) -> tuple[Any, dict[int, jax.Array], dict[int, jax.Array]]:
-            called, state = fill((values | carry).values(), train)
+    def apply(params, model_state, batch, key, train):
+        def run_example(example, row, values):
+            called, state = fill(values, train)
             entries = {**example, "state": state} if takes_state else example
             example_key = jax.random.fold_in(key, row)
             args, kwargs = call_arguments(called.__call__, entries, train, example_key)
@@ -83,14 +84,14 @@ def from_equinox(make: Callable[..., Any]) -> Model:
             if takes_state and not has_state(result):
                 raise UsageError(f"model: {name} takes state, so it must return (outputs, state)")
             outputs, state = result if takes_state else (result, state)
-            new = dict(enumerate(jax.tree.leaves((eqx.filter(called, is_array), state))))
-            shared = {i: x for i, x in new.items() if i not in carry}
-            return outputs, shared, {i: new[i] for i in carry}
+            return outputs, jax.tree.leaves((eqx.filter(called, is_array), state))
 
         rows = jnp.arange(len(next(iter(batch.values()))))
-        run_batch = jax.vmap(run_example, out_axes=(0, None, 0), axis_name=axis)
+        run_batch = jax.vmap(
+            run_example, in_axes=(0, 0, example_dims), out_axes=(0, example_dims), axis_name=axis
+        )
         try:
-            outputs, shared, carry = run_batch(batch, rows, carry)
+            outputs, values = run_batch(batch, rows, [at(p, params, model_state) for p in paths])
         except ValueError as error:
             if "out_axes" not in str(error):
                 raise
@@ -98,20 +99,17 @@ def from_equinox(make: Callable[..., Any]) -> Model:
                 f"model: the state of {name} differs from example to example; average it with jax.lax.pmean(..., "
                 f"{axis!r}), or declare it as jaxdp.models.equinox.Carry"
             ) from None
-        new = shared | carry
-        _, new_state = nested([leaf._replace(value=new[i]) for i, leaf in enumerate(leaves)])
+        _, new_state = nest(zip(paths, values, strict=True))
         return outputs, keep_dtypes(model_state, new_state)
 
-    def traced(
-        params: Any, model_state: Any, batch: dict[str, jax.Array], key: jax.Array, train: bool
-    ) -> tuple[Any, Any]:
+    def traced(params, model_state, batch, key, train):
         call = functools.partial(apply, train=train)
         return trace_off_mesh(call, params, model_state, batch, key)
 
-    def trained(params: Any, model_state: Any) -> Any:
+    def trained(params, model_state):
         values = [
-            jnp.zeros_like(leaf.value) if leaf.kind == CARRY else read(params, model_state, leaf)
-            for leaf in leaves
+            jnp.zeros_like(x) if is_carry(path) else at(path, params, model_state)
+            for path, x in leaves
         ]
         filled = fill(values, train=False)
         return filled if stateful else filled[0]
@@ -146,18 +144,9 @@ def trace_off_mesh(f: Callable[..., Any], *args: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(result), map(jnp.asarray, values))
 
 
-class Leaf(NamedTuple):
-    """An array of a module or its state; path: in the parameters, or in the model state; kind:
-    PARAMS, STATE, or CARRY."""
-
-    path: tuple[str, ...]
-    value: Any
-    kind: str
-
-
-def leaves_of(module: Any, state: eqx.nn.State) -> list[Leaf]:
-    """Return the arrays of the module, then those of its state, in leaf order. Raises UsageError
-    for a random key.
+def leaves_of(module: Any, state: eqx.nn.State) -> list[tuple[Path, Any]]:
+    """Return (path, array) of the arrays of the module, then of those of its state, in leaf order;
+    paths are those of `nest`. Raises UsageError for a random key.
     """
     leaves = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(eqx.filter(module, is_array)):
@@ -167,24 +156,23 @@ def leaves_of(module: Any, state: eqx.nn.State) -> list[Leaf]:
                 f"model: {name} stores a random key; use the argument key of __call__ instead"
             )
         kind = PARAMS if jnp.issubdtype(leaf.dtype, jnp.inexact) else STATE
-        leaves.append(Leaf(names(path), leaf, kind))
+        leaves.append(((kind, *names(path)), leaf))
 
     def is_state(x):
         return isinstance(x, Carry | eqx.nn.StateIndex)
 
     for path, node in jax.tree_util.tree_leaves_with_path(module, is_leaf=is_state):
         if is_state(node):
-            kind, index = (CARRY, node.index) if isinstance(node, Carry) else (STATE, node)
-            start = (CARRY, *names(path)) if kind == CARRY else names(path)
-            inner = jax.tree_util.tree_leaves_with_path(state.get(index))
-            leaves += [Leaf((*start, *names(more)), leaf, kind) for more, leaf in inner]
+            of_example = isinstance(node, Carry)
+            start = (STATE, CARRY) if of_example else (STATE,)
+            value = state.get(node.index if of_example else node)
+            for more, leaf in jax.tree_util.tree_leaves_with_path(value):
+                leaves.append(((*start, *names(path), *names(more)), leaf))
     return leaves
 
 
-def nested(leaves: list[Leaf]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (the parameters, the model state) as nested dicts."""
-    params = nest((x.path, x.value) for x in leaves if x.kind == PARAMS)
-    return params, nest((x.path, x.value) for x in leaves if x.kind != PARAMS)
+def is_carry(path: Path) -> bool:
+    return path[:2] == (STATE, CARRY)
 
 
 def is_array(leaf: Any) -> bool:
@@ -196,7 +184,7 @@ def has_state(result: Any) -> bool:
     return isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], eqx.nn.State)
 
 
-def names(path: Any) -> tuple[str, ...]:
+def names(path: Any) -> Path:
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 

@@ -34,15 +34,13 @@ def from_functions(init: Callable, apply: Callable) -> Model:
             )
         return result
 
-    def init_(key: jax.Array, batch: dict[str, Any]) -> tuple[Any, Any]:
+    def init_(key, batch):
         args, kwargs = call_arguments(functools.partial(init, key), batch, False, key)
         params, state = as_pair("init", init(key, *args, **kwargs), "params")
         rehearse(apply_, params, state, batch, key)
         return params, state
 
-    def apply_(
-        params: Any, model_state: Any, batch: dict[str, Any], key: jax.Array, train: bool
-    ) -> tuple[Any, Any]:
+    def apply_(params, model_state, batch, key, train):
         entries = batch | {"state": model_state} if stateful else batch
         args, kwargs = call_arguments(functools.partial(apply, params), entries, train, key)
         outputs, state = as_pair("apply", apply(params, *args, **kwargs), "outputs")
@@ -53,7 +51,7 @@ def from_functions(init: Callable, apply: Callable) -> Model:
             )
         return outputs, keep_dtypes(model_state, state)
 
-    def trained(params: Any, state: Any) -> Any:
+    def trained(params, state):
         return functools.partial(apply, params, **({"state": state} if stateful else {}))
 
     return Model(init_, apply_, module=trained)

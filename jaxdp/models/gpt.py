@@ -13,13 +13,20 @@ from jaxdp.cpu import product
 from jaxdp.errors import UsageError, check_one_of, check_sizes
 from jaxdp.logits import Logits, wide
 from jaxdp.models.attention import ATTENTION, Attention, Rotation, rotation
-from jaxdp.models.layers import make_dropout, require, require_text, require_tokens
+from jaxdp.models.layers import (
+    make_dropout,
+    require,
+    require_divisible,
+    require_text,
+    require_tokens,
+)
 from jaxdp.models.nnx import Blocks
 from jaxdp.models.normalization import LayerNorm, RMSNorm
 
 DEVIATION = 0.02  # of initial weights, except the projections into the residual stream
 WEIGHTS = nnx.initializers.normal(DEVIATION)
 EPSILON = 1e-5  # of a norm
+linear = functools.partial(nnx.Linear, kernel_init=WEIGHTS, dot_general=product)
 
 
 class GPT(nnx.Module):
@@ -74,11 +81,11 @@ class GPT(nnx.Module):
         rngs: nnx.Rngs,
     ):
         check_one_of("model.args.norm", norm, NORMS)
-        check_one_of("model.args.mlp", mlp, MLPS)
+        check_one_of("model.args.mlp", mlp, ("gelu", "swiglu"))
         check_one_of("model.args.positions", positions, ("learned", "rotary"))
         check_one_of("model.args.attention", attention, ATTENTION)
         kv_heads = heads if kv_heads is None else kv_heads
-        hidden = MLPS[mlp].hidden(dim) if hidden is None else hidden
+        hidden = default_hidden(mlp, dim) if hidden is None else hidden
         check_sizes(
             "model.args",
             num_classes=num_classes,
@@ -89,27 +96,17 @@ class GPT(nnx.Module):
             hidden=hidden,
             vocabulary_multiple=vocabulary_multiple,
         )
-        require(
-            epsilon >= 0, "epsilon", epsilon, f"is negative; make it at least 0, such as {EPSILON}"
-        )
+        problem = f"is negative; make it at least 0, such as {EPSILON}"
+        require(epsilon >= 0, "epsilon", epsilon, problem)
         require_text(input_shape)
         require(
             input_shape[0] >= 1, "input_shape", input_shape, "is too short; it must be at least 1"
         )
-        require(dim % heads == 0, "dim", dim, f"does not divide by heads: {heads}; change either")
-        require(
-            heads % kv_heads == 0,
-            "heads",
-            heads,
-            f"does not divide by kv_heads: {kv_heads}; change either",
-        )
+        require_divisible("dim", dim, "heads", heads)
+        require_divisible("heads", heads, "kv_heads", kv_heads)
         width, rotary = dim // heads, positions == "rotary"
-        require(
-            not rotary or width % 2 == 0,
-            "heads",
-            heads,
-            f"of {width} dims cannot rotate by pairs; change it",
-        )
+        problem = f"of {width} dims cannot rotate by pairs; change it"
+        require(not rotary or width % 2 == 0, "heads", heads, problem)
 
         options = {"use_bias": bias} if norm == "layer" else {}
         make_norm = functools.partial(NORMS[norm], dim, epsilon=epsilon, **options)
@@ -122,7 +119,7 @@ class GPT(nnx.Module):
                 layers,
                 ATTENTION[attention],
                 make_norm,
-                MLPS[mlp],
+                swiglu=mlp == "swiglu",
                 kv_heads=kv_heads,
                 rotary=rotary,
                 bias=bias,
@@ -136,19 +133,10 @@ class GPT(nnx.Module):
             None if rotary else nnx.Param(WEIGHTS(rngs(), (*input_shape, dim), jnp.float32))
         )
         self.dropout = make_dropout(dropout, rngs)
-        self.blocks = (
-            Blocks(block, layers, rngs=rngs)
-            if scan
-            else Chain([block(rngs) for _ in range(layers)])
-        )
+        make_blocks = Blocks if scan else Chain
+        self.blocks = make_blocks(block, layers, rngs=rngs)
         self.norm = make_norm(rngs=rngs)
-        self.head = (
-            None
-            if tied
-            else nnx.Linear(
-                dim, rows, use_bias=False, kernel_init=WEIGHTS, dot_general=product, rngs=rngs
-            )
-        )
+        self.head = None if tied else linear(dim, rows, use_bias=False, rngs=rngs)
         self.width, self.base, self.classes = width, rotary_base, num_classes
 
     def __call__(self, tokens: jax.Array, segments: jax.Array | None = None) -> Logits:
@@ -188,28 +176,26 @@ class Block(nnx.Module):
         layers: int,
         attend: Callable,
         make_norm: Callable[..., nnx.Module],
-        mlp: Callable[..., nnx.Module],
         *,
+        swiglu: bool = False,
         kv_heads: int | None = None,
         rotary: bool = False,
         bias: bool = True,
         dropout: float = 0.0,
         rngs: nnx.Rngs,
     ):
-        linear = functools.partial(
-            nnx.Linear, use_bias=bias, kernel_init=WEIGHTS, dot_general=product
-        )
         into_stream = nnx.initializers.normal(DEVIATION / math.sqrt(2 * layers))
-        back = functools.partial(linear, kernel_init=into_stream)
+        biased = functools.partial(linear, use_bias=bias)
+        back = functools.partial(biased, kernel_init=into_stream)
         # Without rotation, a key bias shifts all scores of a query equally, which softmax cancels:
         # its gradient would be rounding noise, which Adam scales up to full steps.
-        key = linear if rotary else functools.partial(linear, use_bias=False)
+        key = functools.partial(linear, use_bias=bias and rotary)
         self.norm1 = make_norm(rngs=rngs)
         self.attention = Attention(
-            dim, heads, kv_heads or heads, linear, key, back, attend, rngs=rngs
+            dim, heads, kv_heads or heads, biased, key, back, attend, rngs=rngs
         )
         self.norm2 = make_norm(rngs=rngs)
-        self.mlp = mlp(dim, hidden, linear, back, rngs=rngs)
+        self.mlp = MLP(dim, hidden, biased, back, swiglu, rngs)
         self.dropout = make_dropout(dropout, rngs)
 
     def __call__(
@@ -222,8 +208,8 @@ class Block(nnx.Module):
 class Chain(nnx.Module):
     """A chain of modules like `Blocks`, but with separate, unstacked variables."""
 
-    def __init__(self, modules: Sequence[nnx.Module]):
-        self.modules = nnx.List(modules)
+    def __init__(self, make: Callable[[nnx.Rngs], nnx.Module], count: int, *, rngs: nnx.Rngs):
+        self.modules = nnx.List([make(rngs) for _ in range(count)])
 
     def __call__(self, x: jax.Array, *args: Any) -> jax.Array:
         for module in self.modules:
@@ -231,33 +217,24 @@ class Chain(nnx.Module):
         return x
 
 
-class GELU(nnx.Module):
-    """The MLP back(gelu(up(x)))."""
+class MLP(nnx.Module):
+    """back(gelu(up(x))), or SwiGLU (Shazeer, arXiv 2002.05202): back(silu(gate(x)) up(x))."""
 
-    def __init__(self, dim: int, hidden: int, linear: Callable, back: Callable, *, rngs: nnx.Rngs):
+    def __init__(
+        self, dim: int, hidden: int, linear: Callable, back: Callable, swiglu: bool, rngs: nnx.Rngs
+    ):
+        self.gate = linear(dim, hidden, rngs=rngs) if swiglu else None
         self.up, self.back = linear(dim, hidden, rngs=rngs), back(hidden, dim, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.back(nnx.gelu(self.up(x)))
-
-    @staticmethod
-    def hidden(dim: int) -> int:
-        return 4 * dim
-
-
-class SwiGLU(nnx.Module):
-    """The MLP back(silu(gate(x)) up(x)) (Shazeer, arXiv 2002.05202)."""
-
-    def __init__(self, dim: int, hidden: int, linear: Callable, back: Callable, *, rngs: nnx.Rngs):
-        self.gate, self.up = linear(dim, hidden, rngs=rngs), linear(dim, hidden, rngs=rngs)
-        self.back = back(hidden, dim, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.gate is None:
+            return self.back(nnx.gelu(self.up(x)))
         return self.back(nnx.silu(self.gate(x)) * self.up(x))
 
-    @staticmethod
-    def hidden(dim: int) -> int:
-        return -(-8 * dim // 768) * 256
+
+def default_hidden(mlp: str, dim: int) -> int:
+    """Return the width of an MLP between its products."""
+    return -(-8 * dim // 768) * 256 if mlp == "swiglu" else 4 * dim
 
 
 def look_up(embedding: jax.Array, tokens: jax.Array, classes: int) -> jax.Array:
@@ -274,4 +251,3 @@ def look_up(embedding: jax.Array, tokens: jax.Array, classes: int) -> jax.Array:
 
 
 NORMS: dict[str, Callable] = {"layer": LayerNorm, "rms": RMSNorm}
-MLPS: dict[str, Any] = {"gelu": GELU, "swiglu": SwiGLU}

@@ -20,6 +20,12 @@ def require(fits: bool, argument: str, value: Any, problem: str) -> None:
         raise UsageError(f"model.args.{argument}: {value!r} {problem}")
 
 
+def require_divisible(argument: str, value: int, other: str, divisor: int) -> None:
+    """Raise UsageError unless an argument of a model divides by another one."""
+    problem = f"does not divide by {other}: {divisor}; change either"
+    require(value % divisor == 0, argument, value, problem)
+
+
 def require_image(shape: Sequence[int]) -> None:
     """Raise UsageError unless the shape of an example is that of an image with channels."""
     require(

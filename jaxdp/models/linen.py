@@ -26,22 +26,11 @@ def from_linen(module: linen.Module) -> Model:
     sown: set[tuple[str, str]] = set()
 
     def keys(key: jax.Array, names: set[str]) -> dict[str, jax.Array]:
-        def number(name):
-            return 1 if name == "dropout" else zlib.crc32(name.encode())
+        numbers = {name: zlib.crc32(name.encode()) for name in names} | {"dropout": 1}
+        folded = {name: jax.random.fold_in(key, numbers[name]) for name in sorted(names)}
+        return folded | ({"params": key} if "params" in names else {})
 
-        return {
-            name: key if name == "params" else jax.random.fold_in(key, number(name))
-            for name in sorted(names)
-        }
-
-    def run(
-        params: Any,
-        model_state: Any,
-        batch: dict[str, jax.Array],
-        key: jax.Array,
-        train: bool,
-        names: set[str],
-    ) -> tuple[Any, Any]:
+    def run(params, model_state, batch, key, train, names):
         """Return (outputs, collections that changed), with keys for the RNG streams `names`."""
         args, kwargs = call_arguments(module.__call__, batch, train, key)
         variables, rngs = {"params": params, **model_state}, keys(key, names)
@@ -49,22 +38,19 @@ def from_linen(module: linen.Module) -> Model:
         called = module if train else evaluated
         return called.apply(variables, *args, rngs=rngs, mutable=mutable, **kwargs)
 
-    def init(key: jax.Array, batch: dict[str, jax.Array]) -> tuple[Any, Any]:
+    def init(key, batch):
         args, kwargs = call_arguments(module.__call__, batch, False, key)
         with recorded_sow(sown):
-            variables = linen.meta.unbox(
-                evaluated.init(keys(key, {"params", "dropout"}), *args, **kwargs)
-            )
-            params, state = variables.pop("params", {}), dict(variables)
+            rngs = keys(key, {"params", "dropout"})
+            state = dict(linen.meta.unbox(evaluated.init(rngs, *args, **kwargs)))
+            params = state.pop("params", {})
             rehearse(discover_streams, params, state, batch, key)
         refuse_losses(sorted(sown))
         for collection, _ in sown:
             state.pop(collection, None)
         return params, state
 
-    def discover_streams(
-        params: Any, model_state: Any, batch: dict[str, jax.Array], key: jax.Array, train: bool
-    ) -> Any:
+    def discover_streams(params, model_state, batch, key, train):
         """Run; add each RNG stream that lacks a key to `streams` and retry."""
         while True:
             try:
@@ -77,9 +63,7 @@ def from_linen(module: linen.Module) -> Model:
                     raise
                 streams.add(name)
 
-    def apply(
-        params: Any, model_state: Any, batch: dict[str, jax.Array], key: jax.Array, train: bool
-    ) -> tuple[Any, Any]:
+    def apply(params, model_state, batch, key, train):
         names = {"params", *streams} - (set() if train else {"dropout"})
         outputs, changed = run(params, model_state, batch, key, train, names)
         return outputs, keep_dtypes(model_state, model_state | changed)
@@ -111,21 +95,21 @@ def in_evaluation(module: linen.Module) -> linen.Module:
     a config dataclass in it, set to evaluation; training uses the original."""
     evaluation = modes(False)
 
-    def convert(x: Any) -> Any:
-        if (
-            not dataclasses.is_dataclass(x)
-            or isinstance(x, type)
-            or (isinstance(x, linen.Module) and x is not module)
-        ):
-            return x
-        changes: dict[str, Any] = {}
+    def changed_fields(x: Any) -> dict[str, Any]:
+        changes = {}
         for field in dataclasses.fields(x):
-            old = getattr(x, field.name, None)
-            new = evaluation.get(field.name, old) if isinstance(old, bool) else convert(old)
+            old: Any = getattr(x, field.name, None)
+            new = old
+            if isinstance(old, bool):
+                new = evaluation.get(field.name, old)
+            elif is_config(old) and (inner := changed_fields(old)):
+                new = dataclasses.replace(old, **inner)
             if field.init and new is not old:
                 changes[field.name] = new
-        if not changes:
-            return x
-        return x.clone(**changes) if x is module else dataclasses.replace(x, **changes)
+        return changes
 
-    return convert(module)
+    def is_config(x: Any) -> bool:
+        return dataclasses.is_dataclass(x) and not isinstance(x, type | linen.Module)
+
+    changes = changed_fields(module)
+    return module.clone(**changes) if changes else module

@@ -1,7 +1,7 @@
 """The adapter for Flax NNX: split a module by variable kind once, merge it in every call."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,8 @@ from flax.nnx.nn import dtypes
 from jaxdp.errors import UsageError, refuse_losses
 from jaxdp.models.base import (
     CARRY,
+    PARAMS,
+    STATE,
     Model,
     at,
     call_arguments,
@@ -23,6 +25,7 @@ from jaxdp.models.base import (
     rehearse,
 )
 from jaxdp.models.scan import PLAIN, PerBlock, scan_blocks
+from jaxdp.split import is_below, path_string
 
 
 class Carry(nnx.Variable):
@@ -44,13 +47,15 @@ class Blocks(nnx.Module):
 
     def __call__(self, x: Any, *args: Any) -> Any:
         graph, *states = nnx.split(self.stack, nnx.Param, ...)
-        kinds, rest = nnx.to_flat_state(states[0]), states[1]
+        variables, rest = nnx.to_flat_state(states[0]), states[1]
 
         def block(params: Any, x: Any, rest: nnx.State) -> tuple[Any, nnx.State]:
-            module = nnx.merge(graph, _to_state(kinds, params), rest, copy=True)
+            values = ((path, v.replace(at((PARAMS, *path), params, {}))) for path, v in variables)
+            module = nnx.merge(graph, nnx.from_flat_state(values), rest, copy=True)
             return module(x, *args), nnx.state(module, nnx.Not(nnx.Param))
 
-        params, per_block = _to_dict(kinds), PLAIN
+        params, _ = _nested(variables)
+        per_block = PLAIN
         if self.reading is not None:
             params, per_block = self.reading.of(params)
         x, rest = scan_blocks(block, params, x, rest, per_block)
@@ -99,92 +104,87 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
     the module from the microbatch's key. What a call sows is dropped. Raises UsageError for a sown
     loss, or if `make` makes no NNX module."""
     graphs: dict[bool, Any] = {}
-    stacks: list[tuple] = []  # paths of stacked blocks
+    stacks: list[str] = []  # paths of stacked blocks
 
     @jax.jit  # `init` reuses the trace of the `eval_shape` below
     def make_state(key: jax.Array) -> Any:
         module = _make_module(make, nnx.Rngs(key))
-        stacks[:] = [
-            (*path, "stack") for path, part in nnx.iter_modules(module) if isinstance(part, Blocks)
-        ]
+        parts = nnx.iter_modules(module)
+        stacks[:] = [_name((*path, "stack")) for path, part in parts if isinstance(part, Blocks)]
         for train in (False, True):
             _set_mode(module, train)
             graphs[train], state = nnx.split(module)
         return state
 
     state = jax.eval_shape(make_state, jax.eval_shape(lambda: jax.random.key(0)))
-    known = {path for path, _ in nnx.to_flat_state(state)}
-    params_kind, rng_kind, carry_kind, rest_kind = _by_kind(state)
+    variables = dict(nnx.to_flat_state(state))
 
-    def swap_dims(carry: dict[str, Any]) -> dict[str, Any]:
+    def merge(params, model_state, key, train):
+        """Return the module with these values, and with RNG streams that start at `key`."""
+        values, streams = [], 0
+        for path, x in variables.items():
+            if isinstance(x, nnx.RngState):
+                value, streams = _restart(x, key, streams), streams + 1
+            else:
+                value = at(_full_path(path, x), params, model_state)
+            values.append((path, x.replace(value) if isinstance(x, nnx.Variable) else value))
+        return nnx.merge(graphs[train], nnx.from_flat_state(values), copy=True)
+
+    def swap_dims(model_state: Any) -> Any:
         """Swap the first two dims of stacked blocks' carry: [example, block, ...] to and from
         [block, example, ...].
         """
 
-        def swapped(path: tuple) -> jax.Array:
-            x = at(carry, path)
-            return x.swapaxes(0, 1) if any(path[: len(stack)] == stack for stack in stacks) else x
+        def swapped(path: Any, x: jax.Array) -> jax.Array:
+            return x.swapaxes(0, 1) if is_below(path_string(path), stacks) else x
 
-        return nest((path, swapped(path)) for path, _ in carry_kind)
+        if CARRY not in model_state:
+            return model_state
+        carry = jax.tree_util.tree_map_with_path(swapped, model_state[CARRY])
+        return model_state | {CARRY: carry}
 
-    def merge(params: Any, rest: Any, carry: Any, key: jax.Array, train: bool) -> Any:
-        """Return the module with these values, and with RNG streams that start at `key`."""
-        rngs = [(path, v.replace(_restart(v, key, i))) for i, (path, v) in enumerate(rng_kind)]
-        trees = ((params_kind, params), (carry_kind, carry), (rest_kind, rest))
-        states = [_to_state(kinds, tree) for kinds, tree in trees]
-        return nnx.merge(graphs[train], nnx.from_flat_state(rngs), *states, copy=True)
-
-    def init(key: jax.Array, batch: dict[str, jax.Array]) -> tuple[Any, Any]:
-        params, _, carry, model_state = map(_to_dict, _by_kind(make_state(key)))
-        if carry:
-            model_state[CARRY] = for_each_example(carry, batch)
+    def init(key, batch):
+        params, model_state = _nested(nnx.to_flat_state(make_state(key)))
+        model_state = for_each_example(model_state, batch)
         rehearse(apply, params, model_state, batch, key)
         return params, model_state
 
-    def read_blocks(params: Any, per_block: PerBlock) -> tuple[Any, dict[tuple, Reading]]:
+    def read_blocks(params: Any, per_block: PerBlock) -> tuple[Any, dict[str, Reading]]:
         """Return the parameters as arrays, and how the outermost blocks read their own."""
         readings, params = {}, jax.tree.map(lambda x: x, params)
-        for path in outermost(stacks):
-            parent = at(params, path[:-1])
-            stored = parent["stack"]
+        for stack in outermost(stacks):
+            *path, last = stack.split("/")
+            parent = at((PARAMS, *path), params, {})
+            stored = parent[last]
             # With sharded parameters this gathers all blocks, for a model that reads its variables
             # outside of the scan. No other model uses the result, and the compiler removes it.
-            full = parent["stack"] = per_block.reader.read(stored)
-            readings[path] = Reading(full, stored, per_block)
+            full = parent[last] = per_block.reader.read(stored)
+            readings[stack] = Reading(full, stored, per_block)
         return params, readings
 
-    def apply(
-        params: Any,
-        model_state: Any,
-        batch: dict[str, jax.Array],
-        key: jax.Array,
-        train: bool,
-        per_block: PerBlock = PLAIN,
-    ) -> tuple[Any, Any]:
+    def apply(params, model_state, batch, key, train, per_block=PLAIN):
         params, readings = read_blocks(params, per_block)
-        carry = swap_dims(model_state.get(CARRY, {}))
-        module = merge(params, model_state, carry, key, train)
+        module = merge(params, swap_dims(model_state), key, train)
         for path, part in nnx.iter_modules(module):
             if isinstance(part, Blocks):
-                part.reading = readings.get((*path, "stack"))
+                part.reading = readings.get(_name((*path, "stack")))
         args, kwargs = call_arguments(module.__call__, batch, train, key)
         outputs = module(*args, **kwargs)
-        variables = dict(nnx.to_flat_state(nnx.state(module)))
+        after = dict(nnx.to_flat_state(nnx.state(module)))
         refuse_losses(
-            ("/".join(map(str, path)), getattr(v, "type", type(v)).__name__)
-            for path, v in variables.items()
-            if path not in known or isinstance(v, nnx.Intermediate)
+            (_name(path), type(x).__name__)
+            for path, x in after.items()
+            if path not in variables or isinstance(x, nnx.Intermediate)
         )
-        new = _to_dict((path, variables[path]) for path, _ in rest_kind)
-        if carry_kind:
-            new[CARRY] = swap_dims(_to_dict((path, variables[path]) for path, _ in carry_kind))
-        return outputs, keep_dtypes(model_state, new)
+        _, new = _nested((path, after[path]) for path in variables)
+        return outputs, keep_dtypes(model_state, swap_dims(new))
 
-    def trained(params: Any, model_state: Any) -> Any:
-        carry = jax.tree.map(jnp.zeros_like, _to_dict(carry_kind))
-        return merge(params, model_state, carry, jax.random.key(0), False)
+    def trained(params, model_state):
+        declared = _nested(variables.items())[1]
+        carry = jax.tree.map(jnp.zeros_like, declared.get(CARRY, {}))
+        return merge(params, {**model_state, CARRY: carry}, jax.random.key(0), False)
 
-    return Model(init, apply, tuple("/".join(map(str, path)) for path in stacks), trained)
+    return Model(init, apply, tuple(stacks), trained)
 
 
 def _make_module(make: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:
@@ -234,31 +234,34 @@ def _as_they_are(arrays: Any, **more: Any) -> Any:
 def _restart(variable: nnx.Variable, key: jax.Array, i: int) -> jax.Array:
     """Return the value of the i-th RNG variable: a separate key, or a count of zero."""
     value = variable.get_value()
-    if not issubclass(variable.type, nnx.RngKey):
+    if not isinstance(variable, nnx.RngKey):
         return jnp.zeros_like(value)
     new = jax.random.fold_in(key, i)
     return jax.random.split(new, value.shape) if value.shape else new
 
 
-def outermost(paths: Sequence[tuple]) -> list[tuple]:
+def outermost(paths: Sequence[str]) -> list[str]:
     """Return the paths that are not inside another one."""
-    return [path for path in paths if not any(path[: len(p)] == p for p in paths if p != path)]
+    return [path for path in paths if not is_below(path, {*paths} - {path})]
 
 
-def _by_kind(state: nnx.State) -> list[Any]:
-    """Return the (path, variable) pairs of the parameters, RNG streams, carry, and the rest."""
-    kinds = nnx.split_state(state, nnx.Param, nnx.RngState, Carry, ...)
-    return [nnx.to_flat_state(kind) for kind in kinds]
+def _name(path: Sequence[Any]) -> str:
+    return "/".join(map(str, path))
 
 
-def _to_dict(flat: Any) -> dict[str, Any]:
-    """Return nested dicts of the values; an attribute that is a plain array is its own value."""
-    return nest((path, x.get_value() if isinstance(x, nnx.Variable) else x) for path, x in flat)
+def _full_path(path: Sequence[Any], variable: Any) -> tuple[Any, ...]:
+    """Return the path of a variable in (params, model_state), as in `nest`."""
+    if isinstance(variable, nnx.Param):
+        return (PARAMS, *path)
+    return (STATE, CARRY, *path) if isinstance(variable, Carry) else (STATE, *path)
 
 
-def _to_state(kinds: Any, tree: dict[str, Any]) -> nnx.State:
-    """Return the variables of these kinds, [(path, variable)], with the values of nested dicts."""
-    return nnx.from_flat_state(
-        (path, x.replace(at(tree, path)) if isinstance(x, nnx.Variable) else at(tree, path))
-        for path, x in kinds
+def _nested(variables: Iterable[tuple[Sequence[Any], Any]]) -> tuple[Any, Any]:
+    """Return (params, model_state) of (path, variable) pairs, without those of RNG streams; an
+    attribute that is a plain array is its own value.
+    """
+    return nest(
+        (_full_path(path, x), x.get_value() if isinstance(x, nnx.Variable) else x)
+        for path, x in variables
+        if not isinstance(x, nnx.RngState)
     )

@@ -6,6 +6,7 @@ squared mean, loses all digits in float32 if the mean is a thousand times the st
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,24 +15,26 @@ from flax import nnx
 from jaxdp.logits import wide
 
 
-class LayerNorm(nnx.LayerNorm):
-    """Flax's LayerNorm (Ba et al., arXiv 1607.06450) over the last dim of x[..., dim], in at least
-    float32.
-    """
+class Normalization:
+    """The call of a norm over the last dim of x[..., dim], in at least float32."""
 
-    def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
-        y = standardize(x.astype(wide(x.dtype)), self.epsilon, True) * self.scale[...]  # type: ignore[index]  # there is one
+    centers: bool
+
+    def __call__(self: Any, x: jax.Array) -> jax.Array:
+        y = standardize(x.astype(wide(x.dtype)), self.epsilon, self.centers) * self.scale[...]
         return (y if self.bias is None else y + self.bias[...]).astype(x.dtype)
 
 
-class RMSNorm(nnx.RMSNorm):
-    """Flax's RMSNorm (Zhang and Sennrich, arXiv 1910.07467) over the last dim of x[..., dim], in at
-    least float32.
-    """
+class LayerNorm(Normalization, nnx.LayerNorm):  # type: ignore[misc]  # its call takes less
+    """Flax's LayerNorm (Ba et al., arXiv 1607.06450)."""
 
-    def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
-        y = standardize(x.astype(wide(x.dtype)), self.epsilon, False) * self.scale[...]  # type: ignore[index]  # there is one
-        return y.astype(x.dtype)
+    centers = True
+
+
+class RMSNorm(Normalization, nnx.RMSNorm):  # type: ignore[misc]
+    """Flax's RMSNorm (Zhang and Sennrich, arXiv 1910.07467)."""
+
+    centers, bias = False, None
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
@@ -41,7 +44,7 @@ def standardize(x: jax.Array, epsilon: float, center: bool) -> jax.Array:
 
 
 @standardize.defjvp
-def _(epsilon: float, center: bool, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple:
+def _(epsilon, center, primals, tangents):
     (x,), (change,) = primals, tangents
     y, inverse = _parts(x, epsilon, center)
     tangent = change - y * _mean(y * change)

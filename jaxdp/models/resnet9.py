@@ -53,8 +53,8 @@ class ResNet9(nnx.Module):
         return self.head[-1](x) * self.scale
 
 
-def _needle(block: Callable, shape: Sequence[int], classes: int, width: int | None, rngs: nnx.Rngs):
-    w = width or 16
+def _needle(block: Callable, shape: Sequence[int], classes: int, w: int | None, rngs: nnx.Rngs):
+    w = w or 16
     body = [
         block(shape[-1], w, 7, 4),
         block(w, 2 * w, 3, 2),
@@ -68,10 +68,8 @@ def _needle(block: Callable, shape: Sequence[int], classes: int, width: int | No
     return body, head, 1.0
 
 
-def _dawnbench(
-    block: Callable, shape: Sequence[int], classes: int, width: int | None, rngs: nnx.Rngs
-):
-    w = width or 64
+def _dawnbench(block: Callable, shape: Sequence[int], classes: int, w: int | None, rngs: nnx.Rngs):
+    w = w or 64
     body = [
         block(shape[-1], w),
         block(w, 2 * w),

@@ -110,7 +110,7 @@ def scan_blocks(
     if token is not None:
         return scan_and_sum_later(block, params, token, x, xs, per_block)
 
-    def body(x: Tree, piece: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+    def body(x, piece):
         stored, more = piece
         return block(reader.read(stored), x, more)
 

@@ -8,8 +8,8 @@ from flax import nnx
 
 from jaxdp.errors import check_sizes
 from jaxdp.models.attention import full
-from jaxdp.models.gpt import EPSILON, GELU, WEIGHTS, Block
-from jaxdp.models.layers import make_dropout, require, require_image
+from jaxdp.models.gpt import EPSILON, WEIGHTS, Block
+from jaxdp.models.layers import make_dropout, require, require_divisible, require_image
 from jaxdp.models.nnx import Blocks
 from jaxdp.models.normalization import LayerNorm
 
@@ -39,12 +39,12 @@ class ViT(nnx.Module):
         rngs: nnx.Rngs,
     ):
         require_image(input_shape)
-        hidden = GELU.hidden(dim) if hidden is None else hidden
+        hidden = 4 * dim if hidden is None else hidden
         check_sizes("model.args", patch=patch, layers=layers, heads=heads, dim=dim, hidden=hidden)
         height, width, channels = input_shape
         divides = height % patch == width % patch == 0
         require(divides, "patch", patch, f"does not divide images of {height}x{width}; change it")
-        require(dim % heads == 0, "dim", dim, f"does not divide by heads: {heads}; change either")
+        require_divisible("dim", dim, "heads", heads)
 
         def make_norm(rngs: nnx.Rngs) -> nnx.Module:
             # A norm draws nothing. With streams of its own, it does not count in those that the
@@ -52,9 +52,7 @@ class ViT(nnx.Module):
             return LayerNorm(dim, epsilon=EPSILON, rngs=nnx.Rngs(0))
 
         def block(rngs: nnx.Rngs) -> Block:
-            return Block(
-                dim, heads, hidden, layers, full, make_norm, GELU, dropout=dropout, rngs=rngs
-            )
+            return Block(dim, heads, hidden, layers, full, make_norm, dropout=dropout, rngs=rngs)
 
         patches = (height // patch) * (width // patch)
         self.embed = nnx.Linear(patch * patch * channels, dim, rngs=rngs)

@@ -6,7 +6,7 @@ operation. A value whose shape differs between them belongs to a split leaf: onl
 operations may read it."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -58,25 +58,23 @@ def check_elementwise(
     if all(dim == WHOLE for dim in jax.tree.leaves(dims)):
         return
 
-    def plain(shape: Shape, dim: int) -> Shape:
-        return shape
+    def programs(multiple: int, pieces: int) -> list[jex.ClosedJaxpr]:
+        """Return the programs for leaves whose split dim is padded to a multiple, then cut."""
 
-    def padded(shape: Shape, dim: int) -> Shape:
-        return padded_shape(shape, dim, parts)
+        def resized(x: Any, dim: int) -> jax.ShapeDtypeStruct:
+            shape = [*padded_shape(x.shape, dim, multiple)]
+            if dim != WHOLE:
+                shape[dim] //= pieces
+            return jax.ShapeDtypeStruct(shape, x.dtype)
 
-    def part(shape: Shape, dim: int) -> Shape:
-        return tuple(n // parts if d == dim else n for d, n in enumerate(padded(shape, dim)))
-
-    def programs(resize: Callable[[Shape, int], Shape]) -> list[jex.ClosedJaxpr]:
-        def shape(x: Any, dim: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(resize(x.shape, dim), x.dtype)
-
-        return trace(tx, jax.tree.map(shape, params, dims))
+        return trace(tx, jax.tree.map(resized, params, dims))
 
     leaves = jax.tree_util.tree_leaves_with_path(params)
     paths = {x.shape: path_string(path) for path, x in leaves}
     try:
-        sliced, wholes = programs(part), [programs(plain), *([programs(padded)] if pad else [])]
+        sliced, wholes = programs(parts, parts), [programs(1, 1)]
+        if pad:
+            wholes.append(programs(parts, 1))
         problems = [difference(*pair, paths) for whole in wholes for pair in zip(whole, sliced)]
     except Exception as error:
         reason = f"{type(error).__name__}: {one_line(error)}"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxdp.split import fit, path_string
+from jaxdp.split import fit, is_below, leaves_by_path, path_string
 
 Tree = Any
 
@@ -48,23 +48,21 @@ def sources(paths: Mapping[str, Any]) -> dict[str, tuple[Kind, list[str]]]:
     """
     found: dict[str, tuple[Kind, list[str]]] = {}
     for kind in KINDS:
-        ends = [
-            path[: -len(kind.fields[0])]
-            for path in paths
-            if f"/{path}".endswith(f"/{kind.fields[0]}")
-        ]
-        for start in sorted(ends, key=len):  # the outermost first
+        first = kind.fields[0]
+        starts = [x.removesuffix(first) for x in paths if f"/{x}".endswith(f"/{first}")]
+        for start in sorted(starts, key=len):  # the outermost first
             scalars = [f"{start}{field}" for field in kind.fields]
             tree = f"{start}{kind.tree}"
-            for path in paths if all(scalar in paths for scalar in scalars) else ():
-                if path == tree or path.startswith(f"{tree}/"):
-                    found.setdefault(path[len(tree) + 1 :], (kind, [path, *scalars]))
+            if {*scalars} <= {*paths}:
+                for path in paths:
+                    if is_below(path, [tree]):
+                        found.setdefault(path[len(tree) + 1 :], (kind, [path, *scalars]))
     return found
 
 
 def evaluation_arrays(opt_state: Tree) -> dict[str, Any]:
     """Return {path: array} of what `evaluation_params` reads of the optimizer's state; {}: nothing."""
-    arrays = {path_string(path): x for path, x in jax.tree_util.tree_leaves_with_path(opt_state)}
+    arrays = leaves_by_path(opt_state)
     return {path: arrays[path] for _, read in sources(arrays).values() for path in read}
 
 
@@ -76,8 +74,8 @@ def evaluation_params(params: Tree, arrays: Mapping[str, Any]) -> Tree:
         if (name := path_string(path)) not in found:
             return x
         kind, (tree, *scalars) = found[name]
-        return kind.evaluated(
-            x, fit(arrays[tree], x.shape), *(arrays[scalar] for scalar in scalars)
-        ).astype(x.dtype)
+        counterpart = fit(arrays[tree], x.shape)
+        values = [arrays[scalar] for scalar in scalars]
+        return kind.evaluated(x, counterpart, *values).astype(x.dtype)
 
     return jax.tree_util.tree_map_with_path(one, params)

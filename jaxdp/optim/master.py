@@ -32,14 +32,12 @@ def with_master(tx: optax.GradientTransformation) -> optax.GradientTransformatio
     """
     inner = optax.with_extra_args_support(tx)
 
-    def init(params: Tree) -> Master:
+    def init(params):
         is_narrow = any(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(params))
         low = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.int16), params) if is_narrow else None
         return Master(inner.init(params if low is None else join(params, low)), low)
 
-    def update(
-        grads: Tree, state: Master, params: Tree = None, **extra: Any
-    ) -> tuple[Tree, Master]:
+    def update(grads, state, params=None, **extra):
         if state.low is None:
             updates, new = inner.update(grads, state.inner, params, **extra)
             return updates, Master(new, None)

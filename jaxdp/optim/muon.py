@@ -6,6 +6,7 @@ Jordan et al. 2024, github.com/KellerJordan/Muon; weight decay as in Liu et al.,
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -51,21 +52,14 @@ def muon(
     if (adam := args.get("adam_learning_rate")) is None:
         return with_decay(tx, learning_rate, weight_decay, mask)
 
-    def trees(params):
-        return (params, matrices(blocks, roles)(params), *([mask(params)] if mask else []))
+    def decays(params: Any, matrix: bool) -> Any:
+        """Return a tree of booleans: whether a leaf decays, and is a matrix or not."""
+        dims = matrices(blocks, roles)(params)
+        fits = jax.tree.map(lambda x, dim: (dim is not None) == matrix, params, dims)
+        return jax.tree.map(operator.and_, fits, mask(params)) if mask else fits
 
-    def part(decays):
-        return lambda params: jax.tree.map(decays, *trees(params))
-
-    tx = with_decay(
-        tx,
-        learning_rate,
-        weight_decay,
-        part(lambda x, dims, decayed=True: decayed and dims is not None),
-    )
-    return with_decay(
-        tx, adam, weight_decay, part(lambda x, dims, decayed=True: decayed and dims is None)
-    )
+    tx = with_decay(tx, learning_rate, weight_decay, functools.partial(decays, matrix=True))
+    return with_decay(tx, adam, weight_decay, functools.partial(decays, matrix=False))
 
 
 def with_decay(

@@ -80,23 +80,22 @@ def make_optimizer(
     known = {"blocks": blocks, "roles": roles, "weight_decay": weight_decay}
     args |= {name: value for name, value in known.items() if name in takes}
     masks = [name for name in MASKS if name in takes]
-    if "weight_decay" in takes and masks:
-        args[masks[0]] = decay_mask(no_decay, blocks, roles)
-    elif "weight_decay" in takes and weight_decay and no_decay:
-        raise UsageError(
-            f"optimizer.no_decay: {make.__name__} takes no mask and would decay all parameters; set no_decay to [] "
-            "or weight_decay to 0"
-        )
+    if "weight_decay" in takes:
+        if masks:
+            args[masks[0]] = decay_mask(no_decay, blocks, roles)
+        elif weight_decay and no_decay:
+            raise UsageError(
+                f"optimizer.no_decay: {make.__name__} takes no mask and would decay all parameters; set no_decay to [] "
+                "or weight_decay to 0"
+            )
     elif weight_decay and open_ended:
         args["weight_decay"] = weight_decay
-    elif weight_decay and "weight_decay" not in takes:
+    elif weight_decay:
         raise UsageError(
             f"optimizer.weight_decay: {weight_decay} but {make.__name__} takes none; set it to 0"
         )
-    if "learning_rate" in names or open_ended:
-        tx = make(learning_rate=schedule, **args)
-    else:
-        tx = make(schedule, **args)
+    by_name = "learning_rate" in names or open_ended
+    tx = make(learning_rate=schedule, **args) if by_name else make(schedule, **args)
     return optax.chain(tx, scale_by_path(lr_scale)) if lr_scale else tx
 
 

@@ -65,34 +65,31 @@ def find_roles(
     leaves, trace = jax.tree_util.tree_leaves_with_path(params), Trace()
     views: list[Views] = [{i: _all_dims(x)} for i, (_, x) in enumerate(leaves)]
     evaluate(program, views + [{}] * (len(program.in_avals) - len(views)), trace.outputs)
-    uses = [trace.uses[i] for i in range(len(leaves))]
-    kinds = [{use.kind for use in of_one} for of_one in uses]
-    kernels = [[use for use in of_one if use.kind == KERNEL] for of_one in uses]
-    shapes = [x.shape for _, x in leaves]
-
-    def is_bias(i: int, sizes: tuple[int, ...]) -> bool:
-        """Return whether an array that is only added has the shape of a kernel's output, or of a
-        scale, beside it.
-        """
-        module = leaves[i][0][:-1]
-        siblings = [j for j, (path, _) in enumerate(leaves) if path[:-1] == module]
-        outputs = [
-            _sizes(shapes[j], use.dims - use.reduction) for j in siblings for use in kernels[j]
+    # By module: sizes of the outputs of its kernels, and of its scales.
+    outputs = collections.defaultdict[Any, list](list)
+    scales = collections.defaultdict[Any, list](list)
+    for i, (path, x) in enumerate(leaves):
+        uses = trace.uses[i]
+        outputs[path[:-1]] += [
+            _sizes(x.shape, use.dims - use.reduction) for use in uses if use.kind == KERNEL
         ]
-        scales = [shapes[j] for j in siblings if kinds[j] == {SCALES}]
-        return sizes in outputs or shapes[i] in scales
+        if {use.kind for use in uses} == {SCALES}:
+            scales[path[:-1]].append(x.shape)
 
-    def role(i: int, path: Any, x: Any) -> Role:
-        if not uses[i]:
+    def role(path: Any, x: Any, uses: list[Use]) -> Role:
+        kinds = {use.kind for use in uses}
+        kernels = [use for use in uses if use.kind == KERNEL]
+        if not uses:
             return role_of(path, x, blocks)
-        if TABLE not in kinds[i] and any(use.rank >= 2 for use in kernels[i]):
-            return Role(KERNEL, True, _matrix(x.shape, kernels[i][-1]))
-        sizes = max((_sizes(x.shape, use.dims) for use in uses[i]), key=len)
-        if len(sizes) < 2 or kinds[i] == {SCALES} or (kinds[i] == {ADDED} and is_bias(i, sizes)):
+        if TABLE not in kinds and any(use.rank >= 2 for use in kernels):
+            return Role(KERNEL, True, _matrix(x.shape, kernels[-1]))
+        sizes = max((_sizes(x.shape, use.dims) for use in uses), key=len)
+        is_bias = sizes in outputs[path[:-1]] or x.shape in scales[path[:-1]]
+        if len(sizes) < 2 or kinds == {SCALES} or (kinds == {ADDED} and is_bias):
             return Role(VECTOR, False)
-        return Role(TABLE if TABLE in kinds[i] else OTHER, True)
+        return Role(TABLE if TABLE in kinds else OTHER, True)
 
-    return {path_string(path): role(i, path, x) for i, (path, x) in enumerate(leaves)}
+    return {path_string(path): role(path, x, trace.uses[i]) for i, (path, x) in enumerate(leaves)}
 
 
 def role_of(path: Any, x: Any, blocks: Iterable[str] = (), roles: Mapping[str, Role] = {}) -> Role:
@@ -116,16 +113,15 @@ def describe(
     """Return the arrays for which choose(path, x) is true, in words, and the others. blocks, roles:
     see `role_of`.
     """
-    kinds = {True: collections.Counter[str](), False: collections.Counter[str]()}
-    sizes = collections.Counter[bool]()
-    for path, x in jax.tree_util.tree_leaves_with_path(params):
-        chosen = bool(choose(path, x))
-        kinds[chosen][role_of(path, x, blocks, roles).kind if roles else "array"] += 1
-        sizes[chosen] += math.prod(x.shape)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
 
     def in_words(chosen: bool) -> str:
-        counts = [f"{n} {kind}{'s' * (n > 1)}" for kind, n in sorted(kinds[chosen].items())]
-        return f"{', '.join(counts)} ({sizes[chosen]:,} parameters)" if counts else "none"
+        members = [(path, x) for path, x in leaves if bool(choose(path, x)) == chosen]
+        kinds = [role_of(*leaf, blocks, roles).kind if roles else "array" for leaf in members]
+        counts = sorted(collections.Counter(kinds).items())
+        texts = [f"{n} {kind}{'s' * (n > 1)}" for kind, n in counts]
+        size = sum(math.prod(x.shape) for _, x in members)
+        return f"{', '.join(texts)} ({size:,} parameters)" if texts else "none"
 
     return in_words(True), in_words(False)
 
@@ -164,39 +160,43 @@ class Trace:
         views = _views(inputs)
         if name in CALLS:
             return None  # the interpreter enters it
+        results: Views = {}
         if not any(views):
-            is_one_hot = name == "convert_element_type" and eqn.invars[0].aval.dtype == bool
-            one_hot = {ONE_HOT: _all_dims(eqn.outvars[0].aval)}
-            return [one_hot if is_one_hot else {}] * len(eqn.outvars)
-        moved = [{p: new for p, view in views[0].items() if (new := _moved(eqn, view)) is not None}]
-        if moved[0]:
-            return moved * len(eqn.outvars)
-        if name == "gather":
-            self.end(TABLE, views[:1])
-            return [{}]
-        if name == "dot_general":
-            return [self.multiplied(eqn, views)]
-        if name == "conv_general_dilated":
-            self.end(OTHER, views[:1])
-            self.contract(eqn.invars[1], views[1], params["dimension_numbers"].rhs_spec[1:])
-            return [{}]
-        if name == "optimization_barrier":
-            return views
-        if name == "concatenate" or ELEMENTWISE.fullmatch(name):
-            return [self.combined(eqn, views)]
-        if name == "scan":
-            consts, carried = scan_counts(params)
-            split = consts + carried
-            rows = [{p: view[1:] for p, view in x.items()} for x in views[split:]]
-            results = _views(evaluate(params["jaxpr"], [*views[:split], *rows], self.outputs))
-            stacked = [{p: (Dims(), *view) for p, view in x.items()} for x in results[carried:]]
-            return [*results[:carried], *stacked]
-        if name == "while":
-            return evaluate(params["body_jaxpr"], views[params["cond_nconsts"] :], self.outputs)
-        if name == "cond":
-            return [evaluate(x, views[1:], self.outputs) for x in params["branches"]][-1]
-        self.end(OTHER, views)
-        return [{}] * len(eqn.outvars)
+            if name == "convert_element_type" and eqn.invars[0].aval.dtype == bool:
+                results[ONE_HOT] = _all_dims(eqn.outvars[0].aval)
+            return [results] * len(eqn.outvars)
+        for p, view in views[0].items():
+            if (moved := _moved(eqn, view)) is not None:
+                results[p] = moved
+        if results:
+            return [results] * len(eqn.outvars)
+        match name:
+            case "gather":
+                self.end(TABLE, views[0])
+            case "dot_general":
+                results = self.multiplied(eqn, views)
+            case "conv_general_dilated":
+                self.end(OTHER, views[0])
+                self.contract(eqn.invars[1], views[1], params["dimension_numbers"].rhs_spec[1:])
+            case "optimization_barrier":
+                return views
+            case "scan":
+                consts, carried = scan_counts(params)
+                split = consts + carried
+                rows = [{p: view[1:] for p, view in x.items()} for x in views[split:]]
+                ends = _views(evaluate(params["jaxpr"], [*views[:split], *rows], self.outputs))
+                stacked = [{p: (Dims(), *view) for p, view in x.items()} for x in ends[carried:]]
+                return [*ends[:carried], *stacked]
+            case "while":
+                return evaluate(params["body_jaxpr"], views[params["cond_nconsts"] :], self.outputs)
+            case "cond":
+                return [evaluate(x, views[1:], self.outputs) for x in params["branches"]][-1]
+            case _ if name == "concatenate" or ELEMENTWISE.fullmatch(name):
+                results = self.combined(eqn, views)
+            case _:
+                for x in views:
+                    self.end(OTHER, x)
+        return [results] * len(eqn.outvars)
 
     def combined(self, eqn: Any, inputs: list[Views]) -> Views:
         """Return the views after an elementwise operation or a concatenation; those of parameters
@@ -209,8 +209,9 @@ class Trace:
                 for p, view in views.items():
                     if is_alone or (p != ONE_HOT and _is_full(view, x.aval.shape)):
                         results.setdefault(p, view)
-        ended = [{p: view for p, view in x.items() if p not in results} for x in inputs]
-        self.end(USES.get(name, OTHER), ended)
+        for views in inputs:
+            ended = {p: view for p, view in views.items() if p not in results}
+            self.end(USES.get(name, OTHER), ended)
         return results
 
     def multiplied(self, eqn: Any, inputs: list[Views]) -> Views:
@@ -219,18 +220,17 @@ class Trace:
         contracted, batch = eqn.params["dimension_numbers"]
         rank, moved = eqn.outvars[0].aval.ndim, dict[int, View]()
         for side, (x, views, others) in enumerate(zip(eqn.invars, inputs, inputs[::-1])):
-            free = [d for d in range(x.aval.ndim) if d not in (*batch[side], *contracted[side])]
-            if not contracted[side]:
-                first = rank - len(free) if side else len(batch[side])
-                places = [*range(len(batch[side])), *range(first, first + len(free))]
-                for p, view in views.items():
-                    dims = [view[d] for d in (*batch[side], *free)]
-                    moved[p] = _placed(dims, places, rank)
+            shared, summed = batch[side], contracted[side]
+            free = [d for d in range(x.aval.ndim) if d not in (*shared, *summed)]
+            if summed:
+                large = sum(x.aval.shape[d] > 1 for d in (*free, *summed))
+                kind = TABLE if ONE_HOT in others else KERNEL
+                self.contract(x, views, summed, shared, OTHER if others and large < 2 else kind)
                 continue
-            large = sum(x.aval.shape[d] > 1 for d in (*free, *contracted[side]))
-            kind = TABLE if ONE_HOT in others else KERNEL
-            kind = OTHER if others and large < 2 else kind
-            self.contract(x, views, contracted[side], batch[side], kind)
+            first = rank - len(free) if side else len(shared)
+            places = [*range(len(shared)), *range(first, first + len(free))]
+            for p, view in views.items():
+                moved[p] = _placed([view[d] for d in (*shared, *free)], places, rank)
         return moved
 
     def contract(
@@ -256,11 +256,10 @@ class Trace:
                 )
             )
 
-    def end(self, kind: str, inputs: Iterable[Views]) -> None:
+    def end(self, kind: str, views: Views) -> None:
         """Record a use of all these views, which end there."""
-        for views in inputs:
-            for p, view in views.items():
-                self.uses[p].append(Use(kind, _union(view)))
+        for p, view in views.items():
+            self.uses[p].append(Use(kind, _union(view)))
 
 
 def _views(values: Sequence[Any]) -> list[Views]:

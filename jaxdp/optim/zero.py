@@ -53,12 +53,12 @@ def zero1(
             ) from None
         return split_dims(tree, parts, blocks), lax.axis_index(axis_name), parts
 
-    def init(params: Tree) -> Tree:
+    def init(params):
         dims, index, parts = layout_of(params)
         check_elementwise(tx, params, parts, blocks)
         return inner.init(jax.tree.map(lambda x, dim: take(x, dim, index, parts), params, dims))
 
-    def update(grads: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
+    def update(grads, state, params=None, **extra):
         dims, index, parts = layout_of(grads)
         # Gloo's reduce-scatter fails after 30 s and has returned wrong results (jax#40831,
         # jax#40830).

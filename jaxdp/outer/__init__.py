@@ -71,11 +71,9 @@ class Door(Extra):
 
     def misfit(self, devices: int) -> str:
         replicas = self.config.outer.replicas
-        if not replicas % devices or not devices % replicas:
-            return ""
-        return (
-            f"outer.replicas: {replicas} cannot be split over the {devices} devices that are left"
-        )
+        if replicas % devices and devices % replicas:
+            return f"outer.replicas: {replicas} cannot be split over the {devices} devices that are left"
+        return ""
 
     def advice(self, run: Any) -> Iterator[str]:
         every, between = run.options.eval_every, self.config.outer.every

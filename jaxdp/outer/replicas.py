@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
@@ -32,16 +31,15 @@ from jaxdp.parallel.placement import (
     assign_microbatches,
     of_device,
     ordered_devices,
-    state_shapes,
 )
 from jaxdp.parallel.reduction import NEVER, Reduction
 from jaxdp.parallel.strategy import Program
 from jaxdp.parallel.sums import arithmetic
-from jaxdp.split import WHOLE
-from jaxdp.train.average import EMA, EMA_STATE, average, average_statistics
-from jaxdp.train.model_state import floats, mean_state, weighted_state
-from jaxdp.train.state import Batch, TrainState, merge, microbatch_key, select
-from jaxdp.train.step import Step
+from jaxdp.train.average import EMA, EMA_STATE
+from jaxdp.train.model_state import floats, weighted_state
+from jaxdp.train.skip import Guard
+from jaxdp.train.state import Batch, Sums, TrainState, merge, microbatch_key, select
+from jaxdp.train.step import Forward, Step, UpdateRule, make_step
 
 Tree = Any
 OUTER = "outer"  # the axis of the logical replicas; inside one of them, DATA
@@ -50,25 +48,21 @@ OUTER_KEY = 1 << 20  # differs from what the keys of microbatches are folded wit
 
 
 class OuterRule(NamedTuple):
-    """replicas: their number. every: updates between two outer steps. tx: the outer optimizer.
-    reduction: of the differences between the replicas.
-
-    trainable: see `Step`. blocks: paths of the parameters that are stacked [block, ...]. ema_decay:
-    of the average of the shared parameters, per update; an outer step moves it as far as `every`
-    updates."""
+    """replicas: their number. every: updates between two outer steps. forward: of the model.
+    update: of what the replicas share, in an outer step. reduction: of the differences between the
+    replicas.
+    """
 
     replicas: int
     every: int
-    tx: optax.GradientTransformation
+    forward: Forward
+    update: UpdateRule
     reduction: Reduction
-    trainable: Callable[[Tree], Tree]
-    blocks: tuple[str, ...] = ()
-    ema_decay: float | None = None
 
 
 class Local(NamedTuple):
     """In the place of a state's optimizer state. replicas: their states, stacked [replica, ...];
-    outer: of `tx`.
+    outer: of the outer optimizer.
     """
 
     replicas: TrainState
@@ -98,26 +92,24 @@ class Replicas(PJit):
     ):
         ordered = ordered_devices(devices, hosts)
         parts, self.per_device = split_replicas(rule.replicas, len(ordered))
-        self.own = microbatches // rule.replicas  # microbatches of a replica
         sharing = len(ordered) // parts  # devices that share one replica
+        self.rule, self.own = rule, microbatches // rule.replicas  # microbatches of a replica
         self.of_replica = assign_microbatches(self.own, sharing, reduction.group)
-        sharding = Sharding(blocks=rule.blocks)
+        make = Partial(lambda make: with_replicas(make(), rule), make)
+        sharding = Sharding(blocks=rule.forward.model.blocks)
         super().__init__(make, microbatches, reduction, reduce_dtype, ordered, sharding)
-        grid = np.array(ordered).reshape(parts, sharing)
-        mesh = Mesh(grid, (OUTER, DATA), axis_types=(AxisType.Auto,) * 2)
-        self.distribute(mesh, assign_replicas(self.of_replica, rule.replicas, parts))
-        self.parts, self.axes, self.rule = parts, Axes(shard=OUTER, replica=DATA), rule
-        self.make = Partial(lambda make: with_replicas(make(), rule), make)
-        shapes = jax.eval_shape(lambda state: with_replicas(state, rule), state_shapes(make))
-        self.shapes = self.stored = shapes.replace(seed=None)
         if self.shapes.kept:
             raise UsageError(
                 "outer.replicas: the model carries state from batch to batch; use ordinary training",
                 rank=0,
             )
-        whole: Any = jax.tree.map(lambda _: WHOLE, self.shapes)
-        replicas = jax.tree.map(lambda _: 0, self.shapes.opt_state.replicas)
-        self.dims = whole.replace(opt_state=whole.opt_state._replace(replicas=replicas))
+        grid = np.array(ordered).reshape(parts, sharing)
+        mesh = Mesh(grid, (OUTER, DATA), axis_types=(AxisType.Auto,) * 2)
+        self.distribute(mesh, assign_replicas(self.of_replica, rule.replicas, parts))
+        self.parts, self.axes = parts, Axes(shard=OUTER, replica=DATA)
+        local = self.dims.opt_state  # all are replicated
+        by_replica = local._replace(replicas=jax.tree.map(lambda _: 0, local.replicas))
+        self.dims = self.dims.replace(opt_state=by_replica)
 
     def completed(self, state: TrainState) -> TrainState:
         return with_replicas(state, self.rule)
@@ -151,7 +143,7 @@ class Replicas(PJit):
         )
         grads = self.device_sums(plan, step.grads)
         apply = functools.partial(self.arithmetic.update, self._apply(step))
-        outer_step = self._outer_step(step)
+        outer_step = self._outer_step()
 
         @functools.partial(jax.jit, inline=True)  # traced once
         def one_replica(seed: jax.Array, piece: Any) -> Any:
@@ -180,54 +172,57 @@ class Replicas(PJit):
 
         return update
 
-    def _outer_step(self, step: Step) -> Callable[[TrainState], TrainState]:
+    def _outer_step(self) -> Callable[[TrainState], TrainState]:
         """Return the outer update: the mean difference, the outer optimizer, and its result on all
         replicas.
         """
-        rule, trainable = self.rule, step.trainable
+        rule, trainable = self.rule, self.rule.update.trainable
+        step = make_step(rule.forward, rule.update)
+        spread = functools.partial(copies, number=self.per_device)
         sum_over = functools.partial(
             arithmetic(rule.reduction).sum_rows, rule.reduction, axis=OUTER, rows=rule.replicas
         )
 
         def move(state: TrainState, moved: Tree, states: Tree) -> TrainState:
-            """Return the state with new parameters, averages of the model's floats (None for
-            integers), running averages of both, and state of the outer optimizer, from sums."""
-
-            params, outer = trainable(state.params), state.opt_state.outer
-            gradients = jax.tree.map(
-                lambda total, like: (total / rule.replicas).astype(like.dtype),
-                moved,
-                master_copy(params, outer),
+            """Return the state after an update of what the replicas share, from sums over them. Of
+            its model state, integers are None."""
+            local = state.opt_state
+            shared = state.replace(
+                model_state=floats(state.model_state),
+                opt_state=local.outer,
+                loss_scale=None,
+                guard=Guard(),
             )
-            updates, outer = rule.tx.update(gradients, outer, params)
-            params = merge(optax.apply_updates(params, updates), state.params)
-            weight = rule.replicas * jnp.ones(())
-            averages, _ = mean_state(floats(state.model_state), states, weight)
-            extra = dict(state.extra)
-            if rule.ema_decay is not None:
-                slow = rule.ema_decay**rule.every
-                extra[EMA] = average(extra[EMA], params, slow)
-                if EMA_STATE in extra:
-                    extra[EMA_STATE] = average_statistics(extra[EMA_STATE], averages, slow)
-            opt_state = state.opt_state._replace(outer=outer)
-            return state.replace(
-                params=params, model_state=averages, extra=extra, opt_state=opt_state
+            sums = Sums(
+                grads=moved,
+                loss=jnp.zeros(()),
+                weight=rule.replicas * jnp.ones(()),
+                metrics={},
+                model_state=states,
+            )
+            new, _ = step.apply(shared, sums, lambda _: jnp.zeros(2))  # the norm is not needed
+            return new.replace(
+                step=state.step,
+                opt_state=local._replace(outer=new.opt_state),
+                loss_scale=state.loss_scale,
             )
 
-        spread = functools.partial(copies, number=self.per_device)
+        def key(state: TrainState, number: jax.Array) -> jax.Array:
+            own = microbatch_key(state.seed, state.step, number)
+            return jax.random.fold_in(own, OUTER_KEY)
 
         def outer_step(state: TrainState) -> TrainState:
-            replicas, numbers = state.opt_state.replicas, self.numbers()
+            replicas = state.opt_state.replicas
             own = master_copy(trainable(replicas.params), replicas.opt_state)
             shared = master_copy(trainable(state.params), state.opt_state.outer)
-            differences = jax.tree.map(lambda x, y: y[None] - x, own, shared)
-            before, after = floats(state.model_state), floats(replicas.model_state)
-            keys = jax.vmap(
-                lambda n: jax.random.fold_in(microbatch_key(state.seed, state.step, n), OUTER_KEY)
-            )(numbers)
-            states = jax.vmap(
-                lambda after, _: weighted_state(before, after, jnp.ones(()), jnp.bool_(True))
-            )(after, numbers)  # there may be no floats to map over
+            differences = jax.tree.map(lambda x, y: y - x, own, shared)
+            keys = jax.vmap(key, (None, 0))(state, self.numbers())
+            states = jax.vmap(weighted_state, (None, 0, 0, None))(
+                floats(state.model_state),
+                floats(replicas.model_state),
+                jnp.ones(self.per_device),
+                jnp.bool_(True),
+            )
             sums = sum_over(differences, keys=keys), sum_over(states, keys=None)
             new = self.arithmetic.rounded(move, state.step)(state, *sums)
 
@@ -238,16 +233,21 @@ class Replicas(PJit):
             if isinstance(new.opt_state.outer, Master):
                 low = spread(new.opt_state.outer.low)
                 replicas = replicas.replace(opt_state=replicas.opt_state._replace(low=low))
-
-            halted = replicas.guard.halted > 0
-            guard = select(halted, replicas.guard, zeros(replicas.guard))
-            guard = jax.tree.map(lambda x: jax.lax.pmax(x.max(0), OUTER), guard)
-            since = jnp.where(halted, replicas.guard.since, guard.halted_at).min(0)
-            guard = guard.replace(since=jax.lax.pmin(since, OUTER))
             opt_state = new.opt_state._replace(replicas=replicas)
+            guard = shared_guard(replicas.guard)
             return new.replace(model_state=model_state, guard=guard, opt_state=opt_state)
 
         return outer_step
+
+
+def shared_guard(guards: Guard) -> Guard:
+    """Return the guard of the replicas [replica] that have halted: of their counters the largest,
+    and the first update of all."""
+    halted = guards.halted > 0
+    guard = select(halted, guards, zeros(guards))
+    guard = jax.tree.map(lambda x: jax.lax.pmax(x.max(0), OUTER), guard)
+    since = jnp.where(halted, guards.since, guard.halted_at).min(0)
+    return guard.replace(since=jax.lax.pmin(since, OUTER))
 
 
 def with_replicas(one: TrainState, rule: OuterRule) -> TrainState:
@@ -256,7 +256,7 @@ def with_replicas(one: TrainState, rule: OuterRule) -> TrainState:
     own = dict(one.extra)
     averages = {name: own.pop(name) for name in (EMA, EMA_STATE) if name in own}
     replicas = copies(one.replace(extra=own, seed=None), rule.replicas)
-    local = Local(replicas, rule.tx.init(rule.trainable(one.params)))
+    local = Local(replicas, rule.update.tx.init(rule.update.trainable(one.params)))
     return one.replace(opt_state=local, extra=averages)
 
 

@@ -20,6 +20,7 @@ from jaxdp.run.components import Parts, in_state_dtype
 from jaxdp.run.strategies import make_reduction
 from jaxdp.targets import bind, call, locate
 from jaxdp.train.observer import Observer
+from jaxdp.train.step import UpdateRule
 
 
 def make_replicas(
@@ -61,10 +62,9 @@ def make_outer(config: Config, parts: Parts, reduction: Reduction) -> OuterRule:
             "outer.optimizer.args.learning_rate: it is set by outer.optimizer.lr; set that"
         )
     bound = bind("outer.optimizer", target, args)
-    blocks = parts.forward.model.blocks
     args = {
         "no_decay": config.optimizer.no_decay,
-        "blocks": blocks,
+        "blocks": parts.forward.model.blocks,
         "roles": parts.roles,
         **bound.keywords,
     }
@@ -75,15 +75,13 @@ def make_outer(config: Config, parts: Parts, reduction: Reduction) -> OuterRule:
     )
     if outer.reduction:
         reduction = make_reduction(outer.reduction, config.parallel.bucket_mb)
-    return OuterRule(
-        outer.replicas,
-        outer.every,
-        in_state_dtype(config, checked(outer.optimizer.target, tx, "outer.optimizer")),
-        reduction,
-        parts.rule.trainable,
-        blocks,
-        parts.rule.ema_decay,
+    decay = parts.rule.ema_decay  # per update: an outer step moves an average as far as `every`
+    update = UpdateRule(
+        tx=in_state_dtype(config, checked(outer.optimizer.target, tx, "outer.optimizer")),
+        frozen=parts.rule.frozen,
+        ema_decay=None if decay is None else decay**outer.every,
     )
+    return OuterRule(outer.replicas, outer.every, parts.forward, update, reduction)
 
 
 @dataclasses.dataclass

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.audit.product_sums import mark_replaced, number_of_products, visit_products
+from jaxdp.audit.product_sums import mark_replaced, visit_products
 from jaxdp.axes import DATA, data_axes
 from jaxdp.elastic.snapshots import Snapshots
 from jaxdp.errors import UsageError
@@ -240,6 +240,11 @@ def flip(x: jax.Array, fault: Fault, step: jax.Array) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(x.reshape(-1), kind)
     i = fault.index % bits.size
     return jax.lax.bitcast_convert_type(bits.at[i].set(bits[i] ^ mask), x.dtype).reshape(x.shape)
+
+
+def number_of_products(f: Callable, *args: Any) -> int:
+    visited = visit_products(f, lambda _, x: (x, jnp.uint32(0)))
+    return len(jax.eval_shape(visited, *args)[1])
 
 
 def flip_products(f: Callable, faults: Sequence[Fault]) -> Callable:

@@ -377,7 +377,7 @@ def test_products_in_a_scan_are_visited():
 
     result, prints = jax.jit(product_sums.visit_products(grads, print_of))(w)
     np.testing.assert_array_equal(result, jax.jit(grads)(w))
-    assert len(prints) == product_sums.number_of_products(grads, w) > 3
+    assert len(prints) == planted_faults.number_of_products(grads, w) > 3
 
     def flipped(number, x):
         return (product_sums.mark_replaced(x.at[0].set(-x[0])) if number == 0 else x), jnp.uint32(0)

@@ -237,7 +237,6 @@ class World:
         if self.machine:
             for link in [*self.links(), *self.machine.closed.values()]:
                 link.silent = min(link.silent, MOST)
-            self.machine.actions = []
             most = self.options["join_after"] if self.machine.state == TRAINING else MOST
             self.machine.seconds = min(self.machine.seconds, most)
 
@@ -251,7 +250,7 @@ class World:
 
     def connect(self, process):
         if self.machine is None:
-            self.machine = states.Machine(len(self.processes), **self.options)
+            self.machine = states.Machine(self, len(self.processes), **self.options)
         process.mode = "waits"
         self.come(process, {})
 
@@ -268,7 +267,7 @@ class World:
             links = [self.first[rank] for rank in sorted(self.first)]
             self.first = {}
             self.tell("formed", links)
-            self.admit(links, [])
+            self.begin(links, [])
 
     def last(self, process):
         if process.generation is None:
@@ -412,40 +411,37 @@ class World:
     # What the machine says
 
     def tell(self, event, *details):
-        before = self.machine.state
-        actions = self.machine.on(event, *details)
-        assert self.machine.state in self.allowed(before, event), (before, event)
-        for action, *arguments in actions:
-            getattr(self, "act_" + action.replace(" ", "_"))(*arguments)
+        machine, before = self.machine, self.machine.state
+        machine.on(event, *details)
+        assert machine.state in self.allowed(before, event), (before, event)
 
     def allowed(self, state, event):
-        _, after = states.TABLE[state].get(event, ("", {state}))
-        return after
+        return states.TABLE[state].get(event, (state,))
 
-    def act_stand_for_last(self, link):
+    def stand_for_last(self, link):
         for newcomer in self.first.values():
             self.shut(newcomer)
         self.first = {}
 
-    def act_send(self, links, message):
+    def send_to(self, links, message):
         [text] = {"prepare", "ended", "error"} & message.keys()
         for link in links:
             link.inbox.append(text)
 
-    def act_close(self, links):
+    def disconnect(self, links):
         for link in links:
             self.shut(link)
 
-    def act_announce(self, title):
+    def announce(self, title):
         self.asked = True
 
-    def act_report(self, line):
+    def report(self, line):
         assert "waits for rank" in line
 
-    def act_register(self, ranks):
+    def register(self, ranks):
         assert None not in ranks
 
-    def act_give_up(self):
+    def give_up(self):
         # Those that have not reported yet find the next coordinator.
         said = [x.link for x in self.processes if x.link and "error" in x.link.inbox]
         for x in self.processes:
@@ -453,10 +449,7 @@ class World:
                 self.shut(x.link)
         self.machine = None
 
-    def act_admit(self, links, ended):
-        self.admit(links, ended)
-
-    def admit(self, links, ended):
+    def begin(self, links, ended):
         newest, number = newest_state(links), self.machine.number
         pids = tuple(x.facts["pid"] for x in links)
         self.formed = number, pids, newest

@@ -446,7 +446,7 @@ def test_processes_of_a_generation_that_has_never_begun_have_no_state(monkeypatc
     monkeypatch.setattr(states, "LATE", 1.0)
     job = job(3)
     old, *others = generation(job, 3, opened=[0])
-    job.loop.call_soon_threadsafe(job.coordinator.generation.on, "fails", "test")
+    job.loop.call_soon_threadsafe(job.coordinator.generation.machine.on, "fails", "test")
     survivors = [rank.report(0, 3) for rank in others]
     until(lambda: waited(job) is not None and waited(job) > states.LATE + 0.3)
     hold(job, 0.3, *survivors)
@@ -499,7 +499,7 @@ def test_a_coordinator_that_was_stopped_has_not_waited_meanwhile(monkeypatch, jo
     monkeypatch.setattr(states, "WINDOW", 5.0)
     job = job(3)
     first, *_ = generation(job, 3)
-    job.loop.call_soon_threadsafe(job.coordinator.generation.on, "fails", "test")
+    job.loop.call_soon_threadsafe(job.coordinator.generation.machine.on, "fails", "test")
     back = first.report(0, 3, state=0)
     until(lambda: waited(job) is not None and job.coordinator.generation.machine.waiting)
     ended, done = job.coordinator.generation, concurrent.futures.Future()
@@ -527,7 +527,7 @@ def test_a_coordinator_that_is_killed_or_stopped_before_it_listens_is_no_error_o
 
 
 CONNECT = """
-import os, time
+import os, time, types
 from jaxdp.elastic import regroup
 from jaxdp.process import hosts, private_jax
 from jaxdp.errors import GenerationEnded
@@ -542,7 +542,9 @@ def proceed():
         raise GenerationEnded("lost")
 
 try:
-    regroup.connect_client(address, 0, secret, 60.0, proceed)
+    job = types.SimpleNamespace(jax_address=address, secret=secret)
+    member = types.SimpleNamespace(job=job, rank=0, timeout=60.0, check_generation=proceed)
+    regroup.ElasticMembership.connect(member)
 except GenerationEnded as error:
     print(error, flush=True)
 os._exit(0)

@@ -57,7 +57,7 @@ def test_a_committed_state_is_like_the_first_one(other, words):
 def test_the_bytes_of_a_state_do_not_depend_on_its_byte_order():
     swapped, own = np.arange(3, dtype=">f4"), np.arange(3, dtype=np.float32)
     for committed in (swapped, own):
-        (data,) = elastic.with_checksums(1, [elastic.native(committed)]).parts[WHOLE]
+        (data,) = elastic.snapshot_of(1, [elastic.native(committed)]).parts[WHOLE]
         np.testing.assert_array_equal(elastic.restore(data, elastic.native(swapped), swapped), own)
 
 

@@ -48,13 +48,13 @@ def test_the_parts_of_a_state_that_was_recovered_are_kept():
     def part(*numbers):
         return {n: [np.full(3, n)] for n in (WHOLE, *numbers)}
 
-    snapshots, old = Snapshots(5), Snapshot(15, part(0, 1), "{}", [0, WHOLE], 4).with_checksums()
+    snapshots, old = Snapshots(5), Snapshot(15, {}, "{}", [0, WHOLE], 4)
     copies = types.SimpleNamespace(read=lambda parts: parts)
     for offset, kept in (
         (0, {WHOLE, 0, 1, 2}),
         (2, {WHOLE, 2}),
     ):  # 2: rolled back, so another state
-        snapshots.newest, snapshots.previous, snapshots._copies = old, None, copies
+        snapshots.kept, snapshots._copies = [old.with_parts(part(0, 1))], copies
         snapshots._pending = Snapshot(15, part(2), "{}", [0, WHOLE], 4, offset)
         snapshots.settle()
         assert set(snapshots.newest.parts) == set(snapshots.newest.checksums) == kept

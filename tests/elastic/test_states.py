@@ -128,7 +128,7 @@ def test_a_new_process_that_hangs_before_it_has_the_state_is_not_waited_for():
 @pytest.mark.parametrize(
     ("method", "wrong", "text"),
     [
-        ("has_newest_state", lambda self, known: True, "a newer state is left out"),
+        ("has_newest_state", lambda self: True, "a newer state is left out"),
         ("form", lambda self: None, "worlds are stuck"),
     ],
 )

@@ -56,10 +56,9 @@ def build(
         OuterRule(
             replicas,
             every,
-            outer,
+            forward,
+            UpdateRule(outer, ema_decay=ema and ema**every),
             make_reduction(between or reduction),
-            step.trainable,
-            ema_decay=ema,
         ),
         None,
         jax.devices()[:devices],
@@ -413,15 +412,18 @@ def made(*argv):
 
 
 def test_the_outer_optimizer_gets_the_arguments_and_the_blocks_that_the_inner_one_does():
-    assert made("--outer.optimizer.target", "adam").tx  # the default arguments are those of sgd
+    assert made(
+        "--outer.optimizer.target", "adam"
+    ).update.tx  # the default arguments are those of sgd
     rule = made(
         "--outer.optimizer.target", "muon", "--outer.optimizer.lr", "1", "--model.args.scan", "true"
     )
-    state = rule.tx.init(
+    tx = rule.update.tx
+    state = tx.init(
         params := {"blocks": {"stack": jnp.ones((2, 4, 4))}, "head": jnp.ones((2, 4, 4))}
     )
-    updates, _ = rule.tx.update(params, state, params)
-    assert rule.blocks == ("blocks/stack",)
+    updates, _ = tx.update(params, state, params)
+    assert rule.forward.model.blocks == ("blocks/stack",)
     assert (
         np.linalg.matrix_rank(updates["blocks"]["stack"][0]) == 1 and np.ptp(updates["head"]) == 0
     )

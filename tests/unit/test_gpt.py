@@ -211,7 +211,7 @@ def test_the_mask_that_cudnn_is_given_is_that_of_segments():
     want = jax.nn.dot_product_attention(
         query, key, value, mask=same(segments), is_causal=True, implementation="xla"
     )
-    np.testing.assert_allclose(causal(query, key, value, segments), want, atol=1e-5)
+    np.testing.assert_allclose(causal(query, key, value, same(segments)), want, atol=1e-5)
 
 
 @pytest.mark.slow
