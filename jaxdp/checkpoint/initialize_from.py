@@ -279,7 +279,7 @@ def begin_with(
 def _merge_rows(rows: int, new: jax.Array, old: jax.Array) -> jax.Array:
     """Return `new` in the first `rows` rows and `old` in the rest, with their common sharding."""
 
-    def choose(new: jax.Array, old: jax.Array) -> jax.Array:
+    def choose(new, old):
         inside = jnp.arange(len(new)).reshape(-1, *(1,) * (new.ndim - 1)) < rows
         return jnp.where(inside, new, old)
 

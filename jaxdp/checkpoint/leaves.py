@@ -40,7 +40,7 @@ def state_of(fields: Mapping[str, Any], like: TrainState) -> TrainState:
     """Return the state of saved fields, with the structure of `like`: the inverse of
     `all_fields_of`."""
 
-    def nested(like: Any, saved: Any) -> Any:
+    def nested(like, saved):
         return state_of(saved, like) if is_state(like) else saved
 
     opt_state = jax.tree.map(nested, like.opt_state, fields["opt_state"], is_leaf=is_state)

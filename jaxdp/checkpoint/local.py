@@ -177,7 +177,7 @@ class LocalCheckpoints(Checkpoints):
         replicated = NamedSharding(mesh, P(), memory_kind=kind)
         own = SingleDeviceSharding(first[self.context.rank], memory_kind=kind)
 
-        def gather(x: jax.Array) -> Any:
+        def gather(x):
             value = host(x)
             if not self.writes:
                 return None

@@ -115,7 +115,7 @@ def save_alone(folder: pathlib.Path, tree: Any) -> Future[None]:
     )
     checkpointer = former.Checkpointer(handler, multiprocessing_options=processes)
 
-    def write() -> None:
+    def write():
         folder.mkdir(parents=True, exist_ok=True)
         checkpointer.save(literal_path()(folder / STATE), args=former.args.PyTreeSave(tree))
         (folder / "_CHECKPOINT_METADATA").write_text("{}", encoding="utf-8")
@@ -147,7 +147,7 @@ def by_path(tree: Any, meta: Meta) -> dict[str, Any]:
 def choose(tree: Any, meta: Meta, targets: Mapping[str, Any]) -> Any:
     """Return the targets of `load` for the leaves of a tree of Orbax at the paths in `targets`."""
 
-    def target(key: Any, _: Any) -> Any:
+    def target(key, _):
         return targets.get(path_in(meta, key), orbax().PLACEHOLDER)
 
     return jax.tree_util.tree_map_with_path(target, tree)
@@ -183,7 +183,7 @@ def silence_orbax() -> None:
     )
     previous = sys.unraisablehook
 
-    def hook(unraisable: Any) -> None:
+    def hook(unraisable):
         error = unraisable.exc_value
         if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
             previous(unraisable)

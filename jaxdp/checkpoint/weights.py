@@ -114,7 +114,7 @@ def from_checkpoint(
     """
     stored = dict[str, Any]()
 
-    def of(field: str) -> dict[str, str]:
+    def of(field):
         """Return {name below a field: its path in the checkpoint}."""
         return {
             name[len(field) + 1 :]: name
@@ -151,7 +151,7 @@ def from_checkpoint(
         for name, (kind, keys) in ({} if ema else sources(state)).items()
     }
 
-    def read(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    def read(wanted):
         needed = {where[name]: target for name, target in wanted.items()}
         for name in wanted.keys() & others.keys():
             counterpart, *scalars = others[name][1]
@@ -266,7 +266,7 @@ def redundant(arrays: Mapping[str, safetensors.Array], ours: Collection[str]) ->
     """Return the published arrays that our model lacks and does not need: a head with the values of
     the embedding, and biases of zeros."""
 
-    def changes_nothing(name: str, array: safetensors.Array) -> bool:
+    def changes_nothing(name, array):
         if kind(array.dtype) != "float":
             return False
         if name == "head/kernel":

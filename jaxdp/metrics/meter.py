@@ -191,7 +191,7 @@ def throughput(
     An entry is omitted if one of its inputs is None.
     """
 
-    def record(milliseconds: float) -> Record:
+    def record(milliseconds):
         rate = examples / (1e-3 * milliseconds)
         entries: Record = {}
         if tokens is not None:

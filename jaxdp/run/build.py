@@ -136,7 +136,7 @@ def make_run(
     devices = choose_devices(config, context)
     step = step_of(config, parts, len(devices))
 
-    def build() -> tuple[Strategy, Data]:
+    def build():
         strategy = make_strategy(config, parts, prepared.make_state, devices)
         check_optimizer(config, strategy, parts.rule.tx, step)
         return strategy, make_data_of(config, parts, strategy, step, context)
@@ -240,7 +240,7 @@ def make_data_of(
     checked = attribute(parts.forward.loss, "check", None) is not None
     first = getattr(next(iter(parts.eval_sets.values()), None), "transform", None)
 
-    def source(dataset: Any, order: Any, train: bool) -> Source:
+    def source(dataset, order, train):
         own = parts if train else parts.evaluating(dataset)
         resident = Resident(dataset, strategy) if config.data.on_device else None
         known = checked and (strategy.shares_loss or not train)

@@ -29,7 +29,6 @@ from jaxdp.process.context import SLOW, Context
 from jaxdp.targets import bind, call, locate, require, targets_in
 from jaxdp.train.observer import WANTS, Observer
 from jaxdp.train.run import Progress, Run
-from jaxdp.train.state import TrainState
 
 KEY = "callbacks"
 POINTS = {
@@ -170,7 +169,7 @@ class Callback(Observer):
         """Unlike `start`, this is not called again after a rollback."""
 
     def _named(self, method: Callable[..., Any], name: str, callback: Any) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+        def call(*args):
             try:
                 return method(*args)
             except Exception as error:
@@ -185,7 +184,7 @@ class Callback(Observer):
 def for_each_update(method: Callable[[int, Mapping[str, jax.Array]], None]) -> Callable[..., None]:
     """Return an `after` that calls `method` for each update, with its own metrics []."""
 
-    def after(updates: range, state: TrainState, metrics: Mapping[str, jax.Array]) -> None:
+    def after(updates, state, metrics):
         for i, step in enumerate(updates):
             one = metrics if len(updates) == 1 else {k: x[i] for k, x in metrics.items()}
             method(step, one)
@@ -196,7 +195,7 @@ def for_each_update(method: Callable[[int, Mapping[str, jax.Array]], None]) -> C
 def checked_wants(method: Callable[[int], Any]) -> Callable[[int], Collection[str]]:
     """Return a `wants` that raises ValueError for anything but a collection of the words in WANTS."""
 
-    def wants(step: int) -> Collection[str]:
+    def wants(step):
         words = method(step)
         is_collection = isinstance(words, Collection) and not isinstance(words, str)
         if not is_collection or not set(words) <= WANTS:

@@ -222,7 +222,7 @@ def roles_of(forward: Forward, dataset: Dataset, order: ExampleOrder) -> dict[st
     size = max(order.examples_per_microbatch, 2)
     example = first_example(dataset)
 
-    def call(params: Any, model_state: Any) -> Any:
+    def call(params, model_state):
         batch = first_microbatch(example, size, forward.transform)
         return compute_logits(apply_model(forward, params, model_state, batch, True)[0])
 
@@ -264,7 +264,7 @@ def state_maker(config: Config, parts: Parts) -> Partial:
     """
     example, size = parts.first
 
-    def make_state(seed: jax.Array) -> TrainState:
+    def make_state(seed):
         inputs = first_microbatch(example, size, parts.forward.transform)
         return init_state(
             parts.forward._replace(seed=seed), parts.rule, config.microbatches, inputs

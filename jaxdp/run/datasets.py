@@ -166,7 +166,7 @@ def shapes_of_model(forward: Forward, dataset: Dataset, size: int) -> tuple[Any,
     """
     example = first_example(dataset)
 
-    def init() -> Any:
+    def init():
         inputs = first_microbatch(example, size, forward.transform)
         return forward.model.init(jax.random.key(forward.seed), forward.policy.inputs(inputs))
 

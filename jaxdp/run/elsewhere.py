@@ -87,7 +87,7 @@ def process(
             env=variables,
         )
 
-    def result() -> Any:
+    def result():
         try:
             answer, errors = child.communicate(timeout=SLOW)
         except subprocess.TimeoutExpired:
@@ -114,7 +114,7 @@ def other_count(devices: int) -> int:
 def surroundings() -> dict[str, str]:
     """Return environment variables with other values than in this process."""
 
-    def other(name: str, least: int) -> str:
+    def other(name, least):
         value = os.environ.get(name, "")
         return str((int(value) if value.isdigit() else least) + MORE)
 
@@ -166,10 +166,10 @@ def shift_clock() -> None:
     Nothing but the computation to compare runs in this process. Other modules of the standard
     library take the time from these."""
 
-    def shifted(function: Callable[..., Any], by: int) -> Callable[..., Any]:
+    def shifted(function, by):
         return functools.wraps(function)(lambda *args: function(*args) + by)
 
-    def by_default(function: Callable[..., Any], number: int) -> Callable[..., Any]:
+    def by_default(function, number):
         """Pass the shifted time as argument `number`, the last one, if it is left out."""
 
         @functools.wraps(function)

@@ -197,7 +197,7 @@ class Fitted:
         step = jnp.int32(self.final["step"])
 
         @jax.jit
-        def run(params: Tree, model_state: Tree, batch: dict[str, jax.Array]) -> Tree:
+        def run(params, model_state, batch):
             batch = {**batch, "mask": jnp.ones(len(next(iter(batch.values()))), bool)}
             key = jax.random.key(0)
             transform = forward.eval_transform
@@ -233,7 +233,7 @@ class Fitted:
 def make_fitted(final: Record, state: TrainState, config: Config, objects: Objects) -> Fitted:
     """Copy an exported state to the host. Every rank calls it."""
 
-    def on_host(tree: Tree) -> Tree:
+    def on_host(tree):
         return jax.device_get(jax.tree.map(readable, tree))
 
     arrays = on_host(evaluation_arrays(state.opt_state))

@@ -6,7 +6,7 @@ The models are compared, too: arguments that change the outputs, and not the sha
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -66,11 +66,11 @@ def initialize_from(
         context, lambda: fitted(config, parts, objects, weights, source, shapes)
     )
 
-    def begin() -> TrainState:
+    def begin():
         run.log.writer.say(text)
         rule = parts.rule
 
-        def complete(state: TrainState) -> TrainState:
+        def complete(state):
             for extra in extras_of(config):
                 state = extra.initial_state(lambda state=state: state, parts)()
             return strategy.completed(state)
@@ -237,7 +237,7 @@ def with_saved(
         return Comparison()
     hint = f"; the source has model.args {listed(f'{name}: {there[name]!r}' for name in names if name in there)}"
 
-    def swapped(names: Sequence[str]) -> Program | None:
+    def swapped(names):
         """Return the program of our model with their arguments; None if it cannot be made."""
         args = dict(config.model.args)
         data = dict(facts)
@@ -306,7 +306,7 @@ def program(parts: Parts, model: Model) -> Program:
     forward = parts.forward._replace(model=model)
     example = first_example(parts.dataset)
 
-    def outputs(params: Any, model_state: Any) -> Any:
+    def outputs(params, model_state):
         batch = first_microbatch(example, 2, None)
         if forward.eval_transform is not None:
             batch = forward.eval_transform(batch, jax.random.key(0), False)

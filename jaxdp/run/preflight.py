@@ -26,7 +26,7 @@ from jaxdp.run.datasets import eval_key, make_order, shapes_of
 from jaxdp.split import path_string
 from jaxdp.targets import attribute, targets_in
 from jaxdp.train.metric_sums import WEIGHT
-from jaxdp.train.state import Batch, TrainState
+from jaxdp.train.state import TrainState
 from jaxdp.train.step import Replica, Step, first_microbatch
 
 T = TypeVar("T")
@@ -113,7 +113,7 @@ def check_leaves(state: TrainState) -> None:
 def state_of_one(state: TrainState) -> TrainState:
     """Return the shapes of a state for a program of one microbatch."""
 
-    def one(x: Any) -> jax.ShapeDtypeStruct:
+    def one(x):
         return jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
 
     seed = jax.ShapeDtypeStruct((), np.dtype(np.uint32))
@@ -123,7 +123,7 @@ def state_of_one(state: TrainState) -> TrainState:
 def sums_of_one(f: Callable[..., Any]) -> Callable[..., Any]:
     """Return (state, batch) -> sums of a function of a step on the first microbatch."""
 
-    def sums(state: TrainState, batch: Batch) -> Any:
+    def sums(state, batch):
         return f(state, batch, Replica(jnp.zeros(1, jnp.int32)))
 
     return sums
@@ -157,7 +157,7 @@ def output_shapes(parts: Parts, state: TrainState) -> Any:
     if carry is not None:
         model_state = {**model_state, CARRY: carry}
 
-    def outputs(params: Any, model_state: Any) -> Any:
+    def outputs(params, model_state):
         batch = first_microbatch(example, size, parts.forward.transform)
         return apply_model(parts.forward, params, model_state, batch, False)[0]
 

@@ -196,7 +196,7 @@ def compared(
                 rank=0,
             )
 
-        def check() -> None:
+        def check():
             if context.is_root:
                 check_same_run(saved, checkpoints.facts, config, start, objects)
 

@@ -109,7 +109,7 @@ class Source:
         batches[step, ...]."""
         groups = single_steps(range(start, stop)) if groups is None else groups
 
-        def then(steps: range, batch: Any) -> tuple[range, Batch]:
+        def then(steps, batch):
             return steps, strategy.shard_batch(batch, len(steps) > 1)
 
         if self.resident is not None:

@@ -349,7 +349,7 @@ def reads(run: Run, name: str) -> bool:
     first, size = first_example(data.dataset), data.order.examples_per_microbatch
     batch = {k: x[None] for k, x in first_microbatch(first, size, None).items()}
 
-    def evaluate(entry: Any, state: TrainState) -> Any:
+    def evaluate(entry, state):
         return sums_of_one(run.step.evaluate)(state, {**batch, name: entry})
 
     program = jax.make_jaxpr(evaluate)(batch[name], state_of_one(run.strategy.shapes)).jaxpr

@@ -200,7 +200,7 @@ def final_record(
     any other run.
     """
 
-    def last() -> list[Record]:
+    def last():
         records = read(directory / "metrics.jsonl")
         final = [
             x for x in records if x.get("split") == "final" and {"step", "params_sha256"} <= {*x}
@@ -211,7 +211,7 @@ def final_record(
     if not final or final[-1]["step"] != start or (run.data.eval and "changed" in saved):
         return None
 
-    def end() -> str | None:
+    def end():
         if start == run.options.steps:
             return ""
         return run.data.train.end(start + saved.get("offset", 0))
@@ -269,7 +269,7 @@ def supervised(
         last_save=continuation.last_save or time.monotonic(),
     )
 
-    def on_signal(name: str) -> None:
+    def on_signal(name):
         if name == signals.TRACE:
             training.profile.ask()
         elif signals.is_starting():  # this process ends after its listeners have returned
