@@ -48,6 +48,16 @@ OF_DATA = ("input_shape", "num_classes")  # arguments whose default is a fact of
 ABSENT = object()
 
 
+class Fitting(NamedTuple):
+    """Weights that fit the model. matched: their names and ours. text: what is loaded, and what is
+    not, in lines.
+    """
+
+    weights: Weights
+    matched: Match
+    text: str
+
+
 def initialize_from(
     run: Run, config: Config, context: Context, parts: Parts, objects: Objects
 ) -> Callable[[], TrainState]:
@@ -87,11 +97,9 @@ def fitted(
     weights: Weights,
     source: pathlib.Path,
     shapes: Mapping[str, Any],
-) -> tuple[Weights, Match, str]:
+) -> Fitting:
     """Match weights with our parameters, and their model with ours. shapes: {our name: object with
     shape and dtype}.
-
-    Return (the weights, their names and ours, lines about what is loaded and what is not).
 
     Raises UsageError if an array that `init` selects is missing, does not fit or is not used, and
     if the models differ in an argument that changes the outputs.
@@ -116,11 +124,8 @@ def fitted(
     ]
     accepted = check_differences(differences, init.changed, weights.title)
     loaded = describe(matched, ours, weights.title, weights.rows)
-    return (
-        weights,
-        matched,
-        "\n".join(filter(None, [loaded, weights.note, accepted, compared.note])),
-    )
+    text = "\n".join(filter(None, [loaded, weights.note, accepted, compared.note]))
+    return Fitting(weights, matched, text)
 
 
 class Comparison(NamedTuple):
