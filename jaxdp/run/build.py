@@ -139,7 +139,7 @@ def make_run(
     def build():
         strategy = make_strategy(config, parts, prepared.make_state, devices)
         check_optimizer(config, strategy, parts.rule.tx, step)
-        return strategy, make_data_of(config, parts, strategy, step, context)
+        return strategy, make_sources(config, parts, strategy, step, context)
 
     strategy, data = on_all_ranks(context, build)
     spike = config.spike
@@ -233,7 +233,7 @@ def step_of(config: Config, parts: Parts, devices: int, offset: int = 0) -> Step
     return make_the_step(config, parts, is_padded(config, parts, assignment, offset))
 
 
-def make_data_of(
+def make_sources(
     config: Config, parts: Parts, strategy: Strategy, step: Step, context: Context
 ) -> Data:
     """Return the sources for training and evaluation. Raises UsageError."""
