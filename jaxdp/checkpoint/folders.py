@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from jaxdp.checkpoint import manifest
+from jaxdp.checkpoint.orbax import MARK
 
-_MARK = "orbax.checkpoint"  # Orbax writes it into its folders
 TEMPORARY = ".orbax-checkpoint-tmp"
 _REMOVED = ".pruned"
 
@@ -62,7 +62,7 @@ def has(directory: pathlib.Path, step: int, offset: int | None) -> bool:
 def unfinished(directory: pathlib.Path) -> list[int]:
     """Return the steps whose save was interrupted."""
     steps = set(numbered(directory)) - set(complete(directory))
-    return sorted(step for step in steps if (directory / str(step) / _MARK).is_file())
+    return sorted(step for step in steps if (directory / str(step) / MARK).is_file())
 
 
 def clean(directory: pathlib.Path, step: int | None = None) -> None:

@@ -59,42 +59,32 @@ def match(
     shape or kind of dtype, if nothing is left to load, and for a selected name that is only ours or
     only theirs."""
     new_names = renamed(theirs, source, rename or {})
-    for key, patterns, names in (("load", load, ours), ("skip", skip, {**ours, **new_names})):
+    names = {**ours, **new_names}
+    for key, patterns, known in (("load", load, ours), ("skip", skip, names)):
         for pattern in patterns:
-            if not any(re.search(pattern, name) for name in names):
+            if not any(re.search(pattern, name) for name in known):
                 raise UsageError(
                     f"init.{key}: {pattern!r} matches no parameter; a path is such as {near(pattern, ours)!r}"
                 )
-
-    def is_selected(name):
-        return matches(load, name) and not matches(skip, name)
-
-    selected = [name for name in ours if is_selected(name)]
-    pairs = {name: new_names[name] for name in selected if name in new_names}
+    selected = [name for name in names if matches(load, name) and not matches(skip, name)]
+    pairs = {name: new_names[name] for name in selected if name in ours and name in new_names}
+    lacking = [name for name in selected if name not in new_names]
+    unused = [name for name in selected if name not in ours]
     if not pairs:
         fix = "widen init.load, or skip less"
-        if selected:
-            other = near(selected[0], new_names) if new_names else "none at all"
-            fix = f"a path here is {selected[0]!r}, there {other!r}; map them with init.rename"
+        if lacking:
+            other = near(lacking[0], new_names) if new_names else "none at all"
+            fix = f"a path here is {lacking[0]!r}, there {other!r}; map them with init.rename"
         raise UsageError(f"init_from: {source} has none of the arrays to load; {fix}")
-
-    def label(name):
-        return str(getattr(theirs[name], "label", name))
-
-    check_fit(
-        {name: (ours[name], theirs[other], label(other)) for name, other in pairs.items()}, source
-    )
-    lacking = [name for name in selected if name not in pairs]
-    unused = [name for name in new_names if name not in pairs and is_selected(name)]
+    check_fit(pairs, ours, theirs, source)
     if lacking or unused:
-        needed = [
-            f"{absent[name]!r} for {name!r}" if name in absent else repr(name) for name in lacking
-        ]
-        texts = {
-            "it has no {}": needed,
-            "no parameter here is its {}": [repr(label(new_names[name])) for name in unused],
-        }
-        problems = [text.format(first_of(names)) for text, names in texts.items() if names]
+        problems = []
+        if lacking:
+            needed = [f"{absent[x]!r} for {x!r}" if x in absent else repr(x) for x in lacking]
+            problems.append(f"it has no {first_of(needed)}")
+        if unused:
+            labels = [repr(label_of(new_names[name], theirs)) for name in unused]
+            problems.append(f"no parameter here is its {first_of(labels)}")
         pattern = "^" + re.escape((lacking + unused)[0]) + "$"
         fix = f"leave out what may differ with init.skip, such as {pattern!r}{hint}"
         other = "map them with init.rename, or " if lacking and unused else ""
@@ -146,19 +136,27 @@ def renamed(names: Iterable[str], source: str, rename: Mapping[str, str]) -> dic
     return new
 
 
-def check_fit(pairs: Mapping[str, tuple[Any, Any, str]], source: str) -> None:
-    """Raise UsageError for the first of {our name: (ours, theirs, their name)} with another shape
-    or kind of dtype.
-    """
+def label_of(name: str, theirs: Mapping[str, Any]) -> str:
+    """Return the name of their array in messages."""
+    return str(getattr(theirs[name], "label", name))
+
+
+def check_fit(
+    pairs: Mapping[str, str], ours: Mapping[str, Any], theirs: Mapping[str, Any], source: str
+) -> None:
+    """Raise UsageError for the first of `pairs` {our name: theirs} with another shape or kind of
+    dtype."""
     wrong = []
-    for name, (ours, theirs, their_name) in pairs.items():
-        origin = f"{source} as {their_name!r}" if their_name != name else source
-        if tuple(ours.shape) != tuple(theirs.shape):
-            wrong.append(
-                (name, f"has shape {tuple(theirs.shape)} in {origin}, but {tuple(ours.shape)} here")
-            )
-        elif kind(ours.dtype) != kind(theirs.dtype):
-            wrong.append((name, f"is {theirs.dtype} in {origin}, but {ours.dtype} here"))
+    for name, other in pairs.items():
+        here, there, label = ours[name], theirs[other], label_of(other, theirs)
+        origin = f"{source} as {label!r}" if label != name else source
+        if tuple(here.shape) != tuple(there.shape):
+            problem = f"has shape {tuple(there.shape)} in {origin}, but {tuple(here.shape)} here"
+        elif kind(here.dtype) != kind(there.dtype):
+            problem = f"is {there.dtype} in {origin}, but {here.dtype} here"
+        else:
+            continue
+        wrong.append((name, problem))
     if wrong:
         name, problem = wrong[0]
         more = f" (and {len(wrong) - 1} more do not fit)" if wrong[1:] else ""
@@ -281,7 +279,7 @@ def begin_with(
 def _merge_rows(rows: int, new: jax.Array, old: jax.Array) -> jax.Array:
     """Return `new` in the first `rows` rows and `old` in the rest, with their common sharding."""
 
-    def choose(new: jax.Array, old: jax.Array) -> jax.Array:
+    def choose(new, old):
         inside = jnp.arange(len(new)).reshape(-1, *(1,) * (new.ndim - 1)) < rows
         return jnp.where(inside, new, old)
 

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -40,7 +40,7 @@ def state_of(fields: Mapping[str, Any], like: TrainState) -> TrainState:
     """Return the state of saved fields, with the structure of `like`: the inverse of
     `all_fields_of`."""
 
-    def nested(like: Any, saved: Any) -> Any:
+    def nested(like, saved):
         return state_of(saved, like) if is_state(like) else saved
 
     opt_state = jax.tree.map(nested, like.opt_state, fields["opt_state"], is_leaf=is_state)
@@ -67,32 +67,27 @@ def is_plain(tree: Any) -> bool:
     and joins by dots.
     """
 
-    def plain(key: Any) -> bool:
-        name = getattr(key, "key", getattr(key, "name", None))
-        return isinstance(key, SequenceKey) or (
-            isinstance(name, str) and PLAIN.fullmatch(name) is not None
-        )
-
-    return all(plain(key) for path, _ in jax.tree_util.tree_leaves_with_path(tree) for key in path)
-
-
-def number_of(paths: Sequence[str]) -> dict[str, str]:
-    """Return {path: its number}, the names under which a checkpoint stores leaves with other keys."""
-    return {path: str(number) for number, path in enumerate(paths)}
+    for path, _ in jax.tree_util.tree_leaves_with_path(tree):
+        for key in path:
+            name = getattr(key, "key", getattr(key, "name", None))
+            is_name = isinstance(name, str) and PLAIN.fullmatch(name)
+            if not is_name and not isinstance(key, SequenceKey):
+                return False
+    return True
 
 
 def by_number(tree: Any, paths: Sequence[str]) -> dict[str, Any]:
-    """Return {number of its path: leaf}."""
-    numbers = number_of(paths)
-    return {numbers[path]: leaf for path, leaf in leaves_by_path(tree).items()}
+    """Return {number of its path: leaf}, as a checkpoint stores leaves with other keys."""
+    leaves = leaves_by_path(tree)
+    return {str(number): leaves[path] for number, path in enumerate(paths) if path in leaves}
 
 
-def path_in(meta: Meta) -> Callable[[Any], str]:
-    """Return a function from the path of a leaf as Orbax has it to its path in the state. meta: of
-    the checkpoint.
+def path_in(meta: Meta, key: Any) -> str:
+    """Return the path in the state of a leaf with the path `key` in Orbax. meta: of the
+    checkpoint.
     """
-    numbered = meta.get("numbered")
-    return lambda path: numbered[int(path_string(path))] if numbered else path_string(path)
+    path = path_string(key)
+    return meta["numbered"][int(path)] if "numbered" in meta else path
 
 
 @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)

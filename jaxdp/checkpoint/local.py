@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdp.checkpoint import folders, manifest
@@ -175,14 +175,12 @@ class LocalCheckpoints(Checkpoints):
         )  # the device may lack the memory for all
         mesh = Mesh([first[writer] for writer in sorted({*self.writers})], ("host",))
         replicated = NamedSharding(mesh, P(), memory_kind=kind)
-        own = SingleDeviceSharding(first[self.context.rank], memory_kind=kind)
 
-        def gather(x: jax.Array) -> Any:
-            value = host(x)
+        def gather(x):
+            value = np.array(host(x))
             if not self.writes:
                 return None
-            full = jax.device_put(np.array(value), own)
-            return jax.make_array_from_single_device_arrays(value.shape, replicated, [full])
+            return jax.make_array_from_callback(value.shape, replicated, value.__getitem__)
 
         tree = jax.tree.map(gather, tree)
         prepare(self.context)

@@ -7,9 +7,9 @@ import functools
 import logging
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
-from unittest import mock
 
 import jax
 import numpy as np
@@ -22,6 +22,8 @@ from jaxdp.process.context import Context, current
 from jaxdp.split import leaves_by_path
 
 TIMEOUT = 1200.0  # seconds for the files of one save
+STATE = "state"  # Orbax's name, in its folder, of the arrays
+MARK = "orbax.checkpoint"  # Orbax writes this file into its folders
 SLICE = (
     16 << 20
 )  # bytes: smaller slices of replicated arrays are not made, since each is a program to compile
@@ -86,29 +88,40 @@ def save(folder: pathlib.Path, tree: Any) -> Any:
         return orbax().save_async(folder, tree, overwrite=True)
 
 
-def save_alone(folder: pathlib.Path, tree: Any) -> Any:
+def save_alone(folder: pathlib.Path, tree: Any) -> Future[None]:
     """Start to save a tree from this process alone, while others save into folders of the same name
-    on other hosts.
+    on other hosts; return what `save` does.
 
-    tree: arrays that are replicated over one device of each process that saves.
+    tree: arrays that are replicated over one device of each process that saves, which no update
+    donates.
+
+    `save` compares the paths by a collective of all processes, though some of them do not save. So
+    the former interface of Orbax writes the arrays. Its folder becomes a part of one as of `save`.
     """
-    from orbax.checkpoint.experimental.v1._src.saving import execution
+    import orbax.checkpoint as former
 
-    context = alone()
-    context.array.saving.use_replica_parallel = (
-        False  # would split an array over the processes that have it
+    processes = former.options.MultiprocessingOptions(
+        primary_host=None,  # each process that calls it
+        active_processes={current().rank},
+        barrier_sync_key_prefix=f"rank_{current().rank}",
     )
-    context.asynchronous.create_directories_asynchronously = (
-        False  # or one process could take another's signal
+    # It would split an array over the processes that have it.
+    arrays = former.type_handlers.ArrayHandler(
+        primary_host=None, replica_id=None, use_replica_parallel=False
     )
-    # Orbax compares the paths by a collective of all processes, though some of them do not save.
-    with (
-        mock.patch.object(
-            execution, "_check_directory_consistency", lambda path: None, create=True
-        ),
-        context,
-    ):
-        return orbax().save_async(folder, tree, overwrite=True)
+    registry = former.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    handler = former.PyTreeCheckpointHandler(
+        multiprocessing_options=processes, type_handler_registry=registry
+    )
+    checkpointer = former.Checkpointer(handler, multiprocessing_options=processes)
+
+    def write():
+        folder.mkdir(parents=True, exist_ok=True)
+        checkpointer.save(literal_path()(folder / STATE), args=former.args.PyTreeSave(tree))
+        (folder / "_CHECKPOINT_METADATA").write_text("{}", encoding="utf-8")
+        (folder / MARK).touch()
+
+    return ThreadPoolExecutor(1).submit(write)
 
 
 def load(folder: pathlib.Path, targets: Any) -> Any:
@@ -120,16 +133,24 @@ def load(folder: pathlib.Path, targets: Any) -> Any:
         return orbax().load(folder, targets)
 
 
-def load_alone(folder: pathlib.Path, targets: Any) -> Any:
-    """Return the tree in a folder of Orbax, as `targets` (NumPy arrays) say, in this process alone."""
-    with alone():
-        return orbax().load(folder, targets)
-
-
 def described(folder: pathlib.Path) -> Any:
     """Return the tree in a folder of Orbax, with the shape and the dtype of each array."""
     with options():
         return orbax().metadata(folder).metadata
+
+
+def by_path(tree: Any, meta: Meta) -> dict[str, Any]:
+    """Return {path in the state: leaf} of a tree of Orbax. meta: of the checkpoint."""
+    return {path_in(meta, key): x for key, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def choose(tree: Any, meta: Meta, targets: Mapping[str, Any]) -> Any:
+    """Return the targets of `load` for the leaves of a tree of Orbax at the paths in `targets`."""
+
+    def target(key, _):
+        return targets.get(path_in(meta, key), orbax().PLACEHOLDER)
+
+    return jax.tree_util.tree_map_with_path(target, tree)
 
 
 def prepare(context: Context) -> None:
@@ -162,7 +183,7 @@ def silence_orbax() -> None:
     )
     previous = sys.unraisablehook
 
-    def hook(unraisable: Any) -> None:
+    def hook(unraisable):
         error = unraisable.exc_value
         if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
             previous(unraisable)
@@ -197,22 +218,15 @@ def read_back(folder: pathlib.Path, meta: Meta, sample: tuple[str, np.ndarray]) 
     """
     path, values = sample
     tree = described(folder)
-    path_of = path_in(meta)
-    stored = {path_of(key): list(x.shape) for key, x in jax.tree_util.tree_leaves_with_path(tree)}
-    saved = {name: shape for name, (_, shape) in meta["state"].items()}
-    for name, (dtype, shape) in meta["state"].items():
-        if dtype.startswith("key<") and name in stored:  # Orbax stores the data of a random key
-            stored[name] = stored[name][: len(shape)]
-    for name in sorted({**saved, **stored}):
-        if saved.get(name) != stored.get(name):
-            raise ValueError(
-                f"read back, {name!r} has shape {stored.get(name)} instead of {saved.get(name)}"
-            )
-
-    def target(key, _):
-        return values if path_of(key) == path else orbax().PLACEHOLDER
-
-    loaded = load_alone(folder, jax.tree_util.tree_map_with_path(target, tree))
-    arrays = {path_of(key): x for key, x in jax.tree_util.tree_leaves_with_path(loaded)}
-    if np.asarray(arrays[path]).tobytes() != values.tobytes():
+    stored = {name: list(x.shape) for name, x in by_path(tree, meta).items()}
+    for name in sorted({*meta["state"], *stored}):
+        dtype, saved = meta["state"].get(name, ("", None))
+        shape = stored.get(name)
+        if shape and dtype.startswith("key<"):  # Orbax stores the data of a random key
+            shape = shape[: len(saved)]
+        if shape != saved:
+            raise ValueError(f"read back, {name!r} has shape {shape} instead of {saved}")
+    with alone():
+        loaded = by_path(orbax().load(folder, choose(tree, meta, {path: values})), meta)
+    if np.asarray(loaded[path]).tobytes() != values.tobytes():
         raise ValueError(f"read back, {path!r} has other values")

@@ -262,7 +262,7 @@ def to_published(
     if wrong := sorted((params.keys() - names.keys()) | (names.keys() - params.keys() - optional)):
         raise ValueError(f"it is not {layout.title}'s model: {wrong[0]!r} is in only one of them")
 
-    def read(ours: str) -> np.ndarray:
+    def read(ours):
         if ours in params:
             return params[ours][:, :vocabulary].T if ours == "head/kernel" else params[ours]
         scale = ours.replace("/bias", "/scale")

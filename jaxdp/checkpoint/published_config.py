@@ -92,7 +92,7 @@ def differences(
     length: the number of tokens of our examples. file: the name of config.json in messages.
     """
 
-    def unlike(key: str, value: Any) -> Difference:
+    def unlike(key, value):
         return Difference(
             key, f"{file} has {key}: {value!r}, which GPT does not compute", "take other weights"
         )

@@ -96,7 +96,7 @@ def read(
         files = {part.file for name in wanted for part in arrays[name].parts}
         opened = {file: stack.enter_context(safe_open(file, framework="np")) for file in files}
 
-        def read_part(part: Part, index: tuple[slice, ...]) -> np.ndarray:
+        def read_part(part, index):
             if part.transposed:
                 return read_part(part._replace(transposed=False), index[::-1]).T
             stored = opened[part.file].get_slice(part.tensor)
@@ -114,8 +114,8 @@ def read(
                 np.pad(values, [(0, missing)] + [(0, 0)] * (values.ndim - 1)) if missing else values
             )
 
-        def load(array: Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-            def read_slice(index: tuple[slice, ...] | None) -> np.ndarray:
+        def load(array, like):
+            def read_slice(index):
                 slices = tuple(
                     slice(*dim.indices(size)[:2]) for dim, size in zip(index or (), like.shape)
                 )

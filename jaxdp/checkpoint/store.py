@@ -29,11 +29,19 @@ from jaxdp.checkpoint.leaves import (
     copy,
     is_plain,
     leaves_of,
-    number_of,
     state_of,
 )
 from jaxdp.checkpoint.manifest import Damaged, Meta
-from jaxdp.checkpoint.orbax import TIMEOUT, load, prepare, read_back, sample, save, silence_orbax
+from jaxdp.checkpoint.orbax import (
+    TIMEOUT,
+    by_path,
+    load,
+    prepare,
+    read_back,
+    sample,
+    save,
+    silence_orbax,
+)
 from jaxdp.errors import UsageError
 from jaxdp.metrics.jsonl import NoEvents
 from jaxdp.metrics.numbers import smaller_is_better
@@ -134,12 +142,12 @@ class Checkpoints:
         """Return {step: the metric named by `best`} of all checkpoints that have it, durable yet or
         not.
         """
-        values = {
-            step: meta.get("metrics", {}).get(self.best) for step, meta in self.metas().items()
-        }
-        return {
-            step: x for step, x in values.items() if isinstance(x, int | float) and math.isfinite(x)
-        }
+        values = dict[int, float]()
+        for step, meta in self.metas().items():
+            value = meta.get("metrics", {}).get(self.best)
+            if isinstance(value, int | float) and math.isfinite(value):
+                values[step] = value
+        return values
 
     def annotate(self, step: int, more: Meta) -> None:
         """Add metadata to the checkpoint of `step`, durable yet or not; do nothing if there is
@@ -293,20 +301,20 @@ class Checkpoints:
             )
         folder = self.directory / str(step)
         if numbered:
-            leaves = load(folder, by_number(fields, numbered))
-            numbers = number_of(numbered)
+            meta = {"numbered": numbered}
+            leaves = by_path(load(folder, by_number(fields, numbered)), meta)
             state = jax.tree_util.tree_map_with_path(
-                lambda path, _: leaves[numbers[path_string(path)]], fields
+                lambda path, _: leaves[path_string(path)], fields
             )
         else:
             state = load(folder, fields)
-        if exponents is not None and (
-            "exponents" not in state or state["exponents"].shape != exponents.shape
+        if (
+            exponents is not None
+            and getattr(state.get("exponents"), "shape", None) != exponents.shape
         ):
+            zeros = np.zeros(exponents.shape, exponents.dtype)
             state["exponents"] = jax.make_array_from_callback(
-                exponents.shape,
-                exponents.sharding,
-                lambda part: np.zeros(exponents.shape, exponents.dtype)[part],
+                exponents.shape, exponents.sharding, zeros.__getitem__
             )
             if self.context.is_root:
                 say(
@@ -401,16 +409,16 @@ class Checkpoints:
         resumes.
         """
         steps = [step for step in self.steps() if step <= saved]
-        retained = set(steps[-self.keep :]) | {
-            s for s in steps if self.keep_every and s % self.keep_every == 0
-        }
-        retained.add(max((s for s in steps if s <= (self.trusted or 0)), default=0))
+        retained = steps[-self.keep :]
+        if self.keep_every:
+            retained += [step for step in steps if step % self.keep_every == 0]
+        if self.return_every:
+            retained += [step for step in steps if step % self.return_every == 0][-1:]
+        if self.trusted:
+            retained += [step for step in steps if step <= self.trusted][-1:]
         if self.best is not None:
-            retained.add(self.best_step() or 0)
-        retained |= {
-            max((s for s in steps if self.return_every and s % self.return_every == 0), default=0)
-        }
-        folders.remove(self.directory, set(steps) - retained)
+            retained.append(self.best_step() or 0)
+        folders.remove(self.directory, {*steps} - {*retained})
 
     def remove(self, steps: Iterable[int]) -> None:
         if self.writes:

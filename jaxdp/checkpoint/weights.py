@@ -10,13 +10,11 @@ from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from jaxdp.checkpoint import manifest, published, published_files, safetensors
-from jaxdp.checkpoint.leaves import path_in
 from jaxdp.checkpoint.manifest import Meta
-from jaxdp.checkpoint.orbax import described, load, orbax
+from jaxdp.checkpoint.orbax import by_path, choose, described, load
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.errors import UsageError, one_line
 from jaxdp.optim.evaluation import sources
@@ -116,7 +114,7 @@ def from_checkpoint(
     """
     stored = dict[str, Any]()
 
-    def of(field: str) -> dict[str, str]:
+    def of(field):
         """Return {name below a field: its path in the checkpoint}."""
         return {
             name[len(field) + 1 :]: name
@@ -128,8 +126,8 @@ def from_checkpoint(
         saved = manifest.read(path)
         manifest.check(path, saved["files"])
         tree: Any = described(path.resolve())
-        path_of = path_in(saved["meta"])
-        stored = {path_of(key): x for key, x in jax.tree_util.tree_leaves_with_path(tree)}
+        meta = saved["meta"]
+        stored = by_path(tree, meta)
         problem = None if of("params") else "it contains no parameters"
     except Exception as error:
         problem = one_line(error)
@@ -153,7 +151,7 @@ def from_checkpoint(
         for name, (kind, keys) in ({} if ema else sources(state)).items()
     }
 
-    def read(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    def read(wanted):
         needed = {where[name]: target for name, target in wanted.items()}
         for name in wanted.keys() & others.keys():
             counterpart, *scalars = others[name][1]
@@ -162,11 +160,7 @@ def from_checkpoint(
                 **{key: np.zeros((), stored[key].dtype) for key in scalars},
             }
 
-        def pick(key, _):
-            return needed.get(path_of(key), orbax().PLACEHOLDER)
-
-        restored = load(path.resolve(), jax.tree_util.tree_map_with_path(pick, tree))
-        loaded = {path_of(key): x for key, x in jax.tree_util.tree_leaves_with_path(restored)}
+        loaded = by_path(load(path.resolve(), choose(tree, meta, needed)), meta)
         arrays = {name: loaded[where[name]] for name in wanted}
         for name in wanted.keys() & others.keys():
             kind, keys = others[name]
@@ -176,7 +170,7 @@ def from_checkpoint(
 
     arrays = {name: stored[key] for name, key in where.items()}
     title = f"the running average in {path}" if ema else str(path)
-    return Weights(title, arrays, read, facts(arrays), meta=saved["meta"])
+    return Weights(title, arrays, read, facts(arrays), meta=meta)
 
 
 def on_host(weights: Weights) -> dict[str, Any]:
@@ -272,7 +266,7 @@ def redundant(arrays: Mapping[str, safetensors.Array], ours: Collection[str]) ->
     """Return the published arrays that our model lacks and does not need: a head with the values of
     the embedding, and biases of zeros."""
 
-    def changes_nothing(name: str, array: safetensors.Array) -> bool:
+    def changes_nothing(name, array):
         if kind(array.dtype) != "float":
             return False
         if name == "head/kernel":

@@ -1,7 +1,7 @@
 """Create a config from a user's values; report a wrong value in one line, with the expected type."""
 
 import os
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
 import yaml
 
@@ -56,16 +56,14 @@ def make(section: Any, values: dict[str, Any], prefix: str = "") -> Any:
     """Return the dataclass of a section of the config. Raises `UsageError` for a value of another
     type.
     """
-    hints = get_type_hints(section)
-    return section(
-        **{name: convert(f"{prefix}{name}", value, hints[name]) for name, value in values.items()}
-    )
+    return section(**{name: convert(f"{prefix}{name}", value) for name, value in values.items()})
 
 
-def convert(key: str, value: Any, hint: Any) -> Any:
+def convert(key: str, value: Any) -> Any:
     """Return the value of a key in the type that the config has. Raises `UsageError` if it has
     another type.
     """
+    hint = known_keys()[key]
     section = inner(hint)
     if section is not None and isinstance(value, dict):
         return make(section, value, f"{key}.")

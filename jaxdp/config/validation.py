@@ -12,7 +12,7 @@ import re
 import reprlib
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
 from jaxdp.config import Config, Init, Precision
 from jaxdp.config.values import in_words
@@ -43,11 +43,10 @@ def known_keys() -> dict[str, Any]:
 @functools.cache
 def known_fields(cls: Any = Config, prefix: str = "") -> dict[str, "dataclasses.Field[Any]"]:
     """Return {dotted key: field} of all keys."""
-    hints = get_type_hints(cls)
     fields = dict[str, Any]()
     for field in dataclasses.fields(cls):
         fields[f"{prefix}{field.name}"] = field
-        if (section := inner(hints[field.name])) is not None:
+        if (section := inner(field.type)) is not None:
             fields |= known_fields(section, f"{prefix}{field.name}.")
     return fields
 
@@ -132,28 +131,25 @@ def check_structure(values: dict[str, Any], where: str, prefix: str = "") -> Non
             raise UsageError(f"{where}: {name!r} is beside {section!r}; write {leaf} inside of it")
         check_key(key, where)
         hint = known[key]
-        if value is None and type(None) in get_args(hint):
-            continue
-        if isinstance(value, dict | list) and any(
-            get_origin(kind) is type(value) for kind in get_args(hint)
-        ):
-            continue
-        mapping = inner(hint) is not None or get_origin(hint) is dict
+        kinds = [get_origin(kind) or kind for kind in get_args(hint)]
+        if isinstance(value, dict | list | None) and type(value) in kinds:
+            continue  # of one of several types, which `from_mapping` looks at
+        section = inner(hint)
+        mapping = section is not None or get_origin(hint) is dict
         listing = get_origin(hint) is list
         if (
             value is None
             or isinstance(value, dict) != mapping
             or isinstance(value, list) != listing
         ):
-            keys = (
-                f"; set its keys, as in {name}: {{{next(iter(get_type_hints(inner(hint))))}: ...}}"
-                if inner(hint)
-                else ""
-            )
+            keys = ""
+            if section is not None:
+                first = dataclasses.fields(section)[0].name
+                keys = f"; set its keys, as in {name}: {{{first}: ...}}"
             raise UsageError(
                 f"{where}: {key}: {one_line(reprlib.repr(value))} is not {expected(key)}{keys}"
             )
-        if inner(hint) is not None:
+        if section is not None:
             check_structure(value, where, f"{key}.")
 
 

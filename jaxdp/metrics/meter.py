@@ -166,20 +166,13 @@ class Meter(Observer):
             timing |= {"input_wait": min(1.0, waited), **self.more(1e3 * seconds)}
             self.since = mark
         for i, step in enumerate(steps):
-            if step % self.every == 0 or step == self.last:
-                self._record(step, {k: np.reshape(v, -1)[i] for k, v in metrics.items()}, timing)
-
-    def _record(self, step: int, metrics: dict[str, Any], timing: Record) -> None:
-        means = {k: float(v) for k, v in sorted(metrics.items())}
-        record: Record = {
-            "step": step,
-            "split": "train",
-            **make_record(means, self.derive),
-            **timing,
-        }
-        for name in ("weight", "halted", "disagreeing_state"):
-            record.pop(name, None)
-        self.writer.write(record)
+            if step % self.every and step != self.last:
+                continue
+            means = {k: float(np.reshape(v, -1)[i]) for k, v in sorted(metrics.items())}
+            record = {"step": step, "split": "train", **make_record(means, self.derive), **timing}
+            for name in ("weight", "halted", "disagreeing_state"):
+                record.pop(name, None)
+            self.writer.write(record)
 
 
 def throughput(
@@ -198,7 +191,7 @@ def throughput(
     An entry is omitted if one of its inputs is None.
     """
 
-    def record(milliseconds: float) -> Record:
+    def record(milliseconds):
         rate = examples / (1e-3 * milliseconds)
         entries: Record = {}
         if tokens is not None:

@@ -24,7 +24,6 @@ from jaxdp.errors import UsageError, user_code
 from jaxdp.metrics.jsonl import NoEvents
 from jaxdp.metrics.meter import throughput
 from jaxdp.metrics.writer import Record, Writer
-from jaxdp.optim.rate import rate_of
 from jaxdp.parallel.placement import assign_microbatches
 from jaxdp.parallel.strategy import Strategy
 from jaxdp.plan.hardware import peak_flops
@@ -62,13 +61,14 @@ T = TypeVar("T")
 class Prepared(NamedTuple):
     """What a run needs on any number of devices.
 
-    contents: of the training set and of the evaluation sets by key, to compare on resume
-    (`jaxdp.data.contents`). facts: what all processes must have alike. flops: of an example,
+    contents, eval_contents: of the training set, and of the evaluation sets by key, to compare on
+    resume (`jaxdp.data.contents`). facts: what all processes must have alike. flops: of an example,
     forward and backward. programs: digests of those that `rehearse` traces, if they are to be
     compared."""
 
     parts: Parts
-    contents: dict[str, dict[str, Any]]
+    contents: dict[str, Any]
+    eval_contents: dict[str, dict[str, Any]]
     facts: dict[str, str]
     flops: float
     programs: dict[str, Digest]
@@ -82,20 +82,20 @@ def prepare(config: Config, objects: Objects = NOTHING, several: bool = False) -
     Raises UsageError if the config, the data or the model is wrong, or they do not fit.
     """
     parts = make_parts(config, objects)
-    sets = {"data": parts.dataset, **{eval_key(name): x for name, x in parts.eval_sets.items()}}
     with user_code():
-        found = {
-            key: contents(x, ("data" if key == "data" else "eval.data") in objects)
-            for key, x in sets.items()
+        own = contents(parts.dataset, "data" in objects)
+        others = {
+            eval_key(name): contents(x, "eval.data" in objects)
+            for name, x in parts.eval_sets.items()
         }
-    same = facts(config, found, sets) if several else {}
+    same = facts(config, parts, own, others) if several else {}
     make_state = state_maker(config, parts)
     flops, programs = rehearse(config, parts, make_the_step(config, parts), make_state)
-    compared = several or has_own_code(config, objects)
-    digests = (
-        {name: digest(lines(program)) for name, program in programs.items()} if compared else {}
-    )
-    return Prepared(parts, found, same, flops, digests, make_state)
+    named = [v for k, v in flatten(config).items() if k.endswith(("target", "schedule"))]
+    digests = dict[str, Digest]()
+    if several or objects or any("." in str(name) for name in named):  # code of the user's
+        digests = {name: digest(lines(program)) for name, program in programs.items()}
+    return Prepared(parts, own, others, same, flops, digests, make_state)
 
 
 def prepare_on_all_ranks(
@@ -120,9 +120,7 @@ def make_run(
     directory: pathlib.Path,
     context: Context,
     objects: Objects = NOTHING,
-    offset: int = 0,
     prepared: Prepared | None = None,
-    checkpoints: Checkpoints | None = None,
 ) -> Run:
     """Build the objects of a run; compute no arrays, write no files.
 
@@ -130,27 +128,25 @@ def make_run(
 
     Args:
         objects: see `make_parts`.
-        offset: the number of batches that a resumed run has skipped.
         prepared: the result of `prepare_on_all_ranks`, if it was called before.
-        checkpoints: of the run, if they were made before.
     """
     saving = config.checkpoint
     prepared = prepared or prepare_on_all_ranks(config, context, objects)
     parts = prepared.parts
-    make_state = prepared.make_state
     devices = choose_devices(config, context)
-    assignment = assign_microbatches(config.microbatches, len(devices), config.parallel.exact_group)
-    step = make_the_step(config, parts, is_padded(config, parts, assignment, offset))
-    strategy = on_all_ranks(context, lambda: make_strategy(config, parts, make_state, devices))
-    on_all_ranks(context, lambda: check_optimizer(config, strategy, parts.rule.tx, step))
-    training, evaluation = on_all_ranks(
-        context, lambda: make_sources(config, parts, strategy, step, context)
-    )
+    step = step_of(config, parts, len(devices))
+
+    def build():
+        strategy = make_strategy(config, parts, prepared.make_state, devices)
+        check_optimizer(config, strategy, parts.rule.tx, step)
+        return strategy, make_sources(config, parts, strategy, step, context)
+
+    strategy, data = on_all_ranks(context, build)
     spike = config.spike
     rollback_every = (
         spike.every if spike.factor is not None and spike.action == "rollback" else None
     )
-    checkpoints = checkpoints or (LocalCheckpoints if saving.local else Checkpoints)(
+    checkpoints = (LocalCheckpoints if saving.local else Checkpoints)(
         directory / "checkpoints",
         saving.keep,
         keep_every=saving.keep_every,
@@ -163,11 +159,9 @@ def make_run(
             "spared": spared(config, parts, strategy.shapes.params)
             if config.optimizer.weight_decay
             else [],
-            "data_fingerprint": prepared.contents["data"]["probes"],
-            "data_contents": prepared.contents["data"],
-            "eval_contents": {
-                key: content for key, content in prepared.contents.items() if key != "data"
-            },
+            "data_fingerprint": prepared.contents["probes"],
+            "data_contents": prepared.contents,
+            "eval_contents": prepared.eval_contents,
             "data": facts_of(parts.dataset),
             "saved_by": {
                 "processes": context.size,
@@ -191,7 +185,7 @@ def make_run(
     return Run(
         strategy=strategy,
         step=step,
-        data=Data(training, evaluation, config.eval.ema),
+        data=data,
         checkpoints=checkpoints,
         options=options,
         log=Log(directory),
@@ -221,7 +215,7 @@ def describe_config(config: Config, prepared: Prepared, objects: Objects) -> dic
     model = prepared.parts.forward.model
     digests = {name: total for name, (total, _) in prepared.programs.items()}
     if objects:
-        digests["the evaluation data"] = eval_fingerprint(prepared.contents)
+        digests["the evaluation data"] = fingerprint_of(prepared.eval_contents)
     return {
         "config": dataclasses.asdict(config),
         "folder": os.getcwd(),
@@ -232,14 +226,21 @@ def describe_config(config: Config, prepared: Prepared, objects: Objects) -> dic
     }
 
 
+def step_of(config: Config, parts: Parts, devices: int, offset: int = 0) -> Step:
+    """Return the step of a run on this number of devices. offset: the number of batches that a
+    resumed run has skipped."""
+    assignment = assign_microbatches(config.microbatches, devices, config.parallel.exact_group)
+    return make_the_step(config, parts, is_padded(config, parts, assignment, offset))
+
+
 def make_sources(
     config: Config, parts: Parts, strategy: Strategy, step: Step, context: Context
-) -> tuple[Source, dict[str, Source]]:
-    """Return the source for training, and those for evaluation by name. Raises UsageError."""
+) -> Data:
+    """Return the sources for training and evaluation. Raises UsageError."""
     checked = attribute(parts.forward.loss, "check", None) is not None
     first = getattr(next(iter(parts.eval_sets.values()), None), "transform", None)
 
-    def source(dataset: Any, order: Any, train: bool) -> Source:
+    def source(dataset, order, train):
         own = parts if train else parts.evaluating(dataset)
         resident = Resident(dataset, strategy) if config.data.on_device else None
         known = checked and (strategy.shares_loss or not train)
@@ -252,20 +253,11 @@ def make_sources(
         program = None if shared else functools.cache(evaluation)
         return Source(dataset, order, config.data.workers, resident, check, program, context)
 
-    training = source(parts.dataset, parts.order, True)
-    return training, {
+    evaluation_sources = {
         name: source(x, make_order(config, x, parts.sequential, shuffle=False), False)
         for name, x in parts.eval_sets.items()
     }
-
-
-def follows_schedule(parts: Parts, state: TrainState) -> bool:
-    """Return whether the optimizer computes its updates with the rate of the config's schedule.
-    state: shapes.
-    """
-    params = parts.rule.trainable(state.params)
-    rate = functools.partial(rate_of, parts.rule.tx)
-    return jax.eval_shape(rate, params, state.opt_state, params) is not None
+    return Data(source(parts.dataset, parts.order, True), evaluation_sources, config.eval.ema)
 
 
 def changes_for(parallel: Parallel, zero: int) -> dict[str, Any]:
@@ -318,12 +310,13 @@ def make_profile(config: Config, directory: pathlib.Path, start: int, steps: int
     """Return the window of updates to trace, if it lies after `start`; a signal can request
     another.
     """
+    profile = Profile(str(folder(directory)), steps=config.profile.steps)
     first = config.profile.start
-    traces = str(folder(directory))
-    if first is None or not start <= first < steps:
-        return Profile(traces, steps=config.profile.steps)
-    count = min(config.profile.steps, steps - first)
-    return Profile(traces, first, count, ends=(first, first + count))
+    if first is not None and start <= first < steps:
+        profile.first = first
+        profile.steps = min(profile.steps, steps - first)
+        profile.ends = (first, first + profile.steps)
+    return profile
 
 
 def on_all_ranks(context: Context, make: Callable[[], T]) -> T:
@@ -353,9 +346,7 @@ def is_padded(config: Config, parts: Parts, assignment: np.ndarray, offset: int 
 
 def choose_devices(config: Config, context: Context) -> list[jax.Device]:
     devices = jax.devices()
-    wanted = config.parallel.devices
-    if wanted is None:
-        return devices
+    wanted = config.parallel.devices or len(devices)
     if context.size > 1 and wanted != len(devices):
         raise UsageError(
             f"parallel.devices: {wanted}, but {context.size} processes use all {len(devices)}; leave it null",
@@ -369,32 +360,30 @@ def choose_devices(config: Config, context: Context) -> list[jax.Device]:
 
 
 def facts(
-    config: Config, contents: Mapping[str, Mapping[str, Any]], sets: Mapping[str, Any]
+    config: Config,
+    parts: Parts,
+    contents: Mapping[str, Any],
+    eval_contents: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, str]:
     """Return the values that must be equal on every rank: config keys, the package's code, the
-    data's fingerprints, flags, and the number of devices. contents: of the sets by key.
+    data's fingerprints, flags, and the number of devices. contents: see `Prepared`.
     """
+    sets = {"data": parts.dataset, **{eval_key(name): x for name, x in parts.eval_sets.items()}}
+    every = {"data": contents, **eval_contents}
     code = hashlib.sha256()
     for file in sorted(pathlib.Path(__file__).parent.parent.rglob("*.py")):
         code.update(file.read_bytes())
     return {
         **{k: repr(v) for k, v in flatten(config).items()},
         "the jaxdp package's code": code.hexdigest()[:16],
-        "data fingerprint": contents["data"]["probes"],
-        "eval data fingerprint": eval_fingerprint(contents),
+        "data fingerprint": contents["probes"],
+        "eval data fingerprint": fingerprint_of(eval_contents),
         # no time decides it
-        **{f"{key} digest": str(contents[key]["all"]) for key, x in sets.items() if has_parts(x)},
+        **{f"{key} digest": str(every[key]["all"]) for key, x in sets.items() if has_parts(x)},
         "XLA_FLAGS": environment.flags_of_numbers(),
         "local devices": str(jax.local_device_count()),
     }
 
 
-def eval_fingerprint(contents: Mapping[str, Mapping[str, Any]]) -> str:
-    return " ".join(content["probes"] for key, content in contents.items() if key != "data")
-
-
-def has_own_code(config: Config, objects: Objects) -> bool:
-    """Return whether a script passed objects, or the config names code by a dotted path."""
-    return bool(objects) or any(
-        "." in str(v) for k, v in flatten(config).items() if k.endswith(("target", "schedule"))
-    )
+def fingerprint_of(contents: Mapping[str, Mapping[str, Any]]) -> str:
+    return " ".join(content["probes"] for content in contents.values())

@@ -29,7 +29,6 @@ from jaxdp.process.context import SLOW, Context
 from jaxdp.targets import bind, call, locate, require, targets_in
 from jaxdp.train.observer import WANTS, Observer
 from jaxdp.train.run import Progress, Run
-from jaxdp.train.state import TrainState
 
 KEY = "callbacks"
 POINTS = {
@@ -79,9 +78,9 @@ class Callbacks:
     def start(self, run: Run) -> None:
         """Report the old names, and call `on_start`, once before the first update of this start."""
         names = {name for callback in self.callbacks for name in methods_of(callback)}
-        old = [name for name in OLD if name in names]
+        old = {name: OLD[name][0] for name in OLD if name in names}
         if old and self.context.is_root:
-            new = [f"{OLD[name][0]}({', '.join(POINTS[OLD[name][0]])})" for name in old]
+            new = [f"{name}({', '.join(POINTS[name])})" for name in old.values()]
             text = f"{', '.join(old)} still works; the new name is {', '.join(new)}"
             safe_print.say(f"{KEY}: {text}")
         for observer in self.observers:
@@ -103,13 +102,11 @@ class Callbacks:
         Raises UsageError, with the name of the callback, if a state cannot be stored as JSON.
         """
         states = []
-        for entry, c in zip(self.entries, self.callbacks):
+        for entry, callback in zip(self.entries, self.callbacks):
+            if not hasattr(callback, "state_dict"):
+                continue
             try:  # a copy, since the save thread reads it while the next updates run
-                states += (
-                    [[entry, json.loads(json.dumps(c.state_dict()))]]
-                    if hasattr(c, "state_dict")
-                    else []
-                )
+                states.append([entry, json.loads(json.dumps(callback.state_dict()))])
             except Exception as error:
                 why = f"{type(error).__name__}: {one_line(error)}; return numbers, texts, lists and dicts"
                 raise UsageError(f"{KEY}: {entry[0]}.state_dict failed: {why}") from error
@@ -172,7 +169,7 @@ class Callback(Observer):
         """Unlike `start`, this is not called again after a rollback."""
 
     def _named(self, method: Callable[..., Any], name: str, callback: Any) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+        def call(*args):
             try:
                 return method(*args)
             except Exception as error:
@@ -187,7 +184,7 @@ class Callback(Observer):
 def for_each_update(method: Callable[[int, Mapping[str, jax.Array]], None]) -> Callable[..., None]:
     """Return an `after` that calls `method` for each update, with its own metrics []."""
 
-    def after(updates: range, state: TrainState, metrics: Mapping[str, jax.Array]) -> None:
+    def after(updates, state, metrics):
         for i, step in enumerate(updates):
             one = metrics if len(updates) == 1 else {k: x[i] for k, x in metrics.items()}
             method(step, one)
@@ -198,7 +195,7 @@ def for_each_update(method: Callable[[int, Mapping[str, jax.Array]], None]) -> C
 def checked_wants(method: Callable[[int], Any]) -> Callable[[int], Collection[str]]:
     """Return a `wants` that raises ValueError for anything but a collection of the words in WANTS."""
 
-    def wants(step: int) -> Collection[str]:
+    def wants(step):
         words = method(step)
         is_collection = isinstance(words, Collection) and not isinstance(words, str)
         if not is_collection or not set(words) <= WANTS:
@@ -256,13 +253,12 @@ class EarlyStopping:
             return
         self.waited += 1
         if self.waited >= self.patience:
-            last = "" if math.isfinite(value) else f" (it is {value} at step {step})"
-            since = (
-                f"has not improved since step {self.best_step}"
-                if self.best_step
-                else "was never finite"
-            )
-            raise StopTraining(f"{self.metric} {since}{last}")
+            text = "was never finite"
+            if self.best_step:
+                text = f"has not improved since step {self.best_step}"
+            if not math.isfinite(value):
+                text += f" (it is {value} at step {step})"
+            raise StopTraining(f"{self.metric} {text}")
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "best_step": self.best_step, "waited": self.waited}
@@ -324,13 +320,14 @@ def check_methods(name: str, callback: Any) -> None:
             ) from None
     if isinstance(callback, Observer):
         own = [x for x in dir(callback) if not hasattr(Observer, x) and not x.startswith("_")]
-        for method in (x for x in own if callable(getattr(callback, x))):
-            if meant := difflib.get_close_matches(method, POINTS, 1, 0.75):
+        for method in own:
+            meant = difflib.get_close_matches(method, POINTS, 1, 0.75)
+            if meant and callable(getattr(callback, method)):
                 raise UsageError(
                     f"{KEY}: {name!r} has a method {method!r}, which is never called; did you mean "
                     f"{meant[0]!r}?"
                 )
-        plain = [getattr(type(callback), x) is getattr(Observer, x) for x in POINTS]
-        known = {} if all(plain) else known
+        if all(getattr(type(callback), x) is getattr(Observer, x) for x in POINTS):
+            known = {}
     if not known:
         raise UsageError(f"{KEY}: {name!r} has none of the methods {', '.join(POINTS)}")

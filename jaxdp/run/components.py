@@ -62,6 +62,7 @@ from jaxdp.train.step import (
 Objects = Mapping[str, Mapping[str, Any]]
 NOTHING: Objects = {}
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision")
+NEEDED = {"jax_threefry_partitionable": True, "jax_default_prng_impl": "threefry2x32"}
 FORMER_NO_DECAY = r"(^|/)(bias|scale)$"  # the default of optimizer.no_decay, before it was auto
 
 
@@ -101,14 +102,9 @@ def set_jax(config: Config, sums: bool = True) -> None:
     jax.config.update("jax_enable_x64", config.precision.params == "float64")
     for extra in extras_of(config) if sums else ():
         extra.check_environment()
-    jax.config.update(
-        "jax_default_matmul_precision",
-        None if config.precision.matmul == "default" else config.precision.matmul,
-    )
-    for name, needed in (
-        ("jax_threefry_partitionable", True),
-        ("jax_default_prng_impl", "threefry2x32"),
-    ):
+    matmul = config.precision.matmul
+    jax.config.update("jax_default_matmul_precision", None if matmul == "default" else matmul)
+    for name, needed in NEEDED.items():
         if (value := jax.config.values[name]) != needed:
             raise UsageError(
                 f"{name}: {value!r} makes numbers depend on the devices; set it to {needed!r}"
@@ -163,7 +159,8 @@ def make_parts(config: Config, objects: Objects = NOTHING) -> Parts:
     order = make_order(config, dataset, sequential)
     steps = config.steps or math.ceil((config.epochs or 0) * order.steps_per_epoch)
     schedule = schedule_of(config, steps)
-    opt = config.optimizer
+    opt, spike = config.optimizer, config.spike
+    factor = spike.factor
     roles = roles_of(forward, dataset, order) if needs_roles(config) else {}
     rule = UpdateRule(
         make_tx(config, schedule, model.blocks, optimizers, roles),
@@ -171,7 +168,7 @@ def make_parts(config: Config, objects: Objects = NOTHING) -> Parts:
         opt.frozen,
         opt.ema,
         max_nonfinite=config.nonfinite.max_consecutive,
-        spike=make_spike(config),
+        spike=None if factor is None else Spike(factor, spike.decay, spike.after, spike.action),
     )
     parts = Parts(
         forward, rule, dataset, eval_sets, order, steps, sequential, named_transform, roles
@@ -202,20 +199,19 @@ def describe_groups(config: Config, parts: Parts, params: Any, table: Table = OP
     trained = parts.rule.trainable(params)
     if opt.weight_decay and {*MASKS} & taken_by(locate("optimizer", opt.target, table)):
         names = spared(config, parts, trained)
-        decayed, others = describe(
-            trained, lambda path, x: path_string(path) not in names, blocks, parts.roles
-        )
-        texts.append(
-            f"weight decay {opt.weight_decay:g} for {decayed}"
-            + f", not for {others}" * (others != "none")
-        )
+
+        def decays(path, x):
+            return path_string(path) not in names
+
+        decayed, others = describe(trained, decays, blocks, parts.roles)
+        excluded = f", not for {others}" if others != "none" else ""
+        texts.append(f"weight decay {opt.weight_decay:g} for {decayed}{excluded}")
     if opt.target == "muon":
-        matrices, others = describe(
-            trained,
-            lambda path, x: role_of(path, x, blocks, parts.roles).matrix is not None,
-            blocks,
-            parts.roles,
-        )
+
+        def is_matrix(path, x):
+            return role_of(path, x, blocks, parts.roles).matrix is not None
+
+        matrices, others = describe(trained, is_matrix, blocks, parts.roles)
         texts.append(f"muon for {matrices}, adam for {others}")
     return "; ".join(texts)
 
@@ -226,7 +222,7 @@ def roles_of(forward: Forward, dataset: Dataset, order: ExampleOrder) -> dict[st
     size = max(order.examples_per_microbatch, 2)
     example = first_example(dataset)
 
-    def call(params: Any, model_state: Any) -> Any:
+    def call(params, model_state):
         batch = first_microbatch(example, size, forward.transform)
         return compute_logits(apply_model(forward, params, model_state, batch, True)[0])
 
@@ -268,7 +264,7 @@ def state_maker(config: Config, parts: Parts) -> Partial:
     """
     example, size = parts.first
 
-    def make_state(seed: jax.Array) -> TrainState:
+    def make_state(seed):
         inputs = first_microbatch(example, size, parts.forward.transform)
         return init_state(
             parts.forward._replace(seed=seed), parts.rule, config.microbatches, inputs
@@ -294,20 +290,18 @@ def make_strategy(
     size = parallel.shard_size
     number = len(devices)
     member = membership.current()
-    if (
-        size is not None and member is not None and member.job.generation
-    ):  # another number of devices may be left
+    if size is not None and member is not None and member.job.generation:
+        # another number of devices may be left
         size = min((k for k in range(size, number) if number % k == 0), default=None)
     sharding = Sharding(parallel.zero, size, parallel.gradient_buffer, blocks, True, rules)
     if parallel.zero:
-        count = group_size(size, number)
-        pad = can_pad(
-            parts.rule.tx, parts.rule.trainable, state_shapes(make_state), sharding, count
-        )
+        rule, shapes = parts.rule, state_shapes(make_state)
+        pad = can_pad(rule.tx, rule.trainable, shapes, sharding, group_size(size, number))
         sharding = sharding._replace(pad=pad)
-    strategy = STRATEGIES[parallel.backend]
     dtype = parts.forward.policy.reduce
-    return strategy(make_state, config.microbatches, reduction, dtype, devices, sharding)
+    return STRATEGIES[parallel.backend](
+        make_state, config.microbatches, reduction, dtype, devices, sharding
+    )
 
 
 def make_model(config: Config, target: Any, data: Mapping[str, Any]) -> Model:
@@ -395,22 +389,12 @@ def make_scaling(config: Config, dataset: Dataset) -> LossScaling:
     example.
     """
     scale = config.precision.loss_scale
-    interval = config.precision.loss_scale_interval
     assert scale is not None
     labels = np.asarray(first_example(dataset).get("labels", 0)).size
     weight = float(config.batch_size * max(labels, 1))
     if scale == "dynamic":
-        return LossScaling(interval=interval, weight=weight)
+        return LossScaling(interval=config.precision.loss_scale_interval, weight=weight)
     return LossScaling(float(scale), dynamic=False, weight=weight)
-
-
-def make_spike(config: Config) -> Spike | None:
-    spike = config.spike
-    return (
-        None
-        if spike.factor is None
-        else Spike(spike.factor, spike.decay, spike.after, spike.action)
-    )
 
 
 def choose_accumulate(config: Config) -> str:
@@ -425,13 +409,10 @@ def choose_remat(config: Config, model: Model) -> str:
     """Return the configured remat policy. 'auto': in stage 3 the backward pass gathers a block's
     parameters again, so that they are not kept in full; a reduction in groups does so in all stages."""
     parallel = config.parallel
-    if parallel.remat == "auto":
-        return (
-            "dots_no_batch"
-            if (parallel.zero == 3 or parallel.in_groups) and model.blocks
-            else "none"
-        )
-    return parallel.remat
+    if parallel.remat != "auto":
+        return parallel.remat
+    gathers = parallel.zero == 3 or parallel.in_groups
+    return "dots_no_batch" if gathers and model.blocks else "none"
 
 
 def check_paths(config: Config, params: Any) -> None:
@@ -442,18 +423,14 @@ def check_paths(config: Config, params: Any) -> None:
             f"model: {config.model.target!r} has no parameters, so there is nothing to train"
         )
     opt = config.optimizer
-    named = opt.weight_decay and opt.no_decay != AUTO
-    no_decay = [x for x in opt.no_decay if named and x != FORMER_NO_DECAY]
-    for name, patterns in {
-        "frozen": opt.frozen,
-        "lr_scale": opt.lr_scale,
-        "no_decay": no_decay,
-    }.items():
-        for pattern in patterns:
-            if not any(re.search(pattern, path) for path in paths):
-                near = nearest(pattern, paths, 0.1) or paths[0]
-                raise UsageError(
-                    f"optimizer.{name}: {pattern!r} matches no parameter; a path is such as {near!r}"
-                )
+    patterns = [("frozen", x) for x in opt.frozen] + [("lr_scale", x) for x in opt.lr_scale]
+    if opt.weight_decay and opt.no_decay != AUTO:
+        patterns += [("no_decay", x) for x in opt.no_decay if x != FORMER_NO_DECAY]
+    for name, pattern in patterns:
+        if not any(re.search(pattern, path) for path in paths):
+            near = nearest(pattern, paths, 0.1) or paths[0]
+            raise UsageError(
+                f"optimizer.{name}: {pattern!r} matches no parameter; a path is such as {near!r}"
+            )
     if all(any(re.search(pattern, path) for pattern in opt.frozen) for path in paths):
         raise UsageError(f"optimizer.frozen: {opt.frozen!r} leaves nothing to train")

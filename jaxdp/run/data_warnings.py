@@ -101,7 +101,7 @@ def trace(parts: Parts, state: TrainState, train: bool) -> tuple[jex.Jaxpr, list
     (new model state, outputs) of the transform and the model, and the names of the entries."""
     mask, batch = microbatch(parts)
 
-    def apply(mask: Any, batch: Any, model_state: Any, carry: Any, params: Any) -> Any:
+    def apply(mask, batch, model_state, carry, params):
         model_state = model_state if carry is None else {**model_state, CARRY: carry}
         inputs = {**transformed(parts, batch, mask), "mask": mask}
         outputs, new = apply_model(parts.forward, params, model_state, inputs, train)

@@ -80,11 +80,11 @@ def named_sets(config: Config) -> dict[str, Target]:
             raise UsageError(
                 f"eval.also: {name!r} is not a name; use letters, digits, - and _, such as valid"
             )
-    entries = {
-        k: targets_in(f"eval.also.{k}", [v], "data set", "Digits")
-        for k, v in config.eval.also.items()
-    }
-    return {name: Target(*entry) for name, [entry] in entries.items()}
+    sets = dict[str, Target]()
+    for name, entry in config.eval.also.items():
+        [parts] = targets_in(f"eval.also.{name}", [entry], "data set", "Digits")
+        sets[name] = Target(*parts)
+    return sets
 
 
 def read_set(key: str, target: Target, split: str, x64: bool, sources: Table) -> Dataset:
@@ -166,7 +166,7 @@ def shapes_of_model(forward: Forward, dataset: Dataset, size: int) -> tuple[Any,
     """
     example = first_example(dataset)
 
-    def init() -> Any:
+    def init():
         inputs = first_microbatch(example, size, forward.transform)
         return forward.model.init(jax.random.key(forward.seed), forward.policy.inputs(inputs))
 
@@ -194,11 +194,8 @@ def sequential_order(config: Config, dataset: Dataset, shuffle: bool) -> Streams
             f"data.order: {config.data.target} defines its own order, not the sequential one that the model's "
             "carried state needs; set it to shuffled, and give the examples a true 'reset' to begin at zero"
         )
-    if (
-        config.data.order is None
-        and isinstance(dataset, Windows)
-        and dataset.stride != dataset.length
-    ):
+    chosen = config.data.order is not None
+    if not chosen and isinstance(dataset, Windows) and dataset.stride != dataset.length:
         fix = f"for a model with carried state, set it to length: {dataset.length}"
         raise UsageError(
             f"data.args.stride: {dataset.stride}: windows do not follow one another in the text; {fix}"

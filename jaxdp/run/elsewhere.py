@@ -75,35 +75,33 @@ def process(
     variables |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join([*flags, f"{COUNT}={devices}"])}
     if elsewhere:
         variables |= surroundings()
-    with contextlib.ExitStack() as files:
-        request, answer, errors = (files.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+    code = CODE.format(os.path.dirname(os.path.dirname(imports.PACKAGE)), sys.path)
+    with tempfile.TemporaryFile() as request:
         pickle.dump((function, args, elsewhere), request)
         request.seek(0)
-        argv = [
-            sys.executable,
-            "-P",
-            "-c",
-            CODE.format(os.path.dirname(os.path.dirname(imports.PACKAGE)), sys.path),
-        ]
-        child = subprocess.Popen(argv, stdin=request, stdout=answer, stderr=errors, env=variables)
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-c", code],
+            stdin=request,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=variables,
+        )
 
-        def result() -> Any:
-            try:
-                code = child.wait(SLOW)
-            except subprocess.TimeoutExpired:
-                return f"it did not end in {SLOW:g} s"
-            for file in (answer, errors):
-                file.seek(0)
-            if code == 0:
-                return pickle.load(answer)
-            last = errors.read().decode(errors="replace").strip().splitlines()[-1:]
-            return f"the process ended with code {code}: {''.join(last)}"
-
+    def result():
         try:
-            yield result
-        finally:
-            child.kill()
-            child.wait()
+            answer, errors = child.communicate(timeout=SLOW)
+        except subprocess.TimeoutExpired:
+            return f"it did not end in {SLOW:g} s"
+        if child.returncode == 0:
+            return pickle.loads(answer)
+        last = errors.decode(errors="replace").strip().splitlines()[-1:]
+        return f"the process ended with code {child.returncode}: {''.join(last)}"
+
+    try:
+        yield result
+    finally:
+        child.kill()
+        child.communicate()
 
 
 def other_count(devices: int) -> int:
@@ -116,23 +114,16 @@ def other_count(devices: int) -> int:
 def surroundings() -> dict[str, str]:
     """Return environment variables with other values than in this process."""
 
-    def other(name: str, least: int) -> str:
+    def other(name, least):
         value = os.environ.get(name, "")
         return str((int(value) if value.isdigit() else least) + MORE)
 
-    changed = {
-        name: other(name, least)
-        for least, names in enumerate((RANKS, SIZES))
-        for name in names.split()
-    }
-    hashes = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
-    names = dict.fromkeys(("HOSTNAME", "HOST", "SLURMD_NODENAME"), "elsewhere")
-    return {
-        **changed,
-        **names,
-        "PYTHONHASHSEED": hashes,
-        "TZ": "OTHER-23:59",
-    }  # ahead of UTC: another local date
+    changed = {name: other(name, 0) for name in RANKS.split()}
+    changed |= {name: other(name, 1) for name in SIZES.split()}
+    changed |= dict.fromkeys(("HOSTNAME", "HOST", "SLURMD_NODENAME"), "elsewhere")
+    changed["PYTHONHASHSEED"] = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    changed["TZ"] = "OTHER-23:59"  # ahead of UTC: another local date
+    return changed
 
 
 def main() -> None:
@@ -175,18 +166,20 @@ def shift_clock() -> None:
     Nothing but the computation to compare runs in this process. Other modules of the standard
     library take the time from these."""
 
-    def shifted(function: Callable[..., Any], by: int) -> Callable[..., Any]:
+    def shifted(function, by):
         return functools.wraps(function)(lambda *args: function(*args) + by)
 
-    def by_default(function: Callable[..., Any], number: int) -> Callable[..., Any]:
+    def by_default(function, number):
         """Pass the shifted time as argument `number`, the last one, if it is left out."""
 
-        def local():
-            return time.localtime() if function.__name__ in ("strftime", "asctime") else time.time()
+        @functools.wraps(function)
+        def call(*args):
+            if len(args) > number:
+                return function(*args)
+            takes_parts = function.__name__ in ("strftime", "asctime")
+            return function(*args, time.localtime() if takes_parts else time.time())
 
-        return functools.wraps(function)(
-            lambda *args: function(*args, *[local()] * (len(args) <= number))
-        )
+        return call
 
     real = datetime.datetime
 

@@ -78,14 +78,10 @@ class Fitted:
         return f"<table>{''.join(cells)}</table>"
 
     def _metrics(self) -> dict[str, str]:
-        first = {"loss": self.final["loss"]} if "loss" in self.final else {}
-        shown = first | {
-            name: value for name, value in self.final.items() if name not in NOT_METRICS
-        }
-        return {
-            "step": f"{self.final['step']:,}",
-            **{name: number("loss", value) for name, value in shown.items()},
-        }
+        names = [name for name in self.final if name not in NOT_METRICS]
+        names.sort(key=lambda name: name != "loss")
+        shown = {name: number("loss", self.final[name]) for name in names}
+        return {"step": f"{self.final['step']:,}", **shown}
 
     def _count(self) -> int:
         return sum(x.size for x in jax.tree.leaves(self.params))
@@ -147,12 +143,9 @@ class Fitted:
             outputs = []
             trained = self._weights(ema)
             for start in range(0, count, size):
-                indices = np.minimum(
-                    np.arange(start, start + size), count - 1
-                )  # the last batch repeats the last row
-                output = self._forward(
-                    *trained, {name: value[indices] for name, value in rows.items()}
-                )
+                # the last batch repeats the last row
+                indices = np.minimum(np.arange(start, start + size), count - 1)
+                output = self._forward(*trained, {k: x[indices] for k, x in rows.items()})
                 if any(leaf.shape[:1] != (size,) for leaf in jax.tree.leaves(output)):
                     raise UsageError(
                         "predict: the model has an output without one row per example; use `model`"
@@ -204,16 +197,12 @@ class Fitted:
         step = jnp.int32(self.final["step"])
 
         @jax.jit
-        def run(params: Tree, model_state: Tree, batch: dict[str, jax.Array]) -> Tree:
+        def run(params, model_state, batch):
             batch = {**batch, "mask": jnp.ones(len(next(iter(batch.values()))), bool)}
-            seen = (
-                batch
-                if forward.eval_transform is None
-                else forward.eval_transform(batch, jax.random.key(0), False)
-            )
-            _, state = jax.eval_shape(
-                forward.model.init, jax.random.key(0), forward.policy.inputs(seen)
-            )
+            key = jax.random.key(0)
+            transform = forward.eval_transform
+            seen = batch if transform is None else transform(batch, key, False)
+            _, state = jax.eval_shape(forward.model.init, key, forward.policy.inputs(seen))
             carry = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), split_carry(state)[1])
             kept = {} if carry is None else {CARRY: carry}
             piece = Piece(batch, kept, jnp.int32(0))
@@ -243,25 +232,21 @@ class Fitted:
 
 def make_fitted(final: Record, state: TrainState, config: Config, objects: Objects) -> Fitted:
     """Copy an exported state to the host. Every rank calls it."""
-    kept = (
-        state.params,
-        evaluation_arrays(state.opt_state),
-        state.model_state,
-        state.extra.get(EMA),
-        averaged_state(state),
-    )
-    params, arrays, model_state, ema, ema_state = jax.device_get(jax.tree.map(readable, kept))
-    params = jax.tree.map(np.asarray, evaluation_params(params, arrays))
-    run_dir = pathlib.Path(str(config.run_dir))
+
+    def on_host(tree):
+        return jax.device_get(jax.tree.map(readable, tree))
+
+    arrays = on_host(evaluation_arrays(state.opt_state))
+    ema = on_host(state.extra.get(EMA))
     return Fitted(
         final,
-        params,
-        model_state,
-        run_dir,
-        ema,
-        config,
-        objects,
-        None if ema is None else ema_state,
+        params=jax.tree.map(np.asarray, evaluation_params(on_host(state.params), arrays)),
+        model_state=on_host(state.model_state),
+        run_dir=pathlib.Path(str(config.run_dir)),
+        ema=ema,
+        config=config,
+        objects=objects,
+        ema_state=None if ema is None else on_host(averaged_state(state)),
     )
 
 

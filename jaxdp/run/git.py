@@ -27,7 +27,7 @@ def record(directory: pathlib.Path) -> dict[str, Any]:
     processes: list[subprocess.Popen[bytes]] = []
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
 
-    def ask(*command: str) -> bool:
+    def ask(*command):
         """Append the first LIMIT bytes, and one more if there are any, of what git prints; return
         False if it fails.
         """
@@ -46,7 +46,7 @@ def record(directory: pathlib.Path) -> dict[str, Any]:
                 process.kill()
         return is_cut or process.returncode == 0
 
-    def work() -> None:
+    def work():
         with contextlib.suppress(OSError):
             if not (
                 ask("rev-parse", "HEAD")

@@ -26,10 +26,11 @@ from jaxdp.run.flops import model_flops
 from jaxdp.split import path_string
 from jaxdp.targets import attribute, targets_in
 from jaxdp.train.metric_sums import WEIGHT
-from jaxdp.train.state import Batch, TrainState
+from jaxdp.train.state import TrainState
 from jaxdp.train.step import Replica, Step, first_microbatch
 
 T = TypeVar("T")
+OWNERS = {"params": "model: parameter", "opt_state": "optimizer: its state"}
 RESERVED_NAMES = ("model_state", "__metadata__")  # in files of weights
 
 
@@ -80,15 +81,12 @@ def check_leaves(state: TrainState) -> None:
     """Raise UsageError if an array of the state (shapes) cannot be saved, or not be found by its
     name.
     """
-    leaves = [
-        (path_string(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)
-    ]
-    paths = collections.Counter(path for path, _ in leaves)
-    for path, leaf in leaves:
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    paths = collections.Counter(path_string(key) for key, _ in leaves)
+    for key, leaf in leaves:
+        path = path_string(key)
         field, _, name = path.partition("/")
-        owner = {"params": "model: parameter", "opt_state": "optimizer: its state"}.get(
-            field, "model: its state"
-        )
+        owner = OWNERS.get(field, "model: its state")
         if not leaf.size and field != "exponents":
             raise UsageError(
                 f"{owner} {name!r} has shape {leaf.shape}; it is empty and cannot be saved; leave it out"
@@ -115,7 +113,7 @@ def check_leaves(state: TrainState) -> None:
 def state_of_one(state: TrainState) -> TrainState:
     """Return the shapes of a state for a program of one microbatch."""
 
-    def one(x: Any) -> jax.ShapeDtypeStruct:
+    def one(x):
         return jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
 
     seed = jax.ShapeDtypeStruct((), np.dtype(np.uint32))
@@ -125,7 +123,7 @@ def state_of_one(state: TrainState) -> TrainState:
 def sums_of_one(f: Callable[..., Any]) -> Callable[..., Any]:
     """Return (state, batch) -> sums of a function of a step on the first microbatch."""
 
-    def sums(state: TrainState, batch: Batch) -> Any:
+    def sums(state, batch):
         return f(state, batch, Replica(jnp.zeros(1, jnp.int32)))
 
     return sums
@@ -159,7 +157,7 @@ def output_shapes(parts: Parts, state: TrainState) -> Any:
     if carry is not None:
         model_state = {**model_state, CARRY: carry}
 
-    def outputs(params: Any, model_state: Any) -> Any:
+    def outputs(params, model_state):
         batch = first_microbatch(example, size, parts.forward.transform)
         return apply_model(parts.forward, params, model_state, batch, False)[0]
 
@@ -198,8 +196,6 @@ def rehearse_evaluation(
     """Trace the evaluation of a microbatch whose examples have other shapes than those for
     training.
     """
-    ours = shapes_of(parts.dataset)
-    others = shapes_of(dataset)
     step = make_the_step(config, parts)
     order = make_order(config, dataset, parts.sequential, shuffle=False)
     try:
@@ -210,12 +206,13 @@ def rehearse_evaluation(
     except Exception as error:
         is_explained = isinstance(error, UsageError) or user_lines(error)
         reason = f": {one_line(error)}" if is_explained else "; make them alike"
-        shapes = [
-            ", ".join(f"{k} {v.name}{list(s[1:])}" for k, (s, v) in x.items())
-            for x in (others, ours)
-        ]
+
+        def listed(shapes):
+            return ", ".join(f"{k} {v.name}{list(s[1:])}" for k, (s, v) in shapes.items())
+
         raise UsageError(
-            f"{key}: its examples ({shapes[0]}) do not match the training examples ({shapes[1]}){reason}"
+            f"{key}: its examples ({listed(shapes_of(dataset))}) do not match the training examples "
+            f"({listed(shapes_of(parts.dataset))}){reason}"
         ) from None
 
 
@@ -223,19 +220,16 @@ def check_names(config: Config, parts: Parts, metrics: set[str]) -> None:
     """Raise UsageError if `checkpoint.best` or the metric of EarlyStopping is not a metric of the
     evaluation.
     """
-    entries = targets_in("callbacks", config.callbacks, "callback", "EarlyStopping")
-    named = [
-        ("callbacks.args.metric", x.get("metric", "loss"))
-        for name, x in entries
-        if name == "EarlyStopping"
-    ]
+    named = []
+    for name, args in targets_in("callbacks", config.callbacks, "callback", "EarlyStopping"):
+        if name == "EarlyStopping":
+            named.append(("callbacks.args.metric", args.get("metric", "loss")))
     if config.checkpoint.best is not None:
         named.append(("checkpoint.best", config.checkpoint.best))
     if not named:
         return
-    derived = set(
-        attribute(parts.forward.loss, "derive", lambda means: {})(collections.defaultdict(float))
-    )
+    derive = attribute(parts.forward.loss, "derive", lambda means: {})
+    derived = {*derive(collections.defaultdict(float))}
     names = [n for n in (metrics | derived) - RESERVED | {"loss"} if not n.startswith(WEIGHT)]
     known = sorted(f"{name}/{n}" if name else n for name in parts.eval_sets for n in names)
     for key, metric in named:

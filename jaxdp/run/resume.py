@@ -23,6 +23,7 @@ FIX = (
     "choose another run_dir (None is a temporary one), replace the run with overwrite=True, or continue it anyway "
     "with resume={'force': True}"
 )
+FIX_OF_COMMAND = "choose another --run_dir, or continue anyway with --resume.force true"
 CODE = {  # what is compared -> what decides it; the first one that differs is named
     "the gradients": "the model, the loss or a transform",
     "the update": "the optimizer",
@@ -49,15 +50,16 @@ def check_same_run(
     if digests := difference(saved_contents(saved), now["data_contents"]):
         changed += [f"data fingerprint: {digests}", *moved(config, saved.get("folder"))]
     if changed:
-        ends = any(line.startswith(("steps: ", "epochs: ")) for line in changed)
-        growing = (
-            ", as the schedule ends there unless optimizer.schedule_steps is set from the start"
-            * ends
-        )
+        more = f" (and {len(changed) - 8} more)" if changed[8:] else ""
+        growing = ""
+        if any(line.startswith(("steps: ", "epochs: ")) for line in changed):
+            growing = (
+                ", as the schedule ends there unless optimizer.schedule_steps is set from the start"
+            )
+        fix = FIX if objects else FIX_OF_COMMAND
         raise UsageError(
-            f"{'; '.join(changed[:8])}{f' (and {len(changed) - 8} more)' if changed[8:] else ''}: this run was trained "
-            f"to step {step} with the old value, which changes the numbers{growing}; put it back, "
-            f"{FIX if objects else 'choose another --run_dir, or continue anyway with --resume.force true'}"
+            f"{'; '.join(changed[:8])}{more}: this run was trained to step {step} with the old value, which changes "
+            f"the numbers{growing}; put it back, {fix}"
         )
     if any(saved.get(key) != now[key] for key in ("versions", "traced")):
         if objects:
@@ -67,19 +69,18 @@ def check_same_run(
             )
         return
     old, new = saved["programs"], now["programs"]
-    name = next(
-        (text for key, text in CODE.items() if key in new and old.get(key, new[key]) != new[key]),
-        None,
-    )
-    if name and objects:
+    differing = [key for key in CODE if key in new and old.get(key, new[key]) != new[key]]
+    if not differing:
+        return
+    name = CODE[differing[0]]
+    if objects:
         raise UsageError(
             f"{name} is not the one that this run was trained with to step {step}; put it back, {FIX}"
         )
-    if name:
-        safe_print.say(
-            f"warning: {name} has changed since this run was trained to step {step}; the result may not be that of the "
-            "current code (another --run_dir starts over)"
-        )
+    safe_print.say(
+        f"warning: {name} has changed since this run was trained to step {step}; the result may not be that of the "
+        "current code (another --run_dir starts over)"
+    )
 
 
 def moved(config: Config, folder: str | None, lost: bool = False) -> list[str]:
@@ -185,7 +186,8 @@ def compared(
     run: Run, config: Config, context: Context, objects: Objects, start: int
 ) -> dict[str, Any]:
     """Return the metadata of the checkpoint to resume from; see `resume_step`."""
-    saved = context.of_root("meta", lambda: run.checkpoints.meta(start))
+    checkpoints = run.checkpoints
+    saved = context.of_root("meta", lambda: checkpoints.meta(start))
     if not config.resume.force:
         if run.data.train.order.sequential and "order" not in saved["config"].get("data", {}):
             text = "shuffled, as before this key existed -> sequential, because the model carries state"
@@ -193,22 +195,15 @@ def compared(
                 f"data.order: {text}; set data.order to shuffled, or choose another --run_dir",
                 rank=0,
             )
-        on_all_ranks(
-            context,
-            lambda: (
-                check_same_run(saved, run.checkpoints.facts, config, start, objects)
-                if context.is_root
-                else None
-            ),
-        )
-    changed = context.of_root(
-        "contents", lambda: compare_contents(saved, run.checkpoints.facts, start)
-    )
+
+        def check():
+            if context.is_root:
+                check_same_run(saved, checkpoints.facts, config, start, objects)
+
+        on_all_ranks(context, check)
+    changed = context.of_root("contents", lambda: compare_contents(saved, checkpoints.facts, start))
     old, new = as_saved(saved["config"] | saved.get("evaluated_with", {}), config)
     if changed or old["eval"] != new["eval"] or old["callbacks"] != new["callbacks"]:
-        saved |= {
-            "stopped": None,
-            "evaluated": False,
-            "changed": True,
-        }  # the callback that stopped it may be gone
+        # the callback that stopped it may be gone
+        saved |= {"stopped": None, "evaluated": False, "changed": True}
     return saved

@@ -95,11 +95,7 @@ class Source:
                     rows[name] = rows.get(name, []) + indices[wrong].tolist()
         if not counted:
             return "its mask is 0 in all examples, so none counts; give it some with a mask of 1"
-        texts = [
-            f"{name} not finite in {numbered(sorted(found))}"
-            for name, found in rows.items()
-            if found
-        ]
+        texts = [f"{name} not finite in {numbered(sorted(x))}" for name, x in rows.items() if x]
         return f"{', '.join(texts)}; correct them, or set their mask to 0" if texts else ""
 
     @contextlib.contextmanager
@@ -113,22 +109,16 @@ class Source:
         batches[step, ...]."""
         groups = single_steps(range(start, stop)) if groups is None else groups
 
-        def then(steps: range, batch: Any) -> tuple[range, Batch]:
+        def then(steps, batch):
             return steps, strategy.shard_batch(batch, len(steps) > 1)
 
-        reader = (
-            self.resident.batches(self.order, groups)
-            if self.resident is not None
-            else prefetch_in_workers(
-                self.dataset,
-                self.order,
-                strategy.local_microbatches,
-                range(start, stop),
-                self.workers,
-                then,
-                groups,
+        if self.resident is not None:
+            reader = self.resident.batches(self.order, groups)
+        else:
+            numbers, local = range(start, stop), strategy.local_microbatches
+            reader = prefetch_in_workers(
+                self.dataset, self.order, local, numbers, self.workers, then, groups
             )
-        )
         with reader as items:
             yield Batches(items, self.context)
 
@@ -153,21 +143,21 @@ class Batches:
                 yield numbers, batch
                 last = str(numbers)
         except StreamEnded as error:
-            self._agree(error, last)
             self.ended = str(error)
+            self._agree(last)
 
-    def _agree(self, error: StreamEnded, last: str) -> None:
-        context = self.context
+    def _agree(self, last: str) -> None:
+        timeout = protocol.default_timeout(None)
         try:
-            every = context.exchange("the end of the stream", last, protocol.default_timeout(None))
+            every = self.context.exchange("the end of the stream", last, timeout)
         except GenerationEnded:
             raise
         except DistributedError as missing:
-            every = [missing.texts.get(rank, "") for rank in range(context.size)]
-        if any(text != last for text in every):
-            others = ", ".join(str(rank) for rank, text in enumerate(every) if text != last)
+            every = [missing.texts.get(rank, "") for rank in range(self.context.size)]
+        if others := [str(rank) for rank, text in enumerate(every) if text != last]:
             raise UsageError(
-                f"{error}, but continues on rank {others}; let the source yield the same examples on every rank"
+                f"{self.ended}, but continues on rank {', '.join(others)}; let the source yield the "
+                "same examples on every rank"
             ) from None
 
 
@@ -185,9 +175,8 @@ def not_finite(run: Run, record: Record) -> tuple[str, bool] | None:
     context, texts = run.checkpoints.context, []
     for name in names:
         cause = run.data.eval[name].find_not_finite()
-        causes = context.exchange(
-            "the evaluation data", cause, SLOW
-        )  # a process may have read another file
+        # a process may have read another file
+        causes = context.exchange("the evaluation data", cause, SLOW)
         rank = next((rank for rank, text in enumerate(causes) if text), 0)
         cause = f"{context.title(rank)}: {causes[rank]}" if len({*causes}) > 1 else causes[rank]
         where = f"the evaluation set {name!r}" if name else "the evaluation data"

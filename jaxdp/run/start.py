@@ -3,6 +3,7 @@ and warnings.
 """
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,14 +27,13 @@ from jaxdp.models.base import CARRY
 from jaxdp.optim import OPTIMIZERS, SCHEDULES
 from jaxdp.optim.evaluation import evaluation_arrays
 from jaxdp.optim.master import moving_share
+from jaxdp.optim.rate import rate_of
 from jaxdp.parallel.placement import state_shapes
 from jaxdp.plan import memory
 from jaxdp.process import environment
-from jaxdp.process.context import Context
 from jaxdp.report.html import Reports
-from jaxdp.run import git, rundir
-from jaxdp.run import model_summary as model_summary
-from jaxdp.run.build import Prepared, follows_schedule
+from jaxdp.run import git, model_summary, rundir
+from jaxdp.run.build import Prepared
 from jaxdp.run.callbacks import EarlyStopping
 from jaxdp.run.components import Objects, describe_groups, schedule_of
 from jaxdp.run.data_warnings import data_warnings
@@ -63,11 +63,11 @@ def start_writer(
     """
     run = training.run
     layout = layout_of(run, config)
+    directory = run.log.directory
     if not training.continuation.runs:
-        rundir.write_layout(run.log.directory, layout)
+        rundir.write_layout(directory, layout)
         training.layout = layout
     start = training.progress.step
-    directory = run.log.directory
     context = run.checkpoints.context
     devices = run.strategy.devices
     rundir.write_config(directory, dataclasses.asdict(config))
@@ -90,29 +90,22 @@ def start_writer(
             **git.record(directory),
         },
     )
-    shapes = run.strategy.shapes
-    rows = model_summary.arrays(shapes, run.step.trainable(shapes.params))
+    params = run.strategy.shapes.params
+    rows = model_summary.arrays(run.strategy.shapes, run.step.trainable(params))
     rundir.write(directory / "model.txt", model_summary.text(config.model.target, rows) + "\n")
-    groups = describe_groups(
-        config,
-        prepared.parts,
-        run.strategy.shapes.params,
-        {**OPTIMIZERS, **objects.get("optimizer", {})},
-    )
-    facts = summary(run, config, context, start, layout, groups)
+    table = {**OPTIMIZERS, **objects.get("optimizer", {})}
+    groups = describe_groups(config, prepared.parts, params, table)
+    facts = summary(run, config, start, layout, groups)
     console = Console(
         run.options.steps, start, context.launcher == "none", {"title": directory.name, **facts}
     )
-    run.checkpoints.events.tell = console.happened
+    events = run.checkpoints.events
+    events.tell = console.happened
     console.advised = config.data.on_device  # the console would advise to set it
-    lines = JsonLines(
-        directory / "metrics.jsonl",
-        start,
-        training.progress.evaluated == start,
-        "evaluate" in run.due(start),
-    )
-    reports = Reports(directory, flatten(Config()), run.checkpoints.events)
-    writers: list[Writer] = [lines, console, reports]
+    was_evaluated = training.progress.evaluated == start
+    metrics = directory / "metrics.jsonl"
+    lines = JsonLines(metrics, start, was_evaluated, "evaluate" in run.due(start))
+    writers: list[Writer] = [lines, console, Reports(directory, flatten(Config()), events)]
     if config.log.writers:
         writers += make_writers(config.log.writers, directory, start, dataclasses.asdict(config))
     writer = Many(writers)
@@ -125,90 +118,77 @@ def start_writer(
 
 
 def summary(
-    run: Run, config: Config, context: Context, start: int, layout: dict[str, Any], groups: str
+    run: Run, config: Config, start: int, layout: dict[str, Any], groups: str
 ) -> dict[str, str]:
     """Return the lines of a run's summary by name. start: the update after which it starts.
     groups: what weight decay and Muon apply to.
     """
+    context = run.checkpoints.context
     devices = run.strategy.devices
     parallel = config.parallel
-    order = run.data.train.order
     opt = config.optimizer
-    steps = run.options.steps
+    data = run.data.train
     per_call = run.options.steps_per_call
-    directory = run.log.directory
+    model = f"{config.model.target}, {layout['parameters']:,} parameters"
+
+    length = "a stream of unknown length"
+    if (size := len(data.dataset)) < UNKNOWN:
+        length = f"{size:,} examples, {data.order.steps_per_epoch:,} updates an epoch"
     sizes = [
         f"{len(x.dataset):,}{f' ({name})' if name else ''}" for name, x in run.data.eval.items()
     ]
     evaluates = f"; evaluates on {' and '.join(sizes)}" if sizes else ""
-    hosts = f" on {len(set(context.hosts))} hosts" if len(set(context.hosts)) > 1 else ""
-    schedule = opt.schedule if isinstance(opt.schedule, str) else opt.schedule.get("target")
-    rate = (
-        f"{opt.target}, from the script"
-        if opt.target.startswith(f"{OF_SCRIPT} ")
-        else f"{opt.target}, lr {opt.lr:g} {schedule}"
-    )
-    return {
-        "run": f"{f'resumes after step {start}' if start else 'starts'} in {directory}",
-        "model": f"{config.model.target}, {layout['parameters']:,} parameters",
-        "data": f"{config.data.target}, {length_of(run)}{evaluates}",
-        **inventories(run),
+    # what the sets were made of, and what was passed over, of those that report it
+    sets = {"read": data} | {f"read {name or 'eval'}": x for name, x in run.data.eval.items()}
+    inventories = {name: getattr(x.dataset, "inventory", "") for name, x in sets.items()}
+
+    rate = f"{opt.target}, from the script"
+    if not opt.target.startswith(f"{OF_SCRIPT} "):
+        rate = f"{opt.target}, lr {opt.lr:g} {name_of_schedule(config)}"
+    calls = f", {per_call} a call" if per_call > 1 else ""
+    several = len(set(context.hosts))
+    hosts = f" on {several} hosts" if several > 1 else ""
+    lines = {
+        "run": f"{f'resumes after step {start}' if start else 'starts'} in {run.log.directory}",
+        "model": model,
+        "data": f"{config.data.target}, {length}{evaluates}",
+        **inventories,
         "batch": f"{config.batch_size:,} examples in {config.microbatches} microbatches of "
-        f"{order.examples_per_microbatch:,}",
-        "optimizer": f"{rate}, {steps:,} updates{f', {per_call} a call' if per_call > 1 else ''}",
-        **({"groups": groups} if groups else {}),
+        f"{data.order.examples_per_microbatch:,}",
+        "optimizer": f"{rate}, {run.options.steps:,} updates{calls}",
+        "groups": groups,
         "devices": f"{len(devices)} x {devices[0].device_kind} in {context.size} "
         f"process{'es' * (context.size > 1)}{hosts} ({context.launcher})",
         "layout": f"{parallel.backend}, zero {parallel.zero}{sharding(run, config)}; reduction {parallel.reduction}",
         "memory": memory_line(layout),
     }
+    return {name: text for name, text in lines.items() if text}
 
 
-def inventories(run: Run) -> dict[str, str]:
-    """Return what the sets were made of, and what was passed over, of those that report it."""
-    sets = {
-        "read": run.data.train,
-        **{f"read {name or 'eval'}": source for name, source in run.data.eval.items()},
-    }
-    return {
-        name: text
-        for name, source in sets.items()
-        if (text := getattr(source.dataset, "inventory", ""))
-    }
-
-
-def length_of(run: Run) -> str:
-    if (size := len(run.data.train.dataset)) >= UNKNOWN:
-        return "a stream of unknown length"
-    return f"{size:,} examples, {run.data.train.order.steps_per_epoch:,} updates an epoch"
+def name_of_schedule(config: Config) -> Any:
+    schedule = config.optimizer.schedule
+    return schedule if isinstance(schedule, str) else schedule.get("target")
 
 
 def sharding(run: Run, config: Config) -> str:
     """Return the share of the state that is sharded; "" if ZeRO is off or has a single shard."""
-    share = run.strategy.share()
     if run.strategy.parts < 2 or not config.parallel.zero:
         return ""
-    replicated = (
-        f", {share.replicated} leaves that do not divide stay replicated"
-        if share.replicated
-        else ""
-    )
-    sharded = share.split_bytes / max(share.total_bytes, 1)
-    return f": {sharded:.1%} of the state in {run.strategy.parts} shards{replicated}"
+    share = run.strategy.share()
+    text = f": {share.split_bytes / max(share.total_bytes, 1):.1%} of the state in {run.strategy.parts} shards"
+    if share.replicated:
+        text += f", {share.replicated} leaves that do not divide stay replicated"
+    return text
 
 
 def memory_line(layout: dict[str, Any]) -> str:
     """Format the bytes per device of each tree; layout.json has activations, once the program is
     compiled.
     """
-    sizes = {
-        TREES[name]: count
-        for name, count in layout["bytes_per_device"].items()
-        if name in TREES and count
-    }
-    total = sum(sizes.values())
-    each = ", ".join(f"{name} {size(count)}" for name, count in sizes.items())
-    return f"{size(total)} a device, without activations: {each}"
+    sizes = layout["bytes_per_device"]
+    counts = {text: sizes[name] for name, text in TREES.items() if sizes.get(name)}
+    each = ", ".join(f"{text} {size(count)}" for text, count in counts.items())
+    return f"{size(sum(counts.values()))} a device, without activations: {each}"
 
 
 def advice(
@@ -298,22 +278,21 @@ def rate_advice(run: Run, config: Config, prepared: Prepared, start: int) -> Ite
     steps = run.options.steps
     if opt.target.startswith(f"{OF_SCRIPT} "):
         return
-    if not follows_schedule(prepared.parts, state_shapes(prepared.make_state)):
+    shapes = state_shapes(prepared.make_state)
+    rule = prepared.parts.rule
+    params = rule.trainable(shapes.params)
+    rate = jax.eval_shape(functools.partial(rate_of, rule.tx), params, shapes.opt_state, params)
+    if rate is None:
         yield (
             f"optimizer.lr: {opt.lr:g} and its schedule have no effect: {opt.target} has a rate of its own; set that "
             "one in optimizer.args (lr is recorded only if the optimizer's state has it)"
         )
         return
     ended = (opt.schedule_steps or steps) < steps
-    paths = leaves_by_path(run.strategy.shapes.opt_state)
-    several = any(
-        path.endswith("mini_step") for path in paths
-    )  # optax.MultiSteps counts fewer updates
-    if (
-        not opt.lr
-        or several
-        or (opt.schedule in SCHEDULES and (not ended or opt.schedule == "constant"))
-    ):
+    # optax.MultiSteps counts fewer updates
+    several = any(path.endswith("mini_step") for path in leaves_by_path(shapes.opt_state))
+    known = opt.schedule in SCHEDULES and (not ended or opt.schedule == "constant")
+    if not opt.lr or several or known:
         return
     yield from advice_at_the_end(config, start, steps, ended)
 
@@ -326,19 +305,14 @@ def advice_at_the_end(config: Config, start: int, steps: int, ended: bool) -> It
     last = last if abs(last) > 1e-6 * opt.lr else 0.0  # a line may end at a rounding error
     if steps - first < 2 or (last and (first == start or not ended)):
         return
-    cause = (
-        f"schedule_steps: {opt.schedule_steps}"
-        if ended
-        else f"schedule: {opt.schedule if isinstance(opt.schedule, str) else opt.schedule.get('target')}"
-    )
-    fix = (
-        f"set schedule_steps to {steps}, or final_lr to what the rest needs"
-        if ended
-        else "let it end with the run"
-    )
+    if ended:
+        cause = f"schedule_steps: {opt.schedule_steps}"
+        fix = f"set schedule_steps to {steps}, or final_lr to what the rest needs"
+    else:
+        cause, fix = f"schedule: {name_of_schedule(config)}", "let it end with the run"
     nothing = "" if last else ", which changes no parameter"
-    rate = f"the learning rate {last:.3g} ({last / opt.lr:.0%} of lr){nothing}"
-    yield f"optimizer.{cause}: updates {first + 1} to {steps} have {rate}; {fix}"
+    constant = f"the learning rate {last:.3g} ({last / opt.lr:.0%} of lr){nothing}"
+    yield f"optimizer.{cause}: updates {first + 1} to {steps} have {constant}; {fix}"
 
 
 def constant_from(schedule: Callable[[int], Any], start: int, steps: int) -> tuple[int, float]:
@@ -371,14 +345,14 @@ def warn_of_lost_updates(run: Run, config: Config, state: TrainState) -> None:
 
 def reads(run: Run, name: str) -> bool:
     """Return whether an entry of the examples changes anything in the evaluation of a microbatch."""
-    first, size = (
-        first_example(run.data.train.dataset),
-        run.data.train.order.examples_per_microbatch,
-    )
+    data = run.data.train
+    first, size = first_example(data.dataset), data.order.examples_per_microbatch
     batch = {k: x[None] for k, x in first_microbatch(first, size, None).items()}
-    program = jax.make_jaxpr(
-        lambda entry, state: sums_of_one(run.step.evaluate)(state, {**batch, name: entry})
-    )(batch[name], state_of_one(run.strategy.shapes)).jaxpr
+
+    def evaluate(entry, state):
+        return sums_of_one(run.step.evaluate)(state, {**batch, name: entry})
+
+    program = jax.make_jaxpr(evaluate)(batch[name], state_of_one(run.strategy.shapes)).jaxpr
     return dce_jaxpr(program, [True] * len(program.outvars))[1][0]
 
 

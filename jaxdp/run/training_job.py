@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 
-from jaxdp.checkpoint import folders
 from jaxdp.config import Config
 from jaxdp.errors import (
     ReportedError,
@@ -42,6 +41,7 @@ from jaxdp.run.build import (
     on_all_ranks,
     prepare_on_all_ranks,
     speed,
+    step_of,
 )
 from jaxdp.run.callbacks import Callbacks, make_callbacks
 from jaxdp.run.components import NOTHING, Objects, choose_accumulate
@@ -68,103 +68,62 @@ def train(
         keep: return the exported state instead of None.
         overwrite: remove an existing run from the directory first.
     """
-    wrapped: Train = Job(config, rundir.directory_of(config, path), objects, keep, overwrite).train
+    directory = rundir.directory_of(config, path)
+    wrapped: Train = functools.partial(train_in, directory, config, objects, keep, overwrite)
     for extra in extras_of(config):
         wrapped = extra.around(wrapped)
     return wrapped(context, Continuation())
 
 
-@dataclasses.dataclass
-class Job:
-    """What a command trains; the fields are the arguments of `train`."""
-
-    config: Config
-    directory: pathlib.Path
-    objects: Objects
-    keep: bool
-    overwrite: bool
-
-    def train(
-        self, context: Context, continuation: Continuation
-    ) -> tuple[Record, TrainState | None]:
-        """Prepare the directory, find the state to start from, and train with the processes of
-        `context`."""
-        config, directory, objects = self.config, self.directory, self.objects
-        overwrite = self.overwrite and not continuation.runs
-        began = time.time()
+def train_in(
+    directory: pathlib.Path,
+    config: Config,
+    objects: Objects,
+    keep: bool,
+    overwrite: bool,
+    context: Context,
+    continuation: Continuation,
+) -> tuple[Record, TrainState | None]:
+    """Prepare the directory, find the state to start from, and train with the processes of
+    `context`. The other arguments are those of `train`."""
+    began = time.time()
+    overwrite = overwrite and not continuation.runs
+    if overwrite:
+        # Not what this job has written before `jaxdp launch` started its processes again.
+        since = float(os.environ.get("JAXDP_BEGAN", math.inf))
+        overwrite = context.of_root("overwrite", lambda: rundir.began(directory) < since)
+    use_compilation_cache(config, context)
+    check = context.is_root and not overwrite
+    on_all_ranks(context, lambda: check_paths(config, directory) if check else None)
+    prepared = prepare_on_all_ranks(config, context, objects, continuation.prepared)
+    continuation.prepared = prepared
+    run = make_run(config, directory, context, objects, prepared)
+    checkpoints = run.checkpoints
+    if config.log.writers:
+        on_all_ranks(context, lambda: check_writers(config.log.writers))
+    callbacks = Callbacks(context=context)
+    if config.callbacks:
+        given = objects.get("callbacks", {})
+        callbacks = on_all_ranks(context, lambda: make_callbacks(config.callbacks, given, context))
+    check = context.is_root and (overwrite or not checkpoints.steps())
+    context.agree(rundir.not_ours(directory, overwrite) if check else None)
+    with lock_run_dir(directory, context, checkpoints) or contextlib.nullcontext():
+        context.agree(rundir.clear(directory) if overwrite and context.is_root else None)
         if overwrite:
-            # Not what this job has written before `jaxdp launch` started its processes again.
-            since = float(os.environ.get("JAXDP_BEGAN", math.inf))
-            overwrite = context.of_root("overwrite", lambda: rundir.began(directory) < since)
-        use_compilation_cache(config, context)
-        on_all_ranks(
-            context,
-            lambda: check_paths(config, directory) if context.is_root and not overwrite else None,
-        )
-        prepared = prepare_on_all_ranks(config, context, objects, continuation.prepared)
-        continuation.prepared = prepared
-        run = make_run(config, directory, context, objects, prepared=prepared)
-        if config.log.writers:
-            on_all_ranks(context, lambda: check_writers(config.log.writers))
-        callbacks = Callbacks(context=context)
-        if config.callbacks:
-            given = objects.get("callbacks", {})
-            callbacks = on_all_ranks(
-                context, lambda: make_callbacks(config.callbacks, given, context)
-            )
-        check = context.is_root and (overwrite or not run.checkpoints.steps())
-        context.agree(rundir.not_ours(directory, overwrite) if check else None)
-        with lock_run_dir(directory, context, run.checkpoints) or contextlib.nullcontext():
-            context.agree(rundir.clear(directory) if overwrite and context.is_root else None)
-            if overwrite and run.checkpoints.writes:
-                folders.remove(run.checkpoints.directory, run.checkpoints.steps())
-            events = run.checkpoints.events = Events(directory) if context.is_root else NoEvents()
-            progress, saved = self.find_start(run, context, continuation)
-            start = progress.start
-            if start and not progress.recovered:
-                record = final_record(run, directory, context, start, saved)
-                if record is not None:
-                    abstract = run.strategy.abstract()
-                    return record, run.checkpoints.restore(start, abstract) if self.keep else None
-            if offset := progress.offset:
-                run = make_run(
-                    config, directory, context, objects, offset, prepared, run.checkpoints
-                )
-            continuation.load(callbacks, saved)
-            run.log.events = events
-            run = callbacks.change_step(run, progress)
-            training = ConfigTraining(
-                run,
-                progress,
-                callbacks,
-                continuation,
-                extras=extras_of(config),
-                profile=make_profile(config, directory, start, run.options.steps),
-                speed=speed(config, prepared.parts, prepared.flops, run.strategy.devices),
-                config=config,
-                prepared=prepared,
-            )
-            if not start and config.init_from is not None:
-                from jaxdp.run.initial_weights import initialize_from
-
-                training.initialize = initialize_from(run, config, context, prepared.parts, objects)
-            return supervised(training, objects, began, self.keep)
-
-    def find_start(
-        self, run: Run, context: Context, continuation: Continuation
-    ) -> tuple[Progress, Record]:
-        """Return where the run starts, and the metadata of its state: that in memory, or that of the
-        newest checkpoint. Raises UsageError if it is beyond the last update."""
+            checkpoints.remove(checkpoints.steps())
+        run.log.events = Events(directory) if context.is_root else NoEvents()
+        checkpoints.events = run.log.events
         recovered = continuation.recover(run, context)
-        if recovered is None:
-            state = None
-            start, saved = resume_step(run, self.config, context, self.objects)
-        else:
-            start, saved, state = recovered
+        start, saved, state = recovered or (*resume_step(run, config, context, objects), None)
         if start > (steps := run.options.steps):
             raise UsageError(
-                f"steps: {steps}, but {str(self.directory)!r} is at step {start}; give more", rank=0
+                f"steps: {steps}, but {str(directory)!r} is at step {start}; give more", rank=0
             )
+        if start and recovered is None:
+            record = final_record(run, directory, context, start, saved)
+            if record is not None:
+                abstract = run.strategy.abstract()
+                return record, checkpoints.restore(start, abstract) if keep else None
         progress = Progress(
             state=state,
             recovered=recovered is not None,
@@ -176,7 +135,28 @@ class Job:
             evaluation=saved.get("metrics", {}),
             stopped=saved.get("stopped"),
         )
-        return progress, saved
+        if offset := progress.offset:  # more batches may be padded
+            run = dataclasses.replace(
+                run, step=step_of(config, prepared.parts, len(run.strategy.devices), offset)
+            )
+        continuation.load(callbacks, saved)
+        run = callbacks.change_step(run, progress)
+        training = ConfigTraining(
+            run,
+            progress,
+            callbacks,
+            continuation,
+            extras=extras_of(config),
+            profile=make_profile(config, directory, start, steps),
+            speed=speed(config, prepared.parts, prepared.flops, run.strategy.devices),
+            config=config,
+            prepared=prepared,
+        )
+        if not start and config.init_from is not None:
+            from jaxdp.run.initial_weights import initialize_from
+
+            training.initialize = initialize_from(run, config, context, prepared.parts, objects)
+        return supervised(training, objects, began, keep)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -220,7 +200,7 @@ def final_record(
     any other run.
     """
 
-    def last() -> list[Record]:
+    def last():
         records = read(directory / "metrics.jsonl")
         final = [
             x for x in records if x.get("split") == "final" and {"step", "params_sha256"} <= {*x}
@@ -231,7 +211,7 @@ def final_record(
     if not final or final[-1]["step"] != start or (run.data.eval and "changed" in saved):
         return None
 
-    def end() -> str | None:
+    def end():
         if start == run.options.steps:
             return ""
         return run.data.train.end(start + saved.get("offset", 0))
@@ -289,7 +269,7 @@ def supervised(
         last_save=continuation.last_save or time.monotonic(),
     )
 
-    def on_signal(name: str) -> None:
+    def on_signal(name):
         if name == signals.TRACE:
             training.profile.ask()
         elif signals.is_starting():  # this process ends after its listeners have returned
