@@ -71,7 +71,8 @@ def pytest_collection_modifyitems(config, items):
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
     """Take the count from a worker of pytest-xdist, which collects the tests."""
-    node.config.slow_tests = node.workeroutput.get("slow_tests", 0)
+    output = getattr(node, "workeroutput", {})  # a worker that has crashed has none
+    node.config.slow_tests = output.get("slow_tests", node.config.slow_tests)
 
 
 def pytest_terminal_summary(terminalreporter, config):
