@@ -29,10 +29,10 @@ from jaxdp.optim.evaluation import evaluation_arrays
 from jaxdp.optim.master import moving_share
 from jaxdp.optim.rate import rate_of
 from jaxdp.parallel.placement import state_shapes
-from jaxdp.plan import memory, model_summary
+from jaxdp.plan import memory
 from jaxdp.process import environment
 from jaxdp.report.html import Reports
-from jaxdp.run import git, rundir
+from jaxdp.run import git, model_summary, rundir
 from jaxdp.run.build import Prepared
 from jaxdp.run.callbacks import EarlyStopping
 from jaxdp.run.components import Objects, describe_groups, schedule_of
@@ -291,7 +291,7 @@ def rate_advice(run: Run, config: Config, prepared: Prepared, start: int) -> Ite
     ended = (opt.schedule_steps or steps) < steps
     # optax.MultiSteps counts fewer updates
     several = any(path.endswith("mini_step") for path in leaves_by_path(shapes.opt_state))
-    known = opt.schedule in SCHEDULES and (not ended or opt.schedule == "constant")
+    known = opt.schedule in [*SCHEDULES] and (not ended or opt.schedule == "constant")
     if not opt.lr or several or known:
         return
     yield from advice_at_the_end(config, start, steps, ended)

@@ -11,8 +11,8 @@ import numpy as np
 from jaxdp.data.dataset import probes
 from jaxdp.data.example_order import EpochOrder, Streams
 from jaxdp.data.prefetch import read_batch
-from jaxdp.plan.programs import Digest, describe, digest, lines
 from jaxdp.precision import cast_floats
+from jaxdp.run.programs import Digest, describe, digest, lines
 from jaxdp.verify.compare import differences, flatten, leaves, worst
 from jaxdp.verify.oracle import Setup, key_of, make_oracle, partition, train
 from jaxdp.verify.problem import Problem, Tree

@@ -15,8 +15,8 @@ from jaxdp.data.dataset import probes
 from jaxdp.errors import one_line
 from jaxdp.models.base import CARRY
 from jaxdp.optim.interpreter import inside
-from jaxdp.plan.programs import needed
 from jaxdp.process.context import SLOW, Context
+from jaxdp.run.programs import needed
 from jaxdp.train.metric_sums import flat
 from jaxdp.verify.compare import leaf_errors, worst
 from jaxdp.verify.facts import (
