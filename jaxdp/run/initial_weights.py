@@ -31,13 +31,13 @@ from jaxdp.logits import compute_logits
 from jaxdp.models import MODELS, is_given
 from jaxdp.models.base import Model
 from jaxdp.models.gpt import GPT
-from jaxdp.plan.programs import digest, lines
 from jaxdp.precision import is_key
 from jaxdp.process.context import Context
 from jaxdp.process.hosts import listed
 from jaxdp.run.build import on_all_ranks
 from jaxdp.run.components import Objects, Parts, apply_model, make_model
 from jaxdp.run.datasets import facts_of, shapes_of_model
+from jaxdp.run.programs import digest, lines
 from jaxdp.targets import OBJECT, Args, locate, parameters
 from jaxdp.train.run import Run
 from jaxdp.train.state import TrainState

@@ -291,7 +291,7 @@ def rate_advice(run: Run, config: Config, prepared: Prepared, start: int) -> Ite
     ended = (opt.schedule_steps or steps) < steps
     # optax.MultiSteps counts fewer updates
     several = any(path.endswith("mini_step") for path in leaves_by_path(shapes.opt_state))
-    known = opt.schedule in SCHEDULES and (not ended or opt.schedule == "constant")
+    known = opt.schedule in [*SCHEDULES] and (not ended or opt.schedule == "constant")
     if not opt.lr or several or known:
         return
     yield from advice_at_the_end(config, start, steps, ended)
