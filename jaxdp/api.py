@@ -136,8 +136,8 @@ def join(
     from jaxdp.process.context import init
 
     left_out = None
-    if config is not None and (parallel := config.parallel).xla_preset != "default":
-        left_out = environment.use_preset(parallel.xla_preset, parallel.devices)
+    if config is not None:
+        left_out = environment.set_gpu_flags(config.parallel.devices)
     groups = (extra.group(objects or {}) for extra in extras_of(config))
     context = init(group=next(filter(None, groups), None))
     context.agree(error)

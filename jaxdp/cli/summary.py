@@ -5,7 +5,7 @@ import json
 import jax
 
 from jaxdp.cli import Call
-from jaxdp.plan import model_summary
+from jaxdp.run import model_summary
 from jaxdp.run.components import check_paths, describe_groups, make_parts, set_jax, state_maker
 
 

@@ -189,8 +189,6 @@ class Parallel:
             with the memory of one); auto is vmap. The exact reductions compute exact_group of them
             at once, and computations in 16 bits always one after the other
         devices: use only this many devices of a single process; null uses all
-        xla_preset: overlap sets XLA flags that let collectives overlap with the backward pass on
-            several GPUs; default leaves XLA_FLAGS unchanged (docs/performance.md)
     """
 
     backend: Literal["pmap", "pjit"] = speed("pmap")
@@ -204,7 +202,6 @@ class Parallel:
     remat: Literal["auto", "none", "full", "dots", "dots_no_batch"] = speed("auto")
     accumulate: Literal["auto", "vmap", "scan"] = speed("auto")
     devices: int | None = speed(None, least=1)
-    xla_preset: Literal["default", "overlap"] = speed("default")
 
     @property
     def in_groups(self) -> bool:

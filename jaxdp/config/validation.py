@@ -23,6 +23,7 @@ RENAMED = {  # former key -> key
     "parallel.accumulator": "parallel.gradient_buffer",
     "watchdog.slow_factor": "watchdog.straggler_factor",
 }
+GONE = {"parallel.xla_preset": "set XLA_FLAGS (docs/performance.md)"}  # key -> what to do instead
 FORMER_VALUES = {
     "parallel.accumulate": "loop is now scan",
     "parallel.gradient_buffer": "split is now sharded, whole is now replicated",
@@ -84,6 +85,8 @@ def check_key(key: str, where: str) -> None:
     if key in RENAMED:
         now = RENAMED[key]
         raise UsageError(f"{where}: {key} is now called {now}, and is {expected(now)}")
+    if key in GONE:
+        raise UsageError(f"{where}: there is no {key} any more; {GONE[key]}")
     raise UsageError(f"{where}: unknown key {key!r}; {_meant(key, known)}")
 
 
@@ -204,7 +207,7 @@ def changed_numbers(
     for tree in trees:  # a parameter has the factor of the first expression that it matches
         tree["optimizer"]["lr_scale"] = [*tree["optimizer"]["lr_scale"].items()]
     old, new = map(flatten, trees)
-    ignored = {*PATHS, *RENAMED, *ignored}
+    ignored = {*PATHS, *RENAMED, *GONE, *ignored}
     opt = (
         after.optimizer
     )  # the name of a script's Optax transformation, which has its own schedule, has a space

@@ -188,7 +188,7 @@ def throughput(
     """Return a function from the milliseconds per update to the throughput entries of a record.
 
     examples: per update, on average. tokens: per example, or None. flops: the model's forward and
-    backward FLOPs per example (`jaxdp.plan.flops.model_flops`), or None. peak: total FLOP/s of
+    backward FLOPs per example (`jaxdp.run.flops.model_flops`), or None. peak: total FLOP/s of
     all devices, or None.
 
         tokens_per_s        tokens x examples per second

@@ -11,10 +11,10 @@ import jax
 
 from jaxdp.parallel.layout import Share
 from jaxdp.parallel.strategy import Strategy
-from jaxdp.plan.flops import count_flops
 from jaxdp.plan.hardware import Hardware, update_seconds
 from jaxdp.plan.hlo import Collective
 from jaxdp.plan.memory import analyzed, bytes_by_tree, peak
+from jaxdp.run.flops import count_flops
 from jaxdp.train.state import Batch
 from jaxdp.train.step import Step
 

@@ -19,20 +19,9 @@ MALLOC = {"mmap_threshold": 2**25, "trim_threshold": 2**26}  # bytes
 HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 MOST = 2048  # simulated devices; JAX fails with more
 THREADS = 4  # threads of the CPU's pool for each simulated device
-COMBINE = str(32 * 2**20)  # bytes: small enough to send while the backward pass continues
-OVERLAP = {
-    "--xla_gpu_enable_latency_hiding_scheduler": "true",
-    "--xla_gpu_enable_pipelined_all_reduce": "true",
-    "--xla_gpu_enable_pipelined_all_gather": "true",
-    "--xla_gpu_enable_pipelined_reduce_scatter": "true",
-    "--xla_gpu_enable_while_loop_double_buffering": "true",
-    "--xla_gpu_all_reduce_combine_threshold_bytes": COMBINE,
-    "--xla_gpu_all_gather_combine_threshold_bytes": COMBINE,
-    "--xla_gpu_reduce_scatter_combine_threshold_bytes": COMBINE,
-}
-PRESETS: dict[str, dict[str, str]] = {"default": {}, "overlap": OVERLAP}
-"""XLA_FLAGS that let collectives overlap with the backward pass on GPUs (docs.jax.dev, "GPU
-performance tips"), the most important first."""
+GPU_FLAGS = {"--xla_gpu_enable_pipelined_all_gather": "true"}
+"""XLA_FLAGS for several GPUs: stage 3 of ZeRO gathers the parameters of a block while the one before
+is computed (docs.jax.dev, "GPU performance tips")."""
 
 
 def compiled(where: str) -> pathlib.Path:
@@ -137,27 +126,21 @@ def enough_threads() -> None:
         os.environ.setdefault("NPROC", str(min(THREADS * devices, MOST)))
 
 
-def use_preset(
-    preset: str, devices: int | None = None, local_gpus: int | None = None
-) -> str | None:
-    """Set the flags of a preset that XLA knows, before JAX starts; flags that are already in
-    XLA_FLAGS are kept.
+def set_gpu_flags(devices: int | None = None, local_gpus: int | None = None) -> str | None:
+    """Set the GPU_FLAGS that XLA knows, before JAX starts; flags that are already in XLA_FLAGS are
+    kept.
 
     devices: as in `parallel.devices`; local_gpus: GPUs of this host, counted if None. Sets nothing
     for one device, or without a GPU. Returns a line about flags that are left out, or None.
     """
-    flags = PRESETS[preset]
-    if not flags or not has_several_gpus(
-        devices, gpu_count() if local_gpus is None else local_gpus
-    ):
+    local_gpus = gpu_count() if local_gpus is None else local_gpus
+    if not local_gpus or not has_several_gpus(devices, local_gpus):
         return None
-    missing = unknown_flags(flags)
-    for name, value in flags.items():
+    missing = unknown_flags(GPU_FLAGS)
+    for name, value in GPU_FLAGS.items():
         if name not in missing:
             add_flag(f"{name}={value}")
-    if missing:
-        return f"parallel.xla_preset: {preset} without {', '.join(sorted(missing))}, which this XLA does not know"
-    return None
+    return f"without {', '.join(missing)}, which this XLA does not know" if missing else None
 
 
 def has_several_gpus(devices: int | None, local_gpus: int) -> bool:

@@ -119,6 +119,27 @@ def kubernetes(env: Env) -> World | None:
     return World(rank, size, launcher="kubernetes", coordinator=f"{host}:{PORT}")
 
 
+def tpu(env: Env) -> World | None:
+    """Detect a host of a Cloud TPU slice, in GKE or on TPU VMs, or of several slices (Multislice).
+
+    Their variables name all hosts of a slice. A process per host has all of its devices.
+    """
+    if " " in env.get("TPU_WORKER_HOSTNAMES", " "):  # a message of libtpu, which finds no TPU
+        return None
+    partners(env, "tpu", ("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"))
+    names = env["TPU_WORKER_HOSTNAMES"].split(",")
+    worker = integer(env, "TPU_WORKER_ID")
+    within(worker, "TPU_WORKER_ID", len(names), "the number of names in TPU_WORKER_HOSTNAMES")
+    if (slices := optional(env, "MEGASCALE_NUM_SLICES", 1) or 1) == 1:
+        return World(worker, len(names), 0, 1, "tpu", f"{names[0].partition(':')[0]}:{PORT}")
+    partners(env, "tpu", ("MEGASCALE_SLICE_ID", "MEGASCALE_COORDINATOR_ADDRESS"))
+    number = integer(env, "MEGASCALE_SLICE_ID")
+    within(number, "MEGASCALE_SLICE_ID", slices, "MEGASCALE_NUM_SLICES")
+    host = env["MEGASCALE_COORDINATOR_ADDRESS"].partition(":")[0]
+    rank, size = number * len(names) + worker, slices * len(names)
+    return World(rank, size, 0, 1, "tpu", f"{host}:{PORT}")
+
+
 TORCHRUN = Variables(
     "torchrun",
     "RANK",
@@ -187,6 +208,7 @@ LAUNCHERS = (
     (("SLURM_STEP_NUM_TASKS",), slurm),
     by_its(TORCHRUN),
     (("JOB_COMPLETION_INDEX",), kubernetes),
+    (("TPU_WORKER_HOSTNAMES",), tpu),
 )
 
 

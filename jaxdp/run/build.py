@@ -29,7 +29,6 @@ from jaxdp.parallel.placement import assign_microbatches
 from jaxdp.parallel.strategy import Strategy
 from jaxdp.plan.hardware import peak_flops
 from jaxdp.plan.prediction import Case
-from jaxdp.plan.programs import Digest, check_same, digest, lines
 from jaxdp.process import environment, membership
 from jaxdp.process.context import SLOW, Context
 from jaxdp.run.components import (
@@ -48,6 +47,7 @@ from jaxdp.run.components import (
 from jaxdp.run.datasets import eval_key, facts_of, make_order, shapes_of
 from jaxdp.run.preflight import check_examples, check_optimizer, rehearse
 from jaxdp.run.profile_window import Profile, folder
+from jaxdp.run.programs import Digest, check_same, digest, lines
 from jaxdp.run.rundir import versions
 from jaxdp.run.source import Source
 from jaxdp.run.strategies import STAGES

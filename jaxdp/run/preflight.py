@@ -19,10 +19,10 @@ from jaxdp.losses import check
 from jaxdp.metrics.writer import RESERVED
 from jaxdp.models.base import CARRY
 from jaxdp.parallel.strategy import Strategy
-from jaxdp.plan.flops import model_flops
 from jaxdp.precision import is_key
 from jaxdp.run.components import Parts, apply_model, check_paths, make_the_step
 from jaxdp.run.datasets import eval_key, make_order, shapes_of
+from jaxdp.run.flops import model_flops
 from jaxdp.split import path_string
 from jaxdp.targets import attribute, targets_in
 from jaxdp.train.metric_sums import WEIGHT

@@ -21,10 +21,10 @@ from jaxdp.logits import compute_logits
 from jaxdp.models import MODELS, is_given
 from jaxdp.models.base import Model
 from jaxdp.models.gpt import GPT
-from jaxdp.plan.programs import digest, lines
 from jaxdp.process.hosts import listed
 from jaxdp.run.components import Objects, Parts, apply_model, make_model
 from jaxdp.run.datasets import facts_of, shapes_of_model
+from jaxdp.run.programs import digest, lines
 from jaxdp.targets import OBJECT, Args, locate, parameters
 from jaxdp.train.step import first_microbatch
 

@@ -28,11 +28,11 @@ from jaxdp.optim.evaluation import evaluation_arrays
 from jaxdp.optim.master import moving_share
 from jaxdp.parallel.placement import state_shapes
 from jaxdp.plan import memory
-from jaxdp.plan import model_summary as model_summary
 from jaxdp.process import environment
 from jaxdp.process.context import Context
 from jaxdp.report.html import Reports
 from jaxdp.run import git, rundir
+from jaxdp.run import model_summary as model_summary
 from jaxdp.run.build import Prepared, follows_schedule
 from jaxdp.run.callbacks import EarlyStopping
 from jaxdp.run.components import Objects, describe_groups, schedule_of

@@ -12,9 +12,9 @@ from jaxdp.config import Config
 from jaxdp.data.dataset import Dataset, probes
 from jaxdp.data.example_order import EpochOrder, Streams
 from jaxdp.data.prefetch import read_batch
-from jaxdp.plan.programs import Digest, describe, digest, lines
 from jaxdp.precision import cast_floats
 from jaxdp.run.components import schedule_of, set_jax
+from jaxdp.run.programs import Digest, describe, digest, lines
 from jaxdp.verify.compare import differences, flatten, leaves, worst
 from jaxdp.verify.oracle import Oracle, train
 from jaxdp.verify.problem import (

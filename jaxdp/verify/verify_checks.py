@@ -15,8 +15,8 @@ from jax.flatten_util import ravel_pytree
 from jaxdp.data.dataset import probes
 from jaxdp.errors import one_line
 from jaxdp.optim.interpreter import inside
-from jaxdp.plan.programs import needed
 from jaxdp.process.context import SLOW, Context
+from jaxdp.run.programs import needed
 from jaxdp.train.metric_sums import flat
 from jaxdp.train.state import expand_to
 from jaxdp.verify.compare import differences, worst

@@ -54,11 +54,24 @@ MVAPICH = {
 }
 AGENT = {**TORCHRUN, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 INDEXED = {"JOB_COMPLETION_INDEX": "2", "JAXDP_NUM_PROCESSES": "4", "HOSTNAME": "train-2.workers"}
+SLICE = {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "t-0.tpu,t-1.tpu"}
+SLICES = SLICE | {
+    "MEGASCALE_NUM_SLICES": "4",
+    "MEGASCALE_SLICE_ID": "2",
+    "MEGASCALE_COORDINATOR_ADDRESS": "s0-0.tpu:8080",
+}
 SRUN_PORT = 61440 + 8001 % 4096
 SRUN = World(4, 5, 0, 1, "slurm", f"node003:{SRUN_PORT}")
 
 GOOD = {
     "alone": ({}, World(0, 1)),
+    "tpu": (SLICE, World(1, 2, 0, 1, "tpu", "t-0.tpu:12355")),
+    "tpu of one host": (
+        {"TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "localhost"},
+        World(0, 1, 0, 1, "tpu", "localhost:12355"),
+    ),
+    "tpu slices": (SLICES, World(5, 8, 0, 1, "tpu", "s0-0.tpu:12355")),
+    "no tpu": ({"TPU_WORKER_HOSTNAMES": "WARNING: could not determine"}, World(0, 1)),
     "jaxdp": (JAXDP, World(3, 4, None, None, "jaxdp", "10.0.0.1:12355")),
     "jaxdp local": (
         {**JAXDP, "JAXDP_LOCAL_RANK": "1", "JAXDP_LOCAL_SIZE": "2"},
@@ -180,6 +193,13 @@ BAD = {  # environment, and what the one line must say
     ),
     "node outside": ({**SLURM, "SLURM_NODEID": "3"}, ["SLURM_NODEID=3"]),
     "odd pod name": ({**INDEXED, "HOSTNAME": "pod"}, ["'pod'", "JAXDP_COORDINATOR"]),
+    "worker too large": ({**SLICE, "TPU_WORKER_ID": "2"}, ["TPU_WORKER_ID=2", "HOSTNAMES"]),
+    "worker unnamed": ({"TPU_WORKER_HOSTNAMES": "a,b"}, ["TPU_WORKER_ID"]),
+    "slice outside": ({**SLICES, "MEGASCALE_SLICE_ID": "4"}, ["MEGASCALE_SLICE_ID=4"]),
+    "slice unnamed": (
+        {**SLICE, "MEGASCALE_NUM_SLICES": "4"},
+        ["MEGASCALE_SLICE_ID", "MEGASCALE_COORDINATOR_ADDRESS"],
+    ),
     "index too large": ({**INDEXED, "JOB_COMPLETION_INDEX": "4"}, ["JOB_COMPLETION_INDEX=4"]),
 }
 

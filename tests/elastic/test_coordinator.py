@@ -269,11 +269,12 @@ class Job:
         return self.ranks[-1]
 
     def close(self):
-        self.coordinator.generation.jax_address = ""
-        for rank in self.ranks:
-            rank.close()
+        # First, so that no generation forms of ranks that are about to close their connections: the
+        # others would be registered with JAX's service, which ends before their clients.
         self.loop.call_soon_threadsafe(self.coordinator.done.set)
         self.thread.join(60)
+        for rank in self.ranks:
+            rank.close()
 
 
 class Rank:

@@ -42,6 +42,8 @@ LAUNCHER_PREFIXES = (
     "SLURM_",
     "JAXDP_",
     "TORCHELASTIC_",
+    "TPU_WORKER_",
+    "MEGASCALE_",
 )
 LAUNCHER_NAMES = (
     "RANK",

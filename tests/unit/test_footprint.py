@@ -23,12 +23,11 @@ def test_a_program_that_has_run_tells_what_it_sends(backend, devices):
     program, state = strategy.compile(step), strategy.init()
     read = read_batch(Arrays(**examples), EpochOrder(40, 20, 8, 0), 0, strategy.local_microbatches)
     batch = strategy.shard_batch(read)
-    slots = strategy.assignment.shape[1]
     assert (
-        memory.of_compiled(program.lowered(state, batch), devices, slots) is None
+        memory.of_compiled(program.lowered(state, batch), devices) is None
     )  # it would have to compile
     state, _ = program.update(state, batch)
-    found = memory.of_compiled(program.lowered(state, batch), devices, slots)
+    found = memory.of_compiled(program.lowered(state, batch), devices)
     sizes = memory.bytes_by_tree(strategy, step, read, split_grads=False)
     params = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(strategy.export(state).params))
     assert sizes["params"] == sizes["grads"] == params

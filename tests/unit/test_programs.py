@@ -5,7 +5,7 @@ it.
 import jax
 import numpy as np
 
-from jaxdp.plan.programs import describe, lines
+from jaxdp.run.programs import describe, lines
 
 
 def test_shapes_are_described_by_what_they_are_and_not_by_where_they_are_in_memory():

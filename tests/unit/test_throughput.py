@@ -17,10 +17,10 @@ from jaxdp.errors import UsageError
 from jaxdp.metrics.console import Console
 from jaxdp.metrics.meter import Meter, goodput, throughput
 from jaxdp.models.attention import fused
-from jaxdp.plan.flops import count_flops
 from jaxdp.plan.hardware import peak_flops
 from jaxdp.run import rundir
 from jaxdp.run.components import make_parts, make_the_step, set_jax, state_maker
+from jaxdp.run.flops import count_flops
 from jaxdp.run.preflight import rehearse
 from plain_runs import fit, make_run, metering
 
