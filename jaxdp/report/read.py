@@ -32,7 +32,15 @@ def read_run(directory: pathlib.Path, alive: bool | None = None, runs: int = 1) 
     Raises UsageError if this is not a run directory, if it has no metrics yet, or if another
     version or program wrote lines in it that cannot be read.
     """
-    check(directory)
+    if not directory.is_dir():
+        raise UsageError(
+            f"report: no run {str(directory)!r}; give a run directory, such as runs/digits"
+        )
+    if not any((directory / name).is_file() for name in ("metrics.jsonl", "env.json")):
+        raise UsageError(
+            f"report: {str(directory)!r} is not a run directory: it has neither metrics.jsonl nor env.json; give one "
+            "that `jaxdp train` made"
+        )
     records, lines = sample(directory / "metrics.jsonl", LINES // runs)
     events = read(directory / EVENTS)
     if not records and not events:
@@ -91,22 +99,9 @@ def tables(
         "config": flatten(config),
         "environment": environment,
         "diff": text(directory / "git.diff") if runs == 1 else "",
-        "histograms": media.histograms(charts) if runs == 1 else {},
+        "histograms": media.histograms(charts) if charts and runs == 1 else {},
         "media": media.read(directory, media.PAGE // runs),
     }
-
-
-def check(directory: pathlib.Path) -> None:
-    """Raise UsageError if this is not a run directory."""
-    if not directory.is_dir():
-        raise UsageError(
-            f"report: no run {str(directory)!r}; give a run directory, such as runs/digits"
-        )
-    if not any((directory / name).is_file() for name in ("metrics.jsonl", "env.json")):
-        raise UsageError(
-            f"report: {str(directory)!r} is not a run directory: it has neither metrics.jsonl nor env.json; give one "
-            "that `jaxdp train` made"
-        )
 
 
 def is_held(directory: pathlib.Path) -> bool:
@@ -287,6 +282,10 @@ def seconds(records: list[Json], events: list[Json]) -> Json:
     if total <= 0:  # the clock was set
         return {}
     trained = [r for r in records if r["split"] == "train"]
+
+    def is_within(session, t):
+        return t is not None and session["start"] <= t <= session["end"]
+
     starting = updates = waiting = 0.0
     for span in spans:
         first = {"t": span["end"], "step": span["first"]}
@@ -316,10 +315,6 @@ def seconds(records: list[Json], events: list[Json]) -> Json:
     }
     parts["other"] = max(total - sum(parts.values()), 0.0)
     return {name: round(value, 3) for name, value in {"total": total, **parts}.items()}
-
-
-def is_within(session: Json, t: float | None) -> bool:
-    return t is not None and session["start"] <= t <= session["end"]
 
 
 def _number(value: Any) -> float:

@@ -46,7 +46,7 @@ class Configuration(NamedTuple):
         )
 
 
-ONE_DEVICE = Configuration(1, "pjit")
+ONE_DEVICE = Configuration(1, max(STAGES, key=lambda name: len(STAGES[name])))
 
 
 def configuration_of(config: Config) -> Configuration:
