@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_testnodedown(node):
     """Take the count from a worker of pytest-xdist, which collects the tests."""
     output = getattr(node, "workeroutput", {})  # a worker that has crashed has none
-    node.config.slow_tests = output.get("slow_tests", node.config.slow_tests)
+    node.config.slow_tests = output.get("slow_tests", getattr(node.config, "slow_tests", 0))
 
 
 def pytest_terminal_summary(terminalreporter, config):
