@@ -20,9 +20,9 @@ from typing import Any
 
 from benchmarks import harness, job
 from benchmarks.cases import CPU, SCRIPTS, SMALLEST, Case, Claim, Entry, Script
+from jaxdp.process.environment import tunables
 
 ROOT = job.ROOT
-MALLOC = "glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=67108864"  # as jaxdp's
 TORCH = "JAXDP_BENCH_TORCH"
 SCRIPT_SECONDS, MOST_SECONDS = (
     40.0,
@@ -168,7 +168,7 @@ def contender_of(
     elif is_torch(entry):
         python, launcher = str(torch_python()), "ranks"
     command = [python, "-m", "benchmarks.contender", f"benchmarks.{entry.script}", *words]
-    env = {"GLIBC_TUNABLES": MALLOC} if entry.malloc else {}
+    env = {"GLIBC_TUNABLES": tunables()} if entry.malloc else {}
     return job.Contender(
         entry.name, command, case.processes, launcher if case.processes > 1 else "none", env
     )

@@ -14,7 +14,11 @@ COMPUTING = ("train", "eval")  # verbs whose time is that of the programs
 
 
 def command(argv: list[str] | None = None) -> NoReturn:
-    """Run `jaxdp.cli.main` as a command. Signals stay pending until their handlers are there."""
+    """Run `jaxdp.cli.main` as a command, in a process that may be replaced by one with another
+    malloc.
+
+    Signals that come meanwhile stay pending, in the new process too.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in COMPUTING:
