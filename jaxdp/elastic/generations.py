@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import ctypes
 import gc
 import time
 from collections.abc import Callable
@@ -66,9 +65,7 @@ def wait_for_programs() -> None:
     while any(not x.is_deleted() and not x.is_ready() for x in jax.live_arrays()):
         waited = time.monotonic() - began
         if on_cpu and waited > LOST:
-            ctypes.pythonapi.Py_IncRef(
-                ctypes.py_object(jax.local_devices()[0].client)
-            )  # it is never closed
+            regroup.keep_devices()
             return
         if waited > STUCK:
             member = membership.joined()

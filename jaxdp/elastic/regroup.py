@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 import contextlib
+import ctypes
 import dataclasses
 import os
 import pathlib
@@ -73,12 +75,27 @@ class ElasticMembership(membership.Membership):
         with self._changed:
             return self._changed.wait_for(lambda: self.ended is not None, seconds)
 
-    def wait_for(self, arrays: Any) -> None:
-        # Not in JAX, from which this process would not return before Gloo gives up to connect to
-        # one that was killed: `break_collectives` does not reach a connection that is not made yet.
-        while not all(x.is_ready() for x in jax.tree.leaves(arrays)):
-            self.check_generation()
-            time.sleep(0.001)
+    def compute(self, work: Callable[[], Any]) -> Any:
+        # On CPU in a thread that is left behind when the generation ends: JAX would not return
+        # before Gloo gives up to connect to a process that was killed, and `break_collectives` does
+        # not reach a connection that is not made yet.
+        if jax.default_backend() != "cpu":
+            return super().compute(work)
+        done: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                done.set_result(jax.block_until_ready(work()))
+            except BaseException as error:
+                done.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        while not done.done():
+            if self.ended is not None:
+                keep_devices()
+                self.check_generation()
+            concurrent.futures.wait([done], 0.02)
+        return done.result()
 
     def connect(self) -> Any:
         """Connect a client of JAX's service through a relay, and return it: this process may leave
@@ -247,3 +264,8 @@ def cancel_calls() -> None:
         with contextlib.suppress(RuntimeError):  # it cannot say so
             client.shutdown()
         relay.close()
+
+
+def keep_devices() -> None:
+    """Keep the devices of this process open until it ends, for a program that does not return."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(jax.local_devices()[0].client))

@@ -229,9 +229,11 @@ def run(
         arrays = [_split(x, n, split) for x in arrays]
     rows = n if chunked else 1
     local = jax.device_put(pack(arrays, rows, device, as_bytes), device)
-    results = _program(name, argument, members)(local)
-    if device.platform == "cpu":  # they are read here
-        current().wait_for(results)
+    program = _program(name, argument, members)
+    if device.platform == "cpu":  # the results are read here
+        results = current().compute(lambda: program(local))
+    else:
+        results = program(local)
 
     def finish(part: Part, shape: tuple[int, ...]) -> Part:
         shape = shape[1:] if chunked else shape

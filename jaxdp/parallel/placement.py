@@ -40,7 +40,7 @@ def open_collectives(context: Context) -> None:
         return
     context.barrier("collectives", SLOW)
     total = jax.pmap(lambda x: jax.lax.psum(x, "all"), axis_name="all")
-    context.wait_for(total(np.zeros(jax.local_device_count(), np.float32)))
+    context.compute(lambda: total(np.zeros(jax.local_device_count(), np.float32)))
 
 
 def assign_microbatches(microbatches: int, devices: int, group: int = 1) -> np.ndarray:

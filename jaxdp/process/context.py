@@ -87,10 +87,10 @@ class Context:
         """
         self.exchange(f"barrier {name}".strip(), "", timeout)
 
-    def wait_for(self, arrays: Any) -> None:
-        """Wait for what the processes compute together; see `Membership.wait_for`."""
+    def compute(self, work: Callable[[], Any]) -> Any:
+        """Return what the processes compute together; see `Membership.compute`."""
         member = membership.current()
-        (jax.block_until_ready if member is None else member.wait_for)(arrays)
+        return jax.block_until_ready(work()) if member is None else member.compute(work)
 
     def agree(self, error: str | None, timeout: float = 60.0) -> None:
         """Raise UsageError on every rank if any rank passes an error: that of the lowest such rank,

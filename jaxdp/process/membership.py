@@ -231,9 +231,12 @@ class Membership:
         """Wait up to `seconds` for the end of this generation; return whether it has ended."""
         return False
 
-    def wait_for(self, arrays: Any) -> None:
-        """Wait for arrays. Raises GenerationEnded if this generation ends before they are there."""
-        jax.block_until_ready(arrays)
+    def compute(self, work: Callable[[], Any]) -> Any:
+        """Return the arrays of work(), a program that may connect processes, when they are there.
+
+        Raises GenerationEnded if this generation ends before.
+        """
+        return jax.block_until_ready(work())
 
     def connect(self) -> Any:
         """Return a client of JAX's coordination service, connected with all other ranks."""
