@@ -137,7 +137,7 @@ def join(
 
     left_out = None
     if config is not None:
-        left_out = environment.set_gpu_flags(config.parallel.devices)
+        left_out = environment.set_gpu_flag(config.parallel.devices)
     groups = (extra.group(objects or {}) for extra in extras_of(config))
     context = init(group=next(filter(None, groups), None))
     context.agree(error)

@@ -187,7 +187,7 @@ def bind(key: str, target: Any, args: Args, extra: Args | None = None) -> functo
         if not fits(value, wanted) and (complete or value is not None):
             quotes = "; put it in quotes" * (fits("", wanted) and isinstance(value, bool | None))
             raise UsageError(
-                f"{field}: {value!r} is not {in_words(wanted)}, which {name} takes{quotes}"
+                f"{key}.args.{arg}: {value!r} is not {in_words(wanted)}, which {name} takes{quotes}"
             )
     filled = {k: v for k, v in (extra or {}).items() if k in takes}
     return functools.partial(target, **(filled | values))

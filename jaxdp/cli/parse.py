@@ -13,7 +13,15 @@ from jaxdp.cli.option_table import VERBS, Option
 from jaxdp.config import Config
 from jaxdp.config import values as texts
 from jaxdp.config.parsing import from_mapping, put
-from jaxdp.config.validation import check_key, check_structure, expected, inner, known_keys, program
+from jaxdp.config.validation import (
+    check_key,
+    check_structure,
+    drop_former,
+    expected,
+    inner,
+    known_keys,
+    program,
+)
 from jaxdp.errors import UsageError, suggest
 from jaxdp.run import rundir
 
@@ -279,5 +287,7 @@ def read_config(path: str) -> dict[str, Any]:
     content = texts.load(texts.read_file(file), path)
     if not isinstance(content, dict):
         raise UsageError(f"{path}: a config is a YAML mapping, this is {type(content).__name__}")
+    if (file.parent / "env.json").is_file():  # of a run, perhaps of a former version
+        drop_former(content)
     check_structure(content, path)
     return content

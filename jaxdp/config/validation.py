@@ -30,6 +30,14 @@ FORMER_VALUES = {
 }
 
 
+def drop_former(values: dict[str, Any]) -> None:
+    """Remove the keys that there are no more from a config that was saved; none decides numbers."""
+    for key in (*RENAMED, *GONE):
+        section, _, name = key.partition(".")
+        if isinstance(values.get(section), dict):
+            values[section].pop(name, None)
+
+
 def inner(hint: Any) -> Any:
     """Return the dataclass in a type hint, alone or in a union with None; None if there is none."""
     return next((k for k in (hint, *get_args(hint)) if dataclasses.is_dataclass(k)), None)

@@ -19,9 +19,9 @@ MALLOC = {"mmap_threshold": 2**25, "trim_threshold": 2**26}  # bytes
 HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 MOST = 2048  # simulated devices; JAX fails with more
 THREADS = 4  # threads of the CPU's pool for each simulated device
-GPU_FLAGS = {"--xla_gpu_enable_pipelined_all_gather": "true"}
-"""XLA_FLAGS for several GPUs: stage 3 of ZeRO gathers the parameters of a block while the one before
-is computed (docs.jax.dev, "GPU performance tips")."""
+GPU_FLAG = "--xla_gpu_enable_pipelined_all_gather"
+"""For several GPUs: stage 3 of ZeRO gathers the parameters of a block while the one before is
+computed (docs.jax.dev, "GPU performance tips")."""
 
 
 def compiled(where: str) -> pathlib.Path:
@@ -126,21 +126,19 @@ def enough_threads() -> None:
         os.environ.setdefault("NPROC", str(min(THREADS * devices, MOST)))
 
 
-def set_gpu_flags(devices: int | None = None, local_gpus: int | None = None) -> str | None:
-    """Set the GPU_FLAGS that XLA knows, before JAX starts; flags that are already in XLA_FLAGS are
-    kept.
+def set_gpu_flag(devices: int | None = None, local_gpus: int | None = None) -> str | None:
+    """Set GPU_FLAG, if XLA knows it, before JAX starts, unless it is in XLA_FLAGS already.
 
     devices: as in `parallel.devices`; local_gpus: GPUs of this host, counted if None. Sets nothing
-    for one device, or without a GPU. Returns a line about flags that are left out, or None.
+    for one device, or without a GPU. Returns a line if the flag is left out, or None.
     """
     local_gpus = gpu_count() if local_gpus is None else local_gpus
-    if not local_gpus or not has_several_gpus(devices, local_gpus):
+    if not has_several_gpus(devices, local_gpus):
         return None
-    missing = unknown_flags(GPU_FLAGS)
-    for name, value in GPU_FLAGS.items():
-        if name not in missing:
-            add_flag(f"{name}={value}")
-    return f"without {', '.join(missing)}, which this XLA does not know" if missing else None
+    if unknown_flags([GPU_FLAG]):
+        return f"XLA_FLAGS: this XLA does not know {GPU_FLAG}, which is left out"
+    add_flag(f"{GPU_FLAG}=true")
+    return None
 
 
 def has_several_gpus(devices: int | None, local_gpus: int) -> bool:

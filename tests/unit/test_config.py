@@ -441,3 +441,17 @@ def test_yaml_may_repeat_itself(tmp_path):
     )
     args = load(["--config", str(tmp_path / "run.yaml")])[0].model.args
     assert args == {"hidden": [8, 8], "more": [8, 8], "block": {"a": 1}, "other": {"a": 1, "c": 2}}
+
+
+def test_a_key_that_there_is_no_more_is_refused_but_in_a_saved_config(tmp_path):
+    """Each run of a former version has saved it, with its default."""
+    file = tmp_path / "config.yaml"
+    former = "parallel: {xla_preset: default, zero: 0}\nwatchdog: {slow_factor: null}\n"
+    digits = (pathlib.Path(__file__).parents[2] / "configs" / "digits.yaml").read_text()
+    file.write_text(digits + former)
+    for argv in (["--parallel.xla_preset", "overlap"], ["--config", str(file)]):
+        with pytest.raises(UsageError, match="no parallel.xla_preset any more; set XLA_FLAGS"):
+            load(argv, "train")
+    (tmp_path / "env.json").write_text("{}")
+    config, *_ = load(["--config", str(file)], "train")
+    assert config.parallel.zero == 0
