@@ -450,7 +450,7 @@ def test_a_key_that_there_is_no_more_is_refused_but_in_a_saved_config(tmp_path):
     digits = (pathlib.Path(__file__).parents[2] / "configs" / "digits.yaml").read_text()
     file.write_text(digits + former)
     for argv in (["--parallel.xla_preset", "overlap"], ["--config", str(file)]):
-        with pytest.raises(UsageError, match="no parallel.xla_preset any more; set XLA_FLAGS"):
+        with pytest.raises(UsageError, match=r"no parallel\.xla_preset any more; set XLA_FLAGS"):
             load(argv, "train")
     (tmp_path / "env.json").write_text("{}")
     config, *_ = load(["--config", str(file)], "train")
