@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE :=  # where it is set, each process of a test would compile the whole package
 
-.PHONY: train test test-all lint format docs clean bench bench-growth bench-gpu
+.PHONY: train test test-all targets lint format docs clean bench bench-growth bench-gpu
 
 train: $(VENV)/.base
 	$(BIN)/python train.py --config configs/digits.yaml
@@ -17,6 +17,15 @@ test: $(VENV)/.test
 # The slow part as well: every combination that the quick part has one example of.
 test-all: test
 	$(BIN)/python -m pytest -m "slow and not exhaustive" -n 2 --dist loadgroup --durations=3
+
+# Programs for GPUs and TPUs that are not here, made by their own compilers (950 MB): every config, and what it must have.
+targets: .targets/.done
+	$(BIN)/python -m pytest tests/targets tests/unit/test_chips.py -n 2 --dist load --durations=10
+
+# In a folder of their own: each process that finds these plug-ins loads them.
+.targets/.done: $(VENV)/.test
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target .targets $$($(BIN)/python tests/support/target_requirements.py)
+	@$(BIN)/python tests/support/target_requirements.py > $@
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -13,7 +13,7 @@ import numpy as np
 from jaxdp.cli import load
 from jaxdp.data.prefetch import read_batch
 from jaxdp.run.components import make_parts, make_the_step, set_jax, state_maker
-from jaxdp.run.flops import count_flops
+from jaxdp.run.model_summary import count_flops
 from jaxdp.train.step import Replica
 
 

@@ -21,9 +21,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxdp
-from jaxdp.axes import DATA
 from jaxdp.parallel.placement import data_mesh, ordered_devices
 from jaxdp.run.strategies import REDUCTIONS
+from jaxdp.split import DATA
 
 SIZE = 1000
 

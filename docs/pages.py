@@ -83,7 +83,7 @@ SECTIONS: dict[str, tuple[str, list[str]]] = {
             "jaxdp.models.nnx.Blocks",
             "jaxdp.models.equinox.Carry",
             "jaxdp.models.scan.scan_blocks",
-            "jaxdp.logits.Logits",
+            "jaxdp.losses.Logits",
         ],
     ),
     "The step and its strategies": (

@@ -14,8 +14,7 @@ import jaxdp
 from jaxdp.checkpoint.weights import from_checkpoint, on_host
 from jaxdp.cli.option_table import VERBS
 from jaxdp.cli.sample import sample
-from jaxdp.logits import compute_logits
-from jaxdp.losses import SoftmaxCrossEntropy
+from jaxdp.losses import SoftmaxCrossEntropy, compute_logits
 
 
 class PerClass(SoftmaxCrossEntropy):

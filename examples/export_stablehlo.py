@@ -22,7 +22,7 @@ from jaxdp.checkpoint import manifest
 from jaxdp.checkpoint.weights import MODEL_STATE, from_checkpoint, locate, on_host
 from jaxdp.config.parsing import from_mapping
 from jaxdp.errors import one_line
-from jaxdp.logits import compute_logits
+from jaxdp.losses import compute_logits
 from jaxdp.models.base import CARRY
 from jaxdp.precision import cast_floats
 from jaxdp.run.components import make_parts, set_jax

@@ -1,5 +1,5 @@
-"""Formulas that XLA computes faster on CPU. Only `on_cpu` asks for the backend to choose between
-two formulas.
+"""Formulas that XLA computes faster on CPU. Only `on_cpu` and `backend` say which platform programs
+are for.
 """
 
 import functools
@@ -13,10 +13,17 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+target: str | None = None  # the platform that `jaxdp plan` compiles for, if it is not here
+
+
+def backend() -> str:
+    """Return JAX's name of the platform that programs are for."""
+    return target or jax.default_backend()
+
 
 def on_cpu() -> bool:
-    """Return True if programs run on the CPU by default, and so should use the formulas for it."""
-    return jax.default_backend() == "cpu"
+    """Return True if programs are for the CPU, and so should use the formulas for it."""
+    return target is None and jax.default_backend() == "cpu"
 
 
 def product(
@@ -31,7 +38,7 @@ def product(
     for options of `lax.dot_general`: the layers of this package set none.
     """
     usual = dimension_numbers in (None, (((x.ndim - 1,), (0,)), ((), ()))) and kernel.ndim == 2
-    if not usual or not {*options.values()} <= {None}:
+    if not usual or {*options.values()} - {None}:
         raise ValueError(
             f"product: {dimension_numbers} {options} is not x[..., inputs] kernel[inputs, outputs]"
         )
@@ -81,7 +88,7 @@ def _batched(args, dims):
     (x, kernel), (along, other) = args, dims
     if along is not None and other is None:
         return _of_kernel.bind(jnp.moveaxis(x, along, 0), kernel), 0
-    return jax.vmap(_dot, in_axes=tuple(dims))(x, kernel), 0
+    return jax.vmap(_dot, in_axes=dims)(x, kernel), 0
 
 
 ad.defbilinear(_of_kernel, _gradient_of_x, _gradient_of_kernel)

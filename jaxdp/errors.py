@@ -298,18 +298,6 @@ def caller(frames: Any) -> str:
     return key
 
 
-def refuse_losses(sown: Iterable[tuple[str, str]]) -> None:
-    """Raise UsageError if any of the values that a model sows (path, type) is a loss, by its path
-    or type.
-    """
-    for path, kind in sown:
-        if "loss" in f"{path} {kind}".lower():
-            raise UsageError(
-                f"model: what it sows into {path!r} would not be part of the loss; return it among the outputs, and "
-                "add it in the loss"
-            )
-
-
 RECORDING = 1.0  # seconds: a hanging file system must not keep a process from ending
 # Words in JAX's errors on a process whose collective, or coordination service, has lost another
 # process.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxdp.logits import is_lazy, wide
+from jaxdp.losses import is_lazy, wide
 
 MIN_SCALE = 1.0  # of a dynamic loss scale
 

@@ -4,15 +4,51 @@ a dim, or replicate.
 Nothing is flattened, so every optimizer that works on arrays of any shape works on slices, and
 masks by path keep their meaning. The dims of a tree are a tree of the same structure, with an
 integer for every leaf: the dim, or `WHOLE`. A padded leaf has zeros at the end of its dim.
+
+And the names of the mesh axes that models, reductions and strategies share.
 """
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+
+DATA = "data"  # one entry per device: every replica's share of the batch
+REPLICA, SHARD = (
+    "replica",
+    "shard",
+)  # the devices in groups: state is split inside a group and replicated over groups
+
+
+class Axes(NamedTuple):
+    """shard: the axis over which state is split; replica: the axis over which it is replicated, or
+    None.
+    """
+
+    shard: str = DATA
+    replica: str | None = None
+
+    @property
+    def all(self) -> str | tuple[str, ...]:
+        return self.shard if self.replica is None else (self.replica, self.shard)
+
+
+FLAT = Axes()
+
+
+def data_axes() -> str | tuple[str, ...] | None:
+    """Return the axes of the devices that share a batch, inside a strategy's program; None outside."""
+    for axes in (DATA, (REPLICA, SHARD)):
+        try:
+            jax.lax.axis_size(axes)
+        except NameError:
+            continue
+        return axes
+    return None
+
 
 Tree = Any
 WHOLE = -1

@@ -14,8 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdp.audit.program import Probe
-from jaxdp.audit.votes import Groups, Verdict, judge
+from jaxdp.audit.program import Groups, Probe, Verdict, judge
 from jaxdp.data.dataset import first_example
 from jaxdp.errors import RunFailed
 from jaxdp.parallel.placement import of_this_process

@@ -3,26 +3,143 @@ of the state.
 
 A fingerprint is 32 bits, made on the device. Each word of a leaf is mixed with its position by a
 bijection (the finalizer of MurmurHash3), and the results are summed, so every flipped bit changes
-it."""
+it.
 
-from typing import Any
+Products are looked at one by one: an output that is masked later, by a ReLU or dropout, or rounded
+away, leaves no trace in the gradients. A vote decides which device computes wrongly: the majority is
+right, if each device agrees with itself.
+"""
+
+import collections
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import tree_leaves_with_path
 
-from jaxdp.audit.product_sums import visit_products
 from jaxdp.exact.products import WINDOW
-from jaxdp.parallel.padding import converter
-from jaxdp.parallel.placement import of_device
+from jaxdp.optim.interpreter import Rule, bind, evaluate, interpret, scan_counts
+from jaxdp.parallel.placement import converter, of_device
 from jaxdp.parallel.reduction import order_of
 from jaxdp.parallel.strategy import Strategy
 from jaxdp.precision import is_key
 from jaxdp.split import fit, path_string
 from jaxdp.train.state import Batch, TrainState
 from jaxdp.train.step import Replica, Step
+
+Visit = Callable[[int, jax.Array], tuple[jax.Array, jax.Array]]
+PRODUCTS = ("dot_general", "conv_general_dilated")
+REPLACED = (
+    "replaced_product"  # the name of an output that a visit replaced: it is the one to look at
+)
+
+
+def visit_products(f: Callable, visit: Visit) -> Callable:
+    """Wrap f: return (its result, the second results of visit(number, output) -> (output, uint32
+    []) of all products).
+
+    In a scan, a product is visited in each iteration, and its results are summed. Other loops are
+    not entered."""
+
+    def run(*args: Any) -> tuple[Any, list[jax.Array]]:
+        results: list[jax.Array] = []
+        return interpret(f, args, _rule(visit, results)), results
+
+    return run
+
+
+def mark_replaced(x: jax.Array) -> jax.Array:
+    return checkpoint_name(x, REPLACED)
+
+
+def _rule(visit: Visit, results: list[jax.Array]) -> Rule:
+    """Return the rule of an interpreter that adds the result of each visit."""
+
+    def rule(equation: Any, inputs: list[Any]) -> list[Any] | None:
+        name, params, first = equation.primitive.name, equation.params, len(results)
+        if name in PRODUCTS or params.get("name") == REPLACED:
+            out = bind(equation, inputs)
+            out[0], result = visit(first, out[0])
+            results.append(result)
+            return out
+        if name != "scan":
+            return None
+        consts, carries = scan_counts(params)
+
+        def body(carry: Any, pieces: Any) -> Any:
+            more: list[jax.Array] = []
+            inner = _rule(lambda number, x: visit(first + number, x), more)
+            out = evaluate(params["jaxpr"], [*inputs[:consts], *carry, *pieces], inner)
+            return out[:carries], (out[carries:], more)
+
+        start, pieces = inputs[consts : consts + carries], inputs[consts + carries :]
+        options = {name: params[name] for name in ("length", "reverse", "unroll")}
+        carry, (stacked, more) = jax.lax.scan(body, start, pieces, **options)
+        results.extend(x.sum(0, dtype=jnp.uint32) for x in more)
+        return [*carry, *stacked]
+
+    return rule
+
+
+Groups = Sequence[Sequence[int]]  # the devices that must have equal fingerprints
+
+
+class Verdict(NamedTuple):
+    """devices: {device: the first leaf that differs}. certain: False if no majority shows which of
+    them are right.
+
+    unstable: the devices whose results differ when they compute them again. software: several are
+    unstable, or the only device is in each run, so it is the program that is not deterministic.
+    """
+
+    devices: dict[int, int]
+    certain: bool = True
+    unstable: Sequence[int] = ()
+    software: bool = False
+
+
+def vote(prints: np.ndarray, groups: Sequence[Groups]) -> Verdict:
+    """Compare the fingerprints [device, leaf] of each leaf inside each of its groups."""
+    minority: dict[int, int] = {}
+    undecided: dict[int, int] = {}
+    for leaf in np.flatnonzero((prints != prints[0]).any(0)).tolist():
+        for group in groups[leaf]:
+            (value, most), *others = collections.Counter(
+                prints[list(group), leaf].tolist()
+            ).most_common()
+            if others:
+                outvoted = [d for d in group if 2 * most <= len(group) or prints[d, leaf] != value]
+                for device in outvoted:
+                    (minority if 2 * most > len(group) else undecided).setdefault(device, leaf)
+    return Verdict(minority or undecided, bool(minority) or not undecided)
+
+
+def judge(runs: Sequence[np.ndarray], groups: Sequence[Groups], state_leaves: int) -> Verdict:
+    """Return the verdict on several runs of one computation, each [device, leaf]; the first leaves
+    are the state's.
+
+    A copy of the state that differs explains why its device computes other gradients, so it is
+    judged first."""
+    state = vote(runs[-1][:, :state_leaves], groups[:state_leaves])
+    if state.devices and state.certain:
+        return state
+    changed = (np.stack(runs) != runs[0]).any(0)  # [device, leaf]
+    unstable = np.flatnonzero(changed.any(1)).tolist()
+    one_device = len(runs[0]) == 1 and len({run.tobytes() for run in runs}) == len(runs) > 2
+    software = len(unstable) > 1 or one_device
+    if unstable:
+        first = {device: int(np.argmax(changed[device])) for device in unstable}
+        return (
+            state
+            if state.devices and software
+            else Verdict({} if software else first, True, unstable, software)
+        )
+    results = vote(runs[0], [*[()] * state_leaves, *groups[state_leaves:]])
+    return state if state.devices and not (results.devices and results.certain) else results
 
 
 class Probe:

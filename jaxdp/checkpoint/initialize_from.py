@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxdp.checkpoint.published_config import Difference
+from jaxdp.checkpoint.published import Difference
 from jaxdp.checkpoint.weights import MODEL_STATE, Weights, named
 from jaxdp.errors import UsageError, nearest
 from jaxdp.parallel.strategy import Strategy

@@ -5,16 +5,29 @@ A `Layout` is a table of names. GPT-2's is that of huggingface.co/openai-communi
 al. 2019): kernels are [in, out], and query, key and value share one kernel [dim, 3 dim]. `GPT` has
 no key bias: it shifts all scores of a query equally, which softmax cancels. Llama's is that of
 `transformers` (`LlamaForCausalLM`): kernels are [out, in], and rotary embedding pairs dims i and i
-+ width / 2, as `GPT` does. `lm_head.weight` repeats the embedding of a tied model."""
++ width / 2, as `GPT` does. `lm_head.weight` repeats the embedding of a tied model.
 
+The config.json of published weights is compared with a `GPT`: what changes the outputs, and not the shapes.
+"""
+
+import inspect
+import json
+import pathlib
 import re
+import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from flax import nnx
 
-from jaxdp.checkpoint.safetensors import Array
+from jaxdp.checkpoint import safetensors
+from jaxdp.checkpoint.safetensors import Array, rows
+from jaxdp.errors import UsageError
+from jaxdp.models import MODELS
+from jaxdp.models.gpt import GPT, default_hidden
 from jaxdp.precision import kind
+from jaxdp.targets import locate
 
 STACK, MODULES = (
     "blocks/stack",
@@ -286,3 +299,308 @@ def to_published(
             flip = layout.transposes(ours) and ours != "head/kernel"
             tensors[theirs] = x[:vocabulary] if ours == "embed/embedding" else x.T if flip else x
     return tensors
+
+
+Json = Mapping[str, Any]
+
+
+class Difference(NamedTuple):
+    """A difference between the source's model and ours. name: the argument of our model, or the key
+    of config.json.
+
+    problem: names both values. fix: what makes them equal.
+    """
+
+    name: str
+    problem: str
+    fix: str
+
+
+class Key(NamedTuple):
+    """A key of config.json. default: what `transformers` takes if it is left out, as it leaves out
+    its defaults.
+    """
+
+    name: str
+    default: Any
+
+
+GPT2_KEYS = {
+    "heads": Key("n_head", 12),
+    "epsilon": Key("layer_norm_epsilon", 1e-5),
+    "tied": Key("tie_word_embeddings", True),
+    "num_classes": Key("vocab_size", 50257),
+}
+LLAMA_KEYS = {
+    "heads": Key("num_attention_heads", 32),
+    "kv_heads": Key("num_key_value_heads", None),
+    "epsilon": Key("rms_norm_eps", 1e-6),
+    "tied": Key("tie_word_embeddings", False),
+    "num_classes": Key("vocab_size", 32000),
+}
+MISTRAL_KEYS = {**LLAMA_KEYS, "kv_heads": Key("num_key_value_heads", 8)}
+KEYS = {  # title of a layout -> model_type -> {argument of GPT: key of config.json}
+    "GPT-2": {"gpt2": GPT2_KEYS},
+    "Llama": {"llama": LLAMA_KEYS, "mistral": MISTRAL_KEYS},
+}
+FIXED: dict[
+    str, dict[str, tuple[Any, ...]]
+] = {  # values that a GPT computes; the first is the default
+    "GPT-2": {
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+    },
+    "Llama": {"hidden_act": ("silu", "swish"), "partial_rotary_factor": (1.0,)},
+}
+
+
+def arguments_of(model: GPT, shapes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a model that change its outputs and not the shapes. shapes: of its
+    parameters by path.
+    """
+    (key, *_) = [x for name, x in shapes.items() if name.endswith("attention/key/kernel")]
+    return {
+        "heads": shapes["embed/embedding"].shape[-1] // model.width,
+        "kv_heads": key.shape[-1] // model.width,
+        "epsilon": model.norm.epsilon,
+        "rotary_base": model.base,
+        "tied": model.head is None,
+        "num_classes": model.classes,
+        "norm": "rms" if isinstance(model.norm, nnx.RMSNorm) else "layer",
+        "width": model.width,
+    }
+
+
+def differences(
+    layout: Layout, config: Json, ours: Mapping[str, Any], length: int, file: str
+) -> Iterator[Difference]:
+    """Yield the differences between a config.json and our arguments, from `arguments_of`.
+
+    length: the number of tokens of our examples. file: the name of config.json in messages.
+    """
+
+    def unlike(key, value):
+        return Difference(
+            key, f"{file} has {key}: {value!r}, which GPT does not compute", "take other weights"
+        )
+
+    types = KEYS[layout.title]
+    model_type = config.get("model_type")
+    if str(model_type) not in types:
+        problem = f"{file} has model_type: {model_type!r}, but GPT computes {' or '.join(types)}"
+        yield Difference("model_type", problem, "take other weights")
+    keys = types.get(str(model_type), next(iter(types.values())))
+    heads = config.get(keys["heads"].name, keys["heads"].default)
+    for name, key in keys.items():
+        theirs = config.get(key.name, key.default)
+        theirs = heads if name == "kv_heads" and theirs is None else theirs
+        if theirs != ours[name]:
+            yield argument(name, theirs, ours[name], f"{key.name}: {theirs!r} in {file}")
+    for name, values in FIXED[layout.title].items():
+        if (value := config.get(name, values[0])) not in values:
+            yield unlike(name, value)
+    if not layout.joined:
+        yield from of_positions(config, ours, length, file)
+
+
+def of_positions(
+    config: Json, ours: Mapping[str, Any], length: int, file: str
+) -> Iterator[Difference]:
+    """Yield the differences in rotary positions, and in how far a token sees."""
+    base = config.get("rope_theta", 10_000.0)
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = config.get(name) or {}
+        plain = isinstance(rope, Mapping) and rope.get("partial_rotary_factor", 1.0) == 1.0
+        if not plain or rope.get("rope_type", rope.get("type", "default")) != "default":
+            yield Difference(
+                name,
+                f"{file} has {name}: {rope!r}, which GPT does not compute",
+                "take other weights",
+            )
+        elif "rope_theta" in rope:
+            base = rope["rope_theta"]
+    if base != ours["rotary_base"]:
+        yield argument("rotary_base", base, ours["rotary_base"], f"rope_theta: {base!r} in {file}")
+    window = config.get("sliding_window", 4096 if config.get("model_type") == "mistral" else None)
+    if window is not None and (not isinstance(window, int) or window < length):
+        problem = (
+            f"{file} has sliding_window: {window!r}, but the examples have {length} tokens, and GPT "
+            "attends to all"
+        )
+        yield Difference("sliding_window", problem, f"shorten the examples to {window}")
+
+
+def of_tensors(
+    layout: Layout,
+    tensors: Mapping[str, Array],
+    arrays: Mapping[str, Array],
+    ours: Mapping[str, Any],
+    source: str,
+) -> Iterator[Difference]:
+    """Yield the differences that the tensors themselves show. arrays: {our path: array}."""
+    if layout.norm != ours["norm"]:
+        yield argument(
+            "norm", layout.norm, ours["norm"], f"{layout.norm!r} in {layout.title}'s layout"
+        )
+    embedding = arrays.get("embed/embedding")
+    if embedding is not None:
+        name = embedding.parts[0].tensor
+        for number in tensors[name].shape[:1]:
+            if number != ours["num_classes"]:
+                yield argument(
+                    "num_classes",
+                    number,
+                    ours["num_classes"],
+                    f"{name!r} has {number} rows in {source}",
+                )
+    for name, tensor in tensors.items():
+        if name.endswith(f".{FREQUENCIES}"):
+            expected = ours["rotary_base"] ** (-np.arange(0, ours["width"], 2) / ours["width"])
+            alike = tensor.shape == expected.shape and kind(tensor.dtype) == "float"
+            if not alike or not np.allclose(
+                np.concatenate([*rows(tensor.parts[0])]), expected, rtol=0.02
+            ):
+                problem = (
+                    f"{name!r} in {source} is not that of heads: {ours['heads']} and "
+                    f"rotary_base: {ours['rotary_base']}"
+                )
+                yield Difference(
+                    "rotary_base", problem, "set both as in the config.json of the weights"
+                )
+            return
+
+
+def argument(name: str, theirs: Any, ours: Any, place: str) -> Difference:
+    """Return the difference of an argument of the model. place: says their value, and where it is."""
+    return Difference(
+        name, f"model.args.{name} is {ours!r}, but {place}", f"set model.args.{name} to {theirs!r}"
+    )
+
+
+SETTINGS = '{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
+FORMS = {
+    ("layer", "gelu", "learned"): GPT2,
+    ("rms", "swiglu", "rotary"): LLAMA,
+}  # norm, mlp, positions
+
+
+def write(folder: pathlib.Path, arrays: Mapping[str, np.ndarray], meta: Json) -> str:
+    """Write model.safetensors, config.json and the tokenizer; return a line about them. meta: of
+    the checkpoint.
+
+    Raises UsageError for a model without a published layout; OSError or SafetensorError if it
+    cannot write."""
+    data = meta.get("data") or {}
+    model = meta["config"]["model"]
+    forms = " or ".join(f"{', '.join(form)} ({layout.title})" for form, layout in FORMS.items())
+    use = f"huggingface is for a GPT of norm, mlp, positions {forms}; use the layout jaxdp"
+    if locate("model", model["target"], MODELS) is not locate("model", "GPT", MODELS):
+        raise UsageError(f"--layout: {model['target']!r} has no published layout; {use}")
+    args = {
+        name: parameter.default
+        for name, parameter in inspect.signature(GPT.__init__).parameters.items()
+    }
+    args |= {name: data.get(name) for name in ("num_classes", "input_shape")} | (
+        model.get("args") or {}
+    )
+    form = (args["norm"], args["mlp"], args["positions"])
+    if form not in FORMS:
+        raise UsageError(f"--layout: a GPT of {', '.join(form)} has no published layout; {use}")
+    layout = FORMS[form]
+    try:
+        tensors = to_published(layout, arrays, args["num_classes"], layout.prefix)
+    except ValueError as error:
+        raise UsageError(f"--layout: huggingface does not fit this GPT: {error}; {use}") from None
+    args["hidden"] = args["hidden"] or default_hidden(args["mlp"], args["dim"])
+    dtype = str(next(iter(tensors.values())).dtype)
+    content = {
+        "vocab_size": args["num_classes"],
+        "tie_word_embeddings": args["tied"],
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        **(gpt2_config(args) if layout is GPT2 else llama_config(args)),
+    }
+    folder.mkdir(exist_ok=True)
+    safetensors.write(
+        folder / "model.safetensors", tensors, {"format": "pt"}
+    )  # as transformers requires
+    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    tokenizer = write_tokenizer(folder, data.get("tokenizer") or {})
+    return f"{layout.title}'s layout, {len(tensors)} tensors; {tokenizer}"
+
+
+def gpt2_config(args: Json) -> Json:
+    return {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new",
+        "n_positions": args["input_shape"][0], "n_embd": args["dim"], "n_layer": args["layers"],
+        "n_head": args["heads"], "n_inner": args["hidden"], "layer_norm_epsilon": args["epsilon"],
+        "resid_pdrop": args["dropout"], "embd_pdrop": args["dropout"], "attn_pdrop": 0.0,
+    }  # fmt: skip
+
+
+def llama_config(args: Json) -> Json:
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        "max_position_embeddings": args["input_shape"][0], "hidden_size": args["dim"],
+        "intermediate_size": args["hidden"], "num_hidden_layers": args["layers"],
+        "num_attention_heads": args["heads"], "num_key_value_heads": args["kv_heads"] or args["heads"],
+        "head_dim": args["dim"] // args["heads"], "rms_norm_eps": args["epsilon"], "rope_theta": args["rotary_base"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": args["rotary_base"]},
+        "attention_bias": args["bias"], "mlp_bias": args["bias"],
+    }  # fmt: skip
+
+
+def write_tokenizer(folder: pathlib.Path, spec: Json) -> str:
+    """Write tokenizer.json, if the spec of `jaxdp.data.tokenizers` can be one; return what was
+    done.
+    """
+    file = folder / "tokenizer.json"
+    settings = folder / "tokenizer_config.json"
+    kind = spec.get("kind")
+    if kind == "file" and pathlib.Path(spec["path"]).is_file():
+        shutil.copyfile(spec["path"], file)
+    elif kind in ("byte", "char"):
+        characters = byte_characters() if kind == "byte" else spec["alphabet"]
+        level = {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": False,
+            "use_regex": False,
+        }
+        content: Json = {
+            "version": "1.0",
+            "added_tokens": [],
+            "normalizer": None,
+            "post_processor": None,
+            "model": {
+                "type": "BPE",
+                "vocab": {c: i for i, c in enumerate(characters)},
+                "merges": [],
+            },
+            "pre_tokenizer": level if kind == "byte" else None,
+            "decoder": level if kind == "byte" else {"type": "Fuse"},
+        }
+        file.write_text(json.dumps(content), encoding="utf-8")
+    else:
+        if (
+            settings.is_file()
+            and settings.read_text(encoding="utf-8", errors="replace") == SETTINGS
+        ):  # of an earlier export
+            settings.unlink()
+            file.unlink(missing_ok=True)
+        source = spec.get("path") or spec.get("name") or kind
+        return f"no tokenizer{f': {source} has no tokenizer.json here' if source else ''}"
+    settings.write_text(SETTINGS, encoding="utf-8")
+    return f"tokenizer: {kind}"
+
+
+def byte_characters() -> str:
+    """Return the character that stands for each byte in GPT-2's byte-level vocabulary
+    (`bytes_to_unicode`).
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return "".join(chr(i if i in printable else next(others)) for i in range(256))

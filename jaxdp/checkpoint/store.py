@@ -8,19 +8,19 @@ them is set aside, and the previous one is used."""
 
 import contextlib
 import dataclasses
+import json
 import math
 import os
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxdp.checkpoint import folders, manifest
-from jaxdp.checkpoint.commit import Commit, PeerFailed, reason_of
 from jaxdp.checkpoint.leaves import (
     ADDED,
     all_fields_of,
@@ -42,7 +42,7 @@ from jaxdp.checkpoint.orbax import (
     save,
     silence_orbax,
 )
-from jaxdp.errors import UsageError
+from jaxdp.errors import UsageError, one_line
 from jaxdp.metrics.jsonl import NoEvents
 from jaxdp.metrics.numbers import smaller_is_better
 from jaxdp.process import membership
@@ -51,6 +51,121 @@ from jaxdp.run import rundir
 from jaxdp.split import path_string
 from jaxdp.train.average import first_statistics
 from jaxdp.train.state import TrainState
+
+
+class PeerFailed(Exception):
+    """Another process could not save; the message names it and the reason."""
+
+
+class Commit:
+    """The messages of one save between root and the other processes: each sends and receives a
+    number that does not grow with the number of processes."""
+
+    def __init__(self, context: Context):
+        member = membership.current()
+        self.context = context
+        self.turn = member.turn("save") if member else 0
+        self.attempt = (
+            f"{member.job.generation if member else 0}-{self.turn}"  # the same on all processes
+        )
+
+    def wait_for(self, response: Any) -> None:
+        """Wait until Orbax has committed on this process. Raises PeerFailed as soon as another
+        could not.
+
+        response: Orbax's; None if this process writes nothing.
+        """
+        deadline = time.monotonic() + TIMEOUT
+        while response is not None:
+            asked = time.monotonic()
+            try:
+                response.result(timeout=0.2)
+                return
+            except TimeoutError:
+                if (
+                    time.monotonic() - asked < 0.1
+                ):  # Orbax's timeout: it uses the wall clock, which may be changed
+                    raise
+                self._raise_if_failed()
+                if time.monotonic() > deadline:
+                    raise
+
+    def scatter(self, name: str, texts: Sequence[str]) -> str:
+        """Return root's text for this process; texts: one for each process, on root. Raises
+        PeerFailed.
+        """
+        if self.context.size == 1:
+            return texts[0]
+        if self.context.is_root:
+            for rank, text in enumerate(texts):
+                membership.joined().put(self._key(f"{name}/{rank}"), text)
+        return self._get(f"{name}/{self.context.rank}")
+
+    def gather(self, name: str, text: str) -> list[str]:
+        """Return the texts of all processes on root, and nothing on the others. Raises PeerFailed."""
+        if self.context.size == 1:
+            return [text]
+        membership.joined().put(self._key(f"{name}/{self.context.rank}"), text)
+        return [
+            self._get(f"{name}/{rank}")
+            for rank in range(self.context.size if self.context.is_root else 0)
+        ]
+
+    def digests(self, folder: pathlib.Path) -> manifest.Files:
+        """Return on root the sizes and checksums of the files in a folder that all see; each
+        process reads a share.
+        """
+        size = self.context.size
+        names = manifest.list_files(folder) if self.context.is_root else []
+        share = json.loads(self.scatter("files", [json.dumps(names[r::size]) for r in range(size)]))
+        digests = manifest.digests(folder, share)
+        manifest.flush(folder, share)
+        parts = self.gather("digests", json.dumps(digests))
+        return {
+            name: (size, sha256)
+            for part in parts
+            for name, (size, sha256) in json.loads(part).items()
+        }
+
+    def wait_for_all(self, name: str) -> None:
+        """Wait for all processes. Raises PeerFailed as soon as one could not save."""
+        self.gather(name, "")
+        self.scatter(f"after {name}", [""] * self.context.size)
+
+    def report_failure(self, reason: str) -> None:
+        """Tell the others that this process cannot save."""
+        if self.context.size > 1:
+            membership.joined().announce(self._key("failed"), f"rank {self.context.rank}: {reason}")
+
+    def _get(self, name: str) -> str:
+        """Wait for the text under a name. All processes together ask at most 1,000 times a second."""
+        deadline = time.monotonic() + TIMEOUT
+        while (
+            text := membership.joined().get(self._key(name), max(0.2, self.context.size / 1000))
+        ) is None:
+            self._raise_if_failed()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{name} of the save has not arrived after {TIMEOUT:g} s")
+        return text
+
+    def _raise_if_failed(self) -> None:
+        if self.context.size > 1:
+            membership.joined().check_generation()
+            if (failure := membership.joined().announced(self._key("failed"))) is not None:
+                raise PeerFailed(failure)
+
+    def _key(self, name: str) -> str:
+        return f"save/{self.turn}/{name}"
+
+
+def reason_of(error: BaseException) -> str:
+    """Return why a save has failed, in one line."""
+    member = membership.current()
+    if member is not None and member.ended is not None:
+        return member.ended  # a process was lost, and others go on
+    text = one_line(error) or type(error).__name__
+    return "no space left on the device" if "No space left" in text else text[:300]
+
 
 Say = Callable[[str], None]
 
@@ -440,3 +555,33 @@ class Checkpoints:
             say(f"{why}; set aside as {folders.set_aside(self.directory, step, word).name}")
         except OSError as error:
             say(f"{why}; it is not used (and cannot be renamed: {error.strerror})")
+
+
+def choose_step(directory: pathlib.Path, wanted: str | None, field: str = "--step") -> int:
+    """Return the step of a run directory's checkpoint that is wanted: its number, "best" by the
+    metric `checkpoint.best` of the run, or "last", the default.
+
+    field: the name of the user's setting. Raises UsageError if there is no such checkpoint.
+    """
+    saved = Checkpoints(directory / "checkpoints")
+    steps = saved.steps()
+    if not steps:
+        raise UsageError(
+            f"--run_dir: {str(directory)!r}: {'no checkpoint in it' if directory.is_dir() else 'no such directory'}; "
+            "train first, or name another"
+        )
+    if wanted == "best":
+        kept = saved.meta(steps[-1])["config"]["checkpoint"]
+        saved = Checkpoints(saved.directory, best=kept["best"], mode=kept["mode"])
+        if (step := saved.best_step()) is None:
+            raise UsageError(
+                f"{field}: best, but no checkpoint in {str(directory)!r} has an evaluation by checkpoint.best: "
+                f"{saved.best}; train with --checkpoint.best METRIC and --eval.every, or use last"
+            )
+        return step
+    texts = {str(step): step for step in steps} | {"last": steps[-1]}
+    if (step := texts.get(wanted or "last")) is None:
+        raise UsageError(
+            f"{field}: {wanted} is not in {str(directory)!r}; use one of {', '.join(texts)}, best"
+        )
+    return step

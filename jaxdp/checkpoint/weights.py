@@ -10,9 +10,10 @@ from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
-from jaxdp.checkpoint import manifest, published, published_files, safetensors
+from jaxdp.checkpoint import manifest, published, safetensors
 from jaxdp.checkpoint.manifest import Meta
 from jaxdp.checkpoint.orbax import by_path, choose, described, load
 from jaxdp.checkpoint.store import Checkpoints
@@ -20,7 +21,7 @@ from jaxdp.errors import UsageError, one_line
 from jaxdp.optim.evaluation import sources
 from jaxdp.precision import kind
 from jaxdp.process.hosts import listed
-from jaxdp.split import leaves_by_path
+from jaxdp.split import leaves_by_path, path_string
 
 GIVE = "give a run directory, one of its checkpoints (.../checkpoints/STEP) or a .safetensors file, or a folder of such"
 MODEL_STATE = "model_state/"
@@ -78,20 +79,20 @@ def locate(path: str) -> pathlib.Path:
         )
         raise UsageError(f"init_from: {path!r} {problem}; {GIVE}") from None
     if source.is_file():
-        if source.suffix in published_files.PYTORCH:
-            raise UsageError(f"init_from: {path!r} is a file of PyTorch; {published_files.CONVERT}")
-        if source.suffix != published_files.SUFFIX:
+        if source.suffix in safetensors.PYTORCH:
+            raise UsageError(f"init_from: {path!r} is a file of PyTorch; {safetensors.CONVERT}")
+        if source.suffix != safetensors.SUFFIX:
             raise UsageError(f"init_from: {path!r} is not a .safetensors file; {GIVE}")
         return source
     if steps := Checkpoints(source / "checkpoints").steps():
         return source / "checkpoints" / str(steps[-1])
     if (source / manifest.NAME).is_file():
         return source
-    if published_files.is_folder(source):
+    if safetensors.is_folder(source):
         return source
-    if torch := sorted(x.name for x in source.iterdir() if x.suffix in published_files.PYTORCH):
+    if torch := sorted(x.name for x in source.iterdir() if x.suffix in safetensors.PYTORCH):
         raise UsageError(
-            f"init_from: {path!r} has only files of PyTorch ({torch[0]}); {published_files.CONVERT}"
+            f"init_from: {path!r} has only files of PyTorch ({torch[0]}); {safetensors.CONVERT}"
         )
     raise UsageError(f"init_from: {path!r} contains no checkpoint; {GIVE}")
 
@@ -99,7 +100,7 @@ def locate(path: str) -> pathlib.Path:
 def open_weights(path: pathlib.Path, ema: bool) -> Weights:
     """Open the weights at a path from `locate`. ema: the running average instead of the parameters."""
     is_checkpoint = path.is_dir() and (
-        (path / manifest.NAME).is_file() or not published_files.is_folder(path)
+        (path / manifest.NAME).is_file() or not safetensors.is_folder(path)
     )
     return from_checkpoint(path, ema) if is_checkpoint else from_safetensors(path, ema)
 
@@ -183,10 +184,26 @@ def on_host(weights: Weights) -> dict[str, Any]:
     )
 
 
+def filled(like: Any, arrays: Mapping[str, np.ndarray], where: str, prefix: str = "") -> Any:
+    """Return a tree like one of shapes, of arrays by name: see `named`. where: they are from, for
+    errors. Raises UsageError if one is missing or has another shape."""
+
+    def one(path: Any, x: Any) -> np.ndarray:
+        name = prefix + path_string(path)
+        if name not in arrays or arrays[name].shape != x.shape:
+            raise UsageError(
+                f"--run_dir: {where!r} has no {name!r} {list(x.shape)}: the code of the model has changed; use that of "
+                "the run"
+            )
+        return arrays[name]
+
+    return jax.tree_util.tree_map_with_path(one, like)
+
+
 def from_safetensors(source: pathlib.Path, ema: bool) -> Weights:
     """Open the weights of a file, or a folder of files, of `jaxdp export` or of another program; in
     the latter, names may be joined by '.'."""
-    arrays, metadata = published_files.open_all(source)
+    arrays, metadata = safetensors.open_all(source)
     exported = metadata.get("format") == FORMAT
     if ema and not (exported and metadata.get("ema") == "true"):
         raise UsageError(

@@ -139,11 +139,13 @@ def run_alone(name: str, argv: list[str]) -> None:
     if name in ("plan", "summary"):  # they run nothing
         environment.use_cpu()
     if name == "plan":  # the devices need not exist: compile for CPU, without optimization
+        options["devices"] = _module(name).devices_of(options)
         flags = re.sub(
             r"--xla_force_host_platform_device_count=\S*", "", os.environ.get("XLA_FLAGS", "")
         )
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
-    environment.simulate(options.get("devices", 1))
+        quick = "" if options["target"] else "--xla_backend_optimization_level=0"
+        os.environ["XLA_FLAGS"] = f"{flags} {quick}".strip()
+    environment.simulate(options.get("devices") or 1)
     verb = _module(name)
     config = verb.configure(config, options) if name == "verify" else config
     set_environment(config, name == "verify")

@@ -51,7 +51,7 @@ def findings(name: str) -> Iterator[Finding]:
     if not name.lower().endswith((".yaml", ".yml")):
         yield from check_path(pathlib.Path(name).expanduser())
         return
-    from jaxdp.run.data_check import check_config  # imports JAX
+    from jaxdp.run.datasets import check_config  # imports JAX
 
     if "" not in sys.path:  # a target may be a module in the folder that the command runs in
         sys.path.insert(0, "")

@@ -2,8 +2,8 @@
 
 import pathlib
 
+from jaxdp.checkpoint.store import choose_step
 from jaxdp.cli import Call
-from jaxdp.cli.export import missing_step
 from jaxdp.config import Config
 from jaxdp.errors import RunFailed, UsageError
 from jaxdp.metrics.console import Console
@@ -12,8 +12,8 @@ from jaxdp.process.context import Context
 from jaxdp.run import rundir
 from jaxdp.run.build import make_run, restore
 from jaxdp.run.components import NOTHING
-from jaxdp.run.resume import resume_step
-from jaxdp.run.source import not_finite
+from jaxdp.run.datasets import not_finite
+from jaxdp.run.start import resume_step
 from jaxdp.run.training_job import use_compilation_cache
 from jaxdp.train.evaluate import evaluate
 
@@ -33,22 +33,21 @@ def run(call: Call) -> None:
 
 
 def evaluate_step(
-    config: Config, directory: pathlib.Path, context: Context, wanted: int | None
+    config: Config, directory: pathlib.Path, context: Context, wanted: str | None
 ) -> None:
-    """Evaluate the checkpoint of a step; None: the last one."""
+    """Evaluate a checkpoint; None: the last one."""
     use_compilation_cache(config, context)
     prepared = make_run(config, directory, context)
+    only = None
     if wanted is not None:
-        context.agree(missing_step(directory, wanted) if context.is_root else None)
-    step, _ = resume_step(prepared, config, context, NOTHING, tidy=False, only=wanted)
+        only = context.of_root("step", lambda: choose_step(directory, wanted))
+    step, _ = resume_step(prepared, config, context, NOTHING, tidy=False, only=only)
     if not step:
-        if wanted is not None:
-            raise UsageError(
-                f"--step: no undamaged checkpoint {wanted} in {str(directory)!r}; name another",
-                rank=0,
-            )
         raise UsageError(
-            f"run_dir: no checkpoint in {str(directory)!r}; train first, or name another", rank=0
+            f"run_dir: no checkpoint in {str(directory)!r}; train first, or name another"
+            if only is None
+            else f"--step: no undamaged checkpoint {only} in {str(directory)!r}; name another",
+            rank=0,
         )
     if not prepared.data.eval:
         raise UsageError("eval.data: the data has no test split; name what to evaluate on", rank=0)

@@ -4,11 +4,11 @@ import json
 import pathlib
 from typing import Any
 
-from jaxdp.checkpoint import manifest, safetensors
+from jaxdp.checkpoint import manifest, published, safetensors
 from jaxdp.checkpoint.leaves import params_sha256
-from jaxdp.checkpoint.store import Checkpoints
+from jaxdp.checkpoint.store import choose_step
 from jaxdp.checkpoint.weights import DESCRIBED, FORMAT, MODEL_STATE, from_checkpoint, on_host
-from jaxdp.cli import Call, huggingface
+from jaxdp.cli import Call
 from jaxdp.errors import UsageError, check_one_of, one_line
 from jaxdp.metrics.numbers import size
 
@@ -24,12 +24,7 @@ def export(options: dict[str, Any]) -> str:
     """Write the file or folder and return a summary. The model is not built: the checkpoint stores
     names and shapes.
     """
-    if not options["run_dir"]:
-        raise UsageError(
-            "--run_dir: missing; give the directory of a run, e.g. --run_dir runs/digits"
-        )
-    layout = options["layout"]
-    directory = pathlib.Path(options["run_dir"]).expanduser()
+    layout, directory = options["layout"], run_directory(options["run_dir"])
     check_one_of("--layout", layout, LAYOUTS)
     step = choose_step(directory, options["step"])
     output = choose_output(directory, options["output"], layout == FOLDER)
@@ -50,7 +45,7 @@ def export(options: dict[str, Any]) -> str:
     file = output / "model.safetensors" if layout == FOLDER else output
     try:
         if layout == FOLDER:
-            about = f"{huggingface.write(output, arrays, meta)}\n"
+            about = f"{published.write(output, arrays, meta)}\n"
         else:
             safetensors.write(output, arrays, metadata)
     except (OSError, safetensors.SafetensorError) as error:
@@ -66,25 +61,13 @@ def export(options: dict[str, Any]) -> str:
     )
 
 
-def choose_step(directory: pathlib.Path, step: int | None) -> int:
-    """Return `step`, by default the last checkpoint's. Raises UsageError if the directory has no
-    such checkpoint.
-    """
-    steps = Checkpoints(directory / "checkpoints").steps()
-    if not steps:
-        problem = "no checkpoint in it" if directory.is_dir() else "no such directory"
-        raise UsageError(f"--run_dir: {str(directory)!r}: {problem}; train first, or name another")
-    if step is not None and (missing := missing_step(directory, step)):
-        raise UsageError(missing)
-    return steps[-1] if step is None else step
-
-
-def missing_step(directory: pathlib.Path, step: int) -> str | None:
-    """Return the error for a step that has no checkpoint in a run directory with others, or None."""
-    steps = Checkpoints(directory / "checkpoints").steps()
-    if not steps or step in steps:
-        return None
-    return f"--step: {step} is not in {str(directory)!r}; use one of {', '.join(map(str, steps))}"
+def run_directory(path: str | None) -> pathlib.Path:
+    """Return the directory of a run. Raises UsageError if none is given."""
+    if not path:
+        raise UsageError(
+            "--run_dir: missing; give the directory of a run, e.g. --run_dir runs/digits"
+        )
+    return pathlib.Path(path).expanduser()
 
 
 def choose_output(directory: pathlib.Path, name: str | None, folder: bool) -> pathlib.Path:

@@ -42,7 +42,7 @@ class Verb:
         return self.where != "host"
 
 
-STEP = Option(int, None, "use the checkpoint of this update; by default the last one")
+STEP = Option(str, None, "use the checkpoint of this update, or the best one; by default the last")
 JSON = Option(bool, False, "print JSON")
 DIGITS = "--config configs/digits.yaml"
 
@@ -94,18 +94,27 @@ VERBS = {
         (
             "jaxdp plan --config configs/gpt2_124m.yaml --devices 1024 --zero all",
             "jaxdp plan --config configs/llama_7b.yaml --devices 64 --memory 80GB --json",
+            "jaxdp plan --config configs/gpt2_124m.yaml --target h100:8 --output plan.html",
         ),
         {
-            "devices": Option(int, 8, "the number of devices to plan for", 1),
+            "devices": Option(int, None, "the number of devices to plan for (8)", 1),
+            "target": Option(
+                str,
+                None,
+                "devices to compile for by their own compiler: h100:8, h100:8x8 (hosts x devices), v5e:16x16",
+            ),
             "zero": Option(str, "config", "the ZeRO stage: 0 to 3, all, or the one of the config"),
             "memory": Option(
                 str, None, "memory of one device, such as 80GB; by default that of the hardware"
             ),
             "hardware": Option(
-                str, "h100-nvlink-ib400", "the name of a built-in hardware, or a YAML file"
+                str, None, "the name of a built-in hardware (h100-nvlink-ib400), or a YAML file"
             ),
             "network": Option(
                 str, None, "between the sites of local updates (outer), such as 100mbit:40ms"
+            ),
+            "output": Option(
+                str, None, "write a page with the schedule of the update, compiled for --target"
             ),
             "json": JSON,
         },

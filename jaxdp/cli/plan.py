@@ -13,26 +13,40 @@ from jaxdp.errors import UsageError
 from jaxdp.metrics.numbers import size, table
 from jaxdp.parallel.placement import group_size
 from jaxdp.parallel.sums import arithmetic
+from jaxdp.plan.chips import CompilerFailed, Target, compile_plans, missing_plugin, read_target
 from jaxdp.plan.hardware import NETWORK, OVERLAP, Hardware, load_hardware, rate
-from jaxdp.plan.hlo import summarize
-from jaxdp.plan.prediction import Plan, make_plan, predict, recommend
-from jaxdp.plan.sites import describe, read_network
+from jaxdp.plan.prediction import (
+    Plan,
+    describe,
+    make_plan,
+    predict,
+    read_network,
+    recommend,
+    summarize,
+)
+from jaxdp.plan.timeline import MEMORY, PRODUCTS, write_page
 from jaxdp.run.build import changes_for, make_case
 from jaxdp.run.components import Parts, make_parts, make_the_step, set_jax, state_maker
 from jaxdp.run.preflight import rehearse
 from jaxdp.run.strategies import make_reduction
 
-UNITS = {
-    "": 1,
-    "KB": 1e3,
-    "MB": 1e6,
-    "GB": 1e9,
-    "TB": 1e12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
+DEVICES, DEFAULT = 8, "h100-nvlink-ib400"  # without --devices, --hardware
+
+
+def devices_of(options: dict[str, Any]) -> int:
+    """Return the number of devices to plan for. Raises UsageError for a wrong target."""
+    if options["target"] is None:
+        if options["output"] is not None:
+            raise UsageError(
+                "--output: only a program for --target has a schedule to show; give both"
+            )
+        return options["devices"] or DEVICES
+    for name in ("devices", "hardware"):
+        if options[name] is not None:
+            raise UsageError(
+                f"--{name}: {options[name]}, but --target says it too; give one of them"
+            )
+    return read_target(options["target"]).devices
 
 
 def run(call: Call) -> None:
@@ -44,7 +58,8 @@ def run(call: Call) -> None:
 def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
     """Return the plan of every requested stage, as text or JSON."""
     devices = options["devices"]
-    hardware = load_hardware(options["hardware"])
+    target = options["target"] and read_target(options["target"])
+    hardware = target.hardware if target else load_hardware(options["hardware"] or DEFAULT)
     network = None if options["network"] is None else read_network(options["network"])
     limit = hardware.memory if options["memory"] is None else read_bytes(options["memory"])
     group_size(config.parallel.shard_size, devices)
@@ -63,14 +78,7 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
         )
         for z in stages
     }
-    plans, notes = list[Plan](), list[str]()
-    for zero in stages:
-        try:
-            plans.append(make_plan(make_case(config, parts, zero, per_device, devices), zero))
-        except UsageError as error:
-            if zero == stages[0]:
-                raise
-            notes.append(f"zero {zero} is left out, since a run would refuse it: {error}")
+    plans, notes = make_plans(config, parts, target, stages, per_device, devices)
     dtype = rate(
         config.precision.compute or config.precision.params, config.precision.matmul, hardware.flops
     )
@@ -84,6 +92,9 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
     )
     notes += [f"zero {p.zero} needs {needs[p.zero]}" for p in plans if needs[p.zero]]
     notes += remarks(config, plans, hardware, dtype, per_device, devices, examples)
+    if options["output"] is not None:
+        schedules = {p.zero: p.schedule for p in plans if p.schedule is not None}
+        write_page(options["output"], schedules, f"{config.model.target} on {options['target']}")
     shapes = jax.eval_shape(make_state)
     outer = config.outer
     if outer.replicas > 1 or network is not None:
@@ -109,6 +120,13 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
         figures_of = [
             {
                 **as_dict(p),
+                "compiled_by": p.compiled_by,
+                "peak_bytes": p.memory.peak,
+                "step_seconds": s and s["expected"],
+                "hidden_share": p.schedule and p.schedule.hidden_share,
+                "mfu": s
+                and dtype in hardware.flops
+                and p.flops / s["expected"] / hardware.flops[dtype],
                 "needs": needs[p.zero],
                 "seconds": s,
                 "examples_per_s": s and examples / s["expected"],
@@ -120,6 +138,7 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
             "parameters": count,
             "devices": devices,
             "hardware": hardware._asdict(),
+            "target": options["target"],
             "examples": examples,
             "microbatches_per_device": per_device,
             "memory": limit,
@@ -130,7 +149,65 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
         return json.dumps(content, indent=1)
     last = verdict(plans, best, limit, tried_all)
     last += f"; it needs {needs[best.zero]}" if best and needs[best.zero] else ""
-    return "\n".join([*title, "", *figures(plans, seconds, examples), "", last, "", *notes])
+    shown = [*title, "", *figures(plans, seconds, examples), "", last, "", *notes]
+    for plan in plans if len(plans) == 1 or best is None else ():
+        shown += details(plan, limit)
+    return "\n".join(shown)
+
+
+def make_plans(
+    config: Config,
+    parts: Parts,
+    target: Target | None,
+    stages: list[int],
+    per_device: int,
+    devices: int,
+) -> tuple[list[Plan], list[str]]:
+    """Return the plans of ZeRO stages, and notes on those that are left out.
+
+    They are compiled for the target if its compiler is installed and works, else for simulated
+    devices.
+    """
+    plans, notes = list[Plan](), list[str]()
+    if target is not None:
+        problem = missing_plugin(target)
+        if problem is None:
+            try:
+                for plan in compile_plans(config, target, stages, per_device):
+                    (notes if isinstance(plan, str) else plans).append(plan)  # type: ignore[arg-type]
+                if plans:
+                    return plans, notes
+                problem = notes[0]
+            except CompilerFailed as error:
+                problem = str(error)
+        notes = [f"not compiled for {target.name}, but simulated on CPU: {problem}"]
+    if devices > len(jax.devices()):
+        raise UsageError(
+            f"--devices: {devices}, but only {len(jax.devices())} can be simulated; plan for fewer"
+        )
+    for zero in stages:
+        try:
+            case = make_case(config, parts, zero, per_device, jax.devices()[:devices])
+            plans.append(make_plan(case, zero))
+        except UsageError as error:
+            if zero == stages[0]:
+                raise
+            notes.append(f"zero {zero} is left out, since a run would refuse it: {error}")
+    return plans, notes
+
+
+def details(plan: Plan, limit: float) -> list[str]:
+    """Return the operations of an update that take most, and its largest arrays if it does not fit."""
+    if (schedule := plan.schedule) is None:
+        return []
+    rows = [
+        [name, f"{count} x", f"{1e3 * seconds:.3g} ms"] for name, seconds, count in schedule.longest
+    ]
+    lines = ["", "operations that take most", *table(rows, ">")]
+    if plan.memory.peak > limit:
+        rows = [[name, shape, size(count)] for shape, name, count in schedule.largest]
+        lines += ["", "the largest arrays", *table(rows, ">")]
+    return lines
 
 
 def sent(gradients: Any, reduction: str) -> float:
@@ -169,6 +246,7 @@ def figures(plans: list[Plan], seconds: list[Any], examples: int) -> list[str]:
         ("  one after the other", [ms(s, "no_overlap") for s in seconds]),
         ("  overlapped", [ms(s, "full_overlap") for s in seconds]),
         ("  expected", [ms(s, "expected") for s in seconds]),
+        *([("  hidden", [hidden(p) for p in plans])] if any(p.schedule for p in plans) else []),
         ("  examples/s", [f"{examples / s['expected']:,.0f}" if s else "-" for s in seconds]),
         (
             "  efficiency",
@@ -179,6 +257,12 @@ def figures(plans: list[Plan], seconds: list[Any], examples: int) -> list[str]:
         ),
     ]
     return table([[name, *cells] for name, cells in rows], ">")
+
+
+def hidden(plan: Plan) -> str:
+    """Return the share of the communication during which the device computes."""
+    share = plan.schedule and plan.schedule.hidden_share
+    return "-" if share is None else f"{share:.0%}"
 
 
 def verdict(plans: list[Plan], best: Plan | None, limit: float, tried_all: bool) -> str:
@@ -207,14 +291,23 @@ def remarks(
     examples: int,
 ) -> list[str]:
     """Return notes on the accuracy of the figures."""
-    notes = [
-        "activations, peak and counts are XLA's for CPU: it keeps attention scores T x T that a fused kernel does not,",
-        "  computes bfloat16 in float32, and does not merge collectives as on a GPU; collectives have their own dtypes",
-        f"times: {hardware.efficiency:.1%} of {hardware.name}'s {dtype} peak, latency and bandwidth of its links; not "
-        f"measured. Expected: {NETWORK:.0%} of the bandwidth, {OVERLAP:.0%} of the shorter part hidden (docs/plan.md)",
-    ]
-    if dtype not in hardware.flops:
-        notes[-1] = f"no times: {hardware.name} states no rate for {dtype}"
+    if plans[0].schedule is None:
+        notes = [
+            "activations, peak and counts are XLA's for CPU: it keeps attention scores T x T that a fused kernel",
+            "  does not, computes bfloat16 in float32, and does not merge collectives as on a GPU; collectives have",
+            "  their own dtypes",
+            f"times: {hardware.efficiency:.1%} of {hardware.name}'s {dtype} peak, latency and bandwidth of its links;",
+            f"  not measured. Expected: {NETWORK:.0%} of the bandwidth, {OVERLAP:.0%} of the shorter part hidden "
+            "(docs/plan.md)",
+        ]
+    else:
+        notes = [
+            "compiled, not run: memory, kernels, collectives and their order are of the target's own compiler; each",
+            f"  operation takes its roofline time: {PRODUCTS:.0%} of the peak, {MEMORY:.0%} of the memory's bandwidth, "
+            f"{NETWORK:.0%} of a link's",
+        ]
+    if dtype not in hardware.flops and plans[0].schedule is None:
+        notes[-2:] = [f"no times: {hardware.name} states no rate for {dtype}"]
     if devices > config.microbatches:
         notes.append(
             f"microbatches: {config.microbatches} cannot be split over {devices:,} devices; planned with microbatches "
@@ -246,8 +339,14 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "split": plan.share.split_bytes / max(plan.share.total_bytes, 1),
     }
     simple = {
-        k: v for k, v in plan._asdict().items() if k not in ("collectives", "memory", "share")
+        k: v
+        for k, v in plan._asdict().items()
+        if k not in ("collectives", "memory", "share", "schedule")
     }
+    if plan.schedule is not None:
+        figures_of = plan.schedule._asdict()
+        del figures_of["events"]
+        simple["schedule"] = figures_of
     return {**simple, "memory": plan.memory._asdict(), "share": share, "collectives": total}
 
 
@@ -262,8 +361,8 @@ def read_stages(text: str, default: int) -> list[int]:
 def read_bytes(text: str) -> float:
     """Parse a number of bytes such as 80GB, 80 GiB or 80e9."""
     match = re.fullmatch(
-        r"(\d+(?:\.\d*)?(?:e\d+)?)\s*([KMGT]?I?B)?", text.strip().upper().replace("E", "e")
+        r"(\d+(?:\.\d*)?(?:e\d+)?)\s*([KMGT]?)(I?)B?", text.strip().upper().replace("E", "e")
     )
     if not match or not 0 < float(match[1]) < math.inf:
         raise UsageError(f"--memory: {text!r} is not a number of bytes, such as 80GB")
-    return float(match[1]) * UNITS[match[2] if match[2] and match[2] != "B" else ""]
+    return float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")

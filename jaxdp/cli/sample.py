@@ -12,19 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.checkpoint import manifest
-from jaxdp.checkpoint.weights import MODEL_STATE, Weights, from_checkpoint, on_host
+from jaxdp.checkpoint.store import choose_step
+from jaxdp.checkpoint.weights import MODEL_STATE, Weights, filled, from_checkpoint, on_host
 from jaxdp.cli import Call
-from jaxdp.cli.export import choose_step
+from jaxdp.cli.export import run_directory
 from jaxdp.config.parsing import from_mapping
 from jaxdp.data.tokenizers import from_spec
 from jaxdp.errors import UsageError
-from jaxdp.logits import Logits
+from jaxdp.losses import Logits
 from jaxdp.models import MODELS
 from jaxdp.models.base import CARRY, Model
 from jaxdp.precision import cast_floats
 from jaxdp.run import rundir
 from jaxdp.run.components import make_model, set_jax
-from jaxdp.split import path_string
 from jaxdp.targets import locate
 from jaxdp.train.carry import split_carry
 
@@ -39,16 +39,12 @@ def run(call: Call) -> None:
 def sample(options: dict[str, Any]) -> str:
     """Return the prompt and its continuation. Raises UsageError if there is no checkpoint of a
     language model, or if its tokenizer cannot encode the prompt."""
-    if not options["run_dir"]:
-        raise UsageError(
-            "--run_dir: missing; give the directory of a run, e.g. --run_dir runs/python_gpt"
-        )
+    directory = run_directory(options["run_dir"]).absolute()
     temperature = options["temperature"]
     if not 0 <= temperature < math.inf:
         raise UsageError(
             f"--temperature: {temperature} is not at least 0; 1 draws from what the model expects"
         )
-    directory = pathlib.Path(options["run_dir"]).expanduser().absolute()
     checkpoint = directory / "checkpoints" / str(choose_step(directory, options["step"]))
     weights = from_checkpoint(checkpoint, options["ema"], "--run_dir", "--ema")
     meta = manifest.read(checkpoint)["meta"]
@@ -89,21 +85,9 @@ def sample_from(
     state, carry = split_carry(state)
     arrays = on_host(weights)
 
-    def load(tree: Tree, prefix: str = "") -> Tree:
-        def one(path: Any, x: Any) -> np.ndarray:
-            name = prefix + path_string(path)
-            if name not in arrays or arrays[name].shape != x.shape:
-                stored = f"is {list(arrays[name].shape)}" if name in arrays else "is not"
-                raise UsageError(
-                    f"--run_dir: {name!r} {list(x.shape)} of {config.model.target} {stored} in {str(checkpoint)!r}: "
-                    "the code of the model has changed; use that of the run"
-                )
-            return arrays[name]
-
-        return jax.tree_util.tree_map_with_path(one, tree)
-
-    params = cast_floats(load(params), config.precision.compute)
-    state = load(state, MODEL_STATE)
+    place = str(checkpoint)
+    params = cast_floats(filled(params, arrays, place), config.precision.compute)
+    state = filled(state, arrays, place, MODEL_STATE)
     if carry is not None:
         state = {**state, CARRY: jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), carry)}
     draw = drawing(temperature, options["top_k"])

@@ -12,9 +12,9 @@ from jaxdp.errors import user_code
 from jaxdp.process.context import SLOW
 from jaxdp.process.environment import add_flag
 from jaxdp.run.components import set_jax
-from jaxdp.verify import as_json, as_text, verify
-from jaxdp.verify.exact import exactly, verify_exactly
+from jaxdp.verify import verify
 from jaxdp.verify.problem import ALONE, QUICK_COMPILATION, make_problem
+from jaxdp.verify.trained import exactly, verify_exactly
 
 
 def configure(config: Config | None, options: dict[str, Any]) -> Config | None:
@@ -54,9 +54,9 @@ def run(call: Call) -> None:
         title += f"; {part}.args with {args}" if args else ""
     if context.is_root:
         print(
-            json.dumps(as_json(report, title), indent=1)
+            json.dumps(report.as_json(title), indent=1)
             if options["json"]
-            else as_text(report, title),
+            else report.as_text(title),
             flush=True,
         )
     if not all(context.exchange("verified", "yes" if report.verified else "", SLOW)):

@@ -154,7 +154,7 @@ class Init:
     changed: list[str] = numbers([])
 
 
-EXACT = {name: f"jaxdp.exact.reductions.{name}" for name in ("exact", "exact16", "exact8")}
+EXACT = {name: f"jaxdp.exact.integer_sums.{name}" for name in ("exact", "exact16", "exact8")}
 """The reductions of `jaxdp.exact`, by the names that `parallel.reduction` has for them."""
 
 

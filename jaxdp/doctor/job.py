@@ -15,11 +15,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jaxdp.doctor import devices, mpi_check, network, resources, settings, versions
+from jaxdp.doctor import mpi_check, resources, versions
 from jaxdp.doctor.findings import LIMIT, OK, Check, Checker, of_text, ok, run_checks
 from jaxdp.errors import ReportedError, UsageError
 from jaxdp.process import hosts, launchers, protocol
-from jaxdp.process.world import World
+from jaxdp.process.launchers import World
 from jaxdp.run import rundir
 
 
@@ -75,16 +75,15 @@ def main(directory: pathlib.Path, launcher: int) -> None:
     stage("devices", LIMIT)
     # a rank that fails from now on ends all, and rank 0 has sent its findings
     context.barrier("devices")
-    check, opened = devices.open_devices()
+    check = resources.open_devices()
     timed = list[Check]()
     if jax.device_count() > 1:
         stage("all-reduce", LIMIT)
-        reports = exchange(context, "all-reduce", devices.all_reduce())
+        reports = exchange(context, "all-reduce", resources.all_reduce())
         wrong = tuple(rank for rank, report in enumerate(reports) if not report["right"])
-        reduced = devices.check_all_reduce(**reports[0] | {"right": not wrong})
+        reduced = resources.check_all_reduce(**reports[0] | {"right": not wrong})
         timed.append(reduced._replace(ranks=wrong))
     checks += merge(everyone, exchange(context, "opened", [check]))
-    checks += devices.check_sharing(everyone, exchange(context, "devices", opened))
     checks += timed
     stage("", 0)
     contexts.leave(0)
@@ -95,11 +94,11 @@ def local_checks(world: World, directory: pathlib.Path) -> dict[str, Checker]:
     size, local_size = world.size, world.local_size or 1
     checks: dict[str, Checker] = {
         "versions": versions.check_versions,
-        "environment": functools.partial(settings.check_settings, size),
-        "gpu": devices.check_gpus,
+        "environment": functools.partial(versions.check_settings, size),
+        "gpu": resources.check_gpus,
         "memory": functools.partial(resources.check_memory, size, local_size),
         "run_dir": lambda: [resources.check_run_dir(directory)],
-        "host name": network.check_name,
+        "host name": resources.check_name,
     }
     if size == 1 and world.launcher in ("none", "jaxdp"):  # mpirun does not start mpirun
         checks["mpirun"] = mpi_check.check_mpirun
@@ -113,7 +112,7 @@ def check_between(
     listener.
     """
     checks: dict[str, Checker] = {
-        "network": functools.partial(network.check_reach, context.rank, everyone)
+        "network": functools.partial(resources.check_reach, context.rank, everyone)
     }
     if text := everyone[0]["marker"]:
         checks["run_dir"] = functools.partial(resources.check_shared, directory, text)

@@ -1,34 +1,179 @@
-"""Check what a run needs of its host: open files, memory, space on disks (by a test write), and
-cores.
-"""
+"""Check what a run needs of its host: GPUs, NVIDIA's driver, JAX's plug-in, the devices that JAX
+opens, an all-reduce over them, host names, TCP between hosts, open files, memory, space on disks (by
+a test write), and cores."""
 
 import contextlib
 import math
 import os
 import pathlib
+import re
 import resource
 import secrets
 import shutil
+import socket
 import tempfile
+import timeit
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from packaging.version import Version
+
 from jaxdp.doctor.findings import Check, failure, graded, ok, warning
-from jaxdp.metrics.numbers import size as shown
-from jaxdp.process import hosts
+from jaxdp.doctor.versions import plugins
+from jaxdp.errors import install
+from jaxdp.metrics.numbers import size
+from jaxdp.process import environment, hosts
 from jaxdp.run.rundir import sees
+
+# The oldest driver for each CUDA of JAX's wheels: NVIDIA's table of minor version compatibility.
+DRIVERS = {"cuda12": Version("525.60"), "cuda13": Version("580.0")}
+SMALL, LARGE = 1 << 20, 1 << 24  # float32 per device, on CPU and GPU, where latency would dominate
+SLOW = 6e6  # bytes per second that any all-reduce should reach: a twentieth of gigabit Ethernet
+
+
+def check_gpus(dev: str = "/dev", proc: str = "/proc") -> Iterator[Check]:
+    """Check NVIDIA GPUs, their driver and JAX's plug-in, each of which needs the other two."""
+    count = environment.gpu_count({}, dev)
+    kinds = sorted(DRIVERS.keys() & {kind for kind, _ in plugins().values()})
+    file = pathlib.Path(proc, "driver", "nvidia", "version")
+    text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+    match = re.search(r"\d{3,}(\.\d+)+", text)
+    number = match[0] if match else "0"
+    driver = Version(number)
+    old = next((kind for kind in kinds if driver < DRIVERS[kind]), "")
+    present, names = f"{count} NVIDIA GPU{'s' * (count > 1)}", ", ".join(kinds)
+    if not count and not kinds:
+        yield ok("gpu", "none, and no plug-in for one")
+    elif not count:
+        fix = "in a container, pass it on (docker run --gpus all); else install NVIDIA's driver"
+        yield warning("gpu", f"JAX's plug-in for {names} is installed, but there is no GPU", fix)
+    elif not kinds:
+        cuda = "cuda13" if driver >= DRIVERS["cuda13"] else "cuda12"
+        text = f"{present}, but JAX has no CUDA plug-in here: it would compute on the CPU"
+        yield warning("gpu", text, install(cuda))
+    elif old:
+        text = f"driver {number} is too old for {old}"
+        if match is None:
+            text = f"{present}, but no driver is loaded"
+        fix = f"install NVIDIA's driver {DRIVERS[old]} or later, or the plug-in of an older CUDA"
+        yield failure("gpu", text, fix)
+    else:
+        yield ok("gpu", f"{present}, driver {number}, plug-in {names}")
+
+
+def open_devices() -> Check:
+    """Open this process's devices."""
+    import jax
+
+    devices = jax.local_devices()
+    kind, platform = devices[0].device_kind, devices[0].platform
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit")
+    text = f"{len(devices)} x {kind} ({platform}){f', {size(limit)} each for JAX' if limit else ''}"
+    chosen = platform != "cpu" or os.environ.get("JAX_PLATFORMS")
+    if environment.gpu_count() and plugins() and not chosen:
+        fix = "set JAX_PLATFORMS=cuda to see JAX's error"
+        return failure("devices", f"{text}: JAX does not open the GPU", fix)
+    return ok("devices", text)
+
+
+def all_reduce() -> dict[str, Any]:
+    """Return the best seconds of an all-reduce over all devices, their number, and whether each
+    local sum is right.
+    """
+    import jax
+    import numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    count, size = jax.device_count(), SMALL if jax.devices()[0].platform == "cpu" else LARGE
+    mesh, split = jax.make_mesh((count,), ("all",)), PartitionSpec("all")
+
+    def one(index):
+        return np.full((1, size), index[0].start + 1, np.float32)
+
+    x = jax.make_array_from_callback((count, size), NamedSharding(mesh, split), one)
+
+    def total(x):
+        return jax.lax.psum(x, "all")
+
+    reduce = jax.jit(
+        jax.shard_map(total, mesh=mesh, in_specs=split, out_specs=PartitionSpec(), check_vma=False)
+    )
+    right = all(
+        (np.asarray(s.data) == count * (count + 1) / 2).all() for s in reduce(x).addressable_shards
+    )
+    seconds = min(timeit.repeat(lambda: reduce(x).block_until_ready(), number=1, repeat=5))
+    return {"seconds": seconds, "devices": count, "nbytes": 4 * size, "right": right}
+
+
+def check_all_reduce(seconds: float, devices: int, nbytes: int, right: bool) -> Check:
+    """Check what `all_reduce` measured."""
+    text = f"{nbytes / 1e6:.3g} MB over {devices} devices in {1e3 * seconds:.3g} ms"
+    if not right:
+        return failure(
+            "all-reduce",
+            f"{text}: the sum is wrong",
+            "see jaxdp verify; a device or a cable is broken",
+        )
+    if nbytes / seconds < SLOW:
+        fix = "see the line on bindings, what else uses the hosts and the network; on GPU, what NCCL_DEBUG=INFO prints"
+        return warning("all-reduce", f"{text}: less than {SLOW / 1e6:g} MB/s", fix)
+    return ok("all-reduce", text)
+
+
+HOSTS = 16  # other hosts that each host connects to, at most
+
+
+def check_name() -> Iterator[Check]:
+    """Check this host's name, which Gloo and MPI advertise to other hosts. A job that spans hosts
+    checks it again.
+    """
+    name, outward = hosts.hostname(), hosts.outward()
+    addresses = hosts.resolve(name)
+    text = f"{name} resolves to {', '.join(addresses) or 'no address'}"
+    if addresses and hosts.is_own(name) and not all(map(hosts.is_loopback, addresses)):
+        yield ok("host name", text)
+    else:
+        fix = f"in /etc/hosts, give {name} its network address{f' ({outward})' if outward else ''}"
+        yield warning(
+            "host name", f"{text}, and collectives on CPU would advertise that to other hosts", fix
+        )
+
+
+def check_reach(rank: int, facts: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
+    """Check TCP to the next HOSTS other hosts, to the first rank of each. facts: of each rank, with
+    a `port`.
+    """
+    firsts = {hosts.key(fact): r for r, fact in reversed(list(enumerate(facts)))}
+    firsts.pop(hosts.key(facts[rank]))
+    others = sorted(firsts.values(), key=lambda other: (other - rank) % len(facts))[:HOSTS]
+    failures = []
+    for other in others:
+        fact = facts[other]
+        addresses = [
+            a for a in hosts.resolve(fact["host"]) or fact["addresses"] if not hosts.is_loopback(a)
+        ]
+        address = (addresses or [fact["outward"] or "no address"])[0]
+        try:
+            socket.create_connection((address, fact["port"]), 5.0).close()
+        except OSError as error:
+            text = f"{hosts.title(other, fact['host'])} is not reached from {facts[rank]['host']} at {address}: {error}"
+            fix = "see routes, and whether a firewall lets the job's hosts connect to each other on any port"
+            failures.append(failure("network", text, fix))
+    reached = ok("network", f"{len(others)} other host{'s' * (len(others) > 1)} reached")
+    yield from failures or [reached] * bool(others)
+
 
 MB, GB = 1 << 20, 1 << 30
 BIND = "mpirun --bind-to none (Open MPI), -bind-to none (MPICH), or srun --cpus-per-task"
 
 
-def check_memory(size: int = 1, local_size: int = 1) -> Iterator[Check]:
+def check_memory(ranks: int = 1, local_size: int = 1) -> Iterator[Check]:
     """Check open files, free memory (also the control group's), and shared memory for Open MPI,
     NCCL and data workers.
 
-    size, local_size: processes of the job, to each of which rank 0 has a connection, and of this
+    ranks, local_size: processes of the job, to each of which rank 0 has a connection, and of this
     host."""
-    need = 512 + 4 * size
+    need = 512 + 4 * ranks
     soft, hard = (
         need if limit < 0 else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
     )
@@ -44,7 +189,7 @@ def check_memory(size: int = 1, local_size: int = 1) -> Iterator[Check]:
     )
     if (free := hosts.free_memory()) < math.inf:
         fix = "end other programs, or raise the container's memory limit"
-        yield graded("memory", free, 256 * MB, GB, f"{shown(free)} free", fix)
+        yield graded("memory", free, 256 * MB, GB, f"{size(free)} free", fix)
     if not os.access("/dev/shm", os.W_OK):
         yield warning(
             "shared memory", "/dev/shm cannot be written to", "mount it, or chmod 1777 /dev/shm"
@@ -60,7 +205,7 @@ def check_memory(size: int = 1, local_size: int = 1) -> Iterator[Check]:
         free,
         16 * MB,
         enough,
-        f"/dev/shm has {shown(free)} free of {shown(total)}",
+        f"/dev/shm has {size(free)} free of {size(total)}",
         fix,
     )
 
@@ -79,9 +224,9 @@ def check_run_dir(directory: pathlib.Path) -> Check:
             out.flush()
             os.fsync(out.fileno())
     except OSError as error:
-        text = f"{directory} cannot be written to: {error.strerror or error} ({shown(free)} free)"
+        text = f"{directory} cannot be written to: {error.strerror or error} ({size(free)} free)"
         return failure(name, text, fix)
-    return graded(name, free, 256 * MB, 2 * GB, f"{directory} has {shown(free)} free", fix)
+    return graded(name, free, 256 * MB, 2 * GB, f"{directory} has {size(free)} free", fix)
 
 
 def existing(directory: pathlib.Path) -> pathlib.Path:

@@ -13,8 +13,8 @@ from typing import Any
 
 from jaxdp.elastic.states import FIRST, TRAINING, Machine
 from jaxdp.process import private_jax
+from jaxdp.process.channel import Message
 from jaxdp.process.generation import Generation, Member
-from jaxdp.process.messages import Message
 from jaxdp.process.protocol import COMMON, OPERATIONS, difference
 
 # What a process that joins must have as the others: not their number, but the config, which

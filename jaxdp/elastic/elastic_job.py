@@ -16,8 +16,7 @@ import jax
 
 from jaxdp.config import Config
 from jaxdp.config.validation import decides, flatten
-from jaxdp.elastic.generations import run_generations
-from jaxdp.elastic.regroup import Options
+from jaxdp.elastic.regroup import Options, run_generations
 from jaxdp.elastic.snapshots import Snapshots
 from jaxdp.errors import PREEMPTED, DistributedError, UsageError
 from jaxdp.extras import Train, extras_of
@@ -27,7 +26,7 @@ from jaxdp.process.context import Context
 from jaxdp.process.monitor import Agreement, Stopped
 from jaxdp.run.build import Prepared, prepare
 from jaxdp.run.components import Objects, jax_settings
-from jaxdp.run.continuation import Continuation
+from jaxdp.run.driver import Continuation
 
 ALL_END = {  # launcher: what it does when one process ends, and the alternative
     "openmpi": "mpirun ends all processes when one is lost; add --enable-recovery",

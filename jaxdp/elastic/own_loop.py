@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxdp.elastic import regroup
-from jaxdp.elastic.generations import run_generations
+from jaxdp.elastic.regroup import run_generations
 from jaxdp.elastic.snapshots import Snapshot, find, receive
 from jaxdp.errors import RunFailed, UsageError
 from jaxdp.precision import is_key

@@ -1,24 +1,33 @@
-"""The processes of an elastic job: each leaves a generation that has ended, and joins the next one."""
+"""The processes of an elastic job: each leaves a generation that has ended, and joins the next one;
+what it runs is called again in each generation, until it returns."""
 
 from __future__ import annotations
 
 import atexit
+import collections
 import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import os
 import pathlib
+import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
-from jaxdp.elastic import sockets
 from jaxdp.elastic.states import LATE
-from jaxdp.errors import GenerationEnded
+from jaxdp.errors import (
+    DistributedError,
+    GenerationEnded,
+    TooManyDevices,
+    UsageError,
+    is_consequence,
+)
 from jaxdp.process import (
     connection,
     context,
@@ -29,11 +38,39 @@ from jaxdp.process import (
     membership,
     private_jax,
 )
+from jaxdp.process.channel import Message, printable
 from jaxdp.process.connection import SILENT, Connection, Joined
-from jaxdp.process.group import Fields, Group
-from jaxdp.process.messages import Message, printable
+from jaxdp.process.context import Context
+from jaxdp.process.enter import VERDICT
+from jaxdp.process.membership import Fields, Group
+from jaxdp.process.monitor import Stopped
 from jaxdp.process.protocol import Facts
 from jaxdp.process.relay import Relay
+
+_services: set[int] = set()  # ports of the coordinator, and of JAX's service for each generation
+
+
+def spare(*ports: int) -> None:
+    """Never break connections to these ports."""
+    _services.update(ports)
+
+
+def break_collectives() -> None:
+    """Shut down this process's TCP connections for reading, but those to the job's services.
+
+    A collective over Gloo then fails at once. Otherwise it waits as long as the connections to a
+    lost process are open: those of a process that is stopped, cut off, or waits itself. A
+    connection that is shut down for writing would make Gloo forget a send: it queues what could not
+    be written, and its error reaches receivers only (gloo/transport/tcp, Pair::signalException).
+    """
+    for entry in pathlib.Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            if os.readlink(entry).startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(entry.name))) as connection:
+                    is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
+                    if is_tcp and connection.getpeername()[1] not in _services:
+                        connection.shutdown(socket.SHUT_RD)
+
 
 # Seconds, and 5 that JAX adds, until a rank looks whether the others are still there.
 ATTEMPT = 1.0
@@ -50,7 +87,7 @@ class ElasticMembership(membership.Membership):
         job = self.job
         if hosts.is_own(job.address[0]):  # a cut network cannot be the cause
             self.silence = max(self.silence, self.timeout)
-        sockets.spare(job.address[1], hosts.split(job.jax_address)[1])
+        spare(job.address[1], hosts.split(job.jax_address)[1])
         self._frozen = frozen_coordinator.Frozen(job.secret, job.address[1])
         self._breaking = threading.Lock()
 
@@ -160,7 +197,7 @@ class ElasticMembership(membership.Membership):
         """Let the collectives of this process, and its calls of JAX's service, fail."""
         with self._breaking:
             if not self.ending.is_set():
-                sockets.break_collectives()
+                break_collectives()
                 cancel_calls()
 
     def _each_beat(self) -> None:
@@ -269,3 +306,94 @@ def cancel_calls() -> None:
 def keep_devices() -> None:
     """Keep the devices of this process open until it ends, for a program that does not return."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(jax.local_devices()[0].client))
+
+
+T = TypeVar("T")
+LOST = 5.0  # seconds until the devices of a program that does not return are left open, on CPU
+AGAIN = 600.0  # seconds in which a process may end 3 generations because a connection is broken
+STUCK = 60.0  # seconds until its process ends, on GPUs
+
+_ended = collections.deque[float](maxlen=3)  # when this process ended a generation
+
+
+def run_generations(
+    train: Callable[[Context], T], context: Context, ended: Callable[[], None]
+) -> T:
+    """Call `train` with the processes of each generation of the job, until it returns.
+
+    ended: called after each generation, before the devices are closed.
+    """
+    regrouped = False
+    while True:
+        try:
+            if regrouped:
+                context.agree(None)  # a process that joins tells here if its config is wrong
+            return train(context)
+        except Exception as error:
+            if isinstance(error, Stopped) and error.kind == "regroup":
+                with contextlib.suppress(DistributedError):
+                    context.barrier("regroup")
+                with contextlib.suppress(
+                    DistributedError
+                ):  # another process has ended the generation already
+                    membership.joined().request("regroup", fault="")
+            elif not has_ended(error):
+                raise
+            wait_for_programs()
+        ended()
+        gc.collect()
+        context, regrouped = regroup(), True
+
+
+def wait_for_programs() -> None:
+    """Wait for the programs of an ended generation, for at most LOST seconds on CPU, and STUCK on
+    GPUs.
+
+    One may wait for a message that Gloo has lost, and then the devices cannot be closed. Those of
+    CPUs stay open until this process ends, beside those of the next generation. GPUs must be closed
+    first: this process ends, and joins the next generation if a launcher starts it again. Call it
+    while the results of all programs are still referenced."""
+    began, on_cpu = time.monotonic(), jax.default_backend() == "cpu"
+    while any(not x.is_deleted() and not x.is_ready() for x in jax.live_arrays()):
+        waited = time.monotonic() - began
+        if on_cpu and waited > LOST:
+            keep_devices()
+            return
+        if waited > STUCK:
+            member = membership.joined()
+            text = f"{member.name(member.rank)} ends: a collective of the ended generation does not return"
+            member.end_process(text, 1, member.rank)
+        time.sleep(0.01)
+
+
+def has_ended(error: BaseException) -> bool:
+    """Return whether an error is a consequence of the end of this generation."""
+    if isinstance(error, Stopped):
+        return error.kind == "regroup"
+    member = current()
+    if member is None:
+        return False
+    if isinstance(error, TooManyDevices) and (new := [*filter(member.is_new, range(member.size))]):
+        error.rank = member.rank if member.rank in new else new[0]
+    if isinstance(error, UsageError) and error.rank is not None:
+        return error.rank != member.rank and member.is_new(error.rank) and member.has_ended(VERDICT)
+    if not is_consequence(error):
+        return member.has_ended(0.5)
+    return member.has_ended(VERDICT) or end_generation(member)
+
+
+def end_generation(member: ElasticMembership) -> bool:
+    """End the generation, since a collective has failed although no process was lost: a connection
+    is broken.
+
+    Returns False if this would be the fourth time within ten minutes: then the process ends."""
+    now = time.monotonic()
+    if len(_ended) == _ended.maxlen and now - _ended[0] < AGAIN:
+        return False
+    _ended.append(now)
+    with contextlib.suppress(DistributedError):
+        member.request(
+            "regroup",
+            fault=f"{member.name(member.rank)} has lost a connection, but no process has ended",
+        )
+    return member.has_ended(VERDICT)

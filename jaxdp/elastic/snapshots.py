@@ -3,12 +3,15 @@ it has lost one.
 
 The state has parts (`copies`): its replicated leaves, which every process copies, and the slices of
 its split leaves on each device. A process copies the parts of its devices and those of a neighbour.
+
+`Newest` keeps the newest records, which a lost rank 0 may not have written.
 """
 
 import dataclasses
 import itertools
 import json
 import math
+import pathlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -18,19 +21,66 @@ import numpy as np
 
 from jaxdp.elastic import regroup
 from jaxdp.elastic.copies import Copies, assemble
-from jaxdp.elastic.generations import has_ended
-from jaxdp.elastic.records import Newest, missing_records, report_lost_updates
+from jaxdp.elastic.regroup import has_ended
 from jaxdp.metrics import safe_print
+from jaxdp.metrics.jsonl import read
 from jaxdp.metrics.numbers import size as shown
-from jaxdp.metrics.writer import Record, Writer
+from jaxdp.metrics.writer import KEPT, Record, Writer
 from jaxdp.process import hosts
 from jaxdp.process.context import Context
 from jaxdp.run.callbacks import Callbacks
-from jaxdp.run.continuation import Continuation
-from jaxdp.run.driver import Training
+from jaxdp.run.driver import Continuation, Training
 from jaxdp.split import WHOLE
 from jaxdp.train.run import Run
 from jaxdp.train.state import TrainState
+
+
+class Newest(Writer):
+    """Keeps the newest records of a rank that writes none."""
+
+    records: Sequence[Record] = ()
+
+    def write(self, record: Record) -> None:
+        self.records = *self.records[1 - KEPT :], record
+
+    def rewind(self, step: int, evaluated: bool = True) -> None:
+        """Discard the records after update `step`; its evaluation too if it is made again: not
+        `evaluated`.
+        """
+        last = {"train": step, "eval": step if evaluated else step - 1}
+        self.records = [x for x in self.records if x["step"] <= last.get(x["split"], 0)]
+
+
+def missing_records(texts: Sequence[str], file: pathlib.Path) -> list[Record]:
+    """Return the records that are not in root's file, of the process that has most.
+
+    An update that a lost process has interrupted may have succeeded in some processes, and failed
+    on root. texts: the records of each process, as JSON."""
+
+    def key(record: Record) -> tuple[Any, Any]:
+        return record.get("step"), record.get("split")
+
+    written = set(map(key, read(file, math.inf)))
+    missing = [[x for x in json.loads(text) if key(x) not in written] for text in texts]
+    return max(missing, key=len)
+
+
+def report_lost_updates(directory: pathlib.Path, start: int) -> None:
+    """Print that updates are made again, from a checkpoint or from the first one, if no process has
+    their state.
+    """
+    reached = max(
+        (record.get("step", 0) for record in read(directory / "metrics.jsonl", math.inf)), default=0
+    )
+    if reached > start:
+        checkpoint = f"its checkpoint of update {start}"
+        origin = checkpoint if start else "the first update: it has no checkpoint"
+        text = (
+            f"jaxdp: elastic: no process has the state after update {reached} any more: the job "
+            f"continues from {origin}"
+        )
+        safe_print.say(text, error=True)
+
 
 FIRST, COPIES = 10, 6  # updates between the first copies, and their number
 COST, LEAST, MOST = (

@@ -319,3 +319,6 @@ def restored_sums(totals: Tree, exponents: Tree, values: Tree, summands: int) ->
         exponents,
         values,
     )
+
+
+exact, exact16, exact8 = (functools.partial(integers, name) for name in FORMATS)

@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxdp.metrics.jsonl import read
 from jaxdp.metrics.writer import Record, Writer
-from jaxdp.train.metric_sums import make_record
 from jaxdp.train.observer import Observer
+from jaxdp.train.state import make_record
 
 LAST_WORDS = 2.0  # seconds that a failing run waits for its pending records
 AHEAD = 2  # log intervals that the loop may run ahead of the device
@@ -181,7 +181,7 @@ def throughput(
     """Return a function from the milliseconds per update to the throughput entries of a record.
 
     examples: per update, on average. tokens: per example, or None. flops: the model's forward and
-    backward FLOPs per example (`jaxdp.run.flops.model_flops`), or None. peak: total FLOP/s of
+    backward FLOPs per example (`jaxdp.run.model_summary.model_flops`), or None. peak: total FLOP/s of
     all devices, or None.
 
         tokens_per_s        tokens x examples per second

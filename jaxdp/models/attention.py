@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxdp.cpu import backend
 from jaxdp.errors import UsageError
-from jaxdp.logits import wide_einsum
+from jaxdp.losses import wide_einsum
 from jaxdp.models.layers import require
 
 Rotation = tuple[jax.Array, jax.Array]  # cosines and sines [token, 1, half the width of a head]
@@ -100,10 +101,10 @@ def fused(
 ) -> jax.Array:
     """Compute `causal` attention by cuDNN's fused kernel, which never stores all scores (Dao et
     al., arXiv 2205.14135). Raises UsageError unless the query is bfloat16 on an NVIDIA GPU."""
-    if query.dtype != jnp.bfloat16 or jax.default_backend() != "gpu":
+    if query.dtype != jnp.bfloat16 or backend() != "gpu":
         raise UsageError(
             f"model.args.attention: 'cudnn' needs bfloat16 on an NVIDIA GPU, not {query.dtype} on "
-            f"{jax.default_backend()}; use xla, or precision.compute: bfloat16"
+            f"{backend()}; use xla, or precision.compute: bfloat16"
         )
     return jax.nn.dot_product_attention(
         query, key, value, mask=mask, is_causal=True, implementation="cudnn"
@@ -116,7 +117,7 @@ def either(
     """Compute `fused` attention for bfloat16 on an NVIDIA GPU if its kernel supports the arrays,
     else `causal`.
     """
-    if query.dtype == jnp.bfloat16 and jax.default_backend() == "gpu":
+    if query.dtype == jnp.bfloat16 and backend() == "gpu":
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
             return fused(query, key, value, mask)
     return causal(query, key, value, mask)

@@ -23,11 +23,10 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 
-from jaxdp.axes import DATA, REPLICA, SHARD
 from jaxdp.errors import UsageError
-from jaxdp.logits import wide
+from jaxdp.losses import wide
 from jaxdp.precision import cast_floats
-from jaxdp.split import path_string
+from jaxdp.split import DATA, REPLICA, SHARD, path_string
 
 PARAMS, STATE, CARRY = "params", "state", "carry"
 Batch = dict[str, jax.Array]  # of a microbatch: [example, ...]
@@ -271,3 +270,15 @@ def keep_dtypes(old: Any, new: Any) -> Any:
         return new.astype(old.dtype)
 
     return jax.tree_util.tree_map_with_path(cast, old, new)
+
+
+def refuse_losses(sown: Iterable[tuple[str, str]]) -> None:
+    """Raise UsageError if any of the values that a model sows (path, type) is a loss, by its path
+    or type.
+    """
+    for path, kind in sown:
+        if "loss" in f"{path} {kind}".lower():
+            raise UsageError(
+                f"model: what it sows into {path!r} would not be part of the loss; return it among the outputs, and "
+                "add it in the loss"
+            )

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxdp.cpu import product
 from jaxdp.errors import UsageError, check_one_of, check_sizes
-from jaxdp.logits import Logits, wide
+from jaxdp.losses import Logits, wide
 from jaxdp.models.attention import ATTENTION, Attention, Rotation, rotation
 from jaxdp.models.layers import (
     make_dropout,

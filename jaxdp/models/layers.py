@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdp.axes import data_axes
 from jaxdp.cpu import convolve
 from jaxdp.errors import UsageError
+from jaxdp.split import data_axes
 
 
 def require(fits: bool, argument: str, value: Any, problem: str) -> None:

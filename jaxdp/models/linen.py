@@ -9,8 +9,16 @@ from typing import Any
 import jax
 from flax import errors, linen
 
-from jaxdp.errors import refuse_losses
-from jaxdp.models.base import CARRY, Model, call_arguments, keep_dtypes, modes, named, rehearse
+from jaxdp.models.base import (
+    CARRY,
+    Model,
+    call_arguments,
+    keep_dtypes,
+    modes,
+    named,
+    refuse_losses,
+    rehearse,
+)
 
 
 def from_linen(module: linen.Module) -> Model:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from jaxdp.errors import UsageError, refuse_losses
+from jaxdp.errors import UsageError
 from jaxdp.models.base import (
     CARRY,
     PARAMS,
@@ -22,6 +22,7 @@ from jaxdp.models.base import (
     keep_dtypes,
     modes,
     nest,
+    refuse_losses,
     rehearse,
 )
 from jaxdp.models.scan import PLAIN, PerBlock, scan_blocks

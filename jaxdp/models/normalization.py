@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdp.logits import wide
+from jaxdp.losses import wide
 
 
 class Normalization:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxdp.errors import check_one_of, check_sizes
-from jaxdp.logits import wide
+from jaxdp.losses import wide
 from jaxdp.models.gpt import look_up
 from jaxdp.models.layers import make_dropout, require, require_text, require_tokens
 from jaxdp.models.nnx import Carry

@@ -65,7 +65,7 @@ class Door(Extra):
         return parts._replace(rule=parts.rule._replace(ema_decay=None))
 
     def strategy(self, parts: Any, make: Any, reduction: Any, devices: Any) -> Any:
-        from jaxdp.outer.rule import make_replicas
+        from jaxdp.outer.replicas import make_replicas
 
         return make_replicas(self.config, parts, make, reduction, devices)
 
@@ -84,6 +84,6 @@ class Door(Extra):
             )
 
     def observers(self, training: Any) -> list[Any]:
-        from jaxdp.outer.rule import LastStep
+        from jaxdp.outer.replicas import LastStep
 
         return [LastStep(self.config.outer.every, training.run.log)]

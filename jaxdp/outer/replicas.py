@@ -7,7 +7,10 @@ what they share.
 This is DiLoCo (Douillard et al., arXiv 2311.08105), after local SGD and federated averaging. The
 replicas are logical: the config decides how many there are, so one device computes what many sites
 would. A device has several replicas, or several devices share one. Nothing is sent between replicas
-but the differences, every `every` updates."""
+but the differences, every `every` updates.
+
+`make_replicas` builds this strategy from a config.
+"""
 
 import dataclasses
 import functools
@@ -21,24 +24,37 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
 
-from jaxdp.axes import DATA, FLAT, Axes
+from jaxdp.config import Config
+from jaxdp.config.training import OuterOptimizer
 from jaxdp.errors import UsageError
 from jaxdp.exact.rounding import opaque_true, scan_unfused, zeros
-from jaxdp.optim.master import Master, master_copy
+from jaxdp.optim import OPTIMIZERS, checked, make_optimizer
+from jaxdp.optim.evaluation import evaluation_arrays
+from jaxdp.optim.optimizers import Master, master_copy
 from jaxdp.parallel.layout import Sharding
 from jaxdp.parallel.pjit import PJit
-from jaxdp.parallel.placement import (
-    assign_microbatches,
-    of_device,
-    ordered_devices,
-)
+from jaxdp.parallel.placement import assign_microbatches, of_device, ordered_devices, state_shapes
 from jaxdp.parallel.reduction import NEVER, Reduction
 from jaxdp.parallel.strategy import Program
 from jaxdp.parallel.sums import arithmetic
+from jaxdp.process.context import current
+from jaxdp.run.components import Parts, in_state_dtype
+from jaxdp.run.strategies import make_reduction
+from jaxdp.split import DATA, FLAT, Axes
+from jaxdp.targets import bind, call, locate
 from jaxdp.train.average import EMA, EMA_STATE
-from jaxdp.train.model_state import floats, weighted_state
+from jaxdp.train.observer import Observer
 from jaxdp.train.skip import Guard
-from jaxdp.train.state import Batch, Sums, TrainState, merge, microbatch_key, select
+from jaxdp.train.state import (
+    Batch,
+    Sums,
+    TrainState,
+    floats,
+    merge,
+    microbatch_key,
+    select,
+    weighted_state,
+)
 from jaxdp.train.step import Forward, Step, UpdateRule, make_step
 
 Tree = Any
@@ -287,3 +303,78 @@ def assign_replicas(assignment: np.ndarray, replicas: int, parts: int) -> np.nda
     # [part, replica of the part, device of the replica, local] -> [device, local]
     by_part = every.reshape(parts, -1, *assignment.shape).swapaxes(1, 2)
     return by_part.reshape(parts * len(assignment), -1)
+
+
+def make_replicas(
+    config: Config,
+    parts: Parts,
+    make_state: Partial,
+    reduction: Reduction,
+    devices: Sequence[jax.Device],
+) -> Replicas:
+    """Build the strategy of local updates; reduction: that of gradients. Raises UsageError."""
+    if evaluation_arrays(state_shapes(make_state).opt_state):
+        raise UsageError(
+            f"outer.replicas: {config.outer.replicas} with optimizer.target: {config.optimizer.target}, which "
+            "evaluates other parameters than it trains, and an outer step moves only the latter; use another "
+            "optimizer, or set outer.replicas to 1"
+        )
+    rule = make_outer(config, parts, reduction)
+    hosts = current().hosts
+    if len(hosts) != jax.process_count():  # a script has connected the processes
+        hosts = ()
+    dtype = parts.forward.policy.reduce
+    return Replicas(make_state, config.microbatches, reduction, rule, dtype, devices, hosts)
+
+
+def make_outer(config: Config, parts: Parts, reduction: Reduction) -> OuterRule:
+    """Build the rule of the outer steps; reduction: that of gradients. Raises UsageError if the run
+    does not work with local updates."""
+    outer = config.outer
+    if parts.steps % outer.every:
+        raise UsageError(
+            f"outer.every: {outer.every} does not divide the {parts.steps} updates of epochs: {config.epochs}; set "
+            f"steps to {-(-parts.steps // outer.every) * outer.every} instead"
+        )
+    target = locate("outer.optimizer", outer.optimizer.target, OPTIMIZERS)
+    is_default = outer.optimizer.target != "sgd" and outer.optimizer.args == OuterOptimizer().args
+    args = {} if is_default else outer.optimizer.args  # the default is for sgd
+    if "learning_rate" in args:
+        raise UsageError(
+            "outer.optimizer.args.learning_rate: it is set by outer.optimizer.lr; set that"
+        )
+    bound = bind("outer.optimizer", target, args)
+    args = {
+        "no_decay": config.optimizer.no_decay,
+        "blocks": parts.forward.model.blocks,
+        "roles": parts.roles,
+        **bound.keywords,
+    }
+    tx = call(
+        "outer.optimizer",
+        bound,
+        lambda: make_optimizer(target, lambda step: outer.optimizer.lr, **args),
+    )
+    if outer.reduction:
+        reduction = make_reduction(outer.reduction, config.parallel.bucket_mb)
+    decay = parts.rule.ema_decay  # per update: an outer step moves an average as far as `every`
+    update = UpdateRule(
+        tx=in_state_dtype(config, checked(outer.optimizer.target, tx, "outer.optimizer")),
+        frozen=parts.rule.frozen,
+        ema_decay=None if decay is None else decay**outer.every,
+    )
+    return OuterRule(outer.replicas, outer.every, parts.forward, update, reduction)
+
+
+@dataclasses.dataclass
+class LastStep(Observer):
+    """Say at the end which updates came after the last outer step. every: updates between two."""
+
+    every: int
+    log: Any
+
+    def pause(self, step: int, last: bool) -> None:
+        if last and (lost := step % self.every):
+            self.log.writer.say(
+                f"the last {lost} updates came after the last outer step, and changed no parameters"
+            )

@@ -43,7 +43,7 @@ class Sharding(NamedTuple):
     None means all. gradient_buffer: 'sharded' reduces gradients in stages 2 and 3 after each
     microbatch, 'replicated' once after all. blocks: paths of the parameters that are stacked
     [block, ...]. pad: also shard leaves that no dim divides, with padding; the optimizer must be
-    elementwise (`jaxdp.parallel.padding`). rules: (expression, (None or 'shard' for each dim)) of
+    elementwise (`jaxdp.parallel.placement`). rules: (expression, (None or 'shard' for each dim)) of
     parameters that are sharded in another way."""
 
     zero: int = 0

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jaxdp.optim import check_elementwise
-from jaxdp.parallel.padding import fit_trees, padded_shapes
+from jaxdp.parallel.placement import fit_trees, padded_shapes
 from jaxdp.parallel.strategy import Strategy, Tree
 from jaxdp.split import spec, split_dims
 

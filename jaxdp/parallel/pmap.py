@@ -11,13 +11,12 @@ from jax.experimental.multihost_utils import global_array_to_host_local_array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdp.axes import DATA
 from jaxdp.errors import UsageError
 from jaxdp.optim import check_elementwise
 from jaxdp.parallel.layout import Sharding
-from jaxdp.parallel.padding import converter
+from jaxdp.parallel.placement import converter
 from jaxdp.parallel.strategy import Strategy, Tree
-from jaxdp.split import WHOLE, from_slices, spec, take, to_slices
+from jaxdp.split import DATA, WHOLE, from_slices, spec, take, to_slices
 from jaxdp.train.state import Batch, TrainState
 
 

@@ -30,8 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.axes import Axes
-from jaxdp.split import WHOLE, fit, from_slices, padded_shape, take, to_slices
+from jaxdp.split import WHOLE, Axes, fit, from_slices, padded_shape, take, to_slices
 
 Tree = Any
 NEVER, LAST, EVERY = "never", "last", "every"

@@ -11,15 +11,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
 
-from jaxdp.axes import FLAT, REPLICA, SHARD, Axes
 from jaxdp.optim.evaluation import evaluation_arrays, evaluation_params
 from jaxdp.parallel import placement
 from jaxdp.parallel.layout import UNSHARDED, ZERO, Sharding, Share, param_dims, share, state_dims
-from jaxdp.parallel.padding import fit_trees, padded_shapes, resize, sharding_of
+from jaxdp.parallel.placement import fit_trees, padded_shapes, resize, sharding_of
 from jaxdp.parallel.reading import in_blocks
 from jaxdp.parallel.reduction import EVERY, LAST, NEVER, Plan, Reduction, order_of
 from jaxdp.parallel.sums import GradFunction, arithmetic
-from jaxdp.split import WHOLE, fit, spec
+from jaxdp.split import FLAT, REPLICA, SHARD, WHOLE, Axes, fit, spec
 from jaxdp.train.average import EMA, averaged_state
 from jaxdp.train.state import Batch, Sums, TrainState, merge
 from jaxdp.train.step import Step
@@ -328,7 +327,7 @@ class Strategy:
     def export(self, state: TrainState, padded: bool = False) -> TrainState:
         """Return global arrays in logical shapes, the same for every strategy, without the seed.
 
-        padded: keep the padding of leaves that have some (`jaxdp.parallel.padding`); then no data
+        padded: keep the padding of leaves that have some (`jaxdp.parallel.placement`); then no data
         moves."""
 
         def in_order(x: jax.Array) -> jax.Array:

@@ -123,6 +123,7 @@ _TABLE = [
     _tpu("v4", (32e9, 1.2e12), 4096, 6 * 45e9, 4),
     _tpu("v5e", (16e9, 8.1e11), 256, 4 * 45e9, 8),
     _tpu("v5p", (96e9, 2.8e12), 8960, 6 * 90e9, 4),
+    _tpu("v6e", (32e9, 1.6e12), 256, 4 * 90e9, 8),
 ]  # fmt: skip
 HARDWARE = {row.name: row for row in _TABLE}
 

@@ -1,22 +1,150 @@
 """The plan of one update on simulated devices: memory and traffic from the compiler, time from a
-hardware model.
+hardware model. Programs are compiled from shapes alone: no parameter is allocated.
 
-Programs are compiled for simulated CPU devices from shapes alone: no parameter is allocated.
-"""
+And memory and traffic of a run, from shapes and from its compiled program; and time and traffic over
+a slow network, of an all-reduce between sites every so many updates."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import contextlib
+import math
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
+from jaxdp.errors import UsageError
+from jaxdp.metrics.numbers import scaled, size
 from jaxdp.parallel.layout import Share
-from jaxdp.parallel.strategy import Strategy
+from jaxdp.parallel.strategy import Program, Strategy
 from jaxdp.plan.hardware import Hardware, update_seconds
-from jaxdp.plan.hlo import Collective
-from jaxdp.plan.memory import analyzed, bytes_by_tree, peak
-from jaxdp.run.flops import count_flops
-from jaxdp.train.state import Batch
+from jaxdp.plan.hlo import Collective, collectives, summarize
+from jaxdp.plan.timeline import Schedule, play
+from jaxdp.run import rundir
+from jaxdp.run.model_summary import count_flops
+from jaxdp.split import WHOLE, padded_shape
+from jaxdp.train.average import EMA, EMA_STATE
+from jaxdp.train.state import Batch, TrainState
 from jaxdp.train.step import Step
+
+
+def bytes_by_tree(
+    strategy: Strategy, step: Step, batch: Mapping[str, Any], split_grads: bool
+) -> dict[str, float]:
+    """Return the bytes of each tree on one device; batch: shapes of a full batch {name:
+    [microbatch, example, ...]}.
+
+    split_grads: gradients are sharded while they accumulate.
+    """
+    dims, shapes, n = strategy.dims, strategy.shapes, strategy.parts
+    devices = strategy.assignment.shape[0]
+
+    def wide(x):
+        return jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+
+    grads = jax.tree.map(wide, step.trainable(shapes.params))  # as they are summed
+    return {
+        "params": local_bytes(shapes.params, dims.params, n),
+        "grads": local_bytes(grads, step.trainable(strategy.slices) if split_grads else None, n),
+        "opt_state": local_bytes(
+            (shapes.opt_state, shapes.extra.get(EMA)), (dims.opt_state, dims.extra.get(EMA)), n
+        ),
+        "model_state": local_bytes((shapes.model_state, shapes.extra.get(EMA_STATE)), None, n)
+        + local_bytes(shapes.kept, None, n) / devices,
+        "batch": sum(math.prod(x.shape) * x.dtype.itemsize for x in batch.values()) / devices,
+    }
+
+
+def local_bytes(tree: Any, dims: Any, parts: int) -> int:
+    """Return the bytes of one device's part of a tree of shapes, split along `dims` into `parts`;
+    None: replicated.
+    """
+    dims = jax.tree.map(lambda _: WHOLE, tree) if dims is None else dims
+
+    def size(x, d):
+        return (
+            math.prod(padded_shape(x.shape, d, parts))
+            * x.dtype.itemsize
+            // (1 if d == WHOLE else parts)
+        )
+
+    return sum(jax.tree.leaves(jax.tree.map(size, tree, dims)))
+
+
+def of_compiled(
+    lowered: Mapping[str, Any], devices: int, updates: int = 1
+) -> dict[str, Any] | None:
+    """Return the compiler's report on an update that has run: bytes per device beside the trees,
+    collectives by kind.
+
+    lowered: the update's parts, lowered again in a millisecond, since JAX caches them and their
+    executables. Returns None if an executable is not in the cache: this never compiles. updates:
+    the number of updates in one call. A single device sends nothing, even if its program has
+    collectives."""
+    if not all(is_compiled(part) for part in lowered.values()):
+        return None
+    used, sent, _ = analyzed(lowered, devices > 1)
+    totals = summarize(sent)
+
+    def per_update(n):
+        return n / updates if n % updates else n // updates
+
+    return {
+        "temporaries": max(u.temp_size_in_bytes for u in used),
+        "peak": max(map(peak, used)),
+        "collectives": {
+            kind: {name: per_update(value) for name, value in total._asdict().items()}
+            for kind, total in totals.items()
+        },
+    }
+
+
+def record(
+    directory: pathlib.Path,
+    layout: Mapping[str, Any],
+    strategy: Strategy,
+    program: Program,
+    state: TrainState,
+    batch: Batch,
+    updates: int,
+) -> None:
+    """Write layout.json again, with the compiler's report on the program, after the program's first
+    call.
+
+    updates: the number of updates in that call.
+    """
+    with contextlib.suppress(Exception):  # without the compiler's report, keep the old file
+        lowered = program.lowered(state, batch, updates > 1)
+        rundir.write_layout(
+            directory,
+            {**layout, "program": of_compiled(lowered, len(strategy.assignment), updates)},
+        )
+
+
+def analyzed(
+    lowered: Mapping[str, Any], sends: bool
+) -> tuple[list[Any], list[Collective], list[str]]:
+    """Compile the parts of an update; return XLA's memory analysis of each, and all collectives and
+    the text of each if it sends anything.
+    """
+    compiled = [(part.compile(), part) for part in lowered.values()]
+    texts = [(c.as_text(), part.as_text()) for c, part in compiled if sends]
+    sent = [c for text in texts for c in collectives(*text)]
+    return [c.memory_analysis() for c, _ in compiled], sent, [text for text, _ in texts]
+
+
+def peak(used: Any) -> int:
+    """Return the peak bytes on a device while a program runs, from XLA's memory analysis."""
+    added = max(0, used.output_size_in_bytes - used.alias_size_in_bytes)
+    return used.argument_size_in_bytes + used.temp_size_in_bytes + added
+
+
+def is_compiled(lowered: Any) -> bool:
+    """Return True if `lowered.compile()` only looks up an executable; False if this version of JAX
+    does not tell.
+    """
+    return getattr(getattr(lowered, "_lowering", None), "_executable", None) is not None
 
 
 class Case(NamedTuple):
@@ -46,7 +174,8 @@ class Memory(NamedTuple):
 
 class Plan(NamedTuple):
     """The figures of an update in one ZeRO stage. per_device: microbatches of a device; flops: of
-    its products.
+    its products. schedule: of the program that the target's own compiler made; None: the program is
+    that of simulated CPU devices.
     """
 
     zero: int
@@ -57,14 +186,22 @@ class Plan(NamedTuple):
     gathered_whole: bool  # stage 3, and the model does not scan blocks
     collectives: tuple[Collective, ...]
     flops: float
+    schedule: Schedule | None = None
+
+    @property
+    def compiled_by(self) -> str:
+        return "the compiler of the target" if self.schedule else "XLA for CPU, simulated devices"
 
 
-def make_plan(case: Case, zero: int) -> Plan:
-    """Compile the case, and return the plan of its update."""
+def make_plan(case: Case, zero: int, hardware: Hardware | None = None, launch: float = 0.0) -> Plan:
+    """Compile the case, and return the plan of its update.
+
+    hardware: that of its devices, if they are a target's; launch: see `play`.
+    """
     strategy = case.strategy
     program = strategy.compile(case.step)
     state, batch = strategy.argument_shapes(case.example)
-    used, sent = analyzed(program.lowered(state, batch), True)
+    used, sent, texts = analyzed(program.lowered(state, batch), True)
     sizes = bytes_by_tree(strategy, case.step, batch, case.accumulate_split)
     return Plan(
         zero,
@@ -79,6 +216,7 @@ def make_plan(case: Case, zero: int) -> Plan:
         zero == 3 and not strategy.blocks,
         tuple(sent),
         count_flops(jax.make_jaxpr(program.update)(state, batch)),
+        None if hardware is None else play(texts[0], hardware, launch),
     )
 
 
@@ -87,24 +225,85 @@ def predict(plan: Plan, hardware: Hardware, dtype: str) -> dict[str, float]:
     efficiency.
 
     efficiency: the time of the computation alone over that of an update without overlap;
-    efficiency_overlap: over that of an update whose communication is hidden as far as possible;
-    efficiency_expected: over that of the estimate."""
+    efficiency_overlap: over that of an update whose communication is hidden as far as possible."""
+    if (schedule := plan.schedule) is not None:
+        alone, sent = schedule.seconds - schedule.exposed, schedule.communication
+        seconds = {
+            "compute": alone,
+            "communication": sent,
+            "expected": schedule.seconds,
+            "no_overlap": alone + sent,
+            "full_overlap": max(alone, sent),
+        }
+        return with_efficiency(seconds)
     memory = plan.memory
     traffic = (
         2 * (memory.params + memory.opt_state) + memory.grads
     )  # state: read and written; gradients: read
     host = hardware.devices_per_host
     calls = [(c, min(c.per_block(host), host, c.group_size)) for c in plan.collectives]
-    seconds = update_seconds(hardware, plan.flops, dtype, calls, traffic)
+    return with_efficiency(update_seconds(hardware, plan.flops, dtype, calls, traffic))
+
+
+def with_efficiency(seconds: dict[str, float]) -> dict[str, float]:
+    """Add the share of the computation alone in each time of an update."""
     compute = seconds["compute"]
     return {
         **seconds,
         "efficiency": compute / seconds["no_overlap"],
         "efficiency_overlap": compute / seconds["full_overlap"],
-        "efficiency_expected": compute / seconds["expected"],
     }
 
 
 def recommend(plans: Sequence[Plan], memory: float) -> Plan | None:
     """Return the lowest stage that fits into `memory` bytes, or None."""
     return next((p for p in sorted(plans, key=lambda p: p.zero) if p.memory.peak <= memory), None)
+
+
+UNITS = {"KBIT": 1e3, "MBIT": 1e6, "GBIT": 1e9}
+
+
+class Network(NamedTuple):
+    """The network of a site: bits per second, in each direction, and the seconds that a message
+    takes.
+    """
+
+    rate: float
+    latency: float
+
+
+def read_network(text: str) -> Network:
+    """Parse a network such as 100mbit:40ms, or 1gbit."""
+    match = re.fullmatch(r"(\d+(?:\.\d*)?)([KMG]BIT)(?::(\d+(?:\.\d*)?)MS)?", text.strip().upper())
+    if not match or not float(match[1]):
+        raise UsageError(f"--network: {text!r} is not a rate and a latency, such as 100mbit:40ms")
+    return Network(float(match[1]) * UNITS[match[2]], float(match[3] or 0) / 1e3)
+
+
+def describe(
+    sites: int, data: float, every: int, compute: float | None, network: Network | None
+) -> list[str]:
+    """Return lines on the traffic of a site and the time that it takes, without overlap.
+
+    The all-reduce is a ring: each site sends 2 (sites - 1) messages, in all 2 (sites - 1) / sites
+    of the data.
+
+    Args:
+        data: bytes that are summed, once in `every` updates.
+        compute: seconds of an update without communication; None if unknown.
+    """
+    if sites == 1:
+        return ["one device computes all replicas: nothing is sent between sites"]
+    sent = 2 * (sites - 1) / sites * data
+    lines = [
+        f"{sites} sites: each sends {size(sent)} once in {every} updates; the rows above count that in each update"
+    ]
+    if network is not None and compute is not None:
+        exchange = 8 * sent / network.rate + 2 * (sites - 1) * network.latency
+        update = compute + exchange / every
+        lines += [
+            f"over {scaled(network.rate)}bit/s with {1e3 * network.latency:g} ms: {exchange:.3g} s an exchange, "
+            f"{1 / update:.3g} updates/s, {compute / update:.1%} of the time computing, "
+            f"{size(3600 / update * sent / every)} an hour from each site"
+        ]
+    return lines

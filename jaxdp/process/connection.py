@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from jaxdp.errors import DistributedError, UsageError
 from jaxdp.process import channel, hosts
-from jaxdp.process.messages import Message, checked, printable
+from jaxdp.process.channel import Message, checked, printable
 from jaxdp.process.protocol import ADMISSION, Facts, beat_interval, unpack
 
 RETRIES = 5000.0  # attempts to connect in a second, of all ranks together

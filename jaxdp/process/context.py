@@ -27,9 +27,8 @@ from jaxdp.errors import (
     record_fault,
 )
 from jaxdp.process import enter, hosts, membership, private_jax
-from jaxdp.process.group import Group
-from jaxdp.process.launchers import discover
-from jaxdp.process.world import World
+from jaxdp.process.launchers import World, discover
+from jaxdp.process.membership import Group
 
 # seconds that one process may take longer than another, such as to compile or to read its data
 SLOW = 600.0

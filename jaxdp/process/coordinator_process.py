@@ -1,23 +1,130 @@
-"""The process that runs the coordinator.
+"""The coordinator: a small process on rank 0's host that every rank connects to; no rank's death ends
+it. It authenticates connections and passes their messages (`channel`, `protocol`) to the current
+`Generation` of ranks.
 
 python -m jaxdp.process.coordinator_process    reads `Settings` as JSON from standard input; prints "ready", or
-                                                   the reason if it cannot listen
-"""
+                                                   the reason if it cannot listen"""
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import json
 import os
+import pkgutil
+import resource
+import secrets
 import signal
 import socket
 import sys
 import threading
+import time
+from typing import Any
 
-from jaxdp.process.coordinator import Coordinator
+from jaxdp.process import channel, private_jax
+from jaxdp.process.channel import Message, checked, printable
+from jaxdp.process.generation import TICK, Generation, Member
 from jaxdp.process.hosts import BACKLOG, listen, raise_open_files
 from jaxdp.process.protocol import Settings
+
+FIRST_MESSAGE = 10.0  # seconds until a connection must have sent its first message
+UNAUTHENTICATED = (
+    4096  # open connections without a first message, at most; beyond that, the oldest is closed
+)
+
+
+class Coordinator:
+    """The connections of a job, and the current generation of its ranks."""
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.done = asyncio.Event()
+        self.generation: Generation = pkgutil.resolve_name(settings.generation)(self)
+        self.unauthenticated: collections.OrderedDict[asyncio.StreamWriter, None] = (
+            collections.OrderedDict()
+        )
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        spare = files // 2 - settings.size if files != resource.RLIM_INFINITY else UNAUTHENTICATED
+        self.most = min(
+            UNAUTHENTICATED, max(50, spare)
+        )  # the others are for ranks, here and in JAX's service
+        self.reported = False
+        self.services: list[Any] = []  # JAX's, one for each generation
+        self.jax_loaded = threading.Thread(target=private_jax.load)
+        self.jax_loaded.start()  # takes a large part of a second, while the ranks connect
+
+    def report(self, line: str) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self.settings.stderr, f"jaxdp: {line}\n".encode())
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection until it closes."""
+        self.unauthenticated[writer] = None
+        if len(self.unauthenticated) > self.most:
+            self.unauthenticated.popitem(last=False)[0].close()
+        member: Member | None = None
+        try:
+            nonce = secrets.token_bytes(channel.NONCE)
+            writer.write(channel.MAGIC + nonce)
+            sealer = channel.to_coordinator(self.settings.secret, nonce)
+            async with asyncio.timeout(FIRST_MESSAGE):
+                first = await self.receive(reader, sealer, channel.FIRST_LIMIT)
+            if probe := checked(first, {"nonce": str, "probe": True}):
+                nonces = nonce, probe["nonce"].encode()
+                writer.write(
+                    channel.to_rank(self.settings.secret, *nonces).seal(
+                        channel.encode({"pid": os.getpid()})
+                    )
+                )
+                return
+            member = self.generation.join(first, nonce, writer)
+            self.unauthenticated.pop(writer, None)
+            while True:
+                message = await self.receive(
+                    reader, sealer
+                )  # meanwhile the member may pass to another generation
+                member.generation.handle(member, message)
+        except channel.Refused as error:
+            if member is None:
+                writer.write(channel.REFUSAL)
+            peer = writer.get_extra_info("peername") or ["?"]
+            self.refuse(f"a message from {peer[0]}", str(error))
+        except (OSError, EOFError, TimeoutError):
+            pass
+        finally:
+            self.unauthenticated.pop(writer, None)
+            if member is not None:
+                member.generation.disconnected(member)
+            writer.close()
+
+    async def receive(
+        self, reader: asyncio.StreamReader, sealer: channel.Sealer, limit: int = channel.PAYLOAD
+    ) -> Message:
+        head = await reader.readexactly(channel.HEAD)
+        return sealer.open(head, await reader.readexactly(channel.length(head, limit)))
+
+    def refuse(self, source: str, value: str) -> None:
+        """Report a message that does not belong to this job, once for the job."""
+        if not self.reported:
+            self.reported = True
+            self.report(
+                f"rank 0: refused {printable(source, 200)}: {printable(value, 80)}: not a message of this job; the "
+                "job continues, and refuses further ones silently (who can reach its port? see docs/hosts.md)"
+            )
+
+    async def watch(self) -> None:
+        """Check the generation until the job is over."""
+        checked_at = time.monotonic()
+        while not self.done.is_set():
+            await asyncio.sleep(TICK)
+            now = time.monotonic()
+            elapsed = now - checked_at
+            checked_at = now
+            self.generation.tick(elapsed)
+            if self.generation.is_empty():
+                self.done.set()
+
 
 ACCEPTED = 32  # new connections, at most, that asyncio accepts before it serves those that are open
 

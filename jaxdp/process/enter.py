@@ -21,8 +21,8 @@ from jaxdp.process import (
     protocol,
 )
 from jaxdp.process.connection import Joined
-from jaxdp.process.group import Group
-from jaxdp.process.world import MPI, World
+from jaxdp.process.launchers import MPI, World
+from jaxdp.process.membership import Group
 
 NO_MPI = (
     "jax_cpu_collectives_implementation: mpi does not work: JAX uses its MPI communicators after MPI_Finalize, so that "

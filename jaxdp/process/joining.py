@@ -19,9 +19,9 @@ from typing import Any
 from jaxdp.errors import UsageError
 from jaxdp.process import channel, frozen_coordinator, hosts, imports, mpi
 from jaxdp.process.connection import SILENT, Connection, Joined, has_data, join
-from jaxdp.process.group import Group
+from jaxdp.process.launchers import MPI, World
+from jaxdp.process.membership import Group
 from jaxdp.process.protocol import Facts, Settings, silence
-from jaxdp.process.world import MPI, World
 
 # seconds that rank 0 tries to reach its coordinator at an address that its host does not have
 BY_NAME = 3.0

@@ -3,7 +3,10 @@ until it leaves.
 
 One thread reads the coordinator's messages; another sends heartbeats (`beat_interval`). A process
 that fails reports its fault; all others receive the cause and end within a second. The
-`coordinator` detects processes that die silently."""
+`coordinator` detects processes that die silently.
+
+`Group` says how the processes of a job belong together.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,9 @@ import jax
 
 from jaxdp.errors import DistributedError, one_line, record_fault
 from jaxdp.process import hosts, private_jax
+from jaxdp.process.channel import LONG_TEXT, Message, checked
 from jaxdp.process.connection import Joined
-from jaxdp.process.messages import LONG_TEXT, Message, checked
-from jaxdp.process.protocol import TIMEOUT, beat_interval
+from jaxdp.process.protocol import GENERATION, TIMEOUT, Facts, beat_interval
 
 GRACE = (
     5.0  # seconds beyond the timeout of a request, so that the coordinator's deadline comes first
@@ -363,3 +366,35 @@ def joined() -> Membership:
     """Return the membership of a process that is not alone."""
     assert _membership is not None
     return _membership
+
+
+Fields = dict[str, Any]  # of a `Context`
+
+
+class Group:
+    """A fixed group of processes: the first fault ends all. A subclass may let them leave and join.
+
+    kind: what all processes of a job must have alike. membership: of a process. generation:
+    "module:class" of the ranks in the coordinator. silence: see `protocol.silence`. moves: whether
+    any process may start a coordinator in the place of one that has gone. prepare: called by a
+    process that joins a running job, before the others stop for it; it may open devices, which are
+    closed again."""
+
+    kind: ClassVar[str] = "fixed"
+    membership: ClassVar[type[Membership]] = Membership
+    generation: ClassVar[str] = GENERATION
+    silence: ClassVar[float] = 20.0
+    moves: ClassVar[bool] = False
+    prepare: Callable[[], None] | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Return the settings of `generation`."""
+        return {}
+
+    def facts(self) -> Facts:
+        """Return what the coordinator compares."""
+        return {"group": self.kind}
+
+    def enter(self, enter: Callable[[Joined], Fields], job: Joined) -> Fields:
+        """Return what `enter` returns for a job that this process has joined."""
+        return enter(job)

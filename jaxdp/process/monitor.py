@@ -18,8 +18,8 @@ import jax
 
 from jaxdp.errors import DistributedError
 from jaxdp.process import membership, signals
+from jaxdp.process.channel import Message, integer, parse
 from jaxdp.process.context import Context
-from jaxdp.process.messages import Message, integer, parse
 from jaxdp.process.watchdog import Watchdog
 from jaxdp.run import rundir
 from jaxdp.train.observer import Observer

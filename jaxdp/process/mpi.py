@@ -18,7 +18,7 @@ from typing import Any
 
 from jaxdp.errors import DistributedError, UsageError, install
 from jaxdp.process.hosts import Facts
-from jaxdp.process.world import World
+from jaxdp.process.launchers import World
 
 # The programs that start ranks, and the MPI library of each family; mpi4py loads one of them at run
 # time.

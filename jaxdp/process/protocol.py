@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdp.process import hosts
+from jaxdp.process.channel import LONG_TEXT
 from jaxdp.process.hosts import Facts as Facts
-from jaxdp.process.messages import LONG_TEXT
-from jaxdp.process.world import seconds_of
+from jaxdp.process.launchers import seconds_of
 
 # Facts that must be equal on all ranks, in the order in which a difference is reported.
 COMMON = {

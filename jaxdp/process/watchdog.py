@@ -20,8 +20,8 @@ from typing import Any
 
 from jaxdp.errors import DistributedError, GenerationEnded, record_fault
 from jaxdp.process import hosts, membership
+from jaxdp.process.channel import Message, parse
 from jaxdp.process.context import Context, leave
-from jaxdp.process.messages import Message, parse
 from jaxdp.run import rundir
 
 LOOK = 0.25  # seconds between two checks

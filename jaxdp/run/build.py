@@ -30,6 +30,7 @@ from jaxdp.plan.hardware import peak_flops
 from jaxdp.plan.prediction import Case
 from jaxdp.process import environment, membership
 from jaxdp.process.context import SLOW, Context
+from jaxdp.run.callbacks import Profile, folder
 from jaxdp.run.components import (
     NOTHING,
     Objects,
@@ -43,12 +44,10 @@ from jaxdp.run.components import (
     spared,
     state_maker,
 )
-from jaxdp.run.datasets import eval_key, facts_of, make_order, shapes_of
+from jaxdp.run.datasets import Source, eval_key, facts_of, make_order, shapes_of
 from jaxdp.run.preflight import check_examples, check_optimizer, rehearse
-from jaxdp.run.profile_window import Profile, folder
 from jaxdp.run.programs import Digest, check_same, digest, lines
 from jaxdp.run.rundir import versions
-from jaxdp.run.source import Source
 from jaxdp.run.strategies import STAGES
 from jaxdp.targets import attribute
 from jaxdp.train.run import Data, LoopOptions, Run
@@ -268,19 +267,17 @@ def changes_for(parallel: Parallel, zero: int) -> dict[str, Any]:
     return changes | {key: value for key, value in unused.items() if getattr(parallel, key)}
 
 
-def make_case(config: Config, parts: Parts, zero: int, per_device: int, devices: int) -> Case:
-    """Build the case that `plan` compiles: a ZeRO stage on `devices` devices with `per_device`
-    microbatches each.
+def make_case(
+    config: Config, parts: Parts, zero: int, per_device: int, devices: Sequence[jax.Device]
+) -> Case:
+    """Build the case that `plan` compiles: a ZeRO stage with `per_device` microbatches on each
+    device. The devices may be those of a target, which store nothing.
     """
     parallel = dataclasses.replace(config.parallel, zero=zero, **changes_for(config.parallel, zero))
-    if devices > config.microbatches:
-        config = dataclasses.replace(config, microbatches=per_device * devices)
+    if len(devices) > config.microbatches:
+        config = dataclasses.replace(config, microbatches=per_device * len(devices))
     config = dataclasses.replace(config, parallel=parallel)
-    if devices > len(jax.devices()):
-        raise UsageError(
-            f"--devices: {devices}, but only {len(jax.devices())} can be simulated; plan for fewer"
-        )
-    strategy = make_strategy(config, parts, state_maker(config, parts), jax.devices()[:devices])
+    strategy = make_strategy(config, parts, state_maker(config, parts), devices)
     step = make_the_step(config, parts)
     check_optimizer(config, strategy, parts.rule.tx, step)
     first, size = parts.first

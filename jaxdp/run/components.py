@@ -1,6 +1,5 @@
 """The components that a config names: model, loss, optimizer, step and state; each can be built
-separately.
-"""
+separately. And the names by which a config can contain the objects of a script."""
 
 import contextlib
 import functools
@@ -22,17 +21,14 @@ from jaxdp.data.example_order import ExampleOrder
 from jaxdp.data.transforms import TRANSFORMS, both
 from jaxdp.errors import UsageError, nearest, user_code
 from jaxdp.extras import extras_of
-from jaxdp.logits import compute_logits
-from jaxdp.losses import LOSSES, make_loss
+from jaxdp.losses import LOSSES, compute_logits, make_loss
 from jaxdp.models import MODELS, as_model, is_given
 from jaxdp.models.base import Model
 from jaxdp.optim import OPTIMIZERS, checked, decay_mask, find_roles, make_optimizer, make_schedule
-from jaxdp.optim.master import with_master
-from jaxdp.optim.optimizers import MASKS, taken_by
+from jaxdp.optim.optimizers import MASKS, taken_by, with_master
 from jaxdp.optim.roles import AUTO, Role, describe, role_of
 from jaxdp.parallel.layout import Sharding
-from jaxdp.parallel.padding import can_pad
-from jaxdp.parallel.placement import group_size, state_shapes
+from jaxdp.parallel.placement import can_pad, group_size, state_shapes
 from jaxdp.parallel.strategy import Strategy
 from jaxdp.precision import LossScaling, cast_floats, policy
 from jaxdp.process import imports, membership

@@ -1,6 +1,5 @@
 """The caller of `fit`: it restores, rolls back after a spike, saves on preemption, and writes the
-final record.
-"""
+final record. And what a run continues from, besides its checkpoints."""
 
 import contextlib
 import dataclasses
@@ -19,22 +18,74 @@ from jaxdp.checkpoint.leaves import params_sha256
 from jaxdp.errors import RunFailed, UsageError
 from jaxdp.extras import Extra
 from jaxdp.metrics.meter import Meter
-from jaxdp.metrics.writer import Record
-from jaxdp.plan import memory
+from jaxdp.metrics.writer import Record, Writer
+from jaxdp.plan import prediction
+from jaxdp.process.context import Context
 from jaxdp.process.monitor import Monitor, Stopped
 from jaxdp.run import rundir
-from jaxdp.run.build import restore
-from jaxdp.run.callbacks import Callbacks
-from jaxdp.run.continuation import Continuation
-from jaxdp.run.profile_window import Profile
-from jaxdp.run.source import describe, loss_of, not_finite
+from jaxdp.run.build import Prepared, restore
+from jaxdp.run.callbacks import Callbacks, Profile
+from jaxdp.run.datasets import describe, loss_of, not_finite
 from jaxdp.train.evaluate import evaluate
-from jaxdp.train.lookback import EXAMINED, Halted, Lookback, NotFinite
-from jaxdp.train.loop import fit
+from jaxdp.train.loop import EXAMINED, Halted, Lookback, NotFinite, fit
 from jaxdp.train.observer import Observer, Observers
 from jaxdp.train.run import Host, Progress, Run
 from jaxdp.train.skip import DISAGREEING, NONFINITE
 from jaxdp.train.state import Batch, TrainState
+
+
+class Continuation(Observer):
+    """What a command keeps that trains more than once, perhaps with other processes: the last
+    observer of each of its runs. This base class is that of a command that trains once.
+
+    Attributes:
+        runs: those of the job that have ended, also before this process joined it.
+        prepared: what a run of this process has built for any number of devices.
+        last_save: when the last run saved, in seconds of `time.monotonic`; None: it did not.
+        again: updates of the last run that this one makes again.
+        survives: whether training goes on without a process that is lost.
+        trusted: only states in which no device was found wrong are kept.
+    """
+
+    runs = again = 0
+    prepared: Prepared | None = None
+    last_save: float | None = None
+    survives = False
+    trusted = False
+
+    def recover(self, run: Run, context: Context) -> tuple[int, Record, TrainState] | None:
+        """Return (update, metadata, state) of the newest state in memory; None without one."""
+        return None
+
+    def load(self, callbacks: Callbacks, saved: Record) -> None:
+        """Load the states of callbacks from the metadata of a state."""
+        if saved:
+            callbacks.load(saved)
+
+    def begin(self, training: Any, open_writer: Callable[[], Writer]) -> Writer:
+        """Return the writer of a run on this rank. The run is built, and its state is that of
+        `training.progress`, or is to be made.
+
+        Args:
+            training: a `Training`.
+            open_writer: opens that of root.
+        """
+        return open_writer() if training.run.checkpoints.context.is_root else Writer()
+
+    def keep_state(self) -> None:
+        """Training is interrupted, and continues in another run: keep the state."""
+
+    def drop_damaged(self) -> bool:
+        """Drop what has changed in memory since it was kept; return whether there was any."""
+        return False
+
+    def drop_after(self, step: int) -> None:
+        """Drop the states of later updates: they may be wrong."""
+
+    def goes_on(self, error: BaseException) -> bool:
+        """Return whether an error ends this run, but not the command."""
+        return False
+
 
 LONGEST = 86_400.0  # seconds that a callback of one rank may take at the end
 
@@ -343,7 +394,7 @@ class FirstUpdate(Observer):
         run = training.run
         run.log.events.note("first_update", updates[-1])
         if training.layout is not None:
-            memory.record(
+            prediction.record(
                 run.log.directory,
                 training.layout,
                 run.strategy,

@@ -1,26 +1,19 @@
 """Call a function in a fresh process beside this one, with the same or with other surroundings.
 
-What a config computes must not depend on the surroundings: the number of devices, the rank and the
-number of processes, variables of launchers, the date, the time zone, the host's name, the order of
-hashes. So `jaxdp verify` computes it in a process in which all of these are others, and compares.
+What a config computes must not depend on its surroundings: the number of devices, the rank and the
+number of processes, variables of launchers, the time zone, the order of hashes. So `jaxdp verify`
+computes it in a process in which all of these are others, and compares.
 """
 
 import contextlib
-import ctypes
-import datetime
-import functools
 import gc
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
-
-import jax
 
 from jaxdp.errors import ReportedError, cause
 from jaxdp.process import context, imports, private_jax
@@ -30,10 +23,6 @@ SLOW = 900.0  # seconds that the other process may take longer than this one
 CODE = "import sys; sys.path.append({!r}); import jaxdp; sys.path[:] = {!r}; "
 CODE += "from jaxdp.run.elsewhere import main; main()"
 MORE = 3  # what is added to a rank and to a number of processes: another parity, also of a half
-SHIFT = -(
-    405 * 86_400 + 5 * 3_600 + 17 * 60
-)  # seconds: another year, month, day of the week, hour and minute
-NEW_HOST = 0x04000000  # CLONE_NEWUTS, see unshare(2)
 RANKS = """
 RANK LOCAL_RANK GROUP_RANK ROLE_RANK NODE_RANK PROCESS_ID OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_RANK
 OMPI_COMM_WORLD_NODE_RANK PMI_RANK PMI_LOCAL_RANK PMI_ID PMIX_RANK PALS_RANKID PALS_LOCAL_RANKID MPI_LOCALRANKID
@@ -104,13 +93,6 @@ def process(
         child.communicate()
 
 
-def other_count(devices: int) -> int:
-    """Return another number of devices: smaller, with another parity, on the other side of usual
-    limits.
-    """
-    return 1 if devices > 1 else 8
-
-
 def surroundings() -> dict[str, str]:
     """Return environment variables with other values than in this process."""
 
@@ -132,8 +114,10 @@ def main() -> None:
     answer = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     function, args, elsewhere = imports.for_user(pickle.load, sys.stdin.buffer)
-    if elsewhere:
-        enter()
+    if elsewhere:  # before any of the user's code is imported
+        rank, size = MORE, MORE + 1
+        private_jax.number_process(rank, size)
+        context._current = context.Context(rank, size, rank, size, "none", ("",) * size)
     try:
         result = function(*args)
     except ReportedError as error:
@@ -143,69 +127,3 @@ def main() -> None:
     pickle.dump(result, answer)
     answer.flush()
     os._exit(0)  # threads and exit handlers of the user's may wait for something
-
-
-def enter() -> None:
-    """Change what environment variables do not, before any of the user's code is imported."""
-    with contextlib.suppress(OSError, AttributeError):
-        if ctypes.CDLL(None).unshare(NEW_HOST) == 0:  # only root may
-            socket.sethostname("elsewhere")
-    private_jax.number_process(MORE, MORE + 1)
-    context._current = context.Context(
-        MORE, MORE + 1, MORE, MORE + 1, "none", ("",) * MORE + ("elsewhere",)
-    )
-    jax.devices()  # XLA's threads decide how sums are rounded, so it reads the old number of them
-    os.environ["NPROC"] = str(int(os.environ.get("NPROC") or 1) + MORE)
-    shift_clock()
-
-
-def shift_clock() -> None:
-    """Let Python tell another date.
-
-    This is the one place where functions of others are replaced: a process cannot be given a clock.
-    Nothing but the computation to compare runs in this process. Other modules of the standard
-    library take the time from these."""
-
-    def shifted(function, by):
-        return functools.wraps(function)(lambda *args: function(*args) + by)
-
-    def by_default(function, number):
-        """Pass the shifted time as argument `number`, the last one, if it is left out."""
-
-        @functools.wraps(function)
-        def call(*args):
-            if len(args) > number:
-                return function(*args)
-            takes_parts = function.__name__ in ("strftime", "asctime")
-            return function(*args, time.localtime() if takes_parts else time.time())
-
-        return call
-
-    real = datetime.datetime
-
-    class Same(type):
-        def __instancecheck__(cls, value: object) -> bool:
-            return isinstance(value, real)
-
-    class Shifted(datetime.datetime, metaclass=Same):
-        @classmethod
-        def now(cls, tz: datetime.tzinfo | None = None) -> Any:
-            return cls.fromtimestamp(time.time(), tz)
-
-        @classmethod
-        def utcnow(cls) -> Any:
-            return cls.now(datetime.UTC).replace(tzinfo=None)
-
-    for name, by in {"time": SHIFT, "time_ns": SHIFT * 10**9}.items():
-        setattr(time, name, shifted(getattr(time, name), by))
-    for name, number in {
-        "localtime": 0,
-        "gmtime": 0,
-        "ctime": 0,
-        "asctime": 0,
-        "strftime": 1,
-    }.items():
-        setattr(time, name, by_default(getattr(time, name), number))
-    Shifted.__name__ = Shifted.__qualname__ = "datetime"
-    Shifted.__module__ = "datetime"
-    datetime.datetime = Shifted  # type: ignore[misc]

@@ -17,11 +17,16 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdp.checkpoint.leaves import params_sha256
+from jaxdp.checkpoint.store import choose_step
+from jaxdp.checkpoint.weights import MODEL_STATE, filled, from_checkpoint, on_host
 from jaxdp.config import Config
+from jaxdp.config.parsing import from_mapping
 from jaxdp.config.training import Target
+from jaxdp.config.validation import flatten
 from jaxdp.data.dataset import Arrays
 from jaxdp.errors import UsageError, user_code
-from jaxdp.logits import compute_logits
+from jaxdp.extras import extras_of
+from jaxdp.losses import compute_logits
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.jsonl import is_evaluation, read
 from jaxdp.metrics.numbers import number
@@ -30,11 +35,11 @@ from jaxdp.models.base import CARRY
 from jaxdp.optim.evaluation import evaluation_arrays, evaluation_params
 from jaxdp.process import compilation_cache, private_jax
 from jaxdp.process.context import current
+from jaxdp.run import rundir
 from jaxdp.run.build import make_run
-from jaxdp.run.components import Objects, Parts, jax_settings, make_parts
-from jaxdp.run.datasets import shapes_of
+from jaxdp.run.components import Objects, Parts, jax_settings, make_parts, state_maker
+from jaxdp.run.datasets import not_finite, shapes_of
 from jaxdp.run.objects import name_it
-from jaxdp.run.source import not_finite
 from jaxdp.run.training_job import use_compilation_cache
 from jaxdp.train.average import EMA, averaged_state
 from jaxdp.train.carry import split_carry
@@ -43,6 +48,7 @@ from jaxdp.train.state import TrainState
 from jaxdp.train.step import LocalStep, Piece, Recipe, Replica
 
 Tree = Any
+SECTIONS = {"eval_data": "eval.data", "transform": "data.transform"}  # of arguments of `fit`
 NOT_METRICS = ("step", "split", "time", "goodput", "params_sha256")  # entries of a final record
 
 
@@ -106,6 +112,11 @@ class Fitted:
             if split in records and record["step"] <= self.final["step"]:
                 records[split].append(record)
         return {split: columns(lines) for split, lines in records.items()}
+
+    @property
+    def best(self) -> "Fitted":
+        """Return the best checkpoint of the run, by the metric `checkpoint.best`; see `load`."""
+        return open_checkpoint(self.run_dir, "best", self.objects)
 
     @functools.cached_property
     def model(self) -> Any:
@@ -179,7 +190,8 @@ class Fitted:
             strategy = run.strategy
             is_there = step in context.of_root("steps", run.checkpoints.steps)
             state = run.checkpoints.restore(step, strategy.abstract()) if is_there else None
-            if state is None or params_sha256(state.params) != self.final["params_sha256"]:
+            expected = self.final.get("params_sha256")
+            if state is None or expected not in (None, params_sha256(state.params)):
                 where = f"{str(self.run_dir)!r} no longer has this run's checkpoint of step {step}"
                 raise UsageError(f"evaluate: {where}; call fit again", rank=0)
             record = evaluate(run, strategy.compile(run.step), strategy.adopt(state))
@@ -248,6 +260,60 @@ def make_fitted(final: Record, state: TrainState, config: Config, objects: Objec
         objects=objects,
         ema_state=None if ema is None else on_host(averaged_state(state)),
     )
+
+
+def load(run_dir: str | pathlib.Path, step: int | str = "last", **objects: Any) -> Fitted:
+    """Return a checkpoint of a run directory as `fit` returns a run: predict, evaluate, model, params.
+
+        jaxdp.load("runs/digits", step="best").predict(images)
+
+    step: the number of an update, "last", or "best": by the metric of `checkpoint.best`. objects:
+    those that a script gave to `fit`, by its arguments: model, data, loss, optimizer, eval_data,
+    transform. Every process loads for itself. Raises UsageError for a run without this checkpoint,
+    or whose model is another one.
+    """
+    named: dict[str, dict[str, Any]] = {}
+    given = {}
+    for name, value in objects.items():
+        section = SECTIONS.get(name, name)
+        given[f"{section}.target"] = name_it(named, section, value).get("target")
+    fitted = open_checkpoint(pathlib.Path(run_dir).expanduser(), str(step), named)
+    saved = flatten(fitted.config)
+    for key, target in given.items():
+        if saved.get(key) != target:
+            raise UsageError(f"{key}: {target}, but the run has {saved.get(key)}; give that one")
+    return fitted
+
+
+def open_checkpoint(directory: pathlib.Path, wanted: str, objects: Objects) -> Fitted:
+    """See `load`."""
+    checkpoint = directory / "checkpoints" / str(choose_step(directory, wanted, "step"))
+    weights = from_checkpoint(checkpoint, False, "run_dir")
+    config = from_mapping(weights.meta["config"], str(checkpoint))
+    # The devices are those of this process.
+    parallel = dataclasses.replace(config.parallel, devices=None)
+    config = dataclasses.replace(config, parallel=parallel)
+    for extra in extras_of(config):
+        extra.set_environment()
+    with settings(config), rundir.inside(weights.meta.get("folder")), user_code():
+        parts = make_parts(config, objects)
+        shapes = jax.eval_shape(state_maker(config, parts))
+
+    def trees(weights):
+        """Return (parameters, model state)."""
+        arrays, title = on_host(weights), weights.title
+        params = filled(shapes.params, arrays, title)
+        return params, filled(shapes.model_state, arrays, title, MODEL_STATE)
+
+    params, model_state = trees(weights)
+    ema, ema_state = None, None
+    if config.optimizer.ema is not None:
+        ema, ema_state = trees(from_checkpoint(checkpoint, True, "run_dir"))
+    evaluated = {"step": int(checkpoint.name), **weights.meta.get("metrics", {})}
+    fitted = Fitted(evaluated, params, model_state, directory, ema, config, objects, ema_state)
+    # Built here, where relative paths are those of the run.
+    fitted.__dict__["_parts"] = parts
+    return fitted
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxdp.checkpoint import published_config, published_files
+from jaxdp.checkpoint import published, safetensors
 from jaxdp.checkpoint.initialize_from import (
     Match,
     begin_with,
@@ -20,14 +20,14 @@ from jaxdp.checkpoint.initialize_from import (
     match,
     matches,
 )
-from jaxdp.checkpoint.published_config import Difference, argument
+from jaxdp.checkpoint.published import Difference, argument
 from jaxdp.checkpoint.weights import Weights, as_published, named, open_weights
 from jaxdp.checkpoint.weights import locate as locate_source
 from jaxdp.config import Config
 from jaxdp.data.dataset import first_example
 from jaxdp.errors import UsageError
 from jaxdp.extras import extras_of
-from jaxdp.logits import compute_logits
+from jaxdp.losses import compute_logits
 from jaxdp.models import MODELS, is_given
 from jaxdp.models.base import Model
 from jaxdp.models.gpt import GPT
@@ -197,10 +197,8 @@ def with_published(
         return Comparison(
             note=not_compared("heads, epsilon and rotary_base, since the model is no GPT of jaxdp")
         )
-    ours = published_config.arguments_of(modules[0], shapes)
-    found = [
-        *published_config.of_tensors(layout, weights.tensors, weights.arrays, ours, weights.title)
-    ]
+    ours = published.arguments_of(modules[0], shapes)
+    found = [*published.of_tensors(layout, weights.tensors, weights.arrays, ours, weights.title)]
     file = (source if source.is_dir() else source.parent) / "config.json"
     if not file.exists():
         names = [
@@ -213,10 +211,8 @@ def with_published(
             found, not_compared(f"{', '.join(names)}: there is no config.json beside the weights")
         )
     length = facts_of(parts.dataset)["input_shape"][0]
-    described = published_files.read_json(file)
-    return Comparison(
-        [*published_config.differences(layout, described, ours, length, str(file)), *found]
-    )
+    described = safetensors.read_json(file)
+    return Comparison([*published.differences(layout, described, ours, length, str(file)), *found])
 
 
 def with_saved(

@@ -26,7 +26,7 @@ from jaxdp.config import Config
 from jaxdp.config.values import dump
 from jaxdp.errors import RunFailed, UsageError
 from jaxdp.process import mpi
-from jaxdp.process.messages import parse
+from jaxdp.process.channel import parse
 
 T = TypeVar("T")
 U = TypeVar("U")

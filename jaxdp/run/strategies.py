@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jaxdp.config.training import EXACT
+from jaxdp.cpu import on_cpu
 from jaxdp.errors import UsageError
 from jaxdp.parallel.pjit import PJit
 from jaxdp.parallel.pmap import PMap
@@ -55,6 +56,6 @@ def make_reduction(name: str, bucket_mb: float = 25.0, group: int = 1) -> Reduct
         raise UsageError(
             f"{KEY}: {name!r} must return a jaxdp.parallel.reduction.Reduction; see docs/reductions.md"
         )
-    if is_auto and jax.default_backend() == "cpu":  # where nothing is computed beside a collective
+    if is_auto and on_cpu():  # where nothing is computed beside a collective
         reduction = reduction._replace(overlaps=False)
     return on_any_devices(reduction)

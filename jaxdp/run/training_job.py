@@ -45,10 +45,14 @@ from jaxdp.run.build import (
 )
 from jaxdp.run.callbacks import Callbacks, make_callbacks
 from jaxdp.run.components import NOTHING, Objects, choose_accumulate
-from jaxdp.run.continuation import Continuation
-from jaxdp.run.driver import Training
-from jaxdp.run.resume import check_paths, lock_run_dir, resume_step
-from jaxdp.run.start import start_writer, warn_of_lost_updates
+from jaxdp.run.driver import Continuation, Training
+from jaxdp.run.start import (
+    check_paths,
+    lock_run_dir,
+    resume_step,
+    start_writer,
+    warn_of_lost_updates,
+)
 from jaxdp.train.run import Progress, Run
 from jaxdp.train.state import TrainState
 

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdp.precision import Policy, cast_floats
-from jaxdp.train.model_state import floats
-from jaxdp.train.state import Sums, TrainState, merge, select
+from jaxdp.train.state import Sums, TrainState, floats, merge, select
 
 EMA, EMA_STATE = "ema", "ema_state"  # entries of `TrainState.extra`
 

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdp.losses import LossFn, apply_loss
-from jaxdp.train.metric_sums import check_result
-from jaxdp.train.state import Batch, Sums, TrainState
+from jaxdp.train.state import Batch, Sums, TrainState, check_result
 
 Tree = Any
 COUPLED = "coupled"  # the batch's entry that brings the first pass to the second

@@ -9,9 +9,8 @@ import numpy as np
 
 from jaxdp.errors import UsageError
 from jaxdp.parallel.strategy import Program
-from jaxdp.train.metric_sums import divide, make_record
 from jaxdp.train.run import Host, Record, Run, Source
-from jaxdp.train.state import TrainState
+from jaxdp.train.state import TrainState, divide, make_record
 
 IN_FLIGHT = 2  # batches that may wait on the device
 PLAIN = Host()

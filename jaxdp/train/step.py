@@ -29,26 +29,28 @@ from jaxdp.losses import LossFn, apply_loss
 from jaxdp.models.base import Model
 from jaxdp.models.scan import BlockReader, PerBlock, remat
 from jaxdp.optim.interpreter import has_narrow_floats
-from jaxdp.optim.master import master_copy
-from jaxdp.optim.rate import rate_of
+from jaxdp.optim.optimizers import master_copy
+from jaxdp.optim.schedule import rate_of
 from jaxdp.precision import LossScaling, Policy, at_least_float32, cast_floats, is_narrow
 from jaxdp.split import path_string
 from jaxdp.targets import attribute
 from jaxdp.train.average import with_average
 from jaxdp.train.carry import with_carry
 from jaxdp.train.coupled import COUPLED, coupled_result, with_coupled_loss
-from jaxdp.train.metric_sums import check_result, divide
-from jaxdp.train.model_state import mean_state, weighted_state
 from jaxdp.train.skip import Facts, Spike, decide, start_guard
 from jaxdp.train.state import (
     Batch,
     Sums,
     TrainState,
     add,
+    check_result,
+    divide,
     expand_to,
+    mean_state,
     merge,
     microbatch_key,
     select,
+    weighted_state,
 )
 
 SMALL = 4096  # elements: smaller leaves are concatenated on CPU
@@ -85,7 +87,7 @@ class UpdateRule(NamedTuple):
             state.
         ema_decay: of the running average of the parameters; None: there is none.
         schedule: the learning rate by applied update, to report as `lr` if the optimizer names none
-            (`jaxdp.optim.rate`).
+            (`jaxdp.optim.schedule`).
         max_nonfinite: halt training after this many consecutive updates with a non-finite loss or
             gradient; each of them is skipped (`jaxdp.train.skip`).
         spike: how to detect and treat a loss that is too large.

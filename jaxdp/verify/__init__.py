@@ -15,40 +15,36 @@ import numpy as np
 
 from jaxdp.errors import UsageError
 from jaxdp.process.context import Context
-from jaxdp.run.elsewhere import other_count, process
+from jaxdp.run.elsewhere import process
 from jaxdp.verify import verify_checks
-from jaxdp.verify.compare import Reference, find_reference, list_leaves
-from jaxdp.verify.configurations import (
-    Configuration,
-    choose_configurations,
-    clip,
-    configuration_of,
+from jaxdp.verify.compare import (
+    Reference,
+    Report,
+    describe,
+    find_reference,
+    list_leaves,
 )
-from jaxdp.verify.facts import COARSE, compute_again, facts_of_config, find_facts
 from jaxdp.verify.oracle import Oracle, train
-from jaxdp.verify.own_precision import check_own_precision, train_in_own_precision
 from jaxdp.verify.problem import (
     ALONE,
     FAILED,
     NOTE,
     TOLERANCE,
     Check,
+    Configuration,
     Problem,
     check_memory,
+    choose_configurations,
+    clip,
+    configuration_of,
     in_traceable_precision,
     make_trial,
     narrowest,
     settings,
 )
-from jaxdp.verify.trained import run_configuration
-from jaxdp.verify.verdict import Report, as_json, as_text, describe
+from jaxdp.verify.trained import check_own_precision, run_configuration, train_in_own_precision
+from jaxdp.verify.verify_checks import COARSE, facts_of_config, find_facts
 
-__all__ = ["Configuration", "Problem", "Report", "as_json", "as_text", "settings", "verify"]
-
-NOT_MAPPABLE = (
-    "parallel.accumulate: jax.vmap cannot map the model's callback, and a device with several microbatches maps it; "
-    "set it to scan, or give the callback a vmap_method"
-)
 Other = Callable[[], Any]  # waits for the result of another process: a text if it failed
 
 
@@ -91,47 +87,45 @@ def verify(
         def start(function, **more):
             return processes.enter_context(process(function, config, count, updates, **more))
 
-        elsewhere = near = narrow = None
+        elsewhere = narrow = None
         if context.is_root:
-            others = other_count(jax.device_count())
-            elsewhere = start(facts_of_config, devices=others, elsewhere=True)
-            if jax.default_backend() != "cpu":  # compare CPU with CPU
-                near = start(facts_of_config, devices=jax.device_count())
+            # Another parity, on the other side of usual limits.
+            other = 1 if jax.device_count() > 1 else 8
+            elsewhere = start(facts_of_config, devices=other, elsewhere=True)
         oracle = Oracle(problem, trial)
-        traits = verify_checks.traits_of(oracle)
+        dtype, random = verify_checks.traits_of(oracle)
         used = config.precision
-        names = [name for name in (used.params, used.compute, used.reduce) if name]
-        least_precise = narrowest([traits.dtype, *names])
+        least_precise = narrowest([dtype, *filter(None, (used.params, used.compute, used.reduce))])
         if context.is_root and least_precise.itemsize < 4 and not in_groups:
             narrow = start(train_in_own_precision, devices=count)
-        limit = tolerance or TOLERANCE[traits.dtype.name]
+        limit = tolerance or TOLERANCE[dtype.name]
         report = Report(describe_setting(oracle, devices), f"error (allowed {limit:g})")
         report.checks.append(verify_checks.check_data(problem))
-        if traits.dtype != np.float64:
-            text = f"the model or the loss computes in {traits.dtype.name}, also from float64 arguments"
+        if dtype != np.float64:
+            text = f"the model or the loss computes in {dtype.name}, also from float64 arguments"
             report.checks.append(Check("precision", NOTE, text))
-        if not check_parts(report, oracle, traits.random, limit, context, elsewhere, near):
+        if not check_parts(report, oracle, random, limit, context, elsewhere):
             report.causes = failures(report)
             return report
 
-        epsilon = float(jax.numpy.finfo(traits.dtype).eps)
-        train_by = functools.partial(train, oracle)
-        reference = find_reference(train_by, problem.rule, oracle.start.params, epsilon, limit)
+        reference = find_reference(
+            functools.partial(train, oracle),
+            problem.rule,
+            oracle.start.params,
+            float(jax.numpy.finfo(dtype).eps),
+            limit,
+        )
         report.reference = reference
         report.checks += reference.notes(limit)
         for check in report.checks:
             progress(f"{check.name}: {check.verdict}")
         most = config.verify.strategies
-        chosen = choose_configurations(first, devices)[: None if most is None else most + 1]
-        if not traits.mappable:
-            chosen = list(dict.fromkeys(one._replace(accumulate="scan") for one in chosen))
+        chosen = choose_configurations(first, devices)[: most and most + 1]
         run = functools.partial(run_configuration, oracle, reference, devices, limit)
         report.run(run, chosen, progress)
         if narrow is not None:
             report.checks.append(check_own_precision(narrow(), least_precise))
         report.causes = [*failures(report), *find_causes(report, reference, first)]
-        if not traits.mappable and first.accumulate == "vmap":
-            report.causes.insert(0, NOT_MAPPABLE)
         report.agreement = find_agreement(report, reference, limit)
         return report
 
@@ -182,8 +176,7 @@ def find_causes(report: Report, reference: Reference, own: Configuration) -> lis
     for one in report.failed[:1]:
         fault = f"{one.note} differs by {one.value}" if one.value else one.note
         if any(r.configuration.devices == 1 for r in report.passed):
-            fault += "; one device agrees, so what communicates over devices may be the cause "
-            fault += "(a BatchNorm with sync: true)"
+            fault += "; one device agrees: the cause may be what communicates over devices (BatchNorm with sync: true)"
         causes.append(f"{one.configuration.title}: {fault}")
     return causes
 
@@ -195,25 +188,19 @@ def check_parts(
     tolerance: float,
     context: Context,
     elsewhere: Other | None,
-    near: Other | None,
 ) -> bool:
     """Check the parts alone. Return False if one failed that the others use, on which its fault
     would be blamed.
 
-    elsewhere: the process with other surroundings; near: one with the same, if this one computes on
-    no CPU."""
-    checks, exactness = report.checks, min(COARSE, tolerance)
-    facts = find_facts(oracle)
-    again = compute_again(oracle, facts)
-    checks.append(verify_checks.check_same(facts, again, np.inf if near else exactness))
-    if verify_checks.any_failed(context, checks):
-        return False
+    elsewhere: the process with other surroundings, which root alone has."""
+    checks = report.checks
     others = [verify_checks.check_loss(oracle, tolerance)]  # while the other process computes
     if others[0].verdict != FAILED:
         others.append(verify_checks.check_padding(oracle, random, tolerance))
     if elsewhere is not None:
-        expected = near() if near else facts
-        checks[-1] = verify_checks.check_same(expected, elsewhere(), exactness, elsewhere=True)
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):  # as the other process
+            facts = find_facts(oracle)
+        checks.append(verify_checks.check_same(facts, elsewhere(), min(COARSE, tolerance)))
     if verify_checks.any_failed(context, checks):
         return False
     checks.append(others[0])

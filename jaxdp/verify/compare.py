@@ -1,8 +1,9 @@
-"""Compare trained states: the relative error of each leaf in the L2 norm, allowing for what
-rounding alone changes.
-"""
+"""Compare trained states: the relative error of each leaf in the L2 norm, allowing for what rounding
+alone changes. And the report, for a person or as JSON."""
 
-from collections.abc import Callable
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.checkpoint.leaves import all_fields_of, host
+from jaxdp.errors import UsageError, one_line
+from jaxdp.metrics.numbers import table
 from jaxdp.models.base import CARRY
 from jaxdp.process.hosts import listed
 from jaxdp.split import leaves_by_path
@@ -17,7 +20,7 @@ from jaxdp.train.average import EMA, EMA_STATE
 from jaxdp.train.state import TrainState
 from jaxdp.train.step import UpdateRule
 from jaxdp.verify.oracle import Curve, Trained
-from jaxdp.verify.problem import NOTE, Check
+from jaxdp.verify.problem import FAILED, NOTE, OK, REFUSED, Check, Configuration
 
 Tree = Any
 Errors = dict[str, float]  # by path: part/of/the/state
@@ -228,3 +231,130 @@ def worst(errors: Errors) -> Worst:
 def list_leaves(errors: Errors) -> str:
     ordered = sorted(errors.items(), key=lambda item: -item[1])
     return listed((f"{path} ({error:.0e})" for path, error in ordered), 5)
+
+
+class Result(NamedTuple):
+    """What a configuration trained.
+
+    verdict: OK, FAILED, or REFUSED as a run would be. value: the largest error, or a digest; "" if
+    there is none. note: the leaf of this error, how the bits differ, or why there is no value.
+    errors: of each compared leaf."""
+
+    configuration: Configuration
+    verdict: str
+    value: str = ""
+    note: str = ""
+    errors: Errors = {}
+
+    @property
+    def outcome(self) -> str:
+        return " ".join(word for word in (self.value[:16], self.verdict) if word not in ("", OK))
+
+
+@dataclasses.dataclass
+class Report:
+    """What was compared, and the result. value: the name of the results' values. goal: of the
+    comparison, in a word.
+
+    setting: what was trained, and on what, in words. reference: what the oracle trained; None if a
+    check failed before, or if bits are compared. causes: why it is not verified, or nothing.
+    agreement: what verified configurations share."""
+
+    setting: str
+    value: str
+    checks: list[Check] = dataclasses.field(default_factory=list)
+    reference: Reference | None = None
+    results: list[Result] = dataclasses.field(default_factory=list)
+    causes: list[str] = dataclasses.field(default_factory=list)
+    agreement: str = ""
+    goal: str = "verified"
+
+    @property
+    def verified(self) -> bool:
+        return not self.causes
+
+    @property
+    def failed(self) -> list[Result]:
+        return [result for result in self.results if result.verdict == FAILED]
+
+    @property
+    def passed(self) -> list[Result]:
+        return [result for result in self.results if result.verdict == OK]
+
+    @property
+    def largest(self) -> Worst:
+        return max((worst(result.errors) for result in self.results), default=Worst(0.0, ""))
+
+    def run(
+        self,
+        train: Callable[[Configuration], Result],
+        configurations: Sequence[Configuration],
+        progress: Callable[[str], None],
+    ) -> None:
+        """Add the result of each configuration; progress: see `verify`."""
+        for i, configuration in enumerate(configurations):
+            began = time.monotonic()
+            try:
+                result = train(configuration)
+            except UsageError as error:
+                result = Result(configuration, REFUSED, note=one_line(error))
+            except NotImplementedError as error:  # of a callback that jax.vmap cannot map
+                text = f"{one_line(error)}; set parallel.accumulate to scan"
+                result = Result(configuration, REFUSED, note=text)
+            self.results.append(result)
+            shown = f"{i + 1}/{len(configurations)} {configuration.title}: {result.outcome}"
+            progress(f"{shown}, {time.monotonic() - began:.1f} s")
+
+    def refusal(self, own: Configuration) -> list[str]:
+        """Return why the run's own configuration was refused, if it was."""
+        return [
+            f"the configuration that the config asks for is refused: {r.note}"
+            for r in self.results
+            if r.configuration == own and r.verdict == REFUSED
+        ]
+
+    def as_text(self, title: str) -> str:
+        """Return the checks, the configurations, and the verdict as the last line."""
+        parts = [f"{title}\n{self.setting}"]
+        if self.checks:
+            parts.append("\n".join(table([("check", "verdict", "result"), *self.checks])))
+        if self.results:
+            rows = [[*r.configuration.cells, r.outcome, r.note] for r in self.results]
+            parts.append("\n".join(table([[*Configuration._fields, self.value, ""], *rows])))
+        return "\n\n".join([*parts, self.verdict()])
+
+    def verdict(self) -> str:
+        passed, failed = len(self.passed), len(self.failed)
+        refused = len(self.results) - passed - failed
+        more = f" ({refused} more refused)" if refused else ""
+        if self.verified:
+            return f"{self.goal}: {passed} configurations{more} {self.agreement}"
+        differ = f"{failed} of {passed + failed} configurations differ{more}: " if failed else ""
+        return f"not {self.goal}: {differ}{'; '.join(self.causes)}"
+
+    def as_json(self, title: str) -> dict[str, Any]:
+        """Return the report as plain values."""
+        return {
+            "title": title,
+            "setting": self.setting,
+            self.goal: self.verified,
+            "causes": self.causes,
+            "jax": jax.__version__,
+            "checks": [check._asdict() for check in self.checks],
+            "configurations": [
+                {
+                    "configuration": r.configuration._asdict(),
+                    "verdict": r.verdict,
+                    self.value: r.value,
+                    "note": r.note,
+                }
+                for r in self.results
+            ],
+        }
+
+
+def describe(devices: Sequence[jax.Device]) -> str:
+    processes = len({device.process_index for device in devices})
+    return (
+        f"{len(devices)} x {devices[0].device_kind}{f' in {processes} processes' * (processes > 1)}"
+    )

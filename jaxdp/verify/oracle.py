@@ -20,8 +20,7 @@ from jaxdp.models.base import CARRY
 from jaxdp.precision import cast_floats
 from jaxdp.split import path_string
 from jaxdp.train.average import EMA, EMA_STATE
-from jaxdp.train.metric_sums import check_result
-from jaxdp.train.state import TrainState
+from jaxdp.train.state import TrainState, check_result
 from jaxdp.train.step import UpdateRule
 from jaxdp.verify.problem import Problem, Tree, Trial
 

@@ -1,6 +1,5 @@
-"""Check the parts of a run: data and updates can be repeated, padding changes nothing, the loss
-adds up.
-"""
+"""Check the parts of a run: data, updates and an evaluation do not depend on the host, padding
+changes nothing, the loss adds up."""
 
 import json
 from collections.abc import Iterator
@@ -12,24 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from jaxdp.data.dataset import probes
+from jaxdp.config import Config
+from jaxdp.data.dataset import Dataset, probes
+from jaxdp.data.example_order import EpochOrder, Streams
+from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import one_line
 from jaxdp.optim.interpreter import inside
 from jaxdp.process.context import SLOW, Context
-from jaxdp.run.programs import needed
-from jaxdp.train.metric_sums import flat
-from jaxdp.train.state import expand_to
-from jaxdp.verify.compare import differences, worst
-from jaxdp.verify.facts import (
-    COARSE,
-    NOT_BY_INDEX,
-    Facts,
-    eval_batch,
-    evaluate,
-    find_difference,
-    named_sets,
-)
-from jaxdp.verify.oracle import Oracle, join_carry, split_carry
+from jaxdp.run.components import schedule_of, set_jax
+from jaxdp.run.programs import describe, needed
+from jaxdp.train.state import expand_to, flat
+from jaxdp.verify.compare import differences, flatten, leaves, worst
+from jaxdp.verify.oracle import Oracle, join_carry, partition, split_carry, train, update
 from jaxdp.verify.problem import (
     FAILED,
     NOTE,
@@ -38,31 +31,139 @@ from jaxdp.verify.problem import (
     Check,
     Problem,
     Tree,
+    in_traceable_precision,
+    make_problem,
+    make_trial,
     narrowest,
+    settings,
 )
 
-ROWS = 8  # examples that the loss is checked on
-DRAWS = {"random_bits", "threefry2x32", "rng_uniform", "rng_bit_generator"}
-ELSEWHERE = "in another process, which has other devices, launcher variables and another date"
-CAUSES = (
-    "model, data, loss, optimizer or schedule depend on the number of devices or processes (as jax.device_count), on a "
-    "variable of a launcher (as RANK), on the date, the time or the host, or on a random generator of their own; use "
-    "the config, and the key that is passed in"
-)
+# what padding or another process may change: here a fault is never as small as rounding
+COARSE = 1e-6
+EPOCHS, ORDERS, READ = 4, 256, 10**6  # of the order: epochs, updates and examples, at most
+RATES = 2**16  # learning rates at most, over the whole run
+RATE = "learning rate"
 
 
-class Traits(NamedTuple):
-    """What the trace of a microbatch's gradient shows.
-
-    Args:
-        dtype: that of its least precise floats.
-        random: whether it draws random numbers.
-        mappable: whether `jax.vmap` can map it; a callback needs a vmap_method for that.
+class Facts(NamedTuple):
+    """Args:
+    texts: what is equal or not, by what it is, in words: numbers of examples and updates, the dtype,
+    shape and digest of examples that are spread over each set, the examples of some updates.
+    values: {path: array} of the state after a few updates, of one more at the end of the run, their
+    gradients, all learning rates, an evaluation.
     """
 
-    dtype: np.dtype
-    random: bool
-    mappable: bool
+    texts: dict[str, str]
+    values: dict[str, np.ndarray]
+
+
+def facts_of_config(config: Config, devices: int, updates: int) -> Facts:
+    """Find the facts about a config's problem, in a process of one. devices: of the process that
+    compares them.
+    """
+    set_jax(config, sums=False)
+    problem = make_problem(config)
+    with settings(jax.local_devices()[0]):
+        trial = make_trial(problem, devices, updates)
+        # Traced once more than in the process that compares: what counts its traces is found.
+        traceable = in_traceable_precision(in_traceable_precision(problem, trial), trial)
+        return find_facts(Oracle(traceable, trial))
+
+
+def find_facts(oracle: Oracle) -> Facts:
+    """Compute all facts, on JAX's default device."""
+    parts = oracle.problem.parts
+    order = parts.order
+    sets = named_sets(oracle.problem)
+    texts = {f"the number of examples of the {name}": f"{len(sets[name]):,}" for name in sets}
+    texts["the number of updates"] = f"{parts.steps:,}"
+    for name, dataset in sets.items():
+        for key, values in dataset.read(probes(dataset)).items():
+            texts[NOT_BY_INDEX.format(name, key)] = describe(np.asarray(values))
+    count = int(np.clip(READ // order.batch_size, 8, ORDERS))
+    last = min(parts.steps, EPOCHS * order.steps_per_epoch) - 1
+    for i in np.unique(np.linspace(0, last, count).astype(np.int64)).tolist():
+        rows = order.rows(i, np.arange(order.microbatches))
+        texts[f"the examples of update {i + 1}, or their order"] = describe(rows)
+    return Facts(texts, find_values(oracle))
+
+
+def named_sets(problem: Problem) -> dict[str, Dataset]:
+    sets = {"data": problem.parts.dataset}
+    for key, dataset in problem.parts.eval_sets.items():
+        sets[f"evaluation set {key!r}" if key else "evaluation data"] = dataset
+    return sets
+
+
+def find_values(oracle: Oracle) -> dict[str, np.ndarray]:
+    problem, steps = oracle.problem, oracle.problem.parts.steps
+    schedule, rule = schedule_of(problem.config, steps), problem.rule()
+    trained = train(oracle, oracle.start.params, rule)
+
+    def at_the_end(x):
+        return (
+            jnp.full_like(x, steps - 1)
+            if x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.integer)
+            else x
+        )
+
+    # An optimizer may have a schedule of its own.
+    counts = jax.tree.map(at_the_end, trained.state.opt_state)
+    parameters = partition(trained.state.params, rule.frozen)[0]
+    updates = np.unique(np.linspace(0, steps, min(steps + 1, RATES)).astype(np.int32))
+    more = {
+        RATE: jax.jit(lambda updates: jax.lax.map(schedule, updates))(updates),
+        "gradient": trained.grads,
+        "last update": update(rule.tx, rule.clip_norm, parameters, counts, trained.grads[-1]),
+        "evaluation": evaluate(oracle, eval_batch(oracle)),
+        "initial": oracle.start,
+    }
+    return flatten(trained.state, trained.curve, trained.start) | leaves(more)
+
+
+def find_difference(one: Facts, other: Facts, tolerance: float) -> str:
+    """Return the first difference of two processes in words, or ""."""
+    for name, text in one.texts.items():
+        if text != other.texts.get(name):
+            return f"{name}: {text}, but {other.texts.get(name)}"
+    largest = worst(differences(other.values, one.values))
+    if largest.error <= tolerance:
+        return ""
+    text = f"an update computed twice gives another {largest.leaf} (by {largest.error:.1e})"
+    if largest.leaf == RATE:
+        changed = one.values[RATE] != other.values[RATE]
+        text += f" from update {np.argmax(changed) + 1} on"
+    return text
+
+
+def eval_batch(oracle: Oracle) -> dict[str, Any]:
+    """Return a microbatch of the first evaluation set; empty if there is none."""
+    parts = oracle.problem.parts
+    for dataset in parts.eval_sets.values():
+        sizes = len(dataset), oracle.trial.microbatch_size, 1
+        order = Streams(*sizes) if parts.order.sequential else EpochOrder(*sizes, shuffle=False)
+        return {k: v[0] for k, v in read_batch(dataset, order, 0, [0]).items()}
+    return {}
+
+
+def evaluate(oracle: Oracle, batch: dict[str, Any]) -> Tree:
+    """Return {loss, weight, metrics} of the evaluation of a microbatch, or nothing of an empty one."""
+    if not batch:
+        return {}
+    outputs, seen, _ = oracle.forward(*oracle.start, batch, oracle.key(), False)
+    return dict(zip(("loss", "weight", "metrics"), oracle.loss(outputs, seen), strict=True))
+
+
+DRAWS = {"random_bits", "threefry2x32", "rng_uniform", "rng_bit_generator"}
+ELSEWHERE = "in another process, which has other devices and launcher variables"
+CAUSES = (
+    "model, data, loss, optimizer or schedule depend on the number of devices or processes, on a variable of a "
+    "launcher (as RANK), or on a random generator of their own; use the config, and the key that is passed in"
+)
+NOT_BY_INDEX = (
+    "the {} is not a function of the index: {!r} of an example changes when it is read again, with others; move what "
+    "is random into its transform(batch, key, train), and compute what depends on several examples before"
+)
 
 
 def any_failed(context: Context, checks: list[Check]) -> bool:
@@ -95,27 +196,18 @@ def check_data(problem: Problem) -> Check:
     return Check("data", OK, f"{number} examples are the same when they are read again")
 
 
-def traits_of(oracle: Oracle) -> Traits:
-    """Trace the gradient of a microbatch. Raises UsageError if the loss returns something else than
-    sums."""
-    value = oracle.value
+def traits_of(oracle: Oracle) -> tuple[np.dtype, bool]:
+    """Trace the gradient of a microbatch. Return the dtype of its least precise floats, and whether
+    it draws random numbers. Raises UsageError if the loss returns something else than sums."""
     arguments = oracle.arguments(oracle.trial.microbatch(0, 0), oracle.start.model_state)
     names, dtypes = set[str](), [np.dtype(np.float64)]
-    for eqn in operations(jax.make_jaxpr(value)(*arguments).jaxpr):
+    for eqn in operations(jax.make_jaxpr(oracle.value)(*arguments).jaxpr):
         names.add(name := eqn.primitive.name)
         if name == "convert_element_type":
             before, after = (jnp.dtype(v.aval.dtype) for v in (eqn.invars[0], eqn.outvars[0]))  # type: ignore[attr-defined]
             if before == np.float64 and jnp.issubdtype(after, jnp.floating):
                 dtypes.append(after)
-    mappable = True
-    if any(name.endswith("callback") for name in names):
-        batch = jax.tree.map(lambda x: jnp.asarray(x)[None], arguments[3:])
-        mapped = jax.vmap(value, in_axes=(None, None, None, 0, 0))
-        try:
-            jax.eval_shape(mapped, *arguments[:3], *batch)
-        except NotImplementedError:
-            mappable = False
-    return Traits(narrowest(dtypes), bool(names & DRAWS), mappable)
+    return narrowest(dtypes), bool(names & DRAWS)
 
 
 def operations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
@@ -126,24 +218,14 @@ def operations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
             yield from operations(inner.jaxpr if isinstance(inner, jex.ClosedJaxpr) else inner)
 
 
-def check_same(
-    facts: Facts | str, again: Facts | str, tolerance: float, elsewhere: bool = False
-) -> Check:
-    """Check that the facts are the same when they are computed again, or elsewhere, in a process
-    with other surroundings. They are a text if a process failed.
+def check_same(facts: Facts, again: Facts | str, tolerance: float) -> Check:
+    """Check that the facts are the same in a process with other surroundings. again: a text if that
+    process failed.
     """
-    where = ELSEWHERE if elsewhere else "in the same process"
-    if isinstance(facts, str) or isinstance(again, str):
-        difference = f"{where}: {facts if isinstance(facts, str) else again}"
-    else:
-        difference = find_difference(facts, again, tolerance, where)
+    difference = again if isinstance(again, str) else find_difference(facts, again, tolerance)
     if difference:
-        return Check("repeat", FAILED, f"{difference}; {CAUSES}")
-    if elsewhere:
-        text = f"data, order, rates, updates and programs are the same {where}"
-    else:
-        text = "an update is the same when it is computed again; not compared with another process"
-    return Check("repeat", OK, text)
+        return Check("repeat", FAILED, f"{difference} {ELSEWHERE}; {CAUSES}")
+    return Check("repeat", OK, f"data, order, rates and updates are the same {ELSEWHERE}")
 
 
 def compute(oracle: Oracle, batch: dict[str, Any], state: Tree) -> Tree:
@@ -213,11 +295,19 @@ def check_padding(oracle: Oracle, random: bool, tolerance: float) -> Check:
 
 
 def check_loss(oracle: Oracle, tolerance: float) -> Check:
-    """Check that the loss's sums over single examples add up, and that masked examples do not
-    count.
+    """Check the loss on each microbatch of the first update that has unmasked examples."""
+    numbers = range(oracle.trial.microbatches)
+    batches = [oracle.trial.microbatch(0, number) for number in numbers]
+    checks = [check_sums(oracle, batch, tolerance) for batch in batches if batch["mask"].any()]
+    return next((check for check in checks if check.verdict == FAILED), checks[0])
+
+
+def check_sums(oracle: Oracle, batch: Tree, tolerance: float) -> Check:
+    """Check that the loss's sums over single examples of a microbatch add up, and that masked
+    examples do not count.
     """
-    outputs, batch = some_rows(oracle)
-    mask, size = batch["mask"], len(batch["mask"])
+    outputs, batch = oracle.forward(*oracle.start, batch, oracle.key(), True)[:2]
+    mask, size = batch["mask"], oracle.trial.microbatch_size
     rows, couples = np.arange(size), oracle.problem.couples
 
     def named_sums(index, mask=mask):
@@ -275,20 +365,3 @@ def check_loss(oracle: Oracle, tolerance: float) -> Check:
 def relative(got: np.ndarray, want: np.ndarray, scale: np.ndarray) -> np.ndarray:
     largest = np.maximum(np.maximum(np.abs(want), scale), np.finfo(np.float64).tiny)
     return np.nan_to_num(np.abs(got - want) / largest, nan=np.inf)
-
-
-def some_rows(oracle: Oracle) -> tuple[Any, dict[str, Any]]:
-    """Return (outputs, what the loss gets) of up to ROWS examples, from as many microbatches as
-    that takes.
-    """
-    trial, start = oracle.trial, oracle.start
-    size = trial.microbatch_size
-    microbatches = [
-        oracle.forward(*start, trial.microbatch(0, m), oracle.key(0, m), True)[:2]
-        for m in range(min(-(-ROWS // size), trial.microbatches))
-    ]
-
-    def join(*x):
-        return np.concatenate(x)[:ROWS] if np.ndim(x[0]) and len(x[0]) == size else np.asarray(x[0])
-
-    return jax.tree.map(join, *microbatches)

@@ -31,11 +31,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.audit.product_sums import mark_replaced, visit_products
-from jaxdp.axes import DATA, data_axes
+from jaxdp.audit.program import mark_replaced, visit_products
 from jaxdp.elastic.snapshots import Snapshots
 from jaxdp.errors import UsageError
 from jaxdp.exact.rounding import fusion_barrier, opaque_true
+from jaxdp.split import DATA, data_axes
 from jaxdp.train.observer import Observer
 from jaxdp.train.run import Progress, Run
 from jaxdp.train.state import Batch, Sums, TrainState

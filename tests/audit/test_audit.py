@@ -14,11 +14,9 @@ from jax.sharding import PartitionSpec as P
 import planted_faults
 import toys
 from cli_runs import DIGITS
-from jaxdp.audit import product_sums
+from jaxdp.audit import program
 from jaxdp.audit.auditor import Audit
-from jaxdp.audit.program import fingerprint
-from jaxdp.audit.votes import judge
-from jaxdp.axes import DATA
+from jaxdp.audit.program import fingerprint, judge
 from jaxdp.cli import load
 from jaxdp.data.dataset import Arrays
 from jaxdp.data.stream import StreamEnded
@@ -27,6 +25,7 @@ from jaxdp.metrics.jsonl import Events, read
 from jaxdp.models.base import Model
 from jaxdp.parallel.layout import Sharding
 from jaxdp.run.callbacks import Callbacks, StopTraining
+from jaxdp.split import DATA
 from jaxdp.train.run import Progress
 from plain_runs import Given, fit, make_run
 
@@ -375,15 +374,15 @@ def test_products_in_a_scan_are_visited():
     def print_of(number, x):
         return (x, fingerprint(x))
 
-    result, prints = jax.jit(product_sums.visit_products(grads, print_of))(w)
+    result, prints = jax.jit(program.visit_products(grads, print_of))(w)
     np.testing.assert_array_equal(result, jax.jit(grads)(w))
     assert len(prints) == planted_faults.number_of_products(grads, w) > 3
 
     def flipped(number, x):
-        return (product_sums.mark_replaced(x.at[0].set(-x[0])) if number == 0 else x), jnp.uint32(0)
+        return (program.mark_replaced(x.at[0].set(-x[0])) if number == 0 else x), jnp.uint32(0)
 
     def replaced(w):
-        return product_sums.visit_products(grads, flipped)(w)[0]
+        return program.visit_products(grads, flipped)(w)[0]
 
-    changed = jax.jit(product_sums.visit_products(replaced, print_of))(w)[1]
+    changed = jax.jit(program.visit_products(replaced, print_of))(w)[1]
     assert {int(x) for x in changed} != {int(x) for x in prints} and len(changed) == len(prints) + 1

@@ -24,7 +24,7 @@ from jaxdp.cli.parse import split_command
 from jaxdp.config.validation import known_keys
 from jaxdp.process.signals import start_verb
 from jaxdp.run.components import check_paths
-from jaxdp.run.resume import spared_by
+from jaxdp.run.start import spared_by
 from launch import mpirun, port, processes, together
 from two_hosts import TwoHosts
 
@@ -529,10 +529,11 @@ def test_a_step_can_be_evaluated_and_one_that_is_not_there_lists_the_others(tmp_
         assert re.search(rf"loss +{want['loss']}  accuracy +{want['accuracy']}", out), out
     for verb in ("eval", "export"):
         refused = ended(verb, "--run_dir", run, "--step", 3, code=2).stderr
-        assert refused == f"jaxdp: --step: 3 is not in {str(run)!r}; use one of 2, 4\n"
-    assert ended("eval", "--run_dir", run, "--step", "two", code=2).stderr.startswith(
-        "jaxdp: --step: 'two' is not an "
-    )
+        assert refused == f"jaxdp: --step: 3 is not in {str(run)!r}; use one of 2, 4, last, best\n"
+    done = ended("eval", "--run_dir", run, "--step", "two", code=2)
+    assert done.stderr.startswith(f"jaxdp: --step: two is not in {str(run)!r}; use one of 2, 4")
+    done = ended("eval", "--run_dir", run, "--step", "best", code=2)
+    assert "no checkpoint in" in done.stderr and "checkpoint.best" in done.stderr
     (run / "checkpoints" / "2" / "state" / "_METADATA").write_text("{")
     done = ended("eval", "--run_dir", run, "--step", 2, code=2)
     assert (

@@ -16,12 +16,12 @@ from jax import export
 import published_models
 from cli_runs import ended
 from jaxdp import fit
+from jaxdp.checkpoint import published
 from jaxdp.checkpoint.weights import as_published, named, open_weights
-from jaxdp.cli import huggingface
 from jaxdp.data import Digits
 from jaxdp.data.tokenizers import Byte, Char
 from jaxdp.errors import UsageError
-from jaxdp.logits import compute_logits
+from jaxdp.losses import compute_logits
 from jaxdp.models import as_model
 from jaxdp.models.base import CARRY
 from jaxdp.models.cnn import CNN
@@ -83,7 +83,7 @@ def outputs(model, params, inputs):
 def test_a_folder_has_the_logits_of_the_model_and_reads_back(form, tmp_path):
     model, params = make(FORMS[form])
     arrays = named(params, {})
-    about = huggingface.write(tmp_path, arrays, meta(FORMS[form]))
+    about = published.write(tmp_path, arrays, meta(FORMS[form]))
     want = outputs(model, params, TOKENS)
     np.testing.assert_allclose(published_models.logits(tmp_path, TOKENS), want, rtol=0, atol=1e-4)
     assert np.abs(want).max() > 1 and about.endswith("no tokenizer")
@@ -124,7 +124,7 @@ def test_other_models_are_refused_by_name(args, words, tmp_path):
     described["config"]["model"]["target"] = args.get("target", "GPT")
     arrays = named(make({"kv_heads": 2})[1], {}) if "kv_heads" in args else {}
     with pytest.raises(UsageError, match=re.escape(words)) as error:
-        huggingface.write(tmp_path / "new", arrays, described)
+        published.write(tmp_path / "new", arrays, described)
     assert "rms, swiglu, rotary (Llama)" in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "new").exists()
 
@@ -135,16 +135,16 @@ TEXT = "To be, or not\n\tto be: déjà vu 🙂 "
 @pytest.mark.parametrize("tokenizer", [Byte(), Char.of(TEXT)], ids=["byte", "char"])
 def test_the_written_tokenizer_has_the_same_tokens(tokenizer, tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
-    assert huggingface.write_tokenizer(tmp_path, tokenizer.spec()) == f"tokenizer: {tokenizer.kind}"
+    assert published.write_tokenizer(tmp_path, tokenizer.spec()) == f"tokenizer: {tokenizer.kind}"
     written = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     ids = written.encode(TEXT).ids
     assert ids == tokenizer.encode(TEXT).tolist() and written.decode(ids) == TEXT
     assert written.get_vocab_size() == tokenizer.size
-    named = huggingface.write_tokenizer(tmp_path, {"kind": "named", "name": "gpt2"})
+    named = published.write_tokenizer(tmp_path, {"kind": "named", "name": "gpt2"})
     assert named == "no tokenizer: gpt2 has no tokenizer.json here"
     assert not [*tmp_path.iterdir()]  # those of the first export
     (tmp_path / "tokenizer.json").write_text("from elsewhere")
-    huggingface.write_tokenizer(tmp_path, {})
+    published.write_tokenizer(tmp_path, {})
     assert (tmp_path / "tokenizer.json").is_file()
 
 
@@ -172,7 +172,7 @@ np.savez(f"{folder}/outputs.npz", ids=ids, logits=logits)
 def test_transformers_loads_the_folder_with_the_same_logits(form, tokenizer, tmp_path):
     sizes = {"num_classes": tokenizer.size, "input_shape": [64]}
     model, params = make({**FORMS[form], **sizes})
-    huggingface.write(tmp_path, named(params, {}), meta({**FORMS[form], **sizes}, tokenizer.spec()))
+    published.write(tmp_path, named(params, {}), meta({**FORMS[form], **sizes}, tokenizer.spec()))
     with_transformers(TRANSFORMERS, tmp_path, TEXT)
     theirs = np.load(tmp_path / "outputs.npz")
     ids = tokenizer.encode(TEXT).astype(np.int32)

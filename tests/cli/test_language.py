@@ -98,7 +98,7 @@ def test_a_sample_goes_on_as_the_text_does(tmp_path, monkeypatch):
     )  # as code that has changed
     line = jaxdp(*sample, code=2)
     assert re.match(
-        r"jaxdp: --run_dir: '\S+' \[.*\] of GPT is \[.*\] in '.*': the code of the model has changed",
+        r"jaxdp: --run_dir: '.*' has no '\S+' \[.*\]: the code of the model has changed",
         line,
     )
 

@@ -20,11 +20,10 @@ from rich.console import Console as Terminal
 from covering import first
 from jaxdp.errors import UsageError
 from jaxdp.metrics import safe_print
-from jaxdp.metrics.background_writer import BackgroundWriter
 from jaxdp.metrics.console import Clock, Console, Panel, sparkline
 from jaxdp.metrics.numbers import duration, number
-from jaxdp.metrics.writers import check_writers, make_writers
-from jaxdp.run import profile_window
+from jaxdp.metrics.writers import BackgroundWriter, check_writers, make_writers
+from jaxdp.run import callbacks
 
 JAXDP = [sys.executable, "-m", "jaxdp"]
 DIGITS = ["--config", "configs/digits.yaml", "--model.args.hidden", "[8]"]
@@ -313,8 +312,8 @@ class Bad(Own):
 @pytest.mark.parametrize("when", ["start", "write", "rewind", "close"])
 def test_a_writer_holds_nothing_up(tmp_path, capsys, monkeypatch, when, how):
     """Whatever it does in whichever call: one warning, and the calls of the run return at once."""
-    monkeypatch.setattr("jaxdp.metrics.background_writer.START", 0.2)
-    monkeypatch.setattr("jaxdp.metrics.background_writer.LONGEST_CALL", 0.5)
+    monkeypatch.setattr("jaxdp.metrics.writers.START", 0.2)
+    monkeypatch.setattr("jaxdp.metrics.writers.LONGEST_CALL", 0.5)
     began = time.monotonic()
     (writer,) = make_writers(
         [{"target": f"{__name__}.Bad", "args": {"when": when, "how": how}}], tmp_path, 0, {}
@@ -334,7 +333,7 @@ def test_a_writer_holds_nothing_up(tmp_path, capsys, monkeypatch, when, how):
 
 
 def test_a_writer_that_takes_nothing_is_left(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("jaxdp.metrics.background_writer.WAITING", 5)
+    monkeypatch.setattr("jaxdp.metrics.writers.WAITING", 5)
     (writer,) = make_writers(
         [{"target": f"{__name__}.Bad", "args": {"when": "write", "how": "hangs"}}], tmp_path, 0, {}
     )
@@ -465,7 +464,7 @@ def test_a_signal_asks_for_a_trace(tmp_path):
 
 
 def test_each_of_several_processes_has_a_folder_for_its_traces(monkeypatch, tmp_path):
-    assert profile_window.folder(tmp_path) == tmp_path / "profile"
+    assert callbacks.folder(tmp_path) == tmp_path / "profile"
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    assert profile_window.folder(tmp_path) == tmp_path / "profile" / "rank_1"
+    assert callbacks.folder(tmp_path) == tmp_path / "profile" / "rank_1"

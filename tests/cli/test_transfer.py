@@ -544,7 +544,10 @@ def test_numbers_that_numpy_cannot_hold_are_refused(tmp_path):
             ["--zzz"],
             "command line: unknown option 'zzz'; known: run_dir, output, step, ema, layout",
         ),
-        (["--run_dir", "x", "--step", "two"], "--step: 'two' is not an integer"),
+        (
+            ["--run_dir", "run", "--step", "two"],
+            "--step: two is not in 'run'; use one of 2, last, best",
+        ),
         (["--run_dir"], "argument --run_dir: expected one argument"),
         ([], "--run_dir: missing; give the directory of a run, e.g. --run_dir runs/digits"),
         (["--run_dir", "nix"], "--run_dir: 'nix': no such directory; train first, or name another"),

@@ -16,7 +16,7 @@ import time
 import jax
 import pytest
 
-from jaxdp.doctor import devices, examine, resources, settings, versions
+from jaxdp.doctor import examine, resources, versions
 from jaxdp.doctor.examine import SILENT
 from jaxdp.doctor.findings import FAILURE, OK, WARNING, as_json, as_text, failure, ok, run_checks
 from jaxdp.errors import UsageError
@@ -159,8 +159,8 @@ def test_a_full_disk_and_a_name_that_is_loopback(tmp_path):
     )
     code = """
 import json, pathlib
-from jaxdp.doctor import network, resources
-checks = [resources.check_run_dir(pathlib.Path("disk/run")), *network.check_name()]
+from jaxdp.doctor import resources
+checks = [resources.check_run_dir(pathlib.Path("disk/run")), *resources.check_name()]
 print(json.dumps({"checks": [c._asdict() for c in checks]}))
 """
     (tmp_path / "disk").mkdir()
@@ -400,7 +400,7 @@ def test_versions_that_do_not_fit():
 
 def test_variables_that_surprise():
     env = {"JAX_DEBUG_NANS": "True", "JAXDP_TIMEOUT": "soon", "http_proxy": "p:1"}
-    found = {check.found.partition("=")[0]: check for check in settings.check_settings(2, env)}
+    found = {check.found.partition("=")[0]: check for check in versions.check_settings(2, env)}
     assert {name: check.status for name, check in found.items()} == {
         "JAX_DEBUG_NANS": WARNING,
         "JAXDP_TIMEOUT": FAILURE,
@@ -413,7 +413,7 @@ def test_variables_that_surprise():
         "JAXDP_RESTARTS": "0",
     }
     fine["JAXDP_BEGAN"] = "1.5"
-    assert [c.status for c in settings.check_settings(1, fine)] == [OK]
+    assert [c.status for c in versions.check_settings(1, fine)] == [OK]
 
 
 def test_gpus_need_a_driver_and_a_plug_in(tmp_path, monkeypatch):
@@ -422,9 +422,9 @@ def test_gpus_need_a_driver_and_a_plug_in(tmp_path, monkeypatch):
     """
 
     def judge():
-        return [(c.status, c.found) for c in devices.check_gpus(str(tmp_path), str(tmp_path))]
+        return [(c.status, c.found) for c in resources.check_gpus(str(tmp_path), str(tmp_path))]
 
-    if devices.plugins():
+    if resources.plugins():
         pytest.skip("a plug-in is installed")
     assert judge() == [(OK, "none, and no plug-in for one")]
     (tmp_path / "nvidia0").touch()
@@ -454,11 +454,6 @@ def test_gpus_need_a_driver_and_a_plug_in(tmp_path, monkeypatch):
         and "0.4.30, but jaxlib is" in plugin.found
         and "jax[cuda12]==" in plugin.fix
     )
-    facts = [{"host": "a", "boot": "1"}] * 2
-    assert [c.status for c in devices.check_sharing(facts, [["GPU-1"], ["GPU-1"]])] == [WARNING]
-    assert not devices.check_sharing(facts, [["GPU-1"], ["GPU-2"]]) and not devices.check_sharing(
-        facts, [[], []]
-    )
 
 
 def test_room_for_checkpoints(tmp_path):
@@ -472,7 +467,7 @@ def test_a_slow_all_reduce():
     timed = {"seconds": 0.01, "devices": 2, "nbytes": 1 << 22, "right": True}
 
     def judged(**more):
-        return devices.check_all_reduce(**{**timed, **more})
+        return resources.check_all_reduce(**{**timed, **more})
 
     assert judged().status == OK and judged(right=False).status == FAILURE
     slow = judged(seconds=2.0)
@@ -480,12 +475,12 @@ def test_a_slow_all_reduce():
 
 
 def test_a_wrong_sum_on_any_device_is_seen(monkeypatch):
-    assert devices.all_reduce()["right"]
+    assert resources.all_reduce()["right"]
     total = jax.lax.psum
     monkeypatch.setattr(
         jax.lax, "psum", lambda x, axis: total(x, axis) + (jax.lax.axis_index(axis) == 3)
     )
-    assert not devices.all_reduce()["right"]
+    assert not resources.all_reduce()["right"]
 
 
 def test_a_list_merges_what_ranks_have_in_common():

@@ -20,7 +20,7 @@ from covering import first
 from faulty_runs import argv, final, kept, when, written
 from jaxdp.metrics.jsonl import read
 from jaxdp.report.read import read_run
-from jaxdp.train.lookback import BEHIND
+from jaxdp.train.loop import BEHIND
 from two_hosts import TwoHosts
 
 pytestmark = pytest.mark.mpi

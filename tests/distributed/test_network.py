@@ -16,7 +16,7 @@ import pytest
 import launch
 from faulty_runs import final, kept, when, written
 from jaxdp.errors import UsageError
-from jaxdp.process import channel, hosts, joining, messages, private_jax, protocol
+from jaxdp.process import channel, hosts, joining, private_jax, protocol
 from jaxdp.process.connection import NOBODY, Connection, Foreign
 from launch import port, ranks
 from two_hosts import TwoHosts
@@ -45,8 +45,8 @@ def test_the_coordinator_is_silent_if_rank_0_ends_while_it_starts():
 @pytest.mark.parametrize("text", GARBAGE)
 def test_a_value_of_the_wrong_shape_is_none(text):
     shape = {"n": range(1 << 53), "rank": range(4), "text?": str}
-    assert messages.parse(text, shape) is None and messages.parse(text, protocol.FACTS) is None
-    assert messages.integer(text) == (7 if text == "7" else None)
+    assert channel.parse(text, shape) is None and channel.parse(text, protocol.FACTS) is None
+    assert channel.integer(text) == (7 if text == "7" else None)
 
 
 def test_a_value_of_the_right_shape():
@@ -58,7 +58,7 @@ def test_a_value_of_the_right_shape():
         "list": [{"s": f"a{ESCAPE}\n", "more": 1}],
         "unknown": 1,
     }
-    assert messages.parse(json.dumps(text), shape) == {
+    assert channel.parse(json.dumps(text), shape) == {
         "n": 7, "kind": None, "x": 0.5, "list": [{"s": "a?]0;owned??[31m?"}]
     }  # fmt: skip
     for wrong in (
@@ -70,7 +70,7 @@ def test_a_value_of_the_right_shape():
         {"list": [{}]},
         {"list": {}},
     ):
-        assert messages.parse(json.dumps({**text, **wrong}), shape) is None
+        assert channel.parse(json.dumps({**text, **wrong}), shape) is None
 
 
 @pytest.mark.parametrize(

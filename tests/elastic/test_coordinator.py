@@ -26,7 +26,7 @@ from jaxdp.errors import DistributedError, UsageError
 from jaxdp.process import (
     channel,
     connection,
-    coordinator,
+    coordinator_process,
     frozen_coordinator,
     hosts,
     joining,
@@ -256,7 +256,7 @@ class Job:
         assert ready.wait(60)
 
     async def _run(self, ready):
-        self.coordinator = coordinator.Coordinator(self.settings)
+        self.coordinator = coordinator_process.Coordinator(self.settings)
         self.coordinator.report = self.lines.append
         self.loop = asyncio.get_running_loop()
         server = await asyncio.start_server(self.coordinator.serve, "127.0.0.1", self.port)

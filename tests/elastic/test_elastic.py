@@ -456,7 +456,7 @@ BROKEN = """
 import pathlib
 
 import jaxdp
-from jaxdp.elastic import sockets
+from jaxdp.elastic import regroup
 from slow import Slow
 
 
@@ -465,7 +465,7 @@ class Break(Slow):
         super().on_update(step, metrics)
         if step == 40 and jaxdp.current().rank == 1 and not pathlib.Path("broken").exists():
             pathlib.Path("broken").touch()
-            sockets.break_collectives()
+            regroup.break_collectives()
 """
 
 

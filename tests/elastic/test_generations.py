@@ -12,8 +12,8 @@ import time
 import pytest
 
 from benchmarks.clients import Client, facts
-from jaxdp.elastic import sockets, states
-from jaxdp.elastic.regroup import ElasticMembership, Options
+from jaxdp.elastic import states
+from jaxdp.elastic.regroup import ElasticMembership, Options, spare
 from jaxdp.errors import PREEMPTED, DistributedError, GenerationEnded
 from jaxdp.process import (
     connection,
@@ -46,7 +46,7 @@ def enter(request):
         )
 
     start()
-    sockets.spare(port)
+    spare(port)
 
     def enter(rank, prepare=None, **more):
         own = facts(rank, 3) | {"prepares": prepare is not None} | more

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdp.elastic import generations
+from jaxdp.elastic import regroup
 from jaxdp.elastic.snapshots import Snapshot, Snapshots, affordable
 from jaxdp.split import WHOLE
 from jaxdp.train.skip import Spike
@@ -96,11 +96,11 @@ def test_snapshots_choose_their_interval(tmp_path):
 @pytest.mark.slow
 def test_devices_stay_open_while_a_program_of_the_last_generation_computes(monkeypatch):
     """It may wait for a message that Gloo has lost, for half an hour."""
-    monkeypatch.setattr(generations, "LOST", 0.2)
+    monkeypatch.setattr(regroup, "LOST", 0.2)
     multiply = jax.jit(lambda x, n: jax.lax.fori_loop(0, n, lambda _, x: x @ x * 1e-3, x))
     multiply(jnp.ones((1000, 1000)), 0).block_until_ready()
     client = jax.local_devices()[0].client
     references, product = sys.getrefcount(client), multiply(jnp.ones((1000, 1000)), 100)
-    generations.wait_for_programs()
+    regroup.wait_for_programs()
     assert not product.is_ready() and sys.getrefcount(client) > references
     del product

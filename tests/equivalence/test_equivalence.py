@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 import toys
 from covering import cover, first, name, product
-from jaxdp.axes import DATA
 from jaxdp.data.dataset import Arrays
 from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.prefetch import read_batch
 from jaxdp.losses import MeanSquaredError, SoftmaxCrossEntropy
 from jaxdp.models import as_model
+from jaxdp.split import DATA
 from jaxdp.train.step import Forward, UpdateRule, init_state, make_step
 from judging import STRATEGIES, TOLERANCE, check_strategy, judged, smallest
 

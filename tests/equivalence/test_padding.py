@@ -15,8 +15,8 @@ from jaxdp import split
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.errors import UsageError
 from jaxdp.parallel.layout import Sharding, rule_dims
-from jaxdp.parallel.padding import can_pad
-from jaxdp.plan import memory
+from jaxdp.parallel.placement import can_pad
+from jaxdp.plan import prediction
 from jaxdp.split import WHOLE, fit, padded_shape, split_dim, take
 from padded import PLACES, ROWS, drawn, put, strategy_of, train
 from programs import USUAL, build, size
@@ -120,7 +120,7 @@ def test_compiled_programs_store_a_part_of_nearly_everything(zero, devices):
     share = strategy.share()
     sharded = {1: 2 / 3, 2: 2 / 3, 3: 1}[zero]
     assert share.split_bytes >= 0.99 * sharded * share.total_bytes
-    sizes = memory.bytes_by_tree(strategy, step, batch, zero > 1)
+    sizes = prediction.bytes_by_tree(strategy, step, batch, zero > 1)
     whole = size(strategy.shapes.params)
     assert sizes["opt_state"] < 1.03 * 2 * whole / devices
     assert sizes["params"] < 1.03 * whole / (devices if zero == 3 else 1)

@@ -17,8 +17,8 @@ from jaxdp.errors import UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models.base import Model
 from jaxdp.optim import make_optimizer
-from jaxdp.optim.master import master_copy, with_master
-from jaxdp.optim.master import split as halves
+from jaxdp.optim.optimizers import master_copy, with_master
+from jaxdp.optim.optimizers import split as halves
 from jaxdp.plan.hlo import collectives, summarize
 from jaxdp.precision import LossScaling, Policy
 from jaxdp.run.components import check_paths

@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 import toys
 from covering import first
-from jaxdp.axes import DATA
 from jaxdp.data.dataset import Arrays
 from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.prefetch import read_batch
@@ -19,6 +18,7 @@ from jaxdp.errors import UsageError
 from jaxdp.parallel.placement import assign_microbatches, data_mesh, from_first
 from jaxdp.parallel.reduction import pack
 from jaxdp.run.strategies import REDUCTIONS, make_reduction
+from jaxdp.split import DATA
 
 MESH = data_mesh(jax.devices()[:4])
 

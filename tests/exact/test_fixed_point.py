@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 import toys
 from covering import first
-from jaxdp.axes import DATA, FLAT
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.errors import UsageError
 from jaxdp.exact.fixed_point import (
@@ -43,7 +42,7 @@ from jaxdp.exact.fixed_point import (
 from jaxdp.exact.integer_sums import integers
 from jaxdp.exact.rounding import opaque_true
 from jaxdp.parallel.placement import data_mesh
-from jaxdp.split import WHOLE, spec, split_dims
+from jaxdp.split import DATA, FLAT, WHOLE, spec, split_dims
 
 EXACT, EXACT16, EXACT8 = FORMATS.values()
 formats = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)

@@ -23,9 +23,15 @@ from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
-from jaxdp.optim.master import master_copy, with_master
-from jaxdp.outer.replicas import OuterRule, Replicas, assign_replicas, split_replicas
-from jaxdp.outer.rule import LastStep, make_outer
+from jaxdp.optim.optimizers import master_copy, with_master
+from jaxdp.outer.replicas import (
+    LastStep,
+    OuterRule,
+    Replicas,
+    assign_replicas,
+    make_outer,
+    split_replicas,
+)
 from jaxdp.parallel.placement import assign_microbatches, ordered_devices
 from jaxdp.run.components import make_parts
 from jaxdp.run.strategies import make_reduction

@@ -86,7 +86,7 @@ def check_figures(*more):
 
     def figures(*argv):
         config = load(["--config", "configs/digits.yaml", *argv])[0]
-        plan = make_plan(make_case(config, make_parts(config), 0, 4, 2), 0)
+        plan = make_plan(make_case(config, make_parts(config), 0, 4, jax.devices()[:2]), 0)
         return plan.flops, sum(c.count * c.bytes for c in plan.collectives)
 
     (flops, sent), (usual_flops, usual_sent) = figures(*more), figures()

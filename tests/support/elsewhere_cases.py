@@ -1,4 +1,4 @@
-"""Configs that depend on their surroundings (devices, ranks, variables of launchers, dates,
+"""Configs that depend on their surroundings (devices, ranks, variables of launchers,
 chance), and others that only look so, for `jaxdp verify`. As a command: verify cases with the
 devices of this process, and print JSON lines."""
 
@@ -97,7 +97,6 @@ NUMBERS = {  # what may depend on the surroundings -> a number
             "SLURM_NTASKS",
             "PMIX_RANK",
             "PMI_RANK",
-            "NPROC",
             "OMPI_COMM_WORLD_LOCAL_RANK",
             "MPI_LOCALRANKID",
             "WORLD_SIZE",
@@ -105,16 +104,6 @@ NUMBERS = {  # what may depend on the surroundings -> a number
             "GROUP_RANK",
         )
     },
-    "days": lambda: int(time.time() // 86_400),
-    "days in ns": lambda: time.time_ns() // (86_400 * 10**9),
-    "today": lambda: datetime.date.today().toordinal(),
-    "weekday": lambda: datetime.datetime.now().weekday(),
-    "day in UTC": lambda: datetime.datetime.now(datetime.UTC).timetuple().tm_yday,
-    "year": lambda: datetime.date.today().year,
-    "hour": lambda: time.localtime().tm_hour,
-    "strftime": lambda: int(time.strftime("%j")),
-    "month": lambda: int(datetime.datetime.today().strftime("%m")),
-    "date of NumPy": lambda: int(np.datetime64("today").astype(int)),
     "time zone": lambda: (
         datetime.datetime.now().astimezone().utcoffset().total_seconds() // 3600 + 24
     ),
@@ -249,20 +238,20 @@ def schedule(name, number):
 FAULTS = {
     **{f"model, {k}": of("model", "model", k) for k in NUMBERS},
     "initial values, SLURM_LOCALID": of("model", "initial", "SLURM_LOCALID"),
-    "evaluation, today": [*of("model", "evaluated", "today"), *verify_cases.EVALUATED],
+    "evaluation, PMI_RANK": [*of("model", "evaluated", "PMI_RANK"), *verify_cases.EVALUATED],
     "optimizer from update 50, device_count": of("optimizer", "late", "device_count"),
     "optimizer from update 50, LOCAL_RANK": of("optimizer", "late", "LOCAL_RANK"),
-    "optimizer from update 990, days": of("optimizer", "late", "days", update=990),
-    "weight decay, NPROC": of("optimizer", "decayed", "NPROC"),
+    "optimizer from update 990, RANK": of("optimizer", "late", "PMIX_RANK", update=990),
+    "weight decay, SLURM_NTASKS": of("optimizer", "decayed", "SLURM_NTASKS"),
     "boundary, device_count": schedule("boundary", "device_count"),
-    "boundary, strftime": schedule("boundary", "strftime"),
+    "boundary, WORLD_SIZE": schedule("boundary", "WORLD_SIZE"),
     "last rate, PMIX_RANK": schedule("last", "PMIX_RANK"),
     "length, device_count": of("data", "Rows", "device_count", what="length"),
     "length, WORLD_SIZE": of("data", "Rows", "WORLD_SIZE", what="length"),
     "order, device_count": of("data", "Ordered", "device_count"),
-    "order, today": of("data", "Ordered", "today"),
+    "order, GROUP_RANK": of("data", "Ordered", "GROUP_RANK"),
     "rows, MPI_LOCALRANKID": of("data", "Rows", "MPI_LOCALRANKID", what="rows"),
-    "rows, month": of("data", "Rows", "month", what="rows"),
+    "rows, time zone": of("data", "Rows", "time zone", what="rows"),
     "evaluation rows, hash": of("eval.data", "Rows", "hash", what="rows"),
     "evaluation length, last device": of("eval.data", "Rows", "last device", what="length"),
     "transform, SLURM_PROCID": of("data.transform", "Moved", "SLURM_PROCID"),

@@ -6,7 +6,7 @@ import pytest
 
 import toys
 from jaxdp.losses import SoftmaxCrossEntropy
-from jaxdp.train.metric_sums import WEIGHT
+from jaxdp.train.state import WEIGHT
 
 RARE = 2  # a class that only the last batch has
 

@@ -681,7 +681,7 @@ MADE = Nnx(nnx.Rngs(0))
         ),
     ],
 )
-def test_targets_that_give_no_model_are_refused(target, argv, words):
+def test_chips_that_give_no_model_are_refused(target, argv, words):
     with pytest.raises(UsageError, match=words.replace("test_adapters", __name__)):
         parts(target, *argv)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxdp
-from jaxdp.interop import flat_buffers
+from jaxdp.interop import kernels
 
 
 def test_alone_every_collective_gives_back_what_it_got():
@@ -76,9 +76,9 @@ def test_the_bits_of_numbers_of_any_width_come_back(dtype):
     x = jnp.arange(8).astype(dtype) * jnp.asarray(
         -1 if dtype not in ("uint4", "bool") else 1, dtype
     )
-    bits = jax.jit(flat_buffers.to_bits)(x)
+    bits = jax.jit(kernels.to_bits)(x)
     assert jnp.issubdtype(bits.dtype, jnp.unsignedinteger)
-    got = jax.jit(flat_buffers.from_bits, static_argnums=1)(bits, x.dtype)
+    got = jax.jit(kernels.from_bits, static_argnums=1)(bits, x.dtype)
     assert got.dtype == x.dtype and np.asarray(got).tobytes() == np.asarray(x).tobytes()
 
 

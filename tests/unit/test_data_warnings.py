@@ -12,7 +12,7 @@ from covering import only
 from jaxdp import cli
 from jaxdp.models.layers import ConvBN
 from jaxdp.run.components import make_parts, state_maker
-from jaxdp.run.data_warnings import data_warnings
+from jaxdp.run.preflight import data_warnings
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(800, 8)).astype(np.float32), np.arange(800, dtype=np.int32) % 3

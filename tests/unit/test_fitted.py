@@ -420,3 +420,59 @@ def test_carried_state_starts_at_zero_for_every_row():
     kernel, bias = fitted.params["out"]["kernel"], fitted.params["out"]["bias"]
     np.testing.assert_allclose(fitted.predict(X, batch_size=7), X @ kernel + bias, atol=0.05)
     np.testing.assert_allclose(fitted.model(X[0]), X[0] @ kernel + bias, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run with three checkpoints, of which an earlier one may be the best."""
+    return fit(
+        optimizer={"target": "adamw", "lr": 0.05, "ema": 0.9},
+        checkpoint={"every": 2, "best": "accuracy"},
+        run_dir=tmp_path_factory.mktemp("saved") / "run",
+    )
+
+
+OBJECTS = {"model": Net, "data": (X, Y), "eval_data": (X[:50], Y[:50])}
+
+
+@pytest.mark.parametrize("ema", [False, True])
+def test_a_run_that_is_loaded_is_what_fit_returned(saved, ema):
+    loaded = jaxdp.load(saved.run_dir, **OBJECTS)
+    assert loaded.final["step"] == 6 and loaded.final["loss"] == saved.final["loss"]
+    np.testing.assert_array_equal(loaded.predict(X, ema=ema), saved.predict(X, ema=ema))
+    assert loaded.evaluate(ema=ema) == saved.evaluate(ema=ema)
+    for one, other in zip(*map(jax.tree.leaves, (loaded.model_state, saved.model_state))):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_the_best_and_any_step_are_loaded(saved):
+    accuracy = {
+        step: jaxdp.load(saved.run_dir, step, **OBJECTS).final["accuracy"] for step in (2, 4, 6)
+    }
+    best = jaxdp.load(saved.run_dir, "best", **OBJECTS)
+    assert best.final["accuracy"] == max(accuracy.values()) == saved.best.final["accuracy"]
+    assert best.final["step"] == max(accuracy, key=lambda step: (accuracy[step], -step))
+    assert best.evaluate()["accuracy"] == best.final["accuracy"]
+
+
+def test_what_cannot_be_loaded_is_said(saved, fitted, tmp_path):
+    class Other(Net):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.last = nnx.Linear(8, 3, rngs=rngs)
+
+    for objects, step, said in (
+        (OBJECTS, 3, r"step: 3 is not in '.*'; use one of 2, 4, 6, last, best"),
+        (
+            {},
+            "last",
+            r"data.target: 'tuple \(object\)' cannot be imported|model.target: .* an object",
+        ),
+        ({**OBJECTS, "model": Other}, "last", "model.target: .*Other.*, but the run has .*Net"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            jaxdp.load(saved.run_dir, step, **objects)
+    with pytest.raises(UsageError, match="no such directory"):
+        jaxdp.load(tmp_path / "none")
+    with pytest.raises(UsageError, match=r"step: best, but no checkpoint in .*checkpoint.best"):
+        jaxdp.load(fitted.run_dir, "best", **OBJECTS)

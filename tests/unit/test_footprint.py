@@ -12,7 +12,7 @@ from jaxdp import errors
 from jaxdp.data.dataset import Arrays
 from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.prefetch import read_batch
-from jaxdp.plan import memory
+from jaxdp.plan import prediction
 
 
 @pytest.mark.slow
@@ -24,11 +24,11 @@ def test_a_program_that_has_run_tells_what_it_sends(backend, devices):
     read = read_batch(Arrays(**examples), EpochOrder(40, 20, 8, 0), 0, strategy.local_microbatches)
     batch = strategy.shard_batch(read)
     assert (
-        memory.of_compiled(program.lowered(state, batch), devices) is None
+        prediction.of_compiled(program.lowered(state, batch), devices) is None
     )  # it would have to compile
     state, _ = program.update(state, batch)
-    found = memory.of_compiled(program.lowered(state, batch), devices)
-    sizes = memory.bytes_by_tree(strategy, step, read, split_grads=False)
+    found = prediction.of_compiled(program.lowered(state, batch), devices)
+    sizes = prediction.bytes_by_tree(strategy, step, read, split_grads=False)
     params = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(strategy.export(state).params))
     assert sizes["params"] == sizes["grads"] == params
     assert sizes["batch"] == sum(x.nbytes for x in read.values()) / devices

@@ -8,7 +8,7 @@ from flax import nnx
 
 import toys
 from jaxdp.errors import UsageError
-from jaxdp.logits import Logits
+from jaxdp.losses import Logits
 from jaxdp.models import as_model
 from jaxdp.models.attention import causal, fused, same
 from jaxdp.models.gpt import GPT, look_up

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdp.plan.hlo import Collective, collectives, summarize
-from jaxdp.plan.hlo.groups import replica_groups
+from jaxdp.plan.hlo.compiled_program import replica_groups
 
 MESH = Mesh(np.array(jax.devices()).reshape(2, 4), ("r", "d"), axis_types=(AxisType.Auto,) * 2)
 ALL = (tuple(range(8)),)

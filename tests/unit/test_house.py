@@ -167,7 +167,7 @@ def test_config_and_command_line_need_no_jax():
 
 def test_the_loop_knows_no_config_process_or_file():
     names = modules()
-    for name in ("loop", "run", "observer", "evaluate", "lookback"):
+    for name in ("loop", "run", "observer", "evaluate"):
         known = {layer(other) for other in imports(ROOT / "train" / f"{name}.py", names)}
         assert known <= {"train", "parallel", "errors"}, name
 

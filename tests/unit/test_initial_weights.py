@@ -12,9 +12,9 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from jaxdp.checkpoint import published
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.checkpoint.weights import locate, named, open_weights
-from jaxdp.cli import huggingface
 from jaxdp.config import Init
 from jaxdp.config.parsing import from_mapping
 from jaxdp.errors import UsageError
@@ -141,7 +141,7 @@ def folders(tmp_path_factory):
             "config": {"model": {"target": "GPT", "args": args}},
             "data": {"input_shape": [LENGTH]},
         }
-        huggingface.write(made[form], numbers(built(args)[2]), meta)
+        published.write(made[form], numbers(built(args)[2]), meta)
     return made
 
 

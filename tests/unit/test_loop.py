@@ -23,7 +23,7 @@ from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.metrics.jsonl import ENOUGH, JsonLines, read
 from jaxdp.process.monitor import Monitor, Stopped
 from jaxdp.train.evaluate import evaluate
-from jaxdp.train.lookback import BEHIND, EXAMINED
+from jaxdp.train.loop import BEHIND, EXAMINED
 from plain_runs import fit, make_run
 
 

@@ -9,10 +9,17 @@ import optax
 import pytest
 
 import toys
-from jaxdp import logits as pieces
+from jaxdp import losses as pieces
 from jaxdp.errors import UsageError
-from jaxdp.logits import Logits, rows_at_once
-from jaxdp.losses import CausalLM, Contrastive, MeanSquaredError, MultiTask, SoftmaxCrossEntropy
+from jaxdp.losses import (
+    CausalLM,
+    Contrastive,
+    Logits,
+    MeanSquaredError,
+    MultiTask,
+    SoftmaxCrossEntropy,
+    rows_at_once,
+)
 
 RNG = np.random.default_rng(0)
 ROWS, CLASSES = 12, 7

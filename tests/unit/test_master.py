@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from jaxdp.optim import check_elementwise
-from jaxdp.optim.master import Master, join, master_copy, split, with_master
+from jaxdp.optim.optimizers import Master, join, master_copy, split, with_master
 
 RNG = np.random.default_rng(0)
 VALUES = (RNG.normal(size=4096) * np.exp(8 * RNG.normal(size=4096))).astype(np.float32)

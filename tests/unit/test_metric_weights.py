@@ -14,7 +14,7 @@ from covering import first
 from jaxdp.errors import UsageError
 from jaxdp.losses import CausalLM, MultiTask, SoftmaxCrossEntropy
 from jaxdp.train.evaluate import evaluate
-from jaxdp.train.metric_sums import WEIGHT, check_result
+from jaxdp.train.state import WEIGHT, check_result
 from jaxdp.verify.oracle import mean_of
 from plain_runs import fit, make_run
 from weighing import RARE, check_means, examples, per_class

@@ -10,8 +10,7 @@ from flax import linen, nnx
 import toys
 from covering import first
 from jaxdp.errors import UsageError
-from jaxdp.logits import compute_logits
-from jaxdp.losses import MeanSquaredError, SoftmaxCrossEntropy
+from jaxdp.losses import MeanSquaredError, SoftmaxCrossEntropy, compute_logits
 from jaxdp.models import MODELS, as_model
 from jaxdp.targets import locate
 

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from jaxdp.optim import OPTIMIZERS, make_schedule
-from jaxdp.optim.rate import rate_of
+from jaxdp.optim.schedule import rate_of
 
 LR, STEPS, WARMUP = 0.3, 20, 4
 

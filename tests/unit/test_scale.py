@@ -17,17 +17,16 @@ import jax
 import pytest
 
 from benchmarks.clients import Clients, facts
-from jaxdp.checkpoint.commit import Commit, PeerFailed
+from jaxdp.checkpoint.store import Commit, PeerFailed
 from jaxdp.errors import UsageError
 from jaxdp.process import (
     channel,
     compilation_cache,
     connection,
-    exchange,
+    generation,
     hosts,
     joining,
     membership,
-    messages,
     protocol,
 )
 from jaxdp.process.context import Context
@@ -40,7 +39,7 @@ def test_packed_facts(size):
     everyone[-1]["visible"] = None
     everyone[size // 2]["last"] = [3, 4]
     packed = json.loads(json.dumps({"members": protocol.pack(everyone)}))
-    assert protocol.unpack(messages.checked(packed, protocol.ADMISSION)["members"]) == everyone
+    assert protocol.unpack(channel.checked(packed, protocol.ADMISSION)["members"]) == everyone
 
 
 def test_the_facts_of_4096_processes_have_48_bytes_each():
@@ -53,14 +52,14 @@ def test_the_facts_of_4096_processes_have_48_bytes_each():
 def test_a_long_list_of_numbers_is_checked():
     shape = {"of": [range(-1, 5000)]}
     numbers = {"of": [*range(-1, 5000)]}
-    assert messages.checked(numbers, shape) == numbers
+    assert channel.checked(numbers, shape) == numbers
     for wrong in (5000, -2, True, 1.0, None, "1"):
-        assert messages.checked({"of": [*range(5000), wrong]}, shape) is None
+        assert channel.checked({"of": [*range(5000), wrong]}, shape) is None
 
 
 def test_an_answer_is_encoded_once_for_all_members():
     answers, size = [], 4096
-    exchanges = exchange.Exchanges(set())
+    exchanges = generation.Exchanges(set())
     for rank in range(size):
         assert len(answers) == 0
 
@@ -80,7 +79,7 @@ def test_an_answer_is_encoded_once_for_all_members():
 
 def test_an_exchange_ends_with_a_rank_that_has_left_or_is_late():
     departed, answers = set(), []
-    exchanges = exchange.Exchanges(departed)
+    exchanges = generation.Exchanges(departed)
 
     def add(rank, turn, timeout):
         return exchanges.add(
@@ -109,7 +108,7 @@ def test_an_exchange_ends_with_a_rank_that_has_left_or_is_late():
 
 
 def test_keys_wait_for_their_texts():
-    keys, replies = exchange.Keys(), []
+    keys, replies = generation.Keys(), []
     for key, timeout in (("a", 60.0), ("a", 0.0), ("b", 1e-9), ("a", 60.0)):
         keys.get(key, timeout, lambda text, key=key: replies.append((key, text)))
     assert replies == [("a", None)]
@@ -183,7 +182,7 @@ def test_the_ranks_of_a_lost_switch_are_a_fault_that_is_heard():
     fault = channel.to_rank("secret", b"", b"").open(
         frames[0][: channel.HEAD], frames[0][channel.HEAD :]
     )
-    assert messages.checked(fault, {"fault": str, "code": range(256)}) == {
+    assert channel.checked(fault, {"fault": str, "code": range(256)}) == {
         "fault": reported[0],
         "code": 1,
     }

@@ -22,7 +22,7 @@ from jaxdp.models.cnn import CNN
 from jaxdp.models.nnx import Carry
 from jaxdp.models.resnet9 import ResNet9
 from jaxdp.split import path_string
-from jaxdp.train.model_state import mean_state, weighted_state
+from jaxdp.train.state import mean_state, weighted_state
 from jaxdp.train.step import Forward, UpdateRule, init_state, make_step
 
 

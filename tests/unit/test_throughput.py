@@ -20,7 +20,7 @@ from jaxdp.models.attention import fused
 from jaxdp.plan.hardware import peak_flops
 from jaxdp.run import rundir
 from jaxdp.run.components import make_parts, make_the_step, set_jax, state_maker
-from jaxdp.run.flops import count_flops
+from jaxdp.run.model_summary import count_flops
 from jaxdp.run.preflight import rehearse
 from plain_runs import fit, make_run, metering
 

@@ -21,7 +21,7 @@ from jaxdp.process.context import Context
 from jaxdp.process.monitor import Agreement, RunMonitor, Stopped
 from jaxdp.process.watchdog import verdict
 from jaxdp.run.callbacks import Callbacks
-from jaxdp.run.source import Source
+from jaxdp.run.datasets import Source
 from jaxdp.train.skip import Spike
 from plain_runs import fit, make_run
 from spiked_runs import guarded_run

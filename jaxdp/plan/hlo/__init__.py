@@ -4,13 +4,21 @@ A layout promises bytes on the wire; only the compiled program shows the real on
 XLA's HLO, as `jax.stages.Compiled.as_text()` prints it on CPU and GPU. This module needs neither
 jax nor a device."""
 
-import functools
 import math
 import re
 from collections import Counter, defaultdict
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
-from jaxdp.plan.hlo.groups import Groups, replica_groups
+from jaxdp.plan.hlo.compiled_program import (
+    CompiledProgram,
+    Groups,
+    arrays,
+    bits,
+    numpy_name,
+    replica_groups,
+)
 
 # Kind of collective -> how often each payload byte crosses the wire, for a ring, without the factor
 # (n - 1)/n.
@@ -78,21 +86,6 @@ def summarize(instructions: list[Collective]) -> dict[str, Total]:
     return rows
 
 
-_COMPUTATION = re.compile(r"^\s*(ENTRY )?%?([\w.-]+) (?:\(.*\) -> .*)?\{$")
-_INSTRUCTION = re.compile(
-    r"^\s*(?:ROOT )?%?[\w.-]+ = (.*?) ([a-z][a-z\d-]*)\((.*)"
-)  # (result's shape, opcode, rest)
-_CALLED = re.compile(
-    r"\b(calls|to_apply|body|condition|branch_computations|true_computation|false_computation|called_computations)="
-    r"(\{[^}]*\}|%?[\w.-]+)"
-)
-_TRIPS = re.compile(
-    r'known_trip_count"?[=:]\s*\{"?n"?:\s*"?(\d+)|\btimes_(\d+)/while"'
-)  # the latter: `scan_unfused`
-_METADATA = re.compile(r'metadata=\{(?:"(?:[^"\\]|\\.)*"|[^}"])*\}')
-_ARRAY = re.compile(r"\b(pred|[a-z]+\d\w*)\[([\d,]*)\]")
-
-
 def collectives(compiled_text: str, lowered_text: str | None = None) -> list[Collective]:
     """Return the collectives that a run of a program executes, in the order of its text.
 
@@ -103,63 +96,32 @@ def collectives(compiled_text: str, lowered_text: str | None = None) -> list[Col
     keep the compiled dtype. An asynchronous pair (-start, -done) is one collective. One with
     operands of several dtypes is one entry for each. Raises ValueError if the text is not a
     compiled module."""
-    stated = _stated(lowered_text or "")
-    sites: defaultdict[str, list[tuple[str, int, bool]]] = defaultdict(
-        list
-    )  # callee -> caller, times, exact
-    located: list[tuple[str, Collective]] = []
-    computation, entry, devices = "", "", 1
-    for line in compiled_text.splitlines():
-        line = re.sub(r"/\*.*?\*/", "", line).rstrip()
-        if line.startswith("HloModule"):
-            devices = math.prod(
-                int(n) for n in re.findall(r"(?:replica_count|num_partitions)=(\d+)", line)
-            )
-        elif header := _COMPUTATION.match(line):
-            computation = header[2]
-            entry = computation if header[1] else entry
-        elif instruction := _INSTRUCTION.match(line):
-            shape, opcode, rest = instruction.groups()
-            trips, rest = _TRIPS.search(rest), _METADATA.sub("", rest)
-            called = [] if opcode.endswith(("-done", "-update")) else _CALLED.findall(rest)
-            for role, callees in called:
-                times, exact = _times(opcode, role, trips)
-                for callee in re.findall(r"[\w.-]+", callees):
-                    sites[callee].append((computation, times, exact))
-            kind = opcode.removesuffix("-start")
-            if kind in WIRE and not any(
-                role == "calls" for role, _ in called
-            ):  # else its wrapped computation has it
-                result = shape if opcode == kind else _started(kind, shape)
-                located += [
-                    (computation, c)
-                    for c in _read(kind, result, replica_groups(rest, devices), stated)
+    stated, program = _stated(lowered_text or ""), CompiledProgram(compiled_text)
+    counted: dict[tuple[str, str], list[Collective]] = {}
+
+    def visit(where: str, times: int, exact: bool) -> None:
+        """Count a computation that runs so often."""
+        for x in program.computations[where].values():
+            if x.opcode == "while":
+                trips = program.trips(where, x)
+                for body in x.called:
+                    visit(body, times * (trips or 1), exact and trips is not None)
+                for condition in x.conditions:
+                    visit(condition, times * ((trips or 0) + 1), exact and trips is not None)
+            elif x.opcode.removesuffix("-start") in WIRE:
+                groups = replica_groups(x.attributes, program.devices)
+                one = read_collective(x.opcode, x.shape, groups, stated)
+                before = counted.get((where, x.name)) or [c._replace(count=0) for c in one]
+                counted[where, x.name] = [
+                    c._replace(count=c.count + times, exact=c.exact and exact) for c in before
                 ]
-    if not entry:
-        raise ValueError(
-            "no ENTRY computation: this is not the text of a compiled program, compile().as_text()"
-        )
+            elif not x.opcode.endswith(("-done", "-update")):
+                for callee in x.called:
+                    visit(callee, times, exact and x.opcode != "conditional")
 
-    @functools.cache
-    def runs(name: str) -> tuple[int, bool]:
-        if name == entry:
-            return 1, True
-        calls = [(*runs(caller), times, exact) for caller, times, exact in sites[name]]
-        return sum(n * times for n, _, times, _ in calls), all(
-            sure and exact for _, sure, _, exact in calls
-        )
-
-    counted = [(*runs(where), c) for where, c in located]
-    return [c._replace(count=count, exact=exact) for count, exact, c in counted if count]
-
-
-def _times(opcode: str, role: str, trips: re.Match[str] | None) -> tuple[int, bool]:
-    """Return how often an instruction runs a computation that it calls, and whether that number is
-    certain.
-    """
-    if opcode == "while":
-        return (int(trips[1] or trips[2]) + (role == "condition"), True) if trips else (1, False)
-    return 1, opcode != "conditional"
+    visit(program.entry, 1, True)
+    in_order = [(where, name) for where, inner in program.computations.items() for name in inner]
+    return [c for place in in_order for c in counted.get(place, ())]
 
 
 def _started(kind: str, shape: str) -> str:
@@ -177,28 +139,34 @@ def _started(kind: str, shape: str) -> str:
     return parts[1] if bundled and shape.startswith("(") else shape
 
 
-def _read(
-    kind: str, shape: str, groups: Groups, stated: dict[tuple[str, int], set[str]]
+def read_collective(
+    opcode: str,
+    shape: str,
+    groups: Groups,
+    stated: Mapping[tuple[str, int], set[str]] = MappingProxyType({}),
 ) -> list[Collective]:
-    """Build a collective from the shape of its result: an entry per dtype."""
+    """Return a collective that runs once: an entry for each dtype.
+
+    shape: of the result of an operation; opcode: its name, perhaps with "-start". stated: see
+    `collectives`.
+    """
+    kind = opcode.removesuffix("-start")
+    shape = shape if opcode == kind else _started(kind, shape)
     size = max(map(len, groups))
-    arrays = [
-        (dtype, math.prod(map(int, filter(None, dims.split(",")))))
-        for dtype, dims in _ARRAY.findall(shape)
-    ]
+    sizes = [(dtype, math.prod(dims)) for dtype, dims, _ in arrays(shape)]
     if kind == "reduce-scatter":
-        arrays = [(dtype, n * size) for dtype, n in arrays]
+        sizes = [(dtype, n * size) for dtype, n in sizes]
     if kind == "all-to-all":  # perhaps a tuple of one piece per peer
         pieces = Counter[str]()
-        for dtype, n in arrays:
+        for dtype, n in sizes:
             pieces[dtype] += n
-        arrays = [*pieces.items()]
+        sizes = [*pieces.items()]
     sent = Counter[str]()
-    for dtype, elements in arrays:
+    for dtype, elements in sizes:
         narrower = stated.get((kind, elements), {"f32"})
-        dtype = max(narrower, key=_bits) if dtype == "f32" and "f32" not in narrower else dtype
-        sent[dtype] += -(-elements * _bits(dtype) // 8)
-    return [Collective(kind, 1, n, _numpy_name(dtype), size, groups) for dtype, n in sent.items()]
+        dtype = max(narrower, key=bits) if dtype == "f32" and "f32" not in narrower else dtype
+        sent[dtype] += -(-elements * bits(dtype) // 8)
+    return [Collective(kind, 1, n, numpy_name(dtype), size, groups) for dtype, n in sent.items()]
 
 
 def _stated(lowered: str) -> dict[tuple[str, int], set[str]]:
@@ -216,20 +184,7 @@ def _stated(lowered: str) -> dict[tuple[str, int], set[str]]:
             for dims, dtype in re.findall(
                 r"tensor<((?:\d+x)*)(b?f\d\w*)>", types[2 if kind == "all-gather" else 1]
             ):
-                if _bits(dtype) <= 32:
+                if bits(dtype) <= 32:
                     stated[kind, math.prod(map(int, dims.split("x")[:-1]))].add(dtype.lower())
             kind = ""
     return stated
-
-
-def _bits(dtype: str) -> int:
-    return 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
-
-
-def _numpy_name(dtype: str) -> str:
-    """Convert an XLA dtype: bf16 -> bfloat16, f8e4m3fn -> float8_e4m3fn, s32 -> int32."""
-    if dtype == "pred":
-        return "bool"
-    letters, bits, variant = re.findall(r"([a-z]+)(\d+)(\w*)", dtype)[0]
-    long = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "c": "complex"}
-    return long.get(letters, letters) + bits + (variant and f"_{variant}")

@@ -1,0 +1,253 @@
+"""Targets: GPUs and TPUs that are not here, for which their own compilers compile a program.
+
+XLA's compilers for GPUs and TPUs are libraries that JAX loads as plug-ins. Both can compile for a
+described machine: no driver and no device is needed (`jax.experimental.topologies`). So memory,
+kernels, collectives and their schedule are those of the real program. Kernels are chosen without
+being timed, since nothing runs.
+
+They compile in a process of its own: a compiler that crashes ends only that one.
+"""
+
+import importlib.metadata
+import math
+import multiprocessing
+import os
+import pathlib
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+from jaxdp.config import Config
+from jaxdp.errors import DistributedError, UsageError, one_line, suggest
+from jaxdp.plan.hardware import HARDWARE, Hardware
+from jaxdp.plan.prediction import Plan, make_plan
+from jaxdp.plan.timeline import LAUNCH
+from jaxdp.process import environment
+
+# XLA's GpuTargetConfigProto. The numbers are of NVIDIA's data sheets and of CUDA's tables of compute
+# capabilities.
+GPU = """gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {shared}
+  shared_memory_per_block_optin: {most_shared}
+  threads_per_core_limit: {threads}
+  core_count: {cores}
+  fpus_per_core: {fpus}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth:.0f}
+  l2_cache_size: {l2}
+  clock_rate_ghz: {clock}
+  device_memory_size: {memory:.0f}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 7 }}
+runtime_version {{ major: 12 minor: 8 patch: 0 }}
+device_description_str: "{name}"
+"""
+
+
+class Chip(NamedTuple):
+    """A kind of device.
+
+    hardware: the name of its row in HARDWARE. platform: JAX's name of its compiler. dims: of a
+    shape, such as 2 of 16x16. description: of a GPU, for its compiler.
+    """
+
+    hardware: str
+    platform: str
+    dims: int
+    description: str = ""
+
+
+def _gpu(
+    hardware: str, capability: str, cores: int, clock: float, l2: int, shared: int, **more: int
+) -> Chip:
+    """Describe a GPU. l2: bytes of its cache; shared: KiB of memory that the threads of a core share."""
+    row, (major, minor) = HARDWARE[hardware], capability.split(".")
+    fields = {"threads": 2048, "fpus": 128, "cores": cores, "clock": clock, "l2": l2} | more
+    fields |= {"shared": shared * 1024, "most_shared": (shared - 1) * 1024}
+    memory = {"bandwidth": row.memory_bandwidth, "memory": row.memory}
+    text = GPU.format(name=hardware, major=major, minor=minor, **memory, **fields)
+    return Chip(hardware, "cuda", 2, text)
+
+
+_MB = 2**20
+CHIPS = {
+    "h100": _gpu("h100-nvlink-ib400", "9.0", 132, 1.98, 50 * _MB, 228),
+    "h200": _gpu("h200-nvlink-ib400", "9.0", 132, 1.98, 50 * _MB, 228),
+    "b200": _gpu("b200-nvlink-ib400", "10.0", 148, 1.965, 126 * _MB, 228),
+    "a100": _gpu("a100-nvlink-ib200", "8.0", 108, 1.41, 40 * _MB, 164, fpus=64),
+    "l4": _gpu("l4-pcie-eth100", "8.9", 58, 2.04, 48 * _MB, 100, threads=1536),
+    "v4": Chip("tpu-v4", "tpu", 3),
+    "v5e": Chip("tpu-v5e", "tpu", 2),
+    "v5p": Chip("tpu-v5p", "tpu", 3),
+    "v6e": Chip("tpu-v6e", "tpu", 2),
+}
+PLUGINS = {"cuda": ("jax-cuda12-plugin", "jax-cuda12-pjrt"), "tpu": ("libtpu",)}
+EXAMPLES = "h100:8, h100:8x8 (hosts x devices of a host), v5e:16x16, v5p:8x8x8"
+
+
+class Target(NamedTuple):
+    """Devices of one kind. shape: of a GPU, (hosts, devices of a host); of a TPU, its torus."""
+
+    name: str
+    chip: Chip
+    shape: tuple[int, ...]
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def hardware(self) -> Hardware:
+        return HARDWARE[self.chip.hardware]
+
+
+def read_target(text: str) -> Target:
+    """Parse h100:8, h100:8x8, v5e:16x16, v5p:8x8x8.
+
+    Raises UsageError for an unknown chip, and for a shape that it does not have.
+    """
+    kind, _, size = text.partition(":")
+    if kind not in CHIPS:
+        near = suggest(kind, CHIPS, otherwise="")
+        raise UsageError(
+            f"--target: {text!r} names no known device; {near} known: {', '.join(CHIPS)}; "
+            f"write for example {EXAMPLES}"
+        )
+    chip = CHIPS[kind]
+    row = HARDWARE[chip.hardware]
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", size):
+        raise UsageError(f"--target: {text!r} has no shape such as {EXAMPLES}")
+    shape = tuple(map(int, size.split("x")))
+    if chip.platform == "cuda":
+        shape = (1, *shape) if len(shape) == 1 else shape
+        if len(shape) != 2 or shape[1] > row.devices_per_host:
+            raise UsageError(
+                f"--target: {text!r}: a host of {kind} has at most {row.devices_per_host} devices; "
+                f"write hosts x devices, such as {kind}:2x{row.devices_per_host}"
+            )
+    elif len(shape) != chip.dims or math.prod(shape) > row.devices_per_host:
+        raise UsageError(
+            f"--target: {text!r}: {kind} is a torus of {chip.dims} dims with at most "
+            f"{row.devices_per_host:,} devices, such as {kind}:{'x'.join(['4'] * chip.dims)}"
+        )
+    return Target(text, chip, shape)
+
+
+def missing_plugin(target: Target) -> str | None:
+    """Return why the target's compiler cannot be used; None if it can.
+
+    A plug-in for GPUs must have the version of JAX.
+    """
+    for name in PLUGINS[target.chip.platform]:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return f"{name} is not installed: pip install 'jaxdp-trainer[targets]'"
+        if target.chip.platform == "cuda" and version != jax.__version__:
+            return f"{name} is {version}, but jax is {jax.__version__}; they must be the same"
+    return None
+
+
+def allow_compilers() -> None:
+    """Set what the plug-ins read, before they are loaded: the flags that a run on several GPUs would
+    set, and that there is no device to look for."""
+    environment.set_gpu_flag(local_gpus=2)
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+
+
+def open_target(target: Target) -> list[jax.Device]:
+    """Return the devices of a target. Programs can be compiled for them; they store no arrays.
+
+    Raises UsageError if the compiler does not know the shape.
+    """
+    try:
+        if target.chip.platform == "cuda":
+            hosts, local = target.shape
+            found = topologies.get_topology_desc(
+                platform="cuda",
+                target_config=target.chip.description,
+                topology=f"{hosts}x1x{local}",
+            )
+        else:
+            found = topologies.get_topology_desc(platform="tpu", topology_name=target.name)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        raise UsageError(f"--target: {target.name}: its compiler refuses it: {error}") from None
+    return list(found.devices)
+
+
+WORDS = 300  # characters of a log that are shown
+
+
+class CompilerFailed(DistributedError):
+    """The compiler of a target has ended its process."""
+
+
+def compile_plans(
+    config: Config, target: Target, stages: Sequence[int], per_device: int
+) -> list[Plan | str]:
+    """Return the plan of each ZeRO stage, or why it cannot be compiled.
+
+    Raises UsageError if the target or the config is refused, and CompilerFailed.
+    """
+    allow_compilers()
+    with tempfile.TemporaryDirectory() as folder:
+        log = pathlib.Path(folder, "log")
+        pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        with pool:
+            work = pool.submit(compile_here, config, target, stages, per_device, str(log))
+            try:
+                return work.result()
+            except BrokenProcessPool:
+                lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+                last = next((x for x in reversed(lines) if x.strip()), "")
+                raise CompilerFailed(
+                    f"the compiler for {target.name} ended without a result: {last[-WORDS:]}"
+                ) from None
+
+
+def compile_here(
+    config: Config, target: Target, stages: Sequence[int], per_device: int, log: str
+) -> list[Plan | str]:
+    """Do what `compile_plans` does, in this process; its errors go to a file."""
+    with open(log, "wb") as file:  # what compilers print, on the level of the operating system
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    from jaxdp import cpu
+    from jaxdp.run.build import make_case
+    from jaxdp.run.components import make_parts, set_jax
+
+    set_jax(config)
+    devices = open_target(target)
+    cpu.target = devices[0].platform
+    hardware = target.hardware
+    launch = LAUNCH if target.chip.platform == "cuda" else 0.0
+    parts = make_parts(config)
+    plans: list[Plan | str] = []
+    for zero in stages:
+        try:
+            case = make_case(config, parts, zero, per_device, devices)
+            plans.append(make_plan(case, zero, hardware, launch))
+        except UsageError as error:
+            if zero == stages[0]:
+                raise
+            plans.append(f"zero {zero} is left out, since a run would refuse it: {error}")
+        except RuntimeError as error:  # of XLA: the program does not fit, for example
+            plans.append(f"zero {zero} cannot be compiled for {target.name}: {one_line(error)}")
+    return plans

@@ -1,0 +1,140 @@
+"""The names of targets, and what a program's text says of its operations."""
+
+import pytest
+
+from jaxdp.errors import UsageError
+from jaxdp.plan import chips, timeline
+from jaxdp.plan.hardware import HARDWARE
+from jaxdp.plan.hlo import compiled_program
+from jaxdp.plan.hlo.compiled_program import CompiledProgram
+
+H100 = HARDWARE["h100-nvlink-ib400"]
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ("h100:8", (1, 8)),
+        ("h200:8x8", (8, 8)),
+        ("l4:1", (1, 1)),
+        ("v5e:16x16", (16, 16)),
+        ("v5p:8x8x8", (8, 8, 8)),
+    ],
+)
+def test_a_target_is_read(text, shape):
+    target = chips.read_target(text)
+    assert target.shape == shape and target.hardware.name == target.chip.hardware
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("h10:8", "did you mean 'h100'"),
+        ("gtx:8", "known: h100"),
+        ("h100", "has no shape"),
+        ("h100:0", "has no shape"),
+        ("h100:8x", "has no shape"),
+        ("h100:16", "at most 8 devices; write hosts x devices, such as h100:2x8"),
+        ("h100:2x2x2", "at most 8 devices"),
+        ("v5e:4x4x4", "a torus of 2 dims"),
+        ("v5e:64x64", "at most 256 devices"),
+        ("v5p:4x4", "a torus of 3 dims"),
+    ],
+)
+def test_a_wrong_target_is_refused(text, part):
+    with pytest.raises(UsageError, match="--target") as refused:
+        chips.read_target(text)
+    assert part in str(refused.value)
+
+
+PROGRAM = """
+HloModule jit_f, is_scheduled=true, num_partitions=8
+
+%fused (p.0: f32[4,256,512], p.1: s32[]) -> f32[256,512] {
+  %p.0 = f32[4,256,512]{2,1,0} parameter(0)
+  %p.1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %slice = f32[1,256,512]{2,1,0} dynamic-slice(%p.0, %p.1, %zero, %zero), dynamic_slice_sizes={1,256,512}
+  ROOT %flat = f32[256,512]{1,0} bitcast(%slice)
+}
+
+%product (q.0: bf16[128,256], q.1: bf16[256,512]) -> f32[128,512] {
+  %q.0 = bf16[128,256]{1,0} parameter(0)
+  %q.1 = bf16[256,512]{1,0} parameter(1)
+  ROOT %dot = f32[128,512]{1,0} dot(%q.0, %q.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%body (state: (s32[], f32[4194304])) -> (s32[], f32[4194304]) {
+  %state = (s32[], f32[4194304]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %x = f32[4194304]{0} get-tuple-element(%state), index=1
+  %all-reduce-start = f32[4194304]{0} all-reduce-start(%x), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  %busy = f32[WORK]{0} negate(%x)
+  %all-reduce-done = f32[4194304]{0} all-reduce-done(%all-reduce-start)
+  ROOT %next = (s32[], f32[4194304]{0}) tuple(%i, %all-reduce-done)
+}
+
+ENTRY %main (a: f32[4,256,512], b: bf16[128,256], c: bf16[256,512], s: (s32[], f32[4194304])) -> f32[128,512] {
+  %a = f32[4,256,512]{2,1,0} parameter(0)
+  %b = bf16[128,256]{1,0} parameter(1)
+  %c = bf16[256,512]{1,0} parameter(2)
+  %s = (s32[], f32[4194304]{0}) parameter(3)
+  %n = s32[] constant(2)
+  %slice_fusion = f32[256,512]{1,0} fusion(%a, %n), kind=kLoop, calls=%fused
+  %loop = (s32[], f32[4194304]{0}) while(%s), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  ROOT %gemm = f32[128,512]{1,0} fusion(%b, %c), kind=kCustom, calls=%product
+}
+"""
+
+
+def played(work):
+    return timeline.play(PROGRAM.replace("WORK", str(work)), H100)
+
+
+def test_what_operations_compute_and_move():
+    program = CompiledProgram(PROGRAM.replace("WORK", "8"))
+    main = program.computations["main"]
+    assert program.devices == 8 and program.flops("main", main["gemm"]) == {
+        "bfloat16": 2 * 128 * 256 * 512
+    }
+    assert program.traffic("main", main["gemm"]) == 2 * (128 * 256 + 256 * 512) + 4 * 128 * 512
+    # A block of the stack is read, not all of it.
+    assert program.traffic("main", main["slice_fusion"]) == 2 * 4 * 256 * 512 + 4
+
+
+def test_a_collective_is_hidden_as_far_as_the_device_computes_beside_it():
+    """8 bytes a number that is negated, at 85 % of 3.35 TB/s."""
+    short, long = played(8), played(10**9)
+    assert (
+        short.kernels
+        == long.kernels
+        == {
+            "all-reduce": 3,
+            "negate": 3,
+            "fusion loop": 1,
+            "product": 1,
+        }
+    )
+    assert short.communication == long.communication > 3e-5
+    assert short.hidden_share < 0.2 and long.hidden_share == 1
+    assert long.seconds > long.communication and short.exposed > 0
+    assert len(long.events) == 8 and long.largest[0][0] == "f32[1000000000]"
+
+
+def test_a_convolution_that_is_a_product_of_stacks_counts_as_one():
+    """The form that products with two batch dims have on TPUs."""
+    text = (
+        "%c = f32[2,4,128,128]{3,2,1,0} convolution(%a, %b), window={size=2x4 stride=1x3 lhs_dilate=2x4}, "
+        "dim_labels=01bf_01oi->01bf"
+    )
+    x = CompiledProgram(f"ENTRY %main (a: f32[]) -> f32[] {{\n  {text}\n}}").computations["main"][
+        "c"
+    ]
+    left, right = "f32[2,4,128,64]{3,2,1,0}", "f32[2,4,128,64]{3,2,1,0}"
+    flops = compiled_program.convolution_flops(x, left, right)
+    assert flops == 2 * 2 * 4 * 128 * 128 * 64
+
+
+def test_text_that_is_no_program_is_refused():
+    with pytest.raises(ValueError, match="no ENTRY"):
+        CompiledProgram("HloModule x")
