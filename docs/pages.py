@@ -63,6 +63,7 @@ SECTIONS: dict[str, tuple[str, list[str]]] = {
             "jaxdp.data.token_file.TokenFile",
             "jaxdp.data.packing.PackedTokens",
             "jaxdp.data.mixture.Mixture",
+            "jaxdp.sampling.balanced.Balanced",
             "jaxdp.data.stream.Stream",
             "jaxdp.data.transforms.Mixup",
             "jaxdp.data.tokenizers.Tokenizer",

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 import jaxdp
-from jaxdp.data.augment import standardize
+from jaxdp.data.transforms import standardize
 from jaxdp.data.cifar10 import CIFAR10, MEAN, STD
 from jaxdp.data.dataset import Arrays
 from jaxdp.models import as_model

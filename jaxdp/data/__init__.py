@@ -4,6 +4,7 @@ import importlib
 from typing import Any
 
 SOURCES = {
+    "Balanced": "jaxdp.sampling.balanced.Balanced",
     "CIFAR10": "jaxdp.data.cifar10.CIFAR10",
     "Digits": "jaxdp.data.digits.Digits",
     "Documents": "jaxdp.data.packing.Documents",

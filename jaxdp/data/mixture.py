@@ -55,13 +55,15 @@ class Mixture:
         check_sizes("data.args", size=size)
         check_weights(sets, weights)
         self.names = [
-            name for name in sorted(sets) if split == "train" or takes_split(name, sets[name])
+            name
+            for name in sorted(sets)
+            if split == "train" or takes_split(f"{KEY}.{name}", sets[name])
         ]
         if not self.names:
             raise UsageError(
                 f"{KEY}: no set has a {split} split; add one that has, without an argument split"
             )
-        self.sets = [make_set(name, sets[name], split) for name in self.names]
+        self.sets = [make_set(f"{KEY}.{name}", sets[name], split) for name in self.names]
         self._copy_facts()
         self.inventory = " | ".join(
             f"{name}: {text}"
@@ -84,7 +86,7 @@ class Mixture:
     def has_split(args: Mapping[str, Any]) -> bool:
         sets = args.get("sets")
         return isinstance(sets, Mapping) and any(
-            takes_split(name, entry) for name, entry in sets.items()
+            takes_split(f"{KEY}.{name}", entry) for name, entry in sets.items()
         )
 
     def __len__(self) -> int:
@@ -205,11 +207,11 @@ class MixedOrder(EpochOrder):
         return starts[owners] + permute_by_turn(positions, sizes[owners], ~self.seed, turns)
 
 
-def make_set(name: str, entry: Any, split: str) -> Dataset:
-    """Return a set of the mixture. Raises UsageError that names it."""
-    key, source = f"{KEY}.{name}", entry
+def make_set(key: str, entry: Any, split: str) -> Dataset:
+    """Return the set that a key names. Raises UsageError that names the key."""
+    source = entry
     if is_target(entry):
-        make, args = locate_target(name, entry)
+        make, args = locate_target(key, entry)
         source = call(key, bind(key, make, args, {"split": split})) if callable(make) else make
     try:
         dataset = as_dataset(source)
@@ -228,15 +230,15 @@ def is_target(entry: Any) -> bool:
     )
 
 
-def locate_target(name: str, entry: Any) -> tuple[Any, dict[str, Any]]:
+def locate_target(key: str, entry: Any) -> tuple[Any, dict[str, Any]]:
     from jaxdp.data import SOURCES
 
-    [(target, args)] = targets_in(f"{KEY}.{name}", [entry], "data set", "Digits")
-    return locate(f"{KEY}.{name}", target, SOURCES), args
+    [(target, args)] = targets_in(key, [entry], "data set", "Digits")
+    return locate(key, target, SOURCES), args
 
 
-def takes_split(name: str, entry: Any) -> bool:
-    return is_target(entry) and has_test_split(*locate_target(name, entry))
+def takes_split(key: str, entry: Any) -> bool:
+    return is_target(entry) and has_test_split(*locate_target(key, entry))
 
 
 def has_test_split(make: Any, args: Mapping[str, Any]) -> bool:

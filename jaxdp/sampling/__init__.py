@@ -1,0 +1,1 @@
+"""Samplings: data sets whose examples are drawn in other proportions than they are stored."""

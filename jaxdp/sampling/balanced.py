@@ -1,0 +1,141 @@
+"""A data set of uneven classes, drawn in equal shares or in those that are asked for."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxdp.data.dataset import Batch, Dataset, check_split, class_names
+from jaxdp.data.example_order import ExampleOrder
+from jaxdp.data.mixture import MixedOrder, make_set, split_by_weight, takes_split
+from jaxdp.errors import UsageError, check_sizes
+
+KEY = "data.args"
+READ = 1024  # examples that are read at once, to know their classes
+
+
+class Balanced:
+    """A data set in which `weights` say how often an epoch has each class: by default all equally.
+
+    data: {target, args}, a target, or data as in `as_dataset`. by: the entry of an example that is its
+    class, an integer. weights: {class: a positive number}, by its name or number, in any unit. size:
+    the examples of an epoch, by default as many as there are. split: passed to the target; another one
+    than train is not balanced.
+
+    An epoch has round(size x weight / sum) examples of each class (largest remainder), in a random
+    order. The draws from a class continue over the epochs: it is read to its end, in a random order,
+    before any of its examples comes again. The order is a function of the seed and the update, so it
+    does not depend on devices or on where a run was resumed. It needs 8 bytes of memory an example. Raises
+    UsageError for a class without examples, or a weight that is not positive.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        by: str = "labels",
+        weights: Mapping[Any, float] | None = None,
+        size: int | None = None,
+        split: str = "train",
+    ):
+        check_split(split)
+        check_sizes(KEY, size=size)
+        self.dataset = make_set(f"{KEY}.data", data, split)
+        if split != "train":
+            return
+        labels = labels_of(self.dataset, by)
+        classes, numbers, sizes = np.unique(labels, return_inverse=True, return_counts=True)
+        self.members = np.argsort(numbers, kind="stable")
+        self.sizes = tuple(sizes.tolist())
+        names = class_names(self.dataset)
+        titles = [names[c] if 0 <= c < len(names) else str(c) for c in classes.tolist()]
+        shares = weights_of(titles, classes, weights)
+        self.counts = tuple(split_by_weight(size or len(labels), shares))
+        if 0 in self.counts:
+            raise UsageError(
+                f"{KEY}.weights: class {titles[self.counts.index(0)]} has less than one of the {sum(self.counts):,} "
+                "examples of an epoch; give it a larger weight, or set a larger data.args.size"
+            )
+
+    @staticmethod
+    def has_split(args: Mapping[str, Any]) -> bool:
+        return takes_split(f"{KEY}.data", args.get("data"))
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the set itself has: classes, a transform, a tokenizer."""
+        if name in ("dataset", "example_order"):  # not made yet; the order of the set is not kept
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def read(self, indices: np.ndarray) -> Batch:
+        return self.dataset.read(indices)
+
+    def example_order(self, batch_size: int, microbatches: int, seed: int) -> ExampleOrder:
+        return BalancedOrder(
+            sum(self.counts),
+            batch_size,
+            microbatches,
+            seed,
+            sizes=self.sizes,
+            counts=self.counts,
+            members=self.members,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class BalancedOrder(MixedOrder):
+    """Batches of a mixture of classes. members: the indices of the examples, class by class."""
+
+    members: Any = dataclasses.field(default=None, compare=False, repr=False)
+
+    def _examples(self, step: int, rows: np.ndarray) -> np.ndarray:
+        return self.members[super()._examples(step, rows)]
+
+
+def labels_of(dataset: Dataset, by: str) -> np.ndarray:
+    """Return the class of every example: from memory if it is there, else the examples are read.
+
+    Raises UsageError if they have no such entry, or it is not one integer of at least 0."""
+    stored: Any = getattr(dataset, "arrays", {}).get(by, getattr(dataset, by, None))
+    if stored is None or len(stored) != len(dataset):
+        parts = []
+        for first in range(0, len(dataset), READ):
+            examples = dataset.read(np.arange(first, min(first + READ, len(dataset))))
+            if by not in examples:
+                raise UsageError(f"{KEY}.by: the examples have no {by!r}, only {sorted(examples)}")
+            parts.append(np.asarray(examples[by]))
+        stored = np.concatenate(parts)
+    labels = np.asarray(stored)
+    if labels.ndim != 1 or labels.dtype.kind not in "iub" or labels.min() < 0:
+        raise UsageError(
+            f"{KEY}.by: {by!r} is {labels.dtype}{list(labels.shape[1:])} of an example; a class is one integer of at "
+            "least 0"
+        )
+    return labels
+
+
+def weights_of(
+    titles: list[str], classes: np.ndarray, weights: Mapping[Any, float] | None
+) -> list[float]:
+    """Return the weight of each class. Raises UsageError unless there is a positive one for each."""
+    if weights is None:
+        return [1.0] * len(titles)
+    given = {str(name): weight for name, weight in weights.items()}
+    found = []
+    for title, number in zip(titles, classes.tolist()):
+        weight = given.pop(title, given.pop(str(number), None))
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
+            raise UsageError(
+                f"{KEY}.weights.{title}: {weight!r} is no weight; give a positive number"
+            )
+        found.append(float(weight))
+    for name in given:
+        raise UsageError(
+            f"{KEY}.weights.{name}: no example has this class; it is one of {', '.join(titles)}"
+        )
+    if not np.isfinite(sum(found)):
+        raise UsageError(f"{KEY}.weights: the sum of {found} is not finite; make them smaller")
+    return found
