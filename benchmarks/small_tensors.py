@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxdp
 from jaxdp.parallel.placement import data_mesh, ordered_devices
-from jaxdp.run.strategies import REDUCTIONS
+from jaxdp.run.components import REDUCTIONS
 from jaxdp.split import DATA
 
 SIZE = 1000

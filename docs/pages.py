@@ -21,14 +21,13 @@ SECTIONS: dict[str, tuple[str, list[str]]] = {
     "Losses": (
         "`loss.target` is one of these, or anything of the same shape: sums and a weight, never a mean.",
         [
-            f"jaxdp.losses.{n}"
-            for n in (
-                "SoftmaxCrossEntropy",
-                "CausalLM",
-                "MeanSquaredError",
-                "Contrastive",
-                "MultiTask",
-            )
+            "jaxdp.losses.SoftmaxCrossEntropy",
+            "jaxdp.losses.CausalLM",
+            "jaxdp.losses.MeanSquaredError",
+            "jaxdp.losses.Contrastive",
+            "jaxdp.losses.MultiTask",
+            "jaxdp.sampling.weighted_loss.WeightedCrossEntropy",
+            "jaxdp.sampling.per_example.PerExample",
         ],
     ),
     "Results": (
@@ -51,7 +50,7 @@ SECTIONS: dict[str, tuple[str, list[str]]] = {
             "jaxdp.data.dataset.Dataset",
             "jaxdp.data.digits.Digits",
             "jaxdp.data.npz.Npz",
-            "jaxdp.data.python_source.PythonSource",
+            "jaxdp.data.text.PythonSource",
             "jaxdp.data.cifar10.CIFAR10",
             "jaxdp.data.mnist.MNIST",
             "jaxdp.data.mnist.FashionMNIST",
@@ -64,6 +63,7 @@ SECTIONS: dict[str, tuple[str, list[str]]] = {
             "jaxdp.data.packing.PackedTokens",
             "jaxdp.data.mixture.Mixture",
             "jaxdp.sampling.balanced.Balanced",
+            "jaxdp.tables.rows.Table",
             "jaxdp.data.stream.Stream",
             "jaxdp.data.transforms.Mixup",
             "jaxdp.data.tokenizers.Tokenizer",

@@ -459,3 +459,5 @@ def _direction(x: jax.Array) -> jax.Array:
 
 _BUILT_IN = (SoftmaxCrossEntropy, CausalLM, MeanSquaredError, Contrastive, MultiTask)
 LOSSES: dict[str, Any] = {loss.__name__: loss for loss in _BUILT_IN}
+LOSSES["PerExample"] = "jaxdp.sampling.per_example.PerExample"
+LOSSES["WeightedCrossEntropy"] = "jaxdp.sampling.weighted_loss.WeightedCrossEntropy"

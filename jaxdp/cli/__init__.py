@@ -189,7 +189,7 @@ def run_in_job(name: str, argv: list[str]) -> None:
 
 
 def _module(name: str) -> Any:
-    return importlib.import_module("jaxdp.sweep.sweep" if name == "sweep" else f"jaxdp.cli.{name}")
+    return importlib.import_module(VERBS[name].module or f"jaxdp.cli.{name}")
 
 
 def _context() -> Any:

@@ -38,9 +38,7 @@ def evaluate_step(
     """Evaluate a checkpoint; None: the last one."""
     use_compilation_cache(config, context)
     prepared = make_run(config, directory, context)
-    only = None
-    if wanted is not None:
-        only = context.of_root("step", lambda: choose_step(directory, wanted))
+    only = context.of_root("step", lambda: wanted and choose_step(directory, wanted))
     step, _ = resume_step(prepared, config, context, NOTHING, tidy=False, only=only)
     if not step:
         raise UsageError(

@@ -27,6 +27,7 @@ class Verb:
         arguments: name -> argparse's nargs, of positional arguments.
         command: what follows the options is a command with options of its own.
         featured: the number of examples that `jaxdp --help` shows.
+        module: that implements a verb of an extra.
     """
 
     does: str
@@ -36,6 +37,7 @@ class Verb:
     arguments: dict[str, str] = dataclasses.field(default_factory=dict)
     featured: int = 1
     command: bool = False
+    module: str = ""
 
     @property
     def has_config(self) -> bool:
@@ -44,6 +46,7 @@ class Verb:
 
 STEP = Option(str, None, "use the checkpoint of this update, or the best one; by default the last")
 JSON = Option(bool, False, "print JSON")
+RUN_DIR = Option(str, None, "the directory of the run")
 DIGITS = "--config configs/digits.yaml"
 
 VERBS = {
@@ -77,6 +80,7 @@ VERBS = {
             "sample_seed": Option(int, 0, "the seed of the sample"),
             "metric": Option(str, "loss", "the metric that sorts the table"),
         },
+        module="jaxdp.sweep.sweep",
     ),
     "eval": Verb(
         "evaluate a checkpoint of a run directory, by default the last",
@@ -182,7 +186,7 @@ VERBS = {
             "jaxdp export --run_dir runs/gpt2_124m --layout huggingface",
         ),
         {
-            "run_dir": Option(str, None, "the directory of the run"),
+            "run_dir": RUN_DIR,
             "output": Option(
                 str, None, "by default export.safetensors, or huggingface, in the run directory"
             ),
@@ -199,7 +203,7 @@ VERBS = {
             "jaxdp sample --run_dir runs/python_gpt --prompt 'class ' --tokens 400 --temperature 0.5",
         ),
         {
-            "run_dir": Option(str, None, "the directory of the run"),
+            "run_dir": RUN_DIR,
             "prompt": Option(str, "\n", "the text to continue"),
             "tokens": Option(int, 256, "the number of tokens to generate", 1),
             "temperature": Option(
@@ -234,6 +238,28 @@ VERBS = {
             "shard_tokens": Option(int, 100_000_000, "tokens in a shard", 1),
         },
         {"action": "?", "inputs": "*"},
+    ),
+    "rewind": Verb(
+        "list the rows of an update, with the loss of each and its share of the gradient",
+        "host",
+        ("jaxdp rewind --run_dir runs/digits --step 700",),
+        {
+            "run_dir": RUN_DIR,
+            "step": Option(int, 1, "the update"),
+        },
+        module="jaxdp.rewind.rows_of_update",
+    ),
+    "predict": Verb(
+        "predict the rows of a table with a run that was trained on one",
+        "host",
+        ("jaxdp predict --run_dir runs/churn --step best --data new.csv --output predicted.csv",),
+        {
+            "run_dir": RUN_DIR,
+            "step": STEP,
+            "data": Option(str, None, "the table: a CSV or Parquet file"),
+            "output": Option(str, "predicted.csv", "the file to write: CSV, or .parquet"),
+        },
+        module="jaxdp.tables.predict",
     ),
     "doctor": Verb(
         "check this machine, and under mpirun all of a job's, before a run",

@@ -26,9 +26,15 @@ from jaxdp.plan.prediction import (
 )
 from jaxdp.plan.timeline import MEMORY, PRODUCTS, write_page
 from jaxdp.run.build import changes_for, make_case
-from jaxdp.run.components import Parts, make_parts, make_the_step, set_jax, state_maker
+from jaxdp.run.components import (
+    Parts,
+    make_parts,
+    make_reduction,
+    make_the_step,
+    set_jax,
+    state_maker,
+)
 from jaxdp.run.preflight import rehearse
-from jaxdp.run.strategies import make_reduction
 
 DEVICES, DEFAULT = 8, "h100-nvlink-ib400"  # without --devices, --hardware
 

@@ -7,20 +7,14 @@ module does not import JAX."""
 import dataclasses
 from typing import Any
 
-from jaxdp.config.operation import (
+from jaxdp.config.training import (
     Audit,
     Checkpoint,
+    DataTarget,
     Elastic,
     Eval,
-    Log,
-    Profile,
-    Resume,
-    Verify,
-    Watchdog,
-)
-from jaxdp.config.training import (
-    DataTarget,
     Init,
+    Log,
     LossTarget,
     ModelTarget,
     Nonfinite,
@@ -28,7 +22,11 @@ from jaxdp.config.training import (
     Outer,
     Parallel,
     Precision,
+    Profile,
+    Resume,
     Spike,
+    Verify,
+    Watchdog,
     numbers,
     speed,
 )

@@ -16,8 +16,9 @@ SOURCES = {
     "Npz": "jaxdp.data.npz.Npz",
     "PackedTokens": "jaxdp.data.packing.PackedTokens",
     "PennTreebank": "jaxdp.data.text.PennTreebank",
-    "PythonSource": "jaxdp.data.python_source.PythonSource",
+    "PythonSource": "jaxdp.data.text.PythonSource",
     "Stream": "jaxdp.data.stream.Stream",
+    "Table": "jaxdp.tables.rows.Table",
     "TextFile": "jaxdp.data.text.TextFile",
     "TokenFile": "jaxdp.data.token_file.TokenFile",
 }

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxdp.data.dataset import Arrays, check_split
-from jaxdp.data.transforms import StandardizedImages
+from jaxdp.data.standardized import StandardizedImages
 from jaxdp.errors import UsageError
 
 FOLDER = "cifar-10-batches-py"

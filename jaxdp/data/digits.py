@@ -29,7 +29,7 @@ class Digits(Arrays):
 
     def transform(self, batch: dict[str, Any], key: Any, train: bool) -> dict[str, Any]:
         """Scale pixels to float32 in [0, 1]; see `Dataset`."""
-        from jaxdp.data.transforms import random_crop, standardize
+        from jaxdp.data.augment import random_crop, standardize
 
         images = batch["inputs"]
         if train and self.augment:

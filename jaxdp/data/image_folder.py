@@ -13,7 +13,7 @@ import numpy as np
 from jaxdp.data.dataset import Batch, Part, check_split, file_part
 from jaxdp.data.image_files import FIX, describe, find_classes, find_splits
 from jaxdp.data.split_names import normalized
-from jaxdp.data.transforms import StandardizedImages
+from jaxdp.data.standardized import StandardizedImages
 from jaxdp.data.windows import check_fraction
 from jaxdp.errors import UsageError, check_one_of, check_sizes, import_optional, one_line
 
@@ -132,7 +132,7 @@ class ImageFolder(StandardizedImages):
         }
 
     def moved(self, images: Any, key: Any) -> Any:
-        from jaxdp.data.transforms import random_flip
+        from jaxdp.data.augment import random_flip
 
         return random_flip(images, key)
 

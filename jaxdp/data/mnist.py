@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from jaxdp.data.dataset import Arrays, check_split, find_file
-from jaxdp.data.transforms import StandardizedImages
+from jaxdp.data.standardized import StandardizedImages
 from jaxdp.errors import UsageError
 
 

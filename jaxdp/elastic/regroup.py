@@ -32,7 +32,6 @@ from jaxdp.process import (
     connection,
     context,
     enter,
-    frozen_coordinator,
     hosts,
     joining,
     membership,
@@ -88,7 +87,7 @@ class ElasticMembership(membership.Membership):
         if hosts.is_own(job.address[0]):  # a cut network cannot be the cause
             self.silence = max(self.silence, self.timeout)
         spare(job.address[1], hosts.split(job.jax_address)[1])
-        self._frozen = frozen_coordinator.Frozen(job.secret, job.address[1])
+        self._frozen = joining.Frozen(job.secret, job.address[1])
         self._breaking = threading.Lock()
 
     @property

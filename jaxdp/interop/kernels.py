@@ -20,8 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdp.errors import UsageError
 from jaxdp.precision import is_narrow
-from jaxdp.process.caches import cached
 from jaxdp.process.context import current
+from jaxdp.process.enter import cached
 
 Part = Any  # an array of NumPy or of JAX
 

@@ -18,10 +18,10 @@ from jax import lax
 from jaxdp.errors import UsageError, one_line
 from jaxdp.interop import kernels
 from jaxdp.interop.parameters import placed
-from jaxdp.process.caches import cached
 from jaxdp.process.context import joined
+from jaxdp.process.enter import cached
 from jaxdp.process.signature import Signature, as_array, compare, described
-from jaxdp.run.strategies import make_reduction
+from jaxdp.run.components import make_reduction
 from jaxdp.split import leaves_by_path
 
 Tree = Any

@@ -66,6 +66,7 @@ class Meter(Observer):
         self.first = 0
         self.excluded = 0.0
         self.fault: BaseException | None = None
+        self.destination = self.writer
         self.queue: queue.Queue[tuple[range, Any, Mark] | None] = queue.Queue(AHEAD)
         threading.Thread(target=self._work, name="meter", daemon=True).start()
 
@@ -79,10 +80,11 @@ class Meter(Observer):
         deadline = time.monotonic() + LAST_WORDS
         while self.queue.unfinished_tasks and time.monotonic() < deadline:
             time.sleep(0.01)
-        with contextlib.suppress(
-            queue.Full
-        ):  # a device that hangs must not block the end of the run
-            self.queue.put(None, timeout=1.0)
+        # A device that hangs must not block the end of the run. Its metrics may come later, when
+        # another process of an elastic job has written them.
+        self.destination = Writer()
+        with contextlib.suppress(queue.Full):
+            self.queue.put_nowait(None)
 
     def reading(self, step: int) -> None:
         """Begin a wait for data, which ends a pause."""
@@ -115,12 +117,11 @@ class Meter(Observer):
             self.lengths.add(len(steps))
             self.first += len(steps)
             self.excluded += time.perf_counter() - self.called
-        self.sent = next(iter(metrics.values()), None)
+        self.sent = metrics["loss"]
         self.step = steps[-1]
-        is_due = self.step % self.every < len(steps) or self.step == self.last
         mark = self.mark(time.perf_counter())
         self.since = self.since or mark
-        if is_due:
+        if self.step % self.every < len(steps) or self.step == self.last:
             self.queue.put((steps, metrics, mark))
         if self.fault is not None:
             raise self.fault
@@ -154,8 +155,7 @@ class Meter(Observer):
         """Write the records that are due among the updates of one call; they share the call's
         timing, up to `mark`.
         """
-        since = self.since
-        assert since is not None
+        since: Any = self.since
         timing: Record = {}
         elapsed = mark.time - since.time - (mark.excluded - since.excluded)
         updates = mark.step - since.step - (mark.first - since.first)
@@ -172,7 +172,7 @@ class Meter(Observer):
             record = {"step": step, "split": "train", **make_record(means, self.derive), **timing}
             for name in ("weight", "halted", "disagreeing_state"):
                 record.pop(name, None)
-            self.writer.write(record)
+            self.destination.write(record)
 
 
 def throughput(

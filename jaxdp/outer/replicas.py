@@ -38,8 +38,7 @@ from jaxdp.parallel.reduction import NEVER, Reduction
 from jaxdp.parallel.strategy import Program
 from jaxdp.parallel.sums import arithmetic
 from jaxdp.process.context import current
-from jaxdp.run.components import Parts, in_state_dtype
-from jaxdp.run.strategies import make_reduction
+from jaxdp.run.components import Parts, in_state_dtype, make_reduction
 from jaxdp.split import DATA, FLAT, Axes
 from jaxdp.targets import bind, call, locate
 from jaxdp.train.average import EMA, EMA_STATE

@@ -21,8 +21,8 @@ from jaxdp.errors import TooManyDevices, UsageError
 from jaxdp.optim import check_elementwise
 from jaxdp.parallel.layout import Sharding, opt_state_dims, param_dims
 from jaxdp.precision import is_key
-from jaxdp.process.caches import cached
 from jaxdp.process.context import SLOW, Context
+from jaxdp.process.enter import cached
 from jaxdp.split import DATA, FLAT, REPLICA, SHARD, WHOLE, Axes, fit, padded_shape, spec
 from jaxdp.train.state import TrainState
 

@@ -25,7 +25,7 @@ import jax
 from jax.experimental import topologies
 
 from jaxdp.config import Config
-from jaxdp.errors import DistributedError, UsageError, one_line, suggest
+from jaxdp.errors import DistributedError, UsageError, install, one_line, suggest
 from jaxdp.plan.hardware import HARDWARE, Hardware
 from jaxdp.plan.prediction import Plan, make_plan
 from jaxdp.plan.timeline import LAUNCH
@@ -158,7 +158,7 @@ def missing_plugin(target: Target) -> str | None:
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            return f"{name} is not installed: pip install 'jaxdp-trainer[targets]'"
+            return f"{name} is not installed: {install('targets')}"
         if target.chip.platform == "cuda" and version != jax.__version__:
             return f"{name} is {version}, but jax is {jax.__version__}; they must be the same"
     return None

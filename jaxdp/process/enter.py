@@ -1,28 +1,41 @@
-"""Enter a job, or its next generation: its coordinator, then JAX's coordination service."""
+"""Enter a job, or its next generation: its coordinator, then JAX's coordination service.
+
+`cached` caches meshes and programs until the devices are closed.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jaxlib
 
 import jaxdp
 from jaxdp.errors import UsageError, explained
-from jaxdp.process import (
-    caches,
-    environment,
-    hosts,
-    joining,
-    membership,
-    private_jax,
-    protocol,
-)
+from jaxdp.process import environment, hosts, joining, membership, private_jax, protocol
 from jaxdp.process.connection import Joined
 from jaxdp.process.launchers import MPI, World
 from jaxdp.process.membership import Group
+
+F = TypeVar("F", bound=Callable[..., Any])
+_caches: list[Any] = []
+
+
+def cached(f: F) -> F:
+    """Cache the results of a function, like `functools.cache`, until the devices are closed."""
+    wrapped: Any = functools.cache(f)
+    _caches.append(wrapped)
+    return wrapped
+
+
+def clear_caches() -> None:
+    for wrapped in _caches:
+        wrapped.cache_clear()
+
 
 NO_MPI = (
     "jax_cpu_collectives_implementation: mpi does not work: JAX uses its MPI communicators after MPI_Finalize, so that "
@@ -123,7 +136,7 @@ def enter(job: Joined) -> dict[str, Any]:
     if hosts.on_one_host(everyone):
         private_jax.bind_gloo("127.0.0.1")
     private_jax.use_client(member.connect(), job.jax_address, rank, len(everyone), devices)
-    caches.clear()
+    clear_caches()
     open_devices(member)
     return {
         "rank": rank,

@@ -1,14 +1,24 @@
-"""Join a job: agree on an address and a secret, start the coordinator (rank 0), and connect to it."""
+"""Join a job: agree on an address and a secret, start the coordinator (rank 0), and connect to it.
+
+`Frozen` ends a coordinator of this job on this host that does not run: stopped by a signal, or in a frozen
+control group. It would keep the job's port, and might continue later, when another one has taken its place.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import errno
+import hashlib
+import hmac
 import json
+import math
 import os
+import pathlib
+import re
 import resource
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -17,11 +27,64 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxdp.errors import UsageError
-from jaxdp.process import channel, frozen_coordinator, hosts, imports, mpi
+from jaxdp.process import channel, hosts, imports, mpi
 from jaxdp.process.connection import SILENT, Connection, Joined, has_data, join
 from jaxdp.process.launchers import MPI, World
 from jaxdp.process.membership import Group
 from jaxdp.process.protocol import Facts, Settings, silence
+
+APART = 4.0  # seconds between two checks of what a process does, at least
+VARIABLE = "JAXDP_COORDINATOR_OF"  # in a coordinator's environment, which other users cannot read
+
+
+def mark(secret: str, port: int) -> str:
+    """Return the value of VARIABLE: what identifies the coordinators of a job."""
+    return hmac.digest(
+        secret.encode(), f"coordinator at port {port}".encode(), hashlib.sha256
+    ).hex()
+
+
+class Frozen:
+    """Finds the coordinators of a job on this host (and in this network namespace) that do not run.
+
+    A coordinator that runs wakes up every tenth of a second, and one that is overloaded uses the
+    CPU."""
+
+    def __init__(self, secret: str, port: int):
+        self.entry = f"{VARIABLE}={mark(secret, port)}".encode()
+        self.last: dict[str, list[str]] = {}  # process id -> its activity at the last check
+        self.checked_at = -math.inf
+
+    def end(self) -> None:
+        """End each coordinator that has not run since the last call; do nothing if that was a
+        moment ago.
+        """
+        if time.monotonic() - self.checked_at < APART:
+            return
+        now = {}
+        for process in pathlib.Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+                is_one = self.entry in (process / "environ").read_bytes().split(b"\0")
+                if is_one and os.readlink(process / "ns/net") == os.readlink("/proc/self/ns/net"):
+                    now[process.name] = activity(process)
+        for pid, active in now.items():
+            if self.last.get(pid) == active:
+                with contextlib.suppress(OSError):
+                    os.kill(int(pid), signal.SIGKILL)
+        self.last = now
+        self.checked_at = time.monotonic()
+
+
+def activity(process: pathlib.Path) -> list[str]:
+    """Return the CPU time and the context switches of the main thread of a process, which change
+    while it runs.
+    """
+    times = (process / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[11:13]
+    return [
+        *times,
+        *re.findall(r"ctxt_switches:\s*(\d+)", (process / "status").read_text(encoding="utf-8")),
+    ]
+
 
 # seconds that rank 0 tries to reach its coordinator at an address that its host does not have
 BY_NAME = 3.0
@@ -113,7 +176,7 @@ class Place:
     def __init__(self, settings: Settings, delay: float):
         self.settings = settings
         self.delay = delay
-        self.frozen = frozen_coordinator.Frozen(settings.secret, settings.port)
+        self.frozen = Frozen(settings.secret, settings.port)
 
     def absent(self, waited: float) -> None:
         """Start a coordinator if none has been there for `waited` seconds."""
@@ -172,7 +235,7 @@ def start_coordinator(settings: Settings, host: str) -> int | None:
         [sys.executable, "-P", "-m", "jaxdp.process.coordinator_process"],
         env={
             **imports.for_module(),
-            frozen_coordinator.VARIABLE: frozen_coordinator.mark(settings.secret, settings.port),
+            VARIABLE: mark(settings.secret, settings.port),
         },
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -187,7 +250,7 @@ def start_coordinator(settings: Settings, host: str) -> int | None:
     with contextlib.suppress(BrokenPipeError):  # it was killed
         child.stdin.write(json.dumps({**dataclasses.asdict(settings), "stderr": stderr}) + "\n")
         child.stdin.flush()
-    watch = frozen_coordinator.Frozen(settings.secret, settings.port)
+    watch = Frozen(settings.secret, settings.port)
     while not has_data(child.stdout, SILENT):
         watch.end()
     answer = child.stdout.readline().strip()

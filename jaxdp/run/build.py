@@ -33,6 +33,7 @@ from jaxdp.process.context import SLOW, Context
 from jaxdp.run.callbacks import Profile, folder
 from jaxdp.run.components import (
     NOTHING,
+    STAGES,
     Objects,
     Parts,
     choose_accumulate,
@@ -48,7 +49,6 @@ from jaxdp.run.datasets import Source, eval_key, facts_of, make_order, shapes_of
 from jaxdp.run.preflight import check_examples, check_optimizer, rehearse
 from jaxdp.run.programs import Digest, check_same, digest, lines
 from jaxdp.run.rundir import versions
-from jaxdp.run.strategies import STAGES
 from jaxdp.targets import attribute
 from jaxdp.train.run import Data, LoopOptions, Run
 from jaxdp.train.state import TrainState

@@ -342,7 +342,10 @@ class EarlyStopping:
         self.waited = int(state["waited"])
 
 
-CALLBACKS: dict[str, Any] = {"EarlyStopping": EarlyStopping}
+CALLBACKS: dict[str, Any] = {
+    "EarlyStopping": EarlyStopping,
+    "TimeLimit": "jaxdp.observers.time_limit.TimeLimit",
+}
 
 
 def make_callbacks(

@@ -15,6 +15,8 @@ from jax.tree_util import Partial
 
 from jaxdp.checkpoint.orbax import import_all
 from jaxdp.config import Config
+from jaxdp.config.training import EXACT
+from jaxdp.cpu import on_cpu
 from jaxdp.data import SOURCES
 from jaxdp.data.dataset import Dataset, first_example
 from jaxdp.data.example_order import ExampleOrder
@@ -28,7 +30,10 @@ from jaxdp.optim import OPTIMIZERS, checked, decay_mask, find_roles, make_optimi
 from jaxdp.optim.optimizers import MASKS, taken_by, with_master
 from jaxdp.optim.roles import AUTO, Role, describe, role_of
 from jaxdp.parallel.layout import Sharding
+from jaxdp.parallel.pjit import PJit
 from jaxdp.parallel.placement import can_pad, group_size, state_shapes
+from jaxdp.parallel.pmap import PMap
+from jaxdp.parallel.reduction import Reduction, bucket, on_any_devices, xla
 from jaxdp.parallel.strategy import Strategy
 from jaxdp.precision import LossScaling, cast_floats, policy
 from jaxdp.process import imports, membership
@@ -40,7 +45,6 @@ from jaxdp.run.datasets import (
     make_transform,
     shapes_of_model,
 )
-from jaxdp.run.strategies import STRATEGIES, make_reduction
 from jaxdp.split import leaves_by_path, path_string
 from jaxdp.targets import Table, bind, call, locate, parameters, require
 from jaxdp.train.skip import Spike
@@ -54,6 +58,51 @@ from jaxdp.train.step import (
     init_state,
     make_step,
 )
+
+KEY = "parallel.reduction"
+STRATEGIES: dict[str, Callable[..., Strategy]] = {"pmap": PMap, "pjit": PJit}
+STAGES = {"pmap": (0, 1), "pjit": (0, 1, 2, 3)}
+"""The ZeRO stages that each strategy supports."""
+
+REDUCTIONS: dict[str, Any] = {
+    "xla": xla,
+    "bucket": bucket,
+    **EXACT,
+}
+"""A function that returns each reduction, or its dotted path, which an extra may lack."""
+
+
+def make_reduction(name: str, bucket_mb: float = 25.0, group: int = 1) -> Reduction:
+    """Return the reduction of a name, or of the dotted path of a function that returns a
+    `Reduction`.
+
+    'auto' means bucket for CPU processes over Gloo, where XLA's combined all-reduce of many
+    operands is slow, else xla. A function gets those of bucket_mb, safe (no scatters) and group
+    (microbatches to compute at once) that it has parameters for. Raises UsageError for anything
+    else.
+
+    Over Gloo a scatter is an all-reduce and a slice: Gloo's reduce-scatter fails after 30 s
+    whatever the timeout, and was reported to return wrong results (jax#40831, jax#40830).
+    """
+    gloo = jax.process_count() > 1 and jax.default_backend() == "cpu"
+    if is_auto := name == "auto":
+        name = "bucket" if gloo else "xla"
+    bound = bind(
+        KEY,
+        locate(KEY, name, REDUCTIONS, KEY),
+        {},
+        {"bucket_mb": bucket_mb, "safe": gloo, "group": group},
+    )
+    require(KEY, bound)
+    reduction = call(KEY, bound)
+    if not isinstance(reduction, Reduction):
+        raise UsageError(
+            f"{KEY}: {name!r} must return a jaxdp.parallel.reduction.Reduction; see docs/reductions.md"
+        )
+    if is_auto and on_cpu():  # where nothing is computed beside a collective
+        reduction = reduction._replace(overlaps=False)
+    return on_any_devices(reduction)
+
 
 Objects = Mapping[str, Mapping[str, Any]]
 NOTHING: Objects = {}

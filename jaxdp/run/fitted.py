@@ -23,7 +23,7 @@ from jaxdp.config import Config
 from jaxdp.config.parsing import from_mapping
 from jaxdp.config.training import Target
 from jaxdp.config.validation import flatten
-from jaxdp.data.dataset import Arrays
+from jaxdp.data.dataset import Arrays, Dataset
 from jaxdp.errors import UsageError, user_code
 from jaxdp.extras import extras_of
 from jaxdp.losses import compute_logits
@@ -199,6 +199,11 @@ class Fitted:
                 safe_print.say(f"warning: {problem[0]}")
             return record
 
+    @property
+    def data(self) -> Dataset:
+        """Return the training data, such as a `Table`, whose `encode` makes inputs for `predict`."""
+        return self._parts.dataset
+
     @functools.cached_property
     def _parts(self) -> Parts:
         return make_parts(self.config, self.objects)
@@ -289,12 +294,7 @@ def open_checkpoint(directory: pathlib.Path, wanted: str, objects: Objects) -> F
     """See `load`."""
     checkpoint = directory / "checkpoints" / str(choose_step(directory, wanted, "step"))
     weights = from_checkpoint(checkpoint, False, "run_dir")
-    config = from_mapping(weights.meta["config"], str(checkpoint))
-    # The devices are those of this process.
-    parallel = dataclasses.replace(config.parallel, devices=None)
-    config = dataclasses.replace(config, parallel=parallel)
-    for extra in extras_of(config):
-        extra.set_environment()
+    config = config_here(weights.meta["config"], str(checkpoint))
     with settings(config), rundir.inside(weights.meta.get("folder")), user_code():
         parts = make_parts(config, objects)
         shapes = jax.eval_shape(state_maker(config, parts))
@@ -314,6 +314,16 @@ def open_checkpoint(directory: pathlib.Path, wanted: str, objects: Objects) -> F
     # Built here, where relative paths are those of the run.
     fitted.__dict__["_parts"] = parts
     return fitted
+
+
+def config_here(saved: dict[str, Any], title: str) -> Config:
+    """Return the config of a run for the devices of this process, and set what its extras need."""
+    config = from_mapping(saved, title)
+    for extra in extras_of(config):
+        extra.set_environment()
+    devices = min(jax.device_count(), config.microbatches)
+    parallel = dataclasses.replace(config.parallel, devices=devices)
+    return dataclasses.replace(config, parallel=parallel)
 
 
 @contextlib.contextmanager

@@ -2,11 +2,14 @@
 and warnings.
 """
 
+import contextlib
 import dataclasses
 import functools
 import os
 import pathlib
 import re
+import subprocess
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import IO, Any
 
@@ -39,7 +42,7 @@ from jaxdp.plan import prediction
 from jaxdp.process import environment
 from jaxdp.process.context import Context
 from jaxdp.report.html import Reports
-from jaxdp.run import git, model_summary, rundir
+from jaxdp.run import model_summary, rundir
 from jaxdp.run.build import Prepared, on_all_ranks
 from jaxdp.run.callbacks import EarlyStopping
 from jaxdp.run.components import Objects, describe_groups, schedule_of
@@ -50,6 +53,72 @@ from jaxdp.targets import OF_SCRIPT
 from jaxdp.train.run import Run
 from jaxdp.train.state import TrainState, floats
 from jaxdp.train.step import first_microbatch
+
+DIFF = "git.diff"
+LONGEST_DIFF = 200_000  # bytes of the diff
+GIT_TIMEOUT = 1.0  # seconds, for all commands together
+SAFE = ("git", "-c", "core.fsmonitor=false", "-c", "core.quotePath=false")  # start no other program
+
+
+def git_facts(directory: pathlib.Path) -> dict[str, Any]:
+    """Write the uncommitted changes of tracked files to `directory`/git.diff and return {"git":
+    {"commit", "changed"}}.
+
+    Of the repository of the current directory. Empty if it is none, git is missing, or it takes
+    longer than GIT_TIMEOUT."""
+    answers: list[bytes] = []
+    processes: list[subprocess.Popen[bytes]] = []
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+
+    def ask(*command):
+        """Append the first LONGEST_DIFF bytes, and one more if there are any, of what git prints; return
+        False if it fails.
+        """
+        arguments = [*SAFE, *command]
+        with subprocess.Popen(
+            arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+        ) as process:
+            processes.append(process)
+            assert process.stdout is not None
+            answers.append(process.stdout.read(LONGEST_DIFF + 1))
+            if is_cut := len(answers[-1]) > LONGEST_DIFF:
+                process.kill()
+        return is_cut or process.returncode == 0
+
+    def work():
+        with contextlib.suppress(OSError):
+            if not (
+                ask("rev-parse", "HEAD")
+                and ask("diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD")
+            ):
+                answers.clear()
+
+    thread = threading.Thread(
+        target=work, name="git", daemon=True
+    )  # a file system may not answer at all
+    thread.start()
+    thread.join(GIT_TIMEOUT)
+    commit, diff = answers if len(answers) == 2 else (b"", b"")
+    for process in processes:
+        process.kill()  # if it has not ended
+    with contextlib.suppress(OSError):  # a full disk
+        if not diff:
+            (directory / DIFF).unlink(missing_ok=True)
+        else:
+            with rundir.replaced(
+                directory / DIFF, private=True
+            ) as new:  # a diff may contain passwords
+                new.write_bytes(
+                    diff
+                    if len(diff) <= LONGEST_DIFF
+                    else diff[: diff.rfind(b"\n", 0, LONGEST_DIFF) + 1] + b"[cut]\n"
+                )
+    return {"git": {"commit": commit.decode().strip(), "changed": bool(diff)}} if commit else {}
+
 
 FIX = (
     "choose another run_dir (None is a temporary one), replace the run with overwrite=True, or continue it anyway "
@@ -282,7 +351,7 @@ def start_writer(
             },
             "launcher": context.launcher,
             "backend": config.parallel.backend,
-            **git.record(directory),
+            **git_facts(directory),
         },
     )
     params = run.strategy.shapes.params

@@ -90,8 +90,9 @@ def verify(
         elsewhere = narrow = None
         if context.is_root:
             # Another parity, on the other side of usual limits.
-            other = 1 if jax.device_count() > 1 else 8
-            elsewhere = start(facts_of_config, devices=other, elsewhere=True)
+            elsewhere = start(
+                facts_of_config, devices=1 if jax.device_count() > 1 else 8, elsewhere=True
+            )
         oracle = Oracle(problem, trial)
         dtype, random = verify_checks.traits_of(oracle)
         used = config.precision

@@ -24,16 +24,20 @@ from jaxdp.process import hosts
 from jaxdp.process.context import Context
 from jaxdp.run.build import prepare_on_all_ranks
 from jaxdp.run.components import (
+    EXACT,
+    REDUCTIONS,
+    STAGES,
+    STRATEGIES,
     Parts,
     check_paths,
     choose_accumulate,
     make_parts,
+    make_reduction,
     make_strategy,
     make_the_step,
     make_tx,
     state_maker,
 )
-from jaxdp.run.strategies import EXACT, REDUCTIONS, STAGES, STRATEGIES, make_reduction
 from jaxdp.targets import attribute
 from jaxdp.train.state import TrainState
 from jaxdp.train.step import Step, UpdateRule, first_microbatch

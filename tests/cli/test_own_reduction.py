@@ -9,7 +9,7 @@ import pytest
 
 from cli_runs import ended, jaxdp, records, write
 from jaxdp.errors import UsageError
-from jaxdp.run.strategies import make_reduction
+from jaxdp.run.components import make_reduction
 
 ROOT = pathlib.Path(__file__).parents[2]
 (CODE,) = re.findall(

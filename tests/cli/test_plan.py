@@ -25,8 +25,8 @@ from jaxdp.plan.hardware import HARDWARE
 from jaxdp.plan.hlo import summarize
 from jaxdp.plan.prediction import Case, make_plan, predict, recommend
 from jaxdp.run.build import changes_for
+from jaxdp.run.components import STRATEGIES, make_reduction
 from jaxdp.run.model_summary import count_flops
-from jaxdp.run.strategies import STRATEGIES, make_reduction
 from jaxdp.train.step import Forward, UpdateRule, init_state, make_step
 from launch import in_process
 from planning import run

@@ -29,8 +29,7 @@ from jaxdp.errors import UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models.base import Model
 from jaxdp.parallel.reduction import xla
-from jaxdp.run.components import Parts, make_parts
-from jaxdp.run.strategies import REDUCTIONS, STAGES
+from jaxdp.run.components import REDUCTIONS, STAGES, Parts, make_parts
 from jaxdp.train.state import TrainState
 from jaxdp.train.step import Forward, UpdateRule
 from jaxdp.verify import verify

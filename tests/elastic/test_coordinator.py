@@ -27,7 +27,6 @@ from jaxdp.process import (
     channel,
     connection,
     coordinator_process,
-    frozen_coordinator,
     hosts,
     joining,
     protocol,
@@ -170,13 +169,13 @@ def runs(pid):
 
 
 def test_a_coordinator_that_does_not_run_is_ended_and_no_other(monkeypatch, start):
-    monkeypatch.setattr(frozen_coordinator, "APART", 0.0)
+    monkeypatch.setattr(joining, "APART", 0.0)
     pid, settings = start()
     other, _ = start(port=hosts.free_port())
     stranger, _ = start(port=hosts.free_port(), secret="t" * 64)
     for stopped in (other, stranger):
         os.kill(stopped, signal.SIGSTOP)
-    ours = frozen_coordinator.Frozen(SECRET, settings.port)
+    ours = joining.Frozen(SECRET, settings.port)
     for _ in range(3):
         ours.end()
         time.sleep(0.3)  # it runs ten times a second
@@ -188,7 +187,7 @@ def test_a_coordinator_that_does_not_run_is_ended_and_no_other(monkeypatch, star
 
 def test_two_checks_at_one_moment_end_nobody(start):
     pid, settings = start()
-    ours = frozen_coordinator.Frozen(SECRET, settings.port)
+    ours = joining.Frozen(SECRET, settings.port)
     for _ in range(20):
         ours.end()
     assert ours.last and runs(pid)
@@ -199,7 +198,7 @@ def test_a_frozen_coordinator_is_replaced(monkeypatch, start, moment):
     """All ranks join another one, which the first of them starts."""
     monkeypatch.setattr(connection, "SILENT", 0.5)
     monkeypatch.setattr(connection, "REACTION", 0.1)
-    monkeypatch.setattr(frozen_coordinator, "APART", 0.3)
+    monkeypatch.setattr(joining, "APART", 0.3)
     pid, settings = start()
     settings = dataclasses.replace(settings, stderr=os.dup(settings.stderr))
 
@@ -515,7 +514,7 @@ def test_a_coordinator_that_is_killed_or_stopped_before_it_listens_is_no_error_o
     monkeypatch, start, number
 ):
     monkeypatch.setattr(joining, "SILENT", 0.3)
-    monkeypatch.setattr(frozen_coordinator, "APART", 0.2)
+    monkeypatch.setattr(joining, "APART", 0.2)
     popen, at_once = joining.subprocess.Popen, []
 
     def stopped(*args, **options):

@@ -17,7 +17,7 @@ from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError
 from jaxdp.parallel.placement import assign_microbatches, data_mesh, from_first
 from jaxdp.parallel.reduction import pack
-from jaxdp.run.strategies import REDUCTIONS, make_reduction
+from jaxdp.run.components import REDUCTIONS, make_reduction
 from jaxdp.split import DATA
 
 MESH = data_mesh(jax.devices()[:4])

@@ -29,7 +29,7 @@ import jaxdp
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "support"))
 import toys
 from jaxdp.checkpoint.leaves import host
-from jaxdp.data.transforms import random_crop, random_flip
+from jaxdp.data.augment import random_crop, random_flip
 from jaxdp.models import as_model
 from jaxdp.models.gpt import GPT
 from jaxdp.models.mlp import MLP

@@ -25,9 +25,8 @@ from jaxdp.errors import UsageError
 from jaxdp.exact.fixed_point import FORMATS
 from jaxdp.losses import Contrastive
 from jaxdp.optim.optimizers import with_master
-from jaxdp.run.components import make_parts, make_the_step
+from jaxdp.run.components import make_parts, make_reduction, make_the_step
 from jaxdp.run.fitted import settings
-from jaxdp.run.strategies import make_reduction
 from jaxdp.verify.problem import Configuration, choose_configurations, is_meaningful
 from judging import (
     STAGES,

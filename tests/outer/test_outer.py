@@ -33,8 +33,7 @@ from jaxdp.outer.replicas import (
     split_replicas,
 )
 from jaxdp.parallel.placement import assign_microbatches, ordered_devices
-from jaxdp.run.components import make_parts
-from jaxdp.run.strategies import make_reduction
+from jaxdp.run.components import make_parts, make_reduction
 from jaxdp.train.step import Forward, UpdateRule, init_state, make_step
 from launch import mpirun
 from plain_runs import Given, fit, make_run

@@ -10,7 +10,7 @@ import toys
 from jaxdp.checkpoint.leaves import host as host_array
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.parallel.layout import Sharding
-from jaxdp.run.strategies import STRATEGIES, make_reduction
+from jaxdp.run.components import STRATEGIES, make_reduction
 from jaxdp.split import path_string
 from jaxdp.train.step import Forward, UpdateRule, init_state
 

@@ -14,9 +14,9 @@ from jaxdp.data.example_order import EpochOrder
 from jaxdp.extras import Extra
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.run.build import Log
+from jaxdp.run.components import STRATEGIES, make_reduction
 from jaxdp.run.datasets import Source
 from jaxdp.run.driver import Training
-from jaxdp.run.strategies import STRATEGIES, make_reduction
 from jaxdp.train.run import Data, LoopOptions, Progress, Run
 from jaxdp.train.step import Forward, UpdateRule, init_state, make_step
 

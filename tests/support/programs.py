@@ -14,7 +14,7 @@ from jaxdp.models.gpt import GPT
 from jaxdp.parallel.layout import Sharding
 from jaxdp.plan.hlo import Collective, collectives
 from jaxdp.precision import Policy
-from jaxdp.run.strategies import STRATEGIES, make_reduction
+from jaxdp.run.components import STRATEGIES, make_reduction
 from jaxdp.train.step import Forward, UpdateRule, init_state, make_step
 
 DEVICES, LAYERS, TOKENS, SLOTS = 8, 16, 16, 4  # SLOTS: microbatches of a device

@@ -23,7 +23,7 @@ from jaxdp.models.nnx import Blocks
 from jaxdp.optim import OPTIMIZERS as TABLE
 from jaxdp.parallel.layout import Sharding
 from jaxdp.precision import Policy
-from jaxdp.run.strategies import STRATEGIES, make_reduction
+from jaxdp.run.components import STRATEGIES, make_reduction
 from jaxdp.train.step import Forward, Replica, UpdateRule, init_state, make_step
 
 SHAPE, CLASSES, WIDTH = (4, 4, 2), 3, 24

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdp.data.transforms import random_crop, random_flip, standardize
+from jaxdp.data.augment import random_crop, random_flip, standardize
 
 IMAGES = np.random.default_rng(0).integers(
     1, 256, (12, 9, 7, 3), np.uint8

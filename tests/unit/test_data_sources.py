@@ -21,7 +21,11 @@ from jaxdp.errors import UsageError
 
 RNG = np.random.default_rng(0)
 REAL = os.environ.get("JAXDP_DATA")
-OF_IMAGES = [name for name in jaxdp.data.SOURCES if hasattr(getattr(jaxdp.data, name), "transform")]
+OF_IMAGES = [
+    name
+    for name in jaxdp.data.SOURCES
+    if name != "Table" and hasattr(getattr(jaxdp.data, name), "transform")
+]
 real_data = pytest.mark.skipif(
     not REAL, reason="JAXDP_DATA does not name a folder with the full data sets"
 )
@@ -115,6 +119,13 @@ def write_npz(folder):
     np.savez(folder / "data.npz", **rows(8), **{f"{k}_test": v for k, v in rows(6).items()})
 
 
+def write_table(folder):
+    pandas = pytest.importorskip("pandas", reason="pip install -e '.[tables]'")
+    folder.mkdir()
+    table = pandas.DataFrame({"a": RNG.normal(size=60), "kind": RNG.choice(["x", "y"], 60)})
+    table.to_csv(folder / "table.csv", index=False)
+
+
 WRITE = {  # what a source is made of; those that are not here need nothing
     "CIFAR10": ("", lambda folder: write_cifar(folder, protocol=2)),
     "MNIST": ("", write_mnist),
@@ -127,8 +138,11 @@ WRITE = {  # what a source is made of; those that are not here need nothing
     "HuggingFace": ("", write_hugging_face),
     "PackedTokens": ("tokens.bin", write_text),
     "Npz": ("data.npz", write_npz),
+    "Table": ("table.csv", write_table),
 }
 ARGS = {
+    "Balanced": {"data": "Digits"},
+    "Table": {"label": "kind"},
     "Mixture": {"sets": {"a": "Digits", "b": "Digits"}, "weights": {"a": 1, "b": 2}},
     "PackedTokens": {"end_of_text": 5},
 }
@@ -154,6 +168,7 @@ def test_every_source_keeps_the_contract(name, split, tmp_path):
     assert got["inputs"].shape == (3, *source.input_shape) and got["inputs"].dtype in (
         np.uint8,
         np.int32,
+        np.float32,
     )
     assert got["labels"].shape in ((3,), got["inputs"].shape) and got["labels"].dtype == np.int32
     assert got["labels"].max() < source.classes and np.array_equal(

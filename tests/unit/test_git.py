@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from jaxdp.run import git
+from jaxdp.run import start
 
 
 @pytest.fixture
@@ -37,27 +37,31 @@ def test_the_commit_and_the_changes_of_a_repository(repository):
         ["git", "rev-parse", "HEAD"], capture_output=True, text=True
     ).stdout.strip()
     assert (
-        git.record(run) == {"git": {"commit": commit, "changed": False}}
+        start.git_facts(run) == {"git": {"commit": commit, "changed": False}}
         and not (run / "git.diff").exists()
     )
     code.write_text("a = 2\n")
-    assert git.record(run) == {"git": {"commit": commit, "changed": True}}
+    assert start.git_facts(run) == {"git": {"commit": commit, "changed": True}}
     assert (run / "git.diff").read_text().endswith("-a = 1\n+a = 2\n")
     assert stat.S_IMODE((run / "git.diff").stat().st_mode) == 0o600, "it may contain passwords"
     code.write_text("a = 3\n" * 100_000)
-    assert git.record(run)["git"]["changed"]
+    assert start.git_facts(run)["git"]["changed"]
     diff = (run / "git.diff").read_text()
-    assert git.LIMIT - 20 < len(diff) < git.LIMIT + 20 and diff.endswith("\n+a = 3\n[cut]\n")
+    assert start.LONGEST_DIFF - 20 < len(diff) < start.LONGEST_DIFF + 20 and diff.endswith(
+        "\n+a = 3\n[cut]\n"
+    )
 
 
 def test_no_repository_and_no_git_are_no_error(repository, monkeypatch):
     (repository / "run" / "git.diff").write_text("of the start before")
     monkeypatch.chdir(repository)
-    assert git.record(repository / "run") == {} and not (repository / "run" / "git.diff").exists()
+    assert (
+        start.git_facts(repository / "run") == {} and not (repository / "run" / "git.diff").exists()
+    )
     monkeypatch.chdir(repository / "repository")
-    assert git.record(repository / "run") and git.record(repository / "missing")
+    assert start.git_facts(repository / "run") and start.git_facts(repository / "missing")
     monkeypatch.setenv("PATH", str(repository))
-    assert git.record(repository / "run") == {}
+    assert start.git_facts(repository / "run") == {}
 
 
 def test_a_diff_without_an_end_is_cut(repository, monkeypatch):
@@ -66,15 +70,17 @@ def test_a_diff_without_an_end_is_cut(repository, monkeypatch):
     (repository / "git").write_text(script)
     (repository / "git").chmod(0o755)
     monkeypatch.setenv("PATH", f"{repository}:/usr/bin:/bin")
-    assert git.record(repository / "run") == {"git": {"commit": "1234", "changed": True}}
+    assert start.git_facts(repository / "run") == {"git": {"commit": "1234", "changed": True}}
     diff = (repository / "run/git.diff").read_text()
-    assert git.LIMIT - 20 < len(diff) < git.LIMIT + 20 and diff.endswith("+a\n[cut]\n")
+    assert start.LONGEST_DIFF - 20 < len(diff) < start.LONGEST_DIFF + 20 and diff.endswith(
+        "+a\n[cut]\n"
+    )
 
 
 def test_a_git_that_does_not_answer_is_not_waited_for(repository, monkeypatch):
     (repository / "git").write_text("#!/bin/sh\nexec sleep 60\n")
     (repository / "git").chmod(0o755)
     monkeypatch.setenv("PATH", f"{repository}:/usr/bin:/bin")
-    monkeypatch.setattr(git, "TIMEOUT", 0.1)
+    monkeypatch.setattr(start, "GIT_TIMEOUT", 0.1)
     began = time.monotonic()
-    assert git.record(repository / "run") == {} and time.monotonic() - began < 10
+    assert start.git_facts(repository / "run") == {} and time.monotonic() - began < 10

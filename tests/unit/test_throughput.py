@@ -3,11 +3,13 @@ and goodput.
 """
 
 import json
+import threading
 import time
 
 import jax
 import jax.extend
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import toys
@@ -239,6 +241,40 @@ def test_updates_before_and_after_a_pause_are_counted():
                 time.sleep(COMPILES)
         meter.flush()
     assert len(records) == 2 and 90 <= records[1]["step_time_ms"] < 200, records
+
+
+class Hanging:
+    """A number that a device computes once `goes_on` is set."""
+
+    def __init__(self):
+        self.goes_on, self.read = threading.Event(), threading.Event()
+
+    def is_ready(self):
+        return self.goes_on.is_set()
+
+    def block_until_ready(self):
+        return self
+
+    def __array__(self, *args, **more):
+        self.goes_on.wait()
+        self.read.set()
+        return np.zeros(1)
+
+
+def test_a_record_that_comes_after_the_end_is_not_written(monkeypatch):
+    """Of a generation of an elastic job that has ended: another process has written it meanwhile."""
+    monkeypatch.setattr("jaxdp.metrics.meter.LAST_WORDS", 0.1)
+    records, loss = Lines(), Hanging()
+    with metering(Meter(records, 1, 4, 10.0)) as meter:
+        for update, metric in ((1, jnp.zeros(1)), (2, loss)):
+            meter.reading(update - 1)
+            meter.before(range(update, update + 1), None)
+            meter.after(range(update, update + 1), None, {"loss": metric})
+    loss.goes_on.set()
+    assert loss.read.wait(20.0)
+    while meter.queue.unfinished_tasks > 1:  # the last one ends the thread
+        time.sleep(0.01)
+    assert [r["step"] for r in records] == [1]
 
 
 def test_a_record_that_is_told_late_takes_nothing_off_the_next():

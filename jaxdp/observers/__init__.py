@@ -1,0 +1,1 @@
+"""Observers that a config names under `callbacks`."""

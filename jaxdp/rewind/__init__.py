@@ -1,0 +1,1 @@
+"""Rewind: which rows an update of a run was made of, recomputed from the nearest checkpoint."""

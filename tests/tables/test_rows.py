@@ -1,0 +1,126 @@
+"""Tables as data: columns by name, classes by name, and new rows for `predict`."""
+
+import numpy as np
+import pytest
+
+import jaxdp
+from cli_runs import ended
+from jaxdp.data import Table
+from jaxdp.errors import UsageError
+
+pandas = pytest.importorskip("pandas")
+RNG = np.random.default_rng(0)
+
+
+def frame(rows=200):
+    age = RNG.integers(18, 90, rows).astype(float)
+    city = RNG.choice(["Rome", "Oslo", "Lima"], rows)
+    income = RNG.normal(50_000, 9_000, rows)
+    churn = np.where((age > 75) & (income > 45_000), "yes", "no")
+    return pandas.DataFrame({"age": age, "city": city, "income": income, "churn": churn})
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "DataFrame"])
+def test_columns_and_classes_go_by_name(tmp_path, kind):
+    table = frame()
+    source = table if kind == "DataFrame" else tmp_path / f"table.{kind}"
+    if kind == "csv":
+        table.to_csv(source, index=False)
+    elif kind == "parquet":
+        table.to_parquet(source)
+    made = Table(source, "churn")
+    assert made.class_names == ["no", "yes"] and made.classes == 2 and made.input_shape == (5,)
+    assert made.names == ["age", "city", "city", "city", "income"]
+    assert made.values == {"city": ["Lima", "Oslo", "Rome"]}
+    test = Table(source, "churn", split="test")
+    assert (len(made), len(test)) == (180, 20) and not {*made.rows} & {*test.rows}
+    batch = made.read(np.arange(len(made)))
+    rows = table.iloc[made.rows]
+    np.testing.assert_array_equal(batch["labels"], (rows.churn == "yes").to_numpy())
+    np.testing.assert_array_equal(batch["inputs"][:, 3], rows.city == "Rome")
+    scaled = made.transform(batch, None, True)["inputs"]
+    np.testing.assert_allclose(scaled[:, [0, 4]].mean(0), 0, atol=1e-5)
+    np.testing.assert_allclose(scaled[:, [0, 4]].std(0), 1, rtol=1e-5)
+    np.testing.assert_array_equal(scaled[:, 1:4], batch["inputs"][:, 1:4])
+    np.testing.assert_array_equal(made.encode(rows), batch["inputs"])
+
+
+def test_kinds_of_labels():
+    table = frame()
+    table["grade"], table["price"] = RNG.integers(3, 6, 200), RNG.normal(size=200)
+    assert Table(table, "grade", ["age"]).class_names == ["3", "4", "5"]
+    prices = Table(table, "price", ["age"])
+    assert prices.arrays["labels"].dtype == np.float32 and not hasattr(prices, "classes")
+    assert Table(table.assign(whole=1.0 * table.grade), "whole", ["age"]).classes == 3
+
+
+def test_new_rows_of_an_uneven_table_are_predicted_by_the_best_checkpoint(tmp_path, monkeypatch):
+    """In a few lines: a CSV with few of one class, balanced, the best F1, and new rows."""
+    frame(2000).to_csv(tmp_path / "train.csv", index=False)
+    new = frame(300)
+    new.drop(columns="churn").to_csv(tmp_path / "new.csv", index=False)
+    (tmp_path / "run.yaml").write_text(
+        "model: {target: MLP, args: {hidden: [16]}}\n"
+        "data:\n  target: Balanced\n"
+        "  args: {data: {target: Table, args: {table: train.csv, label: churn}}}\n"
+        "eval: {every: 50, data: {target: Table, args: {table: train.csv, label: churn, split: test}}}\n"
+        "loss: {target: WeightedCrossEntropy}\nsteps: 300\nbatch_size: 96\nmicrobatches: 8\n"
+        "optimizer: {target: adam, lr: 1.0e-2}\ncheckpoint: {every: 50, best: f1}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    ended("train", "--config", "run.yaml", "--run_dir", "run", code=0)
+    run = jaxdp.load(tmp_path / "run", "best")
+    outputs = run.predict(run.data.encode(tmp_path / "new.csv"))
+    names = np.array(run.data.class_names)[outputs.argmax(-1)]
+    found = (names == "yes") & (new.churn == "yes")
+    assert run.final["f1"] > 0.8
+    assert 2 * found.sum() / ((names == "yes").sum() + (new.churn == "yes").sum()) > 0.8
+
+
+def test_missing_numbers_are_refused_or_filled():
+    table = frame()
+    table.loc[7, "age"] = np.nan
+    with pytest.raises(
+        UsageError, match=r"data.args.columns: 'age' is nan in row 7; set data.args.fill"
+    ):
+        Table(table, "churn")
+    assert Table(table, "churn", fill=-1.0).arrays["inputs"][7, 0] == -1
+
+
+@pytest.mark.parametrize(
+    "args, said",
+    [
+        ({"label": "Churn"}, "data.args.label: the table has no column 'Churn', only age, city"),
+        ({"label": "churn", "columns": ["Age"]}, "data.args.columns: the table has no column 'Age'"),
+        ({"label": "churn", "columns": ["churn"]}, "data.args.columns: .'churn'.; name inputs, without"),
+        ({"label": "churn", "columns": []}, "data.args.columns: ..; name inputs"),
+        ({"label": "churn", "test_fraction": 1.0}, "data.args.test_fraction: 1.0 is not"),
+        ({"label": "churn", "test_fraction": 0, "split": "test"}, "of 200 rows: no test split"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(args, said):
+    with pytest.raises(UsageError, match=said):
+        Table(frame(), **args)
+
+
+def test_files_that_are_no_tables(tmp_path):
+    (tmp_path / "empty.csv").write_text("a,b\n")
+    (tmp_path / "bad.parquet").write_text("no parquet")
+    for name, said in {
+        "none.csv": "cannot be read: .*No such file",
+        "empty.csv": "has no rows",
+        "bad.parquet": "cannot be read",
+    }.items():
+        with pytest.raises(UsageError, match=f"data.args.table: '.*{name}' {said}"):
+            Table(tmp_path / name, "b")
+    table = frame()
+    table.loc[3, "churn"] = None
+    with pytest.raises(UsageError, match=r"data.args.label: 'churn' has no value in row 3"):
+        Table(table, "churn")
+    with pytest.raises(
+        UsageError, match=r"'age' has texts, such as 'old', but numbers in training"
+    ):
+        Table(frame(), "churn").encode(frame().assign(age="old"))
+    wide = pandas.DataFrame(np.zeros((4, 3000)), columns=[f"c{i}" for i in range(3000)])
+    with pytest.raises(UsageError, match=r"has no column 'label', only c0, .* and 2992 more"):
+        Table(wide, "label")
