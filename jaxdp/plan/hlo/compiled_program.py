@@ -48,7 +48,7 @@ def _parsed(text: str) -> Groups:
         return tuple(tuple(_ints(group)) for group in re.findall(r"\{([\d,]+)\}", text))
     if text.startswith("["):
         shape, source = text.split("<=")
-        return _rows(_iota(source).reshape(_ints(shape)))
+        return tuple(map(tuple, _iota(source).reshape(_ints(shape)).tolist()))
     return _along(*text.rsplit(" {", 1))
 
 
@@ -74,7 +74,8 @@ def _along(mesh: str, axes: str) -> Groups:
     inside = [dims.index(axis) for axis in chosen]
     outside = [i for i in range(len(dims)) if i not in inside]
     cube = order.reshape([end // begin for _, begin, end in dims]).transpose(outside + inside)
-    return _rows(cube.reshape(-1, math.prod(end // begin for _, begin, end in chosen)))
+    rows = cube.reshape(-1, math.prod(end // begin for _, begin, end in chosen))
+    return tuple(map(tuple, rows.tolist()))
 
 
 def _iota(text: str) -> np.ndarray:
@@ -86,10 +87,6 @@ def _iota(text: str) -> np.ndarray:
 
 def _ints(text: str) -> list[int]:
     return [int(n) for n in re.findall(r"\d+", text)]
-
-
-def _rows(ids: np.ndarray) -> Groups:
-    return tuple(map(tuple, ids.tolist()))
 
 
 _COMPUTATION = re.compile(r"^\s*(ENTRY )?%?([\w.-]+) (?:\(.*\) -> .*)?\{$")
