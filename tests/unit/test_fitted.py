@@ -440,7 +440,8 @@ def test_a_run_that_is_loaded_is_what_fit_returned(saved, ema):
     loaded = jaxdp.load(saved.run_dir, **OBJECTS)
     assert loaded.final["step"] == 6 and loaded.final["loss"] == saved.final["loss"]
     np.testing.assert_array_equal(loaded.predict(X, ema=ema), saved.predict(X, ema=ema))
-    assert loaded.evaluate(ema=ema) == saved.evaluate(ema=ema)
+    # On other devices, so but for rounding.
+    assert loaded.evaluate(ema=ema) == pytest.approx(saved.evaluate(ema=ema), rel=1e-6)
     for one, other in zip(*map(jax.tree.leaves, (loaded.model_state, saved.model_state))):
         np.testing.assert_array_equal(one, other)
 

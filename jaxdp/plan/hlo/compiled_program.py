@@ -166,13 +166,15 @@ class CompiledProgram:
             raise ValueError("no ENTRY computation: this is not the text of a compiled program")
 
     def trips(self, where: str, x: Instruction) -> int | None:
-        """Return the iterations of a loop; None if they are not known.
-
-        XLA says them, but not of a loop of which it has peeled an iteration: there the condition
-        compares a counter with a constant, and the counter starts with one.
-        """
+        """Return the iterations of a loop; None if they are not known."""
         if found := _TRIPS.search(x.attributes):
             return int(found[1] or found[2])
+        return self.compared(where, x)
+
+    def compared(self, where: str, x: Instruction) -> int | None:
+        """Return the iterations of a loop of which XLA has peeled one, and does not say them: the
+        condition compares a counter with a constant, and the counter starts with one.
+        """
         operations = [y for name in x.conditions for y in self.computations[name].values()]
         inner = [
             z for y in operations for name in y.called for z in self.computations[name].values()
