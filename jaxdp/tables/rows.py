@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.dataset import Arrays, check_split
+from jaxdp.data.dataset import Arrays, check_split, check_test_fraction, draw_rows
 from jaxdp.errors import UsageError, import_optional, one_line
 
 KEY = "data.args"
@@ -14,10 +14,10 @@ SHOWN = 8  # names in an error
 
 
 class Table(Arrays):
-    """Rows of a table as examples: "inputs" float32 [input], and "labels" [] of one column.
+    """Rows of a table as examples: "inputs" float32 [input], and "labels", of one column.
 
     table: a CSV or Parquet file, or a DataFrame. label: the column to predict. Texts and whole numbers
-    are classes: labels are int32, the index in `class_names`, which are sorted. Fractions are labels
+    are classes: labels are int32 [], the index in `class_names`, which are sorted. Fractions are labels
     of a regression, float32 [1]. columns: the other columns to use, by default all. Numbers are one input;
     a text is one for each value that the training rows have (one-hot, sorted; of another value, all are
     0). fill: in the place of a missing number; None: it is refused. test_fraction: the share of the
@@ -38,17 +38,14 @@ class Table(Arrays):
         split: str = "train",
     ):
         check_split(split)
-        if not 0 <= test_fraction < 1:
-            raise UsageError(f"{KEY}.test_fraction: {test_fraction} is not at least 0 and below 1")
+        check_test_fraction(test_fraction)
         frame = read_frame(table)
         names = [name for name in frame.columns if name != label] if columns is None else columns
         self.columns, self.fill = [*names], fill
         require(frame, {"label": [label], "columns": self.columns})
         if label in self.columns or not self.columns:
             raise UsageError(f"{KEY}.columns: {self.columns}; name inputs, without {label!r}")
-        order = np.random.default_rng(0).permutation(len(frame))
-        cut = round(test_fraction * len(order))
-        train = np.sort(order[cut:])
+        train = draw_rows(len(frame), test_fraction, "train")
         # The values of each text column, {} for numbers.
         self.values: dict[str, list[str]] = {
             name: sorted({*frame[name].iloc[train].dropna().astype(str)})
@@ -61,11 +58,7 @@ class Table(Arrays):
         deviation = np.where(numeric, inputs[train].std(0), 1)
         self.deviation = np.where(deviation > 0, deviation, 1).astype(np.float32)
         super().__init__(inputs=inputs, labels=labels)
-        self.rows = train if split == "train" else np.sort(order[:cut])
-        if not len(self.rows):
-            raise UsageError(
-                f"{KEY}.test_fraction: {test_fraction} of {len(order)} rows: no {split} split"
-            )
+        self.rows = draw_rows(len(frame), test_fraction, split)
         self.input_shape = inputs.shape[1:]
         self.inventory = f"{len(self.columns)} columns, {inputs.shape[1]} inputs; label {label}"
 
