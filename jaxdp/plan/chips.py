@@ -5,7 +5,7 @@ described machine: no driver and no device is needed (`jax.experimental.topologi
 kernels, collectives and their schedule are those of the real program. Kernels are chosen without
 being timed, since nothing runs.
 
-They compile in a process of its own: a compiler that crashes ends only that one.
+They run in a process of their own: a compiler that crashes ends only that one.
 """
 
 import importlib.metadata
@@ -99,6 +99,7 @@ CHIPS = {
 }
 PLUGINS = {"cuda": ("jax-cuda12-plugin", "jax-cuda12-pjrt"), "tpu": ("libtpu",)}
 EXAMPLES = "h100:8, h100:8x8 (hosts x devices of a host), v5e:16x16, v5p:8x8x8"
+SHOWN = 300  # characters of a compiler's last line
 
 
 class Target(NamedTuple):
@@ -124,11 +125,8 @@ def read_target(text: str) -> Target:
     """
     kind, _, size = text.partition(":")
     if kind not in CHIPS:
-        near = suggest(kind, CHIPS, otherwise="")
-        raise UsageError(
-            f"--target: {text!r} names no known device; {near} known: {', '.join(CHIPS)}; "
-            f"write for example {EXAMPLES}"
-        )
+        near = suggest(kind, CHIPS, otherwise=f"known: {', '.join(CHIPS)}")
+        raise UsageError(f"--target: {text!r} names no known device, as {EXAMPLES} do; {near}")
     chip = CHIPS[kind]
     row = HARDWARE[chip.hardware]
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", size):
@@ -193,9 +191,6 @@ def open_target(target: Target) -> list[jax.Device]:
     return list(found.devices)
 
 
-WORDS = 300  # characters of a log that are shown
-
-
 class CompilerFailed(DistributedError):
     """The compiler of a target has ended its process."""
 
@@ -219,7 +214,7 @@ def compile_plans(
                 lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
                 last = next((x for x in reversed(lines) if x.strip()), "")
                 raise CompilerFailed(
-                    f"the compiler for {target.name} ended without a result: {last[-WORDS:]}"
+                    f"the compiler for {target.name} ended without a result: {last[-SHOWN:]}"
                 ) from None
 
 

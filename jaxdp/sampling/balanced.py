@@ -27,7 +27,7 @@ class Balanced:
     order. The draws from a class continue over the epochs: it is read to its end, in a random order,
     before any of its examples comes again. The order is a function of the seed and the update, so it
     does not depend on devices or on where a run was resumed. It needs 8 bytes of memory an example. Raises
-    UsageError for a class without examples, or a weight that is not positive.
+    UsageError for a weight that is not positive, and for one of a class that no example has.
     """
 
     def __init__(

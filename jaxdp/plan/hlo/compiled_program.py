@@ -172,8 +172,8 @@ class CompiledProgram:
         return self.compared(where, x)
 
     def compared(self, where: str, x: Instruction) -> int | None:
-        """Return the iterations of a loop of which XLA has peeled one, and does not say them: the
-        condition compares a counter with a constant, and the counter starts with one.
+        """Return the iterations of a loop whose number XLA does not state, since it has peeled some
+        off: the condition compares a counter with a constant, and the counter begins at another.
         """
         operations = [y for name in x.conditions for y in self.computations[name].values()]
         inner = [
