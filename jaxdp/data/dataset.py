@@ -239,27 +239,6 @@ def check_split(split: str) -> None:
     check_one_of("data.args.split", split, ("train", "test"))
 
 
-def check_test_fraction(fraction: float) -> None:
-    if not 0 <= fraction < 1:
-        raise UsageError(
-            f"data.args.test_fraction: {fraction} is not at least 0 and below 1; e.g. 0.1"
-        )
-
-
-def draw_rows(count: int, test_fraction: float, split: str) -> np.ndarray:
-    """Return the rows of a split, in order: the test split is drawn from `count` with a fixed seed.
-
-    Raises UsageError if it has none."""
-    order = np.random.default_rng(0).permutation(count)
-    cut = round(test_fraction * count)
-    rows = np.sort(order[:cut] if split == "test" else order[cut:])
-    if not len(rows):
-        raise UsageError(
-            f"data.args.test_fraction: {test_fraction} of {count} rows: no {split} split"
-        )
-    return rows
-
-
 def find_file(
     root: str, folders: Iterable[str], names: Iterable[str], title: str, origin: str
 ) -> Path:

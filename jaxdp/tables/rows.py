@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.dataset import Arrays, check_split, check_test_fraction, draw_rows
+from jaxdp.data.dataset import Arrays, check_split
 from jaxdp.errors import UsageError, import_optional, one_line
 
 KEY = "data.args"
@@ -38,14 +38,17 @@ class Table(Arrays):
         split: str = "train",
     ):
         check_split(split)
-        check_test_fraction(test_fraction)
+        if not 0 <= test_fraction < 1:
+            raise UsageError(f"{KEY}.test_fraction: {test_fraction} is not at least 0 and below 1")
         frame = read_frame(table)
         names = [name for name in frame.columns if name != label] if columns is None else columns
         self.columns, self.fill = [*names], fill
         require(frame, {"label": [label], "columns": self.columns})
         if label in self.columns or not self.columns:
             raise UsageError(f"{KEY}.columns: {self.columns}; name inputs, without {label!r}")
-        train = draw_rows(len(frame), test_fraction, "train")
+        order = np.random.default_rng(0).permutation(len(frame))
+        cut = round(test_fraction * len(order))
+        train = np.sort(order[cut:])
         # The values of each text column, {} for numbers.
         self.values: dict[str, list[str]] = {
             name: sorted({*frame[name].iloc[train].dropna().astype(str)})
@@ -58,7 +61,11 @@ class Table(Arrays):
         deviation = np.where(numeric, inputs[train].std(0), 1)
         self.deviation = np.where(deviation > 0, deviation, 1).astype(np.float32)
         super().__init__(inputs=inputs, labels=labels)
-        self.rows = draw_rows(len(frame), test_fraction, split)
+        self.rows = train if split == "train" else np.sort(order[:cut])
+        if not len(self.rows):
+            raise UsageError(
+                f"{KEY}.test_fraction: {test_fraction} of {len(order)} rows: no {split} split"
+            )
         self.input_shape = inputs.shape[1:]
         self.inventory = f"{len(self.columns)} columns, {inputs.shape[1]} inputs; label {label}"
 
