@@ -5,6 +5,10 @@ Reading is one function with one derivative, for all stages of ZeRO:
     forward    slices are gathered to full parameters (stage 3), in the dtype of the computation
     backward   gradients are summed over the devices, to slices (stages 1 to 3) or in full (stage 0)
 
+Whether a gradient is summed here or after the backward pass says `Plan.when` (`reduction`). A model
+without scanned blocks needs `slots`, `params`, `read`, `gather_parameters` and `sum_gradients` of
+`ShardedReplica`, and nothing else of this file: the other fields of its `Stored` are None.
+
 The model reads most parameters before it starts. Those of scanned blocks stay `Stored`, and each
 block reads its own inside the scan (`jaxdp.models.scan`). So one full block is in memory at a time.
 While the backward pass goes on with the block below, the devices exchange the gradients of this
@@ -40,7 +44,8 @@ class Stored(struct.PyTreeNode):
 
     Args:
         slot: what is differentiated. Only its shape counts, that of the gradient: full, or a slice.
-            None: the parameter is frozen.
+            In ZeRO 3 it is a slice, so that JAX returns the gradient as one, although the model
+            computes with the full parameter. None: the parameter is frozen.
         value: the parameter as it is stored: full, or a slice.
         earlier: this device's full gradient of earlier passes, to be sent with this one; or None.
         spare: the same, as long as nobody has taken it.
@@ -193,10 +198,10 @@ class ShardedReplica(DeviceReplica):
             return stored
 
         def gather(leaves: list[Stored], live: Any, link: Any) -> list[jax.Array]:
-            return self._gather(leaves, live)
+            return self.gather_parameters(leaves, live)
 
         def backward(residuals: Any, grads: list[jax.Array]) -> Any:
-            by_slot = self._backward(residuals, grads)
+            by_slot = self.sum_gradients(residuals, grads)
             if link is None:
                 return by_slot, None, None
             # The gradient of the link is 0, and known when these are summed.
@@ -206,7 +211,7 @@ class ShardedReplica(DeviceReplica):
         read = with_derivative(gather, residuals_of, backward)
         return jax.tree.unflatten(treedef, read(leaves, self.live, link))
 
-    def _gather(self, leaves: list[Stored], live: Any) -> list[jax.Array]:
+    def gather_parameters(self, leaves: list[Stored], live: Any) -> list[jax.Array]:
         """Return full parameters, without padding, in the dtype of the computation."""
         full = [cast_floats(x.value, x.dtype) for x in leaves]
         if self.plan.sharded:
@@ -215,8 +220,13 @@ class ShardedReplica(DeviceReplica):
             full = [fit(x, like.full_shape()) for x, like in zip(full, leaves)]
         return self.settle(full, self.plan.sharded, leaves[0].in_block, live)
 
-    def _backward(self, residuals: Any, grads: list[jax.Array]) -> list[Stored]:
-        """Return the gradients by the slots, from those by the full parameters."""
+    def sum_gradients(self, residuals: Any, grads: list[jax.Array]) -> list[Stored]:
+        """Return the gradients by the slots, from those by the full parameters, which are summed
+        over the devices here.
+
+        Args:
+            residuals: see `residuals_of`.
+        """
         leaves, live = residuals
         grads = self.settle(grads, any(x.summed for x in leaves), leaves[0].in_block, live)
         by_slot: list[Any] = [
@@ -232,33 +242,42 @@ class ShardedReplica(DeviceReplica):
             by_slot[i] = x
         return [x.replace(slot=g, earlier=None) for x, g in zip(leaves, by_slot)]
 
-    def values(self, stored: Tree) -> Tree:
-        def value_alone(x: Stored) -> Stored:
-            return x.replace(slot=None, earlier=None, spare=None, first=None)
+    def settle(self, arrays: list[jax.Array], moved: bool, in_block: bool, live: Any) -> Any:
+        """Return parameters after they were read, or gradients before they are summed; an
+        arithmetic whose bits must not depend on the program keeps them from being fused.
 
-        return jax.tree.map(value_alone, stored, is_leaf=is_stored)
-
-    def open(self, stored: Tree, x: Tree) -> tuple[Tree, Tree]:
-        """Return zeros with the shapes of a block's full gradients, and x. Nothing reads the zeros,
-        so they cost nothing; the derivative sums a block's gradients over the devices, as that of
-        `read` does.
-
-        The gradient of x waits for this sum, which travels until then. Otherwise XLA would join the
-        sum with those of the bottommost block or of what lies below, and wait for them.
+        Args:
+            moved: they have been gathered, or will be summed over the devices.
+            in_block: they are those of a block.
+            live: `self.live`, as it reaches the derivative.
         """
+        return arrays
 
-        def make(leaves: list[Stored], live: Any, x: Tree) -> tuple[list[Any], Tree]:
-            return [token_of(leaf) for leaf in leaves], x
+    live: Any = None
+    """What `settle` needs on the device."""
 
-        def backward(residuals: Any, grads: tuple[list[Any], Tree]) -> Any:
-            by_slot, x_grads = self._backward(residuals, grads[0]), grads[1]
-            # Integers have no gradient.
-            floats = jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g, x_grads)
-            by_slot, floats = jax.lax.optimization_barrier((by_slot, floats))
-            return by_slot, None, merge(floats, x_grads)
+    # --- Scanned blocks whose gradients travel while others are computed (`Plan.later`) ----
 
-        opened = with_derivative(make, residuals_of, backward)
-        return opened(jax.tree.leaves(stored, is_leaf=is_stored), self.live, x)
+    def once(self, stored: Tree) -> Tree:
+        def take_spare(x: Any) -> Any:
+            if not is_stored(x) or x.spare is None or not x.summed:
+                return x
+            x.ticket.taken = True
+            return x.replace(earlier=x.spare, spare=None)
+
+        return jax.tree.map(take_spare, stored, is_leaf=is_stored)
+
+    def first(self, stored: Tree) -> tuple[Tree | None, Tree]:
+        leaves, treedef = jax.tree.flatten(stored, is_leaf=is_stored)
+        if not leaves or not is_stored(leaves[0]):
+            return None, stored
+        rest = jax.tree.unflatten(treedef, [x.replace(first=None) for x in leaves])
+        is_sent = any(x.summed and x.first is not None for x in leaves)
+        if not is_sent or len(leaves[0].value) == 1:
+            return None, rest
+        for x in leaves:
+            x.ticket.opened = True
+        return [x.first for x in leaves], rest
 
     def open_first(self, stored: Tree) -> tuple[Tree, jax.Array]:
         """Open the tokens of the bottommost blocks of all stacks, for `first`.
@@ -284,7 +303,7 @@ class ShardedReplica(DeviceReplica):
             rows = jax.tree.map(lambda g: g + link.astype(g.dtype), rows)
             stored = [at(leaves[i], 0) for i in opened]
             stored = [x.replace(earlier=x.spare if x.ticket.taken else None) for x in stored]
-            summed = self._backward(residuals_of(stored, live), rows)
+            summed = self.sum_gradients(residuals_of(stored, live), rows)
 
             by_slot = [x.replace(slot=None, value=None, spare=None) for x in leaves]
             for i, row in zip(opened, summed):
@@ -298,23 +317,33 @@ class ShardedReplica(DeviceReplica):
         with_token = [x.replace(first=token) for x, token in zip(leaves, tokens)]
         return jax.tree.unflatten(treedef, with_token), link
 
-    def first(self, stored: Tree) -> tuple[Tree | None, Tree]:
-        leaves, treedef = jax.tree.flatten(stored, is_leaf=is_stored)
-        if not leaves or not is_stored(leaves[0]):
-            return None, stored
-        rest = jax.tree.unflatten(treedef, [x.replace(first=None) for x in leaves])
-        is_sent = any(x.summed and x.first is not None for x in leaves)
-        if not is_sent or len(leaves[0].value) == 1:
-            return None, rest
-        for x in leaves:
-            x.ticket.opened = True
-        return [x.first for x in leaves], rest
+    def open(self, stored: Tree, x: Tree) -> tuple[Tree, Tree]:
+        """Return zeros with the shapes of a block's full gradients, and x. Nothing reads the zeros,
+        so they cost nothing; the derivative sums a block's gradients over the devices, as that of
+        `read` does.
+
+        The gradient of x waits for this sum, which travels until then. Otherwise XLA would join the
+        sum with those of the bottommost block or of what lies below, and wait for them.
+        """
+
+        def make(leaves: list[Stored], live: Any, x: Tree) -> tuple[list[Any], Tree]:
+            return [token_of(leaf) for leaf in leaves], x
+
+        def backward(residuals: Any, grads: tuple[list[Any], Tree]) -> Any:
+            by_slot, x_grads = self.sum_gradients(residuals, grads[0]), grads[1]
+            # Integers have no gradient.
+            floats = jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g, x_grads)
+            by_slot, floats = jax.lax.optimization_barrier((by_slot, floats))
+            return by_slot, None, merge(floats, x_grads)
+
+        opened = with_derivative(make, residuals_of, backward)
+        return opened(jax.tree.leaves(stored, is_leaf=is_stored), self.live, x)
 
     def close(self, values: Tree, token: Tree) -> Tree:
         leaves, treedef = jax.tree.flatten(values, is_leaf=is_stored)
 
         def make(leaves: list[Stored], token: list[Any], live: Any) -> list[jax.Array]:
-            return self._gather(leaves, live)
+            return self.gather_parameters(leaves, live)
 
         def residuals(leaves: list[Stored], token: list[Any], live: Any) -> Any:
             return [empty_like(x) for x in token]
@@ -326,28 +355,11 @@ class ShardedReplica(DeviceReplica):
         closed = with_derivative(make, residuals, backward)
         return jax.tree.unflatten(treedef, closed(leaves, token, self.live))
 
-    def once(self, stored: Tree) -> Tree:
-        def take_spare(x: Any) -> Any:
-            if not is_stored(x) or x.spare is None or not x.summed:
-                return x
-            x.ticket.taken = True
-            return x.replace(earlier=x.spare, spare=None)
+    def values(self, stored: Tree) -> Tree:
+        def value_alone(x: Stored) -> Stored:
+            return x.replace(slot=None, earlier=None, spare=None, first=None)
 
-        return jax.tree.map(take_spare, stored, is_leaf=is_stored)
-
-    def settle(self, arrays: list[jax.Array], moved: bool, in_block: bool, live: Any) -> Any:
-        """Return parameters after they were read, or gradients before they are summed; an
-        arithmetic whose bits must not depend on the program keeps them from being fused.
-
-        Args:
-            moved: they have been gathered, or will be summed over the devices.
-            in_block: they are those of a block.
-            live: `self.live`, as it reaches the derivative.
-        """
-        return arrays
-
-    live: Any = None
-    """What `settle` needs on the device."""
+        return jax.tree.map(value_alone, stored, is_leaf=is_stored)
 
 
 def token_of(x: Stored) -> jax.Array | None:

@@ -13,12 +13,13 @@ of devices divides.
 A `Plan` says how the devices of a program store parameters, when gradients are summed over the
 devices by a reduction, and so what a pass over microbatches returns:
 
-    NEVER   One device, buckets, models without scanned blocks. A pass returns local, full gradients;
-            all are summed after the passes.
-    LAST    Scanned blocks in stages 0 and 1, or with a replicated gradient buffer. The last pass sums
-            all gradients, with those of earlier passes: those of a block where it is differentiated.
-    EVERY   Stages 2 and 3. Each pass sums those that are sharded, to slices; the others are summed
-            after the passes.
+    EVERY   Stages 2 and 3, any model. The backward pass of each pass over microbatches sums the
+            gradients of sharded parameters, to slices (`reading`); the others are summed afterwards.
+    LAST    Stages 0 and 1, or a replicated gradient buffer, of a model with scanned blocks. The
+            backward pass of the last pass sums all gradients, with those of earlier passes: those
+            of a block where it is differentiated.
+    NEVER   Otherwise: other models in stages 0 and 1, buckets, one device. The backward pass returns
+            this device's full gradients; all are summed after it (`FloatSums.over_devices`).
 """
 
 import dataclasses

@@ -1,5 +1,5 @@
-"""A data-parallel strategy: where the state and a batch are, and the one sum between `grads` and
-`apply`."""
+"""A data-parallel strategy: where the state and a batch are, and the programs of a step over all
+devices. Gradients are summed over the devices once, inside `grads` or after it: see `reduction`."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -145,7 +145,12 @@ class Strategy:
     # --- Programs --------------------------------------------------------------------
 
     def compile(self, step: Step) -> Program:
-        """Return the step's programs over all devices; each is compiled at its first call."""
+        """Return the step's programs over all devices; each is compiled at its first call.
+
+        update = jit(apply(state, on_each_device(grads)(state, batch)))
+        grads      `Step.grads` on the device's microbatches, then the sums over the devices
+        apply      `Step.apply` of these sums, on the slices that the optimizer gets
+        """
         arguments, summed = (self.specs(), self.by_device.spec), self.sums_specs()
         of_grads = summed
         if self.layout.opt_state:
@@ -188,7 +193,8 @@ class Strategy:
     def plan(self, step: Step, is_update: bool) -> Plan:
         """Return how a program of the step stores parameters and sums gradients.
 
-        Gradients of blocks are summed in the backward pass where that hides their way: not in
+        In stages 2 and 3 the backward pass sums them, since no device has room for all full ones.
+        In stages 0 and 1 it sums those of scanned blocks where that hides their way: not in
         buckets, which pack the gradients of all layers, and not on one device.
         """
         overlaps = bool(step.blocks) and self.reduction.overlaps and self.arithmetic.in_backward

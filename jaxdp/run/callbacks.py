@@ -8,7 +8,8 @@ A callback has some of the methods of `jaxdp.Observer`. The names of version 0.1
     on_save(step, path)         saved(step, path)
     on_end(record)              finished(record)
 
-`StopTraining`, raised by any rank in `evaluated`, ends training after this evaluation. A callback
+`StopTraining`, raised by any rank in `evaluated`, ends training after this evaluation; raised by all
+ranks in `wants`, after this update. A callback
 with `state_dict()` (JSON) and `load_state_dict(state)` resumes with the state of the checkpoint.
 
 `Profile` traces a window of updates for TensorBoard or Perfetto, planned or on request.
@@ -70,8 +71,9 @@ class Profile(Observer):
                 report(error)
 
     def wants(self, step: int) -> Collection[str]:
-        is_over = self.running and self.first is not None and step >= self.first + self.steps
-        return ("pause",) if is_over else ()
+        if self.running and self.first is not None and step >= self.first + self.steps:
+            return ("pause",)
+        return ()
 
     def pause(self, step: int, last: bool) -> None:
         """End a trace that is due."""
@@ -121,8 +123,12 @@ OLD = {
 """The names of version 0.1: the new one, and the arguments of the old one."""
 
 
+STOPS = (".evaluated", ".on_eval", ".wants")  # where `StopTraining` ends training
+
+
 class StopTraining(Exception):
-    """Raised in `evaluated` to end training early; the message is the reason."""
+    """Raised in `evaluated`, or on all ranks in `wants`, to end training early; the message is the
+    reason."""
 
 
 @dataclasses.dataclass
@@ -154,8 +160,7 @@ class Callbacks:
         old = {name: OLD[name][0] for name in OLD if name in names}
         if old and self.context.is_root:
             new = [f"{name}({', '.join(POINTS[name])})" for name in old.values()]
-            text = f"{', '.join(old)} still works; the new name is {', '.join(new)}"
-            safe_print.say(f"{KEY}: {text}")
+            safe_print.say(f"{KEY}: {', '.join(old)} still works; the new name is {', '.join(new)}")
         for observer in self.observers:
             observer.on_start(run)
 
@@ -181,8 +186,10 @@ class Callbacks:
             try:  # a copy, since the save thread reads it while the next updates run
                 states.append([entry, json.loads(json.dumps(callback.state_dict()))])
             except Exception as error:
-                why = f"{type(error).__name__}: {one_line(error)}; return numbers, texts, lists and dicts"
-                raise UsageError(f"{KEY}: {entry[0]}.state_dict failed: {why}") from error
+                raise UsageError(
+                    f"{KEY}: {entry[0]}.state_dict failed: {type(error).__name__}: {one_line(error)}; return numbers, "
+                    "texts, lists and dicts"
+                ) from error
         return {"callback_states": states} if states else {}
 
     def load(self, saved: Mapping[str, Any]) -> None:
@@ -246,10 +253,12 @@ class Callback(Observer):
             try:
                 return method(*args)
             except Exception as error:
-                if isinstance(error, StopTraining) and name.endswith((".evaluated", ".on_eval")):
-                    return self.reasons.append(str(error) or "a callback")
-                text = f"{KEY}: {type(callback).__module__}.{name} raised {type(error).__name__}"
-                raise RunFailed(f"{text}: {error}") from error
+                if isinstance(error, StopTraining) and name.endswith(STOPS):
+                    self.reasons.append(str(error) or "a callback")
+                    return {"finish"}  # of `wants`
+                raise RunFailed(
+                    f"{KEY}: {type(callback).__module__}.{name} raised {type(error).__name__}: {error}"
+                ) from error
 
         return call
 
@@ -270,8 +279,7 @@ def checked_wants(method: Callable[[int], Any]) -> Callable[[int], Collection[st
 
     def wants(step):
         words = method(step)
-        is_collection = isinstance(words, Collection) and not isinstance(words, str)
-        if not is_collection or not set(words) <= WANTS:
+        if isinstance(words, str) or not isinstance(words, Collection) or not set(words) <= WANTS:
             raise ValueError(
                 f"it returned {words!r}; return a collection, such as a set, of any of "
                 f"{', '.join(sorted(WANTS))}"

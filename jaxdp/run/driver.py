@@ -142,8 +142,14 @@ class Training(Host):
             self.speed if run.checkpoints.context.size == 1 else self.speed_and_straggler,
             run.derive,
         )
-        observers = [self.watch, self.meter, self.lookback, self.profile]
-        observers += [*self.callbacks.observers, FirstUpdate(self)]
+        observers = [
+            self.watch,
+            self.meter,
+            self.lookback,
+            self.profile,
+            *self.callbacks.observers,
+            FirstUpdate(self),
+        ]
         for extra in self.extras:
             observers += extra.observers(self)
         return Observers([*observers, self.continuation])
@@ -209,8 +215,7 @@ class Training(Host):
             if int(progress.state.guard.halted):
                 raise Halted
             state = run.strategy.export(progress.state)
-            meta = self.metadata()
-            run.checkpoints.save(progress.step, state, meta, run.log.writer.say)
+            run.checkpoints.save(progress.step, state, self.metadata(), run.log.writer.say)
             if not run.options.asynchronous:
                 run.checkpoints.wait()
         run.log.events.note("saving", progress.step, blocked=round(time.perf_counter() - began, 4))
@@ -226,12 +231,13 @@ class Training(Host):
         meta: Record = {
             "offset": progress.offset,
             "rollbacks": progress.rollbacks,
+            "stopped": progress.stopped,
             **self.callbacks.state(),
         }
         if run.checkpoints.trusted is not None:
             meta["trusted"] = run.checkpoints.trusted
         if progress.evaluated == progress.step:
-            meta |= {"metrics": progress.evaluation, "evaluated": True, "stopped": progress.stopped}
+            meta |= {"metrics": progress.evaluation, "evaluated": True}
         elif progress.step == run.options.steps and not run.data.eval:
             meta["metrics"] = progress.last_batch()
         return meta
@@ -293,26 +299,31 @@ class Training(Host):
             log.writer.say(
                 f"checkpoint.best: {best} is {value} after update {step}, which is never the best"
             )
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         progress.evaluated = step
-        progress.evaluation = finite
+        progress.evaluation = {k: value for k, value in metrics.items() if math.isfinite(value)}
 
         self.observers.evaluated(step, metrics)
-        stopped = self.callbacks.agree_to_stop(step) if self.callbacks.callbacks else None
-        progress.stopped = stopped if split or "evaluate" in run.due(step) else None
-        if progress.stopped is not None and step < run.options.steps:
-            log.writer.say(
-                f"training ends after update {step} of {run.options.steps}: {progress.stopped}"
-            )
-            log.events.note("stopped_early", step, reason=progress.stopped)
-
+        if self.callbacks.callbacks and (split or "evaluate" in run.due(step)):
+            self.finish_early()
         if best is not None and run.checkpoints.is_best(metrics):
             self.save()
         facts = run.checkpoints.facts
-        evaluated_with = {name: facts.get("config", {}).get(name) for name in ("eval", "callbacks")}
-        more = {"evaluated_with": evaluated_with, "eval_contents": facts.get("eval_contents")}
+        more = {
+            "evaluated_with": {k: facts.get("config", {}).get(k) for k in ("eval", "callbacks")},
+            "eval_contents": facts.get("eval_contents"),
+        }
         run.checkpoints.annotate(step, {**self.metadata(), **more})
         return metrics
+
+    def finish_early(self) -> None:
+        """Set why a callback ends training, and report it, if one does."""
+        run, step = self.run, self.progress.step
+        self.progress.stopped = reason = self.callbacks.agree_to_stop(step)
+        if reason is not None and step < run.options.steps:
+            run.log.writer.say(
+                f"training ends after update {step} of {run.options.steps}: {reason}"
+            )
+            run.log.events.note("stopped_early", step, reason=reason)
 
     def _report_not_finite(self, metrics: Record) -> None:
         """Report a loss that is not finite. Raises RunFailed, after saving the state, if this is
@@ -339,16 +350,20 @@ class Training(Host):
         if run.data.eval and progress.evaluated != progress.step:
             final |= self.evaluate_and_record()
         elif run.data.eval:
-            stopped = {} if progress.stopped is None else {"stopped": progress.stopped}
-            final |= progress.evaluation | stopped
+            final |= progress.evaluation
         else:
             final |= progress.last_batch()
+        if progress.stopped is not None:
+            final["stopped"] = progress.stopped
         self.wait_for_checkpoint()
-        losses = map(loss_of, run.data.eval)
-        if wrong := [name for name in losses if not math.isfinite(final.get(name, math.nan))]:
+        names = map(loss_of, run.data.eval)
+        if wrong := [name for name in names if not math.isfinite(final.get(name, math.nan))]:
             ended = f" (training ended there: {progress.stopped})" if progress.stopped else ""
-            text = f"the last evaluation, after update {progress.step}, has no finite {' and '.join(wrong)}{ended}"
-            raise RunFailed(f"{text}; the state is saved", rank=0)
+            raise RunFailed(
+                f"the last evaluation, after update {progress.step}, has no finite {' and '.join(wrong)}{ended}; the "
+                "state is saved",
+                rank=0,
+            )
         with self.watch.suspend_timeout("makes the digest"):
             final["params_sha256"] = params_sha256(run.strategy.export(progress.state).params)
         final |= self.account()

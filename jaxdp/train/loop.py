@@ -113,6 +113,8 @@ def fit(run: Run, program: Program, progress: Progress, observers: Observers, ho
                     if "stop" in due:
                         host.stop()
                     between(progress, observers, host, due)
+                    if "finish" in due:
+                        host.finish_early()
                     if progress.stopped is not None:
                         break
                 observers.reading(progress.step)

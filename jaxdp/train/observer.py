@@ -18,8 +18,9 @@ class Observer:
 
     Override the methods that you need; the others cost nothing. No method but `pause` may wait for
     the device, except for results that are several updates old: else the device waits for the host.
-    An observer ends training by an exception, or asks for something in `wants`. It must not keep
-    `state`: the next update donates its arrays.
+    A value of this update that decides something is therefore read some updates later, the same
+    number on every rank, as `Lookback` does. An observer asks for something in `wants`. It must not
+    keep `state`: the next update donates its arrays.
 
     ends: updates after which a call of several updates must end, since the observer acts there.
     """
@@ -46,7 +47,8 @@ class Observer:
 
         The first three must be the same on all processes. "stop" is enough on one of them: all stop
         before the same update, save the state and end with code 75, and the same command resumes.
-        It is ignored after the last update.
+        It is ignored after the last update. A callback may raise `jaxdp.StopTraining` instead, on
+        all processes: this update is then the last, and the run has finished.
         """
         return ()
 

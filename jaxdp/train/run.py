@@ -9,46 +9,29 @@ import jax
 import numpy as np
 
 from jaxdp.parallel.strategy import Program, Strategy
-from jaxdp.train.state import Batch, TrainState
+from jaxdp.train.state import TrainState
 from jaxdp.train.step import Step
 
 Record = dict[str, Any]
 
 
-class Order(Protocol):
-    """The order in which the examples of a set are read. steps_per_epoch: the batches of one pass."""
-
-    @property
-    def steps_per_epoch(self) -> int: ...
-
-
-class Batches(Protocol):
-    """An iterator over (the numbers of batches, their data); ended: why the data has ended early."""
-
-    @property
-    def ended(self) -> str: ...
-
-    def __iter__(self) -> Iterator[tuple[range, Batch]]: ...
-
-
 class Source(Protocol):
-    """A data set and its order.
+    """A data set and the order in which its examples are read; `jaxdp.run.datasets` has the real one.
 
-    program: returns the programs that evaluate it, if they are not those of the run.
+    order: has `steps_per_epoch`, the batches of one pass. program: returns the programs that evaluate
+    it, if they are not those of the run.
     """
 
-    @property
-    def order(self) -> Order: ...
-
-    @property
-    def program(self) -> Callable[[], Program] | None: ...
+    order: Any
+    program: Callable[[], Program] | None
 
     def batches(
         self, start: int, stop: int, strategy: Strategy, groups: Iterable[range] | None = None
-    ) -> AbstractContextManager[Batches]:
+    ) -> AbstractContextManager[Any]:
         """Read batches `start` to `stop - 1` ahead: iterate over (their numbers, the batch).
 
         groups: the same numbers in ranges, one for each call of a program; by default of one each.
+        What is yielded has `ended`: why the data has ended early, or "".
         """
 
     def examine(self, number: int, name: str) -> None:
@@ -184,6 +167,9 @@ class Host:
 
     def stop(self) -> None:
         """Ask all processes to stop before one of the next updates, by an exception of `call`."""
+
+    def finish_early(self) -> None:
+        """Set `Progress.stopped`: an observer ends training after this update."""
 
     def save(self) -> None:
         """Start a checkpoint of the progress."""

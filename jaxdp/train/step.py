@@ -1,6 +1,6 @@
 """The training step: two pure functions, and nothing between them but sums.
 
-    grads(state, batch, replica) -> Sums             a device's share of the microbatches
+    grads(state, batch, replica) -> Sums             of a device's microbatches
     apply(state, sums, total) -> (state, metrics)    the one division, and the optimizer
 
 A batch is split into microbatches; their number is a matter of the config, not of the devices. Each
@@ -8,9 +8,10 @@ is computed with its own random key, and yields sums and a weight. Sums add up o
 devices in any grouping and are divided once, in `apply`. So the config decides the numbers, and the
 hardware only the speed.
 
-Nothing here knows a device. A strategy calls `grads` on each device with its microbatches, adds the
-sums up, and calls `apply`. A `LocalStep` is a device's share of a step; it asks a `Replica` what
-depends on the strategy. What has a memory of its own wraps a step: `average`, `carry`, `coupled`.
+Nothing here knows a device. A strategy calls `grads` on each device with its microbatches, adds up
+what the backward pass has not summed over the devices already (`parallel/reading.py`), and calls
+`apply`. A `LocalStep` is a device's share of a step; it asks a `Replica` what depends on the
+strategy. What has a memory of its own wraps a step: `average`, `carry`, `coupled`.
 """
 
 import functools

@@ -15,6 +15,7 @@ from jaxdp.errors import RunFailed, UsageError
 from jaxdp.process.context import Context
 from jaxdp.run.callbacks import Callbacks, EarlyStopping, StopTraining, make_callbacks
 from jaxdp.train.observer import Observers
+from launch import launched
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = {
@@ -71,7 +72,8 @@ def fit(*callbacks, **config):
     data = toys.data(60)
     data = (data["inputs"], data["labels"])
     model = {"target": "MLP", "args": {"num_classes": 10, "hidden": [8]}}
-    return jaxdp.fit(model, data, eval_data=data, callbacks=callbacks, **{**CONFIG, **config})
+    more = {"eval_data": data, **CONFIG, **config}
+    return jaxdp.fit(model, data, callbacks=callbacks, **more)
 
 
 @pytest.mark.slow
@@ -205,7 +207,50 @@ def test_an_error_of_one_rank_at_the_end_is_the_end_of_all(tmp_path):
     )
 
 
-def test_only_an_evaluation_ends_training_early():
+class StopsIn(jaxdp.Observer):
+    """End training after `step`."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def wants(self, step):
+        if step == self.step:
+            raise StopTraining(f"it is update {step}")
+        return ()
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_a_callback_ends_a_run_after_any_update(evaluates, tmp_path, capsys):
+    config = {"steps": 12, "eval": {"every": 4}, "checkpoint": {"every": 3}, "run_dir": tmp_path}
+    if not evaluates:
+        config["eval_data"] = None
+    done = fit(StopsIn(5), **config)
+    assert done.final["step"] == 5 and done.final["stopped"] == "it is update 5"
+    assert ("accuracy" in done.final) == evaluates
+    assert "training ends after update 5 of 12: it is update 5" in capsys.readouterr().out
+    again = fit(StopsIn(5), **config)
+    assert again.final["params_sha256"] == done.final["params_sha256"]
+    assert "nothing to do" in capsys.readouterr().out
+    assert fit(**config).final["step"] == 12  # without the callback it goes on
+
+
+def test_all_processes_end_after_the_update_of_the_page(tmp_path):
+    page = (ROOT / "docs" / "callbacks.md").read_text()
+    (tmp_path / "low.py").write_text(page.split("# low.py\n")[1].split("```")[0])
+    words = ["--config", ROOT / "configs" / "digits.yaml", "--steps", "200", "--epochs", "null"]
+    words += ["--callbacks", "[{target: low.LossBelow, args: {threshold: 1.0}}]"]
+    words += ["--log.every", "1", "--run_dir", tmp_path / "run"]
+    done = subprocess.run(
+        **launched(tmp_path, "-n", 2, "train", *words), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    first = next(x["step"] for x in records if x["split"] == "train" and x["loss"] < 1.0)
+    assert records[-1]["step"] == first + 8
+    assert records[-1]["stopped"].startswith(f"the loss of update {first} is 0.")
+
+
+def test_only_an_evaluation_or_a_wish_ends_training_early():
     class Stopping:
         def on_update(self, step, metrics):
             raise StopTraining("enough")

@@ -436,6 +436,15 @@ def test_the_pages_that_are_made_say_everything():
         assert getattr(importlib.import_module(module), name).__doc__, path
 
 
+def test_the_files_of_the_architecture_exist():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    files = set(re.findall(r"`((?:\w+/)*\w+\.py)`", text))
+    assert len(files) > 25
+    known = {str(x.relative_to(ROOT / "jaxdp")) for x in (ROOT / "jaxdp").rglob("*.py")}
+    known |= {x.name for x in (ROOT / "jaxdp").rglob("*.py")}
+    assert {x for x in files - known if not (ROOT / x).is_file()} == set()
+
+
 def test_every_page_is_in_the_navigation_and_every_picture_exists():
     """What the site's builder does not check."""
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]

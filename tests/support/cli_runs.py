@@ -23,7 +23,8 @@ def jaxdp(*argv, cwd=ROOT, code=0, devices=1, env=None):
 
 
 def ended(*argv, code=0):
-    """Run `jaxdp ARGV...` in this process, and check its exit code."""
+    """Run `jaxdp ARGV...` in this process, and check its exit code; not 75, which would end this
+    process: use `jaxdp`."""
     done = in_process(*argv)
     assert done.returncode == code, done.output
     return done
