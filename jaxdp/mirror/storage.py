@@ -22,14 +22,6 @@ def complete(folder: pathlib.Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def files_of(content: bytes) -> Any:
-    """Return the sizes and checksums in a manifest, None for one that is damaged."""
-    try:
-        return json.loads(content)["files"]
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
 class Storage:
     """The folder URL/NAME for a run directory NAME. Its methods raise what fsspec raises.
 
@@ -65,7 +57,11 @@ class Storage:
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints there, in order."""
-        names = (x.rpartition("/")[2] for x in self.folders() if self._manifest(x))
+        names = (
+            x.rpartition("/")[2]
+            for x in self.folders()
+            if self.files.exists(f"{x}/{manifest.NAME}")
+        )
         return sorted(int(name) for name in names if name.isdecimal())
 
     def upload(self, last: bool) -> None:
@@ -86,12 +82,12 @@ class Storage:
         """Copy a checkpoint if it differs; return whether it did."""
         source, target = self.local / str(step), f"{self.root}/checkpoints/{step}"
         try:
-            content = (source / manifest.NAME).read_bytes()
+            here = json.loads((source / manifest.NAME).read_bytes())
             there = self._manifest(target)
-            if there == content:
+            if there == here:
                 return False
             names = manifest.list_files(source)
-            if there and files_of(there) == files_of(content):
+            if there.get("files") == here["files"]:
                 names = []  # its evaluation was added to the manifest
             elif self.files.exists(target):
                 self.files.rm(target, recursive=True)  # it is made again, after a rollback
@@ -128,12 +124,12 @@ class Storage:
                 self.files.get_file(f"{self.root}/{name}", str(self.directory / name))
         return wrong
 
-    def _manifest(self, folder: str) -> bytes:
-        """Return the manifest of a checkpoint there, b"" if it has none."""
+    def _manifest(self, folder: str) -> dict[str, Any]:
+        """Return the manifest of a checkpoint there, {} if it has none that can be read."""
         try:
-            return bytes(self.files.cat_file(f"{folder}/{manifest.NAME}"))
-        except (FileNotFoundError, NotADirectoryError):
-            return b""
+            return json.loads(self.files.cat_file(f"{folder}/{manifest.NAME}"))
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return {}
 
     def _make(self, folder: str) -> None:
         self.files.makedirs(folder, exist_ok=True)
