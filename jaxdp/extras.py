@@ -7,6 +7,7 @@ folder can be deleted: a config that asks for it is refused in one line.
 
 import importlib
 import importlib.util
+import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,8 +58,9 @@ class Extra:
         make: returns the initial state. reduction: of gradients. devices: a sequence.
         """
 
-    def around(self, train: Train) -> Train:
-        """Return a function that trains with what `train` does, perhaps more than once."""
+    def around(self, train: Train, directory: pathlib.Path) -> Train:
+        """Return a function that trains in a run directory with what `train` does, perhaps more than
+        once."""
         return train
 
     def misfit(self, devices: int) -> str:

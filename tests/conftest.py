@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 
+import hypothesis
 import pytest
 
 CACHE = pathlib.Path(
@@ -38,6 +39,11 @@ CHECKS = (
     "texts",
     "weighing",
 )
+# A machine that does other work as well is slow, and that is no fault of a test.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 pytest.register_assert_rewrite(*CHECKS)  # they say which values differ, as assertions of tests do
 MAPS = pathlib.Path("/proc/self/maps")
 TESTS = itertools.count()

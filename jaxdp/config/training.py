@@ -375,6 +375,8 @@ class Checkpoint:
             loss, perplexity, error, entropy, mse or mae, else max
         local: hosts share no file system: each keeps all of the state in its own run directory
             (docs/hosts.md)
+        mirror: where finished checkpoints are copied to, such as s3://bucket/runs, and from where a
+            run in an empty directory continues (docs/restart.md)
     """
 
     every: int | None = speed(None, least=1)
@@ -385,6 +387,7 @@ class Checkpoint:
     best: str | None = speed(None)
     mode: Literal["min", "max"] | None = speed(None)
     local: bool = speed(False)
+    mirror: str | None = speed(None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@ order.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -252,14 +252,19 @@ def has_test_split(make: Any, args: Mapping[str, Any]) -> bool:
     )
 
 
-def check_weights(sets: Mapping[str, Any], weights: Mapping[str, float] | None) -> None:
-    """Raise UsageError unless there is one finite, positive weight for each set."""
+def check_weights(
+    sets: Collection[str], weights: Mapping[str, float] | None, kind: str = "set"
+) -> None:
+    """Raise UsageError unless there is one finite, positive weight for each set.
+
+    kind: what they are, in an error.
+    """
     if weights is None:
         return
     for name in [*sets, *weights]:
         if name not in sets:
             raise UsageError(
-                f"data.args.weights.{name}: there is no such set; it is one of {', '.join(sets)}"
+                f"data.args.weights.{name}: there is no such {kind}; it is one of {', '.join(sets)}"
             )
         weight = weights.get(name)
         if (
@@ -268,7 +273,9 @@ def check_weights(sets: Mapping[str, Any], weights: Mapping[str, float] | None) 
             or not 0 < weight < math.inf
         ):
             hint = (
-                "give it one" if weight is None else "give a positive number, or leave the set out"
+                "give it one"
+                if weight is None
+                else f"give a positive number, or leave the {kind} out"
             )
             raise UsageError(f"data.args.weights.{name}: {weight!r} is no weight; {hint}")
     if math.isinf(sum(weights.values())):

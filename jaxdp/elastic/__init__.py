@@ -36,7 +36,7 @@ class Door(Extra):
 
         return options_of(self.config, objects)
 
-    def around(self, train: Train) -> Train:
+    def around(self, train: Train, directory: Any) -> Train:
         from jaxdp.elastic.elastic_job import train_in_generations
 
         return functools.partial(train_in_generations, self.config, train)

@@ -286,7 +286,7 @@ class Training(Host):
         run = self.run
         log = run.log
         progress = self.progress
-        step = self.progress.step
+        step = progress.step
         began = time.perf_counter()
         metrics = evaluate(run, self.program, progress.state, self)
         log.events.note("evaluation", step, seconds=round(time.perf_counter() - began, 4))
@@ -429,48 +429,49 @@ def roll_back(training: Training, initial: Record) -> None:
     run = training.run
     checkpoints = run.checkpoints
     progress = training.progress
-    watch = training.watch
-    offset = progress.offset
-    rollbacks = progress.rollbacks
     training.profile.stop()
     training.profile.first = None
     training.profile.ends = ()
     guard = jax.device_get(progress.state.guard)
     first = int(guard.since)
     last = int(guard.halted_at)
-    with watch.suspend_timeout("waits for the checkpoint"):
+    with training.watch.suspend_timeout("waits for the checkpoint"):
         checkpoints.wait()
     halted = last if int(guard.halted) == NONFINITE else first
-    for step in [step for step in checkpoints.steps() if step >= halted and checkpoints.writes]:
-        # saved before all replicas knew of it
-        why = f"checkpoint {step} has a replica that halted at update {halted}"
-        checkpoints.set_aside(step, "halted", why, run.log.writer.say)
+    for step in checkpoints.steps():
+        if step >= halted and checkpoints.writes:  # saved before all replicas knew of it
+            checkpoints.set_aside(
+                step,
+                "halted",
+                f"checkpoint {step} has a replica that halted at update {halted}",
+                run.log.writer.say,
+            )
     if int(guard.halted) == DISAGREEING:
         raise RunFailed(
             f"update {last}: integers of the model state differ between microbatches; a counter must not depend on "
             "the examples (keep such state as a float, or under 'carry')",
             rank=0,
         )
-    file = write_batches(run, first, last, offset)
+    file = write_batches(run, first, last, progress.offset)
     if int(guard.halted) == NONFINITE:
         last_saved = max(checkpoints.steps(), default=0)
         checkpoint = (
             f"checkpoint {last_saved} is the last" if last_saved else "there is no checkpoint"
         )
-        batch = describe(run.data.train.read(first - 1 + offset))
+        batch = describe(run.data.train.read(first - 1 + progress.offset))
         raise RunFailed(
             f"updates {first} to {last} were not finite, {int(guard.in_a_row)} in a row (nonfinite.max_consecutive); "
             f"none of them was applied, {checkpoint}; the "
             f"batch of update {first} has {batch}; the indices of all their examples are in {file}",
             rank=0,
         )
-    if rollbacks >= run.options.max_rollbacks:
+    if progress.rollbacks >= run.options.max_rollbacks:
         raise RunFailed(
-            f"the loss of update {last} is a spike, and the run was rolled back {rollbacks} times already "
+            f"the loss of update {last} is a spike, and the run was rolled back {progress.rollbacks} times already "
             f"(spike.max_rollbacks); the indices of its examples are in {file}",
             rank=0,
         )
-    with watch.suspend_timeout("restores"):
+    with training.watch.suspend_timeout("restores"):
         step = state_to_return_to(run, halted)
         state = restore(run, step) if step else training.begin()
         meta = checkpoints.context.of_root(

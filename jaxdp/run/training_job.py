@@ -75,7 +75,7 @@ def train(
     directory = rundir.directory_of(config, path)
     wrapped: Train = functools.partial(train_in, directory, config, objects, keep, overwrite)
     for extra in extras_of(config):
-        wrapped = extra.around(wrapped)
+        wrapped = extra.around(wrapped, directory)
     return wrapped(context, Continuation())
 
 
@@ -107,8 +107,10 @@ def train_in(
         on_all_ranks(context, lambda: check_writers(config.log.writers))
     callbacks = Callbacks(context=context)
     if config.callbacks:
-        given = objects.get("callbacks", {})
-        callbacks = on_all_ranks(context, lambda: make_callbacks(config.callbacks, given, context))
+        callbacks = on_all_ranks(
+            context,
+            lambda: make_callbacks(config.callbacks, objects.get("callbacks", {}), context),
+        )
     check = context.is_root and (overwrite or not checkpoints.steps())
     context.agree(rundir.not_ours(directory, overwrite) if check else None)
     with lock_run_dir(directory, context, checkpoints) or contextlib.nullcontext():
@@ -209,10 +211,10 @@ def final_record(
         final = [
             x for x in records if x.get("split") == "final" and {"step", "params_sha256"} <= {*x}
         ]
-        return [*map(as_numbers, final[-1:])]
+        return as_numbers(final[-1]) if final else {}
 
     final = context.of_root("final", last)
-    if not final or final[-1]["step"] != start or (run.data.eval and "changed" in saved):
+    if final.get("step") != start or (run.data.eval and "changed" in saved):
         return None
 
     def end():
@@ -220,7 +222,7 @@ def final_record(
             return ""
         return run.data.train.end(start + saved.get("offset", 0))
 
-    reason = ("changed" not in saved and final[-1].get("stopped")) or context.of_root(
+    reason = ("changed" not in saved and final.get("stopped")) or context.of_root(
         "the next batch", end, SLOW
     )
     if reason is None:
@@ -228,15 +230,15 @@ def final_record(
     run.checkpoints.check_fits(start, run.strategy.abstract())
     if context.is_root:
         step = f"{start} ({reason})" if reason else start
-        restart = "another --run_dir starts over"
         safe_print.say(
-            f"finished: {directory} is at its last step {step}; nothing to do ({restart})"
+            f"finished: {directory} is at its last step {step}; nothing to do (another --run_dir "
+            "starts over)"
         )
-        safe_print.say(summary(final[-1], directory))
+        safe_print.say(summary(final, directory))
         if (directory / html.NAME).is_file():
             safe_print.say(html.location(directory))
-    final[-1].pop("time", None)
-    return final[-1]
+    final.pop("time", None)
+    return final
 
 
 def use_compilation_cache(config: Config, context: Context) -> None:

@@ -8,7 +8,13 @@ import numpy as np
 
 from jaxdp.data.dataset import Batch, Dataset, check_split, class_names
 from jaxdp.data.example_order import ExampleOrder
-from jaxdp.data.mixture import MixedOrder, make_set, split_by_weight, takes_split
+from jaxdp.data.mixture import (
+    MixedOrder,
+    check_weights,
+    make_set,
+    split_by_weight,
+    takes_split,
+)
 from jaxdp.errors import UsageError, check_sizes
 
 KEY = "data.args"
@@ -124,18 +130,10 @@ def weights_of(
     if weights is None:
         return [1.0] * len(titles)
     given = {str(name): weight for name, weight in weights.items()}
-    found = []
-    for title, number in zip(titles, classes.tolist()):
-        weight = given.pop(title, given.pop(str(number), None))
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
-            raise UsageError(
-                f"{KEY}.weights.{title}: {weight!r} is no weight; give a positive number"
-            )
-        found.append(float(weight))
-    for name in given:
-        raise UsageError(
-            f"{KEY}.weights.{name}: no example has this class; it is one of {', '.join(titles)}"
-        )
-    if not np.isfinite(sum(found)):
-        raise UsageError(f"{KEY}.weights: the sum of {found} is not finite; make them smaller")
-    return found
+    named = dict[str, float]()
+    for number, title in zip(classes.tolist(), titles):
+        name = title if title in given else str(number)
+        if name in given:
+            named[title] = given.pop(name)
+    check_weights(titles, named | given, "class")  # what is left names no class
+    return [named[title] for title in titles]

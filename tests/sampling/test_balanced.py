@@ -100,7 +100,7 @@ def test_names_size_and_split():
         ([0, 1], {"weights": {0: 1, 1: 0}}, "data.args.weights.1: 0 is no weight"),
         ([0, 1], {"weights": {0: 1, 1: float("nan")}}, "data.args.weights.1: nan is no weight"),
         ([0, 1], {"weights": {0: 1, 1: -2}}, "data.args.weights.1: -2 is no weight"),
-        ([0, 1], {"weights": {0: 1, 1: 1, 7: 1}}, "weights.7: no example has this class; it is one of 0, 1"),
+        ([0, 1], {"weights": {0: 1, 1: 1, 7: 1}}, "weights.7: there is no such class; it is one of 0, 1"),
         ([0, 0, 1], {"weights": {0: 1e9, 1: 1}}, "class 1 has less than one of the 3 examples"),
         ([0, 1], {"weights": {0: 1e308, 1: 1e308}}, "is not finite"),
         ([0, -1], {}, "data.args.by: 'labels' is int32.* of an example; a class is one integer"),

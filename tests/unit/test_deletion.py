@@ -12,12 +12,13 @@ import pytest
 
 from launch import ROOT, environment
 
-NEEDS = {"exact": (), "outer": ("exact",), "audit": ("exact",), "elastic": ()}
+NEEDS = {"exact": (), "outer": ("exact",), "audit": ("exact",), "elastic": (), "mirror": ()}
 """The extras with a door, and which others each of them imports; it goes with those."""
 REFUSED = {  # what asks for a deleted extra: what the refusal begins with
     ("--parallel.reduction", "exact"): "parallel.reduction: exact needs the folder jaxdp/exact",
     ("--parallel.reduction", "exact8"): "parallel.reduction: exact8 needs the folder jaxdp/exact",
     ("--elastic.enabled", "true"): "elastic.enabled: true needs the folder jaxdp/elastic",
+    ("--checkpoint.mirror", "x"): "checkpoint.mirror: x needs the folder jaxdp/mirror",
     ("--outer.replicas", "2"): "outer.replicas: 2 needs the folder jaxdp/outer",
     ("--audit.every", "2", "--parallel.reduction", "exact"): (
         "parallel.reduction: exact needs the folder jaxdp/exact"
