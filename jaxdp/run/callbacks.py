@@ -71,9 +71,10 @@ class Profile(Observer):
                 report(error)
 
     def wants(self, step: int) -> Collection[str]:
-        if self.running and self.first is not None and step >= self.first + self.steps:
-            return ("pause",)
-        return ()
+        first = self.first
+        return (
+            ("pause",) if self.running and first is not None and step >= first + self.steps else ()
+        )
 
     def pause(self, step: int, last: bool) -> None:
         """End a trace that is due."""
