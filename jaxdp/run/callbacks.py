@@ -71,10 +71,9 @@ class Profile(Observer):
                 report(error)
 
     def wants(self, step: int) -> Collection[str]:
-        first = self.first
-        return (
-            ("pause",) if self.running and first is not None and step >= first + self.steps else ()
-        )
+        if self.running and self.first is not None and step >= self.first + self.steps:
+            return ("pause",)
+        return ()
 
     def pause(self, step: int, last: bool) -> None:
         """End a trace that is due."""
@@ -122,9 +121,6 @@ OLD = {
     "on_end": ("finished", ("record",)),
 }
 """The names of version 0.1: the new one, and the arguments of the old one."""
-
-
-STOPS = (".evaluated", ".on_eval", ".wants")  # where `StopTraining` ends training
 
 
 class StopTraining(Exception):
@@ -254,7 +250,9 @@ class Callback(Observer):
             try:
                 return method(*args)
             except Exception as error:
-                if isinstance(error, StopTraining) and name.endswith(STOPS):
+                if isinstance(error, StopTraining) and name.endswith(
+                    (".evaluated", ".on_eval", ".wants")
+                ):
                     self.reasons.append(str(error) or "a callback")
                     return {"finish"}  # of `wants`
                 raise RunFailed(
