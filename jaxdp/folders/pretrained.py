@@ -20,7 +20,6 @@ from jaxdp.checkpoint.published import GPT2, LLAMA, Json, Key, Layout
 from jaxdp.config.values import fits, in_words
 from jaxdp.errors import UsageError
 from jaxdp.models.gpt import GPT
-from jaxdp.process.hosts import listed
 
 GPT2_KEYS = {
     **published.GPT2_KEYS,
@@ -178,7 +177,7 @@ class HuggingFace(GPT):
             if isinstance(part, nnx.Linear) and name not in folder.biased:
                 part.use_bias, part.bias = False, nnx.data(None)
         self.folder = str(folder.path)
-        self.note = f"  without effect, of its config.json: {listed(folder.unused)}"
+        self.note = f"  without effect, of its config.json: {', '.join(folder.unused) or 'no key'}"
 
     @staticmethod
     def write_published(
