@@ -255,7 +255,7 @@ def read_folder(path: str, length: int, ignore: Sequence[str]) -> Folder:
         key, wanted = keys[name].name, TYPES.get(name, int)
         if value is None and key in OPTIONAL:
             continue
-        if not fits(value, wanted) or (wanted is not bool and value <= 0):
+        if not fits(value, wanted) or (wanted is not bool and not value > 0):
             raise refusal(key, value, f"which is not {in_words(wanted)} above 0")
     if layout is LLAMA:
         args["kv_heads"] = args["kv_heads"] or args["heads"]

@@ -1,17 +1,24 @@
 """A folder of Hugging Face by its path: logits of NumPy and of transformers, or a refusal by key."""
 
 import collections
+import dataclasses
 import json
 import pathlib
+import shutil
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+import jaxdp
 import pretrained_folders
 import published_models
+from jaxdp.checkpoint import published
 from jaxdp.checkpoint.weights import named, open_weights
+from jaxdp.cli.export import export
 from jaxdp.config.parsing import from_mapping
+from jaxdp.data.tokenizers import Byte
 from jaxdp.errors import UsageError
 from jaxdp.folders.pretrained import read_folder
 from jaxdp.losses import compute_logits
@@ -52,12 +59,11 @@ def nested(params):
     return tree
 
 
-def logits(folder, **args):
-    """(the logits of INPUTS by the model of a folder, the lines about its weights)."""
-    config = config_of(folder, **args)
+def parameters(config):
+    """({path: array} that a config starts from, its parts and the lines about its weights)."""
     parts = make_parts(config)
     shapes = named(*shapes_of_model(parts.forward, parts.dataset, 2))
-    path = pathlib.Path(folder)
+    path = pathlib.Path(config.init_from)
     loaded = fitted(config, parts, {}, open_weights(path, False), path, shapes)
     assert set(loaded.matched.pairs) == set(shapes) and not loaded.matched.unused
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -65,7 +71,12 @@ def logits(folder, **args):
         theirs: jax.ShapeDtypeStruct(shapes[ours].shape, np.float32, sharding=place)
         for ours, theirs in loaded.matched.pairs.items()
     }
-    params = nested(loaded.weights.read(wanted))
+    return loaded.weights.read(wanted), (parts, loaded.text)
+
+
+def logits(folder, **args):
+    """(the logits of INPUTS by the model of a folder, the lines about its weights)."""
+    params, (parts, text) = parameters(config_of(folder, **args))
 
     @jax.jit
     def forward(params):
@@ -74,15 +85,23 @@ def logits(folder, **args):
             parts.forward.model.apply(params, {}, batch, jax.random.key(0), False)[0]
         )
 
-    return np.asarray(forward(params)), loaded.text
+    return np.asarray(forward(nested(params))), text
 
 
 def refusal(folder, **args):
+    return refusal_of(config_of(folder, **args))
+
+
+def refusal_of(config):
     with pytest.raises(UsageError) as error:
-        logits(folder, **args)
+        parameters(config)
     text = str(error.value)
     assert "\n" not in text and len(text) < 500, text
     return text
+
+
+def tensors_of(folder):
+    return [name for file in folder.glob("*.safetensors") for name in load_file(file)]
 
 
 @pytest.mark.quick(12)
@@ -99,6 +118,140 @@ def test_a_folder_has_the_logits_of_numpy_or_is_refused_by_its_key(seed, tmp_pat
     assert np.abs(want).max() > 1
     np.testing.assert_allclose(got[..., :vocabulary], want, rtol=0, atol=1e-5)
     assert "without effect, of its config.json: " in text and "not compared" not in text
+
+
+# --- refusals
+
+
+def plain(tmp_path, family="llama", **changes):
+    """A folder that loads but for these changes to its config.json; "absent" removes a key."""
+    seeds = range(FAMILIES.index(family), NUMBER, 4)
+    folder = tmp_path / family
+    next(seed for seed in seeds if pretrained_folders.make(folder, seed).refused is None)
+    file = folder / "config.json"
+    config = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({k: v for k, v in config.items() if v != "absent"}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("llama", {"model_type": "granite"}, "'granite', but HuggingFace reads gpt2, llama, mistral, qwen2"),
+        ("llama", {"model_type": "absent"}, "model_type: 'None', but HuggingFace reads"),
+        ("llama", {"hidden_size": "8"}, "hidden_size: '8', which is not an integer above 0"),
+        ("llama", {"num_hidden_layers": 0}, "num_hidden_layers: 0, which is not an integer above 0"),
+        ("llama", {"num_attention_heads": True}, "num_attention_heads: True, which is not an integer above 0"),
+        ("llama", {"num_attention_heads": 5}, "num_attention_heads: 5, which does not divide hidden_size: "),
+        ("llama", {"num_key_value_heads": 3}, "num_key_value_heads: 3, which does not divide num_attention_heads: "),
+        ("llama", {"rms_norm_eps": "1e-5"}, "rms_norm_eps: '1e-5', which is not a number above 0"),
+        ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps: nan, which is not a number above 0"),
+        ("llama", {"rope_parameters": {"rope_theta": None}, "rope_scaling": None}, "rope_theta: None, which is not a"),
+        ("llama", {"rope_parameters": [1], "rope_scaling": None}, "rope_parameters: [1], which GPT does not compute"),
+        ("llama", {"tie_word_embeddings": None}, "tie_word_embeddings: None, which is not true or false"),
+        ("llama", {"per_layer_config": {"0": {}}}, "per_layer_config: {'0': {}}, "
+         "which is not known; if it does not matter, add the key to model.args.ignore"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config: {'bits': 4}, which is not known"),
+        ("gpt2", {"n_positions": 11}, "n_positions: 11, but the examples have 12 tokens"),
+        ("gpt2", {"rope_theta": 10_000.0}, "rope_theta: 10000.0, which is not known"),
+        ("gpt2", {"num_attention_heads": 1}, "num_attention_heads: 1, which is not known"),
+        ("mistral", {"sliding_window": 11}, "sliding_window: 11, but the examples have 12 tokens"),
+        ("mistral", {"attention_bias": True}, "attention_bias: True, which is not known"),
+        ("qwen2", {"layer_types": ["sliding_attention"]}, "layer_types: ['sliding_attention'], which GPT does not"),
+        ("qwen2", {"use_sliding_window": "no"}, "use_sliding_window: 'no', which GPT does not compute"),
+    ],
+)  # fmt: skip
+def test_a_key_that_does_not_fit_is_named_with_its_value(family, changes, words, tmp_path):
+    assert words in refusal(plain(tmp_path, family, **changes))
+
+
+def test_an_unknown_key_is_accepted_by_name(tmp_path):
+    folder = plain(tmp_path, my_note="by hand")
+    assert "my_note: 'by hand', which is not known" in refusal(folder)
+    got, text = logits(folder, ignore=["my_note"])
+    assert "my_note" in text and np.isfinite(got).all()
+    for name in ("my_notes", "hidden_size"):
+        text = refusal(folder, ignore=["my_note", name])
+        assert f"model.args.ignore: '{name}' is no unknown key of " in text
+
+
+def test_data_with_more_tokens_than_the_folder_is_refused(tmp_path):
+    text = refusal(plain(tmp_path), num_classes=61)
+    assert "has vocab_size: " in text and "data has 61 tokens; use the tokenizer of the fo" in text
+
+
+def test_what_is_no_folder_is_named(tmp_path):
+    hint = "is not a folder with a config.json; download the files of the model"
+    assert f"'openai-community/gpt2' {hint}" in refusal("openai-community/gpt2")
+    with pytest.raises(UsageError, match="init_from: HuggingFace needs a folder; set init_from"):
+        make_parts(dataclasses.replace(config_of(tmp_path), init_from=None))
+    folder = plain(tmp_path)
+    (folder / "config.json").write_text("{")
+    assert "config.json' is not a JSON mapping" in refusal(folder)
+
+
+def test_the_weights_must_be_those_that_config_json_describes(tmp_path):
+    folder = plain(tmp_path, vocab_size=100)
+    assert "num_classes is 100, but 'model.embed_tokens.weight' has" in refusal(folder)
+    folder = plain(tmp_path, attention_bias="absent", mlp_bias="absent")
+    biased = [name for name in tensors_of(folder) if name.endswith(".bias")]
+    assert biased and "no parameter here is its 'model.layers." in refusal(folder)
+    other = plain(tmp_path / "other", rms_norm_eps=0.5)
+    folder = plain(tmp_path)
+    config = config_of(other, init_from=str(folder))  # the model of one, the weights of another
+    assert "epsilon is 1e-0" in refusal_of(config) and "rms_norm_eps: 0.5 in" in refusal_of(config)
+
+
+# --- export
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_finetuned_folder_is_written_again(family, tmp_path, monkeypatch):
+    folder = plain(tmp_path, family)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text('{"model_max_length": 8}')
+    monkeypatch.chdir(tmp_path)
+    fitted = jaxdp.fit(
+        {"target": "HuggingFace"}, {"target": f"{__name__}.EXAMPLES"}, "CausalLM", init_from=family, run_dir="run",
+        steps=3, batch_size=5, microbatches=1, parallel={"devices": 1}, optimizer={"target": "adamw", "lr": 1e-2},
+        compilation_cache=None,
+    )  # fmt: skip
+    options = {"run_dir": "run", "step": None, "ema": False, "layout": "huggingface"}
+    with pytest.raises(UsageError, match="is the folder that the run started from; give another"):
+        export({**options, "output": family})
+    got, new = fitted.predict(INPUTS), tmp_path / "new"
+    monkeypatch.chdir(folder)  # the run remembers where its relative paths begin
+    options["run_dir"] = str(tmp_path / "run")
+    assert f"tokenizer: that of {family}" in export({**options, "output": str(new)})
+    want = published_models.logits(new, INPUTS)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+    before = published_models.logits(folder, INPUTS)
+    assert np.abs(want - before).max() > 0.01
+    old, written = (json.loads((x / "config.json").read_text()) for x in (folder, new))
+    assert written == {**old, "dtype": "float32", "torch_dtype": "float32"}
+    assert {x.name for x in new.iterdir()} == {
+        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"
+    }  # fmt: skip
+    np.testing.assert_allclose(logits(new)[0][..., : got.shape[-1]], got, rtol=0, atol=1e-5)
+    monkeypatch.chdir(tmp_path)
+    np.testing.assert_array_equal(jaxdp.load("run").predict(INPUTS), got)
+    shutil.rmtree(folder)
+    with pytest.raises(UsageError, match=f"'{family}' is not a folder with a config.json"):
+        jaxdp.load("run")
+
+
+def test_another_tokenizer_of_the_data_is_written(tmp_path):
+    folder = plain(tmp_path)
+    (folder / "tokenizer.json").write_text("{}")
+    params, _ = parameters(config_of(folder))
+    meta = {
+        "config": {"model": {"target": "HuggingFace", "args": {}}, "init_from": str(folder)},
+        "data": {"tokenizer": Byte().spec()},
+    }
+    arrays = {name: np.asarray(x) for name, x in params.items()}
+    assert published.write(tmp_path / "new", arrays, meta).endswith("tokenizer: byte")
+    assert json.loads((tmp_path / "new" / "tokenizer.json").read_text())["model"]["type"] == "BPE"
 
 
 TRANSFORMERS = """
