@@ -17,7 +17,6 @@ from flax import nnx
 
 from jaxdp.checkpoint import published, safetensors
 from jaxdp.checkpoint.published import GPT2, LLAMA, Json, Key, Layout
-from jaxdp.config.values import fits, in_words
 from jaxdp.errors import UsageError
 from jaxdp.models.gpt import GPT
 
@@ -47,7 +46,13 @@ QWEN2_KEYS = {
     "num_classes": Key("vocab_size", 151936),
 }
 OPTIONAL = ("n_inner", "num_key_value_heads")  # may be null
-TYPES = {"epsilon": float, "rotary_base": float, "tied": bool}  # of arguments; the others: int
+NUMBER = (int, float)
+TYPES: dict[str, Any] = {  # of arguments of `GPT`; the others: int
+    "epsilon": NUMBER,
+    "rotary_base": NUMBER,
+    "tied": bool,
+}
+WORDS = {bool: "true or false", int: "an integer above 0", NUMBER: "a number above 0"}
 
 
 class Family(NamedTuple):
@@ -255,8 +260,9 @@ def read_folder(path: str, length: int, ignore: Sequence[str]) -> Folder:
         key, wanted = keys[name].name, TYPES.get(name, int)
         if value is None and key in OPTIONAL:
             continue
-        if not fits(value, wanted) or (wanted is not bool and not value > 0):
-            raise refusal(key, value, f"which is not {in_words(wanted)} above 0")
+        fits = isinstance(value, wanted) and isinstance(value, bool) == (wanted is bool)
+        if not fits or not (wanted is bool or value > 0):
+            raise refusal(key, value, f"which is not {WORDS[wanted]}")
     if layout is LLAMA:
         args["kv_heads"] = args["kv_heads"] or args["heads"]
     for divisor, name in (("heads", "dim"), ("kv_heads", "heads")):

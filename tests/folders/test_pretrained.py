@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import json
 import pathlib
+import shlex
 import shutil
 
 import jax
@@ -14,6 +15,9 @@ from safetensors.numpy import load_file
 import jaxdp
 import pretrained_folders
 import published_models
+import tokenizer_files
+from cli_runs import ended
+from commands import blocks
 from jaxdp.checkpoint import published
 from jaxdp.checkpoint.weights import named, open_weights
 from jaxdp.cli.export import export
@@ -25,6 +29,7 @@ from jaxdp.losses import compute_logits
 from jaxdp.run.components import make_parts
 from jaxdp.run.datasets import shapes_of_model
 from jaxdp.run.initial_weights import fitted
+from launch import ROOT
 from pretrained_folders import FAMILIES, LENGTH, VOCABULARY
 from published_models import with_transformers
 
@@ -205,6 +210,15 @@ def test_the_weights_must_be_those_that_config_json_describes(tmp_path):
 # --- export
 
 
+def tuned(family, **more):
+    """Three updates of the model of a folder."""
+    return jaxdp.fit(
+        {"target": "HuggingFace"}, {"target": f"{__name__}.EXAMPLES"}, "CausalLM", init_from=str(family), steps=3,
+        batch_size=5, microbatches=1, parallel={"devices": 1}, optimizer={"target": "adamw", "lr": 1e-2},
+        compilation_cache=None, **more,
+    )  # fmt: skip
+
+
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_finetuned_folder_is_written_again(family, tmp_path, monkeypatch):
@@ -212,11 +226,7 @@ def test_a_finetuned_folder_is_written_again(family, tmp_path, monkeypatch):
     (folder / "tokenizer.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text('{"model_max_length": 8}')
     monkeypatch.chdir(tmp_path)
-    fitted = jaxdp.fit(
-        {"target": "HuggingFace"}, {"target": f"{__name__}.EXAMPLES"}, "CausalLM", init_from=family, run_dir="run",
-        steps=3, batch_size=5, microbatches=1, parallel={"devices": 1}, optimizer={"target": "adamw", "lr": 1e-2},
-        compilation_cache=None,
-    )  # fmt: skip
+    fitted = tuned(family, run_dir="run")
     options = {"run_dir": "run", "step": None, "ema": False, "layout": "huggingface"}
     with pytest.raises(UsageError, match="is the folder that the run started from; give another"):
         export({**options, "output": family})
@@ -254,6 +264,43 @@ def test_another_tokenizer_of_the_data_is_written(tmp_path):
     assert json.loads((tmp_path / "new" / "tokenizer.json").read_text())["model"]["type"] == "BPE"
 
 
+@pytest.mark.slow
+def test_a_run_starts_from_one_of_a_folder(tmp_path, capfd):
+    """The shape is the folder's, the weights are those of the first run."""
+    folder = plain(tmp_path, "qwen2")
+    first = tuned(folder, run_dir=tmp_path / "first")
+    second = jaxdp.fit(
+        {"target": "HuggingFace", "args": {"init_from": str(folder)}}, {"target": f"{__name__}.EXAMPLES"}, "CausalLM",
+        init_from=str(tmp_path / "first"), steps=1, batch_size=5, microbatches=1, optimizer={"lr": 0.0},
+        run_dir=tmp_path / "second", compilation_cache=None, parallel={"devices": 1},
+    )  # fmt: skip
+    assert f"parameters, {1808:,} elements, from {tmp_path / 'first'}" in capfd.readouterr().out
+    np.testing.assert_array_equal(second.predict(INPUTS), first.predict(INPUTS))
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page(tmp_path, monkeypatch):
+    """Those of docs/finetune.md: a folder by its path, finetuned and written again."""
+    page = (ROOT / "docs" / "finetune.md").read_text()
+    (config,) = (text for _, _, text in blocks(page) if text.startswith("# tuned.yaml"))
+    (lines,) = (text for _, _, text in blocks(page) if "--run_dir runs/tuned" in text)
+    train, export = (shlex.split(line, comments=True)[1:] for line in lines.splitlines())
+    folder = tmp_path / "SmolLM2-135M"
+    assert pretrained_folders.make(folder, 1, vocabulary=300) == ("llama", None)
+    pytest.importorskip("tokenizers")
+    tokenizer_files.bpe(folder)
+    (tmp_path / "tuned.yaml").write_text(config)
+    (tmp_path / "notes.txt").write_text(tokenizer_files.TEXT * 99)
+    monkeypatch.chdir(tmp_path)
+    small = ["--steps", "2", "--data.args.length", "16", "--parallel.devices", "1"]
+    assert "in Llama's published layout" in ended(*train, *small).output
+    assert "tokenizer: that of SmolLM2-135M" in ended(*export).output
+    new = tmp_path / "runs" / "tuned" / "huggingface"
+    assert (new / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    got = jaxdp.load("runs/tuned").predict(INPUTS)
+    np.testing.assert_allclose(published_models.logits(new, INPUTS), got, rtol=0, atol=1e-5)
+
+
 TRANSFORMERS = """
 import pathlib, sys
 import numpy as np, torch
@@ -276,6 +323,17 @@ def theirs(*folders):
         np.save(folder / "tokens.npy", INPUTS)
     with_transformers(TRANSFORMERS, *folders)
     return [np.load(folder / "logits.npy") for folder in folders]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_loads_a_finetuned_folder_with_its_logits(family, tmp_path):
+    fitted = tuned(plain(tmp_path, family), run_dir=tmp_path / "run")
+    new = tmp_path / "new"
+    options = {"run_dir": str(tmp_path / "run"), "step": None, "ema": False, "output": str(new)}
+    export({**options, "layout": "huggingface"})
+    (want,) = theirs(new)
+    np.testing.assert_allclose(fitted.predict(INPUTS), want, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow

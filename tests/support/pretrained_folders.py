@@ -62,8 +62,8 @@ class Made(NamedTuple):
     refused: str | None
 
 
-def make(folder, seed):
-    """Write the folder of a seed."""
+def make(folder, seed, vocabulary=None):
+    """Write the folder of a seed. vocabulary: its size; None: one that is drawn."""
     draw = np.random.default_rng(seed)
 
     def one_of(*values):
@@ -80,7 +80,7 @@ def make(folder, seed):
         "dim": heads * width,
         "kv_dim": kv_heads * width,
         "hidden": one_of(20, 24),
-        "vocabulary": int(draw.integers(VOCABULARY, 60)),
+        "vocabulary": vocabulary or int(draw.integers(VOCABULARY, 60)),
         "positions": int(draw.integers(LENGTH, 30)),
     }
     optional = {  # keys that a file may leave out
