@@ -2,6 +2,7 @@
 published models drawn by a seed, and random weights in one file or several."""
 
 import json
+import shutil
 from typing import NamedTuple
 
 import ml_dtypes
@@ -163,7 +164,8 @@ def make(folder, seed, vocabulary=None):
 
 def write(folder, config, tensors, draw):
     """Write config.json, and the tensors into one file, or with an index into several."""
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # of another seed
+    folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     dtype = [np.float32, np.float16, ml_dtypes.bfloat16][draw.integers(3)]
     tensors = {name: x.astype(dtype) for name, x in tensors.items()}
