@@ -10,12 +10,11 @@ no key bias: it shifts all scores of a query equally, which softmax cancels. Lla
 The config.json of published weights is compared with a `GPT`: what changes the outputs, and not the shapes.
 """
 
-import inspect
 import json
 import pathlib
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +26,7 @@ from jaxdp.errors import UsageError
 from jaxdp.models import MODELS
 from jaxdp.models.gpt import GPT, default_hidden
 from jaxdp.precision import kind
-from jaxdp.targets import locate
+from jaxdp.targets import Args, locate, parameters
 
 STACK, MODULES = (
     "blocks/stack",
@@ -245,7 +244,7 @@ def used(layout: Layout, names: Collection[str]) -> set[str]:
 
 
 def to_published(
-    layout: Layout, params: Mapping[str, Any], vocabulary: int | None = None, prefix: str = ""
+    layout: Layout, params: Mapping[str, Any], vocabulary: int
 ) -> dict[str, np.ndarray]:
     """Convert {our path: array} to {published name: array}.
 
@@ -254,8 +253,7 @@ def to_published(
 
     Args:
         params: the parameters of a `GPT`; its embedding and head may have padding rows.
-        vocabulary: the number of rows of both to keep; None for all rows.
-        prefix: of the names, "" or the layout's.
+        vocabulary: the number of rows of both to keep.
 
     Raises:
         ValueError: the parameters are not those of this layout's model.
@@ -265,6 +263,7 @@ def to_published(
         for i, block in enumerate(params.pop(name)):
             params[name.replace(STACK, f"{MODULES}/{i}")] = block
     blocks = {int(name.split("/")[2]) for name in params if name.startswith(f"{MODULES}/")}
+    prefix = layout.prefix
     names = {ours: layout.name(theirs, prefix) for ours, theirs in layout.outside.items()}
     for i in blocks:
         names |= {
@@ -277,7 +276,7 @@ def to_published(
 
     def read(ours):
         if ours in params:
-            return params[ours][:, :vocabulary].T if ours == "head/kernel" else params[ours]
+            return params[ours]
         scale = ours.replace("/bias", "/scale")
         return np.zeros_like(
             params[scale] if scale in params else params[ours.replace("/bias", "/kernel")][0]
@@ -296,8 +295,8 @@ def to_published(
             ours in params or (layout.joined and ours != "head/kernel")
         ):
             x = read(ours)
-            flip = layout.transposes(ours) and ours != "head/kernel"
-            tensors[theirs] = x[:vocabulary] if ours == "embed/embedding" else x.T if flip else x
+            x = x.T if layout.transposes(ours) else x
+            tensors[theirs] = x[:vocabulary] if ours in ("embed/embedding", "head/kernel") else x
     return tensors
 
 
@@ -359,7 +358,7 @@ def arguments_of(model: GPT, shapes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a model that change its outputs and not the shapes. shapes: of its
     parameters by path.
     """
-    (key, *_) = [x for name, x in shapes.items() if name.endswith("attention/key/kernel")]
+    key = next(x for name, x in shapes.items() if name.endswith("attention/key/kernel"))
     return {
         "heads": shapes["embed/embedding"].shape[-1] // model.width,
         "kv_heads": key.shape[-1] // model.width,
@@ -380,11 +379,6 @@ def differences(
     length: the number of tokens of our examples. file: the name of config.json in messages.
     """
 
-    def unlike(key, value):
-        return Difference(
-            key, f"{file} has {key}: {value!r}, which GPT does not compute", "take other weights"
-        )
-
     types = KEYS[layout.title]
     model_type = config.get("model_type")
     if str(model_type) not in types:
@@ -399,27 +393,39 @@ def differences(
             yield argument(name, theirs, ours[name], f"{key.name}: {theirs!r} in {file}")
     for name, values in FIXED[layout.title].items():
         if (value := config.get(name, values[0])) not in values:
-            yield unlike(name, value)
+            yield unlike(name, value, file)
     if not layout.joined:
         yield from of_positions(config, ours, length, file)
+
+
+def unlike(name: str, value: Any, file: str) -> Difference:
+    """Return the difference of a key of config.json whose value no GPT computes."""
+    problem = f"{file} has {name}: {value!r}, which GPT does not compute"
+    return Difference(name, problem, "take other weights")
+
+
+def rotary_base(config: Json) -> Any:
+    """Return the base of the rotary embedding that a config.json describes."""
+    base = config.get("rope_theta", 10_000.0)
+    rope = config.get("rope_scaling") or config.get("rope_parameters")  # as in `transformers`
+    return rope.get("rope_theta", base) if isinstance(rope, Mapping) else base
 
 
 def of_positions(
     config: Json, ours: Mapping[str, Any], length: int, file: str
 ) -> Iterator[Difference]:
     """Yield the differences in rotary positions, and in how far a token sees."""
-    base = config.get("rope_theta", 10_000.0)
+    base = rotary_base(config)
+    plain = {
+        "rope_type": "default",
+        "type": "default",
+        "partial_rotary_factor": 1.0,
+        "rope_theta": base,
+    }
     for name in ("rope_scaling", "rope_parameters"):
         rope = config.get(name) or {}
-        plain = isinstance(rope, Mapping) and rope.get("partial_rotary_factor", 1.0) == 1.0
-        if not plain or rope.get("rope_type", rope.get("type", "default")) != "default":
-            yield Difference(
-                name,
-                f"{file} has {name}: {rope!r}, which GPT does not compute",
-                "take other weights",
-            )
-        elif "rope_theta" in rope:
-            base = rope["rope_theta"]
+        if not isinstance(rope, Mapping) or {**plain, **rope} != plain:
+            yield unlike(name, rope, file)
     if base != ours["rotary_base"]:
         yield argument("rotary_base", base, ours["rotary_base"], f"rope_theta: {base!r} in {file}")
     window = config.get("sliding_window", 4096 if config.get("model_type") == "mistral" else None)
@@ -478,6 +484,20 @@ def argument(name: str, theirs: Any, ours: Any, place: str) -> Difference:
     )
 
 
+OF_DATA = ("input_shape", "num_classes")  # arguments whose default is a fact of the data
+
+
+def arguments(target: Callable[..., Any], args: Args, data: Args) -> dict[str, Any]:
+    """Return the arguments that a target is called with, as JSON: defaults, facts of the data,
+    those of the config.
+    """
+    takes = parameters(target)
+    values = {name: p.default for name, p in takes.items() if p.default is not p.empty}
+    values |= {name: data[name] for name in OF_DATA if name in takes and data.get(name)}
+    called: dict[str, Any] = json.loads(json.dumps({**values, **args}, default=str))
+    return called
+
+
 SETTINGS = '{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
 FORMS = {
     ("layer", "gelu", "learned"): GPT2,
@@ -493,23 +513,20 @@ def write(folder: pathlib.Path, arrays: Mapping[str, np.ndarray], meta: Json) ->
     cannot write."""
     data = meta.get("data") or {}
     model = meta["config"]["model"]
+    target = locate("model", model["target"], MODELS)
+    if hasattr(target, "write_published"):  # it knows the folder that it started from
+        return str(target.write_published(folder, arrays, meta))
     forms = " or ".join(f"{', '.join(form)} ({layout.title})" for form, layout in FORMS.items())
     use = f"huggingface is for a GPT of norm, mlp, positions {forms}; use the layout jaxdp"
-    if locate("model", model["target"], MODELS) is not locate("model", "GPT", MODELS):
+    if target is not GPT:
         raise UsageError(f"--layout: {model['target']!r} has no published layout; {use}")
-    args = {
-        name: parameter.default
-        for name, parameter in inspect.signature(GPT.__init__).parameters.items()
-    }
-    args |= {name: data.get(name) for name in ("num_classes", "input_shape")} | (
-        model.get("args") or {}
-    )
+    args = arguments(GPT, model.get("args") or {}, data)
     form = (args["norm"], args["mlp"], args["positions"])
     if form not in FORMS:
         raise UsageError(f"--layout: a GPT of {', '.join(form)} has no published layout; {use}")
     layout = FORMS[form]
     try:
-        tensors = to_published(layout, arrays, args["num_classes"], layout.prefix)
+        tensors = to_published(layout, arrays, args["num_classes"])
     except ValueError as error:
         raise UsageError(f"--layout: huggingface does not fit this GPT: {error}; {use}") from None
     args["hidden"] = args["hidden"] or default_hidden(args["mlp"], args["dim"])

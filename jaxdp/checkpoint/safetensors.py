@@ -16,8 +16,6 @@ from safetensors.numpy import save_file
 from jaxdp.errors import UsageError, one_line
 from jaxdp.run import rundir
 
-__all__ = ["Array", "Header", "Part", "SafetensorError", "equal", "header", "read", "rows", "write"]
-
 DTYPES = {
     name: np.dtype(dtype)
     for name, dtype in {

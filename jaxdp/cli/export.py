@@ -4,7 +4,7 @@ import json
 import pathlib
 from typing import Any
 
-from jaxdp.checkpoint import manifest, published, safetensors
+from jaxdp.checkpoint import published, safetensors
 from jaxdp.checkpoint.leaves import params_sha256
 from jaxdp.checkpoint.store import choose_step
 from jaxdp.checkpoint.weights import DESCRIBED, FORMAT, MODEL_STATE, from_checkpoint, on_host
@@ -12,8 +12,8 @@ from jaxdp.cli import Call
 from jaxdp.errors import UsageError, check_one_of, one_line
 from jaxdp.metrics.numbers import size
 
-LAYOUTS = ("jaxdp", "huggingface")
-FOLDER = LAYOUTS[1]  # the layout that is a folder
+FOLDER = "huggingface"  # the layout that is a folder
+LAYOUTS = ("jaxdp", FOLDER)
 
 
 def run(call: Call) -> None:
@@ -33,7 +33,7 @@ def export(options: dict[str, Any]) -> str:
     arrays = on_host(weights)
     params = {name: x for name, x in arrays.items() if not name.startswith(MODEL_STATE)}
     digest = params_sha256(params)
-    meta = manifest.read(checkpoint)["meta"]
+    meta = weights.meta
     metadata = {
         "format": FORMAT,
         "step": str(step),

@@ -54,7 +54,7 @@ class Config:
         callbacks: objects that the loop calls at defined points: EarlyStopping, or {target, args}
             with the dotted path of your own (docs/callbacks.md)
         init_from: start from the parameters of another run's directory, of one of its checkpoints,
-            or of a .safetensors file (docs/finetune.md); null initializes them
+            or of a .safetensors file or a folder of them (docs/finetune.md); null initializes them
     """
 
     seed: int = numbers(0, least=0, most=2**32 - 1)

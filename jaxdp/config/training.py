@@ -43,9 +43,9 @@ class ModelTarget(Target):
     """The model.
 
     Args:
-        target: MLP, CNN, ResNet9, ViT, LSTM, RNN, GPT, or the dotted path of any Flax (NNX or
-            Linen) or Equinox module, a function that returns one, or a pair of functions (init,
-            apply)
+        target: MLP, CNN, ResNet9, ViT, LSTM, RNN, GPT, HuggingFace (that of the folder in
+            init_from), or the dotted path of any Flax (NNX or Linen) or Equinox module, a function
+            that returns one, or a pair of functions (init, apply)
         args: its arguments, checked against its signature; --model.args.NAME VALUE sets one
     """
 

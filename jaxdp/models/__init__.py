@@ -11,6 +11,7 @@ MODELS = {
     "MLP": "jaxdp.models.mlp.MLP",
     "CNN": "jaxdp.models.cnn.CNN",
     "GPT": "jaxdp.models.gpt.GPT",
+    "HuggingFace": "jaxdp.folders.pretrained.HuggingFace",
     "LSTM": "jaxdp.models.recurrent.LSTM",
     "RNN": "jaxdp.models.recurrent.RNN",
     "ResNet9": "jaxdp.models.resnet9.ResNet9",

@@ -115,12 +115,12 @@ class GPT(nnx.Module):
             return Block(
                 dim,
                 heads,
+                kv_heads,
                 hidden,
                 layers,
                 ATTENTION[attention],
                 make_norm,
                 swiglu=mlp == "swiglu",
-                kv_heads=kv_heads,
                 rotary=rotary,
                 bias=bias,
                 dropout=dropout,
@@ -172,13 +172,13 @@ class Block(nnx.Module):
         self,
         dim: int,
         heads: int,
+        kv_heads: int,
         hidden: int,
         layers: int,
         attend: Callable,
         make_norm: Callable[..., nnx.Module],
         *,
         swiglu: bool = False,
-        kv_heads: int | None = None,
         rotary: bool = False,
         bias: bool = True,
         dropout: float = 0.0,
@@ -191,9 +191,7 @@ class Block(nnx.Module):
         # its gradient would be rounding noise, which Adam scales up to full steps.
         key = functools.partial(linear, use_bias=bias and rotary)
         self.norm1 = make_norm(rngs=rngs)
-        self.attention = Attention(
-            dim, heads, kv_heads or heads, biased, key, back, attend, rngs=rngs
-        )
+        self.attention = Attention(dim, heads, kv_heads, biased, key, back, attend, rngs=rngs)
         self.norm2 = make_norm(rngs=rngs)
         self.mlp = MLP(dim, hidden, biased, back, swiglu, rngs)
         self.dropout = make_dropout(dropout, rngs)

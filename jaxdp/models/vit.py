@@ -52,7 +52,9 @@ class ViT(nnx.Module):
             return LayerNorm(dim, epsilon=EPSILON, rngs=nnx.Rngs(0))
 
         def block(rngs: nnx.Rngs) -> Block:
-            return Block(dim, heads, hidden, layers, full, make_norm, dropout=dropout, rngs=rngs)
+            return Block(
+                dim, heads, heads, hidden, layers, full, make_norm, dropout=dropout, rngs=rngs
+            )
 
         patches = (height // patch) * (width // patch)
         self.embed = nnx.Linear(patch * patch * channels, dim, rngs=rngs)

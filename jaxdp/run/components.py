@@ -350,8 +350,8 @@ def make_strategy(
 
 
 def make_model(config: Config, target: Any, data: Mapping[str, Any]) -> Model:
-    """Build the `Model` of a target: an object, or a function that may take input_shape and
-    num_classes.
+    """Build the `Model` of a target: an object, or a function that may take input_shape,
+    num_classes and init_from.
     """
     if is_given(target):
         if config.model.args:
@@ -359,7 +359,11 @@ def make_model(config: Config, target: Any, data: Mapping[str, Any]) -> Model:
                 f"model.args: {config.model.target!r} is an object and takes no args; leave them out"
             )
         return as_model(target)
-    known = {"input_shape": tuple(data["input_shape"]), "num_classes": data["num_classes"]}
+    known = {
+        "input_shape": tuple(data["input_shape"]),
+        "num_classes": data["num_classes"],
+        "init_from": config.init_from,
+    }
     bound = bind("model", target, config.model.args, {k: v for k, v in known.items() if v})
     num_classes = bound.keywords.get("num_classes")
     if isinstance(num_classes, int) and num_classes < known["num_classes"]:

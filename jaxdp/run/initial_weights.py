@@ -4,7 +4,6 @@ read.
 The models are compared, too: arguments that change the outputs, and not the shapes."""
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from jaxdp.checkpoint.initialize_from import (
     match,
     matches,
 )
-from jaxdp.checkpoint.published import Difference, argument
+from jaxdp.checkpoint.published import OF_DATA, Difference, argument, arguments
 from jaxdp.checkpoint.weights import Weights, as_published, named, open_weights
 from jaxdp.checkpoint.weights import locate as locate_source
 from jaxdp.config import Config
@@ -38,13 +37,12 @@ from jaxdp.run.build import on_all_ranks
 from jaxdp.run.components import Objects, Parts, apply_model, make_model
 from jaxdp.run.datasets import facts_of, shapes_of_model
 from jaxdp.run.programs import digest, lines
-from jaxdp.targets import OBJECT, Args, locate, parameters
+from jaxdp.targets import OBJECT, Args, locate
 from jaxdp.train.run import Run
 from jaxdp.train.state import TrainState
 from jaxdp.train.step import first_microbatch
 
 SPEED = ("attention", "scan")  # arguments of jaxdp's models that do not change what is computed
-OF_DATA = ("input_shape", "num_classes")  # arguments whose default is a fact of the data
 ABSENT = object()
 
 
@@ -199,20 +197,18 @@ def with_published(
         )
     ours = published.arguments_of(modules[0], shapes)
     found = [*published.of_tensors(layout, weights.tensors, weights.arrays, ours, weights.title)]
+    if getattr(modules[0], "folder", None) == str(source):  # its arguments are from there
+        return Comparison(found, getattr(modules[0], "note", ""))
     file = (source if source.is_dir() else source.parent) / "config.json"
     if not file.exists():
-        names = [
-            "heads",
-            *(() if layout.joined else ("kv_heads", "rotary_base")),
-            "epsilon",
-            "the activation",
-        ]
-        return Comparison(
-            found, not_compared(f"{', '.join(names)}: there is no config.json beside the weights")
+        rotary = "" if layout.joined else "kv_heads, rotary_base, "
+        names = (
+            f"heads, {rotary}epsilon, the activation: there is no config.json beside the weights"
         )
+        return Comparison(found, not_compared(names))
     length = facts_of(parts.dataset)["input_shape"][0]
-    described = safetensors.read_json(file)
-    return Comparison([*published.differences(layout, described, ours, length, str(file)), *found])
+    described = published.differences(layout, safetensors.read_json(file), ours, length, str(file))
+    return Comparison([*described, *found])
 
 
 def with_saved(
@@ -275,17 +271,6 @@ def with_saved(
         not_compared(f"model.args {', '.join(failed)}") if failed else "",
         hint,
     )
-
-
-def arguments(target: Callable[..., Any], args: Args, data: Args) -> dict[str, Any]:
-    """Return the arguments that a target is called with, as JSON: defaults, facts of the data,
-    those of the config.
-    """
-    takes = parameters(target)
-    values = {name: p.default for name, p in takes.items() if p.default is not p.empty}
-    values |= {name: data[name] for name in OF_DATA if name in takes and data.get(name)}
-    called: dict[str, Any] = json.loads(json.dumps({**values, **args}, default=str))
-    return called
 
 
 def is_built_in(target: Any) -> bool:

@@ -1,5 +1,5 @@
-"""GPT-2 and Llama in plain NumPy, by the published names and the config.json of a folder; nothing
-of jaxdp.
+"""GPT-2, Llama, Mistral and Qwen2 in plain NumPy, by the published names and the config.json of a
+folder, with the defaults of `transformers`; nothing of jaxdp.
 """
 
 import json
@@ -18,9 +18,12 @@ def logits(folder, tokens):
     folder = pathlib.Path(folder)
     config = json.loads((folder / "config.json").read_text())
     weights = {
-        name: x.astype(np.float64) for name, x in load_file(folder / "model.safetensors").items()
+        name: x.astype(np.float64)
+        for file in folder.glob("*.safetensors")
+        for name, x in load_file(file).items()
     }
-    return {"gpt2": gpt2, "llama": llama}[config["model_type"]](weights, config, tokens)
+    model = gpt2 if config["model_type"] == "gpt2" else llama
+    return model(weights, config, tokens)
 
 
 def attention(query, key, value):
@@ -39,23 +42,24 @@ def attention(query, key, value):
 def gpt2(w, config, tokens):
     def norm(x, name):
         x = x - x.mean(-1, keepdims=True)
-        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + config["layer_norm_epsilon"])
+        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + config.get("layer_norm_epsilon", 1e-5))
         return x * w[f"transformer.{name}.weight"] + w[f"transformer.{name}.bias"]
 
     def linear(x, name):
         return x @ w[f"transformer.{name}.weight"] + w[f"transformer.{name}.bias"]
 
-    assert config["activation_function"] == "gelu_new"
+    assert config.get("activation_function", "gelu_new") in ("gelu_new", "gelu_pytorch_tanh")
     x = w["transformer.wte.weight"][tokens] + w["transformer.wpe.weight"][: tokens.shape[1]]
     for i in range(config["n_layer"]):
         parts = np.split(linear(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn"), 3, -1)
-        heads = [part.reshape(*part.shape[:2], config["n_head"], -1) for part in parts]
+        heads = [part.reshape(*part.shape[:2], config.get("n_head", 12), -1) for part in parts]
         x = x + linear(attention(*heads), f"h.{i}.attn.c_proj")
         up = linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")
-        assert up.shape[-1] == config["n_inner"]
+        assert up.shape[-1] == (config.get("n_inner") or 4 * config["n_embd"])
         up = 0.5 * up * (1 + np.tanh(np.sqrt(2 / np.pi) * (up + 0.044715 * up**3)))
         x = x + linear(up, f"h.{i}.mlp.c_proj")
-    head = w["transformer.wte.weight"] if config["tie_word_embeddings"] else w["lm_head.weight"]
+    tied = config.get("tie_word_embeddings", True)
+    head = w["transformer.wte.weight"] if tied else w["lm_head.weight"]
     assert head.shape == (config["vocab_size"], config["n_embd"])
     return norm(x, "ln_f") @ head.T
 
@@ -64,7 +68,7 @@ def llama(w, config, tokens):
     def norm(x, name):
         return (
             x
-            / np.sqrt((x * x).mean(-1, keepdims=True) + config["rms_norm_eps"])
+            / np.sqrt((x * x).mean(-1, keepdims=True) + config.get("rms_norm_eps", 1e-6))
             * w[f"model.{name}.weight"]
         )
 
@@ -72,10 +76,14 @@ def llama(w, config, tokens):
         assert (f"model.{name}.bias" in w) == bias
         return x @ w[f"model.{name}.weight"].T + w.get(f"model.{name}.bias", 0.0)
 
-    width = config["head_dim"]
-    angles = np.outer(
-        np.arange(tokens.shape[1]), config["rope_theta"] ** (-np.arange(0, width, 2) / width)
-    )
+    family = config["model_type"]
+    heads = config.get("num_attention_heads", 32)
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    missing = {"llama": heads, "mistral": 8, "qwen2": 32}[family]
+    kv_heads = config.get("num_key_value_heads", missing) or heads
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    base = rope.get("rope_theta", config.get("rope_theta", 10_000.0))
+    angles = np.outer(np.arange(tokens.shape[1]), base ** (-np.arange(0, width, 2) / width))
     turn = np.exp(1j * angles)[:, None]
 
     def rotated(x):
@@ -85,23 +93,23 @@ def llama(w, config, tokens):
 
     x = w["model.embed_tokens.weight"][tokens]
     for i in range(config["num_hidden_layers"]):
-        layer, bias = f"layers.{i}", config["attention_bias"]
+        layer = f"layers.{i}"
+        bias = family == "qwen2" or config.get("attention_bias", False)
         y = norm(x, f"{layer}.input_layernorm")
         query, key, value = (
             linear(y, f"{layer}.self_attn.{name}_proj", bias).reshape(*y.shape[:2], -1, width)
             for name in "qkv"
         )
-        assert (query.shape[2], key.shape[2]) == (
-            config["num_attention_heads"],
-            config["num_key_value_heads"],
-        )
+        assert (query.shape[2], key.shape[2]) == (heads, kv_heads)
         mixed = attention(rotated(query), rotated(key), value)
-        x = x + linear(mixed, f"{layer}.self_attn.o_proj", bias)
-        y, bias = norm(x, f"{layer}.post_attention_layernorm"), config["mlp_bias"]
+        x = x + linear(mixed, f"{layer}.self_attn.o_proj", bias and family != "qwen2")
+        y = norm(x, f"{layer}.post_attention_layernorm")
+        bias = config.get("mlp_bias", False)
         gate, up = (linear(y, f"{layer}.mlp.{name}_proj", bias) for name in ("gate", "up"))
         assert up.shape[-1] == config["intermediate_size"]
         x = x + linear(gate / (1 + np.exp(-gate)) * up, f"{layer}.mlp.down_proj", bias)
-    head = w["model.embed_tokens.weight"] if config["tie_word_embeddings"] else w["lm_head.weight"]
+    tied = config.get("tie_word_embeddings", False)
+    head = w["model.embed_tokens.weight"] if tied else w["lm_head.weight"]
     assert head.shape == (config["vocab_size"], config["hidden_size"])
     return norm(x, "norm") @ head.T
 

@@ -402,6 +402,8 @@ def test_files_that_are_something_else_are_named(tmp_path, folder):
         ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rotary_base is 10000.0, but"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "has rope_scaling: {'type': 'linear'"),
         ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "has rope_parameters: {"),
+        ("llama", {"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_theta": 5e5}}, "has rope_parameters"),
+        ("llama", {"rope_parameters": {"rope_theta": 1e4, "factor": 2.0}}, "has rope_parameters: {'rope_theta': 1"),
         ("llama", {"hidden_act": "gelu"}, "has hidden_act: 'gelu', which GPT does not compute"),
         ("llama", {"tie_word_embeddings": True}, "model.args.tied is False, but tie_word_embeddings: True in"),
         ("llama", {"model_type": "granite"}, "has model_type: 'granite', but GPT computes llama or mistral"),
