@@ -57,7 +57,8 @@ class DataTarget(Target):
     Args:
         target: Digits (embedded), PythonSource (that of the standard library), CIFAR10, MNIST,
             FashionMNIST, Npz, TextFile, TokenFile, PackedTokens, PennTreebank, Documents,
-            ImageFolder, HuggingFace, Mixture (of several sets), Stream (an iterable), or the dotted
+            ImageFolder, ImageTable, ImageZip, MedMNIST, HuggingFace, Table, Mixture (of
+            several sets), Balanced, Stream (an iterable), or the dotted
             path of any sized sequence of examples (docs/data.md)
         args: its arguments, e.g. root, the folder of the files; --data.args.NAME VALUE sets one
         order: shuffled, differently in each epoch, or sequential: each row of a batch continues in

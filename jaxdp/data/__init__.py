@@ -4,23 +4,29 @@ import importlib
 from typing import Any
 
 SOURCES = {
-    "Balanced": "jaxdp.sampling.balanced.Balanced",
-    "CIFAR10": "jaxdp.data.cifar10.CIFAR10",
-    "Digits": "jaxdp.data.digits.Digits",
-    "Documents": "jaxdp.data.packing.Documents",
-    "FashionMNIST": "jaxdp.data.mnist.FashionMNIST",
-    "HuggingFace": "jaxdp.data.hugging_face.HuggingFace",
-    "ImageFolder": "jaxdp.data.image_folder.ImageFolder",
-    "MNIST": "jaxdp.data.mnist.MNIST",
-    "Mixture": "jaxdp.data.mixture.Mixture",
-    "Npz": "jaxdp.data.npz.Npz",
-    "PackedTokens": "jaxdp.data.packing.PackedTokens",
-    "PennTreebank": "jaxdp.data.text.PennTreebank",
-    "PythonSource": "jaxdp.data.text.PythonSource",
-    "Stream": "jaxdp.data.stream.Stream",
-    "Table": "jaxdp.tables.rows.Table",
-    "TextFile": "jaxdp.data.text.TextFile",
-    "TokenFile": "jaxdp.data.token_file.TokenFile",
+    path.rpartition(".")[2]: path
+    for path in (
+        "jaxdp.sampling.balanced.Balanced",
+        "jaxdp.data.cifar10.CIFAR10",
+        "jaxdp.data.digits.Digits",
+        "jaxdp.data.packing.Documents",
+        "jaxdp.data.mnist.FashionMNIST",
+        "jaxdp.data.hugging_face.HuggingFace",
+        "jaxdp.data.image_folder.ImageFolder",
+        "jaxdp.archives.image_table.ImageTable",
+        "jaxdp.archives.packed.ImageZip",
+        "jaxdp.data.mnist.MNIST",
+        "jaxdp.archives.medmnist.MedMNIST",
+        "jaxdp.data.mixture.Mixture",
+        "jaxdp.data.npz.Npz",
+        "jaxdp.data.packing.PackedTokens",
+        "jaxdp.data.text.PennTreebank",
+        "jaxdp.data.text.PythonSource",
+        "jaxdp.data.stream.Stream",
+        "jaxdp.tables.rows.Table",
+        "jaxdp.data.text.TextFile",
+        "jaxdp.data.token_file.TokenFile",
+    )
 }
 __all__ = ["SOURCES", *SOURCES]
 

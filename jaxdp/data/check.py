@@ -12,7 +12,7 @@ import numpy as np
 from jaxdp.data.dataset import PROBES, UNKNOWN, Dataset
 from jaxdp.data.documents import LINES, pieces
 from jaxdp.data.image_files import counted, describe, find_classes, find_splits
-from jaxdp.data.image_folder import ImageFolder, decode, import_pillow
+from jaxdp.data.image_folder import ImageFolder, decode, open_image
 from jaxdp.errors import UsageError, one_line
 
 TEXTS = (".txt", *LINES)
@@ -83,7 +83,7 @@ def check_images(files: Sequence[Path], size: int, name: str) -> Iterator[Findin
             decode(path, size)
         except UsageError as error:
             return str(error).removeprefix("data: "), ""
-        with import_pillow("Image").open(path) as image:
+        with open_image(path) as image:
             return (
                 "",
                 f"{image.mode}{' animated (its first frame is read)' * getattr(image, 'is_animated', False)}",
@@ -139,7 +139,7 @@ def check_dataset(dataset: Dataset, name: str) -> Iterator[Finding]:
         except Exception:
             for index in rows:
                 try:
-                    dataset.read(rows[index - first : index - first + 1])
+                    dataset.read(np.array([index]))
                 except Exception as error:
                     count += 1
                     yield Finding(

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.dataset import Arrays, check_split
+from jaxdp.data.dataset import Arrays, check_split, find_file
 from jaxdp.data.standardized import StandardizedImages
 from jaxdp.errors import UsageError
 
@@ -38,27 +38,23 @@ class CIFAR10(StandardizedImages, Arrays):
 
     def __init__(self, root: str, split: str = "train", augment: bool = True):
         check_split(split)
-        folder = _find(root, FILES[split])
-        planes, labels = zip(*(_read_batch(folder / name) for name in FILES[split]))
+        names = FILES[split]
+        folder = find_file(
+            root,
+            ("", FOLDER),
+            names,
+            "CIFAR-10 batches",
+            "and unpack cifar-10-python.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html",
+        ).parent
+        if missing := [name for name in names if not (folder / name).is_file()]:
+            raise UsageError(
+                f"data.args.root: {folder} lacks {', '.join(missing)}; unpack cifar-10-python.tar.gz again"
+            )
+        planes, labels = zip(*(_read_batch(folder / name) for name in names))
         # Each row of `planes` is the red, green and blue plane of an image.
         images = np.concatenate(planes).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
         super().__init__(inputs=np.ascontiguousarray(images), labels=np.concatenate(labels))
         self.augment = augment
-
-
-def _find(root: str, names: tuple[str, ...]) -> Path:
-    for folder in (Path(root).expanduser(), Path(root).expanduser() / FOLDER):
-        missing = [name for name in names if not (folder / name).is_file()]
-        if not missing:
-            return folder
-        if len(missing) < len(names):
-            raise UsageError(
-                f"data.args.root: {folder} lacks {', '.join(missing)}; unpack cifar-10-python.tar.gz again"
-            )
-    raise UsageError(
-        f"data.args.root: no CIFAR-10 batches in {root!r} (nor in its {FOLDER!r}): fetch cifar-10-python.tar.gz from "
-        "https://www.cs.toronto.edu/~kriz/cifar.html and unpack it there"
-    )
 
 
 class _Unpickler(pickle.Unpickler):

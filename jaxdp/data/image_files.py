@@ -154,15 +154,16 @@ def subfolders(folder: Path, passed: Counter[str] | None = None) -> list[Path]:
 
 def contains_images(folder: Path) -> bool:
     """Return whether there is an image in a folder, at any depth."""
-    return next(walk(folder, Counter()), None) is not None
+    return any(walk(folder, Counter()))
 
 
 def kind_of(entry: os.DirEntry[str]) -> str:
     """Return "folder", "image", or in words what else an entry of a folder is. Hidden entries are
     never read.
     """
-    if entry.name.startswith(".") or entry.name.lower() in OF_SYSTEMS:
-        return "hidden"
+    kind = kind_of_name(entry.name)
+    if kind == "hidden":
+        return kind
     try:
         if entry.is_dir():
             return "folder"
@@ -171,7 +172,14 @@ def kind_of(entry: os.DirEntry[str]) -> str:
         regular = False
     if not regular:
         return "broken link" if entry.is_symlink() else "neither a file nor a folder"
-    ending = Path(entry.name).suffix.lower()
+    return kind
+
+
+def kind_of_name(name: str) -> str:
+    """Return what a file is by its name: "hidden", "image", or its ending."""
+    if name.startswith(".") or name.lower() in OF_SYSTEMS:
+        return "hidden"
+    ending = Path(name).suffix.lower()
     return "image" if ending in ENDINGS else ending or "without an ending"
 
 

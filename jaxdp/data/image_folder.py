@@ -5,13 +5,14 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Mapping
+from functools import singledispatch
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from jaxdp.data.dataset import Batch, Part, check_split, file_part
-from jaxdp.data.image_files import FIX, describe, find_classes, find_splits
+from jaxdp.data.image_files import FIX, Images, describe, find_classes, find_splits
 from jaxdp.data.split_names import normalized
 from jaxdp.data.standardized import StandardizedImages
 from jaxdp.data.windows import check_fraction
@@ -61,30 +62,17 @@ class ImageFolder(StandardizedImages):
         check_sizes("data.args", size=size)
         check_one_of("data.args.on_error", on_error, ("raise", "skip"))
         import_pillow("Image")
-        top, passed = Path(root).expanduser(), Counter[str]()
-        folders = find_splits(top, splits, passed) if top.is_dir() else {}
-        if split == "train" and [*folders] == ["test"]:
+        passed = Counter[str]()
+        training, by_class, place = self.find(root, split, splits, passed)
+        self.class_names = [*training]
+        if unknown := sorted(by_class.keys() - self.class_names):
             raise UsageError(
-                f"data.args.root: {root!r} has only {folders['test'].name!r}, nothing to train on; {FIX}"
-            )
-        training = folders.get("train") or folders.get("test") or top
-        divided = "test" not in folders
-        folder = training if divided else folders[split]
-        unread = passed if folder == training else Counter[str]()
-        by_class, problem = find_classes(training, unread) if top.is_dir() else ({}, "")
-        if problem:
-            raise UsageError(problem)
-        self.class_names = sorted(by_class)
-        if folder != training:
-            by_class, _ = find_classes(folder, passed)
-        if unknown := sorted(set(by_class) - set(self.class_names)):
-            raise UsageError(
-                f"data.args.root: {str(folder)!r} has class {unknown[0]!r}, which train lacks"
+                f"data.args.root: {place!r} has class {unknown[0]!r}, which train lacks"
             )
         self.files, labels = list[Path](), list[int]()
         for label, name in enumerate(self.class_names):
             for path in by_class.get(name, []):
-                if not divided or held_out(path, test_fraction) == (split == "test"):
+                if place or held_out(path, test_fraction) == (split == "test"):
                     self.files.append(path)
                     labels.append(label)
         if not labels:
@@ -92,13 +80,34 @@ class ImageFolder(StandardizedImages):
             raise UsageError(
                 f"data.args.root: {what} in {root!r}; images are in {root}/CLASS or {root}/{split}/CLASS"
             )
-        self.top, self.labels = top, np.array(labels, np.int32)
+        self.labels = np.array(labels, np.int32)
         self.classes, self.input_shape = len(self.class_names), (size, size, 3)
         self.size, self.augment, self.mean, self.std = size, augment, tuple(mean), tuple(std)
         self.inventory = describe(
             self.class_names, np.bincount(self.labels, minlength=self.classes).tolist(), passed
         )
         self.on_error, self.skipped = on_error, set[int]()
+
+    def find(
+        self, root: str, split: str, splits: Mapping[str, str] | None, passed: Counter[str]
+    ) -> tuple[Images, Images, str]:
+        """Return (the images to train on by class, those of the split, where those are); "" if the test
+        split is a share of the others. The arguments are those of the class. Adds to `passed`."""
+        self.top = top = Path(root).expanduser()
+        if not top.is_dir():
+            return {}, {}, ""
+        folders = find_splits(top, splits, passed)
+        if split == "train" and [*folders] == ["test"]:
+            raise UsageError(
+                f"data.args.root: {root!r} has only {folders['test'].name!r}, nothing to train on; {FIX}"
+            )
+        training = folders.get("train") or folders.get("test") or top
+        folder = folders.get(split, training)
+        by_class, problem = find_classes(training, passed if folder == training else Counter())
+        if problem:
+            raise UsageError(problem)
+        images = by_class if folder == training else find_classes(folder, passed)[0]
+        return by_class, images, str(folder) if "test" in folders else ""
 
     def __len__(self) -> int:
         return len(self.files)
@@ -138,7 +147,7 @@ class ImageFolder(StandardizedImages):
 
 
 def held_out(path: Path, fraction: float) -> bool:
-    name = normalized(f"{path.parent.name}/{path.name}")
+    name = normalized("/".join(path.parts[-2:]))
     return zlib.crc32(name.encode(errors="surrogateescape")) < fraction * 2**32
 
 
@@ -146,7 +155,7 @@ def decode(path: Path, size: int) -> np.ndarray:
     """Read an image file as uint8 [size, size, 3]. Raises UsageError."""
     pillow, operations = import_pillow("Image"), import_pillow("ImageOps")
     try:
-        with pillow.open(path) as opened:
+        with open_image(path) as opened:
             if opened.mode[0] in "IF":  # Pillow would clip the values
                 raise ValueError(f"its pixels ({opened.mode}) have more than 8 bits a channel")
             image = operations.exif_transpose(opened).convert("RGB")
@@ -154,12 +163,19 @@ def decode(path: Path, size: int) -> np.ndarray:
             shape = [max(size, round(side * scale)) for side in image.size]
             image = image.resize(shape, pillow.Resampling.BILINEAR)
     except Exception as error:  # an invalid image raises many types of errors
-        reason = "it has 0 bytes" if path.is_file() and not path.stat().st_size else one_line(error)
         raise UsageError(
-            f"data: cannot read image {str(path)!r}: {reason}; replace or remove it"
+            f"data: cannot read image {str(path)!r}: {one_line(error)}; replace or remove it"
         ) from error
     left, top = ((side - size) // 2 for side in image.size)
     return np.asarray(image.crop((left, top, left + size, top + size)))
+
+
+@singledispatch
+def open_image(path: Any) -> Any:
+    """Open an image file, without decoding its pixels. Raises many types of errors."""
+    if not path.stat().st_size:
+        raise ValueError("it has 0 bytes")
+    return import_pillow("Image").open(path)
 
 
 def import_pillow(module: str) -> Any:

@@ -4,7 +4,6 @@ they are read.
 
 import struct
 import zipfile
-import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -67,8 +66,9 @@ class Npz(Arrays):
         self.dtypes = {key: np.int32 for key, x in self.arrays.items() if fits_int32(x)}
         if "inputs" in self.arrays:
             self.input_shape = self.arrays["inputs"].shape[1:]
-        groups = [group for group in (train, test) if group.get("labels") in stored]
-        labels = [stored[group["labels"]] for group in groups]
+        labels = [
+            stored[group["labels"]] for group in (train, test) if group.get("labels") in stored
+        ]
         if labels and all(
             x.ndim == 1 and x.dtype.kind in "iu" and x.size and x.min() >= 0 for x in labels
         ):
@@ -164,15 +164,9 @@ def stored_arrays(path: str) -> dict[str, np.ndarray]:
                     with archive.open(entry) as file:
                         arrays[name] = np.lib.format.read_array(file)
         return arrays
-    except (
-        OSError,
-        EOFError,
-        ValueError,
-        TypeError,
-        struct.error,
-        zlib.error,
-        zipfile.BadZipFile,
-    ) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged file raises many types of errors
         objects = "allow_pickle" in str(error) or "Python objects" in str(error)
         reason = getattr(error, "strerror", None) or (
             "Python objects in it" if objects else one_line(error)

@@ -58,7 +58,7 @@ class Byte(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text; invalid UTF-8, such as half a character, becomes U+FFFD."""
-        return bytes(int(i) for i in ids).decode(errors="replace")
+        return bytes(map(int, ids)).decode(errors="replace")
 
 
 class Char(Tokenizer):
@@ -177,7 +177,7 @@ class File(Tokenizer):
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+        return self._tokenizer.decode(list(map(int, ids)), skip_special_tokens=False)
 
 
 class Named(Tokenizer):
@@ -214,7 +214,7 @@ class Named(Tokenizer):
         return np.array(self._encoding.encode_ordinary(text), np.uint32)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._encoding.decode([int(i) for i in ids])
+        return self._encoding.decode(list(map(int, ids)))
 
 
 KINDS = {made.kind: made for made in (Byte, Char, Words, File, Named)}

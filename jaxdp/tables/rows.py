@@ -115,17 +115,17 @@ def is_number(column: Any) -> bool:
     return getattr(column.dtype, "kind", "O") in "iufb"
 
 
-def read_frame(table: Any, key: str = f"{KEY}.table") -> Any:
-    """Return the DataFrame of a file; one itself. Raises UsageError that names `key` for a file that
-    cannot be read.
+def read_frame(table: Any, key: str = f"{KEY}.table", **options: Any) -> Any:
+    """Return the DataFrame of a file; one itself. options: of `pandas.read_csv`. Raises UsageError
+    that names `key` for a file that cannot be read.
     """
     pandas = import_optional("pandas", "data: Table", "tables")
     if isinstance(table, pandas.DataFrame):
         return table
     path = pathlib.Path(str(table)).expanduser()
-    read = pandas.read_parquet if path.suffix == ".parquet" else pandas.read_csv
+    is_csv = path.suffix != ".parquet"
     try:
-        frame = read(path)
+        frame = pandas.read_csv(path, **options) if is_csv else pandas.read_parquet(path)
     except Exception as error:
         raise UsageError(f"{key}: {str(table)!r} cannot be read: {one_line(error)}") from None
     if not len(frame):

@@ -7,6 +7,7 @@ import gzip
 import io
 import os
 import pickle
+import shutil
 import struct
 import subprocess
 import sys
@@ -126,6 +127,32 @@ def write_table(folder):
     table.to_csv(folder / "table.csv", index=False)
 
 
+def write_image_zip(folder):
+    write_images(folder / "images")
+    shutil.make_archive(str(folder / "images"), "zip", folder / "images")
+
+
+def write_image_table(folder):
+    pandas = pytest.importorskip("pandas", reason="pip install -e '.[tables]'")
+    write_images(folder)
+    images = sorted(folder.glob("*/*/*.png"))
+    table = {
+        "path": [str(path.relative_to(folder)) for path in images],
+        "label": [path.parts[-2] for path in images],
+        "split": [path.parts[-3] for path in images],
+    }
+    pandas.DataFrame(table).to_csv(folder / "table.csv", index=False)
+
+
+def write_medmnist(folder):
+    folder.mkdir()
+    parts = {}
+    for split, rows in (("train", 8), ("val", 7), ("test", 6)):
+        parts[f"{split}_images"] = RNG.integers(0, 256, (rows, 28, 28), np.uint8)
+        parts[f"{split}_labels"] = RNG.integers(0, 3, (rows, 1), np.uint8)
+    np.savez_compressed(folder / "mnist.npz", **parts)
+
+
 WRITE = {  # what a source is made of; those that are not here need nothing
     "CIFAR10": ("", lambda folder: write_cifar(folder, protocol=2)),
     "MNIST": ("", write_mnist),
@@ -139,8 +166,12 @@ WRITE = {  # what a source is made of; those that are not here need nothing
     "PackedTokens": ("tokens.bin", write_text),
     "Npz": ("data.npz", write_npz),
     "Table": ("table.csv", write_table),
+    "ImageZip": ("images.zip", write_image_zip),
+    "ImageTable": ("table.csv", write_image_table),
+    "MedMNIST": ("mnist.npz", write_medmnist),
 }
 ARGS = {
+    "ImageTable": {"columns": {"split": "split"}},
     "Balanced": {"data": "Digits"},
     "Table": {"label": "kind"},
     "Mixture": {"sets": {"a": "Digits", "b": "Digits"}, "weights": {"a": 1, "b": 2}},
@@ -206,7 +237,8 @@ def test_images_are_scaled_and_in_training_moved_by_a_key(name, split, tmp_path)
 
 @pytest.mark.parametrize("name", RANDOM_ACCESS)
 def test_a_split_is_train_or_test(name, tmp_path):
-    known = "'train', 'valid', 'test'" if name == "PennTreebank" else "'train', 'test'"
+    more = {"PennTreebank": "'train', 'valid', 'test'", "MedMNIST": "'train', 'val', 'test'"}
+    known = more.get(name, "'train', 'test'")
     with pytest.raises(UsageError, match=f"data.args.split: 'all' is not one of {known}"):
         make(name, tmp_path, split="all")
 

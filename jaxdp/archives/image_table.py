@@ -1,0 +1,75 @@
+"""Images that a table lists: a CSV with the path and the class of each."""
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxdp.archives.listed import Listed, Row
+from jaxdp.data.image_files import walk
+from jaxdp.data.split_names import listed, normalized
+from jaxdp.errors import UsageError, check_one_of
+from jaxdp.tables.rows import KEY, read_frame, require
+
+AS_TEXT = {"dtype": str, "keep_default_na": False}  # 007 is no number, and None may be a class
+
+
+class ImageTable(Listed):
+    """Images of a table: "inputs" uint8 [size, size, 3], "labels" int32, the index in `class_names`.
+
+    table: a CSV or Parquet file, or a DataFrame; or {train: TABLE, test: TABLE}. columns: {path, label,
+    split: the name of a column}, by default path and label. Paths are relative to `folder`, by default
+    that of the table, and `ending`, such as .jpg, is added to them. Classes are sorted, as numbers if
+    all are. The values of the split's column are known by their names (train, val, ...), or named by
+    splits: {train: VALUE, test: VALUE}; without it, about a `test_fraction`, selected by a hash of the
+    path, is the test split. args: the other arguments of `ImageFolder`.
+
+    `inventory` counts the images of the folder that no table has and, with on_error: skip, the rows
+    whose image is missing. Raises UsageError for these, a column that is missing, a row without a label,
+    and an image of two rows.
+    """
+
+    def __init__(
+        self,
+        table: Any,
+        columns: Mapping[str, str] | None = None,
+        folder: str | None = None,
+        ending: str = "",
+        split: str = "train",
+        **args: Any,
+    ):
+        self.columns = {"path": "path", "label": "label", **(columns or {})}
+        for key in self.columns:
+            check_one_of(f"{KEY}.columns", key, ("path", "label", "split"))
+        self.tables = table if isinstance(table, Mapping) else {"train": table}
+        first, *_ = self.tables.values()
+        root = folder or (os.path.dirname(first) if isinstance(first, str | Path) else "")
+        self.ending, self.skip = ending, args.get("on_error") == "skip"
+        super().__init__(os.path.expanduser(root) or ".", split, **args)
+
+    def rows(self, root: str, splits: Any, passed: Counter[str]) -> list[Row]:
+        if not os.path.isdir(root):
+            raise UsageError(f"{KEY}.folder: no folder {root!r}; paths are relative to it")
+        rows: dict[str, Row] = {}
+        stored = {normalized(os.path.normpath(x)): x for x in walk(Path(root), Counter())}
+        for split, table in self.tables.items():
+            frame = read_frame(table, f"{KEY}.table", **AS_TEXT).fillna("").astype(str)
+            require(frame, {"columns": [*self.columns.values()]})
+            text: dict[str, Any] = {key: frame[name] for key, name in self.columns.items()}
+            splits = text.get("split", [split] * len(frame))
+            for name, label, part in zip(text["path"], text["label"], splits):
+                path = normalized(os.path.normpath(os.path.join(root, name + self.ending)))
+                if path in rows or not label:
+                    problem = "two rows; remove one" if path in rows else "no label; give it one"
+                    raise UsageError(f"{KEY}.table: {path!r} has {problem}")
+                rows[path] = Row(stored.get(path, Path(path)), normalized(label), part)
+        missing = {path for path in rows.keys() - stored if not rows[path].image.is_file()}
+        if missing and not self.skip:
+            raise UsageError(
+                f"{KEY}.table: {len(missing):,} of {len(rows):,} images are missing: {listed(sorted(missing))}; add "
+                f"them, set {KEY}.folder or {KEY}.ending, or leave them out by {KEY}.on_error: skip"
+            )
+        passed.update(["missing image"] * len(missing))
+        passed.update(["image that no table has"] * len(stored.keys() - rows))
+        return [row for path, row in rows.items() if path not in missing]

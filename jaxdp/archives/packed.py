@@ -1,0 +1,124 @@
+"""Images in a zip file, which is read where it is."""
+
+import contextlib
+import io
+import os
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxdp.archives.listed import KEY, Listed, Row
+from jaxdp.data.image_files import kind_of_name
+from jaxdp.data.image_folder import import_pillow, open_image
+from jaxdp.data.split_names import listed, normalized, split_names
+from jaxdp.errors import UsageError, one_line
+
+MOST = 1 << 28  # bytes of an image; a file that unpacks to more is none
+UTF8 = 1 << 11  # flag of a member of a zip file: so is its name
+
+
+class Member(NamedTuple):
+    """A file in an archive. key: what `archive.read` takes. size: in bytes."""
+
+    parts: tuple[str, ...]
+    archive: Any
+    key: Any
+    size: int
+
+    def __str__(self) -> str:
+        return "/".join(self.parts)
+
+
+@open_image.register
+def open_member(member: Member) -> Any:
+    if member.size > MOST:
+        raise ValueError(f"it has {member.size:,} bytes; an image has at most {MOST:,}")
+    content, pillow = member.archive.read(member), import_pillow("Image")
+    try:
+        return pillow.open(io.BytesIO(content))
+    except pillow.UnidentifiedImageError:  # its text has the address of the bytes
+        raise ValueError("cannot identify image file") from None
+
+
+class Zip:
+    """An open zip file; another process opens it again."""
+
+    def __init__(self, path: Path):
+        self.path, self.file = path, zipfile.ZipFile(path)
+
+    def __reduce__(self) -> Any:
+        return Zip, (self.path,)
+
+    def members(self) -> Iterator[Member]:
+        """Yield all members; the last part of a folder is "". Many programs write UTF-8 without its
+        flag, or backslashes."""
+        for info in self.file.infolist():
+            name = info.filename
+            if not info.flag_bits & UTF8:
+                with contextlib.suppress(UnicodeError):
+                    name = name.encode("cp437").decode()
+            name = os.path.normpath(normalized(name).replace("\\", "/"))
+            parts = [*name.split("/"), *[""] * info.is_dir()]
+            yield Member((str(self.path), *parts), self, info, info.file_size)
+
+    def read(self, member: Member) -> bytes:
+        """Return the content of a member. Raises many types of errors if it is damaged."""
+        if member.key.compress_type > zipfile.ZIP_DEFLATED:
+            raise ValueError("it is neither stored nor deflated")  # which takes bounded memory
+        with self.file.open(member.key) as file:
+            return file.read(member.size)  # not more, whatever is in it
+
+
+def visible(kind: Callable[[Path], Any], path: Path, passed: Counter[str]) -> list[Member]:
+    """Return the members of an archive, but count those that are hidden. Raises UsageError."""
+    try:
+        members = [*kind(path).members()]
+    except Exception as error:  # a damaged file raises many types of errors
+        raise UsageError(
+            f"{KEY}: cannot read {str(path)!r} ({one_line(error)}); give a {kind.__name__.lower()} file"
+        ) from None
+    found = [x for x in members if "hidden" not in map(kind_of_name, x.parts[1:])]
+    passed.update(["hidden"] * (len(members) - len(found)))
+    return found
+
+
+class ImageZip(Listed):
+    """Images by class in a zip file: what `ImageFolder` reads in the folder that it was made of.
+
+    root: the file, with the folders of an `ImageFolder` in it, or with one folder that has them. The
+    examples, their order and the test split are those of that folder. A member is read when it is
+    needed, and nothing is written; each worker process opens the file for itself. In memory are the
+    file's directory and one image, of at most 256 MiB. The other arguments are those of `ImageFolder`.
+
+    Raises UsageError for a file that is no zip file or is damaged, for a class without images, and, when
+    it is read, for an image that is damaged, encrypted or too large.
+    """
+
+    numbers = False
+
+    def rows(self, root: str, splits: Any, passed: Counter[str]) -> list[Row]:
+        self.sources = [Path(root).expanduser()]
+        members = visible(Zip, self.sources[0], passed)
+        images = [x for x in members if kind_of_name(x.parts[-1]) == "image"]
+        # All may be in one folder, that of the file's name.
+        prefix = os.path.commonprefix([x.parts[:-1] for x in images])  # noqa: RUF071  # by parts
+        top = max(1, min([len(prefix), *(len(x.parts) - 2 for x in images)]))
+        names = split_names({x.parts[top] for x in images})
+        divided = any(x.split for x in names.values()) if splits is None else bool(splits)
+        at, rows, folders = top + divided, [], set()
+        for member in members:
+            parts, kind = member.parts, kind_of_name(member.parts[-1])
+            inside = parts[:top] == prefix[:top] and len(parts) > at + 1
+            if inside:
+                folders.add(parts[at])
+            if inside and kind == "image":
+                rows.append(Row(member, parts[at], parts[top] if divided else "train"))
+            elif parts[-1]:
+                passed["image outside of the classes" if kind == "image" else kind] += 1
+        if empty := sorted(folders - {row.label for row in rows}):
+            raise UsageError(
+                f"{KEY}: no image in {listed(empty)} of the classes in {root!r}; add some"
+            )
+        return rows

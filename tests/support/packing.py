@@ -1,0 +1,40 @@
+"""Small images, and the archives that people pack them in."""
+
+import io
+import zipfile
+
+import numpy as np
+import pytest
+
+RNG = np.random.default_rng(0)
+
+
+def png(value):
+    """The bytes of an 8x8 image of one gray."""
+    image = pytest.importorskip("PIL.Image", reason="pip install -e '.[images]'")
+    file = io.BytesIO()
+    image.fromarray(np.full((8, 8, 3), value, np.uint8)).save(file, "png")
+    return file.getvalue()
+
+
+def write_zip(path, members, **more):
+    """Write {name: content}; a name that ends in / is a folder."""
+    with zipfile.ZipFile(path, "w", **more) as file:
+        for name, content in members.items():
+            file.writestr(name, content)
+    return str(path)
+
+
+def write_files(folder, members):
+    for name, content in members.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return str(folder)
+
+
+def grays(dataset):
+    """(gray, class name) of each example."""
+    batch = dataset.read(np.arange(len(dataset)))
+    names = [dataset.class_names[label] for label in batch["labels"]]
+    return list(zip(batch["inputs"][:, 0, 0, 0].tolist(), names))
