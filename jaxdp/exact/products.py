@@ -80,12 +80,12 @@ def _sum(x: jax.Array, *, axes: Any, **params: Any) -> jax.Array:
             x, jnp.zeros((), x.dtype), lambda a, b: lax.add(a, b), axes
         )  # `lax.add` itself would recurse
     y, wide = x, jnp.promote_types(x.dtype, jnp.float32)
-    batched = (((1,), (1,)), ((0,), (0,)))
     while rows > 1:
         block = min(rows, ROWS)
         y = y.reshape(-1, rows, columns)
         y = fit(y, padded_shape(y.shape, 1, block)).reshape(-1, block, columns)
-        y = lax.dot_general(jnp.ones(y.shape[:2], y.dtype), y, batched, preferred_element_type=wide)
+        ones = jnp.ones(y.shape[:2], y.dtype)
+        y = jnp.einsum("br,brc->bc", ones, y, preferred_element_type=wide)
         rows = -(-rows // block)
     return y.reshape(*x.shape[:first], *x.shape[after:]).astype(x.dtype)
 
@@ -118,10 +118,8 @@ def _convolution(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
         """
         patch = patch.reshape(batches, len(x) // batches, -1, len(kernel), groups, inputs)
         kernel = kernel.reshape(len(kernel), inputs, batches, groups, -1)
-        dimensions = (((3, 5), (0, 1)), ((0, 4), (2, 3)))
-        return lax.dot_general(
-            patch, kernel, dimensions, precision=params["precision"], preferred_element_type=wide
-        )
+        names, precision = "nbpkgc,kcngo->ngbpo", params["precision"]
+        return jnp.einsum(names, patch, kernel, precision=precision, preferred_element_type=wide)
 
     if math.prod(window) <= math.prod(out):
         starts = _starts(window, dilation)
