@@ -217,14 +217,13 @@ def squares_and_bad(tree: Tree, dims: Tree, axis: str, live: jax.Array) -> jax.A
     axes = axis if any(split) else ()  # full leaves need no other device
     first, parts = jax.lax.axis_index(axes) == 0, jax.lax.axis_size(axes)
     dtype = jnp.result_type(jnp.float32, *leaves)
-    bad, values, elements = jnp.int32(0), [], 0
+    bad, values = jnp.int32(0), []
     for x, is_split in zip(leaves, split, strict=True):
-        elements += x.size * (parts if is_split else 1)
         x, is_counted = x.astype(dtype), first | is_split  # a full leaf is counted once
         is_finite = jnp.isfinite(x)
         bad += jnp.sum(is_counted & ~is_finite, dtype=jnp.int32)
         values.append(jnp.where(is_counted & is_finite, x, 0))
-    if elements > ROW**2:
+    if parts * sum(x.size for x in leaves) > ROW**2:
         raise UsageError(
             f"parallel.reduction: exact sums squares of at most {ROW**2:,} parameters; use xla or bucket"
         )

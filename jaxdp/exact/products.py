@@ -141,7 +141,7 @@ def _convolution(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
 
 def _starts(counts: list[int], steps: Any) -> jax.Array:
     """Return the first index of every position, [position, dimension]."""
-    return jnp.asarray(np.argwhere(np.ones(counts)) * np.asarray(steps), jnp.int32)
+    return jnp.asarray(np.argwhere(np.ones(counts)) * steps, jnp.int32)
 
 
 def _strided(x: jax.Array, start: jax.Array, counts: list[int], strides: Any) -> jax.Array:

@@ -27,7 +27,7 @@ from jax.tree_util import Partial
 from jaxdp.config import Config
 from jaxdp.config.training import OuterOptimizer
 from jaxdp.errors import UsageError
-from jaxdp.exact.rounding import opaque_true, scan_unfused, zeros
+from jaxdp.exact.rounding import opaque_true, scan_unfused
 from jaxdp.optim import OPTIMIZERS, checked, make_optimizer
 from jaxdp.optim.evaluation import evaluation_arrays
 from jaxdp.optim.optimizers import Master, master_copy
@@ -247,8 +247,7 @@ def shared_guard(guards: Guard) -> Guard:
     """Return the guard of the replicas [replica] that have halted: of their counters the largest,
     and the first update of all."""
     halted = guards.halted > 0
-    guard = select(halted, guards, zeros(guards))
-    guard = jax.tree.map(lambda x: jax.lax.pmax(x.max(0), OUTER), guard)
+    guard = jax.tree.map(lambda x: jax.lax.pmax(jnp.where(halted, x, 0).max(0), OUTER), guards)
     since = jnp.where(halted, guards.since, guard.halted_at).min(0)
     return guard.replace(since=jax.lax.pmin(since, OUTER))
 
