@@ -118,8 +118,10 @@ def _convolution(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
         """
         patch = patch.reshape(batches, len(x) // batches, -1, len(kernel), groups, inputs)
         kernel = kernel.reshape(len(kernel), inputs, batches, groups, -1)
-        names, precision = "nbpkgc,kcngo->ngbpo", params["precision"]
-        return jnp.einsum(names, patch, kernel, precision=precision, preferred_element_type=wide)
+        dimensions = (((3, 5), (0, 1)), ((0, 4), (2, 3)))
+        return lax.dot_general(
+            patch, kernel, dimensions, precision=params["precision"], preferred_element_type=wide
+        )
 
     if math.prod(window) <= math.prod(out):
         starts = _starts(window, dilation)
