@@ -35,7 +35,6 @@ class ElasticGeneration(Generation):
         super().__init__(coordinator)
         size, silence = self.settings.size, self.settings.silence
         self.machine = machine or Machine(self, size, silence, **self.settings.options)
-        self.report, self.give_up = coordinator.report, coordinator.done.set
 
     @property
     def has_ended(self) -> bool:
@@ -135,6 +134,12 @@ class ElasticGeneration(Generation):
 
     def announce(self, title: str) -> None:
         self.do_announce(next(iter(self.members.values())), None, "join", title)
+
+    def report(self, line: str) -> None:
+        self.coordinator.report(line)
+
+    def give_up(self) -> None:
+        self.coordinator.done.set()
 
     def register(self, lost: set[int]) -> None:
         """Register lost ranks with JAX's service: others that are about to connect would wait for
