@@ -51,13 +51,13 @@ FORMATS = {
 
 
 def quantized(
-    tree: Tree, exponents: Any, form: Format, summands: int, key: jax.Array | None, first: int = 0
+    tree: Tree, exponents: Any, form: Format, summands: int, key: jax.Array, first: int = 0
 ) -> Tree:
     """Quantize every leaf. exponents: [leaf]. first: the number of the first leaf's key."""
     leaves, treedef = jax.tree.flatten(tree)
     ints = []
     for number, (x, exponent) in enumerate(zip(leaves, exponents), first):
-        own = None if key is None else jax.random.fold_in(key, number)
+        own = jax.random.fold_in(key, number) if form.stochastic else None
         ints.append(quantize(x, exponent, form, summands, own))
     return jax.tree.unflatten(treedef, ints)
 
@@ -130,20 +130,20 @@ def limit_of(bits: int, summands: int) -> tuple[float, int]:
     return (1.0 if bits >= 32 else limit / 2**power), power
 
 
-@jax.jit
-def exponent_of(x: jax.Array) -> jax.Array:
-    """Return the least exponent, from ZERO, whose power of two exceeds all elements, or NOT_FINITE."""
-    exponent = largest_exponent(x)
-    return jnp.where(exponent <= LARGEST, jnp.maximum(exponent - ZERO, 0), NOT_FINITE)
+def needed_exponents(tree: Tree) -> jax.Array:
+    """Return for each leaf [leaf] the least exponent, from ZERO, whose power of two exceeds all
+    elements, or NOT_FINITE."""
+    exponents = jnp.array([largest_exponent(x) for x in jax.tree.leaves(tree)], jnp.int32)
+    return jnp.where(exponents <= LARGEST, jnp.maximum(exponents - ZERO, 0), NOT_FINITE)
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def largest_exponent(x: jax.Array, axis: int | None = None) -> jax.Array:
     """Return the least exponent whose power of two exceeds all elements along the axis; above the
     `maxexp` of the dtype if one is not finite."""
     x = at_least_float32(x)
     info = jnp.finfo(x.dtype)
-    bits = jax.lax.bitcast_convert_type(x, f"int{info.bits}")
-    size = bits & jnp.iinfo(bits.dtype).max  # the bits of |x|, ordered like the numbers
+    size = jnp.abs(x).view(f"int{info.bits}")  # ordered like the numbers
     return ((jnp.max(size, axis, initial=0) >> info.nmant) + info.minexp).astype(jnp.int32)
 
 
@@ -174,15 +174,15 @@ def power_of_two(exponent: jax.Array, dtype: Any) -> jax.Array:
     """Return 2^exponent, exactly."""
     info = jnp.finfo(dtype)
     biased = exponent.astype(f"int{info.bits}") + (1 - info.minexp)
-    return jax.lax.bitcast_convert_type(biased << info.nmant, info.dtype)
+    return (biased << info.nmant).view(info.dtype)
 
 
 def uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return random numbers [...] in (0, 1) of 8 bits each: four from each random word."""
     size = math.prod(shape)
     words = jax.random.bits(key, (-(-size // 4),), jnp.uint32)
-    bytes_ = jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(-1)[:size]
-    return ((bytes_.astype(jnp.float32) + 0.5) / 256).reshape(shape)
+    numbers = words.view(jnp.uint8)[:size].astype(jnp.float32)
+    return ((numbers + 0.5) / 256).reshape(shape)
 
 
 def pack(x: jax.Array) -> jax.Array:
@@ -206,11 +206,6 @@ def unpack(words: jax.Array, dtype: Any, size: int) -> jax.Array:
     return ((words + signs) ^ signs).view(dtype)[..., :size]
 
 
-def needed_exponents(tree: Tree) -> jax.Array:
-    """Return the exponent that each leaf needs [leaf]."""
-    return jnp.array([exponent_of(x) for x in jax.tree.leaves(tree)], jnp.int32)
-
-
 def squares_and_bad(tree: Tree, dims: Tree, axis: str, live: jax.Array) -> jax.Array:
     """Return [2]: the sum of squares and the number of non-finite elements; leaves are replicated
     or slices along dims.
@@ -218,36 +213,37 @@ def squares_and_bad(tree: Tree, dims: Tree, axis: str, live: jax.Array) -> jax.A
     Relative to the largest element, a square is a few digits; digits are summed as integers, at
     most 2^32 of them."""
     leaves = jax.tree.leaves(tree)
-    dims = jax.tree.leaves(dims) or [WHOLE] * len(leaves)
-    axes = axis if any(d != WHOLE for d in dims) else ()  # full leaves need no other device
+    split = [dim != WHOLE for dim in jax.tree.leaves(dims)] or [False] * len(leaves)
+    axes = axis if any(split) else ()  # full leaves need no other device
     first, parts = jax.lax.axis_index(axes) == 0, jax.lax.axis_size(axes)
     dtype = jnp.result_type(jnp.float32, *leaves)
-    bad, values, elements = jnp.int32(0), [], 0
-    for x, dim in zip(leaves, dims, strict=True):
-        is_slice = dim != WHOLE
-        elements += x.size * (parts if is_slice else 1)
-        x = x.astype(dtype) if is_slice else jnp.where(first, x.astype(dtype), 0)  # count it once
+    bad, values = jnp.int32(0), []
+    for x, is_split in zip(leaves, split, strict=True):
+        x, is_counted = x.astype(dtype), first | is_split  # a full leaf is counted once
         is_finite = jnp.isfinite(x)
-        bad += jnp.sum(~is_finite, dtype=jnp.int32)
-        values.append(jnp.where(is_finite, x, 0))
-    if elements > ROW**2:
+        bad += jnp.sum(is_counted & ~is_finite, dtype=jnp.int32)
+        values.append(jnp.where(is_counted & is_finite, x, 0))
+    if parts * sum(x.size for x in leaves) > ROW**2:
         raise UsageError(
             f"parallel.reduction: exact sums squares of at most {ROW**2:,} parameters; use xla or bucket"
         )
     needed = jnp.max(needed_exponents(values), initial=0)
     needed = fusion_barrier(jax.lax.pmax(needed, axes), live)
     unit, size = power_of_two(-needed - ZERO, dtype), power_of_two(needed + ZERO, dtype)
-    rows = sum((digits_of(x * unit, live) for x in values), jnp.zeros((), jnp.uint32))
-    rows, bad = jax.lax.psum((rows, bad), axes)
-    terms = [x.astype(dtype) * 2.0 ** (-DIGIT * i) for i, x in enumerate(propagate_carries(rows))]
+    digits = sum((digits_of(x * unit, live) for x in values), jnp.uint32(0))
+    digits, bad = jax.lax.psum((digits, bad), axes)
+    carry, *rest = carried(digits[1:])
+    terms = [
+        x.astype(dtype) * 2.0 ** (-DIGIT * i) for i, x in enumerate([digits[0] + carry, *rest])
+    ]
     squares = jnp.where((bad > 0) | (needed == NOT_FINITE), jnp.nan, sum(terms) * size * size)
     return fusion_barrier(jnp.stack([squares, bad.astype(dtype)]), live)
 
 
 @jax.jit
 def digits_of(x: jax.Array, live: jax.Array) -> jax.Array:
-    """Sum the squares of numbers below 1, as uint32 [digit, 2]: the low DIGIT bits of row sums, and
-    the bits above.
+    """Sum the squares of numbers below 1, as uint32 [1 + digit]: the integer part of the sum, and
+    sums of digits of DIGIT bits.
     """
     row = min(x.size, ROW) or 1
     rest = pin(jnp.square(x), live).reshape(-1)
@@ -257,21 +253,16 @@ def digits_of(x: jax.Array, live: jax.Array) -> jax.Array:
         rest = rest * 2.0**DIGIT
         digit = rest.astype(jnp.int32)  # the integer part
         rest = rest - digit.astype(rest.dtype)
-        rows = digit.astype(jnp.uint32).sum(1, dtype=jnp.uint32)
-        digits.append(jnp.stack([rows & (2**DIGIT - 1), rows >> DIGIT]).sum(1, dtype=jnp.uint32))
-    return jnp.stack(digits)
+        digits.append(digit.sum(1, dtype=jnp.uint32))
+    return jnp.stack(carried(digits)).sum(1, dtype=jnp.uint32)
 
 
-def propagate_carries(rows: jax.Array) -> list[jax.Array]:
-    """Convert sums of `digits_of` [digit, 2] to a leading digit and digits of DIGIT bits,
-    independent of the order.
+def carried(sums: Any) -> list[jax.Array]:
+    """Convert sums of digits, uint32 [digit, ...], to digits of DIGIT bits, and in front what is
+    carried over from the first.
     """
-    mask, carry = 2**DIGIT - 1, jnp.uint32(0)
-    digits = []
-    above = [*rows[1:, 1], jnp.uint32(0)]
-    for parts in reversed([*zip(rows[:, 0], above)]):
-        terms = jnp.stack([*parts, carry])
-        rest = (terms & mask).sum(dtype=jnp.uint32)
-        digits.append(rest & mask)
-        carry = (terms >> DIGIT).sum(dtype=jnp.uint32) + (rest >> DIGIT)
-    return [rows[0, 1] + carry, *reversed(digits)]
+    carry, digits = jnp.uint32(0), []
+    for x in reversed(sums):
+        digits.append((x + carry) & (2**DIGIT - 1))
+        carry = (x + carry) >> DIGIT
+    return [carry, *reversed(digits)]

@@ -70,8 +70,7 @@ class Attempt(NamedTuple):
         ints: the sums of gradients; wrong unless all fit.
         values: the other sums [group, ...]; extra: the number of gradients that are not finite.
         kept: the new `TrainState.kept` [group, ...].
-        times: the number of attempts.
-        fits: all gradients have fit.
+        fits: all gradients have fit, as they do in a second attempt.
     """
 
     exponents: jax.Array
@@ -79,7 +78,6 @@ class Attempt(NamedTuple):
     ints: Tree
     values: Sums
     kept: Tree
-    times: jax.Array
     fits: jax.Array
 
 
@@ -120,39 +118,38 @@ class IntegerSums(FloatSums):
             part = self.replica(plan, numbers, state.step)
             return fusion_barrier(f(state.replace(kept=kept), batch, part), opaque_true(state.step))
 
-        def attempt(exponents: jax.Array, times: jax.Array) -> Attempt:
-            def add(piece: Tree) -> tuple[Tree, Tree]:
-                """Return the integers of one group, and what is not summed here."""
-                sums, number = compute(state, piece), piece[2][0]
-                key = None
-                if form.stochastic and plan.is_update:
-                    key = microbatch_key(state.seed, state.step, number)
-                needed, bad = needed_and_bad(sums.grads, live)
-                ints = quantized(sums.grads, in_bits(exponents), form, summands, key, 2)
-                part = ints, needed, sums._replace(grads=None, kept=None, extra=bad)
-                ints, *rest = select(number >= 0, part, zeros(part))
-                if plan.when == EVERY:
-                    dims = plan.trainable(plan.dims)
-                    ints = plan.reduction.scatter(ints, dims, plan.axes)
-                return ints, (*rest, sums.kept)
+        def add(exponents: jax.Array, piece: Tree) -> tuple[Tree, Tree]:
+            """Return the integers of one group, and what is not summed here."""
+            sums, number = compute(state, piece), piece[2][0]
+            key = microbatch_key(state.seed, state.step, number)
+            needed, bad = needed_and_bad(sums.grads, live)
+            ints = quantized(sums.grads, in_bits(exponents), form, summands, key, 2)
+            part = ints, needed, sums._replace(grads=None, kept=None, extra=bad)
+            ints, *rest = select(number >= 0, part, zeros(part))
+            if plan.when == EVERY:
+                dims = plan.trainable(plan.dims)
+                ints = plan.reduction.scatter(ints, dims, plan.axes)
+            return ints, (*rest, sums.kept)
 
-            ints, (needed, values, kept) = scan_unfused(add, pieces, live)
+        def attempt(exponents: jax.Array) -> Attempt:
+            one = functools.partial(add, exponents)
+            ints, (needed, values, kept) = scan_unfused(one, pieces, live)
             local = jnp.max(needed, 0, initial=0), value_exponents(values)
             needed = largest(local, plan.axes.all)
             good = fits(exponents, needed[0], form, summands)
+            exponents = jnp.where(good, exponents, (needed[0] + form.headroom) * PER_BIT)
             return Attempt(
-                exponents=jnp.where(good, exponents, (needed[0] + form.headroom) * PER_BIT),
+                exponents=exponents,
                 needed=needed,
                 ints=ints,
                 values=values,
                 kept=kept,
-                times=times + 1,
                 fits=jnp.all(good),
             )
 
         exponents = state.extra[EXPONENTS] if plan.is_update else jnp.zeros(0, jnp.int32)
-        first = zeros(jax.eval_shape(attempt, exponents, 0))._replace(exponents=exponents)
-        done = jax.lax.while_loop(lambda a: ~a.fits, lambda a: attempt(a.exponents, a.times), first)
+        first = zeros(jax.eval_shape(attempt, exponents))._replace(exponents=exponents)
+        done = jax.lax.while_loop(lambda a: ~a.fits, lambda a: attempt(a.exponents), first)
 
         needed, value_needed = done.needed
         values = quantized_sums(done.values, value_needed, summands)
@@ -160,7 +157,8 @@ class IntegerSums(FloatSums):
         total = FLOATS.over_devices(plan, values._replace(grads=done.ints))
         bits = jnp.where(needed == NOT_FINITE, needed, in_bits(done.exponents))
         sums = restored_sums(total._replace(grads=None), value_needed, done.values, summands)
-        info = remembered(done.exponents, needed, form.headroom), done.times - 1, sums.extra
+        recomputed = jnp.any(done.exponents != exponents).astype(jnp.int32)
+        info = remembered(done.exponents, needed, form.headroom), recomputed, sums.extra
         return sums._replace(
             grads=restored(total.grads, bits, summands),
             kept=jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), done.kept),
@@ -202,9 +200,7 @@ class IntegerSums(FloatSums):
             sums = reduction.reduce(quantized_sums(tree, exponents, rows), axis)
             return restored_sums(sums, exponents, tree, rows)
         needed = largest(needed_exponents(tree), axis)
-        ints = jax.vmap(lambda x, key: quantized(x, needed, self.form, rows, key))(
-            tree, keys if self.form.stochastic else None
-        )
+        ints = jax.vmap(lambda x, key: quantized(x, needed, self.form, rows, key))(tree, keys)
         sums = jax.tree.map(lambda x: x.sum(0, dtype=x.dtype), ints)
         return restored(reduction.reduce(sums, axis), needed, rows)
 
@@ -258,18 +254,11 @@ def integers(name: str, bucket_mb: float = 25.0, safe: bool = False, group: int 
     return reduction._replace(arithmetic=IntegerSums(name, group), group=group)
 
 
-def remembering(
-    make: Callable[..., TrainState], trainable: Callable[[Tree], Tree]
-) -> Callable[..., TrainState]:
+def with_exponents(state: TrainState, trainable: Callable[[Tree], Tree]) -> TrainState:
     """Add an exponent for each gradient to the initial state: too small, so the first update
     determines it."""
-
-    def make_state(*arguments: Any) -> TrainState:
-        state = make(*arguments)
-        exponents = jnp.zeros(len(jax.tree.leaves(trainable(state.params))), jnp.int32)
-        return state.replace(extra={**state.extra, EXPONENTS: exponents})
-
-    return make_state
+    exponents = jnp.zeros(len(jax.tree.leaves(trainable(state.params))), jnp.int32)
+    return state.replace(extra={**state.extra, EXPONENTS: exponents})
 
 
 def needed_and_bad(grads: Tree, live: jax.Array) -> tuple[jax.Array, jax.Array]:

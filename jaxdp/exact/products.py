@@ -80,12 +80,12 @@ def _sum(x: jax.Array, *, axes: Any, **params: Any) -> jax.Array:
             x, jnp.zeros((), x.dtype), lambda a, b: lax.add(a, b), axes
         )  # `lax.add` itself would recurse
     y, wide = x, jnp.promote_types(x.dtype, jnp.float32)
-    batched = (((1,), (1,)), ((0,), (0,)))
     while rows > 1:
         block = min(rows, ROWS)
         y = y.reshape(-1, rows, columns)
         y = fit(y, padded_shape(y.shape, 1, block)).reshape(-1, block, columns)
-        y = lax.dot_general(jnp.ones(y.shape[:2], y.dtype), y, batched, preferred_element_type=wide)
+        ones = jnp.ones(y.shape[:2], y.dtype)
+        y = jnp.einsum("br,brc->bc", ones, y, preferred_element_type=wide)
         rows = -(-rows // block)
     return y.reshape(*x.shape[:first], *x.shape[after:]).astype(x.dtype)
 
@@ -143,7 +143,7 @@ def _convolution(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
 
 def _starts(counts: list[int], steps: Any) -> jax.Array:
     """Return the first index of every position, [position, dimension]."""
-    return jnp.asarray(np.argwhere(np.ones(counts)) * np.asarray(steps), jnp.int32)
+    return jnp.asarray(np.argwhere(np.ones(counts)) * steps, jnp.int32)
 
 
 def _strided(x: jax.Array, start: jax.Array, counts: list[int], strides: Any) -> jax.Array:

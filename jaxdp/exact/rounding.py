@@ -50,8 +50,8 @@ def pin(x: jax.Array, live: jax.Array) -> jax.Array:
     """
     if not is_float(x):
         return x
-    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
-    return jax.lax.bitcast_convert_type(bits ^ (~live).astype(bits.dtype), x.dtype)
+    bits = x.view(f"uint{8 * x.dtype.itemsize}")
+    return (bits ^ (~live).astype(bits.dtype)).view(x.dtype)
 
 
 def fusion_barrier(tree: Tree, live: jax.Array) -> Tree:

@@ -14,7 +14,7 @@ but the differences, every `every` updates.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,14 +27,14 @@ from jax.tree_util import Partial
 from jaxdp.config import Config
 from jaxdp.config.training import OuterOptimizer
 from jaxdp.errors import UsageError
-from jaxdp.exact.rounding import opaque_true, scan_unfused, zeros
+from jaxdp.exact.rounding import opaque_true, scan_unfused
 from jaxdp.optim import OPTIMIZERS, checked, make_optimizer
 from jaxdp.optim.evaluation import evaluation_arrays
 from jaxdp.optim.optimizers import Master, master_copy
 from jaxdp.parallel.layout import Sharding
 from jaxdp.parallel.pjit import PJit
 from jaxdp.parallel.placement import assign_microbatches, of_device, ordered_devices, state_shapes
-from jaxdp.parallel.reduction import NEVER, Reduction
+from jaxdp.parallel.reduction import NEVER, Plan, Reduction
 from jaxdp.parallel.strategy import Program
 from jaxdp.parallel.sums import arithmetic
 from jaxdp.process.context import current
@@ -58,7 +58,6 @@ from jaxdp.train.step import Forward, Step, UpdateRule, make_step
 
 Tree = Any
 OUTER = "outer"  # the axis of the logical replicas; inside one of them, DATA
-ALL = Axes(shard=DATA, replica=OUTER)
 OUTER_KEY = 1 << 20  # differs from what the keys of microbatches are folded with
 
 
@@ -88,10 +87,10 @@ class Replicas(PJit):
     """State of the replicas split over the axis `outer`; each replica's microbatches over the axis
     `data`.
 
-    State and batches are placed as by `PJit`, whose arguments the others are. hosts: the host of
-    each process, so that replicas are split between hosts first. Raises UsageError if neither the
-    replicas can be split over the devices nor the devices over the replicas, or if the model
-    carries state from batch to batch."""
+    State and batches are placed as by `PJit`, whose arguments the others are. devices: in the order
+    in which replicas are split over them. Raises UsageError if neither the replicas can be split
+    over the devices nor the devices over the replicas, or if the model carries state from batch to
+    batch."""
 
     shares_loss = False  # each process sees that of its own replica
 
@@ -101,24 +100,23 @@ class Replicas(PJit):
         microbatches: int,
         reduction: Reduction,
         rule: OuterRule,
-        reduce_dtype: Any = None,
-        devices: Sequence[jax.Device] | None = None,
-        hosts: Sequence[str] = (),
+        reduce_dtype: Any,
+        devices: Sequence[jax.Device],
     ):
-        ordered = ordered_devices(devices, hosts)
-        parts, self.per_device = split_replicas(rule.replicas, len(ordered))
-        sharing = len(ordered) // parts  # devices that share one replica
-        self.rule, self.own = rule, microbatches // rule.replicas  # microbatches of a replica
-        self.of_replica = assign_microbatches(self.own, sharing, reduction.group)
-        make = Partial(lambda make: with_replicas(make(), rule), make)
+        parts, self.per_device = split_replicas(rule.replicas, len(devices))
+        grid = np.array(devices).reshape(parts, -1)  # [part, device that shares its replicas]
+        self.rule = rule
+        self.of_replica = assign_microbatches(
+            microbatches // rule.replicas, grid.shape[1], reduction.group
+        )
+        make = Partial(lambda make: self.completed(make()), make)
         sharding = Sharding(blocks=rule.forward.model.blocks)
-        super().__init__(make, microbatches, reduction, reduce_dtype, ordered, sharding)
+        super().__init__(make, microbatches, reduction, reduce_dtype, devices, sharding)
         if self.shapes.kept:
             raise UsageError(
                 "outer.replicas: the model carries state from batch to batch; use ordinary training",
                 rank=0,
             )
-        grid = np.array(ordered).reshape(parts, sharing)
         mesh = Mesh(grid, (OUTER, DATA), axis_types=(AxisType.Auto,) * 2)
         self.distribute(mesh, assign_replicas(self.of_replica, rule.replicas, parts))
         self.parts, self.axes = parts, Axes(shard=OUTER, replica=DATA)
@@ -127,45 +125,37 @@ class Replicas(PJit):
         self.dims = self.dims.replace(opt_state=by_replica)
 
     def completed(self, state: TrainState) -> TrainState:
-        return with_replicas(state, self.rule)
+        """Return the initial state from that of ordinary training: replicas that are equal, and a
+        new outer optimizer. The running averages are those of what the replicas share."""
+        own, update = dict(state.extra), self.rule.update
+        averages = {name: own.pop(name) for name in (EMA, EMA_STATE) if name in own}
+        replicas = copies(state.replace(extra=own, seed=None), self.rule.replicas)
+        local = Local(replicas, update.tx.init(update.trainable(state.params)))
+        return state.replace(opt_state=local, extra=averages)
+
+    def plan(self, step: Step, is_update: bool) -> Plan:
+        """Return the plan of one replica's update, or of an evaluation, whose microbatches all
+        devices share."""
+        plan = super().plan(step, is_update)
+        if not is_update:
+            return dataclasses.replace(plan, axes=Axes(shard=DATA, replica=OUTER))
+        return dataclasses.replace(
+            plan, axes=FLAT, assignment=self.of_replica, when=NEVER, later=False
+        )
 
     def compile(self, step: Step) -> Program:
         """Return the programs. Metrics of an update are those of this process's first replica, but
         `halted` is that of all replicas at the last outer step: all processes halt at the same
         update."""
-        arguments, everywhere = (self.specs(), self.by_device.spec), P()
-
-        # All devices share the microbatches of an evaluation.
-        plan = dataclasses.replace(self.plan(step, is_update=False), axes=ALL)
-        return self.program(
-            self.on_each_device(self._update(step), arguments, (self.specs(), everywhere)),
-            self.on_each_device(self.device_sums(plan, step.evaluate), arguments, everywhere),
-        )
-
-    def numbers(self) -> jax.Array:
-        """Return the numbers of this device's replicas."""
-        return jax.lax.axis_index(OUTER) * self.per_device + jnp.arange(self.per_device)
-
-    def _update(self, step: Step) -> Callable[..., Any]:
-        """Return an update on one device: of each of its replicas, and of what all share if that is
-        due."""
-        plan = dataclasses.replace(
-            self.plan(step, is_update=True),
-            axes=FLAT,
-            assignment=self.of_replica,
-            when=NEVER,
-            later=False,
-        )
-        grads = self.device_sums(plan, step.grads)
+        of_all = self.plan(step, is_update=False)
+        evaluate = self.device_sums(of_all, step.evaluate)
+        grads = self.device_sums(self.plan(step, is_update=True), step.grads)
         apply = functools.partial(self.arithmetic.update, self._apply(step))
-        outer_step = self._outer_step()
 
         @functools.partial(jax.jit, inline=True)  # traced once
         def one_replica(seed: jax.Array, piece: Any) -> Any:
-            number, replica, batch = piece
+            replica, batch, numbers = piece
             replica = replica.replace(seed=seed)
-            numbers = plan.numbers()
-            numbers = jnp.where(numbers < 0, numbers, numbers + number * self.own)
             new, metrics = apply(replica, grads(replica, batch, numbers))
 
             # A replica without examples, as in a ragged last batch, skips the update, but that is
@@ -174,105 +164,92 @@ class Replicas(PJit):
             guard = select(metrics["weight"] == 0, skipped, new.guard)
             return None, (new.replace(guard=guard, seed=None), metrics)
 
+        def by_replica(x: jax.Array) -> jax.Array:
+            return x.reshape(self.per_device, -1, *x.shape[1:])
+
         def update(state: TrainState, batch: Batch) -> Any:
-            batch = jax.tree.map(lambda x: x.reshape(self.per_device, -1, *x.shape[1:]), batch)
-            pieces = self.numbers(), state.opt_state.replicas, batch
+            microbatches = jax.tree.map(by_replica, (batch, of_all.numbers()))
+            pieces = state.opt_state.replicas, *microbatches
             one = functools.partial(one_replica, state.seed)
             _, (replicas, metrics) = scan_unfused(one, pieces, opaque_true(state.step))
             opt_state = state.opt_state._replace(replicas=replicas)
             new = state.replace(step=state.step + 1, opt_state=opt_state)
             is_due = new.step % self.rule.every == 0
-            new = jax.lax.cond(is_due, outer_step, lambda state: state, new)
+            new = jax.lax.cond(is_due, self._outer_step, lambda state: state, new)
             return new, {**jax.tree.map(lambda x: x[0], metrics), "halted": new.guard.halted}
 
-        return update
+        arguments, everywhere = (self.specs(), self.by_device.spec), P()
+        return self.program(
+            self.on_each_device(update, arguments, (self.specs(), everywhere)),
+            self.on_each_device(evaluate, arguments, everywhere),
+        )
 
-    def _outer_step(self) -> Callable[[TrainState], TrainState]:
-        """Return the outer update: the mean difference, the outer optimizer, and its result on all
-        replicas.
-        """
-        rule, trainable = self.rule, self.rule.update.trainable
-        step = make_step(rule.forward, rule.update)
-        spread = functools.partial(copies, number=self.per_device)
+    def _outer_step(self, state: TrainState) -> TrainState:
+        """Return the state after an outer update: the mean difference, the outer optimizer, and its
+        result on all replicas."""
+        rule, (replicas, outer) = self.rule, state.opt_state
+        trainable, statistics = rule.update.trainable, floats(state.model_state)
+        shared = master_copy(trainable(state.params), outer)
+
+        @jax.vmap
+        def compare(number: jax.Array, replica: TrainState) -> tuple[jax.Array, Tree, Tree]:
+            """Return a replica's key, what it adds to the difference, and to the model state."""
+            key = microbatch_key(state.seed, state.step, number)
+            own = master_copy(trainable(replica.params), replica.opt_state)
+            states = floats(replica.model_state)
+            return (
+                jax.random.fold_in(key, OUTER_KEY),
+                jax.tree.map(jnp.subtract, shared, own),
+                weighted_state(statistics, states, jnp.ones(()), jnp.bool_(True)),
+            )
+
+        first = jax.lax.axis_index(OUTER) * self.per_device
+        keys, differences, states = compare(first + jnp.arange(self.per_device), replicas)
         sum_over = functools.partial(
             arithmetic(rule.reduction).sum_rows, rule.reduction, axis=OUTER, rows=rule.replicas
         )
+        sums = Sums(
+            grads=sum_over(differences, keys=keys),
+            loss=jnp.zeros(()),
+            weight=rule.replicas * jnp.ones(()),
+            metrics={},
+            model_state=sum_over(states, keys=None),
+        )
+        step = make_step(rule.forward, rule.update)
 
-        def move(state: TrainState, moved: Tree, states: Tree) -> TrainState:
-            """Return the state after an update of what the replicas share, from sums over them. Of
-            its model state, integers are None."""
-            local = state.opt_state
-            shared = state.replace(
-                model_state=floats(state.model_state),
-                opt_state=local.outer,
-                loss_scale=None,
-                guard=Guard(),
-            )
-            sums = Sums(
-                grads=moved,
-                loss=jnp.zeros(()),
-                weight=rule.replicas * jnp.ones(()),
-                metrics={},
-                model_state=states,
-            )
-            new, _ = step.apply(shared, sums, lambda _: jnp.zeros(2))  # the norm is not needed
-            return new.replace(
-                step=state.step,
-                opt_state=local._replace(outer=new.opt_state),
-                loss_scale=state.loss_scale,
-            )
+        def move(state: TrainState, sums: Sums) -> TrainState:
+            return step.apply(state, sums, lambda _: jnp.zeros(2))[0]  # the norm is not needed
 
-        def key(state: TrainState, number: jax.Array) -> jax.Array:
-            own = microbatch_key(state.seed, state.step, number)
-            return jax.random.fold_in(own, OUTER_KEY)
+        before = state.replace(
+            model_state=statistics, opt_state=outer, loss_scale=None, guard=Guard()
+        )
+        new = self.arithmetic.rounded(move, state.step)(before, sums)
 
-        def outer_step(state: TrainState) -> TrainState:
-            replicas = state.opt_state.replicas
-            own = master_copy(trainable(replicas.params), replicas.opt_state)
-            shared = master_copy(trainable(state.params), state.opt_state.outer)
-            differences = jax.tree.map(lambda x, y: y - x, own, shared)
-            keys = jax.vmap(key, (None, 0))(state, self.numbers())
-            states = jax.vmap(weighted_state, (None, 0, 0, None))(
-                floats(state.model_state),
-                floats(replicas.model_state),
-                jnp.ones(self.per_device),
-                jnp.bool_(True),
-            )
-            sums = sum_over(differences, keys=keys), sum_over(states, keys=None)
-            new = self.arithmetic.rounded(move, state.step)(state, *sums)
-
-            # A replica that skipped an update may have another counter than the first.
-            of_first = jax.tree.map(lambda x: of_device(x[0], OUTER, 0), replicas.model_state)
-            model_state = merge(new.model_state, of_first)
-            replicas = replicas.replace(params=spread(new.params), model_state=spread(model_state))
-            if isinstance(new.opt_state.outer, Master):
-                low = spread(new.opt_state.outer.low)
-                replicas = replicas.replace(opt_state=replicas.opt_state._replace(low=low))
-            opt_state = new.opt_state._replace(replicas=replicas)
-            guard = shared_guard(replicas.guard)
-            return new.replace(model_state=model_state, guard=guard, opt_state=opt_state)
-
-        return outer_step
+        # A replica that skipped an update may have another counter than the first.
+        of_first = jax.tree.map(lambda x: of_device(x[0], OUTER, 0), replicas.model_state)
+        new = new.replace(model_state=merge(new.model_state, of_first))
+        spread = functools.partial(copies, number=self.per_device)
+        opt_state = replicas.opt_state
+        if isinstance(new.opt_state, Master):
+            opt_state = opt_state._replace(low=spread(new.opt_state.low))
+        replicas = replicas.replace(
+            params=spread(new.params), model_state=spread(new.model_state), opt_state=opt_state
+        )
+        return new.replace(
+            step=state.step,
+            opt_state=Local(replicas, new.opt_state),
+            loss_scale=state.loss_scale,
+            guard=shared_guard(replicas.guard),
+        )
 
 
 def shared_guard(guards: Guard) -> Guard:
     """Return the guard of the replicas [replica] that have halted: of their counters the largest,
     and the first update of all."""
     halted = guards.halted > 0
-    guard = select(halted, guards, zeros(guards))
-    guard = jax.tree.map(lambda x: jax.lax.pmax(x.max(0), OUTER), guard)
+    guard = jax.tree.map(lambda x: jax.lax.pmax(jnp.where(halted, x, 0).max(0), OUTER), guards)
     since = jnp.where(halted, guards.since, guard.halted_at).min(0)
     return guard.replace(since=jax.lax.pmin(since, OUTER))
-
-
-def with_replicas(one: TrainState, rule: OuterRule) -> TrainState:
-    """Return the initial state from that of ordinary training: replicas that are equal, and a new
-    outer optimizer. The running averages are those of what the replicas share."""
-    own = dict(one.extra)
-    averages = {name: own.pop(name) for name in (EMA, EMA_STATE) if name in own}
-    replicas = copies(one.replace(extra=own, seed=None), rule.replicas)
-    local = Local(replicas, rule.update.tx.init(rule.update.trainable(one.params)))
-    return one.replace(opt_state=local, extra=averages)
 
 
 def copies(tree: Tree, number: int) -> Tree:
@@ -297,11 +274,11 @@ def assign_replicas(assignment: np.ndarray, replicas: int, parts: int) -> np.nda
     """Return the microbatches of each device [device, local], from those of one replica [device of
     it, local].
     """
-    first = (int(assignment.max()) + 1) * np.arange(replicas)  # microbatch of each replica
-    every = np.where(assignment < 0, -1, assignment + first[:, None, None])
-    # [part, replica of the part, device of the replica, local] -> [device, local]
-    by_part = every.reshape(parts, -1, *assignment.shape).swapaxes(1, 2)
-    return by_part.reshape(parts * len(assignment), -1)
+    local = assignment[:, None]
+    first = (assignment.max() + 1) * np.arange(replicas)  # microbatch of each replica
+    # [part, device that shares its replicas, replica, local]
+    every = np.where(local < 0, -1, local + first.reshape(parts, 1, -1, 1))
+    return every.reshape(parts * len(assignment), -1)
 
 
 def make_replicas(
@@ -318,47 +295,51 @@ def make_replicas(
             "evaluates other parameters than it trains, and an outer step moves only the latter; use another "
             "optimizer, or set outer.replicas to 1"
         )
-    rule = make_outer(config, parts, reduction)
-    hosts = current().hosts
+    hosts = current().hosts  # replicas are split between hosts first
     if len(hosts) != jax.process_count():  # a script has connected the processes
         hosts = ()
-    dtype = parts.forward.policy.reduce
-    return Replicas(make_state, config.microbatches, reduction, rule, dtype, devices, hosts)
+    return Replicas(
+        make_state,
+        config.microbatches,
+        reduction,
+        make_outer(config, parts, reduction),
+        parts.forward.policy.reduce,
+        ordered_devices(devices, hosts),
+    )
 
 
 def make_outer(config: Config, parts: Parts, reduction: Reduction) -> OuterRule:
     """Build the rule of the outer steps; reduction: that of gradients. Raises UsageError if the run
     does not work with local updates."""
-    outer = config.outer
+    outer, optimizer, key = config.outer, config.outer.optimizer, "outer.optimizer"
     if parts.steps % outer.every:
         raise UsageError(
             f"outer.every: {outer.every} does not divide the {parts.steps} updates of epochs: {config.epochs}; set "
             f"steps to {-(-parts.steps // outer.every) * outer.every} instead"
         )
-    target = locate("outer.optimizer", outer.optimizer.target, OPTIMIZERS)
-    is_default = outer.optimizer.target != "sgd" and outer.optimizer.args == OuterOptimizer().args
-    args = {} if is_default else outer.optimizer.args  # the default is for sgd
+    target = locate(key, optimizer.target, OPTIMIZERS)
+    is_default = optimizer.target != "sgd" and optimizer.args == OuterOptimizer().args
+    args = {} if is_default else optimizer.args  # the default is for sgd
     if "learning_rate" in args:
         raise UsageError(
             "outer.optimizer.args.learning_rate: it is set by outer.optimizer.lr; set that"
         )
-    bound = bind("outer.optimizer", target, args)
-    args = {
-        "no_decay": config.optimizer.no_decay,
-        "blocks": parts.forward.model.blocks,
-        "roles": parts.roles,
+    bound = bind(key, target, args)
+    make = functools.partial(
+        make_optimizer,
+        target,
+        lambda step: optimizer.lr,
+        no_decay=config.optimizer.no_decay,
+        blocks=parts.forward.model.blocks,
+        roles=parts.roles,
         **bound.keywords,
-    }
-    tx = call(
-        "outer.optimizer",
-        bound,
-        lambda: make_optimizer(target, lambda step: outer.optimizer.lr, **args),
     )
+    tx = checked(optimizer.target, call(key, bound, make), key)
     if outer.reduction:
         reduction = make_reduction(outer.reduction, config.parallel.bucket_mb)
     decay = parts.rule.ema_decay  # per update: an outer step moves an average as far as `every`
     update = UpdateRule(
-        tx=in_state_dtype(config, checked(outer.optimizer.target, tx, "outer.optimizer")),
+        tx=in_state_dtype(config, tx),
         frozen=parts.rule.frozen,
         ema_decay=None if decay is None else decay**outer.every,
     )

@@ -26,10 +26,10 @@ from jaxdp.exact.fixed_point import (
     NOT_FINITE,
     PER_BIT,
     ZERO,
-    exponent_of,
     fits,
     in_bits,
     limit_of,
+    needed_exponents,
     pack,
     power_of_two,
     quantize,
@@ -47,6 +47,10 @@ from jaxdp.split import DATA, FLAT, WHOLE, spec, split_dims
 EXACT, EXACT16, EXACT8 = FORMATS.values()
 formats = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 SMALL = functools.partial(settings, max_examples=40, deadline=None)
+
+
+def exponent_of(x):
+    return needed_exponents([x])[0]
 
 
 def uneven(*shape, decades=4, seed=0, dtype=np.float32):
