@@ -28,7 +28,6 @@ from jaxdp.config import Config
 from jaxdp.errors import DistributedError, UsageError, install, one_line, suggest
 from jaxdp.plan.hardware import HARDWARE, Hardware
 from jaxdp.plan.prediction import Plan, make_plan
-from jaxdp.plan.timeline import LAUNCH
 from jaxdp.process import environment
 
 # XLA's GpuTargetConfigProto. The numbers are of NVIDIA's data sheets and of CUDA's tables of compute
@@ -205,14 +204,13 @@ def compile_plans(
     allow_compilers()
     with tempfile.TemporaryDirectory() as folder:
         log = pathlib.Path(folder, "log")
-        pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-        with pool:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             work = pool.submit(compile_here, config, target, stages, per_device, str(log))
             try:
                 return work.result()
             except BrokenProcessPool:
-                lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-                last = next((x for x in reversed(lines) if x.strip()), "")
+                words = log.read_text(encoding="utf-8", errors="replace").strip()
+                last = words.rpartition("\n")[2]
                 raise CompilerFailed(
                     f"the compiler for {target.name} ended without a result: {last[-SHOWN:]}"
                 ) from None
@@ -231,14 +229,12 @@ def compile_here(
     set_jax(config)
     devices = open_target(target)
     cpu.target = devices[0].platform
-    hardware = target.hardware
-    launch = LAUNCH if target.chip.platform == "cuda" else 0.0
     parts = make_parts(config)
     plans: list[Plan | str] = []
     for zero in stages:
         try:
             case = make_case(config, parts, zero, per_device, devices)
-            plans.append(make_plan(case, zero, hardware, launch))
+            plans.append(make_plan(case, zero, target.hardware))
         except UsageError as error:
             if zero == stages[0]:
                 raise

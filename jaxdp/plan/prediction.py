@@ -193,10 +193,10 @@ class Plan(NamedTuple):
         return "the compiler of the target" if self.schedule else "XLA for CPU, simulated devices"
 
 
-def make_plan(case: Case, zero: int, hardware: Hardware | None = None, launch: float = 0.0) -> Plan:
+def make_plan(case: Case, zero: int, hardware: Hardware | None = None) -> Plan:
     """Compile the case, and return the plan of its update.
 
-    hardware: that of its devices, if they are a target's; launch: see `play`.
+    hardware: that of its devices, if they are a target's.
     """
     strategy = case.strategy
     program = strategy.compile(case.step)
@@ -216,7 +216,7 @@ def make_plan(case: Case, zero: int, hardware: Hardware | None = None, launch: f
         zero == 3 and not strategy.blocks,
         tuple(sent),
         count_flops(jax.make_jaxpr(program.update)(state, batch)),
-        None if hardware is None else play(texts[0], hardware, launch),
+        None if hardware is None else play(texts[0], hardware),
     )
 
 
