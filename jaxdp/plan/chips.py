@@ -22,6 +22,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import NamedTuple
 
 import jax
+from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import topologies
 
 from jaxdp.config import Config
@@ -168,6 +169,7 @@ def allow_compilers() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # several plans at once
 
 
 def open_target(target: Target) -> list[jax.Device]:
@@ -188,6 +190,21 @@ def open_target(target: Target) -> list[jax.Device]:
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise UsageError(f"--target: {target.name}: its compiler refuses it: {error}") from None
     return list(found.devices)
+
+
+def assume_cudnn() -> None:
+    """Let JAX use attention by cuDNN: it asks the library for its version, and there is none here.
+
+    The kernel is a custom call, which is compiled when it runs. A private function of JAX 0.10.2
+    is replaced, in the process that compiles: `test_attention_is_that_of_cudnn` fails if JAX asks
+    another.
+    """
+    fused_attention_stablehlo.check_cudnn_version = cudnn_version
+
+
+def cudnn_version() -> int:
+    """Return the version in `GPU`, 9.7, as cuDNN does."""
+    return 90700
 
 
 class CompilerFailed(DistributedError):
@@ -229,6 +246,7 @@ def compile_here(
     set_jax(config)
     devices = open_target(target)
     cpu.target = devices[0].platform
+    assume_cudnn()
     parts = make_parts(config)
     plans: list[Plan | str] = []
     for zero in stages:

@@ -247,12 +247,11 @@ class Player:
     def rate(self, dtype: str) -> float:
         """Return the peak FLOP/s of products of a dtype; float32 uses the tensor cores by default."""
         peaks = self.hardware.flops
-        slowest = min(peaks.values())
         if dtype == "float32":
-            return peaks.get("tensorfloat32", slowest)
+            return peaks["tensorfloat32"]
         if dtype == "highest":  # six products of bfloat16 on a TPU
-            return peaks.get("float32", peaks.get("bfloat16", slowest) / 6)
-        return peaks.get(dtype, slowest)
+            return peaks.get("float32", peaks["bfloat16"] / 6)
+        return peaks.get(dtype, min(peaks.values()))
 
 
 def products_share(hardware: Hardware) -> float:

@@ -41,6 +41,7 @@ def main() -> None:
     target = chips.read_target(given.target)
     devices = chips.open_target(target)
     cpu.target = devices[0].platform
+    chips.assume_cudnn()
     if given.fault == "float64":
         jax.config.update("jax_enable_x64", True)
     parts = make_parts(config)
