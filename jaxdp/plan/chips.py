@@ -74,14 +74,32 @@ class Chip(NamedTuple):
 
 
 def _gpu(
-    hardware: str, capability: str, cores: int, clock: float, l2: int, shared: int, **more: int
+    hardware: str,
+    capability: str,
+    cores: int,
+    clock: float,
+    l2: int,
+    shared: int,
+    threads: int = 2048,
+    fpus: int = 128,
 ) -> Chip:
-    """Describe a GPU. l2: bytes of its cache; shared: KiB of memory that the threads of a core share."""
+    """Describe a GPU. l2: bytes of its cache; shared: KiB of memory that the threads of a core share;
+    threads, fpus: of a core."""
     row, (major, minor) = HARDWARE[hardware], capability.split(".")
-    fields = {"threads": 2048, "fpus": 128, "cores": cores, "clock": clock, "l2": l2} | more
-    fields |= {"shared": shared * 1024, "most_shared": (shared - 1) * 1024}
-    memory = {"bandwidth": row.memory_bandwidth, "memory": row.memory}
-    text = GPU.format(name=hardware, major=major, minor=minor, **memory, **fields)
+    text = GPU.format(
+        name=hardware,
+        major=major,
+        minor=minor,
+        cores=cores,
+        clock=clock,
+        l2=l2,
+        shared=shared * 1024,
+        most_shared=(shared - 1) * 1024,
+        threads=threads,
+        fpus=fpus,
+        bandwidth=row.memory_bandwidth,
+        memory=row.memory,
+    )
     return Chip(hardware, "cuda", 2, text)
 
 

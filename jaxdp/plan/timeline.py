@@ -35,11 +35,10 @@ from jaxdp.plan.hlo.compiled_program import (
 
 # Fitted to half of the published runs in benchmarks/published.py: `python -m benchmarks.published
 # --fit`. PRODUCTS: share of the peak that large products reach (an H200 has the cores of an H100;
-# others OTHERS, not fitted). SLOWED: seconds that computation takes longer for each second of
+# others count as one, which is not fitted). SLOWED: seconds that computation takes longer for each second of
 # communication beside it.
 PRODUCTS = {"a100": 0.775, "h100": 0.55, "h200": 0.55, "tpu": 0.825}
 SLOWED = 0.25
-OTHERS = 0.55
 MEMORY = 0.85  # share of the memory's bandwidth; the published runs do not tell
 LAUNCH = 1e-6  # seconds between two kernels of a GPU
 PLAYED = 100  # iterations of a loop; the others take as long as the last of these
@@ -104,14 +103,14 @@ def play(text: str, hardware: Hardware) -> Schedule:
     player.run(player.program.entry)
     hidden = player.communication - player.exposed
     player.now = max(player.now, *player.free.values()) + SLOWED * hidden
-    seconds, counts = player.seconds, player.counts
+    seconds = player.seconds
     longest = sorted(seconds, key=lambda name: -seconds[name])
     return Schedule(
         player.now,
         player.communication,
         player.exposed,
         dict(player.kernels.most_common()),
-        [(name, seconds[name], counts[name]) for name in longest[:SHOWN]],
+        [(name, seconds[name], player.counts[name]) for name in longest[:SHOWN]],
         largest_arrays(player.program, player.ran),
         player.events,
     )
@@ -256,7 +255,7 @@ class Player:
 
 def products_share(hardware: Hardware) -> float:
     """Return the share of the peak that large products reach."""
-    return PRODUCTS.get(hardware.name.split("-")[0], OTHERS)
+    return PRODUCTS.get(hardware.name.split("-")[0], PRODUCTS["h100"])
 
 
 def label(x: Instruction, kind: str) -> str:
