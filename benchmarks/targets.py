@@ -206,7 +206,7 @@ def cells(result: dict[str, Any]) -> list[str]:
     return [
         size(result["peak_bytes"]) + ("" if result["fits"] else ": does not fit"),
         duration(result["step_seconds"]),
-        "-" if share is None else f"{share:.0%}",
+        "-" if share is None else f"{round(share, 3) + 0.0:.0%}",  # no -0
         f"{result['mfu']:.1%}",
     ]
 
