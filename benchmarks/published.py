@@ -2,26 +2,45 @@
 constants.
 
 Every run is counted by formula as `jaxdp plan` counts a program (6 FLOP per parameter and token,
-attention's 12 layers x width x length per token, the collectives of its layout) and timed by
-`update_seconds`. Per source, the first, third, ... run is judged, the second, fourth, ... is
-fitted; a source with one run is only judged.
+attention's 12 layers x width x length per token, the collectives of its layout), and timed twice:
 
-    python -m benchmarks.published          # the table of docs/plan.md
-    python -m benchmarks.published --fit    # the constants of jaxdp/plan/hardware.py, from the fitted half
+before: by `update_seconds`, as a plan without --target. Five constants are fitted.
+after: by its schedule, block by block, as a plan with --target plays a compiled one (`play`). Five
+constants are fitted, each for a reason (`Constants`); links have their data sheet's rates, since
+shares from 0.8 to 1 of them fit alike.
+
+Which half of the runs is fitted depends on their names and order alone: per source, the first,
+third, ... run is judged, the second, fourth, ... is fitted; a source with one run is only judged.
+
+    python -m benchmarks.published          # the tables of docs/plan.md
+    python -m benchmarks.published --fit    # the constants of jaxdp/plan, from the fitted half
 """
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import math
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from benchmarks.published_runs import BF16, RUNS, SOURCES, Run
-from jaxdp.plan.hardware import HARDWARE, NETWORK, OVERLAP, expected_seconds, update_seconds
+from benchmarks.published_runs import BF16, COMPILED, RUNS, SOURCES, Run
+from jaxdp.plan.hardware import (
+    HARDWARE,
+    NETWORK,
+    OVERLAP,
+    Hardware,
+    collective_seconds,
+    expected_seconds,
+    update_seconds,
+)
 from jaxdp.plan.hlo import Collective
+from jaxdp.plan.timeline import MEMORY, PRODUCTS, SLOWED
+
+# Bytes for each parameter: float32 parameters and Adam's moments read and written, gradients read.
+OPTIMIZER = 28
 
 
 class Seconds(NamedTuple):
@@ -37,18 +56,38 @@ class Seconds(NamedTuple):
     amount: float
 
 
+def hardware_of(run: Run) -> Hardware:
+    """Return the row of HARDWARE with what the run says of its own machine."""
+    hw = HARDWARE[run.hardware]
+    return hw._replace(
+        inter_bandwidth=run.inter or hw.inter_bandwidth,
+        devices_per_host=run.per_host or hw.devices_per_host,
+        memory_bandwidth=run.memory_bandwidth or hw.memory_bandwidth,
+    )
+
+
+def flops_of(run: Run) -> float:
+    """Return the FLOPs of an update on a device, without recomputation."""
+    tokens = run.length * run.sequences * run.microbatches
+    per_token = 6 * (run.params - run.outside) + 12 * run.layers * run.width * run.length
+    return tokens * per_token
+
+
+def amount_of(run: Run) -> float:
+    """Return what a device computes in an update, in the run's unit times seconds."""
+    tokens = run.length * run.sequences * run.microbatches
+    amounts = {"efficiency": run.alone or 0.0, "tokens/s": tokens, "TFLOP/s": flops_of(run) / 1e12}
+    return amounts[run.unit]
+
+
 @functools.cache
 def count(run: Run) -> Seconds:
     """Time the FLOPs, memory traffic and collectives of one update on the run's hardware, without
     fitted constants.
     """
-    hw = HARDWARE[run.hardware]
-    inter, per_host = run.inter or hw.inter_bandwidth, run.per_host or hw.devices_per_host
-    hw = hw._replace(inter_bandwidth=inter, devices_per_host=per_host, efficiency=1.0)
-    tokens = run.length * run.sequences * run.microbatches
-    flops = tokens * (6 * (run.params - run.outside) + 12 * run.layers * run.width * run.length)
+    hw = hardware_of(run)._replace(efficiency=1.0)
     replica, replicas = run.params / run.model, run.devices // run.model // run.shard
-    near = max(1, per_host // run.model)  # devices of a host that hold the same part of the model
+    near = max(1, hw.devices_per_host // run.model)  # of a host, with the same part of the model
 
     def call(kind, times, size, n, k):
         return (Collective(kind, times, round(size), "", n, ()), max(1, min(n, k)))
@@ -63,16 +102,223 @@ def count(run: Run) -> Seconds:
         calls.append(
             call("all-reduce", 1, run.reduce * replica / run.shard, replicas, near // run.shard)
         )
-    traffic = (
-        28 * replica / run.shard
-    )  # float32: parameters and Adam's moments read and written, gradients read
+    traffic = OPTIMIZER * replica / run.shard
     dtype = "float32" if run.alone else "bfloat16"
     found = update_seconds(hw, 0.0, dtype, calls, traffic)
-    amount = {"efficiency": run.alone or 0.0, "tokens/s": tokens, "TFLOP/s": flops / 1e12}[run.unit]
     if run.alone:
-        return Seconds(run.alone, 0.0, found["communication"], amount)
-    products = update_seconds(hw, flops * run.recompute, dtype, [])["compute"]
-    return Seconds(products, found["compute"], found["communication"], amount)
+        return Seconds(run.alone, 0.0, found["communication"], amount_of(run))
+    products = update_seconds(hw, flops_of(run) * run.recompute, dtype, [])["compute"]
+    return Seconds(products, found["compute"], found["communication"], amount_of(run))
+
+
+# --- The schedule, played through -----------------------------------------------------
+
+
+class Constants(NamedTuple):
+    """The fitted constants of the played schedule.
+
+    products: the share of a family's peak that large products reach; power and shapes limit it.
+    slowed: seconds that computation takes longer for each second of communication beside it, since
+    both use the device's cores and memory. traffic: bytes that the kernels between products move
+    in the forward pass of a block, for each token and unit of its width, where no compiler fuses
+    them. The first two are in jaxdp/plan/timeline.py; a compiled program shows its traffic itself."""
+
+    products: dict[str, float]
+    slowed: float
+    traffic: float
+
+
+TODAY = Constants(PRODUCTS, SLOWED, 100)  # traffic: `python -m benchmarks.published --fit`
+
+# The same where a compiler fuses them, counted: a norm reads and writes an array of the width in 2
+# bytes, a residual sum with the next norm 4, the activation of a feed-forward four times as wide 8,
+# the second sum 3. The backward pass moves twice as much: a gradient goes with each array.
+FUSED = 2 * (2 + 4 + 8 + 3)
+BACKWARD = 2
+
+
+class Block(NamedTuple):
+    """Seconds of a block of a run, and of one microbatch, at full rates.
+
+    products, traffic: of the forward pass. exchange: of tensor parallelism in it. gather, scatter:
+    of its parameters and gradients. reduce: its gradients between replicas. optimizer: of all."""
+
+    products: float
+    traffic: float
+    exchange: float
+    gather: float
+    scatter: float
+    reduce: float
+    optimizer: float
+
+
+@functools.cache
+def block_of(run: Run, traffic: float) -> Block:
+    """Count a block of a run as `count` does the run; its parameters are spread evenly over blocks."""
+    hw = hardware_of(run)
+    tokens, blocks = run.length * run.sequences, blocks_in(run)
+    flops = flops_of(run) / run.microbatches
+    replica, replicas = run.params / run.model, run.devices // run.model // run.shard
+    near = max(1, hw.devices_per_host // run.model)
+
+    def sent(kind: str, size: float, n: int, close: int) -> float:
+        return collective_seconds(hw, kind, size, n, max(1, min(n, close))) if n > 1 else 0.0
+
+    moved = tokens * run.width * (FUSED if run.compiled else traffic)
+    fast = hw._replace(intra_bandwidth=run.tensor_bandwidth or hw.intra_bandwidth)
+    exchanged = tokens * run.tensor * run.width * BF16
+    exchange = collective_seconds(fast, "all-gather", exchanged, run.tensor, run.tensor)
+    shard = replica / blocks
+    return Block(
+        products=flops / 3 / blocks / hw.flops["bfloat16"] if not run.alone else 0.0,
+        traffic=moved / hw.memory_bandwidth,
+        exchange=run.exchanges * exchange,
+        gather=sent("all-gather", BF16 * shard, run.shard, near),
+        scatter=sent("reduce-scatter", run.reduce * shard, run.shard, near),
+        reduce=sent("all-reduce", run.reduce * shard / run.shard, replicas, near // run.shard),
+        optimizer=OPTIMIZER * replica / run.shard / hw.memory_bandwidth,
+    )
+
+
+def blocks_in(run: Run) -> int:
+    """Return the blocks of a run; a convolutional network counts as 20."""
+    return run.layers or 20
+
+
+@dataclasses.dataclass
+class Streams:
+    """Two streams of a device, as `timeline.Player` has them: computation, and collectives one after
+    the other.
+
+    now: seconds since the update began. free: when the last collective ends. sent: seconds of all
+    collectives. waited: seconds without computation."""
+
+    now: float = 0.0
+    free: float = 0.0
+    sent: float = 0.0
+    waited: float = 0.0
+
+    def repeat(self, before: "Streams", times: int) -> None:
+        """Let as much time pass again, so many times, as since another state."""
+        for name, value in dataclasses.asdict(self).items():
+            setattr(self, name, value + times * (value - getattr(before, name)))
+
+    def compute(self, seconds: float) -> None:
+        self.now += seconds
+
+    def start(self, seconds: float) -> float:
+        """Start a collective; return when it ends: at once if it takes no time."""
+        if not seconds:
+            return self.now
+        self.free = max(self.now, self.free) + seconds
+        self.sent += seconds
+        return self.free
+
+    def wait(self, end: float) -> None:
+        self.waited += max(0.0, end - self.now)
+        self.now = max(self.now, end)
+
+
+def play(run: Run, constants: Constants = TODAY) -> float:
+    """Return the seconds of an update. The parameters of a block are gathered while the one before
+    is computed; its gradients are sent when they are known, or when a bucket of them is."""
+    block, streams, blocks = block_of(run, constants.traffic), Streams(), blocks_in(run)
+    products = block.products / constants.products.get(run.family, 1.0)
+    traffic = block.traffic / MEMORY
+    recomputed = 3 * (run.recompute - 1)  # share of a forward pass
+    forward = products + traffic + block.exchange
+    backward = BACKWARD * (products + traffic) + block.exchange
+    backward += recomputed * (products + traffic) + (recomputed > 0) * block.exchange
+    if run.alone:
+        forward, backward = run.alone / blocks / 3, run.alone / blocks * 2 / 3
+    usual = (1 - run.last / run.params) / blocks  # share of the parameters in a block
+    bucket = run.bucket / (run.reduce * run.params / run.model / run.shard)
+
+    def one_pass(is_last: bool) -> None:
+        ready = streams.start(block.gather)
+        waiting = run.last / run.params
+        for i in range(2 * blocks):
+            is_backward, ends = i >= blocks, i + 1 == 2 * blocks
+            streams.wait(ready)
+            if not ends and i + 1 != blocks:  # the last block's parameters stay
+                ready = streams.start(block.gather)
+            streams.compute(backward if is_backward else forward)
+            if is_backward:
+                streams.start(block.scatter)
+                waiting += usual
+                if is_last and (waiting >= bucket or ends):
+                    streams.start(waiting * blocks * block.reduce)
+                    waiting = 0.0
+
+    others = run.microbatches - 1
+    for _ in range(min(others, 2)):
+        began = dataclasses.replace(streams)
+        one_pass(False)
+    if others > 2:  # the others take as long as the second
+        streams.repeat(began, others - 2)
+    one_pass(True)
+    streams.wait(streams.free)
+    hidden = streams.sent - streams.waited
+    computed = run.microbatches * blocks * (forward + backward)
+    seconds = streams.now + run.bubble * computed + constants.slowed * hidden
+    return seconds if run.alone else seconds + block.optimizer / MEMORY
+
+
+def played(run: Run, constants: Constants = TODAY) -> float:
+    """Return the figure of the played schedule, in the run's unit."""
+    return amount_of(run) / play(run, constants)
+
+
+def off(run: Run, constants: Constants = TODAY) -> float:
+    """Return the error of the played schedule: 0.1 is 10 % too high."""
+    return played(run, constants) / run.published - 1
+
+
+def fit_schedule(runs: Sequence[Run], coarse: int = 1) -> Constants:
+    """Return the constants with the least squares of log(played/published) on a grid, or on every
+    `coarse`th of its values.
+    """
+    families = sorted({run.family for run in runs if not run.alone})
+    shares = [round(0.4 + 0.025 * i, 3) for i in range(0, 25, coarse)]
+    best: tuple[float, Constants] = (math.inf, TODAY)
+    for i, j in itertools.product(range(0, 13, coarse), range(0, 13, coarse)):
+        constants = Constants({}, round(0.05 * i, 2), 40 + 20 * j)
+        total = off_squared([r for r in runs if r.alone], constants)
+        for family in families:
+            group = [r for r in runs if r.family == family]
+            loss, share = lowest(group, family, constants, shares)
+            total += loss
+            constants.products[family] = share
+        best = min(best, (total, constants), key=lambda pair: pair[0])
+    return best[1]
+
+
+def off_squared(runs: Sequence[Run], constants: Constants) -> float:
+    return sum(math.log(1 + off(r, constants)) ** 2 for r in runs)
+
+
+def lowest(
+    runs: Sequence[Run], family: str, constants: Constants, shares: list[float]
+) -> tuple[float, float]:
+    """Return (loss, share) of the best share of the peak, which all the others lead down to."""
+    losses: dict[float, float] = {}
+
+    def loss(share: float) -> float:
+        if share not in losses:
+            losses[share] = off_squared(runs, constants._replace(products={family: share}))
+        return losses[share]
+
+    first, last = 0, len(shares) - 1
+    while first < last:
+        middle = (first + last) // 2
+        if loss(shares[middle]) <= loss(shares[middle + 1]):
+            last = middle
+        else:
+            first = middle + 1
+    return loss(shares[first]), shares[first]
+
+
+# --- Constants in the place of a schedule ---------------------------------------------
 
 
 def predict(
@@ -93,7 +339,7 @@ def error(run: Run, *constants: float | None) -> float:
     return predict(run, *constants) / run.published - 1  # type: ignore[arg-type]
 
 
-def median_error(runs: Sequence[Run]) -> float:
+def median_error(runs: Sequence[Run], error: Callable[[Run], float] = error) -> float:
     return statistics.median(abs(error(r)) for r in runs)
 
 
@@ -150,64 +396,73 @@ SCALING = [
 ]
 
 
-def scaling(source: str, name: str, few: int, many: int) -> tuple[float, float]:
-    """Return the predicted and the published efficiency of `many` devices over `few`."""
-
-    def pick(n):
-        return next(r for r in RUNS if (r.source, r.name, r.devices) == (source, name, n))
-
-    small, large = pick(few), pick(many)
-    return predict(large) / predict(small), large.published / small.published
+def pick(source: str, name: str, devices: int) -> Run:
+    return next(r for r in RUNS if (r.source, r.name, r.devices) == (source, name, devices))
 
 
 def report() -> str:
-    """Return the figures of docs/plan.md: the summary, the tables and the sources."""
+    """Return the figures of docs/plan.md: the summaries, the tables and the sources."""
     _, judged = halves()
-    header = "| source | run | devices | unit | published | predicted | error | half |"
-    lines = [summary(), "", header, "|---" * 8 + "|"]
+    header = "| source | run | devices | unit | published | before | error | after | error | half |"
+    rule = "Judged: the first, third, ... run of each source below; fitted: the second, fourth, ..."
+    lines = [summary("Before", error), summary("After", off), rule]
+    lines += ["", header, "|---" * 10 + "|"]
     for run in RUNS:
         figures = [
             figure(run, run.published),
             figure(run, predict(run)),
             f"{100 * error(run):+.0f} %",
+            figure(run, played(run)),
+            f"{100 * off(run):+.0f} %",
         ]
         half = "judged" if run in judged else "fitted"
         lines.append(
             f"| {' | '.join([run.source, run.name, f'{run.devices:,}', run.unit, *figures, half])} |"
         )
-    lines += ["", "| scaling | devices | published | predicted |", "|---" * 4 + "|"]
+    lines += ["", "| scaling | devices | published | before | after |", "|---" * 5 + "|"]
     for source, name, few, many in SCALING:
-        ours, theirs = scaling(source, name, few, many)
+        small, large = pick(source, name, few), pick(source, name, many)
+        rates = [large.published / small.published, predict(large) / predict(small)]
+        rates.append(played(large) / played(small))
+        shown = " | ".join(f"{100 * rate:.1f} %" for rate in rates)
+        lines.append(f"| {source}, {name} | {few:,} to {many:,} | {shown} |")
+    lines += ["", "| with torch.compile | published | after |", "|---" * 3 + "|"]
+    for run in COMPILED:
         lines.append(
-            f"| {source}, {name} | {few:,} to {many:,} | {100 * theirs:.1f} % | {100 * ours:.1f} % |"
+            f"| {run.source} {run.name} | {figure(run, run.published)} | {figure(run, played(run))} |"
         )
     sources = [f"- {name}: {address}" for name, address in SOURCES.items()]
     return "\n".join([*lines, "", *sources])
 
 
-def summary() -> str:
-    """Return the medians of the absolute error: of both halves and of the sources; and the largest
-    that is judged.
+def summary(name: str, error: Callable[[Run], float]) -> str:
+    """Return the medians of the absolute error: of both halves and of the sources; and the two
+    largest that are judged.
     """
     fitted, judged = halves()
-    of_source = [median_error([r for r in judged if r.source == s]) for s in SOURCES]
-    worst = max(judged, key=lambda r: abs(error(r)))
+    of_source = [median_error([r for r in judged if r.source == s], error) for s in SOURCES]
+    worst, second = sorted(judged, key=lambda r: -abs(error(r)))[:2]
     return (
-        f"Median error: {100 * median_error(judged):.1f} % of {len(judged)} judged runs, "
-        f"{100 * median_error(fitted):.1f} % of {len(fitted)} fitted runs; "
-        f"each source counted once: {100 * statistics.median(of_source):.1f} %. "
-        f"The largest judged: {worst.source} {worst.name}, {worst.devices:,} devices, {100 * error(worst):+.0f} %."
+        f"{name}: median error {100 * median_error(judged, error):.1f} % of {len(judged)} judged runs, "
+        f"{100 * median_error(fitted, error):.1f} % of {len(fitted)} fitted runs; "
+        f"each source counted once {100 * statistics.median(of_source):.1f} %. "
+        f"The largest judged: {worst.source} {worst.name}, {worst.devices:,} devices, {100 * error(worst):+.0f} %; "
+        f"the next {second.source} {second.name}, {100 * error(second):+.0f} %."
     )
 
 
 def left_out(coarse: int = 1) -> str:
     """Return each source's error with constants fitted to all runs of the other sources."""
-    lines = ["| source left out of the fit | runs | median error |", "|---" * 3 + "|"]
+    lines = ["| source left out of the fit | runs | before | after |", "|---" * 4 + "|"]
     for source in SOURCES:
         runs = [r for r in RUNS if r.source == source]
-        efficiency, *links = fit([r for r in RUNS if r.source != source], coarse)
-        errors = [abs(error(r, efficiency.get(r.family), *links)) for r in runs]
-        lines.append(f"| {source} | {len(runs)} | {100 * statistics.median(errors):.1f} % |")
+        others = [r for r in RUNS if r.source != source]
+        efficiency, *links = fit(others, coarse)
+        before = [abs(error(r, efficiency.get(r.family), *links)) for r in runs]
+        constants = fit_schedule(others, coarse)
+        after = [abs(off(r, constants)) for r in runs]
+        medians = " | ".join(f"{100 * statistics.median(x):.1f} %" for x in (before, after))
+        lines.append(f"| {source} | {len(runs)} | {medians} |")
     return "\n".join(lines)
 
 
@@ -219,12 +474,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--coarse", type=int, default=1, help="fit on every Nth value of the grid")
     options = parser.parse_args(argv)
     if options.fit:
-        constants = fit(halves()[0], options.coarse)
-        print(
-            "EFFICIENCY = {}\nNETWORK = {}\nOVERLAP = {}".format(*constants),
-            left_out(options.coarse),
-            sep="\n\n",
-        )
+        fitted, _ = halves()
+        print("EFFICIENCY = {}\nNETWORK = {}\nOVERLAP = {}".format(*fit(fitted, options.coarse)))
+        constants = fit_schedule(fitted, options.coarse)
+        print("PRODUCTS = {}\nSLOWED = {}\ntraffic = {}".format(*constants), end="\n\n")
+        print(left_out(options.coarse))
     else:
         print(report())
 

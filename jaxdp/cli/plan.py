@@ -24,7 +24,7 @@ from jaxdp.plan.prediction import (
     recommend,
     summarize,
 )
-from jaxdp.plan.timeline import MEMORY, PRODUCTS, write_page
+from jaxdp.plan.timeline import MEMORY, products_share, write_page
 from jaxdp.run.build import changes_for, make_case
 from jaxdp.run.components import (
     Parts,
@@ -309,8 +309,8 @@ def remarks(
     else:
         notes = [
             "compiled, not run: memory, kernels, collectives and their order are of the target's own compiler; each",
-            f"  operation takes its roofline time: {PRODUCTS:.0%} of the peak, {MEMORY:.0%} of the memory's bandwidth, "
-            f"{NETWORK:.0%} of a link's",
+            f"  operation takes its roofline time: {products_share(hardware):.1%} of the peak, "
+            f"{MEMORY:.0%} of the memory's bandwidth, all of a link's",
         ]
     if dtype not in hardware.flops and plans[0].schedule is None:
         notes[-2:] = [f"no times: {hardware.name} states no rate for {dtype}"]

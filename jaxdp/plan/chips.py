@@ -22,13 +22,13 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import NamedTuple
 
 import jax
+from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import topologies
 
 from jaxdp.config import Config
 from jaxdp.errors import DistributedError, UsageError, install, one_line, suggest
 from jaxdp.plan.hardware import HARDWARE, Hardware
 from jaxdp.plan.prediction import Plan, make_plan
-from jaxdp.plan.timeline import LAUNCH
 from jaxdp.process import environment
 
 # XLA's GpuTargetConfigProto. The numbers are of NVIDIA's data sheets and of CUDA's tables of compute
@@ -74,14 +74,32 @@ class Chip(NamedTuple):
 
 
 def _gpu(
-    hardware: str, capability: str, cores: int, clock: float, l2: int, shared: int, **more: int
+    hardware: str,
+    capability: str,
+    cores: int,
+    clock: float,
+    l2: int,
+    shared: int,
+    threads: int = 2048,
+    fpus: int = 128,
 ) -> Chip:
-    """Describe a GPU. l2: bytes of its cache; shared: KiB of memory that the threads of a core share."""
+    """Describe a GPU. l2: bytes of its cache; shared: KiB of memory that the threads of a core share;
+    threads, fpus: of a core."""
     row, (major, minor) = HARDWARE[hardware], capability.split(".")
-    fields = {"threads": 2048, "fpus": 128, "cores": cores, "clock": clock, "l2": l2} | more
-    fields |= {"shared": shared * 1024, "most_shared": (shared - 1) * 1024}
-    memory = {"bandwidth": row.memory_bandwidth, "memory": row.memory}
-    text = GPU.format(name=hardware, major=major, minor=minor, **memory, **fields)
+    text = GPU.format(
+        name=hardware,
+        major=major,
+        minor=minor,
+        cores=cores,
+        clock=clock,
+        l2=l2,
+        shared=shared * 1024,
+        most_shared=(shared - 1) * 1024,
+        threads=threads,
+        fpus=fpus,
+        bandwidth=row.memory_bandwidth,
+        memory=row.memory,
+    )
     return Chip(hardware, "cuda", 2, text)
 
 
@@ -169,6 +187,7 @@ def allow_compilers() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # several plans at once
 
 
 def open_target(target: Target) -> list[jax.Device]:
@@ -191,6 +210,21 @@ def open_target(target: Target) -> list[jax.Device]:
     return list(found.devices)
 
 
+def assume_cudnn() -> None:
+    """Let JAX use attention by cuDNN: it asks the library for its version, and there is none here.
+
+    The kernel is a custom call, which is compiled when it runs. A private function of JAX 0.10.2
+    is replaced, in the process that compiles: `test_attention_is_that_of_cudnn` fails if JAX asks
+    another.
+    """
+    fused_attention_stablehlo.check_cudnn_version = cudnn_version
+
+
+def cudnn_version() -> int:
+    """Return the version in `GPU`, 9.7, as cuDNN does."""
+    return 90700
+
+
 class CompilerFailed(DistributedError):
     """The compiler of a target has ended its process."""
 
@@ -205,14 +239,13 @@ def compile_plans(
     allow_compilers()
     with tempfile.TemporaryDirectory() as folder:
         log = pathlib.Path(folder, "log")
-        pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-        with pool:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             work = pool.submit(compile_here, config, target, stages, per_device, str(log))
             try:
                 return work.result()
             except BrokenProcessPool:
-                lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-                last = next((x for x in reversed(lines) if x.strip()), "")
+                words = log.read_text(encoding="utf-8", errors="replace").strip()
+                last = words.rpartition("\n")[2]
                 raise CompilerFailed(
                     f"the compiler for {target.name} ended without a result: {last[-SHOWN:]}"
                 ) from None
@@ -231,14 +264,13 @@ def compile_here(
     set_jax(config)
     devices = open_target(target)
     cpu.target = devices[0].platform
-    hardware = target.hardware
-    launch = LAUNCH if target.chip.platform == "cuda" else 0.0
+    assume_cudnn()
     parts = make_parts(config)
     plans: list[Plan | str] = []
     for zero in stages:
         try:
             case = make_case(config, parts, zero, per_device, devices)
-            plans.append(make_plan(case, zero, hardware, launch))
+            plans.append(make_plan(case, zero, target.hardware))
         except UsageError as error:
             if zero == stages[0]:
                 raise

@@ -11,7 +11,7 @@ import math
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jsonargparse
 import numpy as np
@@ -20,6 +20,8 @@ from jsonargparse.typing import NonNegativeFloat, PositiveFloat, PositiveInt, re
 from jaxdp.config.values import load, read_file
 from jaxdp.errors import UsageError, one_line, suggest
 from jaxdp.plan.hlo import WIRE, Collective
+
+Share = restricted_number_type("Share", float, [(">", 0), ("<=", 1)])
 
 
 class Hardware(NamedTuple):
@@ -34,25 +36,18 @@ class Hardware(NamedTuple):
     source: the origin of the figures."""
 
     name: str
-    flops: dict[str, float]
-    memory: float
-    memory_bandwidth: float
-    devices_per_host: int
-    intra_bandwidth: float
-    intra_latency: float
-    inter_bandwidth: float
-    inter_latency: float
-    efficiency: float
+    flops: dict[str, PositiveFloat]
+    memory: PositiveFloat
+    memory_bandwidth: PositiveFloat
+    devices_per_host: PositiveInt
+    intra_bandwidth: PositiveFloat
+    intra_latency: NonNegativeFloat
+    inter_bandwidth: PositiveFloat
+    inter_latency: NonNegativeFloat
+    efficiency: Share  # type: ignore[valid-type]  # a type that jsonargparse has made
     source: str
 
 
-_TYPES: dict[str, Any] = {  # of the fields in a file; PositiveFloat otherwise
-    **dict.fromkeys(("name", "source"), str),
-    "flops": dict[str, PositiveFloat],
-    "devices_per_host": PositiveInt,
-    **dict.fromkeys(("intra_latency", "inter_latency"), NonNegativeFloat),
-    "efficiency": restricted_number_type("Share", float, [(">", 0), ("<=", 1)]),
-}
 # Fitted to half of the published runs in benchmarks/published.py: `python -m benchmarks.published
 # --fit`.
 EFFICIENCY = {
@@ -178,8 +173,7 @@ def load_hardware(name_or_path: str) -> Hardware:
             f"hardware: {name_or_path!r} has no fields; write one per line, such as memory: 80e9"
         )
     parser = jsonargparse.ArgumentParser(exit_on_error=False, default_env=False)
-    for field in Hardware._fields:
-        parser.add_argument(f"--{field}", type=_TYPES.get(field, PositiveFloat), required=True)
+    parser.add_class_arguments(Hardware)
     try:
         return Hardware(**parser.parse_object(fields).as_dict())
     except (argparse.ArgumentError, TypeError, ValueError, KeyError) as error:

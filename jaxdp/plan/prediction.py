@@ -193,10 +193,10 @@ class Plan(NamedTuple):
         return "the compiler of the target" if self.schedule else "XLA for CPU, simulated devices"
 
 
-def make_plan(case: Case, zero: int, hardware: Hardware | None = None, launch: float = 0.0) -> Plan:
+def make_plan(case: Case, zero: int, hardware: Hardware | None = None) -> Plan:
     """Compile the case, and return the plan of its update.
 
-    hardware: that of its devices, if they are a target's; launch: see `play`.
+    hardware: that of its devices, if they are a target's.
     """
     strategy = case.strategy
     program = strategy.compile(case.step)
@@ -216,7 +216,7 @@ def make_plan(case: Case, zero: int, hardware: Hardware | None = None, launch: f
         zero == 3 and not strategy.blocks,
         tuple(sent),
         count_flops(jax.make_jaxpr(program.update)(state, batch)),
-        None if hardware is None else play(texts[0], hardware, launch),
+        None if hardware is None else play(texts[0], hardware),
     )
 
 
@@ -235,23 +235,17 @@ def predict(plan: Plan, hardware: Hardware, dtype: str) -> dict[str, float]:
             "no_overlap": alone + sent,
             "full_overlap": max(alone, sent),
         }
-        return with_efficiency(seconds)
-    memory = plan.memory
-    traffic = (
-        2 * (memory.params + memory.opt_state) + memory.grads
-    )  # state: read and written; gradients: read
-    host = hardware.devices_per_host
-    calls = [(c, min(c.per_block(host), host, c.group_size)) for c in plan.collectives]
-    return with_efficiency(update_seconds(hardware, plan.flops, dtype, calls, traffic))
-
-
-def with_efficiency(seconds: dict[str, float]) -> dict[str, float]:
-    """Add the share of the computation alone in each time of an update."""
-    compute = seconds["compute"]
+    else:
+        memory = plan.memory
+        # State is read and written, gradients are read.
+        traffic = 2 * (memory.params + memory.opt_state) + memory.grads
+        host = hardware.devices_per_host
+        calls = [(c, min(c.per_block(host), host, c.group_size)) for c in plan.collectives]
+        seconds = update_seconds(hardware, plan.flops, dtype, calls, traffic)
     return {
         **seconds,
-        "efficiency": compute / seconds["no_overlap"],
-        "efficiency_overlap": compute / seconds["full_overlap"],
+        "efficiency": seconds["compute"] / seconds["no_overlap"],
+        "efficiency_overlap": seconds["compute"] / seconds["full_overlap"],
     }
 
 

@@ -5,10 +5,11 @@ XLA's compilers for GPUs and TPUs decide the order of a program's operations, an
 asynchronous one starts and is waited for. Each operation takes its roofline time (Williams et al.
 2009): that of its products at the peak rate of their dtype, or that of its bytes, whichever is
 longer. Collectives take the times of `hardware.collective_seconds`, one after the other, on a
-stream of their own; and so do copies that a program starts and waits for (on TPUs).
+stream of their own, and slow down what is computed beside them; and so do copies that a program
+starts and waits for (on TPUs).
 
-What this does not know: how operations on several streams slow each other down, and kernels that
-are slower than the constants here say. Nothing was measured.
+What this does not know: kernels that are slower than the constants here say. Nothing was measured
+on a device: two of the constants are fitted to published runs.
 
 `write_page` draws what each stream of a device does, and when.
 """
@@ -22,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from jaxdp.errors import UsageError, one_line
-from jaxdp.plan.hardware import NETWORK, Hardware, collective_seconds
+from jaxdp.plan.hardware import Hardware, collective_seconds
 from jaxdp.plan.hlo import WIRE, read_collective
 from jaxdp.plan.hlo.compiled_program import (
     CompiledProgram,
@@ -32,8 +33,13 @@ from jaxdp.plan.hlo.compiled_program import (
     size,
 )
 
-PRODUCTS = 0.7  # share of the peak that large products reach
-MEMORY = 0.85  # share of the memory's bandwidth
+# Fitted to half of the published runs in benchmarks/published.py: `python -m benchmarks.published
+# --fit`. PRODUCTS: share of the peak that large products reach (an H200 has the cores of an H100;
+# others count as one, which is not fitted). SLOWED: seconds that computation takes longer for each second of
+# communication beside it.
+PRODUCTS = {"a100": 0.775, "h100": 0.55, "h200": 0.55, "tpu": 0.825}
+SLOWED = 0.25
+MEMORY = 0.85  # share of the memory's bandwidth; the published runs do not tell
 LAUNCH = 1e-6  # seconds between two kernels of a GPU
 PLAYED = 100  # iterations of a loop; the others take as long as the last of these
 SHOWN = 10  # operations and arrays in a report
@@ -91,19 +97,20 @@ class Schedule(NamedTuple):
         return 1 - self.exposed / self.communication if self.communication else None
 
 
-def play(text: str, hardware: Hardware, launch: float = 0.0) -> Schedule:
-    """Play a compiled program (`Compiled.as_text()`) through. launch: seconds between kernels."""
-    player = Player(CompiledProgram(text), hardware, launch)
+def play(text: str, hardware: Hardware) -> Schedule:
+    """Play a compiled program (`Compiled.as_text()`) through."""
+    player = Player(CompiledProgram(text), hardware)
     player.run(player.program.entry)
-    player.now = max(player.now, *player.free.values())
-    seconds, counts = player.seconds, player.counts
+    hidden = player.communication - player.exposed
+    player.now = max(player.now, *player.free.values()) + SLOWED * hidden
+    seconds = player.seconds
     longest = sorted(seconds, key=lambda name: -seconds[name])
     return Schedule(
         player.now,
         player.communication,
         player.exposed,
         dict(player.kernels.most_common()),
-        [(name, seconds[name], counts[name]) for name in longest[:SHOWN]],
+        [(name, seconds[name], player.counts[name]) for name in longest[:SHOWN]],
         largest_arrays(player.program, player.ran),
         player.events,
     )
@@ -119,8 +126,9 @@ class Player:
         done: when what an operation has started is done, by the name of that operation.
     """
 
-    def __init__(self, program: CompiledProgram, hardware: Hardware, launch: float):
-        self.program, self.hardware, self.launch = program, hardware, launch
+    def __init__(self, program: CompiledProgram, hardware: Hardware):
+        self.program, self.hardware = program, hardware
+        self.launch = 0.0 if hardware.name.startswith("tpu") else LAUNCH
         self.now, self.free = 0.0, {COLLECTIVES: 0.0, COPIES: 0.0}
         self.done: dict[str, tuple[str, float]] = {}
         self.communication = self.exposed = 0.0
@@ -225,25 +233,29 @@ class Player:
         for c in read_collective(x.opcode, x.shape, groups):
             neighbours = min(c.per_block(host), host, c.group_size)
             seconds += collective_seconds(self.hardware, c.kind, c.bytes, c.group_size, neighbours)
-        return seconds / NETWORK
+        return seconds
 
     def roofline(self, where: str, x: Instruction) -> float:
         """Return the seconds of an operation that runs alone."""
         products = 0.0
         for dtype, flops in self.program.flops(where, x).items():
-            products += flops / (PRODUCTS * self.rate(dtype))
+            products += flops / (products_share(self.hardware) * self.rate(dtype))
         moved = self.program.traffic(where, x) / (MEMORY * self.hardware.memory_bandwidth)
         return max(products, moved)
 
     def rate(self, dtype: str) -> float:
         """Return the peak FLOP/s of products of a dtype; float32 uses the tensor cores by default."""
         peaks = self.hardware.flops
-        slowest = min(peaks.values())
         if dtype == "float32":
-            return peaks.get("tensorfloat32", slowest)
+            return peaks["tensorfloat32"]
         if dtype == "highest":  # six products of bfloat16 on a TPU
-            return peaks.get("float32", peaks.get("bfloat16", slowest) / 6)
-        return peaks.get(dtype, slowest)
+            return peaks.get("float32", peaks["bfloat16"] / 6)
+        return peaks.get(dtype, min(peaks.values()))
+
+
+def products_share(hardware: Hardware) -> float:
+    """Return the share of the peak that large products reach."""
+    return PRODUCTS.get(hardware.name.split("-")[0], PRODUCTS["h100"])
 
 
 def label(x: Instruction, kind: str) -> str:

@@ -22,7 +22,7 @@ from jaxdp.parallel.pjit import PJit
 from jaxdp.plan import chips
 from jaxdp.plan.hlo import collectives
 from jaxdp.plan.prediction import peak
-from jaxdp.plan.timeline import LAUNCH, play
+from jaxdp.plan.timeline import play
 from jaxdp.run.build import make_case
 from jaxdp.run.components import make_parts, set_jax
 
@@ -41,6 +41,7 @@ def main() -> None:
     target = chips.read_target(given.target)
     devices = chips.open_target(target)
     cpu.target = devices[0].platform
+    chips.assume_cudnn()
     if given.fault == "float64":
         jax.config.update("jax_enable_x64", True)
     parts = make_parts(config)
@@ -53,8 +54,7 @@ def main() -> None:
     compiled = lowered.compile()
     seconds = time.perf_counter() - began
     text, memory = compiled.as_text(), compiled.memory_analysis()
-    launch = LAUNCH if target.chip.platform == "cuda" else 0.0
-    schedule = play(text, target.hardware, launch)
+    schedule = play(text, target.hardware)
     sent = [[c.kind, c.dtype, c.count, c.bytes] for c in collectives(text, lowered.as_text())]
     parameters = jax.tree.leaves(case.strategy.shapes.params)
     facts = {

@@ -102,6 +102,16 @@ def test_a_planted_fault_is_found(fault, text):
 
 
 @needs_compilers
+@pytest.mark.quick(1)
+def test_attention_is_that_of_cudnn():
+    """Its kernel is a custom call, compiled when it runs: there is no cuDNN here."""
+    kernels = compiled("h100:8", *SMALL, "--parallel.zero", "0")["kernels"]
+    layers, passes = 6, 1
+    assert kernels["__cudnn$fmhaSoftmaxBackward"] == layers * passes, kernels
+    assert kernels["__cudnn$fmhaSoftmax"] >= layers * passes, kernels
+
+
+@needs_compilers
 @pytest.mark.slow
 def test_exact_sums_are_of_integers():
     words = (*SMALL, "--parallel.reduction", "exact", "--precision.compute", "float32")

@@ -148,14 +148,32 @@ def test_plots(script, tmp_path):
 @runs("published")
 def test_published(script):
     report = "\n".join(map(str, script("published")))
-    assert report.startswith("Median error: ") and report.count("| judged |") > 20
-    efficiency, network, overlap, *table = script("published", "--fit", "--coarse", 20)
+    assert report.startswith("Before: median error ") and report.count("| judged |") > 20
+    efficiency, network, overlap, products, slowed, traffic, *table = script(
+        "published", "--fit", "--coarse", 20
+    )
     assert (
         efficiency.startswith("EFFICIENCY = {'a100'")
         and network == "NETWORK = 0.3"
         and "OVERLAP = " in overlap
     )
+    assert products.startswith("PRODUCTS = {'a100'") and slowed == "SLOWED = 0.0"
+    assert traffic == "traffic = 40"
     assert len([row for row in table if row.startswith("| ")]) == 1 + 9
+
+
+@runs("targets")
+def test_targets(script, tmp_path):
+    """A program is compiled, or refused since its compiler is not installed."""
+    words = ["--only", "h100:8 digits .*pjit", "--out", tmp_path / "results.jsonl"]
+    header, rule, row = script("targets", *words)
+    assert header.startswith("| program | target |") and rule.count("|") == header.count("|") == 9
+    assert row.startswith("| digits | h100:8 | pjit | ") and row.count("|") == 9
+    assert re.search(r"\| \d+ s \| .*%|no: .* is not installed", row)
+    assert script("targets", *words) == [header, rule, row]
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 1
+    scale = script("targets", "--scale", "--only", "nothing of this kind")
+    assert len(scale) == 2 and scale[0].count("|") == 10
 
 
 @runs(

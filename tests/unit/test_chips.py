@@ -121,6 +121,28 @@ def test_a_collective_is_hidden_as_far_as_the_device_computes_beside_it():
     assert len(long.events) == 8 and long.largest[0][0] == "f32[1000000000]"
 
 
+@pytest.mark.parametrize(("name", "products"), [("Softmax", 2), ("SoftmaxBackward", 5)])
+def test_attention_by_cudnn_counts_its_products(name, products):
+    """The scores are [4, 12, 1024, 1024], and a head is 64 wide."""
+    text = (
+        "%a = (bf16[4,12,1024,64]{3,1,2,0}, u8[0]{0}) custom-call(%q, %k, %v), "
+        f'custom_call_target="__cudnn$fmha{name}", backend_config={{"cudnn_fmha_backend_config": '
+        '{"intermediate_tensor_shape": {"element_type": "BF16", "dimensions": ["4", "12", "1024", "1024"], '
+        '"tuple_shapes": []}}}'
+    )
+    program = CompiledProgram(f"ENTRY %main (a: f32[]) -> f32[] {{\n  {text}\n}}")
+    flops = program.flops("main", program.computations["main"]["a"])
+    assert flops == {"bfloat16": products * 2 * 4 * 12 * 1024 * 1024 * 64}
+
+
+def test_a_collective_slows_what_is_computed_beside_it():
+    long = played(10**9)
+    busy = sum(end - begin for stream, _, begin, end in long.events if stream == timeline.COMPUTE)
+    launches = 5 * timeline.LAUNCH
+    slowed = timeline.SLOWED * long.communication
+    assert long.seconds == pytest.approx(busy + launches + slowed, rel=1e-6)
+
+
 def test_a_convolution_that_is_a_product_of_stacks_counts_as_one():
     """The form that products with two batch dims have on TPUs."""
     text = (

@@ -1,5 +1,6 @@
 """The model of links and peaks gives what its formulas say, and a file of figures is checked."""
 
+import math
 import pathlib
 
 import pytest
@@ -7,7 +8,7 @@ import yaml
 
 from benchmarks import published
 from jaxdp.errors import UsageError
-from jaxdp.plan import hardware
+from jaxdp.plan import hardware, timeline
 from jaxdp.plan.hardware import (
     HARDWARE,
     Hardware,
@@ -144,6 +145,34 @@ def test_the_constants_are_fitted_to_half_of_the_published_runs():
     assert len(fitted) + len(judged) == len(published.RUNS) and len(judged) >= len(fitted) > 20
     assert published.fit(fitted) == (hardware.EFFICIENCY, hardware.NETWORK, hardware.OVERLAP)
     assert published.median_error(judged) <= 0.10
+
+
+def test_the_constants_of_the_schedule_are_fitted_to_the_same_half():
+    fitted, judged = published.halves()
+    constants = published.fit_schedule(fitted)
+    assert constants == published.TODAY._replace(products=constants.products)
+    assert constants.products == {name: timeline.PRODUCTS[name] for name in constants.products}
+    assert published.median_error(judged, published.off) <= 0.06
+    above = [run for run in judged if abs(published.off(run)) > 0.25]
+    # The source's own rate is 36 % higher on twice the devices, with twice the sequences.
+    assert [(run.name, run.devices) for run in above] == [("MPT 70b, A100", 64)]
+
+
+def test_a_published_run_waits_for_what_it_cannot_hide():
+    constants = published.TODAY
+    run = published.pick("MaxText", "Llama 2 7B", 128)
+    late = run._replace(bucket=math.inf)
+    slow = run._replace(inter=run.inter / 100)
+    seconds = [published.play(x, constants) for x in (run._replace(devices=8), run, late, slow)]
+    assert seconds == sorted(seconds) and seconds[0] < seconds[2] < seconds[3] / 10
+    free = published.play(run, constants._replace(slowed=0.0))
+    assert free < published.play(run, constants)
+
+
+def test_microbatches_that_are_not_played_take_as_long_as_those_that_are():
+    run = published.pick("llm-foundry", "MPT 13b, H100", 8)
+    few, more, many = (published.play(run._replace(microbatches=n)) for n in (3, 4, 21))
+    assert many - more == pytest.approx(17 * (more - few))
 
 
 def test_the_page_shows_the_predictions_of_today():

@@ -97,6 +97,8 @@ _CALLED = re.compile(
     r"(\{[^}]*\}|%?[\w.-]+)"
 )
 _TRIPS = re.compile(r'known_trip_count"?[=:]\s*\{"?n"?:\s*"?(\d+)|\btimes_(\d+)/while"')
+# Attention by cuDNN, a custom call: the shape of its scores, which it does not store.
+_ATTENTION = re.compile(r'"intermediate_tensor_shape".*?"dimensions": ?\[(.*?)\]')
 NEAR = "S(1)"  # in a layout: the array is in a TPU's vector memory, not in its large one
 SLICES = ("dynamic-slice", "slice", "gather")
 
@@ -202,6 +204,10 @@ class CompiledProgram:
             for name in x.called:
                 for inner in self.computations[name].values():
                     total += self.flops(name, inner)
+        elif scores := _ATTENTION.search(x.attributes):
+            products = 5 if "SoftmaxBackward" in x.attributes else 2
+            width = arrays(x.shape)[0][1][-1]
+            total["bfloat16"] += 2 * products * math.prod(_ints(scores[1])) * width
         return total
 
     def traffic(self, where: str, x: Instruction) -> int:

@@ -1,0 +1,267 @@
+"""Compile the configs for GPUs and TPUs that are not here, and print what their compilers say, as
+tables. Compiled, not run.
+
+    python -m benchmarks.targets            # every config for 8 and 64 H100 and 16 v5e
+    python -m benchmarks.targets --scale    # GPT-2 124M and Llama 7B on 64 to 4,096 devices
+
+The compilers are those of `make .targets/.done`. Each program is compiled by a process of its own,
+whose peak memory is reported. Data sets that are not on this machine are files of noise: only their
+shapes count. With --out, results are appended to a file of JSON lines, and those that it has are not
+compiled again.
+"""
+
+import argparse
+import gzip
+import json
+import os
+import pathlib
+import re
+import resource
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxdp.metrics.numbers import size
+
+ROOT = pathlib.Path(__file__).parents[1]
+TARGETS = ("h100:8", "h100:8x8", "v5e:4x4")
+CONFIGS = tuple(sorted(file.stem for file in (ROOT / "configs").glob("*.yaml")))
+LIMIT = 480  # seconds of a program
+SHOWN = 200  # characters of the reason why a program is refused
+SIZES = ("h100:8x8", "h100:64x8", "h100:512x8", "v5p:16x16x16")
+SCALE = {
+    "GPT-2 124M, stage 0": ("gpt2_124m", "--parallel.backend", "pjit"),
+    "GPT-2 124M, stage 3 in groups of 8": (
+        *("gpt2_124m", "--parallel.backend", "pjit"),
+        *("--parallel.zero", "3", "--parallel.shard_size", "8"),
+    ),
+    "Llama 7B, stage 3": ("llama_7b",),
+    "Llama 7B, stage 3 in groups of 64": ("llama_7b", "--parallel.shard_size", "64"),
+}
+
+
+class Program(NamedTuple):
+    """A program to compile. words: the name of its config, and arguments."""
+
+    name: str
+    target: str
+    backend: str
+    words: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        return " ".join([self.target, *self.words])
+
+
+def configs(names: tuple[str, ...], targets: tuple[str, ...]) -> list[Program]:
+    """Return the programs of the table of configs."""
+    return [
+        Program(name, target, backend, (name, "--parallel.backend", backend))
+        for target in targets
+        for backend in ("pjit", "pmap")
+        for name in names
+    ]
+
+
+def scales() -> list[Program]:
+    """Return the programs of the table of scale."""
+    return [
+        Program(name, target, "pjit", words) for name, words in SCALE.items() for target in SIZES
+    ]
+
+
+# --- A program, in a process of its own ----------------------------------------------
+
+
+def compile_one(target_name: str, words: list[str]) -> dict[str, Any]:
+    """Compile the update of a config for a target; return its figures, or why it is refused."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+    import jax.monitoring
+
+    from jaxdp.api import set_environment
+    from jaxdp.cli.parse import load
+    from jaxdp.errors import UsageError
+    from jaxdp.plan import chips
+    from jaxdp.plan.hardware import rate
+    from jaxdp.plan.prediction import predict
+
+    spent: dict[str, float] = {}
+
+    def add(event: str, duration_secs: float, **_: str | int) -> None:
+        spent[event] = spent.get(event, 0.0) + duration_secs
+
+    jax.monitoring.register_event_duration_secs_listener(add)
+    began = time.perf_counter()
+    try:
+        target = chips.read_target(target_name)
+        if (problem := chips.missing_plugin(target)) is not None:
+            return {"refused": problem}
+        config, *_ = load(words)
+        set_environment(config)
+        chips.allow_compilers()
+        hardware, devices = target.hardware, target.devices
+        per_device = -(-max(config.microbatches, devices) // devices)
+        with tempfile.TemporaryDirectory() as folder:
+            log = os.path.join(folder, "log")
+            stages = [config.parallel.zero]
+            [plan] = chips.compile_here(config, target, stages, per_device, log)
+    except UsageError as error:
+        return {"refused": str(error)}
+    if isinstance(plan, str):
+        return {"refused": plan}
+    precision = config.precision
+    dtype = rate(precision.compute or precision.params, precision.matmul, hardware.flops)
+    seconds = predict(plan, hardware, dtype)["expected"]
+    assert plan.schedule is not None
+    return {
+        "compile_seconds": spent["/jax/core/compile/backend_compile_duration"],
+        "seconds": time.perf_counter() - began,
+        "processor_seconds": sum(os.times()[:4]),  # with those of ptxas
+        "rss": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "peak_bytes": plan.memory.peak,
+        "fits": plan.memory.peak <= hardware.memory,
+        "step_seconds": seconds,
+        "hidden_share": plan.schedule.hidden_share,
+        "mfu": plan.flops / seconds / hardware.flops[dtype],
+        "devices": devices,
+    }
+
+
+def compile_apart(program: Program, data: pathlib.Path) -> dict[str, Any]:
+    """Return what `compile_one` returns in another process, or how that ended."""
+    name, *more = program.words
+    words = ["--config", f"configs/{name}.yaml", *noise_for(name, data), *more]
+    paths = [str(ROOT), str(ROOT / ".targets"), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": ":".join(filter(None, paths)), "XLA_FLAGS": ""}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.targets", "--one", program.target, *words],
+            cwd=ROOT,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+        )
+    except subprocess.TimeoutExpired:
+        return {"refused": f"not compiled in {LIMIT} s"}
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        return {"refused": f"its process ended with {done.returncode}: {last}"}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# --- Data: noise in the formats of the data sets --------------------------------------
+
+
+def noise_for(name: str, folder: pathlib.Path) -> list[str]:
+    """Return arguments that give a config's data set, if it reads files, files of noise."""
+    from benchmarks.gpu import noise
+
+    text = (ROOT / "configs" / f"{name}.yaml").read_text()
+    if "path: input.txt" in text:
+        file = folder / "input.txt"
+        file.write_text("To be, or not to be, that is the question.\n" * 1000)
+        return ["--data.args.path", str(file)]
+    kind = re.findall(r"target: (CIFAR10|MNIST|FashionMNIST|PennTreebank)\b", text)
+    if not kind:
+        return []
+    root = folder / kind[0]
+    if not root.exists() and kind[0] == "CIFAR10":
+        noise(root, 512)
+    elif not root.exists() and kind[0] == "PennTreebank":
+        root.mkdir()
+        for split in ("train", "valid", "test"):
+            (root / f"ptb.{split}.txt").write_text(" a b c d e f g h i \n" * 400)
+    elif not root.exists():
+        root.mkdir()
+        for split in ("train", "t10k"):
+            images, labels = np.zeros((512, 28, 28), np.uint8), np.arange(512) % 10
+            write_idx(root / f"{split}-images-idx3-ubyte.gz", images)
+            write_idx(root / f"{split}-labels-idx1-ubyte.gz", labels.astype(np.uint8))
+    return ["--data.args.root", str(root)]
+
+
+def write_idx(file: pathlib.Path, array: np.ndarray) -> None:
+    """Write bytes in the format of MNIST."""
+    header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
+    file.write_bytes(gzip.compress(header + array.tobytes()))
+
+
+# --- Tables ----------------------------------------------------------------------------
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def cells(result: dict[str, Any]) -> list[str]:
+    """Return the columns of a compiled program."""
+    share = result["hidden_share"]
+    return [
+        size(result["peak_bytes"]) + ("" if result["fits"] else ": does not fit"),
+        duration(result["step_seconds"]),
+        "-" if share is None else f"{round(share, 3) + 0.0:.0%}",  # no -0
+        f"{result['mfu']:.1%}",
+    ]
+
+
+def table(programs: list[Program], results: dict[str, dict[str, Any]], scale: bool) -> str:
+    """Return the results of programs as a table, in markdown."""
+    times = ["compile", "processor time in all", "its memory"] if scale else ["compile"]
+    header = ["program", "target", *([] if scale else ["backend"]), *times]
+    header += ["peak of a device", "update", "hidden", "MFU"]
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    for program in programs:
+        result = results[program.key]
+        first = [program.name, program.target, *([] if scale else [program.backend])]
+        if "refused" in result:
+            shown = [f"no: {result['refused'][:SHOWN]}".replace("|", "/")]
+            shown += [""] * (len(header) - len(first) - 1)
+        else:
+            shown = [f"{result['compile_seconds']:.0f} s"]
+            if scale:
+                used = result["processor_seconds"]
+                shown += [f"{used:.0f} s", f"{result['rss'] / 1e9:.1f} GB"]
+            shown += cells(result)
+        lines.append(f"| {' | '.join(first + shown)} |")
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--scale", action="store_true", help="the table of scale")
+    parser.add_argument("--only", help="programs whose arguments match a regular expression")
+    parser.add_argument("--out", type=pathlib.Path, help="a file of JSON lines")
+    parser.add_argument("--one", metavar="TARGET", help="compile one config in this process")
+    options, words = parser.parse_known_args(argv)
+    if options.one:
+        print(json.dumps(compile_one(options.one, words)))
+        return
+    programs = scales() if options.scale else configs(CONFIGS, TARGETS)
+    programs = [x for x in programs if re.search(options.only or "", x.key)]
+    results: dict[str, dict[str, Any]] = {}
+    if options.out and options.out.exists():
+        lines = options.out.read_text().splitlines()
+        results = {row["key"]: row for row in map(json.loads, lines)}
+    with tempfile.TemporaryDirectory() as folder:
+        for program in programs:
+            if program.key in results:
+                continue
+            results[program.key] = compile_apart(program, pathlib.Path(folder))
+            print(program.key, results[program.key], file=sys.stderr, flush=True)
+            if options.out:
+                with options.out.open("a") as file:
+                    file.write(json.dumps({"key": program.key, **results[program.key]}) + "\n")
+    print(table(programs, results, options.scale))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
