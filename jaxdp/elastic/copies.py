@@ -35,7 +35,7 @@ class Copies:
 
     def __init__(self, strategy: Strategy, hosts: Sequence[str]):
         mesh, shapes = strategy.mesh, jax.tree.leaves(strategy.abstract(padded=True))
-        self.dims = jax.tree.leaves(strategy.dims)
+        self.dims = jax.tree.leaves(strategy.state_dims)
         split = of_part(0, shapes, self.dims)
         self.count = strategy.parts if split else 0
         self.devices = list(mesh.devices.flat)

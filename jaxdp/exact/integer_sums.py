@@ -127,7 +127,7 @@ class IntegerSums(FloatSums):
             part = ints, needed, sums._replace(grads=None, kept=None, extra=bad)
             ints, *rest = select(number >= 0, part, zeros(part))
             if plan.when == EVERY:
-                dims = plan.trainable(plan.dims)
+                dims = plan.trainable(plan.param_dims)
                 ints = plan.reduction.scatter(ints, dims, plan.axes)
             return ints, (*rest, sums.kept)
 
@@ -226,7 +226,7 @@ class UnfusedReplica(ShardedReplica):
 
     def summed(self, last: bool) -> Tree:
         """Return that no gradients are summed where they are computed: they are no integers yet."""
-        return jax.tree.map(lambda _: False, self.plan.dims)
+        return jax.tree.map(lambda _: False, self.plan.param_dims)
 
     def settle(self, arrays: list[jax.Array], moved: bool, in_block: bool, live: Any) -> Any:
         """Put a barrier around what moves, and around a block in every layout, so that a block is

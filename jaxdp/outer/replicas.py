@@ -120,9 +120,9 @@ class Replicas(PJit):
         mesh = Mesh(grid, (OUTER, DATA), axis_types=(AxisType.Auto,) * 2)
         self.distribute(mesh, assign_replicas(self.of_replica, rule.replicas, parts))
         self.parts, self.axes = parts, Axes(shard=OUTER, replica=DATA)
-        local = self.dims.opt_state  # all are replicated
+        local = self.state_dims.opt_state  # all are replicated
         by_replica = local._replace(replicas=jax.tree.map(lambda _: 0, local.replicas))
-        self.dims = self.dims.replace(opt_state=by_replica)
+        self.state_dims = self.state_dims.replace(opt_state=by_replica)
 
     def completed(self, state: TrainState) -> TrainState:
         """Return the initial state from that of ordinary training: replicas that are equal, and a
@@ -150,7 +150,7 @@ class Replicas(PJit):
         of_all = self.plan(step, is_update=False)
         evaluate = self.device_sums(of_all, step.evaluate)
         grads = self.device_sums(self.plan(step, is_update=True), step.grads)
-        apply = functools.partial(self.arithmetic.update, self._apply(step))
+        apply = functools.partial(self.arithmetic.update, self.apply_to_slices(step))
 
         @functools.partial(jax.jit, inline=True)  # traced once
         def one_replica(seed: jax.Array, piece: Any) -> Any:

@@ -35,13 +35,13 @@ class PJit(Strategy):
         shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), out_specs)
         return jax.jit(f, donate_argnums=(0,) if donate else (), out_shardings=shardings)
 
-    def sliced(self, params: Tree) -> Tree:
+    def slice_params(self, params: Tree) -> Tree:
         def shard(x: jax.Array, dim: int) -> jax.Array:
             sharding = NamedSharding(self.mesh, spec(dim, self.axes.shard))
             return jax.lax.with_sharding_constraint(x, sharding)
 
-        padded = padded_shapes(self.shapes.params, self.slices, self.parts)
-        return jax.tree.map(shard, fit_trees(params, padded), self.slices)
+        padded = padded_shapes(self.shapes.params, self.param_dims, self.parts)
+        return jax.tree.map(shard, fit_trees(params, padded), self.param_dims)
 
     def other_dims(self, opt_state: Tree) -> Tree:
         return split_dims(opt_state, self.parts, self.blocks)

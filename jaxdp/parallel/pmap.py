@@ -59,9 +59,9 @@ class PMap(Strategy):
 
         return jax.tree.map(of_first_dim, super().specs())
 
-    def sliced(self, params: Tree) -> Tree:
+    def slice_params(self, params: Tree) -> Tree:
         index = jax.lax.axis_index(DATA)
-        return jax.tree.map(lambda x, d: take(x, d, index, self.parts), params, self.slices)
+        return jax.tree.map(lambda x, d: take(x, d, index, self.parts), params, self.param_dims)
 
     def shard_batch(self, batch: dict[str, np.ndarray], several: bool = False) -> Batch:
         def by_device(x: np.ndarray) -> np.ndarray:
@@ -80,7 +80,7 @@ class PMap(Strategy):
             program = converter(to_slices, self.by_device, dim, self.parts)
             return program(x) if isinstance(x, jax.Array) else jax.eval_shape(program, x)
 
-        return jax.tree.map(stack, state, self.dims.replace(kept={}))
+        return jax.tree.map(stack, state, self.state_dims.replace(kept={}))
 
     def from_programs(self, state: TrainState) -> TrainState:
         def join(x: jax.Array, dim: int) -> jax.Array:
@@ -88,7 +88,7 @@ class PMap(Strategy):
                 return x
             return converter(from_slices, NamedSharding(self.mesh, spec(dim, DATA)), dim)(x)
 
-        return jax.tree.map(join, state, self.dims.replace(kept={}))
+        return jax.tree.map(join, state, self.state_dims.replace(kept={}))
 
 
 class Mapped:

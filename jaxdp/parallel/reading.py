@@ -137,14 +137,14 @@ class ShardedReplica(DeviceReplica):
         def slot(x: jax.Array | None, full: Any, dim: int, summed: bool) -> jax.Array | None:
             if x is None:
                 return None
-            wants_slice = summed and plan.sliced
-            if dim == WHOLE or wants_slice == plan.sharded:
+            wants_slice = summed and plan.grads_sharded
+            if dim == WHOLE or wants_slice == plan.params_sharded:
                 return at_least_float32(x)
             if wants_slice:
                 return take(at_least_float32(x), dim, index, parts)
             return jnp.zeros(full.shape, at_least_float32(x).dtype)
 
-        trees = (params, plan.shapes, plan.dims, self.summed(last))
+        trees = (params, plan.shapes, plan.param_dims, self.summed(last))
         return jax.tree.map(slot, *trees, is_leaf=is_none)
 
     def params(self, slots: Tree, stored: Tree, dtype: Any, last: bool, earlier: Tree) -> Tree:
@@ -155,7 +155,7 @@ class ShardedReplica(DeviceReplica):
             slot: Any, value: Any, spare: Any, full: Any, dim: int, summed: bool, in_block: bool
         ) -> Stored:
             from_end, size = (0, 0) if dim == WHOLE else (dim - len(full.shape), full.shape[dim])
-            ticket, wanted = Ticket(), dim if plan.sliced else WHOLE
+            ticket, wanted = Ticket(), dim if plan.grads_sharded else WHOLE
             if slot is not None and spare is not None:
                 spare = jax.lax.stop_gradient(spare)
                 slot = inject(slot, spare, ticket, plan if summed else None, wanted)
@@ -174,7 +174,15 @@ class ShardedReplica(DeviceReplica):
                 ticket=ticket,
             )
 
-        trees = (slots, stored, earlier, plan.shapes, plan.dims, self.summed(last), plan.in_blocks)
+        trees = (
+            slots,
+            stored,
+            earlier,
+            plan.shapes,
+            plan.param_dims,
+            self.summed(last),
+            plan.in_blocks,
+        )
         leaves = jax.tree.map(store, *trees, is_leaf=is_none)
 
         def of(kind: bool) -> Tree:
@@ -214,11 +222,11 @@ class ShardedReplica(DeviceReplica):
     def gather_parameters(self, leaves: list[Stored], live: Any) -> list[jax.Array]:
         """Return full parameters, without padding, in the dtype of the computation."""
         full = [cast_floats(x.value, x.dtype) for x in leaves]
-        if self.plan.sharded:
+        if self.plan.params_sharded:
             axes = [x.axis() for x in leaves]
             full = self.plan.reduction.gather(full, axes, self.plan.axes.shard)
             full = [fit(x, like.full_shape()) for x, like in zip(full, leaves)]
-        return self.settle(full, self.plan.sharded, leaves[0].in_block, live)
+        return self.settle(full, self.plan.params_sharded, leaves[0].in_block, live)
 
     def sum_gradients(self, residuals: Any, grads: list[jax.Array]) -> list[Stored]:
         """Return the gradients by the slots, from those by the full parameters, which are summed
@@ -235,7 +243,7 @@ class ShardedReplica(DeviceReplica):
         by_slot = [g if x.earlier is None else x.earlier + g for x, g in zip(leaves, by_slot)]
         sent = [i for i, x in enumerate(leaves) if x.summed and x.slot is not None]
         dims = [
-            by_slot[i].ndim + leaves[i].dim if leaves[i].dim and self.plan.sliced else WHOLE
+            by_slot[i].ndim + leaves[i].dim if leaves[i].dim and self.plan.grads_sharded else WHOLE
             for i in sent
         ]
         for i, x in zip(sent, self.plan.send([by_slot[i] for i in sent], dims)):

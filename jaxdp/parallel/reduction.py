@@ -197,11 +197,11 @@ class Plan:
     Args:
         assignment: int32 [device, local], the numbers of the microbatches of each device, -1 for
             none.
-        dims: of the parameters, the dim along which each is sharded where it is, or WHOLE.
+        param_dims: of the parameters, the dim along which each is sharded where it is, or WHOLE.
         shapes: of the full parameters, without padding.
         trainable: see `Step`.
-        sharded: parameters are stored as slices along `dims`.
-        sliced: the update wants slices of gradients along `dims`.
+        params_sharded: parameters are stored as slices along `param_dims`.
+        grads_sharded: the update wants slices of gradients along `param_dims`.
         when: gradients are summed over the devices inside the backward pass of EVERY pass over
             microbatches, those that are sharded; inside the LAST pass; or NEVER.
         later: a block's gradients are summed while those of the block below are computed.
@@ -213,11 +213,11 @@ class Plan:
     reduction: Reduction
     axes: Axes
     assignment: np.ndarray
-    dims: Tree
+    param_dims: Tree
     shapes: Tree
     trainable: Callable[[Tree], Tree]
-    sharded: bool = False
-    sliced: bool = False
+    params_sharded: bool = False
+    grads_sharded: bool = False
     when: str = NEVER
     later: bool = False
     in_blocks: Tree = None
@@ -235,7 +235,7 @@ class Plan:
         def in_this_pass(dim: int) -> bool:
             return dim != WHOLE if self.when == EVERY else self.when == LAST and last
 
-        return jax.tree.map(in_this_pass, self.dims)
+        return jax.tree.map(in_this_pass, self.param_dims)
 
     def send(self, grads: list[jax.Array], dims: list[int]) -> list[jax.Array]:
         """Sum full gradients over the devices: to slices along dims, or to full ones (WHOLE)."""

@@ -48,7 +48,7 @@ class Strategy:
     """A backend for the loop and the checkpoint, with the layout of a state over devices.
 
     All arrays are global, over the devices of all processes. A subclass has `check`,
-    `on_each_device`, `compiled` and `sliced`; if its programs take arrays of another shape than the
+    `on_each_device`, `compiled` and `slice_params`; if its programs take arrays of another shape than the
     exported ones, also `lead`, `specs`, `shard_batch`, `to_programs` and `from_programs`.
 
     Args:
@@ -65,8 +65,8 @@ class Strategy:
             none.
         local_microbatches: those of this process's devices, in the order of `shard_batch`.
         shapes: of the exported state; stored: with padding.
-        dims: the dim along which each leaf of the state is sharded, or WHOLE.
-        slices: the same for gradients and updates, if any state is sharded.
+        state_dims: the dim along which each leaf of the state is sharded, or WHOLE.
+        param_dims: the same for gradients and updates, if any state is sharded.
     """
 
     shares_loss = True  # the loss of an update is that of all devices
@@ -91,10 +91,10 @@ class Strategy:
         self.arithmetic = arithmetic(reduction)
         self.layout, self.blocks, self.pad = ZERO[sharding.zero], sharding.blocks, sharding.pad
         self.make, self.shapes = make, placement.state_shapes(make).replace(seed=None)
-        self.slices: Any = param_dims(self.shapes.params, sharding, self.parts)
+        self.param_dims: Any = param_dims(self.shapes.params, sharding, self.parts)
         others = self.other_dims(self.shapes.opt_state)
-        self.dims = state_dims(self.shapes, self.layout, self.slices, others)
-        self.stored = padded_shapes(self.shapes, self.dims, self.parts)
+        self.state_dims = state_dims(self.shapes, self.layout, self.param_dims, others)
+        self.stored = padded_shapes(self.shapes, self.state_dims, self.parts)
         self.every = self.layout.grads and sharding.gradient_buffer == "sharded"
 
     def completed(self, state: TrainState) -> TrainState:
@@ -134,7 +134,7 @@ class Strategy:
         """Return the program of f(state, batch); donate: its first argument."""
         raise NotImplementedError
 
-    def sliced(self, params: Tree) -> Tree:
+    def slice_params(self, params: Tree) -> Tree:
         """Return the parameters as the optimizer gets them, inside a program: in slices."""
         raise NotImplementedError
 
@@ -155,14 +155,14 @@ class Strategy:
         of_grads = summed
         if self.layout.opt_state:
             of_grads = summed._replace(grads=self._slice_specs(step))
-        grads = self.device_sums(self.plan(step, is_update=True), step.grads)
-        grads = self.on_each_device(grads, arguments, of_grads)
+        global_sums = self.device_sums(self.plan(step, is_update=True), step.grads)
+        global_sums = self.on_each_device(global_sums, arguments, of_grads)
         evaluate = self.device_sums(self.plan(step, is_update=False), step.evaluate)
         evaluate = self.on_each_device(evaluate, arguments, summed)
-        apply = functools.partial(self.arithmetic.update, self._apply(step))
+        apply = functools.partial(self.arithmetic.update, self.apply_to_slices(step))
 
         def update(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-            return apply(state, grads(state, batch))
+            return apply(state, global_sums(state, batch))
 
         return self.program(update, evaluate)
 
@@ -181,7 +181,7 @@ class Strategy:
 
     def specs(self) -> TrainState:
         """Return how programs take the state, split between devices, as PartitionSpecs."""
-        specs = jax.tree.map(lambda d: spec(d, self.axes.shard), self.dims)
+        specs = jax.tree.map(lambda d: spec(d, self.axes.shard), self.state_dims)
         kept = jax.tree.map(lambda _: self.by_device.spec, self.shapes.kept)
         return specs.replace(kept=kept, seed=P())
 
@@ -207,11 +207,11 @@ class Strategy:
             self.reduction,
             self.axes,
             self.assignment,
-            self.slices,
+            self.param_dims,
             self.shapes.params,
             step.trainable,
-            sharded=self.layout.params,
-            sliced=self.layout.opt_state,
+            params_sharded=self.layout.params,
+            grads_sharded=self.layout.opt_state,
             when=when,
             later=later,
             in_blocks=in_blocks(self.shapes.params, step.blocks),
@@ -233,12 +233,12 @@ class Strategy:
 
         return sums
 
-    def _apply(self, step: Step) -> Callable[..., Any]:
+    def apply_to_slices(self, step: Step) -> Callable[..., Any]:
         """Return `step.apply` for sums over all devices; where the optimizer's state is sharded, on
         slices of gradients and parameters."""
         shard, everywhere = self.axes.shard, P()
         is_sliced, are_gathered = self.layout.opt_state, not self.layout.params
-        dims = step.trainable(self.slices) if is_sliced else None
+        dims = step.trainable(self.param_dims) if is_sliced else None
         shapes, specs = step.trainable(self.shapes.params), self._slice_specs(step)
 
         def total(grads: Tree, number: jax.Array) -> jax.Array:
@@ -253,7 +253,7 @@ class Strategy:
 
         def apply(state: TrainState, sums: Sums) -> tuple[TrainState, dict[str, jax.Array]]:
             number, before = state.step, state.params
-            params = self.sliced(before) if is_sliced else before
+            params = self.slice_params(before) if is_sliced else before
 
             def total_of(grads: Tree) -> jax.Array:
                 return total(grads, number)
@@ -266,7 +266,7 @@ class Strategy:
         return apply
 
     def _slice_specs(self, step: Step) -> Tree:
-        return jax.tree.map(lambda d: spec(d, self.axes.shard), step.trainable(self.slices))
+        return jax.tree.map(lambda d: spec(d, self.axes.shard), step.trainable(self.param_dims))
 
     # --- Arrays -------------------------------------------------------------------------
 
@@ -306,7 +306,7 @@ class Strategy:
             sharding = sharding_of(x.shape, self.mesh, dim, self.axes.shard)
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-        return jax.tree.map(place, self.stored if padded else self.shapes, self.dims)
+        return jax.tree.map(place, self.stored if padded else self.shapes, self.state_dims)
 
     @functools.cached_property
     def seed(self) -> np.ndarray:
@@ -327,7 +327,7 @@ class Strategy:
 
         state = jax.jit(full, out_shardings=jax.tree.map(lambda x: x.sharding, stored))(self.make)
         if jax.process_count() > 1:
-            state = placement.from_first(state, self.mesh, self.dims, self.axes)
+            state = placement.from_first(state, self.mesh, self.state_dims, self.axes)
         return self.adopt(state)
 
     def export(self, state: TrainState, padded: bool = False) -> TrainState:
@@ -409,4 +409,4 @@ class Strategy:
 
     def share(self) -> Share:
         """Return the share of the state that is sharded."""
-        return share(self.shapes, self.dims, self.layout)
+        return share(self.shapes, self.state_dims, self.layout)

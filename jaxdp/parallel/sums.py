@@ -38,7 +38,7 @@ class FloatSums:
             numbers: int32 [local], of its microbatches.
             step: `TrainState.step`.
         """
-        is_plain = not plan.sharded and plan.when == NEVER
+        is_plain = not plan.params_sharded and plan.when == NEVER
         return (DeviceReplica if is_plain else ShardedReplica)(plan, numbers)
 
     def over_microbatches(
@@ -50,16 +50,16 @@ class FloatSums:
     def over_devices(self, plan: Plan, sums: Sums) -> Sums:
         """Return the sums over all devices."""
         leaves, treedef = jax.tree.flatten(sums.grads)  # none of an evaluation
-        dims = jax.tree.leaves(plan.trainable(plan.dims))
+        dims = jax.tree.leaves(plan.trainable(plan.param_dims))
         # The backward pass has summed these already.
         done = jax.tree.leaves(plan.trainable(plan.summed(True)))
-        later = [i for i in range(len(leaves)) if not done[i]]
+        remaining = [i for i in range(len(leaves)) if not done[i]]
         grads, total = plan.send_with(
-            [leaves[i] for i in later],
-            [dims[i] if plan.sliced else WHOLE for i in later],
+            [leaves[i] for i in remaining],
+            [dims[i] if plan.grads_sharded else WHOLE for i in remaining],
             sums._replace(grads=None, kept=None),
         )
-        for i, x in zip(later, grads):
+        for i, x in zip(remaining, grads):
             leaves[i] = x
         return total._replace(grads=jax.tree.unflatten(treedef, leaves), kept=sums.kept)
 

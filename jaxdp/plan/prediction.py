@@ -37,7 +37,7 @@ def bytes_by_tree(
 
     split_grads: gradients are sharded while they accumulate.
     """
-    dims, shapes, n = strategy.dims, strategy.shapes, strategy.parts
+    dims, shapes, n = strategy.state_dims, strategy.shapes, strategy.parts
     devices = strategy.assignment.shape[0]
 
     def wide(x):
@@ -46,7 +46,9 @@ def bytes_by_tree(
     grads = jax.tree.map(wide, step.trainable(shapes.params))  # as they are summed
     return {
         "params": local_bytes(shapes.params, dims.params, n),
-        "grads": local_bytes(grads, step.trainable(strategy.slices) if split_grads else None, n),
+        "grads": local_bytes(
+            grads, step.trainable(strategy.param_dims) if split_grads else None, n
+        ),
         "opt_state": local_bytes(
             (shapes.opt_state, shapes.extra.get(EMA)), (dims.opt_state, dims.extra.get(EMA)), n
         ),

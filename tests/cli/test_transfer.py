@@ -292,7 +292,7 @@ def test_a_device_reads_only_what_it_holds(blocks, monkeypatch):
     monkeypatch.setattr(jax, "make_array_from_callback", counted)
     _, strategy, found, _ = begun(blocks[2], toys.MODELS["blocks"](), **LAYOUTS["pjit 8, stage 3"])
     sizes = {name: x.size for name, x in named(strategy.shapes.params, {}).items()}
-    whole = [n for n, d in named(strategy.dims.params, {}).items() if d < 0]
+    whole = [n for n, d in named(strategy.state_dims.params, {}).items() if d < 0]
     assert sum(read) == sum(sizes[name] for name in found.pairs) and len(read) > len(sizes)
     assert all(sizes[name] < 8 for name in whole)
 

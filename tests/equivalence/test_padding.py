@@ -161,17 +161,18 @@ def test_rules_select_the_dim_of_parameters_and_their_optimizer_state():
     rules = (("^embed/", (None, "shard")), ("^head/kernel$", (None, None)))
     strategy = strategy_of("pjit", 4, {"zero": 1, "rules": rules})
     assert (
-        strategy.dims.opt_state[0].mu["embed"]
-        == strategy.dims.extra["ema"]["embed"]
+        strategy.state_dims.opt_state[0].mu["embed"]
+        == strategy.state_dims.extra["ema"]["embed"]
         == {"embedding": 1}
     )
     assert (
-        strategy.slices["embed"] == {"embedding": 1} and strategy.slices["head"]["kernel"] == WHOLE
+        strategy.param_dims["embed"] == {"embedding": 1}
+        and strategy.param_dims["head"]["kernel"] == WHOLE
     )
     ruleless = strategy_of("pjit", 4, {"zero": 1})
     assert (
-        ruleless.slices["head"]["kernel"] == 0
-        and ruleless.slices["blocks"] == strategy.slices["blocks"]
+        ruleless.param_dims["head"]["kernel"] == 0
+        and ruleless.param_dims["blocks"] == strategy.param_dims["blocks"]
     )
 
 
