@@ -12,12 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from jaxdp.metrics.jsonl import read
 from jaxdp.metrics.writer import Record, Writer
 from jaxdp.train.observer import Observer
-from jaxdp.train.state import make_record
+from jaxdp.train.state import SUMS, make_record
 
 LAST_WORDS = 2.0  # seconds that a failing run waits for its pending records
 AHEAD = 2  # log intervals that the loop may run ahead of the device
@@ -168,9 +167,10 @@ class Meter(Observer):
         for i, step in enumerate(steps):
             if step % self.every and step != self.last:
                 continue
-            means = {k: float(np.reshape(v, -1)[i]) for k, v in sorted(metrics.items())}
+            means = {k: v[i] if len(steps) > 1 else v for k, v in sorted(metrics.items())}
             record = {"step": step, "split": "train", **make_record(means, self.derive), **timing}
-            for name in ("weight", "halted", "disagreeing_state"):
+            hidden = [name for name in record if name.startswith(SUMS)]
+            for name in ("weight", "halted", "disagreeing_state", *hidden):
                 record.pop(name, None)
             self.destination.write(record)
 

@@ -31,7 +31,7 @@ from jaxdp.train.loop import EXAMINED, Halted, Lookback, NotFinite, fit
 from jaxdp.train.observer import Observer, Observers
 from jaxdp.train.run import Host, Progress, Run
 from jaxdp.train.skip import DISAGREEING, NONFINITE
-from jaxdp.train.state import Batch, TrainState
+from jaxdp.train.state import SUMS, Batch, TrainState
 
 
 class Continuation(Observer):
@@ -282,7 +282,8 @@ class Training(Host):
         progress = self.progress
         step = self.progress.step
         began = time.perf_counter()
-        metrics = evaluate(run, self.program, progress.state, self)
+        record = evaluate(run, self.program, progress.state, self)
+        metrics = {name: x for name, x in record.items() if SUMS not in name}
         log.events.note("evaluation", step, seconds=round(time.perf_counter() - began, 4))
         if split is not None:
             log.writer.write({"step": step, "split": split, **metrics})
@@ -297,7 +298,7 @@ class Training(Host):
         progress.evaluated = step
         progress.evaluation = finite
 
-        self.observers.evaluated(step, metrics)
+        self.observers.evaluated(step, record)
         stopped = self.callbacks.agree_to_stop(step) if self.callbacks.callbacks else None
         progress.stopped = stopped if split or "evaluate" in run.due(step) else None
         if progress.stopped is not None and step < run.options.steps:

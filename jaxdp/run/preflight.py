@@ -30,7 +30,7 @@ from jaxdp.run.model_summary import model_flops
 from jaxdp.split import path_string
 from jaxdp.targets import attribute, targets_in
 from jaxdp.train.carry import split_carry
-from jaxdp.train.state import WEIGHT, TrainState
+from jaxdp.train.state import SUMS, TrainState, make_record
 from jaxdp.train.step import Replica, Step, first_microbatch
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ def rehearse(
         )
     update, (_, metrics) = jax.make_jaxpr(step.apply, return_shape=True)(state, sums)
     check_paths(config, state.params)
-    check_names(config, parts, set(metrics))
+    check_names(config, parts, metrics)
     check_examples(parts, state, True, read_examples(parts.dataset, probes(parts.dataset)))
     for name, dataset in parts.eval_sets.items():
         own = parts.evaluating(dataset)
@@ -220,9 +220,11 @@ def rehearse_evaluation(
         ) from None
 
 
-def check_names(config: Config, parts: Parts, metrics: set[str]) -> None:
+def check_names(config: Config, parts: Parts, metrics: Mapping[str, Any]) -> None:
     """Raise UsageError if `checkpoint.best` or the metric of EarlyStopping is not a metric of the
     evaluation.
+
+    metrics: the shapes of those of an update.
     """
     named = []
     for name, args in targets_in("callbacks", config.callbacks, "callback", "EarlyStopping"):
@@ -233,8 +235,8 @@ def check_names(config: Config, parts: Parts, metrics: set[str]) -> None:
     if not named:
         return
     derive = attribute(parts.forward.loss, "derive", lambda means: {})
-    derived = {*derive(collections.defaultdict(float))}
-    names = [n for n in (metrics | derived) - RESERVED | {"loss"} if not n.startswith(WEIGHT)]
+    record = make_record({name: np.ones(x.shape) for name, x in metrics.items()}, derive)
+    names = [n for n in {*record} - RESERVED | {"loss"} if not n.startswith(SUMS)]
     known = sorted(f"{name}/{n}" if name else n for name in parts.eval_sets for n in names)
     for key, metric in named:
         if not known:

@@ -1,8 +1,9 @@
 """The two records of a step: what an update changes, and what adds up.
 
 A loss returns (sum, weight, metrics); a metric is a sum, divided by the loss's weight, or a pair (sum,
-its own weight). Inside an update a pair becomes two entries, `name` and `weight/name`, so that metrics
-are one dict of scalars everywhere.
+its own weight). Inside an update a pair becomes two entries, `name` and `weight/name`. A metric whose
+name begins with sums: may be an array, such as a histogram. It is not divided and not reported: the
+loss's `derive` gets it, and returns the numbers to report.
 
 The model state (BatchNorm's averages, counters) adds up over microbatches: floats by weight, integers
 by change. Complex numbers are floats with a leading dim for the real and imaginary part. An array that
@@ -111,6 +112,7 @@ def merge(tree: Tree, full: Tree) -> Tree:
 
 
 WEIGHT = "weight/"
+SUMS = "sums:"
 Scalars = dict[str, jax.Array]
 
 
@@ -135,7 +137,8 @@ def check_result(result: Any) -> tuple[jax.Array, jax.Array, Scalars]:
         is_array = hasattr(x, "shape")
         return f"{x.dtype}{list(x.shape)}" if is_array else f"a Python {type(x).__name__}"
 
-    if not is_triple or not all(map(is_scalar, (*result[:2], *metrics.values()))):
+    single = [x for name, x in metrics.items() if not name.startswith(SUMS)]
+    if not is_triple or not all(map(is_scalar, (*result[:2], *single))):
         got = str(jax.tree.map(kind, result)).replace("'", "")
         raise UsageError(
             f"loss: it returned {got}; a loss returns (sum [], weight [], {{name: sum [] or (sum [], weight [])}}), "
@@ -165,14 +168,14 @@ def flat(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def divide(metrics: Mapping[str, Any], weight: Any, xp: Any = jnp) -> dict[str, Any]:
-    """Return the mean of each metric, NaN where its own weight is 0; and these weights, for
-    `make_record`.
+    """Return the mean of each metric, NaN where its own weight is 0; and these weights and all
+    sums:..., for `make_record`.
 
     xp: jax.numpy, or numpy for sums on the host.
     """
 
     def mean(name: str, value: Any) -> Any:
-        if name.startswith(WEIGHT):
+        if name.startswith((WEIGHT, SUMS)):
             return value
         if (own_weight := metrics.get(WEIGHT + name)) is None:
             return value / weight
@@ -188,10 +191,14 @@ def make_record(
     computes from them.
 
     A metric whose own weight is 0 is NaN for `derive` and omitted from the report, as are derived
-    numbers that are NaN."""
+    numbers that are NaN. The sums:... stay arrays."""
     weights = {name for name in means if name.startswith(WEIGHT)}
     empty = {name.removeprefix(WEIGHT) for name in weights if means[name] == 0}
-    means = {name: float(means[name]) for name in means if name not in weights}
+    means = {
+        name: means[name] if name.startswith(SUMS) else float(means[name])
+        for name in means
+        if name not in weights
+    }
     derived = derive(means)
     unknown = {name for name, value in derived.items() if empty and math.isnan(value)}
     record = {**means, **derived}

@@ -1,0 +1,170 @@
+"""Measures of classes. Each is a quotient of sums over all examples, or a function of such sums."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdp.errors import UsageError
+from jaxdp.losses import Batch, SoftmaxCrossEntropy, fit_mask, labels_of, one_array
+from jaxdp.train.state import SUMS
+
+KEY = "loss.args.metrics"
+# The bins of AUC have one width in arcsinh(SHARPNESS x log-odds), which is in [-WIDEST, WIDEST].
+BINS, SHARPNESS, WIDEST = 4096, 1e3, 17.0
+Sums = dict[str, Any]
+
+
+class Predictions(NamedTuple):
+    """Examples, or tokens, in one dim: logits [row, class], labels and predicted classes, int [row], and
+    a mask [row], which is 0 where nothing counts."""
+
+    logits: jax.Array
+    labels: jax.Array
+    predicted: jax.Array
+    mask: jax.Array
+
+
+class OfClasses:
+    """A measure of logits [..., class] and integer labels [...]. Raises UsageError for others, such as
+    those of a regression.
+
+    positive: the class that it is about; None: it is about all.
+    """
+
+    key = f"{KEY}.args"  # of its arguments
+
+    def __init__(self, positive: int | None = None):
+        self.positive = positive
+
+    def __call__(self, outputs: Any, batch: Batch) -> Sums:
+        labels, shape = labels_of(batch), one_array(outputs).shape
+        classes = shape[-1]
+        if shape != (*labels.shape, classes) or not jnp.issubdtype(labels.dtype, jnp.integer):
+            raise UsageError(
+                f"{KEY}: {type(self).__name__} is of classes, of logits [..., class] and integers [...]; outputs are "
+                f"{shape} and labels {labels.dtype.name}{labels.shape}, as of a regression; leave it out"
+            )
+        if (self.positive or 0) not in range(classes):
+            raise UsageError(
+                f"{self.key}.positive: {self.positive} is none of {classes} classes, 0 to {classes - 1}"
+            )
+        mask, logits = fit_mask(batch["mask"], outputs[..., 0]), outputs.reshape(-1, classes)
+        return self.sums(
+            Predictions(logits, labels.reshape(-1), jnp.argmax(logits, -1), mask.reshape(-1))
+        )
+
+    def sums(self, rows: Predictions) -> Sums:
+        """Return {name: (sum [], its own weight []) or, of "sums:name", an array}."""
+        raise NotImplementedError
+
+
+class Accuracy(OfClasses):
+    """The share of examples whose largest logit is the label's: `accuracy`."""
+
+    def sums(self, rows: Predictions) -> Sums:
+        right = rows.mask * (rows.predicted == rows.labels)
+        return {"accuracy": (jnp.sum(right), jnp.sum(rows.mask))}
+
+
+class TopK(OfClasses):
+    """The share of labels among the k largest logits: `topK_accuracy`, such as `top5_accuracy`."""
+
+    def __init__(self, k: int = 5):
+        super().__init__()
+        self.loss, self.name = SoftmaxCrossEntropy(top_k=[k]), f"top{k}_accuracy"
+
+    def sums(self, rows: Predictions) -> Sums:
+        _, weight, sums = self.loss(rows.logits, rows._asdict())
+        return {self.name: (sums[self.name], weight)}
+
+
+class Precision(OfClasses):
+    """The share of the predictions of class `positive` that are right: `precision`. positive: None: of
+    each class, `precision_0`, ..., and their mean, `macro_precision`.
+
+    factors (a, b, c): the quotient is a x right / (b x predictions + c x examples of the class)."""
+
+    name = "precision"
+    factors = 1, 1, 0
+
+    def __init__(self, positive: int | None = 1):
+        super().__init__(positive)
+
+    def sums(self, rows: Predictions) -> Sums:
+        def of_one(number: int) -> Any:
+            is_label, is_predicted = rows.labels == number, rows.predicted == number
+            both, found, labelled = (
+                factor * jnp.sum(rows.mask * x)
+                for factor, x in zip(self.factors, (is_label & is_predicted, is_predicted, is_label))
+            )
+            return both, found + labelled
+
+        if self.positive is not None:
+            return {self.name: of_one(self.positive)}
+        return {f"{self.name}_{c}": of_one(c) for c in range(rows.logits.shape[-1])}
+
+    def derive(self, means: Mapping[str, Any]) -> dict[str, float]:
+        """Return the mean of all classes."""
+        if self.positive is not None:
+            return {}
+        each = [value for name, value in means.items() if name.startswith(f"{self.name}_")]
+        return {f"macro_{self.name}": sum(each) / len(each) if each else math.nan}
+
+
+class Recall(Precision):
+    """The share of the examples of class `positive` that are predicted as such: `recall`, as
+    `Precision`."""
+
+    name = "recall"
+    factors = 1, 0, 1
+
+
+class F1(Precision):
+    """The harmonic mean of precision and recall: `f1`, as `Precision`."""
+
+    name = "f1"
+    factors = 2, 1, 1
+
+
+class AUC(OfClasses):
+    """The area under the ROC curve of class `positive` against all others: `auc`, the probability that
+    one of its examples has a larger score than another example, where a tie counts half.
+
+    It follows from a histogram of the log-odds of the class, whose bins are narrower than 1 % of the
+    log-odds, or than 1e-5. Examples in one bin count as ties, which is wrong by at most `auc_error`,
+    half the share of such pairs. Both are omitted without examples of the class, or without others.
+    """
+
+    def __init__(self, positive: int = 1):
+        super().__init__(positive)
+
+    def sums(self, rows: Predictions) -> Sums:
+        others = jax.nn.logsumexp(jnp.delete(rows.logits, self.positive, -1), -1)
+        scale = jnp.arcsinh(SHARPNESS * (rows.logits[:, self.positive] - others)) / WIDEST
+        place = jnp.clip((scale + 1) / 2 * BINS, 0, BINS - 1).astype(int)
+        is_label = (rows.labels == self.positive).astype(int)
+        return {f"{SUMS}auc": jnp.zeros((2, BINS)).at[is_label, place].add(rows.mask)}
+
+    def derive(self, means: Mapping[str, Any]) -> dict[str, float]:
+        """Return `auc` and `auc_error`."""
+        others, examples = np.float64(means[f"{SUMS}auc"])
+        pairs = others.sum() * examples.sum()
+        if not pairs:
+            return {}
+        error = others @ examples / pairs / 2
+        smaller = np.cumsum(others) - others
+        return {"auc": smaller @ examples / pairs + error, "auc_error": error}
+
+
+class ConfusionMatrix(OfClasses):
+    """The number of examples of each class that are predicted as each: `Fitted.evaluate` returns it
+    as "sums:confusion" [label, predicted], and the callback `Confusion` writes a page. It is not in
+    metrics.jsonl."""
+
+    def sums(self, rows: Predictions) -> Sums:
+        counts = jnp.zeros([rows.logits.shape[-1]] * 2)
+        return {f"{SUMS}confusion": counts.at[rows.labels, rows.predicted].add(rows.mask)}
