@@ -14,7 +14,7 @@ from jaxdp.train.state import SUMS
 
 KEY = "loss.args.metrics"
 # The bins of AUC have one width in arcsinh(SHARPNESS x log-odds), which is in [-WIDEST, WIDEST].
-BINS, SHARPNESS, WIDEST = 4096, 1e3, 17.0
+BINS, SHARPNESS, WIDEST = 8192, 100.0, 15.0
 Sums = dict[str, Any]
 
 
@@ -134,8 +134,8 @@ class AUC(OfClasses):
     """The area under the ROC curve of class `positive` against all others: `auc`, the probability that
     one of its examples has a larger score than another example, where a tie counts half.
 
-    It follows from a histogram of the log-odds of the class, whose bins are narrower than 1 % of the
-    log-odds, or than 1e-5. Examples in one bin count as ties, which is wrong by at most `auc_error`,
+    It follows from a histogram of the log-odds of the class, whose bins are narrower than 0.4 % of the
+    log-odds, or than 4e-5. Examples in one bin count as ties, which is wrong by at most `auc_error`,
     half the share of such pairs. Both are omitted without examples of the class, or without others.
     """
 
