@@ -15,7 +15,7 @@ from jaxdp.measures.of_classes import KEY, Sums
 from jaxdp.targets import attribute, locate, targets_in
 from jaxdp.train.state import SUMS
 
-_BUILT_IN = "Accuracy Precision Recall F1 TopK AUC ConfusionMatrix".split()
+_BUILT_IN = ["Accuracy", "Precision", "Recall", "F1", "TopK", "AUC", "ConfusionMatrix"]
 METRICS = {name: getattr(of_classes, name) for name in _BUILT_IN}
 MERGES = "from_model_output"  # the method of a metric whose states merge
 

@@ -99,7 +99,9 @@ class Precision(OfClasses):
             is_label, is_predicted = rows.labels == number, rows.predicted == number
             both, found, labelled = (
                 factor * jnp.sum(rows.mask * x)
-                for factor, x in zip(self.factors, (is_label & is_predicted, is_predicted, is_label))
+                for factor, x in zip(
+                    self.factors, (is_label & is_predicted, is_predicted, is_label)
+                )
             )
             return both, found + labelled
 

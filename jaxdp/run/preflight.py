@@ -19,6 +19,7 @@ from jaxdp.data.example_order import RESET
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError, one_line, user_code, user_lines
 from jaxdp.losses import check
+from jaxdp.metrics.numbers import check_direction
 from jaxdp.metrics.writer import RESERVED
 from jaxdp.models.base import CARRY
 from jaxdp.optim.interpreter import inside
@@ -232,6 +233,7 @@ def check_names(config: Config, parts: Parts, metrics: Mapping[str, Any]) -> Non
             named.append(("callbacks.args.metric", args.get("metric", "loss")))
     if config.checkpoint.best is not None:
         named.append(("checkpoint.best", config.checkpoint.best))
+        check_direction("checkpoint", config.checkpoint.best, config.checkpoint.mode)
     if not named:
         return
     derive = attribute(parts.forward.loss, "derive", lambda means: {})

@@ -103,7 +103,7 @@ def test_an_auc_without_examples_of_the_class_is_omitted():
 
 def test_all_classes_and_their_mean():
     found = record_of(Measured(metrics=[F1(None), Recall(None)]), LOGITS, BATCH)
-    recalls = [(PREDICTED == c)[REAL & (LABELS == c)].mean() for c in range(4)]
+    recalls = [(c == PREDICTED)[REAL & (c == LABELS)].mean() for c in range(4)]
     assert [found[f"recall_{c}"] for c in range(4)] == pytest.approx(recalls, rel=1e-6)
     assert found["macro_recall"] == pytest.approx(np.mean(recalls), rel=1e-6)
     assert found["macro_f1"] == pytest.approx(np.mean([found[f"f1_{c}"] for c in range(4)]))
@@ -175,7 +175,9 @@ def test_states_that_merge_are_added_example_by_example():
 
 @pytest.mark.parametrize("name", ["Largest", "Names"])
 def test_a_metric_that_is_no_sum_is_refused_by_name(name):
-    with pytest.raises(UsageError, match=f"loss.args.metrics: {name.lower()} is no number from sums"):
+    with pytest.raises(
+        UsageError, match=f"loss.args.metrics: {name.lower()} is no number from sums"
+    ):
         Measured(metrics=[f"{__name__}.{name}"])(LOGITS, BATCH)
 
 
@@ -201,7 +203,9 @@ def test_metrics_of_clu():
 
 def test_a_function_of_the_user_and_an_object():
     def far(outputs, batch):
-        return {"far": jnp.sum((jnp.abs(outputs[:, 0] - batch["labels"][:, 0]) > 1) * batch["mask"])}
+        return {
+            "far": jnp.sum((jnp.abs(outputs[:, 0] - batch["labels"][:, 0]) > 1) * batch["mask"])
+        }
 
     batch = {"labels": np.zeros((120, 1), np.float32), "mask": MASK}
     found = record_of(Measured(MeanSquaredError(), [far]), LOGITS[:, :1], batch)
@@ -215,7 +219,9 @@ def test_a_function_of_the_user_and_an_object():
 @pytest.mark.parametrize("width", [1, 3])
 def test_a_metric_of_another_task_is_refused_in_a_line(name, loss, width):
     labels = RNG.normal(size=(120, width)).astype(np.float32)
-    said = rf"loss.args.metrics: {name} is of classes, .*labels float32.* as of a regression; leave it"
+    said = (
+        rf"loss.args.metrics: {name} is of classes, .*labels float32.* as of a regression; leave it"
+    )
     with pytest.raises(UsageError, match=said) as refused:
         Measured(loss, [name])(LOGITS[:, :width], {"labels": labels, "mask": MASK})
     assert "\n" not in str(refused.value)
@@ -225,7 +231,11 @@ def test_a_metric_of_another_task_is_refused_in_a_line(name, loss, width):
     "loss, metrics, said",
     [
         ("SoftmaxCrossEntropy", ["F2"], "loss.args.metrics: 'F2' is neither built in nor"),
-        ("SoftmaxCrossEntropy", [3], "loss.args.metrics: 3 is not a metric; give a name such as F1"),
+        (
+            "SoftmaxCrossEntropy",
+            [3],
+            "loss.args.metrics: 3 is not a metric; give a name such as F1",
+        ),
         ("Cross", ["F1"], "loss.args.loss.target: 'Cross' is neither built in"),
         (Contrastive(), ["F1"], "loss.args.loss: .* couples examples; metrics cannot be added"),
         ("SoftmaxCrossEntropy", [F1(0), F1(2)], "loss.args.metrics: two of them return 'f1'"),
@@ -245,8 +255,12 @@ def test_what_is_wrong_is_named(loss, metrics, said):
 
 def test_precision_is_of_the_config():
     loss = make_loss("Measured", {"metrics": ["AUC", {"target": "TopK", "args": {"k": 3}}]})
-    assert [type(metric) for metric in loss.metrics] == [AUC, TopK] and loss.metrics[1].loss.top_k == (3,)
-    assert issubclass(F1, Precision) and isinstance(make_loss("Measured", {"metrics": [Mean]}).metrics[0], States)
+    assert [type(metric) for metric in loss.metrics] == [AUC, TopK] and loss.metrics[
+        1
+    ].loss.top_k == (3,)
+    assert issubclass(F1, Precision) and isinstance(
+        make_loss("Measured", {"metrics": [Mean]}).metrics[0], States
+    )
 
 
 X = RNG.normal(size=(203, 6)).astype(np.float32)
