@@ -130,8 +130,8 @@ def standing_out(directory: pathlib.Path, around: int) -> list[int]:
     """Return the logged updates near one whose loss stands out; without any, that and a few before."""
     near = {k: x for k, x in losses_of(directory).items() if abs(k - around) <= NEAR}
     values = np.array([*near.values()] or [0.0])
-    middle = np.median(values)
-    limit = middle + DEVIATIONS * np.median(np.abs(values - middle))
+    middle = np.nanmedian(values)
+    limit = middle + DEVIATIONS * np.nanmedian(np.abs(values - middle))
     found = [update for update, loss in near.items() if not loss <= limit]
     return found or [*range(max(1, around - EARLIER), around + 1)]
 
