@@ -83,6 +83,8 @@ def make_metric(entry: Any) -> Any:
 class States:
     """A metric whose states merge, such as one of clu; see `Measured`. Their arrays are the sums."""
 
+    structure: Any  # of a state, known after the first call
+
     def __init__(self, metric: Any):
         self.metric, self.name = metric, metric.__name__.lower()
 

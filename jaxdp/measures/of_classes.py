@@ -36,9 +36,7 @@ class OfClasses:
     """
 
     key = f"{KEY}.args"  # of its arguments
-
-    def __init__(self, positive: int | None = None):
-        self.positive = positive
+    positive: Any = None
 
     def __call__(self, outputs: Any, batch: Batch) -> Sums:
         labels, shape = labels_of(batch), one_array(outputs).shape
@@ -74,7 +72,6 @@ class TopK(OfClasses):
     """The share of labels among the k largest logits: `topK_accuracy`, such as `top5_accuracy`."""
 
     def __init__(self, k: int = 5):
-        super().__init__()
         self.loss, self.name = SoftmaxCrossEntropy(top_k=[k]), f"top{k}_accuracy"
 
     def sums(self, rows: Predictions) -> Sums:
@@ -92,7 +89,7 @@ class Precision(OfClasses):
     factors = 1, 1, 0
 
     def __init__(self, positive: int | None = 1):
-        super().__init__(positive)
+        self.positive = positive
 
     def sums(self, rows: Predictions) -> Sums:
         def of_one(number: int) -> Any:
@@ -142,7 +139,7 @@ class AUC(OfClasses):
     """
 
     def __init__(self, positive: int = 1):
-        super().__init__(positive)
+        self.positive = positive
 
     def sums(self, rows: Predictions) -> Sums:
         others = jax.nn.logsumexp(jnp.delete(rows.logits, self.positive, -1), -1)
@@ -153,7 +150,7 @@ class AUC(OfClasses):
 
     def derive(self, means: Mapping[str, Any]) -> dict[str, float]:
         """Return `auc` and `auc_error`."""
-        others, examples = np.float64(means[f"{SUMS}auc"])
+        others, examples = np.asarray(means[f"{SUMS}auc"], float)
         pairs = others.sum() * examples.sum()
         if not pairs:
             return {}

@@ -4,8 +4,6 @@ import datetime
 from collections.abc import Sequence
 from typing import Any
 
-from jaxdp.errors import UsageError
-
 # In the names of metrics, in any case: better if smaller, or if larger. The first list has priority.
 SMALLER = (
     "loss",
@@ -26,23 +24,12 @@ def sign(metric: str, mode: str | None = None) -> int:
     """Return 1 if a metric, such as valid/loss, is better if smaller, else -1: by the mode 'min' or
     'max', or by its name.
     """
-    return 1 if (mode == "min" if mode else named(metric, SMALLER)) else -1
+    return 1 if (mode == "min" if mode else contains(metric, SMALLER)) else -1
 
 
-def named(metric: str, words: Sequence[str]) -> bool:
+def contains(metric: str, words: Sequence[str]) -> bool:
     """Return whether the name of a metric contains one of the words."""
     return any(word in metric.lower() for word in words)
-
-
-def check_direction(key: str, metric: str, mode: str | None) -> None:
-    """Raise UsageError if neither the mode nor the name says whether a metric is better if smaller.
-
-    key: the section of `mode`, such as checkpoint.
-    """
-    if mode is None and not named(metric, SMALLER + LARGER):
-        raise UsageError(
-            f"{key}.mode: null, and the name {metric!r} does not say whether it is best at its min or its max; set it"
-        )
 
 
 def duration(seconds: float | None) -> str:

@@ -198,7 +198,7 @@ def rows_of(rerun: Rerun, number: int, before: TrainState) -> list[Row]:
     rows = read_batch(parts.dataset, parts.order, number, microbatches)
     seed = jnp.uint32(parts.forward.seed)
 
-    def sums(m: int, keep: np.ndarray) -> Any:
+    def sums(m: Any, keep: np.ndarray) -> Any:
         kept, batch = jax.tree.map(lambda x: x[m : m + 1], (before.kept, rows))
         return rerun.sums(before.replace(kept=kept, seed=seed), batch, jnp.int32(m), keep)
 

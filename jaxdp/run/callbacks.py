@@ -29,7 +29,7 @@ import jax
 
 from jaxdp.errors import RunFailed, UsageError, check_sizes, one_line, suggest
 from jaxdp.metrics import safe_print
-from jaxdp.metrics.numbers import check_direction, sign
+from jaxdp.metrics.numbers import sign
 from jaxdp.process.context import SLOW, Context
 from jaxdp.targets import bind, call, locate, require, targets_in
 from jaxdp.train.observer import WANTS, Observer
@@ -310,7 +310,6 @@ class EarlyStopping:
         self.metric = metric
         self.patience = patience
         self.min_delta = min_delta
-        check_direction(f"{KEY}.args", metric, mode)
         self.sign = -sign(metric, mode)
         self.best, self.best_step, self.waited = -sys.float_info.max, 0, 0  # finite, to be JSON
         self.measure = {"metric": metric, "mode": "min" if self.sign < 0 else "max"}  # of `best`

@@ -19,7 +19,7 @@ from jaxdp.data.example_order import RESET
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError, one_line, user_code, user_lines
 from jaxdp.losses import check
-from jaxdp.metrics.numbers import check_direction
+from jaxdp.metrics.numbers import LARGER, SMALLER, contains
 from jaxdp.metrics.writer import RESERVED
 from jaxdp.models.base import CARRY
 from jaxdp.optim.interpreter import inside
@@ -223,24 +223,24 @@ def rehearse_evaluation(
 
 def check_names(config: Config, parts: Parts, metrics: Mapping[str, Any]) -> None:
     """Raise UsageError if `checkpoint.best` or the metric of EarlyStopping is not a metric of the
-    evaluation.
+    evaluation, or it is not known which of two values is better.
 
     metrics: the shapes of those of an update.
     """
     named = []
     for name, args in targets_in("callbacks", config.callbacks, "callback", "EarlyStopping"):
         if name == "EarlyStopping":
-            named.append(("callbacks.args.metric", args.get("metric", "loss")))
-    if config.checkpoint.best is not None:
-        named.append(("checkpoint.best", config.checkpoint.best))
-        check_direction("checkpoint", config.checkpoint.best, config.checkpoint.mode)
+            named.append(("callbacks.args.metric", args.get("metric", "loss"), args.get("mode")))
+    saving = config.checkpoint
+    if saving.best is not None:
+        named.append(("checkpoint.best", saving.best, saving.mode))
     if not named:
         return
     derive = attribute(parts.forward.loss, "derive", lambda means: {})
     record = make_record({name: np.ones(x.shape) for name, x in metrics.items()}, derive)
     names = [n for n in {*record} - RESERVED | {"loss"} if not n.startswith(SUMS)]
     known = sorted(f"{name}/{n}" if name else n for name in parts.eval_sets for n in names)
-    for key, metric in named:
+    for key, metric, mode in named:
         if not known:
             raise UsageError(
                 f"{key}: {metric!r}, but the data has no test split; set eval.data, or leave it out"
@@ -248,6 +248,10 @@ def check_names(config: Config, parts: Parts, metrics: Mapping[str, Any]) -> Non
         if metric not in known:
             raise UsageError(
                 f"{key}: {metric!r} is not among the numbers of an evaluation: {', '.join(known)}"
+            )
+        if mode is None and not contains(metric, SMALLER + LARGER):
+            raise UsageError(
+                f"{key}: the name {metric!r} does not say whether its min or its max is best; set mode beside it"
             )
 
 

@@ -185,7 +185,7 @@ def divide(metrics: Mapping[str, Any], weight: Any, xp: Any = jnp) -> dict[str, 
 
 
 def make_record(
-    means: Mapping[str, float], derive: Callable[..., Mapping[str, float]]
+    means: Mapping[str, Any], derive: Callable[..., Mapping[str, float]]
 ) -> dict[str, float]:
     """Return the numbers to report: the means that `divide` returns, and the numbers that `derive`
     computes from them.

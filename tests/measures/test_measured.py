@@ -8,15 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import yaml
 from scipy import stats
 
 import jaxdp
+from cli_runs import ended, records
 from cli_runs import jaxdp as train
-from cli_runs import records
 from jaxdp.errors import UsageError
 from jaxdp.losses import CausalLM, Contrastive, Logits, MeanSquaredError, make_loss
 from jaxdp.measures.measured import METRICS, Measured, States
 from jaxdp.measures.of_classes import AUC, F1, Precision, Recall, TopK
+from jaxdp.metrics.numbers import LARGER, SMALLER, sign
 from jaxdp.sampling.per_example import PerExample
 from jaxdp.train.evaluate import np as host
 from jaxdp.train.state import check_result, divide, make_record
@@ -330,3 +332,75 @@ def test_exact_sums_have_the_same_bits_on_any_devices(tmp_path):
         kept = ("loss", "auc", "macro_f1", "f1_7")
         finals[-1] += [{k: r[k] for k in kept if k in r} for r in records(run, "train")]
     assert finals[0] == finals[1] and len(finals[0]) == 9 and 0.5 < finals[0][0]["auc"] < 1
+
+
+@pytest.mark.parametrize(
+    "name", [*SMALLER, "RMSE", "top1_error", "valid/loss", "perplexity", "auc_error"]
+)
+def test_the_smaller_of_these_is_the_better(name):
+    assert sign(name) == 1 and sign(name, "max") == -1
+
+
+LARGEST = [
+    "f1",
+    "macro_f1",
+    "auc",
+    "precision_3",
+    "recall",
+    "top5_accuracy",
+    "accuracy",
+    "valid/f1_0",
+    "mIoU",
+]
+
+
+@pytest.mark.parametrize("name", [*LARGER, *LARGEST])
+def test_the_larger_of_these_is_the_better(name):
+    assert sign(name) == -1 and sign(name, "min") == 1
+
+
+@pytest.mark.parametrize("key", ["checkpoint.best", "callbacks.args.metric"])
+def test_a_metric_of_unknown_direction_needs_a_mode(tmp_path, key):
+    """Its name does not say so: the worst would be kept as the best."""
+    more = {"checkpoint": {"best": "mean"}}
+    if key != "checkpoint.best":
+        more = {"callbacks": [{"target": "EarlyStopping", "args": {"metric": "mean"}}]}
+    with pytest.raises(UsageError, match=f"{key}: the name 'mean' does not say whether"):
+        fit(tmp_path / "a", **more)
+    with pytest.raises(UsageError, match=r"checkpoint.best: 'sums:auc' is not among the numbers"):
+        fit(tmp_path / "b", checkpoint={"best": "sums:auc"})
+    more.get("checkpoint", {}).update(mode="min")
+    more.get("callbacks", [{"args": {}}])[0]["args"]["mode"] = "min"
+    fitted = fit(tmp_path / "c", **more)
+    assert "checkpoint" not in more or fitted.best.final["mean"] == min(
+        fitted.history["eval"]["mean"]
+    )
+
+
+def test_the_confusion_matrix_of_each_evaluation_is_a_table(tmp_path):
+    run = tmp_path / "run"
+    more = {"also": {"other": {"target": "Digits", "args": {"split": "train"}}}, "every": 20}
+    config = {
+        "model": {"target": "MLP", "args": {"hidden": [16]}},
+        "data": {"target": "Digits"},
+        "loss": {"target": "Measured", "args": {"metrics": ["ConfusionMatrix"]}},
+        "callbacks": ["Confusion"],
+        "eval": more,
+        "steps": 40,
+        "batch_size": 60,
+    }
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(config))
+    ended("train", "--config", file, "--run_dir", run)
+    evaluated = jaxdp.load(run).evaluate()
+    for name, key in {"confusion": "", "confusion_other": "other/"}.items():
+        first, head, *rows = (run / f"{name}.txt").read_text().splitlines()
+        assert first.startswith("update 40: ") and head.split() == [*"0123456789"]
+        table = np.array([row.split() for row in rows], float)
+        np.testing.assert_array_equal(table[:, 1:], evaluated[f"{key}sums:confusion"])
+        hits = evaluated[f"{key}accuracy"] * table[:, 1:].sum()
+        assert np.trace(table[:, 1:]) == pytest.approx(hits) and hits > 40
+    config["loss"]["args"]["metrics"] = ["F1"]
+    file.write_text(yaml.safe_dump(config))
+    said = ended("train", "--config", file, "--run_dir", tmp_path / "without", code=1).stderr
+    assert "Confusion needs loss: {target: Measured, args: {metrics: [ConfusionMatrix]}}" in said
