@@ -457,9 +457,12 @@ def _direction(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.maximum(squares, jnp.finfo(x.dtype).tiny))
 
 
-_BUILT_IN = (SoftmaxCrossEntropy, CausalLM, MeanSquaredError, Contrastive, MultiTask)
-LOSSES: dict[str, Any] = {loss.__name__: loss for loss in _BUILT_IN}
-LOSSES |= {
+LOSSES: dict[str, Any] = {
+    "SoftmaxCrossEntropy": SoftmaxCrossEntropy,
+    "CausalLM": CausalLM,
+    "MeanSquaredError": MeanSquaredError,
+    "Contrastive": Contrastive,
+    "MultiTask": MultiTask,
     "Measured": "jaxdp.measures.measured.Measured",
     "PerExample": "jaxdp.sampling.per_example.PerExample",
     "WeightedCrossEntropy": "jaxdp.sampling.weighted_loss.WeightedCrossEntropy",

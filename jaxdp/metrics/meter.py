@@ -191,16 +191,12 @@ def throughput(
     An entry is omitted if one of its inputs is None.
     """
 
+    share = flops / peak if flops is not None and peak is not None else None
+    of_example = {"tokens_per_s": tokens, "model_flops_per_s": flops, "mfu": share}
+
     def record(milliseconds):
         rate = examples / (1e-3 * milliseconds)
-        entries: Record = {}
-        if tokens is not None:
-            entries["tokens_per_s"] = tokens * rate
-        if flops is not None:
-            entries["model_flops_per_s"] = flops * rate
-            if peak is not None:
-                entries["mfu"] = flops * rate / peak
-        return entries
+        return {name: x * rate for name, x in of_example.items() if x is not None}
 
     return record
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 # In the names of metrics, in any case: better if smaller, or if larger. The first list has priority.
-SMALLER = (
+SMALLER = [
     "loss",
     "perplexity",
     "error",
@@ -16,8 +16,8 @@ SMALLER = (
     "nll",
     "brier",
     "distance",
-)
-LARGER = ("acc", "precision", "recall", "f1", "auc", "iou", "dice", "bleu", "rouge", "r2")
+]
+LARGER = ["acc", "precision", "recall", "f1", "auc", "iou", "dice", "bleu", "rouge", "r2"]
 
 
 def sign(metric: str, mode: str | None = None) -> int:

@@ -336,9 +336,7 @@ class EarlyStopping:
         return {"best": self.best, "best_step": self.best_step, "waited": self.waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.best = float(state["best"])
-        self.best_step = int(state["best_step"])
-        self.waited = int(state["waited"])
+        vars(self).update(state)
 
 
 CALLBACKS: dict[str, Any] = {

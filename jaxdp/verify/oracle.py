@@ -219,7 +219,8 @@ def mean_of(values: list[Any], weight: float) -> float:
     weight).
     """
     if isinstance(values[0], tuple | list):
-        values, weight = [value for value, _ in values], sum(own_weight for _, own_weight in values)
+        sums, weights = zip(*values)
+        values, weight = [*sums], sum(weights)
     return sum(values) / weight if weight else math.nan
 
 
