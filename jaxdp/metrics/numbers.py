@@ -24,12 +24,8 @@ def sign(metric: str, mode: str | None = None) -> int:
     """Return 1 if a metric, such as valid/loss, is better if smaller, else -1: by the mode 'min' or
     'max', or by its name.
     """
-    return 1 if (mode == "min" if mode else contains(metric, SMALLER)) else -1
-
-
-def contains(metric: str, words: Sequence[str]) -> bool:
-    """Return whether the name of a metric contains one of the words."""
-    return any(word in metric.lower() for word in words)
+    smaller = mode == "min" if mode else any(word in metric.lower() for word in SMALLER)
+    return 1 if smaller else -1
 
 
 def duration(seconds: float | None) -> str:

@@ -25,7 +25,7 @@ from jaxdp.errors import UsageError, user_code
 from jaxdp.metrics.jsonl import read
 from jaxdp.metrics.numbers import table
 from jaxdp.process.context import current
-from jaxdp.rewind.contents import describe
+from jaxdp.rewind.row_contents import describe
 from jaxdp.run import rundir
 from jaxdp.run.build import make_run, prepare_on_all_ranks, restore
 from jaxdp.run.components import NOTHING, Objects, Parts, make_the_step

@@ -17,7 +17,7 @@ from cli_runs import jaxdp as train
 from jaxdp.data.dataset import Arrays
 from jaxdp.data.text import TextFile
 from jaxdp.errors import UsageError
-from jaxdp.rewind.contents import describe
+from jaxdp.rewind.row_contents import describe
 from jaxdp.rewind.rows_of_update import rewind, rewind_all, standing_out
 
 RNG = np.random.default_rng(0)
@@ -152,7 +152,7 @@ def test_100_of_100_planted_rows_are_named(tmp_path, planted):
         {"checkpoint": {"every": 60, "keep": 9}, "parallel": {"devices": 2}},
     )
     settings = {"steps": 200, "batch_size": 100, "microbatches": 4, "log": {"every": 1}, **more}
-    jaxdp.fit(Linear, (x, target), loss, {"target": "adam", "lr": 0.02}, run_dir=run, **settings)
+    jaxdp.fit(Linear, (x, target), loss, {"target": "adam", "lr": 0.1}, run_dir=run, **settings)
     model = jaxdp.load(run, model=Linear, data=(x, target)).config.model.target
     objects = {"model": {model: Linear}, "data": {"tuple (object)": (x, target)}}
     updates = range(181, 201)
