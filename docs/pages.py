@@ -28,6 +28,9 @@ SECTIONS: dict[str, tuple[str, list[str]]] = {
             "jaxdp.losses.MultiTask",
             "jaxdp.sampling.weighted_loss.WeightedCrossEntropy",
             "jaxdp.sampling.per_example.PerExample",
+            "jaxdp.measures.measured.Measured",
+            "jaxdp.measures.of_classes.AUC",
+            "jaxdp.measures.of_classes.Precision",
         ],
     ),
     "Results": (

@@ -161,7 +161,7 @@ class SoftmaxCrossEntropy:
         self.label_smoothing, self.top_k = label_smoothing, tuple(top_k)
 
     def __call__(self, outputs: jax.Array | Logits, batch: Batch):
-        labels, shape = jnp.asarray(_labels(batch)), _array(outputs).shape
+        labels, shape = jnp.asarray(labels_of(batch)), one_array(outputs).shape
         one_each = labels.shape == shape and labels.ndim > 1
         soft = one_each and jnp.issubdtype(labels.dtype, jnp.floating)
         if not soft and shape[:-1] != labels.shape:
@@ -252,7 +252,7 @@ class MeanSquaredError:
     """
 
     def __call__(self, outputs: jax.Array, batch: Batch):
-        labels = _labels(batch).astype(_array(outputs).dtype)
+        labels = labels_of(batch).astype(one_array(outputs).dtype)
         if outputs.shape != labels.shape:
             raise UsageError(f"loss: outputs {outputs.shape} do not fit labels {labels.shape}")
         errors, dims = outputs - labels, min(batch["mask"].ndim, outputs.ndim)
@@ -427,7 +427,7 @@ _select_logits.defvjp(
 )
 
 
-def _labels(batch: Batch) -> jax.Array:
+def labels_of(batch: Batch) -> jax.Array:
     if "labels" not in batch:
         raise UsageError(
             f"loss: it needs 'labels', and the data has {sorted(batch)}; rename one, or use another loss"
@@ -435,7 +435,7 @@ def _labels(batch: Batch) -> jax.Array:
     return batch["labels"]
 
 
-def _array(outputs: Any) -> Any:
+def one_array(outputs: Any) -> Any:
     """Return the model's outputs. Raises UsageError unless they are one array."""
     if not hasattr(outputs, "shape"):
         shapes: Any = type(outputs).__name__
@@ -457,7 +457,13 @@ def _direction(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.maximum(squares, jnp.finfo(x.dtype).tiny))
 
 
-_BUILT_IN = (SoftmaxCrossEntropy, CausalLM, MeanSquaredError, Contrastive, MultiTask)
-LOSSES: dict[str, Any] = {loss.__name__: loss for loss in _BUILT_IN}
-LOSSES["PerExample"] = "jaxdp.sampling.per_example.PerExample"
-LOSSES["WeightedCrossEntropy"] = "jaxdp.sampling.weighted_loss.WeightedCrossEntropy"
+LOSSES: dict[str, Any] = {
+    "SoftmaxCrossEntropy": SoftmaxCrossEntropy,
+    "CausalLM": CausalLM,
+    "MeanSquaredError": MeanSquaredError,
+    "Contrastive": Contrastive,
+    "MultiTask": MultiTask,
+    "Measured": "jaxdp.measures.measured.Measured",
+    "PerExample": "jaxdp.sampling.per_example.PerExample",
+    "WeightedCrossEntropy": "jaxdp.sampling.weighted_loss.WeightedCrossEntropy",
+}

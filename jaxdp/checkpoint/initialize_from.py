@@ -267,8 +267,7 @@ def begin_with(
             extra[EMA] = jax.tree.map(lambda p, e: p.astype(e.dtype), state.params, like)
         if EMA_STATE in abstract.extra:
             extra[EMA_STATE] = first_statistics(state.model_state)
-        opt_state = tx.init(trainable(state.params))
-        state = complete(state.replace(opt_state=opt_state, extra=extra))
+        state = complete(state.replace(opt_state=tx.init(trainable(state.params)), extra=extra))
         return state.opt_state, state.extra
 
     shardings = jax.tree.map(lambda x: x.sharding, (abstract.opt_state, abstract.extra))

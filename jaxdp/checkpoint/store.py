@@ -44,7 +44,7 @@ from jaxdp.checkpoint.orbax import (
 )
 from jaxdp.errors import UsageError, one_line
 from jaxdp.metrics.jsonl import NoEvents
-from jaxdp.metrics.numbers import smaller_is_better
+from jaxdp.metrics.numbers import sign
 from jaxdp.process import membership
 from jaxdp.process.context import Context, current
 from jaxdp.run import rundir
@@ -177,7 +177,7 @@ class Checkpoints:
 
     keep: the number of last checkpoints to keep; keep_every: also keep multiples of this step;
     return_every: also keep the last multiple of this step; best: also keep the best one by this
-    metric of the evaluation, of which `mode` is best ('min', 'max'; None: see `smaller_is_better`).
+    metric of the evaluation, of which `mode` is best ('min', 'max'; None: see `sign`).
     context: the processes, by default the current ones. facts: JSON to store with every state.
     `events`: a log of the saves. `trusted`: the last update at which no device was found wrong,
     so that the last checkpoint up to it is kept too; None: the devices are not compared.
@@ -198,7 +198,7 @@ class Checkpoints:
         self.run_directory = self.directory.absolute().parent
         self.directory = pathlib.Path(os.path.realpath(self.directory))
         # of the metric, to look for the smallest
-        self.sign = 1 if smaller_is_better(str(self.best), self.mode) else -1
+        self.sign = sign(str(self.best), self.mode)
         # whether this process makes and removes the folders of checkpoints
         self.writes = self.context.is_root
         # the last step whose save was started, or that is known to exist
@@ -416,8 +416,7 @@ class Checkpoints:
             )
         folder = self.directory / str(step)
         if numbered:
-            meta = {"numbered": numbered}
-            leaves = by_path(load(folder, by_number(fields, numbered)), meta)
+            leaves = by_path(load(folder, by_number(fields, numbered)), {"numbered": numbered})
             state = jax.tree_util.tree_map_with_path(
                 lambda path, _: leaves[path_string(path)], fields
             )

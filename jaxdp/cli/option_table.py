@@ -242,10 +242,16 @@ VERBS = {
     "rewind": Verb(
         "list the rows of an update, with the loss of each and its share of the gradient",
         "host",
-        ("jaxdp rewind --run_dir runs/digits --step 700",),
+        (
+            "jaxdp rewind --run_dir runs/digits --step 700",
+            "jaxdp rewind --run_dir runs/digits --around 700",
+        ),
         {
             "run_dir": RUN_DIR,
             "step": Option(int, 1, "the update"),
+            "around": Option(
+                int, None, "those near this update whose loss stands out, or it and three before", 1
+            ),
         },
         module="jaxdp.rewind.rows_of_update",
     ),

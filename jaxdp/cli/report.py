@@ -31,9 +31,8 @@ def run(call: Call) -> None:
         run for path, sweep in zip(paths, metrics) for run in (sweep and runs_in(path)) or [path]
     ]
     run_by_path = read_runs(paths)
-    directories = list(run_by_path)
     runs = list(run_by_path.values())
-    for run, name in zip(runs, names(directories)):
+    for run, name in zip(runs, names(list(run_by_path))):
         run["name"] = name
     runs = ranked(runs, metric) if metric else runs
     output = pathlib.Path(options["out"]).expanduser() if options["out"] else default

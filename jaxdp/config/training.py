@@ -373,7 +373,8 @@ class Checkpoint:
         keep_every: keep those at multiples of this number of updates too, such as 10000
         best: keep the best one by this metric of the evaluation too, such as accuracy
         mode: whether that metric is best at its min or its max; null means min if its name contains
-            loss, perplexity, error, entropy, mse or mae, else max
+            loss, perplexity, error, entropy, mse, mae, mape, nll, brier or distance, and max if
+            acc, precision, recall, f1, auc, iou, dice, bleu, rouge or r2; others need it
         local: hosts share no file system: each keeps all of the state in its own run directory
             (docs/hosts.md)
         mirror: where finished checkpoints are copied to, such as s3://bucket/runs, and from where a

@@ -299,13 +299,14 @@ def read_folder(path: str, length: int, ignore: Sequence[str]) -> Folder:
 
     def has_bias(part: str) -> bool:
         if model_type == "llama":
-            of_attention = part.startswith("attention")
-            return bool(config.get("attention_bias" if of_attention else "mlp_bias"))
+            key = "attention_bias" if part.startswith("attention") else "mlp_bias"
+            return bool(config.get(key))
         of_inputs = part.removeprefix("attention/") in published.THIRDS
         return model_type == "gpt2" or (model_type == "qwen2" and of_inputs)
 
     biased = [part for part in published.LINEAR if has_bias(part)]
     norm, mlp, positions = next(form for form, x in published.FORMS.items() if x is layout)
     args |= {"norm": norm, "mlp": mlp, "positions": positions}
-    unused = sorted(config.keys() & HARMLESS | {*ignore})
-    return Folder(folder, config, layout, args, biased, unused)
+    return Folder(
+        folder, config, layout, args, biased, sorted(config.keys() & HARMLESS | {*ignore})
+    )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.numbers import duration, number
-from jaxdp.metrics.writer import RESERVED, Record, Writer
+from jaxdp.metrics.writer import NOT_METRICS, RESERVED, Record, Writer
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
@@ -54,8 +54,7 @@ class Clock:
 
     def __post_init__(self) -> None:
         self.step = self.start
-        self.began = self.paced = time.monotonic()
-        self.seen = self.began
+        self.began = self.paced = self.seen = time.monotonic()
         self.first = True
         self.pace: float | None = None
 
@@ -122,14 +121,15 @@ class Console(Writer):
         parts += [
             f"{k} {number('loss', record[k])}" for k in record if k.endswith("/loss")
         ]  # of named evaluation sets
-        if record.get("input_wait", 0.0) > TOO_LONG and not self.advised:
+        waits = record.get("input_wait", 0.0)
+        if waits > TOO_LONG and not self.advised:
             self.advised = True
             self.say(
-                f"warning: the devices wait {record['input_wait']:.0%} of the time for data; data.workers reads it in "
+                f"warning: the devices wait {waits:.0%} of the time for data; data.workers reads it in "
                 "processes, data.on_device: true keeps a small data set on the devices"
             )
-        if record.get("input_wait", 0.0) > WAITS:
-            parts.append(f"waits for data {record['input_wait']:.0%}")
+        if waits > WAITS:
+            parts.append(f"waits for data {waits:.0%}")
         if record.get("nonfinite_grads"):
             parts.append(f"non-finite gradients {record['nonfinite_grads']:.0f}")
         if record.get("skipped_updates"):
@@ -259,7 +259,7 @@ class Panel:
             finished_style="green",
         )
         head.add_row(bar, done)
-        left = duration(clock.left()) if clock.step < clock.steps else duration(0)
+        left = duration(clock.left() if clock.step < clock.steps else 0)
         rows = Table.grid(padding=(0, 2))
         rows.add_column(style="dim", no_wrap=True)
         rows.add_column()
@@ -268,10 +268,9 @@ class Panel:
             rows.add_row("loss", Text.assemble(loss, "  ", (sparkline(self.losses), "cyan")))
             if metrics := [f"{k} {number(k, v)}" for k, v in train.items() if k not in RESERVED]:
                 rows.add_row("metrics", flow(metrics))
-            names = {"lr": "lr", "grad_norm": "|grad|"}
+            shown = [k for k in ("lr", "grad_norm") if k in train]
             rows.add_row(
-                "update",
-                flow([f"{name} {number(k, train[k])}" for k, name in names.items() if k in train]),
+                "update", flow([f"{NAMES.get(k, k)} {number(k, train[k])}" for k in shown])
             )
             if train.get("skipped_updates"):
                 rows.add_row(
@@ -287,8 +286,9 @@ class Panel:
                 Text("compiling; the first numbers follow after the first interval", style="dim"),
             )
         if self.eval:
-            hidden = ("step", "split", "time", "goodput", "params_sha256")
-            ordered = sorted((k for k in self.eval if k not in hidden), key=lambda k: k != "loss")
+            ordered = sorted(
+                (k for k in self.eval if k not in NOT_METRICS), key=lambda k: k != "loss"
+            )
             after = Text(f"after {self.eval['step']:,}", style="dim")
             rows.add_row(
                 "evaluated", flow([*(f"{k} {number(k, self.eval[k])}" for k in ordered), after])

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from jaxdp.metrics.jsonl import read
 from jaxdp.metrics.writer import Record, Writer
@@ -168,7 +167,7 @@ class Meter(Observer):
         for i, step in enumerate(steps):
             if step % self.every and step != self.last:
                 continue
-            means = {k: float(np.reshape(v, -1)[i]) for k, v in sorted(metrics.items())}
+            means = {k: v[i] if len(steps) > 1 else v for k, v in sorted(metrics.items())}
             record = {"step": step, "split": "train", **make_record(means, self.derive), **timing}
             for name in ("weight", "halted", "disagreeing_state"):
                 record.pop(name, None)
@@ -191,16 +190,12 @@ def throughput(
     An entry is omitted if one of its inputs is None.
     """
 
+    share = flops / peak if flops is not None and peak is not None else None
+    of_example = {"tokens_per_s": tokens, "model_flops_per_s": flops, "mfu": share}
+
     def record(milliseconds):
         rate = examples / (1e-3 * milliseconds)
-        entries: Record = {}
-        if tokens is not None:
-            entries["tokens_per_s"] = tokens * rate
-        if flops is not None:
-            entries["model_flops_per_s"] = flops * rate
-            if peak is not None:
-                entries["mfu"] = flops * rate / peak
-        return entries
+        return {name: x * rate for name, x in of_example.items() if x is not None}
 
     return record
 

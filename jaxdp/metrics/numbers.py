@@ -4,21 +4,28 @@ import datetime
 from collections.abc import Sequence
 from typing import Any
 
-SMALLER = (
+# In the names of metrics, in any case: better if smaller, or if larger. The first list has priority.
+SMALLER = [
     "loss",
     "perplexity",
     "error",
     "entropy",
     "mse",
     "mae",
-)  # in the names of metrics that are better if smaller
+    "mape",
+    "nll",
+    "brier",
+    "distance",
+]
+LARGER = ["acc", "precision", "recall", "f1", "auc", "iou", "dice", "bleu", "rouge", "r2"]
 
 
-def smaller_is_better(metric: str, mode: str | None = None) -> bool:
-    """Return whether a metric, such as valid/loss, is better if smaller: by the mode 'min' or
+def sign(metric: str, mode: str | None = None) -> int:
+    """Return 1 if a metric, such as valid/loss, is better if smaller, else -1: by the mode 'min' or
     'max', or by its name.
     """
-    return mode == "min" if mode else any(word in metric for word in SMALLER)
+    smaller = mode == "min" if mode else any(word in metric.lower() for word in SMALLER)
+    return 1 if smaller else -1
 
 
 def duration(seconds: float | None) -> str:

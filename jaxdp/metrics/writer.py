@@ -14,8 +14,7 @@ RESERVED = frozenset(
         "params_sha256",
     )
 )  # fmt: skip
-
-
+NOT_METRICS = ("step", "split", "time", "goodput", "params_sha256")  # entries of a final record
 KEPT = 64  # records that rank 0 may be late with
 
 

@@ -93,10 +93,12 @@ class WandB(Writer):
         self.run.define_metric("*", step_metric="step")  # W&B's step cannot decrease, but ours can
 
     def write(self, record: Record) -> None:
-        numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "step"}
-        self.run.log(
-            {"step": record["step"], **{f"{record['split']}/{k}": v for k, v in numbers.items()}}
-        )
+        numbers = {
+            f"{record['split']}/{k}": v
+            for k, v in record.items()
+            if isinstance(v, int | float) and k != "step"
+        }
+        self.run.log({"step": record["step"], **numbers})
         if record["split"] == "final":
             self.run.summary.update({k: v for k, v in record.items() if k not in ("step", "split")})
 

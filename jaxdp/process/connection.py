@@ -272,7 +272,9 @@ def _admitted(message: Message) -> Message:
         raise failure
     if "error" in admission:
         raise UsageError(admission["error"], rank=0)
-    members = unpack(admission["members"])
-    rank = admission["rank"]
-    number = admission["generation"]
-    return {"facts": members, "jax_address": admission["jax"], "rank": rank, "generation": number}
+    return {
+        "facts": unpack(admission["members"]),
+        "jax_address": admission["jax"],
+        "rank": admission["rank"],
+        "generation": admission["generation"],
+    }

@@ -39,7 +39,7 @@ def ranked(runs: Sequence[Json], metric: str) -> list[Json]:
     if known and metric not in known:
         hint = suggest(metric, known, 0.5, f"known: {', '.join(known)}")
         raise UsageError(f"--metric: no run has {metric!r}; {hint}")
-    sign = 1.0 if numbers.smaller_is_better(metric) else -1.0
+    sign = numbers.sign(metric)
 
     def rank(run: Json) -> float:
         value = run["numbers"].get(metric)

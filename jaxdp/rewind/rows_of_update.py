@@ -4,8 +4,10 @@ Nothing is logged for this: the order of the examples is a function of the seed 
 update is made again from the nearest checkpoint before it.
 """
 
-import itertools
+import collections
+import functools
 import pathlib
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -22,14 +24,19 @@ from jaxdp.errors import UsageError, user_code
 from jaxdp.metrics.jsonl import read
 from jaxdp.metrics.numbers import table
 from jaxdp.process.context import current
+from jaxdp.rewind.row_contents import describe
 from jaxdp.run import rundir
-from jaxdp.run.build import make_run, restore
-from jaxdp.run.components import NOTHING, Objects, make_parts, make_the_step
+from jaxdp.run.build import make_run, prepare_on_all_ranks, restore
+from jaxdp.run.components import NOTHING, Objects, Parts, make_the_step
 from jaxdp.run.fitted import config_here, settings
 from jaxdp.targets import attribute
-from jaxdp.train.step import Replica
+from jaxdp.train.state import Batch, TrainState
+from jaxdp.train.step import Replica, Step
 
-SHOWN = 10  # rows in the table
+SHOWN = 10  # rows in the table of an update
+NEAR = 50  # updates before and after one in which a loss may stand out
+DEVIATIONS = 6  # a loss stands out above the median by so many medians of the deviations from it
+EARLIER = 3  # updates that are shown before one, if no loss stands out
 
 
 class Row(NamedTuple):
@@ -44,98 +51,148 @@ class Row(NamedTuple):
 
 class Rewound(NamedTuple):
     """loss: of the update, computed again. logged: in metrics.jsonl; None: it was not logged. began:
-    the checkpoint's update. rows: the largest share first."""
+    the checkpoint's update. rows: the largest share first. parts: of the run. batch: the number of the
+    update's batch in the order of the data."""
 
     update: int
     loss: float
     logged: float | None
     began: int
     rows: list[Row]
+    parts: Parts
+    batch: int
 
 
 def run(call: Call) -> None:
     """Print the rows with the largest shares."""
     options = call.options
-    found = rewind(run_directory(options["run_dir"]), options["step"])
-    said = "was not logged" if found.logged is None else f"was logged as {found.logged!r}"
-    print(
-        f"update {found.update}: {len(found.rows)} rows, again from update {found.began}; its loss is "
-        f"{found.loss!r}, and {said}"
-    )
-    shown = [
-        [str(row.example), str(row.microbatch), f"{row.loss:.6g}", f"{row.share:+.4f}"]
-        for row in found.rows[:SHOWN]
-    ]
-    print(
-        "\n".join(table([["example", "microbatch", "loss", "share of the gradient"], *shown], ">"))
-    )
+    directory, around = run_directory(options["run_dir"]), options["around"]
+    updates = [options["step"]] if around is None else standing_out(directory, around)
+    for found in rewind_all(directory, updates):
+        said = "was not logged" if found.logged is None else f"was logged as {found.logged!r}"
+        print(
+            f"update {found.update}: {len(found.rows)} rows, again from update {found.began}; its loss is "
+            f"{found.loss!r}, and {said}"
+        )
+        print("\n".join(lines_of(found)))
+
+
+def lines_of(found: Rewound) -> list[str]:
+    """Return a table of the first rows: their numbers, how often each was read before, and what it is."""
+    times = collections.Counter[int]()
+    for number in range(found.batch):
+        times.update(found.parts.order.batch(number).tolist())
+    lines = [["example", "microbatch", "loss", "share of the gradient", "read before"]]
+    texts = [""]
+    for row in found.rows[:SHOWN]:
+        lines.append(
+            [
+                str(row.example),
+                str(row.microbatch),
+                f"{row.loss:.6g}",
+                f"{row.share:+.4f}",
+                f"{times[row.example]} times",
+            ]
+        )
+        texts.append(describe(found.parts.dataset, row.example))
+    return [f"{line}  {text}".rstrip() for line, text in zip(table(lines, ">"), texts)]
+
+
+def losses_of(directory: pathlib.Path) -> dict[int, float]:
+    """Return {update: its loss} of all that were logged."""
+    return {
+        record["step"]: float(record["loss"])
+        for record in read(directory / "metrics.jsonl")
+        if record.get("split") == "train"
+    }
+
+
+def standing_out(directory: pathlib.Path, around: int) -> list[int]:
+    """Return the logged updates near one whose loss stands out; without any, that and a few before."""
+    near = {k: x for k, x in losses_of(directory).items() if abs(k - around) <= NEAR}
+    values = np.array([*near.values()] or [0.0])
+    middle = np.nanmedian(values)
+    limit = middle + DEVIATIONS * np.nanmedian(np.abs(values - middle))
+    found = [update for update, loss in near.items() if not loss <= limit]
+    return found or [*range(max(1, around - EARLIER), around + 1)]
 
 
 def rewind(directory: pathlib.Path, update: int, objects: Objects = NOTHING) -> Rewound:
-    """Make an update of a run again, and each of its rows alone.
+    """Make an update of a run again, and each of its rows alone; see `rewind_all`."""
+    [found] = rewind_all(directory, [update], objects)
+    return found
+
+
+def rewind_all(
+    directory: pathlib.Path, updates: Collection[int], objects: Objects = NOTHING
+) -> Iterator[Rewound]:
+    """Make some updates of a run again, in their order, and each of their rows alone.
 
     objects: those of the script, if it was trained by one. Raises UsageError for an update that the
     run has not made, and for a loss that couples the examples of a batch.
     """
-    checkpoint = directory / "checkpoints" / str(choose_step(directory, "last", "run_dir"))
-    last = int(checkpoint.name)
-    if not 1 <= update <= last:
-        raise UsageError(f"--step: {update} is none of the updates 1 to {last} of this run")
+    last = choose_step(directory, "last", "run_dir")
+    for update in updates:
+        if not 1 <= update <= last:
+            raise UsageError(f"--step: {update} is none of the updates 1 to {last} of this run")
+    checkpoint = directory / "checkpoints" / str(last)
     meta = manifest.read(checkpoint)["meta"]
     config = config_here(meta["config"], str(checkpoint))
     with settings(config), rundir.inside(meta.get("folder")), user_code():
-        made = make_run(config, directory, current(), objects)
-        parts = make_parts(config, objects)
+        prepared = prepare_on_all_ranks(config, current(), objects)
+        parts = prepared.parts
         if attribute(parts.forward.loss, "scope", "example") == "global":
             raise UsageError(
                 "--step: the loss couples the examples of a batch; they have none alone"
             )
-        strategy, saved = made.strategy, made.checkpoints
-        began = max((step for step in saved.steps() if step < update), default=0)
+        made = make_run(config, directory, current(), objects, prepared)
+        strategy, saved, logged = made.strategy, made.checkpoints, losses_of(directory)
+        began = max((step for step in saved.steps() if step < min(updates)), default=0)
         offset = saved.meta(began).get("offset", 0) if began else 0
         state = restore(made, began) if began else strategy.init()
-        program, number = strategy.compile(made.step), update - 1 + offset
-        before: Any = None
-        metrics: Any = {}
-        with made.data.train.batches(began + offset, number + 1, strategy) as batches:
-            for numbers, batch in batches:
-                if number in numbers:
-                    before = jax.tree.map(np.asarray, strategy.export(state))
+        program = strategy.compile(made.step)
+        sums = jax.jit(functools.partial(sums_of, make_the_step(config, parts)))
+        with made.data.train.batches(began + offset, max(updates) + offset, strategy) as batches:
+            for update, ([number], batch) in enumerate(batches, began + 1):
+                rows = list[Row]()
+                if update in updates:
+                    rows = rows_of(parts, sums, number, jax.device_get(strategy.export(state)))
                 state, metrics = program.update(state, batch)
+                if rows:
+                    loss = float(metrics["loss"])
+                    yield Rewound(update, loss, logged.get(update), began, rows, parts, number)
 
-        # One microbatch after the other, with the mask of all rows but one set to 0.
-        step = make_the_step(config, parts)
-        microbatches = np.arange(parts.order.microbatches)
-        indices, real = parts.order.rows(number, microbatches)
-        rows = read_batch(parts.dataset, parts.order, number, microbatches)
-        seed = jnp.uint32(parts.forward.seed)
 
-        @jax.jit
-        def sums(state, batch, number):
-            total = step.grads(state, batch, Replica(number[None]))
-            return total.loss, total.weight, ravel_pytree(total.grads)[0]
+def sums_of(step: Step, state: TrainState, batch: Batch, number: jax.Array, keep: jax.Array) -> Any:
+    """Return (loss, weight, gradient [element]), sums over some rows of a microbatch.
 
-        def alone(microbatch, keep):
-            piece = {name: x[microbatch : microbatch + 1] for name, x in rows.items()}
-            mask = piece["mask"]
-            piece["mask"] = mask * keep.reshape(1, -1, *[1] * (mask.ndim - 2)).astype(mask.dtype)
-            kept = jax.tree.map(lambda x: x[microbatch : microbatch + 1], before.kept)
-            return sums(before.replace(kept=kept, seed=seed), piece, jnp.int32(microbatch))
+    batch: {name: [1, example, ...]}. keep: [example], 0 masks a row.
+    """
+    mask = batch["mask"]
+    mask = mask * keep.reshape(1, -1, *[1] * (mask.ndim - 2)).astype(mask.dtype)
+    total = step.grads(state, {**batch, "mask": mask}, Replica(number[None]))
+    return total.loss, total.weight, ravel_pytree(total.grads)[0]
 
-        whole = [alone(m, real[m]) for m in microbatches]
-        gradient = sum(grads for _, _, grads in whole)
-        square = float(jnp.vdot(gradient, gradient)) or 1.0
-        found = []
-        for m, e in itertools.product(microbatches, range(real.shape[1])):
-            if real[m, e]:
-                loss, weight, grads = alone(m, np.arange(real.shape[1]) == e)
-                share = float(jnp.vdot(grads, gradient)) / square
-                mean = float(loss) / (float(weight) or 1.0)
-                found.append(Row(int(indices[m, e]), int(m), mean, share))
-    found.sort(key=lambda row: -abs(row.share) if np.isfinite(row.share) else -np.inf)
-    logged = [
-        record["loss"]
-        for record in read(directory / "metrics.jsonl", update)
-        if record.get("split") == "train" and record["step"] == update
-    ]
-    return Rewound(update, float(metrics["loss"]), (logged or [None])[-1], began, found)
+
+def rows_of(parts: Parts, sums_of_rows: Any, number: int, before: TrainState) -> list[Row]:
+    """Return the rows of batch `number`, each alone in its microbatch, the largest share first.
+
+    sums_of_rows: `sums_of` the step on one device, compiled. before: the state before the update.
+    """
+    microbatches = np.arange(parts.order.microbatches)
+    indices, real = parts.order.rows(number, microbatches)
+    rows = read_batch(parts.dataset, parts.order, number, microbatches)
+    seed = jnp.uint32(parts.forward.seed)
+
+    def sums(m: Any, keep: np.ndarray) -> Any:
+        kept, batch = jax.tree.map(lambda x: x[m : m + 1], (before.kept, rows))
+        return sums_of_rows(before.replace(kept=kept, seed=seed), batch, jnp.int32(m), keep)
+
+    gradient = sum(sums(m, real[m])[2] for m in microbatches)
+    square = float(jnp.vdot(gradient, gradient)) or 1.0
+    found = []
+    for m, e in np.argwhere(real).tolist():
+        loss, weight, own = sums(m, np.arange(real.shape[1]) == e)
+        share = float(jnp.vdot(own, gradient)) / square
+        found.append(Row(int(indices[m, e]), m, float(loss) / (float(weight) or 1.0), share))
+    return sorted(found, key=lambda row: -abs(row.share) if np.isfinite(row.share) else -np.inf)

@@ -30,7 +30,7 @@ import jax
 
 from jaxdp.errors import RunFailed, UsageError, check_sizes, one_line, suggest
 from jaxdp.metrics import safe_print
-from jaxdp.metrics.numbers import smaller_is_better
+from jaxdp.metrics.numbers import sign
 from jaxdp.process.context import SLOW, Context
 from jaxdp.targets import bind, call, locate, require, targets_in
 from jaxdp.train.observer import WANTS, Observer
@@ -294,8 +294,7 @@ class EarlyStopping:
     Args:
         metric: its name.
         patience: the number of evaluations.
-        mode: 'min' or 'max'; None: 'min' if its name has loss, perplexity, error, entropy, mse or
-            mae, else 'max'.
+        mode: 'min' or 'max'; None: by its name, as `checkpoint.mode`.
         min_delta: the least improvement that counts.
 
     A value that is not finite, or missing because no example counts for the metric, is no
@@ -318,7 +317,7 @@ class EarlyStopping:
         self.metric = metric
         self.patience = patience
         self.min_delta = min_delta
-        self.sign = -1.0 if smaller_is_better(metric, mode) else 1.0
+        self.sign = -sign(metric, mode)
         self.best, self.best_step, self.waited = -sys.float_info.max, 0, 0  # finite, to be JSON
         self.measure = {"metric": metric, "mode": "min" if self.sign < 0 else "max"}  # of `best`
 
@@ -344,9 +343,8 @@ class EarlyStopping:
         return {"best": self.best, "best_step": self.best_step, "waited": self.waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.best = float(state["best"])
-        self.best_step = int(state["best_step"])
-        self.waited = int(state["waited"])
+        for name in self.state_dict():
+            setattr(self, name, state[name])
 
 
 CALLBACKS: dict[str, Any] = {

@@ -30,7 +30,7 @@ from jaxdp.losses import compute_logits
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.jsonl import is_evaluation, read
 from jaxdp.metrics.numbers import number
-from jaxdp.metrics.writer import Record
+from jaxdp.metrics.writer import NOT_METRICS, Record
 from jaxdp.models.base import CARRY
 from jaxdp.optim.evaluation import evaluation_arrays, evaluation_params
 from jaxdp.process import compilation_cache, private_jax
@@ -49,7 +49,6 @@ from jaxdp.train.step import LocalStep, Piece, Recipe, Replica
 
 Tree = Any
 SECTIONS = {"eval_data": "eval.data", "transform": "data.transform"}  # of arguments of `fit`
-NOT_METRICS = ("step", "split", "time", "goodput", "params_sha256")  # entries of a final record
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)

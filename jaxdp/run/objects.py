@@ -11,16 +11,14 @@ from jaxdp.targets import OBJECT, OF_SCRIPT, name_of
 
 def name_it(objects: dict[str, dict[str, Any]], section: str, value: Any) -> dict[str, Any]:
     """Return the config section that names an object, and add the object to `objects`."""
-    if isinstance(value, str):
-        return {"target": value}
     rest: dict[str, Any] = {}
     if isinstance(value, Mapping) and "target" in value:
         rest = {k: v for k, v in value.items() if k != "target"}
         value = value["target"]
-        if isinstance(value, str):
-            return {"target": value, **rest}
     elif isinstance(value, Mapping) and section in ("model", "loss", "optimizer"):
         return dict(value)  # keys of the section; its target is the default
+    if isinstance(value, str):
+        return {"target": value, **rest}
     is_factory = isinstance(value, type) or inspect.isroutine(value)
     named = value if is_factory else type(value)
     name = f"{named.__module__}.{named.__qualname__}".removeprefix("builtins.")

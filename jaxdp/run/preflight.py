@@ -19,6 +19,7 @@ from jaxdp.data.example_order import RESET
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError, one_line, user_code, user_lines
 from jaxdp.losses import check
+from jaxdp.metrics.numbers import LARGER, SMALLER
 from jaxdp.metrics.writer import RESERVED
 from jaxdp.models.base import CARRY
 from jaxdp.optim.interpreter import inside
@@ -30,7 +31,7 @@ from jaxdp.run.model_summary import model_flops
 from jaxdp.split import path_string
 from jaxdp.targets import attribute, targets_in
 from jaxdp.train.carry import split_carry
-from jaxdp.train.state import WEIGHT, TrainState
+from jaxdp.train.state import TrainState, make_record
 from jaxdp.train.step import Replica, Step, first_microbatch
 
 T = TypeVar("T")
@@ -67,7 +68,7 @@ def rehearse(
         )
     update, (_, metrics) = jax.make_jaxpr(step.apply, return_shape=True)(state, sums)
     check_paths(config, state.params)
-    check_names(config, parts, set(metrics))
+    check_names(config, parts, metrics)
     check_examples(parts, state, True, read_examples(parts.dataset, probes(parts.dataset)))
     for name, dataset in parts.eval_sets.items():
         own = parts.evaluating(dataset)
@@ -220,23 +221,26 @@ def rehearse_evaluation(
         ) from None
 
 
-def check_names(config: Config, parts: Parts, metrics: set[str]) -> None:
+def check_names(config: Config, parts: Parts, metrics: Mapping[str, Any]) -> None:
     """Raise UsageError if `checkpoint.best` or the metric of EarlyStopping is not a metric of the
-    evaluation.
+    evaluation, or it is not known which of two values is better.
+
+    metrics: the shapes of those of an update.
     """
     named = []
     for name, args in targets_in("callbacks", config.callbacks, "callback", "EarlyStopping"):
         if name == "EarlyStopping":
-            named.append(("callbacks.args.metric", args.get("metric", "loss")))
-    if config.checkpoint.best is not None:
-        named.append(("checkpoint.best", config.checkpoint.best))
+            named.append(("callbacks.args.metric", args.get("metric", "loss"), args.get("mode")))
+    saving = config.checkpoint
+    if saving.best is not None:
+        named.append(("checkpoint.best", saving.best, saving.mode))
     if not named:
         return
     derive = attribute(parts.forward.loss, "derive", lambda means: {})
-    derived = {*derive(collections.defaultdict(float))}
-    names = [n for n in (metrics | derived) - RESERVED | {"loss"} if not n.startswith(WEIGHT)]
+    record = make_record({name: np.ones(x.shape) for name, x in metrics.items()}, derive)
+    names = {*record} - RESERVED | {"loss"}
     known = sorted(f"{name}/{n}" if name else n for name in parts.eval_sets for n in names)
-    for key, metric in named:
+    for key, metric, mode in named:
         if not known:
             raise UsageError(
                 f"{key}: {metric!r}, but the data has no test split; set eval.data, or leave it out"
@@ -244,6 +248,10 @@ def check_names(config: Config, parts: Parts, metrics: set[str]) -> None:
         if metric not in known:
             raise UsageError(
                 f"{key}: {metric!r} is not among the numbers of an evaluation: {', '.join(known)}"
+            )
+        if mode is None and not any(word in metric.lower() for word in SMALLER + LARGER):
+            raise UsageError(
+                f"{key}: the name {metric!r} does not say whether its min or its max is best; set mode beside it"
             )
 
 

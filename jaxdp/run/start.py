@@ -29,7 +29,7 @@ from jaxdp.extras import extras_of
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.console import Console
 from jaxdp.metrics.jsonl import JsonLines
-from jaxdp.metrics.numbers import size
+from jaxdp.metrics.numbers import size, table
 from jaxdp.metrics.writer import Many, Writer
 from jaxdp.metrics.writers import make_writers
 from jaxdp.models.base import CARRY
@@ -357,8 +357,8 @@ def start_writer(
     params = run.strategy.shapes.params
     rows = model_summary.arrays(run.strategy.shapes, run.step.trainable(params))
     rundir.write(directory / "model.txt", model_summary.text(config.model.target, rows) + "\n")
-    table = {**OPTIMIZERS, **objects.get("optimizer", {})}
-    groups = describe_groups(config, prepared.parts, params, table)
+    optimizers = {**OPTIMIZERS, **objects.get("optimizer", {})}
+    groups = describe_groups(config, prepared.parts, params, optimizers)
     facts = summary(run, config, start, layout, groups)
     console = Console(
         run.options.steps, start, context.launcher == "none", {"title": directory.name, **facts}
@@ -367,15 +367,15 @@ def start_writer(
     events.tell = console.happened
     console.advised = config.data.on_device  # the console would advise to set it
     was_evaluated = training.progress.evaluated == start
-    metrics = directory / "metrics.jsonl"
-    lines = JsonLines(metrics, start, was_evaluated, "evaluate" in run.due(start))
+    lines = JsonLines(
+        directory / "metrics.jsonl", start, was_evaluated, "evaluate" in run.due(start)
+    )
     writers: list[Writer] = [lines, console, Reports(directory, flatten(Config()), events)]
     if config.log.writers:
         writers += make_writers(config.log.writers, directory, start, dataclasses.asdict(config))
     writer = Many(writers)
     if console.panel is None:
-        width = max(map(len, facts))
-        writer.say("\n".join(f"{name:{width}}  {text}" for name, text in facts.items()))
+        writer.say("\n".join(table([*facts.items()])))
     for text in advice(run, config, prepared, start, training.callbacks.callbacks):
         writer.say(f"warning: {text}")
     return writer

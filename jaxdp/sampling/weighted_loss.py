@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxdp.errors import UsageError
 from jaxdp.losses import Batch, Logits, SoftmaxCrossEntropy
+from jaxdp.measures.of_classes import F1, Precision, Recall
 
 KEY = "loss.args"
 
@@ -32,12 +33,16 @@ class WeightedCrossEntropy(SoftmaxCrossEntropy):
         label_smoothing: float = 0.0,
     ):
         super().__init__(label_smoothing)
+        kinds = [F1] if positive is None else [Precision, Recall, F1]
+        self.metrics = [kind(positive) for kind in kinds]
+        for each in self.metrics:
+            each.key = KEY
         weights = list(class_weights or ())
         if not all(isinstance(w, int | float) and 0 < w < math.inf for w in weights):
             raise UsageError(
                 f"{KEY}.class_weights: {class_weights!r} is not a list of positive numbers, such as [1, 19]"
             )
-        self.class_weights, self.positive = weights, positive
+        self.class_weights = weights
 
     def __call__(self, outputs: jax.Array | Logits, batch: Batch):
         labels = jnp.asarray(batch["labels"])
@@ -51,36 +56,17 @@ class WeightedCrossEntropy(SoftmaxCrossEntropy):
             raise UsageError(
                 f"{KEY}.class_weights: {len(self.class_weights)} numbers for {classes} classes; give one for each"
             )
-        if self.positive is not None and not 0 <= self.positive < classes:
-            raise UsageError(
-                f"{KEY}.positive: {self.positive} is none of {classes} classes, 0 to {classes - 1}"
-            )
         total, weight, metrics = super().__call__(outputs, batch)
-        metrics["accuracy"] = metrics["accuracy"], weight
-        real = batch["mask"].reshape(labels.shape)
+        accuracy = metrics["accuracy"], weight
         if self.class_weights:
             of_class = jnp.asarray(self.class_weights, total.dtype)
-            mask = real * of_class[jnp.clip(labels, 0, classes - 1)]
-            total, weight, _ = super().__call__(outputs, {**batch, "mask": mask})
-        predicted = jnp.argmax(outputs, -1)
-
-        def of_one(number: int) -> dict[str, tuple[jax.Array, jax.Array]]:
-            is_label, is_predicted = labels == number, predicted == number
-            right = jnp.sum(real * (is_label & is_predicted))
-            labelled, found = jnp.sum(real * is_label), jnp.sum(real * is_predicted)
-            return {
-                "precision": (right, found),
-                "recall": (right, labelled),
-                "f1": (2 * right, labelled + found),
-            }
-
-        if self.positive is not None:
-            return total, weight, metrics | of_one(self.positive)
-        return total, weight, metrics | {f"f1_{c}": of_one(c)["f1"] for c in range(classes)}
+            mask = batch["mask"] * of_class[jnp.clip(labels, 0, classes - 1)]
+            total, weight, metrics = super().__call__(outputs, {**batch, "mask": mask})
+        metrics["accuracy"] = accuracy
+        for each in self.metrics:
+            metrics |= each(outputs, batch)
+        return total, weight, metrics
 
     def derive(self, means: Mapping[str, float]) -> dict[str, float]:
         """Return the mean of the F1 of all classes."""
-        if self.positive is not None:
-            return {}
-        each = [value for name, value in means.items() if name.startswith("f1_")]
-        return {"macro_f1": sum(each) / len(each) if each else math.nan}
+        return self.metrics[-1].derive(means)

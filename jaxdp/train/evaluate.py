@@ -43,7 +43,7 @@ def evaluate_source(
     run: Run, source: Source, program: Program, state: TrainState, host: Host
 ) -> Record:
     """Return the loss and metrics over one set, counting every example exactly once."""
-    totals: dict[str, float] = collections.defaultdict(float)
+    totals: dict[str, Any] = collections.defaultdict(float)
     suspects: list[int] = []
     in_flight: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
     program = source.program() if source.program else program
@@ -53,7 +53,7 @@ def evaluate_source(
             number, sums = in_flight.popleft()
             values = jax.device_get(sums)
             for name, value in values.items():
-                totals[name] += float(value)
+                totals[name] += np.float64(value)
             if not math.isfinite(values["loss"]):
                 suspects.append(number)
 

@@ -1,8 +1,9 @@
 """The two records of a step: what an update changes, and what adds up.
 
 A loss returns (sum, weight, metrics); a metric is a sum, divided by the loss's weight, or a pair (sum,
-its own weight). Inside an update a pair becomes two entries, `name` and `weight/name`, so that metrics
-are one dict of scalars everywhere.
+its own weight). Inside an update a pair becomes two entries, `name` and `weight/name`. A metric whose
+name begins with sums: may be an array, such as a histogram. It is not divided and not reported: the
+loss's `derive` gets it, and returns the numbers to report.
 
 The model state (BatchNorm's averages, counters) adds up over microbatches: floats by weight, integers
 by change. Complex numbers are floats with a leading dim for the real and imaginary part. An array that
@@ -111,6 +112,7 @@ def merge(tree: Tree, full: Tree) -> Tree:
 
 
 WEIGHT = "weight/"
+SUMS = "sums:"
 Scalars = dict[str, jax.Array]
 
 
@@ -131,12 +133,9 @@ def check_result(result: Any) -> tuple[jax.Array, jax.Array, Scalars]:
     def is_scalar(x: Any) -> bool:
         return getattr(x, "shape", None) == ()
 
-    def kind(x: Any) -> str:
-        is_array = hasattr(x, "shape")
-        return f"{x.dtype}{list(x.shape)}" if is_array else f"a Python {type(x).__name__}"
-
-    if not is_triple or not all(map(is_scalar, (*result[:2], *metrics.values()))):
-        got = str(jax.tree.map(kind, result)).replace("'", "")
+    single = [x for name, x in metrics.items() if not name.startswith(SUMS)]
+    if not is_triple or not all(map(is_scalar, (*result[:2], *single))):
+        got = str(jax.tree.map(_kind, result)).replace("'", "")
         raise UsageError(
             f"loss: it returned {got}; a loss returns (sum [], weight [], {{name: sum [] or (sum [], weight [])}}), "
             "e.g. jnp.sum(jnp.where(mask != 0, losses, 0) * mask) and jnp.sum(mask), with mask = batch['mask']"
@@ -148,9 +147,15 @@ def check_result(result: Any) -> tuple[jax.Array, jax.Array, Scalars]:
         )
     for name, total in metrics.items():
         if (own_weight := metrics.get(WEIGHT + name)) is not None:
-            counted = (own_weight != 0) | jnp.isfinite(total)
-            metrics[name] = jnp.where(counted, total, 0)  # else it would be 0 times infinity
+            # else it would be 0 times infinity
+            metrics[name] = jnp.where((own_weight != 0) | jnp.isfinite(total), total, 0)
     return jax.tree.map(at_least_float32, (loss, weight, metrics))
+
+
+def _kind(x: Any) -> str:
+    if not hasattr(x, "shape"):
+        return f"a Python {type(x).__name__}"
+    return f"{x.dtype}{list(x.shape)}"
 
 
 def flat(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,14 +170,14 @@ def flat(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def divide(metrics: Mapping[str, Any], weight: Any, xp: Any = jnp) -> dict[str, Any]:
-    """Return the mean of each metric, NaN where its own weight is 0; and these weights, for
-    `make_record`.
+    """Return the mean of each metric, NaN where its own weight is 0; and these weights and all
+    sums:..., for `make_record`.
 
     xp: jax.numpy, or numpy for sums on the host.
     """
 
     def mean(name: str, value: Any) -> Any:
-        if name.startswith(WEIGHT):
+        if name.startswith((WEIGHT, SUMS)):
             return value
         if (own_weight := metrics.get(WEIGHT + name)) is None:
             return value / weight
@@ -182,20 +187,25 @@ def divide(metrics: Mapping[str, Any], weight: Any, xp: Any = jnp) -> dict[str, 
 
 
 def make_record(
-    means: Mapping[str, float], derive: Callable[..., Mapping[str, float]]
+    means: Mapping[str, Any], derive: Callable[..., Mapping[str, float]]
 ) -> dict[str, float]:
     """Return the numbers to report: the means that `divide` returns, and the numbers that `derive`
     computes from them.
 
     A metric whose own weight is 0 is NaN for `derive` and omitted from the report, as are derived
-    numbers that are NaN."""
+    numbers that are NaN. `derive` gets the sums:..., the report does not."""
     weights = {name for name in means if name.startswith(WEIGHT)}
     empty = {name.removeprefix(WEIGHT) for name in weights if means[name] == 0}
-    means = {name: float(means[name]) for name in means if name not in weights}
+    sums = {name for name in means if name.startswith(SUMS)}
+    means = {
+        name: value if name in sums else float(value)
+        for name, value in means.items()
+        if name not in weights
+    }
     derived = derive(means)
     unknown = {name for name, value in derived.items() if empty and math.isnan(value)}
     record = {**means, **derived}
-    return {name: record[name] for name in record if name not in empty | unknown}
+    return {name: record[name] for name in record if name not in empty | unknown | sums}
 
 
 class Average(NamedTuple):

@@ -20,7 +20,7 @@ from jaxdp.models.base import CARRY
 from jaxdp.precision import cast_floats
 from jaxdp.split import path_string
 from jaxdp.train.average import EMA, EMA_STATE
-from jaxdp.train.state import TrainState, check_result
+from jaxdp.train.state import SUMS, TrainState, check_result
 from jaxdp.train.step import UpdateRule
 from jaxdp.verify.problem import Problem, Tree, Trial
 
@@ -184,7 +184,10 @@ def train_batch(
             states.append(new_state)
     total = sum(weights)
     mean = weighted(grads, [1 / total] * len(grads))
-    means = {name: mean_of([metrics[name] for metrics in sums], total) for name in sums[0]}
+    means = {
+        name: mean_of([metrics[name] for metrics in sums], 1 if name.startswith(SUMS) else total)
+        for name in sums[0]
+    }
     means["grad_norm"] = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(mean)))
     means["weight"] = total
     trainable, opt_state = update(rule.tx, rule.clip_norm, trainable, state.opt_state, mean)
@@ -208,7 +211,7 @@ def train_batch(
 
 def stack(curve: list[dict[str, Any]]) -> Curve:
     """Return the metrics of all updates, from those of each."""
-    return {name: np.array([metrics[name] for metrics in curve]) for name in (curve or [{}])[0]}
+    return jax.tree.map(lambda *x: np.stack(x), *curve) if curve else {}
 
 
 def mean_of(values: list[Any], weight: float) -> float:
@@ -216,7 +219,8 @@ def mean_of(values: list[Any], weight: float) -> float:
     weight).
     """
     if isinstance(values[0], tuple | list):
-        values, weight = [value for value, _ in values], sum(own_weight for _, own_weight in values)
+        sums, weights = zip(*values)
+        values, weight = [*sums], sum(weights)
     return sum(values) / weight if weight else math.nan
 
 

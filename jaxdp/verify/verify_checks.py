@@ -318,7 +318,7 @@ def check_sums(oracle: Oracle, batch: Tree, tolerance: float) -> Check:
 
         arguments = jax.tree.map(pick, (outputs, {**batch, "mask": mask}))
         total, weight, metrics = oracle.loss(*arguments)
-        named = {f"metric {name!r}": x for name, x in sorted(flat(metrics).items())}
+        named = {f"metric {name!r}": x.sum() for name, x in sorted(flat(metrics).items())}
         return {"sum": total, "weight": weight, **named}
 
     def sums(*arguments):

@@ -1,18 +1,23 @@
 """Rewind: the rows of an update, with losses and shares, from the nearest checkpoint."""
 
+import json
 import re
 import subprocess
 import sys
 
 import numpy as np
+import pandas as pd
 import pytest
 from flax import nnx
 
 import jaxdp
 from cli_runs import ended, records
 from cli_runs import jaxdp as train
+from jaxdp.data.dataset import Arrays
+from jaxdp.data.text import TextFile
 from jaxdp.errors import UsageError
-from jaxdp.rewind.rows_of_update import rewind
+from jaxdp.rewind.row_contents import describe
+from jaxdp.rewind.rows_of_update import rewind, rewind_all, standing_out
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(64, 4)).astype(np.float32)
@@ -116,3 +121,97 @@ def test_in_exact_mode_the_loss_has_its_bits(tmp_path):
         argv = [sys.executable, "-m", "jaxdp", "rewind", "--run_dir", run, "--step", "9"]
         done = subprocess.run(list(map(str, argv)), capture_output=True, text=True, timeout=200)
         assert f"its loss is {logged[9]!r}, and was logged as {logged[9]!r}" in done.stdout
+
+
+@pytest.mark.parametrize("planted", ["mislabelled", "scaled"])
+def test_100_of_100_planted_rows_are_named(tmp_path, planted):
+    """The rows of the last epoch with the largest losses are those that were planted."""
+    rng = np.random.default_rng(7)
+    x = rng.normal(size=(2000, 8)).astype(np.float32)
+    direction = np.ones(8, np.float32) / np.sqrt(8)
+    x += 3 * np.sign(x @ direction)[:, None] * direction  # no row is near the boundary
+    score = x @ direction
+    bad = rng.choice(len(x), 100, replace=False)
+    labels = (score > 0).astype(np.int32)
+    labels[bad] = 1 - labels[bad]
+    loss, target = "SoftmaxCrossEntropy", labels
+    if planted == "scaled":
+        loss, target = "MeanSquaredError", score.astype(np.float32)[:, None]
+        target[bad] *= 20
+
+    class Linear(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.head = nnx.Linear(8, 2 if planted == "mislabelled" else 1, rngs=rngs)
+
+        def __call__(self, x):
+            return self.head(x)
+
+    run, more = (
+        tmp_path / "run",
+        {"checkpoint": {"every": 60, "keep": 9}, "parallel": {"devices": 2}},
+    )
+    settings = {"steps": 200, "batch_size": 100, "microbatches": 4, "log": {"every": 1}, **more}
+    jaxdp.fit(Linear, (x, target), loss, {"target": "adam", "lr": 0.1}, run_dir=run, **settings)
+    model = jaxdp.load(run, model=Linear, data=(x, target)).config.model.target
+    objects = {"model": {model: Linear}, "data": {"tuple (object)": (x, target)}}
+    updates = range(181, 201)
+    found = [*rewind_all(run, updates, objects)]
+    assert [one.update for one in found] == [*updates] and {one.began for one in found} == {180}
+    rows = [row for one in found for row in one.rows]
+    assert sorted(row.example for row in rows) == [*range(2000)]
+    largest = sorted(rows, key=lambda row: -row.loss)[:100]
+    assert {row.example for row in largest} == {*bad.tolist()}
+
+
+def test_updates_whose_loss_stands_out_are_found(tmp_path):
+    lines = [
+        {"step": s, "split": "train", "loss": 1.0 + 0.01 * (s % 7) + 3 * (s in (340, 341))}
+        for s in range(1, 1001)
+    ]
+    lines[699]["loss"] = "nan"
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert standing_out(tmp_path, 330) == [340, 341]
+    assert standing_out(tmp_path, 700) == [700]
+    assert standing_out(tmp_path, 500) == [497, 498, 499, 500]
+    (tmp_path / "metrics.jsonl").unlink()
+    assert standing_out(tmp_path, 2) == [1, 2]
+
+
+def test_around_a_spike_the_rows_are_shown_with_what_they_are(tmp_path):
+    """A row with a wrong label and large inputs makes a spike; how often it was read is counted."""
+    x, y = np.concatenate([X] * 2), np.concatenate([Y] * 2)
+    frame = pd.DataFrame(x, columns=list("abcd")).assign(label=np.where(y, "up", "down"))
+    frame.iloc[5, :4], frame.iloc[5, 4] = 40.0, "down"
+    frame.to_csv(tmp_path / "rows.csv", index=False)
+    (tmp_path / "run.yaml").write_text(
+        "model: {target: MLP, args: {hidden: []}}\nsteps: 80\nbatch_size: 16\nlog: {every: 1}\n"
+        f"data: {{target: Table, args: {{table: {tmp_path}/rows.csv, label: label, test_fraction: 0}}}}\n"
+        "optimizer: {lr: 5.0e-2}\n"
+    )
+    ended("train", "--config", tmp_path / "run.yaml", "--run_dir", tmp_path / "run")
+    said = ended("rewind", "--run_dir", tmp_path / "run", "--around", "50").stdout
+    tables = re.split(r"(?m)^update (?=\d+: )", said)[1:]
+    firsts = {int(text.split(":")[0]): text.splitlines()[2] for text in tables}
+    update = next(update for update, line in firsts.items() if line.split()[0] == "5")
+    assert firsts[update].endswith(
+        f" {(update - 1) // 8} times  label down; row 5 of the table: a 40, b 40, c 40, d 40"
+    )
+
+
+class Named(jaxdp.data.Digits):
+    """Digits whose classes have names."""
+
+    class_names = tuple(f"n{number}" for number in range(10))
+
+
+def test_what_a_row_is(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    tokens = TextFile(str(text), length=32)
+    assert describe(tokens, 3) == repr(
+        bytes(tokens.read(np.array([3]))["inputs"][0].astype(np.uint8)).decode()
+    )
+    digits = jaxdp.data.Digits()
+    label = digits.read(np.array([7]))["labels"][0]
+    assert describe(digits, 7) == f"label {label}" and describe(Named(), 7) == f"label n{label}"
+    assert describe(Arrays(inputs=X), 0) == ""

@@ -199,7 +199,7 @@ def timed(records, groups, every, paused=()):
     def call(updates):
         time.sleep(0.02 * len(updates) + COMPILES * (len(updates) not in seen))
         seen.add(len(updates))
-        return {"loss": jnp.zeros(len(updates))}
+        return {"loss": jnp.zeros(len(updates) if len(updates) > 1 else ())}
 
     with metering(Meter(records, every, groups[-1][-1], 10.0)) as meter:
         for updates in groups:
@@ -235,7 +235,7 @@ def test_updates_before_and_after_a_pause_are_counted():
             meter.reading(updates[0] - 1)
             meter.before(updates, None)
             time.sleep(0.3 if updates[0] % 3 == 0 else 0.0)
-            meter.after(updates, None, {"loss": jnp.zeros(1)})
+            meter.after(updates, None, {"loss": jnp.zeros(())})
             if updates[0] == 5:
                 meter.pause(5, False)
                 time.sleep(COMPILES)
@@ -258,7 +258,7 @@ class Hanging:
     def __array__(self, *args, **more):
         self.goes_on.wait()
         self.read.set()
-        return np.zeros(1)
+        return np.zeros(())
 
 
 def test_a_record_that_comes_after_the_end_is_not_written(monkeypatch):
@@ -266,7 +266,7 @@ def test_a_record_that_comes_after_the_end_is_not_written(monkeypatch):
     monkeypatch.setattr("jaxdp.metrics.meter.LAST_WORDS", 0.1)
     records, loss = Lines(), Hanging()
     with metering(Meter(records, 1, 4, 10.0)) as meter:
-        for update, metric in ((1, jnp.zeros(1)), (2, loss)):
+        for update, metric in ((1, jnp.zeros(())), (2, loss)):
             meter.reading(update - 1)
             meter.before(range(update, update + 1), None)
             meter.after(range(update, update + 1), None, {"loss": metric})

@@ -17,7 +17,8 @@ function place(name) { // the main ones first
   const bare = name.replace(", training", "");
   return ["loss", "accuracy", "perplexity", bare].indexOf(bare);
 }
-const isSmaller = (name) => page.smaller.some((word) => name.includes(word)); // better if smaller
+const isNamed = (name, words) => words.some((word) => name.toLowerCase().includes(word));
+const isSmaller = (name) => isNamed(name, page.smaller); // better if smaller
 
 function columnsOf(facts) { // {head, show, value} of each column: `value` of a run is what it is sorted by
   const named = { id: "run", head: "run", value: (i) => runs[i].name, down: false, show: (i) => el("span", {}, swatch(i), el("b", {}, runs[i].name), " ",
@@ -43,7 +44,7 @@ function sorted(column) { // indices of runs; what is not a number or missing is
 
 function runsTable(facts) {
   const columns = columnsOf(facts), by = columns.find((c) => c.id === sorting.name);
-  const best = new Map(columns.filter((c) => c.metric).map((c) => {
+  const best = new Map(columns.filter((c) => c.metric && isNamed(c.metric, [...page.smaller, ...page.larger])).map((c) => {
     const values = [...runs.keys()].map(c.value).filter(isNumber);
     return [c, new Set(values).size > 1 ? (isSmaller(c.metric) ? Math.min(...values) : Math.max(...values)) : NaN];
   }));

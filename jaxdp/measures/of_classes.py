@@ -1,0 +1,125 @@
+"""Measures of classes. Each is a quotient of sums over all examples, or a function of such sums."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdp.errors import UsageError
+from jaxdp.losses import Batch, fit_mask, labels_of, one_array
+from jaxdp.train.state import SUMS
+
+KEY = "loss.args.metrics"
+# The bins of AUC have one width in arcsinh(SHARPNESS x log-odds), which is in [-WIDEST, WIDEST].
+BINS, SHARPNESS, WIDEST = 8192, 100.0, 15.0
+Sums = dict[str, Any]
+
+
+class OfClasses:
+    """A measure of logits [..., class] and integer labels [...]. Raises UsageError for others, such as
+    those of a regression.
+
+    positive: the class that it is about; None: it is about all.
+    """
+
+    key = f"{KEY}.args"  # of its arguments
+    positive: Any
+
+    def rows(self, outputs: Any, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return logits [row, class], labels [row] and the mask [row]. A row is an example, or a token."""
+        labels, shape = labels_of(batch), one_array(outputs).shape
+        classes = shape[-1]
+        if shape != (*labels.shape, classes) or not jnp.issubdtype(labels.dtype, jnp.integer):
+            raise UsageError(
+                f"{KEY}: {type(self).__name__} is of classes, of logits [..., class] and integers [...]; outputs are "
+                f"{shape} and labels {labels.dtype.name}{labels.shape}, as of a regression; leave it out"
+            )
+        if (self.positive or 0) not in range(classes):
+            raise UsageError(
+                f"{self.key}.positive: {self.positive} is none of {classes} classes, 0 to {classes - 1}"
+            )
+        mask = fit_mask(batch["mask"], outputs[..., 0])
+        return outputs.reshape(-1, classes), labels.reshape(-1), mask.reshape(-1)
+
+
+class Precision(OfClasses):
+    """The share of the predictions of class `positive` that are right: `precision`. positive: None: of
+    each class, `precision_0`, ..., and their mean, `macro_precision`.
+
+    factors (a, b, c): the quotient is a x right / (b x predictions + c x examples of the class)."""
+
+    name = "precision"
+    factors = 1, 1, 0
+
+    def __init__(self, positive: int | None = 1):
+        self.positive = positive
+
+    def __call__(self, outputs: Any, batch: Batch) -> Sums:
+        logits, labels, mask = self.rows(outputs, batch)
+        predicted = jnp.argmax(logits, -1)
+        a, b, c = self.factors
+
+        def of_one(number: int) -> tuple[jax.Array, jax.Array]:
+            is_label, is_predicted = mask * (labels == number), mask * (predicted == number)
+            right = jnp.sum(is_label * (predicted == number))
+            return a * right, b * jnp.sum(is_predicted) + c * jnp.sum(is_label)
+
+        if self.positive is not None:
+            return {self.name: of_one(self.positive)}
+        return {f"{self.name}_{number}": of_one(number) for number in range(logits.shape[-1])}
+
+    def derive(self, means: Mapping[str, Any]) -> dict[str, float]:
+        """Return the mean of all classes."""
+        if self.positive is not None:
+            return {}
+        each = [value for name, value in means.items() if name.startswith(f"{self.name}_")]
+        return {f"macro_{self.name}": sum(each) / len(each) if each else math.nan}
+
+
+class Recall(Precision):
+    """The share of the examples of class `positive` that are predicted as such: `recall`, as
+    `Precision`."""
+
+    name = "recall"
+    factors = 1, 0, 1
+
+
+class F1(Precision):
+    """The harmonic mean of precision and recall: `f1`, as `Precision`."""
+
+    name = "f1"
+    factors = 2, 1, 1
+
+
+class AUC(OfClasses):
+    """The area under the ROC curve of class `positive` against all others: `auc`, the probability that
+    one of its examples has a larger score than another example, where a tie counts half.
+
+    It follows from a histogram of the log-odds of the class, whose bins are narrower than 0.4 % of the
+    log-odds, or than 4e-5. Examples in one bin count as ties, which is wrong by at most `auc_error`,
+    half the share of such pairs. Both are omitted without examples of the class, or without others.
+    """
+
+    def __init__(self, positive: int = 1):
+        self.positive = positive
+
+    def __call__(self, outputs: Any, batch: Batch) -> Sums:
+        logits, labels, mask = self.rows(outputs, batch)
+        others = jax.nn.logsumexp(jnp.delete(logits, self.positive, -1), -1)
+        scale = jnp.arcsinh(SHARPNESS * (logits[:, self.positive] - others)) / WIDEST
+        place = jnp.clip((scale + 1) / 2 * BINS, 0, BINS - 1).astype(int)
+        is_label = (labels == self.positive).astype(int)
+        return {f"{SUMS}auc": jnp.zeros((2, BINS)).at[is_label, place].add(mask)}
+
+    def derive(self, means: Mapping[str, Any]) -> dict[str, float]:
+        """Return `auc` and `auc_error`."""
+        others, examples = np.asarray(means[f"{SUMS}auc"], float)
+        pairs = others.sum() * examples.sum()
+        if not pairs:
+            return {}
+        error = others @ examples / pairs / 2
+        smaller = np.cumsum(others) - others
+        return {"auc": smaller @ examples / pairs + error, "auc_error": error}

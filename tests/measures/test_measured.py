@@ -1,0 +1,345 @@
+"""Metrics for any loss: each is a function of sums over all examples."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from scipy import stats
+
+import jaxdp
+from cli_runs import jaxdp as train
+from cli_runs import records
+from jaxdp.errors import UsageError
+from jaxdp.losses import (
+    CausalLM,
+    Contrastive,
+    Logits,
+    MeanSquaredError,
+    SoftmaxCrossEntropy,
+    make_loss,
+)
+from jaxdp.measures.measured import METRICS, Measured
+from jaxdp.measures.of_classes import AUC, F1, Precision, Recall
+from jaxdp.metrics.numbers import LARGER, SMALLER, sign
+from jaxdp.sampling.per_example import PerExample
+from jaxdp.train.evaluate import np as host
+from jaxdp.train.state import check_result, divide, make_record
+
+RNG = np.random.default_rng(0)
+LOGITS = RNG.normal(size=(120, 4)).astype(np.float32)
+LABELS = RNG.integers(0, 4, 120).astype(np.int32)
+MASK = (np.arange(120) % 7 != 0).astype(np.float32)
+BATCH = {"labels": LABELS, "mask": MASK}
+REAL = MASK > 0
+PREDICTED = LOGITS.argmax(-1)
+
+
+def record_of(loss, outputs, batch, parts=(slice(None),)):
+    """The record of an evaluation in these parts: the sums of all, divided once."""
+    totals = {}
+    for part in parts:
+        rows = {name: jnp.asarray(x[part]) for name, x in batch.items()}
+        total, weight, metrics = check_result(jax.jit(loss)(jnp.asarray(outputs[part]), rows))
+        for name, x in {"loss": total, "weight": weight, **metrics}.items():
+            totals[name] = totals.get(name, 0.0) + np.float64(x)
+    means = divide(totals, totals.pop("weight"), host)
+    return make_record(means, loss.derive)
+
+
+def auc_of(scores, is_class):
+    """The probability that an example of the class is ahead of another, by ranks (Mann and Whitney)."""
+    ranks = stats.rankdata(scores)[is_class]
+    n = is_class.sum()
+    return (ranks.sum() - n * (n + 1) / 2) / (n * (~is_class).sum())
+
+
+def odds_of(logits, number):
+    others = np.delete(np.float64(logits), number, 1)
+    return logits[:, number] - np.log(np.exp(others).sum(1))
+
+
+def test_each_metric_is_that_of_all_unmasked_examples_however_they_are_split():
+    loss = Measured(SoftmaxCrossEntropy(top_k=[2]), ["F1", "Precision", "Recall", AUC(2)])
+    parts = [slice(0, 7), slice(7, 50), slice(50, 120)]
+    outputs = np.where(REAL[:, None], LOGITS, np.nan)
+    found = record_of(loss, outputs, {**BATCH, "labels": np.where(REAL, LABELS, -100)}, parts)
+    whole = record_of(loss, LOGITS, BATCH)
+    assert found.keys() == whole.keys()
+    right = ((PREDICTED == 1) & (LABELS == 1) & REAL).sum()
+    predicted, labelled = ((PREDICTED == 1) & REAL).sum(), ((LABELS == 1) & REAL).sum()
+    order = np.argsort(-LOGITS, -1)[:, :2]
+    expected = {
+        "precision": right / predicted,
+        "recall": right / labelled,
+        "f1": 2 * right / (predicted + labelled),
+        "top2_accuracy": (order == LABELS[:, None]).any(-1)[REAL].mean(),
+        "accuracy": (PREDICTED == LABELS)[REAL].mean(),
+    }
+    for name, value in expected.items():
+        assert found[name] == whole[name] == pytest.approx(value, rel=1e-6), name
+    exact = auc_of(odds_of(LOGITS, 2)[REAL], LABELS[REAL] == 2)
+    assert found["auc"] == whole["auc"]
+    assert abs(found["auc"] - exact) <= found["auc_error"] + 1e-9 and found["auc_error"] < 2e-3
+
+
+@pytest.mark.parametrize("scale", [1e-4, 0.01, 1.0, 100.0])
+@pytest.mark.parametrize("shift", [0.0, -5.0, 3.0])
+def test_the_auc_is_within_its_stated_error(scale, shift):
+    """Of small log-odds, large ones, and those of a rare class."""
+    labels = (RNG.uniform(size=3000) < 0.1).astype(np.int32)
+    odds = (scale * (RNG.normal(size=3000) + labels) + shift).astype(np.float32)
+    logits = np.stack([np.zeros_like(odds), odds], 1)
+    found = record_of(Measured(metrics=["AUC"]), logits, {"labels": labels, "mask": np.ones(3000)})
+    error = abs(found["auc"] - auc_of(odds, labels == 1))
+    assert error <= found["auc_error"] + 1e-9
+    if scale >= 1 or (not shift and scale >= 0.01):
+        assert found["auc_error"] < 0.004 and error < 4e-4
+    tied = record_of(
+        Measured(metrics=["AUC"]), logits * 0, {"labels": labels, "mask": np.ones(3000)}
+    )
+    assert tied["auc"] == pytest.approx(0.5) and tied["auc_error"] == pytest.approx(0.5)
+
+
+def test_an_auc_without_examples_of_the_class_is_omitted():
+    found = record_of(Measured(metrics=["AUC", "Recall"]), LOGITS, {**BATCH, "labels": LABELS * 0})
+    assert not {"auc", "auc_error", "recall"} & found.keys() and "accuracy" in found
+
+
+def test_all_classes_and_their_mean():
+    found = record_of(Measured(metrics=[F1(None), Recall(None)]), LOGITS, BATCH)
+    recalls = [(c == PREDICTED)[REAL & (c == LABELS)].mean() for c in range(4)]
+    assert [found[f"recall_{c}"] for c in range(4)] == pytest.approx(recalls, rel=1e-6)
+    assert found["macro_recall"] == pytest.approx(np.mean(recalls), rel=1e-6)
+    assert found["macro_f1"] == pytest.approx(np.mean([found[f"f1_{c}"] for c in range(4)]))
+
+
+def test_tokens_lazy_logits_and_probabilities_as_labels():
+    """Of tokens with a mask of tokens, and of Mixup's labels."""
+    kernel = RNG.normal(size=(4, 5)).astype(np.float32)
+    x = RNG.normal(size=(6, 8, 5)).astype(np.float32)
+    labels = RNG.integers(0, 4, (6, 8)).astype(np.int32)
+    mask = (RNG.uniform(size=(6, 8)) > 0.3).astype(np.float32)
+    loss = Measured(CausalLM(), [{"target": "Precision", "args": {"positive": 0}}])
+    batch = {"labels": jnp.asarray(labels), "mask": jnp.asarray(mask)}
+    total, weight, metrics = loss(Logits(jnp.asarray(x), jnp.asarray(kernel), 4), batch)
+    own = CausalLM()(jnp.asarray(x @ kernel.T), batch)
+    np.testing.assert_allclose([total, weight], own[:2], rtol=1e-5)
+    predicted = (x @ kernel.T).argmax(-1)
+    assert metrics["accuracy"] == ((predicted == labels) * mask).sum()
+    assert metrics["precision"][0] == ((predicted == 0) & (labels == 0) & (mask > 0)).sum()
+    assert "perplexity" in loss.derive({"loss": 1.0})
+    mixed = jax.nn.one_hot(LABELS, 4) * 0.8 + 0.05
+    soft = Measured(metrics=["F1"])(LOGITS, {"labels": mixed, "mask": MASK})
+    hard = Measured(metrics=["F1"])(LOGITS, BATCH)
+    assert soft[2]["f1"] == hard[2]["f1"]
+
+
+def confident(outputs, batch, above=0.5):
+    """The share of examples whose largest probability is above this."""
+    sure = jax.nn.softmax(outputs).max(-1) > above
+    return {"confident": (jnp.sum(sure * batch["mask"]), jnp.sum(batch["mask"]))}
+
+
+@pytest.mark.parametrize("above", [0.5, 0.7])
+def test_a_function_by_its_dotted_path(above):
+    entry = {"target": f"{__name__}.confident", "args": {"above": above}}
+    loss = make_loss("Measured", {"metrics": [entry if above != 0.5 else entry["target"]]})
+    expected = np.float64(jax.nn.softmax(LOGITS).max(-1) > above)[REAL].mean()
+    for parts in ([slice(None)], [slice(0, 11), slice(11, 120)]):
+        found = record_of(loss, LOGITS, BATCH, parts)["confident"]
+        assert found == pytest.approx(expected) and 0 < found < 1
+
+
+class Median:
+    """A metric with an array of sums, from which it derives its number."""
+
+    def __call__(self, outputs, batch):
+        counts = jnp.zeros(100).at[(outputs[:, 0] * 10 + 50).astype(int)].add(batch["mask"])
+        return {"sums:median": counts}
+
+    def derive(self, means):
+        counts = means["sums:median"]
+        return {"median": (np.argmax(np.cumsum(counts) >= counts.sum() / 2) - 49.5) / 10}
+
+
+def test_an_object_with_an_array_of_sums():
+    found = record_of(Measured(metrics=[Median()]), LOGITS, BATCH, [slice(0, 60), slice(60, 120)])
+    assert found["median"] == pytest.approx(np.median(LOGITS[REAL, 0]), abs=0.1)
+    assert not any("sums" in name for name in found)
+
+
+def test_a_function_of_the_user():
+    def far(outputs, batch):
+        return {
+            "far": jnp.sum((jnp.abs(outputs[:, 0] - batch["labels"][:, 0]) > 1) * batch["mask"])
+        }
+
+    batch = {"labels": np.zeros((120, 1), np.float32), "mask": MASK}
+    found = record_of(Measured(MeanSquaredError(), [far]), LOGITS[:, :1], batch)
+    assert found["far"] == pytest.approx((np.abs(LOGITS[:, 0]) > 1)[REAL].mean())
+
+
+@pytest.mark.parametrize("name", METRICS)
+@pytest.mark.parametrize(
+    "loss", [MeanSquaredError(), PerExample(optax.losses.squared_error)], ids=["own", "of optax"]
+)
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_metric_of_another_task_is_refused_in_a_line(name, loss, width):
+    labels = RNG.normal(size=(120, width)).astype(np.float32)
+    said = (
+        rf"loss.args.metrics: {name} is of classes, .*labels float32.* as of a regression; leave it"
+    )
+    with pytest.raises(UsageError, match=said) as refused:
+        Measured(loss, [name])(LOGITS[:, :width], {"labels": labels, "mask": MASK})
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "loss, metrics, said",
+    [
+        (
+            "SoftmaxCrossEntropy",
+            ["F2"],
+            "loss.args.metrics.target: 'F2' is neither built in nor a dotted path; did you mean 'F1'",
+        ),
+        (
+            "SoftmaxCrossEntropy",
+            [3],
+            "loss.args.metrics: 3 is not a metric; give a name such as F1",
+        ),
+        ("Cross", ["F1"], "loss.args.loss.target: 'Cross' is neither built in"),
+        (Contrastive(), ["F1"], "loss.args.loss: .* couples examples; metrics cannot be added"),
+        (
+            "SoftmaxCrossEntropy",
+            [F1(0), F1(2)],
+            "loss.args.metrics: 'f1' is there twice; leave one",
+        ),
+        ("SoftmaxCrossEntropy", [F1(4)], "loss.args.metrics.args.positive: 4 is none of 4 classes"),
+        ("SoftmaxCrossEntropy", [AUC(-1)], "loss.args.metrics.args.positive: -1 is none of 4"),
+        (
+            "SoftmaxCrossEntropy",
+            [{"target": f"{__name__}.confident", "args": {"k": 1}}],
+            "loss.args.metrics.args.k: confident takes no such argument",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(loss, metrics, said):
+    with pytest.raises(UsageError, match=said):
+        Measured(loss, metrics)(LOGITS, BATCH)
+
+
+def test_metrics_are_of_the_config():
+    args = {"metrics": ["AUC", {"target": "F1", "args": {"positive": 3}}]}
+    first, second = make_loss("Measured", args).metrics
+    assert (type(first), type(second)) == (AUC, F1) and (first.positive, second.positive) == (1, 3)
+    assert issubclass(F1, Precision)
+
+
+X = RNG.normal(size=(203, 6)).astype(np.float32)
+Y = ((X[:, 0] + 0.5 * RNG.normal(size=203)) > 0.8).astype(np.int32)
+NAMES = {"f1", "auc", "auc_error", "accuracy", "top2_accuracy", "loss", "confident"}
+
+
+def fit(run_dir=None, **more):
+    settings = {"steps": 24, "batch_size": 42, "microbatches": 8, "log": {"every": 4}, **more}
+    metrics = ["F1", "AUC", f"{__name__}.confident"]
+    return jaxdp.fit(
+        {"target": "MLP", "args": {"hidden": [8], "num_classes": 2}},
+        (X, Y),
+        Measured(SoftmaxCrossEntropy(top_k=[2]), metrics),
+        {"target": "adam", "lr": 0.02},
+        eval_data=(X, Y),
+        run_dir=run_dir,
+        **{"eval": {"every": 12}, **settings},
+    )
+
+
+WAYS = {
+    "a device": {},
+    "pmap": {"parallel": {"devices": 4}},
+    "ZeRO 3": {"parallel": {"devices": 4, "backend": "pjit", "zero": 3, "reduction": "bucket"}},
+    "scan": {"parallel": {"devices": 2, "accumulate": "scan"}, "steps_per_call": 4},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_has_the_numbers_of_its_evaluation(tmp_path, way):
+    fitted = fit(tmp_path / "run", checkpoint={"every": 12, "best": "auc"}, **WAYS[way])
+    logits = fitted.predict(X)
+    predicted = logits.argmax(-1)
+    right = ((predicted == 1) & (Y == 1)).sum()
+    final = fitted.final
+    assert final["f1"] == pytest.approx(2 * right / ((predicted == 1).sum() + Y.sum()), rel=1e-6)
+    exact = auc_of(logits[:, 1] - logits[:, 0], Y == 1)
+    assert abs(final["auc"] - exact) <= final["auc_error"] + 1e-6 and final["auc"] > 0.8
+    history = fitted.history
+    for split, count in (("train", 6), ("eval", 2)):
+        assert history[split].keys() >= NAMES and len(history[split]["auc"]) == count
+        assert not any("sums" in name for name in history[split])
+    assert fitted.best.final["auc"] == max(history["eval"]["auc"])
+    assert fitted.evaluate()["auc"] == final["auc"]
+
+
+@pytest.mark.slow
+def test_exact_sums_have_the_same_bits_on_any_devices(tmp_path):
+    finals = []
+    for devices in (1, 3):
+        run = tmp_path / str(devices)
+        words = {
+            "loss.target": "Measured",
+            "loss.args": "{metrics: [AUC, {target: F1, args: {positive: null}}]}",
+            "parallel.reduction": "exact",
+            "steps": 8,
+            "epochs": "null",
+            "log.every": 1,
+        }
+        argv = [x for name, value in words.items() for x in (f"--{name}", value)]
+        train("--config", "configs/digits.yaml", *argv, "--run_dir", run, devices=devices)
+        finals.append([{**r, "time": 0, "goodput": 0} for r in records(run, "final")])
+        kept = ("loss", "auc", "macro_f1", "f1_7")
+        finals[-1] += [{k: r[k] for k in kept if k in r} for r in records(run, "train")]
+    assert finals[0] == finals[1] and len(finals[0]) == 9 and 0.5 < finals[0][0]["auc"] < 1
+
+
+@pytest.mark.parametrize(
+    "name", [*SMALLER, "RMSE", "top1_error", "valid/loss", "perplexity", "auc_error"]
+)
+def test_the_smaller_of_these_is_the_better(name):
+    assert sign(name) == 1 and sign(name, "max") == -1
+
+
+LARGEST = [
+    "f1",
+    "macro_f1",
+    "auc",
+    "precision_3",
+    "recall",
+    "top5_accuracy",
+    "accuracy",
+    "valid/f1_0",
+    "mIoU",
+]
+
+
+@pytest.mark.parametrize("name", [*LARGER, *LARGEST])
+def test_the_larger_of_these_is_the_better(name):
+    assert sign(name) == -1 and sign(name, "min") == 1
+
+
+@pytest.mark.parametrize("key", ["checkpoint.best", "callbacks.args.metric"])
+def test_a_metric_of_unknown_direction_needs_a_mode(tmp_path, key):
+    """Its name does not say so: the worst would be kept as the best."""
+    more = {"checkpoint": {"best": "confident"}}
+    if key != "checkpoint.best":
+        more = {"callbacks": [{"target": "EarlyStopping", "args": {"metric": "confident"}}]}
+    with pytest.raises(UsageError, match=f"{key}: the name 'confident' does not say whether"):
+        fit(tmp_path / "a", **more)
+    with pytest.raises(UsageError, match=r"checkpoint.best: 'sums:auc' is not among the numbers"):
+        fit(tmp_path / "b", checkpoint={"best": "sums:auc"})
+    more.get("checkpoint", {}).update(mode="min")
+    more.get("callbacks", [{"args": {}}])[0]["args"]["mode"] = "min"
+    fitted = fit(tmp_path / "c", **more)
+    assert "checkpoint" not in more or fitted.best.final["confident"] == min(
+        fitted.history["eval"]["confident"]
+    )
