@@ -122,12 +122,31 @@ def test_a_run_that_is_killed_has_its_last_checkpoint_in_the_mirror(tmp_path):
     ).read_bytes()
 
 
-def test_what_cannot_be_copied_is_said_and_the_run_goes_on(tmp_path):
+def test_what_cannot_be_copied_is_tried_again(mirrored, tmp_path):
+    store = tmp_path / "store" / "run"
+    store.mkdir(parents=True)
+    (store / "checkpoints").write_text("a file in the place of a folder")
+    words = [tmp_path / "store", mirrored / "here" / "run"]
+    copier = subprocess.Popen(
+        [sys.executable, "-m", "jaxdp.mirror.copier", *map(str, words)],
+        env=environment({"PYTHONPATH": str(ROOT)}, 1),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    line = copier.stderr.readline()
+    assert line.startswith(f"checkpoint.mirror: {store}: ") and line.endswith("trying again\n")
+    (store / "checkpoints").unlink()
+    wait_until(lambda: complete(store / "checkpoints") == [20, 40, 60], "it was not tried again")
+    assert copier.communicate(timeout=60) == (f"mirror: {store} has step 60", "")
+
+
+def test_what_was_never_copied_is_said_at_the_end(tmp_path):
     store = tmp_path / "store" / "run"
     store.mkdir(parents=True)
     (store / "checkpoints").write_text("a file in the place of a folder")
     result = run(tmp_path / "run", tmp_path / "store")
-    assert "trying again" in result.stderr
     assert "all is in" in result.stderr and "the same command copies it" in result.stderr
     (store / "checkpoints").unlink()
     assert "has step 60" in run(tmp_path / "run", tmp_path / "store").stdout
