@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import numpy as np
-import pandas as pd
 import pytest
 from flax import nnx
 
@@ -180,7 +179,8 @@ def test_updates_whose_loss_stands_out_are_found(tmp_path):
 def test_around_a_spike_the_rows_are_shown_with_what_they_are(tmp_path):
     """A row with a wrong label and large inputs makes a spike; how often it was read is counted."""
     x, y = np.concatenate([X] * 2), np.concatenate([Y] * 2)
-    frame = pd.DataFrame(x, columns=list("abcd")).assign(label=np.where(y, "up", "down"))
+    pandas = pytest.importorskip("pandas", reason="pip install -e '.[tables]'")
+    frame = pandas.DataFrame(x, columns=list("abcd")).assign(label=np.where(y, "up", "down"))
     frame.iloc[5, :4], frame.iloc[5, 4] = 40.0, "down"
     frame.to_csv(tmp_path / "rows.csv", index=False)
     (tmp_path / "run.yaml").write_text(
