@@ -26,8 +26,7 @@ def main(url: str, directory: str) -> int:
             storage.upload(ended)
             wait, said = EVERY_S, ""
             if ended:
-                last = complete(storage.local)[-1:]
-                tell(f"mirror: {storage.url} has step {last[0]}" if last else "mirror: no step yet")
+                tell(f"mirror: {storage.url} has step {max(complete(storage.local), default=0)}")
                 return 0
         except Exception as error:  # each file system has its own; the next look tries again
             why = f"{KEY}: {storage.url}: {one_line(error) or type(error).__name__}"

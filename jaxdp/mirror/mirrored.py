@@ -51,8 +51,10 @@ def problem_at_start(url: str, directory: pathlib.Path) -> str | None:
     except UsageError as error:
         return str(error)
     except Exception as error:  # each file system has its own
-        why = one_line(error) or type(error).__name__
-        return f"{KEY}: {url!r}: {why}; mend that, or leave the mirror out"
+        return (
+            f"{KEY}: {url!r}: {one_line(error) or type(error).__name__}; mend that, or leave the "
+            "mirror out"
+        )
     return None
 
 

@@ -44,7 +44,7 @@ class Storage:
         bucket = self.root.partition("/")[0]
         if bucket and not self.files.exists(bucket):
             raise FileNotFoundError(f"there is no {bucket!r}")  # it would be made, whatever it is
-        self._make(self.root)
+        self.files.makedirs(self.root, exist_ok=True)
         self.files.pipe_file(f"{self.root}/.mirror", b"")
 
     def folders(self) -> list[str]:
@@ -92,7 +92,7 @@ class Storage:
             elif self.files.exists(target):
                 self.files.rm(target, recursive=True)  # it is made again, after a rollback
             for name in [*names, manifest.NAME]:
-                self._make(f"{target}/{name}".rpartition("/")[0])
+                self.files.makedirs(f"{target}/{name}".rpartition("/")[0], exist_ok=True)
                 self.files.put_file(str(source / name), f"{target}/{name}")
         except FileNotFoundError:
             if source.is_dir():
@@ -130,6 +130,3 @@ class Storage:
             return json.loads(self.files.cat_file(f"{folder}/{manifest.NAME}"))
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return {}
-
-    def _make(self, folder: str) -> None:
-        self.files.makedirs(folder, exist_ok=True)

@@ -87,8 +87,8 @@ def lines_of(found: Rewound) -> list[str]:
     for row in found.rows[:SHOWN]:
         lines.append(
             [
-                str(row.example),
-                str(row.microbatch),
+                f"{row.example}",
+                f"{row.microbatch}",
                 f"{row.loss:.6g}",
                 f"{row.share:+.4f}",
                 f"{times[row.example]} times",
@@ -129,7 +129,8 @@ def rewind_all(
     """Make some updates of a run again, in their order, and each of their rows alone.
 
     objects: those of the script, if it was trained by one. Raises UsageError for an update that the
-    run has not made, and for a loss that couples the examples of a batch.
+    run has not made, or that no checkpoint leads to, and for a loss that couples the examples of a
+    batch.
     """
     last = choose_step(directory, "last", "run_dir")
     for update in updates:
@@ -149,6 +150,15 @@ def rewind_all(
         strategy, saved, logged = made.strategy, made.checkpoints, losses_of(directory)
         began = max((step for step in saved.steps() if step < min(updates)), default=0)
         offset = saved.meta(began).get("offset", 0) if began else 0
+        if not began and config.init_from:
+            raise UsageError(
+                f"--step: {min(updates)} is before the first checkpoint of a run with init_from; choose a later one"
+            )
+        after = min(step for step in saved.steps() if step >= max(updates))
+        if saved.meta(after).get("offset", 0) != offset:
+            raise UsageError(
+                f"--step: it was rolled back, and left data out, between updates {began} and {after}; choose another"
+            )
         state = restore(made, began) if began else strategy.init()
         program = strategy.compile(made.step)
         sums = jax.jit(functools.partial(sums_of, make_the_step(config, parts)))

@@ -12,6 +12,7 @@ from flax import nnx
 import jaxdp
 from cli_runs import ended, records
 from cli_runs import jaxdp as train
+from jaxdp.checkpoint import manifest
 from jaxdp.data.dataset import Arrays
 from jaxdp.data.text import TextFile
 from jaxdp.errors import UsageError
@@ -215,3 +216,26 @@ def test_what_a_row_is(tmp_path):
     label = digits.read(np.array([7]))["labels"][0]
     assert describe(digits, 7) == f"label {label}" and describe(Named(), 7) == f"label n{label}"
     assert describe(Arrays(inputs=X), 0) == ""
+
+
+def test_what_no_checkpoint_leads_to_is_refused(run_dir, tmp_path):
+    """The weights of init_from, and the data after a rollback, are not those of the run's start."""
+    fit(
+        tmp_path / "tuned",
+        init_from=str(run_dir),
+        checkpoint={"every": 10},
+        steps=20,
+        parallel={"devices": 4},
+    )
+    with pytest.raises(
+        UsageError, match="7 is before the first checkpoint of a run with init_from"
+    ):
+        rewind(tmp_path / "tuned", 7, OBJECTS)
+    found = rewind(tmp_path / "tuned", 12, OBJECTS)
+    assert found.logged == pytest.approx(found.loss, rel=1e-4)
+
+    checkpoint = tmp_path / "tuned" / "checkpoints" / "20"
+    content = manifest.read(checkpoint)
+    manifest.write(checkpoint, content["files"], {**content["meta"], "offset": 3})
+    with pytest.raises(UsageError, match="was rolled back, and left data out, between updates 10"):
+        rewind(tmp_path / "tuned", 12, OBJECTS)
