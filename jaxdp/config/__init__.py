@@ -91,9 +91,8 @@ class Config:
     def extras(self) -> dict[str, str]:
         """Return {folder of `jaxdp.extras`: the key and the value that ask for it}, in the order in
         which they see a run."""
-        mirror = self.checkpoint.mirror
         texts = {
-            "mirror": f"checkpoint.mirror: {mirror}" * bool(mirror),
+            "mirror": f"checkpoint.mirror: {self.checkpoint.mirror}" * bool(self.checkpoint.mirror),
             "exact": f"parallel.reduction: {self.parallel.reduction}" * self.parallel.in_groups,
             "outer": f"outer.replicas: {self.outer.replicas}" * (self.outer.replicas > 1),
             "audit": f"audit.every: {self.audit.every}" * (self.audit != Audit()),

@@ -24,7 +24,11 @@ def sign(metric: str, mode: str | None = None) -> int:
     """Return 1 if a metric, such as valid/loss, is better if smaller, else -1: by the mode 'min' or
     'max', or by its name.
     """
-    smaller = mode == "min" if mode else any(word in metric.lower() for word in SMALLER)
+    smaller = (
+        mode == "min"
+        if mode
+        else any(word in metric.rpartition("/")[2].lower() for word in SMALLER)
+    )
     return 1 if smaller else -1
 
 

@@ -22,5 +22,5 @@ class Door(Extra):
         from jaxdp.mirror.mirrored import train_mirrored
 
         return functools.partial(
-            train_mirrored, str(self.config.checkpoint.mirror), directory, train
+            train_mirrored, f"{self.config.checkpoint.mirror}", directory, train
         )

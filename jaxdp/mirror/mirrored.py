@@ -37,10 +37,10 @@ def problem_at_start(url: str, directory: pathlib.Path) -> str | None:
         storage = Storage(url, directory)
         there = ask(storage)
         here = complete(storage.local)
-        if here and there and there[-1] > here[-1]:
+        if here and there and (there[-1] > here[-1] or not storage.has_one_of(here)):
             return (
-                f"{KEY}: {storage.url} is at step {there[-1]}, but {str(directory)!r} at {here[-1]}; remove the "
-                "directory to continue from the mirror, or set another --run_dir"
+                f"{KEY}: {storage.url} is at step {there[-1]}, but {str(directory)!r} at {here[-1]}, or they are of "
+                "two runs; remove the directory to continue from the mirror, or set another --run_dir"
             )
         if there and not here and rundir.not_ours(directory, False) is None:
             for text in storage.download():
@@ -86,7 +86,7 @@ def copying(url: str, directory: pathlib.Path) -> Iterator[None]:
     """Copy finished checkpoints to the mirror, in a process of its own: it takes no time from the
     updates, and outlives this one by a last copy."""
     child = subprocess.Popen(
-        [sys.executable, "-P", "-m", "jaxdp.mirror.copier", url, str(directory)],
+        [sys.executable, "-P", "-m", "jaxdp.mirror.copier", url, f"{directory}"],
         env=imports.for_module(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

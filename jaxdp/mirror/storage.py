@@ -64,6 +64,14 @@ class Storage:
         )
         return sorted(int(name) for name in names if name.isdecimal())
 
+    def has_one_of(self, steps: list[int]) -> bool:
+        """Return whether a local checkpoint is there too, with the same files: it is of this run."""
+        return any(
+            self._manifest(f"{self.root}/checkpoints/{step}").get("files")
+            == manifest.read(self.local / f"{step}")["files"]
+            for step in steps
+        )
+
     def upload(self, last: bool) -> None:
         """Copy what is missing there, and remove the checkpoints there that are not here any more.
 
@@ -72,7 +80,7 @@ class Storage:
         changed = [step for step in complete(self.local) if self._upload(step)]
         for name in FILES if changed or last else ():
             if (self.directory / name).is_file():
-                self.files.put_file(str(self.directory / name), f"{self.root}/{name}")
+                self.files.put_file(f"{self.directory}/{name}", f"{self.root}/{name}")
         if here := complete(self.local):
             for folder in self.folders():
                 if folder.rpartition("/")[2] not in map(str, here):
@@ -80,7 +88,7 @@ class Storage:
 
     def _upload(self, step: int) -> bool:
         """Copy a checkpoint if it differs; return whether it did."""
-        source, target = self.local / str(step), f"{self.root}/checkpoints/{step}"
+        source, target = self.local / f"{step}", f"{self.root}/checkpoints/{step}"
         try:
             here = json.loads((source / manifest.NAME).read_bytes())
             there = self._manifest(target)
@@ -93,7 +101,7 @@ class Storage:
                 self.files.rm(target, recursive=True)  # it is made again, after a rollback
             for name in [*names, manifest.NAME]:
                 self.files.makedirs(f"{target}/{name}".rpartition("/")[0], exist_ok=True)
-                self.files.put_file(str(source / name), f"{target}/{name}")
+                self.files.put_file(f"{source}/{name}", f"{target}/{name}")
         except FileNotFoundError:
             if source.is_dir():
                 raise
@@ -109,16 +117,16 @@ class Storage:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             with contextlib.suppress(manifest.Damaged, FileNotFoundError):  # `problem` says which
-                self.files.get_file(top + manifest.NAME, str(folder / manifest.NAME))
+                self.files.get_file(top + manifest.NAME, f"{folder}/{manifest.NAME}")
                 for name in manifest.read(folder)["files"]:
                     target = manifest.located(folder, name)
                     target.parent.mkdir(parents=True, exist_ok=True)
-                    self.files.get_file(top + name, str(target))
+                    self.files.get_file(top + name, f"{target}")
             if problem := manifest.problem(folder):
                 shutil.rmtree(folder)
                 wrong.append(f"checkpoint {step} of {self.url} is damaged: {problem}")
             else:
-                folder.rename(self.local / str(step))
+                folder.rename(self.local / f"{step}")
         for name in FILES:
             if self.files.exists(f"{self.root}/{name}"):
                 self.files.get_file(f"{self.root}/{name}", str(self.directory / name))

@@ -136,9 +136,9 @@ def rewind_all(
     for update in updates:
         if not 1 <= update <= last:
             raise UsageError(f"--step: {update} is none of the updates 1 to {last} of this run")
-    checkpoint = directory / "checkpoints" / str(last)
+    checkpoint = directory / "checkpoints" / f"{last}"
     meta = manifest.read(checkpoint)["meta"]
-    config = config_here(meta["config"], str(checkpoint))
+    config = config_here(meta["config"], f"{checkpoint}")
     with settings(config), rundir.inside(meta.get("folder")), user_code():
         prepared = prepare_on_all_ranks(config, current(), objects)
         parts = prepared.parts

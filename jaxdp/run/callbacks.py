@@ -375,8 +375,12 @@ def make_callbacks(
             raise UsageError(f"{KEY}: {target!r} is an object and takes no args; leave them out")
         check_methods(target, callback)
         callbacks.append(callback)
-        name = type(callback).__qualname__ if target in scripted else target
-        named.append([name, callback.measure if isinstance(callback, EarlyStopping) else args])
+        named.append(
+            [
+                type(callback).__qualname__ if target in scripted else target,
+                callback.measure if isinstance(callback, EarlyStopping) else args,
+            ]
+        )
     return Callbacks(callbacks, context, named)
 
 

@@ -273,9 +273,10 @@ class Training(Host):
 
     def examine(self, update: int) -> None:
         """Raise UsageError if the examples of an update explain its non-finite loss."""
-        name = f"the batch of update {update}"
-        with self.watch.suspend_timeout(f"examines {name}"):
-            self.run.data.train.examine(update - 1 + self.progress.offset, name)
+        with self.watch.suspend_timeout(f"examines the batch of update {update}"):
+            self.run.data.train.examine(
+                update - 1 + self.progress.offset, f"the batch of update {update}"
+            )
 
     def evaluate_and_record(self, split: str | None = None) -> Record:
         """Evaluate the state; return the metrics, and add them to this step's checkpoint.
@@ -318,8 +319,11 @@ class Training(Host):
     def finish_early(self) -> None:
         """Set why a callback ends training, and report it, if one does."""
         run, step = self.run, self.progress.step
-        self.progress.stopped = reason = self.callbacks.agree_to_stop(step)
-        if reason is not None and step < run.options.steps:
+        reason = self.callbacks.agree_to_stop(step)
+        if reason is None:  # or an evaluation after the same update has set it
+            return
+        self.progress.stopped = reason
+        if step < run.options.steps:
             run.log.writer.say(
                 f"training ends after update {step} of {run.options.steps}: {reason}"
             )
@@ -356,8 +360,11 @@ class Training(Host):
         if progress.stopped is not None:
             final["stopped"] = progress.stopped
         self.wait_for_checkpoint()
-        names = map(loss_of, run.data.eval)
-        if wrong := [name for name in names if not math.isfinite(final.get(name, math.nan))]:
+        if wrong := [
+            name
+            for name in map(loss_of, run.data.eval)
+            if not math.isfinite(final.get(name, math.nan))
+        ]:
             ended = f" (training ended there: {progress.stopped})" if progress.stopped else ""
             raise RunFailed(
                 f"the last evaluation, after update {progress.step}, has no finite {' and '.join(wrong)}{ended}; the "

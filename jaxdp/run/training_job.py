@@ -264,8 +264,9 @@ def supervised(
     context = run.checkpoints.context
     log, directory = run.log, run.log.directory
 
-    open_writer = functools.partial(start_writer, training, config, training.prepared, objects)
-    log.writer = continuation.begin(training, open_writer)
+    log.writer = continuation.begin(
+        training, functools.partial(start_writer, training, config, training.prepared, objects)
+    )
     training.watch = watch = RunMonitor(
         context,
         directory,

@@ -54,7 +54,7 @@ class Balanced:
         self.members = np.argsort(numbers, kind="stable")
         self.sizes = tuple(sizes.tolist())
         names = class_names(self.dataset)
-        titles = [names[c] if 0 <= c < len(names) else str(c) for c in classes.tolist()]
+        titles = [names[c] if 0 <= c < len(names) else f"{c}" for c in classes.tolist()]
         shares = weights_of(titles, classes, weights)
         self.counts = tuple(split_by_weight(size or len(labels), shares))
         if 0 in self.counts:
@@ -129,10 +129,10 @@ def weights_of(
     """Return the weight of each class. Raises UsageError unless there is a positive one for each."""
     if weights is None:
         return [1.0] * len(titles)
-    given = {str(name): weight for name, weight in weights.items()}
+    given = {f"{name}": weight for name, weight in weights.items()}
     named = dict[str, float]()
     for number, title in zip(classes.tolist(), titles):
-        name = title if title in given else str(number)
+        name = title if title in given else f"{number}"
         if name in given:
             named[title] = given.pop(name)
     check_weights(titles, named | given, "class")  # what is left names no class

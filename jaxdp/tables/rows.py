@@ -107,7 +107,7 @@ class Table(Arrays):
         values, labels = np.unique(
             column.astype(str) if not is_number(column) else column, return_inverse=True
         )
-        self.classes, self.class_names = len(values), [str(value) for value in values]
+        self.classes, self.class_names = len(values), [f"{value}" for value in values]
         return labels.astype(np.int32)
 
 
@@ -138,7 +138,7 @@ def require(frame: Any, wanted: Mapping[str, Sequence[str]]) -> None:
     for key, names in wanted.items():
         for name in names:
             if name not in frame.columns:
-                known = [str(column) for column in frame.columns]
+                known = [f"{column}" for column in frame.columns]
                 more = f" and {len(known) - SHOWN} more" if len(known) > SHOWN else ""
                 raise UsageError(
                     f"{KEY}.{key}: the table has no column {name!r}, only {', '.join(known[:SHOWN])}{more}"

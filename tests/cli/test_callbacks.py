@@ -219,6 +219,12 @@ class StopsIn(jaxdp.Observer):
         return ()
 
 
+def test_a_callback_ends_a_run_after_an_update_that_is_evaluated_and_saved(tmp_path):
+    config = {"eval": {"every": 4}, "checkpoint": {"every": 4}, "run_dir": tmp_path}
+    done = fit(StopsIn(8), steps=12, **config)
+    assert done.final["step"] == 8 and done.final["stopped"] == "it is update 8"
+
+
 @pytest.mark.parametrize("evaluates", [True, False])
 def test_a_callback_ends_a_run_after_any_update(evaluates, tmp_path, capsys):
     config = {"steps": 12, "eval": {"every": 4}, "checkpoint": {"every": 3}, "run_dir": tmp_path}

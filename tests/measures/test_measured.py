@@ -327,6 +327,11 @@ def test_the_larger_of_these_is_the_better(name):
     assert sign(name) == -1 and sign(name, "min") == 1
 
 
+def test_the_name_of_a_set_says_nothing_of_a_direction():
+    names = ("hard_errors/accuracy", "lossless/f1", "valid/loss")
+    assert [sign(name) for name in names] == [-1, -1, 1]
+
+
 @pytest.mark.parametrize("key", ["checkpoint.best", "callbacks.args.metric"])
 def test_a_metric_of_unknown_direction_needs_a_mode(tmp_path, key):
     """Its name does not say so: the worst would be kept as the best."""

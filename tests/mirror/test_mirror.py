@@ -101,6 +101,17 @@ def test_a_mirror_that_is_ahead_of_the_directory_is_not_overwritten(mirrored, tm
     assert complete(tmp_path / "store" / "run" / "checkpoints") == [20, 40, 60]
 
 
+def test_the_mirror_of_another_run_is_not_overwritten(mirrored, tmp_path):
+    checkpoints = copied(mirrored, tmp_path)
+    other = tmp_path / "other" / "run"
+    words = [*DIGITS, "--seed", "7", "--checkpoint.every", "20", "--run_dir", str(other)]
+    train(*words)
+    before = (checkpoints / "60" / "manifest.json").read_bytes()
+    result = run(other, tmp_path / "store", "--seed", "7", code=2)
+    assert "or they are of two runs" in result.stderr
+    assert (checkpoints / "60" / "manifest.json").read_bytes() == before
+
+
 def test_a_run_that_is_killed_has_its_last_checkpoint_in_the_mirror(tmp_path):
     words = [*DIGITS[:-1], "100000", "--run_dir", str(tmp_path / "run"), "--checkpoint.every", "50"]
     words += ["--checkpoint.mirror", str(tmp_path / "store"), "--epochs", "null"]

@@ -17,7 +17,7 @@ function place(name) { // the main ones first
   const bare = name.replace(", training", "");
   return ["loss", "accuracy", "perplexity", bare].indexOf(bare);
 }
-const isNamed = (name, words) => words.some((word) => name.toLowerCase().includes(word));
+const isNamed = (name, words) => words.some((word) => name.split("/").pop().toLowerCase().includes(word)); // the set does not count
 const isSmaller = (name) => isNamed(name, page.smaller); // better if smaller
 
 function columnsOf(facts) { // {head, show, value} of each column: `value` of a run is what it is sorted by
