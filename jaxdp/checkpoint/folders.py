@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from jaxdp.checkpoint import manifest
-from jaxdp.checkpoint.orbax import MARK
 
+MARK = "orbax.checkpoint"  # Orbax writes this file into its folders
 TEMPORARY = ".orbax-checkpoint-tmp"
 _REMOVED = ".pruned"
 

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxdp.checkpoint.folders import MARK
 from jaxdp.checkpoint.leaves import host, path_in
 from jaxdp.checkpoint.manifest import Meta
 from jaxdp.precision import is_key
@@ -23,7 +24,6 @@ from jaxdp.split import leaves_by_path
 
 TIMEOUT = 1200.0  # seconds for the files of one save
 STATE = "state"  # Orbax's name, in its folder, of the arrays
-MARK = "orbax.checkpoint"  # Orbax writes this file into its folders
 SLICE = (
     16 << 20
 )  # bytes: smaller slices of replicated arrays are not made, since each is a program to compile

@@ -10,7 +10,7 @@ import select
 import sys
 
 from jaxdp.errors import one_line
-from jaxdp.mirror.storage import KEY, Storage, complete
+from jaxdp.mirror.storage import KEY, Storage
 
 EVERY_S, MOST_S = 1.0, 60.0  # between two looks, and after failures
 LAST_TRIES = 3
@@ -20,13 +20,17 @@ def main(url: str, directory: str) -> int:
     """Return 0 if the mirror has all checkpoints at the end, else 1."""
     storage = Storage(url, pathlib.Path(directory))
     wait, tries, said = EVERY_S, LAST_TRIES, ""
+    copied = [0.0]  # when the manifests were written that were there at the last copy
     while tries:
         ended = bool(select.select([sys.stdin], [], [], wait)[0])
         try:
-            storage.upload(ended)
+            here = [*map(os.path.getmtime, storage.local.glob("*/manifest.json"))]
+            if ended or here != copied:  # else the storage, which may be far, is not asked
+                storage.upload(ended)
+                copied = here
             wait, said = EVERY_S, ""
             if ended:
-                tell(f"mirror: {storage.url} has step {max(complete(storage.local), default=0)}")
+                tell(f"mirror: {storage.url} has step {max(storage.steps(), default=0)}")
                 return 0
         except Exception as error:  # each file system has its own; the next look tries again
             why = f"{KEY}: {storage.url}: {one_line(error) or type(error).__name__}"

@@ -8,10 +8,11 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from jaxdp.checkpoint.folders import complete
 from jaxdp.errors import UsageError, one_line
 from jaxdp.extras import Train
 from jaxdp.metrics import safe_print
-from jaxdp.mirror.storage import KEY, Storage, complete
+from jaxdp.mirror.storage import KEY, Storage
 from jaxdp.process import imports
 from jaxdp.process.context import SLOW, Context
 from jaxdp.process.monitor import Stopped

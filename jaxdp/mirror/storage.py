@@ -9,17 +9,12 @@ import shutil
 from typing import Any
 
 from jaxdp.checkpoint import manifest
+from jaxdp.checkpoint.folders import complete
 from jaxdp.errors import UsageError, import_optional, one_line
 
 KEY = "checkpoint.mirror"
 # Copied beside the checkpoints; `git.diff` may hold secrets, so it stays where it is.
 FILES = ("config.yaml", "env.json", "layout.json", "model.txt", "metrics.jsonl", "events.jsonl")
-
-
-def complete(folder: pathlib.Path) -> list[int]:
-    """Return the steps of the checkpoints in a local folder that have a manifest, in order."""
-    names = (path.parent.name for path in folder.glob(f"*/{manifest.NAME}"))
-    return sorted(int(name) for name in names if name.isdecimal())
 
 
 class Storage:

@@ -13,7 +13,8 @@ import pytest
 
 from cli_runs import jaxdp as train
 from cli_runs import records
-from jaxdp.mirror.storage import Storage, complete
+from jaxdp.checkpoint.folders import complete
+from jaxdp.mirror.storage import Storage
 from launch import ROOT, environment
 
 DIGITS = ["--config", str(ROOT / "configs" / "digits.yaml"), "--steps", "60"]
