@@ -57,8 +57,8 @@ class ImageTable(Listed):
             frame = read_frame(table, f"{KEY}.table", **AS_TEXT).fillna("").astype(str)
             require(frame, {"columns": [*self.columns.values()]})
             text: dict[str, Any] = {key: frame[name] for key, name in self.columns.items()}
-            splits = text.get("split", [split] * len(frame))
-            for name, label, part in zip(text["path"], text["label"], splits):
+            named = text.get("split", [split] * len(frame))
+            for name, label, part in zip(text["path"], text["label"], named):
                 path = normalized(os.path.normpath(os.path.join(root, name + self.ending)))
                 if path in rows or not label:
                     problem = "two rows; remove one" if path in rows else "no label; give it one"

@@ -10,6 +10,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file
 
 import jaxdp
@@ -53,17 +54,6 @@ def config_of(folder, **args):
     )
 
 
-def nested(params):
-    tree = {}
-    for name, x in params.items():
-        *path, last = name.split("/")
-        node = tree
-        for part in path:
-            node = node.setdefault(part, {})
-        node[last] = x
-    return tree
-
-
 def parameters(config):
     """({path: array} that a config starts from, its parts and the lines about its weights)."""
     parts = make_parts(config)
@@ -90,7 +80,7 @@ def logits(folder, **args):
             parts.forward.model.apply(params, {}, batch, jax.random.key(0), False)[0]
         )
 
-    return np.asarray(forward(nested(params))), text
+    return np.asarray(forward(unflatten_dict(params, sep="/"))), text
 
 
 def refusal(folder, **args):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file, save_file
 
 import toys
@@ -122,23 +123,12 @@ def from_published(tensors, stacked=True):
     }
 
 
-def nested(flat):
-    tree = {}
-    for path, x in flat.items():
-        *above, last = path.split("/")
-        node = tree
-        for part in above:
-            node = node.setdefault(part, {})
-        node[last] = x
-    return tree
-
-
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("prefix", ["", "transformer."])
 @pytest.mark.parametrize("scan", [True, False])
 def test_logits_and_loss_are_those_of_the_published_model(scan, prefix):
     made, (inputs, labels) = model(scan=scan), (TEXT[:4, :-1], TEXT[:4, 1:])
-    params = nested(from_published(published(prefix), scan))
+    params = unflatten_dict(from_published(published(prefix), scan), sep="/")
     got = jax.jit(
         lambda p: made.apply(p, {}, {"inputs": inputs}, jax.random.key(0), False)[0].compute()
     )(params)

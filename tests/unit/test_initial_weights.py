@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file, save_file
 
 from jaxdp.checkpoint import published
@@ -120,17 +121,6 @@ def numbers(shapes, seed=0):
     return {name: draw.normal(size=x.shape).astype(np.float32) for name, x in shapes.items()}
 
 
-def nested(params):
-    tree = {}
-    for name, x in params.items():
-        *path, last = name.split("/")
-        node = tree
-        for part in path:
-            node = node.setdefault(part, {})
-        node[last] = x
-    return tree
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """{form: a published folder of it}"""
@@ -172,7 +162,9 @@ def run_of(directory, args, target="GPT", data="EXAMPLES", extra=()):
         k.removeprefix("model_state/"): x for k, x in arrays.items() if k.startswith("model_state/")
     }
     params = {k: x for k, x in arrays.items() if not k.startswith("model_state/")}
-    trained = TrainState(np.int32(1), nested(params), nested(state), {})
+    trained = TrainState(
+        np.int32(1), unflatten_dict(params, sep="/"), unflatten_dict(state, sep="/"), {}
+    )
     facts = {"input_shape": [LENGTH], "num_classes": 0}
     model = {"target": config.model.target, "args": config.model.args}
     checkpoints = Checkpoints(
