@@ -129,9 +129,9 @@ def test_a_run_that_is_killed_has_its_last_checkpoint_in_the_mirror(tmp_path):
         job.send_signal(signal.SIGKILL)
         job.wait()
     wait_until(lambda: complete(there) == complete(here), "the last copy is missing")
-    assert (there.parent / "metrics.jsonl").read_bytes() == (
-        here.parent / "metrics.jsonl"
-    ).read_bytes()
+    metrics = (here.parent / "metrics.jsonl").read_bytes()
+    copy = there.parent / "metrics.jsonl"  # it is copied after the checkpoints
+    wait_until(lambda: copy.read_bytes() == metrics, "the last metrics are missing")
 
 
 def test_what_cannot_be_copied_is_tried_again(mirrored, tmp_path):
