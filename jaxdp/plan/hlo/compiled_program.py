@@ -99,6 +99,8 @@ _CALLED = re.compile(
 _TRIPS = re.compile(r'known_trip_count"?[=:]\s*\{"?n"?:\s*"?(\d+)|\btimes_(\d+)/while"')
 # Attention by cuDNN, a custom call: the shape of its scores, which it does not store.
 _ATTENTION = re.compile(r'"intermediate_tensor_shape".*?"dimensions": ?\[(.*?)\]')
+# Of a collective that a TPU runs beside products, in the fusions of its chain.
+_CHAIN = re.compile(r'chain_id="(\d+)"')
 NEAR = "S(1)"  # in a layout: the array is in a TPU's vector memory, not in its large one
 SLICES = ("dynamic-slice", "slice", "gather")
 
@@ -166,6 +168,31 @@ class CompiledProgram:
                 )
         if not self.entry:
             raise ValueError("no ENTRY computation: this is not the text of a compiled program")
+        for computation in self.computations.values():
+            self.unfold_chains(computation)
+
+    def unfold_chains(self, computation: Computation) -> None:
+        """Make a start and a done of the fusions in which a TPU runs a collective beside products.
+
+        XLA repeats the collective in each fusion of a chain: the first starts it, the last waits
+        for it, and each between them has a product beside which it goes on.
+        """
+        starts: dict[str, str] = {}
+        for x in [*computation.values()]:
+            if x.opcode != "fusion":
+                continue
+            inner = self.computations[x.called[0]]
+            for y in [*inner.values()]:
+                if found := _CHAIN.search(y.attributes):
+                    inside = " ".join(z.attributes for z in inner.values())
+                    if "AsyncCollectiveStart" in inside:
+                        starts[found[1]] = x.name
+                        computation[x.name] = x._replace(opcode="async-start")
+                    elif "AsyncCollectiveDone" in inside:
+                        started = f"%{starts[found[1]]}"
+                        computation[x.name] = x._replace(opcode="async-done", arguments=started)
+                    else:
+                        inner[y.name] = y._replace(opcode="async-update")
 
     def trips(self, where: str, x: Instruction) -> int | None:
         """Return the iterations of a loop; None if they are not known."""
