@@ -65,6 +65,34 @@ def run(command, folder):
 @pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.skipif(find("openmpi5") is None, reason="no mpirun of openmpi5")
+def test_the_program_of_the_readme_prints_its_output(tmp_path):
+    """On one device, on eight, and on two processes; the last digits depend on the processor."""
+    page = (ROOT / "README.md").read_text()
+    (program,) = re.findall(r"```python\n(# first.py\n.*?)```", page, re.DOTALL)
+    assert len(program.splitlines()) <= 12
+    (tmp_path / "first.py").write_text(program)
+    env = environment({"XLA_FLAGS": None}, 1) | {"PYTHONPATH": str(ROOT)}
+    env |= {"PATH": f"{BIN}:{os.environ['PATH']}"}
+    shown = re.findall(r"^\$ (.*)\n(\[.*)$", page, re.MULTILINE)
+    assert len(shown) == 3 and len({line for _, line in shown}) == 1
+    printed = []
+    for command, line in shown:
+        shell = ["bash", "-ec", f"set -o pipefail; {shortened(command)}"]
+        done = subprocess.run(
+            shell, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stderr
+        *losses, accuracy = map(float, re.findall(r"[\d.]+", done.stdout))
+        *expected, right = map(float, re.findall(r"[\d.]+", line))
+        printed.append(losses)
+        assert losses == pytest.approx(expected, abs=5e-3), command
+        assert accuracy == pytest.approx(right, abs=1e-2), command
+        assert losses == pytest.approx(printed[0], abs=2e-4), command
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.skipif(find("openmpi5") is None, reason="no mpirun of openmpi5")
 def test_the_page_of_ones_own_model_works_as_it_stands(tmp_path):
     """A class outside the repository trains by its dotted path, to what the page says."""
     write_files("own_model.md", tmp_path)
