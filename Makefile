@@ -59,9 +59,10 @@ $(VENV)/.docs: $(VENV)/.base
 	@touch $@
 
 # Speed side by side, in 12 minutes: jaxdp, hand-written loops, PyTorch (in a separate environment). What fails is left out
-# with its reason, and the exit code says so. BENCH="--only gpt_1" runs some of the cases.
+# with its reason, and the exit code says so. BENCH="--only gpt_1" runs some of the cases. CHECK=1 says at the end which
+# statements of docs/performance.md do not hold any more, RECORD=1 writes the tables of RESULTS.md and of that page.
 bench: $(VENV)/.test .venv-torch/.done
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m benchmarks.run $(BENCH)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m benchmarks.run $(if $(CHECK),--check) $(if $(RECORD),--record) $(BENCH)
 
 # The time of an update against model size, batch, microbatches and simulated devices.
 bench-growth: $(VENV)/.test

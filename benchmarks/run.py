@@ -1,6 +1,11 @@
 """Run the cases, print what was measured beside what is claimed, and write all samples as JSON.
 
     python -m benchmarks.run [--only NAME ...] [--repeats 7] [--minutes 12] [--root FOLDER_OF_CIFAR10] [--markdown FILE]
+        [--check] [--record]
+
+--check says at the end which statements of docs/performance.md hold, with a margin of 5 %, and ends
+with 1 if one does not, or was not measured. --record writes the results into record.json and into
+the tables of RESULTS.md and docs/performance.md. The scripts of `LONG` run only by --only.
 
 PyTorch is taken from the Python that JAXDP_BENCH_TORCH names, else from .venv-torch. A contender or
 a case that fails is left out, with the reason; claims about it are not judged, all else is
@@ -18,8 +23,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import harness, job
-from benchmarks.cases import CPU, SCRIPTS, SMALLEST, Case, Claim, Entry, Script
+from benchmarks import harness, job, record
+from benchmarks.cases import CASES, LONG, SMALLEST, Case, Claim, Entry, Script
+from benchmarks.record import SHOWN
 from jaxdp.process.environment import tunables
 
 ROOT = job.ROOT
@@ -30,7 +36,7 @@ SCRIPT_SECONDS, MOST_SECONDS = (
 )  # that a script takes, to share out the time; and when it is ended
 
 
-def main(argv: list[str], cases: tuple[Case | Script, ...] = (*CPU, *SCRIPTS)) -> int:
+def main(argv: list[str], cases: tuple[Case | Script, ...] = (*CASES, *LONG)) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -44,6 +50,8 @@ def main(argv: list[str], cases: tuple[Case | Script, ...] = (*CPU, *SCRIPTS)) -
     )
     parser.add_argument("--root", default="random", help="of CIFAR-10; left out, random images")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--check", action="store_true", help="does what the pages say hold?")
+    parser.add_argument("--record", action="store_true", help="write the pages' tables")
     parser.add_argument(
         "--markdown", type=pathlib.Path, metavar="FILE", help="write the results as one table"
     )
@@ -54,7 +62,7 @@ def main(argv: list[str], cases: tuple[Case | Script, ...] = (*CPU, *SCRIPTS)) -
     cases = (
         SMALLEST
         if options.smallest
-        else tuple(case for case in cases if not options.only or case.name in options.only)
+        else tuple(case for case in cases if case.name in (options.only or standard(cases)))
     )
     for i, case in enumerate(cases):
         began = time.monotonic()
@@ -90,7 +98,17 @@ def main(argv: list[str], cases: tuple[Case | Script, ...] = (*CPU, *SCRIPTS)) -
             ["missing:", *missing] if missing else [f"all of {len(cases)} cases were measured"]
         )
     )
-    return 1 if missing else 0
+    if options.record:
+        record.keep(results)
+    verdicts = record.check(results) if options.check else []
+    for verdict, statement in sorted(verdicts):
+        print(f"{verdict:14}{statement}")
+    return 1 if missing or any(verdict != "holds" for verdict, _ in verdicts) else 0
+
+
+def standard(cases: Sequence[Case | Script]) -> set[str]:
+    """The names of the cases that run where none is named."""
+    return {case.name for case in cases if case not in LONG}
 
 
 def measure(case: Case, repeats: int, root: str, seconds: float = float("inf")) -> dict[str, Any]:
@@ -194,15 +212,16 @@ def run_script(case: Script, root: str) -> tuple[dict[str, Any], str]:
         raise job.Failed(f"its result is no JSON: {lines[-1][:80]!r}")
     found = {**printed, **harness.machine(), "claims": []}
     text = [f"\n{case.name}: {' '.join(case.command)}, {found['date']}"]
-    for name, word, bound in case.claims:
-        number = printed.get(name)
+    for figure in case.claims:
+        number: Any = printed
+        for word in figure.name.split("."):
+            number = number.get(word) if isinstance(number, dict) else None
         if not isinstance(number, (int, float)) or not math.isfinite(number):
-            raise job.Failed(f"it printed no number `{name}`: {number!r}")
-        holds = number >= bound if word == "at least" else number <= bound
-        found["claims"].append(
-            {"name": name, "number": number, "asked": f"{word} {bound}", "holds": holds}
-        )
-        text.append(f"  {name}: {number:.3f}; {asked(f'{word} {bound}', holds)}")
+            raise job.Failed(f"it printed no number `{figure.name}`: {number!r}")
+        goal = f"{figure.word} {figure.bound}"
+        met = record.holds(number, figure.bound, figure.word == "at least")
+        found["claims"].append({"name": figure.name, "number": number, "asked": goal, "holds": met})
+        text.append(f"  {figure.name}: {number:.3f}; {asked(goal, met)}")
     return found, "\n".join(text)
 
 
@@ -210,29 +229,16 @@ def judge(claim: Claim, found: dict[str, Any]) -> dict[str, Any]:
     """Return the claim's number, and whether it holds (None where nothing is claimed)."""
     speed = harness.ratio(found, claim.a, claim.b)
     a, b = (found["contenders"][name]["median"] for name in (claim.a, claim.b))
-    number = {
-        "speed": speed["of_medians"],
-        "overhead": a / b - 1,
-        "microseconds": 1e6 * (a - b),
-        "within": abs(a / b - 1),
-    }[claim.kind]
+    number = record.number_of(claim, {claim.a: 1e3 * a, claim.b: 1e3 * b})
     holds = (
         None
-        if claim.bound is None
-        else number >= claim.bound
-        if claim.kind == "speed"
-        else number <= claim.bound
+        if number is None or claim.bound is None
+        else record.holds(number, claim.bound, claim.kind == "speed")
     )
     fields = {"kind": claim.kind, "a": claim.a, "b": claim.b, "bound": claim.bound}
     return {**fields, "speed": speed, "number": number, "holds": holds}
 
 
-SHOWN = {
-    "speed": ("{a}: {number:.3f}x as fast as {b}", "at least {bound:.2f}x"),
-    "overhead": ("{a}: {number:+.1%} time over {b}", "at most {bound:+.0%}"),
-    "microseconds": ("{a}: {number:+.0f} us an update over {b}", "at most {bound:+.0f} us"),
-    "within": ("{a} and {b} differ by {number:.1%}", "at most {bound:.0%}"),
-}
 VERDICT = {True: "holds", False: "DOES NOT HOLD"}
 
 

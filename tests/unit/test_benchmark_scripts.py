@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from benchmarks import gpu, job, run, seeds
+from benchmarks import gpu, job, record, run, seeds
 from launch import ROOT
 from scripts import FOLDER, HIDDEN, MLP, run_script, runs, scripts_with_a_test
 
@@ -160,6 +160,12 @@ def test_published(script):
     assert products.startswith("PRODUCTS = {'a100'") and slowed == "SLOWED = 0.0"
     assert traffic == "traffic = 40"
     assert len([row for row in table if row.startswith("| ")]) == 1 + 9
+
+
+@runs("record")
+def test_record(script):
+    pages = script("record")
+    assert pages == [f"{name}: as it was" for name in record.PAGES]
 
 
 @runs("targets")

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from benchmarks import gpu, gpu_bench, harness, run
-from benchmarks.cases import OURS, PLAIN, Case, Claim, Entry, Script
+from benchmarks import gpu, gpu_bench, harness, record, run
+from benchmarks.cases import CASES, OURS, PLAIN, Case, Claim, Entry, Figure, Script
 from benchmarks.job import Contender, Failed
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -168,12 +168,12 @@ def test_repeats_end_early_where_the_times_are_steady_or_the_time_is_over(tmp_pa
 
 def test_a_case_that_fails_leaves_the_others_and_the_exit_code_says_so(tmp_path, capsys):
     cases = (
-        Script("broken", ("-c", "raise SystemExit('no disk')"), (("share", "at most", 0.5),)),
+        Script("broken", ("-c", "raise SystemExit('no disk')"), (Figure("share", "at most", 0.5),)),
         Script("silent", ("-c", "pass"), ()),
-        Script("other", ("-c", "print('{}')"), (("share", "at most", 0.5),)),
-        Script("text", ("-c", "print('{oops')"), (("share", "at most", 0.5),)),
-        Script("nan", ("-c", "print('{\"share\": NaN}')"), (("share", "at most", 0.5),)),
-        Script("good", ("-c", "print('{\"share\": 0.2}')"), (("share", "at most", 0.5),)),
+        Script("other", ("-c", "print('{}')"), (Figure("share", "at most", 0.5),)),
+        Script("text", ("-c", "print('{oops')"), (Figure("share", "at most", 0.5),)),
+        Script("nan", ("-c", "print('{\"share\": NaN}')"), (Figure("share", "at most", 0.5),)),
+        Script("good", ("-c", "print('{\"share\": 0.2}')"), (Figure("share", "at most", 0.5),)),
     )
     table = tmp_path / "table.md"
     assert run.main(["--out", str(tmp_path), "--markdown", str(table)], cases) == 1
@@ -271,3 +271,63 @@ def test_a_contender_of_the_gpu_set_that_fails_leaves_the_others_figures(tmp_pat
         bench.found["seconds_to_94"]["accuracy"] < 0.94
         and not bench.found["seconds_to_94"]["reached"]
     )
+
+
+def test_tables_of_the_pages_are_those_of_the_record():
+    marked = set()
+    for name in record.PAGES:
+        page = (record.ROOT / name).read_text()
+        assert record.rendered(page, record.load()) == page, f"python -m benchmarks.record: {name}"
+        marked |= {mark for _, mark, _ in record.MARK.findall(page)}
+    assert marked == record.tables({}).keys()
+
+
+def of_speed(speed):
+    """A result of each case: ours takes 1 ms, all others `speed` ms."""
+    machine = {"date": "2026-01-02T03:04:05", "machine": {"cpu": "new", "cores": 2}}
+    for case in CASES:
+        if isinstance(case, Script):
+            claims = [{"name": f.name, "number": f.bound} for f in case.claims]
+            yield case, machine | {"claims": claims}
+        else:
+            own = {
+                entry.name: {
+                    "median": 1e-3 if entry.name.startswith("jaxdp") else 1e-3 * speed,
+                    "versions": {"jax": "1.2"},
+                }
+                for entry in case.contenders
+            }
+            yield case, machine | {"contenders": own, "repeats": 3}
+
+
+def test_a_check_names_each_statement_with_its_verdict():
+    stated = [x for case in CASES for x in record.stated(case, None)]
+    assert len(stated) > 15
+    fast = record.check(list(of_speed(20.0)))
+    assert [verdict for verdict, _ in fast] == ["holds"] * len(stated)
+    slow = record.check(list(of_speed(0.1)))
+    assert ("DOES NOT HOLD", "gpt_1: jaxdp at least 0.8x as fast as torch: now 0.1") in slow
+    least = next(c.stated for c in CASES[2].claims if c.b == "torch")
+    almost = record.check(list(of_speed(least * (1 - record.MARGIN) + 1e-9)))
+    assert ("holds", "gpt_1: jaxdp at least 0.8x as fast as torch: now 0.76") in almost
+    missing = record.check([(CASES[0], {"failed": "no disk"})])
+    assert [verdict for verdict, _ in missing] == ["not measured"] * len(stated)
+
+
+def test_a_result_takes_the_place_of_an_older_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "FILE", tmp_path / "record.json")
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    page = (
+        "# A page\n\n<!-- {}: written by benchmarks/record.py -->\n\nold\n\n<!-- end -->\n\nText.\n"
+    )
+    for name, mark in zip(record.PAGES, ("goals", "times", "speeds")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(page.format(mark))
+    record.keep(of_speed(2.0))
+    record.keep([(CASES[0], {"failed": "no disk"})])
+    assert "| `gpt_1` | torch | 2 |" in (tmp_path / record.PAGES[1]).read_text()
+    record.keep(of_speed(3.0))
+    goals, times, speeds = ((tmp_path / name).read_text() for name in record.PAGES)
+    assert "| `gpt_1` | torch | 3 |" in times and times.endswith("<!-- end -->\n\nText.\n")
+    assert "jaxdp at least 0.8x as fast as torch | 3.00 |" in speeds and "\nold\n" not in speeds
+    assert "| `gpt_1` | jaxdp, torch | at least 1.00x | 3.00x |" in goals and "**" not in goals
