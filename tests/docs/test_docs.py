@@ -153,6 +153,46 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 COMMANDS = {page.name: commands(page) for page in PAGES}
 
 
+def test_a_command_is_on_one_page():
+    """The README may begin with those of the pages."""
+    docs = [
+        command.text for name, found in COMMANDS.items() if name != "README.md" for command in found
+    ]
+    assert len(docs) > 100 and sorted({*docs}) == sorted(docs)
+
+
+def anchors(page):
+    """Those of a page's headings, as its builder makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", x).strip().lower()) for x in headings}
+
+
+def test_pages_and_sections_that_are_named_exist():
+    """Also in messages, comments and other files, which the site's builder does not see."""
+    files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "benchmarks").glob("*.md")]
+    for folder in ("jaxdp", "tests", "examples", "configs", "benchmarks"):
+        files += [x for x in (ROOT / folder).rglob("*") if x.suffix in (".py", ".yaml", ".ipynb")]
+    named = 0
+    for file in files:
+        for name, anchor in re.findall(
+            r"(?<![\w/])(?:\.\./)?docs/(\w+\.md)(?:#([\w-]+))?", file.read_text()
+        ):
+            page = ROOT / "docs" / name
+            assert page.is_file() and (not anchor or anchor in anchors(page)), (file, name, anchor)
+            named += 1
+    assert named > 50
+
+
+def test_the_readme_is_short_and_has_two_commands_to_set_up():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 90 and "No GPU has been measured" in text
+    assert [c.text for c in COMMANDS["README.md"] if "make" in c.text] == [
+        "make train",
+        "make test",
+    ]
+
+
 def test_every_command_is_run_or_says_what_it_needs():
     text = (ROOT / "Makefile").read_text()
     extras = (ROOT / "pyproject.toml").read_text()
@@ -465,10 +505,13 @@ def test_the_pages_that_are_made_say_everything():
         assert getattr(importlib.import_module(module), name).__doc__, path
 
 
-def test_the_files_of_the_architecture_exist():
+def test_files_that_are_named_exist():
     text = (ROOT / "docs" / "architecture.md").read_text()
     files = set(re.findall(r"`((?:\w+/)*\w+\.py)`", text))
     assert len(files) > 25
+    for page in (*PAGES, ROOT / "CONTRIBUTING.md"):  # elsewhere, a plain name may be a user's
+        if page.name != "changelog.md":
+            files |= set(re.findall(r"`((?:\w+/)+\w+\.py)`", page.read_text()))
     known = {str(x.relative_to(ROOT / "jaxdp")) for x in (ROOT / "jaxdp").rglob("*.py")}
     known |= {x.name for x in (ROOT / "jaxdp").rglob("*.py")}
     assert {x for x in files - known if not (ROOT / x).is_file()} == set()
