@@ -258,7 +258,7 @@ class Precision:
             float32; a narrower one rounds by the number of devices
         state: dtype of the optimizer's state; by default that of params, at least float32: an
             update too small for bfloat16 parameters is added to the lower halves of a float32 copy,
-            which the state has (docs/models.md)
+            which the state has (docs/numbers.md#precision)
         matmul: jax_default_matmul_precision
         loss_scale: factor of the mean loss; an update that overflows is skipped. A number stays
             constant; dynamic is halved after an overflow, and grows; by default dynamic if compute
