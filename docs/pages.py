@@ -200,8 +200,8 @@ def _escaped(text: str) -> str:
 
 def _linked(text: str) -> str:
     return re.sub(
-        r"docs/(\w+)(?:\\_(\w+))?\.md",
-        lambda m: f"[{m[0]}](../{'_'.join(filter(None, m.groups()))}.md)",
+        r"docs/(\w+)(?:\\_(\w+))?\.md(#[\w-]+)?",
+        lambda m: f"[{m[0]}](../{'_'.join(filter(None, m.groups()[:2]))}.md{m[3] or ''})",
         text,
     )
 

@@ -1,4 +1,4 @@
-"""Export the forward pass of a run as an ONNX file. Needs the package jax2onnx (docs/export.md).
+"""Export the forward pass of a run as an ONNX file. Needs the package jax2onnx (docs/finetune.md).
 
 python examples/export_onnx.py runs/digits [FILE]
 """

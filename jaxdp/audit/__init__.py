@@ -1,5 +1,5 @@
 """The audit: an observer that lets all devices compute the same microbatch, and names those that
-compute wrongly (docs/audit.md)."""
+compute wrongly (docs/reliability.md#audit)."""
 
 from typing import Any
 

@@ -171,7 +171,7 @@ class Parallel:
             bucket between processes on CPU, else xla; exact gives the same bits on any number of
             devices (docs/exact.md); exact16 and exact8 do so with 2 and 1 bytes an element and
             stochastic rounding, which changes the numbers; or the dotted path of your own
-            (docs/reductions.md)
+            (docs/exact.md#your-own-reduction)
         exact_group: number of microbatches that the exact reductions compute at once; this changes
             the numbers
         bucket_mb: size of a bucket in MB
@@ -258,7 +258,7 @@ class Precision:
             float32; a narrower one rounds by the number of devices
         state: dtype of the optimizer's state; by default that of params, at least float32: an
             update too small for bfloat16 parameters is added to the lower halves of a float32 copy,
-            which the state has (docs/models.md)
+            which the state has (docs/numbers.md#precision)
         matmul: jax_default_matmul_precision
         loss_scale: factor of the mean loss; an update that overflows is skipped. A number stays
             constant; dynamic is halved after an overflow, and grows; by default dynamic if compute
@@ -378,7 +378,7 @@ class Checkpoint:
         local: hosts share no file system: each keeps all of the state in its own run directory
             (docs/hosts.md)
         mirror: where finished checkpoints are copied to, such as s3://bucket/runs, and from where a
-            run in an empty directory continues (docs/restart.md)
+            run in an empty directory continues (docs/reliability.md#another-disk)
     """
 
     every: int | None = speed(None, least=1)
@@ -406,7 +406,7 @@ class Resume:
 @dataclasses.dataclass(frozen=True)
 class Elastic:
     """Continue in the same processes when one of several is lost, and admit others while training
-    (docs/elastic.md).
+    (docs/reliability.md#elastic-training).
 
     Args:
         enabled: a lost process does not end the others
@@ -443,7 +443,7 @@ class Watchdog:
 @dataclasses.dataclass(frozen=True)
 class Audit:
     """Let all devices compute the same microbatch, and name those that compute wrongly
-    (docs/audit.md).
+    (docs/reliability.md#audit).
 
     Args:
         every: updates between two audits; null makes none

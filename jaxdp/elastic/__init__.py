@@ -1,4 +1,4 @@
-"""Elastic training: a job continues when processes are lost, and when others join (docs/elastic.md).
+"""Elastic training: a job continues when processes are lost, and when others join (docs/reliability.md).
 
 `jaxdp.elastic.run` is for training loops of your own, and `Options` for the job that they run in.
 """

@@ -17,7 +17,7 @@ rank's arguments are invalid (naming that rank), and DistributedError if ranks d
 operation, groups, shapes or types (naming the ranks and their versions), or if one does not call
 within JAXDP_TIMEOUT seconds (60).
 
-The operations are those of NCCL, and of RAF (github.com/awslabs/raf): see `docs/from_raf.md`.
+The operations are those of NCCL, and of RAF (github.com/awslabs/raf): see `docs/coming_from.md#collectives`.
 That page also lists the calls of `jax.lax` to use inside jit, pmap and shard_map.
 """
 

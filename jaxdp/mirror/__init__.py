@@ -1,5 +1,5 @@
 """The mirror: finished checkpoints are copied to another storage while training goes on, and a run
-in an empty directory continues from there (docs/restart.md)."""
+in an empty directory continues from there (docs/reliability.md#another-disk)."""
 
 import functools
 import pathlib

@@ -97,7 +97,7 @@ def make_reduction(name: str, bucket_mb: float = 25.0, group: int = 1) -> Reduct
     reduction = call(KEY, bound)
     if not isinstance(reduction, Reduction):
         raise UsageError(
-            f"{KEY}: {name!r} must return a jaxdp.parallel.reduction.Reduction; see docs/reductions.md"
+            f"{KEY}: {name!r} must return a jaxdp.parallel.reduction.Reduction; see docs/exact.md"
         )
     if is_auto and on_cpu():  # where nothing is computed beside a collective
         reduction = reduction._replace(overlaps=False)

@@ -1,4 +1,4 @@
-"""The audit (audit.md) on simulated devices of one process: who is named, who is not, and what is
+"""The audit (reliability.md) on simulated devices of one process: who is named, who is not, and what is
 refused.
 """
 

@@ -1,4 +1,4 @@
-"""docs/export.md: ONNX Runtime (by jax2onnx) and lm-eval run exported models.
+"""docs/finetune.md: ONNX Runtime (by jax2onnx) and lm-eval run exported models.
 
 They are not among the requirements of the tests: jax2onnx is made for another Orbax, lm-eval needs
 PyTorch."""
@@ -53,7 +53,7 @@ def trained(name, folder):
 @pytest.mark.parametrize("name", MODELS)
 def test_onnx_runtime_has_the_outputs_of_the_model(name, tmp_path):
     """For any number of examples."""
-    pytest.importorskip("jax2onnx", reason="see docs/export.md")
+    pytest.importorskip("jax2onnx", reason="see docs/finetune.md")
     onnxruntime = pytest.importorskip("onnxruntime")
     forward, example = trained(name, tmp_path)
     command = [sys.executable, ROOT / "examples" / "export_onnx.py", tmp_path]

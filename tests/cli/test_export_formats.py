@@ -1,4 +1,4 @@
-"""docs/export.md: exported models are run without jaxdp: by NumPy, by transformers, and by JAX
+"""docs/finetune.md: exported models are run without jaxdp: by NumPy, by transformers, and by JAX
 alone.
 """
 

@@ -13,7 +13,7 @@ from jaxdp.run.components import make_reduction
 
 ROOT = pathlib.Path(__file__).parents[2]
 (CODE,) = re.findall(
-    r"```python\n(# counted.py.*?)```", (ROOT / "docs/reductions.md").read_text(), re.DOTALL
+    r"```python\n(# counted.py.*?)```", (ROOT / "docs/exact.md").read_text(), re.DOTALL
 )
 CONFIG = """
 model: {target: MLP, args: {hidden: [16]}}

@@ -1,4 +1,4 @@
-"""The commands for several hosts (README, hosts.md, slurm.md, elastic.md), as they stand there, on
+"""The commands for several hosts (README, hosts.md, reliability.md), as they stand there, on
 simulated hosts.
 
 What a launcher starts on a host has a clean environment, as ssh gives it: neither PATH nor a

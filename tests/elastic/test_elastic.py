@@ -1,4 +1,4 @@
-"""Elastic jobs (elastic.md): processes are killed, start again, and the parameters are those of an
+"""Elastic jobs (reliability.md): processes are killed, start again, and the parameters are those of an
 undisturbed run.
 """
 
@@ -1071,7 +1071,7 @@ def test_slurm_lets_the_others_continue(tmp_path):
     assert final["params_sha256"] == alone(tmp_path, "--steps", "100")["params_sha256"]
 
 
-LOOP = 'until "$@"; do [ $? = 75 ] && exit 75; sleep 1; done'  # that of docs/elastic.md
+LOOP = 'until "$@"; do [ $? = 75 ] && exit 75; sleep 1; done'  # that of docs/reliability.md
 
 
 @contextlib.contextmanager

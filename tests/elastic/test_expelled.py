@@ -1,4 +1,4 @@
-"""The audit (audit.md) of several processes: the wrong one is named, ends the job, or leaves it."""
+"""The audit (reliability.md) of several processes: the wrong one is named, ends the job, or leaves it."""
 
 import json
 import pathlib

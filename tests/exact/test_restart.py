@@ -1,4 +1,4 @@
-"""The loops of docs/restart.md, as they stand there, around runs that are stopped and killed: the
+"""The loops of docs/reliability.md, as they stand there, around runs that are stopped and killed: the
 same bits result.
 """
 
@@ -19,8 +19,10 @@ from launch import ROOT, environment, require
 from launch import _survivors as survivors
 from slow_runs import CONFIG, SLOW
 
-PAGE = (ROOT / "docs" / "restart.md").read_text()
-ONE_LINE, LIMITED, ASKING, SRUN, MPIRUN = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+PAGE, HOSTS = ((ROOT / "docs" / name).read_text() for name in ("reliability.md", "hosts.md"))
+MARK = r"<!-- tested: exact/test_restart.py -->\n```sh\n(.*?)```"
+ONE_LINE, LIMITED, ASKING = re.findall(MARK, PAGE, re.DOTALL)
+(MPIRUN,) = re.findall(MARK, HOSTS, re.DOTALL)
 COMMAND = "jaxdp train --config run.yaml"
 
 
@@ -184,15 +186,14 @@ def test_the_line_around_mpirun(folder, reference, which, number):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [SRUN, MPIRUN], ids=["srun", "mpirun"])
-def test_the_batch_scripts_put_the_job_back(folder, script):
-    """Without Slurm: it signals what the script runs (srun), or the script (mpirun)."""
-    launch = "srun " if script == SRUN else "mpirun --map-by ppr:8:node --bind-to none "
-    assert launch in script
+def test_the_batch_script_puts_the_job_back(folder):
+    """That with mpirun, signalled as by Slurm; `test_slurm.py` runs that with srun."""
+    launch = "mpirun --map-by ppr:8:node --bind-to none "
+    assert launch in MPIRUN
     stub = 'SLURM_JOB_ID=7; scontrol() { echo "scontrol: $*"; }\n'
-    loop = Loop(stub + script.replace(launch, ""), folder, launch.split()[0])
+    loop = Loop(stub + MPIRUN.replace(launch, ""), folder, "mpirun")
     loop.wait_for(15)
-    os.kill(loop.child() if script == SRUN else loop.shell.pid, signal.SIGUSR1)
+    os.kill(loop.shell.pid, signal.SIGUSR1)
     out = loop.output()
     assert (
         loop.shell.returncode == 75

@@ -17,7 +17,8 @@ from slurm import Slurm
 pytestmark = [pytest.mark.slow, pytest.mark.mpi, pytest.mark.xdist_group("slurm")]
 TRAIN = [sys.executable, str(ROOT / "train.py")]
 DOUBLE = "precision: {params: float64, compute: float64, reduce: float64}\n"
-(SCRIPT,) = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "slurm.md").read_text(), re.DOTALL)
+PAGE = (ROOT / "docs" / "hosts.md").read_text()
+SCRIPT, _ = re.findall(r"```sh\n(#!/bin/bash\n.*?)```", PAGE, re.DOTALL)  # the other has mpirun
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def check(run_dir, folder):
 
 
 def test_the_batch_script_puts_itself_back_and_goes_on(slurm, folder):
-    """The script of docs/slurm.md, but for the size of the job; Slurm's signal comes two minutes
+    """The script of docs/hosts.md, but for the size of the job; Slurm's signal comes two minutes
     too early.
     """
     script = SCRIPT.replace(

@@ -1,5 +1,5 @@
 """What keeps the coordinator and the checkpoints small with thousands of processes, and the
-commands of scale.md.
+commands of performance.md.
 """
 
 import asyncio
