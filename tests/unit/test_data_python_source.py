@@ -100,5 +100,7 @@ def test_what_cannot_be_read_is_named(library, args, words):
 
 
 def test_a_packed_library_is_named(library):
-    with pytest.raises(UsageError, match=f"no Python source in {re.escape(repr(str(library({}))))}"):
+    with pytest.raises(
+        UsageError, match=f"no Python source in {re.escape(repr(str(library({}))))}"
+    ):
         jaxdp.data.PythonSource()

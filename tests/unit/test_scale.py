@@ -17,7 +17,6 @@ import pytest
 
 from benchmarks.clients import Clients, facts
 from jaxdp.checkpoint.store import Commit, PeerFailed
-from jaxdp.errors import UsageError
 from jaxdp.process import (
     channel,
     compilation_cache,
@@ -139,7 +138,6 @@ def test_a_message_to_all_is_sealed_for_each():
 
 FEW_FILES = """
 import resource
-from jaxdp.errors import UsageError
 from jaxdp.process import joining, protocol
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
