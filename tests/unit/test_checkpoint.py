@@ -8,7 +8,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
 from types import SimpleNamespace
 
 import jax
@@ -508,25 +507,6 @@ def test_carried_state_and_loss_scale_are_saved_too(tmp_path):
     check_pairs(
         tmp_path, [((WAYS[0], 4), (WAYS[5], 2)), ((WAYS[5], 2), (WAYS[1], 8))], toys.counting()
     )
-
-
-def needs_root_mount():
-    if os.geteuid() or shutil.which("mount") is None:
-        pytest.skip("a small file system needs root to be mounted")
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 3 MB."""
-    needs_root_mount()
-    (tmp_path / "disk").mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", tmp_path / "disk"], capture_output=True
-    )
-    if made.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {made.stderr.decode().strip()}")
-    yield tmp_path / "disk"
-    subprocess.run(["umount", "-l", tmp_path / "disk"], check=True)
 
 
 def test_a_full_disk_keeps_the_old_ones_and_the_next_occasion_tries_again(small_disk):

@@ -128,26 +128,21 @@ def test_a_job_takes_the_directory_from_its_own_stopped_rank(tmp_path, monkeypat
         held.close()
 
 
-def test_a_full_disk_keeps_the_files_of_an_earlier_start(tmp_path, monkeypatch):
+def test_a_full_disk_keeps_the_files_of_an_earlier_start(small_disk):
     """A run that resumes, or that other processes continue, continues; a first start says what is
     wrong.
     """
-
-    def full(path, text, **how):
-        path.touch()
-        raise OSError(28, "No space left on device", str(path))
-
-    rundir.write_config(tmp_path, {"steps": 1})
-    with monkeypatch.context() as patched:
-        patched.setattr("pathlib.Path.write_text", full)
-        rundir.write_config(tmp_path, {"steps": 2})
-        with pytest.raises(
-            UsageError,
-            match=r"run_dir: cannot write in '.*': No space left on device; choose another",
-        ):
-            rundir.write_env(tmp_path, {})
-    assert (tmp_path / "config.yaml").read_text() == "steps: 1\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+    rundir.write_config(small_disk, {"steps": 1})
+    with (small_disk / "filler").open("wb", buffering=0) as file, pytest.raises(OSError):
+        while True:
+            file.write(bytes(4096))
+    rundir.write_config(small_disk, {"steps": 2})
+    with pytest.raises(
+        UsageError, match=r"run_dir: cannot write in '.*': No space left on device; choose another"
+    ):
+        rundir.write_env(small_disk, {})
+    assert (small_disk / "config.yaml").read_text() == "steps: 1\n"
+    assert {path.name for path in small_disk.iterdir()} == {"config.yaml", "filler"}
 
 
 def append(directory):
