@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent import futures
 
 import pytest
 
@@ -72,13 +73,17 @@ def test_a_holder_that_is_ending_is_waited_for(tmp_path, capsys, monkeypatch, wh
         held, problem = rundir.lock(tmp_path)
         assert held is None and "is in use by process" in problem
         monkeypatch.setattr(rundir, "WAIT", 60.0)
-        monkeypatch.setattr(
-            rundir.time, "sleep", lambda seconds: process.kill()
-        )  # it ends while it is waited for
-        held, problem = rundir.lock(tmp_path)
+        text = capsys.readouterr().err
+        with futures.ThreadPoolExecutor(1) as pool:
+            locked = pool.submit(rundir.lock, tmp_path)
+            while text.count("\n") < 2:  # until it is waited for
+                assert not locked.done()
+                text += capsys.readouterr().err
+            process.kill()
+            held, problem = locked.result()
         assert held is not None and problem is None
         held.close()
-    lines = capsys.readouterr().err.splitlines()
+    lines = (text + capsys.readouterr().err).splitlines()
     assert len(lines) == 2 and all("which is ending: waiting for it" in line for line in lines)
 
 
