@@ -138,6 +138,7 @@ def test_a_message_to_all_is_sealed_for_each():
 
 FEW_FILES = """
 import resource
+from jaxdp.errors import UsageError
 from jaxdp.process import joining, protocol
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
