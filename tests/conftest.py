@@ -7,7 +7,9 @@ import gc
 import itertools
 import os
 import pathlib
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 
@@ -123,3 +125,18 @@ def usual_lowering(usual_lowering_of_a_module):
 
     with private_jax.usual_lowerings():
         yield
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 3 MB."""
+    if os.geteuid() or shutil.which("mount") is None:
+        pytest.skip("a small file system needs root to be mounted")
+    (tmp_path / "disk").mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", tmp_path / "disk"], capture_output=True
+    )
+    if made.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {made.stderr.decode().strip()}")
+    yield tmp_path / "disk"
+    subprocess.run(["umount", "-l", tmp_path / "disk"], check=True)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxdp.doctor import mpi_check, resources, versions
-from jaxdp.doctor.findings import LIMIT, OK, Check, Checker, of_text, ok, run_checks
+from jaxdp.doctor.findings import FAILURE, LIMIT, OK, Check, Checker, of_text, ok, run_checks
 from jaxdp.errors import ReportedError, UsageError
 from jaxdp.process import hosts, launchers, protocol
 from jaxdp.process.launchers import World
@@ -75,16 +75,15 @@ def main(directory: pathlib.Path, launcher: int) -> None:
     stage("devices", LIMIT)
     # a rank that fails from now on ends all, and rank 0 has sent its findings
     context.barrier("devices")
-    check = resources.open_devices()
-    timed = list[Check]()
+    checks += merge(everyone, exchange(context, "opened", [resources.open_devices()]))
     if jax.device_count() > 1:
         stage("all-reduce", LIMIT)
-        reports = exchange(context, "all-reduce", resources.all_reduce())
-        wrong = tuple(rank for rank, report in enumerate(reports) if not report["right"])
-        reduced = resources.check_all_reduce(**reports[0] | {"right": not wrong})
-        timed.append(reduced._replace(ranks=wrong))
-    checks += merge(everyone, exchange(context, "opened", [check]))
-    checks += timed
+        reduced = [
+            resources.check_all_reduce(**timed)
+            for timed in exchange(context, "all-reduce", resources.all_reduce())
+        ]
+        wrong = tuple(rank for rank, check in enumerate(reduced) if check.status == FAILURE)
+        checks.append(reduced[min(wrong, default=0)]._replace(ranks=wrong))
     stage("", 0)
     contexts.leave(0)
 

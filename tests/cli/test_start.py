@@ -17,6 +17,7 @@ from jaxdp.errors import UsageError
 from jaxdp.process import compilation_cache
 from jaxdp.process.environment import processor
 from launch import environment, mpirun
+from pods import run_in
 from starts import RUN, SCRIPT, check_second_start, home
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -153,27 +154,24 @@ def test_a_cache_that_is_no_folder_is_refused():
             load([*RUN[1:], "--compilation_cache", where])
 
 
-def test_a_user_without_a_home_is_one_line(monkeypatch, no_cache):
+WITHOUT_HOME = """
+import jax
+from jaxdp.process import compilation_cache
+
+for where in ("auto", "~nobody_here/cache"):
+    print(compilation_cache.use(where))
+print(jax.config.jax_compilation_cache_dir)
+"""
+
+
+def test_a_user_without_a_home_is_one_line():
     """As in a container that runs under a number which no password file knows."""
-    import pwd
-
-    def nobody(number):
-        raise KeyError(number)
-
-    monkeypatch.setattr(pwd, "getpwuid", nobody)
-    for name in ("HOME", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    problem = compilation_cache.use("auto")
-    assert (
-        problem is not None
-        and "cannot write in 'auto' (Could not determine home directory" in problem
-    )
-    problem = compilation_cache.use("~nobody_here/cache")
-    assert (
-        problem is not None
-        and "cannot write in '~nobody_here/cache' (Could not determine home" in problem
-    )
-    assert jax.config.values["jax_compilation_cache_dir"] is None
+    names = ("HOME", "XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR")
+    nobody = ["unshare", "--user", "--map-user=54321"]
+    first, second, where = run_in(nobody, WITHOUT_HOME, dict.fromkeys(names)).splitlines()
+    assert "cannot write in 'auto' (Could not determine home directory" in first
+    assert "cannot write in '~nobody_here/cache' (Could not determine home" in second
+    assert where == "None"
 
 
 @pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="no /dev/full here")

@@ -2,8 +2,6 @@
 the variable.
 """
 
-import socket
-
 import numpy as np
 import pytest
 
@@ -15,10 +13,10 @@ from jaxdp.process.launchers import (
     address,
     discover,
     first_host,
-    kubernetes,
     tasks_per_node,
 )
 from jaxdp.process.protocol import default_timeout, difference, silence
+from pods import run_in_pod
 
 JAXDP = {"JAXDP_COORDINATOR": "10.0.0.1:12355", "JAXDP_NUM_PROCESSES": "4", "JAXDP_PROCESS_ID": "3"}
 OPENMPI = {
@@ -323,15 +321,18 @@ def test_slurms_lists():
     assert tasks_per_node("2(x3),1") == [2, 2, 2, 1] and tasks_per_node("4") == [4]
 
 
-def test_a_pods_full_name_gives_the_subdomain(monkeypatch):
+@pytest.mark.parametrize(
+    ("hosts", "rank_0"),
+    [
+        ("10.1.2.3 train-2.workers.svc.cluster.local train-2", "train-0.workers.svc.cluster.local"),
+        ("127.0.0.1 localhost train-2", "train-0"),
+    ],
+)
+def test_a_pods_full_name_gives_the_subdomain(tmp_path, hosts, rank_0):
     env = {**INDEXED, "HOSTNAME": "train-2"}
-    monkeypatch.setattr(socket, "getfqdn", lambda: "train-2.workers.ns.svc.cluster.local")
-    world = kubernetes(env)
-    assert world == World(
-        2, 4, None, None, "kubernetes", "train-0.workers.ns.svc.cluster.local:12355"
-    )
-    monkeypatch.setattr(socket, "getfqdn", lambda: "localhost")
-    assert kubernetes(env).coordinator == "train-0:12355"
+    code = f"from jaxdp.process.launchers import kubernetes; print(kubernetes({env}))"
+    world = World(2, 4, None, None, "kubernetes", f"{rank_0}:12355")
+    assert run_in_pod(tmp_path, "train-2", hosts, code) == f"{world}\n"
 
 
 def test_addresses():

@@ -11,7 +11,6 @@ import re
 import runpy
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 
@@ -27,6 +26,7 @@ from jaxdp.cli.export import export
 from jaxdp.config.validation import inner, known_keys
 from jaxdp.process import launchers
 from launch import environment, find
+from pods import run_in_pod
 
 ROOT = pathlib.Path(__file__).parents[2]
 BIN = pathlib.Path(sys.executable).parent
@@ -404,7 +404,7 @@ def kubernetes():
     ]
 
 
-def test_the_manifests_say_what_is_read(monkeypatch):
+def test_the_manifests_say_what_is_read(tmp_path):
     """Of Kubernetes: the variables, and what the pods' names have to be; see
     jaxdp/process/launchers.py.
     """
@@ -425,15 +425,13 @@ def test_the_manifests_say_what_is_read(monkeypatch):
             and float(env["JAXDP_TIMEOUT"]) > 60
         )
         name = f"run-{spec['completions'] - 1}"
-        monkeypatch.setattr(socket, "getfqdn", lambda: f"{name}.run.default.svc.cluster.local")  # noqa: B023
-        world = launchers.kubernetes(
-            {**env, "JOB_COMPLETION_INDEX": str(spec["completions"] - 1), "HOSTNAME": name}
+        env |= {"JOB_COMPLETION_INDEX": str(spec["completions"] - 1), "HOSTNAME": name}
+        hosts = f"10.1.2.3 {name}.run.default.svc.cluster.local {name}"
+        code = f"from jaxdp.process.launchers import kubernetes; print(kubernetes({env}))"
+        world = launchers.World(
+            1, 2, None, None, "kubernetes", "run-0.run.default.svc.cluster.local:12355"
         )
-        assert (
-            world.rank == 1
-            and world.size == 2
-            and world.coordinator == "run-0.run.default.svc.cluster.local:12355"
-        )
+        assert run_in_pod(tmp_path, name, hosts, code) == f"{world}\n"
     assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["selector"]["job-name"] == job["metadata"]["name"]
     policy = job["spec"]["podFailurePolicy"]["rules"]

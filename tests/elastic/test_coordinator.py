@@ -511,19 +511,17 @@ def test_a_coordinator_that_was_stopped_has_not_waited_meanwhile(monkeypatch, jo
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_coordinator_that_is_killed_or_stopped_before_it_listens_is_no_error_of_the_user(
-    monkeypatch, start, number
+    monkeypatch, start, number, tmp_path
 ):
     monkeypatch.setattr(joining, "SILENT", 0.3)
     monkeypatch.setattr(joining, "APART", 0.2)
-    popen, at_once = joining.subprocess.Popen, []
-
-    def stopped(*args, **options):
-        at_once.append(popen(*args, **options))
-        os.kill(at_once[-1].pid, number)
-        return at_once[-1]
-
-    monkeypatch.setattr(joining.subprocess, "Popen", stopped)
-    assert start()[0] is None and at_once[0].returncode == -signal.SIGKILL
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho $$ >{tmp_path}/pid\nkill -{number.name[3:]} $$\n")
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert start()[0] is None
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 CONNECT = """

@@ -14,7 +14,7 @@ import toys
 from jaxdp.errors import UsageError
 from jaxdp.optim import decay_mask, scale_by_path, zero1
 from jaxdp.split import WHOLE, spec, split_dims
-from launch import processes
+from launch import port, processes, ranks
 
 AXIS, N = "batch", 8
 MESH = jax.make_mesh((N,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
@@ -208,20 +208,37 @@ def test_the_wire_carries_a_reduce_scatter_and_an_all_gather():
     assert not re.search(r" (all-to-all|collective-permute)(-start)?\(", text)
 
 
+OVER_GLOO = """
+import re
+import jax, jaxdp, numpy as np, optax
+from jaxdp.optim import zero1
+
+context = jaxdp.init()
+rng, inner = np.random.default_rng(0), optax.adamw(1e-3)
+shapes, n = {"kernel": (16, 24), "conv": (3, 4, 16), "odd": (5, 7)}, jax.local_device_count()
+params = {k: rng.normal(size=(1, *shape)).astype(np.float32) for k, shape in shapes.items()}
+grads = {k: rng.normal(size=(2 * n, *shape)).astype(np.float32) for k, shape in shapes.items()}
+tx = zero1(inner, "batch")
+own = {k: g[context.rank * n :][:n] for k, g in grads.items()}
+whole = {k: np.repeat(x, n, 0) for k, x in params.items()}
+update = jax.pmap(lambda g, p: tx.update(g, tx.init(p), p)[0], "batch")
+kinds = re.findall(r" (reduce-scatter|all-reduce)(?:-start)?[(]", update.lower(own, whole).compile().as_text())
+first = {k: x[0] for k, x in params.items()}
+want, _ = inner.update({k: g.mean(0) for k, g in grads.items()}, inner.init(first), first)
+for name, got in update(own, whole).items():
+    np.testing.assert_allclose(got, np.broadcast_to(want[name], got.shape), rtol=1e-4, atol=1e-7)
+print(jax.device_count(), *{*kinds})
+"""
+
+
 @pytest.mark.slow
-def test_over_gloo_it_is_an_all_reduce_and_the_same_numbers(monkeypatch):
-    _, (want, _, _) = adamw_by_pmap()
-    params, grads = trees(np.float32)
-    tx = zero1(optax.adamw(1e-3), AXIS, blocks=BLOCKS)
-
-    def update(grads, state, params):
-        with monkeypatch.context() as patched:  # only while it is traced
-            patched.setattr(jax, "process_count", lambda: 2)
-            return tx.update(grads, state, params)
-
-    got, _, text = by_pmap(optax.GradientTransformation(tx.init, update), params, grads)
-    assert not re.search(r" reduce-scatter(-start)?\(", text)
-    assert toys.relative_error(got, want)[0] < 1e-6
+@pytest.mark.mpi
+def test_over_gloo_it_is_an_all_reduce_and_the_same_numbers():
+    """Two processes of four devices."""
+    both = ranks(2, f"127.0.0.1:{port()}")
+    for job in processes(["-c", OVER_GLOO], both, timeout=120, devices=4):
+        assert job.returncode == 0, job.output
+        assert job.stdout.splitlines()[-1] == "8 all-reduce"  # after lines of Gloo
 
 
 def test_extra_arguments_and_missing_parameters_pass_through():

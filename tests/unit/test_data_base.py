@@ -114,7 +114,8 @@ def test_masks_of_weights_booleans_and_integers_are_read():
         np.arange(6, dtype=np.uint8),
         np.arange(6) % 2,
     ):
-        Arrays(inputs=X, mask=mask)
+        read = Arrays(inputs=X, mask=mask).read(np.arange(6))["mask"]
+        np.testing.assert_array_equal(read, mask)
 
 
 def test_masked_entries_are_not_read_as_numbers():

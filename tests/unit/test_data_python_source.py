@@ -2,6 +2,8 @@
 folders.
 """
 
+import pathlib
+import re
 import sysconfig
 
 import numpy as np
@@ -15,13 +17,16 @@ from jaxdp.errors import UsageError
 
 @pytest.fixture
 def library(tmp_path, monkeypatch):
-    """A function that makes the standard library of {path: content}."""
+    """A function that makes the standard library of {path: content}; it returns the folder."""
+    monkeypatch.setitem(sysconfig.get_config_vars(), "installed_base", str(tmp_path))
+    folder = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    assert folder.is_relative_to(tmp_path)
 
     def make(files):
         for path, content in files.items():
-            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / path).write_bytes(content)
-        monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(content)
+        return folder
 
     return make
 
@@ -94,7 +99,8 @@ def test_what_cannot_be_read_is_named(library, args, words):
         PythonSource(**args)
 
 
-def test_a_packed_library_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "python311.zip")})
-    with pytest.raises(UsageError, match=r"no Python source in '.*python311.zip'"):
+def test_a_packed_library_is_named(library):
+    with pytest.raises(
+        UsageError, match=f"no Python source in {re.escape(repr(str(library({}))))}"
+    ):
         jaxdp.data.PythonSource()

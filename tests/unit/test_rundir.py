@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent import futures
 
 import pytest
 
@@ -72,13 +73,17 @@ def test_a_holder_that_is_ending_is_waited_for(tmp_path, capsys, monkeypatch, wh
         held, problem = rundir.lock(tmp_path)
         assert held is None and "is in use by process" in problem
         monkeypatch.setattr(rundir, "WAIT", 60.0)
-        monkeypatch.setattr(
-            rundir.time, "sleep", lambda seconds: process.kill()
-        )  # it ends while it is waited for
-        held, problem = rundir.lock(tmp_path)
+        text = capsys.readouterr().err
+        with futures.ThreadPoolExecutor(1) as pool:
+            locked = pool.submit(rundir.lock, tmp_path)
+            while text.count("\n") < 2:  # until it is waited for
+                assert not locked.done()
+                text += capsys.readouterr().err
+            process.kill()
+            held, problem = locked.result()
         assert held is not None and problem is None
         held.close()
-    lines = capsys.readouterr().err.splitlines()
+    lines = (text + capsys.readouterr().err).splitlines()
     assert len(lines) == 2 and all("which is ending: waiting for it" in line for line in lines)
 
 
@@ -128,26 +133,21 @@ def test_a_job_takes_the_directory_from_its_own_stopped_rank(tmp_path, monkeypat
         held.close()
 
 
-def test_a_full_disk_keeps_the_files_of_an_earlier_start(tmp_path, monkeypatch):
+def test_a_full_disk_keeps_the_files_of_an_earlier_start(small_disk):
     """A run that resumes, or that other processes continue, continues; a first start says what is
     wrong.
     """
-
-    def full(path, text, **how):
-        path.touch()
-        raise OSError(28, "No space left on device", str(path))
-
-    rundir.write_config(tmp_path, {"steps": 1})
-    with monkeypatch.context() as patched:
-        patched.setattr("pathlib.Path.write_text", full)
-        rundir.write_config(tmp_path, {"steps": 2})
-        with pytest.raises(
-            UsageError,
-            match=r"run_dir: cannot write in '.*': No space left on device; choose another",
-        ):
-            rundir.write_env(tmp_path, {})
-    assert (tmp_path / "config.yaml").read_text() == "steps: 1\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+    rundir.write_config(small_disk, {"steps": 1})
+    with (small_disk / "filler").open("wb", buffering=0) as file, pytest.raises(OSError):
+        while True:
+            file.write(bytes(4096))
+    rundir.write_config(small_disk, {"steps": 2})
+    with pytest.raises(
+        UsageError, match=r"run_dir: cannot write in '.*': No space left on device; choose another"
+    ):
+        rundir.write_env(small_disk, {})
+    assert (small_disk / "config.yaml").read_text() == "steps: 1\n"
+    assert {path.name for path in small_disk.iterdir()} == {"config.yaml", "filler"}
 
 
 def append(directory):

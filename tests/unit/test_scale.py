@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import pathlib
-import resource
 import secrets
 import threading
 import types
@@ -18,7 +17,6 @@ import pytest
 
 from benchmarks.clients import Clients, facts
 from jaxdp.checkpoint.store import Commit, PeerFailed
-from jaxdp.errors import UsageError
 from jaxdp.process import (
     channel,
     compilation_cache,
@@ -31,6 +29,7 @@ from jaxdp.process import (
 )
 from jaxdp.process.context import Context
 from jaxdp.process.generation import Generation, Member
+from launch import processes
 
 
 @pytest.mark.parametrize("size", [1, 2, 9, 100])
@@ -137,13 +136,25 @@ def test_a_message_to_all_is_sealed_for_each():
         opened(0, frames[0])
 
 
-def test_a_coordinator_without_enough_files(monkeypatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 4096))
-    settings = protocol.Settings(4096, "secret", 1, "127.0.0.1", None, 60.0, 20.0)
-    with pytest.raises(
-        UsageError, match="open 4096 files, and the coordinator of 4096 processes needs 8292"
-    ):
-        joining.start_coordinator(settings, "here")
+FEW_FILES = """
+import resource
+from jaxdp.errors import UsageError
+from jaxdp.process import joining, protocol
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+settings = protocol.Settings(4096, "secret", 1, "127.0.0.1", None, 60.0, 20.0)
+try:
+    joining.start_coordinator(settings, "here")
+except UsageError as error:
+    print(error)
+"""
+
+
+def test_a_coordinator_without_enough_files():
+    """In a process of its own, which cannot raise the hard limit again."""
+    (done,) = processes(["-c", FEW_FILES], [{}], timeout=60)
+    words = "open 256 files, and the coordinator of 4096 processes needs 8292: raise the hard limit"
+    assert done.returncode == 0 and words in done.stdout, done.output
 
 
 def test_heartbeats_become_rare():
