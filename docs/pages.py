@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 
 import jaxdp
 from jaxdp import cli
+from jaxdp.cli.parse import make_parser
 from jaxdp.config import Config
 from jaxdp.config.validation import decides, inner
 
@@ -160,13 +161,13 @@ def commands_page() -> str:
     lines = [
         "# Commands",
         "",
-        "`jaxdp VERB --help` prints what stands here, and for the verbs that read a config all its keys, which are "
+        "`jaxdp VERB --help` prints what stands here, and `jaxdp train --help` all keys of a config, too, which are "
         "on [a page of their own](config.md). `python -m jaxdp` is the same, and `python train.py` is `jaxdp train`.",
         "",
         "Exit codes: 0 done, 2 bad usage or config, 75 preempted after a good save (start me again), 1 anything else.",
     ]
     for verb in cli.VERBS:
-        text = cli.help_of(verb).partition("\n  --seed SEED  ")[0].rstrip()
+        text = make_parser(verb).format_help().rstrip()
         lines += ["", f"## jaxdp {verb}", "", "```text", text, "```"]
     return "\n".join([*lines, ""])
 
