@@ -34,6 +34,7 @@ from jaxdp.report.table import METRICS
 from jaxdp.run import rundir
 
 OUTPUT = "output.txt"  # in the directory of a run: what it printed
+CSV = "sweep.csv"  # in the directory of the sweep: the table
 
 
 class Trial(NamedTuple):
@@ -100,7 +101,10 @@ def run(call: Call) -> None:
                     pathlib.Path(run["path"]) in failed and run["state"]["word"] == "finished"
                 ):  # before this sweep
                     run["state"]["word"] = "failed"
-            print(table.table(table.ranked(runs, options["metric"]), options["metric"]))
+            runs = table.ranked(runs, options["metric"])
+            print(table.table(runs, options["metric"]))
+            table.write_csv(directory / CSV, runs, options["metric"])
+            print(f"the table in {directory / CSV}")
         except UsageError as error:  # the runs are trained: `jaxdp report --metric` makes the table
             print(f"jaxdp: {error}", file=sys.stderr)
             code = code or 2
