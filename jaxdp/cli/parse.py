@@ -180,7 +180,7 @@ def add_keys(parser: Parser, section: Any = Config, prefix: str = "", about: str
 
     doc = docstring_parser.parse(section.__doc__)
     group = parser.add_argument_group(prefix[:-1] or "keys", about or doc.description)
-    texts_of = {param.arg_name: param.description for param in doc.params}
+    texts_of = {param.arg_name: param.description or "" for param in doc.params}
     sections = dict[str, Any]()
     for name, hint in get_type_hints(section).items():
         default = getattr(section(), name)

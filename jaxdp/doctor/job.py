@@ -28,14 +28,13 @@ def main(directory: pathlib.Path, launcher: int) -> None:
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print is not a stage
     world = World(0, 1)
-    launcher_error: Check | None = None
     try:
         world = launchers.discover()
         text = f"{world.launcher}, {world.size} processes"
-        found = ok("launcher", "a single process" if world.launcher == "none" else text)
+        checks = [ok("launcher", "a single process" if world.launcher == "none" else text)]
     except UsageError as error:
-        launcher_error = found = of_text("launcher", str(error))
-    checks, names = [found], [hosts.hostname()] * world.size
+        checks = [of_text("launcher", str(error))]
+    names = [hosts.hostname()] * world.size
 
     def stage(name, seconds):
         print(json.dumps([name, seconds, checks, world.rank, names]), file=out, flush=True)
@@ -43,6 +42,9 @@ def main(directory: pathlib.Path, launcher: int) -> None:
     checks += run_checks(local_checks(world, directory))
     stage("imports", LIMIT)
     checks += versions.check_imports()
+    if checks[0].status != OK:  # it cannot join the others
+        stage("", 0)
+        return
     timeout = protocol.default_timeout(None if os.environ.get("JAXDP_TIMEOUT") else 30.0)
     stage("ranks", 2 * timeout + LIMIT)
     facts = {**hosts.identity(), "outward": hosts.outward(), **resources.read_cores(launcher)}
@@ -57,7 +59,7 @@ def main(directory: pathlib.Path, launcher: int) -> None:
     from jaxdp.process import context as contexts
 
     try:
-        context = contexts.Context() if launcher_error else contexts.init(timeout=timeout)
+        context = contexts.init(timeout=timeout)
     except ReportedError as error:
         if error.rank not in (None, world.rank):
             # the doctor of that rank prints it; this one has its own findings, and ends soon
