@@ -282,8 +282,6 @@ def read_config(path: str) -> dict[str, Any]:
     """Return the content of a config file. Raises UsageError if it is missing, is not YAML, or has
     an unknown key.
     """
-    if not path:
-        raise UsageError("--config: no file given")
     file = pathlib.Path(path)
     if not file.is_file():
         raise UsageError(
@@ -291,7 +289,10 @@ def read_config(path: str) -> dict[str, Any]:
         )
     content = texts.load(texts.read_file(file), path)
     if not isinstance(content, dict):
-        raise UsageError(f"{path}: a config is a YAML mapping, this is {type(content).__name__}")
+        raise UsageError(
+            f"{path}: a config is a YAML mapping, this is {type(content).__name__}; write keys with their values, "
+            "such as steps: 1000"
+        )
     if (file.parent / "env.json").is_file():  # of a run, perhaps of a former version
         drop_former(content)
     check_structure(content, path)

@@ -1,8 +1,4 @@
-"""Check this process's machine, join the job, and check it: `python -m jaxdp.doctor.job DIRECTORY
-LAUNCHER`.
-
-Before each stage it prints its name, the seconds it may take, the findings so far, rank, and the
-hosts: see `Stage`."""
+"""Check this process's machine, join the job, and check it."""
 
 import functools
 import json
@@ -11,22 +7,21 @@ import pathlib
 import re
 import secrets
 import socket
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxdp.doctor import mpi_check, resources, versions
-from jaxdp.doctor.findings import LIMIT, OK, Check, Checker, of_text, ok, run_checks
+from jaxdp.doctor.findings import LIMIT, OK, Check, Checker, Stage, of_text, ok, run_checks
 from jaxdp.errors import ReportedError, UsageError
 from jaxdp.process import hosts, launchers, protocol
 from jaxdp.process.launchers import World
 from jaxdp.run import rundir
 
 
-def main(directory: pathlib.Path, launcher: int) -> None:
-    """Examine as a rank of the job. launcher: the id of the process that started this one's parent."""
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print is not a stage
+def run(directory: pathlib.Path, launcher: int, send: Callable[[Stage], None]) -> None:
+    """Examine as a rank of the job. launcher: the id of the process that started this one's parent.
+    send: is called before each stage begins.
+    """
     world = World(0, 1)
     try:
         world = launchers.discover()
@@ -36,8 +31,8 @@ def main(directory: pathlib.Path, launcher: int) -> None:
         checks = [of_text("launcher", str(error))]
     names = [hosts.hostname()] * world.size
 
-    def stage(name, seconds):
-        print(json.dumps([name, seconds, checks, world.rank, names]), file=out, flush=True)
+    def stage(name: str, seconds: float) -> None:
+        send(Stage(name, seconds, checks, world.rank, names))
 
     checks += run_checks(local_checks(world, directory))
     stage("imports", LIMIT)
@@ -144,7 +139,3 @@ def merge(everyone: Sequence[dict[str, Any]], reports: Sequence[Sequence[Any]]) 
                 check = same.setdefault(kind, check)
             merged.setdefault(check, []).append(rank)
     return [check._replace(ranks=tuple(ranks)) for check, ranks in merged.items()]
-
-
-if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]), int(sys.argv[2]))
