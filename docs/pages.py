@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 
 import jaxdp
 from jaxdp import cli
-from jaxdp.cli.parse import make_parser
 from jaxdp.config import Config
 from jaxdp.config.validation import decides, inner
 
@@ -167,7 +166,7 @@ def commands_page() -> str:
         "Exit codes: 0 done, 2 bad usage or config, 75 preempted after a good save (start me again), 1 anything else.",
     ]
     for verb in cli.VERBS:
-        text = make_parser(verb).format_help().rstrip()
+        text = cli.help_of(verb).partition("\n\nkeys:\n")[0].rstrip()
         lines += ["", f"## jaxdp {verb}", "", "```text", text, "```"]
     return "\n".join([*lines, ""])
 

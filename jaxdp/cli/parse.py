@@ -12,7 +12,7 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from jaxdp.cli.option_table import VERBS, Option
@@ -29,6 +29,7 @@ from jaxdp.config.validation import (
     program,
 )
 from jaxdp.errors import UsageError, suggest
+from jaxdp.metrics import safe_print
 from jaxdp.run import rundir
 
 Pairs = list[tuple[str, str]]
@@ -76,7 +77,7 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
         )  # `plan` replaces it by its stages, but 0 does not go with them
     config = from_mapping(values, "command line")
     if print_config:
-        print(texts.dump(dataclasses.asdict(config)), end="")
+        safe_print.say(texts.dump(dataclasses.asdict(config)).rstrip())
         sys.exit(0)
     return config, (files[-1] if files else None), options
 
@@ -87,26 +88,23 @@ def load_options(argv: list[str], verb: str) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str], verb: str) -> tuple[dict[str, Any], Pairs]:
-    """Return the values of a verb's options and positional arguments, and (key, text) of each key
-    of a config. Prints the help and exits, if that is asked for.
+    """Return the values of a verb's options and positional arguments, and (key, text) of each
+    `--key value` or `--key=value` of a config. Prints the help and exits, if that is asked for.
 
     Raises UsageError for an unknown name, and for a value that is missing or of another type."""
     row = VERBS[verb]
-    parser = make_parser(verb, keys=verb == "train" and "--help" in argv)
+    parser = make_parser(verb)
     if row.command:
         parsed, words = parser.parse_known_args(argv)
         if parsed.command[:1] == ["--"]:
             del parsed.command[0]
     else:  # options may stand between positional arguments
         parsed, words = parser.parse_known_intermixed_args(argv)
-    return vars(parsed), list(split_pairs(words, verb))
-
-
-def split_pairs(words: Iterable[str], verb: str) -> Iterator[tuple[str, str]]:
-    """Yield (key, text) of each `--key value` or `--key=value`. Raises UsageError for a name that
-    is no key, and if a text is missing.
-    """
-    row = VERBS[verb]
+    options = vars(parsed)
+    if options.pop("help"):
+        safe_print.say(help_of(verb).rstrip())
+        sys.exit(0)
+    pairs: Pairs = []
     remaining = iter(words)
     for word in remaining:
         name, equals, text = word.removeprefix("--").partition("=")
@@ -118,24 +116,16 @@ def split_pairs(words: Iterable[str], verb: str) -> Iterator[tuple[str, str]]:
         check_key(name, "command line")
         if not equals and (text := next(remaining, "--")).startswith("--"):
             raise UsageError(f"{name}: no value given; write --{name} VALUE")
-        yield name, text
+        pairs.append((name, text))
+    return options, pairs
 
 
-def make_parser(verb: str, keys: bool = False) -> Parser:
-    """Return the parser of a verb's options. keys: its help lists the keys of a config, too."""
+def make_parser(verb: str) -> Parser:
+    """Return the parser of a verb's options and positional arguments."""
     row = VERBS[verb]
-    called = program(verb)
-    words = [f"[{name.upper()}{' ...' * (count == '*')}]" for name, count in row.arguments.items()]
-    words += ["--config FILE [--key value ...]" if row.has_config else "[--option value ...]"]
-    words += ["COMMAND ..."] * row.command
-    examples = [example.replace(f"jaxdp {verb}", called) for example in row.examples]
-    parser = Parser(
-        prog=called,
-        usage="\n  ".join([" ".join([called, *words]), "", *examples]).replace("%", "%%"),
-        description=f"{row.does[0].upper()}{row.does[1:]}.",
-        epilog="" if keys else ALSO * row.has_config,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog=f"jaxdp {verb}", allow_abbrev=False, add_help=False)
+    text = "show this help message and exit"
+    parser.add_argument("-h", "--help", action="store_true", help=text)
     if row.has_config:
         parser.add_argument(
             "--config",
@@ -162,14 +152,27 @@ def make_parser(verb: str, keys: bool = False) -> Parser:
         parser.add_argument(name, nargs=count, help=argparse.SUPPRESS)  # the usage shows it
     if row.command:
         parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    if keys:
-        add_keys(parser)
     return parser
 
 
 def help_of(verb: str) -> str:
-    """Return the text of `jaxdp VERB --help`."""
-    return make_parser(verb, verb == "train").format_help()
+    """Return the text of `jaxdp VERB --help`: usage, examples, options; of `train`, the keys of a
+    config too.
+    """
+    row = VERBS[verb]
+    called = program(verb)
+    words = [f"[{name.upper()}{' ...' * (count == '*')}]" for name, count in row.arguments.items()]
+    words += ["--config FILE [--key value ...]" if row.has_config else "[--option value ...]"]
+    words += ["COMMAND ..."] * row.command
+    examples = [example.replace(f"jaxdp {verb}", called) for example in row.examples]
+    parser = make_parser(verb)
+    parser.usage = "\n  ".join([" ".join([called, *words]), "", *examples]).replace("%", "%%")
+    parser.description = f"{row.does[0].upper()}{row.does[1:]}."
+    if verb == "train":
+        add_keys(parser)
+    elif row.has_config:
+        parser.epilog = ALSO
+    return parser.format_help()
 
 
 def add_keys(parser: Parser, section: Any = Config, prefix: str = "", about: str = "") -> None:

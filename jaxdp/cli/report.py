@@ -51,7 +51,7 @@ def run(call: Call) -> None:
     )
     if metric:
         print(table(runs, metric))
-        if output.is_file():  # not a pipe
+        if len(runs) > 1 and output.is_file():  # not a pipe
             rows = output.with_suffix(".csv")
             write_csv(rows, runs, metric)
             about += f"; the table in {rows}"

@@ -839,6 +839,19 @@ def test_the_options_of_a_verb_fill_less_than_a_screen(verb):
     assert verb == "train" or (shown == own and text.count("\n") <= 40)
 
 
+@pytest.mark.parametrize(
+    "argv", [["train", "--help"], ["launch", "--help"], ["train", "--print_config"]]
+)
+def test_a_reader_that_leaves_is_no_error(argv):
+    """As `head` does."""
+    words = [sys.executable, "-m", "jaxdp", *argv, "--config", "configs/digits.yaml"]
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run(words, cwd=ROOT, stdout=write_end, stderr=subprocess.PIPE, timeout=60)
+    os.close(write_end)
+    assert done.returncode == 0 and not done.stderr, done
+
+
 def test_help_behind_the_command_is_the_commands():
     assert "usage: jaxdp launch" in ended("launch", "-n", "2", "--help").stdout
     words = [sys.executable, "-m", "jaxdp", "launch", "-n", "1", "eval", "--help"]
