@@ -160,13 +160,13 @@ def commands_page() -> str:
     lines = [
         "# Commands",
         "",
-        "`jaxdp VERB --help` prints what stands here, and for the verbs that read a config all its keys, which are "
+        "`jaxdp VERB --help` prints what stands here, and `jaxdp train --help` all keys of a config, too, which are "
         "on [a page of their own](config.md). `python -m jaxdp` is the same, and `python train.py` is `jaxdp train`.",
         "",
         "Exit codes: 0 done, 2 bad usage or config, 75 preempted after a good save (start me again), 1 anything else.",
     ]
     for verb in cli.VERBS:
-        text = cli.help_of(verb).partition("\n  --seed SEED  ")[0].rstrip()
+        text = cli.help_of(verb).partition("\n\nkeys:\n")[0].rstrip()
         lines += ["", f"## jaxdp {verb}", "", "```text", text, "```"]
     return "\n".join([*lines, ""])
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 from jaxdp import __version__
 from jaxdp.api import end_start, join, set_environment
 from jaxdp.cli.option_table import REMOVED, VERBS
-from jaxdp.cli.parse import help_of, load, load_options, split_command
+from jaxdp.cli.parse import help_of, load, load_options
 from jaxdp.config import Config
 from jaxdp.errors import (
     INTERRUPTED,
@@ -49,7 +49,8 @@ USAGE = """usage: jaxdp VERB [--config FILE] [--key value ...]
 
 {examples}
 
-`jaxdp VERB --help` shows examples, and every key with its default. `python train.py` is `jaxdp train`.
+`jaxdp VERB --help` shows examples and the options of a verb, and `jaxdp train --help` every key of a config, with its
+default. `python train.py` is `jaxdp train`.
 """
 
 
@@ -90,11 +91,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
             signals.end_at_once(PREEMPTED)
         if name != "train":  # `train` saves its state on a signal
             signals.deliver()
-        own = split_command(words, verb.options)[0] if verb.command else words
-        if {"-h", "--help"} & {*own}:
-            print(help_of(name), end="")
-        else:
-            run(name, words)
+        run(name, words)
     except ReportedError as error:
         _refuse(error)
     except SystemExit as error:

@@ -7,12 +7,15 @@ from typing import Any, Literal, NamedTuple
 
 
 class Option(NamedTuple):
-    """An option that is not a key of the config. least: the smallest value allowed."""
+    """An option that is not a key of the config. least: the smallest value allowed. short: other
+    names, such as -n.
+    """
 
     kind: type
     default: Any
     text: str
     least: float | None = None
+    short: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,7 +289,7 @@ VERBS = {
             "jaxdp launch --processes 2 python examples/allreduce.py",
         ),
         {
-            "processes": Option(int, 2, "the number of processes; also -n", 1),
+            "processes": Option(int, 2, "the number of processes", 1, ("-n",)),
             "restart": Option(
                 int,
                 0,

@@ -1,13 +1,19 @@
 """Parse command-line arguments into a checked config and a verb's options; report an error in one
 line.
+
+`argparse` parses the options of a verb and prints the help. The keys of a config are read as a file
+is: their values are YAML.
 """
 
+import argparse
 import dataclasses
+import functools
+import json
 import os
 import pathlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, get_type_hints
+from collections.abc import Sequence
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from jaxdp.cli.option_table import VERBS, Option
 from jaxdp.config import Config
@@ -23,29 +29,38 @@ from jaxdp.config.validation import (
     program,
 )
 from jaxdp.errors import UsageError, suggest
+from jaxdp.metrics import safe_print
 from jaxdp.run import rundir
 
-Options = Mapping[str, Option]
-FLAGS = ("help", "print_config")
+Pairs = list[tuple[str, str]]
+ALSO = (
+    "--KEY VALUE sets a key of the config, as in --batch_size 64; `jaxdp train --help` lists them."
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of which an error is a UsageError."""
+
+    def error(self, message: str) -> NoReturn:
+        hint = "" if "; " in message else f"; see {self.prog} --help"
+        raise UsageError(f"{message.removeprefix('argument ')}{hint}")
 
 
 def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict[str, Any]]:
     """Return (the checked config, the path of the config file, the options of the verb). Raises
     UsageError.
     """
-    options = VERBS[verb].options
-    pairs, words = split_pairs(argv, verb)
+    options, pairs = parse(argv, verb)
+    files, print_config = options.pop("config"), options.pop("print_config")
     names = dict(pairs)
-    if verb == "eval" and "config" not in names:
-        pairs = with_saved_config(pairs, names.get("run_dir"))
-    files = [text for name, text in pairs if name == "config"]
+    if verb == "eval" and not files:
+        files, pairs = with_saved_config(pairs, names.get("run_dir"))
     values: dict[str, Any] = {}
     for file in files:  # files come first: the command line overrides them
         for key, value in read_config(file).items():
             put(values, key, value)
     for name, text in pairs:
-        if name not in ("config", *FLAGS, *options):
-            put(values, name, read_value(name, text))
+        put(values, name, read_value(name, text))
     for key, other in (("steps", "epochs"), ("epochs", "steps")):
         if key in names and other not in names:  # the command line overrides the file
             values[other] = None
@@ -53,62 +68,158 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
         raise UsageError(
             f"--config: no file given; e.g. {program(verb)} --config configs/digits.yaml"
         )
-    chosen = read_options(pairs, words, verb)
     parallel = values.get("parallel", {})
-    if chosen.get("zero", "0") not in ("0", "config") and (
+    if options.get("zero", "0") not in ("0", "config") and (
         parallel.get("shard_size") or parallel.get("rules")
     ):
         parallel["zero"] = (
             parallel.get("zero") or 1
         )  # `plan` replaces it by its stages, but 0 does not go with them
     config = from_mapping(values, "command line")
-    if "print_config" in names:
-        print(texts.dump(dataclasses.asdict(config)), end="")
+    if print_config:
+        safe_print.say(texts.dump(dataclasses.asdict(config)).rstrip())
         sys.exit(0)
-    return config, (files[-1] if files else None), chosen
+    return config, (files[-1] if files else None), options
 
 
-def split_pairs(argv: Sequence[str], verb: str) -> tuple[list[tuple[str, str]], list[str]]:
-    """Return (name, text) of each `--name value` or `--name=value`, and the positional arguments;
-    a flag has no text.
+def load_options(argv: list[str], verb: str) -> dict[str, Any]:
+    """Return the options and arguments of a verb without a config. Raises UsageError."""
+    return parse(argv, verb)[0]
 
-    Raises UsageError for an unknown name, an argument that the verb does not take, and if a text is
-    missing."""
+
+def parse(argv: Sequence[str], verb: str) -> tuple[dict[str, Any], Pairs]:
+    """Return the values of a verb's options and positional arguments, and (key, text) of each
+    `--key value` or `--key=value` of a config. Prints the help and exits, if that is asked for.
+
+    Raises UsageError for an unknown name, and for a value that is missing or of another type."""
     row = VERBS[verb]
-    options = VERBS[verb].options
-    has_config = row.where != "host"
-    pairs = list[tuple[str, str]]()
-    words = list[str]()
-    remaining = iter(argv)
-    for arg in remaining:
-        name, equals, text = arg.removeprefix("--").partition("=")
-        if not arg.startswith("--"):
-            if arg.startswith("-") or not row.arguments:
-                raise UsageError(without_option(arg))
-            words.append(arg)
-            continue
-        if has_config and name not in ("config", *FLAGS, *options):
-            check_key(name, "command line")
-        elif not has_config and name not in ("help", *options):
-            hint = suggest(name, options, otherwise=f"known: {', '.join(options)}")
+    parser = make_parser(verb)
+    if row.command:
+        parsed, words = parser.parse_known_args(argv)
+        if parsed.command[:1] == ["--"]:
+            del parsed.command[0]
+    else:  # options may stand between positional arguments
+        parsed, words = parser.parse_known_intermixed_args(argv)
+    options = vars(parsed)
+    if options.pop("help"):
+        safe_print.say(help_of(verb).rstrip())
+        sys.exit(0)
+    pairs: Pairs = []
+    remaining = iter(words)
+    for word in remaining:
+        name, equals, text = word.removeprefix("--").partition("=")
+        if not word.startswith("--"):
+            raise UsageError(without_option(word))
+        if not row.has_config:
+            hint = suggest(name, row.options, otherwise=f"known: {', '.join(row.options)}")
             raise UsageError(f"command line: unknown option {name!r}; {hint}")
-        if equals and is_flag(name, options):
-            raise UsageError(f"--{name}: {text!r} is one argument too many; write --{name} alone")
-        if (
-            not equals
-            and not is_flag(name, options)
-            and (text := next(remaining, "--")).startswith("--")
-        ):
-            if name == "config":
-                raise UsageError("--config: no file given")
-            missing = f"{name}: no value given"
-            raise UsageError(missing if has_config else f"argument --{name}: expected one argument")
+        check_key(name, "command line")
+        if not equals and (text := next(remaining, "--")).startswith("--"):
+            raise UsageError(f"{name}: no value given; write --{name} VALUE")
         pairs.append((name, text))
-    return pairs, words
+    return options, pairs
 
 
-def is_flag(name: str, options: Options) -> bool:
-    return name in FLAGS or (name in options and options[name].kind is bool)
+def make_parser(verb: str) -> Parser:
+    """Return the parser of a verb's options and positional arguments."""
+    row = VERBS[verb]
+    parser = Parser(prog=f"jaxdp {verb}", allow_abbrev=False, add_help=False)
+    text = "show this help message and exit"
+    parser.add_argument("-h", "--help", action="store_true", help=text)
+    if row.has_config:
+        parser.add_argument(
+            "--config",
+            metavar="FILE",
+            action="append",
+            default=[],
+            help="the YAML file of the run; of several, a later one overrides",
+        )
+    if row.where in ("job", "alone"):
+        text = "print the config with all its keys, and exit"
+        parser.add_argument("--print_config", action="store_true", help=text)
+    for name, option in row.options.items():
+        if option.kind is bool:
+            parser.add_argument(f"--{name}", action="store_true", help=option.text)
+        else:
+            parser.add_argument(
+                *option.short,
+                f"--{name}",
+                default=option.default,
+                type=functools.partial(read_option, option),
+                help=described(option.text, option.default),
+            )
+    for name, count in row.arguments.items():
+        parser.add_argument(name, nargs=count, help=argparse.SUPPRESS)  # the usage shows it
+    if row.command:
+        parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def help_of(verb: str) -> str:
+    """Return the text of `jaxdp VERB --help`: usage, examples, options; of `train`, the keys of a
+    config too.
+    """
+    row = VERBS[verb]
+    called = program(verb)
+    words = [f"[{name.upper()}{' ...' * (count == '*')}]" for name, count in row.arguments.items()]
+    words += ["--config FILE [--key value ...]" if row.has_config else "[--option value ...]"]
+    words += ["COMMAND ..."] * row.command
+    examples = [example.replace(f"jaxdp {verb}", called) for example in row.examples]
+    parser = make_parser(verb)
+    parser.usage = "\n  ".join([" ".join([called, *words]), "", *examples]).replace("%", "%%")
+    parser.description = f"{row.does[0].upper()}{row.does[1:]}."
+    if verb == "train":
+        add_keys(parser)
+    elif row.has_config:
+        parser.epilog = ALSO
+    return parser.format_help()
+
+
+def add_keys(parser: Parser, section: Any = Config, prefix: str = "", about: str = "") -> None:
+    """Add the keys of a section of the config to a help, and then those of the sections inside.
+    about: describes this section, by default as its docstring does.
+    """
+    import docstring_parser
+
+    doc = docstring_parser.parse(section.__doc__)
+    group = parser.add_argument_group(prefix[:-1] or "keys", about or doc.description)
+    texts_of = {param.arg_name: param.description or "" for param in doc.params}
+    sections = dict[str, Any]()
+    for name, hint in get_type_hints(section).items():
+        default = getattr(section(), name)
+        if (inside := inner(hint)) is not None:
+            sections[name] = inside
+        else:
+            group.add_argument(
+                f"--{prefix}{name}",
+                dest=name,
+                choices=get_args(hint) if get_origin(hint) is Literal else None,
+                help=described(texts_of[name], default, texts.in_words(hint)),
+            )
+    for name, inside in sections.items():
+        add_keys(parser, inside, f"{prefix}{name}.", texts_of.get(name, ""))
+
+
+def described(text: str, default: Any, kind: str = "") -> str:
+    """Return the help of an option or a key. kind: of its values."""
+    notes = [kind] if kind else []
+    if default not in (None, ""):
+        notes.append(f"default: {json.dumps(default)}")
+    return (f"{text} ({'; '.join(notes)})" if notes else text).replace("%", "%%")
+
+
+def read_option(option: Option, text: str) -> Any:
+    """Return the value of an option. Raises ArgumentTypeError if it has another type, or is too
+    small.
+    """
+    value = text if option.kind is str else texts.argument(text)
+    if not texts.fits(value, option.kind):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {texts.WORDS[option.kind]}")
+    value = option.kind(value)
+    if option.least is not None and value < option.least:
+        message = f"{value} is too small; it must be at least {option.least}"
+        raise argparse.ArgumentTypeError(message)
+    return value
 
 
 def read_value(key: str, text: str) -> Any:
@@ -134,103 +245,6 @@ def read_value(key: str, text: str) -> Any:
     raise UsageError(f"{key}: {text!r} is not {expected(key)}")
 
 
-def help_of(verb: str) -> str:
-    """Return the text of `jaxdp VERB --help`: usage, examples, options, keys of the config."""
-    row = VERBS[verb]
-    words = [
-        f"[{argument.upper()}{' ...' * (count == '*')}]"
-        for argument, count in row.arguments.items()
-    ]
-    words += ["--config FILE [--key value ...]" if row.has_config else "[--option value ...]"]
-    words += ["COMMAND ..."] * row.command
-    parser = make_parser(verb) if row.has_config else make_options_parser(verb)
-    lines = [
-        " ".join([program(verb), *words]),
-        "",
-        *(x.replace(f"jaxdp {verb}", program(verb)) for x in row.examples),
-    ]
-    parser.usage = "\n  ".join(lines).replace("%", "%%")
-    parser.description = f"{row.does[0].upper()}{row.does[1:]}."
-    return str(parser.format_help())
-
-
-def make_parser(verb: str) -> Any:
-    """Return the parser of a verb's options and of the keys of a config."""
-    import jsonargparse
-
-    parser = jsonargparse.ArgumentParser(exit_on_error=False, default_env=False)
-    parser.add_argument(
-        "--config", action=jsonargparse.ActionConfigFile, help="the YAML file of the run"
-    )
-    add_options(parser, VERBS[verb].options)
-    parser.add_class_arguments(Config, None, as_group=False)
-    return parser
-
-
-def make_options_parser(verb: str) -> Any:
-    """Return the parser of a verb without a config, for its help."""
-    import argparse
-
-    parser = argparse.ArgumentParser(add_help=False)
-    add_options(parser, VERBS[verb].options)
-    for name, count in VERBS[verb].arguments.items():
-        parser.add_argument(name, nargs=count)
-    return parser
-
-
-def load_options(argv: list[str], verb: str) -> dict[str, Any]:
-    """Return the options and arguments of a verb without a config. Raises UsageError."""
-    if not VERBS[verb].command:
-        return read_options(*split_pairs(argv, verb), verb)
-    argv, command = split_command(argv, VERBS[verb].options)
-    return {**read_options(*split_pairs(argv, verb), verb), "command": command}
-
-
-def read_options(pairs: Iterable[tuple[str, str]], words: list[str], verb: str) -> dict[str, Any]:
-    """Return the values of a verb's options, with their defaults, and of its positional arguments.
-
-    Args:
-        pairs: (name, text) of arguments; those that are no options of the verb do not count.
-        words: the positional arguments.
-    """
-    row = VERBS[verb]
-    values = {name: option.default for name, option in row.options.items()}
-    values |= {name: read_option(name, text, verb) for name, text in pairs if name in row.options}
-    for name, count in row.arguments.items():
-        if count == "*":
-            values[name] = words
-        else:
-            values[name] = next(iter(words), None)
-            words = words[1:]
-    return values
-
-
-def read_option(name: str, text: str, verb: str) -> Any:
-    """Return the value of an option. Raises UsageError if it has another type, or is too small."""
-    option = VERBS[verb].options[name]
-    if option.kind is bool:
-        return True
-    value = text if option.kind is str else texts.argument(text)
-    if not texts.fits(value, option.kind):
-        raise UsageError(f"--{name}: {text!r} is not {texts.WORDS[option.kind]}")
-    value = option.kind(value)
-    if option.least is not None and value < option.least:
-        raise UsageError(f"--{name}: {value} is too small; it must be at least {option.least}")
-    return value
-
-
-def split_command(argv: list[str], options: Options) -> tuple[list[str], list[str]]:
-    """Return (the options of a verb, the command behind them). `-n N` stands for the first option."""
-    i = 0
-    while i < len(argv) and argv[i].startswith("-") and argv[i] != "--":
-        i += 1 if "=" in argv[i] else 2
-    first = f"--{next(iter(options))}"
-    command = argv[i:]
-    return [first if arg == "-n" else arg for arg in argv[:i]], command[1:] if command[:1] == [
-        "--"
-    ] else command
-
-
 def without_option(arg: str) -> str:
     """Return the error message for an argument without an option, with a correction."""
     name = (
@@ -239,21 +253,15 @@ def without_option(arg: str) -> str:
     return f"command line: {arg!r} belongs to no option; write --{name} {arg}"
 
 
-def add_options(parser: Any, options: Options) -> None:
-    for name, option in options.items():
-        kind = {"action": "store_true"} if option.kind is bool else {"type": option.kind}
-        parser.add_argument(f"--{name}", default=option.default, help=option.text, **kind)
-
-
-def with_saved_config(pairs: list[tuple[str, str]], directory: str | None) -> list[tuple[str, str]]:
-    """Return the arguments of `eval` with the config of a run directory; their paths are absolute if
+def with_saved_config(pairs: Pairs, directory: str | None) -> tuple[list[str], Pairs]:
+    """Return the config file of a run directory, and the keys of `eval`; their paths are absolute if
     it evaluates in another working directory. Raises UsageError if there is none."""
     saved = saved_config(directory)
     if rundir.folder(pathlib.Path(saved).parent) not in (None, os.getcwd()):
         pairs = [
             (name, os.path.abspath(text) if is_path(name, text) else text) for name, text in pairs
         ]
-    return [*pairs, ("config", saved)]
+    return [saved], pairs
 
 
 def saved_config(directory: str | None) -> str:
@@ -277,8 +285,6 @@ def read_config(path: str) -> dict[str, Any]:
     """Return the content of a config file. Raises UsageError if it is missing, is not YAML, or has
     an unknown key.
     """
-    if not path:
-        raise UsageError("--config: no file given")
     file = pathlib.Path(path)
     if not file.is_file():
         raise UsageError(
@@ -286,7 +292,10 @@ def read_config(path: str) -> dict[str, Any]:
         )
     content = texts.load(texts.read_file(file), path)
     if not isinstance(content, dict):
-        raise UsageError(f"{path}: a config is a YAML mapping, this is {type(content).__name__}")
+        raise UsageError(
+            f"{path}: a config is a YAML mapping, this is {type(content).__name__}; write keys with their values, "
+            "such as steps: 1000"
+        )
     if (file.parent / "env.json").is_file():  # of a run, perhaps of a former version
         drop_former(content)
     check_structure(content, path)

@@ -10,7 +10,7 @@ from jaxdp.errors import UsageError
 from jaxdp.report import html
 from jaxdp.report.html import NAME
 from jaxdp.report.read import Json, read_run
-from jaxdp.report.table import SWEEP, ranked, table
+from jaxdp.report.table import SWEEP, ranked, table, write_csv
 from jaxdp.run import rundir
 
 
@@ -46,11 +46,16 @@ def run(call: Call) -> None:
         raise UsageError(
             f"--out: {str(output)!r} cannot be written ({error.strerror}); choose another file"
         ) from None
-    if metric:
-        print(table(runs, metric))
-    print(
+    about = (
         f"{output}  {output.stat().st_size / 1e3:,.0f} kB, {len(runs)} run{'s' * (len(runs) > 1)}"
     )
+    if metric:
+        print(table(runs, metric))
+        if len(runs) > 1 and output.is_file():  # not a pipe
+            rows = output.with_suffix(".csv")
+            write_csv(rows, runs, metric)
+            about += f"; the table in {rows}"
+    print(about)
 
 
 def runs_in(directory: pathlib.Path) -> list[pathlib.Path]:

@@ -1,6 +1,7 @@
 """Create a config from a user's values; report a wrong value in one line, with the expected type."""
 
 import os
+import reprlib
 from typing import Any, get_args, get_origin
 
 import yaml
@@ -8,7 +9,7 @@ import yaml
 from jaxdp.config import Config
 from jaxdp.config import values as texts
 from jaxdp.config.validation import check_structure, expected, flatten, inner, known_keys, resolve
-from jaxdp.errors import UsageError
+from jaxdp.errors import UsageError, one_line
 
 
 def from_mapping(values: dict[str, Any], where: str) -> Config:
@@ -69,7 +70,7 @@ def convert(key: str, value: Any) -> Any:
         return make(section, value, f"{key}.")
     typed = as_float(texts.typed(value, hint), hint)
     if not texts.fits(typed, hint):
-        raise UsageError(f"{key}: {value!r} is not {expected(key)}")
+        raise UsageError(f"{key}: {one_line(reprlib.repr(value))} is not {expected(key)}")
     return typed
 
 

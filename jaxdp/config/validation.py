@@ -124,9 +124,7 @@ def program(verb: str) -> str:
 
 
 def check_structure(values: dict[str, Any], where: str, prefix: str = "") -> None:
-    """Raise `UsageError` for an unknown key, or if a value is a mapping, list or scalar where
-    another is expected.
-    """
+    """Raise `UsageError` for an unknown key, or if a section is no mapping."""
     known = known_keys()
     for name, value in values.items():
         key = f"{prefix}{name}"
@@ -134,31 +132,20 @@ def check_structure(values: dict[str, Any], where: str, prefix: str = "") -> Non
             raise UsageError(
                 f"{where}: {key!r} is not a key; nest its words, as in parallel: {{zero: 1}}"
             )
-        section, _, leaf = name.partition(".")
-        if leaf and section in values:
-            raise UsageError(f"{where}: {name!r} is beside {section!r}; write {leaf} inside of it")
+        outer, _, leaf = name.partition(".")
+        if leaf and outer in values:
+            raise UsageError(f"{where}: {name!r} is beside {outer!r}; write {leaf} inside of it")
         check_key(key, where)
-        hint = known[key]
-        kinds = [get_origin(kind) or kind for kind in get_args(hint)]
-        if isinstance(value, dict | list | None) and type(value) in kinds:
-            continue  # of one of several types, which `from_mapping` looks at
-        section = inner(hint)
-        mapping = section is not None or get_origin(hint) is dict
-        listing = get_origin(hint) is list
-        if (
-            value is None
-            or isinstance(value, dict) != mapping
-            or isinstance(value, list) != listing
-        ):
-            keys = ""
-            if section is not None:
-                first = dataclasses.fields(section)[0].name
-                keys = f"; set its keys, as in {name}: {{{first}: ...}}"
+        section = inner(known[key])
+        if section is None or (value is None and section is not known[key]):
+            continue  # `from_mapping` looks at its type
+        if not isinstance(value, dict):
+            first = dataclasses.fields(section)[0].name
             raise UsageError(
-                f"{where}: {key}: {one_line(reprlib.repr(value))} is not {expected(key)}{keys}"
+                f"{where}: {key}: {one_line(reprlib.repr(value))} is not {expected(key)}; set its keys, as in "
+                f"{name}: {{{first}: ...}}"
             )
-        if section is not None:
-            check_structure(value, where, f"{key}.")
+        check_structure(value, where, f"{key}.")
 
 
 LIMITS = {  # limit: (whether a value violates it, the message)
@@ -304,7 +291,7 @@ def check(config: Config) -> None:
     flat = flatten(config)
     for key, value in flat.items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise UsageError(f"{key}: {value} is not a finite number")
+            raise UsageError(f"{key}: {value} is not a finite number; give one that is")
     for key, field in known_fields().items():
         check_limits(key, flat.get(key), field.metadata["limits"])
     for key in ("model", "data", "loss", "optimizer"):

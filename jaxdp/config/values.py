@@ -82,7 +82,8 @@ class Loader(yaml.SafeLoader):
         for key, _ in node.value:
             name = key.value if isinstance(key.value, str) else repr(key.value)
             if name in names:
-                raise UsageError(f"line {key.start_mark.line + 1}: the key {name!r} appears twice")
+                line = key.start_mark.line + 1
+                raise UsageError(f"line {line}: the key {name!r} appears twice; remove one")
             names.add(name)
         return super().construct_mapping(node, deep)
 
@@ -151,7 +152,7 @@ def load(text: str, where: str) -> Any:
         raise UsageError(f"{where}: {error}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         problem = one_line(error).replace('in "<unicode string>", ', "")
-        raise UsageError(f"{where}: not YAML: {problem}") from None
+        raise UsageError(f"{where}: not YAML: {problem}; correct it there") from None
     return content
 
 

@@ -2,23 +2,22 @@
 process to its end.
 """
 
-import contextlib
-import json
+import functools
+import multiprocessing
 import os
 import pathlib
 import re
-import select
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from typing import NamedTuple
+from collections.abc import Callable
 
-from jaxdp.doctor.findings import LIMIT, OK, Check, as_text, failure, of_text
+from jaxdp.doctor import job
+from jaxdp.doctor.findings import LIMIT, OK, Check, Stage, as_text, failure, of_text
 from jaxdp.doctor.resources import check_missing, existing, marker
 from jaxdp.errors import install
-from jaxdp.process import hosts, imports
+from jaxdp.process import hosts
 from jaxdp.process.mpi import waits_until_every_rank_calls_mpi_init
 
 SILENT = "it ended by itself"
@@ -46,60 +45,52 @@ CAUSES = (  # a pattern in "stage: error", and the fix
 )
 
 
-class Stage(NamedTuple):
-    """What the process `jaxdp.doctor.job` wrote last. name: what it does, for at most `seconds`; ""
-    at its end.
+Send = Callable[[Stage], None]
+Work = Callable[[Send], None]
+"""What an examination does in its process. It sends each stage before it begins."""
+
+
+def follow(work: Work) -> tuple[Stage, Check | None]:
+    """Run `work` in a process, and follow it to its end: what it opens may block or kill it. Return
+    its last stage, and how it failed.
     """
-
-    name: str
-    seconds: float
-    checks: list[Check]
-    rank: int
-    hosts: list[str]
-
-
-def follow(command: list[str]) -> tuple[Stage, Check | None]:
-    """Follow a process to its end: what it opens may block or kill it. Return its last stage, and
-    how it failed.
-    """
+    # A child of fork keeps the file descriptor through which MPICH's mpirun talks to its ranks.
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    stage, how = Stage("checks", 2 * LIMIT, [], 0, [hosts.hostname()]), ""
     with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(
-            command,
-            env={
-                **imports.for_module(),
-                "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-                "TF_CPP_MIN_LOG_LEVEL": "1",
-            },
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            # MPICH's mpirun talks to its ranks through a file descriptor that they inherit
-            close_fds=False,
-        )
-        stages = process.stdout
-        assert stages is not None
-        stage, how, rest = Stage("checks", 2 * LIMIT, [], 0, [hosts.hostname()]), "", b""
+        process = context.Process(target=run_quietly, args=(work, sender.send, errors.fileno()))
+        process.start()
+        sender.close()
         while stage.name and not how:
-            if not select.select([stages], [], [], stage.seconds)[0]:
+            if not receiver.poll(stage.seconds):
                 process.kill()
                 how = f"no answer within {stage.seconds:g} s"
-            elif text := os.read(
-                stages.fileno(), 1 << 16
-            ):  # not a whole line, for the rest of which it might wait
-                *lines, rest = (rest + text).split(b"\n")
-                for line in lines:
-                    with contextlib.suppress(ValueError, TypeError):  # printed by a library
-                        name, seconds, checks, *job = json.loads(line)
-                        stage = Stage(name, seconds, [Check(*check) for check in checks], *job)
-            else:
-                code = process.wait()
+                break
+            try:
+                stage = receiver.recv()
+            except EOFError:
+                process.join()
+                code = process.exitcode or 0
                 how = f"killed by {signal.Signals(-code).name}" if code < 0 else SILENT
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(2.0)
-        stages.close()
+        process.join(2.0)
+        process.kill()
+        receiver.close()
         errors.seek(0)
         printed = errors.read().decode(errors="replace")
     return stage, problem(stage.name, how, printed) if how else None
+
+
+def run_quietly(work: Work, send: Send, errors: int) -> None:
+    """Run `work`. What it and its libraries print, and its exception, go to a file descriptor."""
+    os.dup2(errors, 1)
+    os.dup2(errors, 2)
+    os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "1"}
+    try:
+        work(send)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # of a job, once it is joined: its other ranks end, too
+        os._exit(1)
 
 
 def problem(stage: str, how: str, printed: str) -> Check:
@@ -122,8 +113,8 @@ def examine(directory: pathlib.Path) -> tuple[list[Check], list[str]] | None:
     """Run all checks; return all ranks' findings and hosts on rank 0, None on the others.
     directory: of the run.
     """
-    command = [sys.executable, "-P", "-m", "jaxdp.doctor.job", str(directory), str(os.getppid())]
-    (name, _, checks, rank, names), failed = follow(command)
+    work = functools.partial(job.run, directory, os.getppid())
+    (name, _, checks, rank, names), failed = follow(work)
     if failed and not (rank and failed.found == SILENT):  # rank 0 prints that error
         checks.append(failed)
     if name in ("checks", "imports", "ranks"):  # it has not joined the others

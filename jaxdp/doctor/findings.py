@@ -29,6 +29,18 @@ class Check(NamedTuple):
     ranks: tuple[int, ...] = ()
 
 
+class Stage(NamedTuple):
+    """A part of an examination. name: what it does, for at most `seconds`; "" at the end. checks:
+    the findings so far. hosts: the name of each rank's.
+    """
+
+    name: str
+    seconds: float
+    checks: list[Check]
+    rank: int
+    hosts: list[str]
+
+
 Checker = Callable[[], Iterable[Check]]
 ok = Check
 warning = functools.partial(Check, status=WARNING)

@@ -1,8 +1,4 @@
-"""Check this process's machine, join the job, and check it: `python -m jaxdp.doctor.job DIRECTORY
-LAUNCHER`.
-
-Before each stage it prints its name, the seconds it may take, the findings so far, rank, and the
-hosts: see `Stage`."""
+"""Check this process's machine, join the job, and check it."""
 
 import functools
 import json
@@ -11,38 +7,49 @@ import pathlib
 import re
 import secrets
 import socket
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxdp.doctor import mpi_check, resources, versions
-from jaxdp.doctor.findings import FAILURE, LIMIT, OK, Check, Checker, of_text, ok, run_checks
+from jaxdp.doctor.findings import (
+    FAILURE,
+    LIMIT,
+    OK,
+    Check,
+    Checker,
+    Stage,
+    of_text,
+    ok,
+    run_checks,
+)
 from jaxdp.errors import ReportedError, UsageError
 from jaxdp.process import hosts, launchers, protocol
 from jaxdp.process.launchers import World
 from jaxdp.run import rundir
 
 
-def main(directory: pathlib.Path, launcher: int) -> None:
-    """Examine as a rank of the job. launcher: the id of the process that started this one's parent."""
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print is not a stage
+def run(directory: pathlib.Path, launcher: int, send: Callable[[Stage], None]) -> None:
+    """Examine as a rank of the job. launcher: the id of the process that started this one's parent.
+    send: is called before each stage begins.
+    """
     world = World(0, 1)
-    launcher_error: Check | None = None
     try:
         world = launchers.discover()
         text = f"{world.launcher}, {world.size} processes"
-        found = ok("launcher", "a single process" if world.launcher == "none" else text)
+        checks = [ok("launcher", "a single process" if world.launcher == "none" else text)]
     except UsageError as error:
-        launcher_error = found = of_text("launcher", str(error))
-    checks, names = [found], [hosts.hostname()] * world.size
+        checks = [of_text("launcher", str(error))]
+    names = [hosts.hostname()] * world.size
 
-    def stage(name, seconds):
-        print(json.dumps([name, seconds, checks, world.rank, names]), file=out, flush=True)
+    def stage(name: str, seconds: float) -> None:
+        send(Stage(name, seconds, checks, world.rank, names))
 
     checks += run_checks(local_checks(world, directory))
     stage("imports", LIMIT)
     checks += versions.check_imports()
+    if checks[0].status != OK:  # it cannot join the others
+        stage("", 0)
+        return
     timeout = protocol.default_timeout(None if os.environ.get("JAXDP_TIMEOUT") else 30.0)
     stage("ranks", 2 * timeout + LIMIT)
     facts = {**hosts.identity(), "outward": hosts.outward(), **resources.read_cores(launcher)}
@@ -57,7 +64,7 @@ def main(directory: pathlib.Path, launcher: int) -> None:
     from jaxdp.process import context as contexts
 
     try:
-        context = contexts.Context() if launcher_error else contexts.init(timeout=timeout)
+        context = contexts.init(timeout=timeout)
     except ReportedError as error:
         if error.rank not in (None, world.rank):
             # the doctor of that rank prints it; this one has its own findings, and ends soon
@@ -141,7 +148,3 @@ def merge(everyone: Sequence[dict[str, Any]], reports: Sequence[Sequence[Any]]) 
                 check = same.setdefault(kind, check)
             merged.setdefault(check, []).append(rank)
     return [check._replace(ranks=tuple(ranks)) for check, ranks in merged.items()]
-
-
-if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]), int(sys.argv[2]))

@@ -144,28 +144,26 @@ def check_name() -> Iterator[Check]:
         )
 
 
-def check_reach(rank: int, facts: Sequence[Mapping[str, Any]]) -> Iterator[Check]:
+def check_reach(rank: int, facts: Sequence[dict[str, Any]]) -> Iterator[Check]:
     """Check TCP to the next HOSTS other hosts, to the first rank of each. facts: of each rank, with
     a `port`.
     """
     firsts = {hosts.key(fact): r for r, fact in reversed(list(enumerate(facts)))}
     firsts.pop(hosts.key(facts[rank]))
     others = sorted(firsts.values(), key=lambda other: (other - rank) % len(facts))[:HOSTS]
-    failures = []
+    reached = 0
     for other in others:
         fact = facts[other]
-        addresses = [
-            a for a in hosts.resolve(fact["host"]) or fact["addresses"] if not hosts.is_loopback(a)
-        ]
-        address = (addresses or [fact["outward"] or "no address"])[0]
+        address = hosts.meeting_address([fact, facts[rank]], fact["port"])
         try:
-            socket.create_connection((address, fact["port"]), 5.0).close()
+            socket.create_connection(hosts.split(address), 5.0).close()
+            reached += 1
         except OSError as error:
             text = f"{hosts.title(other, fact['host'])} is not reached from {facts[rank]['host']} at {address}: {error}"
             fix = "see routes, and whether a firewall lets the job's hosts connect to each other on any port"
-            failures.append(failure("network", text, fix))
-    reached = ok("network", f"{len(others)} other host{'s' * (len(others) > 1)} reached")
-    yield from failures or [reached] * bool(others)
+            yield failure("network", text, fix)
+    if reached:
+        yield ok("network", f"{reached} other host{'s' * (reached > 1)} reached")
 
 
 MB, GB = 1 << 20, 1 << 30
@@ -273,49 +271,48 @@ def read_cores(launcher: int) -> dict[str, Any]:
     """Return the cores of this process, the number of its launcher's (a process id), and the
     container's limit.
     """
-    affinity = getattr(os, "sched_getaffinity", lambda pid: range(os.cpu_count() or 1))
-    quota = hosts.core_quota()
-    facts = {
-        "cores": sorted(affinity(0)),
-        "launcher_cores": 0,
-        "limit": quota if quota < math.inf else None,
-    }
+    cores, launcher_cores = sorted(os.sched_getaffinity(0)), 0
     with contextlib.suppress(OSError):
-        facts["launcher_cores"] = len(affinity(launcher))
-    return facts
+        launcher_cores = len(os.sched_getaffinity(launcher))
+    # an infinite limit is no number of JSON
+    limit = hosts.core_quota()
+    return {
+        "cores": cores,
+        "launcher_cores": launcher_cores,
+        "limit": limit if limit < math.inf else None,
+    }
 
 
 def check_bindings(facts: Sequence[Mapping[str, Any]]) -> list[Check]:
     """Check on every host that its ranks have enough cores, and that bindings leave none idle.
     facts: of each rank.
     """
-    by_host: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
+    by_host: dict[tuple[str, str], list[int]] = {}
     for rank, fact in enumerate(facts):
-        by_host.setdefault(hosts.key(fact), {})[rank] = fact
-    return [check_host(host, ranks) for (host, _), ranks in by_host.items()]
+        by_host.setdefault(hosts.key(fact), []).append(rank)
+    return [check_host(host, ranks, facts) for (host, _), ranks in by_host.items()]
 
 
-def check_host(host: str, facts: Mapping[int, Mapping[str, Any]]) -> Check:
-    sets = {frozenset(fact["cores"]) for fact in facts.values()}
-    available = max(fact["launcher_cores"] for fact in facts.values())
-    used = len(frozenset().union(*sets))
-    limit = min((fact["limit"] for fact in facts.values() if fact["limit"]), default=used)
-    ranks = f"{len(facts)} rank{'s' * (len(facts) > 1)} on host {host}"
-    for cores in sorted(sets, key=len):
-        sharers = [str(rank) for rank, fact in facts.items() if set(fact["cores"]) <= cores]
+def check_host(host: str, ranks: Sequence[int], facts: Sequence[Mapping[str, Any]]) -> Check:
+    """Check the cores of these ranks, which are on one host."""
+    sets = {rank: frozenset(facts[rank]["cores"]) for rank in ranks}
+    used = len(frozenset().union(*sets.values()))
+    available = max(facts[rank]["launcher_cores"] for rank in ranks)
+    limit = min(facts[rank]["limit"] or math.inf for rank in ranks)
+    text = f"{len(ranks)} rank{'s' * (len(ranks) > 1)} on host {host}"
+    for cores in sorted(sets.values(), key=len):
+        sharers = [rank for rank in ranks if sets[rank] <= cores]
         if len(sharers) > len(cores):
-            names = f"ranks {hosts.listed(sharers)} on host {host}"
             shared = f"core {min(cores)}" if len(cores) == 1 else f"{len(cores)} cores"
+            found = f"ranks {hosts.listed(sharers)} on host {host} share {shared}: each waits for the other"
             fix = f"{BIND}; or start at most {len(cores)} on that host, or request more cores"
-            return warning("bindings", f"{names} share {shared}: each waits for the other", fix)
+            return warning("bindings", found, fix)
     if used * 2 <= available:
-        return warning("bindings", f"{ranks} are bound to {used} of {available} cores", BIND)
-    if limit < max(0.75 * used, min(used, len(facts))):
-        text = f"{ranks} see {used} cores, but the control group allows {limit:g} processors' worth of time"
-        return warning(
-            "bindings", text, "raise the container's CPU limit, or start fewer ranks or threads"
+        return warning("bindings", f"{text} are bound to {used} of {available} cores", BIND)
+    if limit < max(0.75 * used, min(used, len(ranks))):
+        text += (
+            f" see {used} cores, but the control group allows {limit:g} processors' worth of time"
         )
-    return ok(
-        "bindings",
-        f"{ranks}, {used} core{'s' * (used > 1)}{' in all' * (used > 1 and len(facts) > 1)}",
-    )
+        fix = "raise the container's CPU limit, or start fewer ranks or threads"
+        return warning("bindings", text, fix)
+    return ok("bindings", f"{text}, {used} core{'s' * (used > 1)}{' in all' * (len(ranks) > 1)}")

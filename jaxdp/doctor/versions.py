@@ -18,48 +18,35 @@ from jaxdp.errors import suggest
 from jaxdp.process import environment
 from jaxdp.run.rundir import PACKAGES, installed
 
+# The variables of jaxdp; it sets the last three itself.
 NAMES = [
-    "COORDINATOR",
-    "NUM_PROCESSES",
-    "PROCESS_ID",
-    "LOCAL_RANK",
-    "LOCAL_SIZE",
-    "SECRET",
-    "TIMEOUT",
+    "JAXDP_COORDINATOR",
+    "JAXDP_NUM_PROCESSES",
+    "JAXDP_PROCESS_ID",
+    "JAXDP_LOCAL_RANK",
+    "JAXDP_LOCAL_SIZE",
+    "JAXDP_SECRET",
+    "JAXDP_TIMEOUT",
+    "JAXDP_BEGAN",
+    "JAXDP_RESTARTS",
+    "JAXDP_SILENCE",
 ]
-NAMES += ["BEGAN", "RESTARTS", "SILENCE"]  # which jaxdp sets itself
 ON = r"\s*(1|true|t|yes|y|on)\s*"
 OFF = rf"(?!{ON}$).+"
-RANDOM = "makes random numbers depend on the devices"
 NOT_POSITIVE = r"(?!(\d+\.?\d*|\.\d+)(e-?\d+)?$).+|[0.]+"
 
 
 class Surprise(NamedTuple):
-    """names, values: regular expressions of variables and of values with that effect. gpu: only on
-    a host with GPUs.
-    """
+    """names, values: regular expressions of variables and of values with that effect."""
 
     names: str
     values: str
     effect: str
     status: str = WARNING
-    gpu: bool = False
+    fix: str = "unset it"
 
 
 SURPRISES = (
-    Surprise(
-        "JAX_PLATFORMS|JAX_PLATFORM_NAME",
-        r"(?!(.*,)?(cuda|gpu)(,|$)).+",
-        "keeps JAX off the GPU",
-        gpu=True,
-    ),
-    Surprise(
-        "(CUDA|NVIDIA)_VISIBLE_DEVICES",
-        r"\s*(-1|void|none)?\s*",
-        "hides every GPU",
-        FAILURE,
-        gpu=True,
-    ),
     Surprise(
         "JAX_ENABLE_X64", ON, "doubles the size of numbers in scripts (a config decides for runs)"
     ),
@@ -72,68 +59,58 @@ SURPRISES = (
     Surprise(
         "JAX_NUMPY_(DTYPE|RANK)_PROMOTION", "strict|raise", "makes libraries fail, such as Optax"
     ),
-    Surprise("JAX_THREEFRY_PARTITIONABLE", OFF, RANDOM, FAILURE),
-    Surprise("JAX_DEFAULT_PRNG_IMPL", r"(?!threefry2x32$).+", RANDOM, FAILURE),
     Surprise("JAX_ENABLE_COMPILATION_CACHE", OFF, "compiles everything again at each start"),
-    Surprise(
-        "XLA_PYTHON_CLIENT_ALLOCATOR",
-        "platform",
-        "allocates through the driver, which is slow",
-        gpu=True,
-    ),
-    Surprise("CUDA_LAUNCH_BLOCKING", ON, "waits for every kernel", gpu=True),
-    Surprise("NCCL_(P2P|IB|SHM)_DISABLE", ON, "turns the fast links between GPUs off", gpu=True),
     Surprise("OMP_NUM_THREADS|NPROC", r"(?!\d*[1-9]\d*(,|$)).*", "is no number of threads"),
     Surprise("JAXDP_TIMEOUT", NOT_POSITIVE, "is no number of seconds above 0", FAILURE),
+)
+ON_GPUS = (
     Surprise(
-        "LD_LIBRARY_PATH",
-        ".*cuda.*",
-        "loads another CUDA instead of the one that JAX installs",
-        gpu=True,
+        "JAX_PLATFORMS|JAX_PLATFORM_NAME",
+        r"(?!(.*,)?(cuda|gpu)(,|$)).+",
+        "keeps JAX off the GPU",
+    ),
+    Surprise("(CUDA|NVIDIA)_VISIBLE_DEVICES", r"\s*(-1|void|none)?\s*", "hides every GPU", FAILURE),
+    Surprise(
+        "XLA_PYTHON_CLIENT_ALLOCATOR", "platform", "allocates through the driver, which is slow"
+    ),
+    Surprise("CUDA_LAUNCH_BLOCKING", ON, "waits for every kernel"),
+    Surprise("NCCL_(P2P|IB|SHM)_DISABLE", ON, "turns the fast links between GPUs off"),
+    Surprise(
+        "LD_LIBRARY_PATH", ".*cuda.*", "loads another CUDA instead of the one that JAX installs"
     ),
 )
+PROXY = Surprise(
+    "(?i:(grpc|https?)_proxy)",
+    ".+",
+    "is what the job's processes would connect to each other through, or fail to",
+    fix="unset it, or name the job's hosts in no_proxy",
+)
+JAXDP = "jaxdp-trainer"
+PLUGIN = re.compile(r"jax-(cuda\d+|rocm\d+)-(plugin|pjrt)")
 
 
 def check_settings(size: int = 1, env: Mapping[str, str] = os.environ) -> Iterator[Check]:
-    """Check variables against SURPRISES, those of jaxdp for misspelt names, and proxies between a
-    job's processes.
+    """Check variables against the tables of surprises, and those of jaxdp for misspelt names. size:
+    the processes of the job, which a proxy may be between.
     """
-    gpu, findings = environment.gpu_count({}) > 0, []
+    rows = list(SURPRISES)
+    if environment.gpu_count({}):
+        rows += ON_GPUS
+    if size > 1 and not {"no_proxy", "NO_PROXY", "no_grpc_proxy"} & set(env):
+        rows.append(PROXY)
+    found = False
     for name, value in sorted(env.items()):
-        for row in SURPRISES:
-            matches = re.fullmatch(row.names, name) and re.fullmatch(
-                row.values, value, re.IGNORECASE | re.DOTALL
-            )
-            if matches and (gpu or not row.gpu):
-                findings.append(
-                    Check("environment", f"{name}={value} {row.effect}", "unset it", row.status)
-                )
-        if (
-            name.startswith("JAXDP_")
-            and not name.startswith("JAXDP_TEST")
-            and name[6:] not in NAMES
-        ):
-            fix = suggest(name, [f"JAXDP_{known}" for known in NAMES], 0.7, "unset it")
-            findings.append(warning("environment", f"{name} is not a variable of jaxdp", fix))
-        is_proxy = name.lower() in ("grpc_proxy", "https_proxy", "http_proxy")
-        if (
-            size > 1
-            and is_proxy
-            and value
-            and not {"no_proxy", "NO_PROXY", "no_grpc_proxy"} & set(env)
-        ):
-            text = f"{name}={value}: the job's processes would connect to each other through it, or fail to"
-            findings.append(
-                warning("environment", text, "unset it, or name the job's hosts in no_proxy")
-            )
-    flags = env.get("XLA_FLAGS", "")
-    yield from findings or [
-        ok("environment", f"nothing unexpected{f'; XLA_FLAGS={flags}' if flags else ''}")
-    ]
-
-
-JAXDP = "jaxdp-trainer"
-PLUGIN = re.compile(r"jax-(cuda\d+|rocm\d+)-(plugin|pjrt)")
+        for row in rows:
+            if re.fullmatch(row.names, name) and re.fullmatch(row.values, value, re.I | re.S):
+                found = True
+                yield Check("environment", f"{name}={value} {row.effect}", row.fix, row.status)
+        if re.match("JAXDP_(?!TEST)", name) and name not in NAMES:
+            found = True
+            fix = suggest(name, NAMES, 0.7, "unset it")
+            yield warning("environment", f"{name} is not a variable of jaxdp", fix)
+    if not found:
+        flags = env.get("XLA_FLAGS", "")
+        yield ok("environment", f"nothing unexpected{f'; XLA_FLAGS={flags}' if flags else ''}")
 
 
 def check_versions() -> Iterator[Check]:
@@ -141,11 +118,8 @@ def check_versions() -> Iterator[Check]:
     it.
     """
     if installed(JAXDP) is None:
-        yield warning(
-            JAXDP,
-            "not installed, so its requirements are not known",
-            "pip install -e . in its source tree",
-        )
+        text = "not installed, so its requirements are not known"
+        yield warning(JAXDP, text, "pip install -e . in its source tree")
         return
     yield ok("python", platform.python_version())
     wrong = unmet(importlib.metadata.requires(JAXDP) or [])
@@ -162,18 +136,20 @@ def unmet(requirements: list[str]) -> dict[str, tuple[str, str]]:
     may be absent.
     """
     wrong: dict[str, tuple[str, str]] = {}
-    queue, seen = [("jaxdp", text) for text in requirements], set()
+    queue = [("jaxdp", text) for text in requirements]
+    seen = set[str]()
     for parent, text in queue:  # which grows
         need = Requirement(text)
-        version, extra = installed(need.name), "mpi" if parent == "jaxdp" else ""
-        plain = need.name + ",".join(sorted(map(str, need.specifier), reverse=True))
+        version = installed(need.name)
+        extra = "mpi" if parent == "jaxdp" else ""
         if need.marker is not None and not need.marker.evaluate({"extra": extra}):
             continue
         if version is None and "extra" in str(need.marker):
             continue
         if version is None or not need.specifier.contains(version, prereleases=True):
-            text = f"{version or 'not installed'}; {parent} needs {plain}"
-            wrong.setdefault(need.name, (text, f"pip install -U '{plain}'"))
+            bounds = need.name + ",".join(sorted(map(str, need.specifier), reverse=True))
+            problem = f"{version or 'not installed'}; {parent} needs {bounds}"
+            wrong.setdefault(need.name, (problem, f"pip install -U '{bounds}'"))
         if version is not None and need.name not in seen:
             seen.add(need.name)
             queue += [(need.name, other) for other in importlib.metadata.requires(need.name) or []]
@@ -197,10 +173,8 @@ def check_plugins() -> Iterator[Check]:
         if Version(version).release[:3] == Version(jaxlib).release[:3]:
             yield ok(name, version)
         else:
-            fix = f"pip install -U 'jax[{kind}]=={installed('jax') or jaxlib}'"
-            yield failure(
-                name, f"{version}, but jaxlib is {jaxlib}: JAX would leave the GPU out", fix
-            )
+            text = f"{version}, but jaxlib is {jaxlib}: JAX would leave the GPU out"
+            yield failure(name, text, f"pip install -U 'jax[{kind}]=={installed('jax')}'")
 
 
 def check_imports() -> Iterator[Check]:
@@ -211,10 +185,7 @@ def check_imports() -> Iterator[Check]:
         package, version = importlib.import_module(name.replace("-", ".")), installed(name)
         imported = getattr(package, "__version__", "0")
         if version is not None and Version(version).public != Version(imported).public:
-            text = f"Python imports {name} {imported} from {package.__file__ or package.__path__}, not {version}"
-            yield warning(
-                "imports",
-                text,
-                f"see PYTHONPATH and the working directory: {name} is in two folders",
-            )
+            text = f"Python imports {name} {imported} from {package.__path__}, not {version}"
+            fix = f"see PYTHONPATH and the working directory: {name} is in two folders"
+            yield warning("imports", text, fix)
     yield ok("imports", f"{', '.join(PACKAGES[:5])} can be imported")

@@ -1,13 +1,17 @@
 """A table of several runs, the best first."""
 
+import csv
+import io
 import json
 import math
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 from jaxdp.errors import UsageError, suggest
 from jaxdp.metrics import numbers
 from jaxdp.report.read import RATES
+from jaxdp.run import rundir
 
 Json = dict[str, Any]
 SWEEP = "sweep.json"  # in the directory of a sweep
@@ -39,24 +43,24 @@ def ranked(runs: Sequence[Json], metric: str) -> list[Json]:
     if known and metric not in known:
         hint = suggest(metric, known, 0.5, f"known: {', '.join(known)}")
         raise UsageError(f"--metric: no run has {metric!r}; {hint}")
-    sign = numbers.sign(metric)
-
-    def rank(run: Json) -> float:
-        value = run["numbers"].get(metric)
-        loss = run["numbers"].get("loss", 0.0)
-        finite = all(isinstance(x, int | float) and math.isfinite(x) for x in (value, loss))
-        return sign * value if finite else math.inf
-
-    return sorted(runs, key=rank)
+    return sorted(runs, key=lambda run: rank(run, metric))
 
 
-def table(runs: Sequence[Json], metric: str) -> str:
-    """Return lines with each run's metrics and the keys in which the runs differ."""
+def rank(run: Json, metric: str) -> float:
+    """Return the number that `ranked` sorts by: infinite for a run without a finite value or loss."""
+    value = run["numbers"].get(metric)
+    loss = run["numbers"].get("loss", 0.0)
+    finite = all(isinstance(x, int | float) and math.isfinite(x) for x in (value, loss))
+    return numbers.sign(metric) * value if finite else math.inf
+
+
+def rows_of(runs: Sequence[Json], metric: str) -> list[list[Any]]:
+    """Return a head, and for each run its metrics and the keys in which the runs differ."""
     keys = {key: None for run in runs for key in run["config"] if key != "run_dir"}
     differ = [key for key in keys if len({json.dumps(run["config"].get(key)) for run in runs}) > 1]
     others = [m for m in METRICS if m != metric and any(m in run["numbers"] for run in runs)]
     columns = [metric, *others, "step"]
-    rows = [[*columns, *differ, "run"]]
+    rows: list[list[Any]] = [[*columns, *differ, "run"]]
     for run in runs:
         shown = [run["numbers"].get(name) for name in columns]
         values = [json.dumps(run["config"].get(key)).strip('"') for key in differ]
@@ -66,6 +70,24 @@ def table(runs: Sequence[Json], metric: str) -> str:
         ):
             marks.append("wrong device")
         name = f"{run['name']} ({', '.join(marks)})" if marks else run["name"]
-        cells = [f"{x:.6g}" if isinstance(x, int | float) else str(x or "-") for x in shown]
-        rows.append([*cells, *values, name])
-    return "\n".join(numbers.table(rows))
+        rows.append([*shown, *values, name])
+    return rows
+
+
+def table(runs: Sequence[Json], metric: str) -> str:
+    """Return lines with the rows of ranked runs, and one that names the best."""
+    rows = rows_of(runs, metric)
+    cells = [
+        [f"{x:.6g}" if isinstance(x, int | float) else str(x or "-") for x in row] for row in rows
+    ]
+    lines = numbers.table(cells)
+    if rank(runs[0], metric) < math.inf:
+        lines.append(f"best: {rows[1][-1]}, {metric} {cells[1][0]}")
+    return "\n".join(lines)
+
+
+def write_csv(file: pathlib.Path, runs: Sequence[Json], metric: str) -> None:
+    """Write the rows of ranked runs as CSV (RFC 4180). Raises UsageError."""
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows(rows_of(runs, metric))
+    rundir.write(file, text.getvalue())

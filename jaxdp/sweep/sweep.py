@@ -20,11 +20,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxdp.cli import Call
-from jaxdp.cli.option_table import VERBS
-from jaxdp.cli.parse import load, load_options
+from jaxdp.cli.parse import load, parse
 from jaxdp.cli.report import read_runs
 from jaxdp.config import Config
-from jaxdp.config.validation import as_saved, changed_numbers, check_key, flatten, known_keys
+from jaxdp.config.validation import as_saved, changed_numbers, flatten, known_keys
 from jaxdp.errors import INTERRUPTED, PREEMPTED, UsageError
 from jaxdp.metrics.jsonl import read
 from jaxdp.process import environment, hosts, launchers
@@ -34,8 +33,8 @@ from jaxdp.report.read import is_held, mapping
 from jaxdp.report.table import METRICS
 from jaxdp.run import rundir
 
-OWN = VERBS["sweep"].options
 OUTPUT = "output.txt"  # in the directory of a run: what it printed
+CSV = "sweep.csv"  # in the directory of the sweep: the table
 
 
 class Trial(NamedTuple):
@@ -102,7 +101,10 @@ def run(call: Call) -> None:
                     pathlib.Path(run["path"]) in failed and run["state"]["word"] == "finished"
                 ):  # before this sweep
                     run["state"]["word"] = "failed"
-            print(table.table(table.ranked(runs, options["metric"]), options["metric"]))
+            runs = table.ranked(runs, options["metric"])
+            print(table.table(runs, options["metric"]))
+            table.write_csv(directory / CSV, runs, options["metric"])
+            print(f"the table in {directory / CSV}")
         except UsageError as error:  # the runs are trained: `jaxdp report --metric` makes the table
             print(f"jaxdp: {error}", file=sys.stderr)
             code = code or 2
@@ -114,33 +116,26 @@ def split_arguments(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], dic
 
     Raises UsageError for an unknown or repeated key or option, and if no key has several values.
     """
-    own, fixed, swept = list[str](), list[str](), dict[str, list[str]]()
-    remaining = iter(argv)
-    for arg in remaining:
-        name, equals, value = arg.removeprefix("--").partition("=")
-        if not arg.startswith("--"):
+    names = [word.partition("=")[0] for word in argv if word.startswith("--")]
+    for name in names:
+        if name != "--config" and names.count(name) > 1:
             raise UsageError(
-                f"command line: {arg!r} belongs to no option; values with spaces need quotes"
+                f"{name[2:]}: given twice; give it once, with commas between several values"
             )
-        if name not in ("config", *OWN):
-            check_key(name, "command line")
-        if name in swept or (name != "config" and f"--{name}" in [*own, *fixed]):
-            raise UsageError(
-                f"{name}: given twice; give it once, with commas between several values"
-            )
-        value = value if equals else next(remaining, "")
-        if not value or (not equals and value.startswith("--")):
-            raise UsageError(f"{name}: no value given")
-        values = [value] if name in ("config", "run_dir", *OWN) else split_values(name, value)
+    options, pairs = parse(argv, "sweep")
+    fixed = [f"--config={file}" for file in options["config"]]
+    swept = dict[str, list[str]]()
+    for name, text in pairs:
+        values = [text] if name == "run_dir" else split_values(name, text)
         if len(values) > 1:
             swept[name] = values
         else:
-            (own if name in OWN else fixed).extend((f"--{name}", *values))
+            fixed.append(f"--{name}={values[0]}")
     if not swept:
         raise UsageError(
             "sweep: no key has several values; give one, such as --optimizer.lr 1e-3,3e-3 or --seed 0,1,2"
         )
-    return load_options(own, "sweep"), fixed, swept
+    return options, fixed, swept
 
 
 def split_values(key: str, text: str) -> list[str]:

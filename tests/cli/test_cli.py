@@ -19,9 +19,7 @@ from covering import first
 from ends import check_end
 from faulty_runs import when
 from jaxdp import cli
-from jaxdp.cli.option_table import VERBS
-from jaxdp.cli.parse import split_command
-from jaxdp.config.validation import known_keys
+from jaxdp.config.validation import inner, known_keys
 from jaxdp.errors import UsageError
 from jaxdp.process.signals import start_verb
 from jaxdp.run.components import check_paths
@@ -605,13 +603,9 @@ def test_help_reads_well():
         assert text.startswith(f"usage: jaxdp {verb}") and all(
             f"  {line}\n" in text for line in row.examples
         ), verb
-        assert all(f"  --{option}" in text for option in row.options), verb
-    inside = (
-        "data.transform.",
-        "eval.data.",
-    )  # of sections that may be null: one option for each section
-    keys = [key for key in known_keys() if not key.startswith(inside)]
-    assert not [key for key in keys if not re.search(rf"  --{re.escape(key)}[ ,\n]", done.stdout)]
+    keys = [key for key, hint in known_keys().items() if inner(hint) is None]
+    shown = re.findall(r"^  --([\w.]+)", done.stdout, re.MULTILINE)
+    assert sorted(shown) == sorted([*keys, "config", "print_config"])  # and none that is refused
     done = subprocess.run(
         [sys.executable, "-m", "jaxdp", "trian"],
         cwd=ROOT,
@@ -822,19 +816,46 @@ def refused_once(done, words):
 
 
 @pytest.mark.parametrize(
-    ("argv", "options", "command"),
+    ("argv", "processes", "restart", "command"),
     [
-        (["-n", "3", "train", "--config", "x"], ["--processes", "3"], ["train", "--config", "x"]),
-        (
-            ["--restart=2", "--", "python", "a.py", "-n", "5"],
-            ["--restart=2"],
-            ["python", "a.py", "-n", "5"],
-        ),
-        (["-n", "2"], ["--processes", "2"], []),
+        (["-n", "3", "train", "--config", "x"], 3, 0, ["train", "--config", "x"]),
+        (["--restart=2", "--", "python", "a.py", "-n", "5"], 2, 2, ["python", "a.py", "-n", "5"]),
+        (["python", "a.py", "--help"], 2, 0, ["python", "a.py", "--help"]),
+        (["-n", "2"], 2, 0, []),
     ],
 )
-def test_launch_leaves_the_command_as_it_is(argv, options, command):
-    assert split_command(argv, VERBS["launch"].options) == (options, command)
+def test_launch_leaves_the_command_as_it_is(argv, processes, restart, command):
+    options = cli.load_options(argv, "launch")
+    assert options == {"processes": processes, "restart": restart, "command": command}
+
+
+def test_an_option_before_a_command_that_is_not_known():
+    with pytest.raises(UsageError, match="unknown option 'restarts'; did you mean 'restart'"):
+        cli.load_options(["--restarts", "2", "train", "--config", "x"], "launch")
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_the_options_of_a_verb_fill_less_than_a_screen(verb):
+    """The keys of a config are listed once, by `train`."""
+    text, row = cli.help_of(verb), cli.VERBS[verb]
+    shown = re.findall(r"^  (?:-\w \w+, )?--([\w.]+)", text, re.MULTILINE)
+    of_config = ["config"] * row.has_config + ["print_config"] * (row.where in ("job", "alone"))
+    own = [*of_config, *row.options]
+    assert shown[: len(own)] == own
+    assert verb == "train" or (shown == own and text.count("\n") <= 40)
+
+
+@pytest.mark.parametrize(
+    "argv", [["train", "--help"], ["launch", "--help"], ["train", "--print_config"]]
+)
+def test_a_reader_that_leaves_is_no_error(argv):
+    """As `head` does."""
+    words = [sys.executable, "-m", "jaxdp", *argv, "--config", "configs/digits.yaml"]
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run(words, cwd=ROOT, stdout=write_end, stderr=subprocess.PIPE, timeout=60)
+    os.close(write_end)
+    assert done.returncode == 0 and not done.stderr, done
 
 
 def test_help_behind_the_command_is_the_commands():

@@ -497,14 +497,78 @@ def test_the_page_has_the_points_in_a_browser(tmp_path):
             ["loss", [[2, 1]]]
         ]
         text = page("document.body.innerText")
-        for shown in (
-            "1 not finite",
-            "stopped",
-            "Not recorded with this run",
-            "only updates were timed",
-        ):
+        for shown in ("1 not finite", "stopped"):
             assert shown in text, text
+        shown = "[...document.querySelectorAll('.card')].filter((c) => c.offsetHeight)"
+        heads = page(f"{shown}.map((c) => c.querySelector('h2, h3, b, .small')?.innerText)")
+        assert heads == ["1", "Loss"]  # no card without content
         assert page.errors == []
+
+
+def make_sweep(directory, count=9):
+    """Runs that differ in six keys, with the names that a sweep gives them."""
+    for i in range(count):
+        lr, batch = f"1e-{i % 3 + 1}", 32 << i // 3
+        name = f"optimizer.lr={lr},batch_size={batch},model.args.dropout=0.{i},seed={i}"
+        run = make_run(directory / name, seed=i)
+        config = {
+            "seed": i,
+            "batch_size": batch,
+            "model": {"target": "MLP", "args": {"hidden": [8 * i, 8 * i], "dropout": i / 10}},
+            "optimizer": {"lr": float(lr), "schedule": ("cosine", "one_cycle")[i % 2]},
+        }
+        (run / "config.yaml").write_text(json.dumps(config))
+    return sorted(directory.iterdir())
+
+
+@pytest.mark.slow
+@needs_browser
+def test_tables_of_many_runs_fit_a_window(tmp_path):
+    """Of 1,300 pixels: nothing has to be scrolled sideways."""
+    runs = make_sweep(tmp_path / "sweep")
+    report(*runs, "--metric", "loss", cwd=tmp_path)
+    with Browser() as page:
+        page.open(tmp_path / "report.html", width=1300)
+        wide = page(
+            "[...document.querySelectorAll('.wide')].map((t) => [t.scrollWidth, t.clientWidth])"
+        )
+        assert len(wide) > 5 and all(inside <= room for inside, room in wide), wide
+        heads = page("[...document.querySelectorAll('.runs th')].map((c) => c.innerText)")
+        assert len(heads) == 13 and heads[3] == "model.args.hidden"
+        assert page.errors == []
+
+
+@pytest.mark.slow
+@needs_browser
+def test_labels_of_axes_are_whole_and_differ(tmp_path):
+    """Of numbers that need many digits; a label that begins left of the canvas would be cut."""
+    rng = np.random.default_rng(0)
+    records = [
+        {"step": 123456 + i, "split": "train", "loss": -1.5e-7 * (1 + rng.random()),
+         "accuracy": 12345678 + i / 10, "time": T0 + i}
+        for i in range(9)
+    ]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    report(tmp_path)
+    with Browser() as page:
+        page.open(tmp_path / "report.html")
+        drawn = page("""jaxdp.view.charts.map((chart) => {
+            const texts = [], draw = CanvasRenderingContext2D.prototype.fillText;
+            CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+                const wide = this.measureText(text).width;
+                const from = this.textAlign === "right" ? x - wide : x - wide / 2;
+                texts.push([this.textAlign, text, from >= 0 && from + wide <= chart.width]);
+            };
+            chart.draw();
+            CanvasRenderingContext2D.prototype.fillText = draw;
+            return texts;
+        })""")
+        assert len(drawn) == 2 and page.errors == []
+        for texts in drawn:
+            for align in ("right", "center"):
+                labels = [text for side, text, _ in texts if side == align]
+                assert len(labels) > 1 and len(set(labels)) == len(labels), labels
+            assert all(whole for *_, whole in texts), texts
 
 
 NAMES = (

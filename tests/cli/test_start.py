@@ -196,7 +196,9 @@ def test_help_and_errors_need_no_jax_and_training_no_orbax():
     code = """
 import sys
 from jaxdp.cli import main
-for argv in ([], ["--help"], ["--version"], ["tarin"], ["train", "--config", "nowhere.yaml"], ["train", "--help"]):
+from jaxdp.cli.option_table import VERBS
+helps = [[verb, "--help"] for verb in VERBS]
+for argv in ([], ["--help"], ["--version"], ["tarin"], ["train", "--config", "nowhere.yaml"], *helps):
     try:
         main(argv)
     except SystemExit:

@@ -1,6 +1,7 @@
 """`jaxdp sweep`: a grid or a sample of runs, each made once, whatever ends the command."""
 
 import collections
+import csv
 import dataclasses
 import json
 import os
@@ -188,6 +189,7 @@ def test_the_table_is_sorted_by_a_metric(tmp_path):
     head, *rows = table(ranked(runs, "accuracy"), "accuracy").splitlines()
     assert head.split() == ["accuracy", "loss", "step", "optimizer.lr", "run"]
     assert rows[0].split() == ["0.8", "0.5", "5", "0.1", "a"] and rows[2].split()[1] == "nan"
+    assert rows[3] == "best: a, accuracy 0.8" and table(runs, "loss").endswith("best: a, loss 0.5")
     unsound = make_run(tmp_path / "wrong" / "d", 0.1, "nan", 1.0)
     assert [run["name"] for run in ranked([unsound, *runs], "accuracy")] == ["a", "b", "d", "c"]
     named = {
@@ -204,7 +206,15 @@ def test_the_table_is_sorted_by_a_metric(tmp_path):
         "b",
         "a",
         "c",
-    ] and f"{tmp_path / 'report.html'}  " in done[4]
+    ] and done[4] == "best: b, loss 0.4"
+    assert f"{tmp_path / 'report.html'}  " in done[5] and f"{tmp_path / 'report.csv'}" in done[5]
+    with open(tmp_path / "report.csv", newline="") as file:
+        written = [*csv.DictReader(file)]
+    assert [(row["run"], row["loss"], row["optimizer.lr"]) for row in written] == [
+        ("b", "0.4", "0.2"),
+        ("a", "0.5", "0.1"),
+        ("c", "nan", "0.3"),
+    ]
     page = (tmp_path / "report.html").read_text()
     assert page.index('"name":"b"') < page.index('"name":"a"') < page.index('"name":"c"')
 
@@ -341,8 +351,13 @@ def test_killed_and_continued_no_run_is_made_twice(tmp_path):
     assert again.returncode == 0, again.stdout + again.stderr
     assert f"4 runs in {directory}, 2 at once; {len(before)} are finished already" in again.stdout
     assert (
-        len(finished(directory)) == 4 and len(again.stdout.splitlines()) == 1 + 4 - len(before) + 5
+        len(finished(directory)) == 4 and len(again.stdout.splitlines()) == 1 + 4 - len(before) + 7
     )
+    *_, best, table = again.stdout.splitlines()
+    assert re.fullmatch(r"best: seed=[0-3], loss [\d.]+", best)
+    assert table == f"the table in {directory / 'sweep.csv'}"
+    with (directory / "sweep.csv").open(newline="") as file:
+        assert f"best: {next(csv.DictReader(file))['run']}, " in best
     for name, run in finished(directory).items():
         events = [
             json.loads(line)["kind"] for line in (run / "events.jsonl").read_text().splitlines()

@@ -548,7 +548,7 @@ def test_numbers_that_numpy_cannot_hold_are_refused(tmp_path):
             ["--run_dir", "run", "--step", "two"],
             "--step: two is not in 'run'; use one of 2, last, best",
         ),
-        (["--run_dir"], "argument --run_dir: expected one argument"),
+        (["--run_dir"], "--run_dir: expected one argument; see jaxdp export --help"),
         ([], "--run_dir: missing; give the directory of a run, e.g. --run_dir runs/digits"),
         (["--run_dir", "nix"], "--run_dir: 'nix': no such directory; train first, or name another"),
         (["--run_dir", "."], "--run_dir: '.': no checkpoint in it; train first, or name another"),

@@ -17,7 +17,17 @@ import pytest
 
 from jaxdp.doctor import examine, resources, versions
 from jaxdp.doctor.examine import SILENT
-from jaxdp.doctor.findings import FAILURE, OK, WARNING, as_json, as_text, failure, ok, run_checks
+from jaxdp.doctor.findings import (
+    FAILURE,
+    OK,
+    WARNING,
+    Stage,
+    as_json,
+    as_text,
+    failure,
+    ok,
+    run_checks,
+)
 from jaxdp.errors import UsageError
 from launch import ROOT, environment, find, mpirun, port, processes, ranks, require
 from two_hosts import TwoHosts
@@ -343,21 +353,32 @@ def test_a_check_that_raises_or_hangs_is_a_line():
     assert said == failure("refused", "x: 3 is wrong", "use 4")
 
 
-def test_how_the_process_that_joins_has_ended():
-    stage, failed = examine.follow([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
+def test_how_the_process_that_joins_has_ended(capsys):
+    stage, failed = examine.follow(lambda send: os.kill(os.getpid(), 9))
     assert stage.name == failed.name == "checks" and failed.found == "killed by SIGKILL"
-    code = """import sys; print('noise'); print('["imports", 9, [], 1, ["a", "b"]]', flush=True)"""
-    code += "; sys.exit('jaxdp: x: do y')"
-    stage, failed = examine.follow([sys.executable, "-c", code])
+
+    def refused(send):
+        print("noise", flush=True)
+        send(Stage("imports", 9, [], 1, ["a", "b"]))
+        os.write(2, b"jaxdp: x: do y\n")
+        os._exit(2)
+
+    stage, failed = examine.follow(refused)
     assert (stage.name, stage.rank, failed.found, failed.fix) == ("imports", 1, "x", "do y")
-    sleeper = 'import time; print(\'["devices", 0.1, [], 0, ["a"]]\', flush=True); time.sleep(60)'
-    stage, failed = examine.follow([sys.executable, "-c", sleeper])
+
+    def broken(send):
+        raise ValueError("planted")
+
+    with capsys.disabled():  # standard error is that of the process
+        stage, failed = examine.follow(broken)
+    assert failed.found == f"{SILENT}: ValueError: planted"
+
+    def asleep(send):
+        send(Stage("devices", 0.1, [], 0, ["a"]))
+        time.sleep(60)
+
+    stage, failed = examine.follow(asleep)
     assert failed.name == "devices" and failed.found == "no answer within 0.1 s"
-    sleeper = sleeper.replace("time.sleep", "print(1, end='', flush=True); time.sleep")
-    stage, failed = examine.follow([sys.executable, "-c", sleeper])
-    assert (
-        failed.name == "devices" and failed.found == "no answer within 0.1 s"
-    )  # after a part of a line
     aborted = "F1123 20:00:00.000000 12 flags.cc:234] Unknown flag in XLA_FLAGS: --x\n"
     cause = "jaxdp: rank 1 (host b) ends: rank 0 (host a) has gone: see what it printed\n"
     assert "jaxlib does not know it" in examine.problem("devices", SILENT, aborted).fix

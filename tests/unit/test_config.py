@@ -204,7 +204,7 @@ def test_the_command_line_overrides_the_files_wherever_it_stands(tmp_path):
             ["optimizer.warmup_steps: 2147483648 is too large"],
         ),
         (["--config", "nowhere.yaml"], ["--config: no file 'nowhere.yaml'"]),
-        (["--config"], ["--config: no file given"]),
+        (["--config"], ["--config: expected one argument; see", "train --help"]),
         (["extra"], ["extra"]),
         (["--precision.compute", "float64"], ["precision.params: 'float32'", "float64"]),
     ],
@@ -243,7 +243,9 @@ def test_the_program_that_was_called_is_named(monkeypatch):
 
 def test_an_option_of_another_type_is_named():
     for verb, name in (("plan", "devices"), ("verify", "updates")):
-        with pytest.raises(UsageError, match=f"^--{name}: 'x' is not an integer$"):
+        with pytest.raises(
+            UsageError, match=f"^--{name}: 'x' is not an integer; see jaxdp {verb} --help$"
+        ):
             load([*DIGITS, f"--{name}", "x"], verb)
 
 

@@ -81,8 +81,8 @@ class Chart {
 
   shown() { return this.series.filter((s) => !view.hidden.has(s.split) && !view.hidden.has(s.run)); }
 
-  // The pixels: [left, right] of x, [bottom, top] of y.
-  scales() {
+  // The pixels: [left, right] of x, [bottom, top] of y. The labels of y have room to their left.
+  scales(g) {
     const shown = this.shown(), xs = shown.map((s) => s[view.axis]);
     let [x0, x1] = view.zoom || [Infinity, -Infinity];
     if (!view.zoom) for (const x of xs) if (x.length) { x0 = Math.min(x0, x[0]); x1 = Math.max(x1, x[x.length - 1]); }
@@ -103,8 +103,10 @@ class Chart {
     const slack = (y1 - y0) * 0.06 || Math.abs(y1) * 0.1 || 1;
     y0 = y0 >= 0 && y0 < slack * 2 && !this.log ? 0 : y0 - slack;
     y1 += slack;
-    const box = { left: 46, right: this.width - 6, top: 8, bottom: this.height - 22 };
-    return { ...box, x0, x1, y0, y1, shown,
+    const marks = this.log ? logTicks(y0, y1) : ticks(y0, y1, 5), texts = labels(marks);
+    const left = Math.max(46, ...texts.map((text) => Math.ceil(g.measureText(text).width) + 9));
+    const box = { left, right: this.width - 6, top: 8, bottom: this.height - 22 };
+    return { ...box, x0, x1, y0, y1, shown, marks, texts,
       x: (v) => box.left + (v - x0) / (x1 - x0) * (box.right - box.left),
       y: (v) => box.bottom - ((this.log ? Math.log10(v) : v) - y0) / (y1 - y0) * (box.bottom - box.top),
       back: (px) => x0 + (px - box.left) / (box.right - box.left) * (x1 - x0) };
@@ -121,9 +123,10 @@ class Chart {
     if (!width) return;
     this.width = width; this.height = height;
     this.canvas.width = Math.round(width * ratio); this.canvas.height = Math.round(height * ratio);
-    const g = this.canvas.getContext("2d"), s = this.at = this.scales();
+    const g = this.canvas.getContext("2d");
     g.scale(ratio, ratio);
     g.font = "11px " + getComputedStyle(document.body).fontFamily;
+    const s = this.at = this.scales(g);
     this.axes(g, s);
     g.save();
     g.beginPath(); g.rect(s.left - 3, s.top - 4, s.right - s.left + 6, s.bottom - s.top + 8); g.clip();
@@ -141,21 +144,22 @@ class Chart {
     const span = s.x1 - s.x0;
     g.lineWidth = 1; g.strokeStyle = paint("faint"); g.fillStyle = paint("muted");
     g.textAlign = "right"; g.textBaseline = "middle";
-    for (const v of this.log ? logTicks(s.y0, s.y1) : ticks(s.y0, s.y1, 5)) {
+    s.marks.forEach((v, i) => {
       const y = Math.round(s.y(v)) + 0.5;
-      if (y < s.top - 1 || y > s.bottom + 1) continue;
+      if (y < s.top - 1 || y > s.bottom + 1) return;
       g.beginPath(); g.moveTo(s.left, y); g.lineTo(s.right, y); g.stroke();
-      g.fillText(short(v), s.left - 7, y);
-    }
+      g.fillText(s.texts[i], s.left - 7, y);
+    });
     g.textBaseline = "top";
     const count = Math.max(2, Math.floor((s.right - s.left) / 58)), unit = clockScale(span);
     const places = view.axis === "step" ? ticks(s.x0, s.x1, count).filter(Number.isInteger)
       : ticks(s.x0 / unit, s.x1 / unit, count).map((v) => v * unit);
-    for (const v of places) {
-      const text = view.axis === "step" ? short(v) : clock(v, span), half = g.measureText(text).width / 2;
+    const texts = view.axis === "step" ? labels(places) : places.map((v) => clock(v, span));
+    places.forEach((v, i) => {
+      const half = g.measureText(texts[i]).width / 2;
       g.textAlign = "center";
-      g.fillText(text, Math.min(Math.max(s.x(v), s.left - 8 + half), s.right - half), s.bottom + 7);
-    }
+      g.fillText(texts[i], Math.min(Math.max(s.x(v), s.left - 8 + half), s.right - half), s.bottom + 7);
+    });
   }
 
   marks(g, s) { // restarts and faults, faintly

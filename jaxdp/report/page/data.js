@@ -67,14 +67,21 @@ function number(value, digits = 4) {
   return (+value).toFixed(Math.max(0, digits - Math.max(0, Math.ceil(Math.log10(size)))));
 }
 
-function short(value) { // a label of an axis
+function short(value, digits = 3) { // a label of an axis
   const size = Math.abs(value);
   if (size >= 1e4) {
     const [scale, unit] = size >= 1e9 ? [1e9, "G"] : size >= 1e6 ? [1e6, "M"] : [1e3, "k"];
-    return +(value / scale).toPrecision(3) + unit;
+    return +(value / scale).toPrecision(digits) + unit;
   }
-  if (size && size < 1e-3) return (+value.toPrecision(3)).toExponential().replace("e-", "e−");
-  return String(+value.toPrecision(4));
+  if (size && size < 1e-3) return (+value.toPrecision(digits)).toExponential().replace("e-", "e−");
+  return String(+value.toPrecision(digits + 1));
+}
+
+function labels(values) { // of an axis: with as many digits as tell them apart
+  for (let digits = 3; ; digits++) {
+    const texts = values.map((value) => short(value, digits));
+    if (new Set(texts).size === texts.length || digits === 12) return texts;
+  }
 }
 
 function bytes(value) {
@@ -108,6 +115,8 @@ const paint = (name) => { // a colour of the style sheet, in the format of the c
   root.style.setProperty("outline-color", `var(--${name})`);
   return getComputedStyle(root).outlineColor;
 };
+
+const breakable = (text) => text.split(/(?<=[._,=])/).flatMap((part, i) => (i ? [el("wbr"), part] : [part])); // a long name, in several lines
 
 function el(tag, attributes = {}, ...children) {
   const svg = ["svg", "rect", "line", "circle", "path", "text", "g", "title"].includes(tag);

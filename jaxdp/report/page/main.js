@@ -40,6 +40,7 @@ function everything() {
     const section = at(id);
     while (section.children.length > 1) section.lastChild.remove();
   }
+  document.querySelector(".pair").classList.toggle("single", runs.length > 4); // a table with a column for each needs the width
   summary(); against(); controls(); media(); histograms(); spent(); events(); holds(); sends();
 }
 

@@ -14,7 +14,7 @@ const at = (id) => document.getElementById(id);
 const swatch = (i) => el("span", { class: "dot", style: { background: colour(i) } });
 const named = (run, i) => (several ? el("h3", {}, swatch(i), " ", run.name) : null);
 const table = (head, rows) => el("div", { class: "wide" }, el("table", {},
-  head ? el("tr", {}, head.map((h, i) => el("th", { class: i ? "n" : null }, h))) : null, rows));
+  head ? el("tr", {}, head.map((h, i) => el("th", { class: i ? "n" : null }, breakable(h)))) : null, rows));
 const row = (cells, attributes = {}) => el("tr", attributes, cells.map((c, i) => el("td", { class: i ? "n" : null }, c)));
 
 const commitOf = (run) => {
@@ -24,6 +24,7 @@ const commitOf = (run) => {
 
 function changes(section) { // not committed when the run started
   if (several || !runs[0].diff) return;
+  section.hidden = false;
   const kind = (line) => ({ "+": "added", "-": "removed", "@": "hunk" }[line[0]] || null);
   section.append(el("details", { id: "diff" }, el("summary", {}, "Uncommitted changes at the start"),
     el("pre", {}, runs[0].diff.split("\n").map((line) => el("span", { class: kind(line) }, line + "\n")))));
@@ -111,6 +112,8 @@ function spent() {
   const rows = NAMES.filter(([key]) => found.some((f) => f[key] > 0)).map(([key, name, c]) =>
     row([el("span", {}, el("span", { class: "dot", style: { background: fill(c) } }), name), ...found.flatMap((f) => share(f, key))]));
   const updates = runs.map(update), head = several ? ["", ...runs.map((r) => r.name)] : null;
+  at("spent").hidden = !some && !updates.some(Boolean);
+  if (at("spent").hidden) return;
   const cells = (key) => updates.map((u) => (u ? (u[key] === null ? "not measured" : `${number(u[key], 3)} ms`) : "–"));
   at("spent").append(...stacks.filter(Boolean), table(head, rows),
     some ? "" : el("p", { class: "muted small" }, "No events were logged: only updates were timed."),
@@ -130,7 +133,8 @@ function update(run) { // uses the median: a record after a pause is an outlier
 
 function events() {
   const section = at("events"), known = runs.filter((r) => r.sessions.length);
-  if (!known.length) return section.append(el("p", { class: "muted small" }, "No events were logged with " + (several ? "these runs." : "this run.")));
+  section.hidden = !known.length;
+  if (section.hidden) return;
   const span = Math.max(...known.map((r) => r.sessions.at(-1).end - r.start), 1e-3);
   const width = Math.max(section.clientWidth - 42, 240), tall = 46; // in pixels, so that text keeps its size
   const svg = el("svg", { viewBox: `0 0 ${width} ${known.length * tall + 22}`, role: "img", "aria-label": "events over time" });
@@ -179,7 +183,8 @@ function holds() {
     if (program) held.temporaries = Math.max(program.temporaries - (held.grads || 0), 0);
     return held;
   });
-  if (!known.some((k) => Object.keys(k).length)) return at("bytes").append(el("p", { class: "muted small" }, "Not recorded with this run; jaxdp plan reports it."));
+  at("bytes").hidden = !known.some((k) => Object.keys(k).length);
+  if (at("bytes").hidden) return;
   const most = Math.max(...known.map((k) => Object.values(k).reduce((a, b) => a + b, 0)), 1);
   at("bytes").append(...known.map((held, i) => el("div", { class: "run" }, named(runs[i], i), stack(TREES.map(([key, name], c) => [name, held[key] || 0, c]), most))),
     table(several ? ["", ...runs.map((r) => r.name)] : null, TREES.filter(([key]) => known.some((k) => k[key])).map(([key, name]) =>
@@ -189,9 +194,10 @@ function holds() {
 
 function sends() {
   const section = at("collectives");
+  section.hidden = !runs.some((run) => run.layout.devices > 1);
   section.append(...runs.map((run, i) => {
     const { devices, program } = run.layout, found = program ? Object.entries(program.collectives) : [];
-    const said = !devices ? "Not recorded with this run; jaxdp plan reports it." : devices === 1 ? "One device: no communication."
+    const said = !devices ? "Not recorded with this run." : devices === 1 ? "One device: no communication."
       : !program ? "The program's text was not available; jaxdp plan reports it." : !found.length ? "Nothing." : null;
     const held = run.layout.bytes_per_device || {};
     return el("div", { class: "run" }, named(run, i), said ? el("p", { class: "muted small" }, said) : [
@@ -208,8 +214,8 @@ function settings(section, title, key, folded) {
   const differ = keys.filter((k) => new Set(runs.map((r) => JSON.stringify(r[key][k]))).size > 1);
   const isSet = (k) => key === "config" && page.defaults && JSON.stringify(runs[0].config[k]) !== JSON.stringify(page.defaults[k]);
   const pairs = (names) => el("dl", { class: "pairs" }, names.map((k) => el("div", { class: isSet(k) ? "set" : null }, el("dt", {}, k), el("dd", {}, show(runs[0][key][k])))));
+  section.hidden = !keys.length;
   section.append(el("h2", {}, title));
-  if (!keys.length) return section.append(el("p", { class: "muted small" }, "Not recorded with this run."));
   const set = keys.filter(isSet), others = keys.filter((k) => !isSet(k));
   if (!several && set.length) return section.append(pairs(set), others.length ? el("details", {}, el("summary", {}, `${others.length} keys at their defaults`), pairs(others)) : "");
   if (!several) return section.append(folded ? el("details", {}, el("summary", {}, `${keys.length} keys`), pairs(keys)) : pairs(keys));

@@ -21,7 +21,7 @@ const isNamed = (name, words) => words.some((word) => name.split("/").pop().toLo
 const isSmaller = (name) => isNamed(name, page.smaller); // better if smaller
 
 function columnsOf(facts) { // {head, show, value} of each column: `value` of a run is what it is sorted by
-  const named = { id: "run", head: "run", value: (i) => runs[i].name, down: false, show: (i) => el("span", {}, swatch(i), el("b", {}, runs[i].name), " ",
+  const named = { id: "run", head: "run", value: (i) => runs[i].name, down: false, show: (i) => el("span", {}, swatch(i), el("b", {}, breakable(runs[i].name)), " ",
     facts[i].state, el("br"), el("span", { class: "muted" }, facts[i].about)) };
   const keys = differing.map((key) => ({ id: `config ${key}`, head: key, down: false, key: true, value: (i) => runs[i].config[key], show: (i) => show(runs[i].config[key]) }));
   const measured = metricNames.map((name) => ({ id: `metric ${name}`, head: name, down: !isSmaller(name), metric: name, value: (i) => metrics[i].get(name),
@@ -53,7 +53,7 @@ function runsTable(facts) {
       sorting.down = sorting.name === c.id ? !sorting.down : c.down;
       sorting.name = c.id;
       at("summary").firstChild.replaceWith(runsTable(facts));
-    } }, c.head, c === by ? (sorting.down ? " ▾" : " ▴") : ""));
+    } }, breakable(c.head), c === by ? (sorting.down ? " ▾" : " ▴") : ""));
   const cell = (c, k, i) => el("td", { class: [k ? "n" : "", c.key ? "key" : "", c.value(i) === best.get(c) ? "best" : ""].join(" ").trim() || null,
     title: c.value(i) === best.get(c) ? "best" : null }, c.show(i));
   return el("div", { class: "card runs" }, el("div", { class: "wide" }, el("table", {}, el("tr", {}, columns.map(head)),
@@ -72,11 +72,13 @@ function scatter(key, name) {
   const missing = runs.length - known.length, [width, height] = [320, 190];
   const svg = el("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${name} against ${key}` });
   if (known.length) {
-    const x = scale(known.map((i) => runs[i].config[key]), 44, width - 10), y = scale(known.map((i) => metrics[i].get(name)), height - 24, 6);
+    const y = scale(known.map((i) => metrics[i].get(name)), height - 24, 6), heights = labels(y.marks);
+    const left = Math.max(44, 8 + 7 * Math.max(...heights.map((text) => text.length))); // 7: the width of a digit, at most
+    const x = scale(known.map((i) => runs[i].config[key]), left, width - 10), places = labels(x.marks);
     svg.dataset.log = `${x.log} ${y.log}`;
-    for (const v of y.marks) svg.append(el("line", { x1: 44, x2: width - 10, y1: y.of(v), y2: y.of(v), stroke: "var(--faint)" }),
-      el("text", { x: 38, y: y.of(v) + 4, "text-anchor": "end" }, short(v)));
-    for (const v of x.marks) svg.append(el("text", { x: x.of(v), y: height - 6, "text-anchor": "middle" }, short(v)));
+    y.marks.forEach((v, i) => svg.append(el("line", { x1: left, x2: width - 10, y1: y.of(v), y2: y.of(v), stroke: "var(--faint)" }),
+      el("text", { x: left - 6, y: y.of(v) + 4, "text-anchor": "end" }, heights[i])));
+    x.marks.forEach((v, i) => svg.append(el("text", { x: x.of(v), y: height - 6, "text-anchor": "middle" }, places[i])));
     for (const i of known) {
       const dot = el("circle", { cx: x.of(runs[i].config[key]), cy: y.of(metrics[i].get(name)), r: 4.5, fill: colour(i), "data-run": i });
       dot.append(el("title", {}, `${runs[i].name}: ${key} ${show(runs[i].config[key])}, ${name} ${number(metrics[i].get(name))}`));
