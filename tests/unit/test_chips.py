@@ -5,7 +5,7 @@ import pytest
 from jaxdp.errors import UsageError
 from jaxdp.plan import chips, timeline
 from jaxdp.plan.hardware import HARDWARE
-from jaxdp.plan.hlo import compiled_program
+from jaxdp.plan.hlo import collectives, compiled_program
 from jaxdp.plan.hlo.compiled_program import CompiledProgram
 
 H100 = HARDWARE["h100-nvlink-ib400"]
@@ -160,3 +160,51 @@ def test_a_convolution_that_is_a_product_of_stacks_counts_as_one():
 def test_text_that_is_no_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
         CompiledProgram("HloModule x")
+
+
+CHAIN = """HloModule f, num_partitions=16
+
+%start (p: bf16[128,2048]) -> (bf16[2048,2048], u32[]) {
+  %p = bf16[128,2048]{1,0} parameter(0)
+  %gathered = bf16[2048,2048]{1,0} all-gather(%p), replica_groups=[1,16]<=[16], frontend_attributes={chain_id="7"}
+  ROOT %c = (bf16[2048,2048]{1,0}, u32[]) custom-call(%p, %gathered), custom_call_target="AsyncCollectiveStart"
+}
+
+%beside (p: bf16[128,2048], a: bf16[N,2048], b: bf16[2048,2048]) -> bf16[N,2048] {
+  %p = bf16[128,2048]{1,0} parameter(0)
+  %a = bf16[N,2048]{1,0} parameter(1)
+  %b = bf16[2048,2048]{1,0} parameter(2)
+  %gathered = bf16[2048,2048]{1,0} all-gather(%p), replica_groups=[1,16]<=[16], frontend_attributes={chain_id="7"}
+  ROOT %y = bf16[N,2048]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%done (p: bf16[128,2048], u: u32[]) -> bf16[2048,2048] {
+  %p = bf16[128,2048]{1,0} parameter(0)
+  %u = u32[] parameter(1)
+  %gathered = bf16[2048,2048]{1,0} all-gather(%p), replica_groups=[1,16]<=[16], frontend_attributes={chain_id="7"}
+  ROOT %c = bf16[2048,2048]{1,0} custom-call(%p, %gathered, %u), custom_call_target="AsyncCollectiveDone"
+}
+
+ENTRY %main (p: bf16[128,2048], a: bf16[N,2048], b: bf16[2048,2048]) -> bf16[2048,2048] {
+  %p = bf16[128,2048]{1,0} parameter(0)
+  %a = bf16[N,2048]{1,0} parameter(1)
+  %b = bf16[2048,2048]{1,0} parameter(2)
+  %begun = (bf16[2048,2048]{1,0}, u32[]) fusion(%p), kind=kCustom, calls=%start
+  %u = u32[] get-tuple-element(%begun), index=1
+  %y = bf16[N,2048]{1,0} fusion(%p, %a, %b), kind=kOutput, calls=%beside
+  ROOT %end = bf16[2048,2048]{1,0} fusion(%p, %u), kind=kCustom, calls=%done
+}
+"""
+
+
+@pytest.mark.parametrize(("rows", "hidden"), [(8192, 1.0), (8, 0.2)])
+def test_a_chain_of_fusions_is_one_collective(rows, hidden):
+    """A TPU's program repeats the collective in each fusion of the chain."""
+    text = CHAIN.replace("N", str(rows))
+    [one] = collectives(text)
+    assert (one.kind, one.count, one.bytes) == ("all-gather", 1, 2 * 2048 * 2048)
+    schedule = timeline.play(text, chips.read_target("v5e:4x4").hardware)
+    assert schedule.kernels == {"all-gather": 1, "product": 1}
+    shares = schedule.hidden_share, schedule.exposed / schedule.communication
+    assert shares == (1.0, 0.0) if hidden == 1.0 else 0 < shares[0] < hidden
+    assert schedule.seconds >= schedule.communication > 0
