@@ -170,12 +170,12 @@ CHAIN = """HloModule f, num_partitions=16
   ROOT %c = (bf16[2048,2048]{1,0}, u32[]) custom-call(%p, %gathered), custom_call_target="AsyncCollectiveStart"
 }
 
-%beside (p: bf16[128,2048], a: bf16[N,2048], b: bf16[2048,2048]) -> bf16[N,2048] {
+%beside (p: bf16[128,2048], a: bf16[ROWS,2048], b: bf16[2048,2048]) -> bf16[ROWS,2048] {
   %p = bf16[128,2048]{1,0} parameter(0)
-  %a = bf16[N,2048]{1,0} parameter(1)
+  %a = bf16[ROWS,2048]{1,0} parameter(1)
   %b = bf16[2048,2048]{1,0} parameter(2)
   %gathered = bf16[2048,2048]{1,0} all-gather(%p), replica_groups=[1,16]<=[16], frontend_attributes={chain_id="7"}
-  ROOT %y = bf16[N,2048]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %y = bf16[ROWS,2048]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
 }
 
 %done (p: bf16[128,2048], u: u32[]) -> bf16[2048,2048] {
@@ -185,22 +185,22 @@ CHAIN = """HloModule f, num_partitions=16
   ROOT %c = bf16[2048,2048]{1,0} custom-call(%p, %gathered, %u), custom_call_target="AsyncCollectiveDone"
 }
 
-ENTRY %main (p: bf16[128,2048], a: bf16[N,2048], b: bf16[2048,2048]) -> bf16[2048,2048] {
+ENTRY %main (p: bf16[128,2048], a: bf16[ROWS,2048], b: bf16[2048,2048]) -> bf16[2048,2048] {
   %p = bf16[128,2048]{1,0} parameter(0)
-  %a = bf16[N,2048]{1,0} parameter(1)
+  %a = bf16[ROWS,2048]{1,0} parameter(1)
   %b = bf16[2048,2048]{1,0} parameter(2)
   %begun = (bf16[2048,2048]{1,0}, u32[]) fusion(%p), kind=kCustom, calls=%start
   %u = u32[] get-tuple-element(%begun), index=1
-  %y = bf16[N,2048]{1,0} fusion(%p, %a, %b), kind=kOutput, calls=%beside
+  %y = bf16[ROWS,2048]{1,0} fusion(%p, %a, %b), kind=kOutput, calls=%beside
   ROOT %end = bf16[2048,2048]{1,0} fusion(%p, %u), kind=kCustom, calls=%done
 }
 """
 
 
-@pytest.mark.parametrize(("rows", "hidden"), [(8192, 1.0), (8, 0.2)])
+@pytest.mark.parametrize(("rows", "hidden"), [(8192, 1.0), (8, 0.5)])
 def test_a_chain_of_fusions_is_one_collective(rows, hidden):
     """A TPU's program repeats the collective in each fusion of the chain."""
-    text = CHAIN.replace("N", str(rows))
+    text = CHAIN.replace("ROWS", str(rows))
     [one] = collectives(text)
     assert (one.kind, one.count, one.bytes) == ("all-gather", 1, 2 * 2048 * 2048)
     schedule = timeline.play(text, chips.read_target("v5e:4x4").hardware)
