@@ -84,7 +84,9 @@ def split_pairs(argv: Sequence[str], verb: str) -> tuple[list[tuple[str, str]], 
         name, equals, text = arg.removeprefix("--").partition("=")
         if not arg.startswith("--"):
             if arg.startswith("-") or not row.arguments:
-                raise UsageError(without_option(arg))
+                is_config = arg.endswith((".yaml", ".yml"))
+                key = "config" if is_config else "run_dir" if os.path.isdir(arg) else "KEY"
+                raise UsageError(f"command line: {arg!r} belongs to no option; write --{key} {arg}")
             words.append(arg)
             continue
         if has_config and name not in ("config", *FLAGS, *options):
@@ -231,14 +233,6 @@ def split_command(argv: list[str], options: Options) -> tuple[list[str], list[st
     ] else command
 
 
-def without_option(arg: str) -> str:
-    """Return the error message for an argument without an option, with a correction."""
-    name = (
-        "config" if arg.endswith((".yaml", ".yml")) else "run_dir" if os.path.isdir(arg) else "KEY"
-    )
-    return f"command line: {arg!r} belongs to no option; write --{name} {arg}"
-
-
 def add_options(parser: Any, options: Options) -> None:
     for name, option in options.items():
         kind = {"action": "store_true"} if option.kind is bool else {"type": option.kind}
@@ -248,16 +242,6 @@ def add_options(parser: Any, options: Options) -> None:
 def with_saved_config(pairs: list[tuple[str, str]], directory: str | None) -> list[tuple[str, str]]:
     """Return the arguments of `eval` with the config of a run directory; their paths are absolute if
     it evaluates in another working directory. Raises UsageError if there is none."""
-    saved = saved_config(directory)
-    if rundir.folder(pathlib.Path(saved).parent) not in (None, os.getcwd()):
-        pairs = [
-            (name, os.path.abspath(text) if is_path(name, text) else text) for name, text in pairs
-        ]
-    return [*pairs, ("config", saved)]
-
-
-def saved_config(directory: str | None) -> str:
-    """Return the path of the config saved in a run directory. Raises UsageError if there is none."""
     if not directory:
         raise UsageError("--run_dir: none given; e.g. jaxdp eval --run_dir runs/digits")
     saved = pathlib.Path(directory).expanduser() / "config.yaml"
@@ -265,7 +249,11 @@ def saved_config(directory: str | None) -> str:
         raise UsageError(
             f"run_dir: no run in {directory!r}; give the directory of a run, such as runs/digits"
         )
-    return str(saved)
+    if rundir.folder(saved.parent) not in (None, os.getcwd()):
+        pairs = [
+            (name, os.path.abspath(text) if is_path(name, text) else text) for name, text in pairs
+        ]
+    return [*pairs, ("config", str(saved))]
 
 
 def is_path(name: str, text: str) -> bool:
