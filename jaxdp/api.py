@@ -140,6 +140,11 @@ def join(
         left_out = environment.set_gpu_flag(config.parallel.devices)
     groups = (extra.group(objects or {}) for extra in extras_of(config))
     context = init(group=next(filter(None, groups), None))
+    if context.backend is not None:
+        raise UsageError(
+            f"backend: {context.backend} serves loops of your own, and training needs JAX's service; "
+            "leave backend out of jaxdp.init"
+        )
     context.agree(error)
     if left_out and context.is_root:
         print(f"jaxdp: {left_out}", file=sys.stderr)

@@ -84,6 +84,16 @@ def extras_of(config: Config | None) -> list[Extra]:
     return [door(name, key)(config) for name, key in config.extras.items()]
 
 
+def backend_group(backend: str) -> Any:
+    """Return the argument `group` of `jaxdp.init` for a backend. Raises UsageError."""
+    if backend != "mpi":
+        raise UsageError(
+            f"backend: {backend!r} is not known; give 'mpi', or leave it out for that of JAX (Gloo "
+            "between CPUs, NCCL between GPUs)"
+        )
+    return door(backend, "backend: mpi")(Config()).group({})
+
+
 def is_there(name: str) -> bool:
     """Return whether a folder of the package is there, with its code."""
     spec = importlib.util.find_spec(f"jaxdp.{name}")

@@ -103,7 +103,11 @@ def main(argv: list[str] | None = None) -> NoReturn:
             sys.exit(0)  # the reader has closed the pipe, as `head` does
         if (known := explained(error)) is not None:
             _refuse(known)
-        _crash(error)
+        # With this rank, and the job ends: the other ranks would wait for this one.
+        if (context := _context()) is not None:
+            context.crash(error)
+        traceback.print_exc()
+        sys.exit(1)
     sys.exit(0)
 
 
@@ -216,11 +220,3 @@ def _exit_alone(error: SystemExit) -> NoReturn:
             DistributedError(f"rank {context.process().rank} called sys.exit({error.code!r})"), code
         )
     raise error
-
-
-def _crash(error: BaseException) -> NoReturn:
-    """Print the traceback with this rank, and end the job: the other ranks would wait for this one."""
-    if (context := _context()) is not None:
-        context.crash(error)
-    traceback.print_exc()
-    sys.exit(1)

@@ -97,10 +97,9 @@ def _call(
             if reduces:
                 kernels.check_op(str(op), [a.dtype for a in arrays])
             if kernel in kernels.CHUNKED:
-                _check_axis(arrays, split, split_name, 0)
-                _check_divisible(arrays, split, len(group))
+                _check_axis(arrays, split, split_name, len(group))
             if kernel in kernels.JOINED:
-                _check_axis(arrays, join, join_name, 1)
+                _check_axis(arrays, join, join_name)
     except (
         Exception
     ) as problem:  # any exception: the other ranks must receive it, or they would wait
@@ -126,18 +125,16 @@ def _stacked(arrays: list[Part], n: int) -> Part:
     return np.stack([np.asarray(a) for a in arrays])
 
 
-def _check_axis(arrays: list[Part], axis: int, name: str, low: int) -> None:
-    """Check that every array has dim `axis`. low: the number of dims that a scalar counts as."""
+def _check_axis(arrays: list[Part], axis: int, name: str, chunks: int = 0) -> None:
+    """Check that every array has dim `axis`, and that it is that many equal chunks. 0: it is not
+    split, and a scalar counts as one of dim 0.
+    """
     for a in arrays:
-        if not has_dim(axis, max(a.ndim, low)):
+        if not has_dim(axis, a.ndim if chunks else max(a.ndim, 1)):
             raise UsageError(f"{name}={axis!r}: {described(a)} has no dim {axis!r}")
-
-
-def _check_divisible(arrays: list[Part], axis: int, n: int) -> None:
-    for a in arrays:
-        if a.shape[axis] % n:
+        if chunks and a.shape[axis] % chunks:
             raise UsageError(
-                f"dim {axis} of {described(a)} cannot be split into {n} equal chunks, one a rank"
+                f"dim {axis} of {described(a)} cannot be split into {chunks} equal chunks, one a rank"
             )
 
 

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdp.errors import UsageError
 from jaxdp.precision import is_narrow
+from jaxdp.process import membership
 from jaxdp.process.context import current
 from jaxdp.process.enter import cached
 
@@ -34,20 +35,19 @@ def _of_one_type(arrays: Sequence[Part]) -> list[list[int]]:
     return list(types.values())
 
 
-def stays(arrays: Sequence[Part], device: jax.Device) -> bool:
-    """Return whether the arrays stay on their device: a single one needs no packing, and a copy to
-    the host is slow.
-    """
-    return len(arrays) == 1 and device.platform != "cpu"
+def own_collectives() -> Any:
+    """Return the collectives of another backend than JAX, or None."""
+    member = membership.current()
+    return member and member.collectives
 
 
-def pack(arrays: Sequence[Part], rows: int, device: jax.Device, as_bytes: bool) -> list[Part]:
-    """Return buffers[rows, element]; dim 0 of each array is split over the rows. as_bytes: one
-    buffer, of uint32.
+def pack(arrays: Sequence[Part], rows: int, stays: bool, as_bytes: bool) -> list[Part]:
+    """Return buffers[rows, element]; dim 0 of each array is split over the rows. stays: see `run`.
+    as_bytes: one buffer, of uint32.
 
     The buffers are copies, since JAX may read the memory while the caller writes to the arrays.
     """
-    if stays(arrays, device):
+    if stays:
         return [jnp.reshape(x, (rows, x.size // rows)) for x in arrays]
     flat = [np.ascontiguousarray(x).reshape(rows, x.size // rows) for x in arrays]
     if flat and as_bytes:
@@ -61,14 +61,14 @@ def unpack(
     buffers: Sequence[Array],
     arrays: Sequence[Part],
     rows: int,
-    device: jax.Device,
+    stays: bool,
     as_bytes: bool,
     finish: Callable[[Part, tuple[int, ...]], Part],
 ) -> list[Part]:
     """Return `finish(part[rows', element], shape)` for each of the `arrays` that were packed in
     `rows` rows.
     """
-    if stays(arrays, device):
+    if stays:
         return [finish(b, x.shape) for b, x in zip(buffers, arrays)]
     out: list[Part] = [None] * len(arrays)
     groups = [range(len(arrays))] if as_bytes else _of_one_type(arrays)
@@ -141,7 +141,7 @@ def _extreme(native: Callable[[Array, str], Array]) -> Transfer:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return native(x, AXIS)
         is_nan = jnp.isnan(x)
-        best = native(jnp.where(is_nan, jnp.zeros_like(x), x), AXIS)
+        best = native(jnp.where(is_nan, 0, x), AXIS)
         return jnp.where(lax.pmax(is_nan.astype(jnp.int32), AXIS) > 0, jnp.nan, best)
 
     return reduce
@@ -205,7 +205,7 @@ def scattered(op: str, x: Array) -> Array:
     return lax.dynamic_index_in_dim(REDUCTIONS[op](x), lax.axis_index(AXIS), keepdims=False)
 
 
-def _moved(buffer: Array, transfer: Transfer) -> Array:
+def moved(buffer: Array, transfer: Transfer) -> Array:
     """Apply `transfer` to the bits of the buffer; if it is complex, to those of real and imaginary
     part.
     """
@@ -223,11 +223,11 @@ def _masked_sum(bits: Array, root: int) -> Array:
 KERNELS: dict[str, Callable[[Array, Any], Array]] = {
     "allreduce": lambda x, op: reduced(op, x, lambda kind, b: REDUCTIONS[kind](b)),
     "reduce_scatter": lambda x, op: reduced(op, x, lambda kind, b: scattered(kind, b)[None]),
-    "allgather": lambda x, _: _moved(x, lambda b: lax.all_gather(b[0], AXIS)),
-    "broadcast": lambda x, root: _moved(x, lambda b: _masked_sum(b, root)),
-    "all_to_all": lambda x, _: _moved(x, lambda b: lax.all_to_all(b, AXIS, 0, 0)),
-    "scatter": lambda x, root: _moved(x, lambda b: lax.all_to_all(b, AXIS, 0, 0)[root][None]),
-    "send": lambda x, root: _moved(x, lambda b: lax.ppermute(b, AXIS, [(root, 1 - root)])),
+    "allgather": lambda x, _: moved(x, lambda b: lax.all_gather(b[0], AXIS)),
+    "broadcast": lambda x, root: moved(x, lambda b: _masked_sum(b, root)),
+    "all_to_all": lambda x, _: moved(x, lambda b: lax.all_to_all(b, AXIS, 0, 0)),
+    "scatter": lambda x, root: moved(x, lambda b: lax.all_to_all(b, AXIS, 0, 0)[root][None]),
+    "send": lambda x, root: moved(x, lambda b: lax.ppermute(b, AXIS, [(root, 1 - root)])),
 }
 CHUNKED = ("reduce_scatter", "all_to_all", "scatter")  # split a dim of the input over the members
 JOINED = ("allgather", "all_to_all")  # concatenate the members' parts along a dim
@@ -237,7 +237,7 @@ REDUCING = ("allreduce", "reduce_scatter")  # the others only move bits
 
 def _split(x: Part, members: int, axis: int) -> Part:
     """Reshape x[..., n * k, ...] to [n, ..., k, ...]."""
-    library = np if isinstance(x, np.ndarray) else jnp
+    library = x.__array_namespace__()
     return library.stack(library.split(x, members, axis))
 
 
@@ -245,24 +245,18 @@ def _join(part: Part, members: int, shape: tuple[int, ...], axis: int) -> Part:
     """Concatenate part[n, element], the members' arrays of `shape`, to [..., n * k, ...]; scalars
     become [n].
     """
-    library = np if isinstance(part, np.ndarray) else jnp
+    library = part.__array_namespace__()
     return library.concatenate(part.reshape(members, *(shape or (1,))), axis)
-
-
-@cached
-def ranks_mesh(members: tuple[int, ...]) -> Mesh:
-    """Return the mesh of the first device of each of these ranks, along AXIS."""
-    first = [
-        min((d for d in jax.devices() if d.process_index == r), key=lambda d: d.id) for r in members
-    ]
-    return Mesh(np.array(first), (AXIS,))
 
 
 def compiled(replica: Replica, members: tuple[int, ...]) -> Replica:
     """Return a function of this rank's arrays[rows, ...] on its first device, all of whose members
     call it together: it runs `replica` on each, and returns this rank's results.
     """
-    mesh = ranks_mesh(members)
+    first = [
+        min((d for d in jax.devices() if d.process_index == r), key=lambda d: d.id) for r in members
+    ]
+    mesh = Mesh(np.array(first), (AXIS,))
     sharding = NamedSharding(mesh, PartitionSpec(AXIS))
     # Results differ between members, but only the local shard is read, so the output needs no dim
     # for the axis.
@@ -309,21 +303,27 @@ def run(
     split the input and join the parts. Each rank uses its first device.
     """
     n, as_bytes, chunked = len(members), name not in REDUCING, name in CHUNKED
-    device = ranks_mesh(members).devices.flat[members.index(rank)]
-    if not stays(arrays, device):
+    device = jax.local_devices()[0]
+    own = own_collectives()
+    # A single array needs no packing, and stays on its device: a copy to the host is slow.
+    stays = len(arrays) == 1 and device.platform != "cpu" and (not own or own.on_device)
+    if not stays:
         arrays = [np.asarray(x) for x in arrays]
     if chunked:
         arrays = [_split(x, n, split) for x in arrays]
     rows = n if chunked else 1
-    local = jax.device_put(pack(arrays, rows, device, as_bytes), device)
-    program = _program(name, argument, members)
-    if device.platform == "cpu":  # the results are read here
-        results = current().compute(lambda: program(local))
+    buffers = pack(arrays, rows, stays, as_bytes)
+    if own:
+        results = own.run(name, argument, buffers, members)
     else:
-        results = program(local)
+        local, program = jax.device_put(buffers, device), _program(name, argument, members)
+        if device.platform == "cpu":  # the results are read here
+            results = current().compute(lambda: program(local))
+        else:
+            results = program(local)
 
     def finish(part: Part, shape: tuple[int, ...]) -> Part:
         shape = shape[1:] if chunked else shape
         return _join(part, n, shape, join) if name in JOINED else part.reshape(shape)
 
-    return jax.device_put(unpack(results, arrays, rows, device, as_bytes, finish), device)
+    return jax.device_put(unpack(results, arrays, rows, stays, as_bytes, finish), device)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -65,16 +65,24 @@ def distributed_optimizer(
     def update(
         grads: Tree, state: Tree, params: Tree = None, *, weight: Any = None, **extra: Any
     ) -> tuple[Tree, Tree]:
+        own = kernels.own_collectives()
         if axis_name is not None:
+            if own is not None:
+                raise UsageError(
+                    f"axis_name: over MPI, {axis_name!r} has the devices of this process alone; leave axis_name out"
+                )
             _check_weight(weight)
             return inner.update(mean_over_axis(grads, weight, axis_name), state, params, **extra)
         if any(
             isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((grads, state, params, weight))
         ):
-            raise UsageError(
-                "distributed_optimizer: update is called inside jit, where processes cannot meet; call it outside, "
-                "around the whole optimizer, or give axis_name and call it inside pmap or shard_map"
-            )
+            if own is None:
+                raise UsageError(
+                    "distributed_optimizer: update is called inside jit, where processes cannot meet; call it "
+                    "outside, around the whole optimizer, or give axis_name and call it inside pmap or shard_map"
+                )
+            _check_weight(weight)
+            return inner.update(_mean(grads, weight, own.sums_in_jit), state, params, **extra)
         if (line_search := any(map(callable, jax.tree.leaves(extra)))) and joined().size > 1:
             raise UsageError(
                 "distributed_optimizer: a loss function, as of a line search, sees the data of its own rank alone, so "
@@ -94,22 +102,46 @@ def mean_over_axis(grads: Tree, weight: Any, axis_name: Any) -> Tree:
     """
     kernels.axis_size(axis_name)  # raises UsageError if there is no such axis
     index = lax.axis_index(axis_name)
-    leaves, structure, floats = _flatten(grads)
-    if any(_varies(index) and not _varies(leaves[i]) for i in floats):
+    if any(_varies(index) and _is_float(x) and not _varies(x) for x in _flatten(grads)[0]):
         raise UsageError(
             f"distributed_optimizer: shard_map has summed the gradients over {axis_name!r} already; give it "
             "check_vma=False"
         )
-    weight = jnp.asarray(1.0 if weight is None else weight, float)
-    weight = jnp.where(
-        weight >= 0, weight, jnp.nan
-    )  # a traced weight cannot be checked: let the update be NaN
-    scaled = [_scaled(leaves[i], weight) for i in floats]
-    total, *sums = make_reduction("bucket").reduce([weight, *scaled], axis_name)
-    for i, x in zip(floats, sums):
-        mean = jnp.where(total == 0, jnp.zeros_like(x), x / total.astype(x.dtype))
-        leaves[i] = mean.astype(leaves[i].dtype)
+    return _mean(grads, weight, lambda x: make_reduction("bucket").reduce(x, axis_name))
+
+
+def _mean(
+    grads: Tree, weight: Any, reduce: Callable[[list[jax.Array]], Sequence[jax.Array]]
+) -> Tree:
+    """Return the weighted mean of each float leaf. reduce: returns the sums of arrays over the
+    ranks or devices.
+    """
+    leaves, structure, floats = _flatten(grads)
+    local = [leaves[i] for i in floats]
+    weighted = _weighted(local, jnp.asarray(1.0 if weight is None else weight, float))
+    for i, mean in zip(floats, _means(reduce(weighted), local)):
+        leaves[i] = mean
     return jax.tree.unflatten(structure, leaves)
+
+
+def _weighted(grads: Sequence[jax.Array], weight: jax.Array) -> list[jax.Array]:
+    """Return what adds up: the weight, then each gradient times the weight."""
+    # A traced weight cannot be checked: let the update be NaN.
+    weight = jnp.where(weight >= 0, weight, jnp.nan)
+    arrays = [weight]
+    for g in grads:
+        wide = jnp.asarray(g, kernels.accumulator(g.dtype))
+        arrays.append(jnp.where(weight > 0, wide, 0) * weight.astype(wide.dtype))
+    return arrays
+
+
+def _means(sums: Sequence[jax.Array], grads: Sequence[jax.Array]) -> list[jax.Array]:
+    """Return the mean of each gradient from the sums of what `_weighted` returned on each rank."""
+    total, *scaled = sums
+    return [
+        jnp.where(total == 0, 0, x / total.astype(x.dtype)).astype(g.dtype)
+        for x, g in zip(scaled, grads)
+    ]
 
 
 def mean_over_ranks(grads: Tree, weight: Any) -> Tree:
@@ -136,9 +168,15 @@ def mean_over_ranks(grads: Tree, weight: Any) -> Tree:
         f"{label} on {_names(structure)}", [described(x) for x in arrays], True, error
     )
     compare(context.rank, members, signature)
-    device = kernels.ranks_mesh(members).devices.flat[context.rank]
-    rows = _as_rows(jax.device_put([*arrays, jnp.asarray(number, float)], device))
-    for i, mean in zip(floats, _program(members)(rows)):
+    device = jax.local_devices()[0]
+    *local, scale = jax.device_put([*arrays, jnp.asarray(number, float)], device)
+    if kernels.own_collectives() is None:
+        means = _program(members)(_as_rows([*local, scale]))
+    else:
+        weighted = jax.jit(_weighted)(local, scale)
+        sums = kernels.run("allreduce", "sum", weighted, context.rank, members)
+        means = jax.jit(_means)(sums, local)
+    for i, mean in zip(floats, means):
         x = leaves[i]
         elsewhere = isinstance(x, jax.Array) and x.sharding != mean.sharding
         leaves[i] = placed(x, mean) if elsewhere else mean
@@ -196,11 +234,6 @@ def _flatten(grads: Tree) -> tuple[list[Any], Any, list[int]]:
 
 def _is_float(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def _scaled(g: jax.Array, weight: jax.Array) -> jax.Array:
-    wide = jnp.asarray(g, kernels.accumulator(g.dtype))
-    return jnp.where(weight > 0, wide, jnp.zeros_like(wide)) * weight.astype(wide.dtype)
 
 
 def _varies(x: Any) -> bool:

@@ -145,7 +145,9 @@ class Player:
             if x.opcode == "while":
                 self.loop(where, x)
             elif x.opcode == "conditional":
-                self.longest_branch(x)
+                # The branch with most operations: the others are those of rare cases, and short.
+                size = self.program.computations
+                self.run(max(x.called, key=lambda branch: len(size[branch])))
             elif x.opcode == "call":
                 self.run(x.called[0])
             elif x.opcode.endswith("-done"):
@@ -161,10 +163,6 @@ class Player:
             self.run(body)
             last = self.now - began
         self.now += max(0, trips - PLAYED) * last
-
-    def longest_branch(self, x: Instruction) -> None:
-        """Run the branch with most operations: the others are those of rare cases, and short."""
-        self.run(max(x.called, key=lambda branch: len(self.program.computations[branch])))
 
     def operation(self, where: str, x: Instruction) -> None:
         """Run an operation, or start an asynchronous one."""

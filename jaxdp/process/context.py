@@ -26,6 +26,8 @@ from jaxdp.errors import (
     one_line,
     record_fault,
 )
+from jaxdp.extras import backend_group
+from jaxdp.metrics.safe_print import drain
 from jaxdp.process import enter, hosts, membership, private_jax
 from jaxdp.process.launchers import World, discover
 from jaxdp.process.membership import Group
@@ -44,7 +46,7 @@ class Context:
 
     local_rank, local_size: rank and number of the processes on this host. root_rank: the rank that
     prints and saves. hosts[rank]: host names; pids[rank]: process ids. launcher: the program that
-    started the processes; "none" for a single process.
+    started the processes; "none" for a single process. backend: see `init`.
     """
 
     rank: int = 0
@@ -55,6 +57,7 @@ class Context:
     hosts: tuple[str, ...] = ("",)
     root_rank: int = 0
     pids: tuple[int, ...] = ()
+    backend: str | None = None
 
     @property
     def is_root(self) -> bool:
@@ -167,6 +170,7 @@ def init(
     init_method: str | None = None,
     timeout: float | None = None,
     group: Group | None = None,
+    backend: str | None = None,
 ) -> Context:
     """Join the job that this process belongs to, and open its devices together with the other
     processes; call it before anything touches a device.
@@ -176,7 +180,9 @@ def init(
     untouched. coordinator: "host:port" of rank 0; init_method: "tcp://host:port" or "env://", as in
     torch.distributed. timeout: seconds, for the rendezvous and for detecting a dead process; by
     default JAXDP_TIMEOUT, or 60. group: how the processes belong together; by default the death of
-    one ends the others. A second call returns the same context.
+    one ends the others. backend: "mpi" for a loop of your own over MPI, without JAX's service (of
+    the folder jaxdp/mpi); by default that of JAX: Gloo between CPUs, NCCL between GPUs. A second
+    call returns the same context.
 
     Raises UsageError (wrong or different variables, addresses, host names, versions or sizes; other
     arguments in a second call) and DistributedError (a process did not come). In a job of several
@@ -191,7 +197,11 @@ def init(
             )
         return _current
     _hook()
-    world = discover(**{k: v for k, v in arguments.items() if k not in ("timeout", "group")})
+    if backend is not None:
+        group = backend_group(backend)
+    world = discover(
+        **{k: v for k, v in arguments.items() if k not in ("timeout", "group", "backend")}
+    )
     if world.size > 1 and (private_jax.backends_initialized() or private_jax.is_connected()):
         raise UsageError(
             "jaxdp.init() comes too late to join other processes: JAX's devices are in use, or jax.distributed is "
@@ -203,7 +213,8 @@ def init(
         )
     else:
         _joining = world
-        context = Context(launcher=world.launcher, **enter.join(world, timeout, group or Group()))
+        fields = enter.join(world, timeout, group or Group())
+        context = Context(launcher=world.launcher, backend=backend, **fields)
     _current, _arguments = context, arguments
     return context
 
@@ -313,9 +324,7 @@ def leave(code: int, speaker: int | None = None) -> NoReturn:
     speaker: a rank that prints for all; the others wait for it, at most GRACE seconds, or LATE
     under mpirun, which kills all ranks when one has ended, the speaker too, and may then report the
     kill instead of `code`."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
+    drain()
     rank = process().rank
     size = process().size
     member = membership.current()

@@ -39,7 +39,8 @@ def clear_caches() -> None:
 
 NO_MPI = (
     "jax_cpu_collectives_implementation: mpi does not work: JAX uses its MPI communicators after MPI_Finalize, so that "
-    "Open MPI and MPICH end a finished job with an error, and a process with several devices hangs; use gloo"
+    "Open MPI and MPICH end a finished job with an error, and a process with several devices hangs; use gloo, or in a "
+    "loop of your own jaxdp.init(backend='mpi')"
 )
 VERDICT = (
     5.0  # seconds that the coordinator has to report the lost process that something has failed by
@@ -97,7 +98,8 @@ def join(world: World, timeout: float | None, group: Group) -> dict[str, Any]:
         os.getppid() if world.launcher in MPI or "JAXDP_RESTARTS" in os.environ else None
     )  # of `jaxdp launch`
     _entry = Entry(world, timeout, group, parent)
-    return group.enter(enter, joining.meet(world, facts, timeout, group))
+    meet = group.meet or joining.meet
+    return group.enter(enter, meet(world, facts, timeout, group))
 
 
 def open_devices(member: membership.Membership) -> None:

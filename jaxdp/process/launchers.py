@@ -366,15 +366,6 @@ def _by_method(
     raise UsageError(f"init_method={method!r} is neither 'tcp://host:port' nor 'env://'")
 
 
-def _check_local(size: int, local_rank: int | None = None, local_size: int | None = None) -> None:
-    most = size if local_size is None else local_size
-    if not 0 < most <= size or not 0 <= (local_rank or 0) < most:
-        text = f"init(local_rank={local_rank}, local_size={local_size})"
-        raise UsageError(
-            f"{text}: local ranks run from 0 to local_size - 1, and local_size to the {size} processes"
-        )
-
-
 def discover(
     env: Env | None = None,
     *,
@@ -415,7 +406,12 @@ def discover(
             f"{world.size} processes ({world.launcher}) need rank 0's address: set {fix} to its host:port"
         )
     if numbers:
-        _check_local(**numbers, size=world.size)
+        most = numbers.get("local_size", world.size)
+        if not 0 < most <= world.size or not 0 <= numbers.get("local_rank", 0) < most:
+            text = f"init(local_rank={local_rank}, local_size={local_size})"
+            raise UsageError(
+                f"{text}: local ranks run from 0 to local_size - 1, and local_size to the {world.size} processes"
+            )
     return replace(
         world,
         coordinator=explicit or world.coordinator,

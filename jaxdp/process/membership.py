@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 import jax
 
 from jaxdp.errors import DistributedError, one_line, record_fault
+from jaxdp.metrics.safe_print import drain
 from jaxdp.process import hosts, private_jax
 from jaxdp.process.channel import LONG_TEXT, Message, checked
 from jaxdp.process.connection import Joined
@@ -43,7 +44,7 @@ class Membership:
     this process ends when it does. None: not tied to a parent. timeout: seconds to wait for others.
     ended: why the group has changed since this process joined it; a fixed one never does.
     ends_alone: whether a fault of this process is its own, so that it prints it even if there was
-    another one before."""
+    another one before. collectives: those of another backend than JAX, see `interop.kernels.run`."""
 
     job: Joined
     local_rank: int
@@ -51,6 +52,7 @@ class Membership:
     parent: int | None
     timeout: float = TIMEOUT
     ended: str | None = dataclasses.field(default=None, init=False)
+    collectives: Any = None
     ends_alone: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -70,9 +72,9 @@ class Membership:
         self._lost: str | None = None  # why the connection to the coordinator was lost
         self._listeners: dict[str, Callable[[int, str], None]] = {}
         self._announced: dict[str, tuple[int, str]] = {}
-        self.connection.socket.settimeout(None)
 
     def start(self) -> None:
+        self.connection.socket.settimeout(None)
         for work in (self._listen, self._beat):
             threading.Thread(target=work, name=f"coordinator {work.__name__}", daemon=True).start()
         os.register_at_fork(
@@ -277,9 +279,7 @@ class Membership:
             author is not None or not same_host
         ):  # one line on every host
             sys.stderr.write(f"jaxdp: {self.name(self.rank)} ends: {text}\n")
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
+        drain()
         os._exit(code)
 
     # Threads
@@ -378,14 +378,15 @@ class Group:
     "module:class" of the ranks in the coordinator. silence: see `protocol.silence`. moves: whether
     any process may start a coordinator in the place of one that has gone. prepare: called by a
     process that joins a running job, before the others stop for it; it may open devices, which are
-    closed again."""
+    closed again. meet: returns the job, like `joining.meet`, if its processes need no coordinator."""
 
     kind: ClassVar[str] = "fixed"
-    membership: ClassVar[type[Membership]] = Membership
+    membership: type[Membership] = Membership
     generation: ClassVar[str] = GENERATION
     silence: ClassVar[float] = 20.0
     moves: ClassVar[bool] = False
     prepare: Callable[[], None] | None = None
+    meet: Callable[..., Joined] | None = None
 
     def options(self) -> dict[str, Any]:
         """Return the settings of `generation`."""

@@ -109,9 +109,9 @@ def load(world: World) -> Any:
         ) from None
 
 
-def exchange(world: World, facts: Facts, timeout: float) -> list[Facts]:
-    """Return every rank's `facts`, by rank. Finalizes MPI afterwards unless the program had
-    initialized it.
+def exchange(world: World, facts: Facts, timeout: float, finalize: bool = True) -> list[Facts]:
+    """Return every rank's `facts`, by rank. finalize: finalize MPI afterwards, unless the program
+    had initialized it.
 
     Raises UsageError if mpi4py is missing or loads another MPI than mpirun's, DistributedError
     after `timeout` seconds."""
@@ -126,7 +126,7 @@ def exchange(world: World, facts: Facts, timeout: float) -> list[Facts]:
         try:
             return _allgather(mpi, world, facts, timeout)
         finally:
-            if initialize:
+            if initialize and finalize:
                 mpi.Finalize()
     finally:
         faulthandler.cancel_dump_traceback_later()

@@ -164,7 +164,8 @@ def use_client(
     """Make this process one of `size`, as `jax.distributed.initialize` does on ranks above 0.
 
     Args:
-        client: of JAX's coordination service at `address` ("host:port"); it is connected.
+        client: of JAX's coordination service at `address` ("host:port"); it is connected. None: JAX
+            knows no other process.
         devices: the local GPUs of this process; None for all.
 
     Devices that are open are closed: all arrays and compiled programs become invalid. They are
@@ -183,7 +184,8 @@ def use_client(
             jax.config.update(option, value)
     global_state.client = client
     global_state.coordinator_address = address
-    number_process(rank, size)
+    if client is not None:
+        number_process(rank, size)
     if backends_initialized():
         backend.clear_backends()
 

@@ -73,12 +73,13 @@ def histograms(events: Sequence[Json]) -> dict[str, list[Json]]:
         numbers = {key: event.get(key) for key in ("step", "low", "high")}
         if not isinstance(name, str) or not isinstance(counts, list) or not 0 < len(counts) <= BINS:
             continue
-        if not all(map(_is_finite, [*numbers.values(), *counts])) or min(counts) < 0:
+        if (
+            not all(
+                type(x) in (int, float) and math.isfinite(x) for x in [*numbers.values(), *counts]
+            )
+            or min(counts) < 0
+        ):
             continue
         if event["low"] < event["high"]:
             found.setdefault(name, {})[event["step"]] = {**numbers, "counts": counts}
     return {name: [steps[step] for step in sorted(steps)] for name, steps in found.items()}
-
-
-def _is_finite(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)

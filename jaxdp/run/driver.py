@@ -177,7 +177,13 @@ class Training(Host):
                 if progress.stopped is None:
                     fit(run, self.program, progress, self.observers, self)
                     if end := progress.data_ended:
-                        report_end_of_data(run, progress.step, end)
+                        if not progress.step:
+                            raise UsageError(
+                                f"batch_size: the stream has no full batch ({end}); make it smaller"
+                            )
+                        run.log.writer.say(
+                            f"{end}: training ends after update {progress.step} of {run.options.steps}"
+                        )
                 return self.finish(), progress.state
             except NotFinite as error:
                 self.examine(error.update)
@@ -388,13 +394,6 @@ class Training(Host):
         """
         if self.progress.step > self.progress.start or self.progress.recovered:
             self.save()
-
-
-def report_end_of_data(run: Run, step: int, end: str) -> None:
-    """Report that there is no batch after update `step`. Raises UsageError if there was none at all."""
-    if not step:
-        raise UsageError(f"batch_size: the stream has no full batch ({end}); make it smaller")
-    run.log.writer.say(f"{end}: training ends after update {step} of {run.options.steps}")
 
 
 @dataclasses.dataclass

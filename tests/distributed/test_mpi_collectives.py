@@ -5,7 +5,7 @@ same answers.
 import numpy as np
 import pytest
 
-from launch import ROOT, SUPPORT, mpirun, port, processes, ranks
+from launch import BACKENDS, ROOT, SUPPORT, mpirun, port, processes, ranks
 
 pytestmark = pytest.mark.mpi
 TABLE = """\
@@ -19,8 +19,10 @@ groups=[[0, 1, 2]]              6    6    6    4
 
 
 @pytest.mark.slow
-def test_every_collective_against_numpy_on_four_processes():
-    job = mpirun(4, [str(SUPPORT / "mpi" / "collectives.py")], timeout=180, devices=2)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_collective_against_numpy_on_four_processes(backend):
+    which, env = BACKENDS[backend]
+    job = mpirun(4, [str(SUPPORT / "mpi" / "collectives.py")], which, env, 180, devices=2)
     assert job.returncode == 0, job.output
     lines = sorted(line for line in job.stdout.splitlines() if line.startswith("rank "))
     assert [line.rpartition(" ")[0] for line in lines] == [f"rank {r}: OK" for r in range(4)], (
@@ -31,8 +33,10 @@ def test_every_collective_against_numpy_on_four_processes():
 
 
 @pytest.mark.slow
-def test_the_example_prints_rafs_table():
-    job = mpirun(4, ["examples/allreduce.py"], timeout=60)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_example_prints_rafs_table(backend):
+    which, env = BACKENDS[backend]
+    job = mpirun(4, [str(SUPPORT / "mpi" / "example.py"), "examples/allreduce.py"], which, env, 60)
     assert job.returncode == 0, job.output
     assert TABLE in job.stdout, job.output
     documented = (ROOT / "examples" / "allreduce.py").read_text()

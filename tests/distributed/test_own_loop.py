@@ -21,7 +21,7 @@ from jaxdp.data import Digits
 from jaxdp.interop.metrics import _mean
 from jaxdp.interop.partition import check_sizes
 from jaxdp.process.context import shutdown
-from launch import ROOT, SUPPORT, mpirun, port, processes, ranks, require, together
+from launch import BACKENDS, ROOT, SUPPORT, mpirun, port, processes, ranks, require, together
 from mpi import own_loop
 
 SCRIPT = SUPPORT / "mpi" / "own_loop.py"
@@ -41,9 +41,11 @@ def printed(job):
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_three_ranks_have_the_curve_of_one_and_an_empty_batch_each_epoch(curve):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_three_ranks_have_the_curve_of_one_and_an_empty_batch_each_epoch(curve, backend):
     """And the rest of what `ranks` looks at: trees of all types, metrics, gradients, disagreements."""
-    (got,) = printed(mpirun(3, [str(SCRIPT), "ranks"], devices=2))
+    which, env = BACKENDS[backend]
+    (got,) = printed(mpirun(3, [str(SCRIPT), "ranks"], which, env, devices=2))
     np.testing.assert_allclose(got, curve, rtol=1e-5)
     assert len(curve) == 42 and np.mean(curve[-21:]) < 0.7 * np.mean(curve[:21])
 
@@ -68,9 +70,11 @@ def alone():
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_the_example_prints_the_same_losses_alone_and_under_mpirun(alone, capsys):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_example_prints_the_same_losses_alone_and_under_mpirun(alone, capsys, backend):
     runpy.run_path(str(ROOT / "examples" / "own_loop.py"), run_name="__main__")
-    job = mpirun(2, ["examples/own_loop.py"])
+    which, env = BACKENDS[backend]
+    job = mpirun(2, [str(SUPPORT / "mpi" / "example.py"), "examples/own_loop.py"], which, env)
     assert job.returncode == 0 and not job.left, job.output
     texts = (capsys.readouterr().out, job.stdout)
     curves = [
@@ -85,6 +89,29 @@ def test_the_example_prints_the_same_losses_alone_and_under_mpirun(alone, capsys
         re.findall(r"    update +(\d+)  loss ([\d.]+)  accuracy ([\d.]+)", text), float
     )
     np.testing.assert_allclose(curves[0], documented, rtol=1e-3)
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_tutorial_is_the_same_on_each_backend_as_alone(alone, capsys, tmp_path, backend):
+    """The lines of docs/coming_from.md, which name the backend themselves."""
+    page = (ROOT / "docs" / "coming_from.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    plain = block.replace('jaxdp.init(backend="mpi")', "jaxdp.init()")
+    exec(compile(plain, "docs/coming_from.md", "exec"), {})
+    script = tmp_path / "tutorial.py"
+    script.write_text(plain if backend == "gloo" else block)
+    job = mpirun(2, [str(script)], BACKENDS[backend][0])
+    assert plain != block and job.returncode == 0 and not job.left, job.output
+    for line in ["rank 0 has data 1.0", "rank 1 has data 1.0", "rank 0 has total 2.0"]:
+        assert job.stdout.count(line) == 1, job.output
+    losses = [
+        [float(x) for x in re.findall(r"^epoch \d  loss (.*)$", text, re.MULTILINE)]
+        for text in (capsys.readouterr().out, job.stdout)
+    ]
+    assert len(losses[0]) == 3 and losses[0][2] < 1.0 < losses[0][0]
+    assert losses[1] == pytest.approx(losses[0], abs=2e-4)
 
 
 @pytest.mark.mpi

@@ -25,6 +25,7 @@ import pytest
 
 from benchmarks.job import AS_ROOT
 from jaxdp import cli
+from jaxdp.extras import is_there
 from jaxdp.process import signals
 from jaxdp.run import rundir
 from jaxdp.run.components import SETTINGS
@@ -53,6 +54,10 @@ LAUNCHER_NAMES = (
     "MASTER_PORT",
     "JOB_COMPLETION_INDEX",
 )
+# What connects the processes of a loop: the mpirun, and the argument `backend` for tests/support/mpi.
+BACKENDS = {"gloo": ("openmpi5", {"BACKEND": None})}
+if is_there("mpi"):
+    BACKENDS |= {which: (which, {"BACKEND": "mpi"}) for which in ("openmpi5", "openmpi4", "mpich")}
 
 
 @dataclass

@@ -12,7 +12,14 @@ import pytest
 
 from launch import ROOT, environment
 
-NEEDS = {"exact": (), "outer": ("exact",), "audit": ("exact",), "elastic": (), "mirror": ()}
+NEEDS = {
+    "exact": (),
+    "outer": ("exact",),
+    "audit": ("exact",),
+    "elastic": (),
+    "mirror": (),
+    "mpi": (),
+}
 """The extras with a door, and which others each of them imports; it goes with those."""
 REFUSED = {  # what asks for a deleted extra: what the refusal begins with
     ("--parallel.reduction", "exact"): "parallel.reduction: exact needs the folder jaxdp/exact",
@@ -131,6 +138,12 @@ def test_a_config_that_asks_for_a_deleted_extra_is_refused_in_a_line(copy, asked
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stdout + done.stderr
     assert done.stderr.startswith(f"jaxdp: {REFUSED[asked]}"), done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_a_deleted_backend_is_refused_in_a_line(copy):
+    done = run(copy, "-c", "import jaxdp; jaxdp.init(backend='mpi')")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stdout + done.stderr
+    assert done.stderr.startswith("jaxdp: backend: mpi needs the folder jaxdp/mpi"), done.stderr
 
 
 @pytest.mark.slow

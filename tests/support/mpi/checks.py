@@ -2,6 +2,7 @@
 counted.
 """
 
+import os
 import warnings
 
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 import jaxdp
 
 warnings.simplefilter("error")
-context = jaxdp.init()
+context = jaxdp.init(backend=os.environ.get("BACKEND"))
 rank, size = context.rank, context.size
 done = 0
 FLOATS = ["float16", "bfloat16", "float32"]

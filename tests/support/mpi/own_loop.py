@@ -5,6 +5,7 @@ Rank 0 prints the loss of each update of each loop as one line of JSON; what dif
 should be raises."""
 
 import json
+import os
 import sys
 import warnings
 
@@ -376,11 +377,15 @@ def partitions(context):
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
-    context = jaxdp.init()
+    context = jaxdp.init(backend=os.environ.get("BACKEND"))
     if sys.argv[1] == "ranks":
         for part in (broadcasting, metrics, gradients, partitions):
             part(context)
-    loops = {"ranks": [by_ranks], "devices": [by_devices, by_a_mesh_each]}[sys.argv[1]]
+    loops = {
+        "ranks": [by_ranks],
+        "devices": [by_devices, by_a_mesh_each],
+        "meshes": [by_a_mesh_each],
+    }[sys.argv[1]]
     curves = [loop(context) for loop in loops]
     if context.is_root:
         print(json.dumps(curves))
