@@ -97,7 +97,8 @@ def test_the_example_prints_the_same_losses_alone_and_under_mpirun(alone, capsys
 def test_the_tutorial_is_the_same_on_each_backend_as_alone(alone, capsys, tmp_path, backend):
     """The lines of docs/coming_from.md, which name the backend themselves."""
     page = (ROOT / "docs" / "coming_from.md").read_text()
-    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    section = page.partition("### The tutorial, line by line\n")[2]
+    block = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0]
     plain = block.replace('jaxdp.init(backend="mpi")', "jaxdp.init()")
     exec(compile(plain, "docs/coming_from.md", "exec"), {})
     script = tmp_path / "tutorial.py"
