@@ -13,7 +13,8 @@ examples). A loss may have attributes:
   to exclude padding.
 - `reads_logits`: True if the loss accepts lazy `Logits`; otherwise it gets computed logits.
 - `derive(means) -> {name: float}`: returns additional numbers to report, from the means over a
-  batch or a data set. The mean of a metric whose own weight is 0 is NaN.
+  batch or a data set. The mean of a metric whose own weight is 0 is NaN. A metric whose name begins
+  with sums: may be an array, which `derive` gets as it is.
 - `check(outputs, batch)`: raises UsageError if examples of the data (NumPy arrays) do not fit
   outputs of these shapes; called on a few examples before a run.
 
@@ -132,6 +133,7 @@ def wide(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
+SUMS = "sums:"  # begins the name of a metric that is an array of sums, which `derive` gets
 Batch = dict[str, jax.Array]
 LossFn = Callable[[Any, Batch], tuple[jax.Array, jax.Array, dict[str, Any]]]
 
@@ -312,7 +314,7 @@ class MultiTask:
     weight defaults to 1. Each task's loss is averaged over its own elements in each microbatch (one
     or several per example; without any, it is 0). This is the average over the batch only if all
     microbatches have the same share of them. Metrics are NAME_loss, NAME_accuracy and so on, each a
-    mean over the task's own elements."""
+    mean over the task's own elements, and what the task's loss derives, such as NAME_perplexity."""
 
     def __init__(self, tasks: Mapping[str, Mapping[str, Any]]):
         if not tasks:
@@ -361,9 +363,22 @@ class MultiTask:
             share = weight / jnp.where(elements > 0, elements, 1)
             total += jnp.where(elements != 0, factor * share * loss_sum, 0)
             for key, value in {"loss": loss_sum, **more}.items():
-                is_pair = isinstance(value, tuple | list)
-                metrics[f"{name}_{key}"] = value if is_pair else (value, elements)
+                is_mean = not isinstance(value, tuple | list) and not key.startswith(SUMS)
+                metrics[of_task(name, key)] = (value, elements) if is_mean else value
         return total, weight, metrics
+
+    def derive(self, means: Mapping[str, Any]) -> dict[str, float]:
+        """Return what each task's loss derives from its own means."""
+        derived = dict[str, float]()
+        for name, (loss, *_) in self.tasks.items():
+            own = dict[str, Any]()
+            for key, value in means.items():
+                bare = key.replace(f"{name}_", "", 1)
+                if key == of_task(name, bare):
+                    own[bare] = value
+            for key, value in attribute(loss, "derive", lambda means: {})(own).items():
+                derived[of_task(name, key)] = value
+        return derived
 
     def check(self, outputs: Mapping[str, Any], batch: Mapping[str, Any]) -> None:
         for name, (loss, _, output, labels) in self.tasks.items():
@@ -372,6 +387,12 @@ class MultiTask:
                     check(loss, outputs[output], {**batch, "labels": batch[labels]})
             except UsageError as error:
                 raise UsageError(str(error).replace("loss", f"loss.args.tasks.{name}", 1)) from None
+
+
+def of_task(task: str, key: str) -> str:
+    """Return the name of a metric of a task, such as NAME_loss or sums:NAME_auc."""
+    kind = SUMS if key.startswith(SUMS) else ""
+    return f"{kind}{task}_{key.removeprefix(kind)}"
 
 
 def check(loss: LossFn, outputs: Any, batch: Mapping[str, Any]) -> None:

@@ -572,6 +572,10 @@ def choose_step(directory: pathlib.Path, wanted: str | None, field: str = "--ste
     if wanted == "best":
         kept = saved.meta(steps[-1])["config"]["checkpoint"]
         saved = Checkpoints(saved.directory, best=kept["best"], mode=kept["mode"])
+        if not saved.sign and saved.best:
+            raise UsageError(
+                f"{field}: best, but the name {saved.best!r} does not say which is best; use one of {steps}"
+            )
         if (step := saved.best_step()) is None:
             raise UsageError(
                 f"{field}: best, but no checkpoint in {str(directory)!r} has an evaluation by checkpoint.best: "

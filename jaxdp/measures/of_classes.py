@@ -1,7 +1,8 @@
 """Measures of classes. Each is a quotient of sums over all examples, or a function of such sums."""
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -9,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.errors import UsageError
-from jaxdp.losses import Batch, fit_mask, labels_of, one_array
-from jaxdp.train.state import SUMS
+from jaxdp.losses import SUMS, Batch, fit_mask, labels_of, one_array, wide
 
 KEY = "loss.args.metrics"
 # The bins of AUC have one width in arcsinh(SHARPNESS x log-odds), which is in [-WIDEST, WIDEST].
@@ -22,14 +22,17 @@ class OfClasses:
     """A measure of logits [..., class] and integer labels [...]. Raises UsageError for others, such as
     those of a regression.
 
-    positive: the class that it is about; None: it is about all.
+    name: of the metric. positive: the class that it is about; None: it is about all. A subclass has
+    sums(logits [row, class], labels [row], mask [row]) -> the metrics of a loss, where a row is an
+    example or a token. All of them are NaN where a logit is: no class is predicted there.
     """
 
     key = f"{KEY}.args"  # of its arguments
-    positive: Any
+    name: str
+    positive: int | None
+    sums: Callable[..., Sums]
 
-    def rows(self, outputs: Any, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return logits [row, class], labels [row] and the mask [row]. A row is an example, or a token."""
+    def __call__(self, outputs: Any, batch: Batch) -> Sums:
         labels, shape = labels_of(batch), one_array(outputs).shape
         classes = shape[-1]
         if shape != (*labels.shape, classes) or not jnp.issubdtype(labels.dtype, jnp.integer):
@@ -41,8 +44,13 @@ class OfClasses:
             raise UsageError(
                 f"{self.key}.positive: {self.positive} is none of {classes} classes, 0 to {classes - 1}"
             )
-        mask = fit_mask(batch["mask"], outputs[..., 0])
-        return outputs.reshape(-1, classes), labels.reshape(-1), mask.reshape(-1)
+        # A sum in 16 bits would count to 256 or 2,048.
+        logits = outputs.reshape(-1, classes).astype(wide(outputs.dtype))
+        mask = fit_mask(batch["mask"], labels.astype(logits.dtype)).reshape(-1)
+        # A logit may be -inf, for a class that cannot be.
+        has_classes = jnp.isfinite(jax.nn.logsumexp(logits, -1)) | (mask == 0)
+        sums = self.sums(logits, labels.reshape(-1), mask)
+        return jax.tree.map(lambda x: jnp.where(has_classes.all(), x, jnp.nan), sums)
 
 
 class Precision(OfClasses):
@@ -57,8 +65,7 @@ class Precision(OfClasses):
     def __init__(self, positive: int | None = 1):
         self.positive = positive
 
-    def __call__(self, outputs: Any, batch: Batch) -> Sums:
-        logits, labels, mask = self.rows(outputs, batch)
+    def sums(self, logits: jax.Array, labels: jax.Array, mask: jax.Array) -> Sums:
         predicted = jnp.argmax(logits, -1)
         a, b, c = self.factors
 
@@ -75,7 +82,8 @@ class Precision(OfClasses):
         """Return the mean of all classes."""
         if self.positive is not None:
             return {}
-        each = [value for name, value in means.items() if name.startswith(f"{self.name}_")]
+        numbered = re.compile(rf"{self.name}_\d+")
+        each = [value for name, value in means.items() if numbered.fullmatch(name)]
         return {f"macro_{self.name}": sum(each) / len(each) if each else math.nan}
 
 
@@ -103,23 +111,28 @@ class AUC(OfClasses):
     half the share of such pairs. Both are omitted without examples of the class, or without others.
     """
 
+    name = "auc"
+
     def __init__(self, positive: int = 1):
         self.positive = positive
 
-    def __call__(self, outputs: Any, batch: Batch) -> Sums:
-        logits, labels, mask = self.rows(outputs, batch)
+    def sums(self, logits: jax.Array, labels: jax.Array, mask: jax.Array) -> Sums:
         others = jax.nn.logsumexp(jnp.delete(logits, self.positive, -1), -1)
         scale = jnp.arcsinh(SHARPNESS * (logits[:, self.positive] - others)) / WIDEST
         place = jnp.clip((scale + 1) / 2 * BINS, 0, BINS - 1).astype(int)
         is_label = (labels == self.positive).astype(int)
-        return {f"{SUMS}auc": jnp.zeros((2, BINS)).at[is_label, place].add(mask)}
+        counts = jnp.zeros((2, BINS), mask.dtype).at[is_label, place].add(mask)
+        return {f"{SUMS}{self.name}": counts}
 
     def derive(self, means: Mapping[str, Any]) -> dict[str, float]:
         """Return `auc` and `auc_error`."""
-        others, examples = np.asarray(means[f"{SUMS}auc"], float)
+        others, examples = np.asarray(means[f"{SUMS}{self.name}"], float)
         pairs = others.sum() * examples.sum()
         if not pairs:
             return {}
         error = others @ examples / pairs / 2
         smaller = np.cumsum(others) - others
-        return {"auc": smaller @ examples / pairs + error, "auc_error": error}
+        return {
+            self.name: smaller @ examples / pairs + error,
+            f"{self.name}_error": error,
+        }

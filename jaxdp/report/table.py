@@ -15,7 +15,8 @@ METRICS = ("loss", "accuracy", "perplexity")
 
 
 def ranked(runs: Sequence[Json], metric: str) -> list[Json]:
-    """Sort runs of `read_run`, the best first, those without a finite value or loss last.
+    """Sort runs of `read_run`, the best first, those without a finite value or loss last. Of a metric
+    whose name does not say which is best, the largest is first.
 
     Raises UsageError if they have metrics, but none has this one.
     """
@@ -39,7 +40,7 @@ def ranked(runs: Sequence[Json], metric: str) -> list[Json]:
     if known and metric not in known:
         hint = suggest(metric, known, 0.5, f"known: {', '.join(known)}")
         raise UsageError(f"--metric: no run has {metric!r}; {hint}")
-    sign = numbers.sign(metric)
+    sign = numbers.sign(metric) or -1
 
     def rank(run: Json) -> float:
         value = run["numbers"].get(metric)
@@ -68,4 +69,7 @@ def table(runs: Sequence[Json], metric: str) -> str:
         name = f"{run['name']} ({', '.join(marks)})" if marks else run["name"]
         cells = [f"{x:.6g}" if isinstance(x, int | float) else str(x or "-") for x in shown]
         rows.append([*cells, *values, name])
-    return "\n".join(numbers.table(rows))
+    lines = numbers.table(rows)
+    if not numbers.sign(metric):
+        lines.append(f"{metric}: its name does not say which is best; the largest is first")
+    return "\n".join(lines)

@@ -19,7 +19,7 @@ from jaxdp.data.example_order import RESET
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError, one_line, user_code, user_lines
 from jaxdp.losses import check
-from jaxdp.metrics.numbers import LARGER, SMALLER
+from jaxdp.metrics.numbers import known_sign
 from jaxdp.metrics.writer import RESERVED
 from jaxdp.models.base import CARRY
 from jaxdp.optim.interpreter import inside
@@ -249,10 +249,7 @@ def check_names(config: Config, parts: Parts, metrics: Mapping[str, Any]) -> Non
             raise UsageError(
                 f"{key}: {metric!r} is not among the numbers of an evaluation: {', '.join(known)}"
             )
-        if mode is None and not any(word in metric.lower() for word in SMALLER + LARGER):
-            raise UsageError(
-                f"{key}: the name {metric!r} does not say whether its min or its max is best; set mode beside it"
-            )
+        known_sign(key, metric, mode)
 
 
 def check_optimizer(config: Config, strategy: Strategy, tx: Any, step: Step) -> None:

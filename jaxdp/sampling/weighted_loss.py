@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxdp.errors import UsageError
-from jaxdp.losses import Batch, Logits, SoftmaxCrossEntropy
+from jaxdp.losses import Batch, Logits, SoftmaxCrossEntropy, labels_of, one_array
 from jaxdp.measures.of_classes import F1, Precision, Recall
 
 KEY = "loss.args"
@@ -37,16 +39,16 @@ class WeightedCrossEntropy(SoftmaxCrossEntropy):
         self.metrics = [kind(positive) for kind in kinds]
         for each in self.metrics:
             each.key = KEY
-        weights = list(class_weights or ())
-        if not all(isinstance(w, int | float) and 0 < w < math.inf for w in weights):
+        weights = [*np.atleast_1d(() if class_weights is None else class_weights)]
+        if not all(isinstance(w, Real) and 0 < w < math.inf for w in weights):
             raise UsageError(
                 f"{KEY}.class_weights: {class_weights!r} is not a list of positive numbers, such as [1, 19]"
             )
         self.class_weights = weights
 
     def __call__(self, outputs: jax.Array | Logits, batch: Batch):
-        labels = jnp.asarray(batch["labels"])
-        if isinstance(outputs, Logits) or labels.ndim != 1 or outputs.ndim != 2:
+        labels = jnp.asarray(labels_of(batch))
+        if isinstance(outputs, Logits) or labels.ndim != 1 or one_array(outputs).ndim != 2:
             raise UsageError(
                 f"loss: WeightedCrossEntropy is for logits [example, classes] and labels [example], not for labels "
                 f"{labels.shape}; use SoftmaxCrossEntropy"
@@ -57,15 +59,20 @@ class WeightedCrossEntropy(SoftmaxCrossEntropy):
                 f"{KEY}.class_weights: {len(self.class_weights)} numbers for {classes} classes; give one for each"
             )
         total, weight, metrics = super().__call__(outputs, batch)
-        accuracy = metrics["accuracy"], weight
-        if self.class_weights:
-            of_class = jnp.asarray(self.class_weights, total.dtype)
-            mask = batch["mask"] * of_class[jnp.clip(labels, 0, classes - 1)]
-            total, weight, metrics = super().__call__(outputs, {**batch, "mask": mask})
-        metrics["accuracy"] = accuracy
+        metrics["accuracy"] = metrics["accuracy"], weight
+        weight = metrics.pop("class weight", weight)
         for each in self.metrics:
             metrics |= each(outputs, batch)
         return total, weight, metrics
+
+    def _terms(self, logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
+        """Return the losses, times the weights of their classes, and these weights."""
+        terms = super()._terms(logits, labels)
+        if not self.class_weights:
+            return terms
+        weights = jnp.asarray(self.class_weights, logits.dtype)[labels]
+        losses = {name: x * weights for name, x in terms.items() if name != "accuracy"}
+        return {**terms, **losses, "class weight": weights}
 
     def derive(self, means: Mapping[str, float]) -> dict[str, float]:
         """Return the mean of the F1 of all classes."""

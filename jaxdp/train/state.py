@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxdp.errors import UsageError
+from jaxdp.errors import ReportedError, UsageError, cause
+from jaxdp.losses import SUMS
 from jaxdp.metrics.writer import RESERVED
 from jaxdp.precision import LossScale, at_least_float32
 from jaxdp.train.skip import Guard, start_guard
@@ -112,7 +113,6 @@ def merge(tree: Tree, full: Tree) -> Tree:
 
 
 WEIGHT = "weight/"
-SUMS = "sums:"
 Scalars = dict[str, jax.Array]
 
 
@@ -123,11 +123,6 @@ def check_result(result: Any) -> tuple[jax.Array, jax.Array, Scalars]:
     Floats become at least float32: a bfloat16 counts up to 256, and the order of the sums would
     change the result."""
     is_triple = isinstance(result, tuple) and len(result) == 3 and isinstance(result[2], Mapping)
-    for name in result[2] if is_triple else ():
-        if not isinstance(name, str) or name in RESERVED or name.startswith(WEIGHT):
-            raise UsageError(
-                f"loss: a metric is called {name!r}, which every record contains already; give it another name"
-            )
     metrics = flat(result[2]) if is_triple else {}
 
     def is_scalar(x: Any) -> bool:
@@ -160,13 +155,23 @@ def _kind(x: Any) -> str:
 
 def flat(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics of a loss with each pair (sum, weight) as the entries `name` and
-    `weight/name`.
+    `weight/name`. Raises UsageError.
     """
     result = dict[str, Any]()
     for name, value in metrics.items():
+        check_name(name)
         pair = isinstance(value, tuple | list) and len(value) == 2
         result |= {name: value[0], WEIGHT + name: value[1]} if pair else {name: value}
     return result
+
+
+def check_name(name: Any) -> None:
+    """Raise UsageError for a name that a metric cannot have."""
+    if not isinstance(name, str) or name in RESERVED or name.startswith(WEIGHT):
+        reason = "every record contains already" if isinstance(name, str) else "is no text"
+        raise UsageError(
+            f"loss: a metric is called {name!r}, which {reason}; give it another name"
+        )
 
 
 def divide(metrics: Mapping[str, Any], weight: Any, xp: Any = jnp) -> dict[str, Any]:
@@ -193,7 +198,8 @@ def make_record(
     computes from them.
 
     A metric whose own weight is 0 is NaN for `derive` and omitted from the report, as are derived
-    numbers that are NaN. `derive` gets the sums:..., the report does not."""
+    numbers that are NaN. `derive` gets the sums:..., the report does not. Raises UsageError if
+    `derive` fails, or returns anything but a dict of numbers."""
     weights = {name for name in means if name.startswith(WEIGHT)}
     empty = {name.removeprefix(WEIGHT) for name in weights if means[name] == 0}
     sums = {name for name in means if name.startswith(SUMS)}
@@ -202,7 +208,14 @@ def make_record(
         for name, value in means.items()
         if name not in weights
     }
-    derived = derive(means)
+    try:
+        derived = {name: float(value) for name, value in derive(means).items()}
+    except ReportedError:
+        raise
+    except Exception as error:
+        raise UsageError(f"loss: derive failed{cause(error)}; return {{name: number}}") from error
+    for name in derived:
+        check_name(name)
     unknown = {name for name, value in derived.items() if empty and math.isnan(value)}
     record = {**means, **derived}
     return {name: record[name] for name in record if name not in empty | unknown | sums}

@@ -21,7 +21,8 @@ from jaxdp.losses import (
 )
 from jaxdp.measures.measured import METRICS, Measured
 from jaxdp.measures.of_classes import AUC, F1, Precision, Recall
-from jaxdp.metrics.numbers import LARGER, SMALLER, sign
+from jaxdp.metrics.numbers import LARGER, SMALLER, known_sign, sign
+from jaxdp.run.callbacks import EarlyStopping
 from jaxdp.sampling.per_example import PerExample
 from jaxdp.train.evaluate import np as host
 from jaxdp.train.state import check_result, divide, make_record
@@ -303,7 +304,7 @@ def test_exact_sums_have_the_same_bits_on_any_devices(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", [*SMALLER, "RMSE", "top1_error", "valid/loss", "perplexity", "auc_error"]
+    "name", [*SMALLER, "RMSE", "top1_error", "valid/loss", "valLoss", "mse_3", "a.loss"]
 )
 def test_the_smaller_of_these_is_the_better(name):
     assert sign(name) == 1 and sign(name, "max") == -1
@@ -319,6 +320,10 @@ LARGEST = [
     "accuracy",
     "valid/f1_0",
     "mIoU",
+    "F1Score",
+    "acc@5",
+    "precision-3",
+    "rougeL",
 ]
 
 
@@ -327,9 +332,50 @@ def test_the_larger_of_these_is_the_better(name):
     assert sign(name) == -1 and sign(name, "min") == 1
 
 
+UNKNOWN = [
+    "accumulated_cost",
+    "indices_off",
+    "lossless",
+    "emaerrors",
+    "confident",
+    "f1/macro",
+    "auc_error",
+    "accuracy_loss",
+    "hard_errors/cost",
+]
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_words_inside_words_and_both_kinds_say_nothing(name):
+    """A report then marks no run as the best, and a run asks for the mode in one line."""
+    assert (sign(name), sign(name, "min"), sign(name, "max")) == (0, 1, -1)
+    said = f"k: the name '{name}' does not say whether its min or its max is best; set mode beside"
+    with pytest.raises(UsageError, match=said):
+        known_sign("k", name, None)
+    with pytest.raises(UsageError, match=f"callbacks.args.metric: the name '{name}' does not say"):
+        EarlyStopping(name)
+    assert known_sign("k", name, "min") == -EarlyStopping(name, mode="min").sign == 1
+
+
 def test_the_name_of_a_set_says_nothing_of_a_direction():
-    names = ("hard_errors/accuracy", "lossless/f1", "valid/loss")
-    assert [sign(name) for name in names] == [-1, -1, 1]
+    names = ("hard_errors/accuracy", "loss_free/f1", "valid/loss", "loss_free/hits", "f1/loss")
+    assert [sign(name) for name in names] == [-1, -1, 1, 0, 1]
+
+
+def test_a_run_does_not_take_the_direction_of_a_set(tmp_path):
+    more = {"eval": {"also": {"loss_free": {"target": "Digits"}}}, "steps": 2}
+
+    def run(best, **mode):
+        data = {"data": {"target": "Digits"}, "run_dir": tmp_path / best.replace("/", "_")}
+        loss = Measured(metrics=[confident])
+        model = {"target": "MLP", "args": {"hidden": [8]}}
+        checkpoint = {"best": best, **mode}
+        return jaxdp.fit(model, loss=loss, batch_size=60, checkpoint=checkpoint, **data, **more)
+
+    assert run("loss_free/accuracy").best.final["step"] == 2
+    with pytest.raises(UsageError, match="checkpoint.best: the name 'loss_free/confident' does not"):
+        run("loss_free/confident")
+    assert run("loss_free/confident", mode="max").best.final["step"] == 2
 
 
 @pytest.mark.parametrize("key", ["checkpoint.best", "callbacks.args.metric"])
