@@ -1,15 +1,18 @@
 """Rows of a table: a CSV or Parquet file, or a DataFrame, read by pandas."""
 
+import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxdp.data.dataset import Arrays, check_split
+from jaxdp.data.dataset import Arrays, check_share, check_split, rows_of_split
+from jaxdp.data.split_names import abbreviated
 from jaxdp.errors import UsageError, import_optional, one_line
 
 KEY = "data.args"
+WHOLE = 2**53  # a larger float is no class
 SHOWN = 8  # names in an error
 
 
@@ -38,36 +41,35 @@ class Table(Arrays):
         split: str = "train",
     ):
         check_split(split)
-        if not 0 <= test_fraction < 1:
-            raise UsageError(f"{KEY}.test_fraction: {test_fraction} is not at least 0 and below 1")
+        check_share(test_fraction)
         frame = read_frame(table)
         names = [name for name in frame.columns if name != label] if columns is None else columns
         self.columns, self.fill = [*names], fill
         require(frame, {"label": [label], "columns": self.columns})
         if label in self.columns or not self.columns:
             raise UsageError(f"{KEY}.columns: {self.columns}; name inputs, without {label!r}")
-        order = np.random.default_rng(0).permutation(len(frame))
-        cut = round(test_fraction * len(order))
-        train = np.sort(order[cut:])
+        train = rows_of_split(len(frame), test_fraction, "train")
         # The values of each text column, {} for numbers.
         self.values: dict[str, list[str]] = {
             name: sorted({*frame[name].iloc[train].dropna().astype(str)})
             for name in self.columns
-            if not is_number(frame[name])
+            if not is_number(frame[name], name)
         }
         inputs, labels = self.encode(frame), self._labels(frame[label], label)
         numeric = np.array([not self.values.get(name) for name in self.names])
-        self.mean = np.where(numeric, inputs[train].mean(0), 0).astype(np.float32)
-        deviation = np.where(numeric, inputs[train].std(0), 1)
-        self.deviation = np.where(deviation > 0, deviation, 1).astype(np.float32)
+        numbers_of_rows = inputs[train][:, numeric]
+        self.mean, self.deviation = np.zeros(len(numeric)), np.ones(len(numeric))
+        # Squares of large numbers are beyond float32.
+        self.mean[numeric] = numbers_of_rows.mean(0, float)
+        self.deviation[numeric] = numbers_of_rows.std(0, float)
+        self.deviation[self.deviation == 0] = 1
         super().__init__(inputs=inputs, labels=labels)
-        self.rows = train if split == "train" else np.sort(order[:cut])
-        if not len(self.rows):
-            raise UsageError(
-                f"{KEY}.test_fraction: {test_fraction} of {len(order)} rows: no {split} split"
-            )
+        self.rows = rows_of_split(len(frame), test_fraction, split)
         self.input_shape = inputs.shape[1:]
-        self.inventory = f"{len(self.columns)} columns, {inputs.shape[1]} inputs; label {label}"
+        texts = [f"{len(texts):,} of {name}" for name, texts in self.values.items()]
+        self.inventory = f"{len(self.columns)} columns, {inputs.shape[1]} inputs"
+        self.inventory += f" (values of texts: {abbreviated(texts)})" * bool(texts)
+        self.inventory += f"; label {label}"
 
     @staticmethod
     def has_split(args: Mapping[str, Any]) -> bool:
@@ -85,34 +87,41 @@ class Table(Arrays):
         parts = []
         for name in self.columns:
             if name in self.values:
-                texts = frame[name].astype(str).to_numpy()
-                parts += [texts == value for value in self.values[name]]
+                places = {value: place for place, value in enumerate(self.values[name])}
+                place_of = frame[name].astype(str).map(places).to_numpy()
+                parts.append(place_of[:, None] == np.arange(len(places)))
             else:
-                parts.append(numbers(frame[name], name, self.fill))
-        return np.stack(parts, 1).astype(np.float32)
+                parts.append(numbers(frame[name], name, self.fill)[:, None])
+        return np.concatenate(parts, 1, dtype=np.float32)
 
     def transform(self, batch: Mapping[str, Any], key: Any, train: bool) -> dict[str, Any]:
         """Standardize the numbers."""
         return {**batch, "inputs": (batch["inputs"] - self.mean) / self.deviation}
 
     def _labels(self, column: Any, name: str) -> np.ndarray:
-        if column.isna().any():
+        missing = column.isna() | column.isin([math.inf, -math.inf])
+        if missing.any():
             raise UsageError(
-                f"{KEY}.label: {name!r} has no value in row {int(column.isna().argmax())}; remove the row"
+                f"{KEY}.label: {name!r} has no value in row {int(missing.argmax())}; remove the row"
             )
-        if is_number(column) and column.dtype.kind == "f" and (column % 1 != 0).any():
-            return numbers(column, name, None).astype(np.float32)[:, None]
-        if column.dtype.kind == "f":
+        numeric = is_number(column, name)
+        if numeric and column.dtype.kind == "f":
+            if (column % 1 != 0).any() or column.abs().max() > WHOLE:
+                return numbers(column, name, None).astype(np.float32)[:, None]
             column = column.astype(np.int64)
-        values, labels = np.unique(
-            column.astype(str) if not is_number(column) else column, return_inverse=True
-        )
+        values, labels = np.unique(column if numeric else column.astype(str), return_inverse=True)
         self.classes, self.class_names = len(values), [f"{value}" for value in values]
         return labels.astype(np.int32)
 
 
-def is_number(column: Any) -> bool:
-    return getattr(column.dtype, "kind", "O") in "iufb"
+def is_number(column: Any, name: str) -> bool:
+    """Return whether a column has numbers, not texts. Raises UsageError for dates, which are neither."""
+    kind = getattr(column.dtype, "kind", "O")
+    if kind in "mMc":
+        raise UsageError(
+            f"{KEY}.columns: {name!r} is {column.dtype}; make numbers of it, or leave the column out"
+        )
+    return kind in "iufb"
 
 
 def read_frame(table: Any, key: str = f"{KEY}.table", **options: Any) -> Any:
@@ -121,15 +130,28 @@ def read_frame(table: Any, key: str = f"{KEY}.table", **options: Any) -> Any:
     """
     pandas = import_optional("pandas", "data: Table", "tables")
     if isinstance(table, pandas.DataFrame):
-        return table
+        return unique(table, key)
     path = pathlib.Path(str(table)).expanduser()
     is_csv = path.suffix != ".parquet"
     try:
-        frame = pandas.read_csv(path, **options) if is_csv else pandas.read_parquet(path)
+        # In one piece: else a number in a column of texts has several spellings.
+        frame = (
+            pandas.read_csv(path, low_memory=False, **options)
+            if is_csv
+            else pandas.read_parquet(path)
+        )
     except Exception as error:
         raise UsageError(f"{key}: {str(table)!r} cannot be read: {one_line(error)}") from None
     if not len(frame):
         raise UsageError(f"{key}: {str(table)!r} has no rows")
+    return unique(frame, key)
+
+
+def unique(frame: Any, key: str) -> Any:
+    """Return the table. Raises UsageError if two of its columns have one name."""
+    twice = frame.columns[frame.columns.duplicated()]
+    if len(twice):
+        raise UsageError(f"{key}: two columns are called {twice[0]!r}; rename one")
     return frame
 
 
@@ -147,15 +169,16 @@ def require(frame: Any, wanted: Mapping[str, Sequence[str]]) -> None:
 
 def numbers(column: Any, name: str, fill: float | None) -> np.ndarray:
     """Return a column of numbers. Raises UsageError if one is missing or not finite, or a text."""
-    if not is_number(column):
+    if not is_number(column, name):
         raise UsageError(
             f"{KEY}.columns: {name!r} has texts, such as {str(column.iloc[0])!r}, but numbers in training"
         )
     values = column.to_numpy(np.float64)
     if fill is not None:
         values = np.where(np.isnan(values), fill, values)
-    if not np.isfinite(values).all():
-        row = int(np.argmin(np.isfinite(values)))
+    fits = np.abs(values) <= np.finfo(np.float32).max
+    if not fits.all():
+        row = int(np.argmin(fits))
         raise UsageError(
             f"{KEY}.columns: {name!r} is {values[row]} in row {row}; set {KEY}.fill, or leave the column out"
         )
