@@ -43,12 +43,14 @@ class ImageTable(Listed):
         for key in self.columns:
             check_one_of(f"{KEY}.columns", key, ("path", "label", "split"))
         self.tables = table if isinstance(table, Mapping) else {"train": table}
-        first, *_ = self.tables.values()
+        for key in self.tables:
+            check_one_of(f"{KEY}.table", key, ("train", "test"))
+        first = next(iter(self.tables.values()), None)
         root = folder or (os.path.dirname(first) if isinstance(first, str | Path) else "")
         self.ending, self.skip = ending, args.get("on_error") == "skip"
         super().__init__(os.path.expanduser(root) or ".", split, **args)
 
-    def rows(self, root: str, splits: Any, passed: Counter[str]) -> list[Row]:
+    def list_images(self, root: str, splits: Any, passed: Counter[str]) -> list[Row]:
         if not os.path.isdir(root):
             raise UsageError(f"{KEY}.folder: no folder {root!r}; paths are relative to it")
         rows: dict[str, Row] = {}

@@ -1,14 +1,14 @@
 """Images whose classes are listed: in a table, or by the names in an archive."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxdp.data.dataset import Part, array_part, file_part
 from jaxdp.data.image_files import Images, counted, path_key
 from jaxdp.data.image_folder import READ, ImageFolder
-from jaxdp.data.split_names import choose_split, split_names
+from jaxdp.data.split_names import choose_split, named_splits, split_names
 from jaxdp.errors import UsageError
 
 KEY = "data.args.root"
@@ -26,27 +26,32 @@ class Row(NamedTuple):
 class Listed(ImageFolder):
     """Images that a subclass lists.
 
-    rows(root, splits, passed) -> list[Row]: the images of all splits; the arguments are those of `find`.
+    list_images(root, splits, passed) -> list[Row]: those of all splits; the arguments are those of `find`.
     sources: the files that have them, if they are not files themselves. numbers: whether classes are
     sorted as numbers, if all of them are.
     """
 
-    rows: Any
+    list_images: Callable[..., list[Row]]
     sources: list[Path] = []
     numbers = True
 
     def find(
         self, root: str, split: str, splits: Mapping[str, str] | None, passed: Counter[str]
     ) -> tuple[Images, Images, str]:
-        rows: list[Row] = self.rows(root, splits, passed)
+        rows = self.list_images(root, splits, passed)
         numeric = self.numbers and all(row.label.isdecimal() for row in rows)
 
         def order(row: Row) -> Any:
             return int(row.label) if numeric else 0, row.label, path_key(row.image)
 
         names = split_names({row.split for row in rows})
-        chosen = {x: choose_split(names, x, KEY, FIX) for x in ("train", "test")}
-        roles = {name: role for role, name in (splits or chosen).items()}
+        if splits is None:
+            chosen = {x: choose_split(names, x, KEY, FIX) for x in ("train", "test")}
+        else:
+            chosen = {**named_splits(splits, names, root)}
+        roles = {name: role for role, name in chosen.items()}
+        if splits == {}:
+            roles = dict.fromkeys(names, "train")
         images: dict[str, Images] = {}
         for row in sorted(rows, key=order):
             if row.split in roles:

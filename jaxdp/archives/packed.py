@@ -92,16 +92,19 @@ class ImageZip(Listed):
     needed, and nothing is written; each worker process opens the file for itself. In memory are the
     file's directory and one image, of at most 256 MiB. The other arguments are those of `ImageFolder`.
 
-    Raises UsageError for a file that is no zip file or is damaged, for a class without images, and, when
-    it is read, for an image that is damaged, encrypted or too large.
+    Raises UsageError for a file that is no zip file or is damaged, for a class without images, for two
+    images of one name, and, when it is read, for an image that is damaged, encrypted or too large.
     """
 
     numbers = False
 
-    def rows(self, root: str, splits: Any, passed: Counter[str]) -> list[Row]:
+    def list_images(self, root: str, splits: Any, passed: Counter[str]) -> list[Row]:
         self.sources = [Path(root).expanduser()]
         members = visible(Zip, self.sources[0], passed)
         images = [x for x in members if kind_of_name(x.parts[-1]) == "image"]
+        counts = Counter(map(str, images))
+        if twice := [name for name, count in counts.items() if count > 1]:
+            raise UsageError(f"{KEY}: two images are called {twice[0]!r}; remove one")
         # All may be in one folder, that of the file's name.
         prefix = os.path.commonprefix([x.parts[:-1] for x in images])  # noqa: RUF071  # by parts
         top = max(1, min([len(prefix), *(len(x.parts) - 2 for x in images)]))

@@ -5,6 +5,7 @@ order.
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -269,7 +270,7 @@ def check_weights(
         weight = weights.get(name)
         if (
             isinstance(weight, bool)
-            or not isinstance(weight, int | float)
+            or not isinstance(weight, Real)
             or not 0 < weight < math.inf
         ):
             hint = (

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdp.errors import UsageError
-from jaxdp.losses import Batch, fit_mask
+from jaxdp.losses import Batch, fit_mask, labels_of
 from jaxdp.targets import locate
 
 
@@ -28,7 +28,7 @@ class PerExample:
             raise UsageError(f"{key}: {function!r} is no function of outputs and labels")
 
     def __call__(self, outputs: jax.Array, batch: Batch):
-        losses = jnp.asarray(self.function(outputs, batch["labels"]))
+        losses = jnp.asarray(self.function(outputs, labels_of(batch)))
         name = getattr(self.function, "__name__", type(self.function).__name__)
         if losses.ndim == 0:
             raise UsageError(
