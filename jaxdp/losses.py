@@ -13,8 +13,8 @@ examples). A loss may have attributes:
   to exclude padding.
 - `reads_logits`: True if the loss accepts lazy `Logits`; otherwise it gets computed logits.
 - `derive(means) -> {name: float}`: returns additional numbers to report, from the means over a
-  batch or a data set. The mean of a metric whose own weight is 0 is NaN. A metric whose name begins
-  with sums: may be an array, which `derive` gets as it is.
+  batch or a data set. The mean of a metric whose own weight is 0 is NaN. A metric with sums: in
+  its name may be an array, which `derive` gets as it is.
 - `check(outputs, batch)`: raises UsageError if examples of the data (NumPy arrays) do not fit
   outputs of these shapes; called on a few examples before a run.
 
@@ -36,9 +36,8 @@ from jaxdp.errors import UsageError
 from jaxdp.targets import attribute, bind, call, locate
 
 AT_ONCE = 2**24  # logits in memory at a time on CPU: 64 MB in float32
-ON_ACCELERATORS = (
-    2**28
-)  # 1 GB: larger chunks, since each reads the full kernel and adds to its full gradient
+# 1 GB: larger chunks, since each reads the full kernel and adds to its full gradient
+ON_ACCELERATORS = 2**28
 TILE = 128  # the number of rows of a chunk is a multiple of this on accelerators
 
 
@@ -133,7 +132,7 @@ def wide(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-SUMS = "sums:"  # begins the name of a metric that is an array of sums, which `derive` gets
+SUMS = "sums:"  # is in the name of a metric that is an array of sums, which `derive` gets
 Batch = dict[str, jax.Array]
 LossFn = Callable[[Any, Batch], tuple[jax.Array, jax.Array, dict[str, Any]]]
 
@@ -363,21 +362,22 @@ class MultiTask:
             share = weight / jnp.where(elements > 0, elements, 1)
             total += jnp.where(elements != 0, factor * share * loss_sum, 0)
             for key, value in {"loss": loss_sum, **more}.items():
-                is_mean = not isinstance(value, tuple | list) and not key.startswith(SUMS)
-                metrics[of_task(name, key)] = (value, elements) if is_mean else value
+                is_mean = not isinstance(value, tuple | list) and SUMS not in key
+                metrics[f"{name}_{key}"] = (value, elements) if is_mean else value
         return total, weight, metrics
 
     def derive(self, means: Mapping[str, Any]) -> dict[str, float]:
         """Return what each task's loss derives from its own means."""
         derived = dict[str, float]()
         for name, (loss, *_) in self.tasks.items():
-            own = dict[str, Any]()
-            for key, value in means.items():
-                bare = key.replace(f"{name}_", "", 1)
-                if key == of_task(name, bare):
-                    own[bare] = value
-            for key, value in attribute(loss, "derive", lambda means: {})(own).items():
-                derived[of_task(name, key)] = value
+            prefix = f"{name}_"
+            own = {
+                key.removeprefix(prefix): value
+                for key, value in means.items()
+                if key.startswith(prefix)
+            }
+            for key, value in derive_of(loss)(own).items():
+                derived[prefix + key] = value
         return derived
 
     def check(self, outputs: Mapping[str, Any], batch: Mapping[str, Any]) -> None:
@@ -389,10 +389,9 @@ class MultiTask:
                 raise UsageError(str(error).replace("loss", f"loss.args.tasks.{name}", 1)) from None
 
 
-def of_task(task: str, key: str) -> str:
-    """Return the name of a metric of a task, such as NAME_loss or sums:NAME_auc."""
-    kind = SUMS if key.startswith(SUMS) else ""
-    return f"{kind}{task}_{key.removeprefix(kind)}"
+def derive_of(loss: LossFn) -> Callable[[Mapping[str, Any]], Mapping[str, float]]:
+    """Return the loss's own `derive`, or a function that returns nothing."""
+    return attribute(loss, "derive", lambda means: {})
 
 
 def check(loss: LossFn, outputs: Any, batch: Mapping[str, Any]) -> None:
@@ -407,17 +406,6 @@ def apply_loss(loss: LossFn, outputs: Any, batch: Batch) -> Any:
     return loss(
         outputs if attribute(loss, "reads_logits", False) else compute_logits(outputs), batch
     )
-
-
-def make_loss(
-    target: str, args: Mapping[str, Any], key: str = "loss", table: Mapping[str, Any] | None = None
-) -> LossFn:
-    """Return the loss named by `target`: an instance of a class, or a function with `args` bound.
-    Raises UsageError.
-    """
-    factory = locate(key, target, LOSSES if table is None else table)
-    bound = bind(key, factory, args)
-    return call(key, bound) if isinstance(factory, type) else bound
 
 
 def fit_mask(mask: jax.Array, losses: jax.Array) -> jax.Array:
@@ -488,3 +476,14 @@ LOSSES: dict[str, Any] = {
     "PerExample": "jaxdp.sampling.per_example.PerExample",
     "WeightedCrossEntropy": "jaxdp.sampling.weighted_loss.WeightedCrossEntropy",
 }
+
+
+def make_loss(
+    target: str, args: Mapping[str, Any], key: str = "loss", table: Mapping[str, Any] = LOSSES
+) -> LossFn:
+    """Return the loss named by `target`: an instance of a class, or a function with `args` bound.
+    Raises UsageError.
+    """
+    factory = locate(key, target, table)
+    bound = bind(key, factory, args)
+    return call(key, bound) if isinstance(factory, type) else bound

@@ -57,7 +57,7 @@ class ImageTable(Listed):
         stored = {normalized(os.path.normpath(x)): x for x in walk(Path(root), Counter())}
         for split, table in self.tables.items():
             frame = read_frame(table, f"{KEY}.table", **AS_TEXT).fillna("").astype(str)
-            require(frame, {"columns": [*self.columns.values()]})
+            require(frame, "columns", self.columns.values())
             text: dict[str, Any] = {key: frame[name] for key, name in self.columns.items()}
             named = text.get("split", [split] * len(frame))
             for name, label, part in zip(text["path"], text["label"], named):

@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxdp.data.npz import Npz
 from jaxdp.data.standardized import StandardizedImages
-from jaxdp.errors import UsageError, check_one_of
+from jaxdp.errors import check_one_of
 
 
 class MedMNIST(StandardizedImages, Npz):
@@ -28,13 +28,7 @@ class MedMNIST(StandardizedImages, Npz):
         names = {"inputs": f"{split}_images", "labels": f"{split}_labels"}
         super().__init__(path, "train", names, 0)
         images, labels = self.arrays["inputs"], self.arrays["labels"]
-        has_channels = images.ndim == 4 and images.shape[-1] == 3
-        if images.ndim < 3 or labels.ndim > 2:
-            raise UsageError(
-                f"data.args.path: {path!r} has images {images.shape} and labels {labels.shape}; MedMNIST has "
-                "[example, size, size] or more, and [example, 1] or [example, label]"
-            )
-        if not has_channels:
+        if images.ndim == 3 or images.shape[-1] != 3:
             self.arrays["inputs"] = images[..., None]
         labels = labels.reshape(len(labels), -1)
         self.classes = labels.shape[-1]

@@ -25,7 +25,8 @@ def run(call: Call) -> None:
             "report: no run given; name run directories, e.g. jaxdp report runs/digits"
         )
     default = (paths[0] if len(paths) == 1 else pathlib.Path()) / NAME
-    metrics = [sweep_metric(path) for path in paths]
+    # Of the directory of a sweep; "" for another directory.
+    metrics = [rundir.entry(path / SWEEP, "metric", str, "") for path in paths]
     metric = options["metric"] or (metrics[0] if len({*metrics}) == 1 else "")
     paths = [
         run for path, sweep in zip(paths, metrics) for run in (sweep and runs_in(path)) or [path]
@@ -35,7 +36,7 @@ def run(call: Call) -> None:
     for run, name in zip(runs, names(list(run_by_path))):
         run["name"] = name
     runs = ranked(runs, metric) if metric else runs
-    output = pathlib.Path(options["out"]).expanduser() if options["out"] else default
+    output = pathlib.Path(options["out"] or default).expanduser()
     if output.is_dir():
         raise UsageError(
             f"--out: {str(output)!r} is a directory; give the path of a file, such as {str(output / NAME)!r}"
@@ -55,11 +56,6 @@ def run(call: Call) -> None:
 
 def runs_in(directory: pathlib.Path) -> list[pathlib.Path]:
     return sorted(file.parent for file in directory.glob("*/metrics.jsonl"))
-
-
-def sweep_metric(directory: pathlib.Path) -> str:
-    """Return the metric of a sweep's directory; "" for another directory."""
-    return rundir.entry(directory / SWEEP, "metric", str, "")
 
 
 def read_runs(directories: list[pathlib.Path]) -> dict[pathlib.Path, Json]:

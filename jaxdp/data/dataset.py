@@ -254,9 +254,7 @@ def rows_of_split(size: int, fraction: float, split: str) -> np.ndarray:
     cut = round(fraction * size)
     rows = np.sort(order[:cut] if split == "test" else order[cut:])
     if not len(rows):
-        raise UsageError(
-            f"data.args.test_fraction: {fraction} of {size} rows: no {split} split"
-        )
+        raise UsageError(f"data.args.test_fraction: {fraction} of {size} rows: no {split} split")
     return rows
 
 

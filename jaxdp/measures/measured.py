@@ -15,6 +15,7 @@ from jaxdp.losses import (
     apply_loss,
     check,
     compute_logits,
+    derive_of,
     make_loss,
 )
 from jaxdp.measures.of_classes import AUC, F1, KEY, Precision, Recall
@@ -65,8 +66,7 @@ class Measured:
         """Return what the loss and the metrics derive."""
         derived = dict[str, float]()
         for each in (self.loss, *self.metrics):
-            more = attribute(each, "derive", lambda means: {})(means)
-            derived = joined(derived, more, each)
+            derived = joined(derived, derive_of(each)(means), each)
         return derived
 
 

@@ -9,8 +9,8 @@ from jaxdp.data.split_names import CAMEL
 from jaxdp.errors import UsageError
 
 # Words in the names of metrics, in any case: better if smaller, or if larger.
-SMALLER = {*"loss perplexity error entropy mse rmse mae mape nll brier distance".split()}
-LARGER = {*"acc accuracy precision recall f1 auc iou miou dice bleu rouge r2".split()}
+SMALLER = "loss|perplexity|error|entropy|mse|rmse|mae|mape|nll|brier|distance"
+LARGER = "acc|accuracy|precision|recall|f1|auc|iou|miou|dice|bleu|rouge|r2"
 
 
 def sign(metric: str, mode: str | None = None) -> int:
@@ -21,10 +21,10 @@ def sign(metric: str, mode: str | None = None) -> int:
     if mode:
         return 1 if mode == "min" else -1
     name = metric.rpartition("/")[2]
-    # Also the parts of words: valLoss, accuracy5; but mIoU and F1 are known without a part.
-    words = re.findall(r"[^\W_]+", f"{name} {CAMEL.sub(' ', name)}".lower())
-    known = {*words, *(word.rstrip("0123456789") for word in words)}
-    return bool(known & SMALLER) - bool(known & LARGER)
+    # Also the parts of words, as in valLoss; but mIoU is one word.
+    words = f"{name} {CAMEL.sub(' ', name)}".lower().replace("_", " ")
+    smaller, larger = (re.search(rf"\b({kind})\d*\b", words) for kind in (SMALLER, LARGER))
+    return bool(smaller) - bool(larger)
 
 
 def known_sign(key: str, metric: str, mode: str | None) -> int:

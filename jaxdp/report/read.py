@@ -203,11 +203,8 @@ def rounded(value: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) or value in (
-        "nan",
-        "inf",
-        "-inf",
-    )  # `jsonl.dump` writes those as strings
+    # `jsonl.dump` writes those as strings.
+    return type(value) in (int, float) or value in ("nan", "inf", "-inf")
 
 
 def text(file: pathlib.Path, most: int = 250_000) -> str:
@@ -288,11 +285,10 @@ def seconds(records: list[Json], events: list[Json]) -> Json:
 
     starting = updates = waiting = 0.0
     for span in spans:
-        first = {"t": span["end"], "step": span["first"]}
-        for event in events:
-            if event["kind"] == "first_update" and is_within(span, event["t"]):
-                first = event
-                break
+        first = next(
+            (e for e in events if e["kind"] == "first_update" and is_within(span, e["t"])),
+            {"t": span["end"], "step": span["first"]},
+        )
         starting += first["t"] - span["start"]
         before = first.get("step", 0)
         for r in trained:

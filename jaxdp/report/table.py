@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxdp.errors import UsageError, suggest
 from jaxdp.metrics import numbers
+from jaxdp.report.media import is_finite
 from jaxdp.report.read import RATES
 
 Json = dict[str, Any]
@@ -38,15 +39,15 @@ def ranked(runs: Sequence[Json], metric: str) -> list[Json]:
         - {"step", "split", "time", "params_sha256"}
     )
     if known and metric not in known:
-        hint = suggest(metric, known, 0.5, f"known: {', '.join(known)}")
-        raise UsageError(f"--metric: no run has {metric!r}; {hint}")
+        near = suggest(metric, known, 0.5, f"known: {', '.join(known)}")
+        raise UsageError(f"--metric: no run has {metric!r}; {near}")
     sign = numbers.sign(metric) or -1
 
     def rank(run: Json) -> float:
         value = run["numbers"].get(metric)
-        loss = run["numbers"].get("loss", 0.0)
-        finite = all(isinstance(x, int | float) and math.isfinite(x) for x in (value, loss))
-        return sign * value if finite else math.inf
+        if is_finite(value) and is_finite(run["numbers"].get("loss", 0.0)):
+            return sign * value
+        return math.inf
 
     return sorted(runs, key=rank)
 

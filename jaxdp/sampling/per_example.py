@@ -22,8 +22,9 @@ class PerExample:
 
     def __init__(self, function: str | Callable[[Any, Any], Any]):
         key = "loss.args.function"
-        is_path = isinstance(function, str)
-        self.function: Any = locate(key, function, {}, key) if is_path else function  # type: ignore[arg-type]
+        self.function: Any = function
+        if isinstance(function, str):
+            self.function = locate(key, function, {}, key)
         if not callable(self.function):
             raise UsageError(f"{key}: {function!r} is no function of outputs and labels")
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.errors import UsageError
-from jaxdp.losses import Batch, Logits, SoftmaxCrossEntropy, labels_of, one_array
+from jaxdp.losses import Batch, SoftmaxCrossEntropy, labels_of
 from jaxdp.measures.of_classes import F1, Precision, Recall
 
 KEY = "loss.args"
@@ -24,9 +24,11 @@ class WeightedCrossEntropy(SoftmaxCrossEntropy):
     mean `macro_f1`. Each is one quotient of sums over all examples, on any number of devices, and not a
     mean over batches. It is NaN without examples to divide by.
 
-    outputs: logits [example, classes]; batch["labels"]: integers [example]. Raises UsageError for
-    other shapes, and weights that are not positive or not one for each class.
+    outputs: logits [..., classes]; batch["labels"]: integers [...]. Raises UsageError for other shapes,
+    and weights that are not positive or not one for each class.
     """
+
+    reads_logits = False
 
     def __init__(
         self,
@@ -46,19 +48,18 @@ class WeightedCrossEntropy(SoftmaxCrossEntropy):
             )
         self.class_weights = weights
 
-    def __call__(self, outputs: jax.Array | Logits, batch: Batch):
-        labels = jnp.asarray(labels_of(batch))
-        if isinstance(outputs, Logits) or labels.ndim != 1 or one_array(outputs).ndim != 2:
+    def __call__(self, outputs: jax.Array, batch: Batch):
+        labels = labels_of(batch)
+        if not jnp.issubdtype(labels.dtype, jnp.integer):
             raise UsageError(
-                f"loss: WeightedCrossEntropy is for logits [example, classes] and labels [example], not for labels "
-                f"{labels.shape}; use SoftmaxCrossEntropy"
+                f"loss: WeightedCrossEntropy is for integer labels, not {labels.dtype}; use SoftmaxCrossEntropy"
             )
+        total, weight, metrics = super().__call__(outputs, batch)
         classes = outputs.shape[-1]
         if self.class_weights and len(self.class_weights) != classes:
             raise UsageError(
                 f"{KEY}.class_weights: {len(self.class_weights)} numbers for {classes} classes; give one for each"
             )
-        total, weight, metrics = super().__call__(outputs, batch)
         metrics["accuracy"] = metrics["accuracy"], weight
         weight = metrics.pop("class weight", weight)
         for each in self.metrics:

@@ -2,7 +2,7 @@
 
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ from jaxdp.errors import UsageError, import_optional, one_line
 
 KEY = "data.args"
 WHOLE = 2**53  # a larger float is no class
-SHOWN = 8  # names in an error
 
 
 class Table(Arrays):
@@ -45,7 +44,8 @@ class Table(Arrays):
         frame = read_frame(table)
         names = [name for name in frame.columns if name != label] if columns is None else columns
         self.columns, self.fill = [*names], fill
-        require(frame, {"label": [label], "columns": self.columns})
+        require(frame, "label", [label])
+        require(frame, "columns", self.columns)
         if label in self.columns or not self.columns:
             raise UsageError(f"{KEY}.columns: {self.columns}; name inputs, without {label!r}")
         train = rows_of_split(len(frame), test_fraction, "train")
@@ -83,7 +83,7 @@ class Table(Arrays):
     def encode(self, table: Any) -> np.ndarray:
         """Return the inputs [row, input] of a table with these columns: for `predict`."""
         frame = read_frame(table)
-        require(frame, {"columns": self.columns})
+        require(frame, "columns", self.columns)
         parts = []
         for name in self.columns:
             if name in self.values:
@@ -129,42 +129,30 @@ def read_frame(table: Any, key: str = f"{KEY}.table", **options: Any) -> Any:
     that names `key` for a file that cannot be read.
     """
     pandas = import_optional("pandas", "data: Table", "tables")
-    if isinstance(table, pandas.DataFrame):
-        return unique(table, key)
-    path = pathlib.Path(str(table)).expanduser()
-    is_csv = path.suffix != ".parquet"
-    try:
-        # In one piece: else a number in a column of texts has several spellings.
-        frame = (
-            pandas.read_csv(path, low_memory=False, **options)
-            if is_csv
-            else pandas.read_parquet(path)
-        )
-    except Exception as error:
-        raise UsageError(f"{key}: {str(table)!r} cannot be read: {one_line(error)}") from None
-    if not len(frame):
-        raise UsageError(f"{key}: {str(table)!r} has no rows")
-    return unique(frame, key)
-
-
-def unique(frame: Any, key: str) -> Any:
-    """Return the table. Raises UsageError if two of its columns have one name."""
+    frame = table
+    if not isinstance(table, pandas.DataFrame):
+        path = pathlib.Path(str(table)).expanduser()
+        try:
+            if path.suffix == ".parquet":
+                frame = pandas.read_parquet(path)
+            else:  # in one piece: else a number in a column of texts has several spellings
+                frame = pandas.read_csv(path, low_memory=False, **options)
+        except Exception as error:
+            raise UsageError(f"{key}: {str(table)!r} cannot be read: {one_line(error)}") from None
+        if not len(frame):
+            raise UsageError(f"{key}: {str(table)!r} has no rows")
     twice = frame.columns[frame.columns.duplicated()]
     if len(twice):
         raise UsageError(f"{key}: two columns are called {twice[0]!r}; rename one")
     return frame
 
 
-def require(frame: Any, wanted: Mapping[str, Sequence[str]]) -> None:
-    """Raise UsageError if the table lacks one of these columns."""
-    for key, names in wanted.items():
-        for name in names:
-            if name not in frame.columns:
-                known = [f"{column}" for column in frame.columns]
-                more = f" and {len(known) - SHOWN} more" if len(known) > SHOWN else ""
-                raise UsageError(
-                    f"{KEY}.{key}: the table has no column {name!r}, only {', '.join(known[:SHOWN])}{more}"
-                )
+def require(frame: Any, key: str, names: Iterable[str]) -> None:
+    """Raise UsageError that names the argument `key` if the table lacks one of these columns."""
+    for name in names:
+        if name not in frame.columns:
+            known = abbreviated([f"{column}" for column in frame.columns])
+            raise UsageError(f"{KEY}.{key}: the table has no column {name!r}, only {known}")
 
 
 def numbers(column: Any, name: str, fill: float | None) -> np.ndarray:

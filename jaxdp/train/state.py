@@ -125,11 +125,8 @@ def check_result(result: Any) -> tuple[jax.Array, jax.Array, Scalars]:
     is_triple = isinstance(result, tuple) and len(result) == 3 and isinstance(result[2], Mapping)
     metrics = flat(result[2]) if is_triple else {}
 
-    def is_scalar(x: Any) -> bool:
-        return getattr(x, "shape", None) == ()
-
-    single = [x for name, x in metrics.items() if not name.startswith(SUMS)]
-    if not is_triple or not all(map(is_scalar, (*result[:2], *single))):
+    single = [x for name, x in metrics.items() if SUMS not in name]
+    if not is_triple or any(getattr(x, "shape", None) != () for x in (*result[:2], *single)):
         got = str(jax.tree.map(_kind, result)).replace("'", "")
         raise UsageError(
             f"loss: it returned {got}; a loss returns (sum [], weight [], {{name: sum [] or (sum [], weight [])}}), "
@@ -168,9 +165,8 @@ def flat(metrics: Mapping[str, Any]) -> dict[str, Any]:
 def check_name(name: Any) -> None:
     """Raise UsageError for a name that a metric cannot have."""
     if not isinstance(name, str) or name in RESERVED or name.startswith(WEIGHT):
-        reason = "every record contains already" if isinstance(name, str) else "is no text"
         raise UsageError(
-            f"loss: a metric is called {name!r}, which {reason}; give it another name"
+            f"loss: a metric is called {name!r}, which every record contains already, or is no text; rename it"
         )
 
 
@@ -182,7 +178,7 @@ def divide(metrics: Mapping[str, Any], weight: Any, xp: Any = jnp) -> dict[str, 
     """
 
     def mean(name: str, value: Any) -> Any:
-        if name.startswith((WEIGHT, SUMS)):
+        if name.startswith(WEIGHT) or SUMS in name:
             return value
         if (own_weight := metrics.get(WEIGHT + name)) is None:
             return value / weight
@@ -202,7 +198,7 @@ def make_record(
     `derive` fails, or returns anything but a dict of numbers."""
     weights = {name for name in means if name.startswith(WEIGHT)}
     empty = {name.removeprefix(WEIGHT) for name in weights if means[name] == 0}
-    sums = {name for name in means if name.startswith(SUMS)}
+    sums = {name for name in means if SUMS in name}
     means = {
         name: value if name in sums else float(value)
         for name, value in means.items()

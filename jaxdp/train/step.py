@@ -32,7 +32,14 @@ from jaxdp.models.scan import BlockReader, PerBlock, remat
 from jaxdp.optim.interpreter import has_narrow_floats
 from jaxdp.optim.optimizers import master_copy
 from jaxdp.optim.schedule import rate_of
-from jaxdp.precision import LossScaling, Policy, at_least_float32, cast_floats, is_narrow
+from jaxdp.precision import (
+    MIN_SCALE,
+    LossScaling,
+    Policy,
+    at_least_float32,
+    cast_floats,
+    is_narrow,
+)
 from jaxdp.split import path_string
 from jaxdp.targets import attribute
 from jaxdp.train.average import with_average
@@ -615,7 +622,8 @@ def apply(
     finite = (nonfinite == 0) & jnp.isfinite(loss)
     overflow: Any = False
     if scaling is not None and state.loss_scale is not None:
-        overflow = jnp.isfinite(loss) & scaling.can_fall(state.loss_scale)
+        can_fall = (state.loss_scale.value > MIN_SCALE) & scaling.dynamic
+        overflow = jnp.isfinite(loss) & can_fall
     facts = Facts(state.step + 1, loss, finite, overflow, disagreeing)
     applied, guard = decide(state.guard, facts, rule.max_nonfinite, rule.spike)
     running = state.guard.halted == 0

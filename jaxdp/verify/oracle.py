@@ -185,7 +185,7 @@ def train_batch(
     total = sum(weights)
     mean = weighted(grads, [1 / total] * len(grads))
     means = {
-        name: mean_of([metrics[name] for metrics in sums], 1 if name.startswith(SUMS) else total)
+        name: mean_of([metrics[name] for metrics in sums], 1 if SUMS in name else total)
         for name in sums[0]
     }
     means["grad_norm"] = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(mean)))

@@ -304,7 +304,7 @@ def test_exact_sums_have_the_same_bits_on_any_devices(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", [*SMALLER, "RMSE", "top1_error", "valid/loss", "valLoss", "mse_3", "a.loss"]
+    "name", [*SMALLER.split("|"), "RMSE", "top1_error", "valid/loss", "valLoss", "mse_3", "a.loss"]
 )
 def test_the_smaller_of_these_is_the_better(name):
     assert sign(name) == 1 and sign(name, "max") == -1
@@ -327,7 +327,7 @@ LARGEST = [
 ]
 
 
-@pytest.mark.parametrize("name", [*LARGER, *LARGEST])
+@pytest.mark.parametrize("name", [*LARGER.split("|"), *LARGEST])
 def test_the_larger_of_these_is_the_better(name):
     assert sign(name) == -1 and sign(name, "min") == 1
 
@@ -373,7 +373,9 @@ def test_a_run_does_not_take_the_direction_of_a_set(tmp_path):
         return jaxdp.fit(model, loss=loss, batch_size=60, checkpoint=checkpoint, **data, **more)
 
     assert run("loss_free/accuracy").best.final["step"] == 2
-    with pytest.raises(UsageError, match="checkpoint.best: the name 'loss_free/confident' does not"):
+    with pytest.raises(
+        UsageError, match=r"checkpoint.best: the name 'loss_free/confident' does not"
+    ):
         run("loss_free/confident")
     assert run("loss_free/confident", mode="max").best.final["step"] == 2
 

@@ -98,4 +98,6 @@ def test_what_is_wrong_is_named(args, said):
     with pytest.raises(UsageError, match=said):
         WeightedCrossEntropy(**args)(LOGITS, BATCH)
     with pytest.raises(UsageError, match="use SoftmaxCrossEntropy"):
+        WeightedCrossEntropy()(LOGITS, {**BATCH, "labels": np.zeros((64, 3), np.float32)})
+    with pytest.raises(UsageError, match=r"outputs \(64, 3\) do not fit labels \(64, 3\)"):
         WeightedCrossEntropy()(LOGITS, {**BATCH, "labels": np.zeros((64, 3), np.int32)})
