@@ -46,12 +46,14 @@ class Listed(ImageFolder):
 
         names = split_names({row.split for row in rows})
         if splits is None:
-            chosen = {x: choose_split(names, x, KEY, FIX) for x in ("train", "test")}
+            chosen: Any = {x: choose_split(names, x, KEY, FIX) for x in ("train", "test")}
         else:
-            chosen = {**named_splits(splits, names, root)}
-        roles = {name: role for role, name in chosen.items()}
-        if splits == {}:
-            roles = dict.fromkeys(names, "train")
+            chosen = named_splits(splits, names, root)
+        roles = (
+            {name: role for role, name in chosen.items()}
+            if chosen
+            else dict.fromkeys(names, "train")
+        )
         images: dict[str, Images] = {}
         for row in sorted(rows, key=order):
             if row.split in roles:

@@ -94,9 +94,9 @@ class ImageZip(Listed):
         self.sources = [Path(root).expanduser()]
         members = members_of(self.sources[0], passed)
         images = [x for x in members if kind_of_name(x.parts[-1]) == "image"]
-        counts = Counter(map(str, images))
-        if twice := [name for name, count in counts.items() if count > 1]:
-            raise UsageError(f"{KEY}: two images are called {twice[0]!r}; remove one")
+        for name, count in Counter(map(str, images)).most_common(1):
+            if count > 1:
+                raise UsageError(f"{KEY}: {count} images are called {name!r}; keep one")
         # All may be in one folder, that of the file's name.
         prefix = os.path.commonprefix([x.parts[:-1] for x in images])  # noqa: RUF071  # by parts
         top = max(1, min([len(prefix), *(len(x.parts) - 2 for x in images)]))

@@ -82,8 +82,8 @@ class Precision(OfClasses):
         """Return the mean of all classes."""
         if self.positive is not None:
             return {}
-        numbered = re.compile(rf"{self.name}_\d+")
-        each = [value for name, value in means.items() if numbered.fullmatch(name)]
+        one = rf"{self.name}_\d+"
+        each = [value for name, value in means.items() if re.fullmatch(one, name)]
         return {f"macro_{self.name}": sum(each) / len(each) if each else math.nan}
 
 
@@ -121,8 +121,8 @@ class AUC(OfClasses):
         scale = jnp.arcsinh(SHARPNESS * (logits[:, self.positive] - others)) / WIDEST
         place = jnp.clip((scale + 1) / 2 * BINS, 0, BINS - 1).astype(int)
         is_label = (labels == self.positive).astype(int)
-        counts = jnp.zeros((2, BINS), mask.dtype).at[is_label, place].add(mask)
-        return {f"{SUMS}{self.name}": counts}
+        counts = jnp.zeros((2, BINS), mask.dtype)
+        return {f"{SUMS}{self.name}": counts.at[is_label, place].add(mask)}
 
     def derive(self, means: Mapping[str, Any]) -> dict[str, float]:
         """Return `auc` and `auc_error`."""
@@ -132,7 +132,4 @@ class AUC(OfClasses):
             return {}
         error = others @ examples / pairs / 2
         smaller = np.cumsum(others) - others
-        return {
-            self.name: smaller @ examples / pairs + error,
-            f"{self.name}_error": error,
-        }
+        return {self.name: smaller @ examples / pairs + error, f"{self.name}_error": error}

@@ -12,7 +12,6 @@ from jaxdp.data.split_names import abbreviated
 from jaxdp.errors import UsageError, import_optional, one_line
 
 KEY = "data.args"
-WHOLE = 2**53  # a larger float is no class
 
 
 class Table(Arrays):
@@ -42,8 +41,9 @@ class Table(Arrays):
         check_split(split)
         check_share(test_fraction)
         frame = read_frame(table)
-        names = [name for name in frame.columns if name != label] if columns is None else columns
-        self.columns, self.fill = [*names], fill
+        if columns is None:
+            columns = [name for name in frame.columns if name != label]
+        self.columns, self.fill = [*columns], fill
         require(frame, "label", [label])
         require(frame, "columns", self.columns)
         if label in self.columns or not self.columns:
@@ -53,23 +53,23 @@ class Table(Arrays):
         self.values: dict[str, list[str]] = {
             name: sorted({*frame[name].iloc[train].dropna().astype(str)})
             for name in self.columns
-            if not is_number(frame[name], name)
+            if not is_number(frame[name])
         }
-        inputs, labels = self.encode(frame), self._labels(frame[label], label)
-        numeric = np.array([not self.values.get(name) for name in self.names])
-        numbers_of_rows = inputs[train][:, numeric]
-        self.mean, self.deviation = np.zeros(len(numeric)), np.ones(len(numeric))
-        # Squares of large numbers are beyond float32.
-        self.mean[numeric] = numbers_of_rows.mean(0, float)
-        self.deviation[numeric] = numbers_of_rows.std(0, float)
-        self.deviation[self.deviation == 0] = 1
+        inputs, labels = self.encode(frame), self._labels(frame[label])
         super().__init__(inputs=inputs, labels=labels)
+        numeric = np.array([not self.values.get(name) for name in self.names])
+        rows = inputs[np.ix_(train, numeric)]
+        self.mean, self.deviation = np.zeros_like(inputs[0]), np.ones_like(inputs[0])
+        # In float64: squares of large numbers are beyond float32.
+        self.mean[numeric], self.deviation[numeric] = rows.mean(0, float), rows.std(0, float)
+        self.deviation[self.deviation == 0] = 1
         self.rows = rows_of_split(len(frame), test_fraction, split)
         self.input_shape = inputs.shape[1:]
         texts = [f"{len(texts):,} of {name}" for name, texts in self.values.items()]
-        self.inventory = f"{len(self.columns)} columns, {inputs.shape[1]} inputs"
-        self.inventory += f" (values of texts: {abbreviated(texts)})" * bool(texts)
-        self.inventory += f"; label {label}"
+        values = f" (values of texts: {abbreviated(texts)})" * bool(texts)
+        self.inventory = (
+            f"{len(self.columns)} columns, {len(numeric)} inputs{values}; label {label}"
+        )
 
     @staticmethod
     def has_split(args: Mapping[str, Any]) -> bool:
@@ -91,35 +91,37 @@ class Table(Arrays):
                 place_of = frame[name].astype(str).map(places).to_numpy()
                 parts.append(place_of[:, None] == np.arange(len(places)))
             else:
-                parts.append(numbers(frame[name], name, self.fill)[:, None])
+                parts.append(numbers(frame[name], self.fill)[:, None])
         return np.concatenate(parts, 1, dtype=np.float32)
 
     def transform(self, batch: Mapping[str, Any], key: Any, train: bool) -> dict[str, Any]:
         """Standardize the numbers."""
         return {**batch, "inputs": (batch["inputs"] - self.mean) / self.deviation}
 
-    def _labels(self, column: Any, name: str) -> np.ndarray:
+    def _labels(self, column: Any) -> np.ndarray:
         missing = column.isna() | column.isin([math.inf, -math.inf])
         if missing.any():
             raise UsageError(
-                f"{KEY}.label: {name!r} has no value in row {int(missing.argmax())}; remove the row"
+                f"{KEY}.label: {column.name!r} has no value in row {int(missing.argmax())}; remove the row"
             )
-        numeric = is_number(column, name)
-        if numeric and column.dtype.kind == "f":
-            if (column % 1 != 0).any() or column.abs().max() > WHOLE:
-                return numbers(column, name, None).astype(np.float32)[:, None]
-            column = column.astype(np.int64)
-        values, labels = np.unique(column if numeric else column.astype(str), return_inverse=True)
+        if not is_number(column):
+            column = column.astype(str)
+        elif column.dtype.kind == "f":
+            whole = column.to_numpy(float).astype(np.int64)
+            if (whole != column).any():
+                return numbers(column, None).astype(np.float32)[:, None]
+            column = whole
+        values, labels = np.unique(column, return_inverse=True)
         self.classes, self.class_names = len(values), [f"{value}" for value in values]
         return labels.astype(np.int32)
 
 
-def is_number(column: Any, name: str) -> bool:
+def is_number(column: Any) -> bool:
     """Return whether a column has numbers, not texts. Raises UsageError for dates, which are neither."""
     kind = getattr(column.dtype, "kind", "O")
     if kind in "mMc":
         raise UsageError(
-            f"{KEY}.columns: {name!r} is {column.dtype}; make numbers of it, or leave the column out"
+            f"{KEY}.columns: {column.name!r} is {column.dtype}; make numbers of it, or leave the column out"
         )
     return kind in "iufb"
 
@@ -155,11 +157,11 @@ def require(frame: Any, key: str, names: Iterable[str]) -> None:
             raise UsageError(f"{KEY}.{key}: the table has no column {name!r}, only {known}")
 
 
-def numbers(column: Any, name: str, fill: float | None) -> np.ndarray:
+def numbers(column: Any, fill: float | None) -> np.ndarray:
     """Return a column of numbers. Raises UsageError if one is missing or not finite, or a text."""
-    if not is_number(column, name):
+    if not is_number(column):
         raise UsageError(
-            f"{KEY}.columns: {name!r} has texts, such as {str(column.iloc[0])!r}, but numbers in training"
+            f"{KEY}.columns: {column.name!r} has texts, such as {str(column.iloc[0])!r}, but numbers in training"
         )
     values = column.to_numpy(np.float64)
     if fill is not None:
@@ -168,6 +170,6 @@ def numbers(column: Any, name: str, fill: float | None) -> np.ndarray:
     if not fits.all():
         row = int(np.argmin(fits))
         raise UsageError(
-            f"{KEY}.columns: {name!r} is {values[row]} in row {row}; set {KEY}.fill, or leave the column out"
+            f"{KEY}.columns: {column.name!r} is {values[row]} in row {row}; set {KEY}.fill, or leave the column out"
         )
     return values
