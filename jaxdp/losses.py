@@ -80,7 +80,7 @@ class Logits(struct.PyTreeNode):
         )  # accumulate its gradient over the chunks in float32
 
         @jax.checkpoint
-        def apply_to_chunk(args: tuple[jax.Array, ...]) -> Any:
+        def apply_to_chunk(args):
             x, *rest = args
             return f(Logits(x, kernel.astype(self.kernel.dtype), self.classes).compute(), *rest)
 

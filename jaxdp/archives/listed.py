@@ -41,7 +41,7 @@ class Listed(ImageFolder):
         rows = self.list_images(root, splits, passed)
         numeric = self.numbers and all(row.label.isdecimal() for row in rows)
 
-        def order(row: Row) -> Any:
+        def order(row):
             return int(row.label) if numeric else 0, row.label, path_key(row.image)
 
         names = split_names({row.split for row in rows})

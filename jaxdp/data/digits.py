@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 
 from jaxdp.data.dataset import Arrays, check_split
+from jaxdp.data.standardized import StandardizedImages
 
 
-class Digits(Arrays):
+class Digits(StandardizedImages, Arrays):
     """1,797 images of 8x8: "inputs" uint8 [8, 8, 1] with values 0 to 16, "labels" int32 in [0, 10).
 
     E. Alpaydin and C. Kaynak (1998), "Optical Recognition of Handwritten Digits", UCI Machine
@@ -18,6 +19,7 @@ class Digits(Arrays):
 
     classes = 10
     input_shape = (8, 8, 1)
+    mean, std, top = 0.0, 1.0, 16
 
     def __init__(self, split: str = "train", augment: bool = False):
         check_split(split)
@@ -27,11 +29,7 @@ class Digits(Arrays):
         super().__init__(inputs=images[chosen][..., None], labels=labels[chosen].astype(np.int32))
         self.augment = augment
 
-    def transform(self, batch: dict[str, Any], key: Any, train: bool) -> dict[str, Any]:
-        """Scale pixels to float32 in [0, 1]; see `Dataset`."""
-        from jaxdp.data.augment import random_crop, standardize
+    def moved(self, images: Any, key: Any) -> Any:
+        from jaxdp.data.augment import random_crop
 
-        images = batch["inputs"]
-        if train and self.augment:
-            images = random_crop(images, key, padding=1)
-        return {**batch, "inputs": standardize(images, mean=0.0, std=1.0, top=16)}
+        return random_crop(images, key, 1)

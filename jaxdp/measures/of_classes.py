@@ -69,7 +69,7 @@ class Precision(OfClasses):
         predicted = jnp.argmax(logits, -1)
         a, b, c = self.factors
 
-        def of_one(number: int) -> tuple[jax.Array, jax.Array]:
+        def of_one(number):
             is_label, is_predicted = mask * (labels == number), mask * (predicted == number)
             right = jnp.sum(is_label * (predicted == number))
             return a * right, b * jnp.sum(is_predicted) + c * jnp.sum(is_label)

@@ -297,7 +297,7 @@ class Training(Host):
             self._report_not_finite(metrics)
         best = run.checkpoints.best
         rated = {k: value for k, value in metrics.items() if math.isfinite(value)}
-        before = progress.evaluation or rated | {best: 0.0}
+        before = progress.evaluation or {best}
         if best is not None and best not in rated and best in before:  # said once
             value = metrics.get(best, "missing")
             log.writer.say(

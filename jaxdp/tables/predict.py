@@ -1,6 +1,5 @@
 """The verb `predict`: predict the rows of a table with a run whose data was a `Table`."""
 
-import collections
 import pathlib
 
 import numpy as np
@@ -35,8 +34,8 @@ def run(call: Call) -> None:
         frame["predicted"] = np.array(names)[outputs.argmax(-1)]
         for name, share in zip(names, softmax(outputs, -1).T):
             frame[f"p_{name}"] = share
-        counts = collections.Counter(frame["predicted"])
-        found = ", ".join(f"{count:,} {name}" for name, count in counts.most_common())
+        counts = frame["predicted"].value_counts()
+        found = ", ".join(f"{count:,} {name}" for name, count in counts.items())
     output = pathlib.Path(options["output"]).expanduser()
     write = frame.to_parquet if output.suffix == ".parquet" else frame.to_csv
     try:

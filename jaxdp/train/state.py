@@ -177,7 +177,7 @@ def divide(metrics: Mapping[str, Any], weight: Any, xp: Any = jnp) -> dict[str, 
     xp: jax.numpy, or numpy for sums on the host.
     """
 
-    def mean(name: str, value: Any) -> Any:
+    def mean(name, value):
         if name.startswith(WEIGHT) or SUMS in name:
             return value
         if (own_weight := metrics.get(WEIGHT + name)) is None:
@@ -243,7 +243,7 @@ def weighted_state(old: Tree, new: Tree, weight: jax.Array, real: jax.Array) -> 
     microbatch has examples.
     """
 
-    def weigh(old: jax.Array, new: jax.Array) -> Average | Change:
+    def weigh(old, new):
         if jnp.issubdtype(old.dtype, jnp.inexact):
             # 0 times infinity is NaN
             value = jnp.where(weight != 0, _parts(new).astype(weight.dtype), 0)
@@ -262,7 +262,7 @@ def mean_state(old: Tree, sums: Tree, weight: jax.Array) -> tuple[Tree, jax.Arra
     """
     disagreeing = []
 
-    def mean(old: jax.Array, new: Average | Change) -> jax.Array:
+    def mean(old, new):
         if isinstance(new, Average):
             average = new.sum / jnp.where(weight > 0, weight, 1)
             average = jax.lax.complex(*average) if jnp.iscomplexobj(old) else average

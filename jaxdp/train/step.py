@@ -367,7 +367,7 @@ class LocalStep(NamedTuple):
         )
         sums, loss = jax.tree.map(lambda x: jnp.where(real, x, jnp.zeros_like(x)), (sums, loss))
 
-        def keep_real(old: jax.Array, new: jax.Array) -> jax.Array:
+        def keep_real(old, new):
             return jnp.where(expand_to(real_examples(mask), old), new.astype(old.dtype), old)
 
         # In float16 small gradients underflow, so the loss is scaled up here, and the sums of
@@ -605,7 +605,7 @@ def apply(
         divisor = weight * scaling.factor(state.loss_scale.value).astype(weight.dtype)
     like = master_copy(params, state.opt_state)
 
-    def mean(total: jax.Array, like: jax.Array) -> jax.Array:
+    def mean(total, like):
         total = at_least_float32(total)  # bfloat16 would round the weight itself
         return (total / divisor.astype(total.dtype)).astype(like.dtype)
 
