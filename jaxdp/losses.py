@@ -473,8 +473,8 @@ LOSSES: dict[str, Any] = {
     "Contrastive": Contrastive,
     "MultiTask": MultiTask,
     "Measured": "jaxdp.measures.measured.Measured",
-    "PerExample": "jaxdp.sampling.per_example.PerExample",
-    "WeightedCrossEntropy": "jaxdp.sampling.weighted_loss.WeightedCrossEntropy",
+    "PerExample": "jaxdp.sampling.example_losses.PerExample",
+    "WeightedCrossEntropy": "jaxdp.sampling.example_losses.WeightedCrossEntropy",
 }
 
 

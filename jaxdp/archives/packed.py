@@ -8,14 +8,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxdp.archives.listed import KEY, Listed, Row
+from jaxdp.archives.image_table import ROOT, Listed, Row
 from jaxdp.data.image_files import kind_of_name
 from jaxdp.data.image_folder import import_pillow, open_image
 from jaxdp.data.split_names import listed, normalized, split_names
 from jaxdp.errors import UsageError, one_line
 
 MOST = 1 << 28  # bytes of an image; a file that unpacks to more is none
-UTF8 = 1 << 11  # flag of a member of a zip file: so is its name
 
 
 class Zip(zipfile.ZipFile):
@@ -58,13 +57,13 @@ def members_of(path: Path, passed: Counter[str]) -> list[Member]:
         archive = Zip(path)
     except Exception as error:  # a damaged file raises many types of errors
         raise UsageError(
-            f"{KEY}: cannot read {str(path)!r} ({one_line(error)}); give a zip file"
+            f"{ROOT}: cannot read {str(path)!r} ({one_line(error)}); give a zip file"
         ) from None
     members = list[Member]()
     for info in archive.infolist():
         name = info.filename
-        # Many programs write UTF-8 without its flag, or backslashes.
-        if not info.flag_bits & UTF8:
+        # Many programs write UTF-8 without its flag, bit 11, or backslashes.
+        if not info.flag_bits >> 11 & 1:
             with contextlib.suppress(UnicodeError):
                 name = name.encode("cp437").decode()
         name = os.path.normpath(normalized(name).replace("\\", "/"))
@@ -96,7 +95,7 @@ class ImageZip(Listed):
         images = [x for x in members if kind_of_name(x.parts[-1]) == "image"]
         for name, count in Counter(map(str, images)).most_common(1):
             if count > 1:
-                raise UsageError(f"{KEY}: {count} images are called {name!r}; keep one")
+                raise UsageError(f"{ROOT}: {count} images are called {name!r}; keep one")
         # All may be in one folder, that of the file's name.
         prefix = os.path.commonprefix([x.parts[:-1] for x in images])  # noqa: RUF071  # by parts
         top = max(1, min([len(prefix), *(len(x.parts) - 2 for x in images)]))
@@ -114,6 +113,6 @@ class ImageZip(Listed):
                 passed["image outside of the classes" if kind == "image" else kind] += 1
         if empty := sorted(folders - {row.label for row in rows}):
             raise UsageError(
-                f"{KEY}: no image in {listed(empty)} of the classes in {root!r}; add some"
+                f"{ROOT}: no image in {listed(empty)} of the classes in {root!r}; add some"
             )
         return rows

@@ -19,7 +19,7 @@ class Digits(StandardizedImages, Arrays):
 
     classes = 10
     input_shape = (8, 8, 1)
-    mean, std, top = 0.0, 1.0, 16
+    mean, std, white = 0.0, 1.0, 16
 
     def __init__(self, split: str = "train", augment: bool = False):
         check_split(split)

@@ -8,13 +8,7 @@ import numpy as np
 
 from jaxdp.data.dataset import Batch, Dataset, check_split, class_names
 from jaxdp.data.example_order import ExampleOrder
-from jaxdp.data.mixture import (
-    MixedOrder,
-    check_weights,
-    make_set,
-    split_by_weight,
-    takes_split,
-)
+from jaxdp.data.mixture import MixedOrder, check_weights, make_set, split_by_weight, takes_split
 from jaxdp.errors import UsageError, check_sizes
 
 KEY = "data.args"
@@ -62,8 +56,7 @@ class Balanced:
             if title not in shares and f"{number}" in shares:
                 shares[title] = shares.pop(f"{number}")
         check_weights(titles, shares, "class")
-        order = [shares[title] for title in titles]
-        self.counts = tuple(split_by_weight(size or len(labels), order))
+        self.counts = tuple(split_by_weight(size or len(labels), [shares[x] for x in titles]))
         if 0 in self.counts:
             raise UsageError(
                 f"{KEY}.weights: class {titles[self.counts.index(0)]} has less than one of the {sum(self.counts):,} "

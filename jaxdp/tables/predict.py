@@ -35,7 +35,7 @@ def run(call: Call) -> None:
         for name, share in zip(names, softmax(outputs, -1).T):
             frame[f"p_{name}"] = share
         counts = frame["predicted"].value_counts()
-        found = ", ".join(f"{count:,} {name}" for name, count in counts.items())
+        found = ", ".join(f"{counts[name]:,} {name}" for name in counts.index)
     output = pathlib.Path(options["output"]).expanduser()
     write = frame.to_parquet if output.suffix == ".parquet" else frame.to_csv
     try:

@@ -65,11 +65,9 @@ class Table(Arrays):
         self.deviation[self.deviation == 0] = 1
         self.rows = rows_of_split(len(frame), test_fraction, split)
         self.input_shape = inputs.shape[1:]
-        texts = [f"{len(texts):,} of {name}" for name, texts in self.values.items()]
-        values = f" (values of texts: {abbreviated(texts)})" * bool(texts)
-        self.inventory = (
-            f"{len(self.columns)} columns, {len(numeric)} inputs{values}; label {label}"
-        )
+        texts = [f"{len(values):,} values of {name}" for name, values in self.values.items()]
+        sizes = f"{len(self.columns)} columns, {len(numeric)} inputs; label {label}"
+        self.inventory = abbreviated([sizes, *texts])
 
     @staticmethod
     def has_split(args: Mapping[str, Any]) -> bool:
@@ -143,9 +141,8 @@ def read_frame(table: Any, key: str = f"{KEY}.table", **options: Any) -> Any:
             raise UsageError(f"{key}: {str(table)!r} cannot be read: {one_line(error)}") from None
         if not len(frame):
             raise UsageError(f"{key}: {str(table)!r} has no rows")
-    twice = frame.columns[frame.columns.duplicated()]
-    if len(twice):
-        raise UsageError(f"{key}: two columns are called {twice[0]!r}; rename one")
+    for name in frame.columns[frame.columns.duplicated()]:
+        raise UsageError(f"{key}: two columns are called {name!r}; rename one")
     return frame
 
 

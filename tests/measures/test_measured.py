@@ -19,11 +19,10 @@ from jaxdp.losses import (
     SoftmaxCrossEntropy,
     make_loss,
 )
-from jaxdp.measures.measured import METRICS, Measured
-from jaxdp.measures.of_classes import AUC, F1, Precision, Recall
+from jaxdp.measures.measured import AUC, F1, METRICS, Measured, Precision, Recall
 from jaxdp.metrics.numbers import LARGER, SMALLER, known_sign, sign
 from jaxdp.run.callbacks import EarlyStopping
-from jaxdp.sampling.per_example import PerExample
+from jaxdp.sampling.example_losses import PerExample
 from jaxdp.train.evaluate import np as host
 from jaxdp.train.state import check_result, divide, make_record
 

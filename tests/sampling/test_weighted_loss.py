@@ -7,7 +7,7 @@ import pytest
 import jaxdp
 from jaxdp.errors import UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
-from jaxdp.sampling.weighted_loss import WeightedCrossEntropy
+from jaxdp.sampling.example_losses import WeightedCrossEntropy
 
 RNG = np.random.default_rng(1)
 LOGITS = jnp.asarray(RNG.normal(size=(64, 3)), jnp.float32)

@@ -1,18 +1,49 @@
-"""A cross-entropy for uneven classes: a weight for each, and precision, recall and F1."""
+"""More losses: a function of outputs and labels, and a cross-entropy for uneven classes."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.errors import UsageError
-from jaxdp.losses import Batch, SoftmaxCrossEntropy, labels_of
-from jaxdp.measures.of_classes import F1, Precision, Recall
+from jaxdp.losses import Batch, SoftmaxCrossEntropy, fit_mask, labels_of
+from jaxdp.measures.measured import F1, Precision, Recall
+from jaxdp.targets import locate
 
 KEY = "loss.args"
+
+
+class PerExample:
+    """The mean of what a function (outputs, labels) returns for each example, over all of an update.
+
+    function: such as those of `optax.losses`, or its dotted path; it returns [example, ...], of several
+    numbers an example their mean. Masked examples do not count. Raises UsageError for a function that
+    returns one number, such as a mean over a part of the batch: the mean of an update is over all
+    devices.
+    """
+
+    def __init__(self, function: str | Callable[[Any, Any], Any]):
+        key = "loss.args.function"
+        self.function: Any = function
+        if isinstance(function, str):
+            self.function = locate(key, function, {}, key)
+        if not callable(self.function):
+            raise UsageError(f"{key}: {function!r} is no function of outputs and labels")
+
+    def __call__(self, outputs: jax.Array, batch: Batch):
+        losses = jnp.asarray(self.function(outputs, labels_of(batch)))
+        name = getattr(self.function, "__name__", type(self.function).__name__)
+        if losses.ndim == 0:
+            raise UsageError(
+                f"loss: {name} returns one number; return a loss of each example: the mean of a part of the batch "
+                "would depend on how many devices share it"
+            )
+        mask = fit_mask(batch["mask"], losses)
+        return jnp.sum(jnp.where(mask != 0, losses, 0) * mask), jnp.sum(mask), {}
 
 
 class WeightedCrossEntropy(SoftmaxCrossEntropy):
@@ -42,13 +73,13 @@ class WeightedCrossEntropy(SoftmaxCrossEntropy):
         for each in self.metrics:
             each.key = KEY
         weights = [*np.atleast_1d(() if class_weights is None else class_weights)]
-        if not all(isinstance(w, Real) and 0 < w < math.inf for w in weights):
+        if not all(isinstance(w, Real) and 0 < w < math.inf for w in weights):  # type: ignore[operator]
             raise UsageError(
                 f"{KEY}.class_weights: {class_weights!r} is not a list of positive numbers, such as [1, 19]"
             )
         self.class_weights = weights
 
-    def __call__(self, outputs: jax.Array, batch: Batch):
+    def __call__(self, outputs: Any, batch: Batch):
         labels = labels_of(batch)
         if not jnp.issubdtype(labels.dtype, jnp.integer):
             raise UsageError(
