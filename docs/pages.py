@@ -29,8 +29,8 @@ SECTIONS: dict[str, tuple[str, list[str]]] = {
             "jaxdp.sampling.example_losses.WeightedCrossEntropy",
             "jaxdp.sampling.example_losses.PerExample",
             "jaxdp.measures.measured.Measured",
-            "jaxdp.measures.of_classes.AUC",
-            "jaxdp.measures.of_classes.Precision",
+            "jaxdp.measures.measured.AUC",
+            "jaxdp.measures.measured.Precision",
         ],
     ),
     "Results": (

@@ -47,8 +47,8 @@ class Listed(ImageFolder):
         def order(row):
             return int(row.label) if numeric else 0, row.label, path_key(row.image)
 
-        names = split_names({row.split for row in rows})
-        if splits:
+        names = split_names(sorted({row.split for row in rows}))
+        if splits and rows:
             chosen: Any = named_splits(splits, names, root)
         else:
             chosen = {x: choose_split(names, x, ROOT, FIX) for x in ("train", "test")}

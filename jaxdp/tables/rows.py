@@ -50,7 +50,7 @@ class Table(Arrays):
             raise UsageError(f"{KEY}.columns: {self.columns}; name inputs, without {label!r}")
         train = rows_of_split(len(frame), test_fraction, "train")
         # The values of each text column, {} for numbers.
-        self.values: dict[str, list[str]] = {
+        self.values = {
             name: sorted({*frame[name].iloc[train].dropna().astype(str)})
             for name in self.columns
             if not is_number(frame[name])
@@ -66,8 +66,9 @@ class Table(Arrays):
         self.rows = rows_of_split(len(frame), test_fraction, split)
         self.input_shape = inputs.shape[1:]
         texts = [f"{len(values):,} values of {name}" for name, values in self.values.items()]
-        sizes = f"{len(self.columns)} columns, {len(numeric)} inputs; label {label}"
-        self.inventory = abbreviated([sizes, *texts])
+        self.inventory = abbreviated(
+            [f"{len(self.columns)} columns, {len(numeric)} inputs; label {label}", *texts]
+        )
 
     @staticmethod
     def has_split(args: Mapping[str, Any]) -> bool:
@@ -105,10 +106,9 @@ class Table(Arrays):
         if not is_number(column):
             column = column.astype(str)
         elif column.dtype.kind == "f":
-            whole = column.to_numpy(float).astype(np.int64)
-            if (whole != column).any():
+            if (column % 1 != 0).any() or column.abs().max() > 2**62:
                 return numbers(column, None).astype(np.float32)[:, None]
-            column = whole
+            column = column.astype(np.int64)
         values, labels = np.unique(column, return_inverse=True)
         self.classes, self.class_names = len(values), [f"{value}" for value in values]
         return labels.astype(np.int32)
@@ -160,7 +160,7 @@ def numbers(column: Any, fill: float | None) -> np.ndarray:
         raise UsageError(
             f"{KEY}.columns: {column.name!r} has texts, such as {str(column.iloc[0])!r}, but numbers in training"
         )
-    values = column.to_numpy(np.float64)
+    values = column.to_numpy(float)
     if fill is not None:
         values = np.where(np.isnan(values), fill, values)
     fits = np.abs(values) <= np.finfo(np.float32).max

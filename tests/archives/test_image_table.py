@@ -91,7 +91,9 @@ def test_splits_of_other_names_are_set(table):
             said = "data.args.splits.train: no '5' in '.*', only '0', '1', '2'"
         with pytest.raises(UsageError, match=said):
             ImageTable(path, splits=splits, **args)
-    with pytest.raises(UsageError, match="data.args.splits: 'trian' is not one of 'train', 'test'"):
+    with pytest.raises(
+        UsageError, match=r"data.args.splits: 'trian' is not one of 'train', 'test'"
+    ):
         ImageTable(path, splits={"trian": "0"}, **args)
 
 
@@ -151,7 +153,9 @@ def test_what_is_wrong_is_named(table, text, said):
 def test_two_columns_of_a_name_are_refused(table):
     frame = pandas.read_csv(table("path,label\nimages/0.png,cat\nimages/1.png,dog\n"))
     twice = pandas.concat([frame, frame[["label"]]], axis=1)
-    with pytest.raises(UsageError, match="data.args.table: two columns are called 'label'; rename"):
+    with pytest.raises(
+        UsageError, match=r"data.args.table: two columns are called 'label'; rename"
+    ):
         ImageTable(twice, **ONE)
 
 
