@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 
 from jaxdp.data.dataset import Arrays, check_split
-from jaxdp.data.standardized import StandardizedImages
 
 
-class Digits(StandardizedImages, Arrays):
+class Digits(Arrays):
     """1,797 images of 8x8: "inputs" uint8 [8, 8, 1] with values 0 to 16, "labels" int32 in [0, 10).
 
     E. Alpaydin and C. Kaynak (1998), "Optical Recognition of Handwritten Digits", UCI Machine
@@ -19,7 +18,6 @@ class Digits(StandardizedImages, Arrays):
 
     classes = 10
     input_shape = (8, 8, 1)
-    mean, std, white = 0.0, 1.0, 16
 
     def __init__(self, split: str = "train", augment: bool = False):
         check_split(split)
@@ -29,7 +27,11 @@ class Digits(StandardizedImages, Arrays):
         super().__init__(inputs=images[chosen][..., None], labels=labels[chosen].astype(np.int32))
         self.augment = augment
 
-    def moved(self, images: Any, key: Any) -> Any:
-        from jaxdp.data.augment import random_crop
+    def transform(self, batch: dict[str, Any], key: Any, train: bool) -> dict[str, Any]:
+        """Scale pixels to float32 in [0, 1]; see `Dataset`."""
+        from jaxdp.data.augment import random_crop, standardize
 
-        return random_crop(images, key, 1)
+        images = batch["inputs"]
+        if train and self.augment:
+            images = random_crop(images, key, padding=1)
+        return {**batch, "inputs": standardize(images, mean=0.0, std=1.0, top=16)}

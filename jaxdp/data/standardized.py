@@ -5,14 +5,13 @@ from typing import Any, ClassVar
 
 class StandardizedImages:
     """A data set of images, whose `transform` standardizes them by `mean` and `std` of pixels in
-    [0, 1], of all channels or by channel. white: the value of a white pixel.
+    [0, 1], of all channels or by channel.
 
     augment: in training, shift images by up to `shift` pixels, and mirror half of them if `flips`.
     """
 
     mean: float | tuple[float, ...]
     std: float | tuple[float, ...]
-    white: ClassVar[int] = 255
     shift: ClassVar[int] = 0
     flips: ClassVar[bool] = False
     augment: bool
@@ -25,7 +24,7 @@ class StandardizedImages:
         images = batch["inputs"]
         if train and self.augment:
             images = self.moved(images, key)
-        return {**batch, "inputs": standardize(images, self.mean, self.std, self.white)}
+        return {**batch, "inputs": standardize(images, self.mean, self.std)}
 
     def moved(self, images: Any, key: Any) -> Any:
         from jax import random

@@ -38,7 +38,7 @@ from jaxdp.errors import DistributedError, GenerationEnded, UsageError, one_line
 from jaxdp.parallel.strategy import Program, Strategy
 from jaxdp.process import protocol
 from jaxdp.process.context import SLOW, Context
-from jaxdp.targets import Args, Table, bind, call, locate, targets_in
+from jaxdp.targets import Table, bind, call, locate, targets_in
 from jaxdp.train.carry import split_carry
 from jaxdp.train.run import Record, Run
 from jaxdp.train.state import Batch
@@ -113,7 +113,8 @@ def read_set(key: str, target: Target, split: str, x64: bool, sources: Table) ->
     make = bind(key, source, target.args, {"split": split}) if callable(source) else None
     args = make.keywords if make is not None else {}
     asked = str(args.get("split", split))
-    path = path_of(args)
+    stored = args.get("path", args.get("root"))
+    path = f" in {stored!r}" if isinstance(stored, str) else ""
     name = f"the {asked} split of {target.target}{path}"
     try:
         made = source if make is None else call(key, make)
@@ -133,12 +134,6 @@ def read_set(key: str, target: Target, split: str, x64: bool, sources: Table) ->
             f"{key}.args.size: a stream needs it to be evaluated; set it to a number of examples"
         )
     return dataset
-
-
-def path_of(args: Args) -> str:
-    """Return " in PATH" if the arguments of a data set have a path, else ""."""
-    path = args.get("path", args.get("root"))
-    return f" in {path!r}" if isinstance(path, str) else ""
 
 
 def facts_of(dataset: Dataset) -> dict[str, Any]:

@@ -152,22 +152,17 @@ def _kind(x: Any) -> str:
 
 def flat(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics of a loss with each pair (sum, weight) as the entries `name` and
-    `weight/name`. Raises UsageError.
+    `weight/name`. Raises UsageError for a name that a metric cannot have.
     """
     result = dict[str, Any]()
     for name, value in metrics.items():
-        check_name(name)
+        if not isinstance(name, str) or name in RESERVED or name.startswith(WEIGHT):
+            raise UsageError(
+                f"loss: a metric is called {name!r}, which every record contains already, or is no text; rename it"
+            )
         pair = isinstance(value, tuple | list) and len(value) == 2
         result |= {name: value[0], WEIGHT + name: value[1]} if pair else {name: value}
     return result
-
-
-def check_name(name: Any) -> None:
-    """Raise UsageError for a name that a metric cannot have."""
-    if not isinstance(name, str) or name in RESERVED or name.startswith(WEIGHT):
-        raise UsageError(
-            f"loss: a metric is called {name!r}, which every record contains already, or is no text; rename it"
-        )
 
 
 def divide(metrics: Mapping[str, Any], weight: Any, xp: Any = jnp) -> dict[str, Any]:
@@ -205,13 +200,11 @@ def make_record(
         if name not in weights
     }
     try:
-        derived = {name: float(value) for name, value in derive(means).items()}
+        derived = flat({name: float(value) for name, value in derive(means).items()})
     except ReportedError:
         raise
     except Exception as error:
         raise UsageError(f"loss: derive failed{cause(error)}; return {{name: number}}") from error
-    for name in derived:
-        check_name(name)
     unknown = {name for name, value in derived.items() if empty and math.isnan(value)}
     record = {**means, **derived}
     return {name: record[name] for name in record if name not in empty | unknown | sums}

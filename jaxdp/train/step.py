@@ -536,7 +536,7 @@ def first_pass(
     """Return (outputs, the batch for the loss) of all devices' microbatches [microbatch, ...]."""
     local = LocalStep(recipe, state, replica, train)
 
-    def outputs_and_batch(piece: Piece) -> tuple[Tree, Batch]:
+    def outputs_and_batch(piece):
         return local.compute_outputs(local.params(state.params), piece)[:2]
 
     return replica.join(local.map(outputs_and_batch, local.pieces(batch)))

@@ -116,7 +116,7 @@ def test_the_page_of_a_run_reloads_itself_until_it_has_ended(tmp_path):
 def test_the_page_knows_which_metrics_are_better_if_smaller(tmp_path):
     """By the same words as `--metric`."""
     run = read_run(make_run(tmp_path / "run"))
-    run["numbers"] |= {"indices_off": 1.0}
+    run["numbers"] |= {"accuracy": 0.5, "indices_off": 1.0}
     known = data_of(html.render([run]))["directions"]
     assert known.keys() == run["numbers"].keys()
     assert (known["loss"], known["accuracy"], known["indices_off"]) == (1, -1, 0)
