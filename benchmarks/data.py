@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.cifar10 import CIFAR10, MEAN, STD
+from jaxdp.data.cifar10 import CIFAR10
 from jaxdp.data.dataset import Arrays
 from jaxdp.data.digits import Digits
 
@@ -39,7 +39,7 @@ class SlowDigits(Digits):
 class Images(CIFAR10):
     """The first 49,920 = 390 x 128 = 97.5 x 512 images of CIFAR-10, or as many random ones."""
 
-    pixels = (MEAN, STD, 255.0)
+    pixels = (CIFAR10.mean, CIFAR10.std, 255.0)
 
     def __init__(self, root: str = "random", augment: bool = False, examples: int = 49_920):
         if root != "random":

@@ -13,7 +13,8 @@ examples). A loss may have attributes:
   to exclude padding.
 - `reads_logits`: True if the loss accepts lazy `Logits`; otherwise it gets computed logits.
 - `derive(means) -> {name: float}`: returns additional numbers to report, from the means over a
-  batch or a data set. The mean of a metric whose own weight is 0 is NaN.
+  batch or a data set. The mean of a metric whose own weight is 0 is NaN. A metric with sums: in
+  its name may be an array, which `derive` gets as it is.
 - `check(outputs, batch)`: raises UsageError if examples of the data (NumPy arrays) do not fit
   outputs of these shapes; called on a few examples before a run.
 
@@ -35,9 +36,8 @@ from jaxdp.errors import UsageError
 from jaxdp.targets import attribute, bind, call, locate
 
 AT_ONCE = 2**24  # logits in memory at a time on CPU: 64 MB in float32
-ON_ACCELERATORS = (
-    2**28
-)  # 1 GB: larger chunks, since each reads the full kernel and adds to its full gradient
+# 1 GB: larger chunks, since each reads the full kernel and adds to its full gradient
+ON_ACCELERATORS = 2**28
 TILE = 128  # the number of rows of a chunk is a multiple of this on accelerators
 
 
@@ -80,7 +80,7 @@ class Logits(struct.PyTreeNode):
         )  # accumulate its gradient over the chunks in float32
 
         @jax.checkpoint
-        def apply_to_chunk(args: tuple[jax.Array, ...]) -> Any:
+        def apply_to_chunk(args):
             x, *rest = args
             return f(Logits(x, kernel.astype(self.kernel.dtype), self.classes).compute(), *rest)
 
@@ -132,6 +132,7 @@ def wide(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
+SUMS = "sums:"  # is in the name of a metric that is an array of sums, which `derive` gets
 Batch = dict[str, jax.Array]
 LossFn = Callable[[Any, Batch], tuple[jax.Array, jax.Array, dict[str, Any]]]
 
@@ -312,7 +313,7 @@ class MultiTask:
     weight defaults to 1. Each task's loss is averaged over its own elements in each microbatch (one
     or several per example; without any, it is 0). This is the average over the batch only if all
     microbatches have the same share of them. Metrics are NAME_loss, NAME_accuracy and so on, each a
-    mean over the task's own elements."""
+    mean over the task's own elements, and what the task's loss derives, such as NAME_perplexity."""
 
     def __init__(self, tasks: Mapping[str, Mapping[str, Any]]):
         if not tasks:
@@ -361,9 +362,23 @@ class MultiTask:
             share = weight / jnp.where(elements > 0, elements, 1)
             total += jnp.where(elements != 0, factor * share * loss_sum, 0)
             for key, value in {"loss": loss_sum, **more}.items():
-                is_pair = isinstance(value, tuple | list)
-                metrics[f"{name}_{key}"] = value if is_pair else (value, elements)
+                is_mean = not isinstance(value, tuple | list) and SUMS not in key
+                metrics[f"{name}_{key}"] = (value, elements) if is_mean else value
         return total, weight, metrics
+
+    def derive(self, means: Mapping[str, Any]) -> dict[str, float]:
+        """Return what each task's loss derives from its own means."""
+        derived = dict[str, float]()
+        for name, (loss, *_) in self.tasks.items():
+            prefix = f"{name}_"
+            own = {
+                key.removeprefix(prefix): value
+                for key, value in means.items()
+                if key.startswith(prefix)
+            }
+            for key, value in derive_of(loss)(own).items():
+                derived[prefix + key] = value
+        return derived
 
     def check(self, outputs: Mapping[str, Any], batch: Mapping[str, Any]) -> None:
         for name, (loss, _, output, labels) in self.tasks.items():
@@ -372,6 +387,11 @@ class MultiTask:
                     check(loss, outputs[output], {**batch, "labels": batch[labels]})
             except UsageError as error:
                 raise UsageError(str(error).replace("loss", f"loss.args.tasks.{name}", 1)) from None
+
+
+def derive_of(loss: LossFn) -> Callable[[Mapping[str, Any]], Mapping[str, float]]:
+    """Return the loss's own `derive`, or a function that returns nothing."""
+    return attribute(loss, "derive", lambda means: {})
 
 
 def check(loss: LossFn, outputs: Any, batch: Mapping[str, Any]) -> None:
@@ -386,17 +406,6 @@ def apply_loss(loss: LossFn, outputs: Any, batch: Batch) -> Any:
     return loss(
         outputs if attribute(loss, "reads_logits", False) else compute_logits(outputs), batch
     )
-
-
-def make_loss(
-    target: str, args: Mapping[str, Any], key: str = "loss", table: Mapping[str, Any] | None = None
-) -> LossFn:
-    """Return the loss named by `target`: an instance of a class, or a function with `args` bound.
-    Raises UsageError.
-    """
-    factory = locate(key, target, LOSSES if table is None else table)
-    bound = bind(key, factory, args)
-    return call(key, bound) if isinstance(factory, type) else bound
 
 
 def fit_mask(mask: jax.Array, losses: jax.Array) -> jax.Array:
@@ -464,6 +473,17 @@ LOSSES: dict[str, Any] = {
     "Contrastive": Contrastive,
     "MultiTask": MultiTask,
     "Measured": "jaxdp.measures.measured.Measured",
-    "PerExample": "jaxdp.sampling.per_example.PerExample",
-    "WeightedCrossEntropy": "jaxdp.sampling.weighted_loss.WeightedCrossEntropy",
+    "PerExample": "jaxdp.sampling.example_losses.PerExample",
+    "WeightedCrossEntropy": "jaxdp.sampling.example_losses.WeightedCrossEntropy",
 }
+
+
+def make_loss(
+    target: str, args: Mapping[str, Any], key: str = "loss", table: Mapping[str, Any] = LOSSES
+) -> LossFn:
+    """Return the loss named by `target`: an instance of a class, or a function with `args` bound.
+    Raises UsageError.
+    """
+    factory = locate(key, target, table)
+    bound = bind(key, factory, args)
+    return call(key, bound) if isinstance(factory, type) else bound

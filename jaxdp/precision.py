@@ -118,9 +118,3 @@ class LossScaling(NamedTuple):
         grown = good >= self.interval
         value = jnp.where(grown, scale.value * 2, jnp.where(finite, scale.value, scale.value / 2))
         return LossScale(jnp.clip(value, MIN_SCALE, 2.0**126), jnp.where(grown, 0, good))
-
-    def can_fall(self, scale: LossScale) -> jax.Array:
-        """Return True if an overflow lowers the scale and so is expected; a fixed scale should not
-        overflow.
-        """
-        return (scale.value > MIN_SCALE) & self.dynamic

@@ -1,18 +1,77 @@
-"""Images that a table lists: a CSV with the path and the class of each."""
+"""Images whose classes are listed: in a CSV with the path and the class of each, or by the names in an
+archive."""
 
 import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxdp.archives.listed import Listed, Row
-from jaxdp.data.image_files import walk
-from jaxdp.data.split_names import listed, normalized
+from jaxdp.data.dataset import Part, array_part, file_part
+from jaxdp.data.image_files import Images, counted, path_key, walk
+from jaxdp.data.image_folder import READ, ImageFolder
+from jaxdp.data.split_names import choose_split, listed, named_splits, normalized, split_names
 from jaxdp.errors import UsageError, check_one_of
 from jaxdp.tables.rows import KEY, read_frame, require
 
-AS_TEXT = {"dtype": str, "keep_default_na": False}  # 007 is no number, and None may be a class
+ROOT = "data.args.root"
+FIX = "set data.args.splits: {train: NAME, test: NAME}, or {} if there are none"
+
+
+class Row(NamedTuple):
+    """An image, the name of its class, and that of its split."""
+
+    image: Any
+    label: str
+    split: str
+
+
+class Listed(ImageFolder):
+    """Images that a subclass lists.
+
+    list_images(root, splits, passed) -> list[Row]: those of all splits; the arguments are those of `find`.
+    sources: the files that have them, if they are not files themselves. numbers: whether classes are
+    sorted as numbers, if all of them are.
+    """
+
+    list_images: Any
+    sources: list[Path] = []
+    numbers = True
+
+    def find(
+        self, root: str, split: str, splits: Mapping[str, str] | None, passed: Counter[str]
+    ) -> tuple[Images, Images, str]:
+        rows: list[Row] = self.list_images(root, splits, passed)
+        numeric = self.numbers and all(row.label.isdecimal() for row in rows)
+
+        def order(row):
+            return int(row.label) if numeric else 0, row.label, path_key(row.image)
+
+        names = split_names(sorted({row.split for row in rows}))
+        if splits and rows:
+            chosen: Any = named_splits(splits, names, root)
+        else:
+            chosen = {x: choose_split(names, x, ROOT, FIX) for x in ("train", "test")}
+        roles = {name: role for role, name in chosen.items()}
+        images: dict[str, Images] = {}
+        for row in sorted(rows, key=order):
+            if row.split in roles:
+                by_class = images.setdefault(roles[row.split], {})
+                by_class.setdefault(row.label, []).append(row.image)
+            else:
+                passed[f"image of {row.split!r}"] += 1
+        if not {split, "train"} & images.keys():
+            raise UsageError(
+                f"{ROOT}: {root!r} has no image for {split}, but {counted(passed) or 'nothing'}; {FIX}"
+            )
+        training = images.get("train") or images["test"]
+        return training, images.get(split, training), split if "test" in images else ""
+
+    def parts(self) -> dict[str, Part]:
+        files = self.sources or self.files
+        read = len(files) <= READ
+        parts = {f"{i} {path.name}": file_part(path, read) for i, path in enumerate(files)}
+        return {**parts, "labels": array_part(self.labels)}
 
 
 class ImageTable(Listed):
@@ -43,19 +102,21 @@ class ImageTable(Listed):
         for key in self.columns:
             check_one_of(f"{KEY}.columns", key, ("path", "label", "split"))
         self.tables = table if isinstance(table, Mapping) else {"train": table}
-        first, *_ = self.tables.values()
+        first = next(iter(self.tables.values()), None)
         root = folder or (os.path.dirname(first) if isinstance(first, str | Path) else "")
         self.ending, self.skip = ending, args.get("on_error") == "skip"
         super().__init__(os.path.expanduser(root) or ".", split, **args)
 
-    def rows(self, root: str, splits: Any, passed: Counter[str]) -> list[Row]:
+    def list_images(self, root: str, splits: Any, passed: Counter[str]) -> list[Row]:
         if not os.path.isdir(root):
             raise UsageError(f"{KEY}.folder: no folder {root!r}; paths are relative to it")
         rows: dict[str, Row] = {}
         stored = {normalized(os.path.normpath(x)): x for x in walk(Path(root), Counter())}
         for split, table in self.tables.items():
-            frame = read_frame(table, f"{KEY}.table", **AS_TEXT).fillna("").astype(str)
-            require(frame, {"columns": [*self.columns.values()]})
+            # 007 is no number, and None may be a class.
+            frame = read_frame(table, f"{KEY}.table", dtype=str, keep_default_na=False)
+            frame = frame.fillna("").astype(str)
+            require(frame, "columns", self.columns.values())
             text: dict[str, Any] = {key: frame[name] for key, name in self.columns.items()}
             named = text.get("split", [split] * len(frame))
             for name, label, part in zip(text["path"], text["label"], named):

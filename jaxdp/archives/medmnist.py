@@ -28,11 +28,11 @@ class MedMNIST(StandardizedImages, Npz):
         names = {"inputs": f"{split}_images", "labels": f"{split}_labels"}
         super().__init__(path, "train", names, 0)
         images, labels = self.arrays["inputs"], self.arrays["labels"]
-        if images.shape[-1] != 3:
+        if images.ndim == 3 or images.shape[-1] != 3:
             self.arrays["inputs"] = images[..., None]
-        self.classes = labels.shape[-1]
+        self.classes = labels.size // len(labels)
         if self.classes == 1:
-            self.arrays["labels"] = labels[:, 0].astype(np.int32)
+            self.arrays["labels"] = labels.reshape(-1).astype(np.int32)
             self.classes = int(labels.max()) + 1
         self.inventory = ", ".join(names.values())
         self.augment, self.input_shape = augment, self.arrays["inputs"].shape[1:]

@@ -5,27 +5,32 @@ import io
 import os
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxdp.archives.listed import KEY, Listed, Row
+from jaxdp.archives.image_table import ROOT, Listed, Row
 from jaxdp.data.image_files import kind_of_name
 from jaxdp.data.image_folder import import_pillow, open_image
 from jaxdp.data.split_names import listed, normalized, split_names
 from jaxdp.errors import UsageError, one_line
 
 MOST = 1 << 28  # bytes of an image; a file that unpacks to more is none
-UTF8 = 1 << 11  # flag of a member of a zip file: so is its name
+
+
+class Zip(zipfile.ZipFile):
+    """An open zip file; another process opens it again."""
+
+    def __reduce__(self) -> Any:
+        return Zip, (self.filename,)
 
 
 class Member(NamedTuple):
-    """A file in an archive. key: what `archive.read` takes. size: in bytes."""
+    """A file in a zip file. parts: the path of the zip file, then the names of the folders and of the
+    file; that of a folder is ""."""
 
     parts: tuple[str, ...]
-    archive: Any
-    key: Any
-    size: int
+    archive: Zip
+    info: zipfile.ZipInfo
 
     def __str__(self) -> str:
         return "/".join(self.parts)
@@ -33,55 +38,41 @@ class Member(NamedTuple):
 
 @open_image.register
 def open_member(member: Member) -> Any:
-    if member.size > MOST:
-        raise ValueError(f"it has {member.size:,} bytes; an image has at most {MOST:,}")
-    content, pillow = member.archive.read(member), import_pillow("Image")
+    size, pillow = member.info.file_size, import_pillow("Image")
+    if size > MOST:
+        raise ValueError(f"it has {size:,} bytes; an image has at most {MOST:,}")
+    if member.info.compress_type > zipfile.ZIP_DEFLATED:
+        raise ValueError("it is neither stored nor deflated")  # which takes bounded memory
+    with member.archive.open(member.info) as file:
+        content = io.BytesIO(file.read(size))  # not more, whatever is in it
     try:
-        return pillow.open(io.BytesIO(content))
+        return pillow.open(content)
     except pillow.UnidentifiedImageError:  # its text has the address of the bytes
         raise ValueError("cannot identify image file") from None
 
 
-class Zip:
-    """An open zip file; another process opens it again."""
-
-    def __init__(self, path: Path):
-        self.path, self.file = path, zipfile.ZipFile(path)
-
-    def __reduce__(self) -> Any:
-        return Zip, (self.path,)
-
-    def members(self) -> Iterator[Member]:
-        """Yield all members; the last part of a folder is "". Many programs write UTF-8 without its
-        flag, or backslashes."""
-        for info in self.file.infolist():
-            name = info.filename
-            if not info.flag_bits & UTF8:
-                with contextlib.suppress(UnicodeError):
-                    name = name.encode("cp437").decode()
-            name = os.path.normpath(normalized(name).replace("\\", "/"))
-            parts = [*name.split("/"), *[""] * info.is_dir()]
-            yield Member((str(self.path), *parts), self, info, info.file_size)
-
-    def read(self, member: Member) -> bytes:
-        """Return the content of a member. Raises many types of errors if it is damaged."""
-        if member.key.compress_type > zipfile.ZIP_DEFLATED:
-            raise ValueError("it is neither stored nor deflated")  # which takes bounded memory
-        with self.file.open(member.key) as file:
-            return file.read(member.size)  # not more, whatever is in it
-
-
-def visible(kind: Callable[[Path], Any], path: Path, passed: Counter[str]) -> list[Member]:
-    """Return the members of an archive, but count those that are hidden. Raises UsageError."""
+def members_of(path: Path, passed: Counter[str]) -> list[Member]:
+    """Return the members of a zip file, but count those that are hidden. Raises UsageError."""
     try:
-        members = [*kind(path).members()]
+        archive = Zip(path)
     except Exception as error:  # a damaged file raises many types of errors
         raise UsageError(
-            f"{KEY}: cannot read {str(path)!r} ({one_line(error)}); give a {kind.__name__.lower()} file"
+            f"{ROOT}: cannot read {str(path)!r} ({one_line(error)}); give a zip file"
         ) from None
-    found = [x for x in members if "hidden" not in map(kind_of_name, x.parts[1:])]
-    passed.update(["hidden"] * (len(members) - len(found)))
-    return found
+    members = list[Member]()
+    for info in archive.infolist():
+        name = info.filename
+        # Many programs write UTF-8 without its flag, bit 11, or backslashes.
+        if not info.flag_bits >> 11 & 1:
+            with contextlib.suppress(UnicodeError):
+                name = name.encode("cp437").decode()
+        name = os.path.normpath(normalized(name).replace("\\", "/"))
+        parts = [*name.split("/"), *[""] * info.is_dir()]
+        if "hidden" in map(kind_of_name, parts):
+            passed["hidden"] += 1
+        else:
+            members.append(Member((str(path), *parts), archive, info))
+    return members
 
 
 class ImageZip(Listed):
@@ -92,16 +83,19 @@ class ImageZip(Listed):
     needed, and nothing is written; each worker process opens the file for itself. In memory are the
     file's directory and one image, of at most 256 MiB. The other arguments are those of `ImageFolder`.
 
-    Raises UsageError for a file that is no zip file or is damaged, for a class without images, and, when
-    it is read, for an image that is damaged, encrypted or too large.
+    Raises UsageError for a file that is no zip file or is damaged, for a class without images, for two
+    images of one name, and, when it is read, for an image that is damaged, encrypted or too large.
     """
 
     numbers = False
 
-    def rows(self, root: str, splits: Any, passed: Counter[str]) -> list[Row]:
+    def list_images(self, root: str, splits: Any, passed: Counter[str]) -> list[Row]:
         self.sources = [Path(root).expanduser()]
-        members = visible(Zip, self.sources[0], passed)
+        members = members_of(self.sources[0], passed)
         images = [x for x in members if kind_of_name(x.parts[-1]) == "image"]
+        for name, count in Counter(map(str, images)).most_common(1):
+            if count > 1:
+                raise UsageError(f"{ROOT}: {count} images are called {name!r}; keep one")
         # All may be in one folder, that of the file's name.
         prefix = os.path.commonprefix([x.parts[:-1] for x in images])  # noqa: RUF071  # by parts
         top = max(1, min([len(prefix), *(len(x.parts) - 2 for x in images)]))
@@ -119,6 +113,6 @@ class ImageZip(Listed):
                 passed["image outside of the classes" if kind == "image" else kind] += 1
         if empty := sorted(folders - {row.label for row in rows}):
             raise UsageError(
-                f"{KEY}: no image in {listed(empty)} of the classes in {root!r}; add some"
+                f"{ROOT}: no image in {listed(empty)} of the classes in {root!r}; add some"
             )
         return rows

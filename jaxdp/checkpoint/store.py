@@ -572,10 +572,10 @@ def choose_step(directory: pathlib.Path, wanted: str | None, field: str = "--ste
     if wanted == "best":
         kept = saved.meta(steps[-1])["config"]["checkpoint"]
         saved = Checkpoints(saved.directory, best=kept["best"], mode=kept["mode"])
-        if (step := saved.best_step()) is None:
+        if not saved.sign or (step := saved.best_step()) is None:
             raise UsageError(
-                f"{field}: best, but no checkpoint in {str(directory)!r} has an evaluation by checkpoint.best: "
-                f"{saved.best}; train with --checkpoint.best METRIC and --eval.every, or use last"
+                f"{field}: best, but no checkpoint in {str(directory)!r} is known to be it by checkpoint.best: "
+                f"{saved.best}; train with --checkpoint.best METRIC, --checkpoint.mode and --eval.every, or use last"
             )
         return step
     texts = {str(step): step for step in steps} | {"last": steps[-1]}

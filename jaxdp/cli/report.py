@@ -25,7 +25,7 @@ def run(call: Call) -> None:
             "report: no run given; name run directories, e.g. jaxdp report runs/digits"
         )
     default = (paths[0] if len(paths) == 1 else pathlib.Path()) / NAME
-    # The metric of a sweep's directory.
+    # Of the directory of a sweep; "" for another directory.
     metrics = [rundir.entry(path / SWEEP, "metric", str, "") for path in paths]
     metric = options["metric"] or (metrics[0] if len({*metrics}) == 1 else "")
     paths = [
@@ -36,7 +36,7 @@ def run(call: Call) -> None:
     for run, name in zip(runs, names(list(run_by_path))):
         run["name"] = name
     runs = ranked(runs, metric) if metric else runs
-    output = pathlib.Path(options["out"]).expanduser() if options["out"] else default
+    output = pathlib.Path(options["out"] or default).expanduser()
     if output.is_dir():
         raise UsageError(
             f"--out: {str(output)!r} is a directory; give the path of a file, such as {str(output / NAME)!r}"

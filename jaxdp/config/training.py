@@ -372,9 +372,10 @@ class Checkpoint:
         keep: the number of latest checkpoints to keep
         keep_every: keep those at multiples of this number of updates too, such as 10000
         best: keep the best one by this metric of the evaluation too, such as accuracy
-        mode: whether that metric is best at its min or its max; null means min if its name contains
-            loss, perplexity, error, entropy, mse, mae, mape, nll, brier or distance, and max if
-            acc, precision, recall, f1, auc, iou, dice, bleu, rouge or r2; others need it
+        mode: whether that metric is best at its min or its max; null means min if a word of its
+            name is loss, perplexity, error, entropy, mse, rmse, mae, mape, nll, brier or distance,
+            and max if one is acc, accuracy, precision, recall, f1, auc, iou, miou, dice, bleu,
+            rouge or r2; others need it, and names with words of both kinds
         local: hosts share no file system: each keeps all of the state in its own run directory
             (docs/hosts.md)
         mirror: where finished checkpoints are copied to, such as s3://bucket/runs, and from where a

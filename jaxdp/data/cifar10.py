@@ -10,11 +10,7 @@ from jaxdp.data.dataset import Arrays, check_split, find_file
 from jaxdp.data.standardized import StandardizedImages
 from jaxdp.errors import UsageError
 
-FOLDER = "cifar-10-batches-py"
 FILES = {"train": tuple(f"data_batch_{number}" for number in range(1, 6)), "test": ("test_batch",)}
-# Mean and standard deviation of the training pixels in [0, 1], by channel.
-MEAN = (0.4914, 0.4822, 0.4465)
-STD = (0.2470, 0.2435, 0.2616)
 # What a pickle of arrays, lists, dicts, strings and numbers may name, of Python 2 or 3 and NumPy 1
 # or 2.
 NAMED = {"numpy.ndarray", "numpy.dtype", "_codecs.encode", "numpy._core.numeric._frombuffer"}
@@ -32,7 +28,9 @@ class CIFAR10(StandardizedImages, Arrays):
 
     classes = 10
     input_shape = (32, 32, 3)
-    mean, std = MEAN, STD
+    # of the training pixels in [0, 1], by channel
+    mean = (0.4914, 0.4822, 0.4465)
+    std = (0.2470, 0.2435, 0.2616)
     shift = 4
     flips = True
 
@@ -41,7 +39,7 @@ class CIFAR10(StandardizedImages, Arrays):
         names = FILES[split]
         folder = find_file(
             root,
-            ("", FOLDER),
+            ("", "cifar-10-batches-py"),
             names,
             "CIFAR-10 batches",
             "and unpack cifar-10-python.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html",

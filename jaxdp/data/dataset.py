@@ -239,6 +239,25 @@ def check_split(split: str) -> None:
     check_one_of("data.args.split", split, ("train", "test"))
 
 
+def check_share(fraction: float) -> None:
+    """Raise UsageError unless it is the share of a test split, which may be 0."""
+    if not 0 <= fraction < 1:
+        raise UsageError(
+            f"data.args.test_fraction: {fraction} is not at least 0 and below 1; e.g. 0.1"
+        )
+
+
+def rows_of_split(size: int, fraction: float, split: str) -> np.ndarray:
+    """Return the rows of a split, in order: the test split is a `fraction` of them, drawn with a
+    fixed seed. Raises UsageError if there is none."""
+    order = np.random.default_rng(0).permutation(size)
+    cut = round(fraction * size)
+    rows = np.sort(order[:cut] if split == "test" else order[cut:])
+    if not len(rows):
+        raise UsageError(f"data.args.test_fraction: {fraction} of {size} rows: no {split} split")
+    return rows
+
+
 def find_file(
     root: str, folders: Iterable[str], names: Iterable[str], title: str, origin: str
 ) -> Path:

@@ -90,11 +90,16 @@ class HuggingFace(Examples):
         return {key: value[0] for key, value in self._rows([index]).items()}
 
     def _rows(self, indices: list[int]) -> Batch:
-        rows = self.source[indices]
-        return {
-            key: _narrow(np.asarray(rows[column]), column, key in self.wide)
-            for key, column in self.columns.items()
-        }
+        rows, batch = self.source[indices], {}
+        for key, column in self.columns.items():
+            value = np.asarray(rows[column])
+            if value.dtype.kind not in "biufO" and value.dtype.name != "bfloat16":
+                raise UsageError(
+                    f"data.args.columns: {column!r} has {value.dtype}, not numbers; encode it with `map` first"
+                )
+            is_narrow = key not in self.wide and fits_int32(value)
+            batch[key] = value.astype(np.int32) if is_narrow else value
+        return batch
 
 
 def saved_splits(path: str) -> list[str]:
@@ -116,11 +121,3 @@ def choose_set(
         return named_splits(splits, names, path).get(split)
     fix = f"the splits of {path!r} are {listed(names)}; choose with data.args.splits: {{train: NAME, test: NAME}}"
     return choose_split(split_names(names), split, "data.args.splits", fix)
-
-
-def _narrow(value: np.ndarray, column: str, wide: bool) -> np.ndarray:
-    if value.dtype.kind not in "biufO" and value.dtype.name != "bfloat16":
-        raise UsageError(
-            f"data.args.columns: {column!r} has {value.dtype}, not numbers; encode it with `map` first"
-        )
-    return value.astype(np.int32) if not wide and fits_int32(value) else value

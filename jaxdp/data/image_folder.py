@@ -20,10 +20,8 @@ from jaxdp.errors import UsageError, check_one_of, check_sizes, import_optional,
 
 CHECK = "`jaxdp data check` lists all that cannot be read"
 READ = 4096  # of more files, only the names are compared with those of an earlier start
-MEAN, STD = (
-    (0.485, 0.456, 0.406),
-    (0.229, 0.224, 0.225),
-)  # of ImageNet's training pixels in [0, 1], by channel
+# of ImageNet's training pixels in [0, 1], by channel
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class ImageFolder(StandardizedImages):

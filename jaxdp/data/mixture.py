@@ -5,6 +5,7 @@ order.
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -267,11 +268,7 @@ def check_weights(
                 f"data.args.weights.{name}: there is no such {kind}; it is one of {', '.join(sets)}"
             )
         weight = weights.get(name)
-        if (
-            isinstance(weight, bool)
-            or not isinstance(weight, int | float)
-            or not 0 < weight < math.inf
-        ):
+        if isinstance(weight, bool) or not isinstance(weight, Real) or not 0 < weight < math.inf:
             hint = (
                 "give it one"
                 if weight is None

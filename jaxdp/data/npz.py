@@ -10,7 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.dataset import EMPTY, Arrays, check_labels, check_split, fits_int32
+from jaxdp.data.dataset import (
+    EMPTY,
+    Arrays,
+    check_labels,
+    check_share,
+    check_split,
+    fits_int32,
+    rows_of_split,
+)
 from jaxdp.data.split_names import EVALUATED, check_clear, listed, of_split, split_names
 from jaxdp.errors import UsageError, one_line
 
@@ -37,10 +45,7 @@ class Npz(Arrays):
         test_fraction: float = FRACTION,
     ):
         check_split(split)
-        if not 0 <= test_fraction < 1:
-            raise UsageError(
-                f"data.args.test_fraction: {test_fraction} is not at least 0 and below 1; e.g. 0.1"
-            )
+        check_share(test_fraction)
         self.arguments = path, split, arrays, test_fraction
         stored = stored_arrays(path)
         train, test = arrays_by_split(path, stored, arrays)
@@ -74,13 +79,7 @@ class Npz(Arrays):
         ):
             self.classes = int(max(x.max() for x in labels)) + 1
         if not test:
-            order = np.random.default_rng(0).permutation(len(self))
-            cut = round(test_fraction * len(order))
-            self.rows = np.sort(order[:cut] if split == "test" else order[cut:])
-            if not len(self.rows):
-                raise UsageError(
-                    f"data.args.test_fraction: {test_fraction} of {len(order)} rows: no {split} split"
-                )
+            self.rows = rows_of_split(len(self), test_fraction, split)
         share = f"{test_fraction:g} of the rows" if test_fraction else "none"
         tests = ", ".join(test.values()) or share
         unused = sorted(stored.keys() - {*train.values(), *test.values()})

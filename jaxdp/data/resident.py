@@ -28,8 +28,19 @@ class Resident:
     """
 
     def __init__(self, dataset: Dataset, strategy: Any):
-        check_size(dataset, strategy.devices)
         size = len(dataset)
+        taken = size * sum(np.asarray(x).nbytes for x in first_example(dataset).values())
+        local = [d for d in strategy.devices if d.process_index == jax.process_index()]
+        stats = local[0].memory_stats() or {}
+        if "bytes_limit" in stats:
+            most = SHARE * (stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+        else:  # CPU devices: each has a copy in the host's memory
+            most = SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / len(local)
+        if taken > most:
+            raise UsageError(
+                f"data.on_device: {size:,} examples take {taken / 1e9:.1f} GB on each device, more than half of "
+                f"its free memory ({most / SHARE / 1e9:.1f} GB); set it to false"
+            )
         arrays = read_examples(dataset, np.arange(size))
         self.arrays = strategy.replicate(arrays)
         self.strategy = strategy
@@ -66,19 +77,3 @@ def gather(arrays: dict[str, jax.Array], at: dict[str, jax.Array]) -> dict[str, 
     if RESET in at:
         batch[RESET] = at[RESET]
     return {**batch, "mask": mask_padding(batch.get("mask"), at["mask"])}
-
-
-def check_size(dataset: Dataset, devices: list[jax.Device]) -> None:
-    """Raise UsageError if the examples would take more than half of a device's free memory."""
-    size = len(dataset) * sum(np.asarray(x).nbytes for x in first_example(dataset).values())
-    local = [d for d in devices if d.process_index == jax.process_index()]
-    stats = local[0].memory_stats() or {}
-    if "bytes_limit" in stats:
-        most = SHARE * (stats["bytes_limit"] - stats.get("bytes_in_use", 0))
-    else:  # CPU devices: each has a copy in the host's memory
-        most = SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / len(local)
-    if size > most:
-        raise UsageError(
-            f"data.on_device: {len(dataset):,} examples take {size / 1e9:.1f} GB on each device, more than half of "
-            f"its free memory ({most / SHARE / 1e9:.1f} GB); set it to false"
-        )

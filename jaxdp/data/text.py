@@ -135,9 +135,11 @@ class PythonSource(Windows):
         check_split(split)
         limit = byte_limit(max_mb)
         root = Path(sysconfig.get_paths()["stdlib"])
-        files = [
-            path for path in _files(root) if _in_test(path.relative_to(root)) == (split == "test")
-        ]
+        files = []
+        for path in _files(root):
+            name = path.relative_to(root).as_posix()
+            if (zlib.crc32(name.encode()) % 20 == 0) == (split == "test"):
+                files.append(path)
         if not files:
             raise UsageError(
                 f"data: no Python source in {str(root)!r}; use a Python whose library is not packed"
@@ -156,7 +158,3 @@ def _files(folder: Path) -> Iterator[Path]:
             yield from _files(path)
         elif path.suffix == ".py":
             yield path
-
-
-def _in_test(path: Path) -> bool:
-    return zlib.crc32(path.as_posix().encode()) % 20 == 0

@@ -112,7 +112,7 @@ def as_transform(f: Callable[..., Any]) -> Transform:
         )
     named = "train" in names
 
-    def transform(batch: Batch, key: jax.Array, train: bool) -> Batch:
+    def transform(batch, key, train):
         if not train and not named:
             return batch
         untouched = {name: batch[name] for name in NOT_OF_EXAMPLES if name in batch}
@@ -139,7 +139,7 @@ def both(first: Transform | None, second: Transform | None) -> Transform | None:
     if first is None or second is None:
         return first or second
 
-    def transform(batch: Batch, key: jax.Array, train: bool) -> Batch:
+    def transform(batch, key, train):
         second_key = jax.random.fold_in(
             key, 1 << 31
         )  # rows and the parts of a split key have smaller numbers

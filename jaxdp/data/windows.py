@@ -9,9 +9,8 @@ import numpy as np
 from jaxdp.data.dataset import Batch, Part, array_part, by_member
 from jaxdp.errors import UsageError, check_sizes
 
-SMALL = (
-    1 << 24
-)  # up to this many tokens are checked at once in the beginning; otherwise each window when it is read
+# up to this many tokens are checked at once in the beginning; otherwise each window when it is read
+SMALL = 1 << 24
 
 
 class Windows:

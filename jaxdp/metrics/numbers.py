@@ -1,35 +1,39 @@
 """Formatting of numbers for people, and which of them are better if smaller."""
 
 import datetime
+import re
 from collections.abc import Sequence
 from typing import Any
 
-# In the names of metrics, in any case: better if smaller, or if larger. The first list has priority.
-SMALLER = [
-    "loss",
-    "perplexity",
-    "error",
-    "entropy",
-    "mse",
-    "mae",
-    "mape",
-    "nll",
-    "brier",
-    "distance",
-]
-LARGER = ["acc", "precision", "recall", "f1", "auc", "iou", "dice", "bleu", "rouge", "r2"]
+from jaxdp.data.split_names import CAMEL
+from jaxdp.errors import UsageError
+
+# Words in the names of metrics, in any case: better if smaller, or if larger.
+SMALLER = "loss|perplexity|error|entropy|mse|rmse|mae|mape|nll|brier|distance"
+LARGER = "acc|accuracy|precision|recall|f1|auc|iou|miou|dice|bleu|rouge|r2"
 
 
 def sign(metric: str, mode: str | None = None) -> int:
-    """Return 1 if a metric, such as valid/loss, is better if smaller, else -1: by the mode 'min' or
-    'max', or by its name.
+    """Return 1 if a metric is better if smaller, -1 if it is better if larger, and 0 if that is not
+    known: by the mode 'min' or 'max', or by the words of its name, of which none, or some of each
+    kind, may be known. The name of a set before it, as in valid/loss, does not count.
     """
-    smaller = (
-        mode == "min"
-        if mode
-        else any(word in metric.rpartition("/")[2].lower() for word in SMALLER)
-    )
-    return 1 if smaller else -1
+    if mode:
+        return 1 if mode == "min" else -1
+    name = metric.rpartition("/")[2]
+    # Also the parts of words, as in valLoss; but mIoU is one word.
+    words = f"{name} {CAMEL.sub(' ', name)}".lower().replace("_", " ")
+    smaller, larger = (re.search(rf"\b({kind})\d*\b", words) for kind in (SMALLER, LARGER))
+    return bool(smaller) - bool(larger)
+
+
+def known_sign(key: str, metric: str, mode: str | None) -> int:
+    """Return `sign`. Raises UsageError that names `key` if it is not known."""
+    if not (known := sign(metric, mode)):
+        raise UsageError(
+            f"{key}: the name {metric!r} does not say whether its min or its max is best; set mode beside it"
+        )
+    return known
 
 
 def duration(seconds: float | None) -> str:

@@ -81,7 +81,8 @@ def from_equinox(make: Callable[..., Any]) -> Model:
             example_key = jax.random.fold_in(key, row)
             args, kwargs = call_arguments(called.__call__, entries, train, example_key)
             result = called(*args, **kwargs)
-            if takes_state and not has_state(result):
+            is_pair = isinstance(result, tuple) and len(result) == 2
+            if takes_state and not (is_pair and isinstance(result[1], eqx.nn.State)):
                 raise UsageError(f"model: {name} takes state, so it must return (outputs, state)")
             outputs, state = result if takes_state else (result, state)
             return outputs, jax.tree.leaves((eqx.filter(called, is_array), state))
@@ -177,11 +178,6 @@ def is_carry(path: Path) -> bool:
 
 def is_array(leaf: Any) -> bool:
     return eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
-
-
-def has_state(result: Any) -> bool:
-    """Return whether the result of a call is (outputs, state)."""
-    return isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], eqx.nn.State)
 
 
 def names(path: Any) -> Path:

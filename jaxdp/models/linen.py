@@ -110,14 +110,12 @@ def in_evaluation(module: linen.Module) -> linen.Module:
             new = old
             if isinstance(old, bool):
                 new = evaluation.get(field.name, old)
-            elif is_config(old) and (inner := changed_fields(old)):
-                new = dataclasses.replace(old, **inner)
+            elif dataclasses.is_dataclass(old) and not isinstance(old, type | linen.Module):
+                inner = changed_fields(old)
+                new = dataclasses.replace(old, **inner) if inner else old
             if field.init and new is not old:
                 changes[field.name] = new
         return changes
-
-    def is_config(x: Any) -> bool:
-        return dataclasses.is_dataclass(x) and not isinstance(x, type | linen.Module)
 
     changes = changed_fields(module)
     return module.clone(**changes) if changes else module

@@ -54,10 +54,7 @@ class PMap(Strategy):
         return Mapped(f, (self.specs(), self.by_device.spec), out_specs, self.mesh, donate)
 
     def specs(self) -> TrainState:
-        def of_first_dim(spec: P) -> P:
-            return spec if spec == P() else P(DATA)
-
-        return jax.tree.map(of_first_dim, super().specs())
+        return jax.tree.map(lambda spec: spec if spec == P() else P(DATA), super().specs())
 
     def slice_params(self, params: Tree) -> Tree:
         index = jax.lax.axis_index(DATA)

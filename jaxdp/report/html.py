@@ -17,7 +17,7 @@ from typing import Any
 from jaxdp.errors import one_line
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.jsonl import NoEvents
-from jaxdp.metrics.numbers import LARGER, SMALLER
+from jaxdp.metrics.numbers import sign
 from jaxdp.metrics.writer import Record, Writer
 from jaxdp.report.read import read_run
 from jaxdp.run import rundir
@@ -34,8 +34,7 @@ def render(runs: Sequence[dict[str, Any]], defaults: Mapping[str, Any] | None = 
     title = ", ".join(run["name"] for run in runs)
     page = {
         "written": round(time.time(), 3),
-        "smaller": SMALLER,
-        "larger": LARGER,
+        "directions": {name: sign(name) for run in runs for name in run["numbers"]},
         "defaults": defaults,
         "runs": list(runs),
     }

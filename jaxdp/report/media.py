@@ -13,11 +13,8 @@ Json = dict[str, Any]
 FOLDER = "media"
 NAME = re.compile(r"(\d{1,15})-(.+)\.(png|jpg|jpeg|gif|txt)", re.IGNORECASE)
 TYPES = {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "gif": "image/gif"}
-TEXT, IMAGE, PAGE = (
-    20_000,
-    1_000_000,
-    4_000_000,
-)  # bytes at most: of a text, which is cut, of an image, of all
+# Bytes at most: of a text, which is cut, of an image, of all.
+TEXT, IMAGE, PAGE = 20_000, 1_000_000, 4_000_000
 
 
 def read(directory: pathlib.Path, most: int = PAGE) -> Json:
@@ -29,10 +26,7 @@ def read(directory: pathlib.Path, most: int = PAGE) -> Json:
     folder = directory / FOLDER
     items = []
     omitted = 0
-    try:
-        names = [file.name for file in folder.iterdir() if file.is_file()]
-    except OSError:
-        names = []
+    names = [file.name for file in folder.glob("*") if file.is_file()]
     matches = filter(None, map(NAME.fullmatch, names))
     for step, name, match in sorted(((int(m[1]), m[0], m) for m in matches), reverse=True):
         kind = match[3].lower()
@@ -42,14 +36,14 @@ def read(directory: pathlib.Path, most: int = PAGE) -> Json:
                 content = stream.read(limit + 1)
         except OSError:
             content = b""
-        if not content or len(content) > most or (kind != "txt" and len(content) > limit):
+        is_long = len(content) > limit
+        if not content or len(content) > most or (kind != "txt" and is_long):
             omitted += 1
             continue
         most -= len(content)
         item: Json = {"step": step, "name": match[2]}
         if kind == "txt":
-            cut = "\n[cut]" * (len(content) > limit)
-            item["text"] = content[:limit].decode("utf-8", "replace") + cut
+            item["text"] = content[:limit].decode("utf-8", "replace") + "\n[cut]" * is_long
         else:
             item["image"] = f"data:{TYPES[kind]};base64,{base64.b64encode(content).decode()}"
         items.append(item)
@@ -73,13 +67,13 @@ def histograms(events: Sequence[Json]) -> dict[str, list[Json]]:
         numbers = {key: event.get(key) for key in ("step", "low", "high")}
         if not isinstance(name, str) or not isinstance(counts, list) or not 0 < len(counts) <= BINS:
             continue
-        if (
-            not all(
-                type(x) in (int, float) and math.isfinite(x) for x in [*numbers.values(), *counts]
-            )
-            or min(counts) < 0
-        ):
+        if not all(map(is_finite, [*numbers.values(), *counts])) or min(counts) < 0:
             continue
         if event["low"] < event["high"]:
             found.setdefault(name, {})[event["step"]] = {**numbers, "counts": counts}
     return {name: [steps[step] for step in sorted(steps)] for name, steps in found.items()}
+
+
+def is_finite(value: Any) -> bool:
+    """Return whether a value of a record is a finite number."""
+    return type(value) in (int, float) and math.isfinite(value)

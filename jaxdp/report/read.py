@@ -85,12 +85,16 @@ def tables(
     events = [e for e in events if e["kind"] != media.KIND]
     # skipped updates may have no time
     events.sort(key=lambda e: math.inf if e["t"] is None else e["t"])
+    # The last evaluation, or the last update's record, and the last throughput.
+    last = {r["split"]: r for r in records}
+    final = last.get("final") or last.get("eval") or last.get("train", {})
+    rates = {name: value for name, value in last.get("train", {}).items() if name in RATES}
     return {
         "name": directory.resolve().name,
         "path": str(directory),
         "state": state(records, events, alive),
         "steps": next((e["steps"] for e in reversed(events) if "steps" in e), config.get("steps")),
-        "numbers": final_numbers(records),
+        "numbers": {**rates, **final},
         "series": {split: columns([r for r in records if r["split"] == split]) for split in SPLITS},
         "events": events,
         "spent": seconds(records, events),
@@ -132,16 +136,6 @@ def state(records: list[Json], events: list[Json], alive: bool) -> Json:
     if last["kind"] in ENDS and last["kind"] != "regroup":  # after one, another session begins
         return {"word": last["kind"], "reason": last.get("reason", "")}
     return {"word": "stopped", "reason": "it logged no final event: killed, or its host went down"}
-
-
-def final_numbers(records: list[Json]) -> Json:
-    """Return the last evaluation, or the last update's record, with `split` and `step`, and the
-    last throughput.
-    """
-    last = {r["split"]: r for r in records}
-    final = last.get("final") or last.get("eval") or last.get("train", {})
-    rates = {name: value for name, value in last.get("train", {}).items() if name in RATES}
-    return {**rates, **final}
 
 
 def skipped(records: Iterable[Json]) -> list[Json]:
@@ -203,11 +197,8 @@ def rounded(value: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) or value in (
-        "nan",
-        "inf",
-        "-inf",
-    )  # `jsonl.dump` writes those as strings
+    # `jsonl.dump` writes those as strings.
+    return type(value) in (int, float) or value in ("nan", "inf", "-inf")
 
 
 def text(file: pathlib.Path, most: int = 250_000) -> str:
@@ -288,11 +279,10 @@ def seconds(records: list[Json], events: list[Json]) -> Json:
 
     starting = updates = waiting = 0.0
     for span in spans:
-        first = {"t": span["end"], "step": span["first"]}
-        for event in events:
-            if event["kind"] == "first_update" and is_within(span, event["t"]):
-                first = event
-                break
+        first = next(
+            (e for e in events if e["kind"] == "first_update" and is_within(span, e["t"])),
+            {"t": span["end"], "step": span["first"]},
+        )
         starting += first["t"] - span["start"]
         before = first.get("step", 0)
         for r in trained:

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxdp.errors import UsageError, suggest
 from jaxdp.metrics import numbers
+from jaxdp.report.media import is_finite
 from jaxdp.report.read import RATES
 from jaxdp.run import rundir
 
@@ -19,7 +20,8 @@ METRICS = ("loss", "accuracy", "perplexity")
 
 
 def ranked(runs: Sequence[Json], metric: str) -> list[Json]:
-    """Sort runs of `read_run`, the best first, those without a finite value or loss last.
+    """Sort runs of `read_run`, the best first, those without a finite value or loss last. Of a metric
+    whose name does not say which is best, the largest is first.
 
     Raises UsageError if they have metrics, but none has this one.
     """
@@ -49,9 +51,9 @@ def ranked(runs: Sequence[Json], metric: str) -> list[Json]:
 def rank(run: Json, metric: str) -> float:
     """Return the number that `ranked` sorts by: infinite for a run without a finite value or loss."""
     value = run["numbers"].get(metric)
-    loss = run["numbers"].get("loss", 0.0)
-    finite = all(isinstance(x, int | float) and math.isfinite(x) for x in (value, loss))
-    return numbers.sign(metric) * value if finite else math.inf
+    if is_finite(value) and is_finite(run["numbers"].get("loss", 0.0)):
+        return (numbers.sign(metric) or -1) * value
+    return math.inf
 
 
 def rows_of(runs: Sequence[Json], metric: str) -> list[list[Any]]:
@@ -81,7 +83,9 @@ def table(runs: Sequence[Json], metric: str) -> str:
         [f"{x:.6g}" if isinstance(x, int | float) else str(x or "-") for x in row] for row in rows
     ]
     lines = numbers.table(cells)
-    if rank(runs[0], metric) < math.inf:
+    if not numbers.sign(metric):
+        lines.append(f"{metric}: its name does not say which is best; the largest is first")
+    elif rank(runs[0], metric) < math.inf:
         lines.append(f"best: {rows[1][-1]}, {metric} {cells[1][0]}")
     return "\n".join(lines)
 

@@ -21,6 +21,7 @@ from jaxdp.data.contents import contents, has_parts
 from jaxdp.data.dataset import UNKNOWN
 from jaxdp.data.resident import Resident
 from jaxdp.errors import UsageError, user_code
+from jaxdp.losses import derive_of
 from jaxdp.metrics.jsonl import NoEvents
 from jaxdp.metrics.meter import throughput
 from jaxdp.metrics.writer import Record, Writer
@@ -188,7 +189,7 @@ def make_run(
         checkpoints=checkpoints,
         options=options,
         log=Log(directory),
-        derive=attribute(parts.forward.loss, "derive", lambda means: {}),
+        derive=derive_of(parts.forward.loss),
     )
 
 

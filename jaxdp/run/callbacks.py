@@ -30,7 +30,7 @@ import jax
 
 from jaxdp.errors import RunFailed, UsageError, check_sizes, one_line, suggest
 from jaxdp.metrics import safe_print
-from jaxdp.metrics.numbers import sign
+from jaxdp.metrics.numbers import known_sign
 from jaxdp.process.context import SLOW, Context
 from jaxdp.targets import bind, call, locate, require, targets_in
 from jaxdp.train.observer import WANTS, Observer
@@ -317,7 +317,7 @@ class EarlyStopping:
         self.metric = metric
         self.patience = patience
         self.min_delta = min_delta
-        self.sign = -sign(metric, mode)
+        self.sign = -known_sign(f"{KEY}.args.metric", metric, mode)
         self.best, self.best_step, self.waited = -sys.float_info.max, 0, 0  # finite, to be JSON
         self.measure = {"metric": metric, "mode": "min" if self.sign < 0 else "max"}  # of `best`
 

@@ -113,8 +113,8 @@ def read_set(key: str, target: Target, split: str, x64: bool, sources: Table) ->
     make = bind(key, source, target.args, {"split": split}) if callable(source) else None
     args = make.keywords if make is not None else {}
     asked = str(args.get("split", split))
-    path = args.get("path", args.get("root"))
-    path = f" in {path!r}" if isinstance(path, str) else ""
+    stored = args.get("path", args.get("root"))
+    path = f" in {stored!r}" if isinstance(stored, str) else ""
     name = f"the {asked} split of {target.target}{path}"
     try:
         made = source if make is None else call(key, make)

@@ -302,17 +302,20 @@ class Training(Host):
         if not all(map(math.isfinite, metrics.values())):
             self._report_not_finite(metrics)
         best = run.checkpoints.best
-        if best is not None and not math.isfinite(value := metrics.get(best, math.nan)):
+        rated = {k: value for k, value in metrics.items() if math.isfinite(value)}
+        before = progress.evaluation or {best}
+        if best is not None and best not in rated and best in before:  # said once
+            value = metrics.get(best, "missing")
             log.writer.say(
                 f"checkpoint.best: {best} is {value} after update {step}, which is never the best"
             )
         progress.evaluated = step
-        progress.evaluation = {k: value for k, value in metrics.items() if math.isfinite(value)}
+        progress.evaluation = rated
 
         self.observers.evaluated(step, metrics)
         if self.callbacks.callbacks and (split or "evaluate" in run.due(step)):
             self.finish_early()
-        if best is not None and run.checkpoints.is_best(metrics):
+        if run.checkpoints.is_best(metrics):
             self.save()
         facts = run.checkpoints.facts
         more = {

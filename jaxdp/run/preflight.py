@@ -18,8 +18,8 @@ from jaxdp.data.dataset import Dataset, probes, read_examples, tokenizer_spec
 from jaxdp.data.example_order import RESET
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError, one_line, user_code, user_lines
-from jaxdp.losses import check
-from jaxdp.metrics.numbers import LARGER, SMALLER
+from jaxdp.losses import check, derive_of
+from jaxdp.metrics.numbers import known_sign
 from jaxdp.metrics.writer import RESERVED
 from jaxdp.models.base import CARRY
 from jaxdp.optim.interpreter import inside
@@ -227,16 +227,17 @@ def check_names(config: Config, parts: Parts, metrics: Mapping[str, Any]) -> Non
 
     metrics: the shapes of those of an update.
     """
-    named = []
-    for name, args in targets_in("callbacks", config.callbacks, "callback", "EarlyStopping"):
-        if name == "EarlyStopping":
-            named.append(("callbacks.args.metric", args.get("metric", "loss"), args.get("mode")))
+    named = [
+        ("callbacks.args.metric", args.get("metric", "loss"), args.get("mode"))
+        for name, args in targets_in("callbacks", config.callbacks, "callback", "EarlyStopping")
+        if name == "EarlyStopping"
+    ]
     saving = config.checkpoint
     if saving.best is not None:
         named.append(("checkpoint.best", saving.best, saving.mode))
     if not named:
         return
-    derive = attribute(parts.forward.loss, "derive", lambda means: {})
+    derive = derive_of(parts.forward.loss)
     record = make_record({name: np.ones(x.shape) for name, x in metrics.items()}, derive)
     names = {*record} - RESERVED | {"loss"}
     known = sorted(f"{name}/{n}" if name else n for name in parts.eval_sets for n in names)
@@ -249,10 +250,7 @@ def check_names(config: Config, parts: Parts, metrics: Mapping[str, Any]) -> Non
             raise UsageError(
                 f"{key}: {metric!r} is not among the numbers of an evaluation: {', '.join(known)}"
             )
-        if mode is None and not any(word in metric.lower() for word in SMALLER + LARGER):
-            raise UsageError(
-                f"{key}: the name {metric!r} does not say whether its min or its max is best; set mode beside it"
-            )
+        known_sign(key, metric, mode)
 
 
 def check_optimizer(config: Config, strategy: Strategy, tx: Any, step: Step) -> None:
@@ -268,11 +266,8 @@ def check_optimizer(config: Config, strategy: Strategy, tx: Any, step: Step) -> 
 # 1)
 FEW = 8
 EXAMPLES = 8  # examples whose values are looked at
-BRIGHT, WHITE, PIXELS = (
-    100,
-    255,
-    64,
-)  # pixels exceed 100, not 255, and are at least 64 in an example
+# pixels exceed 100, not 255, and are at least 64 in an example
+BRIGHT, WHITE, PIXELS = 100, 255, 64
 NOT_INPUTS = ("labels", "mask", "segments", RESET)
 MOVES = {  # operations that change no value of their first operand
     "broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "gather", "pad", "reduce_precision", "reshape",

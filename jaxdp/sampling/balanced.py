@@ -8,13 +8,7 @@ import numpy as np
 
 from jaxdp.data.dataset import Batch, Dataset, check_split, class_names
 from jaxdp.data.example_order import ExampleOrder
-from jaxdp.data.mixture import (
-    MixedOrder,
-    check_weights,
-    make_set,
-    split_by_weight,
-    takes_split,
-)
+from jaxdp.data.mixture import MixedOrder, check_weights, make_set, split_by_weight, takes_split
 from jaxdp.errors import UsageError, check_sizes
 
 KEY = "data.args"
@@ -54,9 +48,15 @@ class Balanced:
         self.members = np.argsort(numbers, kind="stable")
         self.sizes = tuple(sizes.tolist())
         names = class_names(self.dataset)
-        titles = [names[c] if 0 <= c < len(names) else f"{c}" for c in classes.tolist()]
-        shares = weights_of(titles, classes, weights)
-        self.counts = tuple(split_by_weight(size or len(labels), shares))
+        titles = [names[c] if c < len(names) else f"{c}" for c in classes.tolist()]
+        shares = dict.fromkeys(titles, 1.0)
+        if weights is not None:
+            shares = {f"{name}": weight for name, weight in weights.items()}
+        for number, title in zip(classes.tolist(), titles):
+            if title not in shares and f"{number}" in shares:
+                shares[title] = shares.pop(f"{number}")
+        check_weights(titles, shares, "class")
+        self.counts = tuple(split_by_weight(size or len(labels), [shares[x] for x in titles]))
         if 0 in self.counts:
             raise UsageError(
                 f"{KEY}.weights: class {titles[self.counts.index(0)]} has less than one of the {sum(self.counts):,} "
@@ -108,8 +108,8 @@ def labels_of(dataset: Dataset, by: str) -> np.ndarray:
     stored: Any = getattr(dataset, "arrays", {}).get(by, getattr(dataset, by, None))
     if stored is None or len(stored) != len(dataset):
         parts = []
-        for first in range(0, len(dataset), READ):
-            examples = dataset.read(np.arange(first, min(first + READ, len(dataset))))
+        for rows in np.array_split(np.arange(len(dataset)), len(dataset) // READ + 1):
+            examples = dataset.read(rows)
             if by not in examples:
                 raise UsageError(f"{KEY}.by: the examples have no {by!r}, only {sorted(examples)}")
             parts.append(np.asarray(examples[by]))
@@ -121,19 +121,3 @@ def labels_of(dataset: Dataset, by: str) -> np.ndarray:
             "least 0"
         )
     return labels
-
-
-def weights_of(
-    titles: list[str], classes: np.ndarray, weights: Mapping[Any, float] | None
-) -> list[float]:
-    """Return the weight of each class. Raises UsageError unless there is a positive one for each."""
-    if weights is None:
-        return [1.0] * len(titles)
-    given = {f"{name}": weight for name, weight in weights.items()}
-    named = dict[str, float]()
-    for number, title in zip(classes.tolist(), titles):
-        name = title if title in given else f"{number}"
-        if name in given:
-            named[title] = given.pop(name)
-    check_weights(titles, named | given, "class")  # what is left names no class
-    return [named[title] for title in titles]

@@ -1,9 +1,9 @@
 """The verb `predict`: predict the rows of a table with a run whose data was a `Table`."""
 
-import collections
 import pathlib
 
 import numpy as np
+from scipy.special import softmax
 
 from jaxdp.cli import Call
 from jaxdp.cli.export import run_directory
@@ -32,11 +32,10 @@ def run(call: Call) -> None:
         found = f"mean {frame['predicted'].mean():.6g}"
     else:
         frame["predicted"] = np.array(names)[outputs.argmax(-1)]
-        odds = np.exp(outputs - outputs.max(-1, keepdims=True))
-        for name, share in zip(names, (odds / odds.sum(-1, keepdims=True)).T):
+        for name, share in zip(names, softmax(outputs, -1).T):
             frame[f"p_{name}"] = share
-        counts = collections.Counter(frame["predicted"])
-        found = ", ".join(f"{count:,} {name}" for name, count in counts.most_common())
+        counts = frame["predicted"].value_counts()
+        found = ", ".join(f"{counts[name]:,} {name}" for name in counts.index)
     output = pathlib.Path(options["output"]).expanduser()
     write = frame.to_parquet if output.suffix == ".parquet" else frame.to_csv
     try:

@@ -1,16 +1,17 @@
 """Rows of a table: a CSV or Parquet file, or a DataFrame, read by pandas."""
 
+import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxdp.data.dataset import Arrays, check_split
+from jaxdp.data.dataset import Arrays, check_share, check_split, rows_of_split
+from jaxdp.data.split_names import abbreviated
 from jaxdp.errors import UsageError, import_optional, one_line
 
 KEY = "data.args"
-SHOWN = 8  # names in an error
 
 
 class Table(Arrays):
@@ -38,36 +39,36 @@ class Table(Arrays):
         split: str = "train",
     ):
         check_split(split)
-        if not 0 <= test_fraction < 1:
-            raise UsageError(f"{KEY}.test_fraction: {test_fraction} is not at least 0 and below 1")
+        check_share(test_fraction)
         frame = read_frame(table)
-        names = [name for name in frame.columns if name != label] if columns is None else columns
-        self.columns, self.fill = [*names], fill
-        require(frame, {"label": [label], "columns": self.columns})
+        if columns is None:
+            columns = [name for name in frame.columns if name != label]
+        self.columns, self.fill = [*columns], fill
+        require(frame, "label", [label])
+        require(frame, "columns", self.columns)
         if label in self.columns or not self.columns:
             raise UsageError(f"{KEY}.columns: {self.columns}; name inputs, without {label!r}")
-        order = np.random.default_rng(0).permutation(len(frame))
-        cut = round(test_fraction * len(order))
-        train = np.sort(order[cut:])
+        train = rows_of_split(len(frame), test_fraction, "train")
         # The values of each text column, {} for numbers.
-        self.values: dict[str, list[str]] = {
+        self.values = {
             name: sorted({*frame[name].iloc[train].dropna().astype(str)})
             for name in self.columns
             if not is_number(frame[name])
         }
-        inputs, labels = self.encode(frame), self._labels(frame[label], label)
-        numeric = np.array([not self.values.get(name) for name in self.names])
-        self.mean = np.where(numeric, inputs[train].mean(0), 0).astype(np.float32)
-        deviation = np.where(numeric, inputs[train].std(0), 1)
-        self.deviation = np.where(deviation > 0, deviation, 1).astype(np.float32)
+        inputs, labels = self.encode(frame), self._labels(frame[label])
         super().__init__(inputs=inputs, labels=labels)
-        self.rows = train if split == "train" else np.sort(order[:cut])
-        if not len(self.rows):
-            raise UsageError(
-                f"{KEY}.test_fraction: {test_fraction} of {len(order)} rows: no {split} split"
-            )
+        numeric = np.array([not self.values.get(name) for name in self.names])
+        rows = inputs[np.ix_(train, numeric)]
+        self.mean, self.deviation = np.zeros_like(inputs[0]), np.ones_like(inputs[0])
+        # In float64: squares of large numbers are beyond float32.
+        self.mean[numeric], self.deviation[numeric] = rows.mean(0, float), rows.std(0, float)
+        self.deviation[self.deviation == 0] = 1
+        self.rows = rows_of_split(len(frame), test_fraction, split)
         self.input_shape = inputs.shape[1:]
-        self.inventory = f"{len(self.columns)} columns, {inputs.shape[1]} inputs; label {label}"
+        texts = [f"{len(values):,} values of {name}" for name, values in self.values.items()]
+        self.inventory = abbreviated(
+            [f"{len(self.columns)} columns, {len(numeric)} inputs; label {label}", *texts]
+        )
 
     @staticmethod
     def has_split(args: Mapping[str, Any]) -> bool:
@@ -81,38 +82,46 @@ class Table(Arrays):
     def encode(self, table: Any) -> np.ndarray:
         """Return the inputs [row, input] of a table with these columns: for `predict`."""
         frame = read_frame(table)
-        require(frame, {"columns": self.columns})
+        require(frame, "columns", self.columns)
         parts = []
         for name in self.columns:
             if name in self.values:
-                texts = frame[name].astype(str).to_numpy()
-                parts += [texts == value for value in self.values[name]]
+                places = {value: place for place, value in enumerate(self.values[name])}
+                place_of = frame[name].astype(str).map(places).to_numpy()
+                parts.append(place_of[:, None] == np.arange(len(places)))
             else:
-                parts.append(numbers(frame[name], name, self.fill))
-        return np.stack(parts, 1).astype(np.float32)
+                parts.append(numbers(frame[name], self.fill)[:, None])
+        return np.concatenate(parts, 1, dtype=np.float32)
 
     def transform(self, batch: Mapping[str, Any], key: Any, train: bool) -> dict[str, Any]:
         """Standardize the numbers."""
         return {**batch, "inputs": (batch["inputs"] - self.mean) / self.deviation}
 
-    def _labels(self, column: Any, name: str) -> np.ndarray:
-        if column.isna().any():
+    def _labels(self, column: Any) -> np.ndarray:
+        missing = column.isna() | column.isin([math.inf, -math.inf])
+        if missing.any():
             raise UsageError(
-                f"{KEY}.label: {name!r} has no value in row {int(column.isna().argmax())}; remove the row"
+                f"{KEY}.label: {column.name!r} has no value in row {int(missing.argmax())}; remove the row"
             )
-        if is_number(column) and column.dtype.kind == "f" and (column % 1 != 0).any():
-            return numbers(column, name, None).astype(np.float32)[:, None]
-        if column.dtype.kind == "f":
+        if not is_number(column):
+            column = column.astype(str)
+        elif column.dtype.kind == "f":
+            if (column % 1 != 0).any() or column.abs().max() > 2**62:
+                return numbers(column, None).astype(np.float32)[:, None]
             column = column.astype(np.int64)
-        values, labels = np.unique(
-            column.astype(str) if not is_number(column) else column, return_inverse=True
-        )
+        values, labels = np.unique(column, return_inverse=True)
         self.classes, self.class_names = len(values), [f"{value}" for value in values]
         return labels.astype(np.int32)
 
 
 def is_number(column: Any) -> bool:
-    return getattr(column.dtype, "kind", "O") in "iufb"
+    """Return whether a column has numbers, not texts. Raises UsageError for dates, which are neither."""
+    kind = getattr(column.dtype, "kind", "O")
+    if kind in "mMc":
+        raise UsageError(
+            f"{KEY}.columns: {column.name!r} is {column.dtype}; make numbers of it, or leave the column out"
+        )
+    return kind in "iufb"
 
 
 def read_frame(table: Any, key: str = f"{KEY}.table", **options: Any) -> Any:
@@ -120,43 +129,44 @@ def read_frame(table: Any, key: str = f"{KEY}.table", **options: Any) -> Any:
     that names `key` for a file that cannot be read.
     """
     pandas = import_optional("pandas", "data: Table", "tables")
-    if isinstance(table, pandas.DataFrame):
-        return table
-    path = pathlib.Path(str(table)).expanduser()
-    is_csv = path.suffix != ".parquet"
-    try:
-        frame = pandas.read_csv(path, **options) if is_csv else pandas.read_parquet(path)
-    except Exception as error:
-        raise UsageError(f"{key}: {str(table)!r} cannot be read: {one_line(error)}") from None
-    if not len(frame):
-        raise UsageError(f"{key}: {str(table)!r} has no rows")
+    frame = table
+    if not isinstance(table, pandas.DataFrame):
+        path = pathlib.Path(str(table)).expanduser()
+        try:
+            if path.suffix == ".parquet":
+                frame = pandas.read_parquet(path)
+            else:  # in one piece: else a number in a column of texts has several spellings
+                frame = pandas.read_csv(path, low_memory=False, **options)
+        except Exception as error:
+            raise UsageError(f"{key}: {str(table)!r} cannot be read: {one_line(error)}") from None
+        if not len(frame):
+            raise UsageError(f"{key}: {str(table)!r} has no rows")
+    for name in frame.columns[frame.columns.duplicated()]:
+        raise UsageError(f"{key}: two columns are called {name!r}; rename one")
     return frame
 
 
-def require(frame: Any, wanted: Mapping[str, Sequence[str]]) -> None:
-    """Raise UsageError if the table lacks one of these columns."""
-    for key, names in wanted.items():
-        for name in names:
-            if name not in frame.columns:
-                known = [f"{column}" for column in frame.columns]
-                more = f" and {len(known) - SHOWN} more" if len(known) > SHOWN else ""
-                raise UsageError(
-                    f"{KEY}.{key}: the table has no column {name!r}, only {', '.join(known[:SHOWN])}{more}"
-                )
+def require(frame: Any, key: str, names: Iterable[str]) -> None:
+    """Raise UsageError that names the argument `key` if the table lacks one of these columns."""
+    for name in names:
+        if name not in frame.columns:
+            known = abbreviated([f"{column}" for column in frame.columns])
+            raise UsageError(f"{KEY}.{key}: the table has no column {name!r}, only {known}")
 
 
-def numbers(column: Any, name: str, fill: float | None) -> np.ndarray:
+def numbers(column: Any, fill: float | None) -> np.ndarray:
     """Return a column of numbers. Raises UsageError if one is missing or not finite, or a text."""
     if not is_number(column):
         raise UsageError(
-            f"{KEY}.columns: {name!r} has texts, such as {str(column.iloc[0])!r}, but numbers in training"
+            f"{KEY}.columns: {column.name!r} has texts, such as {str(column.iloc[0])!r}, but numbers in training"
         )
-    values = column.to_numpy(np.float64)
+    values = column.to_numpy(float)
     if fill is not None:
         values = np.where(np.isnan(values), fill, values)
-    if not np.isfinite(values).all():
-        row = int(np.argmin(np.isfinite(values)))
+    fits = np.abs(values) <= np.finfo(np.float32).max
+    if not fits.all():
+        row = int(np.argmin(fits))
         raise UsageError(
-            f"{KEY}.columns: {name!r} is {values[row]} in row {row}; set {KEY}.fill, or leave the column out"
+            f"{KEY}.columns: {column.name!r} is {values[row]} in row {row}; set {KEY}.fill, or leave the column out"
         )
     return values

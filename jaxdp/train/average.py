@@ -48,7 +48,7 @@ def average_statistics(ema_state: Any, model_state: Any, decay: float) -> Any:
     Where one of the two is not finite, as a minimum before its first value, it is the model
     state's."""
 
-    def mean(e: jax.Array, x: jax.Array) -> jax.Array:
+    def mean(e, x):
         return jnp.where(jnp.isfinite(e) & jnp.isfinite(x), e + (1 - decay) * (x - e), x)
 
     return jax.tree.map(mean, ema_state, floats(model_state))

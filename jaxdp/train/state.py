@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxdp.errors import UsageError
+from jaxdp.errors import ReportedError, UsageError, cause
+from jaxdp.losses import SUMS
 from jaxdp.metrics.writer import RESERVED
 from jaxdp.precision import LossScale, at_least_float32
 from jaxdp.train.skip import Guard, start_guard
@@ -112,7 +113,6 @@ def merge(tree: Tree, full: Tree) -> Tree:
 
 
 WEIGHT = "weight/"
-SUMS = "sums:"
 Scalars = dict[str, jax.Array]
 
 
@@ -123,18 +123,10 @@ def check_result(result: Any) -> tuple[jax.Array, jax.Array, Scalars]:
     Floats become at least float32: a bfloat16 counts up to 256, and the order of the sums would
     change the result."""
     is_triple = isinstance(result, tuple) and len(result) == 3 and isinstance(result[2], Mapping)
-    for name in result[2] if is_triple else ():
-        if not isinstance(name, str) or name in RESERVED or name.startswith(WEIGHT):
-            raise UsageError(
-                f"loss: a metric is called {name!r}, which every record contains already; give it another name"
-            )
     metrics = flat(result[2]) if is_triple else {}
 
-    def is_scalar(x: Any) -> bool:
-        return getattr(x, "shape", None) == ()
-
-    single = [x for name, x in metrics.items() if not name.startswith(SUMS)]
-    if not is_triple or not all(map(is_scalar, (*result[:2], *single))):
+    single = [x for name, x in metrics.items() if SUMS not in name]
+    if not is_triple or any(getattr(x, "shape", None) != () for x in (*result[:2], *single)):
         got = str(jax.tree.map(_kind, result)).replace("'", "")
         raise UsageError(
             f"loss: it returned {got}; a loss returns (sum [], weight [], {{name: sum [] or (sum [], weight [])}}), "
@@ -160,10 +152,14 @@ def _kind(x: Any) -> str:
 
 def flat(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics of a loss with each pair (sum, weight) as the entries `name` and
-    `weight/name`.
+    `weight/name`. Raises UsageError for a name that a metric cannot have.
     """
     result = dict[str, Any]()
     for name, value in metrics.items():
+        if not isinstance(name, str) or name in RESERVED or name.startswith(WEIGHT):
+            raise UsageError(
+                f"loss: a metric is called {name!r}, which every record contains already, or is no text; rename it"
+            )
         pair = isinstance(value, tuple | list) and len(value) == 2
         result |= {name: value[0], WEIGHT + name: value[1]} if pair else {name: value}
     return result
@@ -176,8 +172,8 @@ def divide(metrics: Mapping[str, Any], weight: Any, xp: Any = jnp) -> dict[str, 
     xp: jax.numpy, or numpy for sums on the host.
     """
 
-    def mean(name: str, value: Any) -> Any:
-        if name.startswith((WEIGHT, SUMS)):
+    def mean(name, value):
+        if name.startswith(WEIGHT) or SUMS in name:
             return value
         if (own_weight := metrics.get(WEIGHT + name)) is None:
             return value / weight
@@ -193,16 +189,22 @@ def make_record(
     computes from them.
 
     A metric whose own weight is 0 is NaN for `derive` and omitted from the report, as are derived
-    numbers that are NaN. `derive` gets the sums:..., the report does not."""
+    numbers that are NaN. `derive` gets the sums:..., the report does not. Raises UsageError if
+    `derive` fails, or returns anything but a dict of numbers."""
     weights = {name for name in means if name.startswith(WEIGHT)}
     empty = {name.removeprefix(WEIGHT) for name in weights if means[name] == 0}
-    sums = {name for name in means if name.startswith(SUMS)}
+    sums = {name for name in means if SUMS in name}
     means = {
         name: value if name in sums else float(value)
         for name, value in means.items()
         if name not in weights
     }
-    derived = derive(means)
+    try:
+        derived = flat({name: float(value) for name, value in derive(means).items()})
+    except ReportedError:
+        raise
+    except Exception as error:
+        raise UsageError(f"loss: derive failed{cause(error)}; return {{name: number}}") from error
     unknown = {name for name, value in derived.items() if empty and math.isnan(value)}
     record = {**means, **derived}
     return {name: record[name] for name in record if name not in empty | unknown | sums}
@@ -234,7 +236,7 @@ def weighted_state(old: Tree, new: Tree, weight: jax.Array, real: jax.Array) -> 
     microbatch has examples.
     """
 
-    def weigh(old: jax.Array, new: jax.Array) -> Average | Change:
+    def weigh(old, new):
         if jnp.issubdtype(old.dtype, jnp.inexact):
             # 0 times infinity is NaN
             value = jnp.where(weight != 0, _parts(new).astype(weight.dtype), 0)
@@ -253,7 +255,7 @@ def mean_state(old: Tree, sums: Tree, weight: jax.Array) -> tuple[Tree, jax.Arra
     """
     disagreeing = []
 
-    def mean(old: jax.Array, new: Average | Change) -> jax.Array:
+    def mean(old, new):
         if isinstance(new, Average):
             average = new.sum / jnp.where(weight > 0, weight, 1)
             average = jax.lax.complex(*average) if jnp.iscomplexobj(old) else average

@@ -32,7 +32,14 @@ from jaxdp.models.scan import BlockReader, PerBlock, remat
 from jaxdp.optim.interpreter import has_narrow_floats
 from jaxdp.optim.optimizers import master_copy
 from jaxdp.optim.schedule import rate_of
-from jaxdp.precision import LossScaling, Policy, at_least_float32, cast_floats, is_narrow
+from jaxdp.precision import (
+    MIN_SCALE,
+    LossScaling,
+    Policy,
+    at_least_float32,
+    cast_floats,
+    is_narrow,
+)
 from jaxdp.split import path_string
 from jaxdp.targets import attribute
 from jaxdp.train.average import with_average
@@ -360,7 +367,7 @@ class LocalStep(NamedTuple):
         )
         sums, loss = jax.tree.map(lambda x: jnp.where(real, x, jnp.zeros_like(x)), (sums, loss))
 
-        def keep_real(old: jax.Array, new: jax.Array) -> jax.Array:
+        def keep_real(old, new):
             return jnp.where(expand_to(real_examples(mask), old), new.astype(old.dtype), old)
 
         # In float16 small gradients underflow, so the loss is scaled up here, and the sums of
@@ -529,7 +536,7 @@ def first_pass(
     """Return (outputs, the batch for the loss) of all devices' microbatches [microbatch, ...]."""
     local = LocalStep(recipe, state, replica, train)
 
-    def outputs_and_batch(piece: Piece) -> tuple[Tree, Batch]:
+    def outputs_and_batch(piece):
         return local.compute_outputs(local.params(state.params), piece)[:2]
 
     return replica.join(local.map(outputs_and_batch, local.pieces(batch)))
@@ -598,7 +605,7 @@ def apply(
         divisor = weight * scaling.factor(state.loss_scale.value).astype(weight.dtype)
     like = master_copy(params, state.opt_state)
 
-    def mean(total: jax.Array, like: jax.Array) -> jax.Array:
+    def mean(total, like):
         total = at_least_float32(total)  # bfloat16 would round the weight itself
         return (total / divisor.astype(total.dtype)).astype(like.dtype)
 
@@ -615,7 +622,8 @@ def apply(
     finite = (nonfinite == 0) & jnp.isfinite(loss)
     overflow: Any = False
     if scaling is not None and state.loss_scale is not None:
-        overflow = jnp.isfinite(loss) & scaling.can_fall(state.loss_scale)
+        can_fall = (state.loss_scale.value > MIN_SCALE) & scaling.dynamic
+        overflow = jnp.isfinite(loss) & can_fall
     facts = Facts(state.step + 1, loss, finite, overflow, disagreeing)
     applied, guard = decide(state.guard, facts, rule.max_nonfinite, rule.spike)
     running = state.guard.halted == 0

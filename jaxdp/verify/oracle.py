@@ -15,12 +15,12 @@ import numpy as np
 import optax
 
 from jaxdp.data.example_order import RESET
-from jaxdp.losses import apply_loss
+from jaxdp.losses import SUMS, apply_loss
 from jaxdp.models.base import CARRY
 from jaxdp.precision import cast_floats
 from jaxdp.split import path_string
 from jaxdp.train.average import EMA, EMA_STATE
-from jaxdp.train.state import SUMS, TrainState, check_result
+from jaxdp.train.state import TrainState, check_result
 from jaxdp.train.step import UpdateRule
 from jaxdp.verify.problem import Problem, Tree, Trial
 
@@ -185,7 +185,7 @@ def train_batch(
     total = sum(weights)
     mean = weighted(grads, [1 / total] * len(grads))
     means = {
-        name: mean_of([metrics[name] for metrics in sums], 1 if name.startswith(SUMS) else total)
+        name: mean_of([metrics[name] for metrics in sums], 1 if SUMS in name else total)
         for name in sums[0]
     }
     means["grad_norm"] = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(mean)))

@@ -86,10 +86,15 @@ def test_splits_of_other_names_are_set(table):
         (7, "11"),
     ]
     for splits in (None, {"train": "5"}):
-        with pytest.raises(
-            UsageError, match=r"no image for train, but .* image of '0'.*set data.args.s"
-        ):
+        said = r"no image for train, but .* image of '0'.*set data.args.s"
+        if splits:
+            said = "data.args.splits.train: no '5' in '.*', only '0', '1', '2'"
+        with pytest.raises(UsageError, match=said):
             ImageTable(path, splits=splits, **args)
+    with pytest.raises(
+        UsageError, match=r"data.args.splits: 'trian' is not one of 'train', 'test'"
+    ):
+        ImageTable(path, splits={"trian": "0"}, **args)
 
 
 def test_classes_are_texts_and_sorted_as_numbers_if_all_are(table):
@@ -143,6 +148,15 @@ def test_the_unicode_form_of_names_does_not_matter(tmp_path):
 def test_what_is_wrong_is_named(table, text, said):
     with pytest.raises(UsageError, match=said):
         ImageTable(table(text), **ONE)
+
+
+def test_two_columns_of_a_name_are_refused(table):
+    frame = pandas.read_csv(table("path,label\nimages/0.png,cat\nimages/1.png,dog\n"))
+    twice = pandas.concat([frame, frame[["label"]]], axis=1)
+    with pytest.raises(
+        UsageError, match=r"data.args.table: two columns are called 'label'; rename"
+    ):
+        ImageTable(twice, **ONE)
 
 
 def test_other_arguments_are_refused(table):

@@ -42,6 +42,26 @@ def test_images_have_channels_and_labels_are_classes(tmp_path, shape, save):
     assert float(scaled.min()) >= -1 and float(scaled.max()) <= 1
 
 
+@pytest.mark.parametrize("shape", [(28, 3), (3, 3), (28, 28, 3)])
+def test_the_number_of_dims_says_whether_images_are_gray(tmp_path, shape):
+    arrays = write(tmp_path / "m.npz", shape)
+    source = MedMNIST(str(tmp_path / "m.npz"))
+    assert source.input_shape == ((28, 28, 3) if len(shape) == 3 else (*shape, 1))
+    read = source.read(np.arange(30))["inputs"]
+    np.testing.assert_array_equal(read.ravel(), arrays["train_images"].ravel())
+
+
+def test_labels_may_have_one_dim(tmp_path):
+    arrays = write(tmp_path / "a.npz")
+    for name, x in arrays.items():
+        arrays[name] = x[:, 0] if name.endswith("labels") else x
+    np.savez(tmp_path / "b.npz", **arrays)
+    one, two = (MedMNIST(str(tmp_path / name)) for name in ("a.npz", "b.npz"))
+    assert one.classes == two.classes == 3
+    np.testing.assert_array_equal(one.arrays["labels"], two.arrays["labels"])
+    assert two.arrays["labels"].dtype == np.int32
+
+
 def test_several_labels_stay_as_they_are(tmp_path):
     arrays = write(tmp_path / "m.npz", labels=14)
     source = MedMNIST(str(tmp_path / "m.npz"))

@@ -5,6 +5,7 @@ import pickle
 import shutil
 import subprocess
 import tracemalloc
+import warnings
 import zipfile
 import zlib
 
@@ -108,6 +109,36 @@ def test_hidden_files_and_names_that_lead_out_are_counted_and_not_read(tmp_path)
     )
     absolute = ImageZip(write_zip(tmp_path / "y.zip", within("/root", TWO)), **ONE)
     assert grays(absolute) == grays(source) and os.listdir(tmp_path) == ["x.zip", "y.zip"]
+
+
+@pytest.mark.parametrize("name", ["ant/0.png", "ant//0.png", "./ant/0.png", "ant\\0.png"])
+def test_two_images_of_a_name_are_refused(tmp_path, name):
+    """A folder has one of them."""
+    path = write_zip(tmp_path / "x.zip", TWO)
+    with zipfile.ZipFile(path, "a") as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        file.writestr(name, png(7))
+        file.writestr("ant/", b"")
+        file.writestr("ant/", b"")
+    with pytest.raises(
+        UsageError, match=r"data.args.root: 2 images are called '.*ant/0.png'; keep"
+    ):
+        ImageZip(path, **ONE)
+
+
+@pytest.mark.parametrize(
+    "splits, said",
+    [
+        ({"trian": "a"}, "data.args.splits: 'trian' is not one of 'train', 'test'"),
+        ({"train": "c"}, "data.args.splits.train: no 'c' in '.*x.zip', only 'a', 'b'"),
+        ({"train": "a", "test": "c"}, "data.args.splits.test: no 'c' in '.*x.zip', only 'a', 'b'"),
+    ],
+)
+def test_keys_and_names_of_splits_are_checked(tmp_path, splits, said):
+    path = write_zip(tmp_path / "x.zip", within("a", TWO) | within("b", TWO))
+    with pytest.raises(UsageError, match=said):
+        ImageZip(path, splits=splits, **ONE)
+    assert len(ImageZip(path, splits={"train": "a", "test": "b"}, **ONE)) == 40
 
 
 def test_a_class_without_an_image_is_refused_by_name(tmp_path):

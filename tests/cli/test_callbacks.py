@@ -483,7 +483,7 @@ def test_early_stopping_follows_the_better_direction():
         RunFailed,
         match=r"EarlyStopping\.evaluated raised KeyError: .*'lost' is not among \['loss'\]",
     ):
-        observed(Callbacks([EarlyStopping("lost")])).evaluated(1, {"loss": 1.0})
+        observed(Callbacks([EarlyStopping("lost", mode="min")])).evaluated(1, {"loss": 1.0})
 
 
 class Misspelled:

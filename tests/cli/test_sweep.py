@@ -219,6 +219,14 @@ def test_the_table_is_sorted_by_a_metric(tmp_path):
     assert page.index('"name":"b"') < page.index('"name":"a"') < page.index('"name":"c"')
 
 
+def test_a_metric_of_unknown_direction_is_sorted_and_says_so(tmp_path):
+    runs = [make_run(tmp_path / x, 0.1, 0.5, 0.8, accumulated_cost=i) for i, x in enumerate("ab")]
+    assert [run["name"] for run in ranked(runs, "accumulated_cost")] == ["b", "a"]
+    said = "accumulated_cost: its name does not say which is best; the largest is first"
+    assert table(runs, "accumulated_cost").splitlines()[-1] == said
+    assert "does not say" not in table(runs, "loss") + table(runs, "accuracy")
+
+
 def test_each_sweep_among_several_stands_for_its_runs(tmp_path):
     """As a shell makes of `runs/*`. A directory of runs that is no sweep is left out, as everything
     that is no run.

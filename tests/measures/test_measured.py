@@ -16,13 +16,14 @@ from jaxdp.losses import (
     Contrastive,
     Logits,
     MeanSquaredError,
+    MultiTask,
     SoftmaxCrossEntropy,
     make_loss,
 )
-from jaxdp.measures.measured import METRICS, Measured
-from jaxdp.measures.of_classes import AUC, F1, Precision, Recall
-from jaxdp.metrics.numbers import LARGER, SMALLER, sign
-from jaxdp.sampling.per_example import PerExample
+from jaxdp.measures.measured import AUC, F1, METRICS, Measured, Precision, Recall
+from jaxdp.metrics.numbers import LARGER, SMALLER, known_sign, sign
+from jaxdp.run.callbacks import EarlyStopping
+from jaxdp.sampling.example_losses import PerExample
 from jaxdp.train.evaluate import np as host
 from jaxdp.train.state import check_result, divide, make_record
 
@@ -40,7 +41,8 @@ def record_of(loss, outputs, batch, parts=(slice(None),)):
     totals = {}
     for part in parts:
         rows = {name: jnp.asarray(x[part]) for name, x in batch.items()}
-        total, weight, metrics = check_result(jax.jit(loss)(jnp.asarray(outputs[part]), rows))
+        checked = jax.jit(lambda outputs, rows: check_result(loss(outputs, rows)))
+        total, weight, metrics = checked(jnp.asarray(outputs[part]), rows)
         for name, x in {"loss": total, "weight": weight, **metrics}.items():
             totals[name] = totals.get(name, 0.0) + np.float64(x)
     means = divide(totals, totals.pop("weight"), host)
@@ -212,8 +214,8 @@ def test_a_metric_of_another_task_is_refused_in_a_line(name, loss, width):
         (Contrastive(), ["F1"], "loss.args.loss: .* couples examples; metrics cannot be added"),
         (
             "SoftmaxCrossEntropy",
-            [F1(0), F1(2)],
-            "loss.args.metrics: 'f1' is there twice; leave one",
+            [F1(2), F1(2)],
+            "loss.args.metrics: 'f1_2' is there twice; leave one",
         ),
         ("SoftmaxCrossEntropy", [F1(4)], "loss.args.metrics.args.positive: 4 is none of 4 classes"),
         ("SoftmaxCrossEntropy", [AUC(-1)], "loss.args.metrics.args.positive: -1 is none of 4"),
@@ -227,6 +229,175 @@ def test_a_metric_of_another_task_is_refused_in_a_line(name, loss, width):
 def test_what_is_wrong_is_named(loss, metrics, said):
     with pytest.raises(UsageError, match=said):
         Measured(loss, metrics)(LOGITS, BATCH)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("row", np.flatnonzero(REAL)[[0, -1]])
+def test_outputs_that_are_no_numbers_have_no_metric(value, row):
+    """Not an AUC of a half, or the recall of the first class; in any of the parts."""
+    outputs = LOGITS.copy()
+    outputs[row, 2] = value
+    loss = Measured(metrics=[AUC(), Precision(3), Recall(None), F1()])
+    for parts in ([slice(None)], [slice(0, 60), slice(60, 120)]):
+        found = record_of(loss, outputs, BATCH, parts)
+        names = {"auc", "auc_error", "precision", "f1", "macro_recall", "recall_0", "recall_3"}
+        assert {name for name, x in found.items() if np.isnan(x)} >= names
+    masked = {**BATCH, "mask": MASK * (np.arange(120) != row)}
+    assert record_of(loss, outputs, masked) == record_of(loss, LOGITS, masked)
+
+
+def test_a_class_of_probability_0_is_one_that_is_never_predicted():
+    outputs = np.where(np.arange(4) == 3, -np.inf, LOGITS)
+    found = record_of(Measured(metrics=[AUC(3), Recall(3), Recall(0)]), outputs, BATCH)
+    assert found["recall_3"] == 0 < found["recall_0"] and found["auc"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_metrics_of_16_bit_outputs_count_every_row(dtype):
+    outputs = jnp.asarray(3 * RNG.normal(size=(5000, 2)), dtype)
+    outputs = outputs.at[::7, 1].set(600)  # in one bin, at the end
+    labels = (RNG.uniform(size=5000) > 0.3).astype(np.int32)
+    batch = {"labels": labels, "mask": np.ones(5000, np.float32)}
+    for metric in (AUC(), F1(None), Precision(), Recall(0)):
+        found, wide = metric(outputs, batch), metric(outputs.astype("float32"), batch)
+        for a, b in zip(*map(jax.tree.leaves, (found, wide)), strict=True):
+            assert a.dtype == b.dtype == jnp.float32
+            np.testing.assert_array_equal(a, b)
+    assert AUC()(outputs, batch)["sums:auc"].sum() == 5000
+    assert F1(None)(outputs, batch)["f1_1"][1] > 4096
+
+
+def test_several_metrics_of_a_kind_have_the_numbers_of_their_classes():
+    metrics = [{"target": name, "args": {"positive": c}} for name in METRICS for c in (3, 0)]
+    found = record_of(make_loss("Measured", {"metrics": metrics}), LOGITS, BATCH)
+    for kind in (Precision, Recall, F1, AUC):
+        for number in (0, 3):
+            one = record_of(Measured(metrics=[kind(number)]), LOGITS, BATCH)
+            assert found[f"{kind.name}_{number}"] == one[kind.name]
+    assert found["auc_3_error"] > 0 and "f1" not in found
+    mixed = record_of(Measured(metrics=[F1(None), Recall(2), AUC()]), LOGITS, BATCH)
+    assert mixed["f1_2"] > 0 and mixed["recall"] > 0 and mixed["auc"] > 0
+
+
+def test_the_mean_of_classes_is_of_no_other_metric():
+    def f1_weighted(outputs, batch):
+        return {"f1_weighted": (jnp.sum(batch["mask"]) * 100, jnp.sum(batch["mask"]))}
+
+    found = record_of(Measured(metrics=[F1(None), f1_weighted]), LOGITS, BATCH)
+    assert found["macro_f1"] == pytest.approx(np.mean([found[f"f1_{c}"] for c in range(4)]))
+    assert found["f1_weighted"] == 100
+
+
+def test_tasks_have_all_metrics_of_their_losses():
+    """Also those that are derived, from the sums and means of the own task."""
+    measured = {"target": "Measured", "args": {"metrics": ["AUC", F1(None)]}, "outputs": "y"}
+    tasks = {
+        "a": {**measured, "labels": "labels"},
+        "a_b": {"target": "CausalLM", "outputs": "z", "labels": "labels"},
+    }
+    loss, totals = MultiTask(tasks), {}
+    for part in (slice(0, 50), slice(50, 120)):
+        rows = {name: jnp.asarray(x[part]) for name, x in BATCH.items()}
+        outputs = {"y": jnp.asarray(LOGITS[part]), "z": jnp.asarray(LOGITS[part])[:, ::-1]}
+        total, weight, metrics = check_result(loss(outputs, rows))
+        for name, x in {"loss": total, "weight": weight, **metrics}.items():
+            totals[name] = totals.get(name, 0.0) + np.float64(x)
+    found = make_record(divide(totals, totals.pop("weight"), host), loss.derive)
+    alone = record_of(Measured(metrics=["AUC", F1(None)]), LOGITS, BATCH)
+    assert {f"a_{name}": x for name, x in alone.items()}.items() <= found.items()
+    assert found["a_b_perplexity"] == pytest.approx(np.exp(found["a_b_loss"]))
+    assert not any("sums" in name for name in found)
+
+
+def nothing(outputs, batch):
+    return None
+
+
+def one_number(outputs, batch):
+    return jnp.sum(outputs)
+
+
+class Derived:
+    """A metric that derives anything."""
+
+    def __init__(self, derived="none"):
+        self.derived = derived
+
+    def __call__(self, outputs, batch):
+        return {"sums:x": jnp.ones(3)}
+
+    def derive(self, means):
+        kinds = {"none": None, "list": [1.0], "text": {"a": "much"}, "array": {"a": np.ones(3)}}
+        kinds |= {"step": {"step": 1.0}, "number": {3: 1.0}}
+        return kinds[self.derived]
+
+
+@pytest.mark.parametrize(
+    "metric, said",
+    [
+        (
+            nothing,
+            "loss.args.metrics: <function nothing .* returned a NoneType; a metric returns {name",
+        ),
+        (one_number, "loss.args.metrics: <function one_number.* returned a .*; a metric returns {"),
+        (
+            lambda outputs, batch: [1, 2],
+            "loss.args.metrics: <function .*> returned a list; a metric",
+        ),
+        (lambda outputs, batch: {"a": [1, 2, 3]}, "loss: it returned .*{a: .a Python int"),
+        (
+            lambda outputs, batch: {3: jnp.sum(outputs)},
+            "loss: a metric is called 3, which .*no text",
+        ),
+        (
+            Derived("none"),
+            "loss.args.metrics: .*Derived.* returned a NoneType; .* its derive {name",
+        ),
+        (Derived("list"), "loss.args.metrics: .*Derived.* returned a list; a metric returns"),
+        (Derived("text"), "loss: derive failed: ValueError: .*'much'; return {name: number}"),
+        (Derived("array"), "loss: derive failed: TypeError: .*; return {name: number}"),
+        (Derived("step"), "loss: a metric is called 'step', which every record contains already"),
+        (Derived("number"), "loss: a metric is called 3, which every record contains .* no text"),
+        (Derived("fails"), "loss: derive failed.*: KeyError: 'fails'; return {name: number}"),
+    ],
+)
+def test_a_metric_that_is_wrong_is_refused_in_a_line(metric, said):
+    with pytest.raises(UsageError, match=said) as refused:
+        record_of(Measured(metrics=[metric]), LOGITS, BATCH)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_run_with_such_a_metric_ends_in_a_line(tmp_path):
+    """When the first record is due: what is derived follows from numbers of the run."""
+    for name, said in (("text", "loss: derive failed: ValueError"), ("list", "returned a list")):
+        with pytest.raises(UsageError, match=said):
+            jaxdp.fit(
+                {"target": "MLP", "args": {"hidden": [8], "num_classes": 2}},
+                (X, Y),
+                Measured(metrics=[Derived(name)]),
+                run_dir=tmp_path / name,
+                steps=4,
+                batch_size=40,
+                log={"every": 2},
+            )
+
+
+def test_a_metric_that_is_never_rated_is_said_once(tmp_path, capsys):
+    """The AUC of one class."""
+    rest = Y == 0
+    jaxdp.fit(
+        {"target": "MLP", "args": {"hidden": [8], "num_classes": 2}},
+        (X, Y),
+        Measured(metrics=["AUC"]),
+        eval_data=(X[rest], Y[rest]),
+        run_dir=tmp_path / "one",
+        steps=12,
+        batch_size=42,
+        eval={"every": 3},
+        checkpoint={"best": "auc"},
+    )
+    lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("checkpoint.best")]
+    assert lines == ["checkpoint.best: auc is missing after update 3, which is never the best"]
 
 
 def test_metrics_are_of_the_config():
@@ -303,7 +474,7 @@ def test_exact_sums_have_the_same_bits_on_any_devices(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", [*SMALLER, "RMSE", "top1_error", "valid/loss", "perplexity", "auc_error"]
+    "name", [*SMALLER.split("|"), "RMSE", "top1_error", "valid/loss", "valLoss", "mse_3", "a.loss"]
 )
 def test_the_smaller_of_these_is_the_better(name):
     assert sign(name) == 1 and sign(name, "max") == -1
@@ -319,17 +490,64 @@ LARGEST = [
     "accuracy",
     "valid/f1_0",
     "mIoU",
+    "F1Score",
+    "acc@5",
+    "precision-3",
+    "rougeL",
 ]
 
 
-@pytest.mark.parametrize("name", [*LARGER, *LARGEST])
+@pytest.mark.parametrize("name", [*LARGER.split("|"), *LARGEST])
 def test_the_larger_of_these_is_the_better(name):
     assert sign(name) == -1 and sign(name, "min") == 1
 
 
+UNKNOWN = [
+    "accumulated_cost",
+    "indices_off",
+    "lossless",
+    "emaerrors",
+    "confident",
+    "f1/macro",
+    "auc_error",
+    "accuracy_loss",
+    "hard_errors/cost",
+]
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_words_inside_words_and_both_kinds_say_nothing(name):
+    """A report then marks no run as the best, and a run asks for the mode in one line."""
+    assert (sign(name), sign(name, "min"), sign(name, "max")) == (0, 1, -1)
+    said = f"k: the name '{name}' does not say whether its min or its max is best; set mode beside"
+    with pytest.raises(UsageError, match=said):
+        known_sign("k", name, None)
+    with pytest.raises(UsageError, match=f"callbacks.args.metric: the name '{name}' does not say"):
+        EarlyStopping(name)
+    assert known_sign("k", name, "min") == -EarlyStopping(name, mode="min").sign == 1
+
+
 def test_the_name_of_a_set_says_nothing_of_a_direction():
-    names = ("hard_errors/accuracy", "lossless/f1", "valid/loss")
-    assert [sign(name) for name in names] == [-1, -1, 1]
+    names = ("hard_errors/accuracy", "loss_free/f1", "valid/loss", "loss_free/hits", "f1/loss")
+    assert [sign(name) for name in names] == [-1, -1, 1, 0, 1]
+
+
+def test_a_run_does_not_take_the_direction_of_a_set(tmp_path):
+    more = {"eval": {"also": {"loss_free": {"target": "Digits"}}}, "steps": 2}
+
+    def run(best, **mode):
+        data = {"data": {"target": "Digits"}, "run_dir": tmp_path / best.replace("/", "_")}
+        loss = Measured(metrics=[confident])
+        model = {"target": "MLP", "args": {"hidden": [8]}}
+        checkpoint = {"best": best, **mode}
+        return jaxdp.fit(model, loss=loss, batch_size=60, checkpoint=checkpoint, **data, **more)
+
+    assert run("loss_free/accuracy").best.final["step"] == 2
+    with pytest.raises(
+        UsageError, match=r"checkpoint.best: the name 'loss_free/confident' does not"
+    ):
+        run("loss_free/confident")
+    assert run("loss_free/confident", mode="max").best.final["step"] == 2
 
 
 @pytest.mark.parametrize("key", ["checkpoint.best", "callbacks.args.metric"])

@@ -93,6 +93,15 @@ def test_names_size_and_split():
     assert Balanced.has_split({"data": {"target": "Digits"}})
 
 
+def test_weights_may_be_numbers_of_numpy():
+    labels = np.arange(40) % 4 == 0
+    wanted = made(labels, weights={0: 1, 1: 3}).counts
+    assert (
+        made(labels, weights={np.int64(0): np.float32(1), np.int64(1): np.int64(3)}).counts
+        == wanted
+    )
+
+
 @pytest.mark.parametrize(
     "labels, more, said",
     [

@@ -8,7 +8,7 @@ import pytest
 import jaxdp
 from jaxdp.errors import UsageError
 from jaxdp.losses import make_loss
-from jaxdp.sampling.per_example import PerExample
+from jaxdp.sampling.example_losses import PerExample
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(60, 4)).astype(np.float32)

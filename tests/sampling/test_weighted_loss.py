@@ -1,5 +1,6 @@
 """The cross-entropy of uneven classes: weights, and precision, recall and F1 as quotients of sums."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,7 +8,7 @@ import pytest
 import jaxdp
 from jaxdp.errors import UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
-from jaxdp.sampling.weighted_loss import WeightedCrossEntropy
+from jaxdp.sampling.example_losses import WeightedCrossEntropy
 
 RNG = np.random.default_rng(1)
 LOGITS = jnp.asarray(RNG.normal(size=(64, 3)), jnp.float32)
@@ -32,6 +33,36 @@ def test_the_loss_is_the_weighted_mean():
     plain = SoftmaxCrossEntropy()(LOGITS, BATCH)
     assert metrics["accuracy"][0] == plain[2]["accuracy"] and metrics["accuracy"][1] == plain[1]
     np.testing.assert_allclose(WeightedCrossEntropy()(LOGITS, BATCH)[0], plain[0])
+
+
+def test_the_loss_is_computed_once():
+    """With weights of classes too: their sums follow from the same terms."""
+
+    def logarithms(loss):
+        return str(jax.make_jaxpr(loss)(LOGITS, BATCH)).count("= log ")
+
+    plain, metrics = SoftmaxCrossEntropy(0.1), WeightedCrossEntropy(None, 1, 0.1)
+    assert logarithms(WeightedCrossEntropy([1, 5, 0.5], 1, 0.1)) == logarithms(metrics)
+    assert logarithms(plain) == 1
+
+
+@pytest.mark.parametrize(
+    "weights", [np.array([1, 5, 0.5]), jnp.array([1, 5, 0.5]), np.array([2, 10, 1]), (1, 5, 0.5)]
+)
+def test_weights_may_be_an_array(weights):
+    found, listed = WeightedCrossEntropy(weights), WeightedCrossEntropy([1, 5, 0.5])
+    sums = [loss(LOGITS, BATCH) for loss in (found, listed)]
+    means = [total / weight for total, weight, _ in sums]
+    np.testing.assert_allclose(*means, rtol=1e-6)
+
+
+def test_tokens_have_the_weights_of_their_classes():
+    batch = {name: x.reshape(8, 8) for name, x in BATCH.items()}
+    found = WeightedCrossEntropy([1, 5, 0.5])(LOGITS.reshape(8, 8, 3), batch)
+    for a, b in zip(
+        *map(jax.tree.leaves, (found, WeightedCrossEntropy([1, 5, 0.5])(LOGITS, BATCH)))
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
 @pytest.mark.parametrize("number", range(3))
@@ -91,6 +122,14 @@ def test_the_mean_over_all_classes():
     [
         ({"class_weights": [1, 2]}, "loss.args.class_weights: 2 numbers for 3 classes; give one"),
         ({"class_weights": [1, 0, 1]}, "loss.args.class_weights: .1, 0, 1. is not a list of pos"),
+        ({"class_weights": [1, -1, 1]}, "loss.args.class_weights: .1, -1, 1. is not a list of pos"),
+        ({"class_weights": [0, 0, 0]}, "loss.args.class_weights: .0, 0, 0. is not a list of pos"),
+        ({"class_weights": [1, np.nan, 1]}, "loss.args.class_weights: .1, nan, 1. is not a list"),
+        (
+            {"class_weights": np.full(3, np.inf)},
+            "loss.args.class_weights: array.* is not a list of",
+        ),
+        ({"class_weights": {0: 1}}, "loss.args.class_weights: .0: 1. is not a list of positive"),
         ({"positive": 3}, "loss.args.positive: 3 is none of 3 classes, 0 to 2"),
     ],
 )
@@ -98,4 +137,6 @@ def test_what_is_wrong_is_named(args, said):
     with pytest.raises(UsageError, match=said):
         WeightedCrossEntropy(**args)(LOGITS, BATCH)
     with pytest.raises(UsageError, match="use SoftmaxCrossEntropy"):
+        WeightedCrossEntropy()(LOGITS, {**BATCH, "labels": np.zeros((64, 3), np.float32)})
+    with pytest.raises(UsageError, match=r"outputs \(64, 3\) do not fit labels \(64, 3\)"):
         WeightedCrossEntropy()(LOGITS, {**BATCH, "labels": np.zeros((64, 3), np.int32)})

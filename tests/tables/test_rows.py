@@ -103,6 +103,71 @@ def test_what_is_wrong_is_named(args, said):
         Table(frame(), **args)
 
 
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"price": np.inf}, "data.args.label: 'price' has no value in row 3; remove the row"),
+        ({"price": np.nan}, "data.args.label: 'price' has no value in row 3; remove the row"),
+        (
+            {"age": 1e300},
+            "data.args.columns: 'age' is 1e.300 in row 3; set data.args.fill, or leave",
+        ),
+        ({"age": np.inf}, "data.args.columns: 'age' is inf in row 3; set data.args.fill"),
+    ],
+)
+def test_numbers_that_are_none_in_float32(change, said):
+    table = frame().assign(price=RNG.normal(size=200))
+    [(name, value)] = change.items()
+    table.loc[3, name] = value
+    with pytest.raises(UsageError, match=said):
+        Table(table, "price")
+
+
+def test_two_columns_of_a_name_are_refused():
+    """Else the names of the columns would be rows."""
+    table = frame()
+    for name in ("age", "churn"):
+        with pytest.raises(
+            UsageError, match=f"data.args.table: two columns are called '{name}'; ren"
+        ):
+            Table(pandas.concat([table, table[[name]]], axis=1), "churn")
+
+
+@pytest.mark.parametrize("values", [pandas.date_range("2020", periods=200), np.arange(200) * 1j])
+def test_dates_and_complex_numbers_are_no_texts(values):
+    with pytest.raises(
+        UsageError, match=r"data.args.columns: 'when' is .*; make numbers of it, or"
+    ):
+        Table(frame().assign(when=values), "churn")
+    with pytest.raises(UsageError, match=r"'when' is .*; make numbers of it"):
+        Table(frame().assign(when=values), "when")
+
+
+def test_a_column_with_a_word_among_its_numbers_is_seen(tmp_path):
+    """Its values are texts, each of one spelling, however long the file is."""
+    rows = [f"{i % 7}.50,{i % 2}\n" for i in range(300_000)]
+    (tmp_path / "long.csv").write_text("x,y\n" + "".join(rows) + "none,1\n")
+    made = Table(tmp_path / "long.csv", "y")
+    assert [*made.values["x"]][:2] == ["0.50", "1.50"] and 7 <= len(made.values["x"]) <= 8
+    assert (
+        made.inventory
+        == f"1 columns, {len(made.names)} inputs; label y, {len(made.names)} values of x"
+    )
+
+
+def test_large_numbers_are_standardized():
+    table = frame().assign(income=1e30 * RNG.normal(size=200))
+    made = Table(table, "churn", ["income"])
+    scaled = made.transform(made.read(np.arange(180)), None, True)["inputs"]
+    assert scaled.dtype == np.float32
+    np.testing.assert_allclose([scaled.mean(), scaled.std()], [0, 1], atol=1e-5)
+
+
+def test_a_whole_number_beyond_an_integer_is_no_class():
+    labels = Table(frame().assign(price=1e19 * (np.arange(200) % 3)), "price", ["age"])
+    assert not hasattr(labels, "classes") and labels.arrays["labels"].max() == np.float32(2e19)
+
+
 def test_files_that_are_no_tables(tmp_path):
     (tmp_path / "empty.csv").write_text("a,b\n")
     (tmp_path / "bad.parquet").write_text("no parquet")
@@ -122,5 +187,5 @@ def test_files_that_are_no_tables(tmp_path):
     ):
         Table(frame(), "churn").encode(frame().assign(age="old"))
     wide = pandas.DataFrame(np.zeros((4, 3000)), columns=[f"c{i}" for i in range(3000)])
-    with pytest.raises(UsageError, match=r"has no column 'label', only c0, .* and 2992 more"):
+    with pytest.raises(UsageError, match=r"has no column 'label', only c0, .* and 2,992 more"):
         Table(wide, "label")

@@ -15,7 +15,6 @@ from browser import CHROMIUM, Browser
 from jaxdp.config import Config
 from jaxdp.config.validation import flatten
 from jaxdp.metrics.jsonl import Events
-from jaxdp.metrics.numbers import SMALLER
 from jaxdp.report import html, media
 from jaxdp.report.html import Reports
 from jaxdp.report.read import read_run
@@ -109,7 +108,11 @@ def test_the_page_of_a_run_reloads_itself_until_it_has_ended(tmp_path):
 
 def test_the_page_knows_which_metrics_are_better_if_smaller(tmp_path):
     """By the same words as `--metric`."""
-    assert data_of(html.render([read_run(make_run(tmp_path / "run"))]))["smaller"] == list(SMALLER)
+    run = read_run(make_run(tmp_path / "run"))
+    run["numbers"] |= {"accuracy": 0.5, "indices_off": 1.0}
+    known = data_of(html.render([run]))["directions"]
+    assert known.keys() == run["numbers"].keys()
+    assert (known["loss"], known["accuracy"], known["indices_off"]) == (1, -1, 0)
 
 
 @pytest.mark.slow

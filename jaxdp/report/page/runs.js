@@ -17,14 +17,13 @@ function place(name) { // the main ones first
   const bare = name.replace(", training", "");
   return ["loss", "accuracy", "perplexity", bare].indexOf(bare);
 }
-const isNamed = (name, words) => words.some((word) => name.split("/").pop().toLowerCase().includes(word)); // the set does not count
-const isSmaller = (name) => isNamed(name, page.smaller); // better if smaller
+const direction = (name) => page.directions[name.replace(", training", "")]; // 1: better if smaller, -1: if larger, 0: not known
 
 function columnsOf(facts) { // {head, show, value} of each column: `value` of a run is what it is sorted by
   const named = { id: "run", head: "run", value: (i) => runs[i].name, down: false, show: (i) => el("span", {}, swatch(i), el("b", {}, breakable(runs[i].name)), " ",
     facts[i].state, el("br"), el("span", { class: "muted" }, facts[i].about)) };
   const keys = differing.map((key) => ({ id: `config ${key}`, head: key, down: false, key: true, value: (i) => runs[i].config[key], show: (i) => show(runs[i].config[key]) }));
-  const measured = metricNames.map((name) => ({ id: `metric ${name}`, head: name, down: !isSmaller(name), metric: name, value: (i) => metrics[i].get(name),
+  const measured = metricNames.map((name) => ({ id: `metric ${name}`, head: name, down: direction(name) !== 1, metric: name, value: (i) => metrics[i].get(name),
     show: (i) => number(metrics[i].get(name)) }));
   const rest = [...new Set(facts.flatMap((f) => f.rest.map(([name]) => name.replace(/ of .*/, ""))))].map((name) => {
     const cell = (i) => facts[i].rest.find(([n]) => n.replace(/ of .*/, "") === name) || [name, "–", NaN];
@@ -44,9 +43,9 @@ function sorted(column) { // indices of runs; what is not a number or missing is
 
 function runsTable(facts) {
   const columns = columnsOf(facts), by = columns.find((c) => c.id === sorting.name);
-  const best = new Map(columns.filter((c) => c.metric && isNamed(c.metric, [...page.smaller, ...page.larger])).map((c) => {
+  const best = new Map(columns.filter((c) => c.metric && direction(c.metric)).map((c) => {
     const values = [...runs.keys()].map(c.value).filter(isNumber);
-    return [c, new Set(values).size > 1 ? (isSmaller(c.metric) ? Math.min(...values) : Math.max(...values)) : NaN];
+    return [c, new Set(values).size > 1 ? (direction(c.metric) === 1 ? Math.min(...values) : Math.max(...values)) : NaN];
   }));
   const head = (c, i) => el("th", { class: i ? "n" : null, "aria-sort": c === by ? (sorting.down ? "descending" : "ascending") : null },
     el("button", { class: "sort", title: "Sort", "data-sort": c.id, onclick: () => {
