@@ -6,12 +6,13 @@ import sys
 from jaxdp.errors import UsageError
 from jaxdp.process.environment import gpu_count
 
-EVERYWHERE = {"--xla_allow_excess_precision": "false"}
-GPU = {"--xla_gpu_deterministic_ops": "true", **EVERYWHERE}
+GPU = {"--xla_gpu_deterministic_ops": "true", "--xla_allow_excess_precision": "false"}
 CPU = {
     "--xla_disable_hlo_passes": "algsimp,reshape-mover,cpu-parallel-task-assigner",
     "--xla_cpu_experimental_ynn_fusion_type": "individual_dot",
-    **EVERYWHERE,
+    "--xla_cpu_max_isa": "AVX",
+    "--xla_cpu_enable_platform_dependent_math": "false",
+    "--xla_allow_excess_precision": "false",
 }
 
 
