@@ -659,7 +659,10 @@ def test_integers_and_leaves_that_are_none_are_as_they_were():
 
 NAMES = "algsimp,reshape-mover,cpu-parallel-task-assigner"
 PASSES = f"--xla_disable_hlo_passes={NAMES}"
-CPU = "--xla_cpu_experimental_ynn_fusion_type=individual_dot --xla_allow_excess_precision=false"
+CPU = (
+    "--xla_cpu_experimental_ynn_fusion_type=individual_dot --xla_cpu_max_isa=AVX "
+    "--xla_cpu_enable_platform_dependent_math=false --xla_allow_excess_precision=false"
+)
 GPU = "--xla_gpu_deterministic_ops=true --xla_allow_excess_precision=false"
 
 
