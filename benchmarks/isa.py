@@ -10,13 +10,12 @@ these numbers of simulated devices, and prints a table of the digests of the par
 column says whether a row has one digest. unpinned: without the flags that give every processor the
 same instructions and kernels (`FLAGS`).
 
-speed: prints the milliseconds of an update, medians, and CPU time, with those flags and without, of
-two jobs that take turns. Other arguments go to the config."""
+speed: prints the milliseconds of an update, medians, with those flags and without, of two jobs that
+take turns. Other arguments go to the config."""
 
 import argparse
 import itertools
 import json
-import os
 import pathlib
 import statistics
 import subprocess
@@ -157,31 +156,20 @@ def speed(model: str, repeats: int, more: Sequence[str]) -> dict[str, Any]:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=job.environment()
         )
         answer(jobs[way])
-    wall: dict[str, list[float]] = {way: [] for way in jobs}
-    cpu: dict[str, list[float]] = {way: [] for way in jobs}
+    times: dict[str, list[float]] = {way: [] for way in jobs}
     for repeat in range(repeats):
         for way in [*jobs][:: 1 if repeat % 2 else -1]:
-            before = cpu_seconds(jobs[way].pid)
             tell(jobs[way], "go")
-            wall[way].append(answer(jobs[way]))
-            cpu[way].append(cpu_seconds(jobs[way].pid) - before)
+            times[way].append(answer(jobs[way]))
     for process in jobs.values():
         tell(process, "stop")
         process.communicate()
-    median = {way: statistics.median(times) for way, times in wall.items()}
-    busy = {way: statistics.median(times) for way, times in cpu.items()}
+    median = {way: statistics.median(ms) for way, ms in times.items()}
     return {
         "model": model,
         "median_ms": {way: round(ms, 2) for way, ms in median.items()},
         "speed": round(median["unpinned"] / median["pinned"], 3),
-        "speed_by_cpu_time": round(busy["unpinned"] / max(busy["pinned"], 1e-9), 3),
     }
-
-
-def cpu_seconds(pid: int) -> float:
-    """Return the CPU time of a process since it started."""
-    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main(argv: list[str]) -> None:
