@@ -46,7 +46,10 @@ def set_flags() -> None:
 
         if private_jax.backends_initialized():
             check_flags()
-    if platform.machine() == "x86_64" and " fma " not in pathlib.Path("/proc/cpuinfo").read_text():
+    if (
+        platform.machine() == "x86_64"
+        and b" fma " not in pathlib.Path("/proc/cpuinfo").read_bytes()
+    ):
         raise UsageError("parallel.reduction: exact needs a processor with FMA; use bucket here")
     os.environ["XLA_FLAGS"] = _flags()
 
