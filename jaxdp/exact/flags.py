@@ -1,9 +1,9 @@
 """The XLA flags of the exact reductions. This module does not import JAX."""
 
 import os
-import pathlib
 import platform
 import sys
+from pathlib import Path
 
 from jaxdp.errors import UsageError
 from jaxdp.process.environment import gpu_count
@@ -46,10 +46,7 @@ def set_flags() -> None:
 
         if private_jax.backends_initialized():
             check_flags()
-    if (
-        platform.machine() == "x86_64"
-        and b" fma " not in pathlib.Path("/proc/cpuinfo").read_bytes()
-    ):
+    if platform.machine() == "x86_64" and b" fma " not in Path("/proc/cpuinfo").read_bytes():
         raise UsageError("parallel.reduction: exact needs a processor with FMA; use bucket here")
     os.environ["XLA_FLAGS"] = _flags()
 
