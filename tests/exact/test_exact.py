@@ -712,6 +712,20 @@ def test_the_environment_of_a_gpu_asks_for_operations_that_are_the_same_every_ti
     assert variables("--xla_gpu_deterministic_ops=false", gpus=1) == GPU
 
 
+@pytest.mark.parametrize(
+    ("features", "works"), [("avx avx2 fma bmi2", True), ("sse4_2 avx fma4 f16c", False)]
+)
+def test_a_processor_without_fma_is_refused(features, works, variables, monkeypatch, tmp_path):
+    (tmp_path / "cpuinfo").write_text(f"flags\t\t: fpu {features} xsave\n", encoding="utf-8")
+    monkeypatch.setattr(flags, "Path", lambda name: tmp_path / pathlib.Path(name).name)
+    monkeypatch.setattr(flags.platform, "machine", lambda: "x86_64")
+    if works:
+        assert variables("") == f"{PASSES} {CPU}"
+    else:
+        with pytest.raises(UsageError, match=r"exact needs a processor with FMA; use bucket here$"):
+            variables("")
+
+
 def test_an_environment_that_exact_mode_cannot_work_in_is_refused_with_what_to_call(
     monkeypatch, closed
 ):
