@@ -191,10 +191,11 @@ def pack(x: jax.Array) -> jax.Array:
 
     A word is the sum of its lanes, with their signs, so a negative lane borrows from the lane above.
     """
-    if x.dtype.itemsize >= 4:
+    size = x.dtype.itemsize
+    if size >= 4:
         return x
-    signs = SIGNS[x.dtype.itemsize]
-    words = fit(x, padded_shape(x.shape, x.ndim - 1, 4 // x.dtype.itemsize)).view(jnp.uint32)
+    signs = SIGNS[size]
+    words = fit(x, padded_shape(x.shape, x.ndim - 1, 4 // size)).view(jnp.uint32)
     return (words ^ signs) - signs
 
 

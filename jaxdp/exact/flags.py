@@ -1,17 +1,20 @@
 """The XLA flags of the exact reductions. This module does not import JAX."""
 
 import os
+import platform
 import sys
+from pathlib import Path
 
 from jaxdp.errors import UsageError
 from jaxdp.process.environment import gpu_count
 
-EVERYWHERE = {"--xla_allow_excess_precision": "false"}
-GPU = {"--xla_gpu_deterministic_ops": "true", **EVERYWHERE}
+GPU = {"--xla_gpu_deterministic_ops": "true", "--xla_allow_excess_precision": "false"}
 CPU = {
     "--xla_disable_hlo_passes": "algsimp,reshape-mover,cpu-parallel-task-assigner",
     "--xla_cpu_experimental_ynn_fusion_type": "individual_dot",
-    **EVERYWHERE,
+    "--xla_cpu_max_isa": "AVX",
+    "--xla_cpu_enable_platform_dependent_math": "false",
+    "--xla_allow_excess_precision": "false",
 }
 
 
@@ -29,13 +32,22 @@ def set_flags() -> None:
     jaxlib 0.10.2 writes out of bounds. GPU: deterministic operations, and none chosen by timing.
     The number of threads does not matter (`jaxdp.exact.products`).
 
-    Raises `UsageError` if JAX has opened its devices without these settings.
+    The same bits on every x86-64 processor (CPU): AVX is the newest instruction set of which all
+    have every instruction and none has a fused multiply-add, so no compiler chooses which product
+    of a sum is left unrounded; and no math that depends on the platform: roots are not refined
+    from each vendor's estimate, and YNNPACK computes a product with kernels that agree. It has
+    none of these without FMA, and a program would wait for ever.
+
+    Raises `UsageError` if JAX has opened its devices without these settings, or if the processor
+    has no FMA.
     """
     if "jax" in sys.modules:
         from jaxdp.process import private_jax
 
         if private_jax.backends_initialized():
             check_flags()
+    if platform.machine() == "x86_64" and b" fma " not in Path("/proc/cpuinfo").read_bytes():
+        raise UsageError("parallel.reduction: exact needs a processor with FMA; use bucket here")
     os.environ["XLA_FLAGS"] = _flags()
 
 

@@ -268,8 +268,10 @@ def needed_and_bad(grads: Tree, live: jax.Array) -> tuple[jax.Array, jax.Array]:
     needed = fusion_barrier(needed_exponents(grads), live)
 
     def count() -> jax.Array:
-        is_bad = [~(jnp.abs(x) < 2.0**LARGEST) for x in jax.tree.leaves(grads)]
-        return sum((jnp.sum(x, dtype=jnp.int32) for x in is_bad), jnp.int32(0))
+        total = jnp.int32(0)
+        for x in jax.tree.leaves(grads):
+            total += jnp.sum(~(jnp.abs(x) < 2.0**LARGEST), dtype=jnp.int32)
+        return total
 
     return needed, jax.lax.cond(jnp.any(needed == NOT_FINITE), count, lambda: jnp.int32(0))
 

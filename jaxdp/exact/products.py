@@ -36,13 +36,13 @@ def lower_on_cpu() -> None:
         mlir.register_lowering(primitive, lowering, platform="cpu")
 
 
-def _lower_dot(ctx: Any, lhs: Any, rhs: Any, *, dimension_numbers: Any, **params: Any) -> Any:
-    (contracted, _), _ = dimension_numbers
+def _lower_dot(ctx: Any, *operands: Any, **params: Any) -> Any:
+    (contracted, _), _ = params["dimension_numbers"]
     ndim = ctx.avals_in[0].ndim
     lower = mlir.lower_fun(_transposed_dot, multiple_results=False)
     if tuple(contracted) == tuple(range(ndim - len(contracted), ndim)):
         lower = private_jax.lower_dot
-    return lower(ctx, lhs, rhs, dimension_numbers=dimension_numbers, **params)
+    return lower(ctx, *operands, **params)
 
 
 def _transposed_dot(

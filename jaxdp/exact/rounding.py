@@ -45,11 +45,9 @@ def opaque_true(step: jax.Array) -> jax.Array:
 
 @jax.jit
 def pin(x: jax.Array, live: jax.Array) -> jax.Array:
-    """Return the values, rounded to their dtype before any later operation; live: from
+    """Return the floats, rounded to their dtype before any later operation; live: from
     `opaque_true`.
     """
-    if not is_float(x):
-        return x
     bits = x.view(f"uint{8 * x.dtype.itemsize}")
     return (bits ^ (~live).astype(bits.dtype)).view(x.dtype)
 
@@ -111,7 +109,7 @@ def as_written(f: Callable, live: jax.Array) -> Callable:
     Loops and functions mapped over devices are not changed.
     """
 
-    uniform: set[Any] = set()  # variables whose entries are all equal
+    uniform = set[Any]()  # variables whose entries are all equal
 
     def is_uniform(variable: Any) -> bool:
         return not variable.aval.shape or variable in uniform

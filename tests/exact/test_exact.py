@@ -659,7 +659,10 @@ def test_integers_and_leaves_that_are_none_are_as_they_were():
 
 NAMES = "algsimp,reshape-mover,cpu-parallel-task-assigner"
 PASSES = f"--xla_disable_hlo_passes={NAMES}"
-CPU = "--xla_cpu_experimental_ynn_fusion_type=individual_dot --xla_allow_excess_precision=false"
+CPU = (
+    "--xla_cpu_experimental_ynn_fusion_type=individual_dot --xla_cpu_max_isa=AVX "
+    "--xla_cpu_enable_platform_dependent_math=false --xla_allow_excess_precision=false"
+)
 GPU = "--xla_gpu_deterministic_ops=true --xla_allow_excess_precision=false"
 
 
@@ -707,6 +710,20 @@ def test_of_a_flag_that_is_given_twice_the_last_does_not_undo_what_exact_mode_ne
 def test_the_environment_of_a_gpu_asks_for_operations_that_are_the_same_every_time(variables):
     assert variables("--xla_a=1", gpus=1) == f"--xla_a=1 {GPU}"
     assert variables("--xla_gpu_deterministic_ops=false", gpus=1) == GPU
+
+
+@pytest.mark.parametrize(
+    ("features", "works"), [("avx avx2 fma bmi2", True), ("sse4_2 avx fma4 f16c", False)]
+)
+def test_a_processor_without_fma_is_refused(features, works, variables, monkeypatch, tmp_path):
+    (tmp_path / "cpuinfo").write_text(f"flags\t\t: fpu {features} xsave\n", encoding="utf-8")
+    monkeypatch.setattr(flags, "Path", lambda name: tmp_path / pathlib.Path(name).name)
+    monkeypatch.setattr(flags.platform, "machine", lambda: "x86_64")
+    if works:
+        assert variables("") == f"{PASSES} {CPU}"
+    else:
+        with pytest.raises(UsageError, match=r"exact needs a processor with FMA; use bucket here$"):
+            variables("")
 
 
 def test_an_environment_that_exact_mode_cannot_work_in_is_refused_with_what_to_call(

@@ -162,3 +162,16 @@ def test_all_products_have_the_same_bits_on_any_number_of_threads(dtype, threads
     assert len(bits[0]) > 15 // each
     for other in bits[1:]:
         assert {name for name in bits[0] if bits[0][name] != other[name]} == set()
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("isa", ["", "SSE4_2"])
+def test_operations_have_the_bits_of_numpy(isa):
+    """What the processor would decide: no product is left unrounded in a sum, a root is rounded
+    correctly, and a product adds in order. `isa`: the instruction set that the environment names.
+    """
+    job = [sys.executable, str(pathlib.Path(__file__).with_name("numpy_bits.py"))]
+    env = {"XLA_FLAGS": f"--xla_cpu_max_isa={isa}" if isa else ""}
+    [done] = together([(job, env)], timeout=300)
+    equal = json.loads(done.stdout.splitlines()[-1])
+    assert len(equal) == 4 and all(equal.values()), equal

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scripts import MLP, run_script, runs
+from scripts import HIDDEN, MLP, run_script, runs
 
 
 @pytest.fixture
@@ -33,3 +33,19 @@ def test_exact_curves(script):
     assert exact["first_50_apart"][0] < 1e-5 and exact["last_losses"] == pytest.approx(
         bucket["last_losses"], abs=2e-5
     )
+
+
+@runs("isa")
+def test_isa(script):
+    words = ["--models", "mlp", "--devices", "1,2", "--steps", 2]
+    head, rule, *rows = script("isa", *words, "--processors", "default,AVX2")
+    assert head == "| model | devices | default | AVX2 | one digest |"
+    assert rule.count("|") == head.count("|")
+    cells = [row.strip("| ").split(" | ") for row in rows]
+    assert [row[:2] for row in cells] == [["mlp", "1"], ["mlp", "2"]]
+    assert {row[4] for row in cells} == {"yes"}
+    assert len({digest for row in cells for digest in row[2:4]}) == 1
+
+    [result] = script("isa", "--speed", "--models", "mlp", "--repeats", 1, *HIDDEN)
+    assert result["model"] == "mlp" and result["speed"] > 0
+    assert result["median_ms"]["pinned"] > 0 and result["median_ms"]["unpinned"] > 0
