@@ -153,6 +153,15 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 COMMANDS = {page.name: commands(page) for page in PAGES}
 
 
+def test_every_mark_is_that_of_the_block_behind_it():
+    """Also where a page has other comments before it."""
+    for page in PAGES:
+        text = page.read_text()
+        marks = re.findall(r"^<!-- ((?:tested|needs): .+) -->$", text, re.MULTILINE)
+        found = [mark for mark, _, _ in all_blocks(text) if re.match("tested: |needs: ", mark)]
+        assert found == marks, page.name
+
+
 def test_a_command_is_on_one_page():
     """The README may begin with those of the pages."""
     docs = [

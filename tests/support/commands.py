@@ -17,8 +17,6 @@ PROGRAMS = "python|mpirun|mpiexec|srun|sbatch|scancel|scontrol|torchrun|make|pip
 COMMAND = re.compile(
     rf"(?:\$ )?(?:[A-Z_]+=\S+ )*(?:(?:{PROGRAMS}) |jaxdp (?:{'|'.join(cli.VERBS)})\b)"
 )
-FENCED = r"(?:<!-- (.+?) -->\n+)?^```(\w*)\n(.*?)^```"
-INDENTED = r"(?<=\n\n)((?: {4}[^\n]*\n+)+)"
 SCRIPT = re.compile(r"^#!|^(?:until|for|trap|wait)\b|&$", re.MULTILINE)
 # What a command needs by what stands in it; others say it on their page.
 NEEDS = {
@@ -51,7 +49,7 @@ class Command(NamedTuple):
 def blocks(text: str) -> list[tuple[str, str, str]]:
     """(mark, language, content) of each block of code, in order."""
     fenced = re.compile(
-        r"(?:<!-- (.+?) -->\n+)?^```(\w*)\n(.*?)^```|(?:(?<=\n\n)((?: {4}.*\n+)+))",
+        r"(?:<!-- ([^\n]+) -->\n+)?^```(\w*)\n(.*?)^```|(?:(?<=\n\n)((?: {4}.*\n+)+))",
         re.DOTALL | re.MULTILINE,
     )
     found = []
