@@ -3,157 +3,139 @@ first state, in the run's own precision, where nothing may be rounded or skipped
 and with exact sums, where bits are compared."""
 
 import dataclasses
-import functools
 import itertools
-import os
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.checkpoint.leaves import host, params_sha256
-from jaxdp.config import Config, Precision
-from jaxdp.data.dataset import Dataset
-from jaxdp.data.example_order import ExampleOrder
+from jaxdp.config import Config
 from jaxdp.data.prefetch import read_batch
-from jaxdp.errors import UsageError, one_line
+from jaxdp.errors import UsageError
 from jaxdp.extras import door
 from jaxdp.parallel.strategy import Strategy
-from jaxdp.precision import is_key, policy
-from jaxdp.process.hosts import listed
-from jaxdp.run.components import make_parts, set_jax
+from jaxdp.precision import policy
+from jaxdp.run.components import Parts, make_parts, set_jax
 from jaxdp.run.preflight import check_optimizer
-from jaxdp.train.state import Batch, TrainState
-from jaxdp.train.step import Step, UpdateRule
-from jaxdp.verify.compare import Reference, Report, Result, describe, differences, leaves, worst
-from jaxdp.verify.oracle import Curve, Oracle, first_state, stack
-from jaxdp.verify.problem import (
+from jaxdp.train.state import Batch, TrainState, floats
+from jaxdp.train.step import Step
+from jaxdp.verify.compare import (
     FAILED,
     OK,
-    ONE_DEVICE,
-    QUICK_COMPILATION,
-    TOLERANCE,
     Check,
+    Report,
+    Result,
+    by_update,
+    describe,
+    find_difference,
+    flatten,
+    leaves,
+    worst,
+)
+from jaxdp.verify.oracle import Oracle, Reference, first_state, stack
+from jaxdp.verify.problem import (
+    FLOAT64,
+    ONE_DEVICE,
+    TOLERANCE,
+    Arrays,
     Configuration,
+    Problem,
     choose_configurations,
-    clip,
-    configuration_of,
     make_variant,
+    own_configuration,
     smaller,
 )
 
 BUCKETS = 3  # about this many, however small the model
 DRAWN = 1e-6  # initial values are drawn in float32, which two programs may round differently
-FLOAT64 = Precision("float64", "float64", "float64")
 
 
 def run_configuration(
     oracle: Oracle,
     reference: Reference,
     devices: Sequence[jax.Device],
-    tolerance: float,
     configuration: Configuration,
 ) -> Result:
     """Train the updates of the trial, and compare the result with the oracle's. Raises UsageError
     as a run would.
     """
-    try:
-        state, curve = train(oracle, reference.rule, configuration, devices)
-    except (UsageError, NotImplementedError):
-        raise
-    except Exception as error:
-        return Result(configuration, FAILED, note=f"{type(error).__name__}: {one_line(error)}")
-    errors = reference.errors(state, curve, tolerance)
-    if not errors:
-        return Result(configuration, FAILED, note="nothing was compared")
-    largest = worst(errors)
-    verdict = OK if largest.error <= tolerance else FAILED
-    return Result(configuration, verdict, f"{largest.error:.1e}", largest.leaf, errors)
-
-
-def train(
-    oracle: Oracle, rule: UpdateRule, configuration: Configuration, devices: Sequence[jax.Device]
-) -> tuple[TrainState, Curve]:
-    """Return (the state after the last update, {metric: [update]}), on the host."""
-    (config, parts), trial, params = oracle.problem, oracle.trial, oracle.start.params
+    (config, parts), trial, rule = oracle.problem, oracle.trial, reference.rule
     casts = policy("float64", "float64", "float64")
     forward = parts.forward._replace(policy=casts, loss_scaling=None)
+    parts = parts._replace(forward=forward, rule=rule, order=trial.order)
     strategy, step = make_variant(
-        dataclasses.replace(config, microbatches=trial.microbatches, precision=FLOAT64),
-        parts._replace(forward=forward, rule=rule, order=trial.order),
+        dataclasses.replace(config, microbatches=trial.order.microbatches, precision=FLOAT64),
+        parts,
         configuration,
         devices,
-        bucket_mb=sum(x.nbytes for x in jax.tree.leaves(params)) / BUCKETS / 1e6,
+        bucket_mb=sum(x.nbytes for x in jax.tree.leaves(oracle.params)) / BUCKETS / 1e6,
         exact_group=1,
     )
     strategy.check(rule.tx, step.trainable(strategy.shapes.params))
-    initial, first = strategy.export(strategy.init()), first_state(oracle, params, rule)
+    initial, first = strategy.export(strategy.init()), first_state(oracle, oracle.params, rule)
     # the oracle has no exponents of integer sums
     first = first.replace(extra=initial.extra | first.extra)
-    drawn = worst(differences(initial.replace(opt_state=None), first.replace(opt_state=None)))
-    if not drawn.error <= DRAWN:
-        raise RuntimeError(
-            f"the initial {drawn.leaf} differs by {drawn.error:.1e}: init is not a function of its key"
-        )
-
-    def put(x, like):
-        if is_key(like):
-            return like
-        return jax.make_array_from_callback(x.shape, like.sharding, lambda part: np.array(x[part]))
-
-    state = jax.tree.map(put, jax.tree.map(host, first), initial)
+    drawn = [flatten(state.replace(opt_state=None), {}) for state in (initial, first)]
+    if difference := find_difference(*drawn, DRAWN):
+        raise RuntimeError(f"the initial {difference}: init is not a function of its key")
+    shardings = jax.tree.map(lambda x: x.sharding, initial)
+    placed = strategy.adopt(jax.device_put(first, shardings, may_alias=False))
     del initial
-    read = functools.partial(read_local, trial.order, parts.dataset, strategy)
-    batches = map(read, range(len(trial.batches)))
-    final, curve = run_updates(strategy, step, strategy.adopt(state), batches)
+    batches = map(reader(parts, strategy), range(len(trial.batches)))
+    state, curve = run_updates(strategy, step, placed, batches)
     if np.any(curve.pop("disagreeing_state", 0)):
         raise RuntimeError(
             "the microbatches disagree on integers of the model's state; all must change one alike"
         )
-    return final, curve
+    errors = reference.errors(state, curve)
+    if not errors:
+        return Result(configuration, FAILED, note="nothing was compared")
+    error, leaf = worst(errors)
+    if error <= reference.tolerance:
+        return Result(configuration, OK, f"{error:.1e}", leaf, errors)
+    return Result(configuration, FAILED, f"{error:.1e}", f"{leaf} differs by {error:.1e}", errors)
 
 
-def read_local(order: ExampleOrder, dataset: Dataset, strategy: Strategy, step: int) -> Batch:
-    """Return the batch of an update on the strategy's devices."""
-    return strategy.shard_batch(read_batch(dataset, order, step, strategy.local_microbatches))
+def reader(parts: Parts, strategy: Strategy) -> Callable[[int], Batch]:
+    """Return a function from the number of an update to its batch on the strategy's devices."""
+
+    def read(update: int) -> Batch:
+        numbers = strategy.local_microbatches
+        return strategy.shard_batch(read_batch(parts.dataset, parts.order, update, numbers))
+
+    return read
 
 
 def run_updates(
     strategy: Strategy, step: Step, state: TrainState, batches: Iterable[Batch]
-) -> tuple[TrainState, Curve]:
+) -> tuple[TrainState, Arrays]:
     """Return (the exported state after an update on each batch, {metric: [update]}), on the host."""
     program, curve = strategy.compile(step), []
     for batch in batches:
         state, metrics = program.update(state, batch)
         curve.append(jax.tree.map(host, metrics))
-    return jax.tree.map(host, strategy.export(state)), stack(curve)
+    return jax.tree.map(host, (strategy.export(state), stack(curve) if curve else {}))
 
 
 UPDATES = 8  # at least
 
 
-def train_in_own_precision(config: Config, devices: int, updates: int) -> dict[str, Curve]:
-    """Train the first batches of a config (with the smaller arguments of `verify`) as its run does.
+def train_in_own_precision(
+    problem: Problem, own: Configuration, devices: Sequence[jax.Device], updates: int
+) -> dict[str, Arrays]:
+    """Train the first batches as the run does, on one device and in the run's own configuration.
 
     Returns curves by configuration, one device with `scan` first. A configuration that is refused,
     or cannot be mapped, is left out.
     """
-    os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace(QUICK_COMPILATION, "")
-    set_jax(config)
-    parts, used = make_parts(config), jax.devices()
-    own, curves = clip(configuration_of(config), used), {}
-    for number, accumulate in itertools.product(sorted({1, devices}), ("scan", "vmap")):
-        configuration = (ONE_DEVICE if number == 1 else own)._replace(accumulate=accumulate)
+    (config, parts), curves = problem, {}
+    for one, accumulate in itertools.product((ONE_DEVICE, own), ("scan", "vmap")):
+        configuration = one._replace(accumulate=accumulate)
         try:
-            strategy, step = make_variant(config, parts, configuration, used)
-            state = strategy.init()
-            batches = (
-                read_local(parts.order, parts.dataset, strategy, i)
-                for i in range(max(updates, UPDATES))
-            )
-            _, curve = run_updates(strategy, step, state, batches)
-            curves[configuration.title] = curve
+            strategy, step = make_variant(config, parts, configuration, devices)
+            batches = map(reader(parts, strategy), range(max(updates, UPDATES)))
+            _, curves[configuration.title] = run_updates(strategy, step, strategy.init(), batches)
         except UsageError:
             continue
         except NotImplementedError:
@@ -162,21 +144,18 @@ def train_in_own_precision(config: Config, devices: int, updates: int) -> dict[s
     return curves
 
 
-def check_own_precision(curves: dict[str, Curve] | str, dtype: np.dtype) -> Check:
-    """Check that skipped updates, loss scales and losses do not depend on the devices. curves: a
-    text if the process failed. dtype: the least precise."""
+def check_own_precision(curves: dict[str, Arrays], dtype: np.dtype) -> Check:
+    """Check that skipped updates, loss scales and losses do not depend on the devices. dtype: the
+    least precise."""
     name, tolerance = f"in {dtype.name}", TOLERANCE[dtype.name]
-    if isinstance(curves, str):
-        return Check(name, FAILED, f"nothing was compared in the run's own precision: {curves}")
     (first, want), *others = curves.items()
     for title, got in others:
         for metric, allowed in (("skipped", 0.0), ("loss_scale", 0.0), ("loss", tolerance)):
-            x, y = (curve.get(metric, np.zeros(1)) for curve in (got, want))
-            apart = ~np.isclose(x, y, allowed, 0.0, equal_nan=True)
-            if apart.any():
-                i = int(apart.argmax())
-                text = f"{metric} of update {i + 1} is {x[i]:.6g} with {title}, but {y[i]:.6g} with {first}"
-                return Check(name, FAILED, text)
+            values = [
+                by_update({k: curve[k] for k in curve if k == metric}) for curve in (got, want)
+            ]
+            if difference := find_difference(*values, allowed):
+                return Check(name, FAILED, f"{difference}, with {title} and with {first}")
     text = f"{len(curves)} configurations skip the same updates, with losses alike to {tolerance:g}"
     return Check(name, OK, text)
 
@@ -210,12 +189,12 @@ def verify_exactly(
     def make(configuration):
         strategy, step = make_variant(config, parts, configuration, used)
         check_optimizer(config, strategy, parts.rule.tx, step)
-        return strategy, step, functools.partial(read_local, parts.order, parts.dataset, strategy)
+        return strategy, step, reader(parts, strategy)
 
     last = parts.order.steps_per_epoch - 1
     batches = [*(min(i, last) for i in range(updates - 1)), last]
     trained = f"{config.batch_size} examples in {config.microbatches} microbatches, the last one the last of an epoch"
-    own = clip(configuration_of(config), used)
+    own = own_configuration(config, parts, used)
     return compare_bits(make, own, used, batches, trained, progress)
 
 
@@ -232,22 +211,21 @@ def compare_bits(
     own: that of the run. batches: the number of the batch of each update. trained: what the updates
     train on, in words. Raises UsageError if no configuration can train.
     """
-    report = Report(
-        f"{describe(devices)}; {len(batches)} updates of {trained}", "params_sha256", goal="exact"
-    )
-    first: dict[str, np.ndarray] = {}
-    changed: list[bool] = []
+    setting = f"{describe(devices)}; {len(batches)} updates of {trained}"
+    report = Report(setting, "params_sha256", own, "exact")
+    first: Arrays = {}
+    changed: list[str] = []
 
     def run(configuration):
         strategy, step, batch = make(configuration)
         state = strategy.init()
-        before = digest_of_floats(strategy.export(state))
+        before = floats_of(strategy.export(state))
         final, curve = run_updates(strategy, step, state, map(batch, batches))
-        changed.append(digest_of_floats(final) != before)
-        bits = {**leaves(final), **leaves({"curve": curve})}
-        if not first:
-            first.update(bits)
-        difference = first_difference(first, bits)
+        changed.append(find_difference(floats_of(final), before, 0.0))
+        arrays = {**by_update(curve), **leaves({"state": final})}
+        bits = {path: np.frombuffer(x.tobytes(), np.uint8) for path, x in arrays.items()}
+        difference = find_difference(bits, first or bits, 0.0)
+        first.update({} if first else bits)
         digest = params_sha256(final.params)
         return Result(configuration, FAILED if difference else OK, digest, difference)
 
@@ -256,38 +234,15 @@ def compare_bits(
     if not compared:
         raise UsageError(report.results[0].note)
     report.agreement = f"give the same bits; params_sha256 {compared[0].value}"
-    report.causes = [f"{r.configuration.title}: {r.note}" for r in report.failed[:1]]
-    report.causes += report.refusal(own)
-    counts = {result.configuration.devices for result in compared}
-    if not any(changed):
-        report.causes = [
+    if changed and not any(changed):
+        text = (
             f"{len(batches)} updates changed no float of the parameters or the optimizer state (none was applied, or "
             "every gradient is zero); verify with data and --updates that train something"
-        ]
-    elif len(counts) == 1:
-        report.causes.append(
-            f"only {counts.pop()} device(s) could train; use --devices 2 or more, and 2 microbatches or more"
         )
+        report.checks.append(Check("training", FAILED, text))
     return report
 
 
-def digest_of_floats(state: TrainState) -> str:
-    """Return the digest of the floats of the parameters and of the optimizer state."""
-    arrays = jax.tree.leaves((state.params, state.opt_state))
-    return params_sha256([x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)])
-
-
-def first_difference(first: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> str:
-    """Return where two first differ, the update and the leaves at the end, or ""."""
-
-    def same(x, y):
-        return (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
-
-    differing = [path for path in first if path not in other or not same(first[path], other[path])]
-    if not differing:
-        return ""
-    pairs = [zip(first[path], other[path]) for path in differing if path.startswith("curve/")]
-    updates = [i for pair in pairs for i, (x, y) in enumerate(pair, 1) if not same(x, y)]
-    when = f"from update {min(updates)} on" if updates else "in the state alone"
-    differing.sort(key=lambda path: not path.startswith("params/"))
-    return f"differs {when}, in {listed(differing, 3)}"
+def floats_of(state: TrainState) -> Arrays:
+    """Return the floats of the parameters and of the optimizer state."""
+    return leaves({"params": state.params, "opt_state": floats(state.opt_state)})

@@ -892,7 +892,7 @@ def report(updates=2, devices=(1, 2), scale=1.0):
         ({"updates": 0}, "0 updates changed no float"),
         ({"scale": np.nan, "devices": (1,)}, "2 updates changed no float"),  # each is skipped
         ({"scale": 0.0, "devices": (1,)}, "2 updates changed no float"),
-        ({"devices": (2,)}, "only 2 device"),
+        ({"devices": (2,)}, "nothing was compared but on 2 device"),
     ],
 )
 def test_equal_rows_that_trained_nothing_or_on_one_number_of_devices_do_not_pass(case, says):

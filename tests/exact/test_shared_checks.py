@@ -291,10 +291,10 @@ def test_exact_prints_a_digest_of_every_way_to_train_and_a_verdict(tmp_path):
         if "refused" in line and "zero" not in line.split()[:3]
     ]
     assert sum("optimizer.target: lamb: it is not elementwise" in line for line in refused) == 6
-    assert re.search("FAILED +differs from update 1 on, in params/", done.stdout)
+    assert re.search("FAILED +loss of update 1 differs", done.stdout)
     assert re.match(
         r"not exact: 2 of 3 configurations differ \(6 more refused\): "
-        r"devices 2 .*: differs from update 1 on, in params/",
+        r"devices 2 .*: loss of update 1 differs",
         done.stdout.splitlines()[-1],
     )
     said = command(
