@@ -5,7 +5,6 @@ In float64, where rounding is small and faults are not: first the parts alone, t
 an oracle that shares no code with the step, and the same updates in many configurations.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 
@@ -15,9 +14,8 @@ import numpy as np
 from jaxdp.errors import UsageError
 from jaxdp.process.context import SLOW, Context
 from jaxdp.run.components import jax_settings
-from jaxdp.run.elsewhere import elsewhere
-from jaxdp.verify.compare import FAILED, NOTE, Check, Report, describe
-from jaxdp.verify.oracle import Oracle, Reference, find_reference, train
+from jaxdp.verify.compare import FAILED, NOTE, Check, Report, describe, no_progress
+from jaxdp.verify.oracle import Oracle, find_reference, train
 from jaxdp.verify.problem import (
     ALONE,
     TOLERANCE,
@@ -29,18 +27,8 @@ from jaxdp.verify.problem import (
     own_configuration,
     settings,
 )
-from jaxdp.verify.trained import check_own_precision, run_configuration, train_in_own_precision
-from jaxdp.verify.verify_checks import (
-    COARSE,
-    check_data,
-    check_loss,
-    check_padding,
-    check_same,
-    facts_of_config,
-    find_facts,
-    narrowest,
-    traits_of,
-)
+from jaxdp.verify.trained import check_own_precision, with_oracle
+from jaxdp.verify.verify_checks import check_parts, narrowest, traits_of
 
 
 def verify(
@@ -49,7 +37,7 @@ def verify(
     *,
     updates: int = 3,
     tolerance: float | None = None,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Callable[[str], None] = no_progress,
     context: Context = ALONE,
 ) -> Report:
     """Compare a few updates in each configuration on these devices with the oracle's.
@@ -69,36 +57,26 @@ def verify(
         raise UsageError(
             f"tolerance: {tolerance} is not between 0 and 1; to compare bits, use --exact"
         )
-    config, count = problem.config, len(devices)
+    config, in_groups = problem.config, problem.config.parallel.in_groups
     own = own_configuration(config, problem.parts, devices)
-    in_groups = config.parallel.in_groups
     if in_groups:
         own = own._replace(reduction="exact")
     local = [device for device in devices if device.process_index == jax.process_index()]
-    with settings(local[0]), contextlib.ExitStack() as processes:
-        trial = make_trial(problem, count, updates)
+    with settings(local[0]):
+        trial = make_trial(problem, len(devices), updates)
         traceable = in_traceable_precision(problem, trial)
         check_memory(traceable, trial, local)
-        if context.is_root:
-            # Another parity, on the other side of usual limits.
-            others = 1 if jax.device_count() > 1 else 8
-            again = processes.enter_context(
-                elsewhere(facts_of_config, config, count, updates, devices=others)
-            )
         oracle = Oracle(traceable, trial)
         dtype, random = traits_of(oracle)
         limit = tolerance or TOLERANCE[dtype.name]
-        report = Report(describe_setting(oracle, devices), f"error (allowed {limit:g})", own)
-        checks, loss = [check_data(problem)], check_loss(oracle, limit)
-        padding = check_padding(oracle, random, limit)
-        if context.is_root:
-            with jax.default_device(jax.local_devices(backend="cpu")[0]):  # as the other process
-                facts = find_facts(oracle)
-            checks.append(check_same(facts, again(), min(COARSE, limit)))
-        report.checks = on_all_ranks(context, [*checks, loss])
-        if report.causes:
+        report = Report(describe_setting(oracle, devices, limit), own)
+        # The programs and the data of all ranks are the same already.
+        checks = context.of_root(
+            "verify", lambda: check_parts(oracle, len(devices), random, limit), SLOW
+        )
+        report.checks += [Check(*check) for check in checks]
+        if {check.name for check in report.checks if check.verdict == FAILED} - {"padding"}:
             return report
-        report.checks.append(padding)
         if dtype != np.float64:
             text = f"the model or the loss computes in {dtype.name}, also from float64 arguments"
             report.checks.append(Check("precision", NOTE, text))
@@ -115,47 +93,34 @@ def verify(
             progress(f"{check.name}: {check.verdict}")
         most = config.verify.strategies
         chosen = choose_configurations(own, devices)[: most and most + 1]
-        report.run(
-            functools.partial(run_configuration, oracle, reference, devices), chosen, progress
-        )
+        report.run(with_oracle(oracle, reference, devices), chosen, progress)
         used = config.precision
-        least_precise = narrowest([dtype, *filter(None, (used.params, used.compute, used.reduce))])
-        if least_precise.itemsize < 4 and not in_groups:
+        narrow = narrowest([dtype, *filter(None, (used.params, used.compute, used.reduce))])
+        if narrow.itemsize < 4 and not in_groups:
             with jax_settings(config):
-                curves = train_in_own_precision(problem, own, devices, updates)
-            report.checks.append(check_own_precision(curves, least_precise))
-        report.agreement = find_agreement(report, reference)
+                check = check_own_precision(problem, own, devices, updates, narrow)
+            report.checks.append(check)
+        report.agreement = find_agreement(report)
         return report
 
 
-def describe_setting(oracle: Oracle, devices: Sequence[jax.Device]) -> str:
+def describe_setting(oracle: Oracle, devices: Sequence[jax.Device], limit: float) -> str:
     used, order = oracle.trial.order, oracle.problem.parts.order
     parameters = sum(x.size for x in jax.tree.leaves(oracle.params))
     return (
         f"{describe(devices)}; {len(oracle.trial.batches)} updates of {used.batch_size} examples in "
         f"{used.microbatches} microbatches (a run has {order.batch_size} in {order.microbatches}); float64, no "
-        f"loss scaling, a constant learning rate; {parameters:,} parameters"
+        f"loss scaling, a constant learning rate; {parameters:,} parameters; allowed error {limit:g}"
     )
 
 
-def find_agreement(report: Report, reference: Reference) -> str:
+def find_agreement(report: Report) -> str:
     """Return how well the configurations agree, if they do."""
-    (error, leaf), (compared, trained) = report.largest, reference.compared
+    reference, largest = report.reference, report.largest
+    compared, trained = reference.compared
     return (
         f"agree with the oracle{f' at {reference.rate:g} of the peak learning rate' * (reference.rate < 1)}; largest "
-        f"relative error {error:.1e}, of {leaf}; allowed {reference.tolerance:g}; {compared} of {trained} trained "
-        f"leaves compared{'; the others have no gradient, but for rounding, or do not move' * (compared < trained)}"
+        f"relative error {largest.error:.1e}, of {largest.text}; allowed {reference.tolerance:g}; {compared} of "
+        f"{trained} trained leaves compared"
+        f"{'; the others have no gradient, but for rounding, or do not move' * (compared < trained)}"
     )
-
-
-def on_all_ranks(context: Context, checks: list[Check]) -> list[Check]:
-    """Return the checks up to the first that failed here, on which its fault would be blamed, or
-    failed on another rank."""
-    failed = [i for i, check in enumerate(checks) if check.verdict == FAILED]
-    text = checks[failed[0]].text if failed else ""
-    others = enumerate(context.exchange("verify", text, SLOW))
-    return checks[: failed[0] + 1 if failed else None] + [
-        Check("ranks", FAILED, f"{context.title(rank)}: {other}")
-        for rank, other in others
-        if other not in ("", text)
-    ]

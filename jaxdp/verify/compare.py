@@ -63,7 +63,7 @@ def difference(got: np.ndarray | None, want: np.ndarray | None) -> float:
     """
     if got is None or want is None or got.shape != want.shape:
         return np.inf
-    if not (jnp.issubdtype(want.dtype, jnp.inexact) and jnp.issubdtype(got.dtype, jnp.inexact)):
+    if not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in (got, want)):
         return 0.0 if np.array_equal(got, want) else np.inf
     finite = np.isfinite(want)
     if not np.array_equal(np.isfinite(got), finite):
@@ -91,39 +91,21 @@ def list_leaves(errors: Errors) -> str:
     return listed((f"{path} ({error:.0e})" for path, error in ordered), 5)
 
 
-class Worst(NamedTuple):
-    error: float
-    leaf: str
-
-
-def worst(errors: Errors) -> Worst:
-    return Worst(*max(((error, leaf) for leaf, error in errors.items()), default=(0.0, "")))
+def no_progress(text: str) -> None:
+    """Print nothing."""
 
 
 class Check(NamedTuple):
-    """verdict: OK, FAILED, NOTE or SKIPPED; FAILED alone means that the problem is not verified."""
+    """What was compared.
+
+    name: of a part of the run, or the title of a configuration. verdict: OK, FAILED, NOTE, SKIPPED,
+    or REFUSED as a run would be; FAILED means that the problem is not verified. text: the result.
+    error: the largest relative error of a leaf."""
 
     name: str
     verdict: str
     text: str
-
-
-class Result(NamedTuple):
-    """What a configuration trained.
-
-    verdict: OK, FAILED, or REFUSED as a run would be. value: the largest error, or a digest; "" if
-    there is none. note: the leaf of this error, what differs, or why there is no value. errors: of
-    each compared leaf."""
-
-    configuration: Configuration
-    verdict: str
-    value: str = ""
-    note: str = ""
-    errors: Errors = {}
-
-    @property
-    def outcome(self) -> str:
-        return " ".join(word for word in (self.value[:16], self.verdict) if word not in ("", OK))
+    error: float = 0.0
 
 
 @dataclasses.dataclass
@@ -132,32 +114,34 @@ class Report:
 
     Args:
         setting: what was trained, and on what, in words.
-        value: the name of the results' values.
         own: the run's configuration.
         goal: of the comparison, in a word.
         reference: what all results are compared with, trained on one device; None: the first result.
         agreement: what verified configurations share.
+        checks: of the parts of the run.
+        results: of the configurations.
     """
 
     setting: str
-    value: str
     own: Configuration
     goal: str = "verified"
     reference: Any = None
     agreement: str = ""
     checks: list[Check] = dataclasses.field(default_factory=list)
-    results: list[Result] = dataclasses.field(default_factory=list)
+    results: dict[Configuration, Check] = dataclasses.field(default_factory=dict)
+
+    def of(self, *verdicts: str) -> list[Configuration]:
+        """Return the configurations with one of these verdicts."""
+        return [c for c, result in self.results.items() if result.verdict in verdicts]
 
     @property
     def causes(self) -> list[str]:
         """Return why it is not verified, the most certain cause first, or nothing."""
         causes = [check.text for check in self.checks if check.verdict == FAILED]
-        causes += [
-            f"the configuration that the config asks for is refused: {r.note}"
-            for r in self.results
-            if r.configuration == self.own and r.verdict == REFUSED
-        ]
-        numbers = {r.configuration.devices for r in self.passed + self.failed}
+        if self.own in self.of(REFUSED):
+            text = self.results[self.own].text
+            causes.append(f"the configuration that the config asks for is refused: {text}")
+        numbers = {c.devices for c in self.of(OK, FAILED)}
         if self.reference:
             numbers.add(1)
         if self.results and len(numbers) == 1:
@@ -165,10 +149,11 @@ class Report:
                 f"nothing was compared but on {numbers.pop()} device(s); use --devices 2 or more, and 2 "
                 "microbatches or more"
             )
-        for r in self.failed[:1]:
-            hint = "; one device agrees: the cause may be what communicates over devices (BatchNorm with sync: true)"
-            agrees = any(r.configuration.devices == 1 for r in self.passed)
-            causes.append(f"{r.configuration.title}: {r.note}{hint * agrees}")
+        for c in self.of(FAILED)[:1]:
+            text = f"{c.title}: {self.results[c].text}"
+            if 1 in {c.devices for c in self.of(OK)}:
+                text += "; one device agrees: does the model communicate over devices (BatchNorm with sync: true)?"
+            causes.append(text)
         return list(dict.fromkeys(causes))
 
     @property
@@ -176,53 +161,39 @@ class Report:
         return not self.causes
 
     @property
-    def failed(self) -> list[Result]:
-        return [result for result in self.results if result.verdict == FAILED]
-
-    @property
-    def passed(self) -> list[Result]:
-        return [result for result in self.results if result.verdict == OK]
-
-    @property
-    def largest(self) -> Worst:
-        return max((worst(result.errors) for result in self.results), default=Worst(0.0, ""))
+    def largest(self) -> Check:
+        return max(self.results.values(), key=lambda result: result.error)
 
     def run(
         self,
-        train: Callable[[Configuration], Result],
+        train: Callable[[Configuration], Check],
         configurations: Sequence[Configuration],
-        progress: Callable[[str], None],
+        progress: Callable[[str], None] = no_progress,
     ) -> None:
         """Add the result of each configuration; progress: see `verify`."""
-        for i, configuration in enumerate(configurations):
-            began = time.monotonic()
+        for configuration in configurations:
+            title, began = configuration.title, time.monotonic()
             try:
                 result = train(configuration)
             except UsageError as error:
-                result = Result(configuration, REFUSED, note=one_line(error))
+                result = Check(title, REFUSED, one_line(error))
             except NotImplementedError as error:  # of a callback that jax.vmap cannot map
                 text = f"{one_line(error)}; set parallel.accumulate to scan"
-                result = Result(configuration, REFUSED, note=text)
+                result = Check(title, REFUSED, text)
             except Exception as error:
-                text = f"{type(error).__name__}: {one_line(error)}"
-                result = Result(configuration, FAILED, note=text)
-            self.results.append(result)
-            shown = f"{i + 1}/{len(configurations)} {configuration.title}: {result.outcome}"
+                result = Check(title, FAILED, f"{type(error).__name__}: {one_line(error)}")
+            self.results[configuration] = result
+            shown = f"{len(self.results)}/{len(configurations)} {title}: {result.verdict}"
             progress(f"{shown}, {time.monotonic() - began:.1f} s")
 
     def as_text(self, title: str) -> str:
         """Return the checks, the configurations, and the verdict as the last line."""
-        parts = [f"{title}\n{self.setting}"]
-        if self.checks:
-            parts.append("\n".join(table([("check", "verdict", "result"), *self.checks])))
-        if self.results:
-            rows = [[*r.configuration.cells, r.outcome, r.note] for r in self.results]
-            parts.append("\n".join(table([[*Configuration._fields, self.value, ""], *rows])))
-        return "\n\n".join([*parts, self.verdict()])
+        rows = [check[:3] for check in [*self.checks, *self.results.values()]]
+        lines = table([("check", "verdict", "result"), *rows])
+        return "\n".join([title, self.setting, "", *lines, "", self.verdict()])
 
     def verdict(self) -> str:
-        passed, failed = len(self.passed), len(self.failed)
-        refused = len(self.results) - passed - failed
+        passed, failed, refused = (len(self.of(x)) for x in (OK, FAILED, REFUSED))
         more = f" ({refused} more refused)" if refused else ""
         if self.verified:
             return f"{self.goal}: {passed} configurations{more} {self.agreement}"
@@ -237,15 +208,10 @@ class Report:
             self.goal: self.verified,
             "causes": self.causes,
             "jax": jax.__version__,
-            "checks": [check._asdict() for check in self.checks],
+            "checks": [dict(zip(("name", "verdict", "text"), check)) for check in self.checks],
             "configurations": [
-                {
-                    "configuration": r.configuration._asdict(),
-                    "verdict": r.verdict,
-                    self.value: r.value,
-                    "note": r.note,
-                }
-                for r in self.results
+                {"configuration": c._asdict(), "verdict": result.verdict, "text": result.text}
+                for c, result in self.results.items()
             ],
         }
 

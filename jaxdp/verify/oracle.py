@@ -125,6 +125,11 @@ class Oracle:
         }
         return sums, {CARRY: stack(carries)} if kept else {}
 
+    def outputs(self, batch: Arrays, train: bool) -> tuple[Tree, Tree]:
+        """Return (outputs, what the loss gets) of a microbatch, in the first state."""
+        key = self.keys(0)[0]
+        return self.forward(self.params, self.model_state, batch, key, train)[:2]
+
     def sums_of_one(self, batch: Arrays) -> Tree:
         """Return the sums of a microbatch of any size, in the first state."""
         model_state, carry = split_carry(self.model_state)

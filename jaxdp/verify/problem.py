@@ -66,15 +66,12 @@ class Configuration(NamedTuple):
     shard_size: int | None = None
 
     @property
-    def cells(self) -> list[str]:
-        """Return the values as text, with "-" for a setting that has no effect."""
-        values = self._asdict() | ({} if ZERO[self.zero].grads else {"gradient_buffer": None})
-        return ["-" if value is None else str(value) for value in values.values()]
-
-    @property
     def title(self) -> str:
-        cells = zip(self._fields, self.cells, strict=True)
-        return " ".join(f"{name} {cell}" for name, cell in cells if cell != "-")
+        """Return the settings that have an effect."""
+        values = self._asdict()
+        if not ZERO[self.zero].grads:
+            del values["gradient_buffer"]
+        return " ".join(f"{name} {value}" for name, value in values.items() if value is not None)
 
 
 # with the backend that has most stages, the only one that splits a state within groups of devices
@@ -124,10 +121,10 @@ def choose_configurations(
 
 
 def pairs(configuration: Configuration) -> set[tuple[Any, ...]]:
-    """Return every two settings with their values; backend and stage count as one setting."""
-    settings = configuration._asdict()
-    settings["stage"] = (settings.pop("backend"), settings.pop("zero"))
-    return set(itertools.combinations(sorted(settings.items(), reverse=True), 2))
+    """Return every two settings with their values; backend and stage together are one, too."""
+    stage = configuration.backend, configuration.zero
+    settings = {"stage": stage, **configuration._asdict()}
+    return set(itertools.combinations(settings.items(), 2))
 
 
 def is_meaningful(configuration: Configuration) -> bool:

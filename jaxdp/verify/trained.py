@@ -5,6 +5,7 @@ and with exact sums, where bits are compared."""
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,20 +19,19 @@ from jaxdp.parallel.strategy import Strategy
 from jaxdp.precision import policy
 from jaxdp.run.components import Parts, make_parts, set_jax
 from jaxdp.run.preflight import check_optimizer
-from jaxdp.train.state import Batch, TrainState, floats
+from jaxdp.train.state import Batch, TrainState
 from jaxdp.train.step import Step
 from jaxdp.verify.compare import (
     FAILED,
     OK,
     Check,
     Report,
-    Result,
     by_update,
     describe,
     find_difference,
     flatten,
     leaves,
-    worst,
+    no_progress,
 )
 from jaxdp.verify.oracle import Oracle, Reference, first_state, stack
 from jaxdp.verify.problem import (
@@ -48,63 +48,28 @@ from jaxdp.verify.problem import (
 )
 
 BUCKETS = 3  # about this many, however small the model
+UPDATES = 8  # at least, in the run's own precision
 DRAWN = 1e-6  # initial values are drawn in float32, which two programs may round differently
 
 
-def run_configuration(
-    oracle: Oracle,
-    reference: Reference,
-    devices: Sequence[jax.Device],
-    configuration: Configuration,
-) -> Result:
-    """Train the updates of the trial, and compare the result with the oracle's. Raises UsageError
-    as a run would.
-    """
-    (config, parts), trial, rule = oracle.problem, oracle.trial, reference.rule
-    casts = policy("float64", "float64", "float64")
-    forward = parts.forward._replace(policy=casts, loss_scaling=None)
-    parts = parts._replace(forward=forward, rule=rule, order=trial.order)
-    strategy, step = make_variant(
-        dataclasses.replace(config, microbatches=trial.order.microbatches, precision=FLOAT64),
-        parts,
-        configuration,
-        devices,
-        bucket_mb=sum(x.nbytes for x in jax.tree.leaves(oracle.params)) / BUCKETS / 1e6,
-        exact_group=1,
-    )
-    strategy.check(rule.tx, step.trainable(strategy.shapes.params))
-    initial, first = strategy.export(strategy.init()), first_state(oracle, oracle.params, rule)
-    # the oracle has no exponents of integer sums
-    first = first.replace(extra=initial.extra | first.extra)
-    drawn = [flatten(state.replace(opt_state=None), {}) for state in (initial, first)]
-    if difference := find_difference(*drawn, DRAWN):
-        raise RuntimeError(f"the initial {difference}: init is not a function of its key")
-    shardings = jax.tree.map(lambda x: x.sharding, initial)
-    placed = strategy.adopt(jax.device_put(first, shardings, may_alias=False))
-    del initial
-    batches = map(reader(parts, strategy), range(len(trial.batches)))
-    state, curve = run_updates(strategy, step, placed, batches)
-    if np.any(curve.pop("disagreeing_state", 0)):
-        raise RuntimeError(
-            "the microbatches disagree on integers of the model's state; all must change one alike"
-        )
-    errors = reference.errors(state, curve)
-    if not errors:
-        return Result(configuration, FAILED, note="nothing was compared")
-    error, leaf = worst(errors)
-    if error <= reference.tolerance:
-        return Result(configuration, OK, f"{error:.1e}", leaf, errors)
-    return Result(configuration, FAILED, f"{error:.1e}", f"{leaf} differs by {error:.1e}", errors)
+# configuration -> (its strategy, the step, batch number -> its batch on the strategy's devices)
+Make = Callable[[Configuration], tuple[Strategy, Step, Callable[[int], Batch]]]
 
 
-def reader(parts: Parts, strategy: Strategy) -> Callable[[int], Batch]:
-    """Return a function from the number of an update to its batch on the strategy's devices."""
+def maker(config: Config, parts: Parts, devices: Sequence[jax.Device], **parallel: Any) -> Make:
+    """Return a function that builds the run in a configuration. parallel: see `make_variant`."""
 
-    def read(update: int) -> Batch:
-        numbers = strategy.local_microbatches
-        return strategy.shard_batch(read_batch(parts.dataset, parts.order, update, numbers))
+    def make(configuration: Configuration) -> tuple[Strategy, Step, Callable[[int], Batch]]:
+        strategy, step = make_variant(config, parts, configuration, devices, **parallel)
+        check_optimizer(config, strategy, parts.rule.tx, step)
 
-    return read
+        def read(number: int) -> Batch:
+            batch = read_batch(parts.dataset, parts.order, number, strategy.local_microbatches)
+            return strategy.shard_batch(batch)
+
+        return strategy, step, read
+
+    return make
 
 
 def run_updates(
@@ -118,50 +83,100 @@ def run_updates(
     return jax.tree.map(host, (strategy.export(state), stack(curve) if curve else {}))
 
 
-UPDATES = 8  # at least
+def with_oracle(
+    oracle: Oracle, reference: Reference, devices: Sequence[jax.Device]
+) -> Callable[[Configuration], Check]:
+    """Return a function that trains the updates of the trial in a configuration, and compares the
+    result with the oracle's. It raises UsageError as a run would."""
+    (config, parts), trial, rule = oracle.problem, oracle.trial, reference.rule
+    casts = policy("float64", "float64", "float64")
+    forward = parts.forward._replace(policy=casts, loss_scaling=None)
+    make = maker(
+        dataclasses.replace(config, microbatches=trial.order.microbatches, precision=FLOAT64),
+        parts._replace(forward=forward, rule=rule, order=trial.order),
+        devices,
+        bucket_mb=sum(x.nbytes for x in jax.tree.leaves(oracle.params)) / BUCKETS / 1e6,
+        exact_group=1,
+    )
+
+    def run(configuration):
+        title = configuration.title
+        strategy, step, read = make(configuration)
+        initial, first = strategy.export(strategy.init()), first_state(oracle, oracle.params, rule)
+        # the oracle has no exponents of integer sums
+        first = first.replace(extra=initial.extra | first.extra)
+        drawn = [flatten(state.replace(opt_state=None), {}) for state in (initial, first)]
+        if difference := find_difference(*drawn, DRAWN):
+            return Check(title, FAILED, f"the initial {difference}: init is no function of its key")
+        shardings = jax.tree.map(lambda x: x.sharding, initial)
+        placed = strategy.adopt(jax.device_put(first, shardings, may_alias=False))
+        del initial
+        state, curve = run_updates(strategy, step, placed, map(read, range(len(trial.batches))))
+        if np.any(curve.pop("disagreeing_state", 0)):
+            text = "the microbatches disagree on integers of the model's state; all must change one alike"
+            return Check(title, FAILED, text)
+        errors = reference.errors(state, curve)
+        leaf = max(errors, key=errors.__getitem__, default="")
+        if not leaf:
+            return Check(title, FAILED, "nothing was compared")
+        error = errors[leaf]
+        verdict = OK if error <= reference.tolerance else FAILED
+        return Check(title, verdict, f"{leaf} differs by {error:.1e}", error)
+
+    return run
 
 
-def train_in_own_precision(
-    problem: Problem, own: Configuration, devices: Sequence[jax.Device], updates: int
-) -> dict[str, Arrays]:
-    """Train the first batches as the run does, on one device and in the run's own configuration.
+def with_first(
+    make: Make,
+    batches: Sequence[int],
+    arrays: Callable[[TrainState, Arrays], Arrays],
+    tolerance: float = 0.0,
+) -> Callable[[Configuration], Check]:
+    """Return a function that trains a configuration from its initial state, and compares it with the
+    first one.
 
-    Returns curves by configuration, one device with `scan` first. A configuration that is refused,
-    or cannot be mapped, is left out.
-    """
-    (config, parts), curves = problem, {}
-    for one, accumulate in itertools.product((ONE_DEVICE, own), ("scan", "vmap")):
-        configuration = one._replace(accumulate=accumulate)
-        try:
-            strategy, step = make_variant(config, parts, configuration, devices)
-            batches = map(reader(parts, strategy), range(max(updates, UPDATES)))
-            _, curves[configuration.title] = run_updates(strategy, step, strategy.init(), batches)
-        except UsageError:
-            continue
-        except NotImplementedError:
-            if accumulate == "scan":
-                raise
-    return curves
+    batches: the number of the batch of each update. arrays: (state, curve) -> what is compared."""
+    first: Arrays = {}
+
+    def run(configuration):
+        strategy, step, read = make(configuration)
+        state, curve = run_updates(strategy, step, strategy.init(), map(read, batches))
+        got = arrays(state, curve)
+        difference = find_difference(got, first or got, tolerance)
+        first.update({} if first else got)
+        verdict = FAILED if difference else OK
+        return Check(configuration.title, verdict, difference or params_sha256(state.params))
+
+    return run
 
 
-def check_own_precision(curves: dict[str, Arrays], dtype: np.dtype) -> Check:
-    """Check that skipped updates, loss scales and losses do not depend on the devices. dtype: the
-    least precise."""
-    name, tolerance = f"in {dtype.name}", TOLERANCE[dtype.name]
-    (first, want), *others = curves.items()
-    for title, got in others:
-        for metric, allowed in (("skipped", 0.0), ("loss_scale", 0.0), ("loss", tolerance)):
-            values = [
-                by_update({k: curve[k] for k in curve if k == metric}) for curve in (got, want)
-            ]
-            if difference := find_difference(*values, allowed):
-                return Check(name, FAILED, f"{difference}, with {title} and with {first}")
-    text = f"{len(curves)} configurations skip the same updates, with losses alike to {tolerance:g}"
+def check_own_precision(
+    problem: Problem,
+    own: Configuration,
+    devices: Sequence[jax.Device],
+    updates: int,
+    dtype: np.dtype,
+) -> Check:
+    """Check that skipped updates, loss scales and losses of a run do not depend on its devices.
+    dtype: its least precise."""
+    name, tolerance, report = f"in {dtype.name}", TOLERANCE[dtype.name], Report("", own)
+    both = itertools.product((ONE_DEVICE, own), ("scan", "vmap"))
+    configurations = [one._replace(accumulate=accumulate) for one, accumulate in both]
+    make, batches = maker(*problem, devices), range(max(updates, UPDATES))
+    run = with_first(make, batches, decisions, tolerance)
+    report.run(run, list(dict.fromkeys(configurations)))
+    for failed in report.of(FAILED):
+        return Check(name, FAILED, f"{failed.title}: {report.results[failed].text}")
+    if not (same := report.of(OK)):
+        return Check(name, FAILED, "nothing was compared in the run's own precision")
+    text = f"{len(same)} configurations skip the same updates, with losses alike to {tolerance:g}"
     return Check(name, OK, text)
 
 
-# configuration -> (its strategy, the step, batch number -> its batch on the strategy's devices)
-Make = Callable[[Configuration], tuple[Strategy, Step, Callable[[int], Batch]]]
+def decisions(state: TrainState, curve: Arrays) -> Arrays:
+    """Return what must be alike in the run's own precision."""
+    names = [name for name in ("skipped", "loss_scale", "loss") if name in curve]
+    return by_update({name: curve[name] for name in names})
 
 
 def exactly(config: Config) -> Config:
@@ -185,17 +200,11 @@ def verify_exactly(
     used = jax.devices()
     if jax.process_count() == 1:
         used = used[: min(devices, config.microbatches // config.parallel.exact_group)]
-
-    def make(configuration):
-        strategy, step = make_variant(config, parts, configuration, used)
-        check_optimizer(config, strategy, parts.rule.tx, step)
-        return strategy, step, reader(parts, strategy)
-
     last = parts.order.steps_per_epoch - 1
     batches = [*(min(i, last) for i in range(updates - 1)), last]
     trained = f"{config.batch_size} examples in {config.microbatches} microbatches, the last one the last of an epoch"
     own = own_configuration(config, parts, used)
-    return compare_bits(make, own, used, batches, trained, progress)
+    return compare_bits(maker(config, parts, used), own, used, batches, trained, progress)
 
 
 def compare_bits(
@@ -204,45 +213,33 @@ def compare_bits(
     devices: Sequence[jax.Device],
     batches: Sequence[int],
     trained: str,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Callable[[str], None] = no_progress,
 ) -> Report:
     """Train the same updates in every configuration on these devices, and compare them to the bit.
 
-    own: that of the run. batches: the number of the batch of each update. trained: what the updates
-    train on, in words. Raises UsageError if no configuration can train.
+    own: that of the run. trained: what the updates train on, in words. Raises UsageError if no
+    configuration can train.
     """
-    setting = f"{describe(devices)}; {len(batches)} updates of {trained}"
-    report = Report(setting, "params_sha256", own, "exact")
-    first: Arrays = {}
-    changed: list[str] = []
+    report = Report(f"{describe(devices)}; {len(batches)} updates of {trained}", own, "exact")
+    applied = []
 
-    def run(configuration):
-        strategy, step, batch = make(configuration)
-        state = strategy.init()
-        before = floats_of(strategy.export(state))
-        final, curve = run_updates(strategy, step, state, map(batch, batches))
-        changed.append(find_difference(floats_of(final), before, 0.0))
-        arrays = {**by_update(curve), **leaves({"state": final})}
-        bits = {path: np.frombuffer(x.tobytes(), np.uint8) for path, x in arrays.items()}
-        difference = find_difference(bits, first or bits, 0.0)
-        first.update({} if first else bits)
-        digest = params_sha256(final.params)
-        return Result(configuration, FAILED if difference else OK, digest, difference)
+    def bits(state, curve):
+        if curve:
+            applied.append(np.where(curve["skipped"], 0, curve["grad_norm"]).any())
+        arrays = {**by_update(curve), **leaves({"state": state})}
+        return {path: np.frombuffer(x.tobytes(), np.uint8) for path, x in arrays.items()}
 
-    report.run(run, choose_configurations(own, devices, exact=True), progress)
-    compared = report.passed + report.failed
+    configurations = choose_configurations(own, devices, exact=True)
+    report.run(with_first(make, batches, bits), configurations, progress)
+    compared = report.of(OK, FAILED)
     if not compared:
-        raise UsageError(report.results[0].note)
-    report.agreement = f"give the same bits; params_sha256 {compared[0].value}"
-    if changed and not any(changed):
+        raise UsageError(report.results[configurations[0]].text)
+    digest = report.results[compared[0]].text
+    report.agreement = f"give the same bits; params_sha256 {digest}"
+    if not any(applied):
         text = (
-            f"{len(batches)} updates changed no float of the parameters or the optimizer state (none was applied, or "
-            "every gradient is zero); verify with data and --updates that train something"
+            f"{len(batches)} updates trained nothing (none was applied, or every gradient is zero); verify with data "
+            "and --updates that train something"
         )
         report.checks.append(Check("training", FAILED, text))
     return report
-
-
-def floats_of(state: TrainState) -> Arrays:
-    """Return the floats of the parameters and of the optimizer state."""
-    return leaves({"params": state.params, "opt_state": floats(state.opt_state)})

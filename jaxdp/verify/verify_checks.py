@@ -12,11 +12,12 @@ from jax.flatten_util import ravel_pytree
 
 from jaxdp.config import Config
 from jaxdp.data.dataset import Dataset, probes
-from jaxdp.data.example_order import EpochOrder, Streams
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import one_line
 from jaxdp.optim.interpreter import inside
 from jaxdp.run.components import schedule_of, set_jax
+from jaxdp.run.datasets import eval_key, make_order
+from jaxdp.run.elsewhere import elsewhere
 from jaxdp.run.programs import describe, needed
 from jaxdp.train.state import expand_to, flat
 from jaxdp.verify.compare import (
@@ -42,8 +43,26 @@ from jaxdp.verify.problem import (
 
 # what padding or another process may change: here a fault is never as small as rounding
 COARSE = 1e-6
-EPOCHS, ORDERS, READ = 4, 256, 10**6  # of the order: epochs, updates and examples, at most
+EPOCHS, ORDERS = 4, 64  # of the order: epochs, and updates at most
 RATES = 2**16  # learning rates at most, over the whole run
+
+
+def check_parts(oracle: Oracle, devices: int, random: bool, tolerance: float) -> list[Check]:
+    """Check the parts alone, up to the first that failed, on which its fault would be blamed.
+    devices: their number. random: see `traits_of`."""
+    problem = oracle.problem
+    arguments = problem.config, devices, len(oracle.trial.batches)
+    # Another parity, on the other side of usual limits.
+    others = 1 if jax.device_count() > 1 else 8
+    with elsewhere(facts_of_config, *arguments, devices=others) as again:
+        loss = check_loss(oracle, tolerance)  # while the other process computes
+        padding = check_padding(oracle, random, tolerance)
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):  # as the other process
+            facts = find_facts(oracle)
+        same = check_same(facts, again(), min(COARSE, tolerance))
+    checks = [check_data(problem), same, loss, padding]
+    failed = [i for i, check in enumerate(checks) if check.verdict == FAILED]
+    return checks[: failed[0] + 1] if failed else checks
 
 
 def facts_of_config(config: Config, devices: int, updates: int) -> Arrays:
@@ -67,20 +86,8 @@ def find_facts(oracle: Oracle) -> Arrays:
     end of the run, with their gradients; an evaluation. On JAX's default device."""
     problem, parts = oracle.problem, oracle.problem.parts
     order, steps, rule = parts.order, parts.steps, problem.rule()
-    facts: dict[str, Any] = {"the number of updates": steps}
-    for name, dataset in named_sets(problem).items():
-        facts[f"the number of examples of the {name}"] = len(dataset)
-        for key, values in dataset.read(probes(dataset)).items():
-            facts[f"{key!r} of the {name}"] = describe(np.asarray(values))
-    count = int(np.clip(READ // order.batch_size, 8, ORDERS))
+    schedule, microbatches = schedule_of(problem.config, steps), np.arange(order.microbatches)
     last = min(steps, EPOCHS * order.steps_per_epoch) - 1
-    for i in np.unique(np.linspace(0, last, count).astype(np.int64)).tolist():
-        rows = order.rows(i, np.arange(order.microbatches))
-        facts[f"the order of examples in update {i + 1}"] = describe(rows)
-    updates = np.unique(np.linspace(0, steps, min(steps + 1, RATES)).astype(np.int32))
-    schedule = schedule_of(problem.config, steps)
-    facts["learning rate"] = jax.jit(lambda updates: jax.lax.map(schedule, updates))(updates)
-
     trained = train(oracle, oracle.params, rule)
 
     def at_the_end(x):
@@ -90,7 +97,17 @@ def find_facts(oracle: Oracle) -> Arrays:
     # An optimizer may have a schedule of its own.
     counts = jax.tree.map(at_the_end, trained.state.opt_state)
     parameters = rule.trainable(trained.state.params)
+    facts: dict[str, Any] = {"the number of updates": steps}
+    for name, dataset in named_sets(problem).items():
+        facts[f"the number of examples of {name}"] = len(dataset)
+        for key, values in dataset.read(probes(dataset)).items():
+            facts[f"{key!r} of {name}"] = describe(np.asarray(values))
+    for i in spread(last, ORDERS).tolist():
+        facts[f"the order of examples in update {i + 1}"] = describe(order.rows(i, microbatches))
     facts |= {
+        "learning rate": jax.jit(lambda updates: jax.lax.map(schedule, updates))(
+            spread(steps, RATES)
+        ),
         "initial": {"params": oracle.params, "model_state": oracle.model_state},
         "gradient": trained.grads,
         "last update": update(rule, parameters, counts, trained.grads[-1]),
@@ -99,30 +116,38 @@ def find_facts(oracle: Oracle) -> Arrays:
     return leaves(facts) | flatten(trained.state, trained.curve, trained.start)
 
 
+def spread(last: int, most: int) -> np.ndarray:
+    """Return numbers from 0 to `last`, at most so many."""
+    return np.unique(np.linspace(0, last, min(last + 1, most)).astype(np.int32))
+
+
 def named_sets(problem: Problem) -> dict[str, Dataset]:
-    sets = {"data": problem.parts.dataset}
-    for key, dataset in problem.parts.eval_sets.items():
-        sets[f"evaluation set {key!r}" if key else "evaluation data"] = dataset
-    return sets
+    others = {eval_key(name): dataset for name, dataset in problem.parts.eval_sets.items()}
+    return {"data": problem.parts.dataset, **others}
 
 
 def eval_batch(oracle: Oracle) -> Arrays:
     """Return a microbatch of the first evaluation set; empty if there is none."""
-    parts = oracle.problem.parts
+    (config, parts), size = oracle.problem, oracle.trial.order.examples_per_microbatch
     for dataset in parts.eval_sets.values():
-        sizes = len(dataset), oracle.trial.order.examples_per_microbatch, 1
-        order = Streams(*sizes) if parts.order.sequential else EpochOrder(*sizes, shuffle=False)
-        return at(0, read_batch(dataset, order, 0, [0]))
+        order = make_order(config, dataset, parts.sequential, shuffle=False)
+        return at((0, slice(size)), read_batch(dataset, order, 0, [0]))
     return {}
 
 
 def evaluate(oracle: Oracle, batch: Arrays) -> Tree:
     """Return {loss, weight, metrics} of the evaluation of a microbatch, or nothing of an empty one."""
-    if not batch:
-        return {}
-    key = oracle.keys(0)[0]
-    outputs, seen, _ = oracle.forward(oracle.params, oracle.model_state, batch, key, False)
-    return dict(zip(("loss", "weight", "metrics"), oracle.loss(outputs, seen), strict=True))
+    return (
+        dict(
+            zip(
+                ("loss", "weight", "metrics"),
+                oracle.loss(*oracle.outputs(batch, False)),
+                strict=True,
+            )
+        )
+        if batch
+        else {}
+    )
 
 
 def check_same(facts: Arrays, again: Arrays | str, tolerance: float) -> Check:
@@ -145,18 +170,17 @@ def check_data(problem: Problem) -> Check:
     """Check that all sets return the same example for the same index, in another order and among
     others.
     """
-    number = 0
-    for which, dataset in named_sets(problem).items():
+    sets = named_sets(problem)
+    for name, dataset in sets.items():
         index = probes(dataset)
-        number += len(index)
         one, other = at(slice(None, None, -2), dataset.read(index)), dataset.read(index[::-2])
         if difference := find_difference(other, one, 0.0):
             text = (
-                f"the {which} is not a function of the index: read again, with others, {difference}; move what is "
-                "random into its transform(batch, key, train), and compute what depends on several examples before"
+                f"{name} is not a function of the index: read again, with others, {difference}; move what is random "
+                "into its transform(batch, key, train), and compute what depends on several examples before"
             )
             return Check("data", FAILED, text)
-    return Check("data", OK, f"{number} examples are the same when they are read again")
+    return Check("data", OK, f"examples of {', '.join(sets)} are the same when they are read again")
 
 
 DRAWS = {"random_bits", "threefry2x32", "rng_uniform", "rng_bit_generator"}
@@ -251,8 +275,7 @@ def check_sums(oracle: Oracle, batch: Arrays, tolerance: float) -> Check:
     """Check that the loss's sums over single examples of a microbatch add up, and that masked
     examples do not count.
     """
-    key = oracle.keys(0)[0]
-    outputs, batch, _ = oracle.forward(oracle.params, oracle.model_state, batch, key, True)
+    outputs, batch = oracle.outputs(batch, True)
     mask, size = batch["mask"], len(batch["mask"])
     rows, couples = np.arange(size), oracle.problem.couples
 

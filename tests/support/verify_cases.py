@@ -446,7 +446,7 @@ FAULTS = {
     ),
     "evaluation data by reads": (
         named("eval.data", "Data", plant="reads"),
-        "the evaluation data is not a function of the index: .* inputs differs",
+        "eval.data is not a function of the index: .* inputs differs",
     ),
     "data by reads": (
         named("data", "Data", plant="reads"),
@@ -454,7 +454,7 @@ FAULTS = {
     ),
     "data by devices": (
         named("data", "Data", plant="devices"),
-        f"{AGAIN} 'inputs' of the data is",
+        f"{AGAIN} 'inputs' of data is",
     ),
     "data by neighbors": (named("data", "Centered"), "not a function of the index: .* inputs differs"),
     "transform by uuid": (named("data.transform", "by_uuid"), AGAIN),
