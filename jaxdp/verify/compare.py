@@ -23,6 +23,7 @@ from jaxdp.verify.problem import Arrays, Configuration, Tree
 OK, FAILED, NOTE, SKIPPED, REFUSED = "ok", "FAILED", "note", "skipped", "refused"
 COMPARED = ("params", "model_state", "opt_state", EMA, EMA_STATE, CARRY)
 Errors = dict[str, float]  # by path: part/of/the/state
+Curve = list[dict[str, Any]]  # the metrics of each update
 
 
 def leaves(trees: dict[str, Tree]) -> Arrays:
@@ -34,7 +35,7 @@ def leaves(trees: dict[str, Tree]) -> Arrays:
     }
 
 
-def flatten(state: TrainState, curve: Arrays, start: Tree = None) -> Arrays:
+def flatten(state: TrainState, curve: Curve, start: Tree = None) -> Arrays:
     """Return what is compared of a state and its curve, by path.
 
     start: the first parameters; of parameters and their average, what changed since is compared: an
@@ -44,17 +45,6 @@ def flatten(state: TrainState, curve: Arrays, start: Tree = None) -> Arrays:
     arrays = leaves({**fields, "curve": curve})
     before = leaves({"params": start, EMA: start})
     return {path: x - before[path] if path in before else x for path, x in arrays.items()}
-
-
-def by_update(curve: Arrays) -> Arrays:
-    """Return {metric of update n: its value}, update by update."""
-    updates = range(len(next(iter(curve.values()), ())))
-    return leaves({f"{name} of update {i + 1}": x[i] for i in updates for name, x in curve.items()})
-
-
-def differences(got: Arrays, want: Arrays) -> Errors:
-    """Return {path: |got - want| / |want|} of every leaf."""
-    return {path: difference(got.get(path), want.get(path)) for path in {**want, **got}}
 
 
 def difference(got: np.ndarray | None, want: np.ndarray | None) -> float:
@@ -77,9 +67,9 @@ def difference(got: np.ndarray | None, want: np.ndarray | None) -> float:
 
 def find_difference(got: Arrays, want: Arrays, tolerance: float) -> str:
     """Return the first leaf that differs by more than the tolerance, and how, or ""."""
-    for path, error in differences(got, want).items():
+    for path in {**want, **got}:
         x, y = got.get(path), want.get(path)
-        if error > tolerance:
+        if (error := difference(x, y)) > tolerance:
             if np.size(x) == np.size(y) == 1:
                 return f"{path} is {x}, not {y}"
             return f"{path} differs by {error:.1e}" if np.isfinite(error) else f"{path} differs"

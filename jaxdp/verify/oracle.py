@@ -35,9 +35,9 @@ from jaxdp.verify.compare import (
     FAILED,
     NOTE,
     Check,
+    Curve,
     Errors,
     difference,
-    differences,
     flatten,
     leaves,
     list_leaves,
@@ -52,12 +52,12 @@ MARGIN, MOST, COARSEST = 10, 0.5, 1e-2
 
 
 class Trained(NamedTuple):
-    """start: the first parameters. state: after the last update. curve: {metric: [update]}. grads: of
-    each update, the mean gradients, unclipped."""
+    """start: the first parameters. state: after the last update. curve: the metrics of each update.
+    grads: the same of the mean gradients, unclipped."""
 
     start: Tree
     state: TrainState
-    curve: Arrays
+    curve: Curve
     grads: list[Tree]
 
 
@@ -89,8 +89,8 @@ class Oracle:
 
     def keys(self, update: int) -> jax.Array:
         """Return the keys [microbatch] of an update."""
-        numbers = range(self.trial.order.microbatches)
-        return jnp.stack([microbatch_key(self.forward_pass.seed, update, m) for m in numbers])
+        key = functools.partial(microbatch_key, self.forward_pass.seed, update)
+        return jax.vmap(key)(jnp.arange(self.trial.order.microbatches))
 
     def _forward(self, params, state, batch, key, train):
         key, augment_key = jax.random.split(key)
@@ -193,7 +193,7 @@ def train(oracle: Oracle, params: Tree, rule: UpdateRule) -> Trained:
         state, metrics, gradient = train_batch(oracle, rule, number, state)
         curve.append(metrics)
         grads.append(gradient)
-    return Trained(params, *jax.device_get((state, stack(curve), grads)))
+    return Trained(params, *jax.device_get((state, curve, grads)))
 
 
 def train_batch(
@@ -268,18 +268,16 @@ class Reference(NamedTuple):
     compared: tuple[int, int]
     checks: list[Check]
 
-    def errors(self, state: TrainState, curve: Arrays) -> Errors:
+    def errors(self, state: TrainState, curve: Curve) -> Errors:
         """Return the error of each leaf that is compared, scaled so that the tolerance is what is
         allowed.
         """
         start, trained, own_curve, _ = self.trained
-        curve = {name: curve[name] for name in curve if name in own_curve}
         want = flatten(trained, own_curve, start)
-        errors = differences(without(self.zero, flatten(state, curve, start), want), want)
+        got = without(self.zero, flatten(state, curve, start), want)
         return {
-            path: error * self.tolerance / self.allowed.get(path, self.tolerance)
-            for path, error in errors.items()
-            if path not in self.uncompared
+            path: difference(got.get(path), want[path]) * self.tolerance / self.allowed[path]
+            for path in want.keys() - self.uncompared.keys()
         }
 
 
@@ -333,10 +331,12 @@ def find_reference(
         for path, error in uncompared.items()
         if path not in explained and (path.startswith("params/") or not explained)
     }
-    losses = trained.curve["loss"]
+    losses = [float(metrics["loss"]) for metrics in trained.curve]
     problem = ""
     if not np.isfinite(losses).all():
-        problem = f"the loss is not finite: {losses.tolist()} in the first updates; try a smaller optimizer.lr"
+        problem = (
+            f"the loss is not finite: {losses} in the first updates; try a smaller optimizer.lr"
+        )
     elif unexplained:
         problem = (
             f"not compared, because rounding alone moves them too far: {list_leaves(unexplained)}"

@@ -171,8 +171,7 @@ def make_problem(config: Config, context: Context = ALONE) -> Problem:
         return Problem(config, prepare_on_all_ranks(config, context).parts)
     parts = make_parts(config)
     if not config.verify.model_args:
-        with contextlib.suppress(NameError):  # of an axis: verification reports it
-            check_paths(config, jax.eval_shape(state_maker(config, parts)).params)
+        check_paths(config, jax.eval_shape(state_maker(config, parts)).params)
     return Problem(config, parts)
 
 
@@ -225,9 +224,6 @@ class Trial(NamedTuple):
     batches: list[Arrays]
     example: dict[str, jax.Array]
     order: ExampleOrder
-
-    def microbatch(self, update: int, number: int) -> Arrays:
-        return {k: v[number] for k, v in self.batches[update].items()}
 
 
 def make_trial(problem: Problem, devices: int, updates: int) -> Trial:

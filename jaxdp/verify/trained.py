@@ -25,15 +25,15 @@ from jaxdp.verify.compare import (
     FAILED,
     OK,
     Check,
+    Curve,
     Report,
-    by_update,
     describe,
     find_difference,
     flatten,
     leaves,
     no_progress,
 )
-from jaxdp.verify.oracle import Oracle, Reference, first_state, stack
+from jaxdp.verify.oracle import Oracle, Reference, first_state
 from jaxdp.verify.problem import (
     FLOAT64,
     ONE_DEVICE,
@@ -74,13 +74,13 @@ def maker(config: Config, parts: Parts, devices: Sequence[jax.Device], **paralle
 
 def run_updates(
     strategy: Strategy, step: Step, state: TrainState, batches: Iterable[Batch]
-) -> tuple[TrainState, Arrays]:
-    """Return (the exported state after an update on each batch, {metric: [update]}), on the host."""
+) -> tuple[TrainState, Curve]:
+    """Return (the exported state after an update on each batch, the metrics), on the host."""
     program, curve = strategy.compile(step), []
     for batch in batches:
         state, metrics = program.update(state, batch)
-        curve.append(jax.tree.map(host, metrics))
-    return jax.tree.map(host, (strategy.export(state), stack(curve) if curve else {}))
+        curve.append(metrics)
+    return jax.tree.map(host, (strategy.export(state), curve))
 
 
 def with_oracle(
@@ -105,14 +105,14 @@ def with_oracle(
         initial, first = strategy.export(strategy.init()), first_state(oracle, oracle.params, rule)
         # the oracle has no exponents of integer sums
         first = first.replace(extra=initial.extra | first.extra)
-        drawn = [flatten(state.replace(opt_state=None), {}) for state in (initial, first)]
+        drawn = [flatten(state.replace(opt_state=None), []) for state in (initial, first)]
         if difference := find_difference(*drawn, DRAWN):
             return Check(title, FAILED, f"the initial {difference}: init is no function of its key")
         shardings = jax.tree.map(lambda x: x.sharding, initial)
         placed = strategy.adopt(jax.device_put(first, shardings, may_alias=False))
         del initial
         state, curve = run_updates(strategy, step, placed, map(read, range(len(trial.batches))))
-        if np.any(curve.pop("disagreeing_state", 0)):
+        if any(metrics.get("disagreeing_state") for metrics in curve):
             text = "the microbatches disagree on integers of the model's state; all must change one alike"
             return Check(title, FAILED, text)
         errors = reference.errors(state, curve)
@@ -129,7 +129,7 @@ def with_oracle(
 def with_first(
     make: Make,
     batches: Sequence[int],
-    arrays: Callable[[TrainState, Arrays], Arrays],
+    arrays: Callable[[TrainState, Curve], Arrays],
     tolerance: float = 0.0,
 ) -> Callable[[Configuration], Check]:
     """Return a function that trains a configuration from its initial state, and compares it with the
@@ -173,10 +173,15 @@ def check_own_precision(
     return Check(name, OK, text)
 
 
-def decisions(state: TrainState, curve: Arrays) -> Arrays:
+def decisions(state: TrainState, curve: Curve) -> Arrays:
     """Return what must be alike in the run's own precision."""
-    names = [name for name in ("skipped", "loss_scale", "loss") if name in curve]
-    return by_update({name: curve[name] for name in names})
+    names = ("skipped", "loss_scale", "loss")
+    return {path: x for path, x in by_update(curve).items() if path.endswith(names)}
+
+
+def by_update(curve: Curve) -> Arrays:
+    """Return {update 1/loss: its value} and so on."""
+    return leaves({f"update {i}": metrics for i, metrics in enumerate(curve, 1)})
 
 
 def exactly(config: Config) -> Config:
@@ -224,8 +229,7 @@ def compare_bits(
     applied = []
 
     def bits(state, curve):
-        if curve:
-            applied.append(np.where(curve["skipped"], 0, curve["grad_norm"]).any())
+        applied.extend(m["grad_norm"] for m in curve if not m["skipped"])
         arrays = {**by_update(curve), **leaves({"state": state})}
         return {path: np.frombuffer(x.tobytes(), np.uint8) for path, x in arrays.items()}
 

@@ -190,7 +190,7 @@ def traits_of(oracle: Oracle) -> tuple[np.dtype, bool]:
     """Trace the gradient of a microbatch. Return the dtype of its least precise floats, and whether
     it draws random numbers. Raises UsageError if the loss returns something else than sums."""
     names, dtypes = set[str](), [np.dtype(np.float64)]
-    program = jax.make_jaxpr(oracle.sums_of_one)(oracle.trial.microbatch(0, 0))
+    program = jax.make_jaxpr(oracle.sums_of_one)(at(0, oracle.trial.batches[0]))
     for eqn in operations(program.jaxpr):
         names.add(name := eqn.primitive.name)
         if name == "convert_element_type":
@@ -208,16 +208,16 @@ def operations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
             yield from operations(getattr(inner, "jaxpr", inner))
 
 
-def narrowest(dtypes: list[np.dtype]) -> np.dtype:
+def narrowest(dtypes: list[Any]) -> np.dtype:
     """Return the least precise dtype."""
-    return max(dtypes, key=lambda dtype: float(jnp.finfo(dtype).eps))
+    return max(map(jnp.dtype, dtypes), key=lambda dtype: float(jnp.finfo(dtype).eps))
 
 
 def check_padding(oracle: Oracle, random: bool, tolerance: float) -> Check:
     """Check that the contents of padding change nothing, nor does leaving it out (unless numbers
     are random).
     """
-    order, batch = oracle.problem.parts.order, oracle.trial.microbatch(0, 0)
+    order, batch = oracle.problem.parts.order, at(0, oracle.trial.batches[0])
     # as many as possible: with few examples the gradients of a BatchNorm are ill-conditioned
     real = len(batch["mask"]) - 1
     if not real:
@@ -266,8 +266,7 @@ def severest(checks: list[Check]) -> Check:
 
 def check_loss(oracle: Oracle, tolerance: float) -> Check:
     """Check the loss on each microbatch of the first update that has unmasked examples."""
-    numbers = range(oracle.trial.order.microbatches)
-    batches = [oracle.trial.microbatch(0, number) for number in numbers]
+    batches = [at(m, oracle.trial.batches[0]) for m in range(oracle.trial.order.microbatches)]
     return severest([check_sums(oracle, x, tolerance) for x in batches if x["mask"].any()])
 
 

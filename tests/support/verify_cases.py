@@ -423,7 +423,7 @@ FAULTS = {
     **{f"model {k}": (named("model", "pair", plant=k), AGAIN) for k in IN_MODEL},
     "initial values": (named("model", "scaled_init"), AGAIN),
     "loss by devices": (named("loss", "loss_by_devices"), AGAIN),
-    "metric by rank": (named("loss", "metric_by_rank"), f"{AGAIN} curve/rank"),
+    "metric by rank": (named("loss", "metric_by_rank"), f"{AGAIN} curve/0/rank"),
     "rate by devices": (named("optimizer", "rate_by_devices"), AGAIN),
     "rate by devices, in bfloat16": (
         [
