@@ -84,7 +84,7 @@ def verify(
         report.reference = reference = find_reference(
             functools.partial(train, oracle),
             traceable.rule,
-            oracle.params,
+            oracle.first.params,
             float(jax.numpy.finfo(dtype).eps),
             limit,
         )
@@ -106,7 +106,7 @@ def verify(
 
 def describe_setting(oracle: Oracle, devices: Sequence[jax.Device], limit: float) -> str:
     used, order = oracle.trial.order, oracle.problem.parts.order
-    parameters = sum(x.size for x in jax.tree.leaves(oracle.params))
+    parameters = sum(x.size for x in jax.tree.leaves(oracle.first.params))
     return (
         f"{describe(devices)}; {len(oracle.trial.batches)} updates of {used.batch_size} examples in "
         f"{used.microbatches} microbatches (a run has {order.batch_size} in {order.microbatches}); float64, no "

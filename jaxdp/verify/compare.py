@@ -3,7 +3,7 @@ compared, for a person or as JSON."""
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -76,9 +76,10 @@ def find_difference(got: Arrays, want: Arrays, tolerance: float) -> str:
     return ""
 
 
-def list_leaves(errors: Errors) -> str:
-    ordered = sorted(errors.items(), key=lambda item: -item[1])
-    return listed((f"{path} ({error:.0e})" for path, error in ordered), 5)
+def list_leaves(errors: Errors, paths: Iterable[str]) -> str:
+    """Return some leaves with their errors, the largest first."""
+    ordered = sorted(paths, key=errors.__getitem__, reverse=True)
+    return listed((f"{path} ({errors[path]:.0e})" for path in ordered), 5)
 
 
 def no_progress(text: str) -> None:

@@ -5,7 +5,7 @@ It shares no code with the step but small helpers for trees, has no sharding and
 fault of the step cannot hide in both."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -65,27 +65,34 @@ class Oracle:
     """The model, the loss and the first arrays of a problem, as functions of microbatches.
 
     Attributes:
-        params, model_state: the first ones; state that belongs to examples is under the model
-            state's "carry".
+        first: the first state, without an optimizer, of one microbatch.
         forward: (params, state, batch, key, train) -> (outputs, what the loss gets, new state), of
             one microbatch.
-        sums: (trainable, params, model_state, kept, batch, keys) -> (sums, the new kept), of one loss
-            over microbatches: leaves [microbatch, ...] of kept, batch and keys. The sums are those
-            of the model state times the weight, the gradient, the metrics and the weight.
-        loss: (outputs, batch) -> (loss, weight, metrics).
+        sums: (trainable, state, batch, keys) -> (sums, the new kept), of one loss over microbatches:
+            leaves [microbatch, ...] of batch, keys and what the state keeps. The sums are those of
+            the model state times the weight, the gradient, the metrics and the weight.
     """
 
     def __init__(self, problem: Problem, trial: Trial):
         self.problem, self.trial, self.forward_pass = problem, trial, problem.parts.forward
         self.forward = jax.jit(self._forward, static_argnums=4)
         self.sums = jax.jit(self._sums)
-        self.loss = jax.jit(functools.partial(apply_loss, self.forward_pass.loss))
-        key, example = (
-            jax.random.key(self.forward_pass.seed),
-            cast_floats(trial.example, jnp.float64),
+        key, example = jax.random.key(self.forward_pass.seed), trial.example
+        init = jax.jit(self.forward_pass.model.init)
+        params, state = cast_floats(init(key, cast_floats(example, jnp.float64)), jnp.float64)
+        state, carry = split_carry(state)
+        kept = {} if carry is None else {CARRY: at(None, carry)}
+        self.first = TrainState(jnp.zeros((), jnp.int32), params, state, None, kept=kept)
+
+    def start(self, params: Tree, rule: UpdateRule) -> TrainState:
+        """Return the state before the first update, with these parameters."""
+        number, first = self.trial.order.microbatches, self.first
+        return first.replace(
+            params=params,
+            opt_state=rule.tx.init(rule.trainable(params)),
+            extra=averaged(rule, params, first.model_state),
+            kept=jax.tree.map(lambda x: jnp.repeat(x, number, 0), first.kept),
         )
-        arrays = jax.jit(self.forward_pass.model.init)(key, example)
-        self.params, self.model_state = cast_floats(arrays, jnp.float64)
 
     def keys(self, update: int) -> jax.Array:
         """Return the keys [microbatch] of an update."""
@@ -102,15 +109,19 @@ class Oracle:
         outputs, state = self.forward_pass.model.apply(params, state, inputs, key, train)
         return cast_floats(outputs, jnp.float64), {**batch, "mask": mask.astype(jnp.float64)}, state
 
-    def _sums(self, trainable, params, model_state, kept, batch, keys):
+    def loss(self, outputs: Tree, batch: Tree) -> tuple[Any, Any, dict[str, Any]]:
+        """Return (loss, weight, metrics)."""
+        return apply_loss(self.forward_pass.loss, outputs, batch)
+
+    def _sums(self, trainable, state, batch, keys):
         def loss(trainable):
-            results = []
+            params, results = merge(trainable, state.params), []
             for m in range(len(keys)):
-                carry, one, key = at(m, (kept, batch, keys))
-                state = {**model_state, **carry} if carry else model_state
-                results.append(self._forward(merge(trainable, params), state, one, key, True))
+                carry, one, key = at(m, (state.kept, batch, keys))
+                before = with_carry(state.model_state, carry)
+                results.append(self._forward(params, before, one, key, True))
             outputs, targets, states = zip(*results, strict=True)
-            result = check_result(apply_loss(self.forward_pass.loss, join(outputs), join(targets)))
+            result = check_result(self.loss(join(outputs), join(targets)))
             return result[0], (result, [x["mask"].sum() for x in targets], states)
 
         (_, (result, rows, states)), gradient = jax.value_and_grad(loss, has_aux=True)(trainable)
@@ -123,20 +134,24 @@ class Oracle:
             "metrics": {"loss": total, **metrics},
             "weight": weight,
         }
-        return sums, {CARRY: stack(carries)} if kept else {}
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *carries)
+        return sums, {CARRY: stacked} if state.kept else {}
 
     def outputs(self, batch: Arrays, train: bool) -> tuple[Tree, Tree]:
         """Return (outputs, what the loss gets) of a microbatch, in the first state."""
-        key = self.keys(0)[0]
-        return self.forward(self.params, self.model_state, batch, key, train)[:2]
+        first = self.first
+        before = with_carry(first.model_state, at(0, first.kept))
+        return self.forward(first.params, before, batch, self.keys(0)[0], train)[:2]
 
     def sums_of_one(self, batch: Arrays) -> Tree:
-        """Return the sums of a microbatch of any size, in the first state."""
-        model_state, carry = split_carry(self.model_state)
-        size = len(batch["mask"])
-        kept = {} if carry is None else {CARRY: at((None, slice(size)), carry)}
-        arrays = kept, at(None, batch), self.keys(0)[:1]
-        return self.sums(self.params, self.params, model_state, *arrays)[0]
+        """Return the sums of a microbatch, which may have fewer examples, in the first state."""
+        rows = slice(len(batch["mask"]))
+        first = self.first.replace(kept=at((slice(None), rows), self.first.kept))
+        return self.sums(first.params, first, at(None, batch), self.keys(0)[:1])[0]
+
+
+def with_carry(model_state: Tree, carry: dict[str, Tree]) -> Tree:
+    return {**model_state, **carry} if carry else model_state
 
 
 def at(index: Any, tree: Tree) -> Tree:
@@ -147,11 +162,6 @@ def join(trees: tuple[Tree, ...]) -> Tree:
     if len(trees) == 1:
         return trees[0]
     return jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
-
-
-def stack(trees: Sequence[Tree]) -> Tree:
-    """Return the trees as one, with leaves [tree, ...]."""
-    return jax.tree.map(lambda *x: jnp.stack(x), *trees)
 
 
 def update(rule: UpdateRule, trainable: Tree, opt_state: Tree, grads: Tree) -> tuple[Tree, Tree]:
@@ -171,31 +181,17 @@ def averaged(rule: UpdateRule, params: Tree, model_state: Tree) -> dict[str, Tre
     return {EMA: params} | ({EMA_STATE: statistics} if jax.tree.leaves(statistics) else {})
 
 
-def first_state(oracle: Oracle, params: Tree, rule: UpdateRule) -> TrainState:
-    """Return the state before the first update."""
-    model_state, carry = split_carry(oracle.model_state)
-    carries = [carry] * oracle.trial.order.microbatches
-    return TrainState(
-        step=jnp.zeros((), jnp.int32),
-        params=params,
-        model_state=model_state,
-        opt_state=rule.tx.init(rule.trainable(params)),
-        extra=averaged(rule, params, model_state),
-        kept={} if carry is None else {CARRY: stack(carries)},
-    )
-
-
-@np.errstate(all="ignore")  # the report names what is not finite
 def train(oracle: Oracle, params: Tree, rule: UpdateRule) -> Trained:
     """Train one update for each batch of the trial, from these parameters."""
-    state, curve, grads = first_state(oracle, params, rule), [], []
+    state, curve, grads = oracle.start(params, rule), [], []
     for number in range(len(oracle.trial.batches)):
         state, metrics, gradient = train_batch(oracle, rule, number, state)
         curve.append(metrics)
         grads.append(gradient)
-    return Trained(params, *jax.device_get((state, curve, grads)))
+    return Trained(params, state, curve, grads)
 
 
+@np.errstate(all="ignore")  # the report names what is not finite
 def train_batch(
     oracle: Oracle, rule: UpdateRule, number: int, state: TrainState
 ) -> tuple[TrainState, dict[str, Any], Tree]:
@@ -209,8 +205,8 @@ def train_batch(
     real = np.array([m for m, mask in enumerate(batch["mask"]) if mask.any()])
     sums = []
     for group in [real] if oracle.problem.couples else real[:, None]:
-        mine = at(group, (kept, batch, keys))
-        of_group, after = oracle.sums(trainable, state.params, state.model_state, *mine)
+        before, *arrays = at(group, (kept, batch, keys))
+        of_group, after = oracle.sums(trainable, state.replace(kept=before), *arrays)
         sums.append(of_group)
         kept = jax.tree.map(lambda x, new, group=group: x.at[group].set(new), kept, after)
     total = functools.reduce(tree.add, sums)
@@ -250,7 +246,7 @@ class Reference(NamedTuple):
     Args:
         tolerance: the relative error that a leaf may have.
         allowed: the same of each leaf, with a margin for rounding.
-        uncompared: {leaf: the relative error that rounding causes}, of those that it moves too far.
+        uncompared: the leaves that rounding moves too far.
         zero: {trained leaf: elements whose gradient is zero but for rounding}, of leaves that are
             compared without these elements.
         compared: the number of trained leaves that are compared, and of all. A leaf that stands still
@@ -263,7 +259,7 @@ class Reference(NamedTuple):
     rate: float
     tolerance: float
     allowed: Errors
-    uncompared: Errors
+    uncompared: set[str]
     zero: Arrays
     compared: tuple[int, int]
     checks: list[Check]
@@ -277,7 +273,7 @@ class Reference(NamedTuple):
         got = without(self.zero, flatten(state, curve, start), want)
         return {
             path: difference(got.get(path), want[path]) * self.tolerance / self.allowed[path]
-            for path in want.keys() - self.uncompared.keys()
+            for path in want.keys() - self.uncompared
         }
 
 
@@ -312,50 +308,40 @@ def find_reference(
             break
     trained, limit = runs[0], max(COARSEST, 5 * tolerance)
     want, *others = (flatten(run.state, run.curve, run.start) for run in runs)
-    moved = moves(want, *others)
-    too_far = {path: error for path, error in moved.items() if error > limit}
-    noise = zero_gradients(trained.grads, epsilon)
-    rest = moves(want, *(without(noise, other, want) for other in others))
-    explained = [path for path in too_far if rest[path] <= limit]
-    zero = {path: noise[path] for path in explained if not noise[path].all()}
-    uncompared = {path: error for path, error in too_far.items() if path not in zero}
-    allowed = {path: max(tolerance, min(MARGIN * e, MOST)) for path, e in moved.items()}
-    allowed |= dict.fromkeys(zero, tolerance)
-
     grads = [leaves({"params": gradient}) for gradient in trained.grads]
-    moving = {path for path in grads[0] if want[path].any() and any(x[path].any() for x in grads)}
-    compared = len(moving - uncompared.keys())
+    noise = zero_gradients(grads, epsilon)
+    moved, rest = moves(want, *others), moves(want, *(without(noise, x, want) for x in others))
+    too_far = {path for path, error in moved.items() if error > limit}
+    explained = {path for path in too_far if rest[path] <= limit}
+    zero = {path: noise[path] for path in explained if not noise[path].all()}
+    uncompared = too_far - zero.keys()
     # Other leaves, such as the optimizer's, move with parameters whose gradient is zero.
-    unexplained = {
-        path: error
-        for path, error in uncompared.items()
-        if path not in explained and (path.startswith("params/") or not explained)
-    }
-    losses = [float(metrics["loss"]) for metrics in trained.curve]
-    problem = ""
-    if not np.isfinite(losses).all():
-        problem = (
-            f"the loss is not finite: {losses} in the first updates; try a smaller optimizer.lr"
-        )
-    elif unexplained:
-        problem = (
-            f"not compared, because rounding alone moves them too far: {list_leaves(unexplained)}"
-        )
-    elif not compared:
-        problem = "no parameter was compared that training moves"
-    near = {path for path in moved if allowed[path] > tolerance and path not in uncompared}
-    notes = {
-        "not compared, because rounding alone moves them too far": uncompared,
+    unexplained = {p for p in too_far - explained if p.startswith("params/") or not explained}
+    allowed = {path: max(tolerance, min(MARGIN * error, MOST)) for path, error in moved.items()}
+    allowed |= dict.fromkeys(zero, tolerance)
+    moving = {path for path in grads[0] if want[path].any() and any(x[path].any() for x in grads)}
+    compared = len(moving - uncompared)
+    texts = {
+        "not compared, because rounding alone moves them too far": unexplained or uncompared,
         "compared without the elements whose gradient is zero but for rounding": zero,
-        f"compared with a margin of {MARGIN} times what rounding moves them, at most {MOST}": near,
+        f"compared with a margin of {MARGIN} times what rounding moves them, at most {MOST}": {
+            path for path in moved if allowed[path] > tolerance
+        }
+        - uncompared,
     }
     checks = [
-        Check("rounding", NOTE, f"{text}: {list_leaves({path: moved[path] for path in paths})}")
-        for text, paths in notes.items()
+        Check("rounding", NOTE, f"{text}: {list_leaves(moved, paths)}")
+        for text, paths in texts.items()
         if paths
     ]
-    if problem:
-        checks.append(Check("reference", FAILED, problem))
+    if unexplained:
+        checks[0] = checks[0]._replace(verdict=FAILED)
+    if not compared:
+        checks.append(Check("rounding", FAILED, "no parameter was compared that training moves"))
+    losses = [float(metrics["loss"]) for metrics in trained.curve]
+    if not np.isfinite(losses).all():
+        text = f"the loss is not finite: {losses} in the first updates; try a smaller optimizer.lr"
+        checks.insert(0, Check("rounding", FAILED, text))
     return Reference(
         trained, rule, rate, tolerance, allowed, uncompared, zero, (compared, len(grads[0])), checks
     )
@@ -372,14 +358,14 @@ def without(elements: Arrays, got: Arrays, want: Arrays) -> Arrays:
     return {**got, **same}
 
 
-def zero_gradients(grads: list[Tree], epsilon: float) -> Arrays:
-    """Return {params/path: the elements whose gradient is zero, but for rounding, in every update}."""
+@np.errstate(over="ignore")
+def zero_gradients(grads: list[Arrays], epsilon: float) -> Arrays:
+    """Return {path: the elements whose gradient is zero, but for rounding, in every update}."""
     zero: Arrays = {}
     for gradient in grads:
-        arrays = leaves({"params": gradient})
-        norm = np.linalg.norm([np.linalg.norm(x) for x in arrays.values()])
+        norm = np.linalg.norm([np.linalg.norm(x) for x in gradient.values()])
         # nothing is small beside a gradient that overflows
         bound = ZERO * epsilon * norm if np.isfinite(norm) else 0.0
-        for path, x in arrays.items():
+        for path, x in gradient.items():
             zero[path] = (np.abs(x) <= bound) & zero.get(path, True)
     return zero

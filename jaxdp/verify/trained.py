@@ -33,7 +33,7 @@ from jaxdp.verify.compare import (
     leaves,
     no_progress,
 )
-from jaxdp.verify.oracle import Oracle, Reference, first_state
+from jaxdp.verify.oracle import Oracle, Reference
 from jaxdp.verify.problem import (
     FLOAT64,
     ONE_DEVICE,
@@ -95,14 +95,14 @@ def with_oracle(
         dataclasses.replace(config, microbatches=trial.order.microbatches, precision=FLOAT64),
         parts._replace(forward=forward, rule=rule, order=trial.order),
         devices,
-        bucket_mb=sum(x.nbytes for x in jax.tree.leaves(oracle.params)) / BUCKETS / 1e6,
+        bucket_mb=sum(x.nbytes for x in jax.tree.leaves(oracle.first.params)) / BUCKETS / 1e6,
         exact_group=1,
     )
 
     def run(configuration):
         title = configuration.title
         strategy, step, read = make(configuration)
-        initial, first = strategy.export(strategy.init()), first_state(oracle, oracle.params, rule)
+        initial, first = strategy.export(strategy.init()), oracle.start(oracle.first.params, rule)
         # the oracle has no exponents of integer sums
         first = first.replace(extra=initial.extra | first.extra)
         drawn = [flatten(state.replace(opt_state=None), []) for state in (initial, first)]

@@ -88,7 +88,7 @@ def find_facts(oracle: Oracle) -> Arrays:
     order, steps, rule = parts.order, parts.steps, problem.rule()
     schedule, microbatches = schedule_of(problem.config, steps), np.arange(order.microbatches)
     last = min(steps, EPOCHS * order.steps_per_epoch) - 1
-    trained = train(oracle, oracle.params, rule)
+    trained = train(oracle, oracle.first.params, rule)
 
     def at_the_end(x):
         is_count = x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.integer)
@@ -108,7 +108,7 @@ def find_facts(oracle: Oracle) -> Arrays:
         "learning rate": jax.jit(lambda updates: jax.lax.map(schedule, updates))(
             spread(steps, RATES)
         ),
-        "initial": {"params": oracle.params, "model_state": oracle.model_state},
+        "initial": oracle.first,
         "gradient": trained.grads,
         "last update": update(rule, parameters, counts, trained.grads[-1]),
         "evaluation": evaluate(oracle, eval_batch(oracle)),

@@ -619,7 +619,7 @@ def test_the_oracle_agrees_with_one_that_shares_nothing_with_it(model):
         batches = [read_batch(Arrays(**data), cursor, i, np.arange(8)) for i in range(3)]
         example = {"inputs": jnp.zeros((2, *toys.SHAPE)), "mask": jnp.ones(2, bool)}
         oracle = Oracle(problem(made, Arrays(**data)), Trial(batches, example, cursor))
-        params, state = oracle.params, oracle.model_state
+        params, state = oracle.first.params, oracle.first.model_state
         got = train(oracle, params, UpdateRule(tx)).state
         want = plain_oracle.train(
             forward, params, state, tx, data, steps=3, batch_size=16, microbatches=8
