@@ -2,33 +2,68 @@
 optimizer.
 
 In float64, where rounding is small and faults are not: first the parts alone, then a few updates by
-an oracle that shares no code with the step, and the same updates in many configurations.
+an oracle that shares no code with the step, and the same updates in many configurations. Then in the
+run's own precision, where nothing may be rounded or skipped on one device alone. Or with exact sums,
+where bits are compared.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
+from jaxdp.checkpoint.leaves import host, params_sha256
+from jaxdp.config import Config
+from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError
+from jaxdp.extras import door
+from jaxdp.parallel.strategy import Strategy
+from jaxdp.precision import policy
 from jaxdp.process.context import SLOW, Context
-from jaxdp.run.components import jax_settings
-from jaxdp.verify.compare import FAILED, NOTE, Check, Report, describe, no_progress
-from jaxdp.verify.oracle import Oracle, find_reference, train
+from jaxdp.run.components import Parts, jax_settings, make_parts, set_jax
+from jaxdp.run.preflight import check_optimizer
+from jaxdp.train.state import Batch, TrainState
+from jaxdp.train.step import Step
+from jaxdp.verify.compare import (
+    FAILED,
+    NOTE,
+    OK,
+    Check,
+    Curve,
+    Report,
+    describe,
+    find_difference,
+    flatten,
+    leaves,
+    no_progress,
+)
+from jaxdp.verify.oracle import Oracle, Reference, find_reference, train
 from jaxdp.verify.problem import (
     ALONE,
+    FLOAT64,
+    ONE_DEVICE,
     TOLERANCE,
+    Arrays,
+    Configuration,
     Problem,
     check_memory,
     choose_configurations,
     in_traceable_precision,
     make_trial,
+    make_variant,
     own_configuration,
     settings,
+    smaller,
 )
-from jaxdp.verify.trained import check_own_precision, with_oracle
 from jaxdp.verify.verify_checks import check_parts, narrowest, traits_of
+
+BUCKETS = 3  # about this many, however small the model
+UPDATES = 8  # at least, in the run's own precision
+DRAWN = 1e-6  # initial values are drawn in float32, which two programs may round differently
 
 
 def verify(
@@ -124,3 +159,201 @@ def find_agreement(report: Report) -> str:
         f"{trained} trained leaves compared"
         f"{'; the others have no gradient, but for rounding, or do not move' * (compared < trained)}"
     )
+
+
+Make = Callable[[Configuration], Any]
+
+
+def maker(config: Config, parts: Parts, devices: Sequence[jax.Device], **parallel: Any) -> Make:
+    """Return a function that builds the run in a configuration: its strategy, the step, and a
+    function from the number of a batch to it, on the strategy's devices. parallel: see
+    `make_variant`."""
+
+    def make(configuration):
+        strategy, step = make_variant(config, parts, configuration, devices, **parallel)
+        check_optimizer(config, strategy, parts.rule.tx, step)
+
+        def read(number):
+            batch = read_batch(parts.dataset, parts.order, number, strategy.local_microbatches)
+            return strategy.shard_batch(batch)
+
+        return strategy, step, read
+
+    return make
+
+
+def run_updates(
+    strategy: Strategy, step: Step, state: TrainState, batches: Iterable[Batch]
+) -> tuple[TrainState, Curve]:
+    """Return (the exported state after an update on each batch, the metrics), on the host."""
+    program, curve = strategy.compile(step), []
+    for batch in batches:
+        state, metrics = program.update(state, batch)
+        curve.append(metrics)
+    return jax.tree.map(host, (strategy.export(state), curve))
+
+
+def with_oracle(
+    oracle: Oracle, reference: Reference, devices: Sequence[jax.Device]
+) -> Callable[[Configuration], Check]:
+    """Return a function that trains the updates of the trial in a configuration, and compares the
+    result with the oracle's. It raises UsageError as a run would."""
+    (config, parts), trial, rule = oracle.problem, oracle.trial, reference.rule
+    casts = policy("float64", "float64", "float64")
+    forward = parts.forward._replace(policy=casts, loss_scaling=None)
+    make = maker(
+        dataclasses.replace(config, microbatches=trial.order.microbatches, precision=FLOAT64),
+        parts._replace(forward=forward, rule=rule, order=trial.order),
+        devices,
+        bucket_mb=sum(x.nbytes for x in jax.tree.leaves(oracle.first.params)) / BUCKETS / 1e6,
+        exact_group=1,
+    )
+
+    def run(configuration):
+        title = configuration.title
+        strategy, step, read = make(configuration)
+        initial, first = strategy.export(strategy.init()), oracle.start(oracle.first.params, rule)
+        # the oracle has no exponents of integer sums
+        first = first.replace(extra=initial.extra | first.extra)
+        drawn, want = (flatten(state.replace(opt_state=None), []) for state in (initial, first))
+        if difference := find_difference(drawn, want, DRAWN):
+            return Check(title, FAILED, f"the initial {difference}: init is no function of its key")
+        shardings = jax.tree.map(lambda x: x.sharding, initial)
+        placed = strategy.adopt(jax.device_put(first, shardings, may_alias=False))
+        del initial
+        state, curve = run_updates(strategy, step, placed, map(read, range(len(trial.batches))))
+        if any(metrics.get("disagreeing_state") for metrics in curve):
+            text = "the microbatches disagree on integers of the model's state; all must change one alike"
+            return Check(title, FAILED, text)
+        errors = reference.errors(state, curve)
+        leaf = max(errors, key=errors.__getitem__, default="")
+        if not leaf:
+            return Check(title, FAILED, "nothing was compared")
+        error = errors[leaf]
+        verdict = OK if error <= reference.tolerance else FAILED
+        return Check(title, verdict, f"{leaf} differs by {error:.1e}", error)
+
+    return run
+
+
+def with_first(
+    make: Make,
+    batches: Sequence[int],
+    arrays: Callable[[TrainState, Curve], Arrays],
+    tolerance: float = 0.0,
+) -> Callable[[Configuration], Check]:
+    """Return a function that trains a configuration from its initial state, and compares it with the
+    first one.
+
+    batches: the number of the batch of each update. arrays: (state, curve) -> what is compared."""
+    first: Arrays = {}
+
+    def run(configuration):
+        strategy, step, read = make(configuration)
+        state, curve = run_updates(strategy, step, strategy.init(), map(read, batches))
+        got = arrays(state, curve)
+        difference = find_difference(got, first or got, tolerance)
+        first.update({} if first else got)
+        verdict = FAILED if difference else OK
+        return Check(configuration.title, verdict, difference or params_sha256(state.params))
+
+    return run
+
+
+def check_own_precision(
+    problem: Problem,
+    own: Configuration,
+    devices: Sequence[jax.Device],
+    updates: int,
+    dtype: np.dtype,
+) -> Check:
+    """Check that skipped updates, loss scales and losses of a run do not depend on its devices.
+    dtype: its least precise."""
+    name, tolerance, report = f"in {dtype.name}", TOLERANCE[dtype.name], Report("", own)
+    both = itertools.product((ONE_DEVICE, own), ("scan", "vmap"))
+    configurations = [one._replace(accumulate=accumulate) for one, accumulate in both]
+    make, batches = maker(*problem, devices), range(max(updates, UPDATES))
+    run = with_first(make, batches, decisions, tolerance)
+    report.run(run, list(dict.fromkeys(configurations)))
+    for failed in report.of(FAILED):
+        return Check(name, FAILED, f"{failed.title}: {report.results[failed].text}")
+    if not (same := report.of(OK)):
+        return Check(name, FAILED, "nothing was compared in the run's own precision")
+    text = f"{len(same)} configurations skip the same updates, with losses alike to {tolerance:g}"
+    return Check(name, OK, text)
+
+
+def decisions(state: TrainState, curve: Curve) -> Arrays:
+    """Return what must be alike in the run's own precision."""
+    names = ("/skipped", "/loss_scale", "/loss")
+    return {path: x for path, x in by_update(curve).items() if path.endswith(names)}
+
+
+def by_update(curve: Curve) -> Arrays:
+    """Return {update 1/loss: its value} and so on."""
+    return leaves({f"update {i}": metrics for i, metrics in enumerate(curve, 1)})
+
+
+def exactly(config: Config) -> Config:
+    """Return the config in exact mode, with the smaller arguments of `verify`. Raises UsageError."""
+    door("exact", "--exact")
+    from jaxdp.exact import in_exact_mode
+
+    return in_exact_mode(smaller(config))
+
+
+def verify_exactly(
+    config: Config, devices: int, updates: int, progress: Callable[[str], None]
+) -> Report:
+    """Compare the bits of a config in exact mode, on its first batches and the last of an epoch,
+    maybe incomplete.
+
+    devices: the most to use; in a job of several processes all are used.
+    """
+    set_jax(config)
+    parts = make_parts(config)
+    used = jax.devices()
+    if jax.process_count() == 1:
+        used = used[: min(devices, config.microbatches // config.parallel.exact_group)]
+    last = parts.order.steps_per_epoch - 1
+    batches = [*(min(i, last) for i in range(updates - 1)), last]
+    trained = f"{config.batch_size} examples in {config.microbatches} microbatches, the last one the last of an epoch"
+    own = own_configuration(config, parts, used)
+    return compare_bits(maker(config, parts, used), own, used, batches, trained, progress)
+
+
+def compare_bits(
+    make: Make,
+    own: Configuration,
+    devices: Sequence[jax.Device],
+    batches: Sequence[int],
+    trained: str,
+    progress: Callable[[str], None] = no_progress,
+) -> Report:
+    """Train the same updates in every configuration on these devices, and compare them to the bit.
+
+    own: that of the run. trained: what the updates train on, in words. Raises UsageError if no
+    configuration can train.
+    """
+    report = Report(f"{describe(devices)}; {len(batches)} updates of {trained}", own, "exact")
+    applied = list[Any]()
+
+    def bits(state, curve):
+        applied.extend(m["grad_norm"] for m in curve if not m["skipped"])
+        arrays = {**by_update(curve), **leaves({"state": state})}
+        return {path: np.frombuffer(x.tobytes(), np.uint8) for path, x in arrays.items()}
+
+    configurations = choose_configurations(own, devices, exact=True)
+    report.run(with_first(make, batches, bits), configurations, progress)
+    compared = report.of(OK, FAILED)
+    if not compared:
+        raise UsageError(report.results[configurations[0]].text)
+    digest = report.results[compared[0]].text
+    report.agreement = f"give the same bits; params_sha256 {digest}"
+    if not any(applied):
+        text = (
+            f"{len(batches)} updates trained nothing (none was applied, or every gradient is zero); verify with data "
+            "and --updates that train something"
+        )
+        report.checks.append(Check("training", FAILED, text))
+    return report

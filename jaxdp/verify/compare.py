@@ -68,7 +68,8 @@ def difference(got: np.ndarray | None, want: np.ndarray | None) -> float:
 def find_difference(got: Arrays, want: Arrays, tolerance: float) -> str:
     """Return the first leaf that differs by more than the tolerance, and how, or ""."""
     for path in {**want, **got}:
-        x, y = got.get(path), want.get(path)
+        x: Any = got.get(path)
+        y: Any = want.get(path)
         if (error := difference(x, y)) > tolerance:
             if np.size(x) == np.size(y) == 1:
                 return f"{path} is {x}, not {y}"
@@ -145,7 +146,7 @@ class Report:
             if 1 in {c.devices for c in self.of(OK)}:
                 text += "; one device agrees: does the model communicate over devices (BatchNorm with sync: true)?"
             causes.append(text)
-        return list(dict.fromkeys(causes))
+        return causes
 
     @property
     def verified(self) -> bool:

@@ -94,7 +94,7 @@ class Oracle:
             kept=jax.tree.map(lambda x: jnp.repeat(x, number, 0), first.kept),
         )
 
-    def keys(self, update: int) -> jax.Array:
+    def keys(self, update: Any) -> jax.Array:
         """Return the keys [microbatch] of an update."""
         key = functools.partial(microbatch_key, self.forward_pass.seed, update)
         return jax.vmap(key)(jnp.arange(self.trial.order.microbatches))
@@ -197,7 +197,8 @@ def train_batch(
 ) -> tuple[TrainState, dict[str, Any], Tree]:
     """Return the state after an update, its metrics, and the mean gradients. number: of the
     update."""
-    batch, keys, kept = oracle.trial.batches[number], oracle.keys(number), state.kept
+    batch: Any = oracle.trial.batches[number]
+    keys, kept = oracle.keys(number), state.kept
     if RESET in batch:
         kept = jax.tree.map(lambda x: jnp.where(expand_to(batch[RESET], x), 0, x), kept)
     trainable = rule.trainable(state.params)

@@ -274,8 +274,8 @@ def check_sums(oracle: Oracle, batch: Arrays, tolerance: float) -> Check:
     """Check that the loss's sums over single examples of a microbatch add up, and that masked
     examples do not count.
     """
-    outputs, batch = oracle.outputs(batch, True)
-    mask, size = batch["mask"], len(batch["mask"])
+    outputs, seen = oracle.outputs(batch, True)
+    mask, size = seen["mask"], len(seen["mask"])
     rows, couples = np.arange(size), oracle.problem.couples
 
     def sums(rows, mask=mask):
@@ -284,9 +284,7 @@ def check_sums(oracle: Oracle, batch: Arrays, tolerance: float) -> Check:
         def pick(x):
             return x[rows] if x.ndim and len(x) == size else x
 
-        total, weight, metrics = oracle.loss(
-            *jax.tree.map(pick, (outputs, {**batch, "mask": mask}))
-        )
+        total, weight, metrics = oracle.loss(*jax.tree.map(pick, (outputs, {**seen, "mask": mask})))
         named = {f"metric {name!r}": x for name, x in flat(metrics).items()}
         return leaves({"sum": total, "weight": weight, **named})
 
@@ -299,7 +297,7 @@ def check_sums(oracle: Oracle, batch: Arrays, tolerance: float) -> Check:
         return Check("loss", FAILED, text)
     if size < 2:
         return Check("loss", SKIPPED, "one example cannot be split")
-    half = rows % 2 == 0
+    half: Any = rows % 2 == 0
     try:
         each = [sums(rows[i : i + 1]) for i in rows]
         masked, alone = sums(rows, mask * expand_to(half, mask)), sums(rows[half])

@@ -32,7 +32,7 @@ from jaxdp.parallel.reduction import xla
 from jaxdp.run.components import REDUCTIONS, STAGES, Parts, make_parts
 from jaxdp.train.state import TrainState
 from jaxdp.train.step import Forward, UpdateRule
-from jaxdp.verify import verify
+from jaxdp.verify import decisions, verify
 from jaxdp.verify.compare import COMPARED, difference, find_difference
 from jaxdp.verify.oracle import Oracle, Trained, find_reference, train
 from jaxdp.verify.problem import (
@@ -50,7 +50,6 @@ from jaxdp.verify.problem import (
     pairs,
     settings,
 )
-from jaxdp.verify.trained import decisions
 from jaxdp.verify.verify_checks import check_same, find_facts, traits_of
 from sums_of_gradients import error_of_sum
 from verify_cases import named

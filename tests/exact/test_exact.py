@@ -32,8 +32,8 @@ from jaxdp.parallel.placement import assign_microbatches
 from jaxdp.plan.hlo import collectives
 from jaxdp.process import private_jax
 from jaxdp.run.preflight import check_optimizer
+from jaxdp.verify import compare_bits
 from jaxdp.verify.problem import Configuration
-from jaxdp.verify.trained import compare_bits
 from launch import Finished, mpirun, together
 
 SCRIPT = str(pathlib.Path(__file__).with_name("exact_job.py"))
