@@ -110,7 +110,7 @@ def verify(
             "verify", lambda: check_parts(oracle, len(devices), random, limit), SLOW
         )
         report.checks += [Check(*check) for check in checks]
-        if {check.name for check in report.checks if check.verdict == FAILED} - {"padding"}:
+        if report.checks[-1].name != "padding":  # a fault would be blamed on the configurations
             return report
         if dtype != np.float64:
             text = f"the model or the loss computes in {dtype.name}, also from float64 arguments"

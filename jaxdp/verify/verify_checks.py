@@ -290,11 +290,9 @@ def check_sums(oracle: Oracle, batch: Arrays, tolerance: float) -> Check:
 
     full = sums(rows)
     for name, x in full.items():
-        if not np.isfinite(x).all():
-            return Check("loss", FAILED, f"the loss has a {name} that is not finite")
-    if full["weight"] <= 0:
-        text = f"the loss has the weight {full['weight']:g} for {size} examples; return batch['mask'] summed"
-        return Check("loss", FAILED, text)
+        if not np.isfinite(x).all() or (name == "weight" and x <= 0):
+            text = f"the loss has the {name} {x} of {size} examples; return finite sums, and batch['mask'] summed"
+            return Check("loss", FAILED, text)
     if size < 2:
         return Check("loss", SKIPPED, "one example cannot be split")
     half: Any = rows % 2 == 0
