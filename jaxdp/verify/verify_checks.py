@@ -61,8 +61,10 @@ def check_parts(oracle: Oracle, devices: int, random: bool, tolerance: float) ->
             facts = find_facts(oracle)
         same = check_same(facts, again(), min(COARSE, tolerance))
     checks = [check_data(problem), same, loss, padding]
-    failed = [i for i, check in enumerate(checks) if check.verdict == FAILED]
-    return checks[: failed[0] + 1] if failed else checks
+    for number, check in enumerate(checks, 1):
+        if check.verdict == FAILED:
+            return checks[:number]
+    return checks
 
 
 def facts_of_config(config: Config, devices: int, updates: int) -> Arrays:
