@@ -79,7 +79,7 @@ def find_difference(got: Arrays, want: Arrays, tolerance: float) -> str:
 
 def list_leaves(errors: Errors, paths: Iterable[str]) -> str:
     """Return some leaves with their errors, the largest first."""
-    ordered = sorted(paths, key=errors.__getitem__, reverse=True)
+    ordered = sorted(sorted(paths), key=errors.__getitem__, reverse=True)
     return listed((f"{path} ({errors[path]:.0e})" for path in ordered), 5)
 
 

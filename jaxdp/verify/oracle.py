@@ -274,7 +274,8 @@ class Reference(NamedTuple):
         got = without(self.zero, flatten(state, curve, start), want)
         return {
             path: difference(got.get(path), want[path]) * self.tolerance / self.allowed[path]
-            for path in want.keys() - self.uncompared
+            for path in want
+            if path not in self.uncompared
         }
 
 

@@ -88,7 +88,7 @@ def own_configuration(config: Config, parts: Parts, devices: Sequence[jax.Device
     if parallel.reduction == "auto":
         settings["reduction"] = ONE_DEVICE.reduction
     own = Configuration(**settings)
-    make_variant(config, parts, own, devices)
+    make_variant(config, parts, own, devices)  # raises what its strategy does
     return own
 
 
