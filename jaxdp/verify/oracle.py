@@ -220,12 +220,12 @@ def train_batch(
     trainable, opt_state = update(rule, trainable, state.opt_state, gradient)
     params = merge(trainable, state.params)
     model_state = jax.tree.map(like, state.model_state, model_state)
-    rate = 1 - (rule.ema_decay or 0)
+    change = tree.sub(averaged(rule, params, model_state), state.extra)
     new = state.replace(
         params=params,
         model_state=model_state,
         opt_state=opt_state,
-        extra=optax.incremental_update(averaged(rule, params, model_state), state.extra, rate),
+        extra=tree.add_scale(state.extra, 1 - (rule.ema_decay or 0), change),
         kept=kept,
     )
     metrics = means(total["metrics"], weight)
