@@ -16,13 +16,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdp.checkpoint.leaves import copy, host, params_sha256
+from jaxdp.checkpoint.leaves import host, params_sha256
 from jaxdp.config import Config
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError
 from jaxdp.extras import door
 from jaxdp.parallel.strategy import Strategy
-from jaxdp.precision import policy
+from jaxdp.precision import is_key, policy
 from jaxdp.process.context import SLOW, Context
 from jaxdp.run.components import Parts, jax_settings, make_parts, set_jax
 from jaxdp.run.preflight import check_optimizer
@@ -219,8 +219,7 @@ def with_oracle(
         drawn, want = (flatten(state.replace(opt_state=None), []) for state in (initial, first))
         if difference := find_difference(drawn, want, DRAWN):
             return Check(title, FAILED, f"the initial {difference}: init is no function of its key")
-        shardings = jax.tree.map(lambda x: x.sharding, initial)
-        placed = strategy.adopt(jax.device_put(copy(None, first), shardings))  # it is donated
+        placed = strategy.adopt(jax.tree.map(put, jax.tree.map(host, first), initial))
         del initial
         state, curve = run_updates(strategy, step, placed, map(read, range(len(trial.batches))))
         if any(metrics.get("disagreeing_state") for metrics in curve):
@@ -235,6 +234,13 @@ def with_oracle(
         return Check(title, verdict, f"{leaf} differs by {error:.1e}", error)
 
     return run
+
+
+def put(x: np.ndarray, like: jax.Array) -> jax.Array:
+    """Return a new array with the values of x, on the devices of another; a random key as it is there."""
+    if is_key(like):
+        return like
+    return jax.make_array_from_callback(x.shape, like.sharding, lambda part: np.array(x[part]))
 
 
 def with_first(
