@@ -456,7 +456,10 @@ FAULTS = {
         named("data", "Data", plant="devices"),
         f"{AGAIN} 'inputs' of data is",
     ),
-    "data by neighbors": (named("data", "Centered"), "not a function of the index: .* inputs differs"),
+    "data by neighbors": (
+        named("data", "Centered"),
+        "not a function of the index: .* inputs differs",
+    ),
     "transform by uuid": (named("data.transform", "by_uuid"), AGAIN),
 }
 GOOD = {
