@@ -12,9 +12,8 @@ from jaxdp.errors import user_code
 from jaxdp.process.context import SLOW
 from jaxdp.process.environment import add_flag
 from jaxdp.run.components import set_jax
-from jaxdp.verify import verify
+from jaxdp.verify import exactly, verify, verify_exactly
 from jaxdp.verify.problem import ALONE, QUICK_COMPILATION, make_problem
-from jaxdp.verify.trained import exactly, verify_exactly
 
 
 def configure(config: Config | None, options: dict[str, Any]) -> Config | None:

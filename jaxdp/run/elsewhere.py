@@ -1,4 +1,4 @@
-"""Call a function in a fresh process beside this one, with the same or with other surroundings.
+"""Call a function in a fresh process beside this one, with other surroundings.
 
 What a config computes must not depend on its surroundings: the number of devices, the rank and the
 number of processes, variables of launchers, the time zone, the order of hashes. So `jaxdp verify`
@@ -46,27 +46,24 @@ PIPES = ("PMI_FD", "PMI_PORT", "PMIX_NAMESPACE", "PMIX_SERVER")
 
 
 @contextlib.contextmanager
-def process(
-    function: Callable[..., Any], *args: Any, devices: int, elsewhere: bool = False
+def elsewhere(
+    function: Callable[..., Any], *args: Any, devices: int
 ) -> Iterator[Callable[[], Any]]:
-    """Call a function in another process, on simulated CPU devices, until the context ends.
+    """Call a function in a process with other surroundings, until the context ends.
 
     Yields a function that waits for the result and returns it, or a text that tells why there is
     none.
 
     Args:
         function, args: pickled, so of a module.
-        devices: the number of simulated devices.
-        elsewhere: change the surroundings.
+        devices: the number of simulated CPU devices.
     """
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(COUNT)]
-    variables = {k: v for k, v in os.environ.items() if not k.startswith(PIPES)}
+    variables = {k: v for k, v in os.environ.items() if not k.startswith(PIPES)} | surroundings()
     variables |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join([*flags, f"{COUNT}={devices}"])}
-    if elsewhere:
-        variables |= surroundings()
     code = CODE.format(os.path.dirname(os.path.dirname(imports.PACKAGE)), sys.path)
     with tempfile.TemporaryFile() as request:
-        pickle.dump((function, args, elsewhere), request)
+        pickle.dump((function, args), request)
         request.seek(0)
         child = subprocess.Popen(
             [sys.executable, "-P", "-c", code],
@@ -113,11 +110,10 @@ def main() -> None:
     gc.set_threshold(100_000)
     answer = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    function, args, elsewhere = imports.for_user(pickle.load, sys.stdin.buffer)
-    if elsewhere:  # before any of the user's code is imported
-        rank, size = MORE, MORE + 1
-        private_jax.number_process(rank, size)
-        context._current = context.Context(rank, size, rank, size, "none", ("",) * size)
+    function, args = imports.for_user(pickle.load, sys.stdin.buffer)
+    rank, size = MORE, MORE + 1  # before any of the user's code is imported
+    private_jax.number_process(rank, size)
+    context._current = context.Context(rank, size, rank, size, "none", ("",) * size)
     try:
         result = function(*args)
     except ReportedError as error:

@@ -2,50 +2,68 @@
 optimizer.
 
 In float64, where rounding is small and faults are not: first the parts alone, then a few updates by
-an oracle that shares no code with the step, and the same updates in many configurations.
+an oracle that shares no code with the step, and the same updates in many configurations. Then in the
+run's own precision, where nothing may be rounded or skipped on one device alone. Or with exact sums,
+where bits are compared.
 """
 
-import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxdp.checkpoint.leaves import host, params_sha256
+from jaxdp.config import Config
+from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError
-from jaxdp.process.context import Context
-from jaxdp.run.elsewhere import process
-from jaxdp.verify import verify_checks
+from jaxdp.extras import door
+from jaxdp.parallel.strategy import Strategy
+from jaxdp.precision import is_key, policy
+from jaxdp.process.context import SLOW, Context
+from jaxdp.run.components import Parts, jax_settings, make_parts, set_jax
+from jaxdp.run.preflight import check_optimizer
+from jaxdp.train.state import Batch, TrainState
+from jaxdp.train.step import Step
 from jaxdp.verify.compare import (
-    Reference,
-    Report,
-    describe,
-    find_reference,
-    list_leaves,
-)
-from jaxdp.verify.oracle import Oracle, train
-from jaxdp.verify.problem import (
-    ALONE,
     FAILED,
     NOTE,
-    TOLERANCE,
+    OK,
     Check,
+    Curve,
+    Report,
+    describe,
+    find_difference,
+    flatten,
+    leaves,
+    no_progress,
+)
+from jaxdp.verify.oracle import Oracle, Reference, find_reference, train
+from jaxdp.verify.problem import (
+    ALONE,
+    FLOAT64,
+    ONE_DEVICE,
+    TOLERANCE,
+    Arrays,
     Configuration,
     Problem,
     check_memory,
     choose_configurations,
-    clip,
-    configuration_of,
     in_traceable_precision,
     make_trial,
-    narrowest,
+    make_variant,
+    own_configuration,
     settings,
+    smaller,
 )
-from jaxdp.verify.trained import check_own_precision, run_configuration, train_in_own_precision
-from jaxdp.verify.verify_checks import COARSE, facts_of_config, find_facts
+from jaxdp.verify.verify_checks import check_parts, narrowest, traits_of
 
-Other = Callable[[], Any]  # waits for the result of another process: a text if it failed
+BUCKETS = 3  # about this many, however small the model
+UPDATES = 8  # at least, in the run's own precision
+DRAWN = 1e-6  # initial values are drawn in float32, which two programs may round differently
 
 
 def verify(
@@ -54,7 +72,7 @@ def verify(
     *,
     updates: int = 3,
     tolerance: float | None = None,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Callable[[str], None] = no_progress,
     context: Context = ALONE,
 ) -> Report:
     """Compare a few updates in each configuration on these devices with the oracle's.
@@ -74,138 +92,275 @@ def verify(
         raise UsageError(
             f"tolerance: {tolerance} is not between 0 and 1; to compare bits, use --exact"
         )
-    config, count = problem.config, len(devices)
-    own = configuration_of(config)
-    in_groups = config.parallel.in_groups
-    first = clip(own._replace(reduction="exact") if in_groups else own, devices)
+    config, in_groups = problem.config, problem.config.parallel.in_groups
+    own = own_configuration(config, problem.parts, devices)
+    if in_groups:
+        own = own._replace(reduction="exact")
     local = [device for device in devices if device.process_index == jax.process_index()]
-    with settings(local[0]), contextlib.ExitStack() as processes:
-        trial = make_trial(problem, count, updates)
-        problem = in_traceable_precision(problem, trial)
-        check_memory(problem, trial, local)
-
-        def start(function, **more):
-            return processes.enter_context(process(function, config, count, updates, **more))
-
-        elsewhere = narrow = None
-        if context.is_root:
-            # Another parity, on the other side of usual limits.
-            elsewhere = start(
-                facts_of_config, devices=1 if jax.device_count() > 1 else 8, elsewhere=True
-            )
-        oracle = Oracle(problem, trial)
-        dtype, random = verify_checks.traits_of(oracle)
-        used = config.precision
-        least_precise = narrowest([dtype, *filter(None, (used.params, used.compute, used.reduce))])
-        if context.is_root and least_precise.itemsize < 4 and not in_groups:
-            narrow = start(train_in_own_precision, devices=count)
+    with settings(local[0]):
+        trial = make_trial(problem, len(devices), updates)
+        traceable = in_traceable_precision(problem, trial)
+        check_memory(traceable, trial, local)
+        oracle = Oracle(traceable, trial)
+        dtype, random = traits_of(oracle)
         limit = tolerance or TOLERANCE[dtype.name]
-        report = Report(describe_setting(oracle, devices), f"error (allowed {limit:g})")
-        report.checks.append(verify_checks.check_data(problem))
+        report = Report(describe_setting(oracle, devices, limit), own)
+        # The programs and the data of all ranks are the same already.
+        checks = context.of_root(
+            "verify", lambda: check_parts(oracle, len(devices), random, limit), SLOW
+        )
+        report.checks += [Check(*check) for check in checks]
+        if report.checks[-1].name != "padding":  # a fault would be blamed on the configurations
+            return report
         if dtype != np.float64:
             text = f"the model or the loss computes in {dtype.name}, also from float64 arguments"
             report.checks.append(Check("precision", NOTE, text))
-        if not check_parts(report, oracle, random, limit, context, elsewhere):
-            report.causes = failures(report)
-            return report
 
-        reference = find_reference(
+        report.reference = reference = find_reference(
             functools.partial(train, oracle),
-            problem.rule,
-            oracle.start.params,
+            traceable.rule,
+            oracle.first.params,
             float(jax.numpy.finfo(dtype).eps),
             limit,
         )
-        report.reference = reference
-        report.checks += reference.notes(limit)
+        context.barrier("verify", SLOW)  # root has compiled the oracle before the others
+        report.checks += reference.checks
         for check in report.checks:
             progress(f"{check.name}: {check.verdict}")
         most = config.verify.strategies
-        chosen = choose_configurations(first, devices)[: most and most + 1]
-        run = functools.partial(run_configuration, oracle, reference, devices, limit)
-        report.run(run, chosen, progress)
-        if narrow is not None:
-            report.checks.append(check_own_precision(narrow(), least_precise))
-        report.causes = [*failures(report), *find_causes(report, reference, first)]
-        report.agreement = find_agreement(report, reference, limit)
+        chosen = choose_configurations(own, devices)[: most and most + 1]
+        report.run(with_oracle(oracle, reference, devices), chosen, progress)
+        used = config.precision
+        narrow = narrowest([dtype, *filter(None, (used.params, used.compute, used.reduce))])
+        if narrow.itemsize < 4 and not in_groups:
+            with jax_settings(config):
+                check = check_own_precision(problem, own, devices, updates, narrow)
+            report.checks.append(check)
+        report.agreement = find_agreement(report)
         return report
 
 
-def describe_setting(oracle: Oracle, devices: Sequence[jax.Device]) -> str:
-    trial, order = oracle.trial, oracle.problem.parts.order
-    parameters = sum(x.size for x in jax.tree.leaves(oracle.start.params))
+def describe_setting(oracle: Oracle, devices: Sequence[jax.Device], limit: float) -> str:
+    used, order = oracle.trial.order, oracle.problem.parts.order
+    parameters = sum(x.size for x in jax.tree.leaves(oracle.first.params))
     return (
-        f"{describe(devices)}; {len(trial.batches)} updates of {trial.microbatches * trial.microbatch_size} examples "
-        f"in {trial.microbatches} microbatches (a run has {order.batch_size} in {order.microbatches}); float64, no "
-        f"loss scaling, a constant learning rate; {parameters:,} parameters"
+        f"{describe(devices)}; {len(oracle.trial.batches)} updates of {used.batch_size} examples in "
+        f"{used.microbatches} microbatches (a run has {order.batch_size} in {order.microbatches}); float64, no "
+        f"loss scaling, a constant learning rate; {parameters:,} parameters; allowed error {limit:g}"
     )
 
 
-def find_agreement(report: Report, reference: Reference, tolerance: float) -> str:
+def find_agreement(report: Report) -> str:
     """Return how well the configurations agree, if they do."""
-    (error, leaf), (compared, trained) = report.largest, reference.compared
+    reference = report.reference
+    compared, trained = reference.compared
     return (
-        f"agree with the oracle{f' at {reference.rate:g} of the peak learning rate' * (reference.rate < 1)}; largest "
-        f"relative error {error:.1e}, of {leaf}; allowed {tolerance:g}; {compared} of {trained} trained leaves compared"
+        f"agree with the oracle{f' at {reference.rate:g} of the peak learning rate' * (reference.rate < 1)}; "
+        f"at most, {report.largest.text}; allowed {reference.tolerance:g}; {compared} of {trained} trained "
+        f"leaves compared"
         f"{'; the others have no gradient, but for rounding, or do not move' * (compared < trained)}"
     )
 
 
-def failures(report: Report) -> list[str]:
-    """Return what the checks of the parts found."""
-    return list(dict.fromkeys(check.text for check in report.checks if check.verdict == FAILED))
+Make = Callable[[Configuration], Any]
 
 
-def find_causes(report: Report, reference: Reference, own: Configuration) -> list[str]:
-    """Return why what was trained is not verified, the most certain cause first. own: the run's
-    configuration.
+def maker(config: Config, parts: Parts, devices: Sequence[jax.Device], **parallel: Any) -> Make:
+    """Return a function that builds the run in a configuration: its strategy, the step, and a
+    function from the number of a batch to it, on the strategy's devices. parallel: see
+    `make_variant`."""
+
+    def make(configuration):
+        strategy, step = make_variant(config, parts, configuration, devices, **parallel)
+        check_optimizer(config, strategy, parts.rule.tx, step)
+
+        def read(number):
+            batch = read_batch(parts.dataset, parts.order, number, strategy.local_microbatches)
+            return strategy.shard_batch(batch)
+
+        return strategy, step, read
+
+    return make
+
+
+def run_updates(
+    strategy: Strategy, step: Step, state: TrainState, batches: Iterable[Batch]
+) -> tuple[TrainState, Curve]:
+    """Return (the exported state after an update on each batch, the metrics), on the host."""
+    program, curve = strategy.compile(step), []
+    for batch in batches:
+        state, metrics = program.update(state, batch)
+        curve.append(metrics)
+    return jax.tree.map(host, (strategy.export(state), curve))
+
+
+def with_oracle(
+    oracle: Oracle, reference: Reference, devices: Sequence[jax.Device]
+) -> Callable[[Configuration], Check]:
+    """Return a function that trains the updates of the trial in a configuration, and compares the
+    result with the oracle's. It raises UsageError as a run would."""
+    (config, parts), trial, rule = oracle.problem, oracle.trial, reference.rule
+    casts = policy("float64", "float64", "float64")
+    forward = parts.forward._replace(policy=casts, loss_scaling=None)
+    make = maker(
+        dataclasses.replace(config, microbatches=trial.order.microbatches, precision=FLOAT64),
+        parts._replace(forward=forward, rule=rule, order=trial.order),
+        devices,
+        bucket_mb=sum(x.nbytes for x in jax.tree.leaves(oracle.first.params)) / BUCKETS / 1e6,
+        exact_group=1,
+    )
+
+    def run(configuration):
+        title = configuration.title
+        strategy, step, read = make(configuration)
+        initial, first = strategy.export(strategy.init()), oracle.start(oracle.first.params, rule)
+        # the oracle has no exponents of integer sums
+        first = first.replace(extra=initial.extra | first.extra)
+        drawn, want = (flatten(state.replace(opt_state=None), []) for state in (initial, first))
+        if difference := find_difference(drawn, want, DRAWN):
+            return Check(title, FAILED, f"the initial {difference}: init is no function of its key")
+        placed = strategy.adopt(jax.tree.map(put, jax.tree.map(host, first), initial))
+        del initial
+        state, curve = run_updates(strategy, step, placed, map(read, range(len(trial.batches))))
+        if any(metrics.get("disagreeing_state") for metrics in curve):
+            text = "the microbatches disagree on integers of the model's state; all must change one alike"
+            return Check(title, FAILED, text)
+        errors = reference.errors(state, curve)
+        leaf = max(errors, key=errors.__getitem__, default="")
+        if not leaf:
+            return Check(title, FAILED, "nothing was compared")
+        error = errors[leaf]
+        verdict = OK if error <= reference.tolerance else FAILED
+        return Check(title, verdict, f"{leaf} differs by {error:.1e}", error)
+
+    return run
+
+
+def put(x: np.ndarray, like: jax.Array) -> jax.Array:
+    """Return a new array with the values of x, on the devices of another; a random key as it is there."""
+    if is_key(like):
+        return like
+    return jax.make_array_from_callback(x.shape, like.sharding, lambda part: np.array(x[part]))
+
+
+def with_first(
+    make: Make,
+    batches: Sequence[int],
+    arrays: Callable[[TrainState, Curve], Arrays],
+    tolerance: float = 0.0,
+) -> Callable[[Configuration], Check]:
+    """Return a function that trains a configuration from its initial state, and compares it with the
+    first one.
+
+    batches: the number of the batch of each update. arrays: (state, curve) -> what is compared."""
+    first: Arrays = {}
+
+    def run(configuration):
+        strategy, step, read = make(configuration)
+        state, curve = run_updates(strategy, step, strategy.init(), map(read, batches))
+        got = arrays(state, curve)
+        difference = find_difference(got, first or got, tolerance)
+        first.update({} if first else got)
+        verdict = FAILED if difference else OK
+        return Check(configuration.title, verdict, difference or params_sha256(state.params))
+
+    return run
+
+
+def check_own_precision(
+    problem: Problem,
+    own: Configuration,
+    devices: Sequence[jax.Device],
+    updates: int,
+    dtype: np.dtype,
+) -> Check:
+    """Check that skipped updates, loss scales and losses of a run do not depend on its devices.
+    dtype: its least precise."""
+    name, tolerance, report = f"in {dtype.name}", TOLERANCE[dtype.name], Report("", own)
+    both = itertools.product((ONE_DEVICE, own), ("scan", "vmap"))
+    configurations = [one._replace(accumulate=accumulate) for one, accumulate in both]
+    make, batches = maker(*problem, devices), range(max(updates, UPDATES))
+    run = with_first(make, batches, decisions, tolerance)
+    report.run(run, list(dict.fromkeys(configurations)))
+    for failed in report.of(FAILED):
+        return Check(name, FAILED, f"{failed.title}: {report.results[failed].text}")
+    if not (same := report.of(OK)):
+        return Check(name, FAILED, "nothing was compared in the run's own precision")
+    text = f"{len(same)} configurations skip the same updates, with losses alike to {tolerance:g}"
+    return Check(name, OK, text)
+
+
+def decisions(state: TrainState, curve: Curve) -> Arrays:
+    """Return what must be alike in the run's own precision."""
+    names = ("/skipped", "/loss_scale", "/loss")
+    return {path: x for path, x in by_update(curve).items() if path.endswith(names)}
+
+
+def by_update(curve: Curve) -> Arrays:
+    """Return {update 1/loss: its value} and so on."""
+    return leaves({f"update {i}": metrics for i, metrics in enumerate(curve, 1)})
+
+
+def exactly(config: Config) -> Config:
+    """Return the config in exact mode, with the smaller arguments of `verify`. Raises UsageError."""
+    door("exact", "--exact")
+    from jaxdp.exact import in_exact_mode
+
+    return in_exact_mode(smaller(config))
+
+
+def verify_exactly(
+    config: Config, devices: int, updates: int, progress: Callable[[str], None]
+) -> Report:
+    """Compare the bits of a config in exact mode, on its first batches and the last of an epoch,
+    maybe incomplete.
+
+    devices: the most to use; in a job of several processes all are used.
     """
-    causes, losses = report.refusal(own), reference.trained.curve["loss"]
-    if not np.isfinite(losses).all():
-        causes.append(
-            f"the loss is not finite: {losses.tolist()} in the first updates; try a smaller optimizer.lr"
+    set_jax(config)
+    parts = make_parts(config)
+    used = jax.devices()
+    if jax.process_count() == 1:
+        used = used[: min(devices, config.microbatches // config.parallel.exact_group)]
+    last = parts.order.steps_per_epoch - 1
+    batches = [*(min(i, last) for i in range(updates - 1)), last]
+    trained = f"{config.batch_size} examples in {config.microbatches} microbatches, the last one the last of an epoch"
+    own = own_configuration(config, parts, used)
+    return compare_bits(maker(config, parts, used), own, used, batches, trained, progress)
+
+
+def compare_bits(
+    make: Make,
+    own: Configuration,
+    devices: Sequence[jax.Device],
+    batches: Sequence[int],
+    trained: str,
+    progress: Callable[[str], None] = no_progress,
+) -> Report:
+    """Train the same updates in every configuration on these devices, and compare them to the bit.
+
+    own: that of the run. trained: what the updates train on, in words. Raises UsageError if no
+    configuration can train.
+    """
+    report = Report(f"{describe(devices)}; {len(batches)} updates of {trained}", own, "exact")
+    applied = list[Any]()
+
+    def bits(state, curve):
+        applied.extend(m["grad_norm"] for m in curve if not m["skipped"])
+        arrays = {**by_update(curve), **leaves({"state": state})}
+        return {path: np.frombuffer(x.tobytes(), np.uint8) for path, x in arrays.items()}
+
+    configurations = choose_configurations(own, devices, exact=True)
+    report.run(with_first(make, batches, bits), configurations, progress)
+    compared = report.of(OK, FAILED)
+    if not compared:
+        raise UsageError(report.results[configurations[0]].text)
+    digest = report.results[compared[0]].text
+    report.agreement = f"give the same bits; params_sha256 {digest}"
+    if not any(applied):
+        text = (
+            f"{len(batches)} updates trained nothing (none was applied, or every gradient is zero); verify with data "
+            "and --updates that train something"
         )
-    elif reference.unexplained:
-        leaves = list_leaves(reference.unexplained)
-        causes.append(f"not compared, because rounding alone moves them too far: {leaves}")
-    elif not reference.compared[0]:
-        causes.append("no parameter was compared that training moves")
-    elif not any(r.configuration.devices > 1 for r in report.passed + report.failed):
-        causes.append(
-            "nothing was compared on several devices; use --devices 2 or more, and 2 microbatches or more"
-        )
-    for one in report.failed[:1]:
-        fault = f"{one.note} differs by {one.value}" if one.value else one.note
-        if any(r.configuration.devices == 1 for r in report.passed):
-            fault += "; one device agrees: the cause may be what communicates over devices (BatchNorm with sync: true)"
-        causes.append(f"{one.configuration.title}: {fault}")
-    return causes
-
-
-def check_parts(
-    report: Report,
-    oracle: Oracle,
-    random: bool,
-    tolerance: float,
-    context: Context,
-    elsewhere: Other | None,
-) -> bool:
-    """Check the parts alone. Return False if one failed that the others use, on which its fault
-    would be blamed.
-
-    elsewhere: the process with other surroundings, which root alone has."""
-    checks = report.checks
-    others = [verify_checks.check_loss(oracle, tolerance)]  # while the other process computes
-    if others[0].verdict != FAILED:
-        others.append(verify_checks.check_padding(oracle, random, tolerance))
-    if elsewhere is not None:
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):  # as the other process
-            facts = find_facts(oracle)
-        checks.append(verify_checks.check_same(facts, elsewhere(), min(COARSE, tolerance)))
-    if verify_checks.any_failed(context, checks):
-        return False
-    checks.append(others[0])
-    if verify_checks.any_failed(context, checks):
-        return False
-    checks += others[1:]
-    return True
+        report.checks.append(Check("training", FAILED, text))
+    return report

@@ -1,9 +1,9 @@
-"""Compare trained states: the relative error of each leaf in the L2 norm, allowing for what rounding
-alone changes. And the report, for a person or as JSON."""
+"""Compare arrays by the relative error of each leaf, in the L2 norm. And the report of what was
+compared, for a person or as JSON."""
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,192 +18,33 @@ from jaxdp.process.hosts import listed
 from jaxdp.split import leaves_by_path
 from jaxdp.train.average import EMA, EMA_STATE
 from jaxdp.train.state import TrainState
-from jaxdp.train.step import UpdateRule
-from jaxdp.verify.oracle import Curve, Trained
-from jaxdp.verify.problem import FAILED, NOTE, OK, REFUSED, Check, Configuration
+from jaxdp.verify.problem import Arrays, Configuration, Tree
 
-Tree = Any
-Errors = dict[str, float]  # by path: part/of/the/state
+OK, FAILED, NOTE, SKIPPED, REFUSED = "ok", "FAILED", "note", "skipped", "refused"
 COMPARED = ("params", "model_state", "opt_state", EMA, EMA_STATE, CARRY)
-RATES = (1.0, 0.1, 0.01, 0.001)  # of the peak learning rate
-ZERO = 1e3  # last digits of the whole gradient's norm: a gradient below is zero but for rounding
-# A leaf may differ by MARGIN x what rounding moves it, at most by MOST. It is not compared if
-# rounding moves it by more than COARSEST and 5 times the tolerance.
-MARGIN, MOST, COARSEST = 10, 0.5, 1e-2
+Errors = dict[str, float]  # by path: part/of/the/state
+Curve = list[dict[str, Any]]  # the metrics of each update
 
 
-class Worst(NamedTuple):
-    error: float
-    leaf: str
+def leaves(trees: dict[str, Tree]) -> Arrays:
+    """Return {name/path: array}, in the order of the names."""
+    return {
+        path: host(x)
+        for name, tree in trees.items()
+        for path, x in leaves_by_path({name: tree}).items()
+    }
 
 
-class Reference(NamedTuple):
-    """What the oracle trained, with `rule` at `rate` of the peak learning rate, and how far
-    rounding moves each leaf.
-
-    Args:
-        moved: {leaf: the relative error that rounding causes}.
-        uncompared: the same, of leaves that rounding moves too far to compare.
-        zero: {trained leaf: elements whose gradient is zero but for rounding}, of leaves that are
-            compared without these elements; if these are all, the leaf is in `uncompared`.
-        unexplained: the part of `uncompared` that no such gradient explains.
-        moving: the trained leaves that have a gradient and change.
-    """
-
-    trained: Trained
-    rule: UpdateRule
-    rate: float
-    moved: Errors
-    uncompared: Errors
-    zero: dict[str, np.ndarray]
-    unexplained: Errors
-    moving: set[str]
-
-    @property
-    def compared(self) -> tuple[int, int]:
-        """Return (the number of trained leaves that are compared, the number of trained leaves).
-
-        A leaf that stands still does so in every configuration, so it does not count as compared.
-        """
-        return len(self.moving - self.uncompared.keys()), len(leaves(self.trained.grads[0]))
-
-    def allowed(self, path: str, tolerance: float) -> float:
-        apart = path in self.zero or path in self.uncompared
-        return tolerance if apart else max(tolerance, min(MARGIN * self.moved.get(path, 0.0), MOST))
-
-    def notes(self, tolerance: float) -> list[Check]:
-        """Return notes on the leaves that are not compared, or not as closely as the others."""
-        in_part = {path: self.moved[path] for path in self.zero if path not in self.uncompared}
-        near = {
-            path: error
-            for path, error in self.moved.items()
-            if self.allowed(path, tolerance) > tolerance
-        }
-        notes = {
-            "not compared, because rounding alone moves them too far": self.uncompared,
-            "compared without the elements whose gradient is zero but for rounding": in_part,
-            f"compared with a margin of {MARGIN} times what rounding moves them, at most {MOST}": near,
-        }
-        return [
-            Check("rounding", NOTE, f"{text}: {list_leaves(errors)}")
-            for text, errors in notes.items()
-            if errors
-        ]
-
-    def errors(self, state: TrainState, curve: Curve, tolerance: float) -> Errors:
-        """Return the error of each leaf that is compared, scaled so that `tolerance` is what is
-        allowed.
-        """
-        start, trained, own_curve, _ = self.trained
-        curve = {name: curve[name] for name in curve if name in own_curve}
-        got, want = flatten(state, curve, start), flatten(trained, own_curve, start)
-        for path, zero in self.zero.items():
-            if path in got and got[path].shape == zero.shape:
-                got[path] = np.where(zero, want[path], got[path])
-        return {
-            path: error * tolerance / self.allowed(path, tolerance)
-            for path, error in differences(got, want).items()
-            if path not in self.uncompared
-        }
-
-
-def find_reference(
-    train: Callable[[Tree, UpdateRule], Trained],
-    make_rule: Callable[[float], UpdateRule],
-    params: Tree,
-    epsilon: float,
-    tolerance: float,
-) -> Reference:
-    """Train three times, twice with parameters changed in their last digit: what differs is
-    rounding.
-
-    Lower the learning rate where training amplifies rounding, update by update, beyond what is
-    compared.
-
-    Args:
-        train: (params, rule) -> what the oracle trains.
-        epsilon: the last digit, relative.
-    """
-    rng = np.random.default_rng(0)
-
-    def perturb(x):
-        return x * (1 + epsilon * rng.choice([-1.0, 1.0], x.shape))
-
-    def moves(one, *others):
-        return {path: max(difference(x.get(path), one[path]) for x in others) for path in one}
-
-    starts = [params, *(jax.tree.map(perturb, params) for _ in range(2))]
-    for rate in RATES:
-        rule = make_rule(rate)
-        runs = [train(start, rule) for start in starts]
-        moved = moves(*(flatten(run.state, run.curve) for run in runs))
-        if np.median([*moved.values()]) <= max(tolerance / 100, 8 * epsilon):
-            break
-    trained, limit = runs[0], max(COARSEST, 5 * tolerance)
-    one, *others = (flatten(run.state, run.curve, run.start) for run in runs)
-    moved = moves(one, *others)
-    too_far = {path: e for path, e in moved.items() if e > limit}
-    zero = {}
-    for path, elements in zero_gradients(trained.grads, epsilon).items():
-        rest = [difference(np.where(elements, one[path], x[path]), one[path]) for x in others]
-        if path in too_far and max(rest) <= limit:
-            zero[path] = elements
-    grads = [leaves({"params": tree}) for tree in trained.grads]
-    return Reference(
-        trained,
-        rule,
-        rate,
-        moved,
-        uncompared={p: e for p, e in too_far.items() if p not in zero or zero[p].all()},
-        zero=zero,
-        # Other leaves, such as the optimizer's, move with parameters whose gradient is zero.
-        unexplained={
-            p: e
-            for p, e in too_far.items()
-            if p not in zero and (not zero or p.startswith("params/"))
-        },
-        moving={p for p in grads[0] if np.any(one[p]) and any(np.any(x[p]) for x in grads)},
-    )
-
-
-def zero_gradients(grads: list[Tree], epsilon: float) -> dict[str, np.ndarray]:
-    """Return {params/path: the elements whose gradient is zero, but for rounding, in every update}."""
-    zero: dict[str, np.ndarray] = {}
-    for tree in grads:
-        with np.errstate(over="ignore"):
-            norm = np.sqrt(sum(float(np.sum(np.square(x))) for x in jax.tree.leaves(tree)))
-        if not np.isfinite(norm):
-            norm = 0.0  # nothing is small beside a gradient that overflows
-        for path, x in leaves({"params": tree}).items():
-            zero[path] = (np.abs(x) <= ZERO * epsilon * norm) & zero.get(path, True)
-    return zero
-
-
-def leaves(tree: Tree) -> dict[str, np.ndarray]:
-    return {path: host(x) for path, x in leaves_by_path(tree).items()}
-
-
-def flatten(state: TrainState, curve: Curve, start: Tree = None) -> dict[str, np.ndarray]:
+def flatten(state: TrainState, curve: Curve, start: Tree = None) -> Arrays:
     """Return what is compared of a state and its curve, by path.
 
     start: the first parameters; of parameters and their average, what changed since is compared: an
     update may be small beside them.
     """
-
-    def change(x, before):
-        return host(x) - host(before) if jnp.issubdtype(x.dtype, jnp.inexact) else x
-
-    trees = {k: tree for k, tree in all_fields_of(state).items() if k in COMPARED}
-    for name in ("params", EMA) if start is not None else ():
-        if name in trees:
-            trees[name] = jax.tree.map(change, trees[name], start)
-    return leaves({**trees, "curve": curve})
-
-
-def differences(got: Tree, want: Tree) -> Errors:
-    """Return {path: |got - want| / |want|} of every leaf."""
-    got, want = leaves(got), leaves(want)
-    return {path: difference(got.get(path), want.get(path)) for path in {**want, **got}}
+    fields = {name: tree for name, tree in all_fields_of(state).items() if name in COMPARED}
+    arrays = leaves({**fields, "curve": curve})
+    before = leaves({"params": start, EMA: start})
+    return {path: x - before[path] if path in before else x for path, x in arrays.items()}
 
 
 def difference(got: np.ndarray | None, want: np.ndarray | None) -> float:
@@ -212,7 +53,7 @@ def difference(got: np.ndarray | None, want: np.ndarray | None) -> float:
     """
     if got is None or want is None or got.shape != want.shape:
         return np.inf
-    if not (jnp.issubdtype(want.dtype, jnp.inexact) and jnp.issubdtype(got.dtype, jnp.inexact)):
+    if not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in (got, want)):
         return 0.0 if np.array_equal(got, want) else np.inf
     finite = np.isfinite(want)
     if not np.array_equal(np.isfinite(got), finite):
@@ -224,108 +65,127 @@ def difference(got: np.ndarray | None, want: np.ndarray | None) -> float:
     return float(apart / size) if size else np.inf if apart else 0.0
 
 
-def worst(errors: Errors) -> Worst:
-    return Worst(*max(((error, leaf) for leaf, error in errors.items()), default=(0.0, "")))
+def find_difference(got: Arrays, want: Arrays, tolerance: float) -> str:
+    """Return the first leaf that differs by more than the tolerance, and how, or ""."""
+    for path in {**want, **got}:
+        x: Any = got.get(path)
+        y: Any = want.get(path)
+        if (error := difference(x, y)) > tolerance:
+            if np.size(x) == np.size(y) == 1:
+                return f"{path} is {x}, not {y}"
+            return f"{path} differs by {error:.1e}" if np.isfinite(error) else f"{path} differs"
+    return ""
 
 
-def list_leaves(errors: Errors) -> str:
-    ordered = sorted(errors.items(), key=lambda item: -item[1])
-    return listed((f"{path} ({error:.0e})" for path, error in ordered), 5)
+def list_leaves(errors: Errors, paths: Iterable[str]) -> str:
+    """Return some leaves with their errors, the largest first."""
+    ordered = sorted(sorted(paths), key=errors.__getitem__, reverse=True)
+    return listed((f"{path} ({errors[path]:.0e})" for path in ordered), 5)
 
 
-class Result(NamedTuple):
-    """What a configuration trained.
+def no_progress(text: str) -> None:
+    """Print nothing."""
 
-    verdict: OK, FAILED, or REFUSED as a run would be. value: the largest error, or a digest; "" if
-    there is none. note: the leaf of this error, how the bits differ, or why there is no value.
-    errors: of each compared leaf."""
 
-    configuration: Configuration
+class Check(NamedTuple):
+    """What was compared.
+
+    name: of a part of the run, or the title of a configuration. verdict: OK, FAILED, NOTE, SKIPPED,
+    or REFUSED as a run would be; FAILED means that the problem is not verified. text: the result.
+    error: the largest relative error of a leaf."""
+
+    name: str
     verdict: str
-    value: str = ""
-    note: str = ""
-    errors: Errors = {}
-
-    @property
-    def outcome(self) -> str:
-        return " ".join(word for word in (self.value[:16], self.verdict) if word not in ("", OK))
+    text: str
+    error: float = 0.0
 
 
 @dataclasses.dataclass
 class Report:
-    """What was compared, and the result. value: the name of the results' values. goal: of the
-    comparison, in a word.
+    """What was compared, and the result.
 
-    setting: what was trained, and on what, in words. reference: what the oracle trained; None if a
-    check failed before, or if bits are compared. causes: why it is not verified, or nothing.
-    agreement: what verified configurations share."""
+    Args:
+        setting: what was trained, and on what, in words.
+        own: the run's configuration.
+        goal: of the comparison, in a word.
+        reference: what all results are compared with, trained on one device; None: the first result.
+        agreement: what verified configurations share.
+        checks: of the parts of the run.
+        results: of the configurations.
+    """
 
     setting: str
-    value: str
-    checks: list[Check] = dataclasses.field(default_factory=list)
-    reference: Reference | None = None
-    results: list[Result] = dataclasses.field(default_factory=list)
-    causes: list[str] = dataclasses.field(default_factory=list)
-    agreement: str = ""
+    own: Configuration
     goal: str = "verified"
+    reference: Any = None
+    agreement: str = ""
+    checks: list[Check] = dataclasses.field(default_factory=list)
+    results: dict[Configuration, Check] = dataclasses.field(default_factory=dict)
+
+    def of(self, *verdicts: str) -> list[Configuration]:
+        """Return the configurations with one of these verdicts."""
+        return [c for c, result in self.results.items() if result.verdict in verdicts]
+
+    @property
+    def causes(self) -> list[str]:
+        """Return why it is not verified, the most certain cause first, or nothing."""
+        causes = [check.text for check in self.checks if check.verdict == FAILED]
+        if self.own in self.of(REFUSED):
+            text = self.results[self.own].text
+            causes.append(f"the configuration that the config asks for is refused: {text}")
+        numbers = {c.devices for c in self.of(OK, FAILED)}
+        if self.reference:
+            numbers.add(1)
+        if self.results and len(numbers) == 1:
+            causes.append(
+                f"nothing was compared but on {numbers.pop()} device(s); use --devices 2 or more, and 2 "
+                "microbatches or more"
+            )
+        for c in self.of(FAILED)[:1]:
+            text = f"{c.title}: {self.results[c].text}"
+            if 1 in {c.devices for c in self.of(OK)}:
+                text += "; one device agrees: does the model communicate over devices (BatchNorm with sync: true)?"
+            causes.append(text)
+        return causes
 
     @property
     def verified(self) -> bool:
         return not self.causes
 
     @property
-    def failed(self) -> list[Result]:
-        return [result for result in self.results if result.verdict == FAILED]
-
-    @property
-    def passed(self) -> list[Result]:
-        return [result for result in self.results if result.verdict == OK]
-
-    @property
-    def largest(self) -> Worst:
-        return max((worst(result.errors) for result in self.results), default=Worst(0.0, ""))
+    def largest(self) -> Check:
+        return max(self.results.values(), key=lambda result: result.error)
 
     def run(
         self,
-        train: Callable[[Configuration], Result],
+        train: Callable[[Configuration], Check],
         configurations: Sequence[Configuration],
-        progress: Callable[[str], None],
+        progress: Callable[[str], None] = no_progress,
     ) -> None:
         """Add the result of each configuration; progress: see `verify`."""
-        for i, configuration in enumerate(configurations):
-            began = time.monotonic()
+        for configuration in configurations:
+            title, began = configuration.title, time.monotonic()
             try:
                 result = train(configuration)
             except UsageError as error:
-                result = Result(configuration, REFUSED, note=one_line(error))
+                result = Check(title, REFUSED, one_line(error))
             except NotImplementedError as error:  # of a callback that jax.vmap cannot map
                 text = f"{one_line(error)}; set parallel.accumulate to scan"
-                result = Result(configuration, REFUSED, note=text)
-            self.results.append(result)
-            shown = f"{i + 1}/{len(configurations)} {configuration.title}: {result.outcome}"
+                result = Check(title, REFUSED, text)
+            except Exception as error:
+                result = Check(title, FAILED, f"{type(error).__name__}: {one_line(error)}")
+            self.results[configuration] = result
+            shown = f"{len(self.results)}/{len(configurations)} {title}: {result.verdict}"
             progress(f"{shown}, {time.monotonic() - began:.1f} s")
-
-    def refusal(self, own: Configuration) -> list[str]:
-        """Return why the run's own configuration was refused, if it was."""
-        return [
-            f"the configuration that the config asks for is refused: {r.note}"
-            for r in self.results
-            if r.configuration == own and r.verdict == REFUSED
-        ]
 
     def as_text(self, title: str) -> str:
         """Return the checks, the configurations, and the verdict as the last line."""
-        parts = [f"{title}\n{self.setting}"]
-        if self.checks:
-            parts.append("\n".join(table([("check", "verdict", "result"), *self.checks])))
-        if self.results:
-            rows = [[*r.configuration.cells, r.outcome, r.note] for r in self.results]
-            parts.append("\n".join(table([[*Configuration._fields, self.value, ""], *rows])))
-        return "\n\n".join([*parts, self.verdict()])
+        rows = [check[:3] for check in [*self.checks, *self.results.values()]]
+        lines = table([("check", "verdict", "result"), *rows])
+        return "\n".join([title, self.setting, "", *lines, "", self.verdict()])
 
     def verdict(self) -> str:
-        passed, failed = len(self.passed), len(self.failed)
-        refused = len(self.results) - passed - failed
+        passed, failed, refused = (len(self.of(x)) for x in (OK, FAILED, REFUSED))
         more = f" ({refused} more refused)" if refused else ""
         if self.verified:
             return f"{self.goal}: {passed} configurations{more} {self.agreement}"
@@ -340,15 +200,10 @@ class Report:
             self.goal: self.verified,
             "causes": self.causes,
             "jax": jax.__version__,
-            "checks": [check._asdict() for check in self.checks],
+            "checks": [dict(zip(("name", "verdict", "text"), check)) for check in self.checks],
             "configurations": [
-                {
-                    "configuration": r.configuration._asdict(),
-                    "verdict": r.verdict,
-                    self.value: r.value,
-                    "note": r.note,
-                }
-                for r in self.results
+                {"configuration": c._asdict(), "verdict": result.verdict, "text": result.text}
+                for c, result in self.results.items()
             ],
         }
 

@@ -3,6 +3,7 @@ the configurations to compare: a small set in which every two values of two sett
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -11,13 +12,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import Partial
 
-from jaxdp.config import Config
+from jaxdp.config import Config, Precision
 from jaxdp.data.example_order import ExampleOrder
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError
-from jaxdp.parallel.layout import ZERO, Sharding
+from jaxdp.parallel.layout import ZERO
 from jaxdp.parallel.strategy import Strategy
 from jaxdp.precision import cast_floats
 from jaxdp.process import hosts
@@ -27,22 +27,29 @@ from jaxdp.run.components import (
     EXACT,
     REDUCTIONS,
     STAGES,
-    STRATEGIES,
     Parts,
     check_paths,
     choose_accumulate,
+    jax_settings,
     make_parts,
-    make_reduction,
     make_strategy,
     make_the_step,
     make_tx,
     state_maker,
 )
 from jaxdp.targets import attribute
-from jaxdp.train.state import TrainState
 from jaxdp.train.step import Step, UpdateRule, first_microbatch
 
+Tree = Any
+Arrays = dict[str, np.ndarray]
+ALONE = Context()
+QUICK_COMPILATION = "--xla_backend_optimization_level=1"
+FLOAT64 = Precision("float64", "float64", "float64", matmul="highest")
+# the largest relative error of a leaf, by the dtype of the computation
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
 ODD = 3  # a number of devices that divides neither the microbatches nor most dims
+# per microbatch; with two, a BatchNorm without pixels to average over has no gradient to compare
+MOST_EXAMPLES = 4
 
 
 class Configuration(NamedTuple):
@@ -59,43 +66,30 @@ class Configuration(NamedTuple):
     shard_size: int | None = None
 
     @property
-    def cells(self) -> list[str]:
-        """Return the values as text, with "-" for a setting that has no effect."""
-        values = self._asdict() | ({} if ZERO[self.zero].grads else {"gradient_buffer": None})
-        return ["-" if value is None else str(value) for value in values.values()]
-
-    @property
     def title(self) -> str:
-        return " ".join(
-            f"{name} {cell}" for name, cell in zip(self._fields, self.cells) if cell != "-"
-        )
+        """Return the settings that have an effect."""
+        values = self._asdict()
+        if not ZERO[self.zero].grads:
+            del values["gradient_buffer"]
+        return " ".join(f"{name} {value}" for name, value in values.items() if value is not None)
 
 
-ONE_DEVICE = Configuration(1, max(STAGES, key=lambda name: len(STAGES[name])))
+# with the backend that has most stages, the only one that splits a state within groups of devices
+ONE_DEVICE = Configuration(1, max(STAGES, key=STAGES.__getitem__))
 
 
-def configuration_of(config: Config) -> Configuration:
+def own_configuration(config: Config, parts: Parts, devices: Sequence[jax.Device]) -> Configuration:
+    """Return the run's configuration on at most these devices. Raises UsageError if it does not work
+    on them."""
     parallel = config.parallel
-    return Configuration(
-        devices=parallel.devices or 0,
-        backend=parallel.backend,
-        zero=parallel.zero,
-        reduction="xla" if parallel.reduction == "auto" else parallel.reduction,
-        accumulate=choose_accumulate(config),
-        gradient_buffer=parallel.gradient_buffer,
-        shard_size=parallel.shard_size,
-    )
-
-
-def clip(configuration: Configuration, devices: Sequence[jax.Device]) -> Configuration:
-    """Return a run's configuration on at most these devices, all of them if it has no number (0).
-    Raises UsageError.
-    """
-    clipped = configuration._replace(
-        devices=min(configuration.devices or len(devices), len(devices))
-    )
-    check_layout(clipped, devices)
-    return clipped
+    settings = {name: getattr(parallel, name) for name in Configuration._fields}
+    settings["devices"] = min(parallel.devices or len(devices), len(devices))
+    settings["accumulate"] = choose_accumulate(config)
+    if parallel.reduction == "auto":
+        settings["reduction"] = ONE_DEVICE.reduction
+    own = Configuration(**settings)
+    make_variant(config, parts, own, devices)  # raises what its strategy does
+    return own
 
 
 def choose_configurations(
@@ -116,7 +110,7 @@ def choose_configurations(
         [None, number // 2] if number % 2 == 0 and number > 2 else [None],
     ]
     every = [Configuration(n, *stage, *rest) for n, stage, *rest in itertools.product(*settings)]
-    possible = [c for c in every if is_meaningful(c) and is_possible(c, devices)]
+    possible = [*filter(is_meaningful, every)]
     chosen = list(dict.fromkeys([ONE_DEVICE._replace(reduction=first.reduction), first]))
     missing = set().union(*map(pairs, possible)).difference(*map(pairs, chosen))
     while missing:
@@ -127,68 +121,21 @@ def choose_configurations(
 
 
 def pairs(configuration: Configuration) -> set[tuple[Any, ...]]:
-    """Return every two settings with their values; backend and stage count as one setting."""
-    values = {"stage": (configuration.backend, configuration.zero), **configuration._asdict()}
-    return set(
-        itertools.combinations(
-            [(k, v) for k, v in values.items() if k not in ("backend", "zero")], 2
-        )
-    )
+    """Return every two settings with their values; backend and stage together are one, too."""
+    stage = configuration.backend, configuration.zero
+    settings = {"stage": stage, **configuration._asdict()}
+    return set(itertools.combinations(settings.items(), 2))
 
 
 def is_meaningful(configuration: Configuration) -> bool:
-    """Return whether every setting that differs from its default has an effect."""
+    """Return whether every setting that differs from its default has an effect, and is possible."""
     layout, c = ZERO[configuration.zero], configuration
     if c.accumulate == "scan" and c.reduction in EXACT:
         return False
-    return (c.gradient_buffer == "sharded" or layout.grads) and (
-        c.shard_size is None or layout.opt_state
-    )
-
-
-def is_possible(configuration: Configuration, devices: Sequence[jax.Device]) -> bool:
-    try:
-        check_layout(configuration, devices)
-    except UsageError:
+    if c.gradient_buffer == "replicated" and not layout.grads:
         return False
-    return True
-
-
-def devices_of(configuration: Configuration, devices: Sequence[jax.Device]) -> Sequence[jax.Device]:
-    """Return the devices that a configuration uses; one device is one of this process."""
-    if configuration.devices == 1:
-        devices = [device for device in devices if device.process_index == jax.process_index()]
-    return devices[: configuration.devices]
-
-
-def check_layout(configuration: Configuration, devices: Sequence[jax.Device]) -> None:
-    """Raise UsageError if the configuration's strategy does not work on these devices, whatever is
-    trained.
-    """
-    c, make = configuration, Partial(TrainState, jnp.zeros((), jnp.int32), {}, {}, {})
-    sharding = Sharding(c.zero, c.shard_size, c.gradient_buffer)
-    STRATEGIES[c.backend](
-        make, c.devices, make_reduction(c.reduction), None, devices_of(c, devices), sharding
-    )
-
-
-OK, FAILED, NOTE, SKIPPED, REFUSED = "ok", "FAILED", "note", "skipped", "refused"
-Tree = Any
-Arrays = dict[str, np.ndarray]
-ALONE = Context()
-QUICK_COMPILATION = "--xla_backend_optimization_level=1"
-# the largest relative error of a leaf, by the dtype of the computation
-TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
-# per microbatch; with two, a BatchNorm without pixels to average over has no gradient to compare
-MOST_EXAMPLES = 4
-
-
-class Check(NamedTuple):
-    """verdict: OK, FAILED, NOTE or SKIPPED; FAILED alone means that the problem is not verified."""
-
-    name: str
-    verdict: str
-    text: str
+    splits = layout.opt_state and c.backend == ONE_DEVICE.backend
+    return c.shard_size is None or (splits and c.devices % c.shard_size == 0)
 
 
 class Problem(NamedTuple):
@@ -224,8 +171,7 @@ def make_problem(config: Config, context: Context = ALONE) -> Problem:
         return Problem(config, prepare_on_all_ranks(config, context).parts)
     parts = make_parts(config)
     if not config.verify.model_args:
-        with contextlib.suppress(NameError):  # of an axis: verification reports it
-            check_paths(config, jax.eval_shape(state_maker(config, parts)).params)
+        check_paths(config, jax.eval_shape(state_maker(config, parts)).params)
     return Problem(config, parts)
 
 
@@ -249,11 +195,14 @@ def make_variant(
     devices: Sequence[jax.Device],
     **parallel: Any,
 ) -> tuple[Strategy, Step]:
-    """Build the run in another configuration; parallel: more of its settings."""
+    """Build the run in another configuration; one device is one of this process. parallel: more of
+    its settings. Raises UsageError."""
     settings = {**configuration._asdict(), **parallel}
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **settings))
+    if configuration.devices == 1:
+        devices = [device for device in devices if device.process_index == jax.process_index()]
+    used = devices[: configuration.devices]
     step = make_the_step(config, parts)
-    used = devices_of(configuration, devices)
     return make_strategy(config, parts, state_maker(config, parts), used), step
 
 
@@ -262,13 +211,8 @@ def settings(device: jax.Device) -> Iterator[None]:
     """Compute in float64 (in the threads of callbacks, too) with exact products, on this device by
     default.
     """
-    before = jax.config.jax_enable_x64  # type: ignore[attr-defined]
-    jax.config.update("jax_enable_x64", True)
-    try:
-        with jax.default_matmul_precision("highest"), jax.default_device(device):
-            yield
-    finally:
-        jax.config.update("jax_enable_x64", before)
+    with jax_settings(Config(precision=FLOAT64)), jax.default_device(device):
+        yield
 
 
 class Trial(NamedTuple):
@@ -280,17 +224,6 @@ class Trial(NamedTuple):
     batches: list[Arrays]
     example: dict[str, jax.Array]
     order: ExampleOrder
-
-    @property
-    def microbatches(self) -> int:
-        return len(self.batches[0]["mask"])
-
-    @property
-    def microbatch_size(self) -> int:
-        return self.batches[0]["mask"].shape[1]
-
-    def microbatch(self, update: int, number: int) -> Arrays:
-        return {k: v[number] for k, v in self.batches[update].items()}
 
 
 def make_trial(problem: Problem, devices: int, updates: int) -> Trial:
@@ -309,13 +242,12 @@ def make_trial(problem: Problem, devices: int, updates: int) -> Trial:
     full = size - size % batch_size
     order = dataclasses.replace(order, size=full, batch_size=batch_size, microbatches=microbatches)
     batches = [read_batch(dataset, order, i, np.arange(microbatches)) for i in range(updates)]
-    if not all((batch["mask"] != 0).any() for batch in batches):
+    if not all(batch["mask"].any() for batch in batches):
         raise UsageError(
             "data: the mask is 0 in all examples of a batch; give verify data with other examples first"
         )
-    first = dataset.read(np.zeros(1, np.int64))
-    example = first_microbatch(first, examples, problem.parts.forward.transform)
-    return Trial(batches, example, order)
+    first, _ = problem.parts.first
+    return Trial(batches, first_microbatch(first, examples, problem.parts.forward.transform), order)
 
 
 def in_traceable_precision(problem: Problem, trial: Trial) -> Problem:
@@ -326,12 +258,8 @@ def in_traceable_precision(problem: Problem, trial: Trial) -> Problem:
     """
     forward, key = problem.parts.forward, jax.random.key(0)
     model = forward.model
-
-    def narrow(tree):
-        return cast_floats(tree, jnp.float32)
-
-    def wide(tree):
-        return cast_floats(tree, jnp.float64)
+    narrow = functools.partial(cast_floats, dtype=jnp.float32)
+    wide = functools.partial(cast_floats, dtype=jnp.float64)
 
     def init(key, batch):
         return model.init(key, narrow(batch))
@@ -346,24 +274,23 @@ def in_traceable_precision(problem: Problem, trial: Trial) -> Problem:
         jax.eval_shape(in_float64, trial.example)
     except TypeError:
         forward = forward._replace(model=model._replace(init=init, apply=apply))
-        return problem._replace(parts=problem.parts._replace(forward=forward))
-    except Exception:  # reported where the oracle is traced
-        pass
-    return problem
+    return problem._replace(parts=problem.parts._replace(forward=forward))
 
 
 def check_memory(problem: Problem, trial: Trial, devices: Sequence[jax.Device]) -> None:
     """Raise UsageError if the states that exist at once do not fit into memory."""
-    init, tx = problem.parts.forward.model.init, problem.rule().tx
-    params, model_state = jax.eval_shape(init, jax.random.key(0), trial.example)
+    params, model_state = jax.eval_shape(
+        problem.parts.forward.model.init, jax.random.key(0), trial.example
+    )
+    opt_state = jax.eval_shape(problem.rule().tx.init, params)
 
     def size(*trees):
-        return sum(math.prod(x.shape) * 8 for x in jax.tree.leaves(trees))
+        return 8 * sum(x.size for x in jax.tree.leaves(trees))
 
-    state = size(params, model_state, jax.eval_shape(tx.init, params), params)
     number, limit = len(devices), hosts.free_memory()
     if devices[0].platform != "cpu":
         number, limit = 1, (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
+    state = size(params, model_state, opt_state, params)
     # beside the state: gradients and their sum
     needed = number * (state + 2 * size(params)) + 4 * state
     if needed > limit:
@@ -372,8 +299,3 @@ def check_memory(problem: Problem, trial: Trial, devices: Sequence[jax.Device]) 
             f"{len(devices)} devices, and there are {limit / 1e9:.0f}; make the model smaller while it is verified, "
             "e.g. --verify.model_args.layers 2, or use fewer --devices"
         )
-
-
-def narrowest(dtypes: list[Any]) -> np.dtype:
-    """Return the least precise dtype."""
-    return max(map(jnp.dtype, dtypes), key=lambda dtype: float(jnp.finfo(dtype).eps))

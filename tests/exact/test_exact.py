@@ -32,8 +32,8 @@ from jaxdp.parallel.placement import assign_microbatches
 from jaxdp.plan.hlo import collectives
 from jaxdp.process import private_jax
 from jaxdp.run.preflight import check_optimizer
+from jaxdp.verify import compare_bits
 from jaxdp.verify.problem import Configuration
-from jaxdp.verify.trained import compare_bits
 from launch import Finished, mpirun, together
 
 SCRIPT = str(pathlib.Path(__file__).with_name("exact_job.py"))
@@ -906,22 +906,22 @@ def report(updates=2, devices=(1, 2), scale=1.0):
 @pytest.mark.parametrize(
     ("case", "says"),
     [
-        ({"updates": 0}, "0 updates changed no float"),
-        ({"scale": np.nan, "devices": (1,)}, "2 updates changed no float"),  # each is skipped
-        ({"scale": 0.0, "devices": (1,)}, "2 updates changed no float"),
-        ({"devices": (2,)}, "only 2 device"),
+        ({"updates": 0}, "0 updates trained nothing"),
+        ({"scale": np.nan, "devices": (1,)}, "2 updates trained nothing"),  # each is skipped
+        ({"scale": 0.0, "devices": (1,)}, "2 updates trained nothing"),
+        ({"devices": (2,)}, "nothing was compared but on 2 device"),
     ],
 )
 def test_equal_rows_that_trained_nothing_or_on_one_number_of_devices_do_not_pass(case, says):
     found = report(**case)
-    assert not found.verified and not found.failed and not found.as_json("title")["exact"]
+    assert not found.verified and not found.of("FAILED") and not found.as_json("title")["exact"]
     assert found.as_text("title").splitlines()[-1].startswith(f"not exact: {says}")
 
 
 @pytest.mark.slow
 def test_rows_that_trained_the_same_on_several_numbers_of_devices_pass():
     found = report()
-    assert found.verified and len(found.passed) == 3
+    assert found.verified and len(found.of("ok")) == 3
     said = found.as_text("title").splitlines()[-1]
     assert said.startswith(
         "exact: 3 configurations (6 more refused) give the same bits; params_sha256 "

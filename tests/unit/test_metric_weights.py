@@ -15,7 +15,7 @@ from jaxdp.errors import UsageError
 from jaxdp.losses import CausalLM, MultiTask, SoftmaxCrossEntropy
 from jaxdp.train.evaluate import evaluate
 from jaxdp.train.state import WEIGHT, check_result
-from jaxdp.verify.oracle import mean_of
+from jaxdp.verify.oracle import means
 from plain_runs import fit, make_run
 from weighing import RARE, check_means, examples, per_class
 
@@ -196,5 +196,8 @@ def test_names_of_metrics_that_a_record_has_itself_are_refused(name):
 
 
 def test_the_oracle_of_verify_divides_by_the_same_weights():
-    assert mean_of([3.0, 5.0], 4.0) == 2 and mean_of([(3.0, 1.0), (5.0, 3.0)], 100.0) == 2
-    assert math.isnan(mean_of([(0.0, 0.0)], 1.0))
+    metrics = {"loss": 8.0, "a": 8.0, "weight/a": 4.0, "b": np.float64(0), "weight/b": 0.0}
+    with np.errstate(invalid="ignore"):
+        divided = means(metrics, 2.0)
+    assert divided["loss"] == 4 and divided["a"] == 2 and math.isnan(divided["b"])
+    assert divided["weight/a"] == 4
