@@ -2,7 +2,7 @@
 optimizer.
 
 In float64, where rounding is small and faults are not: first the parts alone, then a few updates by
-an oracle that shares no code with the step, and the same updates in many configurations. Then in the
+an oracle that shares only small helpers with the step, and the same updates in many configurations. Then in the
 run's own precision, where nothing may be rounded or skipped on one device alone. Or with exact sums,
 where bits are compared.
 """

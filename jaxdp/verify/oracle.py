@@ -19,12 +19,8 @@ from jaxdp.losses import SUMS, apply_loss
 from jaxdp.models.base import CARRY
 from jaxdp.precision import cast_floats
 from jaxdp.train.average import EMA, EMA_STATE
-<<<<<<< HEAD
-from jaxdp.train.state import TrainState, check_result
-=======
 from jaxdp.train.carry import split_carry
 from jaxdp.train.state import (
-    SUMS,
     WEIGHT,
     TrainState,
     check_result,
@@ -33,7 +29,6 @@ from jaxdp.train.state import (
     merge,
     microbatch_key,
 )
->>>>>>> w3
 from jaxdp.train.step import UpdateRule
 from jaxdp.verify.compare import (
     FAILED,
@@ -176,118 +171,6 @@ def update(rule: UpdateRule, trainable: Tree, opt_state: Tree, grads: Tree) -> t
     return optax.apply_updates(trainable, updates), opt_state
 
 
-<<<<<<< HEAD
-def first_state(oracle: Oracle, params: Tree, rule: UpdateRule) -> TrainState:
-    """Return the state before the first update."""
-    model_state, carry = split_carry(oracle.start.model_state)
-    number = oracle.trial.microbatches
-    return TrainState(
-        step=jnp.zeros((), jnp.int32),
-        params=params,
-        model_state=model_state,
-        opt_state=rule.tx.init(partition(params, rule.frozen)[0]),
-        extra=averaged(rule, params, model_state),
-        kept=jax.tree.map(lambda x: np.stack([x] * number), carry),
-    )
-
-
-@np.errstate(over="ignore", invalid="ignore")  # the report names what is not finite
-def train(oracle: Oracle, params: Tree, rule: UpdateRule) -> Trained:
-    """Train one update for each batch of the trial, from these parameters."""
-    state, curve, history = first_state(oracle, params, rule), [], []
-    for number in range(len(oracle.trial.batches)):
-        state, metrics, gradients = train_batch(oracle, rule, number, state)
-        curve.append(metrics)
-        history.append(gradients)
-    return Trained(params, state, stack(curve), history)
-
-
-def train_batch(
-    oracle: Oracle, rule: UpdateRule, number: int, state: TrainState
-) -> tuple[TrainState, dict[str, float], Tree]:
-    """Return the state after an update, its metrics, and the mean gradients. number: of the
-    update."""
-    trainable, frozen = partition(state.params, rule.frozen)
-    count = oracle.trial.microbatches
-    batches = [oracle.trial.microbatch(number, m) for m in range(count)]
-    carries = [jax.tree.map(lambda x, m=m: x[m], state.kept) for m in range(count)]
-    sums, weights, grads, states, shares = [], [], [], [], []
-    # a data set may mask every token
-    real = [m for m, batch in enumerate(batches) if (batch["mask"] != 0).any()]
-    for group in [real] if oracle.problem.couples else [[m] for m in real]:
-        inputs = [join_carry(state.model_state, reset(carries[m], batches[m])) for m in group]
-        keys = [oracle.key(number, m) for m in group]
-        (loss, (weight, metrics, new_states)), gradient = jax.device_get(
-            oracle.value(trainable, frozen, inputs, [batches[m] for m in group], keys)
-        )
-        sums.append({"loss": loss, **metrics})
-        weights.append(weight)
-        grads.append(gradient)
-        rows = np.array([np.sum(batches[m]["mask"]) for m in group], np.float64)
-        shares += list(weight * rows / rows.sum())
-        for m, new_state in zip(group, new_states, strict=True):
-            new_state, carries[m] = split_carry(new_state)
-            states.append(new_state)
-    total = sum(weights)
-    mean = weighted(grads, [1 / total] * len(grads))
-    means = {
-        name: mean_of([metrics[name] for metrics in sums], 1 if SUMS in name else total)
-        for name in sums[0]
-    }
-    means["grad_norm"] = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(mean)))
-    means["weight"] = total
-    trainable, opt_state = update(rule.tx, rule.clip_norm, trainable, state.opt_state, mean)
-    params = merge(trainable, frozen)
-    model_state = weighted(states, [share / total for share in shares])
-
-    decay = rule.ema_decay or 0.0
-
-    def average_with(e, p):
-        return e + (1 - decay) * (np.asarray(p) - np.asarray(e))
-
-    new = state.replace(
-        params=params,
-        model_state=model_state,
-        opt_state=opt_state,
-        extra=jax.tree.map(average_with, state.extra, averaged(rule, params, model_state)),
-        kept=jax.tree.map(lambda *x: np.stack(x), *carries),
-    )
-    return new, means, mean
-
-
-def stack(curve: list[dict[str, Any]]) -> Curve:
-    """Return the metrics of all updates, from those of each."""
-    return jax.tree.map(lambda *x: np.stack(x), *curve) if curve else {}
-
-
-def mean_of(values: list[Any], weight: float) -> float:
-    """Return the mean of a loss or a metric: sums over the loss's weight, or pairs (sum, its own
-    weight).
-    """
-    if isinstance(values[0], tuple | list):
-        sums, weights = zip(*values)
-        values, weight = [*sums], sum(weights)
-    return sum(values) / weight if weight else math.nan
-
-
-def weighted(trees: list[Tree], factors: list[float]) -> Tree:
-    """Return the sum of the trees, each times its factor; integers as the first tree has them."""
-
-    def total(*x):
-        if not is_float(x[0]):
-            return x[0]
-        terms = (np.asarray(a) * factor for a, factor in zip(x, factors, strict=True))
-        return np.asarray(sum(terms))
-
-    return jax.tree.map(total, *trees)
-
-
-def is_float(x: Any) -> bool:
-    return jnp.issubdtype(jnp.asarray(x).dtype, jnp.inexact)
-
-
-=======
->>>>>>> w3
 def averaged(rule: UpdateRule, params: Tree, model_state: Tree) -> dict[str, Tree]:
     """Return what is averaged over the updates, by name: parameters, and floats of the model
     state."""
@@ -351,7 +234,9 @@ def train_batch(
 def means(metrics: dict[str, Any], weight: Any) -> dict[str, Any]:
     """Return sums divided by the weight, or by their own; not those that are no means."""
     return {
-        name: x if name.startswith((SUMS, WEIGHT)) else x / metrics.get(WEIGHT + name, weight)
+        name: x
+        if name.startswith(WEIGHT) or SUMS in name
+        else x / metrics.get(WEIGHT + name, weight)
         for name, x in metrics.items()
     }
 
