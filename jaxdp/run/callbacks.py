@@ -8,9 +8,8 @@ A callback has some of the methods of `jaxdp.Observer`. The names of version 0.1
     on_save(step, path)         saved(step, path)
     on_end(record)              finished(record)
 
-`StopTraining`, raised by any rank in `evaluated`, ends training after this evaluation; raised by all
-ranks in `wants`, after this update. A callback
-with `state_dict()` (JSON) and `load_state_dict(state)` resumes with the state of the checkpoint.
+`StopTraining`, raised by any rank in `evaluated`, ends training after this evaluation; raised in
+`wants`, as soon as all ranks can stop after the same update. A callback with `state_dict()` (JSON) and `load_state_dict(state)` resumes with the state of the checkpoint.
 
 `Profile` traces a window of updates for TensorBoard or Perfetto, planned or on request.
 """
@@ -124,7 +123,7 @@ OLD = {
 
 
 class StopTraining(Exception):
-    """Raised in `evaluated`, or on all ranks in `wants`, to end training early; the message is the
+    """Raised in `evaluated` or `wants`, on any rank, to end training early; the message is the
     reason."""
 
 

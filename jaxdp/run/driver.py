@@ -29,7 +29,7 @@ from jaxdp.run.datasets import describe, loss_of, not_finite
 from jaxdp.train.evaluate import evaluate
 from jaxdp.train.loop import EXAMINED, Halted, Lookback, NotFinite, fit
 from jaxdp.train.observer import Observer, Observers
-from jaxdp.train.run import Host, Progress, Run
+from jaxdp.train.run import Finish, Host, Progress, Run
 from jaxdp.train.skip import DISAGREEING, NONFINITE
 from jaxdp.train.state import Batch, TrainState
 
@@ -176,11 +176,15 @@ class Training(Host):
             try:
                 if progress.stopped is None:
                     fit(run, self.program, progress, self.observers, self)
+                    if progress.step < run.options.steps:
+                        self.finish_early()
                     if end := progress.data_ended:
                         report_end_of_data(run, progress.step, end)
                 return self.finish(), progress.state
             except NotFinite as error:
                 self.examine(error.update)
+            except Finish:  # before a batch of the last evaluation
+                self.finish_early()
             except (Halted, Stopped) as stop:
                 if int(progress.state.guard.halted):  # else it is rolled back already
                     self.called.clear()
@@ -201,8 +205,8 @@ class Training(Host):
         self.called.add(id(program))
         return result
 
-    def stop(self) -> None:
-        self.watch.request("preempt", "a callback")
+    def stop(self, kind: str) -> None:
+        self.watch.request(kind, "a callback")
 
     def save(self) -> None:
         """Start a checkpoint; it is durable when the writer reports it. Raises Halted if training
@@ -270,6 +274,8 @@ class Training(Host):
     def evaluate(self) -> None:
         if self.run.data.eval:
             self.evaluate_and_record("eval")
+        if self.progress.stopped is not None:
+            raise Finish
 
     def examine(self, update: int) -> None:
         """Raise UsageError if the examples of an update explain its non-finite loss."""
@@ -304,7 +310,7 @@ class Training(Host):
         progress.evaluation = {k: value for k, value in metrics.items() if math.isfinite(value)}
 
         self.observers.evaluated(step, metrics)
-        if self.callbacks.callbacks and (split or "evaluate" in run.due(step)):
+        if split or "evaluate" in run.due(step):
             self.finish_early()
         if best is not None and run.checkpoints.is_best(metrics):
             self.save()
@@ -317,9 +323,9 @@ class Training(Host):
         return metrics
 
     def finish_early(self) -> None:
-        """Set why a callback ends training, and report it, if one does."""
+        """Set why a callback ends training, the same on all ranks, and report it, if one does."""
         run, step = self.run, self.progress.step
-        reason = self.callbacks.agree_to_stop(step)
+        reason = self.callbacks.agree_to_stop(step) if self.callbacks.callbacks else None
         if reason is None:  # or an evaluation after the same update has set it
             return
         self.progress.stopped = reason
@@ -436,6 +442,7 @@ def roll_back(training: Training, initial: Record) -> None:
     run = training.run
     checkpoints = run.checkpoints
     progress = training.progress
+    training.callbacks.reasons.clear()  # of updates that are made again
     training.profile.stop()
     training.profile.first = None
     training.profile.ends = ()
