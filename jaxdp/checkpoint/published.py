@@ -10,11 +10,13 @@ no key bias: it shifts all scores of a query equally, which softmax cancels. Lla
 The config.json of published weights is compared with a `GPT`: what changes the outputs, and not the shapes.
 """
 
+import hashlib
 import json
 import pathlib
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -505,12 +507,33 @@ FORMS = {
 }  # norm, mlp, positions
 
 
+def model_sha256(config: Json, objects: Mapping[str, Any]) -> str | None:
+    """Return the SHA-256 of the config.json that describes a model beside its arguments, or None.
+
+    config: as a checkpoint stores it. objects: see `make_parts`. Relative paths begin here.
+    """
+    target = locate("model", config["model"]["target"], {**MODELS, **objects.get("model", {})})
+    if not hasattr(target, "description"):
+        return None
+    return hashlib.sha256(target.description(config).read_bytes()).hexdigest()
+
+
+def check_unchanged(saved: Json, objects: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Raise UsageError if that file is not the one of a checkpoint. saved: its metadata."""
+    if saved.get("model_sha256") not in (None, model_sha256(saved["config"], objects)):
+        raise UsageError(
+            "init_from: config.json, which decides what the model computes, has changed since this "
+            "run was trained; put the old one back (or resume with --resume.force true)"
+        )
+
+
 def write(folder: pathlib.Path, arrays: Mapping[str, np.ndarray], meta: Json) -> str:
     """Write model.safetensors, config.json and the tokenizer; return a line about them. meta: of
     the checkpoint.
 
     Raises UsageError for a model without a published layout; OSError or SafetensorError if it
     cannot write."""
+    check_unchanged(meta)
     data = meta.get("data") or {}
     model = meta["config"]["model"]
     target = locate("model", model["target"], MODELS)

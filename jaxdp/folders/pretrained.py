@@ -121,7 +121,8 @@ class Folder(NamedTuple):
     """A folder with a config.json.
 
     args: of `GPT`, and the number of learned positions as `length`. biased: the linear modules of a
-    block that have a bias, such as attention/query. unused: the keys that change nothing."""
+    block that have a bias, such as attention/query. unused: the keys that change nothing. defaults:
+    the keys that it leaves out, with the values of `transformers`."""
 
     path: pathlib.Path
     config: Json
@@ -129,6 +130,7 @@ class Folder(NamedTuple):
     args: dict[str, Any]
     biased: Collection[str]
     unused: Sequence[str]
+    defaults: str
 
 
 class HuggingFace(GPT):
@@ -183,6 +185,15 @@ class HuggingFace(GPT):
                 part.use_bias, part.bias = False, nnx.data(None)
         self.folder = str(folder.path)
         self.note = f"  without effect, of its config.json: {', '.join(folder.unused) or 'no key'}"
+        self.hint = ""
+        if folder.defaults:
+            self.hint = f", or complete its config.json: as in transformers, {folder.defaults}"
+            self.note += f"\n  not in its config.json, so as in transformers: {folder.defaults}"
+
+    @staticmethod
+    def description(config: Mapping[str, Any]) -> pathlib.Path:
+        """Return the config.json of a run, by its config as a checkpoint stores it."""
+        return config_file(config["model"]["args"].get("init_from") or config["init_from"])
 
     @staticmethod
     def write_published(
@@ -194,10 +205,8 @@ class HuggingFace(GPT):
         the folder of `init_from` is gone, or is the output; OSError or SafetensorError if it cannot
         write."""
         config, spec = meta["config"], meta["data"]["tokenizer"]
-        args = config["model"]["args"]
-        source = args.get("init_from") or config["init_from"]
-        path = pathlib.Path(meta.get("folder") or "", source)
-        folder = read_folder(str(path), 1, args.get("ignore") or ())
+        source = HuggingFace.description(config).parent
+        folder = read_folder(str(source), 1, config["model"]["args"].get("ignore") or ())
         if output.exists() and output.samefile(folder.path):
             raise UsageError(
                 f"--output: {str(output)!r} is the folder that the run started from; give another"
@@ -226,6 +235,18 @@ def digest(file: pathlib.Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
+def config_file(path: str) -> pathlib.Path:
+    """Return the config.json of a folder. Raises UsageError if there is none."""
+    file = pathlib.Path(path).expanduser() / "config.json"
+    if not file.is_file():
+        raise UsageError(
+            f"init_from: {path!r} is not a folder with a config.json; download the files of the "
+            "model, and give the path of their folder; a run reads its config.json whenever it resumes "
+            "or is loaded, so it must stay there"
+        )
+    return file
+
+
 def read_folder(path: str, length: int, ignore: Sequence[str]) -> Folder:
     """Read the config.json of a folder.
 
@@ -237,13 +258,7 @@ def read_folder(path: str, length: int, ignore: Sequence[str]) -> Folder:
         UsageError: there is none, or it has a key that is not known, or a value that no `GPT`
             computes.
     """
-    folder = pathlib.Path(path).expanduser()
-    file = folder / "config.json"
-    if not file.is_file():
-        raise UsageError(
-            f"init_from: {path!r} is not a folder with a config.json; download the files of the "
-            "model, and give the path of their folder"
-        )
+    file = config_file(path)
     config = safetensors.read_json(file)
 
     def refusal(key: str, value: Any, problem: str) -> UsageError:
@@ -254,6 +269,11 @@ def read_folder(path: str, length: int, ignore: Sequence[str]) -> Folder:
         raise refusal("model_type", model_type, f"but HuggingFace reads {', '.join(FAMILIES)}")
     layout, keys, computed = FAMILIES[model_type]
     args = {name: config.get(key.name, key.default) for name, key in keys.items()}
+    present = {*config}
+    if "rope_parameters" in config:  # of transformers 5: rope_theta is in there
+        present.add("rope_theta")
+    left_out = (key for key in keys.values() if key.name not in present)
+    defaults = ", ".join(f"{key.name} {json.dumps(key.default)}" for key in left_out)
     if layout is LLAMA:
         args["rotary_base"] = published.rotary_base(config)
     for name, value in args.items():
@@ -307,6 +327,5 @@ def read_folder(path: str, length: int, ignore: Sequence[str]) -> Folder:
     biased = [part for part in published.LINEAR if has_bias(part)]
     norm, mlp, positions = next(form for form, x in published.FORMS.items() if x is layout)
     args |= {"norm": norm, "mlp": mlp, "positions": positions}
-    return Folder(
-        folder, config, layout, args, biased, sorted(config.keys() & HARMLESS | {*ignore})
-    )
+    unused = sorted(config.keys() & HARMLESS | {*ignore})
+    return Folder(file.parent, config, layout, args, biased, unused, defaults)

@@ -16,6 +16,7 @@ from jaxdp.checkpoint.local import LocalCheckpoints
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.config import Config, Parallel
 from jaxdp.config.validation import flatten
+from jaxdp.checkpoint.published import model_sha256
 from jaxdp.cpu import on_cpu
 from jaxdp.data.contents import contents, has_parts
 from jaxdp.data.dataset import UNKNOWN
@@ -218,6 +219,7 @@ def describe_config(config: Config, prepared: Prepared, objects: Objects) -> dic
     return {
         "config": dataclasses.asdict(config),
         "folder": os.getcwd(),
+        "model_sha256": model_sha256(dataclasses.asdict(config), objects),
         "versions": versions(),
         "microbatches": config.microbatches,
         "programs": digests,

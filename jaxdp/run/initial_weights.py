@@ -198,7 +198,7 @@ def with_published(
     ours = published.arguments_of(modules[0], shapes)
     found = [*published.of_tensors(layout, weights.tensors, weights.arrays, ours, weights.title)]
     if getattr(modules[0], "folder", None) == str(source):  # its arguments are from there
-        return Comparison(found, getattr(modules[0], "note", ""))
+        return Comparison(found, modules[0].note, modules[0].hint)
     file = (source if source.is_dir() else source.parent) / "config.json"
     if not file.exists():
         rotary = "" if layout.joined else "kv_heads, rotary_base, "

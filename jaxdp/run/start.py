@@ -18,6 +18,7 @@ import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxdp.checkpoint.manifest import Meta
+from jaxdp.checkpoint.published import check_unchanged
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.config import Config
 from jaxdp.config.validation import as_saved, changed_numbers, flatten
@@ -299,6 +300,7 @@ def compared(
 
         def check():
             if context.is_root:
+                check_unchanged(saved, objects)
                 check_same_run(saved, checkpoints.facts, config, start, objects)
 
         on_all_ranks(context, check)
