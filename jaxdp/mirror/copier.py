@@ -9,7 +9,7 @@ import pathlib
 import select
 import sys
 
-from jaxdp.errors import one_line
+from jaxdp.errors import UsageError, one_line
 from jaxdp.mirror.storage import KEY, Storage
 
 EVERY_S, MOST_S = 1.0, 60.0  # between two looks, and after failures
@@ -32,6 +32,9 @@ def main(url: str, directory: str) -> int:
             if ended:
                 tell(f"mirror: {storage.url} has step {max(storage.steps(), default=0)}")
                 return 0
+        except UsageError as error:
+            print(said := str(error), file=sys.stderr, flush=True)
+            break
         except Exception as error:  # each file system has its own; the next look tries again
             why = f"{KEY}: {storage.url}: {one_line(error) or type(error).__name__}"
             if why != said and not ended:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxdp.checkpoint.folders import complete
+from jaxdp.config import Config
+from jaxdp.config.validation import changed_numbers
 from jaxdp.errors import UsageError, one_line
 from jaxdp.extras import Train
 from jaxdp.metrics import safe_print
@@ -24,15 +26,22 @@ LAST_S = 600.0  # for the copies that are missing at the end
 
 
 def train_mirrored(
-    url: str, directory: pathlib.Path, train: Train, context: Context, continuation: Continuation
+    config: Config,
+    directory: pathlib.Path,
+    train: Train,
+    context: Context,
+    continuation: Continuation,
 ) -> Any:
     """Return what `train` does, in a directory that is filled from the mirror if it is empty."""
-    context.agree(problem_at_start(url, directory) if context.is_root else None, SLOW)
+    url = f"{config.checkpoint.mirror}"
+    # Later, an elastic job does not depend on the storage.
+    starts = context.is_root and not continuation.runs
+    context.agree(problem_at_start(url, directory, config) if starts else None, SLOW)
     with copying(url, directory) if context.is_root else contextlib.nullcontext():
         return train(context, continuation)
 
 
-def problem_at_start(url: str, directory: pathlib.Path) -> str | None:
+def problem_at_start(url: str, directory: pathlib.Path, config: Config) -> str | None:
     """Fill an empty directory from the mirror. Return why the run cannot be mirrored, or None."""
     try:
         storage = Storage(url, directory)
@@ -44,6 +53,13 @@ def problem_at_start(url: str, directory: pathlib.Path) -> str | None:
                 "two runs; remove the directory to continue from the mirror, or set another --run_dir"
             )
         if there and not here and rundir.not_ours(directory, False) is None:
+            saved = storage.saved(there[-1])["config"]
+            changed = changed_numbers(saved, config, ["optimizer.no_decay"])
+            if changed and not config.resume.force:
+                return (
+                    f"{KEY}: the run in {storage.url} has other values: {'; '.join(changed)}; put them back, choose "
+                    "another --run_dir, or continue it anyway with --resume.force true"
+                )
             for text in storage.download():
                 safe_print.say(f"{KEY}: {text}", error=True)
             if not (here := complete(storage.local)):

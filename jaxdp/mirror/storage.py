@@ -4,6 +4,7 @@ Imports neither JAX nor Orbax, since the process that copies needs neither."""
 
 import contextlib
 import json
+import os
 import pathlib
 import shutil
 from typing import Any
@@ -33,14 +34,38 @@ class Storage:
             raise UsageError(
                 f"{KEY}: {url!r} cannot be opened: {one_line(error)}; an example is s3://bucket/runs"
             ) from None
+        self.owner = f"{self.root}/.mirror"  # a file with the nonce of the run directory
+        if "memory" in self.files.protocol:
+            raise UsageError(
+                f"{KEY}: {url!r} is in the memory of one process; give a storage that outlives it"
+            )
+        own = os.path.realpath(directory)
+        if "file" in self.files.protocol and f"{os.path.realpath(self.root)}/".startswith(f"{own}/"):
+            raise UsageError(
+                f"{KEY}: {url!r}: {self.url!r} is in the run directory; give another folder"
+            )
 
     def check(self) -> None:
-        """Write an empty file, to know before the first update that this is possible."""
+        """Write a file, to know before the first update that this is possible. It is empty: `claim`
+        may write it."""
         bucket = self.root.partition("/")[0]
         if bucket and not self.files.exists(bucket):
             raise FileNotFoundError(f"there is no {bucket!r}")  # it would be made, whatever it is
         self.files.makedirs(self.root, exist_ok=True)
-        self.files.pipe_file(f"{self.root}/.mirror", b"")
+        self.files.pipe_file(self.owner, b"")
+
+    def claim(self) -> None:
+        """Raise UsageError if another run directory is copied there, by a run that goes on."""
+        own, owner = (self.directory / ".nonce").read_bytes(), b""
+        with contextlib.suppress(FileNotFoundError):
+            owner = self.files.cat_file(self.owner)
+        if not owner:
+            self.files.pipe_file(self.owner, own)
+        elif owner != own:
+            raise UsageError(
+                f"{KEY}: {self.url} is the mirror of another run that goes on, and nothing is copied; give this one "
+                "another name with --run_dir"
+            )
 
     def folders(self) -> list[str]:
         """Return the folders of checkpoints there, complete or not."""
@@ -59,6 +84,10 @@ class Storage:
         )
         return sorted(int(name) for name in names if name.isdecimal())
 
+    def saved(self, step: int) -> dict[str, Any]:
+        """Return the metadata of a checkpoint there."""
+        return self._manifest(f"{self.root}/checkpoints/{step}")["meta"]
+
     def has_one_of(self, steps: list[int]) -> bool:
         """Return whether a local checkpoint is there too, with the same files: it is of this run."""
         return any(
@@ -71,7 +100,9 @@ class Storage:
         """Copy what is missing there, and remove the checkpoints there that are not here any more.
 
         A manifest is copied after the files that it lists, so what has one is complete. last: the
-        run has ended, and the other files have changed since its last checkpoint."""
+        run has ended, and the other files have changed since its last checkpoint. Raises UsageError
+        for the mirror of another run."""
+        self.claim()
         changed = [step for step in complete(self.local) if self._upload(step)]
         for name in FILES if changed or last else ():
             if (self.directory / name).is_file():
@@ -107,9 +138,10 @@ class Storage:
         """Copy the checkpoints whose every byte is right into the directory, and the files beside
         them. Return what is wrong with the others."""
         wrong = []
+        for folder in self.local.glob("*.mirror"):  # of a download that was interrupted
+            shutil.rmtree(folder)
         for step in self.steps():
             folder, top = self.local / f"{step}.mirror", f"{self.root}/checkpoints/{step}/"
-            shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             with contextlib.suppress(manifest.Damaged, FileNotFoundError):  # `problem` says which
                 self.files.get_file(top + manifest.NAME, f"{folder}/{manifest.NAME}")
@@ -120,11 +152,11 @@ class Storage:
             if problem := manifest.problem(folder):
                 shutil.rmtree(folder)
                 wrong.append(f"checkpoint {step} of {self.url} is damaged: {problem}")
-            else:
-                folder.rename(self.local / f"{step}")
         for name in FILES:
             if self.files.exists(f"{self.root}/{name}"):
                 self.files.get_file(f"{self.root}/{name}", str(self.directory / name))
+        for folder in self.local.glob("*.mirror"):  # when all are there, or the next start is refused
+            folder.rename(folder.with_suffix(""))
         return wrong
 
     def _manifest(self, folder: str) -> dict[str, Any]:
