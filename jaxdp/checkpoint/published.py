@@ -10,25 +10,23 @@ no key bias: it shifts all scores of a query equally, which softmax cancels. Lla
 The config.json of published weights is compared with a `GPT`: what changes the outputs, and not the shapes.
 """
 
-import hashlib
 import json
 import pathlib
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 from flax import nnx
 
-from jaxdp.checkpoint import safetensors
+from jaxdp.checkpoint import manifest, safetensors
 from jaxdp.checkpoint.safetensors import Array, rows
 from jaxdp.errors import UsageError
 from jaxdp.models import MODELS
 from jaxdp.models.gpt import GPT, default_hidden
 from jaxdp.precision import kind
-from jaxdp.targets import Args, locate, parameters
+from jaxdp.targets import OBJECT, Args, locate, parameters
 
 STACK, MODULES = (
     "blocks/stack",
@@ -507,20 +505,20 @@ FORMS = {
 }  # norm, mlp, positions
 
 
-def model_sha256(config: Json, objects: Mapping[str, Any]) -> str | None:
+def model_sha256(config: Json) -> str | None:
     """Return the SHA-256 of the config.json that describes a model beside its arguments, or None.
 
-    config: as a checkpoint stores it. objects: see `make_parts`. Relative paths begin here.
+    config: as a checkpoint stores it. Relative paths begin here.
     """
-    target = locate("model", config["model"]["target"], {**MODELS, **objects.get("model", {})})
-    if not hasattr(target, "description"):
+    name = config["model"]["target"]
+    if name.endswith(OBJECT) or not hasattr(target := locate("model", name, MODELS), "description"):
         return None
-    return hashlib.sha256(target.description(config).read_bytes()).hexdigest()
+    return manifest.digest(target.description(config))[1]
 
 
-def check_unchanged(saved: Json, objects: Mapping[str, Any] = MappingProxyType({})) -> None:
+def check_unchanged(saved: Json) -> None:
     """Raise UsageError if that file is not the one of a checkpoint. saved: its metadata."""
-    if saved.get("model_sha256") not in (None, model_sha256(saved["config"], objects)):
+    if saved.get("model_sha256") not in (None, model_sha256(saved["config"])):
         raise UsageError(
             "init_from: config.json, which decides what the model computes, has changed since this "
             "run was trained; put the old one back (or resume with --resume.force true)"

@@ -106,7 +106,10 @@ def main(argv: list[str] | None = None) -> NoReturn:
             sys.exit(0)  # the reader has closed the pipe, as `head` does
         if (known := explained(error)) is not None:
             _refuse(known)
-        _crash(error)
+        if (context := _context()) is not None:  # the other ranks would wait for this one
+            context.crash(error)
+        traceback.print_exc()
+        sys.exit(1)
     sys.exit(0)
 
 
@@ -219,11 +222,3 @@ def _exit_alone(error: SystemExit) -> NoReturn:
             DistributedError(f"rank {context.process().rank} called sys.exit({error.code!r})"), code
         )
     raise error
-
-
-def _crash(error: BaseException) -> NoReturn:
-    """Print the traceback with this rank, and end the job: the other ranks would wait for this one."""
-    if (context := _context()) is not None:
-        context.crash(error)
-    traceback.print_exc()
-    sys.exit(1)

@@ -16,7 +16,7 @@ from jaxdp.cli import Call
 from jaxdp.cli.option_table import VERBS
 from jaxdp.errors import INTERRUPTED, PREEMPTED, UsageError
 from jaxdp.process import hosts
-from jaxdp.process.signals import handled, kill_after_second, start_verb
+from jaxdp.process.signals import end_after_second, handled, start_verb
 
 FINAL = (0, 2, PREEMPTED)  # exit codes after which a process is not started again
 PAUSE = 30.0  # seconds before a restart, at most
@@ -109,11 +109,7 @@ def run(call: Call) -> None:
         asked.append(number)
         for process in processes:
             send(process, number)
-        kill_after_second(asked, kill)
-
-    def kill(*signal_and_frame: object) -> None:
-        for process in processes:
-            process.child.kill()
+        end_after_second(asked)
 
     for number in handled():
         signal.signal(number, forward)
@@ -135,7 +131,8 @@ def run(call: Call) -> None:
     except OSError as error:
         raise UsageError(f"launch: {command[0]!r} cannot be started: {error.strerror}") from None
     finally:  # if one cannot be started, the others would wait for it
-        kill()
+        for process in processes:
+            process.child.kill()
 
 
 def wait(processes: list[Process], losses: IO[bytes]) -> int:

@@ -25,7 +25,7 @@ def run(call: Call) -> None:
             "report: no run given; name run directories, e.g. jaxdp report runs/digits"
         )
     default = (paths[0] if len(paths) == 1 else pathlib.Path()) / NAME
-    metrics = [sweep_metric(path) for path in paths]
+    metrics = [rundir.entry(path / SWEEP, "metric", str, "") for path in paths]
     metric = options["metric"] or (metrics[0] if len({*metrics}) == 1 else "")
     paths = [
         run for path, sweep in zip(paths, metrics) for run in (sweep and runs_in(path)) or [path]
@@ -55,11 +55,6 @@ def run(call: Call) -> None:
 
 def runs_in(directory: pathlib.Path) -> list[pathlib.Path]:
     return sorted(file.parent for file in directory.glob("*/metrics.jsonl"))
-
-
-def sweep_metric(directory: pathlib.Path) -> str:
-    """Return the metric of a sweep's directory; "" for another directory."""
-    return rundir.entry(directory / SWEEP, "metric", str, "")
 
 
 def read_runs(directories: list[pathlib.Path]) -> dict[pathlib.Path, Json]:

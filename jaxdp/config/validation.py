@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args, get_origin
 
-from jaxdp.config import Config, Init, Precision
+from jaxdp.config import Config, Init
 from jaxdp.config.values import in_words
 from jaxdp.errors import UsageError, nearest, one_line, suggest
 from jaxdp.extras import extras_of
@@ -312,8 +312,16 @@ def check(config: Config) -> None:
             raise UsageError(
                 f"{key}.target: missing; name a built-in or a dotted path, e.g. {key}: {{target: ...}}"
             )
-    if config.compilation_cache not in (None, "auto"):
-        check_cache(str(config.compilation_cache))
+    if (cache := config.compilation_cache) not in (None, "auto"):
+        if str(cache).lower() in ("", "off", "no", "none", "false"):
+            raise UsageError(
+                f"compilation_cache: {cache!r} is not a folder; null disables the cache"
+            )
+        if "://" in str(cache):
+            raise UsageError(
+                f"compilation_cache: {cache!r} is not a folder; for a store that JAX itself writes to, "
+                "set JAX_COMPILATION_CACHE_DIR"
+            )
     opt = config.optimizer
     parallel = config.parallel
     check_patterns(config, "optimizer", "no_decay", "frozen", "lr_scale")
@@ -358,32 +366,15 @@ def check(config: Config) -> None:
         raise UsageError(
             f"precision.params: {config.precision.params!r} with float64 elsewhere; set it to float64 too"
         )
-    check_state(config.precision)
-    for extra in extras_of(config):
-        extra.check()
-
-
-def check_cache(folder: str) -> None:
-    """Raise `UsageError` for a `compilation_cache` that is no folder."""
-    if folder.lower() in ("", "off", "no", "none", "false"):
-        raise UsageError(f"compilation_cache: {folder!r} is not a folder; null disables the cache")
-    if "://" in folder:
-        raise UsageError(
-            f"compilation_cache: {folder!r} is not a folder; for a store that JAX itself writes to, "
-            "set JAX_COMPILATION_CACHE_DIR"
-        )
-
-
-def check_state(dtypes: Precision) -> None:
-    """Raise `UsageError` for an optimizer state that does not go with the parameters."""
-    if dtypes.state not in (None, dtypes.params) and (dtypes.params, dtypes.state) != (
-        "bfloat16",
-        "float32",
-    ):
+    dtypes = config.precision
+    is_master = (dtypes.params, dtypes.state) == ("bfloat16", "float32")
+    if dtypes.state not in (None, dtypes.params) and not is_master:
         raise UsageError(
             f"precision.state: {dtypes.state} with precision.params: {dtypes.params}; leave it null, or set it to "
             f"{dtypes.params}{' or float32' if dtypes.params == 'bfloat16' else ''}"
         )
+    for extra in extras_of(config):
+        extra.check()
 
 
 def check_limits(key: str, value: Any, limits: Mapping[str, float]) -> None:

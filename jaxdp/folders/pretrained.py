@@ -5,7 +5,6 @@ refused by its name. Keys, defaults and what they mean are those of `transformer
 `GPT2Config`, `LlamaConfig`, `MistralConfig`, `Qwen2Config`, and the modules made of them.
 """
 
-import hashlib
 import json
 import pathlib
 import shutil
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax import nnx
 
-from jaxdp.checkpoint import published, safetensors
+from jaxdp.checkpoint import manifest, published, safetensors
 from jaxdp.checkpoint.published import GPT2, LLAMA, Json, Key, Layout
 from jaxdp.errors import UsageError
 from jaxdp.models.gpt import GPT
@@ -219,7 +218,9 @@ class HuggingFace(GPT):
         (output / "config.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
         files = [*folder.path.glob("generation_config.json")]
         tokenizer = folder.path / "tokenizer.json"
-        if spec and not (tokenizer.is_file() and spec.get("sha256") == digest(tokenizer)):
+        if spec and not (
+            tokenizer.is_file() and spec.get("sha256") == manifest.digest(tokenizer)[1]
+        ):
             about = published.write_tokenizer(output, spec)  # the data has another one
         else:
             about = f"tokenizer: that of {source}"
@@ -228,11 +229,6 @@ class HuggingFace(GPT):
         for file in files:
             shutil.copyfile(file, output / file.name)
         return f"{folder.layout.title}'s layout, {len(tensors)} tensors; {about}"
-
-
-def digest(file: pathlib.Path) -> str:
-    """Return the SHA-256 of a file, as in the spec of a tokenizer."""
-    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def config_file(path: str) -> pathlib.Path:

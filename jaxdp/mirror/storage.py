@@ -40,7 +40,9 @@ class Storage:
                 f"{KEY}: {url!r} is in the memory of one process; give a storage that outlives it"
             )
         own = os.path.realpath(directory)
-        if "file" in self.files.protocol and f"{os.path.realpath(self.root)}/".startswith(f"{own}/"):
+        if "file" in self.files.protocol and f"{os.path.realpath(self.root)}/".startswith(
+            f"{own}/"
+        ):
             raise UsageError(
                 f"{KEY}: {url!r}: {self.url!r} is in the run directory; give another folder"
             )
@@ -155,7 +157,9 @@ class Storage:
         for name in FILES:
             if self.files.exists(f"{self.root}/{name}"):
                 self.files.get_file(f"{self.root}/{name}", str(self.directory / name))
-        for folder in self.local.glob("*.mirror"):  # when all are there, or the next start is refused
+        for folder in self.local.glob(
+            "*.mirror"
+        ):  # when all are there, or the next start is refused
             folder.rename(folder.with_suffix(""))
         return wrong
 

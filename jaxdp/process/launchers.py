@@ -331,14 +331,6 @@ def detected(env: Env, launchers: Iterable[Launcher]) -> World | None:
     return None
 
 
-def _explicit(rank: int | None, size: int | None) -> World:
-    if rank is None or size is None:
-        raise UsageError(f"init(rank={rank}, size={size}): give both, or neither")
-    if size < 1 or not 0 <= rank < size:
-        raise UsageError(f"init(rank={rank}, size={size}): ranks run from 0 to size - 1")
-    return World(rank, size, launcher="explicit")
-
-
 def _whole(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise UsageError(
@@ -366,15 +358,6 @@ def _by_method(
     raise UsageError(f"init_method={method!r} is neither 'tcp://host:port' nor 'env://'")
 
 
-def _check_local(size: int, local_rank: int | None = None, local_size: int | None = None) -> None:
-    most = size if local_size is None else local_size
-    if not 0 < most <= size or not 0 <= (local_rank or 0) < most:
-        text = f"init(local_rank={local_rank}, local_size={local_size})"
-        raise UsageError(
-            f"{text}: local ranks run from 0 to local_size - 1, and local_size to the {size} processes"
-        )
-
-
 def discover(
     env: Env | None = None,
     *,
@@ -397,7 +380,11 @@ def discover(
     numbers = {name: _whole(name, x) for name, x in arguments.items() if x is not None}
     world = None
     if "rank" in numbers or "size" in numbers:
-        world = _explicit(numbers.pop("rank", None), numbers.pop("size", None))
+        if not {"rank", "size"} <= numbers.keys():
+            raise UsageError(f"init(rank={rank}, size={size}): give both, or neither")
+        if not 0 <= numbers["rank"] < numbers["size"]:
+            raise UsageError(f"init(rank={rank}, size={size}): ranks run from 0 to size - 1")
+        world = World(numbers["rank"], numbers["size"], launcher="explicit")
     if init_method is not None:
         world, explicit = _by_method(init_method, env, world, explicit)
     if env.get("JAXDP_COORDINATOR") and not explicit:
@@ -414,8 +401,12 @@ def discover(
         raise UsageError(
             f"{world.size} processes ({world.launcher}) need rank 0's address: set {fix} to its host:port"
         )
-    if numbers:
-        _check_local(**numbers, size=world.size)
+    most = numbers.get("local_size", world.size)
+    if not 0 < most <= world.size or not 0 <= numbers.get("local_rank", 0) < most:
+        text = f"init(local_rank={local_rank}, local_size={local_size})"
+        raise UsageError(
+            f"{text}: local ranks run from 0 to local_size - 1, and local_size to the {world.size} processes"
+        )
     return replace(
         world,
         coordinator=explicit or world.coordinator,

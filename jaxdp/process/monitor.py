@@ -114,7 +114,8 @@ class RunMonitor(Watchdog, Monitor):
 
     def before(self, updates: range, batch: Batch) -> None:
         if self._dispatched:  # the first wait includes other work, such as imports
-            self.worked((time.perf_counter() - self._waits) / len(updates))
+            ms = 1e3 * (time.perf_counter() - self._waits) / len(updates)
+            self.own_ms = 0.9 * self.own_ms + 0.1 * ms if self.own_ms else ms
 
     def after(self, updates: range, state: TrainState, metrics: Mapping[str, jax.Array]) -> None:
         self._dispatched = True

@@ -92,15 +92,20 @@ def start_verb(
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def kill_after_second(received: Sequence[int], kill: Callable[[int, Any], None]) -> None:
-    """Call `kill` LAST seconds after the second SIGTERM or SIGINT of a command that has started
-    processes: one of them may hang, and cannot save. Call it in the main thread.
+def end_after_second(received: Sequence[int]) -> None:
+    """Raise SystemExit in the main thread, LAST seconds after the second SIGTERM or SIGINT of a
+    command that has started processes: one of them may hang, and cannot save. Call it in the main
+    thread.
 
     received: the signals so far.
     """
+
+    def end(number: int, frame: Any) -> None:
+        sys.exit(1)
+
     if sum(number in (signal.SIGTERM, signal.SIGINT) for number in received) == 2:
         os.write(2, b"jaxdp: a second signal: what has not ended in %d s is killed\n" % LAST)
-        signal.signal(signal.SIGALRM, kill)
+        signal.signal(signal.SIGALRM, end)
         signal.alarm(LAST)
 
 

@@ -20,7 +20,7 @@ from jaxdp.cpu import on_cpu
 from jaxdp.data import SOURCES
 from jaxdp.data.dataset import Dataset, first_example
 from jaxdp.data.example_order import ExampleOrder
-from jaxdp.data.transforms import TRANSFORMS, both
+from jaxdp.data.transforms import TRANSFORMS, as_transform, both
 from jaxdp.errors import UsageError, nearest, user_code
 from jaxdp.extras import extras_of
 from jaxdp.losses import LOSSES, compute_logits, make_loss
@@ -42,7 +42,6 @@ from jaxdp.run.datasets import (
     is_sequential,
     make_data,
     make_order,
-    make_transform,
     shapes_of_model,
 )
 from jaxdp.split import leaves_by_path, path_string
@@ -188,7 +187,10 @@ def make_parts(config: Config, objects: Objects = NOTHING) -> Parts:
     loss = make_loss(config.loss.target, config.loss.args, table=table("loss", LOSSES))
     named_transform = None
     if config.data.transform is not None:
-        named_transform = make_transform(config.data.transform, table("data.transform", TRANSFORMS))
+        key, section = "data.transform", config.data.transform
+        made = locate(key, section.target, table(key, TRANSFORMS))
+        bound = bind(key, made, section.args)
+        named_transform = as_transform(call(key, bound) if isinstance(made, type) else bound)
     optimizers = table("optimizer", OPTIMIZERS)
     make_tx(config, lambda step: 0.0, table=optimizers)
     dataset, eval_sets = make_data(config, table("data", SOURCES), table("eval.data", SOURCES))

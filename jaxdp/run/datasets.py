@@ -31,18 +31,17 @@ from jaxdp.data.example_order import ExampleOrder, Streams, order_of
 from jaxdp.data.mixture import Mixture, has_test_split, is_target
 from jaxdp.data.resident import Resident
 from jaxdp.data.stream import Stream, StreamEnded
-from jaxdp.data.transforms import TRANSFORMS, as_transform
 from jaxdp.data.windows import Windows
 from jaxdp.data.workers import prefetch_in_workers, single_steps
 from jaxdp.errors import DistributedError, GenerationEnded, UsageError, one_line
 from jaxdp.parallel.strategy import Program, Strategy
 from jaxdp.process import protocol
 from jaxdp.process.context import SLOW, Context
-from jaxdp.targets import Args, Table, bind, call, locate, targets_in
+from jaxdp.targets import Table, bind, call, locate, targets_in
 from jaxdp.train.carry import split_carry
 from jaxdp.train.run import Record, Run
 from jaxdp.train.state import Batch
-from jaxdp.train.step import Forward, Transform, first_microbatch
+from jaxdp.train.step import Forward, first_microbatch
 
 
 def make_data(
@@ -113,8 +112,9 @@ def read_set(key: str, target: Target, split: str, x64: bool, sources: Table) ->
     make = bind(key, source, target.args, {"split": split}) if callable(source) else None
     args = make.keywords if make is not None else {}
     asked = str(args.get("split", split))
-    path = path_of(args)
-    name = f"the {asked} split of {target.target}{path}"
+    path = args.get("path", args.get("root"))
+    where = f" in {path!r}" if isinstance(path, str) else ""
+    name = f"the {asked} split of {target.target}{where}"
     try:
         made = source if make is None else call(key, make)
         if made is None:
@@ -126,19 +126,13 @@ def read_set(key: str, target: Target, split: str, x64: bool, sources: Table) ->
             )
     except UsageError as error:  # sources name the key of the training data
         text = re.sub(r"^data\b", key, str(error))
-        is_named = asked in text and path.removeprefix(" in ").strip("'") in text
+        is_named = asked in text and where.removeprefix(" in ").strip("'") in text
         raise UsageError(text if is_named else f"{text} ({name})") from error.__cause__
     if split == "test" and len(dataset) >= UNKNOWN:
         raise UsageError(
             f"{key}.args.size: a stream needs it to be evaluated; set it to a number of examples"
         )
     return dataset
-
-
-def path_of(args: Args) -> str:
-    """Return " in PATH" if the arguments of a data set have a path, else ""."""
-    path = args.get("path", args.get("root"))
-    return f" in {path!r}" if isinstance(path, str) else ""
 
 
 def facts_of(dataset: Dataset) -> dict[str, Any]:
@@ -155,13 +149,6 @@ def facts_of(dataset: Dataset) -> dict[str, Any]:
         "num_classes": int(getattr(dataset, "classes", 0)),
         "tokenizer": spec,
     }
-
-
-def make_transform(section: Target, table: Table = TRANSFORMS) -> Transform:
-    """Return the transform of microbatches that a section of the config names."""
-    target = locate("data.transform", section.target, table)
-    bound = bind("data.transform", target, section.args)
-    return as_transform(call("data.transform", bound) if isinstance(target, type) else bound)
 
 
 def is_sequential(config: Config, forward: Forward, dataset: Dataset) -> bool:

@@ -20,7 +20,7 @@ from jaxdp.extras import Extra
 from jaxdp.metrics.meter import Meter
 from jaxdp.metrics.writer import Record, Writer
 from jaxdp.plan import prediction
-from jaxdp.process.context import Context
+from jaxdp.process.context import SLOW, Context
 from jaxdp.process.monitor import Monitor, Stopped
 from jaxdp.run import rundir
 from jaxdp.run.build import Prepared, restore
@@ -139,7 +139,7 @@ class Training(Host):
             run.options.log_every,
             run.options.steps,
             run.data.train.order.examples_per_step,
-            self.speed if run.checkpoints.context.size == 1 else self.speed_and_straggler,
+            self.speed_and_straggler,
             run.derive,
         )
         observers = [
@@ -179,7 +179,13 @@ class Training(Host):
                     if progress.step < run.options.steps:
                         self.finish_early()
                     if end := progress.data_ended:
-                        report_end_of_data(run, progress.step, end)
+                        if not progress.step:
+                            raise UsageError(
+                                f"batch_size: the stream has no full batch ({end}); make it smaller"
+                            )
+                        run.log.writer.say(
+                            f"{end}: training ends after update {progress.step} of {run.options.steps}"
+                        )
                 return self.finish(), progress.state
             except NotFinite as error:
                 self.examine(error.update)
@@ -325,7 +331,13 @@ class Training(Host):
     def finish_early(self) -> None:
         """Set why a callback ends training, the same on all ranks, and report it, if one does."""
         run, step = self.run, self.progress.step
-        reason = self.callbacks.agree_to_stop(step) if self.callbacks.callbacks else None
+        if not self.callbacks.callbacks:
+            return
+        own = "".join(self.callbacks.reasons[:1])
+        self.callbacks.reasons.clear()
+        # Another rank may have more to do.
+        reasons = run.checkpoints.context.exchange(f"stop at {step}", own, SLOW)
+        reason = next(filter(None, reasons), None)
         if reason is None:  # or an evaluation after the same update has set it
             return
         self.progress.stopped = reason
@@ -394,13 +406,6 @@ class Training(Host):
         """
         if self.progress.step > self.progress.start or self.progress.recovered:
             self.save()
-
-
-def report_end_of_data(run: Run, step: int, end: str) -> None:
-    """Report that there is no batch after update `step`. Raises UsageError if there was none at all."""
-    if not step:
-        raise UsageError(f"batch_size: the stream has no full batch ({end}); make it smaller")
-    run.log.writer.say(f"{end}: training ends after update {step} of {run.options.steps}")
 
 
 @dataclasses.dataclass

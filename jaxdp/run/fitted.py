@@ -297,7 +297,7 @@ def open_checkpoint(directory: pathlib.Path, wanted: str, objects: Objects) -> F
     config = config_here(weights.meta["config"], str(checkpoint))
     with settings(config), rundir.inside(weights.meta.get("folder")), user_code():
         parts = make_parts(config, objects)
-        check_unchanged(weights.meta, objects)
+        check_unchanged(weights.meta)
         shapes = jax.eval_shape(state_maker(config, parts))
 
     def trees(weights):

@@ -11,7 +11,7 @@ import re
 import subprocess
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import IO, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -36,7 +36,6 @@ from jaxdp.metrics.writers import make_writers
 from jaxdp.models.base import CARRY
 from jaxdp.optim import OPTIMIZERS, SCHEDULES
 from jaxdp.optim.evaluation import evaluation_arrays
-from jaxdp.optim.optimizers import moving_share
 from jaxdp.optim.schedule import rate_of
 from jaxdp.parallel.placement import state_shapes
 from jaxdp.plan import prediction
@@ -52,7 +51,7 @@ from jaxdp.run.preflight import data_warnings, state_of_one, sums_of_one
 from jaxdp.split import leaves_by_path
 from jaxdp.targets import OF_SCRIPT
 from jaxdp.train.run import Run
-from jaxdp.train.state import TrainState, floats
+from jaxdp.train.state import floats
 from jaxdp.train.step import first_microbatch
 
 DIFF = "git.diff"
@@ -252,19 +251,6 @@ def spared_by(saved: Meta) -> list[str]:
     return [name for name in names if any(re.search(x, name) for x in patterns)]
 
 
-def lock_run_dir(
-    directory: pathlib.Path, context: Context, checkpoints: Checkpoints
-) -> IO[str] | None:
-    """Create and lock the run directory on rank 0, and check that every rank can use it; return the
-    lock.
-    """
-    file, problem = rundir.make(directory) if context.is_root else (None, None)
-    context.agree(problem)
-    nonce = context.of_root("run_dir", lambda: rundir.nonce(directory))
-    context.agree(checkpoints.attach(nonce))
-    return file
-
-
 def resume_step(
     run: Run,
     config: Config,
@@ -300,7 +286,7 @@ def compared(
 
         def check():
             if context.is_root:
-                check_unchanged(saved, objects)
+                check_unchanged(saved)
                 check_same_run(saved, checkpoints.facts, config, start, objects)
 
         on_all_ranks(context, check)
@@ -398,8 +384,8 @@ def summary(
     model = f"{config.model.target}, {layout['parameters']:,} parameters"
 
     length = "a stream of unknown length"
-    if (size := len(data.dataset)) < UNKNOWN:
-        length = f"{size:,} examples, {data.order.steps_per_epoch:,} updates an epoch"
+    if (examples := len(data.dataset)) < UNKNOWN:
+        length = f"{examples:,} examples, {data.order.steps_per_epoch:,} updates an epoch"
     sizes = [
         f"{len(x.dataset):,}{f' ({name})' if name else ''}" for name, x in run.data.eval.items()
     ]
@@ -414,6 +400,10 @@ def summary(
     calls = f", {per_call} a call" if per_call > 1 else ""
     several = len(set(context.hosts))
     hosts = f" on {several} hosts" if several > 1 else ""
+    counts = {
+        text: n for name, text in TREES.items() if (n := layout["bytes_per_device"].get(name))
+    }
+    each = ", ".join(f"{text} {size(count)}" for text, count in counts.items())
     lines = {
         "run": f"{f'resumes after step {start}' if start else 'starts'} in {run.log.directory}",
         "model": model,
@@ -426,7 +416,8 @@ def summary(
         "devices": f"{len(devices)} x {devices[0].device_kind} in {context.size} "
         f"process{'es' * (context.size > 1)}{hosts} ({context.launcher})",
         "layout": f"{parallel.backend}, zero {parallel.zero}{sharding(run, config)}; reduction {parallel.reduction}",
-        "memory": memory_line(layout),
+        # of each tree; layout.json has activations, once the program is compiled
+        "memory": f"{size(sum(counts.values()))} a device, without activations: {each}",
     }
     return {name: text for name, text in lines.items() if text}
 
@@ -445,16 +436,6 @@ def sharding(run: Run, config: Config) -> str:
     if share.replicated:
         text += f", {share.replicated} leaves that do not divide stay replicated"
     return text
-
-
-def memory_line(layout: dict[str, Any]) -> str:
-    """Format the bytes per device of each tree; layout.json has activations, once the program is
-    compiled.
-    """
-    sizes = layout["bytes_per_device"]
-    counts = {text: sizes[name] for name, text in TREES.items() if sizes.get(name)}
-    each = ", ".join(f"{text} {size(count)}" for text, count in counts.items())
-    return f"{size(sum(counts.values()))} a device, without activations: {each}"
 
 
 def advice(
@@ -597,16 +578,6 @@ def constant_from(schedule: Callable[[int], Any], start: int, steps: int) -> tup
         else:
             back = 1
     return count, last
-
-
-def warn_of_lost_updates(run: Run, config: Config, state: TrainState) -> None:
-    """Print a warning if the optimizer rounds small updates of the initial state away."""
-    lr = config.optimizer.lr
-    share = jax.jit(moving_share)(run.step.trainable(state.params), lr)
-    run.log.writer.say(
-        f"warning: precision.state: bfloat16: an update of the size of optimizer.lr, {lr:g}, changes {share:.1%} "
-        "of the parameters and is rounded away in the others; leave it null for float32, where every update counts"
-    )
 
 
 def reads(run: Run, name: str) -> bool:

@@ -28,7 +28,7 @@ from jaxdp.config.validation import as_saved, changed_numbers, check_key, flatte
 from jaxdp.errors import INTERRUPTED, PREEMPTED, UsageError
 from jaxdp.metrics.jsonl import read
 from jaxdp.process import environment, hosts, launchers
-from jaxdp.process.signals import handled, kill_after_second, start_verb
+from jaxdp.process.signals import end_after_second, handled, start_verb
 from jaxdp.report import table
 from jaxdp.report.read import is_held, mapping
 from jaxdp.report.table import METRICS
@@ -278,11 +278,7 @@ def run_all(
         if number != signal.SIGINT:  # a terminal sends it to the processes too
             for process in running.values():
                 process.child.send_signal(number)
-        kill_after_second(received, kill)
-
-    def kill(*signal_and_frame):
-        for process in running.values():
-            process.child.kill()
+        end_after_second(received)
 
     for number in handled():
         if number != signal.SIGUSR2:
@@ -306,7 +302,8 @@ def run_all(
                         running[i] = start(trial, slot)
             time.sleep(0.05)
     finally:
-        kill()
+        for process in running.values():
+            process.child.kill()
     if received:
         return INTERRUPTED if received[0] == signal.SIGINT else PREEMPTED, failed
     return 1 if failed else 0, failed

@@ -255,5 +255,5 @@ def test_a_second_signal_ends_what_hangs(tmp_path, verb):
         for _ in range(2):
             job.send_signal(signal.SIGTERM)
             time.sleep(0.5)  # two signals that are pending at once are one
-        said = ended(job, 1 if "launch" in verb else 75)
+        said = ended(job, 1)
         assert "a second signal: what has not ended in 10 s is killed" in said
