@@ -12,7 +12,7 @@ from jaxdp.data.split_names import listed, normalized
 from jaxdp.errors import UsageError, check_one_of
 from jaxdp.tables.rows import KEY, read_frame, require
 
-AS_TEXT = {"dtype": str, "keep_default_na": False}  # 007 is no number, and None may be a class
+AS_TEXT: Any = {"dtype": str, "keep_default_na": False}  # 007 is no number, and None may be a class
 
 
 class ImageTable(Listed):
@@ -54,7 +54,7 @@ class ImageTable(Listed):
         rows: dict[str, Row] = {}
         stored = {normalized(os.path.normpath(x)): x for x in walk(Path(root), Counter())}
         for split, table in self.tables.items():
-            frame = read_frame(table, f"{KEY}.table", **AS_TEXT).fillna("").astype(str)
+            frame = read_frame(table, **AS_TEXT).fillna("").astype(str)
             require(frame, {"columns": [*self.columns.values()]})
             text: dict[str, Any] = {key: frame[name] for key, name in self.columns.items()}
             named = text.get("split", [split] * len(frame))

@@ -5,7 +5,7 @@ import io
 import os
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,12 +20,11 @@ UTF8 = 1 << 11  # flag of a member of a zip file: so is its name
 
 
 class Member(NamedTuple):
-    """A file in an archive. key: what `archive.read` takes. size: in bytes."""
+    """A file in an archive, an open `Zip`. key: what `archive.open` takes."""
 
     parts: tuple[str, ...]
     archive: Any
-    key: Any
-    size: int
+    key: zipfile.ZipInfo
 
     def __str__(self) -> str:
         return "/".join(self.parts)
@@ -33,55 +32,36 @@ class Member(NamedTuple):
 
 @open_image.register
 def open_member(member: Member) -> Any:
-    if member.size > MOST:
-        raise ValueError(f"it has {member.size:,} bytes; an image has at most {MOST:,}")
-    content, pillow = member.archive.read(member), import_pillow("Image")
+    size, pillow = member.key.file_size, import_pillow("Image")
+    if size > MOST:
+        raise ValueError(f"it has {size:,} bytes; an image has at most {MOST:,}")
+    if member.key.compress_type > zipfile.ZIP_DEFLATED:
+        raise ValueError("it is neither stored nor deflated")  # which takes bounded memory
+    with member.archive.open(member.key) as file:
+        content = file.read(size)  # not more, whatever is in it
     try:
         return pillow.open(io.BytesIO(content))
     except pillow.UnidentifiedImageError:  # its text has the address of the bytes
         raise ValueError("cannot identify image file") from None
 
 
-class Zip:
+class Zip(zipfile.ZipFile):
     """An open zip file; another process opens it again."""
 
-    def __init__(self, path: Path):
-        self.path, self.file = path, zipfile.ZipFile(path)
-
     def __reduce__(self) -> Any:
-        return Zip, (self.path,)
+        return Zip, (self.filename,)
 
     def members(self) -> Iterator[Member]:
         """Yield all members; the last part of a folder is "". Many programs write UTF-8 without its
         flag, or backslashes."""
-        for info in self.file.infolist():
+        for info in self.infolist():
             name = info.filename
             if not info.flag_bits & UTF8:
                 with contextlib.suppress(UnicodeError):
                     name = name.encode("cp437").decode()
             name = os.path.normpath(normalized(name).replace("\\", "/"))
             parts = [*name.split("/"), *[""] * info.is_dir()]
-            yield Member((str(self.path), *parts), self, info, info.file_size)
-
-    def read(self, member: Member) -> bytes:
-        """Return the content of a member. Raises many types of errors if it is damaged."""
-        if member.key.compress_type > zipfile.ZIP_DEFLATED:
-            raise ValueError("it is neither stored nor deflated")  # which takes bounded memory
-        with self.file.open(member.key) as file:
-            return file.read(member.size)  # not more, whatever is in it
-
-
-def visible(kind: Callable[[Path], Any], path: Path, passed: Counter[str]) -> list[Member]:
-    """Return the members of an archive, but count those that are hidden. Raises UsageError."""
-    try:
-        members = [*kind(path).members()]
-    except Exception as error:  # a damaged file raises many types of errors
-        raise UsageError(
-            f"{KEY}: cannot read {str(path)!r} ({one_line(error)}); give a {kind.__name__.lower()} file"
-        ) from None
-    found = [x for x in members if "hidden" not in map(kind_of_name, x.parts[1:])]
-    passed.update(["hidden"] * (len(members) - len(found)))
-    return found
+            yield Member((f"{self.filename}", *parts), self, info)
 
 
 class ImageZip(Listed):
@@ -100,7 +80,14 @@ class ImageZip(Listed):
 
     def rows(self, root: str, splits: Any, passed: Counter[str]) -> list[Row]:
         self.sources = [Path(root).expanduser()]
-        members = visible(Zip, self.sources[0], passed)
+        try:
+            every = [*Zip(self.sources[0]).members()]
+        except Exception as error:  # a damaged file raises many types of errors
+            raise UsageError(
+                f"{KEY}: cannot read {str(self.sources[0])!r} ({one_line(error)}); give a zip file"
+            ) from None
+        members = [x for x in every if "hidden" not in map(kind_of_name, x.parts[1:])]
+        passed.update(["hidden"] * (len(every) - len(members)))
         images = [x for x in members if kind_of_name(x.parts[-1]) == "image"]
         # All may be in one folder, that of the file's name.
         prefix = os.path.commonprefix([x.parts[:-1] for x in images])  # noqa: RUF071  # by parts

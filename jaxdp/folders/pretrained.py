@@ -128,7 +128,7 @@ class Folder(NamedTuple):
     layout: Layout
     args: dict[str, Any]
     biased: Collection[str]
-    unused: Sequence[str]
+    unused: str
     defaults: str
 
 
@@ -183,11 +183,9 @@ class HuggingFace(GPT):
             if isinstance(part, nnx.Linear) and name not in folder.biased:
                 part.use_bias, part.bias = False, nnx.data(None)
         self.folder = str(folder.path)
-        self.note = f"  without effect, of its config.json: {', '.join(folder.unused) or 'no key'}"
-        self.hint = ""
-        if folder.defaults:
-            self.hint = f", or complete its config.json: as in transformers, {folder.defaults}"
-            self.note += f"\n  not in its config.json, so as in transformers: {folder.defaults}"
+        defaults = f"left out there, so as in transformers: {folder.defaults}"
+        self.hint = f", or correct its config.json ({defaults})"
+        self.note = f"  without effect, of its config.json: {folder.unused}\n  {defaults}"
 
     @staticmethod
     def description(config: Mapping[str, Any]) -> pathlib.Path:
@@ -265,11 +263,6 @@ def read_folder(path: str, length: int, ignore: Sequence[str]) -> Folder:
         raise refusal("model_type", model_type, f"but HuggingFace reads {', '.join(FAMILIES)}")
     layout, keys, computed = FAMILIES[model_type]
     args = {name: config.get(key.name, key.default) for name, key in keys.items()}
-    present = {*config}
-    if "rope_parameters" in config:  # of transformers 5: rope_theta is in there
-        present.add("rope_theta")
-    left_out = (key for key in keys.values() if key.name not in present)
-    defaults = ", ".join(f"{key.name} {json.dumps(key.default)}" for key in left_out)
     if layout is LLAMA:
         args["rotary_base"] = published.rotary_base(config)
     for name, value in args.items():
@@ -323,5 +316,8 @@ def read_folder(path: str, length: int, ignore: Sequence[str]) -> Folder:
     biased = [part for part in published.LINEAR if has_bias(part)]
     norm, mlp, positions = next(form for form, x in published.FORMS.items() if x is layout)
     args |= {"norm": norm, "mlp": mlp, "positions": positions}
-    unused = sorted(config.keys() & HARMLESS | {*ignore})
-    return Folder(file.parent, config, layout, args, biased, unused, defaults)
+    present = {*config, *(config.get("rope_parameters") or ())}  # of transformers 5
+    left_out = (key for key in keys.values() if key.name not in present)
+    defaults = ", ".join(f"{key.name} {json.dumps(key.default)}" for key in left_out)
+    unused = ", ".join(sorted(config.keys() & HARMLESS | {*ignore})) or "no key"
+    return Folder(file.parent, config, layout, args, biased, unused, defaults or "no key")

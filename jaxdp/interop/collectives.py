@@ -98,7 +98,11 @@ def _call(
                 kernels.check_op(str(op), [a.dtype for a in arrays])
             if kernel in kernels.CHUNKED:
                 _check_axis(arrays, split, split_name, 0)
-                _check_divisible(arrays, split, len(group))
+                for a in arrays:
+                    if a.shape[split] % len(group):
+                        raise UsageError(
+                            f"dim {split} of {described(a)} cannot be split into {len(group)} equal chunks, one a rank"
+                        )
             if kernel in kernels.JOINED:
                 _check_axis(arrays, join, join_name, 1)
     except (
@@ -131,14 +135,6 @@ def _check_axis(arrays: list[Part], axis: int, name: str, low: int) -> None:
     for a in arrays:
         if not has_dim(axis, max(a.ndim, low)):
             raise UsageError(f"{name}={axis!r}: {described(a)} has no dim {axis!r}")
-
-
-def _check_divisible(arrays: list[Part], axis: int, n: int) -> None:
-    for a in arrays:
-        if a.shape[axis] % n:
-            raise UsageError(
-                f"dim {axis} of {described(a)} cannot be split into {n} equal chunks, one a rank"
-            )
 
 
 def allreduce(x: Arrays, op: str = "sum", groups: Groups = None) -> Arrays:

@@ -331,6 +331,14 @@ def detected(env: Env, launchers: Iterable[Launcher]) -> World | None:
     return None
 
 
+def _explicit(rank: int | None, size: int | None) -> World:
+    if rank is None or size is None:
+        raise UsageError(f"init(rank={rank}, size={size}): give both, or neither")
+    if not 0 <= rank < size:
+        raise UsageError(f"init(rank={rank}, size={size}): ranks run from 0 to size - 1")
+    return World(rank, size, launcher="explicit")
+
+
 def _whole(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise UsageError(
@@ -380,11 +388,7 @@ def discover(
     numbers = {name: _whole(name, x) for name, x in arguments.items() if x is not None}
     world = None
     if "rank" in numbers or "size" in numbers:
-        if not {"rank", "size"} <= numbers.keys():
-            raise UsageError(f"init(rank={rank}, size={size}): give both, or neither")
-        if not 0 <= numbers["rank"] < numbers["size"]:
-            raise UsageError(f"init(rank={rank}, size={size}): ranks run from 0 to size - 1")
-        world = World(numbers["rank"], numbers["size"], launcher="explicit")
+        world = _explicit(numbers.get("rank"), numbers.get("size"))
     if init_method is not None:
         world, explicit = _by_method(init_method, env, world, explicit)
     if env.get("JAXDP_COORDINATOR") and not explicit:

@@ -68,37 +68,32 @@ def run(call: Call) -> None:
     step, around = call.options["step"], call.options["around"]
     if (step is None) == (around is None):
         raise UsageError("--step, --around: give one of them, with the number of an update")
-    updates, key = [step], "--step"
-    if around is not None:
-        updates, key = standing_out(directory, around), "--around"
-    for found in rewind_all(directory, updates, key=key):
+    updates = [step] if around is None else standing_out(directory, around)
+    for found in rewind_all(directory, updates):
         said = "was not logged" if found.logged is None else f"was logged as {found.logged!r}"
         print(
             f"update {found.update}: {len(found.rows)} rows, again from update {found.began}; its loss is "
             f"{found.loss!r}, and {said}"
         )
-        print("\n".join(lines_of(found)))
-
-
-def lines_of(found: Rewound) -> list[str]:
-    """Return a table of the first rows: their numbers, how often each was read before, and what it is."""
-    times = collections.Counter[int]()
-    for number in range(found.batch):
-        times.update(found.parts.order.batch(number).tolist())
-    lines = [["example", "microbatch", "loss", "share of the gradient", "read before"]]
-    texts = [""]
-    for row in found.rows[:SHOWN]:
-        lines.append(
-            [
-                f"{row.example}",
-                f"{row.microbatch}",
-                f"{row.loss:.6g}",
-                f"{row.share:+.4f}",
-                f"{times[row.example]} times",
-            ]
-        )
-        texts.append(describe(found.parts.dataset, row.example))
-    return [f"{line}  {text}".rstrip() for line, text in zip(table(lines, ">"), texts)]
+        # How often each row was read before, and what it is.
+        times = collections.Counter[int]()
+        for number in range(found.batch):
+            times.update(found.parts.order.batch(number).tolist())
+        lines = [["example", "microbatch", "loss", "share of the gradient", "read before"]]
+        texts = [""]
+        for row in found.rows[:SHOWN]:
+            lines.append(
+                [
+                    f"{row.example}",
+                    f"{row.microbatch}",
+                    f"{row.loss:.6g}",
+                    f"{row.share:+.4f}",
+                    f"{times[row.example]} times",
+                ]
+            )
+            texts.append(describe(found.parts.dataset, row.example))
+        for line, text in zip(table(lines, ">"), texts):
+            print(f"{line}  {text}".rstrip())
 
 
 def losses_of(directory: pathlib.Path) -> dict[int, float]:
@@ -132,17 +127,14 @@ def rewind(directory: pathlib.Path, update: int, objects: Objects = NOTHING) -> 
 
 
 def rewind_all(
-    directory: pathlib.Path,
-    updates: Collection[int],
-    objects: Objects = NOTHING,
-    key: str = "--step",
+    directory: pathlib.Path, updates: Collection[int], objects: Objects = NOTHING
 ) -> Iterator[Rewound]:
     """Make some updates of a run again, in their order, and each of their rows alone. An update
     after the last checkpoint is made from there, even if the run has not come so far.
 
-    objects: those of the script, if it was trained by one. key: the option that names the updates.
-    Raises UsageError for an update that the run does not have, or that no checkpoint leads to, and
-    for a loss that couples the examples of a batch.
+    objects: those of the script, if it was trained by one. Raises UsageError for an update that the
+    run does not have, or that no checkpoint leads to, and for a loss that couples the examples of a
+    batch.
     """
     directory = directory.absolute()  # the working directory changes
     file = saved_config(f"{directory}")
@@ -152,23 +144,27 @@ def rewind_all(
         parts = prepared.parts
         if attribute(parts.forward.loss, "scope", "example") == "global":
             raise UsageError(
-                f"{key}: the loss couples the examples of a batch; they have none alone"
+                "--step, --around: the loss couples the examples of a batch; they have none alone"
             )
         made = make_run(config, directory, current(), objects, prepared)
         strategy, saved, logged = made.strategy, made.checkpoints, losses_of(directory)
         for update in updates:
             if not 1 <= update <= (last := made.options.steps):
-                raise UsageError(f"{key}: {update} is none of the updates 1 to {last} of this run")
+                raise UsageError(
+                    f"--step, --around: {update} is none of the updates 1 to {last} of this run"
+                )
         began = max((step for step in saved.steps() if step < min(updates)), default=0)
         offset = saved.meta(began).get("offset", 0) if began else 0
         if not began and config.init_from:
             raise UsageError(
-                f"{key}: {min(updates)} is before the first checkpoint of a run with init_from; choose a later one"
+                f"--step, --around: {min(updates)} is before the first checkpoint of a run with init_from; choose a "
+                "later one"
             )
         after = min((step for step in saved.steps() if step >= max(updates)), default=began)
         if after and saved.meta(after).get("offset", 0) != offset:
             raise UsageError(
-                f"{key}: it was rolled back, and left data out, between updates {began} and {after}; choose another"
+                f"--step, --around: it was rolled back, and left data out, between updates {began} and {after}; choose "
+                "another"
             )
         state = restore(made, began) if began else strategy.init()
         program = strategy.compile(made.step)

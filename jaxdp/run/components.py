@@ -39,13 +39,13 @@ from jaxdp.precision import LossScaling, cast_floats, policy
 from jaxdp.process import imports, membership
 from jaxdp.run.datasets import (
     facts_of,
-    is_sequential,
     make_data,
     make_order,
     shapes_of_model,
 )
 from jaxdp.split import leaves_by_path, path_string
 from jaxdp.targets import Table, bind, call, locate, parameters, require
+from jaxdp.train.carry import split_carry
 from jaxdp.train.skip import Spike
 from jaxdp.train.state import Batch, TrainState
 from jaxdp.train.step import (
@@ -202,7 +202,11 @@ def make_parts(config: Config, objects: Objects = NOTHING) -> Parts:
     remat = choose_remat(config, model)
     scaling = None if dtypes.loss_scale is None else make_scaling(config, dataset)
     forward = Forward(model, loss, casts, config.seed, remat, scaling, transform)
-    sequential = is_sequential(config, forward, dataset)
+    # Whether rows continue from batch to batch: as the config says, else if the model has a carry.
+    sequential = config.data.order == "sequential"
+    if config.data.order is None:
+        rows = make_order(config, dataset, sequential=False).examples_per_microbatch
+        sequential = split_carry(shapes_of_model(forward, dataset, rows)[1])[1] is not None
     order = make_order(config, dataset, sequential)
     steps = config.steps or math.ceil((config.epochs or 0) * order.steps_per_epoch)
     schedule = schedule_of(config, steps)

@@ -38,7 +38,6 @@ from jaxdp.parallel.strategy import Program, Strategy
 from jaxdp.process import protocol
 from jaxdp.process.context import SLOW, Context
 from jaxdp.targets import Table, bind, call, locate, targets_in
-from jaxdp.train.carry import split_carry
 from jaxdp.train.run import Record, Run
 from jaxdp.train.state import Batch
 from jaxdp.train.step import Forward, first_microbatch
@@ -149,16 +148,6 @@ def facts_of(dataset: Dataset) -> dict[str, Any]:
         "num_classes": int(getattr(dataset, "classes", 0)),
         "tokenizer": spec,
     }
-
-
-def is_sequential(config: Config, forward: Forward, dataset: Dataset) -> bool:
-    """Return True if rows continue from batch to batch: by the config's order, else if the model
-    has a carry.
-    """
-    if config.data.order is not None:
-        return config.data.order == "sequential"
-    size = make_order(config, dataset, sequential=False).examples_per_microbatch
-    return split_carry(shapes_of_model(forward, dataset, size)[1])[1] is not None
 
 
 def shapes_of_model(forward: Forward, dataset: Dataset, size: int) -> tuple[Any, Any]:

@@ -36,6 +36,7 @@ from jaxdp.metrics.writers import make_writers
 from jaxdp.models.base import CARRY
 from jaxdp.optim import OPTIMIZERS, SCHEDULES
 from jaxdp.optim.evaluation import evaluation_arrays
+from jaxdp.optim.optimizers import moving_share
 from jaxdp.optim.schedule import rate_of
 from jaxdp.parallel.placement import state_shapes
 from jaxdp.plan import prediction
@@ -51,7 +52,7 @@ from jaxdp.run.preflight import data_warnings, state_of_one, sums_of_one
 from jaxdp.split import leaves_by_path
 from jaxdp.targets import OF_SCRIPT
 from jaxdp.train.run import Run
-from jaxdp.train.state import floats
+from jaxdp.train.state import TrainState, floats
 from jaxdp.train.step import first_microbatch
 
 DIFF = "git.diff"
@@ -541,13 +542,6 @@ def rate_advice(run: Run, config: Config, prepared: Prepared, start: int) -> Ite
     known = opt.schedule in [*SCHEDULES] and (not ended or opt.schedule == "constant")
     if not opt.lr or several or known:
         return
-    yield from advice_at_the_end(config, start, steps, ended)
-
-
-def advice_at_the_end(config: Config, start: int, steps: int, ended: bool) -> Iterator[str]:
-    """Yield a warning if the last updates of the run have one rate. ended: the schedule ends before
-    them."""
-    opt = config.optimizer
     first, last = constant_from(jax.jit(schedule_of(config, steps)), start, steps)
     last = last if abs(last) > 1e-6 * opt.lr else 0.0  # a line may end at a rounding error
     if steps - first < 2 or (last and (first == start or not ended)):
@@ -578,6 +572,15 @@ def constant_from(schedule: Callable[[int], Any], start: int, steps: int) -> tup
         else:
             back = 1
     return count, last
+
+
+def warn_of_lost_updates(run: Run, lr: float, state: TrainState) -> None:
+    """Print a warning if the optimizer rounds small updates of the initial state away."""
+    share = jax.jit(moving_share)(run.step.trainable(state.params), lr)
+    run.log.writer.say(
+        f"warning: precision.state: bfloat16: an update of the size of optimizer.lr, {lr:g}, changes {share:.1%} "
+        "of the parameters and is rounded away in the others; leave it null for float32, where every update counts"
+    )
 
 
 def reads(run: Run, name: str) -> bool:

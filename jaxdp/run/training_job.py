@@ -28,7 +28,6 @@ from jaxdp.metrics.jsonl import Events, NoEvents, read
 from jaxdp.metrics.meter import goodput
 from jaxdp.metrics.writer import Record
 from jaxdp.metrics.writers import check_writers
-from jaxdp.optim.optimizers import moving_share
 from jaxdp.parallel.placement import open_collectives
 from jaxdp.process import compilation_cache, private_jax, signals
 from jaxdp.process.context import SLOW, Context
@@ -51,6 +50,7 @@ from jaxdp.run.start import (
     check_paths,
     resume_step,
     start_writer,
+    warn_of_lost_updates,
 )
 from jaxdp.train.run import Progress, Run
 from jaxdp.train.state import TrainState
@@ -179,13 +179,7 @@ class ConfigTraining(Training):
     def begin(self) -> TrainState:
         state = super().begin() if self.initialize is None else self.initialize()
         if self.config.precision.state == "bfloat16":
-            lr = self.config.optimizer.lr
-            share = jax.jit(moving_share)(self.run.step.trainable(state.params), lr)
-            self.run.log.writer.say(
-                f"warning: precision.state: bfloat16: an update of the size of optimizer.lr, {lr:g}, changes "
-                f"{share:.1%} of the parameters and is rounded away in the others; leave it null for float32, where "
-                "every update counts"
-            )
+            warn_of_lost_updates(self.run, self.config.optimizer.lr, state)
         return state
 
     @contextlib.contextmanager

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.dataset import Batch, Dataset, check_split, class_names
+from jaxdp.data.dataset import Batch, check_split, class_names, first_example
 from jaxdp.data.example_order import ExampleOrder
 from jaxdp.data.mixture import (
     MixedOrder,
@@ -49,13 +49,35 @@ class Balanced:
         self.dataset = make_set(f"{KEY}.data", data, split)
         if split != "train":
             return
-        labels = labels_of(self.dataset, by)
+        # The class of every example: from memory if it is there, else the examples are read.
+        dataset: Any = self.dataset
+        stored = getattr(dataset, "arrays", {}).get(by, getattr(dataset, by, None))
+        if stored is None or len(stored) != len(dataset):
+            if by not in (first := first_example(dataset)):
+                raise UsageError(f"{KEY}.by: the examples have no {by!r}, only {sorted(first)}")
+            pieces = np.array_split(np.arange(len(dataset)), len(dataset) // READ + 1)
+            stored = np.concatenate([dataset.read(indices)[by] for indices in pieces])
+        labels = np.asarray(stored)
+        if labels.ndim != 1 or labels.dtype.kind not in "iub" or labels.min() < 0:
+            raise UsageError(
+                f"{KEY}.by: {by!r} is {labels.dtype}{list(labels.shape[1:])} of an example; a class is one integer of "
+                "at least 0"
+            )
         classes, numbers, sizes = np.unique(labels, return_inverse=True, return_counts=True)
         self.members = np.argsort(numbers, kind="stable")
         self.sizes = tuple(sizes.tolist())
         names = class_names(self.dataset)
         titles = [names[c] if 0 <= c < len(names) else f"{c}" for c in classes.tolist()]
-        shares = weights_of(titles, classes, weights)
+        shares = [1.0] * len(titles)
+        if weights is not None:
+            by_name = {f"{name}": weight for name, weight in weights.items()}
+            named = dict[str, float]()
+            for number, title in zip(classes.tolist(), titles):
+                name = title if title in by_name else f"{number}"
+                if name in by_name:
+                    named[title] = by_name.pop(name)
+            check_weights(titles, named | by_name, "class")  # what is left names no class
+            shares = [named[title] for title in titles]
         self.counts = tuple(split_by_weight(size or len(labels), shares))
         if 0 in self.counts:
             raise UsageError(
@@ -99,41 +121,3 @@ class BalancedOrder(MixedOrder):
 
     def _examples(self, step: int, rows: np.ndarray) -> np.ndarray:
         return self.members[super()._examples(step, rows)]
-
-
-def labels_of(dataset: Dataset, by: str) -> np.ndarray:
-    """Return the class of every example: from memory if it is there, else the examples are read.
-
-    Raises UsageError if they have no such entry, or it is not one integer of at least 0."""
-    stored: Any = getattr(dataset, "arrays", {}).get(by, getattr(dataset, by, None))
-    if stored is None or len(stored) != len(dataset):
-        parts = []
-        for first in range(0, len(dataset), READ):
-            examples = dataset.read(np.arange(first, min(first + READ, len(dataset))))
-            if by not in examples:
-                raise UsageError(f"{KEY}.by: the examples have no {by!r}, only {sorted(examples)}")
-            parts.append(np.asarray(examples[by]))
-        stored = np.concatenate(parts)
-    labels = np.asarray(stored)
-    if labels.ndim != 1 or labels.dtype.kind not in "iub" or labels.min() < 0:
-        raise UsageError(
-            f"{KEY}.by: {by!r} is {labels.dtype}{list(labels.shape[1:])} of an example; a class is one integer of at "
-            "least 0"
-        )
-    return labels
-
-
-def weights_of(
-    titles: list[str], classes: np.ndarray, weights: Mapping[Any, float] | None
-) -> list[float]:
-    """Return the weight of each class. Raises UsageError unless there is a positive one for each."""
-    if weights is None:
-        return [1.0] * len(titles)
-    given = {f"{name}": weight for name, weight in weights.items()}
-    named = dict[str, float]()
-    for number, title in zip(classes.tolist(), titles):
-        name = title if title in given else f"{number}"
-        if name in given:
-            named[title] = given.pop(name)
-    check_weights(titles, named | given, "class")  # what is left names no class
-    return [named[title] for title in titles]

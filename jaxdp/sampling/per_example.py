@@ -22,15 +22,16 @@ class PerExample:
 
     def __init__(self, function: str | Callable[[Any, Any], Any]):
         key = "loss.args.function"
-        is_path = isinstance(function, str)
-        self.function: Any = locate(key, function, {}, key) if is_path else function  # type: ignore[arg-type]
+        self.function: Any = function
+        if isinstance(function, str):
+            self.function = locate(key, function, {}, key)
         if not callable(self.function):
             raise UsageError(f"{key}: {function!r} is no function of outputs and labels")
 
     def __call__(self, outputs: jax.Array, batch: Batch):
         losses = jnp.asarray(self.function(outputs, batch["labels"]))
-        name = getattr(self.function, "__name__", type(self.function).__name__)
         if losses.ndim == 0:
+            name = getattr(self.function, "__name__", type(self.function).__name__)
             raise UsageError(
                 f"loss: {name} returns one number; return a loss of each example: the mean of a part of the batch "
                 "would depend on how many devices share it"

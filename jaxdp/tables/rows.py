@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from jaxdp.data.dataset import Arrays, check_split
+from jaxdp.data.split_names import abbreviated
 from jaxdp.errors import UsageError, import_optional, one_line
 
 KEY = "data.args"
-SHOWN = 8  # names in an error
 
 
 class Table(Arrays):
@@ -104,9 +104,8 @@ class Table(Arrays):
             return numbers(column, name, None).astype(np.float32)[:, None]
         if column.dtype.kind == "f":
             column = column.astype(np.int64)
-        values, labels = np.unique(
-            column.astype(str) if not is_number(column) else column, return_inverse=True
-        )
+        texts = column if is_number(column) else column.astype(str)
+        values, labels = np.unique(texts, return_inverse=True)
         self.classes, self.class_names = len(values), [f"{value}" for value in values]
         return labels.astype(np.int32)
 
@@ -138,11 +137,8 @@ def require(frame: Any, wanted: Mapping[str, Sequence[str]]) -> None:
     for key, names in wanted.items():
         for name in names:
             if name not in frame.columns:
-                known = [f"{column}" for column in frame.columns]
-                more = f" and {len(known) - SHOWN} more" if len(known) > SHOWN else ""
-                raise UsageError(
-                    f"{KEY}.{key}: the table has no column {name!r}, only {', '.join(known[:SHOWN])}{more}"
-                )
+                known = abbreviated([f"{column}" for column in frame.columns])
+                raise UsageError(f"{KEY}.{key}: the table has no column {name!r}, only {known}")
 
 
 def numbers(column: Any, name: str, fill: float | None) -> np.ndarray:

@@ -189,13 +189,12 @@ def test_a_key_that_is_left_out_is_named(tmp_path):
     """With the value of transformers; with the fix, if the weights have another one."""
     folder = plain(tmp_path, rms_norm_eps="absent")
     _, text = logits(folder)
-    assert (
-        "not in its config.json, so as in transformers: " in text and "rms_norm_eps 1e-06" in text
-    )
+    assert "left out there, so as in transformers: " in text and "rms_norm_eps 1e-06" in text
     folder = plain(tmp_path, num_hidden_layers="absent")
     text = refusal(folder)
     assert (
-        "complete its config.json: as in transformers, " in text and "num_hidden_layers 32" in text
+        ", or correct its config.json (left out there, so as in " in text
+        and "num_hidden_layers 32" in text
     )
 
 

@@ -90,13 +90,13 @@ def test_the_command_prints_them(tmp_path, monkeypatch):
     assert logged == [float(found[2])]
     for step in ("7", "0"):
         assert (
-            "--step: "
+            "--step"
             in ended("rewind", "--run_dir", tmp_path / "run", "--step", step, code=2).stderr
         )
 
 
 def test_what_has_no_rows_alone_is_refused(run_dir, tmp_path):
-    with pytest.raises(UsageError, match="--step: 41 is none of the updates 1 to 40"):
+    with pytest.raises(UsageError, match="--step, --around: 41 is none of the updates 1 to 40"):
         rewind(run_dir, 41, OBJECTS)
     with pytest.raises(UsageError, match="no run in"):
         rewind(tmp_path / "none", 1)
@@ -123,7 +123,7 @@ def test_the_options_of_the_command(run_dir, tmp_path, monkeypatch):
         said = ended("rewind", "--run_dir", tmp_path / "run", *words, code=2).stderr
         assert "--step, --around: give one of them" in said
     said = ended("rewind", "--run_dir", tmp_path / "run", "--around", "9", code=2).stderr
-    assert "--around: 6 is none of the updates 1 to 3 of this run" in said
+    assert "--step, --around: 6 is none of the updates 1 to 3 of this run" in said
     monkeypatch.chdir(tmp_path)  # not where it was started
     said = ended("rewind", "--run_dir", "run", "--around", "2").stdout
     assert said.startswith("1 of the losses of updates 1 to 52 were logged (log.every), and 0")

@@ -122,5 +122,5 @@ def test_files_that_are_no_tables(tmp_path):
     ):
         Table(frame(), "churn").encode(frame().assign(age="old"))
     wide = pandas.DataFrame(np.zeros((4, 3000)), columns=[f"c{i}" for i in range(3000)])
-    with pytest.raises(UsageError, match=r"has no column 'label', only c0, .* and 2992 more"):
+    with pytest.raises(UsageError, match=r"has no column 'label', only c0, .* and 2,992 more"):
         Table(wide, "label")
