@@ -76,7 +76,7 @@ def match(
             other = near(lacking[0], new_names) if new_names else "none at all"
             fix = f"a path here is {lacking[0]!r}, there {other!r}; map them with init.rename"
         raise UsageError(f"init_from: {source} has none of the arrays to load; {fix}")
-    check_fit(pairs, ours, theirs, source)
+    check_fit(pairs, ours, theirs, source, hint)
     if lacking or unused:
         problems = []
         if lacking:
@@ -142,10 +142,14 @@ def label_of(name: str, theirs: Mapping[str, Any]) -> str:
 
 
 def check_fit(
-    pairs: Mapping[str, str], ours: Mapping[str, Any], theirs: Mapping[str, Any], source: str
+    pairs: Mapping[str, str],
+    ours: Mapping[str, Any],
+    theirs: Mapping[str, Any],
+    source: str,
+    hint: str,
 ) -> None:
     """Raise UsageError for the first of `pairs` {our name: theirs} with another shape or kind of
-    dtype."""
+    dtype. hint: see `match`."""
     wrong = []
     for name, other in pairs.items():
         here, there, label = ours[name], theirs[other], label_of(other, theirs)
@@ -162,7 +166,7 @@ def check_fit(
         more = f" (and {len(wrong) - 1} more do not fit)" if wrong[1:] else ""
         raise UsageError(
             f"init_from: {name!r} {problem}{more}; leave it as initialized with init.skip, such as "
-            f"{'^' + re.escape(name) + '$'!r}"
+            f"{'^' + re.escape(name) + '$'!r}{hint}"
         )
 
 

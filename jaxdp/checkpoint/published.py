@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax import nnx
 
-from jaxdp.checkpoint import safetensors
+from jaxdp.checkpoint import manifest, safetensors
 from jaxdp.checkpoint.safetensors import Array, rows
 from jaxdp.errors import UsageError
 from jaxdp.models import MODELS
 from jaxdp.models.gpt import GPT, default_hidden
 from jaxdp.precision import kind
-from jaxdp.targets import Args, locate, parameters
+from jaxdp.targets import OBJECT, Args, locate, parameters
 
 STACK, MODULES = (
     "blocks/stack",
@@ -505,12 +505,33 @@ FORMS = {
 }  # norm, mlp, positions
 
 
+def model_sha256(config: Json) -> str | None:
+    """Return the SHA-256 of the config.json that describes a model beside its arguments, or None.
+
+    config: as a checkpoint stores it. Relative paths begin here.
+    """
+    name = config["model"]["target"]
+    if name.endswith(OBJECT) or not hasattr(target := locate("model", name, MODELS), "description"):
+        return None
+    return manifest.digest(target.description(config))[1]
+
+
+def check_unchanged(saved: Json) -> None:
+    """Raise UsageError if that file is not the one of a checkpoint. saved: its metadata."""
+    if saved.get("model_sha256") not in (None, model_sha256(saved["config"])):
+        raise UsageError(
+            "init_from: config.json, which decides what the model computes, has changed since this "
+            "run was trained; put the old one back (or resume with --resume.force true)"
+        )
+
+
 def write(folder: pathlib.Path, arrays: Mapping[str, np.ndarray], meta: Json) -> str:
     """Write model.safetensors, config.json and the tokenizer; return a line about them. meta: of
     the checkpoint.
 
     Raises UsageError for a model without a published layout; OSError or SafetensorError if it
     cannot write."""
+    check_unchanged(meta)
     data = meta.get("data") or {}
     model = meta["config"]["model"]
     target = locate("model", model["target"], MODELS)

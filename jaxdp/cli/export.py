@@ -11,6 +11,7 @@ from jaxdp.checkpoint.weights import DESCRIBED, FORMAT, MODEL_STATE, from_checkp
 from jaxdp.cli import Call
 from jaxdp.errors import UsageError, check_one_of, one_line
 from jaxdp.metrics.numbers import size
+from jaxdp.run import rundir
 
 FOLDER = "huggingface"  # the layout that is a folder
 LAYOUTS = ("jaxdp", FOLDER)
@@ -27,7 +28,7 @@ def export(options: dict[str, Any]) -> str:
     layout, directory = options["layout"], run_directory(options["run_dir"])
     check_one_of("--layout", layout, LAYOUTS)
     step = choose_step(directory, options["step"])
-    output = choose_output(directory, options["output"], layout == FOLDER)
+    output = choose_output(directory, options["output"], layout == FOLDER).absolute()
     checkpoint = directory / "checkpoints" / str(step)
     weights = from_checkpoint(checkpoint, options["ema"], "--run_dir", "--ema")
     arrays = on_host(weights)
@@ -45,7 +46,8 @@ def export(options: dict[str, Any]) -> str:
     file = output / "model.safetensors" if layout == FOLDER else output
     try:
         if layout == FOLDER:
-            about = f"{published.write(output, arrays, meta)}\n"
+            with rundir.inside(meta.get("folder")):
+                about = f"{published.write(output, arrays, meta)}\n"
         else:
             safetensors.write(output, arrays, metadata)
     except (OSError, safetensors.SafetensorError) as error:

@@ -16,7 +16,7 @@ from jaxdp.cli import Call
 from jaxdp.cli.option_table import VERBS
 from jaxdp.errors import INTERRUPTED, PREEMPTED, UsageError
 from jaxdp.process import hosts
-from jaxdp.process.signals import handled, start_verb
+from jaxdp.process.signals import end_after_second, handled, start_verb
 
 FINAL = (0, 2, PREEMPTED)  # exit codes after which a process is not started again
 PAUSE = 30.0  # seconds before a restart, at most
@@ -109,6 +109,7 @@ def run(call: Call) -> None:
         asked.append(number)
         for process in processes:
             send(process, number)
+        end_after_second(asked)
 
     for number in handled():
         signal.signal(number, forward)

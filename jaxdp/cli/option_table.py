@@ -251,7 +251,7 @@ VERBS = {
         ),
         {
             "run_dir": RUN_DIR,
-            "step": Option(int, 1, "the update"),
+            "step": Option(int, None, "the update", 1),
             "around": Option(
                 int, None, "those near this update whose loss stands out, or it and three before", 1
             ),

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.checkpoint import manifest
+from jaxdp.checkpoint.published import check_unchanged
 from jaxdp.checkpoint.store import choose_step
 from jaxdp.checkpoint.weights import MODEL_STATE, Weights, filled, from_checkpoint, on_host
 from jaxdp.cli import Call
@@ -79,6 +80,7 @@ def sample_from(
     if not len(prompt):
         raise UsageError("--prompt: '' has no tokens; give at least one character")
     model = make_model(config, locate("model", config.model.target, MODELS), data)
+    check_unchanged(meta)
     context = data["input_shape"][0]
     example = {"inputs": np.zeros((1, context), np.int32), "mask": np.ones(1, bool)}
     params, state = jax.eval_shape(model.init, jax.random.key(0), example)

@@ -17,13 +17,21 @@ def from_mapping(values: dict[str, Any], where: str) -> Config:
     an error.
 
     Raises `UsageError` for an unknown key, with the nearest known one, and for a value of another
-    type."""
+    type, or that YAML cannot store."""
     check_structure(values, where)
     nested: dict[str, Any] = {}
     for key, value in values.items():
         put(nested, key, value)
     config: Config = make(Config, nested)
-    check_plain(config)
+    for key, value in flatten(config).items():
+        try:
+            texts.dump(value)
+        except yaml.YAMLError as error:  # such as an array among the arguments of a target
+            kind = type(error.args[-1]).__name__
+            raise UsageError(
+                f"{key}: config.yaml cannot store a value of type {kind}; use numbers, text, lists and dicts, or pass "
+                "an object with its arguments bound, as by functools.partial, instead of target and args"
+            ) from None
     return resolve(config)
 
 
@@ -93,18 +101,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
-
-
-def check_plain(config: Config) -> None:
-    """Raise `UsageError` for a value that YAML cannot store, such as an array among the arguments
-    of a target.
-    """
-    for key, value in flatten(config).items():
-        try:
-            texts.dump(value)
-        except yaml.YAMLError as error:
-            kind = type(error.args[-1]).__name__
-            raise UsageError(
-                f"{key}: config.yaml cannot store a value of type {kind}; use numbers, text, lists and dicts, or pass "
-                "an object with its arguments bound, as by functools.partial, instead of target and args"
-            ) from None

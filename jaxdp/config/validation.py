@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args, get_origin
 
-from jaxdp.config import Config, Init, Precision
+from jaxdp.config import Config, Init
 from jaxdp.config.values import in_words
 from jaxdp.errors import UsageError, nearest, one_line, suggest
 from jaxdp.extras import extras_of
@@ -345,7 +345,13 @@ def check(config: Config) -> None:
         raise UsageError(
             f"precision.params: {config.precision.params!r} with float64 elsewhere; set it to float64 too"
         )
-    check_state(config.precision)
+    dtypes = config.precision
+    is_master = (dtypes.params, dtypes.state) == ("bfloat16", "float32")
+    if dtypes.state not in (None, dtypes.params) and not is_master:
+        raise UsageError(
+            f"precision.state: {dtypes.state} with precision.params: {dtypes.params}; leave it null, or set it to "
+            f"{dtypes.params}{' or float32' if dtypes.params == 'bfloat16' else ''}"
+        )
     for extra in extras_of(config):
         extra.check()
 
@@ -358,18 +364,6 @@ def check_cache(folder: str) -> None:
         raise UsageError(
             f"compilation_cache: {folder!r} is not a folder; for a store that JAX itself writes to, "
             "set JAX_COMPILATION_CACHE_DIR"
-        )
-
-
-def check_state(dtypes: Precision) -> None:
-    """Raise `UsageError` for an optimizer state that does not go with the parameters."""
-    if dtypes.state not in (None, dtypes.params) and (dtypes.params, dtypes.state) != (
-        "bfloat16",
-        "float32",
-    ):
-        raise UsageError(
-            f"precision.state: {dtypes.state} with precision.params: {dtypes.params}; leave it null, or set it to "
-            f"{dtypes.params}{' or float32' if dtypes.params == 'bfloat16' else ''}"
         )
 
 

@@ -158,7 +158,7 @@ class ElasticGeneration(Generation):
 
     def begin(self, members: Sequence[Member], ended: Sequence[Member]) -> None:
         """Begin the next generation with these processes; close the connections of the ended one."""
-        following = self.machine.actor = ElasticGeneration(self.coordinator, self.machine)
+        following = self.machine.actor = type(self)(self.coordinator, self.machine)
         following.log, following.size = self.log, len(members)
         for member in [*members, *self.machine.preparing]:
             member.generation = following

@@ -5,7 +5,6 @@ refused by its name. Keys, defaults and what they mean are those of `transformer
 `GPT2Config`, `LlamaConfig`, `MistralConfig`, `Qwen2Config`, and the modules made of them.
 """
 
-import hashlib
 import json
 import pathlib
 import shutil
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax import nnx
 
-from jaxdp.checkpoint import published, safetensors
+from jaxdp.checkpoint import manifest, published, safetensors
 from jaxdp.checkpoint.published import GPT2, LLAMA, Json, Key, Layout
 from jaxdp.errors import UsageError
 from jaxdp.models.gpt import GPT
@@ -121,14 +120,16 @@ class Folder(NamedTuple):
     """A folder with a config.json.
 
     args: of `GPT`, and the number of learned positions as `length`. biased: the linear modules of a
-    block that have a bias, such as attention/query. unused: the keys that change nothing."""
+    block that have a bias, such as attention/query. unused: the keys that change nothing. defaults:
+    the keys that it leaves out, with the values of `transformers`."""
 
     path: pathlib.Path
     config: Json
     layout: Layout
     args: dict[str, Any]
     biased: Collection[str]
-    unused: Sequence[str]
+    unused: str
+    defaults: str
 
 
 class HuggingFace(GPT):
@@ -182,7 +183,14 @@ class HuggingFace(GPT):
             if isinstance(part, nnx.Linear) and name not in folder.biased:
                 part.use_bias, part.bias = False, nnx.data(None)
         self.folder = str(folder.path)
-        self.note = f"  without effect, of its config.json: {', '.join(folder.unused) or 'no key'}"
+        defaults = f"left out there, so as in transformers: {folder.defaults}"
+        self.hint = f", or correct its config.json ({defaults})"
+        self.note = f"  without effect, of its config.json: {folder.unused}\n  {defaults}"
+
+    @staticmethod
+    def description(config: Mapping[str, Any]) -> pathlib.Path:
+        """Return the config.json of a run, by its config as a checkpoint stores it."""
+        return config_file(config["model"]["args"].get("init_from") or config["init_from"])
 
     @staticmethod
     def write_published(
@@ -194,10 +202,8 @@ class HuggingFace(GPT):
         the folder of `init_from` is gone, or is the output; OSError or SafetensorError if it cannot
         write."""
         config, spec = meta["config"], meta["data"]["tokenizer"]
-        args = config["model"]["args"]
-        source = args.get("init_from") or config["init_from"]
-        path = pathlib.Path(meta.get("folder") or "", source)
-        folder = read_folder(str(path), 1, args.get("ignore") or ())
+        source = HuggingFace.description(config).parent
+        folder = read_folder(str(source), 1, config["model"]["args"].get("ignore") or ())
         if output.exists() and output.samefile(folder.path):
             raise UsageError(
                 f"--output: {str(output)!r} is the folder that the run started from; give another"
@@ -210,7 +216,9 @@ class HuggingFace(GPT):
         (output / "config.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
         files = [*folder.path.glob("generation_config.json")]
         tokenizer = folder.path / "tokenizer.json"
-        if spec and not (tokenizer.is_file() and spec.get("sha256") == digest(tokenizer)):
+        if spec and not (
+            tokenizer.is_file() and spec.get("sha256") == manifest.digest(tokenizer)[1]
+        ):
             about = published.write_tokenizer(output, spec)  # the data has another one
         else:
             about = f"tokenizer: that of {source}"
@@ -221,9 +229,16 @@ class HuggingFace(GPT):
         return f"{folder.layout.title}'s layout, {len(tensors)} tensors; {about}"
 
 
-def digest(file: pathlib.Path) -> str:
-    """Return the SHA-256 of a file, as in the spec of a tokenizer."""
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+def config_file(path: str) -> pathlib.Path:
+    """Return the config.json of a folder. Raises UsageError if there is none."""
+    file = pathlib.Path(path).expanduser() / "config.json"
+    if not file.is_file():
+        raise UsageError(
+            f"init_from: {path!r} is not a folder with a config.json; download the files of the "
+            "model, and give the path of their folder; a run reads its config.json whenever it resumes "
+            "or is loaded, so it must stay there"
+        )
+    return file
 
 
 def read_folder(path: str, length: int, ignore: Sequence[str]) -> Folder:
@@ -237,13 +252,7 @@ def read_folder(path: str, length: int, ignore: Sequence[str]) -> Folder:
         UsageError: there is none, or it has a key that is not known, or a value that no `GPT`
             computes.
     """
-    folder = pathlib.Path(path).expanduser()
-    file = folder / "config.json"
-    if not file.is_file():
-        raise UsageError(
-            f"init_from: {path!r} is not a folder with a config.json; download the files of the "
-            "model, and give the path of their folder"
-        )
+    file = config_file(path)
     config = safetensors.read_json(file)
 
     def refusal(key: str, value: Any, problem: str) -> UsageError:
@@ -307,6 +316,8 @@ def read_folder(path: str, length: int, ignore: Sequence[str]) -> Folder:
     biased = [part for part in published.LINEAR if has_bias(part)]
     norm, mlp, positions = next(form for form, x in published.FORMS.items() if x is layout)
     args |= {"norm": norm, "mlp": mlp, "positions": positions}
-    return Folder(
-        folder, config, layout, args, biased, sorted(config.keys() & HARMLESS | {*ignore})
-    )
+    present = {*config, *(config.get("rope_parameters") or ())}  # of transformers 5
+    left_out = (key for key in keys.values() if key.name not in present)
+    defaults = ", ".join(f"{key.name} {json.dumps(key.default)}" for key in left_out)
+    unused = ", ".join(sorted(config.keys() & HARMLESS | {*ignore})) or "no key"
+    return Folder(file.parent, config, layout, args, biased, unused, defaults or "no key")

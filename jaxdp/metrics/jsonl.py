@@ -145,11 +145,6 @@ def finite(text: str) -> float | str:
     return number if math.isfinite(number := float(text)) else str(number)
 
 
-def as_numbers(record: Record) -> Record:
-    """Return a record of `read` with the numbers that `dump` writes as texts."""
-    return {k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in record.items()}
-
-
 def dump(record: Record) -> str:
     """Return a record as a line of JSON."""
     # JSON has no NaN or infinity: write them as strings, which float() reads back.

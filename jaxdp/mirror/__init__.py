@@ -21,6 +21,4 @@ class Door(Extra):
     def around(self, train: Train, directory: pathlib.Path) -> Train:
         from jaxdp.mirror.mirrored import train_mirrored
 
-        return functools.partial(
-            train_mirrored, f"{self.config.checkpoint.mirror}", directory, train
-        )
+        return functools.partial(train_mirrored, self.config, directory, train)

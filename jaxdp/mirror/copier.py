@@ -19,7 +19,7 @@ LAST_TRIES = 3
 def main(url: str, directory: str) -> int:
     """Return 0 if the mirror has all checkpoints at the end, else 1."""
     storage = Storage(url, pathlib.Path(directory))
-    wait, tries, said = EVERY_S, LAST_TRIES, ""
+    wait, tries, said, code = EVERY_S, LAST_TRIES, "", 1
     copied = [0.0]  # when the manifests were written that were there at the last copy
     while tries:
         ended = bool(select.select([sys.stdin], [], [], wait)[0])
@@ -30,22 +30,18 @@ def main(url: str, directory: str) -> int:
                 copied = here
             wait, said = EVERY_S, ""
             if ended:
-                tell(f"mirror: {storage.url} has step {max(storage.steps(), default=0)}")
-                return 0
+                said = f"mirror: {storage.url} has step {max(storage.steps(), default=0)}"
+                code = 0
+                break
         except Exception as error:  # each file system has its own; the next look tries again
             why = f"{KEY}: {storage.url}: {one_line(error) or type(error).__name__}"
             if why != said and not ended:
                 print(f"{why}; trying again", file=sys.stderr, flush=True)
             wait, said = min(2 * wait, MOST_S), why
             tries -= ended
-    tell(said)
-    return 1
-
-
-def tell(text: str) -> None:
-    """Tell the training process, which may have gone."""
-    with contextlib.suppress(BrokenPipeError):
-        os.write(sys.stdout.fileno(), text.encode())
+    with contextlib.suppress(BrokenPipeError):  # the training process may have gone
+        os.write(sys.stdout.fileno(), said.encode())
+    return code
 
 
 if __name__ == "__main__":

@@ -23,11 +23,12 @@ from jaxdp.process.context import Context
 from jaxdp.process.watchdog import Watchdog
 from jaxdp.run import rundir
 from jaxdp.train.observer import Observer
+from jaxdp.train.run import Finish
 from jaxdp.train.state import Batch, TrainState
 
 
 class Stopped(Exception):
-    """All processes have stopped at the same point. kind: 'preempt', 'halt' or 'regroup'.
+    """All processes have stopped at the same point. kind: 'preempt' or 'regroup'.
 
     why: the signal. rank: its receiver.
     """
@@ -43,8 +44,8 @@ class Monitor(Observer):
     """The interface through which a run reports its progress. This base class does nothing."""
 
     def run_step(self, what: str, f: Callable[..., Any], *args: Any) -> Any:
-        """Run f(*args) in all processes and return its result. Raises Stopped if all stop before
-        it.
+        """Run f(*args) in all processes and return its result. Raises Stopped, or Finish, if all
+        stop before it.
         """
         return f(*args)
 
@@ -53,8 +54,8 @@ class Monitor(Observer):
         return contextlib.nullcontext()
 
     def request(self, kind: str, why: str = "") -> None:
-        """Ask all processes to 'save', to end with a saved state ('preempt'), or to 'probe': to
-        measure how long their devices compute."""
+        """Ask all processes to 'save', to end with a saved state ('preempt'), to end training
+        ('finish'), or to 'probe': to measure how long their devices compute."""
 
     def is_asked(self, kind: str) -> bool:
         """Return whether all processes must do so now, and reset the request."""
@@ -91,6 +92,8 @@ class RunMonitor(Watchdog, Monitor):
 
     def run_step(self, what: str, f: Callable[..., Any], *args: Any) -> Any:
         while (request := self.agreement.point()) is not None:
+            if request["kind"] == "finish":
+                raise Finish
             if request["kind"] not in ("save", "probe"):
                 if request["kind"] != "regroup":
                     rundir.mark_ending()  # the next job may start while this one saves
@@ -111,7 +114,8 @@ class RunMonitor(Watchdog, Monitor):
 
     def before(self, updates: range, batch: Batch) -> None:
         if self._dispatched:  # the first wait includes other work, such as imports
-            self.worked((time.perf_counter() - self._waits) / len(updates))
+            ms = 1e3 * (time.perf_counter() - self._waits) / len(updates)
+            self.own_ms = 0.9 * self.own_ms + 0.1 * ms if self.own_ms else ms
 
     def after(self, updates: range, state: TrainState, metrics: Mapping[str, jax.Array]) -> None:
         self._dispatched = True
@@ -150,7 +154,7 @@ SIGTERM_DEADLINE = (
     2.0  # seconds; short, since some launchers send SIGTERM to all when one process has died
 )
 DEADLINE = 20.0
-KINDS = ("save", "probe", "preempt", "halt", "regroup")
+KINDS = ("save", "probe", "preempt", "finish", "regroup")
 
 
 class Agreement:

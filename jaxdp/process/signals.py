@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
 TRACE = "SIGUSR2"
+LAST = 10  # seconds that processes may take to end after a second signal
 NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGUSR2)
 
 _received: list[str] = []
@@ -89,6 +90,23 @@ def start_verb(
         return subprocess.Popen(command, env=environment, stdout=output, stderr=errors)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def end_after_second(received: Sequence[int]) -> None:
+    """Raise SystemExit in the main thread, LAST seconds after the second SIGTERM or SIGINT of a
+    command that has started processes: one of them may hang, and cannot save. Call it in the main
+    thread.
+
+    received: the signals so far.
+    """
+
+    def end(number: int, frame: Any) -> None:
+        sys.exit(1)
+
+    if sum(number in (signal.SIGTERM, signal.SIGINT) for number in received) == 2:
+        os.write(2, b"jaxdp: a second signal: what has not ended in %d s is killed\n" % LAST)
+        signal.signal(signal.SIGALRM, end)
+        signal.alarm(LAST)
 
 
 def act() -> None:

@@ -93,12 +93,6 @@ class Watchdog:
     def each_check(self) -> None:
         """Do what else is to be done at every check."""
 
-    def worked(self, seconds: float) -> None:
-        """Record the time of this process's own work between two updates: mostly waiting for its
-        data.
-        """
-        self.own_ms = 0.9 * self.own_ms + 100.0 * seconds if self.own_ms else 1e3 * seconds
-
     def straggler(self, step_ms: float) -> dict[str, float]:
         """Return {straggler: rank, straggler_ms} if a process's own work takes `factor` times the
         others' median.

@@ -15,10 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from jaxdp.checkpoint import manifest
-from jaxdp.checkpoint.store import choose_step
 from jaxdp.cli import Call
 from jaxdp.cli.export import run_directory
+from jaxdp.cli.parse import read_config, saved_config
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError, user_code
 from jaxdp.metrics.jsonl import read
@@ -65,37 +64,36 @@ class Rewound(NamedTuple):
 
 def run(call: Call) -> None:
     """Print the rows with the largest shares."""
-    options = call.options
-    directory, around = run_directory(options["run_dir"]), options["around"]
-    updates = [options["step"]] if around is None else standing_out(directory, around)
+    directory = run_directory(call.options["run_dir"])
+    step, around = call.options["step"], call.options["around"]
+    if (step is None) == (around is None):
+        raise UsageError("--step, --around: give one of them, with the number of an update")
+    updates = [step] if around is None else standing_out(directory, around)
     for found in rewind_all(directory, updates):
         said = "was not logged" if found.logged is None else f"was logged as {found.logged!r}"
         print(
             f"update {found.update}: {len(found.rows)} rows, again from update {found.began}; its loss is "
             f"{found.loss!r}, and {said}"
         )
-        print("\n".join(lines_of(found)))
-
-
-def lines_of(found: Rewound) -> list[str]:
-    """Return a table of the first rows: their numbers, how often each was read before, and what it is."""
-    times = collections.Counter[int]()
-    for number in range(found.batch):
-        times.update(found.parts.order.batch(number).tolist())
-    lines = [["example", "microbatch", "loss", "share of the gradient", "read before"]]
-    texts = [""]
-    for row in found.rows[:SHOWN]:
-        lines.append(
-            [
-                f"{row.example}",
-                f"{row.microbatch}",
-                f"{row.loss:.6g}",
-                f"{row.share:+.4f}",
-                f"{times[row.example]} times",
-            ]
-        )
-        texts.append(describe(found.parts.dataset, row.example))
-    return [f"{line}  {text}".rstrip() for line, text in zip(table(lines, ">"), texts)]
+        # How often each row was read before, and what it is.
+        times = collections.Counter[int]()
+        for number in range(found.batch):
+            times.update(found.parts.order.batch(number).tolist())
+        lines = [["example", "microbatch", "loss", "share of the gradient", "read before"]]
+        texts = [""]
+        for row in found.rows[:SHOWN]:
+            lines.append(
+                [
+                    f"{row.example}",
+                    f"{row.microbatch}",
+                    f"{row.loss:.6g}",
+                    f"{row.share:+.4f}",
+                    f"{times[row.example]} times",
+                ]
+            )
+            texts.append(describe(found.parts.dataset, row.example))
+        for line, text in zip(table(lines, ">"), texts):
+            print(f"{line}  {text}".rstrip())
 
 
 def losses_of(directory: pathlib.Path) -> dict[int, float]:
@@ -108,12 +106,17 @@ def losses_of(directory: pathlib.Path) -> dict[int, float]:
 
 
 def standing_out(directory: pathlib.Path, around: int) -> list[int]:
-    """Return the logged updates near one whose loss stands out; without any, that and a few before."""
+    """Return the logged updates near one whose loss stands out; without any, that and a few before.
+    Print how many were compared."""
     near = {k: x for k, x in losses_of(directory).items() if abs(k - around) <= NEAR}
     values = np.array([*near.values()] or [0.0])
     middle = np.nanmedian(values)
     limit = middle + DEVIATIONS * np.nanmedian(np.abs(values - middle))
     found = [update for update, loss in near.items() if not loss <= limit]
+    print(
+        f"{len(near)} of the losses of updates {max(1, around - NEAR)} to {around + NEAR} were logged "
+        f"(log.every), and {len(found)} of those stand out"
+    )
     return found or [*range(max(1, around - EARLIER), around + 1)]
 
 
@@ -126,38 +129,42 @@ def rewind(directory: pathlib.Path, update: int, objects: Objects = NOTHING) -> 
 def rewind_all(
     directory: pathlib.Path, updates: Collection[int], objects: Objects = NOTHING
 ) -> Iterator[Rewound]:
-    """Make some updates of a run again, in their order, and each of their rows alone.
+    """Make some updates of a run again, in their order, and each of their rows alone. An update
+    after the last checkpoint is made from there, even if the run has not come so far.
 
     objects: those of the script, if it was trained by one. Raises UsageError for an update that the
-    run has not made, or that no checkpoint leads to, and for a loss that couples the examples of a
+    run does not have, or that no checkpoint leads to, and for a loss that couples the examples of a
     batch.
     """
-    last = choose_step(directory, "last", "run_dir")
-    for update in updates:
-        if not 1 <= update <= last:
-            raise UsageError(f"--step: {update} is none of the updates 1 to {last} of this run")
-    checkpoint = directory / "checkpoints" / f"{last}"
-    meta = manifest.read(checkpoint)["meta"]
-    config = config_here(meta["config"], f"{checkpoint}")
-    with settings(config), rundir.inside(meta.get("folder")), user_code():
+    directory = directory.absolute()  # the working directory changes
+    file = saved_config(f"{directory}")
+    config = config_here(read_config(file), file)
+    with settings(config), rundir.inside(rundir.folder(directory)), user_code():
         prepared = prepare_on_all_ranks(config, current(), objects)
         parts = prepared.parts
         if attribute(parts.forward.loss, "scope", "example") == "global":
             raise UsageError(
-                "--step: the loss couples the examples of a batch; they have none alone"
+                "--step, --around: the loss couples the examples of a batch; they have none alone"
             )
         made = make_run(config, directory, current(), objects, prepared)
         strategy, saved, logged = made.strategy, made.checkpoints, losses_of(directory)
+        for update in updates:
+            if not 1 <= update <= (last := made.options.steps):
+                raise UsageError(
+                    f"--step, --around: {update} is none of the updates 1 to {last} of this run"
+                )
         began = max((step for step in saved.steps() if step < min(updates)), default=0)
         offset = saved.meta(began).get("offset", 0) if began else 0
         if not began and config.init_from:
             raise UsageError(
-                f"--step: {min(updates)} is before the first checkpoint of a run with init_from; choose a later one"
+                f"--step, --around: {min(updates)} is before the first checkpoint of a run with init_from; choose a "
+                "later one"
             )
-        after = min(step for step in saved.steps() if step >= max(updates))
-        if saved.meta(after).get("offset", 0) != offset:
+        after = min((step for step in saved.steps() if step >= max(updates)), default=began)
+        if after and saved.meta(after).get("offset", 0) != offset:
             raise UsageError(
-                f"--step: it was rolled back, and left data out, between updates {began} and {after}; choose another"
+                f"--step, --around: it was rolled back, and left data out, between updates {began} and {after}; choose "
+                "another"
             )
         state = restore(made, began) if began else strategy.init()
         program = strategy.compile(made.step)

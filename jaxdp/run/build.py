@@ -13,6 +13,7 @@ import numpy as np
 from jax.tree_util import Partial
 
 from jaxdp.checkpoint.local import LocalCheckpoints
+from jaxdp.checkpoint.published import model_sha256
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.config import Config, Parallel
 from jaxdp.config.validation import flatten
@@ -219,6 +220,7 @@ def describe_config(config: Config, prepared: Prepared, objects: Objects) -> dic
     return {
         "config": dataclasses.asdict(config),
         "folder": os.getcwd(),
+        "model_sha256": model_sha256(dataclasses.asdict(config)),
         "versions": versions(),
         "microbatches": config.microbatches,
         "programs": digests,

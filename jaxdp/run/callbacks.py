@@ -8,9 +8,9 @@ A callback has some of the methods of `jaxdp.Observer`. The names of version 0.1
     on_save(step, path)         saved(step, path)
     on_end(record)              finished(record)
 
-`StopTraining`, raised by any rank in `evaluated`, ends training after this evaluation; raised by all
-ranks in `wants`, after this update. A callback
-with `state_dict()` (JSON) and `load_state_dict(state)` resumes with the state of the checkpoint.
+`StopTraining`, raised by any rank in `evaluated`, ends training after this evaluation; raised in
+`wants`, as soon as all ranks can stop after the same update. A callback with `state_dict()` (JSON)
+and `load_state_dict(state)` resumes with the state of the checkpoint.
 
 `Profile` traces a window of updates for TensorBoard or Perfetto, planned or on request.
 """
@@ -31,7 +31,7 @@ import jax
 from jaxdp.errors import RunFailed, UsageError, check_sizes, one_line, suggest
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.numbers import known_sign
-from jaxdp.process.context import SLOW, Context
+from jaxdp.process.context import Context
 from jaxdp.targets import bind, call, locate, require, targets_in
 from jaxdp.train.observer import WANTS, Observer
 from jaxdp.train.run import Progress, Run
@@ -124,7 +124,7 @@ OLD = {
 
 
 class StopTraining(Exception):
-    """Raised in `evaluated`, or on all ranks in `wants`, to end training early; the message is the
+    """Raised in `evaluated` or `wants`, on any rank, to end training early; the message is the
     reason."""
 
 
@@ -160,15 +160,6 @@ class Callbacks:
             safe_print.say(f"{KEY}: {', '.join(old)} still works; the new name is {', '.join(new)}")
         for observer in self.observers:
             observer.on_start(run)
-
-    def agree_to_stop(self, step: int) -> str | None:
-        """Return why a callback ends training after the evaluation of `step`, the same on all ranks,
-        or None.
-        """
-        reason = "".join(self.reasons[:1])
-        self.reasons.clear()
-        reasons = self.context.exchange(f"stop at {step}", reason, SLOW)  # one may have more to do
-        return next((reason for reason in reasons if reason), None)
 
     def state(self) -> dict[str, Any]:
         """Return {'callback_states': [[entry, a copy of `state_dict()`], ...]}, which is saved with

@@ -20,7 +20,7 @@ from jaxdp.cpu import on_cpu
 from jaxdp.data import SOURCES
 from jaxdp.data.dataset import Dataset, first_example
 from jaxdp.data.example_order import ExampleOrder
-from jaxdp.data.transforms import TRANSFORMS, both
+from jaxdp.data.transforms import TRANSFORMS, as_transform, both
 from jaxdp.errors import UsageError, nearest, user_code
 from jaxdp.extras import extras_of
 from jaxdp.losses import LOSSES, compute_logits, make_loss
@@ -39,14 +39,13 @@ from jaxdp.precision import LossScaling, cast_floats, policy
 from jaxdp.process import imports, membership
 from jaxdp.run.datasets import (
     facts_of,
-    is_sequential,
     make_data,
     make_order,
-    make_transform,
     shapes_of_model,
 )
 from jaxdp.split import leaves_by_path, path_string
 from jaxdp.targets import Table, bind, call, locate, parameters, require
+from jaxdp.train.carry import split_carry
 from jaxdp.train.skip import Spike
 from jaxdp.train.state import Batch, TrainState
 from jaxdp.train.step import (
@@ -188,7 +187,10 @@ def make_parts(config: Config, objects: Objects = NOTHING) -> Parts:
     loss = make_loss(config.loss.target, config.loss.args, table=table("loss", LOSSES))
     named_transform = None
     if config.data.transform is not None:
-        named_transform = make_transform(config.data.transform, table("data.transform", TRANSFORMS))
+        key, section = "data.transform", config.data.transform
+        made = locate(key, section.target, table(key, TRANSFORMS))
+        bound = bind(key, made, section.args)
+        named_transform = as_transform(call(key, bound) if isinstance(made, type) else bound)
     optimizers = table("optimizer", OPTIMIZERS)
     make_tx(config, lambda step: 0.0, table=optimizers)
     dataset, eval_sets = make_data(config, table("data", SOURCES), table("eval.data", SOURCES))
@@ -200,7 +202,11 @@ def make_parts(config: Config, objects: Objects = NOTHING) -> Parts:
     remat = choose_remat(config, model)
     scaling = None if dtypes.loss_scale is None else make_scaling(config, dataset)
     forward = Forward(model, loss, casts, config.seed, remat, scaling, transform)
-    sequential = is_sequential(config, forward, dataset)
+    # Whether rows continue from batch to batch: as the config says, else if the model has a carry.
+    sequential = config.data.order == "sequential"
+    if config.data.order is None:
+        rows = make_order(config, dataset, sequential=False).examples_per_microbatch
+        sequential = split_carry(shapes_of_model(forward, dataset, rows)[1])[1] is not None
     order = make_order(config, dataset, sequential)
     steps = config.steps or math.ceil((config.epochs or 0) * order.steps_per_epoch)
     schedule = schedule_of(config, steps)

@@ -20,7 +20,7 @@ from jaxdp.extras import Extra
 from jaxdp.metrics.meter import Meter
 from jaxdp.metrics.writer import Record, Writer
 from jaxdp.plan import prediction
-from jaxdp.process.context import Context
+from jaxdp.process.context import SLOW, Context
 from jaxdp.process.monitor import Monitor, Stopped
 from jaxdp.run import rundir
 from jaxdp.run.build import Prepared, restore
@@ -29,7 +29,7 @@ from jaxdp.run.datasets import describe, loss_of, not_finite
 from jaxdp.train.evaluate import evaluate
 from jaxdp.train.loop import EXAMINED, Halted, Lookback, NotFinite, fit
 from jaxdp.train.observer import Observer, Observers
-from jaxdp.train.run import Host, Progress, Run
+from jaxdp.train.run import Finish, Host, Progress, Run
 from jaxdp.train.skip import DISAGREEING, NONFINITE
 from jaxdp.train.state import Batch, TrainState
 
@@ -139,7 +139,7 @@ class Training(Host):
             run.options.log_every,
             run.options.steps,
             run.data.train.order.examples_per_step,
-            self.speed if run.checkpoints.context.size == 1 else self.speed_and_straggler,
+            self.speed_and_straggler,
             run.derive,
         )
         observers = [
@@ -176,6 +176,8 @@ class Training(Host):
             try:
                 if progress.stopped is None:
                     fit(run, self.program, progress, self.observers, self)
+                    if progress.step < run.options.steps:
+                        self.finish_early()
                     if end := progress.data_ended:
                         if not progress.step:
                             raise UsageError(
@@ -187,6 +189,8 @@ class Training(Host):
                 return self.finish(), progress.state
             except NotFinite as error:
                 self.examine(error.update)
+            except Finish:  # before a batch of the last evaluation
+                self.finish_early()
             except (Halted, Stopped) as stop:
                 if int(progress.state.guard.halted):  # else it is rolled back already
                     self.called.clear()
@@ -207,8 +211,8 @@ class Training(Host):
         self.called.add(id(program))
         return result
 
-    def stop(self) -> None:
-        self.watch.request("preempt", "a callback")
+    def stop(self, kind: str) -> None:
+        self.watch.request(kind, "a callback")
 
     def save(self) -> None:
         """Start a checkpoint; it is durable when the writer reports it. Raises Halted if training
@@ -276,6 +280,8 @@ class Training(Host):
     def evaluate(self) -> None:
         if self.run.data.eval:
             self.evaluate_and_record("eval")
+        if self.progress.stopped is not None:
+            raise Finish
 
     def examine(self, update: int) -> None:
         """Raise UsageError if the examples of an update explain its non-finite loss."""
@@ -313,7 +319,7 @@ class Training(Host):
         progress.evaluation = rated
 
         self.observers.evaluated(step, metrics)
-        if self.callbacks.callbacks and (split or "evaluate" in run.due(step)):
+        if split or "evaluate" in run.due(step):
             self.finish_early()
         if run.checkpoints.is_best(metrics):
             self.save()
@@ -326,9 +332,15 @@ class Training(Host):
         return metrics
 
     def finish_early(self) -> None:
-        """Set why a callback ends training, and report it, if one does."""
+        """Set why a callback ends training, the same on all ranks, and report it, if one does."""
         run, step = self.run, self.progress.step
-        reason = self.callbacks.agree_to_stop(step)
+        if not self.callbacks.callbacks:
+            return
+        own = "".join(self.callbacks.reasons[:1])
+        self.callbacks.reasons.clear()
+        # Another rank may have more to do.
+        reasons = run.checkpoints.context.exchange(f"stop at {step}", own, SLOW)
+        reason = next(filter(None, reasons), None)
         if reason is None:  # or an evaluation after the same update has set it
             return
         self.progress.stopped = reason
@@ -438,6 +450,7 @@ def roll_back(training: Training, initial: Record) -> None:
     run = training.run
     checkpoints = run.checkpoints
     progress = training.progress
+    training.callbacks.reasons.clear()  # of updates that are made again
     training.profile.stop()
     training.profile.first = None
     training.profile.ends = ()

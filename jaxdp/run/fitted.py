@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdp.checkpoint.leaves import params_sha256
+from jaxdp.checkpoint.published import check_unchanged
 from jaxdp.checkpoint.store import choose_step
 from jaxdp.checkpoint.weights import MODEL_STATE, filled, from_checkpoint, on_host
 from jaxdp.config import Config
@@ -296,6 +297,7 @@ def open_checkpoint(directory: pathlib.Path, wanted: str, objects: Objects) -> F
     config = config_here(weights.meta["config"], str(checkpoint))
     with settings(config), rundir.inside(weights.meta.get("folder")), user_code():
         parts = make_parts(config, objects)
+        check_unchanged(weights.meta)
         shapes = jax.eval_shape(state_maker(config, parts))
 
     def trees(weights):

@@ -195,10 +195,11 @@ def with_published(
         return Comparison(
             note=not_compared("heads, epsilon and rotary_base, since the model is no GPT of jaxdp")
         )
-    ours = published.arguments_of(modules[0], shapes)
+    module: Any = modules[0]
+    ours = published.arguments_of(module, shapes)
     found = [*published.of_tensors(layout, weights.tensors, weights.arrays, ours, weights.title)]
-    if getattr(modules[0], "folder", None) == str(source):  # its arguments are from there
-        return Comparison(found, getattr(modules[0], "note", ""))
+    if getattr(module, "folder", None) == str(source):  # its arguments are from there
+        return Comparison(found, module.note, module.hint)
     file = (source if source.is_dir() else source.parent) / "config.json"
     if not file.exists():
         rotary = "" if layout.joined else "kv_heads, rotary_base, "

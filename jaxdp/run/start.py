@@ -11,13 +11,14 @@ import re
 import subprocess
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import IO, Any
+from typing import Any
 
 import jax
 import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxdp.checkpoint.manifest import Meta
+from jaxdp.checkpoint.published import check_unchanged
 from jaxdp.checkpoint.store import Checkpoints
 from jaxdp.config import Config
 from jaxdp.config.validation import as_saved, changed_numbers, flatten
@@ -251,19 +252,6 @@ def spared_by(saved: Meta) -> list[str]:
     return [name for name in names if any(re.search(x, name) for x in patterns)]
 
 
-def lock_run_dir(
-    directory: pathlib.Path, context: Context, checkpoints: Checkpoints
-) -> IO[str] | None:
-    """Create and lock the run directory on rank 0, and check that every rank can use it; return the
-    lock.
-    """
-    file, problem = rundir.make(directory) if context.is_root else (None, None)
-    context.agree(problem)
-    nonce = context.of_root("run_dir", lambda: rundir.nonce(directory))
-    context.agree(checkpoints.attach(nonce))
-    return file
-
-
 def resume_step(
     run: Run,
     config: Config,
@@ -299,6 +287,7 @@ def compared(
 
         def check():
             if context.is_root:
+                check_unchanged(saved)
                 check_same_run(saved, checkpoints.facts, config, start, objects)
 
         on_all_ranks(context, check)
@@ -396,8 +385,8 @@ def summary(
     model = f"{config.model.target}, {layout['parameters']:,} parameters"
 
     length = "a stream of unknown length"
-    if (size := len(data.dataset)) < UNKNOWN:
-        length = f"{size:,} examples, {data.order.steps_per_epoch:,} updates an epoch"
+    if (examples := len(data.dataset)) < UNKNOWN:
+        length = f"{examples:,} examples, {data.order.steps_per_epoch:,} updates an epoch"
     sizes = [
         f"{len(x.dataset):,}{f' ({name})' if name else ''}" for name, x in run.data.eval.items()
     ]
@@ -412,6 +401,10 @@ def summary(
     calls = f", {per_call} a call" if per_call > 1 else ""
     several = len(set(context.hosts))
     hosts = f" on {several} hosts" if several > 1 else ""
+    counts = {
+        text: n for name, text in TREES.items() if (n := layout["bytes_per_device"].get(name))
+    }
+    each = ", ".join(f"{text} {size(count)}" for text, count in counts.items())
     lines = {
         "run": f"{f'resumes after step {start}' if start else 'starts'} in {run.log.directory}",
         "model": model,
@@ -424,7 +417,8 @@ def summary(
         "devices": f"{len(devices)} x {devices[0].device_kind} in {context.size} "
         f"process{'es' * (context.size > 1)}{hosts} ({context.launcher})",
         "layout": f"{parallel.backend}, zero {parallel.zero}{sharding(run, config)}; reduction {parallel.reduction}",
-        "memory": memory_line(layout),
+        # of each tree; layout.json has activations, once the program is compiled
+        "memory": f"{size(sum(counts.values()))} a device, without activations: {each}",
     }
     return {name: text for name, text in lines.items() if text}
 
@@ -443,16 +437,6 @@ def sharding(run: Run, config: Config) -> str:
     if share.replicated:
         text += f", {share.replicated} leaves that do not divide stay replicated"
     return text
-
-
-def memory_line(layout: dict[str, Any]) -> str:
-    """Format the bytes per device of each tree; layout.json has activations, once the program is
-    compiled.
-    """
-    sizes = layout["bytes_per_device"]
-    counts = {text: sizes[name] for name, text in TREES.items() if sizes.get(name)}
-    each = ", ".join(f"{text} {size(count)}" for text, count in counts.items())
-    return f"{size(sum(counts.values()))} a device, without activations: {each}"
 
 
 def advice(
@@ -558,13 +542,6 @@ def rate_advice(run: Run, config: Config, prepared: Prepared, start: int) -> Ite
     known = opt.schedule in [*SCHEDULES] and (not ended or opt.schedule == "constant")
     if not opt.lr or several or known:
         return
-    yield from advice_at_the_end(config, start, steps, ended)
-
-
-def advice_at_the_end(config: Config, start: int, steps: int, ended: bool) -> Iterator[str]:
-    """Yield a warning if the last updates of the run have one rate. ended: the schedule ends before
-    them."""
-    opt = config.optimizer
     first, last = constant_from(jax.jit(schedule_of(config, steps)), start, steps)
     last = last if abs(last) > 1e-6 * opt.lr else 0.0  # a line may end at a rounding error
     if steps - first < 2 or (last and (first == start or not ended)):
@@ -597,9 +574,8 @@ def constant_from(schedule: Callable[[int], Any], start: int, steps: int) -> tup
     return count, last
 
 
-def warn_of_lost_updates(run: Run, config: Config, state: TrainState) -> None:
+def warn_of_lost_updates(run: Run, lr: float, state: TrainState) -> None:
     """Print a warning if the optimizer rounds small updates of the initial state away."""
-    lr = config.optimizer.lr
     share = jax.jit(moving_share)(run.step.trainable(state.params), lr)
     run.log.writer.say(
         f"warning: precision.state: bfloat16: an update of the size of optimizer.lr, {lr:g}, changes {share:.1%} "

@@ -24,7 +24,7 @@ from jaxdp.errors import (
 )
 from jaxdp.extras import Train, extras_of
 from jaxdp.metrics import safe_print
-from jaxdp.metrics.jsonl import Events, NoEvents, as_numbers, read
+from jaxdp.metrics.jsonl import Events, NoEvents, read
 from jaxdp.metrics.meter import goodput
 from jaxdp.metrics.writer import Record
 from jaxdp.metrics.writers import check_writers
@@ -48,7 +48,6 @@ from jaxdp.run.components import NOTHING, Objects, choose_accumulate
 from jaxdp.run.driver import Continuation, Training
 from jaxdp.run.start import (
     check_paths,
-    lock_run_dir,
     resume_step,
     start_writer,
     warn_of_lost_updates,
@@ -113,7 +112,11 @@ def train_in(
         )
     check = context.is_root and (overwrite or not checkpoints.steps())
     context.agree(rundir.not_ours(directory, overwrite) if check else None)
-    with lock_run_dir(directory, context, checkpoints) or contextlib.nullcontext():
+    lock, problem = rundir.make(directory) if context.is_root else (None, None)
+    context.agree(problem)
+    with lock or contextlib.nullcontext():
+        nonce = context.of_root("run_dir", lambda: rundir.nonce(directory))
+        context.agree(checkpoints.attach(nonce))  # whether this rank can use the directory
         context.agree(rundir.clear(directory) if overwrite and context.is_root else None)
         if overwrite:
             checkpoints.remove(checkpoints.steps())
@@ -176,7 +179,7 @@ class ConfigTraining(Training):
     def begin(self) -> TrainState:
         state = super().begin() if self.initialize is None else self.initialize()
         if self.config.precision.state == "bfloat16":
-            warn_of_lost_updates(self.run, self.config, state)
+            warn_of_lost_updates(self.run, self.config.optimizer.lr, state)
         return state
 
     @contextlib.contextmanager
@@ -211,7 +214,9 @@ def final_record(
         final = [
             x for x in records if x.get("split") == "final" and {"step", "params_sha256"} <= {*x}
         ]
-        return as_numbers(final[-1]) if final else {}
+        # `dump` writes these numbers as texts
+        last = final[-1] if final else {}
+        return {k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in last.items()}
 
     final = context.of_root("final", last)
     if final.get("step") != start or (run.data.eval and "changed" in saved):

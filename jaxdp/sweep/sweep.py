@@ -27,7 +27,7 @@ from jaxdp.config.validation import as_saved, changed_numbers, flatten, known_ke
 from jaxdp.errors import INTERRUPTED, PREEMPTED, UsageError
 from jaxdp.metrics.jsonl import read
 from jaxdp.process import environment, hosts, launchers
-from jaxdp.process.signals import handled, start_verb
+from jaxdp.process.signals import end_after_second, handled, start_verb
 from jaxdp.report import table
 from jaxdp.report.read import is_held, mapping
 from jaxdp.report.table import METRICS
@@ -273,6 +273,7 @@ def run_all(
         if number != signal.SIGINT:  # a terminal sends it to the processes too
             for process in running.values():
                 process.child.send_signal(number)
+        end_after_second(received)
 
     for number in handled():
         if number != signal.SIGUSR2:

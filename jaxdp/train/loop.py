@@ -5,6 +5,7 @@ update on every rank. The loop waits only if it is `BEHIND` updates (or one call
 device. All ranks see the same values, so they take the same decision without exchanging messages."""
 
 import collections
+import contextlib
 from collections.abc import Mapping
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 
 from jaxdp.parallel.strategy import Program
 from jaxdp.train.observer import Observer, Observers
-from jaxdp.train.run import Host, Progress, Run
+from jaxdp.train.run import Finish, Host, Progress, Run
 from jaxdp.train.state import Batch, TrainState
 
 BEHIND = 8  # updates: keeps the device busy while the host stalls for a few milliseconds
@@ -83,42 +84,39 @@ def fit(run: Run, program: Program, progress: Progress, observers: Observers, ho
     options, offset = run.options, progress.offset
     observers.start(run, progress)
     try:
-        # The run was interrupted between an update and its evaluation.
-        resumes = 0 < progress.step < options.steps and progress.evaluated != progress.step
-        if resumes and "evaluate" in (due := run.due(progress.step)):
-            between(progress, observers, host, due)
-            if progress.stopped is not None:
-                return
+        with contextlib.suppress(Finish):
+            # The run was interrupted between an update and its evaluation.
+            resumes = 0 < progress.step < options.steps and progress.evaluated != progress.step
+            if resumes and "evaluate" in (due := run.due(progress.step)):
+                between(progress, observers, host, due)
 
-        # Updates count from 1, batches from 0.
-        ends = {update for each in observers.observers for update in each.ends}
-        calls = run.calls(progress.step, ends)
-        numbers = (range(of.start - 1 + offset, of.stop - 1 + offset) for of in calls)
-        first, end = progress.step + offset, options.steps + offset
-        with run.data.train.batches(first, end, run.strategy, numbers) as batches:
-            observers.reading(progress.step)
-            for number, batch in batches:
-                updates = range(number.start + 1 - offset, number.stop + 1 - offset)
-                observers.before(updates, batch)
-                if len(updates) > 1:
-                    name, call = f"updates {updates[0]} to {updates[-1]}", program.updates
-                else:
-                    name, call = f"update {updates[0]}", program.update
-                progress.state, progress.metrics = host.call(name, call, progress.state, batch)
-                progress.step = updates[-1]
-                observers.after(updates, progress.state, progress.metrics)
-
-                due = run.due(progress.step) | observers.wants(progress.step)
-                if due and progress.step < options.steps:
-                    if "stop" in due:
-                        host.stop()
-                    between(progress, observers, host, due)
-                    if "finish" in due:
-                        host.finish_early()
-                    if progress.stopped is not None:
-                        break
+            # Updates count from 1, batches from 0.
+            ends = {update for each in observers.observers for update in each.ends}
+            calls = run.calls(progress.step, ends)
+            numbers = (range(of.start - 1 + offset, of.stop - 1 + offset) for of in calls)
+            first, end = progress.step + offset, options.steps + offset
+            with run.data.train.batches(first, end, run.strategy, numbers) as batches:
                 observers.reading(progress.step)
-            progress.data_ended = batches.ended
+                for number, batch in batches:
+                    updates = range(number.start + 1 - offset, number.stop + 1 - offset)
+                    observers.before(updates, batch)
+                    if len(updates) > 1:
+                        name, call = f"updates {updates[0]} to {updates[-1]}", program.updates
+                    else:
+                        name, call = f"update {updates[0]}", program.update
+                    progress.state, progress.metrics = host.call(name, call, progress.state, batch)
+                    progress.step = updates[-1]
+                    observers.after(updates, progress.state, progress.metrics)
+
+                    due = run.due(progress.step) | observers.wants(progress.step)
+                    if due and progress.step < options.steps:
+                        if "stop" in due:
+                            host.stop("preempt")
+                        between(progress, observers, host, due)
+                        if "finish" in due:
+                            host.stop("finish")
+                    observers.reading(progress.step)
+                progress.data_ended = batches.ended
         jax.block_until_ready(progress.metrics)
         observers.pause(progress.step, True)
     finally:

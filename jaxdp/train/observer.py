@@ -47,8 +47,9 @@ class Observer:
 
         The first three must be the same on all processes. "stop" is enough on one of them: all stop
         before the same update, save the state and end with code 75, and the same command resumes.
-        It is ignored after the last update. A callback may raise `jaxdp.StopTraining` instead, on
-        all processes: this update is then the last, and the run has finished.
+        It is ignored after the last update. A callback may raise `jaxdp.StopTraining` instead: the
+        run has then finished, with this update if all processes raise it, else with one of the
+        next, the same on all.
         """
         return ()
 

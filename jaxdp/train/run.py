@@ -152,6 +152,10 @@ class Progress:
         return {"loss": float(loss), "loss_of": "the last batch"}
 
 
+class Finish(Exception):
+    """All processes end training before the call that raises this: an observer wants it."""
+
+
 class Host:
     """What `fit` and `evaluate` leave to the program around them.
 
@@ -161,15 +165,16 @@ class Host:
     def call(self, name: str, program: Callable[..., Any], *args: Any) -> Any:
         """Return program(*args), a call for the updates or the batch that `name` describes.
 
-        The program around may stop all processes before it, by an exception.
+        The program around may stop all processes before it, by an exception: `Finish`, or its own.
         """
         return program(*args)
 
-    def stop(self) -> None:
-        """Ask all processes to stop before one of the next updates, by an exception of `call`."""
+    def stop(self, kind: str) -> None:
+        """Ask all processes to stop before the same call, one of the next, by an exception of
+        `call`.
 
-    def finish_early(self) -> None:
-        """Set `Progress.stopped`: an observer ends training after this update."""
+        kind: "finish" (`Finish`), or "preempt": the program saves, and ends.
+        """
 
     def save(self) -> None:
         """Start a checkpoint of the progress."""

@@ -256,6 +256,27 @@ def test_all_processes_end_after_the_update_of_the_page(tmp_path):
     assert records[-1]["stopped"].startswith(f"the loss of update {first} is 0.")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["pmap", "pjit"])
+def test_one_rank_of_two_ends_training(backend, tmp_path):
+    """The other rank is asked: nothing but the observer of rank 1 knows that training is to end."""
+    (tmp_path / "alone.py").write_text(
+        "import jaxdp\n\n\nclass Alone(jaxdp.Observer):\n    def wants(self, step):\n"
+        "        if step == 5 and jaxdp.current().rank == 1:\n"
+        "            raise jaxdp.StopTraining('rank 1 has seen enough')\n        return ()\n"
+    )
+    words = ["--config", ROOT / "configs" / "digits.yaml", "--steps", "2000", "--epochs", "null"]
+    words += ["--callbacks", "[alone.Alone]", "--parallel.backend", backend]
+    words += ["--run_dir", tmp_path / "run"]
+    done = subprocess.run(
+        **launched(tmp_path, "-n", 2, "train", *words), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert records[-1]["split"] == "final" and 5 <= records[-1]["step"] < 2000
+    assert records[-1]["stopped"] == "rank 1 has seen enough"
+
+
 def test_only_an_evaluation_or_a_wish_ends_training_early():
     class Stopping:
         def on_update(self, step, metrics):

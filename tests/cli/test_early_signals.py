@@ -235,3 +235,25 @@ def test_nohup_still_means_that_a_run_ignores_the_end_of_its_terminal(tmp_path):
         wait_until((tmp_path / "run" / "env.json").exists, process)
         process.send_signal(signal.SIGHUP)
         ended(process, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", [["launch", "-n", "2", "train"], ["sweep"]])
+def test_a_second_signal_ends_what_hangs(tmp_path, verb):
+    """In a callback after an update: the first signal asks a process to save, which it cannot."""
+    (tmp_path / "hung.py").write_text(
+        "import pathlib, signal, time\nimport jaxdp\n\n\nclass Hung:\n"
+        "    def after(self, updates, state, metrics):\n"
+        "        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
+        "        pathlib.Path(f'hangs{jaxdp.current().rank}').touch()\n        time.sleep(600)\n"
+    )
+    words = [*verb, *DIGITS, "--callbacks", "[hung.Hung]"]
+    words += ["--seed", "0,1"] if verb == ["sweep"] else ["--run_dir", "run"]
+    with start(["-m", "jaxdp", *words], tmp_path) as job:
+        ranks = 2 if "launch" in verb else 1
+        wait_until(lambda: len([*tmp_path.glob("hangs*")]) == ranks, job)
+        for _ in range(2):
+            job.send_signal(signal.SIGTERM)
+            time.sleep(0.5)  # two signals that are pending at once are one
+        said = ended(job, 1)
+        assert "a second signal: what has not ended in 10 s is killed" in said

@@ -22,6 +22,7 @@ import pytest
 
 from benchmarks.clients import facts
 from jaxdp.elastic import regroup, states
+from jaxdp.elastic.elastic_generation import ElasticGeneration
 from jaxdp.errors import DistributedError, UsageError
 from jaxdp.process import (
     channel,
@@ -243,12 +244,22 @@ def test_strangers_do_not_push_out_a_rank_that_connects(start):
         assert len(rank.recv(1000)) > channel.HEAD
 
 
+class Unregistered(ElasticGeneration):
+    """A generation whose ranks never connect to JAX's service, so that none waits there for those
+    that are lost. Their clients would be in this process, and abort it when their connections
+    break: `break_collectives` of a later test does that, as does the end of the service."""
+
+    def register(self, lost):
+        pass
+
+
 class Job:
     """An elastic job of `size` ranks whose coordinator runs in this process, in a thread."""
 
     def __init__(self, size, port=None):
         self.size, self.port, self.lines, self.ranks = size, port or hosts.free_port(), [], []
-        self.settings = elastic_settings(size, self.port, join_timeout=2.0)
+        settings = elastic_settings(size, self.port, join_timeout=2.0)
+        self.settings = dataclasses.replace(settings, generation=f"{__name__}:Unregistered")
         ready = threading.Event()
         self.thread = threading.Thread(target=lambda: asyncio.run(self._run(ready)), daemon=True)
         self.thread.start()
@@ -268,8 +279,7 @@ class Job:
         return self.ranks[-1]
 
     def close(self):
-        # First, so that no generation forms of ranks that are about to close their connections: the
-        # others would be registered with JAX's service, which ends before their clients.
+        # First, so that no generation forms of ranks that are about to close their connections.
         self.loop.call_soon_threadsafe(self.coordinator.done.set)
         self.thread.join(60)
         for rank in self.ranks:
@@ -342,9 +352,6 @@ def generation(job, size, opened=None):
     """The ranks of the first generation, of which some have the state."""
     ranks = [job.connect(rank) for rank in range(size)]
     until(lambda: all(rank.member() for rank in ranks))
-    job.coordinator.generation.jax_address = (
-        ""  # nobody connects to JAX's service, or would wait for others there
-    )
     for rank in ranks if opened is None else opened and [ranks[i] for i in opened]:
         rank.open()
 

@@ -185,6 +185,42 @@ def test_what_is_no_folder_is_named(tmp_path):
     assert "config.json' is not a JSON mapping" in refusal(folder)
 
 
+def test_a_key_that_is_left_out_is_named(tmp_path):
+    """With the value of transformers; with the fix, if the weights have another one."""
+    folder = plain(tmp_path, rms_norm_eps="absent")
+    _, text = logits(folder)
+    assert "left out there, so as in transformers: " in text and "rms_norm_eps 1e-06" in text
+    folder = plain(tmp_path, num_hidden_layers="absent")
+    text = refusal(folder)
+    assert (
+        ", or correct its config.json (left out there, so as in " in text
+        and "num_hidden_layers 32" in text
+    )
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_another_config_json_is_refused_later(there, tmp_path, monkeypatch):
+    """By a run that resumes, by what reads its checkpoint, and by an export."""
+    folder = plain(tmp_path)
+    (folder / "tokenizer.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    tuned("llama", run_dir="run")
+    changed = json.loads((folder / "config.json").read_text()) | {"rms_norm_eps": 0.25}
+    words = "config.json, which decides what the model computes, has changed since"
+    if not there:
+        words = "so it must stay there"
+        folder.rename(tmp_path / "elsewhere")
+    else:
+        (folder / "config.json").write_text(json.dumps(changed))
+    options = {"run_dir": "run", "step": None, "ema": False, "layout": "huggingface"}
+    with pytest.raises(UsageError, match=words):
+        tuned("llama", run_dir="run", resume={"force": False})
+    with pytest.raises(UsageError, match=words):
+        jaxdp.load("run")
+    with pytest.raises(UsageError, match=words):
+        export({**options, "output": "new"})
+
+
 def test_the_weights_must_be_those_that_config_json_describes(tmp_path):
     folder = plain(tmp_path, vocab_size=100)
     assert "num_classes is 100, but 'model.embed_tokens.weight' has" in refusal(folder)

@@ -77,7 +77,7 @@ def test_a_damaged_checkpoint_of_the_mirror_is_left_out_and_named(mirrored, tmp_
     assert "steps up to 40 were copied" in result.stdout
 
 
-def test_a_manifest_cannot_name_a_file_outside_of_its_checkpoint(mirrored, tmp_path):
+def test_a_manifest_cannot_name_a_file_outside(mirrored, tmp_path, capfd):
     checkpoints = copied(mirrored, tmp_path)
     outside = tmp_path / "outside"
     outside.write_text("secret")
@@ -87,7 +87,8 @@ def test_a_manifest_cannot_name_a_file_outside_of_its_checkpoint(mirrored, tmp_p
         content["files"]["../../../../outside"] = content["files"].popitem()[1]
         manifest.write_text(json.dumps(content))
     storage = Storage(str(tmp_path / "store"), tmp_path / "run")
-    assert len(storage.download()) == 3 and outside.read_text() == "secret"
+    storage.download()
+    assert capfd.readouterr().err.count(" is damaged: ") == 3 and outside.read_text() == "secret"
     assert complete(storage.local) == []
     result = run(tmp_path / "there" / "run", tmp_path / "store", code=2)
     assert "no checkpoint of" in result.stderr
@@ -111,6 +112,47 @@ def test_the_mirror_of_another_run_is_not_overwritten(mirrored, tmp_path):
     result = run(other, tmp_path / "store", "--seed", "7", code=2)
     assert "or they are of two runs" in result.stderr
     assert (checkpoints / "60" / "manifest.json").read_bytes() == before
+
+
+def test_another_config_does_not_fill_an_empty_directory(mirrored, tmp_path):
+    copied(mirrored, tmp_path)
+    result = run(tmp_path / "run", tmp_path / "store", "--seed", "7", code=2)
+    assert "has other values: seed: 0 -> 7" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_download_that_is_interrupted_is_made_again(mirrored, tmp_path, monkeypatch):
+    """No checkpoint has its name before all are there: the mirror would be ahead of the directory."""
+    copied(mirrored, tmp_path)
+    storage = Storage(str(tmp_path / "store"), tmp_path / "run")
+    get, count = storage.files.get_file, []
+
+    def cut(source, target):
+        count.append(source)
+        if len(count) > 15:  # in the second checkpoint
+            raise ConnectionResetError("cut")
+        get(source, target)
+
+    monkeypatch.setattr(storage.files, "get_file", cut)
+    with pytest.raises(ConnectionResetError):
+        storage.download()
+    monkeypatch.undo()
+    assert complete(storage.local) == [] and [*storage.local.glob("*.mirror")]
+    Storage(str(tmp_path / "store"), tmp_path / "run").download()
+    assert complete(storage.local) == [20, 40, 60] and not [*storage.local.glob("*.mirror")]
+
+
+def test_one_of_two_runs_of_a_name_is_copied(mirrored, tmp_path):
+    """The other one says so, and copies nothing."""
+    copied(mirrored, tmp_path)
+    there = tmp_path / "store" / "run" / "checkpoints"
+    shutil.copytree(mirrored / "here" / "run", tmp_path / "two" / "run")
+    (tmp_path / "two" / "run" / ".nonce").write_text("another run")
+    shutil.rmtree(tmp_path / "two" / "run" / "checkpoints" / "20")
+    Storage(str(tmp_path / "store"), mirrored / "here" / "run").upload(True)
+    with pytest.raises(PermissionError, match="another run has copied there since"):
+        Storage(str(tmp_path / "store"), tmp_path / "two" / "run").upload(True)
+    assert complete(there) == [20, 40, 60]
 
 
 def test_a_run_that_is_killed_has_its_last_checkpoint_in_the_mirror(tmp_path):
@@ -137,6 +179,7 @@ def test_a_run_that_is_killed_has_its_last_checkpoint_in_the_mirror(tmp_path):
 def test_what_cannot_be_copied_is_tried_again(mirrored, tmp_path):
     store = tmp_path / "store" / "run"
     store.mkdir(parents=True)
+    (store / ".mirror").touch()  # as a start does
     (store / "checkpoints").write_text("a file in the place of a folder")
     words = [tmp_path / "store", mirrored / "here" / "run"]
     copier = subprocess.Popen(
@@ -171,14 +214,17 @@ def test_what_was_never_copied_is_said_at_the_end(tmp_path):
         (
             "s4://bucket",
             (),
-            "checkpoint.mirror: 's4://bucket' cannot be opened: Protocol not known",
+            "checkpoint.mirror: 's4://bucket': Protocol not known: s4",
         ),
         ("/dev/null", (), "checkpoint.mirror: '/dev/null': "),
+        ("memory://store", (), "it is in the run directory, or in the memory of a process"),
+        ("{top}", (), "it is in the run directory, or in the memory of a process"),
+        ("{top}/run", (), "it is in the run directory, or in the memory of a process"),
         ("store", ("--checkpoint.local", "true"), "checkpoint.mirror: with checkpoint.local: true"),
     ],
 )
 def test_a_mirror_that_cannot_be_used_is_refused(tmp_path, url, more, reason):
-    result = run(tmp_path / "run", url, *more, code=2)
+    result = run(tmp_path / "run", url.format(top=tmp_path), *more, code=2)
     assert reason in result.stderr, result.stderr
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
@@ -199,7 +245,7 @@ def test_a_server_of_s3_and_one_that_does_not_answer(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     try:
         missing = run(tmp_path / "run", "s3://bucket/runs", code=2)
-        assert "there is no 'bucket'" in missing.stderr
+        assert "checkpoint.mirror: 's3://bucket/runs': Not Found" in missing.stderr
         client = boto3.client("s3", endpoint_url=url)
         client.create_bucket(Bucket="bucket", CreateBucketConfiguration={"LocationConstraint": "x"})
         run(tmp_path / "run", "s3://bucket/runs")

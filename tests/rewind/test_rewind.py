@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -89,18 +90,44 @@ def test_the_command_prints_them(tmp_path, monkeypatch):
     assert logged == [float(found[2])]
     for step in ("7", "0"):
         assert (
-            "--step: "
+            "--step"
             in ended("rewind", "--run_dir", tmp_path / "run", "--step", step, code=2).stderr
         )
 
 
 def test_what_has_no_rows_alone_is_refused(run_dir, tmp_path):
-    with pytest.raises(UsageError, match="--step: 41 is none of the updates 1 to 40"):
+    with pytest.raises(UsageError, match="--step, --around: 41 is none of the updates 1 to 40"):
         rewind(run_dir, 41, OBJECTS)
-    with pytest.raises(UsageError, match="no such directory"):
+    with pytest.raises(UsageError, match="no run in"):
         rewind(tmp_path / "none", 1)
     with pytest.raises(UsageError, match="cannot be imported"):
         rewind(run_dir, 1)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_killed_run_has_updates_after_its_last_checkpoint(kept, run_dir, tmp_path):
+    """They follow from it, or from the start if there is none, with the losses that were logged."""
+    killed = tmp_path / "killed"
+    shutil.copytree(run_dir, killed)
+    for step in (40, *(() if kept else (15, 30))):
+        shutil.rmtree(killed / "checkpoints" / f"{step}")
+    found = rewind(killed, 37, OBJECTS)
+    assert found.began == (30 if kept else 0)
+    assert found.rows == rewind(run_dir, 37, OBJECTS).rows or not kept
+    assert found.logged == pytest.approx(found.loss, rel=1e-4)
+
+
+def test_the_options_of_the_command(run_dir, tmp_path, monkeypatch):
+    ended("train", "--config", "configs/digits.yaml", "--run_dir", tmp_path / "run", "--steps", "3")
+    for words in ([], ["--step", "2", "--around", "2"]):
+        said = ended("rewind", "--run_dir", tmp_path / "run", *words, code=2).stderr
+        assert "--step, --around: give one of them" in said
+    said = ended("rewind", "--run_dir", tmp_path / "run", "--around", "9", code=2).stderr
+    assert "--step, --around: 6 is none of the updates 1 to 3 of this run" in said
+    monkeypatch.chdir(tmp_path)  # not where it was started
+    said = ended("rewind", "--run_dir", "run", "--around", "2").stdout
+    assert said.startswith("1 of the losses of updates 1 to 52 were logged (log.every), and 0")
+    assert re.findall(r"(?m)^update (\d): ", said) == ["1", "2"]
 
 
 @pytest.mark.slow

@@ -92,6 +92,24 @@ def test_the_numbers_do_not_depend_on_what_else_is_saved(plain, tmp_path, name):
     assert (final["params_sha256"], curve(tmp_path / "run"), events(tmp_path / "run")) == plain
 
 
+class EndsOnce(jaxdp.Observer):
+    """Wish to end training after update 7, the first time: it has the spike."""
+
+    wished = False
+
+    def wants(self, step):
+        if step == 7 and not self.wished:
+            self.wished = True
+            raise jaxdp.StopTraining("the spike")
+        return ()
+
+
+def test_what_is_rolled_back_does_not_end_training(plain, tmp_path):
+    more = {"eval_data": (X, Y), "eval": {"every": 5}, "callbacks": [EndsOnce()]}
+    final = fit(tmp_path / "run", **more).final
+    assert "stopped" not in final and final["params_sha256"] == plain[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [6, 11, 14])
 def test_nor_on_a_stop_between(plain, tmp_path, step):
