@@ -41,7 +41,7 @@ class Listed(ImageFolder):
     def find(
         self, root: str, split: str, splits: Mapping[str, str] | None, passed: Counter[str]
     ) -> tuple[Images, Images, str]:
-        rows: list[Row] = self.list_images(root, splits, passed)
+        rows = self.list_images(root, splits, passed)
         numeric = self.numbers and all(row.label.isdecimal() for row in rows)
 
         def order(row):

@@ -55,65 +55,54 @@ WORDS = {bool: "true or false", int: "an integer above 0", NUMBER: "a number abo
 
 
 class Family(NamedTuple):
-    """What one model_type has. keys: {argument of `GPT`: key}. computed: {key: the values that a
-    `GPT` computes, its default first}.
+    """What one model_type has. keys: {argument of `GPT`: key}. architecture: the class of
+    `transformers`. switches: keys that a `GPT` computes, false by default and true.
     """
 
     layout: Layout
     keys: Mapping[str, Key]
-    computed: dict[str, tuple[Any, ...]]
+    architecture: str
+    switches: Sequence[str] = ()
 
 
-SWITCH = (False, True)
 FAMILIES = {
-    "gpt2": Family(
-        GPT2,
-        GPT2_KEYS,
-        {"architectures": (["GPT2LMHeadModel"],), "add_cross_attention": (False,)},
-    ),
-    "llama": Family(
-        LLAMA,
-        LLAMA_KEYS,
-        {
-            "architectures": (["LlamaForCausalLM"],),
-            "attention_bias": SWITCH,
-            "mlp_bias": SWITCH,
-            "rope_interleaved": (False,),
-        },
-    ),
-    "mistral": Family(LLAMA, MISTRAL_KEYS, {"architectures": (["MistralForCausalLM"],)}),
-    "qwen2": Family(
-        LLAMA,
-        QWEN2_KEYS,
-        {
-            "architectures": (["Qwen2ForCausalLM"],),
-            "use_sliding_window": SWITCH,
-            "use_mrope": (False,),
-        },
-    ),
+    "gpt2": Family(GPT2, GPT2_KEYS, "GPT2LMHeadModel"),
+    "llama": Family(LLAMA, LLAMA_KEYS, "LlamaForCausalLM", ["attention_bias", "mlp_bias"]),
+    "mistral": Family(LLAMA, MISTRAL_KEYS, "MistralForCausalLM"),
+    "qwen2": Family(LLAMA, QWEN2_KEYS, "Qwen2ForCausalLM", ["use_sliding_window"]),
 }
+# Keys that must be false.
+OFF = "is_encoder_decoder", "add_cross_attention", "rope_interleaved", "use_mrope"
 ROTARY = {"rope_theta", "rope_scaling", "rope_parameters", "sliding_window"}
-GROUPS = {  # keys that do not change the logits, by what they describe
-    "tokens": "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id "
-    "tokenizer_class prefix task_specific_params",
-    "training": "attention_dropout attn_pdrop embd_pdrop resid_pdrop summary_first_dropout "
-    "initializer_range",
-    # Plain rotary positions have no limit. A window that matters is refused.
-    "limits": "max_position_embeddings n_ctx max_window_layers",
-    "storage": "dtype torch_dtype torchscript transformers_version _commit_hash _name_or_path "
-    "name_or_path transformers.js_config is_llama_config unsloth_fixed unsloth_version",
-    "speed": "use_cache pretraining_tp chunk_size_feed_forward reorder_and_upcast_attn "
-    "attn_implementation use_bfloat16",
-    "outputs": "output_attentions output_hidden_states output_scores return_dict",
-    "other tasks": "id2label label2id num_labels _num_labels problem_type finetuning_task "
-    "summary_activation summary_proj_to_labels summary_type summary_use_proj tf_legacy_loss",
-    "generation": "bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping "
-    "encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id "
-    "forced_eos_token_id length_penalty max_length min_length no_repeat_ngram_size "
-    "num_beam_groups num_beams num_return_sequences remove_invalid_values repetition_penalty "
-    "return_dict_in_generate suppress_tokens temperature top_k top_p typical_p",
-}
-HARMLESS = {key for keys in GROUPS.values() for key in keys.split()}
+# Keys that do not change the logits: of tokens, of training, of limits (plain rotary positions have none,
+# and a window that matters is refused), of storage, of speed, of outputs, of other tasks, of generation.
+WITHOUT_EFFECT = """
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id
+    tokenizer_class prefix task_specific_params
+
+    attention_dropout attn_pdrop embd_pdrop resid_pdrop summary_first_dropout
+    initializer_range
+
+    max_position_embeddings n_ctx max_window_layers
+
+    dtype torch_dtype torchscript transformers_version _commit_hash _name_or_path
+    name_or_path transformers.js_config is_llama_config unsloth_fixed unsloth_version
+
+    use_cache pretraining_tp chunk_size_feed_forward reorder_and_upcast_attn
+    attn_implementation use_bfloat16
+
+    output_attentions output_hidden_states output_scores return_dict
+
+    id2label label2id num_labels _num_labels problem_type finetuning_task
+    summary_activation summary_proj_to_labels summary_type summary_use_proj tf_legacy_loss
+
+    bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping
+    encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id
+    forced_eos_token_id length_penalty max_length min_length no_repeat_ngram_size
+    num_beam_groups num_beams num_return_sequences remove_invalid_values repetition_penalty
+    return_dict_in_generate suppress_tokens temperature top_k top_p typical_p
+"""
+HARMLESS = {*WITHOUT_EFFECT.split()}
 
 
 class Folder(NamedTuple):
@@ -255,13 +244,13 @@ def read_folder(path: str, length: int, ignore: Sequence[str]) -> Folder:
     file = config_file(path)
     config = safetensors.read_json(file)
 
-    def refusal(key: str, value: Any, problem: str) -> UsageError:
+    def refusal(key, value, problem):
         return UsageError(f"init_from: {str(file)!r} has {key}: {value!r:.80}, {problem}")
 
     model_type = str(config.get("model_type"))
     if model_type not in FAMILIES:
         raise refusal("model_type", model_type, f"but HuggingFace reads {', '.join(FAMILIES)}")
-    layout, keys, computed = FAMILIES[model_type]
+    layout, keys, architecture, switches = FAMILIES[model_type]
     args = {name: config.get(key.name, key.default) for name, key in keys.items()}
     if layout is LLAMA:
         args["rotary_base"] = published.rotary_base(config)
@@ -279,7 +268,13 @@ def read_folder(path: str, length: int, ignore: Sequence[str]) -> Folder:
             problem = f"which does not divide {keys[name].name}: {args[name]}"
             raise refusal(keys[divisor].name, args[divisor], problem)
 
-    computed = {**published.FIXED[layout.title], **computed, "is_encoder_decoder": (False,)}
+    # {key: the values that a `GPT` computes, its default first}.
+    computed = {
+        **published.FIXED[layout.title],
+        "architectures": ([architecture],),
+        **dict.fromkeys(switches, (False, True)),
+        **dict.fromkeys(OFF, (False,)),
+    }
     if layout is LLAMA:
         computed["head_dim"] = (None, args["dim"] // args["heads"])
         computed["layer_types"] = (None, ["full_attention"] * args["layers"])
@@ -306,7 +301,7 @@ def read_folder(path: str, length: int, ignore: Sequence[str]) -> Folder:
         problem = "which is not known; if it does not matter, add the key to model.args.ignore"
         raise refusal(name, config[name], problem)
 
-    def has_bias(part: str) -> bool:
+    def has_bias(part):
         if model_type == "llama":
             key = "attention_bias" if part.startswith("attention") else "mlp_bias"
             return bool(config.get(key))

@@ -45,7 +45,7 @@ def problem_at_start(url: str, directory: pathlib.Path, config: Any) -> str | No
     """Fill an empty directory from the mirror. Return why the run cannot be mirrored, or None."""
     answer: Future[list[int]] = Future()
 
-    def ask() -> None:
+    def ask():
         try:
             storage.check()
             answer.set_result(storage.steps())

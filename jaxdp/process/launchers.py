@@ -334,7 +334,7 @@ def detected(env: Env, launchers: Iterable[Launcher]) -> World | None:
 def _explicit(rank: int | None, size: int | None) -> World:
     if rank is None or size is None:
         raise UsageError(f"init(rank={rank}, size={size}): give both, or neither")
-    if size < 1 or not 0 <= rank < size:
+    if not 0 <= rank < size:
         raise UsageError(f"init(rank={rank}, size={size}): ranks run from 0 to size - 1")
     return World(rank, size, launcher="explicit")
 

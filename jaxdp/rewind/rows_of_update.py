@@ -120,12 +120,6 @@ def standing_out(directory: pathlib.Path, around: int) -> list[int]:
     return found or [*range(max(1, around - EARLIER), around + 1)]
 
 
-def rewind(directory: pathlib.Path, update: int, objects: Objects = NOTHING) -> Rewound:
-    """Make an update of a run again, and each of its rows alone; see `rewind_all`."""
-    [found] = rewind_all(directory, [update], objects)
-    return found
-
-
 def rewind_all(
     directory: pathlib.Path, updates: Collection[int], objects: Objects = NOTHING
 ) -> Iterator[Rewound]:
@@ -201,7 +195,7 @@ def rows_of(parts: Parts, sums_of_rows: Any, number: int, before: TrainState) ->
     rows = read_batch(parts.dataset, parts.order, number, microbatches)
     seed = jnp.uint32(parts.forward.seed)
 
-    def sums(m: Any, keep: np.ndarray) -> Any:
+    def sums(m, keep):
         kept, batch = jax.tree.map(lambda x: x[m : m + 1], (before.kept, rows))
         return sums_of_rows(before.replace(kept=kept, seed=seed), batch, jnp.int32(m), keep)
 

@@ -31,7 +31,6 @@ from jaxdp.data.example_order import ExampleOrder, Streams, order_of
 from jaxdp.data.mixture import Mixture, has_test_split, is_target
 from jaxdp.data.resident import Resident
 from jaxdp.data.stream import Stream, StreamEnded
-from jaxdp.data.transforms import TRANSFORMS, as_transform
 from jaxdp.data.windows import Windows
 from jaxdp.data.workers import prefetch_in_workers, single_steps
 from jaxdp.errors import DistributedError, GenerationEnded, UsageError, one_line
@@ -39,10 +38,9 @@ from jaxdp.parallel.strategy import Program, Strategy
 from jaxdp.process import protocol
 from jaxdp.process.context import SLOW, Context
 from jaxdp.targets import Table, bind, call, locate, targets_in
-from jaxdp.train.carry import split_carry
 from jaxdp.train.run import Record, Run
 from jaxdp.train.state import Batch
-from jaxdp.train.step import Forward, Transform, first_microbatch
+from jaxdp.train.step import Forward, first_microbatch
 
 
 def make_data(
@@ -150,23 +148,6 @@ def facts_of(dataset: Dataset) -> dict[str, Any]:
         "num_classes": int(getattr(dataset, "classes", 0)),
         "tokenizer": spec,
     }
-
-
-def make_transform(section: Target, table: Table = TRANSFORMS) -> Transform:
-    """Return the transform of microbatches that a section of the config names."""
-    target = locate("data.transform", section.target, table)
-    bound = bind("data.transform", target, section.args)
-    return as_transform(call("data.transform", bound) if isinstance(target, type) else bound)
-
-
-def is_sequential(config: Config, forward: Forward, dataset: Dataset) -> bool:
-    """Return True if rows continue from batch to batch: by the config's order, else if the model
-    has a carry.
-    """
-    if config.data.order is not None:
-        return config.data.order == "sequential"
-    size = make_order(config, dataset, sequential=False).examples_per_microbatch
-    return split_carry(shapes_of_model(forward, dataset, size)[1])[1] is not None
 
 
 def shapes_of_model(forward: Forward, dataset: Dataset, size: int) -> tuple[Any, Any]:

@@ -36,11 +36,10 @@ class PerExample:
 
     def __call__(self, outputs: jax.Array, batch: Batch):
         losses = jnp.asarray(self.function(outputs, labels_of(batch)))
-        name = getattr(self.function, "__name__", type(self.function).__name__)
         if losses.ndim == 0:
             raise UsageError(
-                f"loss: {name} returns one number; return a loss of each example: the mean of a part of the batch "
-                "would depend on how many devices share it"
+                f"loss: {getattr(self.function, '__name__', self.function)} returns one number; return a loss of each "
+                "example: the mean of a part of the batch would depend on how many devices share it"
             )
         mask = fit_mask(batch["mask"], losses)
         return jnp.sum(jnp.where(mask != 0, losses, 0) * mask), jnp.sum(mask), {}

@@ -18,7 +18,8 @@ from jaxdp.data.dataset import Arrays
 from jaxdp.data.text import TextFile
 from jaxdp.errors import UsageError
 from jaxdp.rewind.row_contents import describe
-from jaxdp.rewind.rows_of_update import rewind, rewind_all, standing_out
+from jaxdp.rewind.rows_of_update import rewind_all, standing_out
+from jaxdp.run.components import NOTHING
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(64, 4)).astype(np.float32)
@@ -33,6 +34,11 @@ class Net(nnx.Module):
 
     def __call__(self, x):
         return self.last(nnx.relu(self.first(x)))
+
+
+def rewind(directory, update, objects=NOTHING):
+    [found] = rewind_all(directory, [update], objects)
+    return found
 
 
 def fit(run_dir, **more):
