@@ -388,7 +388,7 @@ def discover(
     numbers = {name: _whole(name, x) for name, x in arguments.items() if x is not None}
     world = None
     if "rank" in numbers or "size" in numbers:
-        world = _explicit(numbers.pop("rank", None), numbers.pop("size", None))
+        world = _explicit(numbers.get("rank"), numbers.get("size"))
     if init_method is not None:
         world, explicit = _by_method(init_method, env, world, explicit)
     if env.get("JAXDP_COORDINATOR") and not explicit:
@@ -405,13 +405,12 @@ def discover(
         raise UsageError(
             f"{world.size} processes ({world.launcher}) need rank 0's address: set {fix} to its host:port"
         )
-    if numbers:
-        most = numbers.get("local_size", world.size)
-        if not 0 < most <= world.size or not 0 <= numbers.get("local_rank", 0) < most:
-            text = f"init(local_rank={local_rank}, local_size={local_size})"
-            raise UsageError(
-                f"{text}: local ranks run from 0 to local_size - 1, and local_size to the {world.size} processes"
-            )
+    most = numbers.get("local_size", world.size)
+    if not 0 < most <= world.size or not 0 <= numbers.get("local_rank", 0) < most:
+        text = f"init(local_rank={local_rank}, local_size={local_size})"
+        raise UsageError(
+            f"{text}: local ranks run from 0 to local_size - 1, and local_size to the {world.size} processes"
+        )
     return replace(
         world,
         coordinator=explicit or world.coordinator,

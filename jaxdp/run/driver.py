@@ -139,7 +139,7 @@ class Training(Host):
             run.options.log_every,
             run.options.steps,
             run.data.train.order.examples_per_step,
-            self.speed_and_straggler,
+            self.speed if run.checkpoints.context.size == 1 else self.speed_and_straggler,
             run.derive,
         )
         observers = [

@@ -210,7 +210,7 @@ def test_early_stopping_says_what_was_not_finite():
         "loss has not improved since step 3 (it is nan at step 5)",
     )
     assert stopped_at([nan], patience=1) == (1, "loss was never finite (it is nan at step 1)")
-    assert stopped_at([inf, 3.0, 3.0], metric="size", patience=1) == (
+    assert stopped_at([inf, 3.0, 3.0], metric="size", mode="min", patience=1) == (
         1,
         "size was never finite (it is inf at step 1)",
     )
@@ -218,9 +218,12 @@ def test_early_stopping_says_what_was_not_finite():
         4,
         "loss has not improved since step 2",
     )
-    assert stopped_at([1.0, None, None], metric="size", patience=2)[0] == 3
-    assert stopped_at([1.0, 1.5, 1.9, 2.1], metric="size", patience=3, min_delta=1.0) is None
-    assert "'size' is not among" in stopped_at([None], metric="size")[1]
+    assert stopped_at([1.0, None, None], metric="size", mode="max", patience=2)[0] == 3
+    assert (
+        stopped_at([1.0, 1.5, 1.9, 2.1], metric="size", mode="max", patience=3, min_delta=1.0)
+        is None
+    )
+    assert "'size' is not among" in stopped_at([None], metric="size", mode="max")[1]
     for wrong in (-1.0, nan, inf):
         with pytest.raises(
             UsageError, match=r"callbacks.args.min_delta: .* is not a finite number of at least 0"

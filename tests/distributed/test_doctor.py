@@ -21,7 +21,6 @@ from jaxdp.doctor.findings import (
     FAILURE,
     OK,
     WARNING,
-    Stage,
     as_json,
     as_text,
     failure,
@@ -353,32 +352,42 @@ def test_a_check_that_raises_or_hangs_is_a_line():
     assert said == failure("refused", "x: 3 is wrong", "use 4")
 
 
-def test_how_the_process_that_joins_has_ended(capsys):
-    stage, failed = examine.follow(lambda send: os.kill(os.getpid(), 9))
-    assert stage.name == failed.name == "checks" and failed.found == "killed by SIGKILL"
+ENDS = """
+import json, os, time
+from jaxdp.doctor import examine
+from jaxdp.doctor.findings import Stage
 
-    def refused(send):
-        print("noise", flush=True)
-        send(Stage("imports", 9, [], 1, ["a", "b"]))
-        os.write(2, b"jaxdp: x: do y\n")
-        os._exit(2)
+def killed(send):
+    os.kill(os.getpid(), 9)
 
-    stage, failed = examine.follow(refused)
-    assert (stage.name, stage.rank, failed.found, failed.fix) == ("imports", 1, "x", "do y")
+def refused(send):
+    print("noise", flush=True)
+    send(Stage("imports", 9, [], 1, ["a", "b"]))
+    os.write(2, b"jaxdp: x: do y\\n")
+    os._exit(2)
 
-    def broken(send):
-        raise ValueError("planted")
+def broken(send):
+    raise ValueError("planted")
 
-    with capsys.disabled():  # standard error is that of the process
-        stage, failed = examine.follow(broken)
-    assert failed.found == f"{SILENT}: ValueError: planted"
+def asleep(send):
+    send(Stage("devices", 0.1, [], 0, ["a"]))
+    time.sleep(60)
 
-    def asleep(send):
-        send(Stage("devices", 0.1, [], 0, ["a"]))
-        time.sleep(60)
+for work in (killed, refused, broken, asleep):
+    stage, failed = examine.follow(work)
+    print(json.dumps([stage.name, stage.rank, failed.name, failed.found, failed.fix]))
+"""
 
-    stage, failed = examine.follow(asleep)
-    assert failed.name == "devices" and failed.found == "no answer within 0.1 s"
+
+def test_how_the_process_that_joins_has_ended():
+    """In a process without JAX, whose threads would not be in a fork; nor has the doctor's."""
+    ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    killed, refused, broken, asleep = map(json.loads, ended.stdout.splitlines())
+    assert killed[:4] == ["checks", 0, "checks", "killed by SIGKILL"]
+    assert refused == ["imports", 1, "imports", "x", "do y"]
+    assert broken[3] == f"{SILENT}: ValueError: planted"
+    assert asleep[2:4] == ["devices", "no answer within 0.1 s"]
     aborted = "F1123 20:00:00.000000 12 flags.cc:234] Unknown flag in XLA_FLAGS: --x\n"
     cause = "jaxdp: rank 1 (host b) ends: rank 0 (host a) has gone: see what it printed\n"
     assert "jaxlib does not know it" in examine.problem("devices", SILENT, aborted).fix

@@ -2,7 +2,10 @@
 The tests of the collectives and of the five calls are in tests/distributed, for each backend."""
 
 import json
+import re
 import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -29,15 +32,20 @@ def last(job: Finished) -> str:
     return lines[0]
 
 
+def refusal(name):
+    """What `init` says in a process that has not joined before."""
+    program = f"import jaxdp\njaxdp.init(backend={name!r})"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    return ended.stderr.strip().splitlines()[-1]
+
+
 @pytest.mark.parametrize("name", ["mpj", "gloo", "nccl", "MPI", ""])
 def test_another_backend_is_refused(name):
-    with pytest.raises(jaxdp.UsageError, match=f"^backend: {name!r} is not known; give 'mpi', or"):
-        jaxdp.init(backend=name)
+    assert f"backend: {name!r} is not known; give 'mpi', or" in refusal(name)
 
 
 def test_it_needs_mpirun():
-    with pytest.raises(jaxdp.UsageError, match=r"another launcher \(none\): start .* with `mpirun"):
-        jaxdp.init(backend="mpi")
+    assert re.search(r"another launcher \(none\): start .* with `mpirun", refusal("mpi"))
 
 
 @pytest.mark.slow
