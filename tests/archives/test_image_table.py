@@ -97,7 +97,7 @@ def test_splits_of_other_names_are_set(table):
         ImageTable(path, splits={"trian": "0"}, **args)
 
 
-def test_classes_are_texts_and_sorted_as_numbers_if_all_are(table):
+def test_classes_sort_as_numbers_if_all_are_numbers(table):
     def names(labels):
         rows = "".join(f"images/{i}.png,{label}\n" for i, label in enumerate(labels))
         return ImageTable(table(f"path,label\n{rows}"), **ONE).class_names
@@ -107,7 +107,7 @@ def test_classes_are_texts_and_sorted_as_numbers_if_all_are(table):
     assert names(["1.5", "x", "true"]) == ["1.5", "true", "x"]
 
 
-def test_missing_images_are_counted_and_refused_or_left_out(table):
+def test_missing_images_are_counted_refused_or_skipped(table):
     path = table(HEAD + "".join(LINES[:6]) + "images/a.png,cat,train\nb.png,cat,train\n")
     with pytest.raises(
         UsageError, match=r"data.args.table: 2 of 8 images are missing: '.*b.png', '.*im"
@@ -118,7 +118,7 @@ def test_missing_images_are_counted_and_refused_or_left_out(table):
     assert source.inventory.endswith("; ignored: 2 image that no table has, 2 missing image")
 
 
-def test_a_class_of_which_all_images_are_missing_is_no_class(table):
+def test_a_class_without_any_image_left_is_no_class(table):
     path = table(HEAD + "".join(LINES[:6]) + "images/a.png,dog,train\n")
     assert ImageTable(path, on_error="skip", **ONE).class_names == ["cat", "chät"]
     with pytest.raises(UsageError, match="1 of 7 images are missing"):
@@ -169,7 +169,7 @@ def test_other_arguments_are_refused(table):
             ImageTable(path, **args, **ONE)
 
 
-def test_the_order_does_not_depend_on_who_reads_and_a_damaged_image_moves_no_other(tmp_path, table):
+def test_damaged_images_and_processes_change_no_order(tmp_path, table):
     path = table(HEAD + "".join(LINES))
     (tmp_path / "images" / "3.png").write_bytes(b"no image")
     source = ImageTable(path, on_error="skip", **ONE)

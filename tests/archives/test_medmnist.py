@@ -43,7 +43,7 @@ def test_images_have_channels_and_labels_are_classes(tmp_path, shape, save):
 
 
 @pytest.mark.parametrize("shape", [(28, 3), (3, 3), (28, 28, 3)])
-def test_the_number_of_dims_says_whether_images_are_gray(tmp_path, shape):
+def test_the_number_of_dims_tells_gray_images(tmp_path, shape):
     arrays = write(tmp_path / "m.npz", shape)
     source = MedMNIST(str(tmp_path / "m.npz"))
     assert source.input_shape == ((28, 28, 3) if len(shape) == 3 else (*shape, 1))

@@ -157,7 +157,7 @@ def test_a_flipped_bit_is_named_with_its_device(tmp_path, backend, fault, device
     assert len(warnings) == 1 and f"device {device} (cpu {device} of this process)" in warnings[0]
 
 
-def test_an_audit_that_passes_after_one_that_failed_does_not_make_the_state_right(tmp_path):
+def test_a_pass_after_a_failed_audit_restores_no_trust(tmp_path):
     _, run, events = audited(
         tmp_path, "flip:grads:device=2:step=5:until=6:repeat=true:bit=0:index=5"
     )
@@ -167,9 +167,7 @@ def test_an_audit_that_passes_after_one_that_failed_does_not_make_the_state_righ
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["pmap", pytest.param("pjit", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("steps_per_call", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_healthy_devices_are_not_named_and_the_audit_changes_nothing(
-    tmp_path, backend, steps_per_call
-):
+def test_an_audit_of_healthy_devices_changes_nothing(tmp_path, backend, steps_per_call):
     model = toys.MODELS["resnet" if backend == "pjit" else "dropout"]()
     final, run, events = audited(
         tmp_path / "a", "", 1, "stop", backend, 4, model, steps_per_call=steps_per_call
@@ -199,7 +197,7 @@ def test_carried_state_is_audited(tmp_path):
 
 
 @pytest.mark.slow
-def test_stop_ends_the_run_and_sets_later_checkpoints_aside(tmp_path):
+def test_stop_ends_the_run_and_sets_checkpoints_aside(tmp_path):
     error, run, events = audited(tmp_path, FLIPS[2][0], 4, "stop", save_every=1)
     assert isinstance(error, RunFailed) and "device 1" in str(error) and "params/" in str(error)
     folders = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
@@ -212,7 +210,7 @@ def test_stop_ends_the_run_and_sets_later_checkpoints_aside(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [0, 2], ids=["never audited before", "audited before"])
-def test_a_checkpoint_of_the_run_before_a_resume_is_kept_if_an_audit_had_passed(tmp_path, every):
+def test_audited_checkpoints_from_before_a_resume_stay(tmp_path, every):
     audited(tmp_path, "", every, steps=5, save_every=1)
     error, run, _ = audited(
         tmp_path, "flip:params:device=1:step=6", 2, "stop", save_every=1, start=5
@@ -222,7 +220,7 @@ def test_a_checkpoint_of_the_run_before_a_resume_is_kept_if_an_audit_had_passed(
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_does_not_end_the_audits_of_a_resumed_run(tmp_path):
+def test_a_damaged_checkpoint_ends_no_resumed_audits(tmp_path):
     _, run, _ = audited(tmp_path, "", 2, steps=4, save_every=1)
     (run.checkpoints.directory / str(run.checkpoints.steps()[0]) / "manifest.json").write_text("{")
     result, run, _ = audited(tmp_path, "", 2, "stop", save_every=1, start=4)
@@ -250,7 +248,7 @@ class Ending(Arrays):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["callback", "stream"])
-def test_a_run_that_ends_early_is_audited_after_its_last_update(tmp_path, kind):
+def test_a_run_that_ends_early_is_audited_at_its_end(tmp_path, kind):
     stop = {"eval_every": 3, "held_out": toys.data(20), "callbacks": Callbacks([Stop()])}
     settings = stop if kind == "callback" else {"train": Ending(**toys.data(60))}
     _, _, events = audited(tmp_path, "flip:params:device=1:step=3", 100, **settings)
@@ -284,7 +282,7 @@ def noisy():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 4])
-def test_a_model_that_is_not_deterministic_is_named_once_and_no_device(tmp_path, devices):
+def test_a_random_model_is_blamed_once_and_no_device(tmp_path, devices):
     _, run, events = audited(
         tmp_path, "", 1, "stop", devices=devices, model=noisy(), accumulate="scan"
     )
@@ -318,7 +316,7 @@ def test_a_wrong_fault_is_refused_in_one_line(text):
     assert "\n" not in str(error.value)
 
 
-def test_a_fault_of_a_rank_that_does_not_exist_is_refused(tmp_path):
+def test_a_fault_of_a_rank_beyond_the_job_is_refused(tmp_path):
     with pytest.raises(
         RunFailed, match=r"planted fault: rank 4, device -1, but there are 1 ranks with 4 devices"
     ):

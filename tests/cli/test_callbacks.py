@@ -153,7 +153,7 @@ def test_the_old_names_are_reported_once(capsys):
     assert "the new name is after(updates, state, metrics)\n" in out
 
 
-def test_the_old_module_of_stop_training_can_be_imported():
+def test_stop_training_is_found_in_its_old_module():
     from jaxdp.training.callbacks import EarlyStopping as early
     from jaxdp.training.callbacks import StopTraining as stop
 
@@ -176,7 +176,7 @@ def test_an_error_names_its_callback():
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_an_error_of_one_rank_at_the_end_is_the_end_of_all(tmp_path):
+def test_an_error_in_on_end_of_one_rank_ends_all_ranks(tmp_path):
     (tmp_path / "ending.py").write_text(
         "import jaxdp\n\n\nclass Failing:\n    def on_end(self, record):\n"
         "        assert jaxdp.current().rank == 0, 'no room'\n"
@@ -219,7 +219,7 @@ class StopsIn(jaxdp.Observer):
         return ()
 
 
-def test_a_callback_ends_a_run_after_an_update_that_is_evaluated_and_saved(tmp_path):
+def test_a_callback_ends_a_run_at_a_saved_update(tmp_path):
     config = {"eval": {"every": 4}, "checkpoint": {"every": 4}, "run_dir": tmp_path}
     done = fit(StopsIn(8), steps=12, **config)
     assert done.final["step"] == 8 and done.final["stopped"] == "it is update 8"
@@ -240,7 +240,7 @@ def test_a_callback_ends_a_run_after_any_update(evaluates, tmp_path, capsys):
     assert fit(**config).final["step"] == 12  # without the callback it goes on
 
 
-def test_all_processes_end_after_the_update_of_the_page(tmp_path):
+def test_all_processes_end_at_the_update_of_the_page(tmp_path):
     page = (ROOT / "docs" / "callbacks.md").read_text()
     (tmp_path / "low.py").write_text(page.split("# low.py\n")[1].split("```")[0])
     words = ["--config", ROOT / "configs" / "digits.yaml", "--steps", "200", "--epochs", "null"]
@@ -277,7 +277,7 @@ def test_one_rank_of_two_ends_training(backend, tmp_path):
     assert records[-1]["stopped"] == "rank 1 has seen enough"
 
 
-def test_only_an_evaluation_or_a_wish_ends_training_early():
+def test_stop_training_raised_in_on_update_is_an_error():
     class Stopping:
         def on_update(self, step, metrics):
             raise StopTraining("enough")
@@ -315,7 +315,7 @@ def test_a_wrong_wish_names_its_callback(words):
 
 
 @pytest.mark.slow
-def test_early_stopping_ends_a_run_and_a_second_start_does_nothing(tmp_path, capsys):
+def test_a_start_after_an_early_stop_does_nothing(tmp_path, capsys):
     stopping = EarlyStopping("accuracy", patience=2, min_delta=10.0)  # nothing improves by so much
     done = fit(stopping, steps=40, eval={"every": 2}, log={"every": 4}, run_dir=tmp_path)
     assert (
@@ -336,7 +336,7 @@ def test_early_stopping_ends_a_run_and_a_second_start_does_nothing(tmp_path, cap
 
 
 @pytest.mark.slow
-def test_a_resumed_run_stops_where_an_unbroken_one_does(tmp_path):
+def test_a_resumed_run_stops_where_a_full_one_does(tmp_path):
     """The callback's state is that of the checkpoint, also where the evaluation came after it was
     written.
     """
@@ -352,9 +352,7 @@ def test_a_resumed_run_stops_where_an_unbroken_one_does(tmp_path):
 @pytest.mark.parametrize(
     "every", [None, 2], ids=["saved at the stop", "saved before the evaluation"]
 )
-def test_an_early_stop_is_remembered_if_the_final_record_was_not_written(
-    every, tmp_path, monkeypatch
-):
+def test_an_early_stop_survives_a_lost_final_record(every, tmp_path, monkeypatch):
     config = {
         "steps": 40,
         "eval": {"every": 2},
@@ -457,7 +455,7 @@ def test_a_state_is_restored_to_the_same_callback_only(before, after, restored, 
     assert not lost or "is not restored: no such callback loads it" in printed
 
 
-def test_states_of_an_older_version_are_restored_by_their_position():
+def test_states_of_older_versions_restore_by_position():
     new, state = [Failing(1), EarlyStopping("accuracy")], {"best": 0.5, "best_step": 2, "waited": 1}
     made(*new).load({"callbacks": [None, state]})
     assert new[1].state_dict() == state
@@ -469,7 +467,7 @@ def test_states_of_an_older_version_are_restored_by_their_position():
 @pytest.mark.parametrize(
     "state", [{"seen": {1, 2}}, {"best": np.float32(1)}], ids=["set", "scalar"]
 )
-def test_a_state_that_is_not_json_is_refused_before_the_first_update(state):
+def test_a_state_that_is_not_json_is_refused_at_once(state):
     with pytest.raises(
         UsageError,
         match=r"callbacks: .*Counting\.state_dict failed: TypeError: .*; return numbers, te",
@@ -477,7 +475,7 @@ def test_a_state_that_is_not_json_is_refused_before_the_first_update(state):
         fit(Failing(1), Counting(**state))
 
 
-def test_a_state_that_an_update_has_made_no_json_is_named_after_it():
+def test_a_state_that_an_update_makes_no_json_is_named():
     class Growing(Counting):
         def on_update(self, step, metrics):
             self.seen["loss"] = metrics["loss"]
@@ -577,8 +575,8 @@ def test_the_command_takes_callbacks(tmp_path):
     assert final["step"] == 10 and final["stopped"] == "accuracy has not improved since step 5"
 
 
-def test_a_script_s_callbacks_are_not_needed_to_evaluate_its_run(tmp_path):
-    """Nor made: of the commands, `train` alone calls them."""
+def test_evaluating_a_run_makes_none_of_its_callbacks(tmp_path):
+    """Of the commands, `train` alone makes and calls them."""
     config = (
         "steps: 2\nlog: {every: 1}\ncallbacks: [{target: nowhere.Callback}]\nmodel: {target: MLP}\n"
     )

@@ -55,7 +55,7 @@ def between_probes(arrays):
     return np.setdiff1d(np.arange(len(arrays["labels"])), probes(Arrays(**arrays)))
 
 
-def test_a_finished_run_evaluates_changed_data_and_refuses_changed_training_data(files, tmp_path):
+def test_changed_data_is_evaluated_but_not_trained_on(files, tmp_path):
     arguments, sets = files
     ended("train", *arguments)
     before = records(tmp_path / "run", "final")[0]
@@ -78,7 +78,7 @@ def test_a_finished_run_evaluates_changed_data_and_refuses_changed_training_data
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_an_earlier_version_is_compared_as_it_was(files, tmp_path, monkeypatch):
+def test_an_older_versions_checkpoint_compares_in_part(files, tmp_path, monkeypatch):
     arguments, sets = files
     names, save = ("data_contents", "eval_contents"), manifest.write
 
@@ -103,7 +103,7 @@ WRONG = "inputs not finite in examples 17, 150; correct them, or set their mask 
 
 
 @pytest.mark.slow
-def test_numbers_that_are_not_finite_in_evaluation_data_are_named(files, tmp_path):
+def test_nonfinite_evaluation_data_is_named(files, tmp_path):
     """The state is saved, from which a run on corrected data resumes, with the evaluation that
     failed.
     """
@@ -122,7 +122,7 @@ def test_numbers_that_are_not_finite_in_evaluation_data_are_named(files, tmp_pat
 
 
 @pytest.mark.slow
-def test_such_an_evaluation_fails_again_and_changes_nothing(files, tmp_path):
+def test_a_nonfinite_evaluation_fails_again_unchanged(files, tmp_path):
     arguments, sets = files
     sound = sets["eval"]["inputs"].copy()
     sets["eval"]["inputs"][[17, 150], 3] = -np.inf
@@ -147,7 +147,7 @@ def overflowing(outputs, batch):
 
 
 @pytest.mark.parametrize("best", [None, pytest.param("size", marks=pytest.mark.slow)])
-def test_an_evaluation_that_overflows_is_reported_and_fails_at_the_end(tmp_path, capsys, best):
+def test_an_overflowing_evaluation_fails_at_the_end(tmp_path, capsys, best):
     """Early stopping counts it as no improvement, and says so."""
     train, held_out = made(64, 0), made(64, 1)
     held_out["inputs"][5] = 1e30

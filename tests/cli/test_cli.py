@@ -60,7 +60,7 @@ def assert_same_curve(run_dir, reference):
 
 
 @pytest.mark.slow
-def test_the_run_directory_holds_what_the_contract_says(single):
+def test_the_run_directory_contains_what_is_documented(single):
     env = json.loads((single / "env.json").read_text())
     assert (
         env["versions"]["jax"] and env["topology"]["processes"] == 1 and env["launcher"] == "none"
@@ -91,7 +91,7 @@ def test_devices_and_backend_change_nothing(single, tmp_path, where):
 
 
 @pytest.mark.xdist_group("mpi")  # which has made `single`
-def test_the_same_run_gives_the_same_digest_and_a_finished_one_says_so(single, tmp_path):
+def test_a_finished_run_says_so_and_digests_repeat(single, tmp_path):
     config = write(tmp_path, SMALL)
     out = jaxdp("--config", config, "--run_dir", tmp_path / "run").stdout
     digest = [records(d, "final")[0]["params_sha256"] for d in (single, tmp_path / "run")]
@@ -102,7 +102,7 @@ def test_the_same_run_gives_the_same_digest_and_a_finished_one_says_so(single, t
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_where_it_stands_under_the_other_backend(single, tmp_path):
+def test_a_run_resumes_under_the_other_backend(single, tmp_path):
     """Stopped after 20 updates on one device under pmap, goes on with 4 under pjit: the same curve,
     no line twice.
     """
@@ -145,7 +145,7 @@ def test_a_run_goes_on_where_it_stands_under_the_other_backend(single, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_class_outside_the_package_trains_by_its_path(tmp_path):
+def test_a_class_outside_the_package_trains_by_path(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import numpy as np, flax.linen as nn, optax, jax.numpy as jnp\n"
         "class Net(nn.Module):\n"
@@ -288,7 +288,7 @@ def test_bad_input_is_one_line_and_code_2(case, tmp_path):
     assert not run_dir.exists()  # nothing is left of a run that never began
 
 
-def test_the_default_of_no_decay_and_one_without_decay_may_match_nothing():
+def test_no_decay_may_match_nothing_if_unused():
     paths = {"layer": {"kernel": np.zeros(2)}}
     decay = ["--optimizer.weight_decay", "0.1"]
     expression = ["--optimizer.no_decay", "[embedding]"]
@@ -304,7 +304,7 @@ def test_the_default_of_no_decay_and_one_without_decay_may_match_nothing():
 
 
 @pytest.mark.slow
-def test_what_weight_decay_spares_is_printed_and_decides_whether_a_run_resumes(tmp_path):
+def test_a_run_resumes_if_decay_spares_the_same_arrays(tmp_path):
     """An older run, whose config has the expressions that were the default, resumes if these spare
     the same arrays.
     """
@@ -329,14 +329,14 @@ def test_what_weight_decay_spares_is_printed_and_decides_whether_a_run_resumes(t
     )
 
 
-def test_a_checkpoint_older_than_the_list_of_spared_arrays_has_expressions():
+def test_old_checkpoints_name_spared_arrays_by_pattern():
     paths = ["params/a/bias", "params/a/kernel", "opt_state/a/bias"]
     saved = {"config": {"optimizer": {"no_decay": ["bias$"]}}, "state": dict.fromkeys(paths)}
     assert spared_by(saved) == ["a/bias"] and spared_by({**saved, "spared": ["x"]}) == ["x"]
 
 
 @pytest.mark.slow
-def test_optimizer_state_in_bfloat16_warns_and_is_another_run(tmp_path):
+def test_bfloat16_opt_state_warns_and_is_another_run(tmp_path):
     argv = [
         "--config",
         write(tmp_path, SMALL),
@@ -377,7 +377,7 @@ def test_files_of_others_are_not_replaced(tmp_path):
     assert (tmp_path / "config.yaml").read_text() == text and len([*tmp_path.iterdir()]) == 1
 
 
-def test_the_process_of_a_refused_command_ends_with_code_2(tmp_path):
+def test_a_refused_command_ends_with_code_2(tmp_path):
     """The other refusals are tested without a process."""
     done = jaxdp("--config", write(tmp_path, SMALL), "--modle.target", "MLP", code=2)
     assert "did you mean 'model.target'" in done.stderr and done.stderr.count("\n") == 1
@@ -403,7 +403,7 @@ def test_garbage_collection_leaves_out_the_modules(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_best_checkpoint_is_by_a_number_that_there_is_and_is_kept(tmp_path):
+def test_the_best_checkpoint_by_a_known_metric_is_kept(tmp_path):
     argv = ["--config", write(tmp_path, SMALL), "--run_dir", tmp_path / "run", "--eval.every", 5]
     refused = ended("train", *argv, "--checkpoint.best", "acuracy", code=2).stderr
     assert (
@@ -442,7 +442,7 @@ def test_named_evaluation_sets_are_in_the_same_records(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_named_evaluation_sets_have_the_same_numbers_on_two_processes(tmp_path):
+def test_named_evaluation_sets_agree_on_two_processes(tmp_path):
     argv = with_named_sets(tmp_path)
     jaxdp(*argv, "--run_dir", tmp_path / "run")
     two = mpirun(2, ["train.py", *map(str, argv), "--run_dir", str(tmp_path / "two")])
@@ -508,7 +508,7 @@ def test_int64_data_without_x64_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_step_can_be_evaluated_and_one_that_is_not_there_lists_the_others(tmp_path):
+def test_eval_of_an_unknown_step_lists_the_saved_steps(tmp_path):
     run, config = tmp_path / "run", write(tmp_path, SMALL)
     ended(
         "train",
@@ -616,7 +616,7 @@ def test_help_reads_well():
     assert done.returncode == 2 and "unknown verb 'trian'" in done.stderr
 
 
-def test_a_verb_that_was_removed_names_what_to_use_instead():
+def test_a_removed_verb_names_its_replacement():
     done = ended("profile", "--config", "configs/digits.yaml", code=2)
     words = "unknown verb 'profile'; jaxdp train --profile.start N writes a trace, "
     assert done.stderr.startswith(f"jaxdp: {words}") and done.stderr.count("\n") == 1
@@ -868,7 +868,7 @@ def test_help_behind_the_command_is_the_commands():
 
 
 @pytest.mark.mpi
-def test_launch_leaves_the_choice_of_a_platform_to_the_job(monkeypatch):
+def test_launch_leaves_the_platform_to_the_job(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     show = "import os; os.write(1, os.environ.get('JAX_PLATFORMS', 'any').encode() + b' ')"
     words = [sys.executable, "-m", "jaxdp", "launch", "-n", "2", sys.executable, "-c", show]
@@ -878,7 +878,7 @@ def test_launch_leaves_the_choice_of_a_platform_to_the_job(monkeypatch):
     )
 
 
-def test_a_verb_that_needs_no_devices_opens_the_cpu_alone_if_jax_was_imported_before(monkeypatch):
+def test_a_verb_without_devices_opens_the_cpu_alone(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     show = "import jax; from jaxdp.process import environment; environment.use_cpu(); print(jax.config.jax_platforms)"
     done = subprocess.run(
@@ -888,7 +888,7 @@ def test_a_verb_that_needs_no_devices_opens_the_cpu_alone_if_jax_was_imported_be
 
 
 @pytest.mark.mpi
-def test_launch_ends_the_processes_that_it_has_started_if_another_cannot_be(tmp_path, monkeypatch):
+def test_launch_ends_its_processes_if_one_cannot_start(tmp_path, monkeypatch):
     monkeypatch.setenv("DIR", str(tmp_path / "run"))
     monkeypatch.setenv(
         "JAXDP_TIMEOUT", "600"
@@ -917,14 +917,14 @@ def test_launch_ends_the_processes_that_it_has_started_if_another_cannot_be(tmp_
     )
 
 
-def test_a_process_that_cannot_be_started_leaves_the_signals_unblocked():
+def test_a_failed_start_leaves_signals_unblocked():
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     with pytest.raises(OSError, match="Argument list too long"):  # 128 KiB a variable on Linux
         start_verb(["train"], {"LONG": "x" * 2**20})
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 
 
-def test_a_signal_that_comes_while_a_verb_starts_waits_for_its_handler(tmp_path):
+def test_a_signal_during_a_start_waits_for_its_handler(tmp_path):
     """Without a handler, the process would die of it, with code -15."""
     words = ["train", "--config", "configs/digits.yaml", "--run_dir", str(tmp_path / "run")]
     child = start_verb(words, os.environ | {"PYTHONPATH": str(ROOT)})
@@ -932,7 +932,7 @@ def test_a_signal_that_comes_while_a_verb_starts_waits_for_its_handler(tmp_path)
     assert child.wait(60) == 75 and not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_malloc_settings_are_those_of_the_process_alone():
+def test_malloc_settings_change_no_environment():
     show = "import os; from jaxdp.process import environment; environment.malloc(); "
     show += "print(os.environ.get('GLIBC_TUNABLES'))"
     env = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
@@ -953,7 +953,7 @@ def test_malloc_settings_are_those_of_the_process_alone():
 
 
 @pytest.mark.mpi
-def test_launch_gives_each_process_its_rank_and_ends_with_the_code_of_the_job(tmp_path):
+def test_launch_sets_ranks_and_ends_with_the_jobs_code(tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(
         "import os, sys\nos.write(1, os.environb[b'JAXDP_PROCESS_ID'] + b' ')\nsys.exit(int(sys.argv[1]))\n"
@@ -976,7 +976,7 @@ def test_launch_gives_each_process_its_rank_and_ends_with_the_code_of_the_job(tm
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("codes", ["01", "10"])
-def test_a_job_that_fails_after_a_process_has_ended_has_failed(tmp_path, codes):
+def test_a_job_fails_if_one_of_its_processes_fails(tmp_path, codes):
     """A process that leaves the others to their fate is no end."""
     check_end(tmp_path, codes, 1)
 
@@ -1048,7 +1048,7 @@ def test_bad_input_of_a_script_is_one_line(call):
     ), done.stderr
 
 
-def test_a_signal_ends_a_launch_that_waits_to_start_its_processes_again(tmp_path):
+def test_a_signal_ends_a_launch_that_waits_to_restart(tmp_path):
     words = [
         sys.executable,
         "-m",

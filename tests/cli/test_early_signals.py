@@ -71,7 +71,7 @@ def is_blocked(process, number):
         ),
     ],
 )
-def test_a_launch_that_is_stopped_in_its_first_moments_asks_to_be_run_again(tmp_path, verb, name):
+def test_a_launch_stopped_at_once_asks_to_be_run_again(tmp_path, verb, name):
     number = getattr(signal, name)
     words = {
         "launch": ["launch", "-n", "2", "train", *DIGITS, "--run_dir", "run"],
@@ -98,7 +98,7 @@ def test_a_launch_that_is_stopped_in_its_first_moments_asks_to_be_run_again(tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("delay", [0.3, 0.6, 1.0, 1.5, 2.0, 3.0])
-def test_a_launch_that_is_stopped_while_it_starts_its_processes(tmp_path, delay):
+def test_a_launch_stopped_while_it_starts_processes(tmp_path, delay):
     """delay: seconds, since what is tried is the signal's arrival at any moment."""
     with start(
         [
@@ -226,7 +226,7 @@ def test_a_run_saves_where_its_terminal_is_closed(tmp_path, launcher):
 
 
 @pytest.mark.slow
-def test_nohup_still_means_that_a_run_ignores_the_end_of_its_terminal(tmp_path):
+def test_under_nohup_a_run_survives_its_terminal(tmp_path):
     def ignore():
         return signal.signal(signal.SIGHUP, signal.SIG_IGN)
 

@@ -43,7 +43,7 @@ def module(name):
     return loaded
 
 
-def test_the_accuracy_of_a_class_is_that_of_its_examples(capsys):
+def test_accuracy_of_a_class_is_that_of_its_examples(capsys):
     callbacks = module("callbacks")
     logits = jnp.eye(3)[jnp.array([0, 1, 1, 2, 0])]
     batch = {"labels": jnp.array([0, 1, 2, 2, 1]), "mask": jnp.array([1.0, 1, 1, 1, 0])}
@@ -56,7 +56,7 @@ def test_the_accuracy_of_a_class_is_that_of_its_examples(capsys):
 
 
 @pytest.mark.slow
-def test_the_worst_classes_are_printed_at_each_evaluation(tmp_path):
+def test_each_evaluation_prints_the_worst_classes(tmp_path):
     argv = [
         "--steps",
         "4",
@@ -103,7 +103,7 @@ def test_text_is_sampled_at_each_evaluation(tmp_path):
 
 
 @pytest.mark.slow
-def test_histograms_of_the_parameters_are_in_the_report(tmp_path):
+def test_the_report_has_histograms_of_parameters(tmp_path):
     argv = [
         "--steps",
         "4",

@@ -80,7 +80,7 @@ def outputs(model, params, inputs):
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("form", FORMS)
-def test_a_folder_has_the_logits_of_the_model_and_reads_back(form, tmp_path):
+def test_an_exported_folder_has_equal_logits_and_loads(form, tmp_path):
     model, params = make(FORMS[form])
     arrays = named(params, {})
     about = published.write(tmp_path, arrays, meta(FORMS[form]))
@@ -169,7 +169,7 @@ np.savez(f"{folder}/outputs.npz", ids=ids, logits=logits)
 @pytest.mark.parametrize(
     ("form", "tokenizer"), [*zip(FORMS, [Byte(), Char.of(TEXT)] * 2, strict=True)], ids=FORMS
 )
-def test_transformers_loads_the_folder_with_the_same_logits(form, tokenizer, tmp_path):
+def test_transformers_loads_a_folder_with_equal_logits(form, tokenizer, tmp_path):
     sizes = {"num_classes": tokenizer.size, "input_shape": [64]}
     model, params = make({**FORMS[form], **sizes})
     published.write(tmp_path, named(params, {}), meta({**FORMS[form], **sizes}, tokenizer.spec()))
@@ -185,7 +185,7 @@ def test_transformers_loads_the_folder_with_the_same_logits(form, tokenizer, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("form", ["mlp", "gpt2", "llama"])
-def test_jax_alone_runs_the_forward_pass_with_equal_bits(form, dtype, tmp_path):
+def test_jax_alone_runs_the_forward_pass_bit_for_bit(form, dtype, tmp_path):
     """In a fresh process in which jaxdp cannot be imported; the program takes any number of
     examples.
     """
@@ -245,7 +245,7 @@ def test_jax_alone_runs_the_forward_pass_with_equal_bits(form, dtype, tmp_path):
 
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("target", [CNN, GPT, LSTM, MLP, ResNet9, ViT])
-def test_a_model_is_exported_for_any_number_of_examples(target):
+def test_an_export_takes_any_number_of_examples(target):
     args = (
         SIZES
         if target is GPT

@@ -50,7 +50,7 @@ def test_modules_of_the_user_hide_no_library(tmp_path, command):
 
 
 @pytest.mark.slow
-def test_later_commands_see_no_module_of_the_user_either(tmp_path):
+def test_later_commands_see_no_user_module_either(tmp_path):
     folder = folder_of(tmp_path)
     run(folder, *COMMANDS["the command"], "--log.writers", "[TensorBoard]")
     for verb in ("eval", "export", "report"):
@@ -59,7 +59,7 @@ def test_later_commands_see_no_module_of_the_user_either(tmp_path):
     run(folder, "bin/jaxdp", *TRAIN, "--steps", "3")  # resumes
 
 
-def test_a_module_of_the_user_that_libraries_have_is_refused_before_training(tmp_path):
+def test_a_module_named_as_a_librarys_is_refused(tmp_path):
     """In a folder that the user has put on the path, and in a script that has imported it before
     jaxdp.
     """

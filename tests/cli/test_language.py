@@ -52,7 +52,7 @@ precision: {{params: float64}}
 @pytest.mark.mpi
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["LSTM", "RNN"])
-def test_a_recurrent_model_carries_its_state_across_processes(treebank, tmp_path, model):
+def test_a_recurrent_state_is_carried_across_processes(treebank, tmp_path, model):
     """One process and two have one curve, in training and in evaluation, and it falls."""
     config = tmp_path / "lstm.yaml"
     config.write_text(LSTM.format(model=model, root=treebank))

@@ -93,7 +93,7 @@ def test_the_panel_says_where_a_run_stands(width):
         assert part in words, (part, text)
 
 
-def test_the_panel_keeps_its_numbers_and_frame_where_the_terminal_is_low():
+def test_a_low_terminal_keeps_the_numbers_and_frame():
     facts = {"title": "gpt", **{f"fact {i}": "of the run" for i in range(8)}}
     for height in (12, 40):
         terminal = Terminal(file=io.StringIO(), width=80, height=height, force_terminal=True)
@@ -473,7 +473,7 @@ print(callbacks.folder(pathlib.Path("run")))
 
 
 @pytest.mark.mpi
-def test_each_of_several_processes_has_a_folder_for_its_traces():
+def test_each_process_has_its_own_folder_of_traces():
     assert callbacks.folder(pathlib.Path("run")) == pathlib.Path("run/profile")
     jobs = processes(["-c", FOLDER], ranks(2, f"127.0.0.1:{port()}"), timeout=120)
     assert [job.stdout for job in jobs] == ["run/profile/rank_0\n", "run/profile/rank_1\n"], jobs

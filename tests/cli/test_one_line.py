@@ -150,7 +150,7 @@ def test_an_evaluation_without_a_run_is_one_line(argv, words):
     assert ended("eval", *argv, code=2).stderr.startswith(f"jaxdp: {words}")
 
 
-def test_a_run_directory_whose_name_is_not_utf8_is_one_line(tmp_path):
+def test_a_run_directory_not_in_utf8_is_one_line(tmp_path):
     directory = tmp_path / "caf\udce9"
     done = ended("train", *DIGITS, "--run_dir", directory, code=2)
     assert (
@@ -161,7 +161,7 @@ def test_a_run_directory_whose_name_is_not_utf8_is_one_line(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_file_in_the_place_of_the_traces_is_one_line_and_the_run_goes_on(tmp_path):
+def test_a_file_in_the_way_of_traces_stops_no_run(tmp_path):
     (tmp_path / "profile").touch()
     done = ended("train", *DIGITS, "--steps", 2, "--profile.start", 0, "--run_dir", tmp_path)
     text = "jaxdp: profile: no trace is written, and the run continues: [Errno 17] File exists: "
@@ -266,7 +266,7 @@ def test_an_argument_of_another_type_is_named(tmp_path, key, value):
         ],
     ],
 )
-def test_so_is_one_of_another_target_or_inside_of_another(tmp_path, more):
+def test_a_nested_argument_of_a_wrong_type_is_one_line(tmp_path, more):
     with pytest.raises(
         UsageError,
         match=r"args\.(widths|dim|classes|top_k): .* is not (a list of integers|an integer)",
@@ -299,7 +299,7 @@ def test_so_is_one_of_another_target_or_inside_of_another(tmp_path, more):
         ),
     ],
 )
-def test_an_argument_out_of_range_or_that_does_not_fit_the_data_is_one_line(tmp_path, more, words):
+def test_an_argument_of_bad_range_or_shape_is_one_line(tmp_path, more, words):
     with pytest.raises(UsageError, match=f"^{words}"):
         made(tmp_path, *more)
 
@@ -348,7 +348,7 @@ def multi_steps(learning_rate):
     return optax.MultiSteps(optax.sgd(learning_rate), 2)
 
 
-def test_one_that_only_looks_unlike_a_transformation_can_be_used(tmp_path):
+def test_a_wrapped_transformation_is_an_optimizer(tmp_path):
     made(tmp_path, "--optimizer.target", f"{__name__}.multi_steps", "--optimizer.weight_decay", 0)
 
 
@@ -372,7 +372,7 @@ def test_one_that_only_looks_unlike_a_transformation_can_be_used(tmp_path):
         (["--batch_size", 1437, "--optimizer.warmup_steps", 20], None),
     ],
 )
-def test_a_warm_up_or_a_batch_that_is_too_long_is_a_warning(tmp_path, more, words):
+def test_too_long_a_warm_up_or_batch_is_a_warning(tmp_path, more, words):
     base = ["--optimizer.warmup_steps", 20 if "schedule_steps" in more[0] else 0]
     found = [
         text
@@ -386,7 +386,7 @@ def test_a_warm_up_or_a_batch_that_is_too_long_is_a_warning(tmp_path, more, word
     ("shape", "keys"),
     [("constant", ["final_lr"]), ("cosine", []), ("one_cycle", ["final_lr", "warmup_steps"])],
 )
-def test_a_key_without_effect_on_the_schedule_is_a_warning(tmp_path, shape, keys):
+def test_a_key_the_schedule_does_not_use_is_a_warning(tmp_path, shape, keys):
     more = [
         "--optimizer.schedule",
         shape,
@@ -453,9 +453,7 @@ def test_a_key_without_effect_on_the_schedule_is_a_warning(tmp_path, shape, keys
         (["--optimizer.schedule_steps", 5, "--optimizer.target", "sgd_rates.four_to_one"], None),
     ],
 )
-def test_a_schedule_that_does_not_reach_the_updates_is_a_warning(
-    tmp_path, more, words, monkeypatch
-):
+def test_a_rate_that_misses_some_updates_is_a_warning(tmp_path, more, words, monkeypatch):
     (tmp_path / "sgd_rates.py").write_text(RATES)
     monkeypatch.syspath_prepend(tmp_path)
     base = [
@@ -520,7 +518,7 @@ def test_images_without_channels_are_one_line(tmp_path, target):
 
 
 @pytest.mark.parametrize("order", ["shuffled", "sequential"])
-def test_carried_state_in_a_shuffled_order_is_a_warning(tmp_path, order):
+def test_carried_state_in_shuffled_order_is_a_warning(tmp_path, order):
     text = tmp_path / "text.txt"
     text.write_text("abcdefgh" * 99)
     more = [
@@ -543,7 +541,7 @@ def test_carried_state_in_a_shuffled_order_is_a_warning(tmp_path, order):
     assert len(found) == (order == "shuffled"), found
 
 
-def test_windows_that_do_not_continue_one_another_are_refused_in_sequential_order(tmp_path):
+def test_sequential_order_refuses_windows_with_gaps(tmp_path):
     (tmp_path / "text.txt").write_text("abcdefgh" * 99)
     more = [
         "--model.target",
@@ -575,7 +573,7 @@ def test_windows_that_do_not_continue_one_another_are_refused_in_sequential_orde
 )
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("accumulate", ["vmap", "scan"])
-def test_segments_that_the_model_does_not_use_are_a_warning(tmp_path, model, accumulate):
+def test_segments_the_model_does_not_use_are_a_warning(tmp_path, model, accumulate):
     (tmp_path / "text.jsonl").write_text('{"text": "abcdefgh"}\n' * 99)
     more = [
         "--model",
@@ -616,9 +614,7 @@ def test_segments_that_the_model_does_not_use_are_a_warning(tmp_path, model, acc
         ("null", "null", [], None),
     ],
 )
-def test_an_evaluation_at_the_end_alone_is_a_warning_where_others_are_needed(
-    tmp_path, every, best, callbacks, words
-):
+def test_evaluating_only_at_the_end_may_be_a_warning(tmp_path, every, best, callbacks, words):
     run, config, prepared = made(tmp_path, "--eval.every", every, "--checkpoint.best", best)
     found = [text for text in advice(run, config, prepared, 0, callbacks) if "eval.every" in text]
     assert len(found) == (words is not None) and all(text.startswith(words) for text in found), (
@@ -657,7 +653,7 @@ def test_lines_that_are_no_records_are_dropped(tmp_path):
 @pytest.mark.parametrize(
     "more", [["--log.every", "50"], ["--log.every", "90000", "--checkpoint.every", "500"]]
 )
-def test_a_run_directory_that_is_removed_ends_all_ranks(tmp_path, processes, more):
+def test_a_removed_run_directory_ends_all_ranks(tmp_path, processes, more):
     folder = tmp_path / "run"
 
     def remove(process):
@@ -677,7 +673,7 @@ ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 @pytest.mark.parametrize(
     "env", [{"PYTHONIOENCODING": "ascii"}, {**ASCII, "PYTHONIOENCODING": "cp1252"}]
 )
-def test_no_command_fails_for_the_encoding_of_its_output_or_of_the_locale(tmp_path, env):
+def test_no_command_fails_for_encoding_or_locale(tmp_path, env):
     directory = tmp_path / "Ω"
     directory.mkdir()
     (directory / "metrics.jsonl").write_text(

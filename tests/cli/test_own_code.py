@@ -334,7 +334,7 @@ def test_a_mistake_is_one_line_that_says_where_it_is(case, folder, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_mapped_trains_one_microbatch_at_a_time(folder, monkeypatch):
+def test_a_model_without_vmap_trains_by_microbatches(folder, monkeypatch):
     monkeypatch.chdir(folder)
     argv = [
         "--config",
@@ -370,7 +370,7 @@ def test_the_command_says_it_without_a_traceback(verb, folder):
 
 
 @pytest.mark.slow
-def test_a_reader_of_the_output_who_leaves_ends_no_training(folder):
+def test_a_closed_pipe_of_the_output_ends_no_training(folder):
     read, write = os.pipe()
     job = subprocess.Popen(
         command("--run_dir", "left"), cwd=folder, stdout=write, stderr=subprocess.PIPE

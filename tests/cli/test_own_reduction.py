@@ -24,7 +24,7 @@ batch_size: 64
 
 
 @pytest.mark.slow
-def test_the_example_trains_as_the_reduction_that_it_wraps(tmp_path):
+def test_the_example_trains_as_the_reduction_it_wraps(tmp_path):
     (tmp_path / "counted.py").write_text(CODE)
     argv, env = (
         ["--config", write(tmp_path, CONFIG), "--parallel.reduction"],

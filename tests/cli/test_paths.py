@@ -50,7 +50,7 @@ def evaluation(done):
     return done.stdout.partition("loss")[2].split()[0]
 
 
-def test_a_run_is_evaluated_exported_and_continued_from_another_folder(home, monkeypatch):
+def test_a_run_is_used_and_resumed_from_another_folder(home, monkeypatch):
     expected = evaluation(ended("eval", "--run_dir", "run"))
     other = home.parent / "other"
     monkeypatch.chdir(other)
@@ -85,7 +85,7 @@ def test_a_run_is_evaluated_exported_and_continued_from_another_folder(home, mon
     assert records(home / "run", "final")[-1]["step"] == 4
 
 
-def test_a_run_whose_folder_is_gone_says_where_it_looks(home, monkeypatch):
+def test_a_run_without_its_folder_says_where_it_looks(home, monkeypatch):
     moved = home.parent / "moved"
     os.rename(home, moved)
     monkeypatch.chdir(moved)
@@ -154,7 +154,7 @@ PLACES = {
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("place", PLACES)
-def test_a_run_directory_of_any_path_is_trained_and_resumed(tmp_path, monkeypatch, place):
+def test_a_run_directory_of_any_path_resumes(tmp_path, monkeypatch, place):
     monkeypatch.setenv("HOME", str(tmp_path / "own"))
     write_data(tmp_path / "own")
     monkeypatch.chdir(tmp_path / "own")

@@ -162,7 +162,7 @@ def test_more_bandwidth_is_never_slower():
 
 
 @pytest.mark.slow
-def test_a_model_without_blocks_says_that_it_is_gathered_whole():
+def test_a_model_without_blocks_is_gathered_in_full():
     assert not make_plan(case("pjit", 3, 2), 3).gathered_whole
     model = toys.MODELS["mlp"]()
     forward, rule = Forward(model, SoftmaxCrossEntropy()), UpdateRule(optax.sgd(0.1))
@@ -189,7 +189,7 @@ def test_options_are_read():
         read_stages("4", 0)
 
 
-def test_the_stages_of_the_option_decide_what_is_checked():
+def test_stages_of_the_option_decide_what_is_checked():
     argv = [
         "--config",
         "configs/digits.yaml",

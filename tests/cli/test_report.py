@@ -159,7 +159,7 @@ def test_sessions_end_with_the_last_sign_of_life():
     assert seconds(records, []) == {}
 
 
-def test_an_elastic_runs_generations_and_the_updates_made_again():
+def test_an_elastic_run_has_generations_and_lost_work():
     records = [
         {"step": n, "split": "train", "time": 10.0 + n, "step_time_ms": 1000} for n in (5, 10)
     ]
@@ -184,7 +184,7 @@ TORN = (
 )
 
 
-def test_a_torn_line_or_a_split_of_a_callback_spoils_no_report(tmp_path):
+def test_torn_lines_and_unknown_splits_spoil_no_report(tmp_path):
     run = make_run(tmp_path / "run", lines=3)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"split": "mine", "x": 1}\n')
@@ -205,7 +205,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("name", "line"), OTHERS)
-def test_a_line_of_another_program_is_one_line_of_the_error(tmp_path, name, line):
+def test_a_line_of_another_program_is_a_one_line_error(tmp_path, name, line):
     run = make_run(tmp_path / "run", lines=3)
     with (run / name).open("a") as file:
         file.write(json.dumps(line))
@@ -243,7 +243,7 @@ def test_a_number_that_overflows_is_infinite(tmp_path):
 @pytest.mark.parametrize(
     "text", ["a: &x {b: *x}", "2020-01-01: 1", "- 1", "1: {~: .nan}", "a: [", "\0"]
 )
-def test_a_config_that_was_edited_is_shown_or_is_one_line(tmp_path, text):
+def test_an_edited_config_is_shown_or_a_one_line_error(tmp_path, text):
     run = make_run(tmp_path / "run", lines=3)
     (run / "config.yaml").write_text(text)
     try:
@@ -262,7 +262,7 @@ def test_a_clock_that_was_set_back_between_two_starts():
     )
 
 
-def test_a_run_that_failed_before_its_first_update_has_a_report(tmp_path):
+def test_a_run_that_failed_at_its_start_has_a_report(tmp_path):
     run = make_run(tmp_path / "run", lines=1, last="failed")
     (run / "metrics.jsonl").write_text("")
     Reports(run).close()
@@ -668,7 +668,7 @@ def test_the_page_loads_nothing(tmp_path):
     assert "http" not in rest and "<link" not in rest and "src=" not in rest
 
 
-def test_a_long_run_is_read_in_part_and_the_page_says_so(tmp_path):
+def test_the_page_of_a_long_run_says_what_it_left_out(tmp_path):
     """Evenly spaced records, all evaluations and the last record; memory does not grow with the
     file.
     """

@@ -85,7 +85,7 @@ CHANGES = {
 
 
 @pytest.mark.slow
-def test_a_run_is_returned_or_resumed_only_for_the_objects_that_trained_it(tmp_path):
+def test_a_run_belongs_to_the_objects_that_trained_it(tmp_path):
     first = """
 one = jaxdp.fit(**base)
 for arguments in CHANGES:
@@ -134,7 +134,7 @@ print(apart.run_dir)
 
 
 @pytest.mark.slow
-def test_code_that_has_a_name_is_evaluated_by_it_and_a_change_is_reported(tmp_path):
+def test_named_code_is_evaluated_and_changes_reported(tmp_path):
     """A change of shape is an error before anything is reported as finished."""
     net = """
 from flax import nnx
@@ -216,7 +216,7 @@ for arguments in {list(BAD)}:
 
 
 @pytest.mark.slow
-def test_an_interrupt_saves_and_then_interrupts_and_the_next_call_goes_on(tmp_path):
+def test_an_interrupt_saves_and_the_next_call_resumes(tmp_path):
     code = """
 import os, pathlib, signal, threading, time
 before = signal.getsignal(signal.SIGTERM)
@@ -242,7 +242,7 @@ print(more.final["step"] - steps)
 
 
 @pytest.mark.slow
-def test_a_run_decides_its_own_settings_of_jax_and_gives_them_back(tmp_path):
+def test_a_run_sets_jax_up_and_restores_its_settings(tmp_path):
     """Of three runs one after the other the last is the first's again, although the second computes
     in float64.
     """
@@ -273,7 +273,7 @@ jaxdp.fit(**base | {"data": {"inputs": x}, "transform": make, "steps": 1, "run_d
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_what_does_not_fit_on_one_rank_alone_ends_all_of_them(tmp_path):
+def test_a_model_error_on_one_rank_ends_all_ranks(tmp_path):
     """The model opens JAX's devices while it is made, which one process waits for the other to do."""
     file = tmp_path / "one.py"
     file.write_text(
@@ -293,7 +293,7 @@ jaxdp.fit(made, (np.ones((8, 4), np.float32), y), steps=1, batch_size=8, run_dir
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_the_example_is_the_same_alone_and_in_two_processes(tmp_path):
+def test_the_example_is_the_same_in_two_processes(tmp_path):
     alone = subprocess.run(
         [sys.executable, EXAMPLE, "one"], cwd=tmp_path, text=True, capture_output=True, check=True
     )
@@ -329,7 +329,7 @@ print("rank", jaxdp.current().rank, scores, outputs.sum(), repr(fitted))
 
 
 @pytest.mark.slow
-def test_an_objects_learning_rate_is_its_own_and_a_saved_config_says_whose_it_is(tmp_path):
+def test_an_optax_object_keeps_its_own_learning_rate(tmp_path):
     code = """
 try:
     jaxdp.fit(**base, optimizer={"target": optax.adam(1e-3), "lr": 0.1})

@@ -35,7 +35,7 @@ ROOT = pathlib.Path(__file__).parents[2]
         ),
     ],
 )
-def test_a_second_start_compiles_nothing_and_gives_the_same_bits(tmp_path, more):
+def test_a_second_start_compiles_nothing_equal_bits(tmp_path, more):
     check_second_start(tmp_path, *more)
 
 
@@ -89,7 +89,7 @@ def compute():
 
 
 @pytest.mark.slow
-def test_what_is_compiled_is_kept_and_what_is_damaged_is_compiled_again(tmp_path, no_cache):
+def test_a_damaged_cache_entry_is_compiled_again(tmp_path, no_cache):
     assert compilation_cache.use(str(tmp_path)) is None
     value = compute()
     (program,) = programs(tmp_path)
@@ -192,7 +192,7 @@ def test_a_cache_that_another_process_holds_is_used(tmp_path, no_cache):
 
 
 @pytest.mark.slow
-def test_help_and_errors_need_no_jax_and_training_no_orbax():
+def test_help_imports_no_jax_and_training_no_orbax():
     code = """
 import sys
 from jaxdp.cli import main

@@ -55,7 +55,7 @@ def test_a_grid_has_every_combination_once():
     assert len(name_of({"model.args.hidden": "1" * 300})) < 255
 
 
-def test_quotes_that_protect_a_comma_are_not_part_of_a_value():
+def test_quotes_around_a_comma_are_not_part_of_a_value():
     made = trials("--init_from", "\"a,b\",'c',it's", "--compilation_cache", '"x,y"')
     assert [(t.config.init_from, t.config.compilation_cache) for t in made] == [
         ("a,b", "x,y"), ("'c'", "x,y"), ("it's", "x,y"),  # the second as in `train`
@@ -141,7 +141,7 @@ def test_a_run_with_a_damaged_config_is_not_finished(tmp_path):
 
 
 @pytest.mark.parametrize("changed", [("--data.args.path", "b.npz"), ("--eval.ema", "true")])
-def test_a_run_with_other_data_or_another_evaluation_is_not_finished(tmp_path, changed):
+def test_a_run_on_other_data_is_not_finished(tmp_path, changed):
     fixed = ("--seed", "0,1", "--optimizer.ema", "0.9", "--optimizer.schedule", "constant")
     [trial, _], [other, _] = (
         trials(*fixed, directory=tmp_path),
@@ -219,7 +219,7 @@ def test_the_table_is_sorted_by_a_metric(tmp_path):
     assert page.index('"name":"b"') < page.index('"name":"a"') < page.index('"name":"c"')
 
 
-def test_a_metric_of_unknown_direction_is_sorted_and_says_so(tmp_path):
+def test_a_metric_of_unknown_direction_says_so(tmp_path):
     runs = [make_run(tmp_path / x, 0.1, 0.5, 0.8, accumulated_cost=i) for i, x in enumerate("ab")]
     assert [run["name"] for run in ranked(runs, "accumulated_cost")] == ["b", "a"]
     said = "accumulated_cost: its name does not say which is best; the largest is first"
@@ -260,7 +260,7 @@ def test_each_sweep_among_several_stands_for_its_runs(tmp_path):
     )
 
 
-def test_a_sweep_of_which_every_run_failed_has_a_report(tmp_path):
+def test_a_sweep_of_failed_runs_only_has_a_report(tmp_path):
     for name in ("a", "b"):
         make_run(tmp_path / name, 0.1, 0.5, 0.8)
         (tmp_path / name / "metrics.jsonl").write_text("")
@@ -278,7 +278,7 @@ def test_a_sweep_of_which_every_run_failed_has_a_report(tmp_path):
 @pytest.mark.parametrize(
     "more", [{"split": "train", "examples_per_s": 7.0}, {"loss_of": "the last batch"}]
 )
-def test_a_training_batch_is_not_compared_with_evaluations(tmp_path, more):
+def test_batch_losses_are_not_ranked_with_evaluations(tmp_path, more):
     batch, evaluated = (
         make_run(tmp_path / "a", 0.1, 0.2, 0.9, **more),
         make_run(tmp_path / "b", 0.2, 0.5, 0.8),
@@ -313,7 +313,7 @@ def test_a_training_batch_is_not_compared_with_evaluations(tmp_path, more):
         )
 
 
-def test_a_run_whose_config_is_damaged_is_trained_again(tmp_path):
+def test_a_run_with_a_damaged_config_is_trained_again(tmp_path):
     trial = trials("--seed", "0,1", directory=tmp_path)[0]
     make_run(trial.directory, 0.1, 0.5, 0.8)
     (trial.directory / "config.yaml").write_text("optimizer: {lr")
@@ -399,7 +399,7 @@ def test_killed_and_continued_no_run_is_made_twice(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_is_named_and_a_signal_saves_all(tmp_path):
+def test_a_failed_run_is_named_and_a_signal_saves_all(tmp_path):
     argv = [
         *SMALL,
         "--steps",

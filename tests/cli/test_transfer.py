@@ -445,7 +445,7 @@ def test_batchnorms_averages_come_too(tmp_path):
 
 
 @pytest.mark.slow
-def test_optimizer_state_is_that_of_the_loaded_parameters(small):
+def test_optimizer_state_starts_from_loaded_parameters(small):
     """One that begins with a copy of them; and what is frozen has none."""
     keeps = optax.GradientTransformation(
         lambda params: (jnp.zeros((), jnp.int32), params),
@@ -516,7 +516,7 @@ def test_an_average_that_is_not_there_is_refused(tmp_path, small):
         write_export(tmp_path, ema=True)
 
 
-def test_complex_numbers_of_the_state_are_read_from_a_file(tmp_path):
+def test_complex_numbers_of_a_state_are_read_from_file(tmp_path):
     ours = {"a": np.arange(4, dtype=np.complex64) * 1j}
     save_file(ours, tmp_path / "state.safetensors")
     weights = open_weights(tmp_path / "state.safetensors", False)
@@ -615,7 +615,7 @@ def test_a_config_that_cannot_be_is_refused(argv, message):
     assert str(error.value).startswith(message)
 
 
-def test_a_config_from_before_a_key_was_there_has_its_default():
+def test_a_saved_config_has_the_default_of_a_new_key():
     config, *_ = cli.load(BASE)
 
     def flat(**changed):
@@ -655,7 +655,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_command_finetunes_exports_and_goes_on_without_its_source(trained, tmp_path):
+def test_the_command_finetunes_and_outlives_its_source(trained, tmp_path):
     """With a learning rate of zero, a run ends with what it began with."""
     shutil.copytree(trained / "a", tmp_path / "a")
     config = write(tmp_path, CONFIG + "init: {skip: [^head/bias$]}\n")

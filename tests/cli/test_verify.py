@@ -124,7 +124,7 @@ def test_a_good_config_is_verified_by_the_command(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_fault_ends_the_command_with_code_1_and_the_cause_in_the_last_line(tmp_path):
+def test_a_fault_ends_with_code_1_and_the_cause_last(tmp_path):
     (tmp_path / "planted.py").write_text(PLANTED)
     (tmp_path / "config.yaml").write_text(CONFIG)
     small = ["--config", "config.yaml", "--model.target", "MLP", "--model.args.hidden", "[8]"]
@@ -162,7 +162,7 @@ class Rows(planted.Restless):
 
 
 @pytest.mark.slow
-def test_a_usage_error_of_the_users_code_is_no_failed_check(judged, tmp_path):
+def test_a_usage_error_of_user_code_is_no_failed_check(judged, tmp_path):
     (tmp_path / "refusing.py").write_text(REFUSING)
     says = {
         "loss": ("loss", "loss: this loss needs labels"),
@@ -243,7 +243,7 @@ def verified(tmp_path, argv, updates=1, devices=2):
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("case", cases(verify_cases.FAULTS))
-def test_what_depends_on_devices_time_or_chance_is_found(tmp_path, case):
+def test_dependence_on_devices_time_or_chance_is_found(tmp_path, case):
     argv, cause = verify_cases.FAULTS[case]
     report = verified(tmp_path, argv)
     assert not report.verified and re.search(cause, report.causes[0]), report.causes
@@ -308,7 +308,7 @@ NARROW["float16"] = ["--precision.compute", "float16", "--precision.loss_scale",
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("accumulate", ["vmap", "scan"])
 @pytest.mark.parametrize("dtype", sorted(NARROW, reverse=True))
-def test_a_device_adds_the_gradients_of_its_microbatches_in_float32(tmp_path, dtype, accumulate):
+def test_a_device_sums_gradients_in_float32(tmp_path, dtype, accumulate):
     (tmp_path / "config.yaml").write_text(elsewhere_cases.CONFIG)
     config = load(["--config", str(tmp_path / "config.yaml"), *NARROW[dtype]], "verify")[0]
     parts = make_parts(config)
@@ -377,7 +377,7 @@ def test_padding_is_judged_where_it_is(tmp_path, size, verdict):
 
 
 @pytest.mark.slow
-def test_a_comparison_with_one_device_alone_verifies_nothing(tmp_path):
+def test_one_device_alone_verifies_nothing(tmp_path):
     report = verified(tmp_path, verify_cases.named("model", "pair"), devices=1)
     assert report.of("ok") and report.causes[0].startswith(
         "nothing was compared but on 1 device(s); use --devices 2"
@@ -386,7 +386,7 @@ def test_a_comparison_with_one_device_alone_verifies_nothing(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("argv", [verify_cases.named("model", "stopped"), ["--optimizer.lr", "0"]])
-def test_a_model_without_gradients_or_steps_is_not_verified(tmp_path, argv):
+def test_models_without_gradients_or_steps_do_not_pass(tmp_path, argv):
     report = verified(tmp_path, argv)
     assert report.reference.compared == (0, 4) and report.causes == [
         "no parameter was compared that training moves"
@@ -395,7 +395,7 @@ def test_a_model_without_gradients_or_steps_is_not_verified(tmp_path, argv):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", cases(verify_cases.GOOD))
-def test_what_does_not_depend_on_the_host_is_not_accused(tmp_path, case):
+def test_a_model_independent_of_the_host_is_verified(tmp_path, case):
     report = verified(
         tmp_path, verify_cases.GOOD[case], updates=3
     )  # two of lion may go there and back
@@ -427,7 +427,7 @@ RANKS = {  # what a rank has of its own: (arguments, what is refused before trai
 @pytest.mark.parametrize(
     "case", [pytest.param(k, marks=[] if k == "model" else pytest.mark.slow) for k in RANKS]
 )
-def test_ranks_whose_programs_differ_are_refused_before_training(tmp_path, case):
+def test_ranks_with_different_programs_are_refused(tmp_path, case):
     argv, cause = RANKS[case]
     done = on_ranks("train", tmp_path, *argv, "--run_dir", str(tmp_path / "run"))
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.output
@@ -444,7 +444,7 @@ def test_ranks_whose_programs_differ_are_refused_before_training(tmp_path, case)
         ("force_host_platform_device_count", ("1", "2"), "local devices=2"),
     ],
 )
-def test_ranks_whose_compilers_are_told_other_things_are_refused(tmp_path, flag, values, fact):
+def test_ranks_with_other_compiler_options_are_refused(tmp_path, flag, values, fact):
     """Replicas that each rank updates by itself would drift apart; JAX fails where ranks have more
     devices.
     """
@@ -492,7 +492,7 @@ def on_ranks(verb, tmp_path, *argv):
 
 
 @pytest.mark.slow
-def test_what_is_right_passes_and_what_is_worth_knowing_is_said(judged):
+def test_a_right_model_passes_with_notes_on_precision(judged):
     report = judged("--optimizer.target", "lamb", updates=1)
     assert report.verified and {c.name for c in report.checks} >= {
         "data",
@@ -507,7 +507,7 @@ def test_what_is_right_passes_and_what_is_worth_knowing_is_said(judged):
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_traced_in_float64_is_compared_in_float32():
+def test_models_that_refuse_float64_compare_in_float32():
     def init(key, batch):
         return {"kernel": jax.random.normal(key, (batch["inputs"][0].size, toys.CLASSES))}, {}
 
@@ -528,7 +528,7 @@ NOISE = "params/Dense_0/bias"
 
 
 @pytest.mark.slow
-def test_a_gradient_of_rounding_noise_is_set_apart_and_named(judged):
+def test_a_gradient_of_rounding_noise_is_named_apart(judged):
     report = judged("--model.args.fault", "noise")
     assert report.verified and {
         p for p in report.reference.uncompared if p.startswith("params/")
@@ -551,9 +551,7 @@ def test_a_gradient_of_rounding_noise_is_set_apart_and_named(judged):
 
 
 @pytest.mark.slow
-def test_what_only_fails_in_some_strategies_is_told_by_what_they_have_in_common(
-    judged, monkeypatch
-):
+def test_a_failure_names_what_failed_strategies_share(judged, monkeypatch):
     good = xla()
     lossy = good._replace(
         reduce=lambda tree, axes: jax.tree.map(lambda x: 0.5 * x, good.reduce(tree, axes))
@@ -605,7 +603,7 @@ def test_every_kind_of_state_is_compared(judged):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["mlp", "resnet", "dropout"])
-def test_the_oracle_agrees_with_one_that_shares_nothing_with_it(model):
+def test_the_oracle_agrees_with_an_independent_one(model):
     forward = {
         "mlp": plain_oracle.mlp,
         "resnet": plain_oracle.resnet,
@@ -660,7 +658,7 @@ def state_of(params):
     return TrainState(np.zeros((), np.int32), params, {}, {})
 
 
-def test_training_that_amplifies_rounding_is_slowed_down():
+def test_training_that_amplifies_rounding_is_slowed():
     """One update takes a difference 1e6 x rate times as far."""
 
     def trained(params, rate):
@@ -675,7 +673,7 @@ TOO_FAR = "not compared, because rounding alone moves them too far: params/b"
 
 
 @pytest.mark.parametrize("gradient", ["noise", "zero", "zero in part"])
-def test_what_is_not_judged_is_not_verified_unless_its_gradient_is_zero(gradient):
+def test_only_a_zero_gradient_may_go_unjudged(gradient):
     rng, rounding = (
         np.random.default_rng(0),
         {"noise": 1.0, "zero": 1e-17, "zero in part": 1e-17}[gradient],
@@ -731,7 +729,7 @@ def test_errors_are_relative_in_the_norm_of_a_leaf():
     assert difference(np.array([1, 2]), np.array([1, 3])) == np.inf
 
 
-def test_what_is_too_large_or_too_small_is_refused_with_what_to_set(monkeypatch):
+def test_too_large_or_small_cases_name_what_to_set(monkeypatch):
     small = problem(toys.MODELS["mlp"]())
     with settings(jax.devices()[0]):
         trial = make_trial(small, 4, 1)

@@ -51,7 +51,7 @@ def bad(checks):
 
 
 @pytest.mark.slow
-def test_a_machine_that_is_well_and_what_is_planted_around_it(tmp_path):
+def test_a_healthy_machine_passes_and_faults_are_found(tmp_path):
     """One examination each: with nothing wrong, and with all that may be wrong at once, side by
     side.
     """
@@ -231,7 +231,7 @@ def test_an_mpi_that_is_not_mpirun_s(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_a_host_among_others_that_calls_itself_loopback(tmp_path):
+def test_a_host_whose_name_is_loopback_is_named(tmp_path):
     with TwoHosts(tmp_path, loopback=1) as hosts:
         job = hosts.mpirun([*DOCTOR, "--json", "--run_dir", str(tmp_path)])
         assert job.returncode == 1 and not job.left, job.output
@@ -272,7 +272,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_without_jax_is_named_and_prints_its_own_list(tmp_path):
+def test_a_rank_without_jax_is_named_and_prints_why(tmp_path):
     """It cannot join: rank 0 names it in its list, and it prints the cause."""
     (tmp_path / "jax").mkdir()
     (tmp_path / "jax" / "__init__.py").write_text("raise ImportError('planted')\n")

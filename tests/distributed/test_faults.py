@@ -80,9 +80,7 @@ SEQUENCE = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["openmpi5", "mpich"])
-def test_a_run_that_suffers_everything_ends_in_the_same_string(
-    config, uninterrupted, tmp_path, which
-):
+def test_a_run_with_all_faults_ends_in_the_same_digest(config, uninterrupted, tmp_path, which):
     """One run: after each fault the same command goes on, no more than one interval back."""
     run_dir, reached = tmp_path / "run", 0
     for what, fault, words, code in SEQUENCE:
@@ -124,7 +122,7 @@ KILLED = [("mpich", 1), ("mpich", 0), ("mpich", 2), ("openmpi5", 1)]
 
 
 @pytest.mark.parametrize("killed", first(1, KILLED), ids=str)
-def test_the_rank_that_was_killed_is_named_whatever_the_launcher_says(config, tmp_path, killed):
+def test_the_killed_rank_is_named_whatever_mpirun_says(config, tmp_path, killed):
     """MPICH kills the others some milliseconds after, and names any of them: the line is ours, and
     it stays on disk.
     """
@@ -158,7 +156,7 @@ def test_a_stopped_process_is_named_by_the_watchdog(config, tmp_path, which):
 
 
 @pytest.mark.slow
-def test_a_sigterm_that_a_peer_cannot_answer_is_no_preemption(config, tmp_path):
+def test_a_sigterm_with_a_dead_peer_is_no_preemption(config, tmp_path):
     """Some launchers send SIGTERM to all when one has died: nobody is to wait for it."""
     done = job(config, tmp_path, "stop the next, then SIGTERM", "mpich", rank=0, at=17)
     assert (
@@ -208,7 +206,7 @@ def test_a_process_may_take_long_at_the_end(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_exception_in_the_loss_or_the_evaluation_ends_all(config, tmp_path):
+def test_an_exception_in_loss_or_evaluation_ends_all(config, tmp_path):
     done = job(
         config, tmp_path / "loss", which="mpich", more=["--loss.target", "faulty.FailsInLoss"]
     )
@@ -230,7 +228,7 @@ def test_an_exception_in_the_loss_or_the_evaluation_ends_all(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_no_number_that_is_not_finite_gets_into_the_state(config, tmp_path):
+def test_no_nonfinite_number_gets_into_the_state(config, tmp_path):
     done = job(config, tmp_path / "one", "nan", rank=1, at=7)
     assert done.returncode == DONE and "skipped 1" in done.stdout, done.output
     assert read(tmp_path / "one" / "metrics.jsonl")[-2]["skipped_updates"] == 1
@@ -259,7 +257,7 @@ def test_no_number_that_is_not_finite_gets_into_the_state(config, tmp_path):
 @pytest.mark.parametrize(
     "more", [[], ["--steps_per_call", "3", "--parallel.backend", "pjit", "--parallel.zero", "2"]]
 )
-def test_a_label_that_is_no_class_ends_all_ranks_with_one_line(config, tmp_path, more):
+def test_a_label_that_is_no_class_ends_all_in_one_line(config, tmp_path, more):
     """Of one example, of which one rank reads the row, in the middle of an epoch."""
     done = job(
         config,
@@ -323,7 +321,7 @@ def cut_once_it_trains(hosts, run_dir, host):
 
 
 @pytest.mark.slow
-def test_a_cut_cable_between_two_hosts_is_named_on_both_sides(config, tmp_path):
+def test_both_sides_of_a_cut_cable_name_the_other(config, tmp_path):
     """Without a launcher each side says what it can see: the other has gone silent, or cannot be
     reached.
     """
@@ -362,7 +360,7 @@ def test_a_cut_cable_between_two_hosts_is_named_on_both_sides(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_cut_cable_ends_open_mpi_where_it_is_told_to_look(config, tmp_path):
+def test_a_cut_cable_ends_open_mpi_with_keepalive_set(config, tmp_path):
     """By itself mpirun waits minutes for its daemon on the lost host; it names the host, and ends
     with code 0.
 
@@ -538,7 +536,7 @@ def test_a_run_directory_that_becomes_read_only(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_symlinked_run_directory_and_a_torn_last_line(config, tmp_path):
+def test_a_run_resumes_over_a_symlink_and_a_torn_line(config, tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     alone(config, tmp_path / "link", "--steps", "20")
@@ -551,7 +549,7 @@ def test_a_symlinked_run_directory_and_a_torn_last_line(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_damage_is_said_and_the_run_goes_on_from_the_one_before(config, tmp_path, uninterrupted):
+def test_damage_is_named_and_the_save_before_it_used(config, tmp_path, uninterrupted):
     alone(config, tmp_path, "--steps", "40", "--optimizer.schedule_steps", "60")
     data = max(
         (tmp_path / "checkpoints" / "40").rglob("*"),

@@ -270,7 +270,7 @@ def test_an_infinite_time_is_one_that_jax_can_count(monkeypatch):
     ],
     ids=str,
 )
-def test_arguments_of_init_that_are_no_numbers_or_ranks(arguments, message):
+def test_arguments_of_init_must_be_numbers_and_ranks(arguments, message):
     with pytest.raises(UsageError, match=message):
         discover(
             {"JAXDP_PROCESS_ID": "0", "JAXDP_NUM_PROCESSES": "2"},
@@ -302,7 +302,7 @@ def test_the_rank_is_not_known_while_the_job_is_joined(monkeypatch):
     assert context.current().rank == 1
 
 
-def test_the_silence_that_is_a_loss_depends_on_the_timeout(monkeypatch):
+def test_the_silence_that_means_loss_follows_timeout(monkeypatch):
     monkeypatch.delenv("JAXDP_SILENCE", raising=False)  # of an earlier test
     assert [silence(timeout) for timeout in (60.0, 1e9, 30.0, 3.0)] == [20, 20, 10, 7]
     monkeypatch.setenv("JAXDP_SILENCE", "120")

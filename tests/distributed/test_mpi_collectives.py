@@ -20,7 +20,7 @@ groups=[[0, 1, 2]]              6    6    6    4
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_collective_against_numpy_on_four_processes(backend):
+def test_collectives_on_four_processes_equal_numpy(backend):
     which, env = BACKENDS[backend]
     job = mpirun(4, [str(SUPPORT / "mpi" / "collectives.py")], which, env, 180, devices=2)
     assert job.returncode == 0, job.output
@@ -69,7 +69,7 @@ def test_alone_every_collective_is_the_identity():
 
 
 @pytest.mark.slow
-def test_ranks_in_different_calls_say_which_and_end_the_rest():
+def test_ranks_in_different_calls_say_so_and_end_all():
     """Also one that waits inside JAX for a rank which has ended with an error."""
     script = """\
 import jax, jaxdp, numpy
@@ -89,7 +89,7 @@ jaxdp.recv(1) if rank == 0 else jaxdp.allreduce(1.0)
 
 
 @pytest.mark.slow
-def test_a_rank_may_use_jax_before_the_others_and_one_that_is_late_is_named():
+def test_a_rank_may_be_early_and_a_late_one_is_named():
     script = """\
 import time, numpy, jax.numpy as jnp, jaxdp
 context = jaxdp.init()

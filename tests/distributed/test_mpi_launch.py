@@ -145,7 +145,7 @@ def test_collectives_over_mpi_are_refused():
 
 
 @pytest.mark.slow
-def test_collectives_over_mpi_on_one_host_are_refused_there():
+def test_mpi_collectives_of_one_rank_are_refused_there():
     both = ranks(2, f"127.0.0.1:{port()}", **FAST)
     both[1]["JAX_CPU_COLLECTIVES_IMPLEMENTATION"] = "mpi"
     jobs = processes([SCRIPT], both, timeout=60)
@@ -277,7 +277,7 @@ def test_two_processes_of_rank_0():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rank", "variable"), [(1, "JAXDP_TIMEOUT"), (0, "JAXDP_SILENCE")])
-def test_a_wrong_number_of_seconds_on_one_rank_ends_all_at_once(rank, variable):
+def test_a_wrong_timeout_on_one_rank_ends_all_at_once(rank, variable):
     envs = ranks(2, f"127.0.0.1:{port()}")
     envs[rank][variable] = "soon"
     jobs = processes([SCRIPT], envs, timeout=60)

@@ -30,7 +30,7 @@ GARBAGE = [
 ]  # fmt: skip
 
 
-def test_the_coordinator_is_silent_if_rank_0_ends_while_it_starts():
+def test_the_coordinator_is_silent_if_rank_0_ends_soon():
     command = [sys.executable, "-P", "-m", "jaxdp.process.coordinator_process"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     settings = protocol.Settings(2, "secret", port(), "127.0.0.1", None, 60.0, 20.0)
@@ -145,7 +145,7 @@ def test_a_job_on_one_host_cannot_be_reached(tmp_path, which):
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_a_job_on_two_hosts_listens_at_the_chosen_address(tmp_path):
+def test_a_job_on_two_hosts_listens_at_its_set_address(tmp_path):
     with TwoHosts(tmp_path) as network:
         env = ranks(2, f"{network.address(0)}:12355")
         jobs = launch.processes(["-c", LISTENERS], env, prefixes=network.prefixes)
@@ -202,7 +202,7 @@ while not os.path.exists(until) and time.monotonic() < deadline:
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_garbage_and_2000_connections_from_another_host(tmp_path):
+def test_garbage_and_2000_connections_do_no_harm(tmp_path):
     """They come while rank 1 is still missing, stay into the run, and come again then: the job ends
     as it should.
     """
@@ -425,7 +425,7 @@ def admitted(line, rank):
     )
 
 
-def test_a_host_that_does_not_answer_is_not_taken_for_another_program():
+def test_a_silent_host_is_not_named_as_another_program():
     """A program whose queue of connections is full answers as a host that is cut off does: not at
     all.
     """
@@ -436,13 +436,13 @@ def test_a_host_that_does_not_answer_is_not_taken_for_another_program():
     assert error.value.errno in NOBODY
 
 
-def test_two_processes_of_one_rank_before_rank_0_are_named_to_all(served):
+def test_two_processes_of_one_rank_are_named_to_all(served):
     _, connect, _ = served
     for line in [connect(rank) for rank in (1, 1, 0)]:
         assert "two processes say they are rank 1" in line.receive()["error"]
 
 
-def test_a_process_that_comes_too_late_prints_that_itself(served):
+def test_a_process_that_comes_too_late_says_so(served):
     _, connect, _ = served
     connect(1), connect(0)
     late = connect(1).receive()
@@ -514,7 +514,7 @@ def test_a_rank_cannot_speak_for_another(served):
     assert lines[0].receive() == {"fault": "forged", "code": 1, "rank": 1}
 
 
-def test_an_operation_of_elastic_jobs_is_refused_in_others(served):
+def test_an_elastic_operation_is_refused_in_other_jobs(served):
     _, connect, errors = served
     lines = [connect(rank) for rank in (0, 1)]
     for rank, line in enumerate(lines):

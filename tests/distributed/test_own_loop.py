@@ -42,7 +42,7 @@ def printed(job):
 @pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_three_ranks_have_the_curve_of_one_and_an_empty_batch_each_epoch(curve, backend):
+def test_three_ranks_with_empty_batches_train_as_one(curve, backend):
     """And the rest of what `ranks` looks at: trees of all types, metrics, gradients, disagreements."""
     which, env = BACKENDS[backend]
     (got,) = printed(mpirun(3, [str(SCRIPT), "ranks"], which, env, devices=2))
@@ -71,7 +71,7 @@ def alone():
 @pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_example_prints_the_same_losses_alone_and_under_mpirun(alone, capsys, backend):
+def test_the_example_prints_equal_losses_under_mpirun(alone, capsys, backend):
     runpy.run_path(str(ROOT / "examples" / "own_loop.py"), run_name="__main__")
     which, env = BACKENDS[backend]
     job = mpirun(2, [str(SUPPORT / "mpi" / "example.py"), "examples/own_loop.py"], which, env)
@@ -94,7 +94,7 @@ def test_the_example_prints_the_same_losses_alone_and_under_mpirun(alone, capsys
 @pytest.mark.mpi
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_tutorial_is_the_same_on_each_backend_as_alone(alone, capsys, tmp_path, backend):
+def test_the_tutorial_on_each_backend_is_as_alone(alone, capsys, tmp_path, backend):
     """The lines of docs/coming_from.md, which name the backend themselves."""
     page = (ROOT / "docs" / "coming_from.md").read_text()
     section = page.partition("### The tutorial, line by line\n")[2]
@@ -117,7 +117,7 @@ def test_the_tutorial_is_the_same_on_each_backend_as_alone(alone, capsys, tmp_pa
 
 @pytest.mark.mpi
 @pytest.mark.slow
-def test_the_resnet_example_runs_alone_and_under_mpirun():
+def test_the_resnet_example_runs_with_and_without_mpi():
     alone = [sys.executable, "examples/needle_resnet9.py", "--fake"]
     two = [require("openmpi5"), "--bind-to", "none", "--oversubscribe", "-np", "2", *alone]
     for job in together([(alone, {}), (two, {})], timeout=180):
@@ -211,7 +211,7 @@ def test_the_shares_of_the_tutorial_split_each_batch():
     )
 
 
-def test_a_mixture_and_a_stream_with_a_size_are_partitioned():
+def test_a_mixture_and_a_sized_stream_are_partitioned():
     mixture = data.Mixture(
         {"a": {"inputs": np.arange(30)}, "b": {"inputs": np.arange(1000, 1010)}}, {"a": 1, "b": 3}
     )
@@ -232,7 +232,7 @@ def test_the_package_lists_what_there_is():
     assert {*data.SOURCES} <= {*dir(data)}
 
 
-def test_a_data_set_with_read_gives_dicts_and_is_never_asked_for_nothing():
+def test_a_data_set_with_read_never_reads_zero_rows():
     class Strict(Digits):
         def read(self, indices):
             assert len(indices)
@@ -244,7 +244,7 @@ def test_a_data_set_with_read_gives_dicts_and_is_never_asked_for_nothing():
     assert [b["inputs"].shape for b in batches] == [(0, 8, 8, 1)] * 3
 
 
-def test_each_iteration_is_the_next_epoch_unless_it_is_set():
+def test_each_iteration_is_the_next_epoch_unless_set():
     batches = jaxdp.partition_dataset(np.arange(10), 4, seed=5)
 
     def run():
@@ -293,7 +293,7 @@ def test_a_sampler_gives_every_rank_equally_many(examples, size):
     )
 
 
-def test_a_sampler_keeps_its_order_until_the_epoch_is_set():
+def test_a_sampler_keeps_its_order_until_set_epoch():
     sampler = jaxdp.DistributedSampler(range(50))
     first = list(sampler)
     assert list(sampler) == first
@@ -351,7 +351,7 @@ def gradients(seed=0):
 
 
 @pytest.mark.parametrize("weights", [None, [3, 1, 0, 2, 5, 0, 1, 4]])
-def test_over_an_axis_gradients_are_averaged_by_weight_in_one_packed_operand(weights):
+def test_over_an_axis_one_operand_averages_by_weight(weights):
     grads, tx = gradients(), jaxdp.distributed_optimizer(optax.sgd(1.0), AXIS)
     counts = np.ones(N) if weights is None else np.array(weights)
     grads = jax.tree.map(lambda g: g.at[counts == 0].set(np.nan), grads)
@@ -536,7 +536,7 @@ def test_what_cannot_work_is_refused_in_a_line(words):
     ],
     ids=["exit", "interrupt"],
 )
-def test_a_rank_that_leaves_the_others_in_a_collective_is_named(ends, code, expected):
+def test_a_rank_that_leaves_a_collective_is_named(ends, code, expected):
     script = f"""
 import sys, jax, numpy, jaxdp
 rank, add = jaxdp.init().rank, jax.pmap(lambda x: jax.lax.psum(x, "data"), axis_name="data")
@@ -554,7 +554,7 @@ for step in range(1000):
 
 
 @pytest.mark.slow
-def test_an_optimizer_gets_its_other_arguments_and_parameters_that_are_a_module():
+def test_an_optimizer_gets_extra_arguments_and_modules():
     plateau = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
     for tx in (
         optax.MultiSteps(plateau, 1),
@@ -581,14 +581,14 @@ def test_weights_are_as_wide_as_numbers_are():
         np.testing.assert_allclose(mean, np.full(N, np.average(grads, weights=weights)), rtol=1e-14)
 
 
-def test_rows_of_examples_have_int64_where_one_needs_it():
+def test_a_batch_is_int64_where_one_example_needs_it():
     rows = [(np.float32(i), np.int64(2**40 * (i == 1))) for i in range(4)]
     (batch,) = jaxdp.partition_dataset(rows, 4, shuffle=False)
     assert batch[1].tolist() == [0, 2**40, 0, 0]
 
 
 @pytest.mark.parametrize("bad", [np.nan, -1.0])
-def test_a_traced_weight_that_is_none_makes_the_update_nan(bad):
+def test_a_bad_traced_weight_makes_the_update_nan(bad):
     tx = jaxdp.distributed_optimizer(optax.identity(), AXIS)
     weights = jnp.ones(N).at[3].set(bad)
     got = jax.pmap(lambda g, m: tx.update(g, tx.init(g), weight=m)[0], AXIS)(

@@ -50,7 +50,7 @@ log: {every: 1}
 
 
 @pytest.mark.slow
-def test_what_two_processes_saved_in_stage_3_goes_on_in_one_in_stage_1(tmp_path):
+def test_stage_3_of_two_processes_resumes_in_stage_1(tmp_path):
     """Stage 3 under pjit, split over two processes; then stage 1 under pmap, over four devices of
     one.
     """

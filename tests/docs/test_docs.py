@@ -125,8 +125,8 @@ class Net(nnx.Module):
 
 
 @pytest.mark.slow
-def test_the_lines_that_load_an_export_load_the_averages_of_batchnorm_too(tmp_path, monkeypatch):
-    """The model that they load computes what the run's own evaluation does, also with BatchNorm and
+def test_loading_an_export_loads_batch_norm_averages(tmp_path, monkeypatch):
+    """The loaded model computes what the run's own evaluation does, also with BatchNorm and
     dropout.
     """
     write_files("own_model.md", tmp_path)
@@ -193,7 +193,7 @@ def test_pages_and_sections_that_are_named_exist():
     assert named > 50
 
 
-def test_the_readme_is_short_and_has_two_commands_to_set_up():
+def test_the_readme_is_short_with_two_set_up_commands():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 90 and "No GPU has been measured" in text
     assert [c.text for c in COMMANDS["README.md"] if "make" in c.text] == [
@@ -235,7 +235,7 @@ def test_no_page_installs_jaxdp_from_a_package_index():
 
 
 @pytest.mark.parametrize("code", [0, 1])
-def test_make_test_runs_the_quick_part_and_fails_if_it_fails(tmp_path, code):
+def test_make_test_fails_if_a_quick_test_fails(tmp_path, code):
     shutil.copy(ROOT / "Makefile", tmp_path)
     python = tmp_path / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
@@ -251,7 +251,7 @@ def test_make_test_runs_the_quick_part_and_fails_if_it_fails(tmp_path, code):
     assert (done.returncode == 0) == (code == 0), done
 
 
-def test_what_needs_a_cluster_is_run_by_a_test_of_its_own_or_says_so():
+def test_commands_of_a_cluster_are_tested_or_marked():
     """Every line of a block that gives a command to Slurm or Kubernetes, wherever in a line, or a
     script, it stands.
     """
@@ -463,7 +463,7 @@ def test_the_manifests_say_what_is_read(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_manifests_follow_the_schemas_of_kubernetes():
+def test_the_manifests_follow_kubernetes_schemas():
     """Of JobSet and MPIJob, which are extensions of Kubernetes, the jobs and pods in them do."""
     validator = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
     service, job, jobset, mpijob = kubernetes()[1]
@@ -524,7 +524,7 @@ def test_files_that_are_named_exist():
     assert {x for x in files - known if not (ROOT / x).is_file()} == set()
 
 
-def test_every_page_is_in_the_navigation_and_every_picture_exists():
+def test_pages_are_listed_and_their_pictures_exist():
     """What the site's builder does not check."""
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     pages = {page for section in nav for page in re.findall(r"[\w/]+\.md", str(section))}

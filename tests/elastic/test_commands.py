@@ -11,7 +11,7 @@ from jaxdp.process.context import Context
 from jaxdp.run.training_job import train
 
 
-def test_an_elastic_job_with_fewer_processes_than_it_needs_is_refused(tmp_path):
+def test_a_job_with_too_few_processes_is_refused(tmp_path):
     config, _, _ = load([*DIGITS, "--elastic.enabled", "true", "--elastic.min_processes", "4"])
     with pytest.raises(
         UsageError, match=r"elastic.min_processes: 4, but the job has 1; start more of them"
@@ -25,7 +25,7 @@ def test_elastic_training_needs_a_shared_directory():
 
 
 @pytest.mark.mpi
-def test_a_process_that_fails_after_others_were_lost_is_no_failure(tmp_path):
+def test_an_elastic_job_ends_well_after_a_lost_process(tmp_path):
     """In an elastic job others may have been lost before: it tells its launcher so."""
     join = "import jaxdp; jaxdp.elastic.Options().enter(lambda job: {}, None)"
     check_end(tmp_path, "10", 0, join)

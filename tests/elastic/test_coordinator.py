@@ -169,7 +169,7 @@ def runs(pid):
     return next(child.poll() is None for child in joining._children if child.pid == pid)
 
 
-def test_a_coordinator_that_does_not_run_is_ended_and_no_other(monkeypatch, start):
+def test_only_a_coordinator_that_is_stopped_is_ended(monkeypatch, start):
     monkeypatch.setattr(joining, "APART", 0.0)
     pid, settings = start()
     other, _ = start(port=hosts.free_port())
@@ -224,7 +224,7 @@ def test_a_frozen_coordinator_is_replaced(monkeypatch, start, moment):
         job.connection.socket.close()
 
 
-def test_strangers_do_not_push_out_a_rank_that_connects(start):
+def test_strangers_do_not_push_out_a_connecting_rank(start):
     """A flood brings hundreds of connections before a rank has answered the greeting."""
     _, settings = start()
     with contextlib.ExitStack() as stack:
@@ -383,9 +383,9 @@ def waited(job):
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_no_generation_forms_without_the_last_process_that_has_the_state(monkeypatch, job, size):
-    """It sends heartbeats, and comes later than any limit; the others are dead, and have been
-    started again.
+def test_no_generation_forms_without_the_last_state(monkeypatch, job, size):
+    """Its process sends heartbeats, and comes later than any limit; the others are dead, and have
+    been started again.
     """
     monkeypatch.setattr(states, "LATE", 1.0)
     job = job(size)
@@ -403,7 +403,7 @@ def test_no_generation_forms_without_the_last_process_that_has_the_state(monkeyp
     assert [f.get("state", -1) for f in late.member()] == [0] + [-1] * (size - 1)
 
 
-def test_without_a_process_that_has_the_state_a_generation_forms(job):
+def test_a_generation_forms_if_the_state_is_lost(job):
     """The state is lost with its last process, or if that sends nothing for LATE seconds."""
     job = job(2)
     first, last = generation(job, 2)
@@ -416,7 +416,7 @@ def test_without_a_process_that_has_the_state_a_generation_forms(job):
     assert len(new.member()) == 1
 
 
-def test_a_process_whose_connection_breaks_comes_again_with_the_state(monkeypatch, job):
+def test_a_process_reconnects_and_brings_the_state(monkeypatch, job):
     """It alone has it; the other one waits for it, though to the coordinator it may be dead."""
     monkeypatch.setattr(states, "WINDOW", 30.0)
     job = job(2)
@@ -431,7 +431,7 @@ def test_a_process_whose_connection_breaks_comes_again_with_the_state(monkeypatc
     assert [f.get("state", -1) for f in back.member()] == [0, -1]
 
 
-def test_a_frozen_process_that_alone_has_the_state_is_waited_for(monkeypatch, job):
+def test_a_frozen_process_is_awaited_for_its_state(monkeypatch, job):
     """For LATE seconds, as if it were busy; without heartbeats its connection says that it may
     live.
     """
@@ -448,8 +448,8 @@ def test_a_frozen_process_that_alone_has_the_state_is_waited_for(monkeypatch, jo
     assert job.coordinator.generation.number == 1 and not [f for f in new.member() if "state" in f]
 
 
-def test_processes_of_a_generation_that_has_never_begun_have_no_state(monkeypatch, job):
-    """They survive it, but its only rank with the state hangs: they wait for that one."""
+def test_a_generation_that_never_began_has_no_state(monkeypatch, job):
+    """Its processes survive it, but its only rank with the state hangs: they wait for that one."""
     monkeypatch.setattr(states, "LATE", 1.0)
     job = job(3)
     old, *others = generation(job, 3, opened=[0])
@@ -462,7 +462,7 @@ def test_processes_of_a_generation_that_has_never_begun_have_no_state(monkeypatc
     assert [f.get("state", -1) for f in back.member()] == [0, -1, -1]
 
 
-def test_most_of_those_that_have_the_state_do_not_wait_for_a_frozen_one(job):
+def test_most_with_the_state_do_not_await_a_frozen_one(job):
     job = job(3)
     first, second, third = generation(job, 3)
     third.frozen.set()
@@ -474,7 +474,7 @@ def test_most_of_those_that_have_the_state_do_not_wait_for_a_frozen_one(job):
     assert len(back.member()) == 2 and waited(job) is None
 
 
-def test_a_new_coordinator_does_not_begin_without_the_state_that_others_know_of(job):
+def test_a_new_coordinator_awaits_a_state_that_exists(job):
     """Two ranks of three were admitted together with the one that had the state, and the
     coordinator was lost.
     """
@@ -487,7 +487,7 @@ def test_a_new_coordinator_does_not_begin_without_the_state_that_others_know_of(
     assert job.coordinator.generation.number == 5
 
 
-def test_all_processes_of_the_job_are_enough_for_a_new_coordinator(job):
+def test_all_processes_suffice_for_a_new_coordinator(job):
     """Half of the last generation have died with the coordinator; the processes in their place
     prove that.
     """
@@ -501,7 +501,7 @@ def test_all_processes_of_the_job_are_enough_for_a_new_coordinator(job):
     assert [f.get("state", -1) for f in survivor.member()] == [7, -1, -1, -1]
 
 
-def test_a_coordinator_that_was_stopped_has_not_waited_meanwhile(monkeypatch, job):
+def test_a_coordinator_that_was_stopped_did_not_wait(monkeypatch, job):
     """It would form a generation of the ranks whose messages it happens to read first."""
     monkeypatch.setattr(states, "WINDOW", 5.0)
     job = job(3)
@@ -517,9 +517,7 @@ def test_a_coordinator_that_was_stopped_has_not_waited_meanwhile(monkeypatch, jo
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_coordinator_that_is_killed_or_stopped_before_it_listens_is_no_error_of_the_user(
-    monkeypatch, start, number, tmp_path
-):
+def test_a_coordinator_lost_early_is_no_usage_error(monkeypatch, start, number, tmp_path):
     monkeypatch.setattr(joining, "SILENT", 0.3)
     monkeypatch.setattr(joining, "APART", 0.2)
     python = tmp_path / "python"
@@ -560,7 +558,7 @@ os._exit(0)
 @pytest.mark.parametrize(
     "served", [True, False], ids=["a rank is missing", "the service is missing"]
 )
-def test_a_process_that_nobody_connects_with_keeps_its_state(served):
+def test_a_process_none_connects_with_keeps_its_state(served):
     """JAX would abort it after `JAXDP_TIMEOUT`, and it would not hear before that the generation
     has ended.
     """

@@ -19,7 +19,7 @@ LAYOUTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "devices", "layout"), LAYOUTS)
-def test_parts_are_assembled_on_another_number_of_devices(backend, devices, layout):
+def test_parts_assemble_on_another_number_of_devices(backend, devices, layout):
     strategy, _, _ = toys.build(
         toys.dropout_model(), toys.data(), backend=backend, devices=devices, layout=layout
     )
@@ -49,5 +49,5 @@ def test_parts_are_assembled_on_another_number_of_devices(backend, devices, layo
         ([0, 0, 1, 1, 2, 2], "aab", 2),
     ],
 )
-def test_the_neighbour_is_on_another_host_if_there_is_one(processes, hosts, expected):
+def test_the_neighbour_is_on_another_host_if_any(processes, hosts, expected):
     assert shift(processes, hosts) == expected

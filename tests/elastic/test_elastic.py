@@ -166,9 +166,7 @@ def alone(folder, *arguments):
 @pytest.mark.parametrize(
     ("processes", "rank"), [(2, 1), pytest.param(3, 0, marks=pytest.mark.slow)]
 )
-def test_a_killed_process_joins_again_and_the_bits_are_those_of_one_device(
-    tmp_path, processes, rank
-):
+def test_after_a_kill_the_bits_are_those_of_one_device(tmp_path, processes, rank):
     short = (*SIMPLE, "--steps", "200")
     job = started(tmp_path, processes, 1, *short)
     job.kill(rank)
@@ -224,7 +222,7 @@ def test_sharded_state_survives(tmp_path, layout):
 @pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize("processes", [4, 2])
-def test_the_processes_that_are_left_cannot_be_split_into_groups_of_two(tmp_path, processes):
+def test_a_job_continues_where_shard_size_fits_no_more(tmp_path, processes):
     sharded = ["--parallel.backend", "pjit", "--parallel.zero", "3", "--parallel.shard_size", "2"]
     job = started(tmp_path, processes, 0, *sharded)
     job.kill(1)
@@ -269,7 +267,7 @@ def test_one_process_more_than_microbatches_ends_alone(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_slices_without_a_living_copy_come_from_the_checkpoint(tmp_path):
+def test_slices_without_copy_come_from_the_checkpoint(tmp_path):
     words = ["--parallel.backend", "pjit", "--parallel.zero", "3", "--checkpoint.every", "10"]
     job = Job(tmp_path, 4, 0, *words)
     job.until(lambda: any(event["kind"] == "saved" for event in job.lines("events.jsonl")))
@@ -284,7 +282,7 @@ def test_slices_without_a_living_copy_come_from_the_checkpoint(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_two_processes_of_a_sharded_gpt_are_killed_and_join_again(tmp_path):
+def test_two_killed_processes_of_a_sharded_gpt_rejoin(tmp_path):
     gpt = [
         "--model",
         "{target: GPT, args: {layers: 2, heads: 2, dim: 32, scan: false}}",
@@ -328,7 +326,7 @@ class Hangs(Digits):
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_a_process_that_hangs_in_its_loader_ends_and_joins_again(tmp_path):
+def test_a_process_hung_in_its_loader_ends_and_rejoins(tmp_path):
     """The others do not wait for it, and none of them ends in its place."""
     (tmp_path / "hangs.py").write_text(HANGS)
     job = Job(tmp_path, 3, 1, "--data.target", "hangs.Hangs", "--watchdog.step_timeout", "4")
@@ -359,7 +357,7 @@ class Missing(Digits):
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_a_process_that_joins_without_its_data_ends_alone(tmp_path):
+def test_a_process_that_joins_without_data_ends_alone(tmp_path):
     (tmp_path / "missing.py").write_text(MISSING)
     job = started(tmp_path, 3, 1, "--data.target", "missing.Missing")
     job.kill(1)
@@ -506,7 +504,7 @@ def test_a_damaged_snapshot_is_named_and_another_used(tmp_path, damaged):
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_without_memory_for_snapshots_checkpoints_are_used(tmp_path):
+def test_without_memory_for_copies_it_uses_checkpoints(tmp_path):
     """The hosts say that they have little memory; a process joins again, too."""
     (tmp_path / "little.py").write_text(
         "import slow\nfrom jaxdp.process import hosts\n\nhosts.free_memory = lambda: 1e3\nSlow = slow.Slow\n"
@@ -576,7 +574,7 @@ def test_a_job_that_is_suspended_goes_on(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize("zero", ["1", "3"])
-def test_a_second_process_is_killed_before_the_next_snapshot(tmp_path, zero):
+def test_a_second_kill_before_a_snapshot_is_recovered(tmp_path, zero):
     """Both recover the same update, from copies that were made by different processes."""
     sharded = [
         "--parallel.backend",
@@ -653,7 +651,7 @@ class DiesEarly(Digits):
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_a_job_that_begins_with_one_process_lets_others_join(tmp_path):
+def test_a_job_of_one_process_lets_others_join(tmp_path):
     (tmp_path / "dies_early.py").write_text(DIES_EARLY)
     job = Job(tmp_path, 2, 2, "--data.target", "dies_early.DiesEarly")
     job.until(lambda: job.generations() == [1, 2])
@@ -680,7 +678,7 @@ jaxdp.fit("MLP", "Digits", steps=40, callbacks=[Dies()], parallel={"reduction": 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["elastic", "restarted"])
-def test_a_run_that_launch_starts_again_overwrites_what_was_there_and_not_itself(tmp_path, kind):
+def test_a_restarted_run_does_not_overwrite_itself(tmp_path, kind):
     (tmp_path / "script.py").write_text(OVERWRITES)
     job = launched(tmp_path, "-n", 2, "--restart", 1, sys.executable, "script.py", kind)
     for _ in range(2):  # the second job overwrites the run of the first
@@ -697,7 +695,7 @@ OUTER = ("--outer.replicas", "4", "--outer.every", "10")
 @pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize("replicas", ["4", "2"])
-def test_the_others_train_the_replicas_of_a_lost_process(tmp_path, replicas, monkeypatch):
+def test_the_others_train_replicas_of_a_lost_process(tmp_path, replicas, monkeypatch):
     """From copies in memory; two replicas are each on both devices of a process."""
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
     outer = ["--outer.replicas", replicas, "--outer.every", "10"]
@@ -728,7 +726,7 @@ main()
 @pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize("lost", [[1], [1, 2]], ids=["one", "two"])
-def test_three_processes_wait_for_the_fourth_of_four_replicas(tmp_path, lost):
+def test_three_processes_wait_for_the_fourth_replica(tmp_path, lost):
     """Of two that were lost, the first that comes back waits too."""
     program = [sys.executable, "-c", AFTER_THE_FIRST]
     job = started(tmp_path, 4, 1, *OUTER, program=program)
@@ -743,7 +741,7 @@ def test_three_processes_wait_for_the_fourth_of_four_replicas(tmp_path, lost):
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_three_processes_do_not_wait_for_ever_for_the_fourth(tmp_path):
+def test_three_of_four_processes_do_not_wait_for_ever(tmp_path):
     job = started(tmp_path, 4, 0, *OUTER, "--elastic.join_timeout", "1")
     job.kill(1)
     out, _ = job.launcher.communicate(timeout=300)
@@ -765,7 +763,7 @@ def test_a_process_is_killed_while_all_save(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_another_coordinator_takes_the_place_of_a_killed_one(tmp_path):
+def test_another_coordinator_replaces_a_killed_one(tmp_path):
     """In the same processes, from memory: none is started again, and there is no checkpoint."""
     job = started(tmp_path, 3, 0)
     job.kill_coordinator()
@@ -815,7 +813,7 @@ def test_a_frozen_coordinator_does_not_end_the_job(tmp_path, moment, seconds):
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_a_coordinator_that_is_killed_while_ranks_join_is_replaced(tmp_path):
+def test_a_coordinator_killed_in_a_join_is_replaced(tmp_path):
     """Not after JAXDP_TIMEOUT, and none of them is blamed."""
     began = time.monotonic()
     job = Job(tmp_path, 3, 0, *SIMPLE)
@@ -870,7 +868,7 @@ def test_a_flood_of_connections_does_not_end_the_job(tmp_path, processes):
 @pytest.mark.mpi
 @pytest.mark.parametrize("processes", [2, 3, 4])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_the_last_process_that_has_the_state_is_waited_for(tmp_path, processes, seed):
+def test_the_last_process_with_the_state_is_awaited(tmp_path, processes, seed):
     """All others die while the job recovers, also those that start again; it is stopped for a
     while.
     """
@@ -912,7 +910,7 @@ def test_a_job_that_has_lost_its_state_says_so(tmp_path, every):
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_with_its_coordinator_and_half_of_the_processes_the_job_continues_when_all_are_started_again(
+def test_a_job_survives_its_coordinator_and_half_of_it(
     tmp_path,
 ):
     """The new coordinator cannot know that the other half is dead, and not behind a cut network,
@@ -1015,7 +1013,7 @@ def test_open_mpi_5_lets_the_others_continue(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_a_launcher_that_ends_all_processes_is_named_at_the_start(tmp_path):
+def test_a_launcher_that_ends_all_processes_is_named(tmp_path):
     (tmp_path / "config.yaml").write_text(CONFIG)
     words = [
         "-m",
@@ -1149,7 +1147,7 @@ def test_neither_half_of_a_cut_network_goes_on(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_a_network_that_is_healed_after_its_halves_have_lost_each_other(tmp_path):
+def test_a_job_continues_after_a_healed_network_split(tmp_path):
     """The second host is declared dead, and then its process comes: it is on this side, so both
     continue.
     """

@@ -85,7 +85,7 @@ def regroup(member):
         member.request("regroup", fault="")
 
 
-def test_the_facts_and_exchanges_of_the_next_generation(enter):
+def test_facts_and_exchanges_of_the_next_generation(enter):
     """Its ranks have other numbers, and some of their facts are of one rank only."""
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         first = [*pool.map(enter, range(3))]
@@ -99,7 +99,7 @@ def test_the_facts_and_exchanges_of_the_next_generation(enter):
     ] == [0, 1]
 
 
-def test_a_new_process_prepares_before_the_others_stop_for_it(enter):
+def test_a_new_process_prepares_before_the_others_stop(enter):
     """Nor does a generation that forms meanwhile wait for it."""
     began, may_end, asked = threading.Event(), threading.Event(), threading.Event()
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -122,7 +122,7 @@ def test_a_new_process_prepares_before_the_others_stop_for_it(enter):
         assert [x[0].rank for x in [*third, new.result()]] == [0, 1, 2] and new.result()[1] == 2
 
 
-def test_a_process_that_prepares_hears_that_the_job_has_ended(enter):
+def test_a_preparing_process_hears_that_the_job_ended(enter):
     """Although it has sent heartbeats to the coordinator that ended, which resets the connection."""
     began, may_end = threading.Event(), threading.Event()
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -146,7 +146,7 @@ def test_a_process_that_prepares_hears_that_the_job_has_ended(enter):
 
 
 @pytest.mark.slow
-def test_a_process_that_the_others_need_is_not_asked_to_prepare(enter):
+def test_a_process_that_others_need_prepares_nothing(enter):
     """One of three cannot continue alone if the others may be alive, until a process comes from the
     host of one.
     """
@@ -165,7 +165,7 @@ def test_a_process_that_the_others_need_is_not_asked_to_prepare(enter):
 
 
 @pytest.mark.parametrize("enter", [math.inf], indirect=True, ids=["join_after"])
-def test_the_others_do_not_stop_for_a_new_process_before_join_after(enter):
+def test_no_stop_for_a_new_process_before_join_after(enter):
     """A generation that forms for another reason admits it; so does one that cannot train without
     it.
     """
@@ -209,7 +209,7 @@ def test_the_others_wait_for_a_survivor_that_is_busy(enter):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("busy", [1, 2])
-def test_a_coordinator_in_the_place_of_another_waits_for_survivors_that_are_busy(enter, busy):
+def test_a_new_coordinator_waits_for_busy_survivors(enter, busy):
     """One of two alone would be too few to continue, and the one that compiles for longer would
     come as a new one.
     """
@@ -233,7 +233,7 @@ def test_a_coordinator_in_the_place_of_another_waits_for_survivors_that_are_busy
 
 
 @pytest.mark.slow
-def test_a_process_that_is_stopped_while_it_waits_is_not_admitted(enter):
+def test_a_process_stopped_in_waiting_is_not_admitted(enter):
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         first = [*pool.map(enter, range(3))]
         waits = {**facts(0, 3), "pid": 1 << 30}
@@ -248,7 +248,7 @@ def test_a_process_that_is_stopped_while_it_waits_is_not_admitted(enter):
     assert [x.result()[0].rank for x in [*second, alive]] == [0, 1, 2]
 
 
-def test_a_new_process_trains_alone_if_all_others_are_dead(enter):
+def test_a_new_process_trains_alone_if_others_are_dead(enter):
     """Nobody can be on the other side of a cut network."""
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         first = [*pool.map(enter, range(3))]
@@ -259,7 +259,7 @@ def test_a_new_process_trains_alone_if_all_others_are_dead(enter):
 
 
 @pytest.mark.parametrize("code", [0, PREEMPTED])
-def test_a_process_that_waits_is_told_that_the_job_has_ended(enter, code):
+def test_a_waiting_process_hears_that_the_job_ended(enter, code):
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         first, joins = [*pool.map(enter, range(3))], threading.Event()
     late = Connection(*enter.address, 60.0, facts={**facts(0, 3), "pid": 1 << 30})

@@ -54,7 +54,7 @@ def test_a_committed_state_is_like_the_first_one(other, words):
         jaxdp.elastic.run(train, {"best": 0, "w": np.ones((2, 3))})
 
 
-def test_the_bytes_of_a_state_do_not_depend_on_its_byte_order():
+def test_the_bytes_of_a_state_ignore_its_byte_order():
     swapped, own = np.arange(3, dtype=">f4"), np.arange(3, dtype=np.float32)
     for committed in (swapped, own):
         (data,) = elastic.snapshot_of(1, [elastic.native(committed)]).parts[WHOLE]

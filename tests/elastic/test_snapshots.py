@@ -18,7 +18,7 @@ from spiked_runs import guarded_run
 
 
 @pytest.mark.slow
-def test_a_run_that_is_rolled_back_continues_to_take_snapshots(tmp_path):
+def test_a_run_takes_snapshots_after_a_rollback(tmp_path):
     compilations, snapshots = [], Snapshots(2)
 
     @contextlib.contextmanager
@@ -40,7 +40,7 @@ def test_a_run_that_is_rolled_back_continues_to_take_snapshots(tmp_path):
     assert snapshots.newest.step == 11 and json.loads(snapshots.newest.meta)["offset"] == 2
 
 
-def test_the_parts_of_a_state_that_was_recovered_are_kept():
+def test_the_parts_of_a_recovered_state_are_kept():
     """The copy of a recovered state has the slices of other devices; a process must have all that
     it says it has.
     """
@@ -94,7 +94,7 @@ def test_snapshots_choose_their_interval(tmp_path):
 
 
 @pytest.mark.slow
-def test_devices_stay_open_while_a_program_of_the_last_generation_computes(monkeypatch):
+def test_devices_stay_open_while_an_old_program_runs(monkeypatch):
     """It may wait for a message that Gloo has lost, for half an hour."""
     monkeypatch.setattr(regroup, "LOST", 0.2)
     multiply = jax.jit(lambda x, n: jax.lax.fori_loop(0, n, lambda _, x: x @ x * 1e-3, x))

@@ -90,7 +90,7 @@ def test_all_orders(kinds, faults, worlds):
     assert worlds < seen < steps
 
 
-def test_a_new_process_that_hangs_before_it_has_the_state_is_not_waited_for():
+def test_none_awaits_a_new_process_hung_without_state():
     """Its heartbeats go on: it may be in a collective with one that was killed."""
     world = begun("aaa", 4, FAULTS)
 

@@ -56,7 +56,7 @@ WAYS = [("pjit", 3, 2), ("pmap", 1, 0), ("pmap", 4, 1), ("pjit", 1, 0), ("pjit",
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", first(1, WAYS), ids=str)
-def test_several_updates_in_a_call_are_those_one_by_one(way):
+def test_several_updates_a_call_equal_those_one_by_one(way):
     backend, devices, zero = way
     model, examples = toys.MODELS["dropout"](), toys.data(53)
     strategy, step, batch = toys.build(
@@ -155,7 +155,7 @@ def test_the_guard_sees_every_update_of_a_call(action):
 
 
 @pytest.mark.parametrize("backend, devices", [("pmap", 1), ("pmap", 3), ("pjit", 1), ("pjit", 8)])
-def test_what_is_gathered_on_the_device_is_what_is_read(backend, devices):
+def test_rows_gathered_on_the_device_equal_those_read(backend, devices):
     examples = toys.data(53) | {
         "mask": np.linspace(0, 1, 53 * 2).reshape(53, 2) > 0.3,
         "reset": np.arange(53) % 9 == 0,
@@ -250,9 +250,7 @@ def test_a_mask_of_the_data_is_never_left_out():
 @pytest.mark.mpi
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["pmap", "pjit"])
-def test_over_two_processes_calls_of_several_from_the_devices_memory_are_the_same(
-    tmp_path, backend
-):
+def test_several_updates_a_call_on_two_processes_agree(tmp_path, backend):
     """Two devices each, a batch that does not fill its microbatches, an evaluation between calls."""
     config = [
         "--config",

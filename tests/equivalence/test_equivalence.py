@@ -52,7 +52,7 @@ AGAINST_JIT = cover(backend=("pjit", "pmap"), devices=(3, 8, 1), model=("mlp", "
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", first(1, AGAINST_JIT), ids=name)
-def test_every_strategy_agrees_with_jit_of_apply_and_grads_on_one_device(row):
+def test_every_strategy_agrees_with_a_plain_jit(row):
     model, examples = toys.MODELS[row["model"]](), toys.data(dtype="float64")
     with jax.enable_x64(True):
         step = make_step(
@@ -133,7 +133,7 @@ def test_a_planted_unmasked_padding_is_caught():
     mask=st.lists(st.sampled_from([0.0, 1.0]), min_size=12, max_size=12),
     seed=st.integers(0, 99),
 )
-def test_a_losss_sums_over_any_split_are_those_of_the_whole(order, mask, seed):
+def test_sums_of_a_loss_do_not_depend_on_the_split(order, mask, seed):
     rng = np.random.default_rng(seed)
     logits, labels, targets = (
         rng.normal(size=(12, 5)),
@@ -162,7 +162,7 @@ def test_a_losss_sums_over_any_split_are_those_of_the_whole(order, mask, seed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", toys.MODELS)
-def test_gradients_are_computed_without_implicit_promotion(model):
+def test_gradients_need_no_implicit_promotion(model):
     examples = toys.data()
     for dtype in ("float32", "bfloat16")[
         : 1 if model == "resnet" else 2

@@ -63,7 +63,7 @@ def sums_in_loops(text):
 
 @pytest.mark.parametrize("accumulate", first(1, ["scan", "vmap"]))
 @pytest.mark.parametrize("zero", first(1, [0, 3, 1, 2]))
-def test_the_sum_of_a_blocks_gradients_needs_nothing_of_its_iteration(zero, accumulate):
+def test_a_blocks_reduction_overlaps_its_iteration(zero, accumulate):
     program = compiled(zero=zero, accumulate=accumulate, layers=4)
     sums = sums_in_loops(program.text)
     assert sums and all(products and not needs for needs, products in sums), sums

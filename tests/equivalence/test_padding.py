@@ -32,7 +32,7 @@ SHAPES = st.lists(st.integers(1, 12), min_size=1, max_size=3).map(tuple)
 
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(SHAPES, st.integers(2, 9), st.booleans())
-def test_slices_of_a_padded_leaf_have_its_elements_and_zeros(shape, parts, stacked):
+def test_slices_of_a_padded_leaf_are_its_own_and_zeros(shape, parts, stacked):
     dim, x = (
         split_dim(shape, parts, stacked, True),
         np.random.default_rng(0).normal(size=shape).astype(np.float32),
@@ -110,7 +110,7 @@ def test_an_average_is_evaluated_without_padding():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("zero", "devices"), [(1, 3), (2, 5), (3, 7), (3, 8)])
-def test_compiled_programs_store_a_part_of_nearly_everything(zero, devices):
+def test_compiled_programs_split_nearly_everything(zero, devices):
     """The arguments of an update, and what it sends, are those of the formulas, with padding for
     what divides not.
     """
@@ -131,7 +131,7 @@ def test_compiled_programs_store_a_part_of_nearly_everything(zero, devices):
 
 
 @pytest.mark.slow
-def test_an_optimizer_gets_padding_only_if_it_is_elementwise():
+def test_only_elementwise_optimizers_get_padding():
     shapes = strategy_of("pjit", 5, {"zero": 1}).shapes
 
     def can(tx, parts=5):
@@ -157,7 +157,7 @@ SHAPED = {
 }
 
 
-def test_rules_select_the_dim_of_parameters_and_their_optimizer_state():
+def test_rules_select_the_dim_that_is_split():
     rules = (("^embed/", (None, "shard")), ("^head/kernel$", (None, None)))
     strategy = strategy_of("pjit", 4, {"zero": 1, "rules": rules})
     assert (

@@ -70,7 +70,7 @@ def overflowed(layout):
 
 @pytest.mark.slow
 @every_layout
-def test_an_update_that_overflows_is_skipped_on_all_devices(layout):
+def test_an_overflow_skips_the_update_on_all_devices(layout):
     """The large gradient is in one device's slice of `w`, where that is split; none of the devices
     may update.
     """
@@ -136,7 +136,7 @@ def test_a_static_scale_stays_and_skips_too():
 @pytest.mark.parametrize(
     "scaling", first(1, [LossScaling(2.0**10, dynamic=False, weight=20), LossScaling(2.0**10)])
 )
-def test_a_scale_that_is_a_power_of_two_changes_no_float32_number(scaling):
+def test_a_scale_of_a_power_of_two_changes_no_float32(scaling):
     """Nor does the weight that makes it one of the mean loss: a power of two is taken of that too."""
     plain, scaled = (
         run(4, toys.MODELS["mlp"](), toys.data(), scaling=s)[0][-1] for s in (None, scaling)
@@ -169,7 +169,7 @@ def test_float16_learns_as_float32_does(layout):
 
 
 @pytest.mark.parametrize("accumulate", first(1, ["vmap", "scan"]))
-def test_a_sum_of_microbatches_that_is_too_large_for_float16_is_no_overflow(accumulate):
+def test_sums_too_large_for_float16_do_not_overflow(accumulate):
     """Each of four microbatches has gradients that float16 can hold, and their sum is too large for
     it.
     """
@@ -321,7 +321,7 @@ class Faint(SoftmaxCrossEntropy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", first(1, ["pmap-1", "pjit-3"]))
-def test_gradients_that_float16_loses_are_kept_by_the_scale(layout):
+def test_the_scale_keeps_gradients_that_float16_loses(layout):
     def train(**settings):
         return run(
             1, toys.MODELS["mlp"](), toys.data(), optimizer=(optax.sgd(1e7), None), loss=Faint(), **LAYOUTS[layout],
@@ -341,7 +341,7 @@ def test_gradients_that_float16_loses_are_kept_by_the_scale(layout):
 
 @pytest.mark.slow
 @every_layout
-def test_the_average_is_the_formula_and_what_is_evaluated(layout):
+def test_the_average_follows_its_formula_in_evaluation(layout):
     """ema = decay x ema + (1 - decay) x params after each update, from the initial parameters."""
     with jax.enable_x64(True):
         strategy, step, batch = toys.build(
@@ -612,7 +612,7 @@ LEARNING += [("blocks", "hybrid-3")]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", first(1, LEARNING), ids=str)
-def test_bfloat16_parameters_learn_and_alike_in_every_layout(case):
+def test_bfloat16_parameters_learn_alike_in_any_layout(case):
     model, layout = case
     want, copy, _ = master_on_one_device(model)
     got, own_copy, state = with_master_copy(model, devices=8, **LAYOUTS[layout])
@@ -624,7 +624,7 @@ def test_bfloat16_parameters_learn_and_alike_in_every_layout(case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["mlp", "blocks"])
-def test_bfloat16_parameters_learn_as_float32_ones_that_compute_in_bfloat16(model):
+def test_bfloat16_parameters_learn_as_float32_ones(model):
     """The forward pass reads the same bfloat16 values, but for ties."""
     tx, mixed = (
         (optax.adamw(1e-4, weight_decay=0.1), 1.0),

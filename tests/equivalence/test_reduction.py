@@ -77,7 +77,7 @@ def test_400_tensors_are_one_operand():
     assert sum(c.count(",") + 1 for c in calls) == 400
 
 
-def test_buckets_are_last_leaf_first_of_one_dtype_within_the_limit():
+def test_buckets_are_of_one_dtype_within_the_limit():
     leaves = [("f", 40), ("f", 40), ("i", 8), ("f", 40), ("f", 200), ("f", 10)]
     buckets = pack(leaves, 100)
     assert sorted(i for b in buckets for i in b) == list(range(6))
@@ -126,7 +126,7 @@ def test_shares_differ_by_at_most_one(devices):
     assert sorted(table[table >= 0]) == list(range(16))
 
 
-def test_more_devices_than_microbatches_says_what_to_set():
+def test_more_devices_than_microbatches_name_the_fix():
     with pytest.raises(
         UsageError, match="microbatches: 8 cannot be split over 9 devices; set microbatches to 9"
     ):
@@ -135,7 +135,7 @@ def test_more_devices_than_microbatches_says_what_to_set():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", first(1, ["pjit", "pmap"]))
-def test_a_bucketed_step_is_one_all_reduce_of_one_operand(backend):
+def test_a_bucketed_step_all_reduces_one_operand(backend):
     """Gradients, loss, weight, metrics and BatchNorm's averages travel together."""
     examples = toys.data(20)
     _, state, _, strategy, program = toys.train(

@@ -175,7 +175,7 @@ def test_each_device_holds_an_eighth_of_the_state():
 
 
 @pytest.mark.slow
-def test_the_wire_carries_a_reduce_scatter_and_an_all_gather():
+def test_it_sends_a_reduce_scatter_and_an_all_gather():
     """Of every split leaf one each, and an all-reduce of the whole leaves alone."""
     params, (*_, text) = adamw_by_pmap()
 
@@ -233,7 +233,7 @@ print(jax.device_count(), *{*kinds})
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_over_gloo_it_is_an_all_reduce_and_the_same_numbers():
+def test_over_gloo_an_all_reduce_has_the_same_numbers():
     """Two processes of four devices."""
     both = ranks(2, f"127.0.0.1:{port()}")
     for job in processes(["-c", OVER_GLOO], both, timeout=120, devices=4):
@@ -241,7 +241,7 @@ def test_over_gloo_it_is_an_all_reduce_and_the_same_numbers():
         assert job.stdout.splitlines()[-1] == "8 all-reduce"  # after lines of Gloo
 
 
-def test_extra_arguments_and_missing_parameters_pass_through():
+def test_extra_arguments_and_no_parameters_are_passed():
     seen = []
 
     def update(updates, state, params=None, *, value=None, **extra):
@@ -282,7 +282,7 @@ def test_outside_of_the_axis_it_says_where_to_call_it():
 
 
 @pytest.mark.slow
-def test_the_example_learns_with_an_eighth_of_the_state():
+def test_the_example_learns_with_an_eighth_of_state():
     (job,) = processes(["examples/zero1.py"], [{}], devices=N)
     assert job.returncode == 0, job.output
     *_, first, _, _, last, size = job.stdout.splitlines()

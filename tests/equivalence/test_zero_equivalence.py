@@ -43,7 +43,7 @@ def test_parameters_that_are_one_array_are_split(place):
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("row", product(thinned, **THINNED), ids=name)
-def test_every_combination_of_stages_agrees_with_the_oracle(row):
+def test_all_combinations_of_stages_agree_with_oracle(row):
     check_stage(**row)
 
 
@@ -105,12 +105,12 @@ def test_every_optimizer_agrees_with_one_device(row):
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("row", product(fits, **OPTIMIZED), ids=name)
-def test_every_optimizer_agrees_with_one_device_in_every_layout(row):
+def test_every_optimizer_agrees_in_every_layout(row):
     check_optimizer(**row)
 
 
 @pytest.mark.slow
-def test_the_optimizers_move_the_parameters_and_adafactor_factors():
+def test_optimizers_move_weights_and_adafactor_factors():
     with jax.enable_x64(True):
         first = toys.train(
             toys.MODELS["blocks"](), toys.data(dtype="float64"), dtype="float64", steps=0
@@ -159,7 +159,7 @@ def test_bfloat16_agrees_with_bfloat16_on_one_device(stage):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", only([("pjit", "8", 2, "sharded")], FEW), ids=str)
-def test_gradients_reduced_in_bfloat16_are_those_of_float32_to_its_rounding(stage):
+def test_bfloat16_reduction_is_float32_to_its_rounding(stage):
     """bfloat16 rounds by up to 2^-9: each device's share, their sum, and what the sum over devices
     cancels.
     """

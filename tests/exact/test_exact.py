@@ -144,7 +144,7 @@ def trained():
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("trained")
-def test_every_model_is_the_same_on_any_number_of_devices_in_every_stage(trained):
+def test_every_model_has_one_digest_in_every_stage(trained):
     exact = of_exact_sums(trained)
     assert not (wrong := differing(exact)), wrong
     assert len({digest for digest, _ in exact.values()}) == len(MODELS) + len(NARROW)
@@ -155,7 +155,7 @@ def test_every_model_is_the_same_on_any_number_of_devices_in_every_stage(trained
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("trained")
-def test_the_exact_sum_is_that_of_floats_to_rounding_and_fewer_bytes_are_near_it(trained):
+def test_exact_losses_are_near_those_of_float_sums(trained):
     def losses(row):
         return np.array([float.fromhex(loss) for loss, _ in trained[row][1]])
 
@@ -166,7 +166,7 @@ def test_the_exact_sum_is_that_of_floats_to_rounding_and_fewer_bytes_are_near_it
     np.testing.assert_allclose(eight, blocks, rtol=0.15)
 
 
-def test_the_cover_has_each_number_of_devices_and_each_model_in_every_stage():
+def test_the_cover_has_all_devices_models_and_stages():
     split = {model: [way.split("-") for way in ways] for model, ways in COVER.items()}
     counts = {
         model: [int(place.partition("/")[0]) for _, _, place, _ in ways]
@@ -217,9 +217,7 @@ def test_two_processes_of_two_devices_are_one_device(trained):
         (4, 1, ("dropout-pjit-2-4-sharded-adamw-exact16", "lstm-pmap-0-4-sharded-adamw-exact")),
     ],
 )
-def test_three_processes_with_uneven_shares_and_four_are_one_device(
-    trained, processes, devices, rows
-):
+def test_uneven_shares_of_processes_equal_one_device(trained, processes, devices, rows):
     together = run(rows, devices, processes, timeout=600)
     assert len(together) == len(rows)
     assert not (wrong := differing(of_exact_sums(trained) | together)), wrong
@@ -245,7 +243,7 @@ def alone(model, optimizer="adamw"):
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("model", "ways"), [("resnet", 58), ("gpt", 58)])
-def test_every_way_on_every_number_of_devices_is_one_device(model, ways):
+def test_every_layout_on_any_devices_equals_one_device(model, ways):
     got = run(rows_of(model, everywhere(1, 2, 3, 5, 7, 8)), timeout=3600)
     assert len(got) == ways
     assert not (wrong := differing(alone(model) | got)), wrong
@@ -298,7 +296,7 @@ VARIANTS = {  # a way for each, beside one device; and, of twelve microbatches, 
 
 
 @pytest.mark.slow
-def test_other_sizes_and_numbers_of_microbatches_are_the_same_on_any_number_of_devices():
+def test_other_batches_have_one_digest_on_any_devices():
     rows = [rows_of(variant, ("pjit-0-1-sharded", *ways)) for variant, ways in VARIANTS.items()]
     jobs = [[row for some in half for row in some] for half in (rows[::2], rows[1::2])]
     done = together(
@@ -321,7 +319,7 @@ PRECISIONS = ("float32", "bfloat16", "all_bfloat16", "float16", "static_float16"
 
 
 @pytest.mark.slow
-def test_narrow_floats_are_the_same_on_any_number_of_devices():
+def test_narrow_floats_are_the_same_on_any_devices():
     """Where XLA would leave out roundings by what it fuses; and where a loss scale falls and rises."""
     ways = {
         "dropout.bfloat16": ("pjit-2-5-sharded",),
@@ -338,7 +336,7 @@ def test_narrow_floats_are_the_same_on_any_number_of_devices():
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("model", LAYERS)
-def test_every_layer_is_the_same_on_any_number_of_devices_in_every_precision(model):
+def test_every_layer_in_any_precision_has_one_digest(model):
     """One device, and three other ways: every one of `SAMPLE` for some precision."""
     rows = []
     for i, precision in enumerate(PRECISIONS):
@@ -353,7 +351,7 @@ def test_every_layer_is_the_same_on_any_number_of_devices_in_every_precision(mod
 @pytest.mark.exhaustive
 @pytest.mark.mpi
 @pytest.mark.parametrize("model", LAYERS)
-def test_every_layer_is_the_same_on_two_processes_in_every_precision(model):
+def test_every_layer_has_one_digest_on_two_processes(model):
     """Two processes of one device, or of two, and one device by itself."""
     names = [f"{model}.{precision}" for precision in PRECISIONS]
     ways = (
@@ -369,7 +367,7 @@ def test_every_layer_is_the_same_on_two_processes_in_every_precision(model):
 
 
 @pytest.mark.slow
-def test_a_convolution_in_bfloat16_has_one_digest_under_both_backends(tmp_path):
+def test_a_bfloat16_convolution_has_one_digest(tmp_path):
     """XLA leaves out roundings where it fuses, unless excess precision is off; and it fuses another
     way in stage 2.
     """
@@ -403,7 +401,7 @@ def test_a_convolution_in_bfloat16_has_one_digest_under_both_backends(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_optimizer_is_the_same_where_it_may_be_used():
+def test_every_optimizer_has_one_digest_where_allowed():
     """What looks beyond an element works on whole arrays, on any number of devices."""
     rows = []
     for optimizer, way in {
@@ -420,7 +418,7 @@ def test_every_optimizer_is_the_same_where_it_may_be_used():
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("optimizer", [name for name in toys.OPTIMIZERS if name != "adamw"])
-def test_every_optimizer_is_the_same_in_every_stage_that_it_may_be_used_in(optimizer):
+def test_every_optimizer_has_one_digest_in_its_stages(optimizer):
     model = "blocks" if optimizer == "muon" else "dropout"
     whole = [way for way in everywhere(1, 2, 3, 7, 8) if "-0-" in way]
     got = run(rows_of(model, SAMPLE if optimizer in ("momentum", "lion") else whole, optimizer))
@@ -441,7 +439,7 @@ log: {every: 1}
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_a_run_that_is_resumed_twice_on_other_devices_has_the_digest_of_one_device(tmp_path):
+def test_a_run_resumed_twice_has_one_devices_digest(tmp_path):
     """Stopped after 5 of 10 updates on 8 devices under pjit, stage 2, and after 7 on 3 devices
     under pmap; then one device in each of two processes. The fifth batch of an epoch is short."""
     base = ["train.py", "--config", str(write(tmp_path, CONFIG)), "--run_dir"]
@@ -521,7 +519,7 @@ def initial(backend, devices, zero, reduction="exact", shard_size=None):
 
 
 @pytest.mark.slow
-def test_initial_weights_that_depend_on_each_other_are_those_of_one_device():
+def test_dependent_initial_weights_equal_one_devices():
     whole = initial("pmap", 1, 0)
     for where in (("pmap", 3, 1), ("pjit", 8, 3, "exact", 4)):
         assert initial(*where) == whole, where
@@ -564,7 +562,7 @@ def test_a_product_is_rounded_before_it_is_added(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_what_is_divided_by_a_scalar_is_multiplied_by_its_reciprocal(dtype):
+def test_division_by_a_scalar_uses_its_reciprocal(dtype):
     """Also where the scalar was made an array of equal entries, and inside functions jitted for
     themselves.
     """
@@ -633,7 +631,7 @@ def test_what_settles_is_as_it_was():
     ]
 
 
-def test_integers_and_leaves_that_are_none_are_as_they_were():
+def test_integers_and_none_leaves_are_not_rounded():
     n, x = np.arange(-5, 5, dtype=np.int32), draw(10)
 
     def f(tree, nothing):
@@ -686,7 +684,7 @@ def variables(monkeypatch, closed):
     return after
 
 
-def test_the_environment_of_exact_mode_keeps_the_users_own_flags(variables, monkeypatch):
+def test_the_environment_keeps_the_users_own_flags(variables, monkeypatch):
     off = "--xla_disable_hlo_passes="
     assert variables("") == f"{PASSES} {CPU}"
     mine = "--xla_force_host_platform_device_count=4 --xla_cpu_multi_thread_eigen=false"
@@ -700,14 +698,14 @@ def test_the_environment_of_exact_mode_keeps_the_users_own_flags(variables, monk
     assert os.environ["XLA_FLAGS"] == f"{PASSES} {CPU}"
 
 
-def test_of_a_flag_that_is_given_twice_the_last_does_not_undo_what_exact_mode_needs(variables):
+def test_a_repeated_flag_does_not_undo_exact_modes_own(variables):
     name, other = "--xla_allow_excess_precision", "--xla_a=1"
     for given in (f"{name}=false {name}=true", f"{name}=true", name):
         after = variables(f"{given} {other}")
         assert after.split().count(f"{name}=false") == after.count(name) == 1
 
 
-def test_the_environment_of_a_gpu_asks_for_operations_that_are_the_same_every_time(variables):
+def test_a_gpus_environment_asks_for_deterministic_ops(variables):
     assert variables("--xla_a=1", gpus=1) == f"--xla_a=1 {GPU}"
     assert variables("--xla_gpu_deterministic_ops=false", gpus=1) == GPU
 
@@ -726,9 +724,7 @@ def test_a_processor_without_fma_is_refused(features, works, variables, monkeypa
             variables("")
 
 
-def test_an_environment_that_exact_mode_cannot_work_in_is_refused_with_what_to_call(
-    monkeypatch, closed
-):
+def test_unfit_flags_are_refused_with_what_to_call(monkeypatch, closed):
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
     with pytest.raises(
         UsageError,
@@ -739,9 +735,7 @@ def test_an_environment_that_exact_mode_cannot_work_in_is_refused_with_what_to_c
     flags.check_flags()
 
 
-def test_fit_is_refused_in_one_line_where_jax_has_opened_its_devices_without_the_settings(
-    monkeypatch, tmp_path
-):
+def test_fit_is_refused_if_devices_were_opened_before(monkeypatch, tmp_path):
     """What XLA has read from the environment, it has read: setting it now would look right and
     change nothing.
     """
@@ -765,7 +759,7 @@ FEW_MICROBATCHES = "cannot be split over {} devices; set microbatches to {} or m
 
 
 @pytest.mark.parametrize("backend", ["pmap", "pjit"])
-def test_more_devices_than_microbatches_or_groups_of_them_are_refused(backend):
+def test_more_devices_than_groups_are_refused(backend):
     def build(n, **more):
         return toys.build(toys.MODELS["mlp"](), toys.data(), backend=backend, devices=n, **more)
 
@@ -781,7 +775,7 @@ def test_more_devices_than_microbatches_or_groups_of_them_are_refused(backend):
 
 @pytest.mark.parametrize("devices", range(1, 7))
 @pytest.mark.parametrize("group", [1, 2, 3])
-def test_groups_of_microbatches_stay_together_and_each_is_there_once(devices, group):
+def test_each_group_of_microbatches_is_on_one_device(devices, group):
     table = assign_microbatches(6 * group, devices, group)
     groups = table.reshape(devices, -1, group)
     real = groups[groups[..., 0] >= 0]
@@ -791,7 +785,7 @@ def test_groups_of_microbatches_stay_together_and_each_is_there_once(devices, gr
 
 
 @pytest.mark.slow
-def test_the_command_refuses_fewer_microbatches_than_devices_in_one_line(tmp_path):
+def test_fewer_microbatches_than_devices_are_one_line(tmp_path):
     argv = ["--config", write(tmp_path, CONFIG), "--run_dir", tmp_path / "run", "--microbatches", 2]
     said = jaxdp(*argv, code=2, devices=3).stderr.strip()
     assert f"microbatches: 2 {FEW_MICROBATCHES.format(3, 3)}" in said and "\n" not in said
@@ -830,9 +824,7 @@ PLACES = [("pmap", 1), ("pjit", 1), ("pjit", 3)]
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("optimizer", BEYOND)
 @pytest.mark.parametrize(("backend", "zero"), PLACES)
-def test_what_is_not_elementwise_is_refused_by_name_where_anything_is_split(
-    optimizer, backend, zero
-):
+def test_a_split_optimizer_must_be_elementwise(optimizer, backend, zero):
     """On one device too: it would not give what eight do."""
     model = toys.MODELS["mlp"]()
     for devices in (1, 8):
@@ -844,7 +836,7 @@ def test_what_is_not_elementwise_is_refused_by_name_where_anything_is_split(
 
 
 @pytest.mark.parametrize(("backend", "zero"), PLACES)
-def test_what_is_not_elementwise_is_refused_where_only_few_devices_split_anything(backend, zero):
+def test_a_split_on_few_devices_must_be_elementwise(backend, zero):
     assert "not elementwise" in str(refusal(TWENTY, "lamb", backend, zero, devices=2))
 
 
@@ -912,14 +904,14 @@ def report(updates=2, devices=(1, 2), scale=1.0):
         ({"devices": (2,)}, "nothing was compared but on 2 device"),
     ],
 )
-def test_equal_rows_that_trained_nothing_or_on_one_number_of_devices_do_not_pass(case, says):
+def test_equal_rows_that_trained_nothing_do_not_pass(case, says):
     found = report(**case)
     assert not found.verified and not found.of("FAILED") and not found.as_json("title")["exact"]
     assert found.as_text("title").splitlines()[-1].startswith(f"not exact: {says}")
 
 
 @pytest.mark.slow
-def test_rows_that_trained_the_same_on_several_numbers_of_devices_pass():
+def test_equal_rows_of_several_device_counts_pass():
     found = report()
     assert found.verified and len(found.of("ok")) == 3
     said = found.as_text("title").splitlines()[-1]
@@ -988,7 +980,7 @@ def test_exact_mode_sends_what_buckets_do(where, slots):
 @pytest.mark.slow
 @pytest.mark.parametrize("reduction", BYTES)
 @pytest.mark.parametrize("place", first(1, ["8", "3"]))
-def test_gradients_travel_as_integers_in_one_all_reduce_of_the_reductions_width(reduction, place):
+def test_gradients_are_one_all_reduce_of_integers(reduction, place):
     least, most = BYTES[reduction]
     share = sent(reduction, 1, 0, place) / sent("bucket", 1, 0, place)
     assert least < share <= most, share
@@ -1001,7 +993,7 @@ def test_gradients_travel_as_integers_in_one_all_reduce_of_the_reductions_width(
 
 
 @pytest.mark.slow
-def test_exact_sums_start_from_the_parameters_of_another_run(tmp_path):
+def test_exact_sums_start_from_another_runs_parameters(tmp_path):
     words = [*DIGITS, "--epochs", "null", "--steps", "3", "--eval.every", "null"]
     jaxdp(*words, "--run_dir", tmp_path / "first")
     digests = []

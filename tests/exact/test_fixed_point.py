@@ -79,7 +79,7 @@ def unit_of(form, summands, exponent, bits=None):
     spare=st.integers(0, 6),
 )
 @SMALL()
-def test_what_is_restored_is_within_a_unit_of_what_was_quantized(form, values, summands, spare):
+def test_restored_numbers_are_within_a_quantized_unit(form, values, summands, spare):
     x = jnp.asarray(values, jnp.float32)
     exponent = exponent_of(x) + spare
     key = jax.random.key(len(values)) if form.stochastic else None
@@ -109,7 +109,7 @@ def test_as_many_numbers_as_were_said_never_overflow(bits):
 
 @formats
 @pytest.mark.parametrize("summands", [1, 2, 3, 7, 18])
-def test_the_largest_numbers_of_an_exponent_stay_within_the_limit(form, summands):
+def test_the_largest_numbers_of_an_exponent_fit(form, summands):
     """Rounded at random too: over a thousand draws."""
     mantissa, power = limit_of(form.bits, summands)
     edge = np.nextafter(np.float32(1), np.float32(0))
@@ -162,7 +162,7 @@ def over(f, x, devices, out=DATA):
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", ["int32", "int16", "int8"])
 @pytest.mark.parametrize("safe", [False, True])
-def test_reductions_add_up_and_scatter_integers_of_every_width(dtype, safe):
+def test_reductions_add_up_integers_of_every_width(dtype, safe):
     info = np.iinfo(dtype)
     reduction = integers("exact8", safe=safe)
     for devices in (1, 3, 8):
@@ -199,7 +199,7 @@ def test_lanes_of_words_are_the_inverse_and_add_up(dtype, size, terms, data):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32"])
-def test_lanes_take_the_smallest_and_the_largest_side_by_side(dtype):
+def test_lanes_hold_the_smallest_beside_the_largest(dtype):
     info = np.iinfo(dtype)
     edges = (info.min, info.min + 1, -1, 0, 1, info.max)
     x = np.array(list(itertools.product(edges, repeat=4)), dtype)
@@ -218,7 +218,7 @@ def test_lanes_of_float64_are_words_of_64_bits():
 
 
 @pytest.mark.slow
-def test_random_rounding_is_right_on_average_and_the_same_for_the_same_key():
+def test_random_rounding_is_unbiased_and_keyed():
     x = jnp.asarray(np.linspace(-0.99, 0.99, 41), jnp.float32)
 
     def rounded(key):
@@ -235,7 +235,7 @@ def test_random_rounding_is_right_on_average_and_the_same_for_the_same_key():
 
 
 @pytest.mark.slow
-def test_random_numbers_are_between_0_and_1_and_every_one_of_256():
+def test_random_numbers_are_all_256_between_0_and_1():
     for shape in ((), (1,), (7, 3), (100, 100)):
         x = np.asarray(uniform(jax.random.key(1), shape))
         assert x.shape == shape and (x > 0).all() and (x < 1).all()
@@ -272,7 +272,7 @@ KNOWN = [  # (largest, exponent from ZERO)
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize(("values", "exponent"), KNOWN, ids=str)
-def test_the_exponent_is_the_least_power_of_two_above_all(values, exponent, dtype):
+def test_the_exponent_is_the_least_power_above_all(values, exponent, dtype):
     if dtype == "bfloat16" and exponent == -ZERO:
         values = [0.5, -0.7]
     with jax.enable_x64(dtype == "float64"):
@@ -290,7 +290,7 @@ def test_an_exponent_is_just_above_the_largest(value):
 
 
 @formats
-def test_a_remembered_exponent_rises_at_once_and_falls_by_one_bit_in_sixteen_updates(form):
+def test_an_exponent_rises_at_once_and_falls_slowly(form):
     exponents, headroom = jnp.zeros(3, jnp.int32), form.headroom
     needed = jnp.asarray([90, 0, NOT_FINITE], jnp.int32)
     exponents = remembered(exponents, needed, headroom)
@@ -309,7 +309,7 @@ def test_a_remembered_exponent_rises_at_once_and_falls_by_one_bit_in_sixteen_upd
 
 
 @formats
-def test_an_exponent_far_above_falls_by_half_an_update_but_slowly_where_the_gradient_is_zero(form):
+def test_far_exponents_halve_but_slowly_at_gradient_0(form):
     exponents = jnp.full(2, 90 * PER_BIT)
     for update in range(1, 12):
         exponents = remembered(exponents, jnp.asarray([30, 0], jnp.int32), form.headroom)
@@ -318,7 +318,7 @@ def test_an_exponent_far_above_falls_by_half_an_update_but_slowly_where_the_grad
 
 
 @formats
-def test_an_exponent_that_would_lose_most_bits_does_not_fit(form):
+def test_an_exponent_that_loses_most_bits_does_not_fit(form):
     most = max(2 * NEAR, limit_of(form.bits, 8)[1] // 2) + form.headroom
     needed = jnp.asarray([40, 41, 40 - most, 39 - most, 0, NOT_FINITE], jnp.int32)
     got = fits(jnp.full(6, 40 * PER_BIT), needed, form, 8)
@@ -351,7 +351,7 @@ def measured(tree, devices, split):
     return np.asarray(jax.jit(mapped)(tree, 0)), sum(d != WHOLE for d in jax.tree.leaves(dims))
 
 
-def test_more_squares_than_the_digits_can_sum_are_refused():
+def test_more_squares_than_digits_can_sum_are_refused():
     def measure(size):
         return jax.eval_shape(
             lambda tree: squares_and_bad(tree, None, DATA, jnp.bool_(True)),
@@ -369,9 +369,7 @@ def test_more_squares_than_the_digits_can_sum_are_refused():
     [(2, (2, 3)), pytest.param(9, range(2, 9), marks=pytest.mark.slow)],
     ids=["few", "all"],
 )
-def test_a_tree_is_measured_to_the_same_bits_whole_or_split_over_any_number_of_devices(
-    decades, counts
-):
+def test_a_norm_has_the_same_bits_on_any_split(decades, counts):
     tree = filled(lambda i, shape: jnp.asarray(uneven(*shape, seed=i, decades=decades)))
     want, _ = measured(tree, 1, False)
     wide = [np.asarray(x, np.float64) for x in jax.tree.leaves(tree)]
@@ -478,7 +476,7 @@ SIZES = (1.0, 1.0, 1e6, 1.0, 1e6, 1e6)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", first(1, list(LAYOUTS)))
-def test_an_update_that_does_not_fit_is_computed_again_alike_on_all_devices(layout):
+def test_an_unfit_update_is_recomputed_on_all_devices(layout):
     _, want, one, *_ = trained(None, SIZES)
     _, got, metrics, *_ = trained(layout, SIZES)
     assert [int(m["recomputed"]) for m in metrics] == [1, 0, 1, 1, 1, 0]  # too small, too large
@@ -489,7 +487,7 @@ def test_an_update_that_does_not_fit_is_computed_again_alike_on_all_devices(layo
 
 
 @pytest.mark.slow
-def test_an_update_that_was_computed_again_is_that_of_exponents_which_fit_at_once():
+def test_a_recomputed_update_equals_one_that_fits():
     """The second update of the same size, from the same parameters: only what is remembered
     differs.
     """
@@ -512,7 +510,7 @@ def test_an_update_that_was_computed_again_is_that_of_exponents_which_fit_at_onc
 
 
 @pytest.mark.slow
-def test_updates_after_a_large_gradient_are_those_of_bucket():
+def test_updates_after_a_large_gradient_equal_bucket():
     """An exponent that stays too large would round their gradients to zero, for hundreds of
     updates.
     """
@@ -538,7 +536,7 @@ EVERY = [pytest.param(*row, marks=[pytest.mark.slow, pytest.mark.exhaustive]) fo
     ("layout", "bad", "reduction"),
     [FEW[0], *(pytest.param(*row, marks=pytest.mark.slow) for row in FEW[1:]), *EVERY],
 )
-def test_what_is_not_finite_is_skipped_and_counted_and_exponents_stay(layout, bad, reduction):
+def test_a_nonfinite_update_leaves_the_exponents(layout, bad, reduction):
     steps = 3
     examples = factors(1.0, 1.0, 1.0)
     examples["factor"][16 + 7] = bad  # in one microbatch
@@ -608,9 +606,7 @@ def updates(built, state, numbers):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", first(1, ["exact8", "exact"]))
-def test_a_checkpoint_without_exponents_is_restored_and_the_next_update_made_twice(
-    tmp_path, strategies, after
-):
+def test_without_exponents_an_update_is_recomputed(tmp_path, strategies, after):
     strategy, *_ = strategies["bucket"]
     state, _ = updates(strategies["bucket"], strategy.init(), [0])
     checkpoints = saved(tmp_path, strategy.export(state), 1)
@@ -620,7 +616,7 @@ def test_a_checkpoint_without_exponents_is_restored_and_the_next_update_made_twi
 
 
 @pytest.mark.slow
-def test_exponents_are_restored_and_left_out_where_nothing_needs_them(tmp_path, strategies):
+def test_exponents_are_restored_where_they_are_needed(tmp_path, strategies):
     strategy, *_ = strategies["exact"]
     state, again = updates(strategies["exact"], strategy.init(), [0])
     exported = strategy.export(state)

@@ -27,7 +27,7 @@ def alone(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize("which", ["openmpi5", "mpich"])
-def test_two_hosts_of_a_hostfile_compute_what_one_process_does(tmp_path, alone, which):
+def test_two_hosts_of_a_hostfile_equal_one_process(tmp_path, alone, which):
     require(which)
     with TwoHosts(tmp_path) as hosts:
         job = hosts.from_hostfile(
@@ -41,7 +41,7 @@ def test_two_hosts_of_a_hostfile_compute_what_one_process_does(tmp_path, alone, 
 
 
 @pytest.mark.slow
-def test_two_agents_of_torchrun_compute_what_one_process_does(tmp_path, alone):
+def test_two_agents_of_torchrun_equal_one_process(tmp_path, alone):
     pytest.importorskip("torch", reason="pip install torch")
     rendezvous = [
         "--nnodes",

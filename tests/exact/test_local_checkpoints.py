@@ -118,7 +118,7 @@ def test_a_lost_disk_and_a_damaged_file_lose_nothing(
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_both_hosts_restore_the_newest_update_that_one_of_them_has(tmp_path):
+def test_both_hosts_restore_the_newest_save_of_either(tmp_path):
     job = mpirun(2, [str(SUPPORT / "mpi" / "local_checkpoints.py"), str(tmp_path)])
     assert (
         job.returncode == 0 and "rank 0 is done" in job.stdout and "rank 1 is done" in job.stdout

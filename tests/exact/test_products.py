@@ -65,7 +65,7 @@ def by_products(f, *args):
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("name", GEOMETRIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_convolution_and_its_gradients_are_those_of_jax(name, dtype):
+def test_a_convolution_and_its_gradients_equal_jaxs(name, dtype):
     x_shape, w_shape, more = GEOMETRIES[name]
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(rng.standard_normal(s), dtype) for s in (x_shape, w_shape))
@@ -150,7 +150,7 @@ def test_a_sum_is_that_of_numpy(name, dtype):
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(("threads", "each"), [(("2", "32"), 3), (("2", "5", "32"), 1)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_all_products_have_the_same_bits_on_any_number_of_threads(dtype, threads, each):
+def test_products_have_the_same_bits_on_any_threads(dtype, threads, each):
     job = [
         sys.executable,
         str(pathlib.Path(__file__).with_name("product_bits.py")),

@@ -139,7 +139,7 @@ def test_the_script_gives_up():
         assert done.returncode == code and done.stdout.count("run") == runs
 
 
-def test_the_loop_around_mpirun_asks_the_run_whether_it_is_finished(tmp_path):
+def test_the_loop_around_mpirun_asks_if_the_run_ended(tmp_path):
     """mpirun ends with code 0 twice before the run is finished; at once where another job is alive
     there.
     """

@@ -56,7 +56,7 @@ def step(run_dir):
     return file.read_text().count('"train"') if file.exists() else 0
 
 
-def test_two_tasks_train_what_one_process_does_though_they_are_stopped(slurm, folder):
+def test_two_preempted_tasks_equal_one_process(slurm, folder):
     """scancel --signal=TERM preempts: code 75 after a save; the same command goes on, to the curve
     of one process.
     """

@@ -63,7 +63,7 @@ def train(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_a_stream_that_ends_on_all_ranks_ends_the_training_and_a_longer_one_continues_it(train):
+def test_a_stream_ended_on_all_ranks_ends_the_training(train):
     alone, last = train(1, "one", 165)
     assert alone.returncode == 0, alone.output
     assert (
@@ -77,7 +77,7 @@ def test_a_stream_that_ends_on_all_ranks_ends_the_training_and_a_longer_one_cont
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_a_stream_that_ends_early_on_one_rank_is_one_line_and_what_was_saved_stays(train):
+def test_a_stream_ended_on_one_rank_is_one_line(train):
     done, _ = train(2, "short", 480, short=300, timeout=30)
     words = "data: the stream ends after 180 examples, but continues on rank 0; let the source yield the same examples"
     assert done.returncode == 2 and done.output.count(words) == 1, done.output

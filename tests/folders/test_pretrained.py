@@ -101,7 +101,7 @@ def tensors_of(folder):
 
 @pytest.mark.quick(12)
 @pytest.mark.parametrize("seed", range(NUMBER))
-def test_a_folder_has_the_logits_of_numpy_or_is_refused_by_its_key(seed, tmp_path):
+def test_a_folder_equals_numpy_or_is_refused_by_key(seed, tmp_path):
     folder = tmp_path / "folder"
     made = pretrained_folders.make(folder, seed)
     if made.refused is not None:
@@ -156,7 +156,7 @@ def plain(tmp_path, family="llama", **changes):
         ("qwen2", {"use_sliding_window": "no"}, "use_sliding_window: 'no', which GPT does not compute"),
     ],
 )  # fmt: skip
-def test_a_key_that_does_not_fit_is_named_with_its_value(family, changes, words, tmp_path):
+def test_a_key_that_does_not_fit_is_named_with_value(family, changes, words, tmp_path):
     assert words in refusal(plain(tmp_path, family, **changes))
 
 
@@ -170,7 +170,7 @@ def test_an_unknown_key_is_accepted_by_name(tmp_path):
         assert f"model.args.ignore: '{name}' is no unknown key of " in text
 
 
-def test_data_with_more_tokens_than_the_folder_is_refused(tmp_path):
+def test_data_with_more_tokens_than_it_has_is_refused(tmp_path):
     text = refusal(plain(tmp_path), num_classes=61)
     assert "has vocab_size: " in text and "data has 61 tokens; use the tokenizer of the fo" in text
 
@@ -221,7 +221,7 @@ def test_another_config_json_is_refused_later(there, tmp_path, monkeypatch):
         export({**options, "output": "new"})
 
 
-def test_the_weights_must_be_those_that_config_json_describes(tmp_path):
+def test_the_weights_must_fit_config_json(tmp_path):
     folder = plain(tmp_path, vocab_size=100)
     assert "num_classes is 100, but 'model.embed_tokens.weight' has" in refusal(folder)
     folder = plain(tmp_path, attention_bias="absent", mlp_bias="absent")
@@ -353,7 +353,7 @@ def theirs(*folders):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_loads_a_finetuned_folder_with_its_logits(family, tmp_path):
+def test_a_finetuned_folder_has_transformers_logits(family, tmp_path):
     fitted = tuned(plain(tmp_path, family), run_dir=tmp_path / "run")
     new = tmp_path / "new"
     options = {"run_dir": str(tmp_path / "run"), "step": None, "ema": False, "output": str(new)}
@@ -431,7 +431,7 @@ for key in sorted(default.keys() - {"model_type"}):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_key_of_transformers_changes_the_logits_in_silence(family, tmp_path):
+def test_no_key_of_transformers_is_ignored_in_silence(family, tmp_path):
     """Each key that a config of transformers has, with other values: either the logits are those of
     transformers, or the folder is refused. Where transformers itself fails, ours may do either."""
     base = tmp_path / "base"

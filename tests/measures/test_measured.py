@@ -61,7 +61,7 @@ def odds_of(logits, number):
     return logits[:, number] - np.log(np.exp(others).sum(1))
 
 
-def test_each_metric_is_that_of_all_unmasked_examples_however_they_are_split():
+def test_each_metric_is_the_same_over_any_split():
     loss = Measured(SoftmaxCrossEntropy(top_k=[2]), ["F1", "Precision", "Recall", AUC(2)])
     parts = [slice(0, 7), slice(7, 50), slice(50, 120)]
     outputs = np.where(REAL[:, None], LOGITS, np.nan)
@@ -103,7 +103,7 @@ def test_the_auc_is_within_its_stated_error(scale, shift):
     assert tied["auc"] == pytest.approx(0.5) and tied["auc_error"] == pytest.approx(0.5)
 
 
-def test_an_auc_without_examples_of_the_class_is_omitted():
+def test_an_auc_without_examples_of_a_class_is_omitted():
     found = record_of(Measured(metrics=["AUC", "Recall"]), LOGITS, {**BATCH, "labels": LABELS * 0})
     assert not {"auc", "auc_error", "recall"} & found.keys() and "accuracy" in found
 
@@ -116,7 +116,7 @@ def test_all_classes_and_their_mean():
     assert found["macro_f1"] == pytest.approx(np.mean([found[f"f1_{c}"] for c in range(4)]))
 
 
-def test_tokens_lazy_logits_and_probabilities_as_labels():
+def test_tokens_lazy_logits_and_soft_labels_count():
     """Of tokens with a mask of tokens, and of Mixup's labels."""
     kernel = RNG.normal(size=(4, 5)).astype(np.float32)
     x = RNG.normal(size=(6, 8, 5)).astype(np.float32)
@@ -246,7 +246,7 @@ def test_outputs_that_are_no_numbers_have_no_metric(value, row):
     assert record_of(loss, outputs, masked) == record_of(loss, LOGITS, masked)
 
 
-def test_a_class_of_probability_0_is_one_that_is_never_predicted():
+def test_a_class_of_probability_0_is_never_predicted():
     outputs = np.where(np.arange(4) == 3, -np.inf, LOGITS)
     found = record_of(Measured(metrics=[AUC(3), Recall(3), Recall(0)]), outputs, BATCH)
     assert found["recall_3"] == 0 < found["recall_0"] and found["auc"] == pytest.approx(0.5)
@@ -267,7 +267,7 @@ def test_metrics_of_16_bit_outputs_count_every_row(dtype):
     assert F1(None)(outputs, batch)["f1_1"][1] > 4096
 
 
-def test_several_metrics_of_a_kind_have_the_numbers_of_their_classes():
+def test_metrics_of_a_kind_have_their_class_number():
     metrics = [{"target": name, "args": {"positive": c}} for name in METRICS for c in (3, 0)]
     found = record_of(make_loss("Measured", {"metrics": metrics}), LOGITS, BATCH)
     for kind in (Precision, Recall, F1, AUC):

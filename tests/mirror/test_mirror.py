@@ -46,7 +46,7 @@ def copied(mirrored, folder):
     return folder / "store" / "run" / "checkpoints"
 
 
-def test_a_run_continues_from_its_mirror_in_an_empty_directory(mirrored, tmp_path):
+def test_an_empty_directory_resumes_from_its_mirror(mirrored, tmp_path):
     checkpoints = copied(mirrored, tmp_path)
     shutil.rmtree(checkpoints / "60")  # as if the host had been lost after update 40
     result = run(tmp_path / "there" / "run", tmp_path / "store")
@@ -67,7 +67,7 @@ def test_what_is_copied_is_what_the_directory_has(mirrored):
     assert not (there / "git.diff").exists() and not (there / ".nonce").exists()
 
 
-def test_a_damaged_checkpoint_of_the_mirror_is_left_out_and_named(mirrored, tmp_path):
+def test_a_damaged_checkpoint_of_the_mirror_is_named(mirrored, tmp_path):
     checkpoints = copied(mirrored, tmp_path)
     file = max((checkpoints / "60").rglob("*"), key=lambda x: x.stat().st_size * x.is_file())
     file.write_bytes(file.read_bytes()[:-1] + b"!")
@@ -94,7 +94,7 @@ def test_a_manifest_cannot_name_a_file_outside(mirrored, tmp_path, capfd):
     assert "no checkpoint of" in result.stderr
 
 
-def test_a_mirror_that_is_ahead_of_the_directory_is_not_overwritten(mirrored, tmp_path):
+def test_a_mirror_ahead_of_the_run_is_not_overwritten(mirrored, tmp_path):
     copied(mirrored, tmp_path)
     shutil.copytree(mirrored / "here" / "run", tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "60")
@@ -114,7 +114,7 @@ def test_the_mirror_of_another_run_is_not_overwritten(mirrored, tmp_path):
     assert (checkpoints / "60" / "manifest.json").read_bytes() == before
 
 
-def test_another_config_does_not_fill_an_empty_directory(mirrored, tmp_path):
+def test_another_config_fills_no_empty_directory(mirrored, tmp_path):
     copied(mirrored, tmp_path)
     result = run(tmp_path / "run", tmp_path / "store", "--seed", "7", code=2)
     assert "has other values: seed: 0 -> 7" in result.stderr
@@ -155,7 +155,7 @@ def test_one_of_two_runs_of_a_name_is_copied(mirrored, tmp_path):
     assert complete(there) == [20, 40, 60]
 
 
-def test_a_run_that_is_killed_has_its_last_checkpoint_in_the_mirror(tmp_path):
+def test_a_killed_run_has_its_last_save_in_the_mirror(tmp_path):
     words = [*DIGITS[:-1], "100000", "--run_dir", str(tmp_path / "run"), "--checkpoint.every", "50"]
     words += ["--checkpoint.mirror", str(tmp_path / "store"), "--epochs", "null"]
     job = subprocess.Popen(

@@ -77,7 +77,7 @@ def build(
 
 
 @pytest.mark.slow
-def test_bfloat16_parameters_have_a_master_copy_that_all_replicas_start_from():
+def test_replicas_start_from_one_float32_master_copy():
     """The shared copy moves as float32 parameters do, whose replicas compute in bfloat16 of their
     own.
     """
@@ -177,12 +177,12 @@ def moved(between):
 @pytest.mark.parametrize(
     "between, least, most", [("exact8", 1e-4, 0.05), ("exact16", 1e-7, 1e-3), ("exact", 0, 1e-6)]
 )
-def test_differences_may_be_sent_in_fewer_bits_than_gradients(between, least, most):
+def test_differences_may_use_fewer_bits_than_gradients(between, least, most):
     assert least <= toys.relative_error(moved(between), moved(None))[0] < most
 
 
 @pytest.mark.slow
-def test_with_an_outer_step_after_each_update_it_is_ordinary_training():
+def test_an_outer_step_each_update_is_plain_training():
     """If the inner optimizer is SGD and the outer one takes the mean."""
     examples = toys.data(64)
     strategy, program, batch = build(4, 1, optax.sgd(0.1), optax.sgd(1.0), examples, batch_size=16)
@@ -195,7 +195,7 @@ def test_with_an_outer_step_after_each_update_it_is_ordinary_training():
 
 
 @pytest.mark.slow
-def test_an_outer_step_averages_state_element_by_element(monkeypatch):
+def test_an_outer_step_averages_state_by_element(monkeypatch):
     """Squares from 1e-30 to 1e30 in one leaf, and infinities."""
     monkeypatch.setitem(toys.MODELS, "tracking", toys.tracking)
     states = []
@@ -220,7 +220,7 @@ def test_an_outer_step_averages_state_element_by_element(monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_outer_step_averages_the_statistics_of_batch_norm():
+def test_an_outer_step_averages_batch_norm_statistics():
     strategy, program, batch = build(
         2, 2, optax.sgd(0.1), optax.sgd(1.0), toys.data(), model="resnet"
     )
@@ -239,7 +239,7 @@ def test_an_outer_step_averages_the_statistics_of_batch_norm():
 
 
 @pytest.mark.slow
-def test_statistics_are_sent_in_32_bits_whatever_differences_are_sent_in():
+def test_statistics_are_always_sent_in_32_bits():
     states = []
     for between in ("exact8", "exact"):
         strategy, program, batch = build(
@@ -255,7 +255,7 @@ def test_statistics_are_sent_in_32_bits_whatever_differences_are_sent_in():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
-def test_the_running_average_is_that_of_the_shared_parameters(devices):
+def test_the_average_is_that_of_the_shared_parameters(devices):
     """An outer step moves it as far as two updates would."""
     strategy, program, batch = build(
         devices, 2, optax.sgd(0.1), optax.sgd(1.0), toys.data(), ema=0.9
@@ -271,7 +271,7 @@ def test_the_running_average_is_that_of_the_shared_parameters(devices):
 
 
 @pytest.mark.slow
-def test_a_counter_is_the_same_on_all_devices_after_one_replica_has_skipped_an_update(monkeypatch):
+def test_a_counter_is_equal_after_one_replica_skips(monkeypatch):
     mlp = toys.MODELS["mlp"]()
 
     def init(key, batch):
@@ -293,7 +293,7 @@ def test_a_counter_is_the_same_on_all_devices_after_one_replica_has_skipped_an_u
 
 
 @pytest.mark.slow
-def test_a_replica_without_examples_keeps_its_state_and_does_not_count_towards_a_halt():
+def test_a_replica_without_examples_keeps_its_state():
     examples = toys.data(
         BATCH + 3
     )  # the second batch has one example in each of the first three microbatches
@@ -391,7 +391,7 @@ def test_bad_input_gets_one_line(tmp_path, path, also):
     assert line.startswith(f"jaxdp: {key.rpartition('.args')[0] or key}") and also in line
 
 
-def test_more_replicas_than_the_bits_of_a_reduction_can_sum_are_refused(tmp_path):
+def test_more_replicas_than_its_bits_sum_are_refused(tmp_path):
     argv = ("train", "--config", write(tmp_path, CONFIG), "--run_dir", tmp_path / "run", *FLOATS)
     argv += ("--microbatches", "19", "--outer.replicas", "19", "--outer.reduction", "exact8")
     done = ended(*argv, code=2)
@@ -416,7 +416,7 @@ def made(*argv):
     return make_outer(config, make_parts(config), None)
 
 
-def test_the_outer_optimizer_gets_the_arguments_and_the_blocks_that_the_inner_one_does():
+def test_the_outer_optimizer_gets_the_models_blocks():
     assert made(
         "--outer.optimizer.target", "adam"
     ).update.tx  # the default arguments are those of sgd
@@ -458,9 +458,7 @@ def test_a_model_with_carried_state_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_stream_that_ends_between_two_outer_steps_counts_the_updates_that_are_lost(
-    tmp_path, monkeypatch
-):
+def test_a_stream_end_counts_the_updates_it_loses(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     text = "import numpy as np\n\ndef rows():\n    yield from [(np.ones(4, np.float32), np.int32(1))] * 265"
     (tmp_path / "few.py").write_text(text)
@@ -489,7 +487,7 @@ def test_a_stream_that_ends_between_two_outer_steps_counts_the_updates_that_are_
 
 
 @pytest.mark.slow
-def test_a_run_resumes_with_the_same_number_of_replicas_only(tmp_path):
+def test_a_run_resumes_only_with_as_many_replicas(tmp_path):
     constant = (*FLOATS, "--optimizer.schedule", "constant")
     digest(tmp_path, *constant, "--steps", "3")
     argv = ("--config", tmp_path / "config.yaml", "--run_dir", tmp_path / "run", *constant)
@@ -508,7 +506,7 @@ def test_a_run_begins_with_the_parameters_of_another(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["exact", "exact16", "exact8"])
-def test_the_bits_are_the_same_with_fewer_bytes_and_after_a_resume(tmp_path, reduction):
+def test_fewer_bytes_and_a_resume_keep_equal_bits(tmp_path, reduction):
     other = ("--parallel.reduction", reduction)
     one = digest(tmp_path, *other)
     for devices, backend in ((2, "pmap"), (4, "pjit"), (8, "pmap")):
@@ -521,7 +519,7 @@ def test_the_bits_are_the_same_with_fewer_bytes_and_after_a_resume(tmp_path, red
 
 
 @pytest.mark.slow
-def test_a_run_that_is_resumed_on_other_devices_ends_with_the_same_bits(tmp_path):
+def test_a_run_resumed_on_other_devices_has_equal_bits(tmp_path):
     """It loses its last checkpoint, and resumes between two outer steps."""
     constant = ("--optimizer.schedule", "constant", "--checkpoint.every", "4")
     one = digest(tmp_path, *constant)
@@ -571,7 +569,7 @@ def with_inputs(tmp_path, bad):
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_all_processes_halt_together_if_one_replica_does(tmp_path):
+def test_all_processes_halt_if_one_replica_does(tmp_path):
     """The losses that each process sees are those of its own replicas."""
     argv = with_inputs(tmp_path, np.arange(32) // 4 >= 4)
     done = mpirun(2, ["train.py", *map(str, argv), "--nonfinite.max_consecutive", "1"], timeout=120)
@@ -579,7 +577,7 @@ def test_all_processes_halt_together_if_one_replica_does(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_between_two_outer_steps_with_a_halted_replica_is_not_used(tmp_path):
+def test_no_checkpoint_of_a_halted_replica_is_used(tmp_path):
     """Rows 4 to 7 are bad in updates 1 and 2, row 0 in update 4: only the second replica halts."""
     row, update = np.divmod(np.arange(32), 4)
     argv = with_inputs(tmp_path, (row >= 4) & (update < 2) | (row == 0) & (update == 3))
@@ -597,7 +595,7 @@ def test_a_checkpoint_between_two_outer_steps_with_a_halted_replica_is_not_used(
 
 
 @pytest.mark.slow
-def test_replicas_that_spike_at_different_updates_are_rolled_back_once(tmp_path):
+def test_spikes_of_two_replicas_roll_back_once(tmp_path):
     """The first replica's loss is a spike in update 6, the second one's in update 8; a checkpoint
     lies between them.
     """
@@ -639,7 +637,7 @@ def test_replicas_that_spike_at_different_updates_are_rolled_back_once(tmp_path)
 @pytest.mark.parametrize(
     "every, lost", [(4, "the last 2 updates came after the last outer step"), (3, ""), (1, "")]
 )
-def test_updates_that_an_outer_step_did_not_follow_are_counted(tmp_path, every, lost):
+def test_updates_without_an_outer_step_are_counted(tmp_path, every, lost):
     """The data may end between two outer steps."""
     run = make_run(tmp_path, toys.MODELS["mlp"]())
     fit(run.replace(extras=[Given(lambda training: LastStep(every, run.log))]))

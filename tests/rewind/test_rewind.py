@@ -111,7 +111,7 @@ def test_what_has_no_rows_alone_is_refused(run_dir, tmp_path):
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_killed_run_has_updates_after_its_last_checkpoint(kept, run_dir, tmp_path):
+def test_a_killed_run_has_later_updates(kept, run_dir, tmp_path):
     """They follow from it, or from the start if there is none, with the losses that were logged."""
     killed = tmp_path / "killed"
     shutil.copytree(run_dir, killed)
@@ -210,7 +210,7 @@ def test_updates_whose_loss_stands_out_are_found(tmp_path):
     assert standing_out(tmp_path, 2) == [1, 2]
 
 
-def test_around_a_spike_the_rows_are_shown_with_what_they_are(tmp_path):
+def test_the_rows_around_a_spike_are_shown_and_counted(tmp_path):
     """A row with a wrong label and large inputs makes a spike; how often it was read is counted."""
     x, y = np.concatenate([X] * 2), np.concatenate([Y] * 2)
     pandas = pytest.importorskip("pandas", reason="pip install -e '.[tables]'")

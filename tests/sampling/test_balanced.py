@@ -39,7 +39,7 @@ def epochs(dataset, number, batch_size=7, seed=0):
     st.integers(0, 2**31),
     st.data(),
 )
-def test_each_class_has_its_share_and_is_read_to_its_end(labels, batch_size, seed, data):
+def test_each_class_has_its_share_and_is_read_fully(labels, batch_size, seed, data):
     labels = np.array(labels)
     classes = np.unique(labels)
     weights = {int(c): data.draw(st.integers(1, 5)) for c in classes}
@@ -58,7 +58,7 @@ def test_each_class_has_its_share_and_is_read_to_its_end(labels, batch_size, see
 
 @settings(deadline=None, max_examples=20)
 @given(st.integers(1, 4), st.integers(0, 40), st.integers(0, 9))
-def test_the_order_depends_on_neither_devices_nor_where_it_begins(parts, step, seed):
+def test_the_order_ignores_devices_and_where_it_begins(parts, step, seed):
     """An update's examples are the same when they are split over microbatches, and at any step."""
     dataset = made([0] * 95 + [1] * 5)
     whole = dataset.example_order(12, 1, seed).batch(step)
@@ -130,7 +130,7 @@ class Net(nnx.Module):
         return self.layer(x)
 
 
-def test_a_run_on_several_devices_and_resumed_has_the_numbers_of_one(tmp_path):
+def test_several_devices_and_a_resume_change_nothing(tmp_path):
     rng = np.random.default_rng(0)
     labels = (np.arange(80) % 16 == 0).astype(np.int32)
     x = (rng.normal(size=(80, 3)) + labels[:, None]).astype(np.float32)

@@ -25,7 +25,7 @@ NEEDS = {
 }
 # What another test runs with all its options, on something small, or on several hosts.
 TESTED = {
-    r"jaxdp verify .*--exact": "exact/test_shared_checks.py",
+    r"jaxdp verify .*--exact": "exact/test_exact_checks.py",
     r"jaxdp verify .*gpt": "test_verify.py",
     r"jaxdp launch .*--elastic": "test_elastic.py",
     r"^(srun|torchrun) |--hostfile|-f hosts|node1": "test_several_hosts.py",

@@ -54,7 +54,7 @@ def test_kinds_of_labels():
     assert Table(table.assign(whole=1.0 * table.grade), "whole", ["age"]).classes == 3
 
 
-def test_new_rows_of_an_uneven_table_are_predicted_by_the_best_checkpoint(tmp_path, monkeypatch):
+def test_the_best_checkpoint_predicts_uneven_new_rows(tmp_path, monkeypatch):
     """In a few lines: a CSV with few of one class, balanced, the best F1, and new rows."""
     frame(2000).to_csv(tmp_path / "train.csv", index=False)
     new = frame(300)
@@ -143,7 +143,7 @@ def test_dates_and_complex_numbers_are_no_texts(values):
         Table(frame().assign(when=values), "when")
 
 
-def test_a_column_with_a_word_among_its_numbers_is_seen(tmp_path):
+def test_a_word_among_numbers_is_seen(tmp_path):
     """Its values are texts, each of one spelling, however long the file is."""
     rows = [f"{i % 7}.50,{i % 2}\n" for i in range(300_000)]
     (tmp_path / "long.csv").write_text("x,y\n" + "".join(rows) + "none,1\n")

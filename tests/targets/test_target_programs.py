@@ -71,7 +71,7 @@ TABLE = {0: (1, 0, 0), 1: (0, 1, 1), 2: (0, 1, 1), 3: (0, 1, 2)}
 @needs_compilers
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("zero", TABLE)
-def test_what_a_stage_sends_is_that_of_the_table_and_hidden(zero):
+def test_a_stage_sends_the_tables_bytes_and_hides_them(zero):
     facts = compiled("h100:8", *SMALL, "--parallel.zero", str(zero))
     check(facts)
     kinds = "all-reduce", "reduce-scatter", "all-gather"
@@ -185,7 +185,7 @@ def test_the_command_reports_the_schedule_and_draws_it(tmp_path):
     assert text.count("<rect") > 100 and "all-reduce" in text
 
 
-def test_without_a_compiler_the_plan_is_simulated_and_says_so(tmp_path):
+def test_without_a_compiler_a_plan_is_simulated(tmp_path):
     env = environment({"PYTHONPATH": str(ROOT), "XLA_FLAGS": None}, 1)
     words = ["plan", "--config", "configs/digits.yaml", "--target", "v5e:2x4", "--json"]
     done = subprocess.run(
@@ -199,7 +199,7 @@ def test_without_a_compiler_the_plan_is_simulated_and_says_so(tmp_path):
 
 @needs_compilers
 @pytest.mark.slow
-def test_a_compiler_that_crashes_leaves_the_figures_of_the_cpu():
+def test_a_crashed_compiler_leaves_the_cpus_figures():
     env = environment({"PYTHONPATH": f"{ROOT}:{PLUGINS}:{ROOT}/tests/support/crashing"}, 1)
     words = ["plan", "--config", "configs/digits.yaml", "--target", "h100:8", "--json"]
     done = subprocess.run(

@@ -230,7 +230,7 @@ def test_evaluation_is_the_formula(model):
 
 @pytest.mark.slow
 @every
-def test_dropout_follows_the_key_and_statistics_the_mask(model):
+def test_dropout_follows_the_key_statistics_the_mask(model):
     batch = {
         "inputs": jnp.asarray(toys.data()["inputs"][:6]),
         "mask": jnp.asarray([1, 1, 1, 1, 0, 0], bool),
@@ -307,7 +307,7 @@ class Normed(eqx.Module):
     ("mode", "index", "value"),
     [("batch", "batch_counter", 25), ("ema", "ema_first_time_index", 0)],
 )
-def test_equinox_s_own_layers_work_and_are_named_by_attribute(mode, index, value):
+def test_equinox_layers_train_under_their_own_names(mode, index, value):
     model, examples = as_model(lambda key: Normed(key, mode)), toys.data(48)
     _, state, metrics, *_ = toys.train(model, examples, batch_size=48, steps=25)
     assert metrics[-1]["loss"] < 0.8 * metrics[0]["loss"]
@@ -337,7 +337,7 @@ class Table(eqx.Module):
 
 
 @pytest.mark.slow
-def test_integers_of_an_equinox_module_are_no_parameters():
+def test_integers_of_equinox_modules_are_no_parameters():
     _, state, *_ = toys.train(as_model(Table), toys.data(24), steps=2)
     assert (
         set(state.params) == {"out"}
@@ -532,7 +532,7 @@ def test_a_declared_variable_of_a_sown_loss_is_refused():
         calls(Experts)
 
 
-def test_linen_stream_is_split_where_the_model_splits_it():
+def test_a_linen_stream_is_split_where_the_model_does():
     _, _, results = calls(Scanned())
     drawn = results[0, True][0] - results[1, True][0]
     assert len(np.unique(np.asarray(drawn)[0].round(4))) == 3
@@ -562,7 +562,7 @@ def test_a_named_axis_is_the_microbatch():
 
 
 @pytest.mark.slow
-def test_an_axis_that_statistics_name_changes_no_number():
+def test_an_axis_name_of_statistics_changes_no_number():
     """The statistics are of the microbatch, on one device and on four, in a program that maps over
     devices.
     """

@@ -39,7 +39,7 @@ def material(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_real_loop_and_one_by_hand_have_one_curve_and_are_timed(tmp_path, material):
+def test_the_loop_and_one_by_hand_have_one_curve(tmp_path, material):
     contenders = [
         ours("jaxdp", tmp_path),
         Contender("plain", [*start("benchmarks.plain.jit_loop"), str(material)]),
@@ -101,7 +101,7 @@ def measured(contenders, folder, **more):
 
 
 @pytest.mark.slow
-def test_a_contender_that_fails_is_left_out_with_its_reason_and_the_others_are_measured(tmp_path):
+def test_a_failed_contender_is_left_out_with_a_reason(tmp_path):
     absent = Contender("absent", ["a-program-that-does-not-exist"])
     good = [faulty("none", "good"), faulty("none", "also good")]
     found = measured([good[0], absent, *map(faulty, FAULTS), good[1]], tmp_path)
@@ -114,14 +114,14 @@ def test_a_contender_that_fails_is_left_out_with_its_reason_and_the_others_are_m
         assert re.match(reason, found["left_out"][name]), found["left_out"][name]
 
 
-def test_whatever_a_contender_does_it_is_left_out_and_the_others_are_measured(tmp_path):
+def test_a_faulty_contender_leaves_others_measured(tmp_path):
     found = measured([*map(faulty, QUICK_FAULTS), faulty("none", "good")], tmp_path, idle=1.0)
     assert list(found["contenders"]) == ["good"] and found["left_out"].keys() == QUICK_FAULTS.keys()
     for name, reason in QUICK_FAULTS.items():
         assert re.match(reason, found["left_out"][name]), found["left_out"][name]
 
 
-def test_a_contender_alone_with_too_few_losses_is_left_out(tmp_path):
+def test_one_contender_with_too_few_losses_is_left_out(tmp_path):
     with pytest.raises(
         Failed, match="no contender is left: few losses: it has 11 losses of 12 updates"
     ):
@@ -137,7 +137,7 @@ def test_a_contender_that_hangs_is_left_out(tmp_path):
 
 
 @pytest.mark.slow
-def test_where_the_first_contender_is_the_wrong_one_the_others_are_compared_with_each_other(
+def test_if_the_first_is_wrong_the_others_are_compared(
     tmp_path,
 ):
     found = measured(
@@ -149,7 +149,7 @@ def test_where_the_first_contender_is_the_wrong_one_the_others_are_compared_with
     )
 
 
-def test_a_case_without_a_contender_left_names_all_reasons(tmp_path):
+def test_a_case_without_contenders_names_all_reasons(tmp_path):
     with pytest.raises(
         Failed,
         match=r"(?s)no contender is left.*import: it ended with.*nan: its losses are not finite",
@@ -158,7 +158,7 @@ def test_a_case_without_a_contender_left_names_all_reasons(tmp_path):
 
 
 @pytest.mark.slow
-def test_repeats_end_early_where_the_times_are_steady_or_the_time_is_over(tmp_path, monkeypatch):
+def test_repeats_end_if_times_are_steady_or_time_is_up(tmp_path, monkeypatch):
     good = [faulty("none", "good")]
     monkeypatch.setattr(harness, "STEADY", float("inf"))
     assert measured(good, tmp_path, repeats=9)["repeats"] == harness.STEADY_REPEATS
@@ -166,7 +166,7 @@ def test_repeats_end_early_where_the_times_are_steady_or_the_time_is_over(tmp_pa
     assert measured(good, tmp_path, repeats=9, seconds=0)["repeats"] == harness.LEAST_REPEATS
 
 
-def test_a_case_that_fails_leaves_the_others_and_the_exit_code_says_so(tmp_path, capsys):
+def test_a_failed_case_leaves_others_and_an_exit_code(tmp_path, capsys):
     cases = (
         Script("broken", ("-c", "raise SystemExit('no disk')"), (Figure("share", "at most", 0.5),)),
         Script("silent", ("-c", "pass"), ()),
@@ -201,7 +201,7 @@ def test_a_case_that_fails_leaves_the_others_and_the_exit_code_says_so(tmp_path,
 
 
 @pytest.mark.slow
-def test_a_claim_about_a_contender_that_is_left_out_is_not_printed(tmp_path, monkeypatch, capsys):
+def test_no_claim_on_a_left_out_contender_is_printed(tmp_path, monkeypatch, capsys):
     """Real contenders: two that agree, one with another learning rate, one misconfigured, and an
     absent PyTorch.
     """
@@ -227,7 +227,7 @@ def test_quartiles_and_the_worst_difference():
     assert harness.worst([float("nan")], [1.0]) == float("inf")
 
 
-def test_a_part_of_the_gpu_set_that_fails_is_named_and_an_interruption_loses_nothing(tmp_path):
+def test_a_failed_part_of_the_gpu_set_loses_nothing(tmp_path):
     options = argparse.Namespace(tiny=True, root="random", repeats=2, out=tmp_path)
     bench = gpu.Bench(options, {})
 
@@ -247,7 +247,7 @@ def test_a_part_of_the_gpu_set_that_fails_is_named_and_an_interruption_loses_not
 
 
 @pytest.mark.slow
-def test_a_contender_of_the_gpu_set_that_fails_leaves_the_others_figures(tmp_path, monkeypatch):
+def test_a_failed_gpu_contender_leaves_others_figures(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "torch_python", lambda tiny: (sys.executable, "nowhere"))
     bench = gpu.Bench(
         argparse.Namespace(tiny=True, root="random", repeats=2, out=tmp_path), {"ceilings": {}}

@@ -87,7 +87,7 @@ def saved(directory, n=2, **settings):
 
 
 @pytest.mark.parametrize("slice_bytes, compiles", [(orbax.SLICE, False), (8, True)])
-def test_small_replicated_arrays_are_saved_without_compiling(
+def test_small_arrays_are_saved_without_compiling(
     tmp_path, monkeypatch, caplog, slice_bytes, compiles
 ):
     monkeypatch.setattr(orbax, "SLICE", slice_bytes)
@@ -144,7 +144,7 @@ def test_the_state_may_be_donated_while_it_is_written(tmp_path):
         )
 
 
-def test_a_checkpoint_is_not_removed_to_save_the_same_update_again(tmp_path):
+def test_saving_an_update_again_removes_no_checkpoint(tmp_path):
     """A job that continues from an earlier copy in memory does; after a rollback the state is
     another one.
     """
@@ -163,9 +163,7 @@ def test_a_checkpoint_is_not_removed_to_save_the_same_update_again(tmp_path):
     assert equal(checkpoints.restore(1, abstract(second)), second)
 
 
-def test_a_save_that_is_made_again_writes_into_another_temporary_folder(
-    tmp_path, monkeypatch, caplog
-):
+def test_a_repeated_save_writes_into_another_folder(tmp_path, monkeypatch, caplog):
     """In a job that continues without a lost process, another may still write into that of a save
     which the lost one has interrupted.
     """
@@ -307,7 +305,7 @@ def two(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(two, tmp_path, kind):
+def test_a_damaged_checkpoint_yields_to_the_one_before(two, tmp_path, kind):
     shutil.copytree(two[0], tmp_path / "c")
     words = damage(kind, tmp_path / "c" / "2")
     before = sorted(p.name for p in (tmp_path / "c" / "2").rglob("*"))
@@ -454,7 +452,7 @@ def check_pairs(tmp_path, chosen, model):
 @pytest.mark.mpi
 @pytest.mark.slow
 @pytest.mark.parametrize(("which", "devices"), [("openmpi5", 1), ("mpich", 2)])
-def test_two_processes_restore_what_one_saved_and_the_other_way_round(tmp_path, which, devices):
+def test_one_process_restores_twos_save_and_vice_versa(tmp_path, which, devices):
     model = toys.MODELS["mlp"]()
     one = strategy(("pjit", 3), 8, model)
     placed = jax.tree.map(
@@ -509,7 +507,7 @@ def test_carried_state_and_loss_scale_are_saved_too(tmp_path):
     )
 
 
-def test_a_full_disk_keeps_the_old_ones_and_the_next_occasion_tries_again(small_disk):
+def test_a_full_disk_keeps_old_saves_and_tries_again(small_disk):
     small = toys_state(jax.random.key(0))
 
     def noise(n, seed):

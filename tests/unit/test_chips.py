@@ -102,7 +102,7 @@ def test_what_operations_compute_and_move():
     assert program.traffic("main", main["slice_fusion"]) == 2 * 4 * 256 * 512 + 4
 
 
-def test_a_collective_is_hidden_as_far_as_the_device_computes_beside_it():
+def test_a_collective_hides_behind_work_beside_it():
     """8 bytes a number that is negated, at 85 % of 3.35 TB/s."""
     short, long = played(8), played(10**9)
     assert (
@@ -143,7 +143,7 @@ def test_a_collective_slows_what_is_computed_beside_it():
     assert long.seconds == pytest.approx(busy + launches + slowed, rel=1e-6)
 
 
-def test_a_convolution_that_is_a_product_of_stacks_counts_as_one():
+def test_a_convolution_of_stacks_counts_as_a_product():
     """The form that products with two batch dims have on TPUs."""
     text = (
         "%c = f32[2,4,128,128]{3,2,1,0} convolution(%a, %b), window={size=2x4 stride=1x3 lhs_dilate=2x4}, "

@@ -30,7 +30,7 @@ def test_a_timeout_that_is_none_is_refused(monkeypatch):
         jaxdp.allreduce(np.ones(2, np.float32))
 
 
-def test_a_collective_before_init_is_refused_where_there_are_other_processes(monkeypatch):
+def test_a_collective_needs_init_in_a_job_of_several(monkeypatch):
     monkeypatch.setattr("jaxdp.process.context._current", None)
     for name, value in {
         "JAXDP_COORDINATOR": "h:1",
@@ -82,6 +82,6 @@ def test_the_bits_of_numbers_of_any_width_come_back(dtype):
     assert got.dtype == x.dtype and np.asarray(got).tobytes() == np.asarray(x).tobytes()
 
 
-def test_an_eager_collective_inside_jit_names_the_module():
+def test_an_eager_collective_in_jit_names_the_module():
     with pytest.raises(jaxdp.UsageError, match=r"use jax\.lax"):
         jax.jit(jaxdp.allreduce)(np.ones(2, np.float32))

@@ -53,7 +53,7 @@ def test_the_contract_of_keys_and_defaults():
     assert {k: flat[k] for k in want} == want
 
 
-def test_arguments_on_the_command_line_override_the_file():
+def test_arguments_of_the_command_override_the_file():
     config, *_ = load(
         [
             *DIGITS,
@@ -70,7 +70,7 @@ def test_arguments_on_the_command_line_override_the_file():
     assert (config.steps, config.epochs) == (7, None)
 
 
-def test_the_command_line_overrides_the_files_wherever_it_stands(tmp_path):
+def test_the_command_overrides_files_in_any_order(tmp_path):
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
     first.write_text(
         "seed: 1\nsteps: 2\nmodel: {target: MLP, args: {hidden: [4]}}\ndata: {target: Digits}"
@@ -357,7 +357,7 @@ def test_a_change_of_speed_is_no_change_of_numbers():
 @pytest.mark.parametrize(
     "optimizer", [{"target": "optax chain(scale_by_adam, scale)"}, {"schedule_steps": 9}]
 )
-def test_more_steps_are_no_change_if_the_learning_rates_do_not_depend_on_them(optimizer):
+def test_more_steps_are_no_change_if_rates_ignore_them(optimizer):
     """An Optax transformation has its own; its config has an unused cosine schedule."""
     base = {"model": {"target": "MLP"}, "data": {"target": "Digits"}, "optimizer": optimizer}
     before, after = (from_mapping({**base, "steps": steps}, "fit") for steps in (4, 8))
@@ -373,7 +373,7 @@ def test_a_tuple_is_the_list_that_a_checkpoint_has():
     assert config.model.args == args and validation.changed_numbers(saved, config) == []
 
 
-def test_the_order_of_factors_is_compared_as_the_first_match_decides():
+def test_the_order_of_lr_scale_is_compared():
     scales = [{"kernel": 0.1, ".*": 1.0}, {".*": 1.0, "kernel": 0.1}]
     before, after = (
         load([*DIGITS, "--optimizer.lr_scale", json.dumps(scale)])[0] for scale in scales
@@ -408,7 +408,7 @@ def test_the_readme_shows_the_config_that_is_shipped():
     )
 
 
-def test_a_key_of_a_dict_inside_a_dict_is_set_by_itself(tmp_path):
+def test_a_key_of_a_nested_dict_is_set_by_itself(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(
         "model: {target: MLP, args: {block: {dim: 8, heads: 2}}}\ndata: {target: Digits}\nsteps: 1\n"
@@ -445,7 +445,7 @@ def test_yaml_may_repeat_itself(tmp_path):
     assert args == {"hidden": [8, 8], "more": [8, 8], "block": {"a": 1}, "other": {"a": 1, "c": 2}}
 
 
-def test_a_key_that_there_is_no_more_is_refused_but_in_a_saved_config(tmp_path):
+def test_a_removed_key_is_read_in_a_saved_config_only(tmp_path):
     """Each run of a former version has saved it, with its default."""
     file = tmp_path / "config.yaml"
     former = "parallel: {xla_preset: default, zero: 0}\nwatchdog: {slow_factor: null}\n"

@@ -72,7 +72,7 @@ def test_the_folders_of_a_split_are_its_classes(tmp_path, save):
         ImageFolder(str(tmp_path), "test", size=8)
 
 
-def test_sets_with_other_classes_are_not_scored_or_mixed(tmp_path, save):
+def test_sets_of_other_classes_are_not_scored_or_mixed(tmp_path, save):
     for root, names in (
         ("all", ("ant", "bee", "cow")),
         ("some", ("ant", "cow")),
@@ -111,7 +111,7 @@ def test_sets_with_other_classes_are_not_scored_or_mixed(tmp_path, save):
         mixed("all", "other")
 
 
-def test_without_folders_for_splits_a_share_is_held_out_by_name(tmp_path, save):
+def test_without_split_folders_a_share_is_held_out(tmp_path, save):
     for name in ("ant", "bee"):
         for i in range(40):
             save(tmp_path / name / f"{i}.png", np.full((4, 4, 3), i))
@@ -129,7 +129,7 @@ def test_without_folders_for_splits_a_share_is_held_out_by_name(tmp_path, save):
     assert before["train"] <= after["train"] and before["test"] <= after["test"]
 
 
-def test_an_image_is_resized_by_its_shorter_side_and_cut_to_the_middle(tmp_path, save):
+def test_an_image_is_resized_and_cropped_to_its_middle(tmp_path, save):
     wide = np.zeros((10, 30, 3))
     wide[:, 10:20] = 200
     save(tmp_path / "wide.png", wide)
@@ -160,7 +160,7 @@ def test_an_image_is_resized_by_its_shorter_side_and_cut_to_the_middle(tmp_path,
 @pytest.mark.parametrize(
     ("dtype", "name"), [("uint16", "deep.png"), ("int32", "deep.tiff"), ("float32", "deep.tiff")]
 )
-def test_an_image_of_more_than_8_bits_a_channel_is_refused(tmp_path, dtype, name):
+def test_an_image_over_8_bits_a_channel_is_refused(tmp_path, dtype, name):
     image = pytest.importorskip(
         "PIL.Image", reason="Pillow is not installed (pip install -e '.[images]')"
     )
@@ -201,7 +201,7 @@ def images(source):
     return [path.relative_to(source.top).as_posix() for path in source.files]
 
 
-def test_hidden_files_and_those_of_systems_are_never_read(tmp_path, save):
+def test_hidden_and_system_files_are_never_read(tmp_path, save):
     for name in ("ant", "bee"):
         save(tmp_path / "train" / name / "1.JPG", np.zeros((8, 8, 3)))
         save(tmp_path / "train" / name / ".ipynb_checkpoints" / "1.png", np.zeros((8, 8, 3)))
@@ -267,7 +267,7 @@ def test_a_class_without_an_image_is_refused_by_name(tmp_path, save):
         ImageFolder(str(tmp_path / "train"), size=8)
 
 
-def test_links_to_folders_are_followed_and_loops_are_cut(tmp_path, save):
+def test_links_to_folders_are_followed_loops_are_not(tmp_path, save):
     for name, count in (("elsewhere/ant", 2), ("elsewhere/more", 3), ("set/bee", 1)):
         for i in range(count):
             save(tmp_path / name / f"{i}.png", np.zeros((8, 8, 3)))
@@ -322,7 +322,7 @@ def test_a_split_in_any_spelling_is_no_class(tmp_path, save, train, test):
         assert source.inventory.endswith("ignored: 1 folder 'other'")
 
 
-def test_folders_that_may_be_splits_or_classes_are_refused_or_chosen(tmp_path, save):
+def test_ambiguous_folders_are_refused_or_chosen(tmp_path, save):
     def tree(root, *names):
         for name in names:
             save(tmp_path / root / name / "0.png", np.zeros((8, 8, 3)))
@@ -381,7 +381,7 @@ def test_folders_that_may_be_splits_or_classes_are_refused_or_chosen(tmp_path, s
     )
 
 
-def test_classes_do_not_depend_on_the_unicode_form_of_names(tmp_path, save):
+def test_classes_do_not_depend_on_unicode_forms(tmp_path, save):
     """An archive made on a Mac has e and an accent where others have é, which sorts elsewhere."""
     for form in ("NFC", "NFD"):
         for split in ("train", "test"):
@@ -569,7 +569,7 @@ def test_columns_of_a_saved_data_set_by_split(tmp_path, datasets):
         HuggingFace("none")
 
 
-def test_a_folder_without_a_test_split_is_not_evaluated_on(tmp_path, datasets):
+def test_a_folder_without_test_split_is_not_evaluated(tmp_path, datasets):
     made = datasets.Dataset.from_dict({"inputs": [[1, 2], [3, 4]], "labels": [0, 1]})
     made.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict({"train": made}).save_to_disk(str(tmp_path / "train"))
@@ -580,7 +580,7 @@ def test_a_folder_without_a_test_split_is_not_evaluated_on(tmp_path, datasets):
         assert len(make_data(config)[1]) == count, name
 
 
-def test_the_splits_of_a_saved_data_set_in_any_spelling(tmp_path, datasets):
+def test_splits_of_a_saved_data_set_have_any_spelling(tmp_path, datasets):
     def made(label):
         return datasets.Dataset.from_dict({"inputs": [[1, 2], [3, 4]], "labels": [label, label]})
 
@@ -613,7 +613,7 @@ def test_the_splits_of_a_saved_data_set_in_any_spelling(tmp_path, datasets):
     assert chosen.inventory == "split validation_mismatched; others: train, validation_matched"
 
 
-def test_a_split_without_labels_or_rows_is_refused_by_name(tmp_path, datasets):
+def test_a_split_without_labels_or_rows_is_refused(tmp_path, datasets):
     """As the test splits of GLUE, whose labels are not published."""
     columns = {"inputs": [[1, 2]] * 3, "labels": [-1] * 3}
     made = datasets.Dataset.from_dict(columns)
@@ -647,7 +647,7 @@ def test_rows_that_differ_are_named(tmp_path, datasets):
             source.read(np.array(indices))
 
 
-def test_rows_with_integers_too_wide_for_32_bits_need_x64(tmp_path, datasets):
+def test_rows_of_integers_beyond_32_bits_need_x64(tmp_path, datasets):
     datasets.Dataset.from_dict({"inputs": [1, 2**40]}).save_to_disk(str(tmp_path / "one"))
     source = HuggingFace(str(tmp_path / "one"))
     with pytest.raises(

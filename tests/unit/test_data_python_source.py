@@ -47,7 +47,7 @@ def test_it_is_the_library_of_this_python():
     assert b"\0" in text and b"import " in text
 
 
-def test_examples_follow_one_another_and_the_tail_is_left_out(library):
+def test_examples_are_consecutive_without_the_tail(library):
     library(
         {"a.py": bytes(range(1, 9)), "b/c.py": bytes(range(11, 20))}
     )  # neither is in the test split
@@ -60,7 +60,7 @@ def test_examples_follow_one_another_and_the_tail_is_left_out(library):
     assert len(PythonSource(length=5, max_mb=11e-6)) == 2
 
 
-def test_splits_share_no_file_and_skip_what_is_not_the_library(library):
+def test_splits_share_no_file_and_no_foreign_code(library):
     names = [f"m{i:03}.py" for i in range(400)]
     skipped = [
         "test/x.py",

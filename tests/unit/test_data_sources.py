@@ -210,7 +210,7 @@ def test_every_source_keeps_the_contract(name, split, tmp_path):
 
 @pytest.mark.parametrize("split", ["train", "test"])
 @pytest.mark.parametrize("name", OF_IMAGES)
-def test_images_are_scaled_and_in_training_moved_by_a_key(name, split, tmp_path):
+def test_images_are_scaled_and_augmented_in_training(name, split, tmp_path):
     import jax
 
     source = make(name, tmp_path, split=split, augment=True)
@@ -326,7 +326,7 @@ def test_cifar_reads_every_protocol(tmp_path, dump):
     )
 
 
-def test_cifar_reads_python_2_files_and_the_variants_of_others(tmp_path):
+def test_cifar_reads_python_2_files_and_variants(tmp_path):
     written = write_cifar(tmp_path)
     planes, labels = written["test_batch"]
     variants = {

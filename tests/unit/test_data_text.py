@@ -46,7 +46,7 @@ def needs(package):
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int32"])
 @pytest.mark.parametrize("stride", [None, 1, 3, 7])
 @pytest.mark.parametrize("sizes", [(40,), (13, 0, 6, 5, 30)])
-def test_a_window_is_a_slice_and_its_labels_are_one_later(dtype, stride, sizes):
+def test_a_window_is_a_slice_with_labels_one_later(dtype, stride, sizes):
     rng = np.random.default_rng(0)
     shards = [rng.integers(0, 100, size).astype(dtype) for size in sizes]
     windows = Windows(shards, 5, stride)
@@ -90,7 +90,7 @@ def test_a_cut_shares_the_tokens_out(fraction):
     assert train + test == list(range(100)) and len(train) == int(100 * (1 - fraction))
 
 
-def test_a_token_beyond_the_vocabulary_is_named_with_its_place(monkeypatch):
+def test_a_token_beyond_the_vocabulary_names_its_place(monkeypatch):
     """At once, or, where there are many tokens, when it is read."""
     shards = [
         np.zeros(20, np.uint16),
@@ -119,7 +119,7 @@ def test_a_token_beyond_the_vocabulary_is_named_with_its_place(monkeypatch):
 @pytest.mark.parametrize(
     "name", ["byte", "char", "words", pytest.param("file", marks=needs("tokenizers"))]
 )
-def test_a_tokenizer_brings_text_back_and_is_made_again_from_its_spec(name, tmp_path):
+def test_a_tokenizer_of_a_spec_brings_text_back(name, tmp_path):
     made = make_tokenizer(bpe(tmp_path) if name == "file" else name, lambda: TEXT)
     ids = made.encode(TEXT)
     assert (
@@ -140,7 +140,7 @@ def test_bytes_that_are_no_text_are_replaced():
     assert (Byte.size, Byte.end_of_text) == (256, 0)
 
 
-def test_characters_are_numbered_by_code_point_and_one_outside_is_named():
+def test_characters_are_numbered_unknown_ones_named():
     made = Char.of("hello\n")
     assert (
         made.alphabet == "\nehlo"
@@ -165,7 +165,7 @@ def test_words_are_numbered_as_they_appear():
         Words(["the", "cat", "<eos>"]).encode("the cat\nthe dog")
 
 
-def test_an_evaluation_set_has_the_tokens_of_the_training_set(tmp_path):
+def test_evaluation_data_has_the_tokens_of_training(tmp_path):
     for name in ("abc", "abd", "cba"):
         (tmp_path / name).write_text(name * 50)
 
@@ -215,7 +215,7 @@ def test_words_are_never_cut_or_joined(tmp_path):
 
 
 @needs("tokenizers")
-def test_a_vocabulary_with_gaps_is_as_large_as_its_last_token(tmp_path):
+def test_a_vocabulary_with_gaps_ends_at_its_last_token(tmp_path):
     """Else token 300 of a vocabulary of 2 would be stored in a byte, as 44."""
     model = {"type": "WordLevel", "vocab": {"be": 0, "not": 300}, "unk_token": "be"}
     content = {
@@ -252,7 +252,7 @@ def test_a_tokenizer_file_is_known_by_its_content(tmp_path):
 
 
 @needs("tokenizers")
-def test_the_settings_of_a_models_inputs_cut_and_pad_nothing(tmp_path):
+def test_a_tokenizers_own_truncation_cuts_nothing(tmp_path):
     """A tokenizer.json of the hub stores the truncation and padding that it was saved with."""
     import tokenizers
 
@@ -329,7 +329,7 @@ def write(path, content):
     return str(path)
 
 
-def test_the_last_characters_of_a_text_are_the_test_split(tmp_path):
+def test_the_end_of_a_text_is_its_test_split(tmp_path):
     text = "".join(chr(97 + i % 26) for i in range(200)) + "é" * 50
     path = write(tmp_path / "a.txt", text)
     for tokenizer in ("byte", "char"):
@@ -405,7 +405,7 @@ def test_shakespeare_is_cut_as_nanogpt_cuts_it():
     )
 
 
-def test_the_penn_treebank_has_the_vocabulary_of_its_train_file(tmp_path):
+def test_penn_treebank_has_its_train_files_vocabulary(tmp_path):
     folder = tmp_path / "simple-examples" / "data"
     folder.mkdir(parents=True)
     parts = {
@@ -442,7 +442,7 @@ def test_the_penn_treebank_has_the_vocabulary_of_its_train_file(tmp_path):
 
 
 @pytest.mark.parametrize("end", [None, 99])
-def test_documents_are_packed_greedily_and_none_reaches_into_another(end):
+def test_documents_are_packed_without_crossing(end):
     documents = [
         np.arange(1, n + 1, dtype=np.uint8) + 10 * i for i, n in enumerate([3, 4, 2, 11, 1, 5])
     ]
@@ -583,7 +583,7 @@ def test_bad_documents_are_named(tmp_path, name, content, words):
 
 
 @pytest.mark.parametrize("line", ["\n", "\r\n", "\r"])
-def test_documents_end_at_a_blank_line_however_lines_end(tmp_path, line):
+def test_documents_end_at_blank_lines_of_any_line_ends(tmp_path, line):
     text = "\n\nfirst\nof two lines\n\n    second \n \t\nthird\n\n\n\n \n\nfourth\n\u2003\nfifth\n\f\nthe last\n\n"
     path = write(tmp_path / "a.txt", text.replace("\n", line).encode())
     first = f"first{line}of two lines"
@@ -623,7 +623,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
 
 
 @needs("tokenizers")
-def test_a_zero_byte_is_text_for_a_tokenizer_that_ends_documents_otherwise(tmp_path):
+def test_a_zero_byte_is_text_if_it_ends_no_document(tmp_path):
     path = write(tmp_path / "a.jsonl", '{"text": "to\\u0000be"}\n' * 9)
     assert len(Documents(path, length=8, tokenizer=bpe(tmp_path))) > 0
     for tokenizer in ("char", {"kind": "byte"}, {"kind": "char", "alphabet": "\0be"}):
@@ -637,7 +637,7 @@ def test_a_zero_byte_is_text_for_a_tokenizer_that_ends_documents_otherwise(tmp_p
 
 
 @pytest.mark.parametrize("key", ["data", "eval.data"])
-def test_an_error_of_a_set_names_its_split_and_its_path(tmp_path, key):
+def test_an_error_of_a_set_names_its_split_and_path(tmp_path, key):
     path = str(write(tmp_path / "a.txt", b"abc" * 9))
     for split, args in (("train", {"length": 30}), ("test", {"length": 4, "test_fraction": 0.1})):
         with pytest.raises(

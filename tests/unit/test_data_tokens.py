@@ -87,7 +87,7 @@ def test_every_format_gives_its_tokens(tmp_path, make, args, classes):
     ]
 
 
-def test_a_folder_or_a_pattern_is_all_its_files_and_no_window_crosses(tmp_path):
+def test_no_window_crosses_the_files_of_a_folder(tmp_path):
     for name, part in (("b", TOKENS[100:110]), ("a", TOKENS[:100]), ("c", TOKENS[110:113])):
         raw(tmp_path / f"{name}.bin", part)
     (tmp_path / "notes.txt").write_text("no tokens")
@@ -121,7 +121,7 @@ def test_a_split_is_its_own_files(tmp_path, train, test):
     )
 
 
-def test_without_files_of_its_own_the_test_split_is_the_last_tokens(tmp_path):
+def test_without_a_file_the_test_split_is_the_end(tmp_path):
     raw(tmp_path / "a.bin", TOKENS[:300])
     raw(tmp_path / "b.bin", TOKENS[300:])
     parts = [TokenFile(str(tmp_path), split, 4, test_fraction=0.5) for split in ("train", "test")]
@@ -132,7 +132,7 @@ def test_without_files_of_its_own_the_test_split_is_the_last_tokens(tmp_path):
     assert all_tokens(pickle.loads(pickle.dumps(parts[1]))) == all_tokens(parts[1])
 
 
-def test_documents_are_separated_by_the_token_that_ends_them(tmp_path):
+def test_documents_end_with_the_end_of_text_token(tmp_path):
     path = raw(tmp_path / "x.bin", [5, 0, 6, 7, 0, 8, 9, 9, 9])
     found = TokenFile(path, length=4, documents="separate", end_of_text=0).read(np.array([0, 1]))
     assert found["segments"].tolist() == [[0, 0, 1, 1], [0, 1, 1, 1]]
@@ -216,7 +216,7 @@ def test_a_bad_file_is_named(tmp_path, make, args, words):
         TokenFile(str(tmp_path / "x.bin"), **{"length": 4, **args})
 
 
-def test_a_vocabulary_that_is_too_small_and_a_path_that_is_not_there(tmp_path):
+def test_a_small_vocabulary_or_missing_path_is_named(tmp_path):
     path = raw(tmp_path / "x.bin", TOKENS)
     first = int(np.argmax(TOKENS >= 900))
     with pytest.raises(
@@ -293,7 +293,7 @@ def test_each_part_of_a_file_is_read_at_its_own_place(tmp_path, dtype, split):
         )
 
 
-def test_a_token_beyond_the_vocabulary_is_named_where_it_is_read(tmp_path):
+def test_a_token_beyond_the_vocabulary_names_its_file(tmp_path):
     sparse(tmp_path / "x.bin", (1 << 24) + 1000, {10_000_003: [70]})
     source = TokenFile(str(tmp_path / "x.bin"), length=10, vocabulary=70)
     with pytest.raises(
@@ -447,7 +447,7 @@ def test_a_bad_command_is_refused_in_one_line(tmp_path, argv, words):
     assert sorted(os.listdir(tmp_path)) == ["poem.txt"]
 
 
-def test_what_is_refused_ends_with_code_2_and_needs_no_jax(tmp_path):
+def test_a_refusal_ends_with_code_2_without_jax(tmp_path):
     said = command("tokenize", "none.txt", code=2).stderr
     assert said == "jaxdp: INPUT: no file 'none.txt'; give .txt or .jsonl files\n"
     (tmp_path / "poem.txt").write_text(POEM)
@@ -513,7 +513,7 @@ def test_documents_end_where_they_end(tmp_path):
     assert split.tokenizer.decode(np.concatenate(split.shards)) == "three\0five"
 
 
-def test_files_for_validation_by_their_names_are_not_trained_on(tmp_path, capsys):
+def test_files_named_for_validation_are_not_trained_on(tmp_path, capsys):
     parts = {"wiki.Train.txt": "training\n" * 90, "wiki.Valid.txt": "held out\n" * 9}
     for name, text in parts.items():
         (tmp_path / name).write_text(text)
@@ -579,7 +579,7 @@ def test_a_split_without_tokens_is_refused(tmp_path, name, content, split, words
         assert tokenize([tmp_path / name], tmp_path / "out", "byte", 0, 1000)["counts"]["val"] == 0
 
 
-def test_bad_lines_and_texts_are_named_with_their_position(tmp_path, capsys):
+def test_bad_lines_and_texts_are_named_by_position(tmp_path, capsys):
     lines = [
         '{"text": "one"}',
         '{"txt": "b"}',
@@ -634,7 +634,7 @@ def test_a_part_begins_with_a_line_or_a_document(tmp_path):
         assert boundary(file, fraction) == wanted, content
 
 
-def test_a_long_text_comes_in_pieces_that_change_nothing(tmp_path, monkeypatch):
+def test_a_long_text_in_pieces_has_the_same_tokens(tmp_path, monkeypatch):
     """Blocks of seven bytes: characters, marks and words are cut everywhere."""
     file = tmp_path / "a.txt"
     text = ("héllo wörld\n\n\n  it is\nlate 🙂\n" * 9 + "<|endoftext|>") * 3 + "end"

@@ -132,7 +132,7 @@ def test_the_main_job_ends_with_the_same_digest(copy, tmp_path):
 
 
 @pytest.mark.parametrize("asked", REFUSED, ids=" ".join)
-def test_a_config_that_asks_for_a_deleted_extra_is_refused_in_a_line(copy, asked, tmp_path):
+def test_asking_for_a_deleted_extra_is_one_line(copy, asked, tmp_path):
     argv = ["train.py", "--config", "configs/digits.yaml", "--run_dir", tmp_path / "run", *asked]
     done = run(copy, *map(str, argv))
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stdout + done.stderr

@@ -133,7 +133,7 @@ def test_stacked_blocks_and_other_dtypes():
         check_elementwise(optax.scale_by_trust_ratio(), params, 2, ["blocks"])
 
 
-def test_what_fails_on_slices_is_refused_with_its_reason():
+def test_what_fails_on_slices_is_refused_with_a_reason():
     def update(updates, state, params=None):
         if updates["head"]["kernel"].shape != (8, 24):
             raise TypeError("only for\n[8, 24]")

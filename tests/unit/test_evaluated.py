@@ -35,7 +35,7 @@ def averaged(tmp_path_factory):
     return fit(run_dir=tmp_path_factory.mktemp("evaluated") / "run", eval={"ema": True})
 
 
-def test_the_average_is_used_with_the_average_of_the_statistics(averaged, tmp_path):
+def test_averaged_weights_go_with_averaged_statistics(averaged, tmp_path):
     want = loss_of(averaged.ema, averaged.ema_state)
     assert abs(want - loss_of(averaged.ema, averaged.model_state)) > 1e-3
     assert averaged.final["loss"] == averaged.evaluate()["loss"] == pytest.approx(want, rel=1e-5)
@@ -83,7 +83,7 @@ def test_the_statistics_are_averaged_by_the_formula(layout):
     check_averaged_statistics(**LAYOUTS[layout])
 
 
-def test_a_minimum_that_starts_at_infinity_has_an_average():
+def test_an_infinite_first_minimum_has_an_average():
     start = {"least": jnp.array([np.inf, np.inf, 2.0]), "calls": None}
     new = average_statistics(
         start, {"least": jnp.array([3.0, np.inf, 1.0]), "calls": jnp.int32(1)}, 0.75
@@ -95,7 +95,7 @@ def test_a_model_without_statistics_has_none():
     assert fit(Plain, steps=1).ema_state == {}
 
 
-def test_a_checkpoint_without_them_starts_from_the_model_state(tmp_path, monkeypatch):
+def test_a_missing_average_starts_from_the_model_state(tmp_path, monkeypatch):
     """The golden checkpoint, which version 0.1 has saved."""
     monkeypatch.syspath_prepend(GOLDEN)
     shutil.copytree(GOLDEN / "run", tmp_path / "run")
@@ -202,7 +202,7 @@ PARALLEL = {
 
 
 @pytest.mark.parametrize("layout", first(1, [*PARALLEL]))
-def test_they_are_evaluated_predicted_exported_and_loaded(layout, tmp_path, capsys):
+def test_schedule_free_weights_are_used_everywhere(layout, tmp_path, capsys):
     trained = fit(
         Plain, FREE(), run_dir=tmp_path / "run", eval={"every": 3}, parallel=PARALLEL[layout]
     )

@@ -42,7 +42,7 @@ def deals(draw, microbatches):
 
 @settings(deadline=None, max_examples=150)
 @given(st.data())
-def test_each_example_once_an_epoch_in_an_order_that_no_deal_changes(data):
+def test_any_split_has_each_example_once_in_one_order(data):
     size, batch_size = data.draw(st.integers(1, 90)), data.draw(st.integers(1, 40))
     microbatches = data.draw(st.integers(1, 9))
     cursor = EpochOrder(
@@ -67,9 +67,7 @@ def test_each_example_once_an_epoch_in_an_order_that_no_deal_changes(data):
 
 
 @given(st.integers(1, 300), st.integers(1, 60), st.integers(1, 9), st.integers(0, 40))
-def test_padding_is_the_batchs_first_example_or_its_first_microbatch(
-    size, batch_size, microbatches, step
-):
+def test_padding_repeats_the_first_example_of_a_batch(size, batch_size, microbatches, step):
     cursor = EpochOrder(size, batch_size, microbatches, seed=5)
     indices, mask = cursor.rows(step, [*range(microbatches), -1])
     empty = ~mask.any(1)

@@ -98,20 +98,20 @@ def test_it_is_printed_in_a_line_and_shown_as_a_table(fitted):
     assert f"<tr><th>accuracy</th><td>{accuracy}</td></tr>" in table and "<td>74</td>" in table
 
 
-def test_a_section_without_a_target_has_the_default_one():
+def test_a_section_without_target_has_the_default():
     assert name_it({}, "optimizer", {"lr": 0.5}) == {"lr": 0.5} and name_it({}, "loss", {}) == {}
     with pytest.raises(UsageError, match=r"model.target: missing"):
         fit({"args": {"width": 3}})
 
 
-def test_the_history_is_columns_and_ends_with_the_last_evaluation(fitted):
+def test_the_history_ends_with_the_last_evaluation(fitted):
     train, evaluated = fitted.history["train"], fitted.history["eval"]
     assert train["step"] == evaluated["step"] == [2, 4, 6]
     assert evaluated["loss"][-1] == fitted.final["loss"] and len(train["loss"]) == 3
     assert all(len(column) == 3 for column in (*train.values(), *evaluated.values()))
 
 
-def test_predictions_are_those_that_the_evaluation_scored(fitted):
+def test_predictions_are_those_the_evaluation_scored(fitted):
     outputs = fitted.predict(X[:50], batch_size=16)
     assert isinstance(outputs, np.ndarray) and outputs.shape == (50, 2)
     assert (outputs.argmax(1) == Y[:50]).mean() == pytest.approx(fitted.final["accuracy"])
@@ -148,7 +148,7 @@ class Scaled:
 
 
 @pytest.mark.slow
-def test_each_evaluation_set_is_read_with_its_own_transform():
+def test_each_evaluation_set_has_its_own_transform():
     """Also if the first has one and another none, or they have one class."""
     also = {
         k: {"target": f"{__name__}.Scaled", "args": {"factor": x}}
@@ -166,13 +166,13 @@ def test_each_evaluation_set_is_read_with_its_own_transform():
 
 
 @pytest.mark.slow
-def test_without_evaluation_data_predictions_get_the_transform_of_the_training_data():
+def test_predictions_may_have_the_training_transform():
     trained = jaxdp.fit(Net, Scaled(-3.0), steps=1, batch_size=30, parallel={"devices": 1})
     np.testing.assert_allclose(trained.predict(X), trained.model(-3 * X), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
-def test_it_never_evaluates_what_another_run_has_written(tmp_path):
+def test_it_evaluates_no_other_runs_checkpoint(tmp_path):
     more = {"run_dir": tmp_path, "steps": 1, "eval_data": None}
     first = fit(**more)
     fit(**more, seed=1, overwrite=True)
@@ -184,7 +184,7 @@ def test_it_never_evaluates_what_another_run_has_written(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_finished_run_with_a_loss_of_nan_is_returned_again(tmp_path):
+def test_a_finished_run_of_loss_nan_is_returned_again(tmp_path):
     """Its metrics.jsonl has the text "nan"."""
     base = {"steps": 1, "batch_size": 30, "parallel": {"devices": 1}, "run_dir": tmp_path}
     losses = [jaxdp.fit(Net, (X * np.float32("nan"), Y), **base).final["loss"] for _ in range(2)]
@@ -192,7 +192,7 @@ def test_a_finished_run_with_a_loss_of_nan_is_returned_again(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_before_the_final_record_does_not_lose_the_last_loss(tmp_path):
+def test_a_lost_final_record_loses_no_last_loss(tmp_path):
     first = fit(eval_data=None, steps=2, run_dir=tmp_path)
     file = tmp_path / "metrics.jsonl"
     file.write_text(
@@ -206,7 +206,7 @@ def test_a_process_that_dies_before_the_final_record_does_not_lose_the_last_loss
 
 
 @pytest.mark.slow
-def test_a_run_that_is_made_longer_is_that_of_all_its_steps(tmp_path):
+def test_a_lengthened_run_equals_one_of_all_its_steps(tmp_path):
     """As docs/notebook.md does it: the learning rates of `schedule_steps` do not depend on the
     steps.
     """
@@ -218,19 +218,19 @@ def test_a_run_that_is_made_longer_is_that_of_all_its_steps(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_evaluation_that_only_the_end_of_a_shorter_run_has_made_is_not_in_the_history(tmp_path):
+def test_the_history_omits_a_shorter_runs_final_eval(tmp_path):
     more = {"optimizer": {"schedule": "constant"}, "eval": {"every": 3}, "run_dir": tmp_path}
     fit(**more, steps=4)
     assert fit(**more, steps=8).history["eval"]["step"] == [3, 6, 8]
 
 
 @pytest.mark.slow
-def test_an_optax_object_trains_from_the_parameters_of_another_run(fitted):
+def test_an_optax_object_starts_from_another_run(fitted):
     begun = fit(init_from=fitted.run_dir, optimizer=optax.sgd(0.0), steps=1, eval={})
     assert jax.tree.all(jax.tree.map(np.array_equal, begun.params, fitted.params))
 
 
-def test_the_module_is_the_trained_one_in_evaluation_mode(fitted):
+def test_the_module_is_trained_and_in_evaluation_mode(fitted):
     assert isinstance(fitted.model, Net) and fitted.model is fitted.model
     np.testing.assert_allclose(fitted.model(X), fitted.predict(X), rtol=1e-5, atol=1e-6)
     assert np.array_equal(fitted.model.first.kernel[...], fitted.params["first"]["kernel"])
@@ -265,7 +265,7 @@ def test_every_library_has_its_own_kind_of_module(model):
 
 
 @pytest.mark.slow
-def test_a_loss_without_evaluation_data_says_what_it_is_of(capsys):
+def test_without_evaluation_data_a_loss_says_its_batch(capsys):
     fitted = fit(eval_data=None, steps=2)
     assert (
         fitted.final["loss_of"] == "the last batch"
@@ -336,7 +336,7 @@ class Cell(nnx.Module):
 
 @pytest.mark.slow
 @pytest.mark.slow
-def test_a_stream_that_ends_within_a_call_of_several_updates_is_read_to_its_end():
+def test_a_stream_end_within_a_call_is_read_to_its_end():
     def rows():
         return ((X[i], Y[i]) for i in range(64))
 
@@ -355,7 +355,7 @@ def test_a_stream_that_ends_within_a_call_of_several_updates_is_read_to_its_end(
 
 
 @pytest.mark.slow
-def test_a_finished_run_is_evaluated_again_if_the_evaluation_has_changed(tmp_path, capsys):
+def test_a_changed_evaluation_is_made_again(tmp_path, capsys):
     more = {"optimizer": {"target": "adam", "lr": 0.1, "ema": 0.9}, "run_dir": tmp_path}
     first, ema = fit(**more), {"eval": {"every": 2, "ema": True}}
     second = fit(**more, **ema)
@@ -378,9 +378,7 @@ class Events:
 
 
 @pytest.mark.slow
-def test_a_run_whose_stream_has_ended_is_returned_until_the_stream_is_longer(
-    tmp_path, capsys, monkeypatch
-):
+def test_a_run_of_an_ended_stream_is_returned_again(tmp_path, capsys, monkeypatch):
     more = {
         "batch_size": 10,
         "steps": 9,

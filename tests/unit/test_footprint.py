@@ -40,7 +40,7 @@ def test_a_program_that_has_run_tells_what_it_sends(backend, devices):
         assert params < sent["bytes"] < params + 100 and sent["wire"] == 2 * sent["bytes"]
 
 
-def test_the_cause_of_a_fault_is_recorded_within_a_time(monkeypatch):
+def test_a_fault_is_recorded_though_a_listener_hangs(monkeypatch):
     monkeypatch.setattr(errors, "RECORDING", 0.2)
     heard, forever = [], threading.Event()
     listeners = [lambda text: 1 / 0, heard.append, lambda text: forever.wait()]

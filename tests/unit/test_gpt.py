@@ -144,7 +144,7 @@ def test_dtypes_are_those_of_the_parameters(name):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_logits_of_narrow_floats_are_not_rounded_and_their_gradients_are_narrow(dtype):
+def test_narrow_floats_have_wide_logits_narrow_grads(dtype):
     x, kernel = (jax.random.normal(key, (4, 8, 64)).astype(dtype) for key in jax.random.split(KEY))
     found = Logits(x, kernel[0], 7).compute()
     want = np.einsum("...d,vd->...v", *(np.asarray(a, np.float64) for a in (x, kernel[0, :7])))
@@ -203,7 +203,7 @@ def test_tokens_see_their_own_segment_only(name):
 
 
 @pytest.mark.slow
-def test_the_mask_that_cudnn_is_given_is_that_of_segments():
+def test_cudnns_mask_is_that_of_the_segments():
     """By JAX's own attention, whose arguments `fused` uses; cuDNN itself needs a GPU."""
     rng = np.random.default_rng(0)
     query, key, value = jnp.asarray(rng.normal(size=(3, 2, 5, 4, 8)), jnp.float32)
@@ -226,7 +226,7 @@ def test_scanned_blocks_are_a_loop_over_their_slices():
 
 
 @pytest.mark.slow
-def test_the_embedding_s_gradient_is_that_of_differences():
+def test_an_embeddings_gradient_is_that_of_differences():
     """Tied: what comes through the look-up and through the logits adds up."""
     made, batch = model(), tokens()
     with jax.enable_x64(True):
@@ -260,7 +260,7 @@ def test_tokens_outside_the_vocabulary_are_not_finite():
 
 
 @pytest.mark.slow
-def test_dropout_follows_the_key_and_is_off_in_evaluation():
+def test_dropout_follows_the_key_evaluation_has_none():
     made, plain, batch = model(dropout=0.5), model(), tokens()
     params = draw(made)
     run = jax.jit(lambda key, train: logits(made, params, batch, train, key), static_argnums=1)
@@ -296,7 +296,7 @@ def shapes(**args):
     return jax.eval_shape(made.init, KEY, {"inputs": np.zeros((1, 4), np.int32)})[0]
 
 
-def test_gpt2_has_its_published_size_but_for_the_biases_of_keys():
+def test_gpt2_has_its_published_size_less_key_biases():
     params = shapes(input_shape=(1024,), num_classes=50257, vocabulary_multiple=1)
     assert sum(x.size for x in jax.tree.leaves(params)) == 124_439_808 - 12 * 768
     assert "bias" not in params["blocks"]["stack"]["attention"]["key"]
@@ -379,7 +379,7 @@ def test_inputs_that_do_not_fit_are_named():
 
 
 @pytest.mark.slow
-def test_blocks_of_their_own_compute_what_scanned_ones_do():
+def test_separate_blocks_compute_what_scanned_ones_do():
     scanned, chained = model(), model(scan=False)
     params = draw(scanned)
     stack = params["blocks"]["stack"]

@@ -16,7 +16,7 @@ def two_gpus(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def test_a_flag_that_xla_does_not_know_is_found_and_the_others_are_kept():
+def test_a_flag_unknown_to_xla_leaves_the_others():
     assert environment.libraries()
     assert environment.unknown_flags([environment.GPU_FLAG, "--xla_no_such_flag"]) == {
         "--xla_no_such_flag"
@@ -61,7 +61,7 @@ def test_nothing_is_set_where_it_would_do_nothing(two_gpus, monkeypatch):
     assert environment.set_gpu_flag(local_gpus=2) is None and not os.environ["XLA_FLAGS"]
 
 
-def test_a_flag_whose_name_begins_that_of_another_is_set(two_gpus):
+def test_a_flag_that_is_a_prefix_of_another_is_set(two_gpus):
     environment.add_flag("--xla_gpu_enable_pipelined_all=true")
     environment.add_flag("--xla_gpu_enable_pipelined_all_gather=true")  # is set already
     assert (

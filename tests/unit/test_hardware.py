@@ -68,7 +68,7 @@ def test_every_kind_has_a_cost_and_alone_it_is_free(kind):
     assert seconds(kind, 800, 8, 8) < seconds(kind, 800, 8, 4)  # the network is slower
 
 
-def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather_but_for_latency():
+def test_an_all_reduce_costs_a_scatter_and_a_gather():
     still = HW._replace(intra_latency=0.0, inter_latency=0.0)
     parts = [
         collective_seconds(still, kind, 800, 16, 8) for kind in ("reduce-scatter", "all-gather")
@@ -140,14 +140,14 @@ def test_published_figures():
     )
 
 
-def test_the_constants_are_fitted_to_half_of_the_published_runs():
+def test_constants_fit_half_of_the_published_runs():
     fitted, judged = published.halves()
     assert len(fitted) + len(judged) == len(published.RUNS) and len(judged) >= len(fitted) > 20
     assert published.fit(fitted) == (hardware.EFFICIENCY, hardware.NETWORK, hardware.OVERLAP)
     assert published.median_error(judged) <= 0.10
 
 
-def test_the_constants_of_the_schedule_are_fitted_to_the_same_half():
+def test_schedule_constants_fit_the_same_half():
     fitted, judged = published.halves()
     constants = published.fit_schedule(fitted)
     assert constants == published.TODAY._replace(products=constants.products)
@@ -169,7 +169,7 @@ def test_a_published_run_waits_for_what_it_cannot_hide():
     assert free < published.play(run, constants)
 
 
-def test_microbatches_that_are_not_played_take_as_long_as_those_that_are():
+def test_microbatches_take_equally_long_played_or_not():
     run = published.pick("llm-foundry", "MPT 13b, H100", 8)
     few, more, many = (published.play(run._replace(microbatches=n)) for n in (3, 4, 21))
     assert many - more == pytest.approx(17 * (more - few))

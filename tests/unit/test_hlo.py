@@ -48,7 +48,7 @@ def test_a_reduction_is_counted_whole():
     assert c.wire == 2 * 96
 
 
-def test_the_whole_array_is_what_is_scattered_and_gathered():
+def test_scatter_and_gather_count_the_full_array():
     def f(x):
         part = jax.lax.psum_scatter(x, "d", tiled=True)
         return jax.lax.all_gather(part, "d", tiled=True)

@@ -180,7 +180,7 @@ def run_of(directory, args, target="GPT", data="EXAMPLES", extra=()):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_complete_folder_loads_and_leaves_nothing_out(form, folders):
+def test_a_complete_folder_loads_with_nothing_left_out(form, folders):
     text = load(folders[form], FORMS[form])
     assert (
         "left as initialized, skipped" not in text
@@ -191,7 +191,7 @@ def test_a_complete_folder_loads_and_leaves_nothing_out(form, folders):
     assert f"loaded {count} of {count} parameters" in text
 
 
-def test_a_tensor_that_is_missing_is_refused_by_its_name(folder):
+def test_a_missing_tensor_is_refused_by_name(folder):
     """With scan: true the blocks are one array, all of which would be random."""
     for form, name, ours in (
         ("gpt2", "transformer.h.1.mlp.c_fc.weight", "blocks/stack/mlp/up/kernel"),
@@ -212,7 +212,7 @@ def test_a_tensor_that_is_missing_is_refused_by_its_name(folder):
     assert "it has no 'transformer.h.1.ln_1.bias' for 'blocks/modules/1/norm1/bias'" in text
 
 
-def test_a_tensor_that_no_parameter_uses_is_refused_by_its_name(folder):
+def test_an_unused_tensor_is_refused_by_name(folder):
     extra = {"transformer.h.0.attn.q_norm.weight": np.ones(4, np.float32)}
     source = change(folder(), extra)
     assert "no parameter here is its 'transformer.h.0.attn.q_norm.weight'" in refused(source, GPT2)
@@ -221,7 +221,7 @@ def test_a_tensor_that_no_parameter_uses_is_refused_by_its_name(folder):
     )
 
 
-def test_a_head_is_dropped_only_if_it_repeats_the_embedding(folder):
+def test_only_a_head_that_is_the_embedding_is_dropped(folder):
     source = folder()
     embedding = load_file(source / "model.safetensors")["transformer.wte.weight"]
     change(source, {"lm_head.weight": embedding})
@@ -238,7 +238,7 @@ def test_a_model_with_a_head_of_its_own_needs_one(folder):
     assert "skipped: head/kernel" in load(source, untied, skip=["^head/"])
 
 
-def test_biases_of_zeros_are_left_out_and_others_are_refused(folder):
+def test_only_biases_of_zeros_are_left_out(folder):
     source = folder()
     without = {**GPT2, "bias": False}
     assert "no parameter here is its 'transformer." in refused(source, without)
@@ -407,14 +407,14 @@ def test_files_that_are_something_else_are_named(tmp_path, folder):
         ("llama", {"partial_rotary_factor": 0.5}, "has partial_rotary_factor: 0.5"),
     ],
 )  # fmt: skip
-def test_what_config_json_says_and_the_shapes_do_not_is_compared(form, config, words, folder):
+def test_keys_that_only_config_json_has_are_compared(form, config, words, folder):
     source = change(folder(form), config=config)
     for path in (source, source / "model.safetensors"):  # of a file, the config.json beside it
         text = refused(path, FORMS[form])
         assert words in text and "accept it with init.changed: " in text
 
 
-def test_a_config_json_of_the_same_function_is_no_difference(folder):
+def test_an_equal_function_in_config_json_is_no_change(folder):
     source = change(
         folder("llama"),
         config={"model_type": "mistral", "sliding_window": 8, "hidden_act": "swish"},
@@ -442,7 +442,7 @@ def test_a_difference_that_is_wanted_is_named(folder):
     assert "loaded 12 of 12" in load(source, {**LLAMA, "rotary_base": 5e5}, changed=["heads"])
 
 
-def test_what_the_tensors_say_is_compared_without_a_config_json(folder):
+def test_tensors_are_compared_without_a_config_json(folder):
     source = folder()
     (source / "config.json").unlink()
     assert "model.args.num_classes is 16, but 'transformer.wte.weight' has 13 rows" in refused(
@@ -464,7 +464,7 @@ def test_what_the_tensors_say_is_compared_without_a_config_json(folder):
     assert "rotary_base" in refused(other, {**LLAMA, "heads": 2, "kv_heads": 1})
 
 
-def test_a_gpt_inside_a_class_of_the_user_is_compared_too(folder):
+def test_a_gpt_inside_a_users_class_is_compared_too(folder):
     source = folder()
     assert "loaded" in load(source, GPT2, target="Wrapped")
     assert "model.args.heads is 2, but n_head: 4 in" in refused(
@@ -538,7 +538,7 @@ def test_arguments_of_the_users_models_are_compared(tmp_path):
 
 
 @pytest.mark.slow
-def test_arrays_of_a_run_that_are_only_here_or_there_are_refused(tmp_path):
+def test_arrays_that_only_one_run_has_are_refused(tmp_path):
     source = run_of(tmp_path, {**SIZES, "tied": False}, extra=["model_state/count"])
     text = refused(source, SIZES)
     assert (

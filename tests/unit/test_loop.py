@@ -66,7 +66,7 @@ def test_an_evaluation_does_not_go_on_from_training(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_readers_fault_reaches_the_loop_with_its_traceback(tmp_path):
+def test_a_readers_fault_keeps_its_traceback(tmp_path):
     with pytest.raises(OSError, match="the disk is gone") as fault:
         fit(make_run(tmp_path, train=Broken(**toys.data(60))))
     assert any(entry.name == "read" for entry in fault.traceback)
@@ -120,7 +120,7 @@ class Checked(Arrays):
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("steps_per_call", first(1, [4, 1]))
 @pytest.mark.parametrize("where", ["train", "eval", "last"])
-def test_a_label_that_is_no_class_is_named_as_soon_as_it_is_seen(tmp_path, where, steps_per_call):
+def test_a_label_that_is_no_class_is_named_at_once(tmp_path, where, steps_per_call):
     """One of 60, with batches between that have none; and one of the evaluation, or of the last
     update.
     """
@@ -151,7 +151,7 @@ def test_a_label_that_is_no_class_is_named_as_soon_as_it_is_seen(tmp_path, where
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_not_finite_for_another_reason_ends_nothing(tmp_path):
+def test_a_nonfinite_loss_of_valid_labels_ends_nothing(tmp_path):
     """Its examples are looked at, and training goes on as if they were not, with all that is due."""
     data, made = toys.data(60), []
     data["inputs"][7] = np.nan
@@ -183,7 +183,7 @@ def test_an_evaluation_without_weight_has_no_loss(tmp_path):
     assert np.isnan(record["loss"]) and np.isnan(record["accuracy"])
 
 
-def test_counters_that_depend_on_the_examples_end_the_run(tmp_path):
+def test_counters_that_depend_on_examples_end_the_run(tmp_path):
     model = toys.counting(lambda batch: (batch["labels"][0] > 0).astype(jnp.int32))
     run = make_run(tmp_path, model, log_every=100)
     with pytest.raises(RunFailed, match="update 1: integers of the model state differ"):
@@ -197,7 +197,7 @@ class Preempting(Monitor):
 
 
 @pytest.mark.parametrize("start", [4, 6])
-def test_a_state_from_the_memory_of_an_elastic_job_is_saved_before_the_run_ends(tmp_path, start):
+def test_a_recovered_state_is_saved_before_the_end(tmp_path, start):
     """The run is preempted before its next update, or was recovered after its last one."""
     run = make_run(tmp_path, toys.MODELS["mlp"](), start=start, watch=Preempting())
     run = run.replace(state=run.strategy.init())
@@ -219,7 +219,7 @@ def test_carried_state_resumes_under_another_strategy(tmp_path):
     assert float(jnp.abs(a.kept["carry"]["seen"]).max()) > 0
 
 
-def test_old_checkpoints_go_and_stray_directories_are_no_steps(tmp_path):
+def test_old_checkpoints_go_and_stray_folders_are_none(tmp_path):
     run = make_run(tmp_path, toys.MODELS["mlp"](), save_every=1)
     (tmp_path / "checkpoints" / "99").mkdir(parents=True)
     (tmp_path / "checkpoints" / "notes").mkdir()
@@ -228,7 +228,7 @@ def test_old_checkpoints_go_and_stray_directories_are_no_steps(tmp_path):
     assert run.log.writer.said[-1] == "saved step 6"
 
 
-def test_a_resumed_metrics_file_has_no_torn_or_later_lines(tmp_path):
+def test_resumed_metrics_have_no_torn_or_later_lines(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text(
         '{"step": 1, "loss": 1.0}\n{"step": 2, "loss": NaN}\n{"step": 3, "loss": 1.0}\n{"st'
@@ -278,9 +278,7 @@ def test_a_long_metrics_file_is_read_from_its_end(tmp_path):
         ({"loss": 0.5, "loss_of": "the last batch"}, True, []),
     ],
 )
-def test_the_last_evaluation_of_a_run_that_is_made_longer_gets_a_line(
-    tmp_path, final, evaluated, kept
-):
+def test_a_lengthened_run_keeps_its_last_evaluation(tmp_path, final, evaluated, kept):
     file = tmp_path / "metrics.jsonl"
     other = {"params_sha256": "0", "goodput": 0.5, "time": 1.0}
     file.write_text(json.dumps({"step": 4, "split": "final", **final, **other}) + "\n")

@@ -72,7 +72,7 @@ def test_outputs_that_are_no_numbers_are_no_hits():
 
 
 @pytest.mark.slow
-def test_a_label_that_is_no_class_is_not_finite_and_where_the_mask_is_0_it_is_nothing():
+def test_only_an_unmasked_label_must_be_a_class():
     scores, batch = (
         jnp.zeros((4, 3)),
         {"labels": np.array([0, 2, -100, 7], np.int32), "mask": np.array([1.0, 0.5, 0, 0])},
@@ -202,7 +202,7 @@ EXCLUDED = {  # name: (the loss, outputs [example, token, ...] -> its outputs, l
 
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("name", EXCLUDED)
-def test_outputs_and_labels_that_the_mask_excludes_are_not_read(name):
+def test_masked_outputs_and_labels_are_not_read(name):
     """Neither by the loss and its metrics nor by its gradient, which is 0 there; of some, and of
     all.
     """
@@ -259,7 +259,7 @@ def test_arguments_that_make_no_loss(make, words):
         make()
 
 
-def test_outputs_that_do_not_fit_are_named_with_both_shapes():
+def test_unfit_outputs_are_named_with_both_shapes():
     batch = {"labels": np.zeros(4, np.int32), "mask": np.ones(4), "other": np.zeros(4)}
     for loss, outputs, words in (
         (
@@ -341,7 +341,7 @@ def whole_batch(examples, model, params, steps, batch_size=20, microbatches=8):
 
 
 @pytest.mark.slow
-def test_a_contrastive_loss_is_that_of_the_whole_batch_on_any_devices():
+def test_a_contrastive_loss_couples_the_whole_batch():
     """53 examples in batches of 20: the last has 13, some microbatches one, with padding beside it."""
     examples, model = toys.data(53, dtype=np.float64), toys.two_towers()
     ways = [
@@ -369,7 +369,7 @@ def test_a_contrastive_loss_is_that_of_the_whole_batch_on_any_devices():
 
 
 @pytest.mark.slow
-def test_a_contrastive_evaluation_couples_the_batch_too():
+def test_a_contrastive_evaluation_couples_a_batch_too():
     examples, found = toys.data(20), []
     for devices in (1, 4):
         strategy, step, batch = toys.build(

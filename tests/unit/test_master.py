@@ -22,7 +22,7 @@ BITS = np.array(
 )
 
 
-def test_the_halves_are_all_bits_and_the_upper_one_is_the_nearest():
+def test_the_halves_join_and_the_upper_is_the_nearest():
     """Also of ties, of numbers below the normal ones, and of infinity."""
     for x in (VALUES, BITS.view(np.float32)):
         high, low = jax.jit(split)(x)

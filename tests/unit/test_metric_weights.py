@@ -49,13 +49,13 @@ WAYS = [
     first(3, WAYS),
     ids=lambda way: " ".join(f"{k}={getattr(v, '__name__', v)}" for k, v in way.items()),
 )
-def test_each_metric_is_divided_by_its_own_weight_in_every_layout(way):
+def test_each_metric_is_divided_by_its_own_weight(way):
     check_means(**way)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps_per_call", first(1, [3, 1]))
-def test_records_leave_out_what_nothing_was_counted_for(tmp_path, steps_per_call):
+def test_records_leave_out_metrics_of_no_weight(tmp_path, steps_per_call):
     """Of updates, evaluations and the end; what `derive` makes of a mean of nothing is left out
     with it.
     """
@@ -125,7 +125,7 @@ def rare(outputs, batch):
     )
 
 
-def test_metrics_of_tasks_are_means_over_their_own_elements_however_a_batch_is_split():
+def test_metrics_of_tasks_are_means_of_their_elements():
     loss = MultiTask({"a": {"target": f"{__name__}.rare", "outputs": "x"}})
     outputs = {"x": np.arange(12.0).reshape(6, 2)}
     batch = {"a": np.array([RARE, RARE, 0, RARE, 0, 0]), "mask": np.ones(6)}
@@ -141,7 +141,7 @@ def test_metrics_of_tasks_are_means_over_their_own_elements_however_a_batch_is_s
 
 
 @pytest.mark.slow
-def test_perplexity_is_that_of_the_cross_entropy_without_smoothing():
+def test_perplexity_leaves_label_smoothing_out():
     scores, labels = (
         np.random.default_rng(0).normal(size=(4, 3, 7)),
         (np.arange(12, dtype=np.int32) % 7).reshape(4, 3),
@@ -177,7 +177,7 @@ def test_what_is_neither_a_sum_nor_a_pair_is_refused(metrics):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
-def test_sums_of_a_loss_in_few_bits_are_added_in_float32(dtype):
+def test_narrow_sums_of_a_loss_are_added_in_float32(dtype):
     """Where 256 + 1 is 256, the weight would depend on how the microbatches are split over devices."""
     one = jnp.ones((), dtype)
     total, weight, metrics = check_result(
@@ -190,12 +190,12 @@ def test_sums_of_a_loss_in_few_bits_are_added_in_float32(dtype):
 
 
 @pytest.mark.parametrize("name", ["loss", "weight/a", 3])
-def test_names_of_metrics_that_a_record_has_itself_are_refused(name):
+def test_metrics_named_as_a_records_keys_are_refused(name):
     with pytest.raises(UsageError, match="which every record contains already"):
         check_result((ONE, ONE, {name: ONE}))
 
 
-def test_the_oracle_of_verify_divides_by_the_same_weights():
+def test_verifys_oracle_divides_by_the_same_weights():
     metrics = {"loss": 8.0, "a": 8.0, "weight/a": 4.0, "b": np.float64(0), "weight/b": 0.0}
     with np.errstate(invalid="ignore"):
         divided = means(metrics, 2.0)

@@ -51,7 +51,7 @@ def tokens(size=40):
 @pytest.mark.parametrize(
     "model", first(1, [as_model(Tied), as_model(LinenTied())]), ids=["nnx", "linen"]
 )
-def test_embeddings_and_token_masks_are_the_same_on_any_devices(model):
+def test_embeddings_and_token_masks_ignore_devices(model):
     with jax.enable_x64(True):
         states = [
             toys.train(
@@ -91,7 +91,7 @@ SIZES = {
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("name", SIZES)
-def test_every_product_is_computed_in_the_policys_dtype(name):
+def test_products_are_computed_in_the_policys_dtype(name):
     """Forward and backward, in training and evaluation, though BatchNorm's averages are float32 and
     stay so.
     """
@@ -216,7 +216,7 @@ def test_a_loss_that_is_none_says_what_it_returned(loss):
         toys.train(toys.MODELS["mlp"](), toys.data(24), loss=loss, steps=1)
 
 
-def test_missing_labels_and_arguments_without_a_source_are_named():
+def test_missing_labels_and_arguments_are_named():
     with pytest.raises(UsageError, match="it needs 'labels', and the data has"):
         SoftmaxCrossEntropy()(jnp.zeros((2, 3)), {"mask": jnp.ones(2)})
 
@@ -242,7 +242,7 @@ class Lookup(nnx.Module):
 
 
 @pytest.mark.slow
-def test_an_embedding_s_gradient_is_the_sum_over_its_tokens_wherever_they_are():
+def test_an_embeddings_gradient_sums_over_its_tokens():
     """By NumPy, for one update of plain gradient descent: most places hold one token, and one token
     is nowhere.
     """

@@ -31,7 +31,7 @@ class Watch(Noting, Monitor):
     """In the place of a run's monitor."""
 
 
-def test_they_are_called_in_their_order_and_end_in_reverse():
+def test_they_are_called_in_order_and_end_in_reverse():
     calls = []
     observers = Observers([Noting("a", calls, ("save",)), Noting("b", calls, ("save", "pause"))])
     observers.before(range(1, 3), None)
@@ -40,7 +40,7 @@ def test_they_are_called_in_their_order_and_end_in_reverse():
     assert observers.wants(2) == {"save", "pause"} and observers.names == ["a", "b"]
 
 
-def test_a_method_that_is_not_overridden_is_never_called(monkeypatch):
+def test_a_method_not_overridden_is_never_called(monkeypatch):
     observers = Observers([Observer(), Noting("a", [])])
 
     def refuse(self, *args):

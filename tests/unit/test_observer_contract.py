@@ -101,7 +101,7 @@ def test_the_loop_goes_on_while_the_device_is_held_up(config):
     assert device.came.is_set() and np.isfinite(fitted.final["loss"])
 
 
-def test_an_observer_that_waits_for_the_device_is_found():
+def test_an_observer_that_waits_for_a_device_is_found():
     device = Device()
     train(device, Reads(device))
     assert not device.came.is_set()

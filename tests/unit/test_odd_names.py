@@ -129,7 +129,7 @@ def test_a_state_of_any_names_in_any_folder_comes_back(parts, params):
 
 
 @pytest.mark.slow
-def test_200_states_of_odd_names_in_odd_folders_come_back():
+def test_200_states_of_odd_names_come_back():
     results = []
 
     @settings(common, max_examples=200, database=None)
@@ -175,7 +175,7 @@ def test_names_that_cannot_be_stored_are_refused(params, words):
     assert words in str(refused.value)
 
 
-def test_a_first_save_that_is_not_what_was_given_is_not_reported(tmp_path, monkeypatch):
+def test_a_first_save_that_differs_is_no_success(tmp_path, monkeypatch):
     """Whatever the cause: here Orbax gets another tree."""
     from jaxdp.checkpoint import store
 

@@ -54,7 +54,7 @@ def test_an_optimizer_descends_and_decays_only_kernels(name):
 
 
 @pytest.mark.parametrize("name", ["lion", "adafactor", "muon"])
-def test_decoupled_decay_is_that_of_adamw_and_follows_the_learning_rate(name):
+def test_decay_is_adamws_and_follows_the_learning_rate(name):
     """With zero gradients only the decay is left; at a learning rate of 0, nothing."""
     zeros = jax.tree.map(jnp.zeros_like, PARAMS)
 
@@ -151,7 +151,7 @@ def test_any_optax_transformation_is_a_target():
         make_optimizer(optax.rmsprop, optax.constant_schedule(0.1), 0.1)
 
 
-def test_learning_rates_go_by_path_the_first_expression_counts():
+def test_of_learning_rates_the_first_match_counts():
     grads = jax.tree.map(jnp.ones_like, PARAMS)
     tx = scale_by_path({"kernel$": 0.5, "^layer/": 0.25, "^layer/bias": 7.0, "nowhere": 3.0})
     updates, _ = jax.jit(tx.update)(grads, tx.init(PARAMS))
@@ -167,7 +167,7 @@ def test_learning_rates_go_by_path_the_first_expression_counts():
 
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_scaled_learning_rate_is_another_learning_rate_decay_included(name):
+def test_lr_scale_scales_the_rate_and_the_decay(name):
     plain, half, all_half = (
         make_optimizer(OPTIMIZERS[name], optax.constant_schedule(lr), 0.1, NO_DECAY, lr_scale=scale)
         for lr, scale in ((0.02, {}), (0.02, {"norm|kernel": 0.5}), (0.01, {}))
@@ -249,7 +249,7 @@ def test_muon_updates_a_stack_block_by_block():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("adam", [None, 0.02])
-def test_muons_matrices_are_optaxs_and_the_rest_is_adamw(adam):
+def test_muon_is_optaxs_for_matrices_and_adamw_else(adam):
     got = train_muon(STACKED, ["blocks"], adam_learning_rate=adam)
     decay = decay_mask(NO_DECAY)
     head = {"head": {"kernel": STACKED["head"]["kernel"]}}
@@ -273,7 +273,7 @@ def test_muons_matrices_are_optaxs_and_the_rest_is_adamw(adam):
 
 
 @pytest.mark.parametrize("no_decay", [["bias"], pytest.param([], marks=pytest.mark.slow)])
-def test_muons_other_part_has_its_own_rate_with_the_same_schedule_and_decay(no_decay):
+def test_muons_adam_has_a_rate_of_its_own(no_decay):
     def history(lr, **args):
         config = Config(
             optimizer=Optimizer(

@@ -44,7 +44,7 @@ def data_of(page):
     return json.loads(text)
 
 
-def test_no_report_is_written_while_the_processes_regroup(tmp_path):
+def test_no_report_is_written_while_processes_regroup(tmp_path):
     """Its time grows with the run, and all processes would wait for rank 0."""
     run = make_run(tmp_path / "run")
     events, file = Events(run), run / "report.html"
@@ -80,7 +80,7 @@ def test_a_report_is_rewritten_during_the_run(tmp_path):
 
 @pytest.mark.slow
 @needs_browser
-def test_the_page_of_a_run_reloads_itself_until_it_has_ended(tmp_path):
+def test_the_page_reloads_until_the_run_has_ended(tmp_path):
     """What was chosen stays chosen, and the page stays where it was scrolled to."""
     run = make_run(tmp_path / "run")
     file = run / "report.html"
@@ -106,7 +106,7 @@ def test_the_page_of_a_run_reloads_itself_until_it_has_ended(tmp_path):
         )
 
 
-def test_the_page_knows_which_metrics_are_better_if_smaller(tmp_path):
+def test_the_page_knows_which_metrics_should_be_small(tmp_path):
     """By the same words as `--metric`."""
     run = read_run(make_run(tmp_path / "run"))
     run["numbers"] |= {"accuracy": 0.5, "indices_off": 1.0}
@@ -117,7 +117,7 @@ def test_the_page_knows_which_metrics_are_better_if_smaller(tmp_path):
 
 @pytest.mark.slow
 @needs_browser
-def test_runs_are_sorted_by_a_click_and_drawn_against_their_keys(tmp_path):
+def test_a_click_sorts_runs_and_draws_them_by_keys(tmp_path):
     """The best of each metric is marked; what is missing or not finite is last in either direction,
     and not drawn.
     """

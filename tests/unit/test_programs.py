@@ -8,7 +8,7 @@ import numpy as np
 from jaxdp.run.programs import describe, lines
 
 
-def test_shapes_are_described_by_what_they_are_and_not_by_where_they_are_in_memory():
+def test_shapes_are_described_without_addresses():
     first, second, other = (jax.ShapeDtypeStruct(shape, np.float32) for shape in ((3,), (3,), (4,)))
     assert describe(first) == describe(second) != describe(other)
     assert describe(np.ones(3)) == describe(np.ones(3)) != describe(np.zeros(3))

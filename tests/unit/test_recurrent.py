@@ -72,7 +72,7 @@ def oracle(p, text, nonlinearity):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_streams_are_those_of_plain_loops_from_batch_to_batch(name):
+def test_streams_equal_plain_loops_across_batches(name):
     made = model(name)
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
@@ -127,7 +127,7 @@ def test_a_module_by_itself_goes_on_too():
 
 
 @pytest.mark.slow
-def test_dtypes_are_those_of_the_parameters_and_the_cell_s_is_wide():
+def test_outputs_have_the_weights_dtype_cells_are_wide():
     made, batch = model("lstm"), tokens()
     params, state = jax.jit(made.init)(KEY, batch)
     exact, _ = made.apply(params, state, batch, KEY, False)
@@ -140,7 +140,7 @@ def test_dtypes_are_those_of_the_parameters_and_the_cell_s_is_wide():
 
 
 @pytest.mark.slow
-def test_training_is_the_same_on_any_devices_and_learns():
+def test_training_learns_alike_on_any_devices():
     """Each token is the one before it plus one: dropout, carry and all."""
     first = np.arange(24)[:, None] % VOCABULARY
     inputs = ((first + np.arange(LENGTH)) % VOCABULARY).astype(np.int32)

@@ -188,7 +188,7 @@ def moved(tx, params):
     return {path for path, x in by_path(updates).items() if np.any(x)}
 
 
-def test_decay_spares_biases_scales_and_vectors_whatever_their_names(case):
+def test_decay_spares_biases_scales_and_vectors_by_use(case):
     _, parts, params, spared, _ = case
     tx = make_optimizer(OPTIMIZERS["sgd"], lambda step: 1.0, 0.1, "auto", roles=parts.roles)
     assert moved(tx, params) == by_path(params).keys() - spared
@@ -198,7 +198,7 @@ def test_decay_spares_biases_scales_and_vectors_whatever_their_names(case):
     assert moved(tx, slices) == by_path(params).keys() - spared
 
 
-def test_muon_takes_kernels_as_matrices_and_leaves_the_rest_to_adam(case):
+def test_muon_takes_kernels_and_adam_the_rest(case):
     _, parts, params, _, matrices = case
     found = matrices_of(roles=parts.roles)(params)
 
@@ -225,7 +225,7 @@ def test_one_line_says_what_decays_and_what_muon_takes(case):
     assert f"muon for {len(matrices)} kernels ({count(matrices):,} parameters), adam for " in text
 
 
-def test_expressions_keep_their_meaning_and_frozen_arrays_have_no_part():
+def test_expressions_count_and_frozen_arrays_do_not():
     config, parts = parts_of(
         Flax, target="sgd", weight_decay=0.1, no_decay=["^gamma$"], frozen=["^embed/"]
     )
@@ -239,7 +239,7 @@ def test_expressions_keep_their_meaning_and_frozen_arrays_have_no_part():
     )  # without decay, the model is not traced
 
 
-def test_a_model_that_cannot_be_traced_is_reported_by_the_rehearsal():
+def test_a_model_that_cannot_be_traced_has_no_roles():
     def apply(params, inputs):
         raise TypeError("no such thing")
 
@@ -259,7 +259,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_kernel_is_found_behind_what_moves_its_elements(name):
+def test_a_kernel_is_found_behind_a_change_of_layout(name):
     shapes = (
         {"w": jax.ShapeDtypeStruct((2, 6, 6), np.float32)},
         jax.ShapeDtypeStruct((3, 12), np.float32),

@@ -78,7 +78,7 @@ def plain(tmp_path_factory):
     return fit(directory).final["params_sha256"], curve(directory), events(directory)
 
 
-def test_a_rollback_returns_to_the_last_multiple_of_its_interval(plain):
+def test_a_rollback_returns_to_the_last_interval(plain):
     assert plain[2] == [
         (7, 4),
         (15, 12),
@@ -87,7 +87,7 @@ def test_a_rollback_returns_to_the_last_multiple_of_its_interval(plain):
 
 
 @pytest.mark.parametrize("name", first(1, [*VARIANTS]))
-def test_the_numbers_do_not_depend_on_what_else_is_saved(plain, tmp_path, name):
+def test_numbers_do_not_depend_on_other_checkpoints(plain, tmp_path, name):
     final = fit(tmp_path / "run", **VARIANTS[name]).final
     assert (final["params_sha256"], curve(tmp_path / "run"), events(tmp_path / "run")) == plain
 

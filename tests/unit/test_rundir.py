@@ -109,7 +109,7 @@ def test_a_lock_file_with_anything_in_it(tmp_path, text):
         assert rundir.Owner.read(file) == rundir.Owner()
 
 
-def test_a_job_takes_the_directory_from_its_own_stopped_rank(tmp_path, monkeypatch):
+def test_a_job_takes_the_directory_of_its_stopped_rank(tmp_path, monkeypatch):
     """And keeps it when that rank wakes and ends; a child of its process is another job."""
     (tmp_path / ".nonce").write_text("of this job")
     with holder(tmp_path) as stopped:
@@ -133,7 +133,7 @@ def test_a_job_takes_the_directory_from_its_own_stopped_rank(tmp_path, monkeypat
         held.close()
 
 
-def test_a_full_disk_keeps_the_files_of_an_earlier_start(small_disk):
+def test_a_full_disk_keeps_files_of_an_earlier_start(small_disk):
     """A run that resumes, or that other processes continue, continues; a first start says what is
     wrong.
     """

@@ -41,7 +41,7 @@ def test_packed_facts(size):
     assert protocol.unpack(channel.checked(packed, protocol.ADMISSION)["members"]) == everyone
 
 
-def test_the_facts_of_4096_processes_have_48_bytes_each():
+def test_facts_of_4096_processes_have_48_bytes_each():
     everyone = [facts(rank, 4096) for rank in range(4096)]
     packed = channel.encode({"members": protocol.pack(everyone)})
     assert len(packed.payload) < 4096 * 48 and len(json.dumps(everyone)) > 4096 * 330
@@ -76,7 +76,7 @@ def test_an_answer_is_encoded_once_for_all_members():
     assert answer["id"] == "agree 0"
 
 
-def test_an_exchange_ends_with_a_rank_that_has_left_or_is_late():
+def test_a_rank_that_leaves_or_is_late_ends_exchanges():
     departed, answers = set(), []
     exchanges = generation.Exchanges(departed)
 
@@ -166,7 +166,7 @@ def test_a_message_names_a_few_of_many_ranks():
     assert hosts.listed(range(4096)) == "0, 1, 2, 3, 4, 5, 6, 7 and 4088 others"
 
 
-def test_the_ranks_of_a_lost_switch_are_a_fault_that_is_heard():
+def test_a_long_list_of_lost_ranks_is_a_fault_all_hear():
     """Their names together are longer than a text that a rank accepts."""
     reported, frames = [], []
     settings = protocol.Settings(1000, "secret", 1, "127.0.0.1", None, 60.0, 20.0)
@@ -200,7 +200,7 @@ def test_the_ranks_of_a_lost_switch_are_a_fault_that_is_heard():
 
 
 @pytest.mark.parametrize(("processes", "limit"), [(256, compilation_cache.SIZE), (257, -1)])
-def test_the_compilation_cache_of_a_large_job_has_no_lock(tmp_path, monkeypatch, processes, limit):
+def test_a_large_jobs_compilation_cache_has_no_lock(tmp_path, monkeypatch, processes, limit):
     before = compilation_cache.settings()
     try:
         monkeypatch.delenv("JAX_COMPILATION_CACHE_MAX_SIZE", raising=False)

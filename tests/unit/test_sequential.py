@@ -89,7 +89,7 @@ def test_an_evaluation_goes_on_from_batch_to_batch(way):
 
 
 @pytest.mark.slow
-def test_in_any_other_order_each_batch_begins_with_nothing():
+def test_out_of_order_each_batch_starts_from_nothing():
     examples = toys.data(53)
     params = jax.device_get(toys.summing().init(jax.random.key(0), examples)[0])
     alone = examples["inputs"].reshape(53, -1) @ params["kernel"]
@@ -99,7 +99,7 @@ def test_in_any_other_order_each_batch_begins_with_nothing():
 
 
 @pytest.mark.slow
-def test_training_in_order_is_the_same_on_any_devices_and_backend():
+def test_training_in_order_is_the_same_on_any_devices():
     check_training_in_order(("pmap", 8, "bucket"))
 
 

@@ -114,7 +114,7 @@ def test_a_microbatch_of_padding_changes_nothing(model, accumulate):
     assert all(float(jnp.abs(x).max()) == 0 for x in jax.tree.leaves(nothing))
 
 
-def test_a_model_without_a_vmap_computes_one_microbatch_or_one_after_the_other():
+def test_a_model_without_vmap_scans_its_microbatches():
     """JAX has no rule for `vmap` of this function on the host."""
 
     def apply(params, state, batch, key, train):
@@ -140,7 +140,7 @@ def test_a_model_without_a_vmap_computes_one_microbatch_or_one_after_the_other()
 @pytest.mark.parametrize("backend", first(1, ["pjit", "pmap"]))
 @pytest.mark.parametrize("devices", first(1, [3, 1, 8]))
 @pytest.mark.parametrize("accumulate", ["vmap", "scan"])
-def test_carry_stays_with_its_places_and_integers_count_once(backend, devices, accumulate):
+def test_carry_stays_in_its_rows_counters_count_once(backend, devices, accumulate):
     examples = toys.data(53)
     _, state, _, strategy, _ = toys.train(
         toys.counting(),
@@ -188,7 +188,7 @@ def test_state_of_any_dtype_after_many_microbatches(old, new):
     assert np.array_equal(mean_state(jnp.asarray(old), none, jnp.float32(0))[0], old)
 
 
-def test_state_that_no_microbatch_changes_keeps_its_bits():
+def test_state_no_microbatch_changes_keeps_its_bits():
     old = jnp.array([0.1, 1e-9, -jnp.inf, 1 / 3])
     sums = [weighted_state(old, old, jnp.float32(w), jnp.bool_(True)) for w in (3, 5, 7)]
     assert np.array_equal(
@@ -227,7 +227,7 @@ class Standardized(nnx.Module):
 
 
 @pytest.mark.slow
-def test_a_place_without_a_microbatch_has_finite_gradients():
+def test_padding_microbatches_have_finite_gradients():
     """Three devices have nine places for eight microbatches."""
     settings = {"steps": 2, "optimizer": "momentum"}
     ways = [
@@ -256,7 +256,7 @@ def test_many_microbatches_add_up_in_bfloat16_too():
     assert norm("scan") == pytest.approx(float(norm("vmap")), rel=0.02)
 
 
-def test_a_batch_without_weight_has_no_loss_and_no_update():
+def test_a_batch_without_weight_makes_no_update():
     examples = toys.data(40)
     examples["mask"] = (np.arange(40) >= 20).astype(np.float32)
     first, last, metrics, *_ = toys.train(toys.MODELS["mlp"](), examples, steps=1, devices=2)
@@ -314,7 +314,7 @@ class LinenNet(linen.Module):
 
 
 @pytest.mark.slow
-def test_a_linen_module_trains_the_same_on_one_and_eight_devices():
+def test_a_linen_module_trains_alike_on_eight_devices():
     with jax.enable_x64(True):
         runs = [
             toys.train(
@@ -334,7 +334,7 @@ def test_a_linen_module_trains_the_same_on_one_and_eight_devices():
 @pytest.mark.parametrize(
     "model", [as_model(LinenNet()), toys.MODELS["resnet"]()], ids=["linen", "nnx"]
 )
-def test_evaluation_changes_no_state_and_draws_no_dropout(model):
+def test_evaluation_uses_no_dropout_changes_no_state(model):
     examples = toys.data(16)
     params, state = model.init(jax.random.key(0), examples)
     batch = {**examples, "mask": np.ones(16, bool)}
@@ -347,7 +347,7 @@ def test_evaluation_changes_no_state_and_draws_no_dropout(model):
 
 
 @pytest.mark.slow
-def test_clipping_is_of_the_global_norm_of_the_mean_gradient():
+def test_clipping_is_by_the_mean_gradients_global_norm():
     examples, model = toys.data(16), toys.MODELS["mlp"]()
     forward = Forward(model, SoftmaxCrossEntropy())
     state = init_state(forward, UpdateRule(optax.sgd(1.0)), 8, examples)
@@ -436,7 +436,7 @@ def test_synchronized_batchnorm_sees_all_devices():
     assert toys.relative_error(states[False], whole)[0] > 1e-3
 
 
-def test_runs_that_differ_only_in_their_seed_share_their_programs(tmp_path):
+def test_runs_that_differ_in_seed_share_their_programs(tmp_path):
     check_shared_programs("pmap", 1, "xla", 0, tmp_path)
 
 

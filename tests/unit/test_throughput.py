@@ -50,7 +50,7 @@ def rehearsed(**more):
 @pytest.mark.parametrize(
     ("name", "value"), [("threefry_partitionable", False), ("default_prng_impl", "rbg")]
 )
-def test_a_setting_of_jax_with_which_numbers_depend_on_the_devices_is_named(name, value):
+def test_settings_of_jax_that_change_numbers_are_named(name, value):
     before = jax.config.values[f"jax_{name}"]
     jax.config.update(f"jax_{name}", value)
     try:
@@ -261,7 +261,7 @@ class Hanging:
         return np.zeros(())
 
 
-def test_a_record_that_comes_after_the_end_is_not_written(monkeypatch):
+def test_a_record_after_the_end_is_not_written(monkeypatch):
     """Of a generation of an elastic job that has ended: another process has written it meanwhile."""
     monkeypatch.setattr("jaxdp.metrics.meter.LAST_WORDS", 0.1)
     records, loss = Lines(), Hanging()
@@ -277,7 +277,7 @@ def test_a_record_that_comes_after_the_end_is_not_written(monkeypatch):
     assert [r["step"] for r in records] == [1]
 
 
-def test_a_record_that_is_told_late_takes_nothing_off_the_next():
+def test_a_late_record_takes_no_time_off_the_next():
     """Its writer is at work, and sees the end of what it writes of, while the next program
     compiles.
     """

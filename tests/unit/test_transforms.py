@@ -22,7 +22,7 @@ def noisy(example, key):
     }
 
 
-def test_each_example_has_a_key_of_its_own_and_evaluation_none():
+def test_each_example_has_a_key_and_evaluation_none():
     batch = {"inputs": jnp.zeros((5, 3)), "labels": jnp.arange(5), "mask": jnp.ones(5)}
     transform = as_transform(noisy)
     found = transform(batch, KEY, True)
@@ -53,7 +53,7 @@ def test_mixup_mixes_real_examples_with_real_ones():
         Mixup(classes=5)({**batch, "inputs": jnp.zeros((5, 2), jnp.uint8)}, KEY, True)
 
 
-def test_a_label_outside_of_mixups_classes_is_nan_unless_it_is_masked():
+def test_an_unmasked_label_beyond_mixups_is_nan():
     batch = {
         "inputs": jnp.eye(5),
         "labels": jnp.asarray([0, 9, 2, -100, 4]),
@@ -65,7 +65,7 @@ def test_a_label_outside_of_mixups_classes_is_nan_unless_it_is_masked():
     )  # and the example that it is mixed into
 
 
-def test_a_batched_function_with_arguments_gets_the_microbatch():
+def test_a_batched_function_gets_the_microbatch():
     def shift(batch, key, train, by):
         return {**batch, "inputs": batch["inputs"] + by * batch["mask"].sum()}
 
@@ -80,7 +80,7 @@ def test_a_batched_function_with_arguments_gets_the_microbatch():
         as_transform(shift)
 
 
-def test_the_second_of_two_transforms_has_an_independent_key():
+def test_the_second_transform_has_an_independent_key():
     keys = []
     transform = both(*[lambda batch, key, train: keys.append(key) or batch] * 2)
     transform({"inputs": jnp.zeros((5, 3))}, KEY, True)
@@ -139,7 +139,7 @@ def test_what_is_no_transform():
 @pytest.mark.parametrize(
     "f", [lambda e, key, train: e, lambda e, key, train=False: e, lambda e, key, *, train=True: e]
 )
-def test_a_transform_with_an_argument_train_runs_in_evaluation(f):
+def test_a_transform_with_train_runs_in_evaluation(f):
     seen = []
 
     def transform(example, key, *args, **kwargs):

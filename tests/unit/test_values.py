@@ -104,7 +104,7 @@ def test_a_run_directory_has_the_values_of_the_run(tmp_path_factory, args):
     "text",
     ["no", "on", "Yes", "y", "0123", "-007", "16:9", "1:30", "1_0", "2026-01-01", "=", "0b1"],
 )
-def test_a_scalar_is_a_text_where_yaml_1_1_reads_another_value(tmp_path, text):
+def test_scalars_that_yaml_1_1_would_convert_are_texts(tmp_path, text):
     assert same(
         in_file(tmp_path, f"{{a: {text}, b: [{text}], c: {{{text}: 1}}}}"),
         {"a": text, "b": [text], "c": {text: 1}},
@@ -182,7 +182,7 @@ def reads(
     return path, root, shift, size, flag, names, also, kind, free
 
 
-def test_an_annotation_decides_what_an_unquoted_scalar_is(tmp_path):
+def test_an_annotation_decides_on_an_unquoted_scalar(tmp_path):
     text = "{path: 1.10, root: 2026, shift: 1e-3, size: 0x10, names: [1, 2.50, a], "
     text += "also: {a: 1e3}, kind: 2.0, free: 1.10}"
     args = in_file(tmp_path, text)
@@ -207,12 +207,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("args", "message"), WRONG.items())
-def test_a_value_of_another_type_than_the_annotation_is_one_line(tmp_path, args, message):
+def test_a_value_of_another_type_is_one_line(tmp_path, args, message):
     with pytest.raises(UsageError, match=message):
         bind("data", reads, in_file(tmp_path, args))
 
 
-def test_the_arguments_of_nested_targets_are_read_by_their_own_annotations(tmp_path):
+def test_nested_targets_are_read_by_their_annotations(tmp_path):
     text = "{sets: {a: {target: x, args: {path: 1.10, free: 1e-3}}}, weights: {a: 1e-1}, args: {path: 2.50}}"
 
     def mixture(sets: Mapping[str, Any], weights: Mapping[str, float], args: dict[str, Any]) -> Any:
@@ -250,14 +250,14 @@ def test_a_number_remembers_how_it_was_written():
         "%",
     ],
 )
-def test_yaml_that_is_not_of_the_core_schema_is_one_line(tmp_path, tag):
+def test_yaml_beyond_the_core_schema_is_one_line(tmp_path, tag):
     with pytest.raises(UsageError, match=r"config.yaml: not YAML: ") as error:
         in_file(tmp_path, f"{{a: {tag}}}")
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("value", [b"x", {1, 2}, datetime.date(2026, 1, 1), object()])
-def test_a_value_that_would_come_back_as_another_is_refused(value):
+def test_a_value_that_would_not_come_back_is_refused(value):
     with pytest.raises(
         UsageError,
         match=rf"^data.args.a: config.yaml cannot store a value of type {type(value).__name__}",

@@ -56,7 +56,7 @@ def test_who_is_behind(passed, words):
     assert re.match(words, verdict(answers, Context(size=3, hosts=("a", "b", "c"))))
 
 
-def test_updates_that_are_not_finite_stop_the_run_and_their_examples_are_named(tmp_path):
+def test_nonfinite_updates_end_a_run_and_name_examples(tmp_path):
     run = guarded_run(tmp_path, range(5, 100), "nan", steps=40)
     with pytest.raises(
         RunFailed,
@@ -139,7 +139,7 @@ def test_a_rollback_restores_the_callbacks(tmp_path, save_every):
 
 
 @pytest.mark.slow
-def test_preempted_after_an_evaluation_it_is_not_made_again(tmp_path):
+def test_an_evaluation_is_not_remade_after_preemption(tmp_path):
     held_out = toys.data(33, seed=5)
     run = make_run(tmp_path, toys.MODELS["mlp"](), held_out=held_out, eval_every=2, steps=6)
     watch = RunMonitor(run.checkpoints.context, tmp_path, None)
@@ -177,7 +177,7 @@ def test_time_alone_makes_it_save(tmp_path):
     assert 2 <= len(run.log.writer.said) <= 12 and run.log.writer.said[-1] == "saved step 60"
 
 
-def test_the_time_since_the_last_save_goes_on_in_the_next_generation(tmp_path):
+def test_time_since_a_save_runs_on_in_a_new_generation(tmp_path):
     run = make_run(tmp_path, toys.MODELS["mlp"](), steps=60)
     before = time.monotonic() - 601
     watch = RunMonitor(run.checkpoints.context, tmp_path, None, minutes=10, last_save=before)
@@ -217,7 +217,7 @@ print("right")
 """
 
 
-def test_a_forked_child_dies_of_its_signals_and_they_are_not_ours():
+def test_a_forked_child_dies_of_its_own_signals_alone():
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", CHILD], capture_output=True, text=True, timeout=60
     )

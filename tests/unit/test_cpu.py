@@ -59,7 +59,7 @@ def near(found, right, tolerance=1e-12):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max(initial=0))
 
 
-def test_the_gradient_of_a_kernel_is_one_product_of_matrices():
+def test_a_kernels_gradient_is_one_product_of_matrices():
     """Of the rows of all microbatches; XLA on CPU transposes operands in memory for a sum over two
     dimensions.
     """
@@ -356,7 +356,7 @@ def faults(size=2**25, **settings):
 
 
 @pytest.mark.slow
-def test_memory_of_a_step_is_kept_or_comes_in_huge_pages():
+def test_memory_is_kept_or_comes_in_huge_pages():
     if not platform.libc_ver()[0]:
         pytest.skip("glibc is needed")
     assert 4 * faults(size=2**20) < faults(

@@ -69,7 +69,7 @@ def test_every_stage_agrees_with_the_oracle(row):
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("row", product(thinned, **THINNED | ONE_BY_ONE), ids=name)
-def test_every_combination_of_stages_agrees_with_the_oracle(row):
+def test_all_combinations_of_stages_agree_with_oracle(row):
     check_stage(**row)
 
 
@@ -89,25 +89,25 @@ def test_an_update_that_is_not_finite_leaves_no_trace(kind, layout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["pmap-0", "pjit-3"])
-def test_a_parameter_that_is_not_finite_halts_the_run_and_nothing_moves_after_that(layout):
+def test_a_nonfinite_parameter_halts_the_run_for_good(layout):
     check_halt(layout, reduction="exact")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["pmap-0", "pjit-3"])
-def test_a_spike_is_skipped_and_the_mean_follows_as_far_as_it_may(layout):
+def test_a_spike_is_skipped_and_moves_the_mean_by_rule(layout):
     check_spike(layout, reduction="exact")
 
 
 @pytest.mark.slow
-def test_an_overflow_that_a_scale_may_have_made_is_not_counted_in_a_row():
+def test_an_overflow_of_the_loss_scale_is_not_counted():
     check_overflow("pjit-3", reduction="exact")
 
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("size", [53, 5])
 @pytest.mark.parametrize("reduction", ["exact", "exact8"])
-def test_state_of_all_sizes_and_infinities_is_averaged_element_by_element(reduction, size):
+def test_states_of_any_size_are_averaged_by_element(reduction, size):
     states = check_state(reduction, size)
     if reduction == "exact":
         jax.tree.map(np.testing.assert_array_equal, *states)
@@ -115,12 +115,12 @@ def test_state_of_all_sizes_and_infinities_is_averaged_element_by_element(reduct
 
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulate", ["vmap", "scan"])
-def test_the_state_of_a_microbatch_that_weighs_0_does_not_count(accumulate):
+def test_a_state_of_weight_0_does_not_count(accumulate):
     check_weights_of_0("exact", accumulate)
 
 
 @pytest.mark.slow
-def test_contents_that_the_mask_excludes_change_nothing():
+def test_contents_that_the_mask_excludes_do_not_count():
     examples = excluded(np.inf, height=-np.inf)
     check_excluded("mlp", heights, examples, reduction="exact", devices=3)
 
@@ -131,7 +131,7 @@ def test_an_evaluation_goes_on_from_batch_to_batch():
 
 
 @pytest.mark.slow
-def test_training_in_order_is_the_same_on_any_devices_and_backend():
+def test_training_in_order_is_the_same_on_any_devices():
     check_training_in_order(("pjit", 4, "exact"))
 
 
@@ -146,7 +146,7 @@ def test_a_skipped_update_begins_anew_all_the_same(way, own):
 @pytest.mark.parametrize(
     "way", [{"devices": 4, "backend": "pjit", "layout": {"zero": 2}}, {"devices": 2}], ids=str
 )
-def test_each_metric_is_divided_by_its_own_weight_in_every_layout(way):
+def test_each_metric_is_divided_by_its_own_weight(way):
     check_means(reduction="exact", **way)
 
 
@@ -185,7 +185,7 @@ def test_the_master_copy_has_equal_bits_in_exact_mode(reduction):
 
 
 @pytest.mark.slow
-def test_runs_that_differ_only_in_their_seed_share_their_programs(tmp_path):
+def test_runs_that_differ_in_seed_share_their_programs(tmp_path):
     check_shared_programs("pjit", 2, "exact8", 3, tmp_path)
 
 
@@ -199,7 +199,7 @@ def test_padding_is_always_there():
     check_padding(["--steps", "22", "--parallel.reduction", "exact"], 1, 0, True)
 
 
-def test_how_jax_lowers_products_changes_for_a_run_only():
+def test_how_jax_lowers_products_changes_in_a_run_only():
     def text():
         return (
             jax.jit(lambda x: jax.lax.dot_general(x, x, (((0,), (0,)), ((), ()))))
@@ -259,17 +259,17 @@ def test_bad_arguments_are_one_clear_line(argv, words):
 
 
 @pytest.mark.slow
-def test_a_second_start_compiles_nothing_and_gives_the_same_bits(tmp_path):
+def test_a_second_start_compiles_nothing_equal_bits(tmp_path):
     check_second_start(tmp_path, "--parallel.reduction", "exact")
 
 
 @pytest.mark.slow
-def test_flops_and_bytes_do_not_depend_on_how_sums_are_made():
+def test_flops_and_bytes_do_not_depend_on_the_sums():
     check_figures("--parallel.reduction", "exact")
 
 
 @pytest.mark.slow
-def test_exact_prints_a_digest_of_every_way_to_train_and_a_verdict(tmp_path):
+def test_exact_prints_digests_and_a_verdict(tmp_path):
     (tmp_path / "planted.py").write_text(PLANTED)
     (tmp_path / "config.yaml").write_text(CONFIG)
     argv = ["--config", "config.yaml", "--exact", "--devices", 2, "--updates", 2]
@@ -303,7 +303,7 @@ def test_exact_prints_a_digest_of_every_way_to_train_and_a_verdict(tmp_path):
 
 
 @pytest.mark.parametrize("reduction", FORMATS)
-def test_the_configurations_to_verify_have_the_configured_reduction(reduction):
+def test_configurations_have_the_configured_reduction(reduction):
     devices = jax.devices()[:8]
     own = Configuration(8, "pjit", 3, reduction)
     rows = choose_configurations(own, devices)

@@ -112,7 +112,7 @@ def test_a_split_in_any_spelling_is_no_training_data(how, train, test, key, tmp_
         ),
     ],
 )
-def test_arrays_that_may_be_splits_are_refused_with_their_names(names, split, words, tmp_path):
+def test_ambiguous_arrays_are_refused_by_name(names, split, words, tmp_path):
     path = save(tmp_path, "stored", **dict.fromkeys(names.split(), X))
     with pytest.raises(UsageError, match=f"data.args.arrays: .*{words}"):
         Npz(path, split)
@@ -120,7 +120,7 @@ def test_arrays_that_may_be_splits_are_refused_with_their_names(names, split, wo
     assert len(Npz(path, arrays={"inputs": first}, test_fraction=0)) == 40  # named by the argument
 
 
-def test_of_two_evaluation_splits_one_is_read_and_the_other_named(tmp_path):
+def test_an_unread_evaluation_split_is_named(tmp_path):
     path = save(
         tmp_path,
         "stored",
@@ -240,8 +240,8 @@ def unlabeled(split="train"):
     return X[:5], np.full(5, -1) if split == "test" else Y[:5]
 
 
-def test_a_set_that_is_none_empty_or_without_labels_is_named_with_its_split():
-    """That of a function of the user's, too, which may have one label of -1."""
+def test_an_empty_or_unlabeled_set_names_its_split():
+    """So does the set of a function of the user's, which may have one label of -1."""
     sources = {
         "mine": nothing,
         "glue": unlabeled,

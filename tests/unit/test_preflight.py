@@ -133,7 +133,7 @@ STATES = {
     "name",
     only(["few rows, and padding", "the mask is used", "an average of the examples"], STATES),
 )
-def test_a_batch_norm_that_counts_padding_or_sees_few_rows(name):
+def test_a_batch_norm_on_padding_or_few_rows_is_named(name):
     model, args, sizes, words = STATES[name]
     texts = warnings(model, (X, Y), *sizes, **args)
     assert len(texts) == len(words) and all(word in text for word, text in zip(words, texts)), texts

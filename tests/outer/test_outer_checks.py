@@ -20,7 +20,7 @@ from planning import run
 
 
 @pytest.mark.slow
-def test_flops_and_bytes_do_not_depend_on_how_sums_are_made():
+def test_flops_and_bytes_do_not_depend_on_the_sums():
     check_figures("--outer.replicas", "4", "--outer.every", "2")
 
 
@@ -36,7 +36,7 @@ def test_flops_and_bytes_do_not_depend_on_how_sums_are_made():
     ],
     ids=str,
 )
-def test_a_site_sends_what_is_trained_in_the_reductions_bytes(more, each):
+def test_a_site_sends_trained_parameters_in_its_bytes(more, each):
     """Two sites send all of it once; an MLP of 1,210 parameters, of which 170 are the head's."""
     argv = [
         "--model.args.hidden",
@@ -72,7 +72,7 @@ def test_replicas_with_such_an_optimizer_are_refused():
 
 
 @pytest.mark.slow
-def test_an_outer_optimizer_of_that_kind_is_evaluated_so(tmp_path):
+def test_a_schedule_free_outer_optimizer_is_evaluated(tmp_path):
     outer = {
         "replicas": 2,
         "every": 2,
@@ -85,7 +85,7 @@ def test_an_outer_optimizer_of_that_kind_is_evaluated_so(tmp_path):
 @pytest.mark.parametrize(
     "every, lost", [(4, "the last 2 updates came after the last outer step"), (3, ""), (1, "")]
 )
-def test_updates_that_an_outer_step_did_not_follow_are_counted(tmp_path, every, lost):
+def test_updates_without_an_outer_step_are_counted(tmp_path, every, lost):
     """The data may end between two outer steps."""
     outer = Config(outer=Outer(replicas=2, every=every))
     run = make_run(tmp_path, toys.MODELS["mlp"](), extras=extras_of(outer))

@@ -65,7 +65,7 @@ def test_a_float64_rate_is_one(name, x64):
 
 
 @pytest.mark.parametrize("target", USERS)
-def test_so_is_that_of_a_users_schedule_after_a_warm_up(target, x64):
+def test_a_users_schedule_follows_its_warm_up_exactly(target, x64):
     args, formula = USERS[target]
     if target != "optax.piecewise_constant_schedule":
         schedule = make_schedule({"target": target, "args": args}, LR, STEPS, WARMUP)
@@ -149,7 +149,7 @@ def jitted(tx):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_rate_is_the_one_that_the_optimizer_computes_with(name):
+def test_the_rate_is_the_one_the_optimizer_uses(name):
     make, want = CASES[name]
     schedule = make_schedule("rates.decay_to", 1.0, 10)
     tx, grads = make(schedule), jax.tree.map(jnp.ones_like, PARAMS)

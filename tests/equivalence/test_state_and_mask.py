@@ -19,13 +19,13 @@ from masked import MASKED, check_excluded, check_state, check_weights_of_0, excl
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("size", [53, 5])  # 5: microbatches that have no example
-def test_state_of_all_sizes_and_infinities_is_averaged_element_by_element(size):
+def test_states_of_any_size_are_averaged_by_element(size):
     check_state("bucket", size)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulate", ["vmap", "scan"])
-def test_the_state_of_a_microbatch_that_weighs_0_does_not_count(accumulate):
+def test_a_state_of_weight_0_does_not_count(accumulate):
     check_weights_of_0("bucket", accumulate)
 
 
@@ -50,13 +50,13 @@ CASES = [
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("model, loss, examples, settings", CASES)
-def test_contents_that_the_mask_excludes_change_nothing(model, loss, examples, settings):
+def test_contents_that_the_mask_excludes_do_not_count(model, loss, examples, settings):
     check_excluded(model, loss, examples, **settings)
 
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("accumulate", ["vmap", "scan"])
-def test_a_step_selects_before_the_transform_the_model_and_the_loss(accumulate):
+def test_a_step_masks_rows_before_anyone_reads_them(accumulate):
     """Whoever reads the batch: excluded rows beside real ones, and microbatches of nothing else."""
     examples = toys.data(24)
 

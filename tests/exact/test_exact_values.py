@@ -42,7 +42,7 @@ def dtype_of(dtype, value):
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("rows", [8, 2, 1000])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_what_is_not_finite_concerns_one_element_and_is_that_of_a_sum_of_floats(dtype, rows):
+def test_a_nonfinite_element_sums_as_floats_do(dtype, rows):
     inf, nan = np.inf, np.nan
     pairs = [(inf, 1), (1, inf), (inf, inf), (-inf, 3), (-inf, -inf), (inf, -inf), (-inf, inf)]
     pairs += [(nan, 1), (1, nan), (nan, -inf), (inf, nan), (1e-3, 2e-3), (0, 0)]

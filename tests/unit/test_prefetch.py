@@ -57,7 +57,7 @@ def test_at_most_depth_items_are_made_ahead(depth):
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt, SystemExit])
-def test_a_fault_arrives_after_the_items_before_it_as_the_same_object(depth, kind):
+def test_a_fault_arrives_in_order_as_the_same_object(depth, kind):
     fault = kind("disk on fire")
 
     def broken_reader(step):
@@ -74,7 +74,7 @@ def test_a_fault_arrives_after_the_items_before_it_as_the_same_object(depth, kin
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_stray_stop_iteration_does_not_end_the_run_quietly(depth):
+def test_a_stray_stop_iteration_is_an_error(depth):
     def make(step):
         return next(iter([]))
 
@@ -85,7 +85,7 @@ def test_a_stray_stop_iteration_does_not_end_the_run_quietly(depth):
         list(items)
 
 
-def test_leaving_early_frees_a_reader_that_waits_for_room():
+def test_leaving_early_frees_a_blocked_reader():
     with prefetch(lambda step: step, range(10**9), depth=1) as items:
         assert next(items) == 0
         (thread,) = readers()
@@ -100,7 +100,7 @@ def test_a_consumers_fault_ends_the_reader_too():
         1 / next(items)
 
 
-def test_a_fault_not_asked_for_is_not_raised_on_leaving():
+def test_a_fault_not_read_is_not_raised_on_leaving():
     raised = threading.Event()
 
     def make(step):
@@ -111,7 +111,7 @@ def test_a_fault_not_asked_for_is_not_raised_on_leaving():
         assert raised.wait(5)
 
 
-def test_a_read_that_hangs_does_not_keep_the_run_from_ending(monkeypatch):
+def test_a_read_that_hangs_does_not_hold_up_the_end(monkeypatch):
     monkeypatch.setattr(module, "GRACE_S", 0.1)
     hung, freed = threading.Event(), threading.Event()
 

@@ -45,7 +45,7 @@ def test_a_flip_mirrors_about_half():
     assert abs(mirrored - 240) < 5 * np.sqrt(480) / 2
 
 
-def test_an_example_depends_on_the_key_and_its_place_alone(augment):
+def test_an_example_depends_on_its_key_and_index_alone(augment):
     key = jax.random.key(3)
     whole = np.asarray(augment(IMAGES, key))
     np.testing.assert_array_equal(augment(IMAGES[:5], key), whole[:5])
@@ -79,7 +79,7 @@ def test_the_dtype_stays(augment, kind):
     ("mean", "std", "top"),
     [(0.25, 0.5, 255), ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6), 255), (0.0, 1.0, 16)],
 )
-def test_standardize_by_channel_with_the_same_bits_everywhere(mean, std, top):
+def test_standardize_has_the_same_bits_everywhere(mean, std, top):
     want = (IMAGES.astype(np.float64) / top - np.array(mean)) / np.array(std)
     with jax.numpy_dtype_promotion("strict"):
         got = [

@@ -81,7 +81,7 @@ def test_workers_read_what_a_thread_reads_in_its_order():
 @pytest.mark.parametrize(
     "bad", [(UsageError, "data: example 7 is bad"), (ValueError, "seven"), (Odd, "one", "two")]
 )
-def test_a_fault_arrives_after_the_batches_before_it_with_its_traceback(bad):
+def test_a_fault_arrives_in_order_with_its_traceback(bad):
     fault = bad[0](*bad[1:])
     wanted = RuntimeError if bad[0] is Odd else bad[0]
     first = next(step for step in range(7) if 7 in CURSOR.rows(step, [0, 1, 2])[0])
@@ -119,7 +119,7 @@ def test_a_fault_names_its_example_and_its_step(steps):
     ]
 
 
-def test_a_worker_that_is_killed_is_named_and_a_dataset_that_cannot_be_sent_is_refused():
+def test_killed_workers_and_unpicklable_data_are_named():
     with (
         pytest.raises(
             RunFailed, match=r"worker 0 of 1 ended with code -9 while it read step \d+; is there"
@@ -144,7 +144,7 @@ PROGRAM = """
 import sys, time, numpy as np
 from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.workers import prefetch_in_workers
-from test_data_workers import Marked
+from test_workers import Marked
 from jaxdp.process import signals
 if __name__ == "__main__":
     if sys.argv[1] == "heeds":
@@ -175,7 +175,7 @@ def start(tmp_path, how):
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL, None])
-def test_workers_die_with_the_run_however_it_ends_and_say_nothing(tmp_path, number):
+def test_workers_die_silently_with_the_run(tmp_path, number):
     """A signal goes to the whole group, as from a terminal or a scheduler, but a kill to the run
     alone.
     """

@@ -54,7 +54,7 @@ def shares(draw, microbatches):
 @settings(deadline=None, max_examples=15)
 @given(st.data())
 @pytest.mark.slow
-def test_a_mixture_has_its_examples_by_weight_on_any_number_of_devices_from_any_update_on(data):
+def test_a_mixture_reads_by_weight_on_any_devices(data):
     sizes = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4))
     weights = data.draw(st.lists(st.floats(0.1, 10), min_size=len(sizes), max_size=len(sizes)))
     size, batch_size, microbatches = (
@@ -80,7 +80,7 @@ def test_a_mixture_has_its_examples_by_weight_on_any_number_of_devices_from_any_
         assert max(times.values()) - min(times.values()) <= 1
 
 
-def test_without_weights_an_epoch_has_each_example_once_and_the_next_another_order():
+def test_without_weights_each_example_is_once_an_epoch():
     mixture = Mixture({"a": numbers(0, 30), "b": numbers(1000, 70)})
     order = order_of(mixture, 100, 4, seed=1)
     first, second = (read(mixture, order, step, [range(4)]) for step in (0, 1))
@@ -97,7 +97,7 @@ def test_counts_add_up_to_the_size(size, weights):
     assert sum(counts) == size and min(counts) >= 0
 
 
-def test_the_test_split_has_the_sets_that_have_one_without_weights():
+def test_the_test_split_mixes_sets_that_have_one():
     sets = {"a": numbers(1000, 9), "b": {"target": "Digits"}}
     assert Mixture.has_split({"sets": sets}) and not Mixture.has_split({"sets": {"a": sets["a"]}})
     assert not Mixture.has_split({"sets": None})
@@ -110,7 +110,7 @@ def test_the_test_split_has_the_sets_that_have_one_without_weights():
     assert not order_of(test, 100, 4, 0, shuffle=False).shuffle
 
 
-def test_a_file_without_a_test_split_leaves_the_others_theirs(tmp_path):
+def test_a_file_without_test_split_leaves_the_others(tmp_path):
     np.savez(tmp_path / "few.npz", inputs=np.arange(20), labels=np.arange(20))
     sets = {
         n: {"target": "Npz", "args": {"path": str(tmp_path / "few.npz"), "test_fraction": n}}
@@ -146,7 +146,7 @@ def test_each_set_keeps_its_transform():
     assert done.keys() == {"inputs"} and done["inputs"][:, 1].tolist() == [2, 3, 2, 3]
 
 
-def test_int64_that_only_some_examples_need_is_read_as_from_one_set():
+def test_int64_of_some_examples_is_read_as_of_one_set():
     few, none = [{"inputs": 3}, {"inputs": 2**40}], [{"inputs": 4}]
     mixture = Mixture({"a": few, "b": few})
     check_dtypes(mixture, x64=True)
@@ -218,7 +218,7 @@ def decode(record):
 
 @settings(deadline=None, max_examples=15)
 @given(st.data())
-def test_a_stream_is_read_by_position_on_any_number_of_devices_from_any_update_on(data):
+def test_a_stream_is_read_by_position_on_any_devices(data):
     count, block = data.draw(st.integers(80, 300)), data.draw(st.sampled_from([1, 2, 7, 50]))
     size = data.draw(st.sampled_from([None, count, count - 17]))
     batch_size, microbatches = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 8))
@@ -259,7 +259,7 @@ def test_a_stream_is_read_by_position_on_any_number_of_devices_from_any_update_o
                 )
 
 
-def test_a_process_decodes_only_its_own_rows_and_opens_the_stream_at_its_position():
+def test_a_process_decodes_only_its_rows_of_a_stream():
     decoded, opened = [], []
 
     def source(start=0):
@@ -303,7 +303,7 @@ def test_workers_read_a_stream():
     assert isinstance(error, StreamEnded) and str(error) == "data: it ends"
 
 
-def test_several_steps_over_the_end_of_an_epoch_keep_a_short_window():
+def test_steps_over_an_epochs_end_keep_a_short_window():
     longest, stream = [0], Stream(count_to, {"count": 1000}, size=1000, decode=decode)
     fetch = stream.records.fetch
     stream.records.fetch = lambda *args: (fetch(*args), longest.append(len(stream.records.buffer)))
@@ -366,7 +366,7 @@ def test_a_stream_shorter_than_its_size_is_named():
     assert not isinstance(caught.value, StreamEnded)
 
 
-def test_iterable_sets_of_datasets_and_grain_are_streams():
+def test_iterable_sets_of_other_libraries_are_streams():
     """They are in the extra `test`; without them, the test is skipped."""
     datasets = pytest.importorskip("datasets", reason="pip install -e '.[datasets]'")
     grain = pytest.importorskip("grain", reason="pip install -e '.[grain]'")

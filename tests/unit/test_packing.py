@@ -86,7 +86,7 @@ def test_packing_is_that_of_a_loop_over_the_documents(tmp_path_factory, data):
     }  # fmt: skip
 
 
-def test_a_large_file_is_searched_in_pieces_and_not_held(tmp_path, monkeypatch):
+def test_a_large_file_is_searched_in_pieces(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     write(tmp_path / "tokens.bin", [rng.integers(1, 50, n) for n in rng.integers(1, 100, 2000)])
     at_once = PackedTokens(str(tmp_path), length=64, end_of_text=END)

@@ -68,7 +68,7 @@ def test_the_same_examples_in_every_form(source):
     same(read(source, np.zeros(0, np.int64)), inputs=X[:0], labels=Y[:0])
 
 
-def test_a_pair_of_arrays_is_inputs_and_labels_in_a_tuple_or_a_list():
+def test_a_pair_or_list_of_arrays_is_inputs_and_labels():
     for pair in ((X, Y), [X, Y], (X.tolist(), Y.tolist()), (X, Y.tolist())):
         dataset = as_dataset(pair)
         assert len(dataset) == len(X)
@@ -91,7 +91,7 @@ WRONG = "has 'mask' {} in example 4; set it to 0 where nothing counts, and to 1 
     "value, dtype", [(-1, "float32"), (-1, "int8"), (np.nan, "float16"), (np.inf, "float64")]
 )
 @pytest.mark.parametrize("shape", [(6,), (6, 3)])
-def test_a_mask_that_is_negative_or_not_finite_is_refused(value, dtype, shape, tmp_path):
+def test_a_negative_or_nonfinite_mask_is_refused(value, dtype, shape, tmp_path):
     """In memory as soon as it is given; elsewhere as soon as a batch has it."""
     mask = np.ones(shape, dtype)
     mask[4] = value
@@ -107,7 +107,7 @@ def test_a_mask_that_is_negative_or_not_finite_is_refused(value, dtype, shape, t
         assert read_batch(dataset, order, 0, [1])["mask"].all()  # without example 4
 
 
-def test_masks_of_weights_booleans_and_integers_are_read():
+def test_masks_of_floats_booleans_and_ints_are_read():
     for mask in (
         np.linspace(0, 2, 6),
         np.arange(6) > 2,
@@ -212,7 +212,7 @@ def test_what_is_no_data_set_is_refused(source, said):
         as_dataset(source)
 
 
-def test_the_other_byte_order_is_converted_if_it_is_in_memory(tmp_path):
+def test_arrays_of_the_other_byte_order_are_converted(tmp_path):
     """JAX has no such arrays."""
     for source in (
         (X.astype(">f4"), Y.astype(">i8")),
@@ -244,7 +244,7 @@ def test_64_bit_data_needs_x64(kind):
     assert dataset.read(np.arange(2))["labels"].dtype == kind
 
 
-def test_python_integers_too_wide_for_32_bits_stay_as_they_are():
+def test_python_integers_wider_than_32_bits_stay_wide():
     assert read([2**40, 1], [0])["inputs"].tolist() == [2**40]
     with pytest.raises(
         UsageError, match=r"example 1 has 'inputs' of shape .* int64, example 0 has .* int32"
@@ -254,7 +254,7 @@ def test_python_integers_too_wide_for_32_bits_stay_as_they_are():
         check_dtypes(as_dataset([0.1, 0.2]), x64=False)
 
 
-def test_int64_that_only_some_examples_need_is_read_if_jax_has_it():
+def test_int64_of_some_examples_is_read_if_jax_has_it():
     source = [(np.zeros(2, np.float32), 3), (np.zeros(2, np.float32), 2**40)]
     dataset = as_dataset(source)
     check_dtypes(dataset, x64=True)
@@ -303,7 +303,7 @@ def test_the_fingerprint_tells_data_apart():
     assert len({base, *map(fingerprint, others)}) == 8
 
 
-def test_a_fingerprint_reads_at_most_64_evenly_spread_examples():
+def test_a_fingerprint_reads_at_most_64_even_examples():
     asked = []
 
     class Counting(Examples):

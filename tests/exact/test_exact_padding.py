@@ -43,7 +43,7 @@ def test_exact_sums_have_the_same_bits_with_padding(backend, zero, devices, buff
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("devices", "group"), [(3, None), (6, None), (6, 3)])
-def test_devices_that_divide_few_dims_have_the_same_bits_with_padding(devices, group):
+def test_padding_changes_no_bits_on_odd_device_counts(devices, group):
     model = toys.MODELS["mlp"]()
     result = train("pjit", 3, devices, group=group, model=model)
     assert is_padded(result[3]) and digest(result) == digest(train(model=model))

@@ -126,7 +126,7 @@ def from_published(tensors, stacked=True):
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("prefix", ["", "transformer."])
 @pytest.mark.parametrize("scan", [True, False])
-def test_logits_and_loss_are_those_of_the_published_model(scan, prefix):
+def test_logits_and_loss_equal_the_published_models(scan, prefix):
     made, (inputs, labels) = model(scan=scan), (TEXT[:4, :-1], TEXT[:4, 1:])
     params = unflatten_dict(from_published(published(prefix), scan), sep="/")
     got = jax.jit(
@@ -242,7 +242,7 @@ def test_fewer_positions_and_blocks_of_their_own(tmp_path):
     ],
     ids=["layers", "vocabulary", "hidden", "positions"],
 )
-def test_shapes_that_do_not_fit_name_the_tensor_and_both(tmp_path, args, words):
+def test_a_tensor_that_does_not_fit_names_both_shapes(tmp_path, args, words):
     file = tmp_path / "model.safetensors"
     save_file(published(), file)
     made = model(**args)
@@ -257,7 +257,7 @@ def test_shapes_that_do_not_fit_name_the_tensor_and_both(tmp_path, args, words):
     assert "\n" not in str(error.value)
 
 
-def test_other_files_and_other_models_are_left_as_they_are(tmp_path):
+def test_other_files_and_models_are_left_as_they_are(tmp_path):
     file = tmp_path / "model.safetensors"
     save_file(published(), file)
     weights, other = open_weights(file, False), {"a": np.zeros(2)}
@@ -269,7 +269,7 @@ def test_other_files_and_other_models_are_left_as_they_are(tmp_path):
 
 
 @pytest.mark.slow
-def test_train_begins_with_a_published_file_and_export_writes_one(tmp_path):
+def test_published_weights_are_trained_and_exported(tmp_path):
     """The loss of the first update is that of the published model on the data; so is that of what
     is written.
     """
@@ -345,7 +345,7 @@ SENTENCES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_transformers_loads_what_is_exported_with_the_same_state_and_logits(tmp_path, dtype):
+def test_transformers_loads_an_export_with_its_logits(tmp_path, dtype):
     """257 tokens, no multiple of what our embedding is padded to; an update with a rate of zero."""
     with_transformers(TRANSFORMERS, tmp_path, "make", dtype)
     config = {
