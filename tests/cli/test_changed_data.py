@@ -71,7 +71,7 @@ def test_changed_data_is_evaluated_but_not_trained_on(files, tmp_path):
         and after["params_sha256"] == before["params_sha256"]
     )
     done = ended("train", *arguments).stdout
-    assert "nothing to do" in done and "changed" not in done and "compared only in part" not in done
+    assert "nothing to do" in done and CHANGED not in done and "compared only in part" not in done
     sets["train"]["labels"][between_probes(sets["train"])] ^= 1
     np.savez(tmp_path / "train.npz", **sets["train"])
     assert "data fingerprint: " in ended("train", *arguments, code=2).stderr
