@@ -321,7 +321,7 @@ class Training(Host):
         self.observers.evaluated(step, metrics)
         if split or "evaluate" in run.due(step):
             self.finish_early()
-        if run.checkpoints.is_best(metrics):
+        if best is not None and run.checkpoints.is_best(metrics):
             self.save()
         facts = run.checkpoints.facts
         more = {

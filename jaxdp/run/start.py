@@ -492,7 +492,9 @@ def advice(
         yield (
             "optimizer.warmup_steps: one_cycle begins with its own warm-up; set it to 0 to have only one"
         )
-    yield from rate_advice(run, config, prepared, start)
+    # The built-in ones all use the rate, and the built-in schedules end with the run.
+    if opt.target not in OPTIMIZERS or opt.schedule not in [*SCHEDULES] or horizon < steps:
+        yield from rate_advice(run, config, prepared, start)
     shapes = strategy.shapes
     if evaluation_arrays(shapes.opt_state) and jax.tree.leaves(floats(shapes.model_state)):
         yield (
@@ -542,12 +544,6 @@ def rate_advice(run: Run, config: Config, prepared: Prepared, start: int) -> Ite
     known = opt.schedule in [*SCHEDULES] and (not ended or opt.schedule == "constant")
     if not opt.lr or several or known:
         return
-    yield from advice_on_schedule(config, start, steps, ended)
-
-
-def advice_on_schedule(config: Config, start: int, steps: int, ended: bool) -> Iterator[str]:
-    """Yield a warning if the schedule, which may have `ended`, is constant before the run ends."""
-    opt = config.optimizer
     first, last = constant_from(jax.jit(schedule_of(config, steps)), start, steps)
     last = last if abs(last) > 1e-6 * opt.lr else 0.0  # a line may end at a rounding error
     if steps - first < 2 or (last and (first == start or not ended)):
