@@ -838,7 +838,7 @@ def test_an_option_before_a_command_that_is_not_known():
 def test_the_options_of_a_verb_fill_less_than_a_screen(verb):
     """The keys of a config are listed once, by `train`."""
     text, row = cli.help_of(verb), cli.VERBS[verb]
-    shown = re.findall(r"^  (?:-\w(?: \w+)?, )?--([\w.]+)", text, re.MULTILINE)
+    shown = re.findall(r"^  (?:-\w(?: \w+)?, )?--(?!help)([\w.]+)", text, re.MULTILINE)
     of_config = ["config"] * row.has_config + ["print_config"] * (row.where in ("job", "alone"))
     own = [*of_config, *row.options]
     assert shown[: len(own)] == own
