@@ -59,7 +59,7 @@ def members_of(path: Path, passed: Counter[str]) -> list[Member]:
         raise UsageError(
             f"{ROOT}: cannot read {str(path)!r} ({one_line(error)}); give a zip file"
         ) from None
-    members = list[Member]()
+    members = []
     for info in archive.infolist():
         name = info.filename
         # Many programs write UTF-8 without its flag, bit 11, or backslashes.
@@ -67,7 +67,7 @@ def members_of(path: Path, passed: Counter[str]) -> list[Member]:
             with contextlib.suppress(UnicodeError):
                 name = name.encode("cp437").decode()
         name = os.path.normpath(normalized(name).replace("\\", "/"))
-        parts = [*name.split("/"), *[""] * info.is_dir()]
+        parts = [*name.split("/"), *[""] * info.filename.endswith("/")]
         if "hidden" in map(kind_of_name, parts):
             passed["hidden"] += 1
         else:

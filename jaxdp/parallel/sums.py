@@ -20,7 +20,8 @@ GradFunction = Callable[[TrainState, Batch, Replica], Sums]  # `Step.grads` or `
 class FloatSums:
     """How sums over microbatches and devices are formed. A subclass rounds in its own way.
 
-    All methods but `rounded` and `make_state` are called inside a program that maps the axes.
+    All methods but `rounded`, `make_state` and, under pjit, `update` are called inside a program that
+    maps the axes.
 
     Attributes:
         in_backward: the backward pass may sum gradients over the devices.

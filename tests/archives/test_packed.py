@@ -324,6 +324,16 @@ def test_any_member_is_read_or_counted_or_refused(tmp_path_factory, members):
     )
 
 
+def test_a_member_without_a_name_is_ignored(tmp_path):
+    path = tmp_path / "x.zip"
+    write_zip(path, dict([*TWO.items()][:4]))
+    content = path.read_bytes()
+    name = next(iter(TWO)).encode()
+    at = content.rindex(name)  # in the directory of the file, at its end
+    path.write_bytes(content[:at] + b"\0" + content[at + 1 :])
+    assert len(ImageZip(str(path), on_error="skip", **ONE)) == 3
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=6))
 def test_a_damaged_file_is_refused_or_skipped(tmp_path_factory, changes):
