@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 import jaxdp
-from jaxdp.data.cifar10 import CIFAR10, MEAN, STD
+from jaxdp.data.cifar10 import CIFAR10
 from jaxdp.data.dataset import Arrays
 from jaxdp.data.transforms import standardize
 from jaxdp.models import as_model
@@ -33,7 +33,7 @@ def logits_of(params, averages, batch, train):
     return model.apply(
         params,
         averages,
-        {"inputs": standardize(batch["inputs"], MEAN, STD)},
+        {"inputs": standardize(batch["inputs"], CIFAR10.mean, CIFAR10.std)},
         jax.random.key(0),
         train,
     )
