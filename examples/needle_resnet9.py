@@ -19,9 +19,9 @@ import numpy as np
 import optax
 
 import jaxdp
+from jaxdp.data.augment import standardize
 from jaxdp.data.cifar10 import CIFAR10
 from jaxdp.data.dataset import Arrays
-from jaxdp.data.transforms import standardize
 from jaxdp.models import as_model
 from jaxdp.models.resnet9 import ResNet9
 
