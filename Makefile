@@ -58,7 +58,7 @@ $(VENV)/.docs: $(VENV)/.base
 	$(BIN)/python -m pip install -q -e '.[docs]'
 	@touch $@
 
-# Speed side by side, in 12 minutes: jaxdp, hand-written loops, PyTorch (in a separate environment). What fails is left out
+# Speed side by side, in 12 to 15 minutes: jaxdp, hand-written loops, PyTorch (in a separate environment). What fails is left out
 # with its reason, and the exit code says so. BENCH="--only gpt_1" runs some of the cases. CHECK=1 says at the end which
 # statements of docs/performance.md do not hold any more, RECORD=1 writes the tables of RESULTS.md and of that page.
 bench: $(VENV)/.test .venv-torch/.done
