@@ -30,12 +30,10 @@ class Listed(ImageFolder):
     """Images that a subclass lists.
 
     list_images(root, splits, passed) -> list[Row]: those of all splits; the arguments are those of `find`.
-    sources: the files that have them, if they are not files themselves. numbers: whether classes are
-    sorted as numbers, if all of them are.
+    numbers: whether classes are sorted as numbers, if all of them are.
     """
 
     list_images: Any
-    sources: list[Path] = []
     numbers = True
 
     def find(
@@ -47,7 +45,7 @@ class Listed(ImageFolder):
         def order(row):
             return int(row.label) if numeric else 0, row.label, path_key(row.image)
 
-        names = split_names(sorted({row.split for row in rows}))
+        names = split_names(dict.fromkeys(row.split for row in rows))
         if splits and rows:
             chosen: Any = named_splits(splits, names, root)
         else:
@@ -68,9 +66,8 @@ class Listed(ImageFolder):
         return training, images.get(split, training), split if "test" in images else ""
 
     def parts(self) -> dict[str, Part]:
-        files = self.sources or self.files
-        read = len(files) <= READ
-        parts = {f"{i} {path.name}": file_part(path, read) for i, path in enumerate(files)}
+        read = len(self.files) <= READ
+        parts = {f"{i} {path.name}": file_part(path, read) for i, path in enumerate(self.files)}
         return {**parts, "labels": array_part(self.labels)}
 
 
@@ -104,7 +101,7 @@ class ImageTable(Listed):
         self.tables = table if isinstance(table, Mapping) else {"train": table}
         first = next(iter(self.tables.values()), None)
         root = folder or (os.path.dirname(first) if isinstance(first, str | Path) else "")
-        self.ending, self.skip = ending, args.get("on_error") == "skip"
+        self.ending = ending
         super().__init__(os.path.expanduser(root) or ".", split, **args)
 
     def list_images(self, root: str, splits: Any, passed: Counter[str]) -> list[Row]:
@@ -114,7 +111,7 @@ class ImageTable(Listed):
         stored = {normalized(os.path.normpath(x)): x for x in walk(Path(root), Counter())}
         for split, table in self.tables.items():
             # 007 is no number, and None may be a class.
-            frame = read_frame(table, f"{KEY}.table", dtype=str, keep_default_na=False)
+            frame = read_frame(table, dtype=str, keep_default_na=False)
             frame = frame.fillna("").astype(str)
             require(frame, "columns", self.columns.values())
             text: dict[str, Any] = {key: frame[name] for key, name in self.columns.items()}
@@ -126,7 +123,7 @@ class ImageTable(Listed):
                     raise UsageError(f"{KEY}.table: {path!r} has {problem}")
                 rows[path] = Row(stored.get(path, Path(path)), normalized(label), part)
         missing = {path for path in rows.keys() - stored if not rows[path].image.is_file()}
-        if missing and not self.skip:
+        if missing and self.on_error != "skip":
             raise UsageError(
                 f"{KEY}.table: {len(missing):,} of {len(rows):,} images are missing: {listed(sorted(missing))}; add "
                 f"them, set {KEY}.folder or {KEY}.ending, or leave them out by {KEY}.on_error: skip"

@@ -60,6 +60,7 @@ class ImageFolder(StandardizedImages):
         check_sizes("data.args", size=size)
         check_one_of("data.args.on_error", on_error, ("raise", "skip"))
         import_pillow("Image")
+        self.on_error, self.skipped = on_error, set[int]()
         passed = Counter[str]()
         training, by_class, place = self.find(root, split, splits, passed)
         self.class_names = [*training]
@@ -84,7 +85,6 @@ class ImageFolder(StandardizedImages):
         self.inventory = describe(
             self.class_names, np.bincount(self.labels, minlength=self.classes).tolist(), passed
         )
-        self.on_error, self.skipped = on_error, set[int]()
 
     def find(
         self, root: str, split: str, splits: Mapping[str, str] | None, passed: Counter[str]

@@ -289,8 +289,7 @@ def read_folder(path: str, length: int, ignore: Sequence[str]) -> Folder:
         if model_type == "qwen2" and not config.get("use_sliding_window"):
             window = None
         described = {**config, "sliding_window": window}
-        difference = next(published.of_positions(described, args, length, str(file)), None)
-        if difference is not None:
+        for difference in published.of_positions(described, args, length, str(file)):
             raise UsageError(f"init_from: {difference.problem}; {difference.fix}")
     elif length > args["length"]:
         raise refusal("n_positions", args["length"], f"but the examples have {length} tokens")
@@ -302,11 +301,10 @@ def read_folder(path: str, length: int, ignore: Sequence[str]) -> Folder:
         raise refusal(name, config[name], problem)
 
     def has_bias(part):
+        module, name = part.split("/")
         if model_type == "llama":
-            key = "attention_bias" if part.startswith("attention") else "mlp_bias"
-            return bool(config.get(key))
-        of_inputs = part.removeprefix("attention/") in published.THIRDS
-        return model_type == "gpt2" or (model_type == "qwen2" and of_inputs)
+            return bool(config.get(f"{module}_bias"))
+        return model_type == "gpt2" or (model_type == "qwen2" and name in published.THIRDS)
 
     biased = [part for part in published.LINEAR if has_bias(part)]
     norm, mlp, positions = next(form for form, x in published.FORMS.items() if x is layout)

@@ -19,7 +19,7 @@ LAST_TRIES = 3
 def main(url: str, directory: str) -> int:
     """Return 0 if the mirror has all checkpoints at the end, else 1."""
     storage = Storage(url, pathlib.Path(directory))
-    wait, tries, said, code = EVERY_S, LAST_TRIES, "", 1
+    wait, tries, said = EVERY_S, LAST_TRIES, ""
     copied = [0.0]  # when the manifests were written that were there at the last copy
     while tries:
         ended = bool(select.select([sys.stdin], [], [], wait)[0])
@@ -31,7 +31,6 @@ def main(url: str, directory: str) -> int:
             wait, said = EVERY_S, ""
             if ended:
                 said = f"mirror: {storage.url} has step {max(storage.steps(), default=0)}"
-                code = 0
                 break
         except Exception as error:  # each file system has its own; the next look tries again
             why = f"{KEY}: {storage.url}: {one_line(error) or type(error).__name__}"
@@ -41,7 +40,7 @@ def main(url: str, directory: str) -> int:
             tries -= ended
     with contextlib.suppress(BrokenPipeError):  # the training process may have gone
         os.write(sys.stdout.fileno(), said.encode())
-    return code
+    return not tries
 
 
 if __name__ == "__main__":

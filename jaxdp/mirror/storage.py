@@ -32,7 +32,7 @@ class Storage:
         self.url = f"{url.rstrip('/')}/{directory.absolute().name}"
         self.files, self.root = fsspec.url_to_fs(self.url)
         self.top = f"{self.root}/checkpoints"
-        self.owner = f"{self.root}/.mirror"  # a file with the nonce of the run directory
+        self.owner = f"{self.root}/.mirror"  # a file that says which run directory is copied
         own, root = (f"{os.path.realpath(path)}/" for path in (directory, self.root))
         protocol = self.files.protocol
         if "memory" in protocol or ("file" in protocol and root.startswith(own)):
@@ -79,7 +79,8 @@ class Storage:
         A manifest is copied after the files that it lists, so what has one is complete. last: the
         run has ended, and the other files have changed since its last checkpoint. Raises
         PermissionError if another run, which goes on, is copied there."""
-        own = (self.directory / ".nonce").read_bytes()
+        # Not the directory's nonce: each start has another, and this process may begin before it.
+        own = f"{os.uname().nodename} {self.directory.stat().st_ino}".encode()
         if self.files.cat_file(self.owner) not in (b"", own):
             raise PermissionError(
                 "another run has copied there since this one was started; give one of them another name"

@@ -204,6 +204,6 @@ def rows_of(parts: Parts, sums_of_rows: Any, number: int, before: TrainState) ->
     found = []
     for m, e in np.argwhere(real).tolist():
         loss, weight, own = sums(m, np.arange(real.shape[1]) == e)
-        share = float(jnp.vdot(own, gradient)) / square
-        found.append(Row(int(indices[m, e]), m, float(loss) / (float(weight) or 1.0), share))
+        loss = float(loss) / (float(weight) or 1.0)
+        found.append(Row(int(indices[m, e]), m, loss, float(jnp.vdot(own, gradient)) / square))
     return sorted(found, key=lambda row: -abs(row.share) if np.isfinite(row.share) else -np.inf)

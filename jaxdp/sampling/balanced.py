@@ -112,7 +112,7 @@ def labels_of(dataset: Dataset, by: str) -> np.ndarray:
             examples = dataset.read(rows)
             if by not in examples:
                 raise UsageError(f"{KEY}.by: the examples have no {by!r}, only {sorted(examples)}")
-            parts.append(np.asarray(examples[by]))
+            parts.append(examples[by])
         stored = np.concatenate(parts)
     labels = np.asarray(stored)
     if labels.ndim != 1 or labels.dtype.kind not in "iub" or labels.min() < 0:

@@ -71,12 +71,11 @@ class WeightedCrossEntropy(SoftmaxCrossEntropy):
         self.metrics = [kind(positive) for kind in kinds]
         for each in self.metrics:
             each.key = KEY
-        weights = [*np.atleast_1d(() if class_weights is None else class_weights)]
-        if not all(isinstance(w, Real) and 0 < w < math.inf for w in weights):  # type: ignore[operator]
+        self.class_weights = [*np.atleast_1d(() if class_weights is None else class_weights)]
+        if not all(isinstance(w, Real) and 0 < w < math.inf for w in self.class_weights):  # type: ignore[operator]
             raise UsageError(
                 f"{KEY}.class_weights: {class_weights!r} is not a list of positive numbers, such as [1, 19]"
             )
-        self.class_weights = weights
 
     def __call__(self, outputs: Any, batch: Batch):
         labels = labels_of(batch)

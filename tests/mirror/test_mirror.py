@@ -147,12 +147,22 @@ def test_one_of_two_runs_of_a_name_is_copied(mirrored, tmp_path):
     copied(mirrored, tmp_path)
     there = tmp_path / "store" / "run" / "checkpoints"
     shutil.copytree(mirrored / "here" / "run", tmp_path / "two" / "run")
-    (tmp_path / "two" / "run" / ".nonce").write_text("another run")
     shutil.rmtree(tmp_path / "two" / "run" / "checkpoints" / "20")
     Storage(str(tmp_path / "store"), mirrored / "here" / "run").upload(True)
     with pytest.raises(PermissionError, match="another run has copied there since"):
         Storage(str(tmp_path / "store"), tmp_path / "two" / "run").upload(True)
     assert complete(there) == [20, 40, 60]
+
+
+def test_a_start_leaves_a_run_its_mirror(mirrored, tmp_path):
+    """Also if its nonce is written after the first copy."""
+    shutil.copytree(mirrored / "here" / "run", tmp_path / "run")
+    storage = Storage(str(tmp_path / "store"), tmp_path / "run")
+    storage.check()
+    for nonce in ("of the last start", "of this start"):
+        (tmp_path / "run" / ".nonce").write_text(nonce)
+        storage.upload(True)
+    assert storage.steps() == [20, 40, 60]
 
 
 def test_a_killed_run_has_its_last_save_in_the_mirror(tmp_path):
