@@ -126,9 +126,8 @@ class Clients:
 
 def serve(pipe: Any, *arguments: Any) -> None:
     threading.stack_size(1 << 18)
-    sys.setswitchinterval(
-        0.1
-    )  # decode one answer after the other: thousands at once need memory that no host has to
+    # Decode one answer after the other: thousands at once need memory that no host has to.
+    sys.setswitchinterval(0.1)
     clients = Clients(*arguments)
     while True:
         name, *more = pipe.recv()

@@ -77,9 +77,8 @@ def main(argv: list[str]) -> None:
             for repeat in range(args.repeats + 1):
                 for i in (0, 1) if repeat % 2 else (1, 0):
                     times[i].append(seconds(calls[i][name], comm))
-            first, second = (
-                1e3 * statistics.median(t[1:]) for t in times
-            )  # the first call compiles
+            # The first call compiles.
+            first, second = (1e3 * statistics.median(t[1:]) for t in times)
             if context.is_root:
                 row = {
                     "collective": name,

@@ -34,10 +34,8 @@ from jaxdp.plan.hardware import peak_flops
 TOLERANCE = 2e-2  # of curves in bfloat16
 ACCURACY = 0.94  # of DAWNBench
 CHECK = 5  # updates whose losses are compared
-GPT2 = {
-    False: (64, 1024, 12, 768),
-    True: (8, 64, 2, 96),
-}  # whether tiny: batch, tokens, layers, width
+# Whether tiny: batch, tokens, layers, width.
+GPT2 = {False: (64, 1024, 12, 768), True: (8, 64, 2, 96)}
 
 
 def main(argv: list[str]) -> int:

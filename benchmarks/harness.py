@@ -28,10 +28,8 @@ HELLO_SECONDS = 5.0  # for the first line of a connection
 TURN = 2.0  # seconds; a contender that needs longer for `updates` updates makes fewer in a turn
 LEAST_UPDATES = 2  # in a turn
 LEAST_REPEATS = 3  # also where the time is over
-STEADY_REPEATS, STEADY = (
-    5,
-    0.02,
-)  # this many are enough where each one's quartiles are this close, relative
+# This many are enough where each one's quartiles are this close, relative.
+STEADY_REPEATS, STEADY = (5, 0.02)
 
 T = TypeVar("T")
 

@@ -82,12 +82,8 @@ class Shape(TypedDict):
 
 
 H100, A100 = "h100-nvlink-ib400", "a100-nvlink-ib200"
-LLAMA3_8B: Shape = {
-    "layers": 32,
-    "width": 4096,
-    "length": 8192,
-    "outside": 128256 * 4096,
-}  # [vocabulary, width]
+# outside: of the embedding [vocabulary, width].
+LLAMA3_8B: Shape = {"layers": 32, "width": 4096, "length": 8192, "outside": 128256 * 4096}
 LLAMA2_7B: Shape = {"layers": 32, "width": 4096, "length": 4096, "outside": 32000 * 4096}
 MPT = {  # parameters, layers, width; layers and width follow from the table's FLOPs and parameters
     "1b": (1315950592, 24, 2048), "3b": (2651837440, 32, 2560), "7b": (6658859008, 32, 4096),

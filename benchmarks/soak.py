@@ -163,9 +163,8 @@ class Soak:
     def check(self, kill):
         """A killed life against what the next one will find."""
         kill.on_disk = self.on_disk()
-        most = (
-            self.args.save_every if self.args.wait else 2 * self.args.save_every - 1
-        )  # a save waits for the one before
+        # A save waits for the one before.
+        most = self.args.save_every if self.args.wait else 2 * self.args.save_every - 1
         if kill.on_disk < kill.said:
             raise Wrong(
                 f"step {kill.said} was said to be saved, and {kill.on_disk} is the last that is there"

@@ -38,9 +38,8 @@ def first_update(
     config: list[str], folder: pathlib.Path, cache: pathlib.Path, processes: int = 1
 ) -> float:
     """Seconds to the first update. Raises CalledProcessError where the run fails."""
-    env = job.environment(
-        XDG_CACHE_HOME=str(cache)
-    )  # as a user has it: below it is the cache that is on by default
+    # As a user has it: below it is the cache that is on by default.
+    env = job.environment(XDG_CACHE_HOME=str(cache))
     env.pop("JAX_COMPILATION_CACHE_DIR", None)
     launch = job.mpirun(processes) if processes > 1 else []
     command = [

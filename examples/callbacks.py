@@ -128,8 +128,7 @@ class TextSamples:
             last = self.run.checkpoints.steps()[-1]
             text = sample({**self.options, "run_dir": self.run.log.directory, "step": last})
             print(f"step {last}: {text!r}")
-            media = (
-                self.run.log.directory / "media"
-            )  # where the report looks for STEP-NAME.txt and STEP-NAME.png
+            # Where the report looks for STEP-NAME.txt and STEP-NAME.png.
+            media = self.run.log.directory / "media"
             media.mkdir(exist_ok=True)
             (media / f"{last}-sample.txt").write_text(text, encoding="utf-8")

@@ -39,16 +39,14 @@ def train(state, commit):
 
     params, moments = state["params"], state["moments"]
     for step in range(state["step"], 600):
-        rows = np.random.default_rng(step).permutation(len(labels))[
-            :60
-        ]  # depends on the step alone
+        # Depends on the step alone.
+        rows = np.random.default_rng(step).permutation(len(labels))[:60]
         mine = np.array_split(rows, context.size)[context.rank].reshape(devices, -1)
         loss, params, moments = update(params, moments, images[mine], labels[mine])
         if context.is_root and step % 100 == 99:
             print(f"update {step + 1}  loss {loss:.4f}  {context.size} processes", flush=True)
-        commit(
-            {"step": step + 1, "params": params, "moments": moments}
-        )  # last: it may end this call of train()
+        # Last: it may end this call of train().
+        commit({"step": step + 1, "params": params, "moments": moments})
 
 
 jaxdp.init(group=jaxdp.elastic.Options())

@@ -41,18 +41,16 @@ def main() -> None:
     rngs = nnx.Rngs(context.rank)  # different weights on each rank, until 3
     model = nnx.Sequential(nnx.Linear(64, 64, rngs=rngs), nnx.relu, nnx.Linear(64, 10, rngs=rngs))
     nnx.update(model, jaxdp.broadcast_parameters(nnx.state(model)))  # 3
-    optimizer = nnx.Optimizer(
-        model, jaxdp.distributed_optimizer(optax.adam(3e-3)), wrt=nnx.Param
-    )  # 4
+    # 4.
+    optimizer = nnx.Optimizer(model, jaxdp.distributed_optimizer(optax.adam(3e-3)), wrt=nnx.Param)
     update = 0
     for _ in range(EPOCHS):
         for x, y in batches:
             (loss, accuracy), grads = backward(model, x, y)
             optimizer.update(model, grads, weight=len(y))  # 4
             if update % 25 == 0:
-                mean = jaxdp.allreduce_metrics(
-                    {"loss": loss, "accuracy": accuracy}, weight=len(y)
-                )  # 5
+                # 5.
+                mean = jaxdp.allreduce_metrics({"loss": loss, "accuracy": accuracy}, weight=len(y))
                 if context.is_root:  # 1
                     print(
                         f"update {update:3d}  loss {mean['loss']:.6f}  accuracy {mean['accuracy']:.4f}"

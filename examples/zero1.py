@@ -17,9 +17,8 @@ import functools
 import os
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-os.environ.setdefault(
-    "NPROC", "32"
-)  # enough threads for simulated devices that wait in several collectives
+# Enough threads for simulated devices that wait in several collectives.
+os.environ.setdefault("NPROC", "32")
 
 import jax
 import jax.numpy as jnp
@@ -42,9 +41,8 @@ def loss(params, x, y):
 
 @functools.partial(jax.pmap, axis_name="batch", donate_argnums=(0, 1))
 def update(params, state, x, y):
-    value, grads = jax.value_and_grad(loss)(
-        params, x, y
-    )  # no pmean(grads): `tx.update` reduces them
+    # No pmean(grads): `tx.update` reduces them.
+    value, grads = jax.value_and_grad(loss)(params, x, y)
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state, jax.lax.pmean(value, "batch")
 

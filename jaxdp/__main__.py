@@ -4,12 +4,8 @@ import signal
 import sys
 from typing import NoReturn
 
-HELD = (
-    signal.SIGTERM,
-    signal.SIGUSR1,
-    signal.SIGHUP,
-    signal.SIGINT,
-)  # until `jaxdp.process.signals` takes them
+# Until `jaxdp.process.signals` takes them.
+HELD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 COMPUTING = ("train", "eval")  # verbs whose time is that of the programs
 
 

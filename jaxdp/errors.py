@@ -190,9 +190,8 @@ def explained(error: BaseException) -> ReportedError | None:
         return UsageError(
             f"{str(error.filename)[:300]!r} cannot be used: {error.strerror}; give another path"
         )
-    of_jax = (
-        isinstance(error, RuntimeError | AssertionError) and "local topologies" not in text
-    )  # of other processes
+    # Of other processes.
+    of_jax = isinstance(error, RuntimeError | AssertionError) and "local topologies" not in text
     if of_jax and frames and frames[-1].filename.endswith("xla_bridge.py"):
         reason = re.sub(
             r" *\(set JAX_PLATFORMS.*?\)|^Unable to initialize backend '\w*': ", "", one_line(error)
@@ -215,9 +214,8 @@ FOLDER = pathlib.Path(__file__).parent  # of this package
 # Modules of this package that call a user's code -> the key of the config that names this code.
 CALLERS = {"losses": "loss", "models": "model", "data/transforms": "data.transform", "data": "data"}
 SHOWN = 3  # lines of the user's files in a message
-TRACED = re.compile(
-    r" The error occurred while tracing the function .+? for \w+\."
-)  # JAX's note on a line of jaxdp
+# JAX's note on a line of jaxdp.
+TRACED = re.compile(r" The error occurred while tracing the function .+? for \w+\.")
 
 
 @contextlib.contextmanager
@@ -352,9 +350,8 @@ def append_fault(log: str, text: str) -> None:
             encoding="utf-8",
             opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666),
         ) as file:
-            file.write(
-                f"{line}\n" if lines.endswith("\n") or not lines else f"\n{line}\n"
-            )  # end a torn line
+            # End a torn line.
+            file.write(f"{line}\n" if lines.endswith("\n") or not lines else f"\n{line}\n")
 
 
 def is_consequence(error: BaseException) -> bool:

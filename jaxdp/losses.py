@@ -75,9 +75,8 @@ class Logits(struct.PyTreeNode):
         size = rows_at_once(len(self.kernel), on_cpu())
         if len(rows) <= size:
             return restore_shape(f(self.compute().reshape(-1, self.classes), *more))
-        kernel = self.kernel.astype(
-            wide(self.kernel.dtype)
-        )  # accumulate its gradient over the chunks in float32
+        # Accumulate its gradient over the chunks in float32.
+        kernel = self.kernel.astype(wide(self.kernel.dtype))
 
         @jax.checkpoint
         def apply_to_chunk(args):

@@ -17,10 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 DATA = "data"  # one entry per device: every replica's share of the batch
-REPLICA, SHARD = (
-    "replica",
-    "shard",
-)  # the devices in groups: state is split inside a group and replicated over groups
+# The devices in groups: state is split inside a group and replicated over groups.
+REPLICA, SHARD = ("replica", "shard")
 
 
 class Axes(NamedTuple):

@@ -99,9 +99,8 @@ class LocalCheckpoints(Checkpoints):
             offers = [
                 json.loads(text) for text in context.exchange("offers", json.dumps(offer), TIMEOUT)
             ]
-            newest, _, job, _ = max(
-                offers, key=lambda offer: offer[:2]
-            )  # of equals, that of the lowest rank
+            # Of equals, that of the lowest rank.
+            newest, _, job, _ = max(offers, key=lambda offer: offer[:2])
             if not newest:
                 if context.is_root and any(count for *_, count in offers):
                     say("no host has a complete checkpoint: the run starts from the beginning")
@@ -170,9 +169,8 @@ class LocalCheckpoints(Checkpoints):
         if self.is_shared:
             return super()._start(folder, tree)
         first = {device.process_index: device for device in reversed(jax.devices())}
-        kind = (
-            None if jax.default_backend() == "cpu" else "pinned_host"
-        )  # the device may lack the memory for all
+        # The device may lack the memory for all.
+        kind = None if jax.default_backend() == "cpu" else "pinned_host"
         mesh = Mesh([first[writer] for writer in sorted({*self.writers})], ("host",))
         replicated = NamedSharding(mesh, P(), memory_kind=kind)
 

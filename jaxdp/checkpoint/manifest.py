@@ -32,9 +32,10 @@ class Damaged(ValueError):
 
 def list_files(directory: pathlib.Path) -> list[str]:
     """List the relative paths of all files under `directory`, sorted, without the manifest."""
+    # The entries of the folder, without `stat`.
     names = (
         os.path.join(folder, name) for folder, _, names in os.walk(directory) for name in names
-    )  # without stat
+    )
     return sorted(
         os.path.relpath(name, directory)
         for name in names

@@ -24,9 +24,8 @@ from jaxdp.split import leaves_by_path
 
 TIMEOUT = 1200.0  # seconds for the files of one save
 STATE = "state"  # Orbax's name, in its folder, of the arrays
-SLICE = (
-    16 << 20
-)  # bytes: smaller slices of replicated arrays are not made, since each is a program to compile
+# Bytes: smaller slices of replicated arrays are not made, since each is a program to compile.
+SLICE = 16 << 20
 
 
 def orbax() -> Any:

@@ -28,10 +28,8 @@ from jaxdp.models.gpt import GPT, default_hidden
 from jaxdp.precision import kind
 from jaxdp.targets import OBJECT, Args, locate, parameters
 
-STACK, MODULES = (
-    "blocks/stack",
-    "blocks/modules",
-)  # the path of the blocks with scan: true, and with scan: false
+# The path of the blocks with scan: true, and with scan: false.
+STACK, MODULES = ("blocks/stack", "blocks/modules")
 THIRDS = ("query", "key", "value")
 HEAD = "lm_head.weight"
 FREQUENCIES = "self_attn.rotary_emb.inv_freq"  # in older files: of the rotary embedding
@@ -499,10 +497,8 @@ def arguments(target: Callable[..., Any], args: Args, data: Args) -> dict[str, A
 
 
 SETTINGS = '{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
-FORMS = {
-    ("layer", "gelu", "learned"): GPT2,
-    ("rms", "swiglu", "rotary"): LLAMA,
-}  # norm, mlp, positions
+# {(norm, mlp, positions): layout}.
+FORMS = {("layer", "gelu", "learned"): GPT2, ("rms", "swiglu", "rotary"): LLAMA}
 
 
 def model_sha256(config: Json) -> str | None:
@@ -562,9 +558,8 @@ def write(folder: pathlib.Path, arrays: Mapping[str, np.ndarray], meta: Json) ->
         **(gpt2_config(args) if layout is GPT2 else llama_config(args)),
     }
     folder.mkdir(exist_ok=True)
-    safetensors.write(
-        folder / "model.safetensors", tensors, {"format": "pt"}
-    )  # as transformers requires
+    # As transformers requires.
+    safetensors.write(folder / "model.safetensors", tensors, {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     tokenizer = write_tokenizer(folder, data.get("tokenizer") or {})
     return f"{layout.title}'s layout, {len(tensors)} tensors; {tokenizer}"

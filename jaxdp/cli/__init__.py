@@ -168,9 +168,8 @@ def run_in_job(name: str, argv: list[str]) -> None:
     except UsageError as problem:
         if launchers.discover().size == 1:
             raise
-        error = str(
-            problem
-        )  # the other ranks may have a valid config: `agree` sends them this error
+        # The other ranks may have a valid config: `agree` sends them this error.
+        error = str(problem)
     verb = _module(name)  # before the job is joined: its other processes may wait for what follows
     set_environment(config)
     gc.freeze()  # modules stay alive: to scan them takes 0.1 s, in each generation too

@@ -20,7 +20,7 @@ class Option(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Verb:
-    """A verb, implemented by `jaxdp.cli.NAME.run`.
+    """A verb, implemented by the `run` of `module`, or else of `jaxdp.cli.NAME`.
 
     Attributes:
         does: a line for the help.
@@ -30,7 +30,7 @@ class Verb:
         arguments: name -> argparse's nargs, of positional arguments.
         command: what follows the options is a command with options of its own.
         featured: the number of examples that `jaxdp --help` shows.
-        module: that implements a verb of an extra.
+        module: by its dotted name; "": that of the verb in `jaxdp.cli`.
     """
 
     does: str

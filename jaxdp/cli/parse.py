@@ -72,9 +72,8 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
     if options.get("zero", "0") not in ("0", "config") and (
         parallel.get("shard_size") or parallel.get("rules")
     ):
-        parallel["zero"] = (
-            parallel.get("zero") or 1
-        )  # `plan` replaces it by its stages, but 0 does not go with them
+        # `plan` replaces it by its stages, but 0 does not go with them.
+        parallel["zero"] = parallel.get("zero") or 1
     config = from_mapping(values, "command line")
     if print_config:
         safe_print.say(texts.dump(dataclasses.asdict(config)).rstrip())

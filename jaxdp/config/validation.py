@@ -154,10 +154,8 @@ LIMITS = {  # limit: (whether a value violates it, the message)
     "above": (operator.le, "must be greater than {}"),
     "below": (operator.ge, "must be below {}"),
 }
-PATHS = (
-    "data.args.root",
-    "data.args.path",
-)  # ignored in comparisons: the fingerprint of the data is compared instead
+# Ignored in comparisons: the fingerprint of the data is compared instead.
+PATHS = ("data.args.root", "data.args.path")
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -179,9 +177,8 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 def decides(key: str) -> str:
     """Return whether a dotted key changes 'numbers' or only 'speed'."""
     fields = known_fields()
-    key = (
-        "eval" if key.startswith("eval.") else key
-    )  # also the target and the arguments of its data
+    # Also the target and the arguments of its data.
+    key = "eval" if key.startswith("eval.") else key
     while key and key not in fields:  # an argument of a target
         key = key.rpartition(".")[0]
     return fields[key].metadata["decides"] if key else "numbers"
@@ -199,9 +196,8 @@ def changed_numbers(
         tree["optimizer"]["lr_scale"] = [*tree["optimizer"]["lr_scale"].items()]
     old, new = map(flatten, trees)
     ignored = {*PATHS, *RENAMED, *GONE, *ignored}
-    opt = (
-        after.optimizer
-    )  # the name of a script's Optax transformation, which has its own schedule, has a space
+    opt = after.optimizer
+    # The name of a script's Optax transformation, which has its own schedule, has a space.
     if (
         opt.schedule == "constant"
         or opt.schedule_steps is not None
@@ -209,9 +205,8 @@ def changed_numbers(
     ):
         ignored |= {"steps", "epochs"}
     if "data.order" not in flatten(before) and new["data.order"] != "sequential":
-        ignored.add(
-            "data.order"
-        )  # a run older than this key was shuffled; `resume_step` refuses a recurrent model
+        # A run older than this key was shuffled; `resume_step` refuses a recurrent model.
+        ignored.add("data.order")
     keys = [
         k
         for k in {**old, **new}
@@ -229,9 +224,8 @@ def as_saved(before: dict[str, Any], after: Config) -> tuple[dict[str, Any], dic
     """
     now = json.loads(json.dumps(dataclasses.asdict(after), default=str))
     old = filled(before, dataclasses.asdict(Config()))
-    old["precision"]["state"] = (
-        old["precision"]["state"] or old["precision"]["params"]
-    )  # a run older than this key
+    # A run older than this key.
+    old["precision"]["state"] = old["precision"]["state"] or old["precision"]["params"]
     return old, now
 
 

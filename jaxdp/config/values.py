@@ -33,19 +33,10 @@ CORE = {
     ),
     "merge": (r"<<", ["<"]),  # of YAML 1.1, and in use
 }
-PLAIN_TYPES = (
-    types.NoneType,
-    bool,
-    int,
-    float,
-    str,
-    list,
-    tuple,
-    dict,
-)  # that YAML's core schema stores
-YAML = (
-    str | numbers.Number | list | tuple | Mapping | None
-)  # types of the values that a config can have
+# That YAML's core schema stores.
+PLAIN_TYPES = (types.NoneType, bool, int, float, str, list, tuple, dict)
+# Types of the values that a config can have.
+YAML = str | numbers.Number | list | tuple | Mapping | None
 NUMBERS = {bool: bool, int: numbers.Integral, float: numbers.Real}
 WORDS = {
     bool: "true or false",

@@ -23,9 +23,8 @@ LONGEST = 1 << 24  # characters without a safe position, after which a text is c
 
 LINES = (".jsonl", ".ndjson", ".json")  # endings of files with one JSON object per line
 LINE = r"(?:\r\n|\r(?!\n)|\n)"
-BLANK_LINES = re.compile(
-    rf"{LINE}(?:[^\S\r\n]*{LINE})+"
-)  # the end of a line, and blank lines after it
+# The end of a line, and blank lines after it.
+BLANK_LINES = re.compile(rf"{LINE}(?:[^\S\r\n]*{LINE})+")
 OTHER_FORMATS = {  # how a file begins -> what it is, and what to do
     b"\x1f\x8b": "compressed; decompress it with gunzip",
     b"\x28\xb5\x2f\xfd": "compressed; decompress it with unzstd",

@@ -181,9 +181,8 @@ def mapped(path: Path, offset: Any) -> np.ndarray:
     """
     with path.open("rb") as file:
         file.seek(offset + 26)
-        file.seek(
-            offset + 30 + sum(struct.unpack("<HH", file.read(4)))
-        )  # skip its name and extra field
+        # Skip its name and extra field.
+        file.seek(offset + 30 + sum(struct.unpack("<HH", file.read(4))))
         version = np.lib.format.read_magic(file)
         read_header = {
             1: np.lib.format.read_array_header_1_0,

@@ -32,9 +32,8 @@ def prefetch(make: Callable[[S], T], steps: Iterable[S], depth: int = 2) -> Iter
     The iterator raises the exception of `make` (the same object, with its traceback) after the
     items before it. Leaving the context ends the thread; it waits at most `GRACE_S` seconds for a
     running `make`."""
-    ready: queue.SimpleQueue[Any] = (
-        queue.SimpleQueue()
-    )  # (item,) for each step, then an exception or None
+    # (item,) for each step, then an exception or None.
+    ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
     room, closed = threading.Semaphore(depth), threading.Event()
 
     def read_ahead() -> None:

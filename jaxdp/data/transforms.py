@@ -140,9 +140,8 @@ def both(first: Transform | None, second: Transform | None) -> Transform | None:
         return first or second
 
     def transform(batch, key, train):
-        second_key = jax.random.fold_in(
-            key, 1 << 31
-        )  # rows and the parts of a split key have smaller numbers
+        # Rows and the parts of a split key have smaller numbers.
+        second_key = jax.random.fold_in(key, 1 << 31)
         return second(first(batch, key, train), second_key, train)
 
     return transform

@@ -34,9 +34,8 @@ ALL_END = {  # launcher: what it does when one process ends, and the alternative
     "hydra": "this mpirun ends all processes when one is lost; use jaxdp launch, Open MPI or srun",
     "torchrun": "torchrun restarts all processes when one is lost; use jaxdp launch",
 }
-RECOVERS = re.compile(
-    r"^--?(enable-recovery|continuous)$|^ft_enable$|ulfm"
-)  # arguments of Open MPI's mpirun
+# Arguments of Open MPI's mpirun.
+RECOVERS = re.compile(r"^--?(enable-recovery|continuous)$|^ft_enable$|ulfm")
 
 
 def train_in_generations(

@@ -83,11 +83,8 @@ def report_lost_updates(directory: pathlib.Path, start: int) -> None:
 
 
 FIRST, COPIES = 10, 6  # updates between the first copies, and their number
-COST, LEAST, MOST = (
-    0.01,
-    0.4,
-    1000,
-)  # after these: the share of the time for copies; seconds, updates between two
+# After these: the share of the time for copies; seconds, updates between two.
+COST, LEAST, MOST = (0.01, 0.4, 1000)
 
 
 class Snapshot(NamedTuple):
@@ -324,9 +321,8 @@ def affordable(taken: Sequence[tuple[int, float, float]]) -> int:
     first compiles. The least time of an update is used, since processes pause during the first
     ones."""
     taken = taken[1:]
-    between = (
-        (b[1] - a[2]) / max(1, b[0] - a[0]) for a, b in itertools.pairwise(taken)
-    )  # less: it was rolled back
+    # Less: it was rolled back.
+    between = ((b[1] - a[2]) / max(1, b[0] - a[0]) for a, b in itertools.pairwise(taken))
     update, copy = min(between), min(ended - began for _, began, ended in taken)
     return min(MOST, math.ceil(max(copy / COST, LEAST) / update))
 

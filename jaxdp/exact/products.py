@@ -76,9 +76,8 @@ def _sum(x: jax.Array, *, axes: Any, **params: Any) -> jax.Array:
     rows, columns = math.prod(x.shape[first:after]), math.prod(x.shape[after:])
     adjacent = tuple(axes) == tuple(range(first, after))
     if not (is_float(x) and adjacent and rows > WINDOW and columns >= WINDOW):
-        return lax.reduce(
-            x, jnp.zeros((), x.dtype), lambda a, b: lax.add(a, b), axes
-        )  # `lax.add` itself would recurse
+        # `lax.add` itself would recurse.
+        return lax.reduce(x, jnp.zeros((), x.dtype), lambda a, b: lax.add(a, b), axes)
     y, wide = x, jnp.promote_types(x.dtype, jnp.float32)
     while rows > 1:
         block = min(rows, ROWS)
@@ -101,9 +100,8 @@ def _convolution(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
     strides, dilation = params["window_strides"], params["rhs_dilation"]
     groups, batches = params["feature_group_count"], params["batch_group_count"]
     x = lax.transpose(x, (x_spec[0], *x_spec[2:], x_spec[1]))  # [batch, *space, channel]
-    w = lax.transpose(
-        w, (*w_spec[2:], w_spec[1], w_spec[0])
-    )  # [*window, channel of a group, output channel]
+    # To [*window, channel of a group, output channel].
+    w = lax.transpose(w, (*w_spec[2:], w_spec[1], w_spec[0]))
     pads = [(low, high, d - 1) for (low, high), d in zip(params["padding"], params["lhs_dilation"])]
     if any(map(any, pads)):  # XLA would not remove an operation that pads nothing
         x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *pads, (0, 0, 0)])

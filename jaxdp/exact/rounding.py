@@ -25,13 +25,8 @@ SUMS = {
     "cumlogsumexp",
     "reduce_window_sum",
 }
-SAME = {
-    "convert_element_type",
-    "copy",
-    "reshape",
-    "squeeze",
-    "broadcast_in_dim",
-}  # keep an array uniform
+# Keep an array uniform.
+SAME = {"convert_element_type", "copy", "reshape", "squeeze", "broadcast_in_dim"}
 
 
 def is_float(x: Any) -> bool:

@@ -155,12 +155,8 @@ REDUCTIONS: dict[str, Transfer] = {
     "min": _extreme(lax.pmin),
     "max": _extreme(lax.pmax),
 }
-BOOLEAN = {
-    "sum": "max",
-    "prod": "min",
-    "min": "min",
-    "max": "max",
-}  # or, and, and, or: as NumPy adds and multiplies
+# Or, and, and, or: as NumPy adds and multiplies.
+BOOLEAN = {"sum": "max", "prod": "min", "min": "min", "max": "max"}
 
 
 def axis_size(axis_name: Any) -> int:

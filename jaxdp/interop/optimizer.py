@@ -56,9 +56,8 @@ def distributed_optimizer(
         raise UsageError(
             f"distributed_optimizer: {name} is not an Optax transformation; give one, such as optax.adam(1e-3)"
         )
-    of_steps = isinstance(
-        getattr(tx.update, "__self__", None), optax.MultiSteps
-    )  # takes them, but does not say so
+    # Takes them, but does not say so.
+    of_steps = isinstance(getattr(tx.update, "__self__", None), optax.MultiSteps)
     inner = tx if of_steps else optax.with_extra_args_support(tx)
     compiled = jax.jit(inner.update)
 
@@ -239,7 +238,6 @@ def _is_float(x: Any) -> bool:
 def _varies(x: Any) -> bool:
     """Return True if shard_map tracks which values vary between devices, and x varies."""
     kind = jax.typeof(x)
-    mat = getattr(
-        kind, "mat", None
-    )  # JAX has moved this attribute more than once; without it, only the error is lost
+    # JAX has moved this attribute more than once; without it, only the error is lost.
+    mat = getattr(kind, "mat", None)
     return bool(getattr(kind, "vma", None) or getattr(mat, "varying", None))

@@ -262,9 +262,8 @@ def length(source: Any) -> int:
     """Return the number of examples of a data set, or the number itself. Raises UsageError for what
     has none.
     """
-    arrays = isinstance(source, tuple) and all(
-        hasattr(x, "shape") for x in source
-    )  # such as (images, labels)
+    # Such as (images, labels).
+    arrays = isinstance(source, tuple) and all(hasattr(x, "shape") for x in source)
     try:
         if arrays or isinstance(source, str | bytes | Mapping):
             raise TypeError

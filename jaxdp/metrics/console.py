@@ -118,9 +118,8 @@ class Console(Writer):
             for k in SHOWN
             if k in record
         ]
-        parts += [
-            f"{k} {number('loss', record[k])}" for k in record if k.endswith("/loss")
-        ]  # of named evaluation sets
+        # Of named evaluation sets.
+        parts += [f"{k} {number('loss', record[k])}" for k in record if k.endswith("/loss")]
         waits = record.get("input_wait", 0.0)
         if waits > TOO_LONG and not self.advised:
             self.advised = True
@@ -244,9 +243,8 @@ class Panel:
         clock, train = self.clock, self.train
 
         def flow(parts):
-            return Columns(
-                map(Text.assemble, parts), padding=(0, 2)
-            )  # texts, in which no markup is read
+            # Texts, in which no markup is read.
+            return Columns(map(Text.assemble, parts), padding=(0, 2))
 
         head = Table.grid(expand=True, padding=(0, 1))
         head.add_column(ratio=1)

@@ -97,9 +97,8 @@ class Meter(Observer):
         if self.sent is None or self.sent.is_ready():
             self.waited += time.perf_counter() - self.waits
         if len(updates) not in self.lengths:
-            jax.block_until_ready(
-                self.sent
-            )  # otherwise the rest of earlier calls would count as compilation
+            # Otherwise the rest of earlier calls would count as compilation.
+            jax.block_until_ready(self.sent)
             self.flush()
             self.called = time.perf_counter()
             if self.since is not None:  # everything before is complete: start a new interval
@@ -110,9 +109,8 @@ class Meter(Observer):
         several.
         """
         if len(steps) not in self.lengths:
-            jax.block_until_ready(
-                metrics
-            )  # compilation and first run: excluded from the time per update
+            # Compilation and first run: excluded from the time per update.
+            jax.block_until_ready(metrics)
             self.lengths.add(len(steps))
             self.first += len(steps)
             self.excluded += time.perf_counter() - self.called

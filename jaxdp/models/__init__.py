@@ -81,7 +81,6 @@ def is_module(target: Any) -> bool:
 
     if isinstance(target, nnx.Module):
         return True
-    equinox = sys.modules.get(
-        "equinox"
-    )  # if it was never imported, `target` is none of its modules
+    # If it was never imported, `target` is none of its modules.
+    equinox = sys.modules.get("equinox")
     return equinox is not None and isinstance(target, equinox.Module)

@@ -30,13 +30,8 @@ from jaxdp.split import DATA, REPLICA, SHARD, path_string
 
 PARAMS, STATE, CARRY = "params", "state", "carry"
 Batch = dict[str, jax.Array]  # of a microbatch: [example, ...]
-TRAINING = (
-    "train",
-    "training",
-    "is_training",
-    "is_train",
-    "enable_dropout",
-)  # arguments that are true in training
+# Arguments that are true in training.
+TRAINING = ("train", "training", "is_training", "is_train", "enable_dropout")
 EVALUATION = ("deterministic", "inference", "use_running_average", "eval_mode")
 UNBOUND, MESH = r"unbound axis name: (\w+)", (DATA, REPLICA, SHARD)
 RANDOM = re.compile(r"(\w+_)?(rngs?|key)")

@@ -78,9 +78,8 @@ class Connection:
         wrong one.
         """
         if is_late := not has_data(self.socket, timeout):
-            self.socket.sendall(
-                channel.MAGIC
-            )  # not a message: this connection can no longer be used
+            # Not a message: this connection can no longer be used.
+            self.socket.sendall(channel.MAGIC)
             if not has_data(self.socket, REACTION):
                 raise TimeoutError(
                     "it accepts connections, but sends nothing: frozen, overloaded or another program"
@@ -139,9 +138,8 @@ class Connection:
         def beat() -> None:
             with contextlib.suppress(OSError):
                 while not done.wait(interval):
-                    self.send(
-                        op="beat", id="", note={}
-                    )  # with an id, the coordinator answers before the admission
+                    # With an id, the coordinator answers before the admission.
+                    self.send(op="beat", id="", note={})
 
         thread = threading.Thread(
             target=beat, name="heartbeats of a process that joins", daemon=True

@@ -34,10 +34,8 @@ from jaxdp.process.membership import Group
 
 # seconds that one process may take longer than another, such as to compile or to read its data
 SLOW = 600.0
-GRACE, LATE = (
-    2.0,
-    8.0,
-)  # seconds that an ending process waits for the others, and for the one that prints for it
+# Seconds that an ending process waits for the others, and for the one that prints for it.
+GRACE, LATE = (2.0, 8.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,9 +261,8 @@ def crash(error: BaseException) -> NoReturn:
     text = f"{member.name(member.rank)} failed: {type(error).__name__}: {one_line(error)[:300]}"
     if is_consequence(error):
         with contextlib.suppress(DistributedError):
-            reply = (
-                member.silent()
-            )  # meanwhile the reader thread ends this process if the coordinator knows the cause
+            # Meanwhile the reader thread ends this process if the coordinator knows the cause.
+            reply = member.silent()
             if ranks := reply["silent"] or reply["left"]:
                 has = "has" if len(ranks) == 1 else "have"
                 text = f"{member.name(*ranks)} {has} gone: killed, stopped, or cut off"
@@ -299,9 +296,8 @@ def fail(error: BaseException, code: int | None = None) -> NoReturn:
         name, speaker = member.name(rank), None
         text = f"{name}: {text.removeprefix(f'{name}: ')}"
         if not member.report_fault(text, code) and not member.ends_alone:
-            time.sleep(
-                2.0
-            )  # the reader thread prints the cause, that of another rank, and ends this process
+            # The reader thread prints the cause, that of another rank, and ends this process.
+            time.sleep(2.0)
     if isinstance(error, ReportedError) and speaker in (None, rank):
         sys.stderr.write(f"jaxdp: {text}\n")  # in one piece, among what other ranks write
     leave(code, speaker)
@@ -338,9 +334,8 @@ def leave(code: int, speaker: int | None = None) -> NoReturn:
             with contextlib.suppress(DistributedError):
                 member.exchange("leave", "", range(size), GRACE)
         common_end = time.monotonic() + 0.1
-        member.leave(
-            code if speaker in (None, rank) else 0
-        )  # once the cause is printed, ranks in other calls may end
+        # Once the cause is printed, ranks in other calls may end.
+        member.leave(code if speaker in (None, rank) else 0)
         if speaker is not None:
             time.sleep(max(0.0, common_end - time.monotonic()))
     os._exit(code)

@@ -46,9 +46,8 @@ class Coordinator:
         )
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         spare = files // 2 - settings.size if files != resource.RLIM_INFINITY else UNAUTHENTICATED
-        self.most = min(
-            UNAUTHENTICATED, max(50, spare)
-        )  # the others are for ranks, here and in JAX's service
+        # The others are for ranks, here and in JAX's service.
+        self.most = min(UNAUTHENTICATED, max(50, spare))
         self.reported = False
         self.services: list[Any] = []  # JAX's, one for each generation
         self.jax_loaded = threading.Thread(target=private_jax.load)
@@ -81,9 +80,8 @@ class Coordinator:
             member = self.generation.join(first, nonce, writer)
             self.unauthenticated.pop(writer, None)
             while True:
-                message = await self.receive(
-                    reader, sealer
-                )  # meanwhile the member may pass to another generation
+                # Meanwhile the member may pass to another generation.
+                message = await self.receive(reader, sealer)
                 member.generation.handle(member, message)
         except channel.Refused as error:
             if member is None:
@@ -150,9 +148,8 @@ async def run(settings: Settings, server: socket.socket) -> None:
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # launchers send them to all their processes, but mean the ranks
+        # Launchers send them to all their processes, but mean the ranks.
+        signal.signal(number, signal.SIG_IGN)
     raise_open_files()
     settings = Settings(**json.loads(sys.stdin.readline()))
     try:

@@ -94,9 +94,8 @@ def join(world: World, timeout: float | None, group: Group) -> dict[str, Any]:
         "prepares": group.prepare is not None and not environment.gpu_count(),
         **group.facts(),
     }
-    parent = (
-        os.getppid() if world.launcher in MPI or "JAXDP_RESTARTS" in os.environ else None
-    )  # of `jaxdp launch`
+    # Of `jaxdp launch`.
+    parent = os.getppid() if world.launcher in MPI or "JAXDP_RESTARTS" in os.environ else None
     _entry = Entry(world, timeout, group, parent)
     meet = group.meet or joining.meet
     return group.enter(enter, meet(world, facts, timeout, group))

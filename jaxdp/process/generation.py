@@ -93,9 +93,8 @@ class Exchanges:
         exchange.replies.append(reply)
         if not exchange.missing:
             del self.open[key]
-            kinds = {
-                text: i for i, text in enumerate(dict.fromkeys(exchange.texts.values()))
-            }  # most are equal
+            # Most are equal.
+            kinds = {text: i for i, text in enumerate(dict.fromkeys(exchange.texts.values()))}
             exchange.answer({"kinds": [*kinds], "of": [kinds[exchange.texts[m]] for m in members]})
         elif absent := exchange.missing.intersection(self.departed) if self.departed else ():
             self.fail(key, {"left": sorted(absent)})
@@ -251,9 +250,8 @@ class Generation:
             error = next(filter(None, errors), None)
         if error and not self.refusal:
             self.refusal = {"error": error}
-            self.deadline = min(
-                self.deadline, time.monotonic() + OTHERS
-            )  # they would wait for those who have left
+            # They would wait for those who have left.
+            self.deadline = min(self.deadline, time.monotonic() + OTHERS)
         if len(self.members) == self.settings.size and self.refusal:
             self.refuse_all(**self.refusal)
         elif len(self.members) == self.settings.size:
@@ -283,9 +281,8 @@ class Generation:
                 self.settings.secret,
                 shutdown_timeout=max(1, min(20, round(self.settings.timeout))),
             )
-            self.coordinator.services.append(
-                service
-            )  # a client of an earlier one aborts its process if that one ends
+            # A client of an earlier one aborts its process if that one ends.
+            self.coordinator.services.append(service)
             self.jax_address = address
         except (UsageError, RuntimeError) as error:
             self.refuse_all(error=str(error))

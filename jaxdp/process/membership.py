@@ -31,9 +31,8 @@ from jaxdp.process.channel import LONG_TEXT, Message, checked
 from jaxdp.process.connection import Joined
 from jaxdp.process.protocol import GENERATION, TIMEOUT, Facts, beat_interval
 
-GRACE = (
-    5.0  # seconds beyond the timeout of a request, so that the coordinator's deadline comes first
-)
+# Seconds beyond the timeout of a request, so that the coordinator's deadline comes first.
+GRACE = 5.0
 
 
 @dataclasses.dataclass(eq=False)
@@ -77,9 +76,8 @@ class Membership:
         self.connection.socket.settimeout(None)
         for work in (self._listen, self._beat):
             threading.Thread(target=work, name=f"coordinator {work.__name__}", daemon=True).start()
-        os.register_at_fork(
-            after_in_child=lambda: self.connection.socket.close()
-        )  # a worker may outlive its rank
+        # A worker may outlive its rank.
+        os.register_at_fork(after_in_child=lambda: self.connection.socket.close())
         atexit.register(self.leave)
 
     def name(self, *ranks: int) -> str:
@@ -147,9 +145,8 @@ class Membership:
         missing = reply.get("missing", [])
         names = f"rank {hosts.listed(missing)}" if missing else "an answer"
         came = [member for member in members if member not in missing]
-        speaker = (
-            came[0] if self.rank in came else None
-        )  # a rank that arrives too late prints for itself
+        # A rank that arrives too late prints for itself.
+        speaker = came[0] if self.rank in came else None
         error = DistributedError(
             f"{names} did not come to {title or repr(name)} within {timeout:g} s", rank=speaker
         )
@@ -321,9 +318,8 @@ class Membership:
                 self._changed.notify_all()
 
     def _beat(self) -> None:
-        wait = (
-            self.beat * (self.rank + 1) / self.size
-        )  # the first time: all have started at the same moment
+        # The first time: all have started at the same moment.
+        wait = self.beat * (self.rank + 1) / self.size
         while not self.ending.wait(wait):
             wait = self.beat
             if self.parent is not None and os.getppid() != self.parent:

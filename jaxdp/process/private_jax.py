@@ -61,9 +61,8 @@ def pem(secret: str) -> dict[str, bytes]:
     from cryptography.hazmat.primitives.asymmetric import ec
 
     number = int.from_bytes(hmac.digest(secret.encode(), b"jaxdp TLS key", "sha256"), "big")
-    key = ec.derive_private_key(
-        (number >> 1) + 1, ec.SECP256R1()
-    )  # 255 bits are less than the order of the group
+    # 255 bits are less than the order of the group.
+    key = ec.derive_private_key((number >> 1) + 1, ec.SECP256R1())
 
     def name(text):
         return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])

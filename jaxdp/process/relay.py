@@ -54,9 +54,8 @@ class Relay:
             service = socket.create_connection(self.target)
             service.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError:
-            service = (
-                socket.socket()
-            )  # the service has ended: nothing is received, and what is sent is lost
+            # The service has ended: nothing is received, and what is sent is lost.
+            service = socket.socket()
         with client, service:
             threading.Thread(
                 target=_copy, args=(service, client), name="relay", daemon=True

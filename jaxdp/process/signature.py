@@ -18,9 +18,8 @@ from jaxdp.errors import DistributedError, UsageError
 from jaxdp.process import hosts, membership, protocol
 
 Groups = Iterable[Iterable[int]] | None
-Partition = tuple[
-    tuple[int, ...], ...
-]  # groups with every rank once; a rank in none of the user's is a group of one
+# Groups with every rank once; a rank in none of the user's is a group of one.
+Partition = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)

@@ -62,9 +62,8 @@ class Profile(Observer):
             self.first = updates[0] - 1
         if self.first is not None and updates[0] == self.first + 1:
             try:
-                os.makedirs(
-                    self.directory, exist_ok=True
-                )  # JAX would say only after the trace that it cannot
+                # JAX would say only after the trace that it cannot.
+                os.makedirs(self.directory, exist_ok=True)
                 jax.profiler.start_trace(self.directory)
                 self.running = True
             except (OSError, RuntimeError) as error:

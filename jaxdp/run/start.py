@@ -98,9 +98,8 @@ def git_facts(directory: pathlib.Path) -> dict[str, Any]:
             ):
                 answers.clear()
 
-    thread = threading.Thread(
-        target=work, name="git", daemon=True
-    )  # a file system may not answer at all
+    # A file system may not answer at all.
+    thread = threading.Thread(target=work, name="git", daemon=True)
     thread.start()
     thread.join(GIT_TIMEOUT)
     commit, diff = answers if len(answers) == 2 else (b"", b"")
