@@ -10,8 +10,8 @@ CHARACTERS = 60  # of a text
 
 
 def describe(dataset: Any, example: int) -> str:
-    """Return what an example is: the text of its tokens; or its label, if that is one number, and of a
-    table its row and the inputs.
+    """Return what an example is: the text of its tokens; or its label, if that is one number, and its
+    row of a table.
     """
     row = dataset.read(np.array([example]))
     if hasattr(dataset, "tokenizer"):
@@ -21,6 +21,5 @@ def describe(dataset: Any, example: int) -> str:
         names = class_names(dataset)
         words = f"label {names[int(label.item())] if names else label.item()}"
     if hasattr(dataset, "encode"):  # a `Table`
-        columns = [f"{name} {x:g}" for name, x in zip(dataset.names, row["inputs"][0])]
-        words += f"; row {dataset.rows[example]} of the table: {', '.join(columns)}"
+        words += f"; row {dataset.rows[example]} of the table"
     return words

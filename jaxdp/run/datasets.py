@@ -78,6 +78,11 @@ def check_meaning(key: str, dataset: Dataset, other: Dataset) -> None:
             raise UsageError(
                 f"{key}: label {label} is {its!r}, but {name!r} in the training data; make them alike"
             )
+    if getattr(dataset, "encoding", None) != getattr(other, "encoding", None):
+        raise UsageError(
+            f"{key}: it encodes or standardizes its inputs by values of its own, not by those of the training data, so "
+            "the model would read something else; put all rows into one table, and leave this one out"
+        )
     one, two = ({**(tokenizer_spec(x) or {}), "path": None} for x in (dataset, other))
     if one != two and len(one) > 1 < len(two):
         raise UsageError(

@@ -63,6 +63,8 @@ class Table(Arrays):
         # In float64: squares of large numbers are beyond float32.
         self.mean[numeric], self.deviation[numeric] = rows.mean(0, float), rows.std(0, float)
         self.deviation[self.deviation == 0] = 1
+        # What an input means: `check_meaning` compares it with that of an evaluation set.
+        self.encoding = self.columns, self.values, self.mean.tolist(), self.deviation.tolist()
         self.rows = rows_of_split(len(frame), test_fraction, split)
         self.input_shape = inputs.shape[1:]
         texts = [f"{len(values):,} values of {name}" for name, values in self.values.items()]
@@ -160,9 +162,9 @@ def numbers(column: Any, fill: float | None) -> np.ndarray:
         raise UsageError(
             f"{KEY}.columns: {column.name!r} has texts, such as {str(column.iloc[0])!r}, but numbers in training"
         )
-    values = column.to_numpy(float)
     if fill is not None:
-        values = np.where(np.isnan(values), fill, values)
+        column = column.fillna(fill)
+    values = column.to_numpy(float)
     fits = np.abs(values) <= np.finfo(np.float32).max
     if not fits.all():
         row = int(np.argmin(fits))

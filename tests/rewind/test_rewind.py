@@ -227,9 +227,7 @@ def test_the_rows_around_a_spike_are_shown_and_counted(tmp_path):
     tables = re.split(r"(?m)^update (?=\d+: )", said)[1:]
     firsts = {int(text.split(":")[0]): text.splitlines()[2] for text in tables}
     update = next(update for update, line in firsts.items() if line.split()[0] == "5")
-    assert firsts[update].endswith(
-        f" {(update - 1) // 8} times  label down; row 5 of the table: a 40, b 40, c 40, d 40"
-    )
+    assert firsts[update].endswith(f" {(update - 1) // 8} times  label down; row 5 of the table")
 
 
 class Named(jaxdp.data.Digits):

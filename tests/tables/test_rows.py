@@ -189,3 +189,17 @@ def test_files_that_are_no_tables(tmp_path):
     wide = pandas.DataFrame(np.zeros((4, 3000)), columns=[f"c{i}" for i in range(3000)])
     with pytest.raises(UsageError, match=r"has no column 'label', only c0, .* and 2,992 more"):
         Table(wide, "label")
+
+
+@pytest.mark.parametrize("change", [{"age": 7.0}, {"city": "Bern"}])
+def test_an_evaluation_table_of_other_values_is_refused(tmp_path, change):
+    """It would be encoded and standardized by its own rows."""
+    rows = frame()
+    rows.to_csv(tmp_path / "train.csv", index=False)
+    rows.assign(**change).to_csv(tmp_path / "test.csv", index=False)
+    data = {"target": "Table", "args": {"table": str(tmp_path / "train.csv"), "label": "churn"}}
+    other = {**data, "args": {**data["args"], "table": str(tmp_path / "test.csv")}}
+    settings = {"steps": 1, "batch_size": 32}
+    with pytest.raises(UsageError, match=r"eval\.data: it encodes .*put all rows into one table"):
+        jaxdp.fit("MLP", data, "SoftmaxCrossEntropy", eval_data=other, **settings)
+    jaxdp.fit("MLP", data, "SoftmaxCrossEntropy", eval_data=data, **settings)
