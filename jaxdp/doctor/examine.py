@@ -15,34 +15,31 @@ from collections.abc import Callable
 
 from jaxdp.doctor import job
 from jaxdp.doctor.findings import LIMIT, OK, Check, Stage, as_text, failure, of_text
-from jaxdp.doctor.resources import check_missing, existing, marker
 from jaxdp.errors import install
-from jaxdp.process import hosts
+from jaxdp.process import hosts, launchers
 from jaxdp.process.mpi import waits_until_every_rank_calls_mpi_init
 
 SILENT = "it ended by itself"
 MPI_INIT = failure(
-    "ranks", "MPI_Init waits until every rank calls it", "see what every rank printed"
+    "ranks",
+    "MPI_Init waits until every rank calls it",
+    "see what every rank printed: one that does not print this line was not started, or hangs",
 )
-# the most useful line of standard error: jaxdp's, XLA's fatal one, an exception's, else the last
-MESSAGES = (
-    r"^jaxdp: (?:rank \d+ \(host \S+\) ends: )?(.+)",
-    r"^F\d{4} .*?\] (.+)",
-    r"^((?:[\w.]*(?:Error|Exception)|Fatal Python error): .+)",
-    r"(\S.*)\s*\Z",
+ENDS = (
+    r"^jaxdp: (?:rank \d+ \(host \S+\) ends: )?((?!.* failed: ).+)"  # not a traceback's last line
 )
-CAUSES = (  # a pattern in "stage: error", and the fix
-    ("XLA_FLAGS", "remove the flag: this jaxlib does not know it"),
-    (
-        "RESOURCE_EXHAUSTED|out of memory",
-        "see nvidia-smi for programs that use the GPU's memory, and end them",
+# The most useful line of others: XLA's fatal one, or an exception's.
+FAILS = r"^(?:F\d{4} .*?\] |(?=(?:[\w.]*(?:Error|Exception)|Fatal Python error): ))(.+)"
+CAUSES = {  # a pattern in an error, and the fix
+    "XLA_FLAGS": "remove the flag: this jaxlib does not know it",
+    "RESOURCE_EXHAUSTED|out of memory": (
+        "see nvidia-smi for programs that use the GPU's memory, and end them"
     ),
-    (
-        "JAX_PLATFORMS|initialize backend",
-        f"unset JAX_PLATFORMS; for an NVIDIA GPU: {install('cuda12')}",
+    "JAX_PLATFORMS|initialize backend": (
+        f"unset JAX_PLATFORMS; for an NVIDIA GPU: {install('cuda12')}"
     ),
-    ("", "see the lines on versions, gpu, host name, network and bindings"),
-)
+    "": "see the lines on versions, gpu, network and bindings",
+}
 
 
 Send = Callable[[Stage], None]
@@ -57,35 +54,32 @@ def follow(work: Work) -> tuple[Stage, Check | None]:
     # A child of fork keeps the file descriptor through which MPICH's mpirun talks to its ranks.
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    stage, how = Stage("checks", 2 * LIMIT, [], 0, [hosts.hostname()]), ""
-    with tempfile.TemporaryFile() as errors:
+    stage, how = Stage("checks", 2 * LIMIT, [], [hosts.hostname()]), ""
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         process = context.Process(target=run_quietly, args=(work, sender.send, errors.fileno()))
         process.start()
         sender.close()
-        while stage.name and not how:
-            if not receiver.poll(stage.seconds):
-                process.kill()
-                how = f"no answer within {stage.seconds:g} s"
-                break
-            try:
-                stage = receiver.recv()
-            except EOFError:
-                process.join()
-                code = process.exitcode or 0
-                how = f"killed by {signal.Signals(-code).name}" if code < 0 else SILENT
+        try:
+            while stage.name and not how:
+                if receiver.poll(stage.seconds):
+                    stage = receiver.recv()
+                else:
+                    how = f"no answer within {stage.seconds:g} s"
+        except EOFError:
+            process.join()
+            code = process.exitcode or 0
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else SILENT
         process.join(2.0)
         process.kill()
-        receiver.close()
         errors.seek(0)
-        printed = errors.read().decode(errors="replace")
-    return stage, problem(stage.name, how, printed) if how else None
+        return stage, problem(stage.name, how, errors.read()) if how else None
 
 
 def run_quietly(work: Work, send: Send, errors: int) -> None:
     """Run `work`. What it and its libraries print, and its exception, go to a file descriptor."""
     os.dup2(errors, 1)
     os.dup2(errors, 2)
-    os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "1"}
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     try:
         work(send)
     except BaseException:
@@ -97,36 +91,31 @@ def problem(stage: str, how: str, printed: str) -> Check:
     """Return the failure of the process, from what it printed."""
     if waits_until_every_rank_calls_mpi_init.__name__ in printed:  # in the traceback of a deadline
         return MPI_INIT
-    error = how
-    for pattern in MESSAGES:
-        if match := re.search(pattern, printed, re.MULTILINE):
-            # no traceback's last line
-            if match[0].startswith("jaxdp: ") and " failed: " not in match[1]:
-                return of_text(stage, match[1])
-            error = f"{how}: {match[1][:400]}"
-            break
-    fix = next(fix for pattern, fix in CAUSES if re.search(pattern, f"{stage}: {error}"))
+    if match := re.search(ENDS, printed, re.MULTILINE):
+        return of_text(stage, match[1])
+    lines = re.findall(FAILS, printed, re.MULTILINE) or printed.strip().splitlines()[-1:]
+    error = ": ".join([how, *lines[:1]])[:400]
+    fix = next(fix for pattern, fix in CAUSES.items() if re.search(pattern, error))
     return failure(stage, error, fix)
 
 
 def examine(directory: pathlib.Path) -> tuple[list[Check], list[str]] | None:
-    """Run all checks; return all ranks' findings and hosts on rank 0, None on the others.
-    directory: of the run.
+    """Run all checks; return all ranks' findings and hosts on rank 0, None on the others. Raises
+    UsageError if the launcher's variables, or JAXDP_TIMEOUT, are wrong. directory: of the run.
     """
-    work = functools.partial(job.run, directory, os.getppid())
-    (name, _, checks, rank, names), failed = follow(work)
-    if failed and not (rank and failed.found == SILENT):  # rank 0 prints that error
+    world = launchers.discover()
+    timeout = launchers.seconds_of("JAXDP_TIMEOUT", 30.0)
+    available = len(os.sched_getaffinity(os.getppid()))
+    work = functools.partial(job.run, world, timeout, directory, available)
+    (name, _, checks, names), failed = follow(work)
+    if failed and not (world.rank and failed.found == SILENT):  # rank 0 prints that error
         checks.append(failed)
-    if name in ("checks", "imports", "ranks"):  # it has not joined the others
-        checks = [check._replace(ranks=(rank,)) for check in checks]
+    if name not in ("all-reduce", ""):  # it has not sent its findings to the others
+        checks = [check._replace(ranks=(world.rank,)) for check in checks]
         bad = [check for check in checks if check.status != OK]
-        if rank and bad:
+        if world.rank and bad:
             sys.stderr.write(f"{as_text(bad, names)}\n")
-        if rank == 0 and failed is MPI_INIT:
-            checks += check_missing(directory, len(names))
-        if len(names) > 1:
-            # rank 0 looks for markers, and ends after the others have printed
-            time.sleep(2.0 if rank else 1.0)
-    for file in existing(directory).glob(marker(directory, "*" if rank == 0 else str(rank)).name):
-        file.unlink(missing_ok=True)
-    return None if rank else (checks, names)
+        if world.size > 1:
+            # rank 0, with which mpirun ends the others, lets them print first
+            time.sleep(2.0 if world.rank else 1.0)
+    return None if world.rank else (checks, names)

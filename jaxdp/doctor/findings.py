@@ -2,15 +2,16 @@
 their text and JSON.
 """
 
+import concurrent.futures
 import functools
-import threading
-import time
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jaxdp
-from jaxdp.errors import ReportedError, one_line
+from jaxdp.errors import one_line
+from jaxdp.metrics.numbers import table
 from jaxdp.process.hosts import listed
 
 OK, WARNING, FAILURE = "ok", "warning", "failure"
@@ -37,11 +38,9 @@ class Stage(NamedTuple):
     name: str
     seconds: float
     checks: list[Check]
-    rank: int
     hosts: list[str]
 
 
-Checker = Callable[[], Iterable[Check]]
 ok = Check
 warning = functools.partial(Check, status=WARNING)
 failure = functools.partial(Check, status=FAILURE)
@@ -58,35 +57,28 @@ def of_text(name: str, text: str) -> Check:
     """Return an error message of jaxdp as a failure. Such a message ends in the fix, after a colon
     or a semicolon.
     """
-    at = max(text.rfind(": "), text.rfind("; "))
-    return failure(name, text[:at], text[at + 2 :]) if at > 0 else failure(name, text, "")
+    match = re.fullmatch("(.+)[:;] (.+)", text)
+    return failure(name, *match.groups()) if match else failure(name, text)
 
 
-def run_checks(checks: Mapping[str, Checker], seconds: float = LIMIT) -> list[Check]:
-    """Run checks concurrently, and return their findings in order. A check that is not done in time
-    is a failure.
+def run_checks(checks: Mapping[str, Iterable[Check]], seconds: float = LIMIT) -> list[Check]:
+    """Run checks (generators) in threads, and return their findings in order. A check that raises,
+    or is not done in time, is a failure.
     """
-    slow = f"no answer within {seconds:g} s", "see what it waits for: a name server, a file system"
-    results = {name: [failure(name, *slow)] for name in checks}
-
-    def run(name, checker):
-        findings: list[Check] = []
-        try:
-            findings.extend(checker())
-        except ReportedError as error:
-            findings.append(of_text(name, one_line(error)))
-        except BaseException as error:
+    pool = concurrent.futures.ThreadPoolExecutor(len(checks))
+    futures = {name: pool.submit(list, findings) for name, findings in checks.items()}
+    concurrent.futures.wait(futures.values(), seconds)
+    results: list[Check] = []
+    for name, future in futures.items():
+        if not future.done():
+            fix = "see what it waits for: a name server, a file system"
+            results.append(failure(name, f"no answer within {seconds:g} s", fix))
+        elif error := future.exception():
             text = f"the check itself failed: {type(error).__name__}: {one_line(error)}"
-            findings.append(failure(name, text, "report it with this line"))
-        results[name] = findings
-
-    threads = [threading.Thread(target=run, args=item, daemon=True) for item in checks.items()]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + seconds
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    return [check for name in checks for check in results[name]]
+            results.append(failure(name, text, "see that message, or report it"))
+        else:
+            results += future.result()
+    return results
 
 
 def as_json(checks: Sequence[Check], hosts: Sequence[str]) -> dict[str, Any]:
@@ -102,13 +94,16 @@ def as_text(checks: Sequence[Check], hosts: Sequence[str]) -> str:
     """Return a line for each finding, and a second one for its fix. hosts: the name of each rank's."""
     names, size = list(dict.fromkeys(hosts)), len(hosts)
     where = names[0] if len(names) == 1 else f"{len(names)} hosts ({listed(names)})"
-    text = [f"jaxdp {jaxdp.__version__} doctor: {size} process{'es' * (size > 1)} on {where}"]
-    width = max(len(check.name) for check in checks)
+    rows = []
     for name, found, fix, status, ranks in checks:
         some = [f"{rank} (host {hosts[rank]})" for rank in ranks] if len(ranks) < size else []
         prefix = f"rank{'s' * (len(some) > 1)} {listed(some, 4)}: " if some else ""
-        text.append(f"{status:7}  {name:{width}}  {prefix}{found}")
-        text += [f"{'':7}  {'':{width}}  fix: {fix}"] if fix else []
-    count = Counter(check.status for check in checks)
-    counts = [f"{count[s]} {s}{'s' * (count[s] > 1)}" for s in (WARNING, FAILURE) if count[s]]
-    return "\n".join([*text, ", ".join([f"{count[OK]} ok", *counts])])
+        rows.append((status, name, f"{prefix}{found}"))
+        if fix:
+            rows.append(("", "", f"fix: {fix}"))
+    counts = Counter(check.status for check in checks)
+    head = f"jaxdp {jaxdp.__version__} doctor: {size} process{'es' * (size > 1)} on {where}"
+    texts = [
+        f"{count} {status}{'s' * (count > 1 and status != OK)}" for status, count in counts.items()
+    ]
+    return "\n".join([head, *table(rows), ", ".join(texts)])
