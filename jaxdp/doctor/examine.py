@@ -25,9 +25,8 @@ MPI_INIT = failure(
     "MPI_Init waits until every rank calls it",
     "see what every rank printed: one that does not print this line was not started, or hangs",
 )
-ENDS = (
-    r"^jaxdp: (?:rank \d+ \(host \S+\) ends: )?((?!.* failed: ).+)"  # not a traceback's last line
-)
+# The last line of a run, but not of a traceback.
+ENDS = r"^jaxdp: (?:rank \d+ \(host \S+\) ends: )?((?!.* failed: ).+)"
 # The most useful line of others: XLA's fatal one, or an exception's.
 FAILS = r"^(?:F\d{4} .*?\] |(?=(?:[\w.]*(?:Error|Exception)|Fatal Python error): ))(.+)"
 CAUSES = {  # a pattern in an error, and the fix

@@ -85,7 +85,7 @@ def as_json(checks: Sequence[Check], hosts: Sequence[str]) -> dict[str, Any]:
     """Return {checks: [{name, found, fix, status, ranks}], ...}. hosts: the name of each rank's."""
     return {
         "jaxdp": jaxdp.__version__,
-        "hosts": [*hosts],
+        "hosts": hosts,
         "checks": [check._asdict() for check in checks],
     }
 

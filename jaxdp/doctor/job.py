@@ -4,7 +4,7 @@ import json
 import os
 import pathlib
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxdp.doctor import mpi_check, resources, versions
@@ -25,8 +25,8 @@ def run(
     """Examine as a rank of the job. timeout: seconds to wait for the other ranks. available:
     the number of cores of the launcher. send: is called before each stage begins.
     """
-    text = f"{world.launcher}, {world.size} processes"
-    checks = [ok("launcher", "a single process" if world.launcher == "none" else text)]
+    text = f"{world.launcher}, {world.size} process{'es' * (world.size > 1)}"
+    checks = [ok("launcher", text)]
     names = [hosts.hostname()] * world.size
 
     def stage(name: str, seconds: float) -> None:
@@ -75,7 +75,7 @@ def run(
     contexts.leave(0)
 
 
-def local_checks(world: World, directory: pathlib.Path) -> dict[str, Iterable[Check]]:
+def local_checks(world: World, directory: pathlib.Path) -> dict[str, Iterator[Check]]:
     """Return the checks that need no other process."""
     checks = {
         "versions": versions.check_versions(),
@@ -84,7 +84,7 @@ def local_checks(world: World, directory: pathlib.Path) -> dict[str, Iterable[Ch
         "memory": resources.check_memory(world.size, world.local_size or 1),
         "run_dir": resources.check_run_dir(directory),
     }
-    if world.size == 1 and world.launcher in ("none", "jaxdp"):  # mpirun does not start mpirun
+    if world.launcher == "none":  # mpirun does not start mpirun
         checks["mpirun"] = mpi_check.check_mpirun()
     return checks
 

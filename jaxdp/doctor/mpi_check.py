@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from jaxdp.doctor.findings import Check, failure, of_text, ok
 from jaxdp.errors import ReportedError, install, one_line
-from jaxdp.process import hosts, imports, launchers, mpi
+from jaxdp.process import imports, launchers, mpi
 
 INSTALL = install("mpi")
 # Open MPI 4 and 5 refuse more processes than cores.
@@ -20,9 +20,9 @@ OVERSUBSCRIBE = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
 SECONDS = 10.0
-LIBRARY = "see that message; for mpi4py's library, set MPI4PY_LIBMPI to the one of this mpirun"
-AS_ROOT = (
-    "run it as another user, or set OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
+FIX = (
+    "see that message; as root, set OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; "
+    "for mpi4py's library, set MPI4PY_LIBMPI to the one of this mpirun"
 )
 
 
@@ -32,9 +32,7 @@ def check_mpirun() -> Iterator[Check]:
     if path is None or importlib.util.find_spec("mpi4py") is None:
         yield ok("mpirun", f"not checked: it needs mpirun on PATH and mpi4py ({INSTALL})")
         return
-    env = OVERSUBSCRIBE | {
-        k: v for k, v in imports.for_module().items() if not k.startswith("JAXDP_")
-    }
+    env = OVERSUBSCRIBE | imports.for_module()
     command = [path, "-np", "2", sys.executable, "-P", "-m", "jaxdp.doctor.mpi_check"]
     try:
         done = subprocess.run(command, env=env, capture_output=True, timeout=SECONDS + 5)
@@ -46,16 +44,14 @@ def check_mpirun() -> Iterator[Check]:
     if message := re.search(r"^jaxdp: (.+)", text, re.MULTILINE):
         yield of_text("mpi4py", f"{message[1]}, or put the mpirun of that library first on PATH")
     elif done.returncode:
-        fix = AS_ROOT if "as root" in text else LIBRARY
         text = one_line(re.sub("[-*]{3,}", "", text))[:300]
-        yield failure("mpirun", f"{path} -np 2 ends with code {done.returncode}: {text}", fix)
+        yield failure("mpirun", f"{path} -np 2 ends with code {done.returncode}: {text}", FIX)
     else:
         yield ok("mpirun", f"{path} starts processes that see each other")
 
 
 if __name__ == "__main__":
     try:
-        facts = {"addresses": hosts.resolve(hosts.hostname())}
-        mpi.exchange(launchers.discover(), facts, SECONDS)
+        mpi.exchange(launchers.discover(), {}, SECONDS)
     except ReportedError as error:
         sys.exit(f"jaxdp: {error}")

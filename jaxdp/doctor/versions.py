@@ -79,6 +79,10 @@ def check_settings(size: int = 1, env: Mapping[str, str] = os.environ) -> Iterat
 
 def check_versions() -> Iterator[Check]:
     """Check the packages that jaxdp needs against the bounds of their versions."""
+    if installed(JAXDP) is None:
+        fix = "pip install -e . in its source tree"
+        yield warning(JAXDP, "not installed, so its requirements are not known", fix)
+        return
     found = {name: ok(name, version) for name, version in versions().items() if version}
     wrong = {check.name: check for check in unmet(importlib.metadata.requires(JAXDP) or [])}
     yield from (found | wrong).values()

@@ -311,6 +311,38 @@ def test_a_rank_that_opens_no_devices_is_named(tmp_path):
     assert "set it to cpu" in line["fix"]
 
 
+@pytest.mark.slow
+def test_ranks_with_other_packages_are_named(tmp_path):
+    info = tmp_path / "optax-99.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: optax\nVersion: 99.0\n")
+    both = ranks(2, f"127.0.0.1:{port()}", JAXDP_TIMEOUT="20")
+    both[1]["PYTHONPATH"] = str(tmp_path)
+    first, _ = processes([*DOCTOR, "--json", "--run_dir", str(tmp_path)], both)
+    assert first.returncode == 1, first.output
+    (line,) = bad(read(first.stdout, "versions")[0])
+    assert "has optax=99.0, but rank 0" in line["found"] and line["ranks"] == [0]
+
+
+def test_a_host_that_is_not_reached_is_named():
+    """Of three hosts, one listens and one does not; a rank of the first host asks none of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        number = listener.getsockname()[1]
+        fact = {"boot": "1", "addresses": [], "network": "n", "outward": "127.0.0.1"}
+        facts = [
+            {**fact, "host": "a", "port": number},
+            {**fact, "host": "b", "port": port()},
+            {**fact, "host": "c", "port": number},
+            {**fact, "host": "a", "port": port()},
+        ]
+        closed, reached = resources.check_reach(0, facts)
+        assert closed.status == FAILURE and "rank 1 (host b) is not reached from a" in closed.found
+        assert reached == ok("network", "1 other host reached")
+        (other,) = resources.check_reach(1, facts[:2])
+        assert other == reached
+        assert [*resources.check_reach(3, [facts[3]] * 4)] == []
+
+
 def test_a_check_that_raises_or_hangs_is_a_line():
     ended = threading.Event()
 
@@ -518,7 +550,7 @@ def test_what_ranks_have_in_common_is_one_line():
 
 
 def test_a_slow_all_reduce():
-    timed = {"seconds": 0.01, "devices": 2, "nbytes": 1 << 22, "sums": [3.0] * 4}
+    timed = {"seconds": 0.01, "devices": 2, "sums": [3.0] * 4}
 
     def judged(**more):
         return resources.check_all_reduce(**{**timed, **more})
