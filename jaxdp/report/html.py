@@ -31,7 +31,6 @@ def render(runs: Sequence[dict[str, Any]], defaults: Mapping[str, Any] | None = 
 
     defaults: the default of each key of the config, by its dotted name; None: do not tell which
     keys were set."""
-    title = ", ".join(run["name"] for run in runs)
     page = {
         "written": round(time.time(), 3),
         "directions": {name: sign(name) for run in runs for name in run["numbers"]},
@@ -40,7 +39,7 @@ def render(runs: Sequence[dict[str, Any]], defaults: Mapping[str, Any] | None = 
     }
     data = json.dumps(page, separators=(",", ":"), default=str, allow_nan=False)
     parts = {
-        "title": html.escape(title),
+        "title": html.escape(", ".join(run["name"] for run in runs)),
         "style": read("page.css"),
         "script": "\n".join(map(read, SCRIPTS)),
         "data": data.replace("<", "\\u003c"),  # so that no text in it can close the script element
@@ -56,8 +55,9 @@ def write(file: pathlib.Path, text: str) -> None:
     """Replace the file atomically: a browser that reads it meanwhile gets the previous version.
     Raises OSError.
     """
+    content = text.encode("utf-8", "surrogateescape")
     if file.exists() and not file.is_file():  # do not replace /dev/stdout or a pipe
-        file.write_text(text, encoding="utf-8", errors="surrogateescape")
+        file.write_bytes(content)
         return
     if (
         file.is_symlink() and file.lstat().st_uid == os.getuid()
@@ -66,7 +66,7 @@ def write(file: pathlib.Path, text: str) -> None:
     with rundir.replaced(file, private=True) as new:  # it contains git.diff
         if file.exists():
             new.chmod(stat.S_IMODE(file.stat().st_mode))
-        new.write_text(text, encoding="utf-8", errors="surrogateescape")
+        new.write_bytes(content)
 
 
 NAME = "report.html"
@@ -102,23 +102,22 @@ class Reports(Writer):
             self.refresh(alive=True)
 
     def close(self) -> None:
-        if self.events.ended != "regroup" and self.refresh(
-            alive=False
-        ):  # else other processes wait for this one
+        # after a `regroup`, other processes wait for this one
+        if self.events.ended != "regroup" and self.refresh(alive=False):
             safe_print.say(location(self.directory))
 
     def refresh(self, alive: bool) -> bool:
-        """Write the report unless the run has no metrics yet; return True if it was written."""
-        began, written = time.monotonic(), False
+        """Write the report; return True if it was written."""
+        began = time.monotonic()
         try:
-            if not alive or (self.directory / "metrics.jsonl").stat().st_size:
-                page = render([read_run(self.directory, alive)], self.defaults)
-                write(self.directory / NAME, page)
-                written = True
+            page = render([read_run(self.directory, alive)], self.defaults)
+            write(self.directory / NAME, page)
+            return True
         except Exception as error:
             if not self.failed:
                 self.failed = True
                 safe_print.say(f"jaxdp: {NAME} could not be written: {one_line(error)}", error=True)
-        self.since = time.monotonic()
-        self.took = self.since - began
-        return written
+            return False
+        finally:
+            self.since = time.monotonic()
+            self.took = self.since - began

@@ -6,7 +6,6 @@ import json
 import math
 import pathlib
 import statistics
-from collections.abc import Iterable
 from typing import Any
 
 from jaxdp.config.validation import flatten
@@ -14,10 +13,11 @@ from jaxdp.config.values import load
 from jaxdp.errors import UsageError, one_line
 from jaxdp.metrics.jsonl import BEGINS, ENDS, EVENTS, read, sample
 from jaxdp.report import media
+from jaxdp.report.media import Json
 
-Json = dict[str, Any]
 DIGITS = 6  # significant digits of a number in the page
 RATES = ("examples_per_s", "tokens_per_s", "mfu", "goodput")
+DIFF = 250_000  # bytes of git.diff, at most
 LINES = 2000  # of metrics.jsonl that are read, up to twice as many of each split
 SPLITS = ("train", "eval", "final")
 
@@ -32,14 +32,10 @@ def read_run(directory: pathlib.Path, alive: bool | None = None, runs: int = 1) 
     Raises UsageError if this is not a run directory, if it has no metrics yet, or if another
     version or program wrote lines in it that cannot be read.
     """
-    if not directory.is_dir():
-        raise UsageError(
-            f"report: no run {str(directory)!r}; give a run directory, such as runs/digits"
-        )
     if not any((directory / name).is_file() for name in ("metrics.jsonl", "env.json")):
         raise UsageError(
-            f"report: {str(directory)!r} is not a run directory: it has neither metrics.jsonl nor env.json; give one "
-            "that `jaxdp train` made"
+            f"report: {str(directory)!r} is no run: it has neither metrics.jsonl nor env.json; give a run directory "
+            "that `jaxdp train` made, such as runs/digits"
         )
     records, lines = sample(directory / "metrics.jsonl", LINES // runs)
     events = read(directory / EVENTS)
@@ -51,7 +47,7 @@ def read_run(directory: pathlib.Path, alive: bool | None = None, runs: int = 1) 
         page = tables(directory, records, events, alive, runs)
     except UsageError:
         raise
-    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+    except Exception as error:
         raise UsageError(
             f"report: {str(directory)!r} has lines that this version of jaxdp cannot read "
             f"({type(error).__name__}: {one_line(error)}); use the version that its env.json names"
@@ -79,31 +75,31 @@ def tables(
     environment.pop("topology.pids", None)
     alive = is_held(directory) if alive is None else alive
     periods = sessions(records, events)
-    unclean = [s for s in (periods[:-1] if alive else periods) if s["how"] is None]
-    events += skipped(records) + [{"t": s["end"], "kind": "stopped"} for s in unclean]
-    charts = [e for e in events if e["kind"] == media.KIND]
-    events = [e for e in events if e["kind"] != media.KIND]
-    # skipped updates may have no time
-    events.sort(key=lambda e: math.inf if e["t"] is None else e["t"])
+    ended = periods[:-1] if alive else periods
+    events += [{"t": s["end"], "kind": "stopped"} for s in ended if s["how"] is None]
+    events += skipped(records)
+    events.sort(key=when)
     # The last evaluation, or the last update's record, and the last throughput.
     last = {r["split"]: r for r in records}
-    final = last.get("final") or last.get("eval") or last.get("train", {})
-    rates = {name: value for name, value in last.get("train", {}).items() if name in RATES}
+    train = last.get("train", {})
+    rates = {name: value for name, value in train.items() if name in RATES}
     return {
         "name": directory.resolve().name,
         "path": str(directory),
         "state": state(records, events, alive),
         "steps": next((e["steps"] for e in reversed(events) if "steps" in e), config.get("steps")),
-        "numbers": {**rates, **final},
+        "numbers": rates | (last.get("final") or last.get("eval") or train),
         "series": {split: columns([r for r in records if r["split"] == split]) for split in SPLITS},
-        "events": events,
+        "events": [e for e in events if e["kind"] != media.KIND],
         "spent": seconds(records, events),
         "sessions": periods,
         "layout": layout,
         "config": flatten(config),
         "environment": environment,
-        "diff": text(directory / "git.diff") if runs == 1 else "",
-        "histograms": media.histograms(charts) if charts and runs == 1 else {},
+        "diff": media.start(directory / "git.diff", DIFF).decode("utf-8", "replace")
+        if runs == 1
+        else "",
+        "histograms": media.histograms(events) if runs == 1 else {},
         "media": media.read(directory, media.PAGE // runs),
     }
 
@@ -128,86 +124,55 @@ def state(records: list[Json], events: list[Json], alive: bool) -> Json:
     """
     if alive:
         return {"word": "running", "reason": ""}
-    known = [e for e in events if e["kind"] in BEGINS + ENDS]
-    if not known:
-        done = records and records[-1]["split"] == "final"
-        return {"word": "finished" if done else "stopped", "reason": ""}
-    last = known[-1]
-    if last["kind"] in ENDS and last["kind"] != "regroup":  # after one, another session begins
-        return {"word": last["kind"], "reason": last.get("reason", "")}
-    return {"word": "stopped", "reason": "it logged no final event: killed, or its host went down"}
+    done = records and records[-1]["split"] == "final"
+    unlogged = {"kind": "finished" if done else "stopped"}
+    last = next((e for e in reversed(events) if e["kind"] in BEGINS + ENDS), unlogged)
+    if last["kind"] in (*BEGINS, "regroup"):  # after a `regroup`, another session begins
+        reason = "it logged no final event: killed, or its host went down"
+        return {"word": "stopped", "reason": reason}
+    return {"word": last["kind"], "reason": last.get("reason", "")}
 
 
-def skipped(records: Iterable[Json]) -> list[Json]:
+def skipped(records: list[Json]) -> list[Json]:
     """Return an event for each record with more skipped updates than the record before."""
     before, events = 0.0, []
     for record in records:
-        count = record.get("skipped_updates")
-        if record["split"] != "train" or count is None:
-            continue
-        if count > before:
-            event = {"t": record.get("time"), "kind": "skipped", "step": record["step"]}
-            events.append(event | {"updates": int(count - before)})
-        before = count
+        if record["split"] == "train" and "skipped_updates" in record:
+            count = record["skipped_updates"]
+            if count > before:
+                events.append(
+                    {
+                        "t": record.get("time"),
+                        "kind": "skipped",
+                        "step": record["step"],
+                        "updates": int(count - before),
+                    }
+                )
+            before = count
     return events
 
 
 def columns(records: list[Json]) -> Json:
-    """Return {name: one value per record, or a single value if all are equal}, with six significant
-    digits.
+    """Return {name: one value per record}, with six significant digits, but the full `time`, in
+    seconds since the epoch.
 
-    `step` always has one value per record. null: the record lacks it; "nan" and "inf" stay strings;
-    non-numbers are dropped. `time` is the milliseconds since the previous record, for the first
-    record since the epoch."""
-    names = dict.fromkeys(k for record in records for k, x in record.items() if _is_number(x))
-    table: Json = {}
-    for name in names:
-        values = [r.get(name) for r in records]
-        if name == "time":
-            table[name] = differences(values)
-            continue
-        table[name] = [rounded(v) for v in values]
-        if name != "step" and len(records) > 1 and len({*table[name]}) == 1:
-            table[name] = table[name][0]
-    return table
-
-
-def differences(times: list[float | None]) -> list[int]:
-    """Convert times in seconds to integer milliseconds since the previous; a missing time counts as
-    the previous.
-    """
-    before, gaps = 0, []
-    for t in times:
-        now = before if t is None else round(1000 * float(t))
-        gaps.append(now - before)
-        before = now
-    return gaps
+    null: the record lacks it; "nan" and "inf" stay strings; names without numbers are dropped."""
+    names = dict.fromkeys(name for record in records for name in record)
+    table = {
+        name: [r.get(name) if name == "time" else rounded(r.get(name)) for r in records]
+        for name in names
+    }
+    return {name: values for name, values in table.items() if {*values} != {None}}
 
 
 def rounded(value: Any) -> Any:
-    """Round a number to six significant digits, in as few characters as possible in JSON; None if
-    it is no number.
+    """Round a number to six significant digits, and to a whole number if it is large; None if it is
+    no number.
     """
-    if type(value) is not float:
-        return value if _is_number(value) else None
-    if not math.isfinite(value):
-        return str(value)
-    short = float(f"{value:.{DIGITS}g}") if abs(value) < 10**DIGITS else round(value)
-    return int(short) if short == int(short) else short
-
-
-def _is_number(value: Any) -> bool:
-    # `jsonl.dump` writes those as strings.
-    return type(value) in (int, float) or value in ("nan", "inf", "-inf")
-
-
-def text(file: pathlib.Path, most: int = 250_000) -> str:
-    """Return the start of a file as text; "" if it is missing or cannot be read."""
-    try:
-        with file.open("rb") as stream:
-            return stream.read(most).decode("utf-8", "replace")
-    except OSError:
-        return ""
+    if type(value) is float:
+        return float(f"{value:.{DIGITS}g}") if abs(value) < 10**DIGITS else round(value)
+    # `jsonl.dump` writes those as strings
+    return value if type(value) is int or value in ("nan", "inf", "-inf") else None
 
 
 def mapping(file: pathlib.Path) -> Json:
@@ -230,27 +195,37 @@ def mapping(file: pathlib.Path) -> Json:
         ) from None
 
 
+def divided(records: list[Json], events: list[Json]) -> list[list[Json]]:
+    """Return the events and records of each session by their times, its start first."""
+    starts = [e for e in events if e["kind"] in BEGINS]
+    # only the start, if the clock was set back before the next one, or differs between hosts
+    return [
+        [begin, *(x for x in events + records if begin["t"] <= when(x) < following["t"])]
+        for begin, following in itertools.pairwise([*starts, {"t": math.inf}])
+    ]
+
+
+def when(entry: Json) -> float:
+    """Return the time of an event or a record, in seconds since the epoch; 0 if it has none."""
+    return entry.get("t") or entry.get("time") or 0.0
+
+
 def sessions(records: list[Json], events: list[Json]) -> list[Json]:
     """Return the periods of training: start, end (seconds since the epoch), first (step), how (it
     ended, or None).
 
     A session without a final event ends at its last record or event. Empty without events.
     """
-    starts = [e for e in events if e["kind"] in BEGINS]
-    limits = [*(e["t"] for e in starts[1:]), math.inf]
-    times = [x["t"] for x in events if x.get("t")] + [r["time"] for r in records if "time" in r]
     result = []
-    for begin, limit in zip(starts, limits):
-        # none, if the clock was set back before the next session, or differs between hosts
-        inside = [t for t in times if begin["t"] <= t < limit] or [begin["t"]]
-        ends = [e["kind"] for e in events if e["kind"] in ENDS and begin["t"] <= e["t"] < limit]
+    for inside in divided(records, events):
+        begin = inside[0]
+        ends = (x["kind"] for x in reversed(inside) if x.get("kind") in ENDS)
         result.append(
             {
                 "start": begin["t"],
-                "end": max(inside),
+                "end": max(map(when, inside)),
                 "first": begin.get("step") or 0,
-                "how": ends[-1] if ends else None,
-                "devices": begin.get("devices"),
+                "how": next(ends, None),
                 "processes": begin.get("processes"),
             }
         )
@@ -267,32 +242,25 @@ def seconds(records: list[Json], events: list[Json]) -> Json:
     other: the rest. The later of two records sets the time of all updates between them. Empty
     without events, or if the clock was set back."""
     spans = sessions(records, events)
-    if not spans:
+    total = spans[-1]["end"] - spans[0]["start"] if spans else 0.0
+    if total <= 0:
         return {}
-    total = spans[-1]["end"] - spans[0]["start"]
-    if total <= 0:  # the clock was set
-        return {}
-    trained = [r for r in records if r["split"] == "train"]
-
-    def is_within(session, t):
-        return t is not None and session["start"] <= t <= session["end"]
-
     starting = updates = waiting = 0.0
-    for span in spans:
+    for span, inside in zip(spans, divided(records, events)):
         first = next(
-            (e for e in events if e["kind"] == "first_update" and is_within(span, e["t"])),
+            (x for x in inside if x.get("kind") == "first_update"),
             {"t": span["end"], "step": span["first"]},
         )
         starting += first["t"] - span["start"]
         before = first.get("step", 0)
-        for r in trained:
-            if is_within(span, r.get("time")):
+        for r in inside:
+            if r.get("split") == "train":
                 work = 1e-3 * _number(r.get("step_time_ms")) * max(r["step"] - before, 0)
-                waited = min(max(_number(r.get("input_wait")), 0.0), 1.0)
-                waiting += work * waited
-                updates += work * (1 - waited)
+                waited = work * _number(r.get("input_wait"))  # a fraction
+                waiting += waited
+                updates += work - waited
                 before = r["step"]
-    times = [t for r in trained if (t := _number(r.get("step_time_ms")))]
+    times = [t for r in records if (t := _number(r.get("step_time_ms")))]
     lost = sum(_number(e.get("again")) for e in events)
     parts = {
         "starting": starting,
@@ -304,7 +272,8 @@ def seconds(records: list[Json], events: list[Json]) -> Json:
         "down": sum(max(b["start"] - a["end"], 0.0) for a, b in itertools.pairwise(spans)),
     }
     parts["other"] = max(total - sum(parts.values()), 0.0)
-    return {name: round(value, 3) for name, value in {"total": total, **parts}.items()}
+    parts["total"] = total
+    return {name: round(value, 3) for name, value in parts.items()}
 
 
 def _number(value: Any) -> float:

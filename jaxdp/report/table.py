@@ -10,11 +10,10 @@ from typing import Any
 
 from jaxdp.errors import UsageError, suggest
 from jaxdp.metrics import numbers
-from jaxdp.report.media import is_finite
+from jaxdp.report.media import Json, is_number
 from jaxdp.report.read import RATES
 from jaxdp.run import rundir
 
-Json = dict[str, Any]
 SWEEP = "sweep.json"  # in the directory of a sweep
 METRICS = ("loss", "accuracy", "perplexity")
 
@@ -51,7 +50,7 @@ def ranked(runs: Sequence[Json], metric: str) -> list[Json]:
 def rank(run: Json, metric: str) -> float:
     """Return the number that `ranked` sorts by: infinite for a run without a finite value or loss."""
     value = run["numbers"].get(metric)
-    if is_finite(value) and is_finite(run["numbers"].get("loss", 0.0)):
+    if is_number(value) and is_number(run["numbers"].get("loss", 0.0)):
         return (numbers.sign(metric) or -1) * value
     return math.inf
 
@@ -66,7 +65,8 @@ def rows_of(runs: Sequence[Json], metric: str) -> list[list[Any]]:
     for run in runs:
         shown = [run["numbers"].get(name) for name in columns]
         values = [json.dumps(run["config"].get(key)).strip('"') for key in differ]
-        marks = [] if run["state"]["word"] == "finished" else [run["state"]["word"]]
+        word = run["state"]["word"]
+        marks = [] if word == "finished" else [word]
         if run["config"].get("audit.action") == "warn" and any(
             e["kind"] == "audit_failed" for e in run["events"]
         ):
@@ -92,6 +92,6 @@ def table(runs: Sequence[Json], metric: str) -> str:
 
 def write_csv(file: pathlib.Path, runs: Sequence[Json], metric: str) -> None:
     """Write the rows of ranked runs as CSV (RFC 4180). Raises UsageError."""
-    text = io.StringIO(newline="")
+    text = io.StringIO()
     csv.writer(text).writerows(rows_of(runs, metric))
     rundir.write(file, text.getvalue())

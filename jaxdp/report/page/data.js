@@ -8,11 +8,9 @@ const count = (table) => (table.step ? table.step.length : 0); // the number of 
 
 function column(packed, n, name) {
   const values = new Float64Array(n);
-  let time = 0;
   for (let i = 0; i < n; i++) {
-    const value = Array.isArray(packed) ? packed[i] : packed;
-    if (name === "time") values[i] = time += value / 1000;
-    else values[i] = value === null || typeof value === "string" ? NaN : value; // "nan" and "inf" cannot be drawn
+    if (typeof packed[i] === "number") values[i] = packed[i];
+    else values[i] = name === "time" ? values[i - 1] || 0 : NaN; // "nan" and "inf" cannot be drawn
   }
   return values;
 }
@@ -23,8 +21,7 @@ for (const run of runs) {
   for (const table of Object.values(run.series)) {
     const n = count(table);
     for (const name of Object.keys(table)) {
-      const packed = [table[name]].flat();
-      const odd = packed.filter((v) => typeof v === "string").length;
+      const odd = table[name].filter((v) => typeof v === "string").length;
       if (odd) run.strange[name] = (run.strange[name] || 0) + odd;
       table[name] = column(table[name], n, name);
     }
