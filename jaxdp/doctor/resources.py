@@ -1,6 +1,5 @@
-"""Check what a run needs of its host: GPUs, NVIDIA's driver, JAX's plug-in, the devices that JAX
-opens, an all-reduce over them, host names, TCP between hosts, open files, memory, space on disks (by
-a test write), and cores."""
+"""Check what a run needs of its host, and of others: the devices that JAX opens, an all-reduce over
+them, TCP between hosts, open files, memory, space on disks (by a test write), and cores."""
 
 import math
 import os
