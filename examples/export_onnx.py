@@ -35,7 +35,7 @@ if __name__ == "__main__":
         "return_mode": "file",
         "output_path": sys.argv[2] if sys.argv[2:] else str(run_dir / "forward.onnx"),
     }
-    double = jax.config.jax_enable_x64
+    double = jax.config.read("jax_enable_x64")
     to_onnx(
         without_unused(lambda x: forward(params, x)),
         [inputs],

@@ -70,8 +70,11 @@ def write(folder: pathlib.Path, meta: dict[str, Any], arrays: Mapping[str, np.nd
         program = export.export(jax.jit(forward), platforms=PLATFORMS)(params, shape(1))
     folder.mkdir(exist_ok=True)
     (folder / "forward.stablehlo").write_bytes(program.serialize())
-    np.savez(folder / "params.npz", **{name: arrays[name] for name in names})
-    (folder / "run.py").write_text(SCRIPT.format(x64=jax.config.jax_enable_x64), encoding="utf-8")
+    stored: dict[str, Any] = {name: arrays[name] for name in names}
+    np.savez(folder / "params.npz", **stored)
+    (folder / "run.py").write_text(
+        SCRIPT.format(x64=jax.config.read("jax_enable_x64")), encoding="utf-8"
+    )
     return f"inputs {example.dtype}[n, {', '.join(map(str, example.shape[1:]))}], {examples}; run.py runs it"
 
 

@@ -10,6 +10,8 @@ The folder of this file must be on PYTHONPATH:
 Paths of the weights stay those of GPT (`.../query/kernel`), so that `init_from` finds them.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -19,6 +21,9 @@ from jaxdp.models.gpt import GPT
 
 class LoRALinear(nnx.Linear):
     """y = x kernel + x lora_a lora_b; lora_b starts at zero, and so does the change."""
+
+    lora_a: nnx.Param
+    lora_b: nnx.Param
 
     @classmethod
     def around(cls, base: nnx.Linear, rank: int, rngs: nnx.Rngs) -> "LoRALinear":
@@ -30,9 +35,10 @@ class LoRALinear(nnx.Linear):
         layer.lora_b = nnx.Param(jnp.zeros((rank, base.out_features)))
         return layer
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        low = x @ self.lora_a[...].astype(x.dtype)
-        return super().__call__(x) + low @ self.lora_b[...].astype(x.dtype)
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        low = inputs @ self.lora_a[...].astype(inputs.dtype)
+        change = low @ self.lora_b[...].astype(inputs.dtype)
+        return super().__call__(inputs, out_sharding) + change
 
 
 class LoRAGPT(GPT):
@@ -51,7 +57,8 @@ class LoRAGPT(GPT):
         **args,
     ):
         super().__init__(input_shape, num_classes, scan=False, rngs=rngs, **args)
-        for block in self.blocks.modules:
+        blocks: Any = self.blocks  # without scan, a list of modules
+        for block in blocks.modules:
             for name in layers_of:
                 setattr(
                     block.attention,
