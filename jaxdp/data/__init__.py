@@ -1,11 +1,12 @@
 """Built-in data sets by name: one file each, imported on first use."""
 
-import importlib
+import pkgutil
 from typing import Any
 
 SOURCES = {
     path.rpartition(".")[2]: path
     for path in (
+        "jaxdp.recipes.augmented.Augmented",
         "jaxdp.sampling.balanced.Balanced",
         "jaxdp.data.cifar10.CIFAR10",
         "jaxdp.data.digits.Digits",
@@ -33,8 +34,7 @@ __all__ = ["SOURCES", *SOURCES]
 
 def __getattr__(name: str) -> Any:
     if name in SOURCES:
-        module, _, attribute = SOURCES[name].rpartition(".")
-        return getattr(importlib.import_module(module), attribute)
+        return pkgutil.resolve_name(SOURCES[name])
     raise AttributeError(f"module 'jaxdp.data' has no attribute {name!r}")
 
 

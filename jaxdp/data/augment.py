@@ -11,22 +11,21 @@ import numpy as np
 from jax import lax
 
 
-def random_crop(images: jax.Array, key: jax.Array, padding: int) -> jax.Array:
-    """Shift each of images[n, h, w, c] by up to `padding` pixels in both dims, filled with zeros;
-    keep shape and dtype.
+def random_crop(
+    images: jax.Array, key: jax.Array, padding: int, mode: str = "constant"
+) -> jax.Array:
+    """Shift each of images[n, h, w, c] by up to `padding` pixels in both dims, filled with zeros, or
+    as another mode of `jnp.pad` does; keep shape and dtype.
 
     The standard augmentation of CIFAR since He et al. 2015, "Deep Residual Learning" (section 4.2).
     """
-    count, height, width, channels = images.shape
-    corners = jax.random.bits(key, (count, 2), jnp.uint32) % np.uint32(2 * padding + 1)
-    padded = jnp.pad(images, ((0, 0), (padding, padding), (padding, padding), (0, 0)))
+    corners = jax.random.bits(key, (len(images), 2), jnp.uint32) % np.uint32(2 * padding + 1)
+    padded = jnp.pad(images, ((0, 0), (padding, padding), (padding, padding), (0, 0)), mode)
 
     # One slice per example is fastest on CPU: 0.07 ms for 128 CIFAR images, against 0.1 for an
     # indexed gather, 0.4 for one-hot matrix products and 2.9 for a select over all shifts.
     def crop(image, corner):
-        return lax.dynamic_slice(
-            image, (corner[0], corner[1], np.uint32(0)), (height, width, channels)
-        )
+        return lax.dynamic_slice(image, (*corner, np.uint32(0)), images.shape[1:])
 
     return jax.vmap(crop)(padded, corners)
 

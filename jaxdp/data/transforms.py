@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from jaxdp.data.example_order import RESET
 from jaxdp.errors import UsageError
+from jaxdp.losses import Batch, fit_mask, wide
 from jaxdp.targets import attribute, parameters, require
 
-Batch = dict[str, jax.Array]
 Transform = Callable[[Batch, jax.Array, bool], Batch]  # (batch, key, train) -> batch
 NOT_OF_EXAMPLES = ("mask", RESET)
 
@@ -47,26 +47,31 @@ class Mixup:
         inputs = batch["inputs"]
         if not jnp.issubdtype(inputs.dtype, jnp.floating):
             raise UsageError(
-                f"data.transform: Mixup mixes floats, not {inputs.dtype}; scale the inputs before"
+                f"data.transform: {type(self).__name__} mixes floats, not {inputs.dtype}; scale the inputs before"
             )
-        share = jax.random.beta(
-            key, self.alpha, self.alpha, dtype=jnp.promote_types(inputs.dtype, jnp.float32)
-        )
+        of_inputs, of_labels = self.shares(inputs, key)
         # Each real example is mixed with the real one before it, the first with the last.
         real = batch["mask"].reshape(len(inputs), -1).any(-1)
         before = (jnp.cumsum(real) - 2) % jnp.maximum(real.sum(), 1)
         other = jnp.where(real, jnp.argsort(~real)[before], jnp.arange(len(inputs)))
 
-        def mix(x):
+        def mix(x, share):
             return share.astype(x.dtype) * x + (1 - share).astype(x.dtype) * x[other]
 
-        labels, mask = batch["labels"], batch["mask"]
-        mask = mask.reshape(mask.shape + (1,) * (labels.ndim - mask.ndim))
-        wrong = ((labels < 0) | (labels >= self.classes)) & (mask != 0)
+        labels = batch["labels"]
+        counts = fit_mask(batch["mask"] != 0, labels) != 0
+        wrong = ((labels < 0) | (labels >= self.classes)) & counts
         shares = jnp.where(
             wrong[..., None], jnp.nan, jax.nn.one_hot(labels, self.classes, dtype=inputs.dtype)
         )
-        return {**batch, "inputs": mix(inputs), "labels": mix(shares)}
+        return {**batch, "inputs": mix(inputs, of_inputs), "labels": mix(shares, of_labels)}
+
+    def shares(self, inputs: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the share that an example keeps of its inputs, broadcast to [example, ...], and of its
+        labels [].
+        """
+        share = jax.random.beta(key, self.alpha, self.alpha, dtype=wide(inputs.dtype))
+        return share, share
 
 
 class Scale:
@@ -147,4 +152,8 @@ def both(first: Transform | None, second: Transform | None) -> Transform | None:
     return transform
 
 
-TRANSFORMS: dict[str, Any] = {"Mixup": Mixup, "Scale": Scale}
+TRANSFORMS: dict[str, Any] = {
+    "CutMix": "jaxdp.recipes.cutmix.CutMix",
+    "Mixup": Mixup,
+    "Scale": Scale,
+}

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxdp.cpu import on_cpu
-from jaxdp.data.transforms import NOT_OF_EXAMPLES
+from jaxdp.data.transforms import NOT_OF_EXAMPLES, Transform
 from jaxdp.errors import UsageError
 from jaxdp.losses import LossFn, apply_loss
 from jaxdp.models.base import Model
@@ -64,7 +64,6 @@ from jaxdp.train.state import (
 SMALL = 4096  # elements: smaller leaves are concatenated on CPU
 Tree = Any
 Metrics = dict[str, jax.Array]
-Transform = Callable[[Batch, jax.Array, bool], Batch]  # (batch, key, train) -> batch
 
 
 class Forward(NamedTuple):
