@@ -37,7 +37,12 @@ class Augmented:
         self.dataset = make_set(DATA, data, split)
         self.steps = []
         for target, args in targets_in(KEY, steps, "step", "RandomFlip"):
-            step = bind(KEY, locate(KEY, target, STEPS), args)
+            make = locate(KEY, target, STEPS)
+            if isinstance(make, type):
+                raise UsageError(
+                    f"{KEY}.target: {target!r} is a class; give a function (image, key) -> image, or set data.transform"
+                )
+            step = bind(KEY, make, args)
             require(KEY, step, *[*parameters(step)][:2])
             self.steps.append(step)
 

@@ -1,5 +1,7 @@
 """Steps that mirror an image, move it, or enlarge a part of it; images are integers [height, width, channel]."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,8 +30,8 @@ def crop(image: jax.Array, key: jax.Array, padding: int = 4, mode: str = "consta
 def resized_crop(
     image: jax.Array,
     key: jax.Array,
-    scale: tuple[float, float] = (0.08, 1.0),
-    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+    scale: Sequence[float] = (0.08, 1.0),
+    ratio: Sequence[float] = (3 / 4, 4 / 3),
 ) -> jax.Array:
     """Cut out a part of the image, and enlarge it to the size of the image, bilinearly.
 
@@ -48,12 +50,12 @@ def resized_crop(
     return image
 
 
-def sizes(full: np.ndarray, scale: tuple[float, float], ratio: tuple[float, float]) -> jax.Array:
+def sizes(full: np.ndarray, scale: Sequence[float], ratio: Sequence[float]) -> jax.Array:
     """Return the sizes (height, width) to draw from, int32 [size, 2], in an image of a size. Raises
     UsageError.
     """
     fitting = np.zeros(0)
-    if min(*scale, *ratio) > 0:
+    if len(scale) == len(ratio) == 2 and min(*scale, *ratio) > 0:
         areas = np.linspace(*scale, LEVELS)[:, None] * full.prod()
         ratios = np.geomspace(*ratio, LEVELS)
         pairs = np.rint([np.sqrt(areas / ratios), np.sqrt(areas * ratios)]).reshape(2, -1).T

@@ -30,11 +30,12 @@ def rand_augment(
     check_sizes(KEY, number=number)
     if not 0 <= magnitude <= LARGEST:
         raise UsageError(f"{KEY}.magnitude: {magnitude} is not from 0 to {LARGEST}; e.g. 9")
-    places = jnp.asarray(sources(*image.shape[:2], magnitude))
+    height, width, _ = image.shape
+    places = jnp.asarray(sources(height, width, magnitude))
     for draw in jax.random.randint(key, (number,), 0, 28):
         sign, kind = draw // 14, draw % 14
         source = places[sign, jnp.minimum(kind, MOVES)]
-        move = functools.partial(map_coordinates, coordinates=source, order=0)
+        move = functools.partial(map_coordinates, coordinates=[*source], order=0)
         image = jax.vmap(move, -1, -1)(image)
         results = changed(image, magnitude, (2 * sign - 1) * magnitude)
         image = lax.select_n(jnp.maximum(kind - MOVES, 0), *results)
