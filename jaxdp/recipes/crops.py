@@ -56,8 +56,8 @@ def sizes(full: np.ndarray, scale: Sequence[float], ratio: Sequence[float]) -> j
     """
     fitting = np.zeros(0)
     if len(scale) == len(ratio) == 2 and min(*scale, *ratio) > 0:
-        areas = np.linspace(*scale, LEVELS)[:, None] * full.prod()
-        ratios = np.geomspace(*ratio, LEVELS)
+        areas = np.linspace(scale[0], scale[1], LEVELS)[:, None] * full.prod()
+        ratios = np.geomspace(ratio[0], ratio[1], LEVELS)
         pairs = np.rint([np.sqrt(areas / ratios), np.sqrt(areas * ratios)]).reshape(2, -1).T
         fitting = pairs[((pairs > 0) & (pairs <= full)).all(1)]
     if not len(fitting):

@@ -229,7 +229,7 @@ def test_four_devices_and_workers_have_the_bits_of_one(tmp_path):
         ("[{target: RandomCrop, args: {mode: mirror}}]", "data.args.steps.args.mode: 'mirror' is not one"),
         ("[RandomErasing]", "data.args.steps.target: 'RandomErasing' is neither built in"),
         ("[jaxdp.data.transforms.Scale]", "data.args.steps.target: 'jaxdp.data.transforms.Scale' is a class"),
-        ("[{target: RandomResizedCrop, args: {scale: 0.5}}]", "data.args.steps.args.scale: 0.5 is not a list of numbers"),
+        ("[{target: RandomResizedCrop, args: {scale: 0.5}}]", "args.scale: 0.5 is not a list of numbers"),
         ("[{target: RandomResizedCrop, args: {scale: [0.5]}}]", "data.args.steps.args: scale [0.5] and ratio"),
     ],
 )  # fmt: skip

@@ -49,6 +49,7 @@ def test_a_real_example_is_mixed_with_the_one_before(mask, seed):
             assert (np.diff(np.flatnonzero(line)) == 1).all()
 
 
+@pytest.mark.slow
 def test_the_area_follows_the_formula_of_the_paper():
     """Its mean and its quantiles, for two alphas."""
     rng = np.random.default_rng(0)

@@ -77,6 +77,7 @@ def test_pixels_move_as_in_pillow(magnitude, sign):
         assert (np.stack(got, -1) != other).any(-1).mean() < 0.02, number
 
 
+@pytest.mark.slow
 def test_each_draw_is_one_of_28_equally_likely():
     """The operations of a draw are those of Pillow for it, one after the other."""
     image, counts = PICTURES[2][:11], np.zeros(28)
@@ -94,6 +95,7 @@ def test_each_draw_is_one_of_28_equally_likely():
     assert ((counts - 80) ** 2 / 80).sum() < 55.5
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=15)
 @given(st.sampled_from([1, 3, 4]), st.integers(0, 2**31), st.integers(0, 30))
 def test_values_and_shapes_stay_those_of_images(channels, seed, magnitude):
