@@ -24,8 +24,8 @@ class Augmented:
     on the device.
 
     data: {target, args}, a target, or data as in `as_dataset`. steps: names or {target, args}, of
-    functions (image, key) -> image, int32 from 0 to 255 of the same shape. They follow one another, and then comes
-    the set's own transform. split: passed to the target.
+    functions (image, key) -> image, int32 from 0 to 255 of the same shape. They follow one another,
+    and then comes the set's own transform. split: passed to the target.
 
     Each image has its own key in each step, of the microbatch and its row, so its numbers do not depend
     on devices or on where a run was resumed. An evaluation has only the set's own transform. Raises

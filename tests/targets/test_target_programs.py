@@ -132,6 +132,7 @@ def test_a_tpu(zero):
 
 CONFIGS = sorted(file.stem for file in (ROOT / "configs").glob("*.yaml"))
 NEED_DATA = (
+    "cifar10_airbench",
     "cifar10_resnet9",
     "cifar10_resnet9_fast",
     "fashion_mnist_cnn",
