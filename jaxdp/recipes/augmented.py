@@ -24,8 +24,8 @@ class Augmented:
     on the device.
 
     data: {target, args}, a target, or data as in `as_dataset`. steps: names or {target, args}, of
-    functions (image, key) -> image, int32 from 0 to 255 of the same shape. They follow one another,
-    and then comes the set's own transform. split: passed to the target.
+    functions (image, key) -> image, int32 of the same shape. They follow one another; the result is
+    clipped to 0 to 255, and then comes the set's own transform. split: passed to the target.
 
     Each image has its own key in each step, of the microbatch and its row, so its numbers do not depend
     on devices or on where a run was resumed. An evaluation has only the set's own transform. Raises
@@ -80,6 +80,6 @@ class Augmented:
             changed = images.astype(np.int32)
             for step, of_step in zip(self.steps, of_steps):
                 changed = jax.vmap(step)(changed, jax.random.split(of_step, len(images)))
-            batch = {**batch, "inputs": changed.astype(np.uint8)}
+            batch = {**batch, "inputs": changed.clip(0, 255).astype(np.uint8)}
         own = getattr(self.dataset, "transform", None)
         return own(batch, of_set, train) if own else batch
