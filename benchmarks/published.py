@@ -4,7 +4,7 @@ constants.
 Every run is counted by formula as `jaxdp plan` counts a program (6 FLOP per parameter and token,
 attention's 12 layers x width x length per token, the collectives of its layout), and timed twice:
 
-before: by `update_seconds`, as a plan without --target. Five constants are fitted.
+before: by `compute_seconds`, as a plan without --target. Five constants are fitted.
 after: by its schedule, block by block, as a plan with --target plays a compiled one (`play`). Five
 constants are fitted, each for a reason (`Constants`); links have their data sheet's rates, since
 shares from 0.8 to 1 of them fit alike.
@@ -33,10 +33,9 @@ from jaxdp.plan.hardware import (
     OVERLAP,
     Hardware,
     collective_seconds,
+    compute_seconds,
     expected_seconds,
-    update_seconds,
 )
-from jaxdp.plan.hlo import Collective
 from jaxdp.plan.timeline import MEMORY, PRODUCTS, SLOWED
 
 # Bytes for each parameter: float32 parameters and Adam's moments read and written, gradients read.
@@ -89,26 +88,23 @@ def count(run: Run) -> Seconds:
     replica, replicas = run.params / run.model, run.devices // run.model // run.shard
     near = max(1, hw.devices_per_host // run.model)  # of a host, with the same part of the model
 
-    def call(kind, times, size, n, k):
-        return (Collective(kind, times, round(size), "", n, ()), max(1, min(n, k)))
+    def sent(kind: str, times: int, size: float, n: int, close: int) -> float:
+        return times * collective_seconds(hw, kind, round(size), n, max(1, min(n, close)))
 
-    calls = []
+    communication = 0.0
     if run.shard > 1:
-        calls.append(call("all-gather", 2 * run.microbatches, BF16 * replica, run.shard, near))
-        calls.append(
-            call("reduce-scatter", run.microbatches, run.reduce * replica, run.shard, near)
-        )
+        times = run.microbatches
+        communication += sent("all-gather", 2 * times, BF16 * replica, run.shard, near)
+        communication += sent("reduce-scatter", times, run.reduce * replica, run.shard, near)
     if replicas > 1:
-        calls.append(
-            call("all-reduce", 1, run.reduce * replica / run.shard, replicas, near // run.shard)
-        )
-    traffic = OPTIMIZER * replica / run.shard
+        size = run.reduce * replica / run.shard
+        communication += sent("all-reduce", 1, size, replicas, near // run.shard)
     dtype = "float32" if run.alone else "bfloat16"
-    found = update_seconds(hw, 0.0, dtype, calls, traffic)
+    traffic = compute_seconds(hw, 0.0, dtype, OPTIMIZER * replica / run.shard)
     if run.alone:
-        return Seconds(run.alone, 0.0, found["communication"], amount_of(run))
-    products = update_seconds(hw, flops_of(run) * run.recompute, dtype, [])["compute"]
-    return Seconds(products, found["compute"], found["communication"], amount_of(run))
+        return Seconds(run.alone, 0.0, communication, amount_of(run))
+    products = compute_seconds(hw, flops_of(run) * run.recompute, dtype, 0.0)
+    return Seconds(products, traffic, communication, amount_of(run))
 
 
 # --- The schedule, played through -----------------------------------------------------

@@ -26,12 +26,11 @@ from jax.experimental import topologies
 
 from jaxdp.config import Config
 from jaxdp.errors import DistributedError, UsageError, install, one_line, suggest
-from jaxdp.plan.hardware import HARDWARE, Hardware
+from jaxdp.plan.hardware import HARDWARE, TABLES, Hardware
 from jaxdp.plan.prediction import Plan, make_plan
 from jaxdp.process import environment
 
-# XLA's GpuTargetConfigProto. The numbers are of NVIDIA's data sheets and of CUDA's tables of compute
-# capabilities.
+# XLA's GpuTargetConfigProto, with the figures of devices.toml.
 GPU = """gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
@@ -44,7 +43,7 @@ GPU = """gpu_device_info {{
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
-  memory_bandwidth: {bandwidth:.0f}
+  memory_bandwidth: {memory_bandwidth:.0f}
   l2_cache_size: {l2}
   clock_rate_ghz: {clock}
   device_memory_size: {memory:.0f}
@@ -63,57 +62,16 @@ class Chip(NamedTuple):
     """A kind of device.
 
     hardware: the name of its row in HARDWARE. platform: JAX's name of its compiler. dims: of a
-    shape, such as 2 of 16x16. description: of a GPU, for its compiler.
+    TPU's torus. gpu: figures in the description of a GPU, for its compiler.
     """
 
     hardware: str
     platform: str
-    dims: int
-    description: str = ""
+    dims: int = 0
+    gpu: dict[str, float] = {}
 
 
-def _gpu(
-    hardware: str,
-    capability: str,
-    cores: int,
-    clock: float,
-    l2: int,
-    shared: int,
-    threads: int = 2048,
-    fpus: int = 128,
-) -> Chip:
-    """Describe a GPU. l2: bytes of its cache; shared: KiB of memory that the threads of a core share;
-    threads, fpus: of a core."""
-    row, (major, minor) = HARDWARE[hardware], capability.split(".")
-    text = GPU.format(
-        name=hardware,
-        major=major,
-        minor=minor,
-        cores=cores,
-        clock=clock,
-        l2=l2,
-        shared=shared * 1024,
-        most_shared=(shared - 1) * 1024,
-        threads=threads,
-        fpus=fpus,
-        bandwidth=row.memory_bandwidth,
-        memory=row.memory,
-    )
-    return Chip(hardware, "cuda", 2, text)
-
-
-_MB = 2**20
-CHIPS = {
-    "h100": _gpu("h100-nvlink-ib400", "9.0", 132, 1.98, 50 * _MB, 228),
-    "h200": _gpu("h200-nvlink-ib400", "9.0", 132, 1.98, 50 * _MB, 228),
-    "b200": _gpu("b200-nvlink-ib400", "10.0", 148, 1.965, 126 * _MB, 228),
-    "a100": _gpu("a100-nvlink-ib200", "8.0", 108, 1.41, 40 * _MB, 164, fpus=64),
-    "l4": _gpu("l4-pcie-eth100", "8.9", 58, 2.04, 48 * _MB, 100, threads=1536),
-    "v4": Chip("tpu-v4", "tpu", 3),
-    "v5e": Chip("tpu-v5e", "tpu", 2),
-    "v5p": Chip("tpu-v5p", "tpu", 3),
-    "v6e": Chip("tpu-v6e", "tpu", 2),
-}
+CHIPS = {name: Chip(**fields) for name, fields in TABLES["chips"].items()}
 PLUGINS = {"cuda": ("jax-cuda12-plugin", "jax-cuda12-pjrt"), "tpu": ("libtpu",)}
 EXAMPLES = "h100:8, h100:8x8 (hosts x devices of a host), v5e:16x16, v5p:8x8x8"
 SHOWN = 300  # characters of a compiler's last line
@@ -199,7 +157,7 @@ def open_target(target: Target) -> list[jax.Device]:
             hosts, local = target.shape
             found = topologies.get_topology_desc(
                 platform="cuda",
-                target_config=target.chip.description,
+                target_config=GPU.format(**target.hardware._asdict(), **target.chip.gpu),
                 topology=f"{hosts}x1x{local}",
             )
         else:

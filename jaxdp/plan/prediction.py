@@ -18,7 +18,7 @@ from jaxdp.errors import UsageError
 from jaxdp.metrics.numbers import scaled, size
 from jaxdp.parallel.layout import Share
 from jaxdp.parallel.strategy import Program, Strategy
-from jaxdp.plan.hardware import Hardware, update_seconds
+from jaxdp.plan.hardware import Hardware, compute_seconds, expected_seconds, seconds_sent
 from jaxdp.plan.hlo import Collective, collectives, summarize
 from jaxdp.plan.timeline import Schedule, play
 from jaxdp.run import rundir
@@ -223,37 +223,43 @@ def make_plan(case: Case, zero: int, hardware: Hardware | None = None) -> Plan:
 
 
 def predict(plan: Plan, hardware: Hardware, dtype: str) -> dict[str, float]:
-    """Return the seconds of one update on the hardware (`update_seconds`), and the scaling
-    efficiency.
+    """Return the seconds of one update on the hardware: its parts, an upper and a lower bound, and an
+    estimate; and the scaling efficiency.
 
-    efficiency: the time of the computation alone over that of an update without overlap;
-    efficiency_overlap: over that of an update whose communication is hidden as far as possible."""
+        compute             that of the schedule, or by `compute_seconds`
+        communication       the collectives, one after the other, with links at their full rate
+        expected            the seconds of the schedule, or `expected_seconds`
+        no_overlap          compute + communication: the upper bound
+        full_overlap        max(compute, communication): the lower bound
+        efficiency          compute / no_overlap
+        efficiency_overlap  compute / full_overlap: the communication is hidden as far as possible
+
+    Raises UsageError if the plan has no schedule, and the hardware no peak for `dtype`.
+    """
     if (schedule := plan.schedule) is not None:
-        alone, sent = schedule.seconds - schedule.exposed, schedule.communication
-        seconds = {
-            "compute": alone,
-            "communication": sent,
-            "expected": schedule.seconds,
-            "no_overlap": alone + sent,
-            "full_overlap": max(alone, sent),
-        }
+        sent, expected = schedule.communication, schedule.seconds
+        compute = expected - schedule.exposed
     else:
         memory = plan.memory
         # State is read and written, gradients are read.
         traffic = 2 * (memory.params + memory.opt_state) + memory.grads
-        host = hardware.devices_per_host
-        calls = [(c, min(c.per_block(host), host, c.group_size)) for c in plan.collectives]
-        seconds = update_seconds(hardware, plan.flops, dtype, calls, traffic)
+        compute = compute_seconds(hardware, plan.flops, dtype, traffic)
+        sent = seconds_sent(hardware, plan.collectives)
+        expected = expected_seconds(compute, sent)
     return {
-        **seconds,
-        "efficiency": seconds["compute"] / seconds["no_overlap"],
-        "efficiency_overlap": seconds["compute"] / seconds["full_overlap"],
+        "compute": compute,
+        "communication": sent,
+        "expected": expected,
+        "no_overlap": compute + sent,
+        "full_overlap": max(compute, sent),
+        "efficiency": compute / (compute + sent),
+        "efficiency_overlap": compute / max(compute, sent),
     }
 
 
 def recommend(plans: Sequence[Plan], memory: float) -> Plan | None:
-    """Return the lowest stage that fits into `memory` bytes, or None."""
-    return next((p for p in sorted(plans, key=lambda p: p.zero) if p.memory.peak <= memory), None)
+    """Return the first plan, that of the lowest stage, that fits into `memory` bytes, or None."""
+    return next((p for p in plans if p.memory.peak <= memory), None)
 
 
 UNITS = {"KBIT": 1e3, "MBIT": 1e6, "GBIT": 1e9}

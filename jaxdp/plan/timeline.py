@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from jaxdp.errors import UsageError, one_line
-from jaxdp.plan.hardware import Hardware, collective_seconds
+from jaxdp.plan.hardware import Hardware, seconds_sent
 from jaxdp.plan.hlo import WIRE, read_collective
 from jaxdp.plan.hlo.compiled_program import (
     CompiledProgram,
@@ -226,12 +226,7 @@ class Player:
             inner = self.program.computations[x.called[0]].values()
             [x] = [y for y in inner if y.opcode in WIRE]
         groups = replica_groups(x.attributes, self.program.devices)
-        host = self.hardware.devices_per_host
-        seconds = 0.0
-        for c in read_collective(x.opcode, x.shape, groups):
-            neighbours = min(c.per_block(host), host, c.group_size)
-            seconds += collective_seconds(self.hardware, c.kind, c.bytes, c.group_size, neighbours)
-        return seconds
+        return seconds_sent(self.hardware, read_collective(x.opcode, x.shape, groups))
 
     def roofline(self, where: str, x: Instruction) -> float:
         """Return the seconds of an operation that runs alone."""
