@@ -110,11 +110,12 @@ def compile_one(target_name: str, words: list[str]) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             log = os.path.join(folder, "log")
             stages = [config.parallel.zero]
-            [plan] = chips.compile_here(config, target, stages, per_device, log)
+            plans, notes = chips.compile_here(config, target, stages, per_device, log)
     except UsageError as error:
         return {"refused": str(error)}
-    if isinstance(plan, str):
-        return {"refused": plan}
+    if not plans:
+        return {"refused": notes[0]}
+    [plan] = plans
     precision = config.precision
     dtype = rate(precision.compute or precision.params, precision.matmul, hardware.flops)
     seconds = predict(plan, hardware, dtype)["expected"]

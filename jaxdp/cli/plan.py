@@ -13,19 +13,18 @@ from jaxdp.errors import UsageError
 from jaxdp.metrics.numbers import size, table
 from jaxdp.parallel.placement import group_size
 from jaxdp.parallel.sums import arithmetic
-from jaxdp.plan.chips import CompilerFailed, Target, compile_plans, missing_plugin, read_target
+from jaxdp.plan.chips import CompilerFailed, Target, compile_plans, plan_stages, read_target
 from jaxdp.plan.hardware import NETWORK, OVERLAP, Hardware, load_hardware, rate
 from jaxdp.plan.prediction import (
     Plan,
     describe,
-    make_plan,
     predict,
     read_network,
     recommend,
     summarize,
 )
 from jaxdp.plan.timeline import MEMORY, products_share, write_page
-from jaxdp.run.build import changes_for, make_case
+from jaxdp.run.build import changes_for
 from jaxdp.run.components import (
     Parts,
     make_parts,
@@ -174,32 +173,18 @@ def make_plans(
     They are compiled for the target if its compiler is installed and works, else for simulated
     devices.
     """
-    plans, notes = list[Plan](), list[str]()
+    notes = list[str]()
     if target is not None:
-        problem = missing_plugin(target)
-        if problem is None:
-            try:
-                for plan in compile_plans(config, target, stages, per_device):
-                    (notes if isinstance(plan, str) else plans).append(plan)  # type: ignore[arg-type]
-                if plans:
-                    return plans, notes
-                problem = notes[0]
-            except CompilerFailed as error:
-                problem = str(error)
-        notes = [f"not compiled for {target.name}, but simulated on CPU: {problem}"]
+        try:
+            return compile_plans(config, target, stages, per_device)
+        except CompilerFailed as error:
+            notes = [f"not compiled for {target.name}, but simulated on CPU: {error}"]
     if devices > len(jax.devices()):
         raise UsageError(
             f"--devices: {devices}, but only {len(jax.devices())} can be simulated; plan for fewer"
         )
-    for zero in stages:
-        try:
-            case = make_case(config, parts, zero, per_device, jax.devices()[:devices])
-            plans.append(make_plan(case, zero))
-        except UsageError as error:
-            if zero == stages[0]:
-                raise
-            notes.append(f"zero {zero} is left out, since a run would refuse it: {error}")
-    return plans, notes
+    plans, others = plan_stages(config, parts, stages, per_device, jax.devices()[:devices])
+    return plans, notes + others
 
 
 def details(plan: Plan, limit: float) -> list[str]:
@@ -224,8 +209,8 @@ def sent(gradients: Any, reduction: str) -> float:
 
 def figures(plans: list[Plan], seconds: list[Any], examples: int) -> list[str]:
     """Return the lines of a table with one column for each stage."""
-    kinds = sorted({kind for p in plans for kind in summarize(list(p.collectives))})
-    totals = [summarize(list(p.collectives)) for p in plans]
+    kinds = sorted({kind for p in plans for kind in summarize(p.collectives)})
+    totals = [summarize(p.collectives) for p in plans]
 
     def collective(t, kind):
         return f"{t[kind].count} x, {size(t[kind].bytes)}" if kind in t else "-"
@@ -320,6 +305,11 @@ def remarks(
             f"{per_device * devices:,} and batch_size {examples:,}, which changes the numbers"
         )
     for p in plans:
+        if p.unknown_loops:
+            notes.append(
+                f"zero {p.zero}: only a run knows the iterations of {len(p.unknown_loops)} loops; each "
+                f"counts as one, such as {p.unknown_loops[0]}"
+            )
         if p.gathered_whole:
             notes.append(
                 "zero 3: this model does not scan blocks, so all its parameters are gathered at once"
@@ -339,7 +329,7 @@ def remarks(
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
-    total = {kind: t._asdict() for kind, t in summarize(list(plan.collectives)).items()}
+    total = {kind: t._asdict() for kind, t in summarize(plan.collectives).items()}
     share = {
         **plan.share._asdict(),
         "split": plan.share.split_bytes / max(plan.share.total_bytes, 1),

@@ -24,11 +24,14 @@ from typing import NamedTuple
 import jax
 from jax.experimental import topologies
 
+from jaxdp import cpu
 from jaxdp.config import Config
 from jaxdp.errors import DistributedError, UsageError, install, one_line, suggest
 from jaxdp.plan.hardware import HARDWARE, TABLES, Hardware
 from jaxdp.plan.prediction import Plan, make_plan
 from jaxdp.process import environment
+from jaxdp.run.build import make_case
+from jaxdp.run.components import Parts, make_parts, set_jax
 
 # XLA's GpuTargetConfigProto, with the figures of devices.toml.
 GPU = """gpu_device_info {{
@@ -185,55 +188,73 @@ def cudnn_version() -> int:
 
 
 class CompilerFailed(DistributedError):
-    """The compiler of a target has ended its process."""
+    """The compiler of a target is missing, has compiled nothing, or has ended its process."""
 
 
 def compile_plans(
     config: Config, target: Target, stages: Sequence[int], per_device: int
-) -> list[Plan | str]:
-    """Return the plan of each ZeRO stage, or why it cannot be compiled.
+) -> tuple[list[Plan], list[str]]:
+    """Return the result of `plan_stages` for a target, from its compiler.
 
     Raises UsageError if the target or the config is refused, and CompilerFailed.
     """
+    if (problem := missing_plugin(target)) is not None:
+        raise CompilerFailed(problem)
     allow_compilers()
     with tempfile.TemporaryDirectory() as folder:
         log = pathlib.Path(folder, "log")
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             work = pool.submit(compile_here, config, target, stages, per_device, str(log))
             try:
-                return work.result()
+                plans, notes = work.result()
             except BrokenProcessPool:
                 words = log.read_text(encoding="utf-8", errors="replace").strip()
                 last = words.rpartition("\n")[2]
                 raise CompilerFailed(
                     f"the compiler for {target.name} ended without a result: {last[-SHOWN:]}"
                 ) from None
+    if not plans:
+        raise CompilerFailed(notes[0])
+    return plans, notes
 
 
 def compile_here(
     config: Config, target: Target, stages: Sequence[int], per_device: int, log: str
-) -> list[Plan | str]:
-    """Do what `compile_plans` does, in this process; its errors go to a file."""
+) -> tuple[list[Plan], list[str]]:
+    """Return the result of `plan_stages` for a target; the errors of this process go to a file."""
     with open(log, "wb") as file:  # what compilers print, on the level of the operating system
         os.dup2(file.fileno(), sys.stderr.fileno())
-    from jaxdp import cpu
-    from jaxdp.run.build import make_case
-    from jaxdp.run.components import make_parts, set_jax
-
     set_jax(config)
     devices = open_target(target)
     cpu.target = devices[0].platform
     assume_cudnn()
-    parts = make_parts(config)
-    plans: list[Plan | str] = []
+    return plan_stages(config, make_parts(config), stages, per_device, devices, target)
+
+
+def plan_stages(
+    config: Config,
+    parts: Parts,
+    stages: Sequence[int],
+    per_device: int,
+    devices: Sequence[jax.Device],
+    target: Target | None = None,
+) -> tuple[list[Plan], list[str]]:
+    """Return the plans of ZeRO stages, and notes on those that are left out.
+
+    target: that of the devices; None: they are simulated. Raises UsageError if a run would refuse
+    the first stage.
+    """
+    plans, notes = list[Plan](), list[str]()
     for zero in stages:
         try:
             case = make_case(config, parts, zero, per_device, devices)
-            plans.append(make_plan(case, zero, target.hardware))
+            plans.append(make_plan(case, zero, target and target.hardware))
         except UsageError as error:
             if zero == stages[0]:
                 raise
-            plans.append(f"zero {zero} is left out, since a run would refuse it: {error}")
+            notes.append(f"zero {zero} is left out, since a run would refuse it: {error}")
         except RuntimeError as error:  # of XLA: the program does not fit, for example
-            plans.append(f"zero {zero} cannot be compiled for {target.name}: {one_line(error)}")
-    return plans
+            if target is None:
+                raise
+            notes.append(f"zero {zero} cannot be compiled for {target.name}: {one_line(error)}")
+    return plans, notes

@@ -20,6 +20,7 @@ from jaxdp.parallel.layout import Share
 from jaxdp.parallel.strategy import Program, Strategy
 from jaxdp.plan.hardware import Hardware, compute_seconds, expected_seconds, seconds_sent
 from jaxdp.plan.hlo import Collective, collectives, summarize
+from jaxdp.plan.hlo.compiled_program import CompiledProgram
 from jaxdp.plan.timeline import Schedule, play
 from jaxdp.run import rundir
 from jaxdp.run.model_summary import count_flops
@@ -176,8 +177,9 @@ class Memory(NamedTuple):
 
 class Plan(NamedTuple):
     """The figures of an update in one ZeRO stage. per_device: microbatches of a device; flops: of
-    its products. schedule: of the program that the target's own compiler made; None: the program is
-    that of simulated CPU devices.
+    its products. unknown_loops: those whose iterations only a run knows; each counts as one.
+    schedule: of the program that the target's own compiler made; None: the program is that of
+    simulated CPU devices.
     """
 
     zero: int
@@ -188,6 +190,7 @@ class Plan(NamedTuple):
     gathered_whole: bool  # stage 3, and the model does not scan blocks
     collectives: tuple[Collective, ...]
     flops: float
+    unknown_loops: list[str]
     schedule: Schedule | None = None
 
     @property
@@ -218,6 +221,7 @@ def make_plan(case: Case, zero: int, hardware: Hardware | None = None) -> Plan:
         zero == 3 and not strategy.blocks,
         tuple(sent),
         count_flops(jax.make_jaxpr(program.update)(state, batch)),
+        CompiledProgram(texts[0]).unknown_loops(),
         None if hardware is None else play(texts[0], hardware),
     )
 

@@ -14,24 +14,17 @@ on a device: two of the constants are fitted to published runs.
 `write_page` draws what each stream of a device does, and when.
 """
 
-import html
-import itertools
+import json
 import pathlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxdp.errors import UsageError, one_line
 from jaxdp.plan.hardware import Hardware, seconds_sent
-from jaxdp.plan.hlo import WIRE, read_collective
-from jaxdp.plan.hlo.compiled_program import (
-    CompiledProgram,
-    Instruction,
-    arrays,
-    replica_groups,
-    size,
-)
+from jaxdp.plan.hlo import WIRE, kind_of, read_collective
+from jaxdp.plan.hlo.compiled_program import CompiledProgram, Instruction, size
 
 # Fitted to half of the published runs in benchmarks/published.py: `python -m benchmarks.published
 # --fit`. PRODUCTS: share of the peak that large products reach (an H200 has the cores of an H100;
@@ -43,7 +36,8 @@ MEMORY = 0.85  # share of the memory's bandwidth; the published runs do not tell
 LAUNCH = 1e-6  # seconds between two kernels of a GPU
 PLAYED = 100  # iterations of a loop; the others take as long as the last of these
 SHOWN = 10  # operations and arrays in a report
-COMPUTE, COLLECTIVES, COPIES = "compute", "collectives", "copies"
+COMPUTE, COLLECTIVES, COPIES = "compute", "collectives", "copies"  # streams
+SENT, EXPOSED = "communication", "exposed"  # of a `Schedule`
 
 FREE = (
     "parameter",
@@ -101,46 +95,55 @@ def play(text: str, hardware: Hardware) -> Schedule:
     """Play a compiled program (`Compiled.as_text()`) through."""
     player = Player(CompiledProgram(text), hardware)
     player.run(player.program.entry)
-    hidden = player.communication - player.exposed
-    player.now = max(player.now, *player.free.values()) + SLOWED * hidden
-    seconds = player.seconds
-    longest = sorted(seconds, key=lambda name: -seconds[name])
+    clock, seconds = player.clock, player.seconds
+    hidden = clock[SENT] - clock[EXPOSED]
+    longest = sorted(seconds, key=lambda name: -seconds[name])[:SHOWN]
     return Schedule(
-        player.now,
-        player.communication,
-        player.exposed,
+        max(clock[COMPUTE], clock[COLLECTIVES], clock[COPIES]) + SLOWED * hidden,
+        clock[SENT],
+        clock[EXPOSED],
         dict(player.kernels.most_common()),
-        [(name, seconds[name], player.counts[name]) for name in longest[:SHOWN]],
+        [(name, seconds[name], player.counts[name]) for name in longest],
         largest_arrays(player.program, player.ran),
         player.events,
     )
+
+
+class Operation(NamedTuple):
+    """What an instruction does, on which stream, and how long. name: in a report."""
+
+    stream: str
+    kind: str
+    name: str
+    seconds: float
 
 
 class Player:
     """A device that runs a program, operation by operation.
 
     Attributes:
-        now: seconds since the update began.
+        clock: seconds. When each stream has ended what was started on it, and each asynchronous
+            operation, by its name; and the sums SENT and EXPOSED. That of COMPUTE is the time of
+            the player.
+        seconds, counts, kernels: of the operations that have run; see `Schedule`.
+        streams: those of asynchronous operations, by their names.
         ran: the computations that have run.
-        free: when each of the other streams has ended what was started on it.
-        done: when what an operation has started is done, by the name of that operation.
     """
 
     def __init__(self, program: CompiledProgram, hardware: Hardware):
         self.program, self.hardware = program, hardware
         self.launch = 0.0 if hardware.name.startswith("tpu") else LAUNCH
-        self.now, self.free = 0.0, {COLLECTIVES: 0.0, COPIES: 0.0}
-        self.done: dict[str, tuple[str, float]] = {}
-        self.communication = self.exposed = 0.0
+        self.clock: dict[str, float] = defaultdict(float)
         self.seconds: dict[str, float] = defaultdict(float)
         self.counts, self.kernels = Counter[str](), Counter[str]()
+        self.streams: dict[str, str] = {}
         self.events: list[Event] = []
-        self.costs: dict[tuple[str, str], float] = {}
-        self.ran: set[str] = set()
+        self.operations: dict[tuple[str, str], Operation] = {}
+        self.ran: dict[str, None] = {}
 
     def run(self, where: str) -> None:
         """Run a computation in its scheduled order."""
-        self.ran.add(where)
+        self.ran[where] = None
         for x in self.program.computations[where].values():
             if x.opcode == "while":
                 self.loop(where, x)
@@ -151,82 +154,77 @@ class Player:
             elif x.opcode == "call":
                 self.run(x.called[0])
             elif x.opcode.endswith("-done"):
-                self.wait(x)
+                started = x.operands[0]  # perhaps in an earlier iteration
+                self.wait(self.streams.get(started, COPIES), self.clock[started])
             elif x.opcode not in FREE:
-                self.operation(where, x)
+                self.start(where, x)
 
     def loop(self, where: str, x: Instruction) -> None:
-        [body] = x.called
-        last, trips = 0.0, self.program.trips(where, x) or 1
+        """Run a loop; once, if its iterations are not known. After PLAYED of them, each of the
+        others adds to all figures what the last one has added."""
+        trips = self.program.trips(where, x)
+        trips = 1 if trips is None else trips
+        tables: list[dict[str, Any]] = [self.clock, self.seconds, self.counts, self.kernels]
+        before = tables
         for _ in range(min(trips, PLAYED)):
-            began = self.now
-            self.run(body)
-            last = self.now - began
-        self.now += max(0, trips - PLAYED) * last
+            before = [table.copy() for table in tables]
+            self.run(x.called[0])
+        for table, earlier in zip(tables, before):
+            for name in table:
+                table[name] += max(0, trips - PLAYED) * (table[name] - earlier.get(name, 0))
 
-    def operation(self, where: str, x: Instruction) -> None:
+    def start(self, where: str, x: Instruction) -> None:
         """Run an operation, or start an asynchronous one."""
-        key = where, x.name
-        kind = self.kind(x)
-        if key not in self.costs:
-            is_sent = kind in WIRE
-            self.costs[key] = self.sent_seconds(x) if is_sent else self.roofline(where, x)
-        seconds = self.costs[key]
-        stream = COMPUTE
-        if kind in WIRE:
-            stream, self.communication = COLLECTIVES, self.communication + seconds
-        elif x.opcode.endswith("-start"):
-            stream = COPIES
-        name = label(x, kind)
+        if (where, x.name) not in self.operations:
+            self.operations[where, x.name] = self.operation(where, x)
+        stream, kind, name, seconds = self.operations[where, x.name]
         self.kernels[kind] += 1
         self.seconds[name] += seconds
         self.counts[name] += 1
+        begin = max(self.clock[COMPUTE], self.clock[stream])
+        end = begin + seconds
+        self.events.append(Event(stream, name, begin, end))
         if stream == COMPUTE:
-            self.events.append(Event(stream, name, self.now, self.now + seconds))
-            self.now += seconds + self.launch
+            self.clock[stream] = begin + (seconds + self.launch)
             return
-        begin = max(self.now, self.free[stream])
-        self.free[stream] = begin + seconds
-        self.events.append(Event(stream, name, begin, begin + seconds))
-        if x.opcode.endswith("-start"):
-            self.done[x.name] = stream, begin + seconds
-        else:
-            self.expose(stream, begin + seconds)
+        self.clock[stream] = self.clock[x.name] = end
+        self.streams[x.name] = stream
+        if stream == COLLECTIVES:
+            self.clock[SENT] += seconds
+        if not x.opcode.endswith("-start"):
+            self.wait(stream, end)
 
-    def wait(self, x: Instruction) -> None:
-        """Wait for what an operation has started, perhaps in an earlier iteration."""
-        stream, end = self.done.get(x.operands[0], (COPIES, self.now))
-        self.expose(stream, end)
+    def wait(self, stream: str, end: float) -> None:
+        """Wait for the end of an operation on a stream."""
+        waited = max(0.0, end - self.clock[COMPUTE])
+        self.clock[COMPUTE] = max(end, self.clock[COMPUTE])
+        if stream == COLLECTIVES:
+            self.clock[EXPOSED] += waited
 
-    def expose(self, stream: str, end: float) -> None:
-        if end > self.now:
-            self.exposed += (end - self.now) * (stream == COLLECTIVES)
-            self.now = end
+    def operation(self, where: str, x: Instruction) -> Operation:
+        kind = self.kind(x)
+        name = label(x, kind)
+        if kind in WIRE:
+            parts = self.program.inner(x) if x.opcode == "async-start" else [x]
+            [sent] = [y for y in parts if kind_of(y) == kind]
+            collectives = read_collective(sent, self.program.devices, {})
+            return Operation(COLLECTIVES, kind, name, seconds_sent(self.hardware, collectives))
+        stream = COPIES if x.opcode.endswith("-start") else COMPUTE
+        return Operation(stream, kind, name, self.roofline(where, x))
 
     def kind(self, x: Instruction) -> str:
         """Return the kind of a collective, or of a kernel."""
-        opcode = x.opcode.removesuffix("-start")
-        if opcode in WIRE:
-            return opcode
-        if opcode == "async":
-            inner = self.program.computations[x.called[0]].values()
-            return next((y.opcode for y in inner if y.opcode in WIRE), "async")
-        if opcode == "custom-call":
-            return (re.findall(r'custom_call_target="([^"]+)"', x.attributes) or [opcode])[0]
-        if opcode == "fusion":
-            inner = self.program.computations[x.called[0]].values()
-            if any(y.opcode in ("dot", "convolution") for y in inner):
-                return "product"
-            return "fusion " + (re.findall(r"kind=k(\w+)", x.attributes) or [""])[0].lower()
-        return "product" if opcode in ("dot", "convolution") else opcode
-
-    def sent_seconds(self, x: Instruction) -> float:
-        """Return the seconds of a collective."""
-        if x.called and x.opcode == "async-start":
-            inner = self.program.computations[x.called[0]].values()
-            [x] = [y for y in inner if y.opcode in WIRE]
-        groups = replica_groups(x.attributes, self.program.devices)
-        return seconds_sent(self.hardware, read_collective(x.opcode, x.shape, groups))
+        kind = kind_of(x)
+        if kind == "custom-call":
+            return x.find("target") or kind
+        inner = [kind]
+        if kind in ("async", "fusion"):
+            inner = [y.opcode for y in self.program.inner(x)]
+        if kind == "async":
+            return next((opcode for opcode in inner if opcode in WIRE), kind)
+        if "dot" in inner or "convolution" in inner:
+            return "product"
+        return f"fusion {x.find('fusion').lower()}" if kind == "fusion" else kind
 
     def roofline(self, where: str, x: Instruction) -> float:
         """Return the seconds of an operation that runs alone."""
@@ -237,12 +235,10 @@ class Player:
         return max(products, moved)
 
     def rate(self, dtype: str) -> float:
-        """Return the peak FLOP/s of products of a dtype; float32 uses the tensor cores by default."""
+        """Return the peak FLOP/s of products of a dtype."""
         peaks = self.hardware.flops
-        if dtype == "float32":
-            return peaks["tensorfloat32"]
-        if dtype == "highest":  # six products of bfloat16 on a TPU
-            return peaks.get("float32", peaks["bfloat16"] / 6)
+        if dtype == "float32" and dtype not in peaks:
+            return peaks["bfloat16"] / 6  # six products of bfloat16 on a TPU
         return peaks.get(dtype, min(peaks.values()))
 
 
@@ -259,74 +255,22 @@ def label(x: Instruction, kind: str) -> str:
 
 def largest_arrays(program: CompiledProgram, ran: Iterable[str]) -> list[tuple[str, str, int]]:
     """Return (shape, source, bytes) of the largest arrays that operations of computations return."""
-    found = {}
+    found = Counter[tuple[str, str]]()
     for where in ran:
         for x in program.computations[where].values():
-            for dtype, dims, _ in [] if x.opcode in (*FREE, "while") else arrays(x.shape):
-                shape = f"{dtype}[{','.join(map(str, dims))}]"
-                found[shape, x.source or x.name] = size(shape)
-    largest = sorted(found, key=lambda name: -found[name])[:SHOWN]
-    return [(*name, found[name]) for name in largest]
-
-
-WIDTH, HEIGHT = 4000, 40  # pixels of a stream
-COLORS = {COMPUTE: "#4878a8", COLLECTIVES: "#d1663a", COPIES: "#8a9a5b"}
-PAGE = """<!doctype html><meta charset="utf-8"><title>{title}</title>
-<style>body {{ font: 14px sans-serif; margin: 2em }} .streams {{ overflow-x: auto }}
-td {{ padding: 0 1em 0 0; text-align: right }} td:last-child {{ text-align: left }}</style>
-<h1>{title}</h1><p>Compiled, not run: the order of the compiler of the target, with the time of each
-operation by its roofline. Point at an operation for its name; scroll to the right.</p>{body}
-"""
+            if x.opcode not in (*FREE, "while"):
+                for shape in re.findall(r"\w+\[[\d,]*\]", x.shape):
+                    found[shape, x.source or x.name] = size(shape)
+    return [(*name, count) for name, count in found.most_common(SHOWN)]
 
 
 def write_page(path: str, schedules: Mapping[int, Schedule], title: str) -> None:
     """Write the page of the schedules by ZeRO stage. Raises UsageError if the file cannot be
     written."""
-    body = "".join(section(zero, schedule) for zero, schedule in schedules.items())
-    title = html.escape(title)
+    plans = [{"zero": zero, **schedule._asdict()} for zero, schedule in schedules.items()]
+    data = json.dumps({"title": title, "plans": plans}).replace("<", "\\u003c")
+    template = pathlib.Path(__file__).with_name("schedule.html").read_text("utf-8")
     try:
-        pathlib.Path(path).write_text(PAGE.format(title=title, body=body), encoding="utf-8")
+        pathlib.Path(path).write_text(template.replace("[[data]]", data), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--output: {path!r} cannot be written: {one_line(error)}") from None
-
-
-def section(zero: int, schedule: Schedule) -> str:
-    """Return the picture and the tables of one plan."""
-    share = schedule.hidden_share
-    hidden = (
-        "" if share is None else f", {share:.0%} of {1e3 * schedule.communication:.3g} ms hidden"
-    )
-    rows = "".join(
-        f"<tr><td>{1e3 * seconds:.3g} ms<td>{count} x<td>{html.escape(name)}"
-        for name, seconds, count in schedule.longest
-    )
-    return (
-        f"<h2>zero {zero}: {1e3 * schedule.seconds:.4g} ms{hidden}</h2>"
-        f'<div class="streams">{picture(schedule)}</div>'
-        f"<h3>Operations that take most</h3><table>{rows}</table>"
-    )
-
-
-def picture(schedule: Schedule) -> str:
-    """Return the streams as SVG."""
-    shapes = []
-    for row, (stream, color) in enumerate(COLORS.items()):
-        top = row * (HEIGHT + 20) + 16
-        shapes.append(f'<text x="0" y="{top - 4}">{stream}</text>')
-        scale = WIDTH / schedule.seconds
-        for event in joined(x for x in schedule.events if x.stream == stream):
-            left, wide = event.begin * scale, (event.end - event.begin) * scale
-            title = f"{html.escape(event.name)}, {1e6 * (event.end - event.begin):.1f} us"
-            shapes.append(
-                f'<rect x="{left:.1f}" y="{top}" width="{wide:.1f}" height="{HEIGHT}" '
-                f'fill="{color}"><title>{title}</title></rect>'
-            )
-    height = len(COLORS) * (HEIGHT + 20)
-    return f'<svg width="{WIDTH}" height="{height}">{"".join(shapes)}</svg>'
-
-
-def joined(events: Iterable[Event]) -> Iterable[Event]:
-    """Join neighbours of one name, so that a page has no more shapes than one can see."""
-    for name, group in itertools.groupby(events, key=lambda x: x.name):
-        same = list(group)
-        yield Event(same[0].stream, name, same[0].begin, same[-1].end)

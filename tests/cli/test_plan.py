@@ -270,6 +270,20 @@ def test_the_verdict_is_on_what_was_planned(argv, words):
     )
 
 
+@pytest.mark.slow
+def test_a_loop_that_only_a_run_knows_is_reported():
+    """An exact sum tries coarser grids while it does not fit."""
+    words = ["--config", "configs/digits.yaml", "--devices", "2", "--model.args.hidden", "[16]"]
+    for reduction in ("xla", "exact"):
+        done = in_process("plan", *words, "--parallel.reduction", reduction, "--json")
+        assert done.returncode == 0, done.stderr
+        plan = json.loads(done.stdout)
+        loops = plan["plans"][0]["unknown_loops"]
+        assert bool(loops) == (reduction == "exact")
+        note = f"zero 0: only a run knows the iterations of {len(loops)} loops; each counts as one"
+        assert any(text.startswith(note) for text in plan["notes"]) == bool(loops), plan["notes"]
+
+
 def test_bad_options_are_one_line():
     for argv, words in {
         ("--devices", "0"): "--devices: 0 is too small",

@@ -2,10 +2,11 @@
 
 import pytest
 
+from browser import CHROMIUM, Browser
 from jaxdp.errors import UsageError
 from jaxdp.plan import chips, timeline
 from jaxdp.plan.hardware import HARDWARE
-from jaxdp.plan.hlo import collectives, compiled_program
+from jaxdp.plan.hlo import collectives
 from jaxdp.plan.hlo.compiled_program import CompiledProgram
 
 H100 = HARDWARE["h100-nvlink-ib400"]
@@ -87,8 +88,9 @@ ENTRY %main (a: f32[4,256,512], b: bf16[128,256], c: bf16[256,512], s: (s32[], f
 """
 
 
-def played(work):
-    return timeline.play(PROGRAM.replace("WORK", str(work)), H100)
+def played(work, trips=3):
+    text = PROGRAM.replace("WORK", str(work)).replace('"n":"3"', f'"n":"{trips}"')
+    return timeline.play(text, H100)
 
 
 def test_what_operations_compute_and_move():
@@ -143,18 +145,135 @@ def test_a_collective_slows_what_is_computed_beside_it():
     assert long.seconds == pytest.approx(busy + launches + slowed, rel=1e-6)
 
 
+@pytest.mark.parametrize("work", [8, 10**7])
+def test_every_iteration_of_a_long_loop_counts(work):
+    """Each adds the same, also those that are not played one by one."""
+    short, shorter = played(work, timeline.PLAYED), played(work, timeline.PLAYED - 1)
+    long = played(work, 1000)
+    others = 1000 - timeline.PLAYED
+    for name in ("seconds", "communication", "exposed"):
+        last, before = getattr(short, name), getattr(shorter, name)
+        assert getattr(long, name) == pytest.approx(last + others * (last - before)), name
+    assert long.hidden_share == pytest.approx(short.hidden_share, rel=0.02)
+    assert long.kernels == short.kernels | {"all-reduce": 1000, "negate": 1000}
+    counts = {name: count for name, _, count in long.longest}
+    seconds = {name: seconds for name, seconds, _ in long.longest}
+    assert counts["all-reduce"] == counts["negate"] == 1000
+    assert seconds["all-reduce"] == pytest.approx(long.communication)
+
+
+def test_a_loop_that_never_runs_counts_nothing():
+    schedule = played(8, 0)
+    assert schedule.kernels == {"fusion loop": 1, "product": 1} and schedule.communication == 0
+    assert collectives(PROGRAM.replace("WORK", "8").replace('"n":"3"', '"n":"0"')) == []
+
+
+LOOP = """
+%inner (p: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %p = (s32[], f32[4]{0}) parameter(0)
+  %x = f32[4]{0} get-tuple-element(%p), index=1
+  ROOT %r = f32[4]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
+}
+
+%cond (p: (s32[], f32[4])) -> pred[] {
+  %p = (s32[], f32[4]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %end = s32[] constant(7)
+  ROOT %more = pred[] compare(%i, %end), direction=LT
+}
+
+ENTRY %main (a: s32[], p: f32[4]) -> f32[4] {
+  %a = s32[] parameter(0)
+  %p = f32[4]{0} parameter(1)
+  %first = s32[] constant(2)
+  %i = s32[] copy(%first)
+  %start = (s32[], f32[4]{0}) tuple(%i, %p)
+  ROOT %w = f32[4]{0} while(%start), condition=%cond, body=%inner, metadata={op_name="jit(update)/while"}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "trips"),
+    [
+        ("", "", 5),
+        ("tuple(%i, %p)", "tuple(%a, %p)", None),
+        ("direction=LT", "direction=GT", None),
+        ("s32[]", "f32[]", None),
+        ("%end = s32[] constant(7)", "%end = s32[] parameter(1)", None),
+    ],
+)
+def test_a_loop_of_unknown_length_is_named(before, after, trips):
+    """A counter runs from a constant to another; anything else only a run knows."""
+    text = LOOP.replace(before, after)
+    program = CompiledProgram(text)
+    assert program.trips("main", program.computations["main"]["w"]) == trips
+    assert program.unknown_loops() == ([] if trips else ["jit(update)/while"])
+    [one] = collectives(text)
+    assert (one.count, one.exact) == (trips or 1, trips is not None)
+    assert timeline.play(text, H100).kernels["all-reduce"] == (trips or 1)
+
+
 def test_a_convolution_of_stacks_counts_as_a_product():
     """The form that products with two batch dims have on TPUs."""
-    text = (
-        "%c = f32[2,4,128,128]{3,2,1,0} convolution(%a, %b), window={size=2x4 stride=1x3 lhs_dilate=2x4}, "
-        "dim_labels=01bf_01oi->01bf"
-    )
-    x = CompiledProgram(f"ENTRY %main (a: f32[]) -> f32[] {{\n  {text}\n}}").computations["main"][
-        "c"
-    ]
-    left, right = "f32[2,4,128,64]{3,2,1,0}", "f32[2,4,128,64]{3,2,1,0}"
-    flops = compiled_program.convolution_flops(x, left, right)
-    assert flops == 2 * 2 * 4 * 128 * 128 * 64
+    text = """ENTRY %main (a: f32[]) -> f32[] {
+      %a = f32[2,4,128,64]{3,2,1,0} parameter(0)
+      %b = f32[2,4,128,64]{3,2,1,0} parameter(1)
+      ROOT %c = f32[2,4,128,128]{3,2,1,0} convolution(%a, %b), window={size=2x4 stride=1x3 lhs_dilate=2x4}, \
+dim_labels=01bf_01oi->01bf
+    }"""
+    program = CompiledProgram(text)
+    flops = program.flops("main", program.computations["main"]["c"])
+    assert flops == {"tensorfloat32": 2 * 2 * 4 * 128 * 128 * 64}
+
+
+def test_a_convolution_sums_over_window_and_features():
+    text = """ENTRY %main (a: bf16[]) -> bf16[] {
+      %a = bf16[2,8,8,3]{3,2,1,0} parameter(0)
+      %b = bf16[3,3,3,5]{3,2,1,0} parameter(1)
+      ROOT %c = bf16[2,8,8,5]{3,2,1,0} convolution(%a, %b), window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_01io->b01f
+    }"""
+    program = CompiledProgram(text)
+    flops = program.flops("main", program.computations["main"]["c"])
+    assert flops == {"bfloat16": 2 * (2 * 8 * 8 * 5) * (3 * 3 * 3)}
+
+
+@pytest.mark.parametrize(("name", "peak"), [("h100", 66.9e12), ("v5e", 197e12 / 6)])
+def test_full_precision_has_a_peak_of_its_own(name, peak):
+    """On a TPU, six products of bfloat16."""
+    text = """ENTRY %main (a: f32[]) -> f32[] {
+      %a = f32[4096,4096]{1,0} parameter(0)
+      ROOT %c = f32[4096,4096]{1,0} dot(%a, %a), lhs_contracting_dims={1}, operand_precision={highest,highest}
+    }"""
+    hardware = chips.read_target(f"{name}:1x1").hardware
+    schedule = timeline.play(text, hardware)
+    share = timeline.products_share(hardware)
+    assert schedule.longest[0][1] == pytest.approx(2 * 4096**3 / (share * peak))
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
+def test_a_page_draws_every_stream(tmp_path):
+    schedules = {0: played(8), 3: played(10**7)}
+    timeline.write_page(str(tmp_path / "plan.html"), schedules, "A < B")
+    with Browser() as page:
+        page.open(tmp_path / "plan.html")
+        assert page("document.title") == page("document.querySelector('h1').innerText") == "A < B"
+        heads = page("[...document.querySelectorAll('h2')].map((x) => x.innerText)")
+        for (zero, schedule), head in zip(schedules.items(), heads, strict=True):
+            hidden = f"{schedule.hidden_share:.0%} of {1e3 * schedule.communication:.3g} ms hidden"
+            assert head.startswith(f"zero {zero}: ") and head.endswith(hidden)
+        rows = "[...document.querySelectorAll('tr')].map((x) => x.innerText)"
+        assert len(page(rows)) == sum(len(x.longest) for x in schedules.values())
+        names = page("[...document.querySelectorAll('rect title')].map((x) => x.textContent)")
+        assert any(name.startswith("all-reduce, ") and name.endswith(" us") for name in names)
+        # In the first, three all-reduces without work between them are one shape.
+        widths = page("[...document.querySelectorAll('rect')].map((x) => x.width.baseVal.value)")
+        assert len(widths) == len(names) and max(widths) <= 4000 and page.errors == []
+
+
+def test_a_page_that_cannot_be_written(tmp_path):
+    with pytest.raises(UsageError, match=r"--output: '.*' cannot be written"):
+        timeline.write_page(str(tmp_path / "none" / "plan.html"), {}, "A")
 
 
 def test_text_that_is_no_program_is_refused():

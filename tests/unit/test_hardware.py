@@ -94,7 +94,7 @@ def test_an_update_lies_between_two_bounds():
     )
     # State is read and written, gradients are read: 20 GB.
     memory = Memory(4e9, 4e9, 4e9, 0.0, 0.0, activations=0.0, peak=12e9)
-    plan = Plan(0, 8, 1, memory, Share(0, 8, 0, 0), False, moved, flops=5e12)
+    plan = Plan(0, 8, 1, memory, Share(0, 8, 0, 0), False, moved, 5e12, [])
     communication = 6 * 0.5 + 14 + 3 * (0.5 + 1)
     got = predict(plan, HW, "float32")
     sent = communication / hardware.NETWORK

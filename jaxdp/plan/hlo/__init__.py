@@ -7,13 +7,13 @@ jax nor a device."""
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from jaxdp.plan.hlo.compiled_program import (
     CompiledProgram,
     Groups,
+    Instruction,
     arrays,
     bits,
     numpy_name,
@@ -77,7 +77,7 @@ class Total(NamedTuple):
     wire: int
 
 
-def summarize(instructions: list[Collective]) -> dict[str, Total]:
+def summarize(instructions: Iterable[Collective]) -> dict[str, Total]:
     """Return {kind: totals per run of the program}, for the kinds that it uses."""
     rows: dict[str, Total] = {}
     for c in instructions:
@@ -96,66 +96,55 @@ def collectives(compiled_text: str, lowered_text: str | None = None) -> list[Col
     keep the compiled dtype. An asynchronous pair (-start, -done) is one collective. One with
     operands of several dtypes is one entry for each. Raises ValueError if the text is not a
     compiled module."""
-    stated, program = _stated(lowered_text or ""), CompiledProgram(compiled_text)
-    counted: dict[tuple[str, str], list[Collective]] = {}
+    program, stated = CompiledProgram(compiled_text), _stated(lowered_text or "")
+    times, inexact = Counter[str](), set[str]()
 
-    def visit(where: str, times: int, exact: bool) -> None:
-        """Count a computation that runs so often."""
+    def visit(where: str, runs: int, exact: bool) -> None:
+        """Count a computation that runs so often, and those that it runs."""
+        times[where] += runs
+        if not exact:
+            inexact.add(where)
         for x in program.computations[where].values():
             if x.opcode == "while":
                 trips = program.trips(where, x)
-                for body in x.called:
-                    visit(body, times * (trips or 1), exact and trips is not None)
-                for condition in x.conditions:
-                    visit(condition, times * ((trips or 0) + 1), exact and trips is not None)
-            elif x.opcode.removesuffix("-start") in WIRE:
-                groups = replica_groups(x.attributes, program.devices)
-                one = read_collective(x.opcode, x.shape, groups, stated)
-                before = counted.get((where, x.name)) or [c._replace(count=0) for c in one]
-                counted[where, x.name] = [
-                    c._replace(count=c.count + times, exact=c.exact and exact) for c in before
-                ]
+                known = exact and trips is not None
+                visit(x.called[0], runs * (1 if trips is None else trips), known)
+                visit(x.find("condition"), runs * ((trips or 0) + 1), known)
             elif not x.opcode.endswith(("-done", "-update")):
                 for callee in x.called:
-                    visit(callee, times, exact and x.opcode != "conditional")
+                    visit(callee, runs, exact and x.opcode != "conditional")
 
     visit(program.entry, 1, True)
-    in_order = [(where, name) for where, inner in program.computations.items() for name in inner]
-    return [c for place in in_order for c in counted.get(place, ())]
+    found = list[Collective]()
+    for where, inner in program.computations.items():
+        for x in inner.values():
+            if times[where] and kind_of(x) in WIRE:
+                for c in read_collective(x, program.devices, stated):
+                    found.append(c._replace(count=times[where], exact=where not in inexact))
+    return found
 
 
-def _started(kind: str, shape: str) -> str:
-    """Return the result's part of a -start's shape (operands, results, contexts...); an all-reduce
-    has only results.
-    """
-    depth, parts = 0, [""]
-    for c in shape[1:-1]:
-        depth += (c in "([{") - (c in ")]}")
-        if c == "," and not depth:
-            parts.append("")
-        else:
-            parts[-1] += c
-    bundled = len(parts) > 1 and (kind != "all-reduce" or parts[0].startswith("("))
-    return parts[1] if bundled and shape.startswith("(") else shape
+def kind_of(x: Instruction) -> str:
+    """Return what an operation does, or starts to do."""
+    return x.opcode.removesuffix("-start")
 
 
 def read_collective(
-    opcode: str,
-    shape: str,
-    groups: Groups,
-    stated: Mapping[tuple[str, int], set[str]] = MappingProxyType({}),
+    x: Instruction, devices: int, stated: Mapping[tuple[str, int], set[str]]
 ) -> list[Collective]:
     """Return a collective that runs once: an entry for each dtype.
 
-    shape: of the result of an operation; opcode: its name, perhaps with "-start". stated: see
-    `collectives`.
+    devices: of the program. stated: see `collectives`.
     """
-    kind = opcode.removesuffix("-start")
-    shape = shape if opcode == kind else _started(kind, shape)
-    size = max(map(len, groups))
-    sizes = [(dtype, math.prod(dims)) for dtype, dims, _ in arrays(shape)]
+    kind, results = kind_of(x), arrays(x.shape)
+    groups = replica_groups(x.attributes, devices)
+    largest = max(map(len, groups))
+    if kind != x.opcode:  # (operands, results, contexts...); an all-reduce has only results
+        n = len(x.operands)
+        results = results[n : 2 * n] or results
+    sizes = [(array.dtype, array.elements) for array in results]
     if kind == "reduce-scatter":
-        sizes = [(dtype, n * size) for dtype, n in sizes]
+        sizes = [(dtype, n * largest) for dtype, n in sizes]
     if kind == "all-to-all":  # perhaps a tuple of one piece per peer
         pieces = Counter[str]()
         for dtype, n in sizes:
@@ -166,7 +155,7 @@ def read_collective(
         narrower = stated.get((kind, elements), {"f32"})
         dtype = max(narrower, key=bits) if dtype == "f32" and "f32" not in narrower else dtype
         sent[dtype] += -(-elements * bits(dtype) // 8)
-    return [Collective(kind, 1, n, numpy_name(dtype), size, groups) for dtype, n in sent.items()]
+    return [Collective(kind, 1, n, numpy_name(dtype), largest, groups) for dtype, n in sent.items()]
 
 
 def _stated(lowered: str) -> dict[tuple[str, int], set[str]]:
@@ -174,17 +163,13 @@ def _stated(lowered: str) -> dict[tuple[str, int], set[str]]:
     32 bits.
     """
     stated: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
-    kind = ""
-    for line in lowered.splitlines():
-        op = re.search(r'"stablehlo\.(\w+)"\(', line)
-        if op and (name := op[1].replace("_", "-")) in WIRE:
-            kind = name
-        types = re.search(r"\}[>)] : \((.*?)\) -> (.*)", line)  # after the reducer's region, if any
-        if kind and types:
-            for dims, dtype in re.findall(
-                r"tensor<((?:\d+x)*)(b?f\d\w*)>", types[2 if kind == "all-gather" else 1]
-            ):
-                if bits(dtype) <= 32:
-                    stated[kind, math.prod(map(int, dims.split("x")[:-1]))].add(dtype.lower())
-            kind = ""
+    kinds = "|".join(WIRE).replace("-", "_")
+    # The types follow the attributes, or the region of a reducer.
+    operation = rf'"stablehlo\.({kinds})"\(.*?\}}[>)] : \((.*?)\) -> ([^\n]*)'
+    for kind, operands, results in re.findall(operation, lowered, re.DOTALL):
+        types = results if kind == "all_gather" else operands
+        for dims, dtype in re.findall(r"tensor<((?:\d+x)*)(b?f\d\w*)>", types):
+            if bits(dtype) <= 32:
+                elements = math.prod(map(int, dims.split("x")[:-1]))
+                stated[kind.replace("_", "-"), elements].add(dtype.lower())
     return stated

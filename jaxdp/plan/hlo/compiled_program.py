@@ -2,7 +2,6 @@
 reads and writes, and which devices exchange data: XLA prints groups in four syntaxes."""
 
 import functools
-import itertools
 import math
 import re
 from collections import Counter, defaultdict
@@ -35,8 +34,7 @@ def replica_groups(attributes: str, devices: int) -> Groups:
 @functools.lru_cache
 def _connected(pairs: str) -> Groups:
     group_of: dict[int, set[int]] = {}
-    for pair in re.findall(r"\d+,\d+", pairs):
-        source, target = _ints(pair)
+    for source, target in np.reshape(_ints(pairs), (-1, 2)).tolist():
         merged = group_of.get(source, {source}) | group_of.get(target, {target})
         group_of.update(dict.fromkeys(merged, merged))
     return tuple(sorted({tuple(sorted(group)) for group in group_of.values()}))
@@ -48,34 +46,34 @@ def _parsed(text: str) -> Groups:
         return tuple(tuple(_ints(group)) for group in re.findall(r"\{([\d,]+)\}", text))
     if text.startswith("["):
         shape, source = text.split("<=")
-        return tuple(map(tuple, _iota(source).reshape(_ints(shape)).tolist()))
-    return _along(*text.rsplit(" {", 1))
-
-
-def _along(mesh: str, axes: str) -> Groups:
-    """Return the groups of devices along some axes of a mesh.
-
-    A sub-axis 'd':(pre)size is the dim of that size in d reshaped to [pre, size, rest]; several may
-    cut one axis. So each axis is cut where any of them begins or ends: `dims` has a name, a
-    beginning and an end per piece."""
-    sizes = {name: int(n) for name, n in re.findall(r"'?([^',\[\]=]+)'?=(\d+)", mesh.split("]")[0])}
-    ids = re.search(r"device_ids=\((.*)\)", mesh)
-    order = np.arange(math.prod(sizes.values()))
-    if ids:
-        order = _iota(ids[1]) if ids[1].startswith("[") else np.array(_ints(ids[1]))
-    chosen = [
-        (name, int(pre or 1), int(pre or 1) * int(size or sizes[name]))
-        for name, pre, size in re.findall(r"'?([^',{}:()]+)'?(?::\((\d+)\)(\d+))?'?(?=[,}])", axes)
-    ]
-    dims: list[tuple[str, int, int]] = []
-    for name, size in sizes.items():
-        cuts = sorted({1, size} | {cut for axis, *ends in chosen if axis == name for cut in ends})
-        dims += [(name, begin, end) for begin, end in itertools.pairwise(cuts)] or [(name, 1, 1)]
-    inside = [dims.index(axis) for axis in chosen]
-    outside = [i for i in range(len(dims)) if i not in inside]
-    cube = order.reshape([end // begin for _, begin, end in dims]).transpose(outside + inside)
-    rows = cube.reshape(-1, math.prod(end // begin for _, begin, end in chosen))
+        rows = _iota(source).reshape(_ints(shape))
+    else:
+        rows = _along(*text.rsplit(" {", 1))
     return tuple(map(tuple, rows.tolist()))
+
+
+def _along(mesh: str, axes: str) -> np.ndarray:
+    """Return the groups of devices along some axes of a mesh, one in a row.
+
+    A sub-axis 'd':(pre)size is the dim of that size in d reshaped to [pre, size, rest]. A position
+    in the mesh has a digit for each of the axes. `others` is the position without these digits,
+    which is the same in all of a group; `rank`, in the group, is the number that they make.
+    """
+    sizes = {name: int(n) for name, n in re.findall(r"'?([^',\[\]=]+)'?=(\d+)", mesh.split("]")[0])}
+    positions = np.arange(math.prod(sizes.values()))
+    devices = positions
+    if ids := re.search(r"device_ids=\((.*)\)", mesh):
+        devices = np.ravel(_iota(ids[1]) if ids[1].startswith("[") else _ints(ids[1]))
+    others, rank = positions, 0 * positions
+    for name, pre, size in re.findall(r"'?([^',{}:()]+)'?(?::\((\d+)\)(\d+))?'?(?=[,}])", axes):
+        length = int(size or sizes[name])
+        names = [*sizes]
+        minor = math.prod(sizes[other] for other in names[names.index(name) :])
+        stride = minor // (int(pre or 1) * length)
+        digit = positions // stride % length
+        others = others - digit * stride
+        rank = rank * length + digit
+    return devices[np.lexsort((rank, others))].reshape(-1, rank.max() + 1)
 
 
 def _iota(text: str) -> np.ndarray:
@@ -90,43 +88,80 @@ def _ints(text: str) -> list[int]:
 
 
 _COMPUTATION = re.compile(r"^\s*(ENTRY )?%?([\w.-]+) (?:\(.*\) -> .*)?\{$")
-_INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z\d-]*)\((.*)")
+_INSTRUCTION = re.compile(
+    r"^\s*(ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z\d-]*)\((.*?)\)(,.*)?$"  # the fields of `Instruction`
+)
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](\{[^}]*\})?")
 _CALLED = re.compile(
     r"\b(?:calls|to_apply|body|branch_computations|true_computation|false_computation|called_computations)="
     r"(\{[^}]*\}|%?[\w.-]+)"
 )
-_TRIPS = re.compile(r'known_trip_count"?[=:]\s*\{"?n"?:\s*"?(\d+)|\btimes_(\d+)/while"')
-# Attention by cuDNN, a custom call: the shape of its scores, which it does not store.
-_ATTENTION = re.compile(r'"intermediate_tensor_shape".*?"dimensions": ?\[(.*?)\]')
-# Of a collective that a TPU runs beside products, in the fusions of its chain.
-_CHAIN = re.compile(r'chain_id="(\d+)"')
+ATTRIBUTES = {
+    "source": r'op_name="([^"]*)"',
+    "condition": r"condition=%?([\w.-]+)",
+    "trips": r'(?:known_trip_count"?[=:]\s*\{"?n"?:\s*"?|\btimes_(?=\d+/while"))(\d+)',
+    "target": r'custom_call_target="([^"]+)"',
+    "fusion": r"kind=k(\w+)",
+    "summed": r"lhs_contracting_dims=\{([\d,]*)\}",
+    "kernel": r"dim_labels=\w+_(\w+)->",
+    "batch groups": r"batch_group_count=(\d+)",
+    # Attention by cuDNN, a custom call: the shape of its scores, which it does not store.
+    "scores": r'"intermediate_tensor_shape".*?"dimensions": ?\[(.*?)\]',
+    # Of a collective that a TPU runs beside products, in the fusions of its chain.
+    "chain": r'chain_id="(\d+)"',
+}
+"""What is read of an operation's attributes (`Instruction.find`)."""
+
 NEAR = "S(1)"  # in a layout: the array is in a TPU's vector memory, not in its large one
 SLICES = ("dynamic-slice", "slice", "gather")
 
 
+class Array(NamedTuple):
+    """An array in the text of a shape, by XLA's name of its dtype."""
+
+    dtype: str
+    dims: list[int]
+    layout: str
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.dims)
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes in the large memory of a device."""
+        return 0 if NEAR in self.layout else self.elements * bits(self.dtype) // 8
+
+
 class Instruction(NamedTuple):
-    """An operation. arguments: the text in its parentheses; attributes: the rest of its line;
-    called: the computations that it runs; conditions: the one that says whether a loop goes on.
+    """An operation. root: "ROOT " if its result is that of the computation; arguments: the text in
+    its parentheses; attributes: the rest of its line.
     """
 
+    root: str
     name: str
     shape: str
     opcode: str
     arguments: str
     attributes: str
-    is_root: bool
-    called: list[str]
-    conditions: list[str]
 
     @property
     def operands(self) -> list[str]:
         return re.findall(r"%([\w.-]+)", self.arguments)
 
     @property
+    def called(self) -> list[str]:
+        """Return the names of the computations that it runs; a loop's condition is none of them."""
+        return re.findall(r"[\w.-]+", " ".join(_CALLED.findall(self.attributes)))
+
+    @property
     def source(self) -> str:
         """Return the name that JAX gave to the operation, such as jit(update)/jvp()/dot_general."""
-        found = re.search(r'op_name="([^"]*)"', self.attributes)
+        return self.find("source")
+
+    def find(self, attribute: str) -> str:
+        """Return the text of one of ATTRIBUTES; "" if there is none."""
+        found = re.search(ATTRIBUTES[attribute], self.attributes)
         return found[1] if found else ""
 
 
@@ -153,19 +188,8 @@ class CompiledProgram:
                 where = header[2]
                 self.entry = where if header[1] else self.entry
             elif found := _INSTRUCTION.match(line):
-                root, name, shape, opcode, rest = found.groups()
-                arguments, attributes = _split(rest)
-                called = " ".join(_CALLED.findall(attributes))
-                self.computations[where][name] = Instruction(
-                    name,
-                    shape,
-                    opcode,
-                    arguments,
-                    attributes,
-                    is_root=root is not None,
-                    called=re.findall(r"[\w.-]+", called),
-                    conditions=re.findall(r"condition=%?([\w.-]+)", attributes),
-                )
+                x = Instruction(*found.groups(""))
+                self.computations[where][x.name] = x
         if not self.entry:
             raise ValueError("no ENTRY computation: this is not the text of a compiled program")
         for computation in self.computations.values():
@@ -178,63 +202,83 @@ class CompiledProgram:
         for it, and each between them has a product beside which it goes on.
         """
         starts: dict[str, str] = {}
-        for x in [*computation.values()]:
+        for x in computation.values():
             if x.opcode != "fusion":
                 continue
             inner = self.computations[x.called[0]]
-            for y in [*inner.values()]:
-                if found := _CHAIN.search(y.attributes):
-                    inside = " ".join(z.attributes for z in inner.values())
-                    if "AsyncCollectiveStart" in inside:
-                        starts[found[1]] = x.name
-                        computation[x.name] = x._replace(opcode="async-start")
-                    elif "AsyncCollectiveDone" in inside:
-                        started = f"%{starts[found[1]]}"
-                        computation[x.name] = x._replace(opcode="async-done", arguments=started)
-                    else:
-                        inner[y.name] = y._replace(opcode="async-update")
+            targets = {y.find("target") for y in inner.values()}
+            for y in inner.values():
+                if not (chain := y.find("chain")):
+                    continue
+                if "AsyncCollectiveStart" in targets:
+                    starts[chain] = x.name
+                    computation[x.name] = x._replace(opcode="async-start")
+                elif "AsyncCollectiveDone" in targets:
+                    started = f"%{starts[chain]}"
+                    computation[x.name] = x._replace(opcode="async-done", arguments=started)
+                else:
+                    inner[y.name] = y._replace(opcode="async-update")
+
+    def inner(self, x: Instruction) -> list[Instruction]:
+        """Return the operations of the computations that an operation runs."""
+        return [y for name in x.called for y in self.computations[name].values()]
 
     def trips(self, where: str, x: Instruction) -> int | None:
-        """Return the iterations of a loop; None if they are not known."""
-        if found := _TRIPS.search(x.attributes):
-            return int(found[1] or found[2])
-        return self.compared(where, x)
+        """Return the iterations of a loop; None if they are not known.
 
-    def compared(self, where: str, x: Instruction) -> int | None:
-        """Return the iterations of a loop whose number XLA does not state, since it has peeled some
-        off: the condition compares a counter with a constant, and the counter begins at another.
+        XLA does not state the number of a loop of which it has peeled some off: then a counter,
+        which begins at a constant, runs to another.
         """
-        operations = [y for name in x.conditions for y in self.computations[name].values()]
-        inner = [
-            z for y in operations for name in y.called for z in self.computations[name].values()
-        ]
-        ends = [y.arguments for y in [*operations, *inner] if y.opcode == "constant"]
-        if len(ends) != 1 or not ends[0].isdigit():
+        if stated := x.find("trips"):
+            return int(stated)
+        condition = self.computations[x.find("condition")].values()
+        operations = [z for y in condition for z in (y, *self.inner(y))]
+        ends = [y for y in operations if y.opcode == "constant"]
+        is_counted = any("direction=LT" in y.attributes for y in operations)
+        if len(ends) != 1 or not is_counted:
             return None
-        start = self.computations[where].get(x.operands[0])
-        first = start and start.opcode == "tuple" and self.computations[where][start.operands[0]]
-        began = first.arguments if first and first.opcode == "constant" else "0"
-        return int(ends[0]) - int(began)
+        around = self.computations[where]
+        first = around[x.operands[0]]
+        while first.opcode in ("tuple", "copy"):
+            first = around[first.operands[0]]
+        if first.opcode != "constant" or not first.shape.startswith(("s", "u")):
+            return None
+        return int(ends[0].arguments) - int(first.arguments)
+
+    def unknown_loops(self) -> list[str]:
+        """Return the loops whose iterations are not known, by their sources."""
+        return [
+            x.source or x.name
+            for where, inner in self.computations.items()
+            for x in inner.values()
+            if x.opcode == "while" and self.trips(where, x) is None
+        ]
 
     def flops(self, where: str, x: Instruction) -> Counter[str]:
-        """Return the FLOPs of an operation's products, by the dtype of their operands; those of
-        float32 in full precision are "highest"."""
+        """Return the FLOPs of an operation's products, by the peak of the hardware that they have:
+        the dtype of their operands; "tensorfloat32" for float32, unless in full precision."""
         total = Counter[str]()
         if x.opcode in ("dot", "convolution"):
-            left, right = (self.computations[where][name].shape for name in x.operands[:2])
-            dtype = numpy_name(arrays(left)[0][0])
-            if dtype == "float32" and "highest" in x.attributes:
-                dtype = "highest"
-            count = dot_flops if x.opcode == "dot" else convolution_flops
-            total[dtype] += count(x, left, right)
+            left, right = (
+                arrays(self.computations[where][name].shape)[0] for name in x.operands[:2]
+            )
+            dtype = numpy_name(left.dtype)
+            if dtype == "float32" and "highest" not in x.attributes:
+                dtype = "tensorfloat32"
+            summed = [left.dims[d] for d in _ints(x.find("summed"))]
+            if x.opcode == "convolution":
+                summed = [summed_over(x, right.dims)]
+            [result] = arrays(x.shape)
+            groups = int(x.find("batch groups") or 1)
+            total[dtype] += 2 * result.elements * math.prod(summed) // groups
         elif x.opcode in ("fusion", "call", "async-start"):
             for name in x.called:
                 for inner in self.computations[name].values():
                     total += self.flops(name, inner)
-        elif scores := _ATTENTION.search(x.attributes):
+        elif scores := x.find("scores"):
             products = 5 if "SoftmaxBackward" in x.attributes else 2
-            width = arrays(x.shape)[0][1][-1]
-            total["bfloat16"] += 2 * products * math.prod(_ints(scores[1])) * width
+            width = arrays(x.shape)[0].dims[-1]
+            total["bfloat16"] += 2 * products * math.prod(_ints(scores)) * width
         return total
 
     def traffic(self, where: str, x: Instruction) -> int:
@@ -245,8 +289,7 @@ class CompiledProgram:
         """
         operands = [self.computations[where][name] for name in x.operands]
         if x.opcode in ("copy-start", "slice-start"):  # between the memories of a TPU
-            dtype, dims, _ = arrays(x.shape)[0]
-            return _bytes(dtype, dims, "")
+            return arrays(x.shape)[0]._replace(layout="").bytes
         if x.opcode in SLICES:
             return 2 * size(x.shape)
         if x.opcode == "dynamic-update-slice":
@@ -255,71 +298,46 @@ class CompiledProgram:
             return size(x.shape) + sum(size(operand.shape) for operand in operands)
 
         inner = self.computations[x.called[0]]
-        users: defaultdict[str, list[Instruction]] = defaultdict(list)
+        read = Counter[str]()
         for user in inner.values():
             for name in user.operands:
-                users[name].append(user)
+                read[name] += _read(inner[name], user)
         total = 0
         for parameter in inner.values():
             if parameter.opcode == "parameter":
                 outer = operands[int(parameter.arguments)]
-                parts = [_read(parameter, user) for user in users[parameter.name]]
-                total += min(size(outer.shape), sum(parts))
+                total += min(size(outer.shape), read[parameter.name])
 
-        [root] = [y for y in inner.values() if y.is_root]
+        [root] = [y for y in inner.values() if y.root]
         results = [inner[name] for name in root.operands] if root.opcode == "tuple" else [root]
-        for y, (dtype, dims, layout) in zip(results, arrays(x.shape)):
-            if y.opcode == "dynamic-update-slice":
-                total += size(inner[y.operands[1]].shape)
-            else:
-                total += _bytes(dtype, dims, layout)
+        for y, array in zip(results, arrays(x.shape)):
+            is_update = y.opcode == "dynamic-update-slice"
+            total += size(inner[y.operands[1]].shape) if is_update else array.bytes
         return total
 
 
-def _read(parameter: Instruction, user: Instruction) -> int:
-    """Return the bytes of a fusion's parameter that one of its operations reads."""
-    if user.opcode in SLICES and user.operands[0] == parameter.name:
-        return size(user.shape)
-    if user.opcode == "dynamic-update-slice" and user.operands[0] == parameter.name:
-        return 0  # the result takes its place
-    return size(parameter.shape)
+def _read(operand: Instruction, user: Instruction) -> int:
+    """Return the bytes of an operand that an operation of a fusion reads."""
+    if user.operands[0] == operand.name:
+        if user.opcode in SLICES:
+            return size(user.shape)
+        if user.opcode == "dynamic-update-slice":
+            return 0  # the result takes its place
+    return size(operand.shape)
 
 
-def _split(rest: str) -> tuple[str, str]:
-    """Split what follows an opening parenthesis where that is closed."""
-    depth = 1
-    for i, c in enumerate(rest):
-        depth += (c == "(") - (c == ")")
-        if not depth:
-            return rest[:i], rest[i + 1 :]
-    return rest, ""
-
-
-def arrays(shape: str) -> list[tuple[str, list[int], str]]:
-    """Return (dtype, dims, layout) of each array in the text of a shape."""
-    return [
-        (dtype, [int(n) for n in dims.split(",") if n], layout)
-        for dtype, dims, layout in _ARRAY.findall(shape)
-    ]
-
-
-def elements(shape: str) -> int:
-    return sum(math.prod(dims) for _, dims, _ in arrays(shape))
+def arrays(shape: str) -> list[Array]:
+    """Return each array in the text of a shape."""
+    return [Array(dtype, _ints(dims), layout) for dtype, dims, layout in _ARRAY.findall(shape)]
 
 
 def size(shape: str) -> int:
     """Return the bytes of a shape in the large memory of a device."""
-    return sum(_bytes(*array) for array in arrays(shape))
-
-
-def _bytes(dtype: str, dims: list[int], layout: str) -> int:
-    if NEAR in layout:
-        return 0
-    return math.prod(dims) * bits(dtype) // 8
+    return sum(array.bytes for array in arrays(shape))
 
 
 def bits(dtype: str) -> int:
-    return 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
+    return 8 if dtype == "pred" else _ints(dtype)[0]
 
 
 def numpy_name(dtype: str) -> str:
@@ -331,25 +349,13 @@ def numpy_name(dtype: str) -> str:
     return long.get(letters, letters) + number + (variant and f"_{variant}")
 
 
-def dot_flops(x: Instruction, left: str, right: str) -> int:
-    """Return the FLOPs of a dot: two for each element of the result and of the dims that are summed."""
-    found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", x.attributes)
-    dims = arrays(left)[0][1]
-    contracted = [dims[int(d)] for d in (found[1].split(",") if found else []) if d]
-    return 2 * elements(x.shape) * math.prod(contracted)
-
-
-def convolution_flops(x: Instruction, left: str, right: str) -> int:
-    """Return the FLOPs of a convolution, which on TPUs every product is; padding counts.
+def summed_over(x: Instruction, kernel: list[int]) -> int:
+    """Return the elements of a convolution's kernel, of these dims, that each element of the result
+    is a sum over. On TPUs every product is a convolution; padding counts.
 
     Of a product of stacks of matrices, the dims of the stack are those of a dilated window: each
     element of the result meets one of its positions.
     """
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", x.attributes)
-    assert labels is not None
-    shapes = [arrays(shape)[0][1] for shape in (left, right, x.shape)]
-    _, kernel, outputs = (dict(zip(*pair)) for pair in zip(labels.groups(), shapes))
     is_stack = "lhs_dilate" in x.attributes
-    window = 1 if is_stack else math.prod(n for dim, n in kernel.items() if dim.isdigit())
-    groups = int((re.findall(r"batch_group_count=(\d+)", x.attributes) or ["1"])[0])
-    return 2 * math.prod(outputs.values()) * kernel["i"] * window // groups
+    dims = zip(x.find("kernel"), kernel)
+    return math.prod(n for dim, n in dims if dim == "i" or (dim.isdigit() and not is_stack))
