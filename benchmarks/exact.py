@@ -72,7 +72,8 @@ def work(way: str, argv: list[str]) -> None:
         read_batch(parts.dataset, parts.order, 0, strategy.local_microbatches)
     )
     sent = 0.0
-    for lowered in program.lowered(state, batch).values() if context.size == 1 else ():
+    if context.size == 1:
+        lowered = program.lowered(state, batch)
         for c in collectives(lowered.compile().as_text(), lowered.as_text()):
             sent += c.wire * (c.group_size - 1) / c.group_size  # by ring algorithms
     state, metrics = program.update(state, batch)

@@ -38,10 +38,10 @@ class Program(NamedTuple):
     evaluate: Callable[[TrainState, Batch], Sums]
     updates: Update
 
-    def lowered(self, state: TrainState, batch: Batch, several: bool = False) -> dict[str, Any]:
+    def lowered(self, state: TrainState, batch: Batch, several: bool = False) -> Any:
         """Lower `update` for these arguments, or `updates` if several."""
-        name = "updates" if several else "update"
-        return {name: getattr(self, name).lower(state, batch)}
+        program: Any = self.updates if several else self.update
+        return program.lower(state, batch)
 
 
 class Strategy:

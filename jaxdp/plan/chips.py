@@ -155,16 +155,13 @@ def open_target(target: Target) -> list[jax.Device]:
 
     Raises UsageError if the compiler does not know the shape.
     """
+    settings = {"topology_name": target.name}
+    if target.chip.platform == "cuda":
+        hosts, local = target.shape
+        figures = target.hardware._asdict() | target.chip.gpu
+        settings = {"target_config": GPU.format(**figures), "topology": f"{hosts}x1x{local}"}
     try:
-        if target.chip.platform == "cuda":
-            hosts, local = target.shape
-            found = topologies.get_topology_desc(
-                platform="cuda",
-                target_config=GPU.format(**target.hardware._asdict(), **target.chip.gpu),
-                topology=f"{hosts}x1x{local}",
-            )
-        else:
-            found = topologies.get_topology_desc(platform="tpu", topology_name=target.name)
+        found = topologies.get_topology_desc(platform=target.chip.platform, **settings)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise UsageError(f"--target: {target.name}: its compiler refuses it: {error}") from None
     return list(found.devices)

@@ -75,30 +75,28 @@ def local_bytes(tree: Any, dims: Any, parts: int) -> int:
     return sum(jax.tree.leaves(jax.tree.map(size, tree, dims)))
 
 
-def of_compiled(
-    lowered: Mapping[str, Any], devices: int, updates: int = 1
-) -> dict[str, Any] | None:
+def of_compiled(lowered: Any, devices: int, updates: int = 1) -> dict[str, Any] | None:
     """Return the compiler's report on an update that has run: bytes per device beside the trees,
     collectives by kind.
 
-    lowered: the update's parts, lowered again in a millisecond, since JAX caches them and their
-    executables. Returns None if an executable is not in the cache: this never compiles. updates:
-    the number of updates in one call. A single device sends nothing, even if its program has
-    collectives."""
-    if not all(is_compiled(part) for part in lowered.values()):
+    lowered: the update, lowered again in a millisecond, since JAX caches it and its executable.
+    Returns None if the executable is not in the cache: this never compiles. updates: the number of
+    updates in one call. A single device sends nothing, even if its program has collectives."""
+    if not is_compiled(lowered):
         return None
-    used, sent, _ = analyzed(lowered, devices > 1)
-    totals = summarize(sent)
+    compiled = lowered.compile()
+    used = compiled.memory_analysis()
+    sent = collectives(compiled.as_text(), lowered.as_text()) if devices > 1 else []
 
     def per_update(n):
         return n / updates if n % updates else n // updates
 
     return {
-        "temporaries": max(u.temp_size_in_bytes for u in used),
-        "peak": max(map(peak, used)),
+        "temporaries": used.temp_size_in_bytes,
+        "peak": peak(used),
         "collectives": {
             kind: {name: per_update(value) for name, value in total._asdict().items()}
-            for kind, total in totals.items()
+            for kind, total in summarize(sent).items()
         },
     }
 
@@ -123,18 +121,6 @@ def record(
             directory,
             {**layout, "program": of_compiled(lowered, len(strategy.assignment), updates)},
         )
-
-
-def analyzed(
-    lowered: Mapping[str, Any], sends: bool
-) -> tuple[list[Any], list[Collective], list[str]]:
-    """Compile the parts of an update; return XLA's memory analysis of each, and all collectives and
-    the text of each if it sends anything.
-    """
-    compiled = [(part.compile(), part) for part in lowered.values()]
-    texts = [(c.as_text(), part.as_text()) for c, part in compiled if sends]
-    sent = [c for text in texts for c in collectives(*text)]
-    return [c.memory_analysis() for c, _ in compiled], sent, [text for text, _ in texts]
 
 
 def peak(used: Any) -> int:
@@ -206,7 +192,9 @@ def make_plan(case: Case, zero: int, hardware: Hardware | None = None) -> Plan:
     strategy = case.strategy
     program = strategy.compile(case.step)
     state, batch = strategy.argument_shapes(case.example)
-    used, sent, texts = analyzed(program.lowered(state, batch), True)
+    lowered = program.lowered(state, batch)
+    compiled = lowered.compile()
+    used, text = compiled.memory_analysis(), compiled.as_text()
     sizes = bytes_by_tree(strategy, case.step, batch, case.accumulate_split)
     return Plan(
         zero,
@@ -214,15 +202,15 @@ def make_plan(case: Case, zero: int, hardware: Hardware | None = None) -> Plan:
         strategy.assignment.shape[1],
         Memory(
             **sizes,
-            activations=max(0, used[0].temp_size_in_bytes - sizes["grads"]),
-            peak=max(map(peak, used)),
+            activations=max(0, used.temp_size_in_bytes - sizes["grads"]),
+            peak=peak(used),
         ),
         strategy.share(),
         zero == 3 and not strategy.blocks,
-        tuple(sent),
+        tuple(collectives(text, lowered.as_text())),
         count_flops(jax.make_jaxpr(program.update)(state, batch)),
-        CompiledProgram(texts[0]).unknown_loops(),
-        None if hardware is None else play(texts[0], hardware),
+        CompiledProgram(text).unknown_loops(),
+        None if hardware is None else play(text, hardware),
     )
 
 

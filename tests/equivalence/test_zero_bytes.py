@@ -243,7 +243,7 @@ def gradient_bytes(strategy, step, arguments):
         seen.append(size(sums.grads))
         return sums
 
-    strategy.compile(step._replace(grads=grads)).lowered(*arguments)["update"]
+    strategy.compile(step._replace(grads=grads)).lowered(*arguments)
     return seen[-1]
 
 

@@ -942,7 +942,7 @@ def moved(reduction, slots, zero, place="8", gradient_buffer="sharded", backend=
     )  # fmt: skip
     example = {"inputs": np.zeros((1, *toys.SHAPE), np.float32), "labels": np.zeros(1, np.int32)}
     arguments = strategy.argument_shapes({**example, "mask": np.zeros(1, np.float32)})
-    (lowered,) = strategy.compile(step).lowered(*arguments).values()
+    lowered = strategy.compile(step).lowered(*arguments)
     compiled = lowered.compile({"xla_backend_optimization_level": 0})  # of no matter to collectives
     return collectives(compiled.as_text(), lowered.as_text())
 

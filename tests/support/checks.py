@@ -37,7 +37,7 @@ def check_shared_programs(backend, devices, reduction, zero, tmp_path):
         (file,) = (tmp_path / str(seed)).glob("*_jit_full_compile.mlir")
         program = strategy.compile(step)
         lowered = (
-            program.lowered(state, batch(0))["update"],
+            program.lowered(state, batch(0)),
             program.evaluate.lower(state, batch(0)),
         )
         programs.append([file.read_text(), *(part.as_text() for part in lowered)])

@@ -79,7 +79,7 @@ def compiled(**settings):
 @functools.cache
 def _compiled(**settings):
     strategy, step, arguments = build(**settings)
-    lowered = strategy.compile(step).lowered(*arguments)["update"]
+    lowered = strategy.compile(step).lowered(*arguments)
     program = lowered.compile()
     text, params = program.as_text(), size(strategy.shapes.params)
     found = collectives(text, lowered.as_text())

@@ -146,10 +146,7 @@ def read_collective(
     if kind == "reduce-scatter":
         sizes = [(dtype, n * largest) for dtype, n in sizes]
     if kind == "all-to-all":  # perhaps a tuple of one piece per peer
-        pieces = Counter[str]()
-        for dtype, n in sizes:
-            pieces[dtype] += n
-        sizes = [*pieces.items()]
+        sizes = [(results[0].dtype, sum(n for _, n in sizes))]
     sent = Counter[str]()
     for dtype, elements in sizes:
         narrower = stated.get((kind, elements), {"f32"})

@@ -11,37 +11,32 @@ import numpy as np
 
 Groups = tuple[tuple[int, ...], ...]
 
-_ATTRIBUTE = re.compile(
-    r"(?:replica_groups|source_target_pairs)="
-    r"(\{\{.*?\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|mesh\[.*?\](?:, ?device_ids=\(.*?\))? \{.*?\})"
+_GROUPS = re.compile(
+    r"(replica_groups|source_target_pairs)="
+    r"(\{\{.*?\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|mesh\[.*?\](?:, ?device_ids=\(.*?\))? \{.*?\})"
 )
 
 
 def replica_groups(attributes: str, devices: int) -> Groups:
-    """Return the groups of a collective in HLO text; without the attribute, all `devices` are one
-    group.
+    """Return the groups of a collective in HLO text; without the attribute, or if that is empty, all
+    `devices` are one group.
 
     {{0,1},{2,3}}; [2,4]<=[4,2]T(1,0), an iota reshaped and transposed; mesh['r'=2,'d'=4] {'d'}, the
     axes that a group runs along, perhaps with device_ids=(...); source_target_pairs={{0,1},{1,0}},
     the devices that the pairs connect (XLA: hlo/ir/replica_group.cc, hlo/ir/mesh_and_axis.cc).
     """
-    attribute = _ATTRIBUTE.search(attributes)
-    if attribute is None or attribute[1] == "{}":
-        return (tuple(range(devices)),)
-    return _connected(attribute[1]) if attribute[0].startswith("source") else _parsed(attribute[1])
+    found = _GROUPS.search(attributes)
+    return _parsed(*found.groups()) if found else (tuple(range(devices)),)
 
 
 @functools.lru_cache
-def _connected(pairs: str) -> Groups:
-    group_of: dict[int, set[int]] = {}
-    for source, target in np.reshape(_ints(pairs), (-1, 2)).tolist():
-        merged = group_of.get(source, {source}) | group_of.get(target, {target})
-        group_of.update(dict.fromkeys(merged, merged))
-    return tuple(sorted({tuple(sorted(group)) for group in group_of.values()}))
-
-
-@functools.lru_cache
-def _parsed(text: str) -> Groups:
+def _parsed(attribute: str, text: str) -> Groups:
+    if attribute == "source_target_pairs":
+        group_of: dict[int, set[int]] = {}
+        for source, target in np.reshape(_ints(text), (-1, 2)).tolist():
+            merged = group_of.get(source, {source}) | group_of.get(target, {target})
+            group_of.update(dict.fromkeys(merged, merged))
+        return tuple(sorted({tuple(sorted(group)) for group in group_of.values()}))
     if text.startswith("{"):
         return tuple(tuple(_ints(group)) for group in re.findall(r"\{([\d,]+)\}", text))
     if text.startswith("["):
