@@ -100,8 +100,7 @@ def compile_one(target_name: str, words: list[str]) -> dict[str, Any]:
     began = time.perf_counter()
     try:
         target = chips.read_target(target_name)
-        if (problem := chips.missing_plugin(target)) is not None:
-            return {"refused": problem}
+        chips.check_plugin(target)
         config, *_ = load(words)
         set_environment(config)
         chips.allow_compilers()
@@ -111,7 +110,7 @@ def compile_one(target_name: str, words: list[str]) -> dict[str, Any]:
             log = os.path.join(folder, "log")
             stages = [config.parallel.zero]
             plans, notes = chips.compile_here(config, target, stages, per_device, log)
-    except UsageError as error:
+    except (UsageError, chips.CompilerFailed) as error:
         return {"refused": str(error)}
     if not plans:
         return {"refused": notes[0]}

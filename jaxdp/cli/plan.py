@@ -307,7 +307,7 @@ def remarks(
     for p in plans:
         if p.unknown_loops:
             notes.append(
-                f"zero {p.zero}: only a run knows the iterations of {len(p.unknown_loops)} loops; each "
+                f"zero {p.zero}: only a run knows the iterations of {len(p.unknown_loops)} of its loops; each "
                 f"counts as one, such as {p.unknown_loops[0]}"
             )
         if p.gathered_whole:

@@ -125,8 +125,12 @@ def read_target(text: str) -> Target:
     return Target(text, chip, shape)
 
 
-def missing_plugin(target: Target) -> str | None:
-    """Return why the target's compiler cannot be used; None if it can.
+class CompilerFailed(DistributedError):
+    """The compiler of a target is missing, has compiled nothing, or has ended its process."""
+
+
+def check_plugin(target: Target) -> None:
+    """Raise CompilerFailed if the target's compiler cannot be used.
 
     A plug-in for GPUs must have the version of JAX.
     """
@@ -134,20 +138,23 @@ def missing_plugin(target: Target) -> str | None:
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            return f"{name} is not installed: {install('targets')}"
+            raise CompilerFailed(f"{name} is not installed: {install('targets')}") from None
         if target.chip.platform == "cuda" and version != jax.__version__:
-            return f"{name} is {version}, but jax is {jax.__version__}; they must be the same"
-    return None
+            raise CompilerFailed(
+                f"{name} is {version}, but jax is {jax.__version__}; they must be the same"
+            )
 
 
 def allow_compilers() -> None:
     """Set what the plug-ins read, before they are loaded: the flags that a run on several GPUs would
-    set, and that there is no device to look for."""
+    set, that there is no device to look for, and that several processes compile at once."""
     environment.set_gpu_flag(local_gpus=2)
-    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
-    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # several plans at once
+    os.environ.update(
+        CUDA_VISIBLE_DEVICES="-1",
+        JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1",
+        TPU_SKIP_MDS_QUERY="1",
+        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+    )
 
 
 def open_target(target: Target) -> list[jax.Device]:
@@ -184,10 +191,6 @@ def cudnn_version() -> int:
     return 90700
 
 
-class CompilerFailed(DistributedError):
-    """The compiler of a target is missing, has compiled nothing, or has ended its process."""
-
-
 def compile_plans(
     config: Config, target: Target, stages: Sequence[int], per_device: int
 ) -> tuple[list[Plan], list[str]]:
@@ -195,8 +198,7 @@ def compile_plans(
 
     Raises UsageError if the target or the config is refused, and CompilerFailed.
     """
-    if (problem := missing_plugin(target)) is not None:
-        raise CompilerFailed(problem)
+    check_plugin(target)
     allow_compilers()
     with tempfile.TemporaryDirectory() as folder:
         log = pathlib.Path(folder, "log")

@@ -159,11 +159,12 @@ def collective_seconds(
 
 def seconds_sent(hw: Hardware, collectives: Iterable[Collective]) -> float:
     """Return the seconds of collectives, one after the other, without other traffic."""
-    total = 0.0
-    for c in collectives:
-        near = c.per_block(hw.devices_per_host)
-        total += c.count * collective_seconds(hw, c.kind, c.bytes, c.group_size, near)
-    return total
+    host = hw.devices_per_host
+    seconds = (
+        c.count * collective_seconds(hw, c.kind, c.bytes, c.group_size, c.per_block(host))
+        for c in collectives
+    )
+    return sum(seconds, 0.0)
 
 
 def expected_seconds(

@@ -18,7 +18,7 @@ import json
 import pathlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxdp.errors import UsageError, one_line
@@ -97,14 +97,14 @@ def play(text: str, hardware: Hardware) -> Schedule:
     player.run(player.program.entry)
     clock, seconds = player.clock, player.seconds
     hidden = clock[SENT] - clock[EXPOSED]
-    longest = sorted(seconds, key=lambda name: -seconds[name])[:SHOWN]
+    longest = sorted(seconds, key=seconds.__getitem__, reverse=True)[:SHOWN]
     return Schedule(
         max(clock[COMPUTE], clock[COLLECTIVES], clock[COPIES]) + SLOWED * hidden,
         clock[SENT],
         clock[EXPOSED],
         dict(player.kernels.most_common()),
         [(name, seconds[name], player.counts[name]) for name in longest],
-        largest_arrays(player.program, player.ran),
+        player.largest_arrays(),
         player.events,
     )
 
@@ -147,12 +147,10 @@ class Player:
         for x in self.program.computations[where].values():
             if x.opcode == "while":
                 self.loop(where, x)
-            elif x.opcode == "conditional":
+            elif x.opcode in ("call", "conditional"):
                 # The branch with most operations: the others are those of rare cases, and short.
                 size = self.program.computations
                 self.run(max(x.called, key=lambda branch: len(size[branch])))
-            elif x.opcode == "call":
-                self.run(x.called[0])
             elif x.opcode.endswith("-done"):
                 started = x.operands[0]  # perhaps in an earlier iteration
                 self.wait(self.streams.get(started, COPIES), self.clock[started])
@@ -202,6 +200,7 @@ class Player:
             self.clock[EXPOSED] += waited
 
     def operation(self, where: str, x: Instruction) -> Operation:
+        """Return what an instruction does, alone."""
         kind = self.kind(x)
         name = label(x, kind)
         if kind in WIRE:
@@ -241,6 +240,16 @@ class Player:
             return peaks["bfloat16"] / 6  # six products of bfloat16 on a TPU
         return peaks.get(dtype, min(peaks.values()))
 
+    def largest_arrays(self) -> list[tuple[str, str, int]]:
+        """Return (shape, source, bytes) of the largest arrays that operations have returned."""
+        found = Counter[tuple[str, str]]()
+        for where in self.ran:
+            for x in self.program.computations[where].values():
+                if x.opcode not in (*FREE, "while"):
+                    for shape in re.findall(r"\w+\[[\d,]*\]", x.shape):
+                        found[shape, x.find("source") or x.name] = size(shape)
+        return [(*name, count) for name, count in found.most_common(SHOWN)]
+
 
 def products_share(hardware: Hardware) -> float:
     """Return the share of the peak that large products reach."""
@@ -249,19 +258,9 @@ def products_share(hardware: Hardware) -> float:
 
 def label(x: Instruction, kind: str) -> str:
     """Return the name of an operation in a report: what it is, and the code that it comes from."""
-    source = [part for part in x.source.split("/") if part not in ("shard_map", "jit(update)")]
-    return " ".join([kind, "/".join(source[-3:])]).strip()
-
-
-def largest_arrays(program: CompiledProgram, ran: Iterable[str]) -> list[tuple[str, str, int]]:
-    """Return (shape, source, bytes) of the largest arrays that operations of computations return."""
-    found = Counter[tuple[str, str]]()
-    for where in ran:
-        for x in program.computations[where].values():
-            if x.opcode not in (*FREE, "while"):
-                for shape in re.findall(r"\w+\[[\d,]*\]", x.shape):
-                    found[shape, x.source or x.name] = size(shape)
-    return [(*name, count) for name, count in found.most_common(SHOWN)]
+    parts = x.find("source").split("/")
+    source = [part for part in parts if part not in ("shard_map", "jit(update)")]
+    return f"{kind} {'/'.join(source[-3:])}".strip()
 
 
 def write_page(path: str, schedules: Mapping[int, Schedule], title: str) -> None:

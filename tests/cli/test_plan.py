@@ -280,7 +280,7 @@ def test_a_loop_that_only_a_run_knows_is_reported():
         plan = json.loads(done.stdout)
         loops = plan["plans"][0]["unknown_loops"]
         assert bool(loops) != is_known
-        note = f"zero 0: only a run knows the iterations of {len(loops)} loops; each counts as one"
+        note = f"zero 0: only a run knows the iterations of {len(loops)} of its loops; each"
         assert any(text.startswith(note) for text in plan["notes"]) != is_known, plan["notes"]
 
 

@@ -149,8 +149,8 @@ def read_collective(
         sizes = [(results[0].dtype, sum(n for _, n in sizes))]
     sent = Counter[str]()
     for dtype, elements in sizes:
-        narrower = stated.get((kind, elements), {"f32"})
-        dtype = max(narrower, key=bits) if dtype == "f32" and "f32" not in narrower else dtype
+        if dtype == "f32":
+            dtype = max(stated.get((kind, elements), {dtype}), key=bits)
         sent[dtype] += -(-elements * bits(dtype) // 8)
     return [Collective(kind, 1, n, numpy_name(dtype), largest, groups) for dtype, n in sent.items()]
 

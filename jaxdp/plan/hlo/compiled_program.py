@@ -92,8 +92,10 @@ _CALLED = re.compile(
     r"(\{[^}]*\}|%?[\w.-]+)"
 )
 ATTRIBUTES = {
+    # The name that JAX gave to an operation, such as jit(update)/jvp()/dot_general.
     "source": r'op_name="([^"]*)"',
     "condition": r"condition=%?([\w.-]+)",
+    "index": r"\bindex=(\d+)",
     "trips": r'(?:known_trip_count"?[=:]\s*\{"?n"?:\s*"?|\btimes_(?=\d+/while"))(\d+)',
     "target": r'custom_call_target="([^"]+)"',
     "fusion": r"kind=k(\w+)",
@@ -148,11 +150,6 @@ class Instruction(NamedTuple):
     def called(self) -> list[str]:
         """Return the names of the computations that it runs; a loop's condition is none of them."""
         return re.findall(r"[\w.-]+", " ".join(_CALLED.findall(self.attributes)))
-
-    @property
-    def source(self) -> str:
-        """Return the name that JAX gave to the operation, such as jit(update)/jvp()/dot_general."""
-        return self.find("source")
 
     def find(self, attribute: str) -> str:
         """Return the text of one of ATTRIBUTES; "" if there is none."""
@@ -221,29 +218,32 @@ class CompiledProgram:
     def trips(self, where: str, x: Instruction) -> int | None:
         """Return the iterations of a loop; None if they are not known.
 
-        XLA does not state the number of a loop of which it has peeled some off: then a counter,
-        which begins at a constant, runs to another.
+        XLA does not state the number of a loop of which it has peeled some off: then the condition
+        reads a counter alone, which runs from a constant to another.
         """
         if stated := x.find("trips"):
             return int(stated)
         condition = self.computations[x.find("condition")].values()
         operations = [z for y in condition for z in (y, *self.inner(y))]
+        read = [y for y in operations if y.opcode == "get-tuple-element"]
         ends = [y for y in operations if y.opcode == "constant"]
         is_counted = any("direction=LT" in y.attributes for y in operations)
-        if len(ends) != 1 or not is_counted:
-            return None
         around = self.computations[where]
-        first = around[x.operands[0]]
-        while first.opcode in ("tuple", "copy"):
-            first = around[first.operands[0]]
-        if first.opcode != "constant" or not first.shape.startswith(("s", "u")):
+        start = around.get(x.operands[0])
+        if not (is_counted and len(read) == len(ends) == 1 and start and start.opcode == "tuple"):
             return None
-        return int(ends[0].arguments) - int(first.arguments)
+        first = around[start.operands[int(read[0].find("index"))]]
+        while first.opcode == "copy":
+            first = around[first.operands[0]]
+        bounds = first, ends[0]
+        if not all(y.opcode == "constant" and y.shape.startswith(("s", "u")) for y in bounds):
+            return None
+        return max(0, int(ends[0].arguments) - int(first.arguments))
 
     def unknown_loops(self) -> list[str]:
         """Return the loops whose iterations are not known, by their sources."""
         return [
-            x.source or x.name
+            x.find("source") or x.name
             for where, inner in self.computations.items()
             for x in inner.values()
             if x.opcode == "while" and self.trips(where, x) is None
@@ -337,10 +337,8 @@ def bits(dtype: str) -> int:
 
 def numpy_name(dtype: str) -> str:
     """Convert an XLA dtype: bf16 -> bfloat16, f8e4m3fn -> float8_e4m3fn, s32 -> int32."""
-    if dtype == "pred":
-        return "bool"
-    letters, number, variant = re.findall(r"([a-z]+)(\d+)(\w*)", dtype)[0]
-    long = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "c": "complex"}
+    letters, number, variant = re.findall(r"([a-z]+)(\d*)(\w*)", dtype)[0]
+    long = {"pred": "bool", "f": "float", "bf": "bfloat", "s": "int", "u": "uint", "c": "complex"}
     return long.get(letters, letters) + number + (variant and f"_{variant}")
 
 
