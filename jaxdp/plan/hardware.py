@@ -54,7 +54,7 @@ class Hardware(NamedTuple):
 NETWORK = 0.7  # share of a link's bandwidth that collectives reach
 OVERLAP = 0.9  # share of the shorter of computation and communication that the longer one hides
 
-TABLES = tomllib.loads(pathlib.Path(__file__).with_name("devices.toml").read_text("utf-8"))
+TABLES = tomllib.loads(pathlib.Path(__file__).with_name("devices.toml").read_text(encoding="utf-8"))
 HARDWARE = {name: Hardware(name, **fields) for name, fields in TABLES["hardware"].items()}
 
 

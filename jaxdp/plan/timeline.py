@@ -268,7 +268,7 @@ def write_page(path: str, schedules: Mapping[int, Schedule], title: str) -> None
     written."""
     plans = [{"zero": zero, **schedule._asdict()} for zero, schedule in schedules.items()]
     data = json.dumps({"title": title, "plans": plans}).replace("<", "\\u003c")
-    template = pathlib.Path(__file__).with_name("schedule.html").read_text("utf-8")
+    template = pathlib.Path(__file__).with_name("schedule.html").read_text(encoding="utf-8")
     try:
         pathlib.Path(path).write_text(template.replace("[[data]]", data), encoding="utf-8")
     except OSError as error:
