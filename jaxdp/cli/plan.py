@@ -87,7 +87,10 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
     dtype = rate(
         config.precision.compute or config.precision.params, config.precision.matmul, hardware.flops
     )
-    seconds = [predict(p, hardware, dtype) if dtype in hardware.flops else None for p in plans]
+    seconds = [
+        predict(p, hardware, dtype) if p.schedule or dtype in hardware.flops else None
+        for p in plans
+    ]
     best = recommend(plans, limit)
     tried_all = len(stages) > 1 or config.outer.replicas > 1
     enough = devices <= config.microbatches
@@ -129,9 +132,9 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
                 "peak_bytes": p.memory.peak,
                 "step_seconds": s and s["expected"],
                 "hidden_share": p.schedule and p.schedule.hidden_share,
-                "mfu": s
-                and dtype in hardware.flops
-                and p.flops / s["expected"] / hardware.flops[dtype],
+                "mfu": p.flops / s["expected"] / hardware.flops[dtype]
+                if s and dtype in hardware.flops
+                else None,
                 "needs": needs[p.zero],
                 "seconds": s,
                 "examples_per_s": s and examples / s["expected"],

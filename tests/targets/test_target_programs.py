@@ -188,6 +188,18 @@ def test_the_command_reports_the_schedule_and_draws_it(tmp_path):
     assert figures["unknown_loops"] == []
 
 
+@needs_compilers
+@pytest.mark.slow
+def test_a_schedule_has_times_without_a_peak_for_its_dtype():
+    """TPUs state no rate for float16, so that there is no share of the peak."""
+    words = ("--config", "configs/digits.yaml", "--precision.compute", "float16")
+    done = plan(*words, "--target", "v5e:2x2", "--json")
+    assert done.returncode == 0, done.stderr
+    [figures] = json.loads(done.stdout)["plans"]
+    assert figures["step_seconds"] == figures["schedule"]["seconds"] > 0
+    assert figures["mfu"] is None
+
+
 def test_without_a_compiler_a_plan_is_simulated(tmp_path):
     env = environment({"PYTHONPATH": str(ROOT), "XLA_FLAGS": None}, 1)
     words = ["plan", "--config", "configs/digits.yaml", "--target", "v5e:2x4", "--json"]
