@@ -190,7 +190,7 @@ def test_the_command_reports_the_schedule_and_draws_it(tmp_path):
 
 @needs_compilers
 @pytest.mark.slow
-def test_a_schedule_has_times_without_a_peak_for_its_dtype():
+def test_a_schedule_has_times_without_a_peak():
     """TPUs state no rate for float16, so that there is no share of the peak."""
     words = ("--config", "configs/digits.yaml", "--precision.compute", "float16")
     done = plan(*words, "--target", "v5e:2x2", "--json")

@@ -116,7 +116,7 @@ def test_an_update_lies_between_two_bounds():
         predict(plan, HW, "bfloat16")
 
 
-def test_groups_that_are_spread_unevenly_use_the_network():
+def test_groups_spread_unevenly_use_the_network():
     """The group with the fewest devices on a host has the least bandwidth."""
     uneven = Collective("all-gather", 2, 800, "float32", 4, ((0, 1, 2, 3), (5, 6, 7, 8)))
     assert seconds_sent(HW, [uneven]) == 2 * seconds("all-gather", 800, 4, 1)
