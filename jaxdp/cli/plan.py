@@ -212,8 +212,8 @@ def sent(gradients: Any, reduction: str) -> float:
 
 def figures(plans: list[Plan], seconds: list[Any], examples: int) -> list[str]:
     """Return the lines of a table with one column for each stage."""
-    kinds = sorted({kind for p in plans for kind in summarize(p.collectives)})
     totals = [summarize(p.collectives) for p in plans]
+    kinds = sorted({kind for total in totals for kind in total})
 
     def collective(t, kind):
         return f"{t[kind].count} x, {size(t[kind].bytes)}" if kind in t else "-"

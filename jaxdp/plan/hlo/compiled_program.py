@@ -83,9 +83,8 @@ def _ints(text: str) -> list[int]:
 
 
 _COMPUTATION = re.compile(r"^\s*(ENTRY )?%?([\w.-]+) (?:\(.*\) -> .*)?\{$")
-_INSTRUCTION = re.compile(
-    r"^\s*(ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z\d-]*)\((.*?)\)(,.*)?$"  # the fields of `Instruction`
-)
+# The fields of `Instruction`. Parentheses in the arguments are of layouts: no comma follows them.
+_INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z\d-]*)\((.*?)\)(,.*)?$")
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](\{[^}]*\})?")
 _CALLED = re.compile(
     r"\b(?:calls|to_apply|body|branch_computations|true_computation|false_computation|called_computations)="
