@@ -4,6 +4,8 @@ import copy
 import dataclasses
 from typing import Any, Literal
 
+from jaxdp.config.values import Epochs
+
 
 def _field(decides: str, default: Any, limits: dict[str, float]) -> Any:
     metadata = {"decides": decides, "limits": limits}
@@ -320,13 +322,14 @@ class Eval:
     """Evaluation: every example exactly once.
 
     Args:
-        every: updates between evaluations; null evaluates only at the end
+        every: updates between evaluations, or epochs, such as 1 epoch; null evaluates only at the
+            end
         data: the data to evaluate on; null means the test split of the training data, if it has one
         also: further sets by name, {NAME: {target, args}}; their metrics are NAME/loss, ...
         ema: evaluate the running average of the parameters (optimizer.ema)
     """
 
-    every: int | None = speed(None, least=1)
+    every: int | Epochs | None = speed(None, least=1)
     data: Target | None = speed(None)
     also: dict[str, Any] = speed({})
     ema: bool = speed(False)
@@ -365,7 +368,8 @@ class Checkpoint:
     """Checkpoints, in the run directory; there is always one at the end, and one on preemption.
 
     Args:
-        every: updates between two checkpoints; null saves only the last one
+        every: updates between two checkpoints, or epochs, such as 1 epoch; null saves only the last
+            one
         every_minutes: minutes between two checkpoints, in addition to `every`
         asynchronous: write while training continues; else training waits until the checkpoint is
             complete
@@ -382,7 +386,7 @@ class Checkpoint:
             run in an empty directory continues (docs/reliability.md#another-disk)
     """
 
-    every: int | None = speed(None, least=1)
+    every: int | Epochs | None = speed(None, least=1)
     every_minutes: float | None = speed(None, above=0)
     asynchronous: bool = speed(True)
     keep: int = speed(3, least=1)

@@ -14,7 +14,7 @@ import pathlib
 import re
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, NewType, Union, get_args, get_origin
 
 import yaml
 
@@ -37,6 +37,9 @@ CORE = {
 PLAIN_TYPES = (types.NoneType, bool, int, float, str, list, tuple, dict)
 # Types of the values that a config can have.
 YAML = str | numbers.Number | list | tuple | Mapping | None
+Epochs = NewType("Epochs", str)
+"""The type of a number of epochs, such as "2 epochs"."""
+
 NUMBERS = {bool: bool, int: numbers.Integral, float: numbers.Real}
 WORDS = {
     bool: "true or false",
@@ -44,6 +47,7 @@ WORDS = {
     float: "a number",
     str: "a text",
     types.NoneType: "null",
+    Epochs: "epochs (such as 2 epochs)",
 }
 PLURALS = {int: "integers", float: "numbers", str: "texts", bool: "true or false"}
 
@@ -227,6 +231,8 @@ def fits(value: Any, hint: Any) -> bool:
         return True
     if kind is Literal:
         return value in inside
+    if kind is Epochs:
+        return re.fullmatch(r"[1-9][0-9]* epochs?", f"{value}") is not None
     if kind in NUMBERS:
         return isinstance(value, NUMBERS[kind]) and isinstance(value, bool) == (kind is bool)
     if kind in (str, types.NoneType):

@@ -47,7 +47,7 @@ from jaxdp.run.components import (
     spared,
     state_maker,
 )
-from jaxdp.run.datasets import Source, eval_key, facts_of, make_order, shapes_of
+from jaxdp.run.datasets import Source, eval_key, facts_of, in_updates, make_order, shapes_of
 from jaxdp.run.preflight import check_examples, check_optimizer, rehearse
 from jaxdp.run.programs import Digest, check_same, digest, lines
 from jaxdp.run.rundir import versions
@@ -131,9 +131,10 @@ def make_run(
         objects: see `make_parts`.
         prepared: the result of `prepare_on_all_ranks`, if it was called before.
     """
-    saving = config.checkpoint
     prepared = prepared or prepare_on_all_ranks(config, context, objects)
     parts = prepared.parts
+    config = in_updates(config, parts.order)
+    saving = config.checkpoint
     devices = choose_devices(config, context)
     step = step_of(config, parts, len(devices))
 
@@ -177,8 +178,8 @@ def make_run(
         if len(parts.dataset) < UNKNOWN
         else 1,  # it may end within a call
         log_every=config.log.every,
-        eval_every=config.eval.every,
-        save_every=saving.every,
+        eval_every=cast(int | None, config.eval.every),
+        save_every=cast(int | None, saving.every),
         asynchronous=saving.asynchronous,
         max_rollbacks=spike.max_rollbacks,
         rollback_every=rollback_every,

@@ -183,6 +183,25 @@ def make_order(
     return sequential_order(config, dataset, shuffle)
 
 
+def in_updates(config: Config, order: ExampleOrder) -> Config:
+    """Return the config with updates in the place of epochs in `eval.every` and `checkpoint.every`.
+
+    order: that of the training data. Raises UsageError for a stream of unknown length."""
+    for name in ("eval", "checkpoint"):
+        section = getattr(config, name)
+        if isinstance(section.every, str):
+            if order.size >= UNKNOWN:
+                raise UsageError(
+                    f"{name}.every: {section.every}, but the stream's length is unknown; give a number of updates, "
+                    "such as 1000, or set data.args.size",
+                    rank=0,
+                )
+            updates = int(section.every.split()[0]) * order.steps_per_epoch
+            changed = dataclasses.replace(section, every=updates)
+            config = dataclasses.replace(config, **{name: changed})
+    return config
+
+
 def sequential_order(config: Config, dataset: Dataset, shuffle: bool) -> Streams:
     """Return the order in which rows continue from batch to batch. shuffle: it is for training."""
     if len(dataset) >= UNKNOWN or (shuffle and hasattr(dataset, "example_order")):

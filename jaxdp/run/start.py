@@ -47,6 +47,7 @@ from jaxdp.run import model_summary, rundir
 from jaxdp.run.build import Prepared, on_all_ranks
 from jaxdp.run.callbacks import EarlyStopping
 from jaxdp.run.components import Objects, describe_groups, schedule_of
+from jaxdp.run.datasets import in_updates
 from jaxdp.run.driver import Training
 from jaxdp.run.preflight import data_warnings, state_of_one, sums_of_one
 from jaxdp.split import leaves_by_path
@@ -291,7 +292,8 @@ def compared(
 
         on_all_ranks(context, check)
     changed = context.of_root("contents", lambda: compare_contents(saved, checkpoints.facts, start))
-    old, new = as_saved(saved["config"] | saved.get("evaluated_with", {}), config)
+    now = in_updates(config, run.data.train.order)
+    old, new = as_saved(saved["config"] | saved.get("evaluated_with", {}), now)
     if changed or old["eval"] != new["eval"] or old["callbacks"] != new["callbacks"]:
         # the callback that stopped it may be gone
         saved |= {"stopped": None, "evaluated": False, "changed": True}
