@@ -60,7 +60,16 @@ VERBS = {
             f"jaxdp train {DIGITS}",
             f"jaxdp train {DIGITS} --optimizer.lr 3e-4 --parallel.backend pjit",
             f"mpirun -np 2 jaxdp train {DIGITS}",
+            f"jaxdp train {DIGITS} --check",
         ),
+        {
+            "check": Option(
+                bool,
+                False,
+                "before a run, try all that it does in a temporary directory: two updates, evaluation, "
+                "checkpoint, restore, and one batch, whose loss must fall",
+            )
+        },
         featured=3,
     ),
     "sweep": Verb(
