@@ -4,11 +4,9 @@ import pathlib
 
 from jaxdp.checkpoint.store import choose_step
 from jaxdp.cli import Call
-from jaxdp.config import Config
 from jaxdp.errors import RunFailed, UsageError
 from jaxdp.metrics.console import Console
 from jaxdp.parallel.placement import open_collectives
-from jaxdp.process.context import Context
 from jaxdp.run import rundir
 from jaxdp.run.build import make_run, restore
 from jaxdp.run.components import NOTHING
@@ -23,35 +21,31 @@ def run(call: Call) -> None:
 
     Raises UsageError without the checkpoint or evaluation data, and RunFailed if a loss is not
     finite."""
-    config, context = call.config, call.context
+    config, context, wanted = call.config, call.context, call.options["step"]
     directory = rundir.directory_of(config, call.path).absolute()
     is_saved = (
         call.path is not None and pathlib.Path(call.path).absolute() == directory / "config.yaml"
     )
     with rundir.inside(rundir.folder(directory) if is_saved else None):
-        evaluate_step(config, directory, context, call.options["step"])
-
-
-def evaluate_step(
-    config: Config, directory: pathlib.Path, context: Context, wanted: str | None
-) -> None:
-    """Evaluate a checkpoint; None: the last one."""
-    use_compilation_cache(config, context)
-    prepared = make_run(config, directory, context)
-    only = context.of_root("step", lambda: wanted and choose_step(directory, wanted))
-    step, _ = resume_step(prepared, config, context, NOTHING, tidy=False, only=only)
-    if not step:
-        raise UsageError(
-            f"run_dir: no checkpoint in {str(directory)!r}; train first, or name another"
-            if only is None
-            else f"--step: no undamaged checkpoint {only} in {str(directory)!r}; name another",
-            rank=0,
-        )
-    if not prepared.data.eval:
-        raise UsageError("eval.data: the data has no test split; name what to evaluate on", rank=0)
-    open_collectives(context)
-    record = evaluate(prepared, prepared.strategy.compile(prepared.step), restore(prepared, step))
-    if context.is_root:
-        Console(step, panel=False).write({"step": step, "split": "eval", **record})
-    if (problem := not_finite(prepared, record)) is not None:
-        raise RunFailed(problem[0], rank=0)
+        use_compilation_cache(config, context)
+        prepared = make_run(config, directory, context)
+        only = context.of_root("step", lambda: wanted and choose_step(directory, wanted))
+        step, _ = resume_step(prepared, config, context, NOTHING, tidy=False, only=only)
+        if not step:
+            raise UsageError(
+                f"run_dir: no checkpoint in {str(directory)!r}; train first, or name another"
+                if only is None
+                else f"--step: no undamaged checkpoint {only} in {str(directory)!r}; name another",
+                rank=0,
+            )
+        if not prepared.data.eval:
+            raise UsageError(
+                "eval.data: the data has no test split; name what to evaluate on", rank=0
+            )
+        open_collectives(context)
+        state = restore(prepared, step)
+        record = evaluate(prepared, prepared.strategy.compile(prepared.step), state)
+        if context.is_root:
+            Console(step, panel=False).write({"step": step, "split": "eval", **record})
+        if (problem := not_finite(prepared, record)) is not None:
+            raise RunFailed(problem[0], rank=0)

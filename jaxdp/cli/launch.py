@@ -93,9 +93,6 @@ def run(call: Call) -> None:
         "JAXDP_LOCAL_SIZE": str(count),
         "JAXDP_SECRET": os.environ.get("JAXDP_SECRET") or secrets.token_hex(32),
     }
-    ranks = [
-        {"JAXDP_PROCESS_ID": str(rank), "JAXDP_LOCAL_RANK": str(rank)} for rank in range(count)
-    ]
     processes = list[Process]()
     asked = list[int]()
 
@@ -116,11 +113,12 @@ def run(call: Call) -> None:
     try:
         with tempfile.NamedTemporaryFile() as losses:
             environment["JAXDP_LOSSES"] = losses.name
-            for rank in ranks:
-                count = len(asked)
+            for rank in map(str, range(count)):
+                own = environment | {"JAXDP_PROCESS_ID": rank, "JAXDP_LOCAL_RANK": rank}
+                before = len(asked)
                 if not {*asked} - {signal.SIGUSR2}:
-                    processes.append(Process(command, environment | rank, call.options["restart"]))
-                    for number in asked[count:]:  # that came while it was started
+                    processes.append(Process(command, own, call.options["restart"]))
+                    for number in asked[before:]:  # that came while it was started
                         send(processes[-1], number)
             code = wait(processes, losses)
             # A script that has not called jaxdp yet ends by the signal itself.

@@ -108,7 +108,9 @@ def parse(argv: Sequence[str], verb: str) -> tuple[dict[str, Any], Pairs]:
     for word in remaining:
         name, equals, text = word.removeprefix("--").partition("=")
         if not word.startswith("--"):
-            raise UsageError(without_option(word))
+            is_file = word.endswith((".yaml", ".yml"))
+            meant = "config" if is_file else "run_dir" if os.path.isdir(word) else "KEY"
+            raise UsageError(f"command line: {word!r} belongs to no option; write --{meant} {word}")
         if not row.has_config:
             hint = suggest(name, row.options, otherwise=f"known: {', '.join(row.options)}")
             raise UsageError(f"command line: unknown option {name!r}; {hint}")
@@ -123,8 +125,7 @@ def make_parser(verb: str) -> Parser:
     """Return the parser of a verb's options and positional arguments."""
     row = VERBS[verb]
     parser = Parser(prog=f"jaxdp {verb}", allow_abbrev=False, add_help=False)
-    text = "show this help message and exit"
-    parser.add_argument("-h", "--help", action="store_true", help=text)
+    parser.add_argument("-h", "--help", action="store_true", help="show this help message and exit")
     if row.has_config:
         parser.add_argument(
             "--config",
@@ -134,8 +135,11 @@ def make_parser(verb: str) -> Parser:
             help="the YAML file of the run; of several, a later one overrides",
         )
     if row.where in ("job", "alone"):
-        text = "print the config with all its keys, and exit"
-        parser.add_argument("--print_config", action="store_true", help=text)
+        parser.add_argument(
+            "--print_config",
+            action="store_true",
+            help="print the config with all its keys, and exit",
+        )
     for name, option in row.options.items():
         if option.kind is bool:
             parser.add_argument(f"--{name}", action="store_true", help=option.text)
@@ -216,8 +220,9 @@ def read_option(option: Option, text: str) -> Any:
         raise argparse.ArgumentTypeError(f"{text!r} is not {texts.WORDS[option.kind]}")
     value = option.kind(value)
     if option.least is not None and value < option.least:
-        message = f"{value} is too small; it must be at least {option.least}"
-        raise argparse.ArgumentTypeError(message)
+        raise argparse.ArgumentTypeError(
+            f"{value} is too small; it must be at least {option.least}"
+        )
     return value
 
 
@@ -244,21 +249,15 @@ def read_value(key: str, text: str) -> Any:
     raise UsageError(f"{key}: {text!r} is not {expected(key)}")
 
 
-def without_option(arg: str) -> str:
-    """Return the error message for an argument without an option, with a correction."""
-    name = (
-        "config" if arg.endswith((".yaml", ".yml")) else "run_dir" if os.path.isdir(arg) else "KEY"
-    )
-    return f"command line: {arg!r} belongs to no option; write --{name} {arg}"
-
-
 def with_saved_config(pairs: Pairs, directory: str | None) -> tuple[list[str], Pairs]:
     """Return the config file of a run directory, and the keys of `eval`; their paths are absolute if
     it evaluates in another working directory. Raises UsageError if there is none."""
     saved = saved_config(directory)
     if rundir.folder(pathlib.Path(saved).parent) not in (None, os.getcwd()):
+        # Of the arguments of targets: those that name a file or a folder.
         pairs = [
-            (name, os.path.abspath(text) if is_path(name, text) else text) for name, text in pairs
+            (name, os.path.abspath(text) if ".args." in name and os.path.exists(text) else text)
+            for name, text in pairs
         ]
     return [saved], pairs
 
@@ -273,11 +272,6 @@ def saved_config(directory: str | None) -> str:
             f"run_dir: no run in {directory!r}; give the directory of a run, such as runs/digits"
         )
     return str(saved)
-
-
-def is_path(name: str, text: str) -> bool:
-    """Return whether the text of an argument of a target names a file or a folder."""
-    return ".args." in name and os.path.exists(text)
 
 
 def read_config(path: str) -> dict[str, Any]:

@@ -3,18 +3,16 @@ tokenizer.
 """
 
 import math
-import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.checkpoint import manifest
 from jaxdp.checkpoint.published import check_unchanged
 from jaxdp.checkpoint.store import choose_step
-from jaxdp.checkpoint.weights import MODEL_STATE, Weights, filled, from_checkpoint, on_host
+from jaxdp.checkpoint.weights import MODEL_STATE, filled, from_checkpoint, on_host
 from jaxdp.cli import Call
 from jaxdp.cli.export import run_directory
 from jaxdp.config.parsing import from_mapping
@@ -48,55 +46,49 @@ def sample(options: dict[str, Any]) -> str:
         )
     checkpoint = directory / "checkpoints" / str(choose_step(directory, options["step"]))
     weights = from_checkpoint(checkpoint, options["ema"], "--run_dir", "--ema")
-    meta = manifest.read(checkpoint)["meta"]
-    with rundir.inside(meta.get("folder")):
-        return sample_from(weights, meta, directory, checkpoint, options)
-
-
-def sample_from(
-    weights: Weights,
-    meta: Mapping[str, Any],
-    directory: pathlib.Path,
-    checkpoint: pathlib.Path,
-    options: Mapping[str, Any],
-) -> str:
-    """Build the model with the weights of a checkpoint, and generate. Raises UsageError."""
-    temperature = options["temperature"]
+    meta = weights.meta
     data = meta.get("data") or {}
     if not data.get("tokenizer"):
         raise UsageError(
             f"--run_dir: {str(directory)!r} was not trained on text with a tokenizer; name another"
         )
-    config = from_mapping(meta["config"], str(checkpoint))
-    set_jax(config, sums=False)
-    tokenizer = from_spec(data["tokenizer"])
-    try:
-        prompt = tokenizer.encode(options["prompt"])
-    except UsageError as error:
-        reason = str(error).removeprefix("data.args.tokenizer: ").split("; ")[0]
-        raise UsageError(
-            f"--prompt: {reason}, which the run was trained on; leave it out"
-        ) from None
-    if not len(prompt):
-        raise UsageError("--prompt: '' has no tokens; give at least one character")
-    model = make_model(config, locate("model", config.model.target, MODELS), data)
-    check_unchanged(meta)
-    context = data["input_shape"][0]
-    example = {"inputs": np.zeros((1, context), np.int32), "mask": np.ones(1, bool)}
-    params, state = jax.eval_shape(model.init, jax.random.key(0), example)
-    state, carry = split_carry(state)
-    arrays = on_host(weights)
-
-    place = str(checkpoint)
-    params = cast_floats(filled(params, arrays, place), config.precision.compute)
-    state = filled(state, arrays, place, MODEL_STATE)
-    if carry is not None:
-        state = {**state, CARRY: jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), carry)}
-    draw = drawing(temperature, options["top_k"])
-    tokens = generate(
-        model, params, state, prompt.tolist(), options["tokens"], context, draw, options["seed"]
-    )
-    return tokenizer.decode([*prompt.tolist(), *tokens])
+    with rundir.inside(meta.get("folder")):
+        place = str(checkpoint)
+        config = from_mapping(meta["config"], place)
+        set_jax(config, sums=False)
+        tokenizer = from_spec(data["tokenizer"])
+        try:
+            prompt = tokenizer.encode(options["prompt"])
+        except UsageError as error:
+            reason = str(error).removeprefix("data.args.tokenizer: ").split("; ")[0]
+            raise UsageError(
+                f"--prompt: {reason}, which the run was trained on; leave it out"
+            ) from None
+        if not len(prompt):
+            raise UsageError("--prompt: '' has no tokens; give at least one character")
+        model = make_model(config, locate("model", config.model.target, MODELS), data)
+        check_unchanged(meta)
+        context = data["input_shape"][0]
+        example = {"inputs": np.zeros((1, context), np.int32), "mask": np.ones(1, bool)}
+        params, state = jax.eval_shape(model.init, jax.random.key(0), example)
+        state, carry = split_carry(state)
+        arrays = on_host(weights)
+        params = cast_floats(filled(params, arrays, place), config.precision.compute)
+        state = filled(state, arrays, place, MODEL_STATE)
+        if carry is not None:
+            state = {**state, CARRY: jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), carry)}
+        ids = prompt.tolist()
+        tokens = generate(
+            model,
+            params,
+            state,
+            ids,
+            options["tokens"],
+            context,
+            drawing(temperature, options["top_k"]),
+            options["seed"],
+        )
+        return tokenizer.decode([*ids, *tokens])
 
 
 def generate(

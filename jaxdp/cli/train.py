@@ -3,14 +3,13 @@
 from jaxdp.cli import Call
 from jaxdp.extras import door
 from jaxdp.run import rundir
-from jaxdp.run.driver import Continuation
 from jaxdp.run.training_job import train, train_in
 
 
 def run(call: Call) -> None:
-    config, context = call.config, call.context
+    """Train, or with --check try in a temporary directory what that does."""
     if call.options["check"]:
-        check = door("check", "--check")(config)
-        check.around(train_in, rundir.directory_of(config, call.path))(context, Continuation())
+        directory = rundir.directory_of(call.config, call.path)
+        door("check", "--check")(call.config).around(train_in, directory)(call.context, None)
     else:
-        train(config, call.path, context)
+        train(call.config, call.path, call.context)

@@ -293,8 +293,16 @@ def check(config: Config) -> None:
             raise UsageError(
                 f"{key}.target: missing; name a built-in or a dotted path, e.g. {key}: {{target: ...}}"
             )
-    if config.compilation_cache not in (None, "auto"):
-        check_cache(str(config.compilation_cache))
+    if (cache := config.compilation_cache) is not None:
+        if cache.lower() in ("", "off", "no", "none", "false"):
+            raise UsageError(
+                f"compilation_cache: {cache!r} is not a folder; null disables the cache"
+            )
+        if "://" in cache:
+            raise UsageError(
+                f"compilation_cache: {cache!r} is not a folder; for a store that JAX itself writes "
+                "to, set JAX_COMPILATION_CACHE_DIR"
+            )
     opt = config.optimizer
     parallel = config.parallel
     check_patterns(config, "optimizer", "no_decay", "frozen", "lr_scale")
@@ -348,17 +356,6 @@ def check(config: Config) -> None:
         )
     for extra in extras_of(config):
         extra.check()
-
-
-def check_cache(folder: str) -> None:
-    """Raise `UsageError` for a `compilation_cache` that is no folder."""
-    if folder.lower() in ("", "off", "no", "none", "false"):
-        raise UsageError(f"compilation_cache: {folder!r} is not a folder; null disables the cache")
-    if "://" in folder:
-        raise UsageError(
-            f"compilation_cache: {folder!r} is not a folder; for a store that JAX itself writes to, "
-            "set JAX_COMPILATION_CACHE_DIR"
-        )
 
 
 def check_limits(key: str, value: Any, limits: Mapping[str, float]) -> None:

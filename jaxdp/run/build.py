@@ -131,10 +131,9 @@ def make_run(
         objects: see `make_parts`.
         prepared: the result of `prepare_on_all_ranks`, if it was called before.
     """
+    saving = config.checkpoint
     prepared = prepared or prepare_on_all_ranks(config, context, objects)
     parts = prepared.parts
-    config = in_updates(config, parts.order)
-    saving = config.checkpoint
     devices = choose_devices(config, context)
     step = step_of(config, parts, len(devices))
 
@@ -178,8 +177,8 @@ def make_run(
         if len(parts.dataset) < UNKNOWN
         else 1,  # it may end within a call
         log_every=config.log.every,
-        eval_every=cast(int | None, config.eval.every),
-        save_every=cast(int | None, saving.every),
+        eval_every=in_updates("eval.every", config.eval.every, parts.order),
+        save_every=in_updates("checkpoint.every", saving.every, parts.order),
         asynchronous=saving.asynchronous,
         max_rollbacks=spike.max_rollbacks,
         rollback_every=rollback_every,

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxdp.config import Config
 from jaxdp.config.training import Target
+from jaxdp.config.values import Epochs
 from jaxdp.data import SOURCES
 from jaxdp.data.check import Finding, check_dataset
 from jaxdp.data.dataset import (
@@ -166,44 +167,21 @@ def shapes_of_model(forward: Forward, dataset: Dataset, size: int) -> tuple[Any,
         inputs = first_microbatch(example, size, forward.transform)
         return forward.model.init(jax.random.key(forward.seed), forward.policy.inputs(inputs))
 
-    params, model_state = jax.eval_shape(init)
-    return params, model_state
+    return jax.eval_shape(init)
 
 
 def make_order(
     config: Config, dataset: Dataset, sequential: bool, shuffle: bool = True
 ) -> ExampleOrder:
-    """Return the order: which examples each microbatch of each step contains."""
+    """Return the order: which examples each microbatch of each step contains.
+
+    sequential: rows continue from batch to batch. shuffle: it is for training."""
     if len(dataset) >= UNKNOWN and config.epochs is not None:
         raise UsageError(
             f"epochs: {config.epochs}, but the stream's length is unknown; set steps, or data.args.size"
         )
     if not sequential:
         return order_of(dataset, config.batch_size, config.microbatches, config.seed, shuffle)
-    return sequential_order(config, dataset, shuffle)
-
-
-def in_updates(config: Config, order: ExampleOrder) -> Config:
-    """Return the config with updates in the place of epochs in `eval.every` and `checkpoint.every`.
-
-    order: that of the training data. Raises UsageError for a stream of unknown length."""
-    for name in ("eval", "checkpoint"):
-        section = getattr(config, name)
-        if isinstance(section.every, str):
-            if order.size >= UNKNOWN:
-                raise UsageError(
-                    f"{name}.every: {section.every}, but the stream's length is unknown; give a number of updates, "
-                    "such as 1000, or set data.args.size",
-                    rank=0,
-                )
-            updates = int(section.every.split()[0]) * order.steps_per_epoch
-            changed = dataclasses.replace(section, every=updates)
-            config = dataclasses.replace(config, **{name: changed})
-    return config
-
-
-def sequential_order(config: Config, dataset: Dataset, shuffle: bool) -> Streams:
-    """Return the order in which rows continue from batch to batch. shuffle: it is for training."""
     if len(dataset) >= UNKNOWN or (shuffle and hasattr(dataset, "example_order")):
         raise UsageError(
             f"data.order: {config.data.target} defines its own order, not the sequential one that the model's "
@@ -216,6 +194,21 @@ def sequential_order(config: Config, dataset: Dataset, shuffle: bool) -> Streams
             f"data.args.stride: {dataset.stride}: windows do not follow one another in the text; {fix}"
         )
     return Streams(len(dataset), config.batch_size, config.microbatches)
+
+
+def in_updates(key: str, every: int | Epochs | None, order: ExampleOrder) -> int | None:
+    """Return the value of a key, such as `eval.every`, in updates. order: of the training data.
+
+    Raises UsageError for epochs of a stream of unknown length."""
+    if not isinstance(every, str):
+        return every
+    if order.size >= UNKNOWN:
+        raise UsageError(
+            f"{key}: {every}, but the stream's length is unknown; give a number of updates, such as 1000, or set "
+            "data.args.size",
+            rank=0,
+        )
+    return int(every.split()[0]) * order.steps_per_epoch
 
 
 def shapes_of(dataset: Dataset) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
@@ -346,21 +339,18 @@ class Batches:
                 last = str(numbers)
         except StreamEnded as error:
             self.ended = str(error)
-            self._agree(last)
-
-    def _agree(self, last: str) -> None:
-        timeout = protocol.default_timeout(None)
-        try:
-            every = self.context.exchange("the end of the stream", last, timeout)
-        except GenerationEnded:
-            raise
-        except DistributedError as missing:
-            every = [missing.texts.get(rank, "") for rank in range(self.context.size)]
-        if others := [str(rank) for rank, text in enumerate(every) if text != last]:
-            raise UsageError(
-                f"{self.ended}, but continues on rank {', '.join(others)}; let the source yield the "
-                "same examples on every rank"
-            ) from None
+            timeout = protocol.default_timeout(None)
+            try:
+                every = self.context.exchange("the end of the stream", last, timeout)
+            except GenerationEnded:
+                raise
+            except DistributedError as missing:
+                every = [missing.texts.get(rank, "") for rank in range(self.context.size)]
+            if others := [str(rank) for rank, text in enumerate(every) if text != last]:
+                raise UsageError(
+                    f"{self.ended}, but continues on rank {', '.join(others)}; let the source yield "
+                    "the same examples on every rank"
+                ) from None
 
 
 def loss_of(name: str) -> str:

@@ -306,7 +306,16 @@ class Training(Host):
         if split is not None:
             log.writer.write({"step": step, "split": split, **metrics})
         if not all(map(math.isfinite, metrics.values())):
-            self._report_not_finite(metrics)
+            with self.watch.suspend_timeout("examines the evaluation data"):
+                problem = not_finite(run, metrics)
+            if problem is not None:
+                text = f"evaluation after update {step}: {problem[0]}"
+                if problem[1]:
+                    self.save()  # without this evaluation, which the next start repeats
+                    self.wait_for_checkpoint()
+                    text += f"; step {step} is saved: run the same command to resume"
+                    raise RunFailed(text, rank=0)
+                log.writer.say(f"warning: {text}")
         best = run.checkpoints.best
         rated = {k: value for k, value in metrics.items() if math.isfinite(value)}
         before = progress.evaluation or {best}
@@ -349,21 +358,6 @@ class Training(Host):
                 f"training ends after update {step} of {run.options.steps}: {reason}"
             )
             run.log.events.note("stopped_early", step, reason=reason)
-
-    def _report_not_finite(self, metrics: Record) -> None:
-        """Report a loss that is not finite. Raises RunFailed, after saving the state, if this is
-        because of the examples."""
-        run, step = self.run, self.progress.step
-        with self.watch.suspend_timeout("examines the evaluation data"):
-            problem = not_finite(run, metrics)
-        if problem is not None:
-            text = f"evaluation after update {step}: {problem[0]}"
-            if problem[1]:
-                self.save()  # without this evaluation, which the next start repeats
-                self.wait_for_checkpoint()
-                text += f"; step {step} is saved: run the same command to resume"
-                raise RunFailed(text, rank=0)
-            run.log.writer.say(f"warning: {text}")
 
     def finish(self) -> Record:
         """Save and evaluate; return the final record: the evaluation (or the last batch's loss) and

@@ -292,8 +292,10 @@ def compared(
 
         on_all_ranks(context, check)
     changed = context.of_root("contents", lambda: compare_contents(saved, checkpoints.facts, start))
-    now = in_updates(config, run.data.train.order)
-    old, new = as_saved(saved["config"] | saved.get("evaluated_with", {}), now)
+    old, new = as_saved(saved["config"] | saved.get("evaluated_with", {}), config)
+    for tree in (old, new):
+        section = tree["eval"]
+        section["every"] = in_updates("eval.every", section["every"], run.data.train.order)
     if changed or old["eval"] != new["eval"] or old["callbacks"] != new["callbacks"]:
         # the callback that stopped it may be gone
         saved |= {"stopped": None, "evaluated": False, "changed": True}
