@@ -27,18 +27,17 @@ from jaxdp.metrics import safe_print
 from jaxdp.metrics.jsonl import read
 from jaxdp.process import signals
 from jaxdp.process.context import Context
-from jaxdp.run.build import make_run, prepare_on_all_ranks
+from jaxdp.run.build import make_run, prepare_on_all_ranks, restore
 from jaxdp.run.components import NOTHING
 from jaxdp.run.driver import Continuation
 from jaxdp.run.start import advice
 from jaxdp.targets import targets_in
 from jaxdp.train.run import Progress, Run
-from jaxdp.train.state import TrainState
 
 UPDATES = 2
 PARTS = ("config", "data", "update", "evaluation", "checkpoint", "writers", "restore", "one batch")
 OFFLINE = {"WandB": {"mode": "offline"}}  # arguments of writers that would send something
-SECONDS = 10.0  # of updates with one batch, after the first
+SECONDS, MOST = 10.0, 1000  # of updates with one batch; the first one is not timed
 HALF = 0.5  # of the first loss: no more updates are needed
 FALL = 0.1  # of the first loss: the least that it must fall
 FEW = 20  # after fewer updates, it need not have fallen
@@ -61,6 +60,7 @@ def check_run(
     train: see `jaxdp.run.training_job.train_in`. Raises what a run raises, and RunFailed if a writer
     fails, an update after a restore has other bits, or the loss of one batch does not fall.
     """
+    signals.has_started()  # a signal raises Stopped, and does not end this process at once
     parent = next(path for path in directory.parents if path.exists())
     problem = f"run_dir: cannot write in {str(parent)!r}; choose another with --run_dir"
     context.agree(None if os.access(parent, os.W_OK | os.X_OK) else problem)
@@ -71,7 +71,6 @@ def check_run(
         shutil.rmtree(folder, ignore_errors=True)
 
     on_fault(remove)  # of another process, which ends this one
-    signals.has_started()  # a signal raises Stopped, and does not end this process at once
     say = safe_print.say if context.is_root else str
     results = try_parts(config, folder, train, context)
     try:
@@ -105,10 +104,11 @@ def try_parts(
 
     def fit():
         with contextlib.redirect_stdout(io.StringIO()):
-            return train(folder, config, NOTHING, True, False, context, trained)
+            record, state = train(folder, config, NOTHING, True, False, context, trained)
+        return record, params_sha256(state)
 
     try:
-        record, state = fit()
+        record, expected = fit()
     except Exception:
         events = {event["kind"] for event in read(folder / "events.jsonl")}
         for kind in ("saving", "save_failed"):  # after the update; after the evaluation
@@ -127,17 +127,17 @@ def try_parts(
     context.barrier("updated")
     # On each host, which may have a directory of its own.
     shutil.rmtree(folder / "checkpoints" / f"{step}", ignore_errors=True)
-    again = fit()[1]
-    digest, expected = (params_sha256(x)[:16] for x in (again, state))
+    _, digest = fit()
     if digest != expected:
         raise RunFailed(
-            f"update {step} after a restore has other bits ({digest}) than without one ({expected}): the model, the "
-            "data or a callback depends on something that no checkpoint has; on a GPU, set "
+            f"update {step} after a restore has other bits ({digest[:16]}) than without one ({expected[:16]}): the "
+            "model, the data or a callback depends on something that no checkpoint has; on a GPU, set "
             "XLA_FLAGS=--xla_gpu_deterministic_ops=true, so that sums have one order",
             rank=0,
         )
     yield f"update {step} has the same bits after it"
-    yield overfit(make_run(config, folder, context, NOTHING, trained.prepared), again, context)
+    run = make_run(config, folder, context, NOTHING, trained.prepared)
+    yield overfit(run, step, context)
 
 
 def with_two_updates(config: Config) -> Config:
@@ -163,19 +163,19 @@ class Trained(Continuation):
         self.writer = run.log.writer
 
 
-def overfit(run: Run, state: TrainState, context: Context) -> str:
-    """Make updates with the first batch, and return how its loss falls. Raises RunFailed if it does
-    not.
+def overfit(run: Run, step: int, context: Context) -> str:
+    """Make updates of a checkpoint's state with the first batch; return how its loss falls. Raises
+    RunFailed if it does not.
     """
     program = run.strategy.compile(run.step)
-    state = run.strategy.adopt(state)
+    state = restore(run, step)
     with run.data.train.batches(0, 1, run.strategy) as batches:
         [(_, batch)] = batches
     losses = list[float]()
     fall, ends = 0.0, math.inf
 
     def has_time():
-        return time.monotonic() < ends
+        return time.monotonic() < ends and len(losses) < MOST
 
     while fall < HALF and context.of_root("one batch", has_time):
         state, metrics = program.update(state, batch)

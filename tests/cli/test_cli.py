@@ -1,5 +1,6 @@
 """The command as people use it: training, resuming, refusing, alone and under mpirun."""
 
+import itertools
 import json
 import os
 import pathlib
@@ -419,6 +420,36 @@ def test_the_best_checkpoint_by_a_known_metric_is_kept(tmp_path):
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == sorted(
         {str(best), "30"}
     )
+
+
+def test_epochs_are_that_many_updates(tmp_path):
+    """1,437 examples in batches of 500, computed in parts, are three updates."""
+    argv = ["train", "--config", write(tmp_path, SMALL), "--run_dir", tmp_path / "run"]
+    argv += ["--steps", 7, "--batch_size", 500, "--parallel.accumulate", "scan"]
+    epochs = ["--eval.every", "1 epoch", "--checkpoint.every", "2 epochs"]
+    ended(*argv, *epochs, "--optimizer.schedule_steps", 7)
+    assert [r["step"] for r in records(tmp_path / "run", "eval")] == [3, 6]
+    assert {x.name for x in (tmp_path / "run" / "checkpoints").iterdir()} == {"6", "7"}
+    assert "every: 1 epoch" in (tmp_path / "run" / "config.yaml").read_text()
+    # A resume compares the numbers of updates: nothing is evaluated again.
+    argv += ["--optimizer.schedule_steps", 7, "--eval.every"]
+    assert "nothing to do" in ended(*argv, "3").output
+    assert "nothing to do" not in ended(*argv, "2 epochs").output
+
+
+def endless():
+    return ({"inputs": np.float32([i % 2]), "labels": np.int32(i % 2)} for i in itertools.count())
+
+
+def test_a_stream_has_no_epochs(tmp_path):
+    source = f"{{source: {__name__}.endless}}"
+    text = f"model: {{target: MLP, args: {{num_classes: 2}}}}\ndata: {{target: Stream, args: {source}}}\nsteps: 9"
+    argv = ["train", "--config", write(tmp_path, text), "--run_dir", tmp_path / "run"]
+    for key in ("eval.every", "checkpoint.every"):
+        done = ended(*argv, f"--{key}", "2 epochs", code=2)
+        expected = f"jaxdp: {key}: 2 epochs, but the stream's length is unknown; give a number of"
+        assert done.stderr.startswith(expected) and done.stderr.count("\n") == 1
+        assert not (tmp_path / "run").exists()
 
 
 def with_named_sets(tmp_path):

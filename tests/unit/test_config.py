@@ -113,6 +113,12 @@ def test_the_command_overrides_files_in_any_order(tmp_path):
         ),
         (["--epochs", "many"], ["epochs: 'many' is not a number or null"]),
         (["--log.every", "1.5"], ["log.every: '1.5' is not an integer"]),
+        (
+            ["--eval.every", "0 epochs"],
+            ["eval.every: '0 epochs' is not an integer or epochs (such as 2 epochs) or null"],
+        ),
+        (["--checkpoint.every", "1.5 epochs"], ["checkpoint.every: '1.5 epochs' is not an int"]),
+        (["--log.every", "1 epoch"], ["log.every: '1 epoch' is not an integer"]),
         (["--optimizer.lr", ".nan"], ["optimizer.lr: nan is not a finite number"]),
         (["--optimizer.lr", "1e999"], ["optimizer.lr: inf is not a finite number"]),
         (
