@@ -15,6 +15,7 @@ import jaxdp
 from jaxdp import cli
 from jaxdp.config import Config
 from jaxdp.config.validation import decides, inner
+from jaxdp.config.values import Epochs
 
 # Title -> (text, names as they are imported).
 SECTIONS: dict[str, tuple[str, list[str]]] = {
@@ -215,6 +216,7 @@ KINDS = {
     int: "integer",
     float: "number",
     str: "text",
+    Epochs: "epochs",
     dict: "mapping",
     list: "list",
 }

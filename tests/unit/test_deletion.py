@@ -19,6 +19,7 @@ NEEDS = {
     "elastic": (),
     "mirror": (),
     "mpi": (),
+    "check": (),
 }
 """The extras with a door, and which others each of them imports; it goes with those."""
 REFUSED = {  # what asks for a deleted extra: what the refusal begins with
@@ -30,6 +31,7 @@ REFUSED = {  # what asks for a deleted extra: what the refusal begins with
     ("--audit.every", "2", "--parallel.reduction", "exact"): (
         "parallel.reduction: exact needs the folder jaxdp/exact"
     ),
+    ("--check",): "--check needs the folder jaxdp/check",
     ("--audit.every", "2"): "audit.every: 2 needs the folder jaxdp/audit",
 }
 # An editable install finds modules of jaxdp in the folder that it was made from, deleted ones too.

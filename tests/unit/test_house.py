@@ -27,6 +27,7 @@ NEED_CONFIG = {"run", "cli", "config", "api", "extras", "targets", "sweep", "pla
     "exact",
     "outer",
     "elastic",
+    "check",
 }
 LIMITS = json.loads(pathlib.Path(__file__).with_name("house.json").read_text())
 """Code tokens of each wing, imports from lower wings, and what a run of digits passes through. A
