@@ -67,7 +67,11 @@ def run_tokenize(options: dict[str, Any]) -> None:
         )
     if not 0 <= options["split"] < 1:
         raise UsageError(f"--split: {options['split']} is not in [0, 1); e.g. 0.01")
-    output = choose_output(options["output"])
+    if (name := options["output"]) is None:
+        raise UsageError("--output: missing; name the folder to make, e.g. --output tokens")
+    output = pathlib.Path(name).expanduser()
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UsageError(f"--output: {name!r} already exists; choose another, or remove it first")
     try:
         result = tokenize(
             inputs, output, options["tokenizer"], options["split"], options["shard_tokens"]
@@ -103,12 +107,3 @@ def check_input(name: str) -> pathlib.Path:
             f"INPUT: {name!r} ends in neither .txt nor .jsonl; rename it to what it is"
         )
     return path
-
-
-def choose_output(name: str | None) -> pathlib.Path:
-    if name is None:
-        raise UsageError("--output: missing; name the folder to make, e.g. --output tokens")
-    output = pathlib.Path(name).expanduser()
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UsageError(f"--output: {name!r} already exists; choose another, or remove it first")
-    return output

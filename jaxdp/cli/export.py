@@ -27,8 +27,23 @@ def export(options: dict[str, Any]) -> str:
     """
     layout, directory = options["layout"], run_directory(options["run_dir"])
     check_one_of("--layout", layout, LAYOUTS)
+    is_folder = layout == FOLDER
     step = choose_step(directory, options["step"])
-    output = choose_output(directory, options["output"], layout == FOLDER).absolute()
+    output = directory / (FOLDER if is_folder else "export.safetensors")
+    if options["output"]:
+        output = pathlib.Path(options["output"]).expanduser()
+    if not is_folder and output.suffix != ".safetensors":
+        raise UsageError(
+            f"--output: {str(output)!r} does not end in .safetensors; init_from would not know it"
+        )
+    is_wrong = output.is_file() if is_folder else output.is_dir()
+    if is_wrong or not output.parent.is_dir():
+        wrong, right = ("file", "folder") if is_folder else ("directory", "file")
+        problem = (
+            f"is a {wrong}" if is_wrong else f"is in {str(output.parent)!r}, which does not exist"
+        )
+        raise UsageError(f"--output: {str(output)!r} {problem}; give the path of a {right}")
+    output = output.absolute()
     checkpoint = directory / "checkpoints" / str(step)
     weights = from_checkpoint(checkpoint, options["ema"], "--run_dir", "--ema")
     arrays = on_host(weights)
@@ -43,9 +58,9 @@ def export(options: dict[str, Any]) -> str:
         **{key: json.dumps(meta[key]) for key in DESCRIBED if key in meta},
     }
     about = ""
-    file = output / "model.safetensors" if layout == FOLDER else output
+    file = output / "model.safetensors" if is_folder else output
     try:
-        if layout == FOLDER:
+        if is_folder:
             with rundir.inside(meta.get("folder")):
                 about = f"{published.write(output, arrays, meta)}\n"
         else:
@@ -70,24 +85,3 @@ def run_directory(path: str | None) -> pathlib.Path:
             "--run_dir: missing; give the directory of a run, e.g. --run_dir runs/digits"
         )
     return pathlib.Path(path).expanduser()
-
-
-def choose_output(directory: pathlib.Path, name: str | None, folder: bool) -> pathlib.Path:
-    """Return the path of the file or the folder to write. Raises UsageError if it cannot be one."""
-    output = (
-        pathlib.Path(name).expanduser()
-        if name
-        else directory / (FOLDER if folder else "export.safetensors")
-    )
-    if not folder and output.suffix != ".safetensors":
-        raise UsageError(
-            f"--output: {str(output)!r} does not end in .safetensors; init_from would not know it"
-        )
-    wrong = output.is_file() if folder else output.is_dir()
-    if wrong or not output.parent.is_dir():
-        kinds = ("file", "folder") if folder else ("directory", "file")
-        problem = (
-            f"is a {kinds[0]}" if wrong else f"is in {str(output.parent)!r}, which does not exist"
-        )
-        raise UsageError(f"--output: {str(output)!r} {problem}; give the path of a {kinds[1]}")
-    return output

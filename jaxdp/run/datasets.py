@@ -173,27 +173,14 @@ def shapes_of_model(forward: Forward, dataset: Dataset, size: int) -> tuple[Any,
 def make_order(
     config: Config, dataset: Dataset, sequential: bool, shuffle: bool = True
 ) -> ExampleOrder:
-    """Return the order: which examples each microbatch of each step contains.
-
-    sequential: rows continue from batch to batch. shuffle: it is for training."""
+    """Return the order: which examples each microbatch of each step contains."""
     if len(dataset) >= UNKNOWN and config.epochs is not None:
         raise UsageError(
             f"epochs: {config.epochs}, but the stream's length is unknown; set steps, or data.args.size"
         )
     if not sequential:
         return order_of(dataset, config.batch_size, config.microbatches, config.seed, shuffle)
-    if len(dataset) >= UNKNOWN or (shuffle and hasattr(dataset, "example_order")):
-        raise UsageError(
-            f"data.order: {config.data.target} defines its own order, not the sequential one that the model's "
-            "carried state needs; set it to shuffled, and give the examples a true 'reset' to begin at zero"
-        )
-    chosen = config.data.order is not None
-    if not chosen and isinstance(dataset, Windows) and dataset.stride != dataset.length:
-        fix = f"for a model with carried state, set it to length: {dataset.length}"
-        raise UsageError(
-            f"data.args.stride: {dataset.stride}: windows do not follow one another in the text; {fix}"
-        )
-    return Streams(len(dataset), config.batch_size, config.microbatches)
+    return sequential_order(config, dataset, shuffle)
 
 
 def in_updates(key: str, every: int | Epochs | None, order: ExampleOrder) -> int | None:
@@ -209,6 +196,22 @@ def in_updates(key: str, every: int | Epochs | None, order: ExampleOrder) -> int
             rank=0,
         )
     return int(every.split()[0]) * order.steps_per_epoch
+
+
+def sequential_order(config: Config, dataset: Dataset, shuffle: bool) -> Streams:
+    """Return the order in which rows continue from batch to batch. shuffle: it is for training."""
+    if len(dataset) >= UNKNOWN or (shuffle and hasattr(dataset, "example_order")):
+        raise UsageError(
+            f"data.order: {config.data.target} defines its own order, not the sequential one that the model's "
+            "carried state needs; set it to shuffled, and give the examples a true 'reset' to begin at zero"
+        )
+    chosen = config.data.order is not None
+    if not chosen and isinstance(dataset, Windows) and dataset.stride != dataset.length:
+        fix = f"for a model with carried state, set it to length: {dataset.length}"
+        raise UsageError(
+            f"data.args.stride: {dataset.stride}: windows do not follow one another in the text; {fix}"
+        )
+    return Streams(len(dataset), config.batch_size, config.microbatches)
 
 
 def shapes_of(dataset: Dataset) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
@@ -339,18 +342,21 @@ class Batches:
                 last = str(numbers)
         except StreamEnded as error:
             self.ended = str(error)
-            timeout = protocol.default_timeout(None)
-            try:
-                every = self.context.exchange("the end of the stream", last, timeout)
-            except GenerationEnded:
-                raise
-            except DistributedError as missing:
-                every = [missing.texts.get(rank, "") for rank in range(self.context.size)]
-            if others := [str(rank) for rank, text in enumerate(every) if text != last]:
-                raise UsageError(
-                    f"{self.ended}, but continues on rank {', '.join(others)}; let the source yield "
-                    "the same examples on every rank"
-                ) from None
+            self._agree(last)
+
+    def _agree(self, last: str) -> None:
+        timeout = protocol.default_timeout(None)
+        try:
+            every = self.context.exchange("the end of the stream", last, timeout)
+        except GenerationEnded:
+            raise
+        except DistributedError as missing:
+            every = [missing.texts.get(rank, "") for rank in range(self.context.size)]
+        if others := [str(rank) for rank, text in enumerate(every) if text != last]:
+            raise UsageError(
+                f"{self.ended}, but continues on rank {', '.join(others)}; let the source yield the "
+                "same examples on every rank"
+            ) from None
 
 
 def loss_of(name: str) -> str:
