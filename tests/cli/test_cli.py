@@ -636,7 +636,8 @@ def test_help_reads_well():
         ), verb
     keys = [key for key, hint in known_keys().items() if inner(hint) is None]
     shown = re.findall(r"^  --([\w.]+)", done.stdout, re.MULTILINE)
-    assert sorted(shown) == sorted([*keys, "config", "print_config"])  # and none that is refused
+    own = [*cli.VERBS["train"].options, "config", "print_config"]
+    assert sorted(shown) == sorted([*keys, *own])  # and none that is refused
     done = subprocess.run(
         [sys.executable, "-m", "jaxdp", "trian"],
         cwd=ROOT,
