@@ -1,6 +1,7 @@
-"""Check the parts of a run: data, updates and an evaluation do not depend on the host, padding
+"""Checks of the parts of a run: data, updates and an evaluation do not depend on the host, padding
 changes nothing, the loss adds up."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,17 +10,17 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
+from optax import tree
 
 from jaxdp.config import Config
 from jaxdp.data.dataset import Dataset, probes
-from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import one_line
 from jaxdp.optim.interpreter import inside
 from jaxdp.run.components import schedule_of, set_jax
-from jaxdp.run.datasets import eval_key, make_order
+from jaxdp.run.datasets import eval_key
 from jaxdp.run.elsewhere import elsewhere
 from jaxdp.run.programs import describe, needed
-from jaxdp.train.state import expand_to, flat
+from jaxdp.train.state import expand_to
 from jaxdp.verify.compare import (
     FAILED,
     NOTE,
@@ -32,9 +33,9 @@ from jaxdp.verify.compare import (
 )
 from jaxdp.verify.oracle import Oracle, at, train, update
 from jaxdp.verify.problem import (
+    TOLERANCE,
     Arrays,
     Problem,
-    Tree,
     in_traceable_precision,
     make_problem,
     make_trial,
@@ -50,8 +51,7 @@ RATES = 2**16  # learning rates at most, over the whole run
 def check_parts(oracle: Oracle, devices: int, random: bool, tolerance: float) -> list[Check]:
     """Check the parts alone, up to the first that failed, on which its fault would be blamed.
     devices: their number. random: see `traits_of`."""
-    problem = oracle.problem
-    arguments = problem.config, devices, len(oracle.trial.batches)
+    arguments = oracle.problem.config, devices, len(oracle.trial.batches)
     # Another parity, on the other side of usual limits.
     others = 1 if jax.device_count() > 1 else 8
     with elsewhere(facts_of_config, *arguments, devices=others) as again:
@@ -60,7 +60,7 @@ def check_parts(oracle: Oracle, devices: int, random: bool, tolerance: float) ->
         with jax.default_device(jax.local_devices(backend="cpu")[0]):  # as the other process
             facts = find_facts(oracle)
         same = check_same(facts, again(), min(COARSE, tolerance))
-    checks = [check_data(problem), same, loss, padding]
+    checks = [check_data(oracle.problem), same, loss, padding]
     for number, check in enumerate(checks, 1):
         if check.verdict == FAILED:
             return checks[:number]
@@ -88,8 +88,6 @@ def find_facts(oracle: Oracle) -> Arrays:
     end of the run, with their gradients; an evaluation. On JAX's default device."""
     problem, parts = oracle.problem, oracle.problem.parts
     order, steps, rule = parts.order, parts.steps, problem.rule()
-    schedule, microbatches = schedule_of(problem.config, steps), np.arange(order.microbatches)
-    last = min(steps, EPOCHS * order.steps_per_epoch) - 1
     trained = train(oracle, oracle.first.params, rule)
 
     def at_the_end(x):
@@ -104,23 +102,22 @@ def find_facts(oracle: Oracle) -> Arrays:
         facts[f"the number of examples of {name}"] = len(dataset)
         for key, values in dataset.read(probes(dataset)).items():
             facts[f"{key!r} of {name}"] = describe(np.asarray(values))
-    for i in spread(last, ORDERS).tolist():
-        facts[f"the order of examples in update {i + 1}"] = describe(order.rows(i, microbatches))
+    for i in spread(min(steps, EPOCHS * order.steps_per_epoch) - 1, ORDERS).tolist():
+        rows = order.rows(i, np.arange(order.microbatches))
+        facts[f"the order of examples in update {i + 1}"] = describe(rows)
     facts |= {
-        "learning rate": jax.jit(lambda updates: jax.lax.map(schedule, updates))(
-            spread(steps, RATES)
-        ),
+        "learning rate": jax.lax.map(schedule_of(problem.config, steps), spread(steps, RATES)),
         "initial": oracle.first,
         "gradient": trained.grads,
         "last update": update(rule, parameters, counts, trained.grads[-1]),
         "evaluation": evaluate(oracle, eval_batch(oracle)),
     }
-    return leaves(facts) | flatten(trained.state, trained.curve, trained.start)
+    return leaves(facts) | flatten(trained.state, trained.curve, trained.start.params)
 
 
 def spread(last: int, most: int) -> np.ndarray:
     """Return numbers from 0 to `last`, at most so many."""
-    return np.unique(np.linspace(0, last, min(last + 1, most)).astype(np.int32))
+    return np.unique(np.linspace(0, last, most, dtype=np.int32))
 
 
 def named_sets(problem: Problem) -> dict[str, Dataset]:
@@ -130,26 +127,16 @@ def named_sets(problem: Problem) -> dict[str, Dataset]:
 
 def eval_batch(oracle: Oracle) -> Arrays:
     """Return a microbatch of the first evaluation set; empty if there is none."""
-    (config, parts), size = oracle.problem, oracle.trial.order.examples_per_microbatch
-    for dataset in parts.eval_sets.values():
-        order = make_order(config, dataset, parts.sequential, shuffle=False)
-        return at((0, slice(size)), read_batch(dataset, order, 0, [0]))
+    size = oracle.trial.order.examples_per_microbatch
+    for dataset in oracle.problem.parts.eval_sets.values():
+        examples = dataset.read(np.resize(probes(dataset), size))
+        return {"mask": np.ones(size, np.float32), **examples}
     return {}
 
 
-def evaluate(oracle: Oracle, batch: Arrays) -> Tree:
-    """Return {loss, weight, metrics} of the evaluation of a microbatch, or nothing of an empty one."""
-    return (
-        dict(
-            zip(
-                ("loss", "weight", "metrics"),
-                oracle.loss(*oracle.outputs(batch, False)),
-                strict=True,
-            )
-        )
-        if batch
-        else {}
-    )
+def evaluate(oracle: Oracle, batch: Arrays) -> Arrays:
+    """Return the sums of the evaluation of a microbatch, or nothing of an empty one."""
+    return oracle.loss(*oracle.outputs(batch, False)) if batch else {}
 
 
 def check_same(facts: Arrays, again: Arrays | str, tolerance: float) -> Check:
@@ -188,18 +175,18 @@ def check_data(problem: Problem) -> Check:
 DRAWS = {"random_bits", "threefry2x32", "rng_uniform", "rng_bit_generator"}
 
 
-def traits_of(oracle: Oracle) -> tuple[np.dtype, bool]:
-    """Trace the gradient of a microbatch. Return the dtype of its least precise floats, and whether
-    it draws random numbers. Raises UsageError if the loss returns something else than sums."""
-    names, dtypes = set[str](), [np.dtype(np.float64)]
+def traits_of(oracle: Oracle) -> tuple[str, bool]:
+    """Trace the gradient of a microbatch. Return the name of its least precise dtype of floats, and
+    whether it draws random numbers. Raises UsageError if the loss returns something else than sums."""
+    names, dtypes = set[str](), {"float64"}
     program = jax.make_jaxpr(oracle.sums_of_one)(at(0, oracle.trial.batches[0]))
     for eqn in operations(program.jaxpr):
         names.add(name := eqn.primitive.name)
         if name == "convert_element_type":
             before, after = (jnp.dtype(v.aval.dtype) for v in (eqn.invars[0], eqn.outvars[0]))  # type: ignore[attr-defined]
             if before == np.float64 and jnp.issubdtype(after, jnp.floating):
-                dtypes.append(after)
-    return narrowest(dtypes), bool(names & DRAWS)
+                dtypes.add(after.name)
+    return max(dtypes, key=TOLERANCE.__getitem__), bool(names & DRAWS)
 
 
 def operations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
@@ -210,14 +197,9 @@ def operations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
             yield from operations(getattr(inner, "jaxpr", inner))
 
 
-def narrowest(dtypes: list[Any]) -> np.dtype:
-    """Return the least precise dtype."""
-    return max(map(jnp.dtype, dtypes), key=lambda dtype: float(jnp.finfo(dtype).eps))
-
-
 def check_padding(oracle: Oracle, random: bool, tolerance: float) -> Check:
-    """Check that the contents of padding change nothing, nor does leaving it out (unless numbers
-    are random).
+    """Check that the gradient is the same without padded examples, or, if numbers are random, with
+    other contents of them; and that an evaluation is the same with other contents.
     """
     order, batch = oracle.problem.parts.order, at(0, oracle.trial.batches[0])
     # as many as possible: with few examples the gradients of a BatchNorm are ill-conditioned
@@ -234,11 +216,13 @@ def check_padding(oracle: Oracle, random: bool, tolerance: float) -> Check:
     def sums(batch):
         named = oracle.sums_of_one(batch)
         gradient, _ = ravel_pytree(named["gradient"])  # one: some leaves may be rounding noise
-        return {"model_state": named["model_state"], "gradient": gradient, **named["metrics"]}
+        return leaves(
+            {"model_state": named["model_state"], "gradient": gradient, **named["metrics"]}
+        )
 
     def compare(where, sizes, got, want):
         """sizes: of the sets that such batches are from."""
-        difference = find_difference(leaves(got), leaves(want), max(tolerance, COARSE))
+        difference = find_difference(got, want, max(tolerance, COARSE))
         if not difference:
             left = "; leaving it out is not compared, because random numbers depend on the shape"
             return Check("padding", OK, f"padded examples change nothing{left * random}")
@@ -251,10 +235,9 @@ def check_padding(oracle: Oracle, random: bool, tolerance: float) -> Check:
             return Check("padding", FAILED, text)
         return Check("padding", NOTE, f"{text}; this run has no padding")
 
-    want, sizes = sums(padded(batch, real)), [order.size]
-    checks = [compare("with other examples there", sizes, sums(padded(batch, 0)), want)]
-    if not random:
-        checks.append(compare("with none there", sizes, sums(at(slice(real), batch)), want))
+    other = padded(batch, 0) if random else at(slice(real), batch)
+    where = "with other examples there" if random else "with none there"
+    checks = [compare(where, [order.size], sums(other), sums(padded(batch, real)))]
     if evaluated := eval_batch(oracle):
         got, want = (evaluate(oracle, padded(evaluated, last)) for last in (0, real))
         sizes = [len(dataset) for dataset in oracle.problem.parts.eval_sets.values()]
@@ -279,6 +262,7 @@ def check_sums(oracle: Oracle, batch: Arrays, tolerance: float) -> Check:
     outputs, seen = oracle.outputs(batch, True)
     mask, size = seen["mask"], len(seen["mask"])
     rows, couples = np.arange(size), oracle.problem.couples
+    half: Any = rows % 2 == 0
 
     def sums(rows, mask=mask):
         """Return the sums of some rows by name."""
@@ -286,9 +270,7 @@ def check_sums(oracle: Oracle, batch: Arrays, tolerance: float) -> Check:
         def pick(x):
             return x[rows] if x.ndim and len(x) == size else x
 
-        total, weight, metrics = oracle.loss(*jax.tree.map(pick, (outputs, {**seen, "mask": mask})))
-        named = {f"metric {name!r}": x for name, x in flat(metrics).items()}
-        return leaves({"sum": total, "weight": weight, **named})
+        return oracle.loss(*jax.tree.map(pick, (outputs, {**seen, "mask": mask})))
 
     full = sums(rows)
     for name, x in full.items():
@@ -297,28 +279,26 @@ def check_sums(oracle: Oracle, batch: Arrays, tolerance: float) -> Check:
             return Check("loss", FAILED, text)
     if size < 2:
         return Check("loss", SKIPPED, "one example cannot be split")
-    half: Any = rows % 2 == 0
     try:
-        each = [sums(rows[i : i + 1]) for i in rows]
+        each = [sums(row) for row in rows[:, None]]
         masked, alone = sums(rows, mask * expand_to(half, mask)), sums(rows[half])
     except Exception as error:
         text = f"it cannot be split: {type(error).__name__} where fewer examples are given: {one_line(error)}"
         return Check("loss", NOTE, text)
 
-    def beside(totals, others):
-        """Return each total with others, to which an error is relative too: terms may cancel."""
-        return {name: np.stack([x, *(y[name] for y in others)]) for name, x in totals.items()}
+    def compare(got, want):
+        """An error is relative to the examples' own sums, too: terms may cancel."""
+        parts = functools.partial(jax.tree.map, lambda *x: np.stack(x))
+        return find_difference(parts(got, *each), parts(want, *each), tolerance)
 
-    if not couples:
-        added = {name: sum(x[name] for x in each) for name in full}
-        if difference := find_difference(beside(added, each), beside(full, each), tolerance):
-            text = (
-                f"the loss does not add up over parts of a batch, as a mean does not: its {difference}; return sums "
-                "of what belongs to the examples (of jnp.where(mask != 0, losses, 0) * mask) and batch['mask'] "
-                "summed; a loss that couples examples (contrastive) needs an attribute scope = 'global'"
-            )
-            return Check("loss", FAILED, text)
-    if difference := find_difference(beside(masked, [full]), beside(alone, [full]), tolerance):
+    if not couples and (difference := compare(functools.reduce(tree.add, each), full)):
+        text = (
+            f"the loss does not add up over parts of a batch, as a mean does not: its {difference}; return sums "
+            "of what belongs to the examples (of jnp.where(mask != 0, losses, 0) * mask) and batch['mask'] "
+            "summed; a loss that couples examples (contrastive) needs an attribute scope = 'global'"
+        )
+        return Check("loss", FAILED, text)
+    if difference := compare(masked, alone):
         text = f"the loss counts examples whose batch['mask'] is 0: its {difference}; sum "
         return Check("loss", FAILED, f"{text}jnp.where(mask != 0, losses, 0) * mask")
     if couples:

@@ -442,7 +442,7 @@ FAULTS = {
     ),
     "evaluation by devices": (
         [*named("model", "evaluated", plant="devices"), *EVALUATED],
-        f"{AGAIN} evaluation/loss",
+        f"{AGAIN} evaluation/sum",
     ),
     "evaluation data by reads": (
         named("eval.data", "Data", plant="reads"),
