@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from optax import tree
 
 from jaxdp.checkpoint.leaves import host, params_sha256
 from jaxdp.config import Config
@@ -42,7 +43,7 @@ from jaxdp.verify.compare import (
     leaves,
     no_progress,
 )
-from jaxdp.verify.oracle import Oracle, Reference, find_reference, train
+from jaxdp.verify.oracle import Oracle, Reference, find_reference, make_oracle, train
 from jaxdp.verify.problem import (
     ALONE,
     FLOAT64,
@@ -53,7 +54,6 @@ from jaxdp.verify.problem import (
     Problem,
     check_memory,
     choose_configurations,
-    in_traceable_precision,
     make_trial,
     make_variant,
     own_configuration,
@@ -100,9 +100,8 @@ def verify(
     local = [device for device in devices if device.process_index == jax.process_index()]
     with settings(local[0]):
         trial = make_trial(problem, len(devices), updates)
-        traceable = in_traceable_precision(problem, trial)
-        check_memory(traceable, trial, local)
-        oracle = Oracle(traceable, trial)
+        check_memory(problem, local)
+        oracle = make_oracle(problem, trial)
         dtype, random = traits_of(oracle)
         limit = tolerance or TOLERANCE[dtype]
         report = Report(describe_setting(oracle, devices, limit), own)
@@ -119,7 +118,7 @@ def verify(
 
         report.reference = reference = find_reference(
             functools.partial(train, oracle),
-            traceable.rule,
+            oracle.problem.rule,
             oracle.first.params,
             float(jnp.finfo(dtype).eps),
             limit,
@@ -133,46 +132,38 @@ def verify(
         report.run(with_oracle(oracle, reference, devices), chosen, progress)
         dtypes = {dtype, used.params, used.compute or dtype, used.reduce or dtype}
         narrow = max(dtypes, key=TOLERANCE.__getitem__)
-        if is_narrow(jnp.dtype(narrow)) and not config.parallel.in_groups:
+        if is_narrow(narrow) and not config.parallel.in_groups:
             with jax_settings(config):
                 check = check_own_precision(problem, own, devices, updates, narrow)
             report.checks.append(check)
-        report.agreement = find_agreement(report)
+        compared, trained = reference.compared
+        report.agreement = (
+            f"agree with the oracle{f' at {reference.rate:g} of the peak learning rate' * (reference.rate < 1)}; "
+            f"at most, {report.largest.text}; allowed {limit:g}; {compared} of {trained} trained leaves compared"
+            f"{'; the others have no gradient, but for rounding, or do not move' * (compared < trained)}"
+        )
         return report
 
 
 def describe_setting(oracle: Oracle, devices: Sequence[jax.Device], limit: float) -> str:
     used, order = oracle.trial.order, oracle.problem.parts.order
-    parameters = sum(x.size for x in jax.tree.leaves(oracle.first.params))
     return (
         f"{describe(devices)}; {len(oracle.trial.batches)} updates of {used.batch_size} examples in "
         f"{used.microbatches} microbatches (a run has {order.batch_size} in {order.microbatches}); float64, no "
-        f"loss scaling, a constant learning rate; {parameters:,} parameters; allowed error {limit:g}"
-    )
-
-
-def find_agreement(report: Report) -> str:
-    """Return how well the configurations agree, if they do."""
-    reference = report.reference
-    compared, trained = reference.compared
-    return (
-        f"agree with the oracle{f' at {reference.rate:g} of the peak learning rate' * (reference.rate < 1)}; "
-        f"at most, {report.largest.text}; allowed {reference.tolerance:g}; {compared} of {trained} trained "
-        f"leaves compared"
-        f"{'; the others have no gradient, but for rounding, or do not move' * (compared < trained)}"
+        f"loss scaling, a constant learning rate; {tree.size(oracle.first.params):,} parameters; allowed error "
+        f"{limit:g}"
     )
 
 
 Make = Callable[[Configuration], Any]
 
 
-def maker(config: Config, parts: Parts, devices: Sequence[jax.Device], **parallel: Any) -> Make:
+def maker(config: Config, parts: Parts, devices: Sequence[jax.Device]) -> Make:
     """Return a function that builds the run in a configuration: its strategy, the step, and a
-    function from the number of a batch to it, on the strategy's devices. parallel: see
-    `make_variant`."""
+    function from the number of a batch to it, on the strategy's devices."""
 
     def make(configuration):
-        strategy, step = make_variant(config, parts, configuration, devices, **parallel)
+        strategy, step = make_variant(config, parts, configuration, devices)
         check_optimizer(config, strategy, parts.rule.tx, step)
 
         def read(number):
@@ -197,40 +188,41 @@ def run_updates(
 
 def with_oracle(
     oracle: Oracle, reference: Reference, devices: Sequence[jax.Device]
-) -> Callable[[Configuration], Check]:
+) -> Callable[[Configuration], tuple[Any, ...]]:
     """Return a function that trains the updates of the trial in a configuration, and compares the
-    result with the oracle's. It raises UsageError as a run would."""
-    (config, parts), trial, rule = oracle.problem, oracle.trial, reference.rule
+    result with the oracle's: see `Report.run`. It raises UsageError as a run would."""
+    (config, parts), trial = oracle.problem, oracle.trial
     casts = policy("float64", "float64", "float64")
     forward = parts.forward._replace(policy=casts, loss_scaling=None)
-    make = maker(
-        dataclasses.replace(config, microbatches=trial.order.microbatches, precision=FLOAT64),
-        parts._replace(forward=forward, rule=rule, order=trial.order),
-        devices,
-        bucket_mb=sum(x.nbytes for x in jax.tree.leaves(oracle.first.params)) / BUCKETS / 1e6,
-        exact_group=1,
+    bucket_mb = 8 * tree.size(oracle.first.params) / BUCKETS / 1e6
+    config = dataclasses.replace(
+        config,
+        microbatches=trial.order.microbatches,
+        precision=FLOAT64,
+        parallel=dataclasses.replace(config.parallel, bucket_mb=bucket_mb, exact_group=1),
     )
+    parts = parts._replace(forward=forward, rule=reference.rule, order=trial.order)
+    make = maker(config, parts, devices)
 
     def run(configuration):
-        title = configuration.title
         strategy, step, read = make(configuration)
         initial, first = strategy.export(strategy.init()), reference.trained.start
         # the oracle has no exponents of integer sums
         first = first.replace(extra=initial.extra | first.extra)
         drawn, want = (flatten(state.replace(opt_state=None), []) for state in (initial, first))
         if difference := find_difference(drawn, want, DRAWN):
-            return Check(title, FAILED, f"the initial {difference}: init is no function of its key")
+            return FAILED, f"the initial {difference}: init is no function of its key"
         placed = strategy.adopt(jax.tree.map(put, first, initial))
         del initial
         state, curve = run_updates(strategy, step, placed, map(read, range(len(trial.batches))))
         if any(metrics.get("disagreeing_state") for metrics in curve):
             text = "the microbatches disagree on integers of the model's state; all must change one alike"
-            return Check(title, FAILED, text)
+            return FAILED, text
         errors = reference.errors(state, curve)
         leaf = max(errors, key=errors.__getitem__)
         error = errors[leaf]
         verdict = OK if error <= reference.tolerance else FAILED
-        return Check(title, verdict, f"{leaf} differs by {error:.1e}", error)
+        return verdict, f"{leaf} differs by {error:.1e}", error
 
     return run
 
@@ -248,9 +240,9 @@ def with_first(
     batches: Sequence[int],
     arrays: Callable[[TrainState, Curve], Arrays],
     tolerance: float = 0.0,
-) -> Callable[[Configuration], Check]:
+) -> Callable[[Configuration], tuple[Any, ...]]:
     """Return a function that trains a configuration from its initial state, and compares it with the
-    first one.
+    first one: see `Report.run`.
 
     batches: the number of the batch of each update. arrays: (state, curve) -> what is compared."""
     first: Arrays = {}
@@ -261,8 +253,7 @@ def with_first(
         got = arrays(state, curve)
         difference = find_difference(got, first or got, tolerance)
         first.update({} if first else got)
-        verdict = FAILED if difference else OK
-        return Check(configuration.title, verdict, difference or params_sha256(state.params))
+        return FAILED if difference else OK, difference or params_sha256(state.params)
 
     return run
 
@@ -341,7 +332,7 @@ def compare_bits(
 
     def bits(state, curve):
         applied.extend(m["grad_norm"] for m in curve if not m["skipped"])
-        arrays = {**by_update(curve), **leaves({"state": state})}
+        arrays = by_update(curve) | leaves({"state": state})
         return {path: np.frombuffer(x.tobytes(), np.uint8) for path, x in arrays.items()}
 
     configurations = choose_configurations(own, devices, exact=True)

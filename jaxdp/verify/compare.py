@@ -132,10 +132,8 @@ class Report:
                 "microbatches or more"
             )
         for c in self.of(FAILED)[:1]:
-            text = f"{c.title}: {self.results[c].text}"
-            if 1 in {c.devices for c in self.of(OK)}:
-                text += "; one device agrees: does the model communicate over devices (BatchNorm with sync: true)?"
-            causes.append(text)
+            text = f"{c.title}: {self.results[c].text}; if one device agrees, the model may communicate "
+            causes.append(f"{text}over devices (BatchNorm with sync: true)")
         return causes
 
     @property
@@ -148,24 +146,24 @@ class Report:
 
     def run(
         self,
-        train: Callable[[Configuration], Check],
+        train: Callable[[Configuration], tuple[Any, ...]],
         configurations: Sequence[Configuration],
         progress: Callable[[str], None] = no_progress,
     ) -> None:
-        """Add the result of each configuration; progress: see `verify`."""
+        """Add the result of each configuration. train: returns (verdict, text, error), see `Check`;
+        progress: see `verify`."""
         for configuration in configurations:
             title = configuration.title
             try:
                 result = train(configuration)
             except UsageError as error:
-                result = Check(title, REFUSED, one_line(error))
+                result = REFUSED, one_line(error)
             except NotImplementedError as error:  # of a callback that jax.vmap cannot map
-                text = f"{one_line(error)}; set parallel.accumulate to scan"
-                result = Check(title, REFUSED, text)
+                result = REFUSED, f"{one_line(error)}; set parallel.accumulate to scan"
             except Exception as error:
-                result = Check(title, FAILED, f"{type(error).__name__}: {one_line(error)}")
-            self.results[configuration] = result
-            progress(f"{len(self.results)}/{len(configurations)} {title}: {result.verdict}")
+                result = FAILED, f"{type(error).__name__}: {one_line(error)}"
+            check = self.results[configuration] = Check(title, *result)
+            progress(f"{len(self.results)}/{len(configurations)} {title}: {check.verdict}")
 
     def as_text(self, title: str) -> str:
         """Return the checks, the configurations, and the verdict as the last line."""

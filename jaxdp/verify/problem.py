@@ -74,20 +74,19 @@ class Configuration(NamedTuple):
         return " ".join(f"{name} {value}" for name, value in values.items() if value is not None)
 
 
-# with the backend that has most stages, the only one that splits a state within groups of devices
-ONE_DEVICE = Configuration(1, max(STAGES, key=STAGES.__getitem__))
+ONE_DEVICE = Configuration(1, "pjit")
 
 
 def own_configuration(config: Config, parts: Parts, devices: Sequence[jax.Device]) -> Configuration:
     """Return the run's configuration on at most these devices. Raises UsageError if it does not work
     on them."""
     parallel = config.parallel
-    settings = {name: getattr(parallel, name) for name in Configuration._fields}
-    settings["devices"] = min(parallel.devices or len(devices), len(devices))
-    settings["accumulate"] = choose_accumulate(config)
-    if parallel.reduction == "auto":
-        settings["reduction"] = ONE_DEVICE.reduction
-    own = Configuration(**settings)
+    own = Configuration(*(getattr(parallel, name) for name in Configuration._fields))
+    own = own._replace(
+        devices=len(devices[: parallel.devices]),
+        reduction="xla" if parallel.reduction == "auto" else parallel.reduction,
+        accumulate=choose_accumulate(config),
+    )
     make_variant(config, parts, own, devices)  # raises what its strategy does
     return own
 
@@ -107,7 +106,7 @@ def choose_configurations(
         sorted({first.reduction, *others}),
         ("vmap", "scan"),
         ("sharded", "replicated"),
-        [None, number // 2] if number % 2 == 0 and number > 2 else [None],
+        (None, number // 2),
     ]
     every = [Configuration(n, *stage, *rest) for n, stage, *rest in itertools.product(*settings)]
     possible = [*filter(is_meaningful, every)]
@@ -134,8 +133,10 @@ def is_meaningful(configuration: Configuration) -> bool:
         return False
     if c.gradient_buffer == "replicated" and not layout.grads:
         return False
+    if c.shard_size is None:
+        return True
     splits = layout.opt_state and c.backend == ONE_DEVICE.backend
-    return c.shard_size is None or (splits and c.devices % c.shard_size == 0)
+    return splits and 1 < c.shard_size < c.devices and c.devices % c.shard_size == 0
 
 
 class Problem(NamedTuple):
@@ -193,12 +194,10 @@ def make_variant(
     parts: Parts,
     configuration: Configuration,
     devices: Sequence[jax.Device],
-    **parallel: Any,
 ) -> tuple[Strategy, Step]:
-    """Build the run in another configuration; one device is one of this process. parallel: more of
-    its settings. Raises UsageError."""
-    settings = {**configuration._asdict(), **parallel}
-    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **settings))
+    """Build the run in another configuration; one device is one of this process. Raises UsageError."""
+    parallel = dataclasses.replace(config.parallel, **configuration._asdict())
+    config = dataclasses.replace(config, parallel=parallel)
     if configuration.devices == 1:
         devices = [device for device in devices if device.process_index == jax.process_index()]
     used = devices[: configuration.devices]
@@ -233,11 +232,11 @@ def make_trial(problem: Problem, devices: int, updates: int) -> Trial:
     order, dataset = problem.parts.order, problem.parts.dataset
     size = min(order.size, getattr(dataset, "read_ahead", len(dataset)))
     microbatches = min(order.microbatches, max(2 * devices, 4))
-    if size < microbatches:
+    examples = min(order.examples_per_microbatch, MOST_EXAMPLES, size // microbatches)
+    if not examples:
         raise UsageError(
             f"data: {size} examples cannot be split into {microbatches} microbatches; give it more"
         )
-    examples = min(order.examples_per_microbatch, MOST_EXAMPLES, size // microbatches)
     batch_size = microbatches * examples
     full = size - size % batch_size
     order = dataclasses.replace(order, size=full, batch_size=batch_size, microbatches=microbatches)
@@ -250,52 +249,40 @@ def make_trial(problem: Problem, devices: int, updates: int) -> Trial:
     return Trial(batches, first_microbatch(first, examples, problem.parts.forward.transform), order)
 
 
-def in_traceable_precision(problem: Problem, trial: Trial) -> Problem:
-    """Return the problem; with a model that computes in float32 if the model cannot be traced in
-    float64.
+def in_float32(problem: Problem) -> Problem:
+    """Return the problem with a model that computes in float32.
 
-    Some models fix the dtype of a loop's state, such as an LSTM's carry.
+    Some models fix the dtype of a loop's state, such as an LSTM's carry, and have no other.
     """
-    forward, key = problem.parts.forward, jax.random.key(0)
+    forward = problem.parts.forward
     model = forward.model
     narrow = functools.partial(cast_floats, dtype=jnp.float32)
-    wide = functools.partial(cast_floats, dtype=jnp.float64)
 
     def init(key, batch):
         return model.init(key, narrow(batch))
 
     def apply(params, state, batch, key, train):
-        return wide(model.apply(*narrow((params, state, batch)), key, train))
+        after = model.apply(*narrow((params, state, batch)), key, train)
+        return cast_floats(after, jnp.float64)
 
-    def in_float64(batch):
-        return model.apply(*wide(model.init(key, wide(batch))), wide(batch), key, True)
-
-    try:
-        jax.eval_shape(in_float64, trial.example)
-    except TypeError:
-        forward = forward._replace(model=model._replace(init=init, apply=apply))
+    forward = forward._replace(model=model._replace(init=init, apply=apply))
     return problem._replace(parts=problem.parts._replace(forward=forward))
 
 
-def check_memory(problem: Problem, trial: Trial, devices: Sequence[jax.Device]) -> None:
-    """Raise UsageError if the states that exist at once do not fit into memory."""
-    params, model_state = jax.eval_shape(
-        problem.parts.forward.model.init, jax.random.key(0), trial.example
-    )
-    opt_state = jax.eval_shape(problem.rule().tx.init, params)
-
-    def size(*trees):
-        return 8 * sum(x.size for x in jax.tree.leaves(trees))
-
+def check_memory(problem: Problem, devices: Sequence[jax.Device]) -> None:
+    """Raise UsageError if the states that exist at once do not fit into memory. devices: of this
+    process.
+    """
+    state = jax.eval_shape(state_maker(*problem))
     number, limit = len(devices), hosts.free_memory()
     if devices[0].platform != "cpu":
         number, limit = 1, (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
-    state = size(params, model_state, opt_state, params)
-    # beside the state: gradients and their sum
-    needed = number * (state + 2 * size(params)) + 4 * state
+    # beside each state gradients and their sum; the oracle has four states
+    parameters, size = (sum(x.size for x in jax.tree.leaves(x)) for x in (state.params, state))
+    needed = 8 * (number + 4) * (size + 2 * parameters)
     if needed > limit:
         raise UsageError(
-            f"verify.model_args: {size(params) // 8:,} parameters need {needed / 1e9:.0f} GB in float64 on "
+            f"verify.model_args: {parameters:,} parameters need {needed / 1e9:.0f} GB in float64 on "
             f"{len(devices)} devices, and there are {limit / 1e9:.0f}; make the model smaller while it is verified, "
             "e.g. --verify.model_args.layers 2, or use fewer --devices"
         )

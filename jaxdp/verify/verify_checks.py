@@ -31,12 +31,11 @@ from jaxdp.verify.compare import (
     flatten,
     leaves,
 )
-from jaxdp.verify.oracle import Oracle, at, train, update
+from jaxdp.verify.oracle import Oracle, at, make_oracle, train, update
 from jaxdp.verify.problem import (
     TOLERANCE,
     Arrays,
     Problem,
-    in_traceable_precision,
     make_problem,
     make_trial,
     settings,
@@ -46,6 +45,7 @@ from jaxdp.verify.problem import (
 COARSE = 1e-6
 EPOCHS, ORDERS = 4, 64  # of the order: epochs, and updates at most
 RATES = 2**16  # learning rates at most, over the whole run
+Result = tuple[str, str]  # verdict, text
 
 
 def check_parts(oracle: Oracle, devices: int, random: bool, tolerance: float) -> list[Check]:
@@ -60,7 +60,8 @@ def check_parts(oracle: Oracle, devices: int, random: bool, tolerance: float) ->
         with jax.default_device(jax.local_devices(backend="cpu")[0]):  # as the other process
             facts = find_facts(oracle)
         same = check_same(facts, again(), min(COARSE, tolerance))
-    checks = [check_data(oracle.problem), same, loss, padding]
+    results = {"data": check_data(oracle.problem), "repeat": same, "loss": loss, "padding": padding}
+    checks = [Check(name, *result) for name, result in results.items()]
     for number, check in enumerate(checks, 1):
         if check.verdict == FAILED:
             return checks[:number]
@@ -76,8 +77,8 @@ def facts_of_config(config: Config, devices: int, updates: int) -> Arrays:
     with settings(jax.local_devices()[0]):
         trial = make_trial(problem, devices, updates)
         # Traced once more than in the process that compares: what counts its traces is found.
-        traceable = in_traceable_precision(in_traceable_precision(problem, trial), trial)
-        return find_facts(Oracle(traceable, trial))
+        make_oracle(problem, trial)
+        return find_facts(make_oracle(problem, trial))
 
 
 def find_facts(oracle: Oracle) -> Arrays:
@@ -103,8 +104,7 @@ def find_facts(oracle: Oracle) -> Arrays:
         for key, values in dataset.read(probes(dataset)).items():
             facts[f"{key!r} of {name}"] = describe(np.asarray(values))
     for i in spread(min(steps, EPOCHS * order.steps_per_epoch) - 1, ORDERS).tolist():
-        rows = order.rows(i, np.arange(order.microbatches))
-        facts[f"the order of examples in update {i + 1}"] = describe(rows)
+        facts[f"the order of examples in update {i + 1}"] = describe(order.batch(i))
     facts |= {
         "learning rate": jax.lax.map(schedule_of(problem.config, steps), spread(steps, RATES)),
         "initial": oracle.first,
@@ -139,7 +139,7 @@ def evaluate(oracle: Oracle, batch: Arrays) -> Arrays:
     return oracle.loss(*oracle.outputs(batch, False)) if batch else {}
 
 
-def check_same(facts: Arrays, again: Arrays | str, tolerance: float) -> Check:
+def check_same(facts: Arrays, again: Arrays | str, tolerance: float) -> Result:
     """Check that the facts are the same in a process with other surroundings. again: a text if that
     process failed.
     """
@@ -151,11 +151,11 @@ def check_same(facts: Arrays, again: Arrays | str, tolerance: float) -> Check:
             "processes, on a variable of a launcher (as RANK), or on a random generator of their own; use the "
             "config, and the key that is passed in"
         )
-        return Check("repeat", FAILED, text)
-    return Check("repeat", OK, f"{where} data, order, rates and updates are the same")
+        return FAILED, text
+    return OK, f"{where} data, order, rates and updates are the same"
 
 
-def check_data(problem: Problem) -> Check:
+def check_data(problem: Problem) -> Result:
     """Check that all sets return the same example for the same index, in another order and among
     others.
     """
@@ -168,8 +168,8 @@ def check_data(problem: Problem) -> Check:
                 f"{name} is not a function of the index: read again, with others, {difference}; move what is random "
                 "into its transform(batch, key, train), and compute what depends on several examples before"
             )
-            return Check("data", FAILED, text)
-    return Check("data", OK, f"examples of {', '.join(sets)} are the same when they are read again")
+            return FAILED, text
+    return OK, f"examples of {', '.join(sets)} are the same when they are read again"
 
 
 DRAWS = {"random_bits", "threefry2x32", "rng_uniform", "rng_bit_generator"}
@@ -197,7 +197,7 @@ def operations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
             yield from operations(getattr(inner, "jaxpr", inner))
 
 
-def check_padding(oracle: Oracle, random: bool, tolerance: float) -> Check:
+def check_padding(oracle: Oracle, random: bool, tolerance: float) -> Result:
     """Check that the gradient is the same without padded examples, or, if numbers are random, with
     other contents of them; and that an evaluation is the same with other contents.
     """
@@ -205,7 +205,7 @@ def check_padding(oracle: Oracle, random: bool, tolerance: float) -> Check:
     # as many as possible: with few examples the gradients of a BatchNorm are ill-conditioned
     real = len(batch["mask"]) - 1
     if not real:
-        return Check("padding", SKIPPED, "a microbatch of one example is never padded in part")
+        return SKIPPED, "a microbatch of one example is never padded in part"
 
     def padded(batch, last):
         """Return the batch with another number for its last example, which is padding."""
@@ -225,37 +225,37 @@ def check_padding(oracle: Oracle, random: bool, tolerance: float) -> Check:
         difference = find_difference(got, want, max(tolerance, COARSE))
         if not difference:
             left = "; leaving it out is not compared, because random numbers depend on the shape"
-            return Check("padding", OK, f"padded examples change nothing{left * random}")
+            return OK, f"padded examples change nothing{left * random}"
         text = (
             f"the model counts padded examples: {where}, {difference}; a BatchNorm (or anything that looks across "
             "examples) needs the mask, an argument named mask"
         )
         uneven = order.batch_size % order.microbatches
         if uneven or any(size % order.batch_size for size in sizes):
-            return Check("padding", FAILED, text)
-        return Check("padding", NOTE, f"{text}; this run has no padding")
+            return FAILED, text
+        return NOTE, f"{text}; this run has no padding"
 
     other = padded(batch, 0) if random else at(slice(real), batch)
     where = "with other examples there" if random else "with none there"
-    checks = [compare(where, [order.size], sums(other), sums(padded(batch, real)))]
+    results = [compare(where, [order.size], sums(other), sums(padded(batch, real)))]
     if evaluated := eval_batch(oracle):
         got, want = (evaluate(oracle, padded(evaluated, last)) for last in (0, real))
         sizes = [len(dataset) for dataset in oracle.problem.parts.eval_sets.values()]
-        checks.append(compare("with other examples there, in evaluation", sizes, got, want))
-    return severest(checks)
+        results.append(compare("with other examples there, in evaluation", sizes, got, want))
+    return severest(results)
 
 
-def severest(checks: list[Check]) -> Check:
-    return max(checks, key=lambda check: (SKIPPED, OK, NOTE, FAILED).index(check.verdict))
+def severest(results: list[Result]) -> Result:
+    return max(results, key=lambda result: (SKIPPED, OK, NOTE, FAILED).index(result[0]))
 
 
-def check_loss(oracle: Oracle, tolerance: float) -> Check:
+def check_loss(oracle: Oracle, tolerance: float) -> Result:
     """Check the loss on each microbatch of the first update that has unmasked examples."""
     batches = [at(m, oracle.trial.batches[0]) for m in range(oracle.trial.order.microbatches)]
     return severest([check_sums(oracle, x, tolerance) for x in batches if x["mask"].any()])
 
 
-def check_sums(oracle: Oracle, batch: Arrays, tolerance: float) -> Check:
+def check_sums(oracle: Oracle, batch: Arrays, tolerance: float) -> Result:
     """Check that the loss's sums over single examples of a microbatch add up, and that masked
     examples do not count.
     """
@@ -276,15 +276,15 @@ def check_sums(oracle: Oracle, batch: Arrays, tolerance: float) -> Check:
     for name, x in full.items():
         if not np.isfinite(x).all() or (name == "weight" and x <= 0):
             text = f"the loss has the {name} {x} of {size} examples; return finite sums, and batch['mask'] summed"
-            return Check("loss", FAILED, text)
+            return FAILED, text
     if size < 2:
-        return Check("loss", SKIPPED, "one example cannot be split")
+        return SKIPPED, "one example cannot be split"
     try:
         each = [sums(row) for row in rows[:, None]]
         masked, alone = sums(rows, mask * expand_to(half, mask)), sums(rows[half])
     except Exception as error:
         text = f"it cannot be split: {type(error).__name__} where fewer examples are given: {one_line(error)}"
-        return Check("loss", NOTE, text)
+        return NOTE, text
 
     def compare(got, want):
         """An error is relative to the examples' own sums, too: terms may cancel."""
@@ -297,11 +297,11 @@ def check_sums(oracle: Oracle, batch: Arrays, tolerance: float) -> Check:
             "of what belongs to the examples (of jnp.where(mask != 0, losses, 0) * mask) and batch['mask'] "
             "summed; a loss that couples examples (contrastive) needs an attribute scope = 'global'"
         )
-        return Check("loss", FAILED, text)
+        return FAILED, text
     if difference := compare(masked, alone):
         text = f"the loss counts examples whose batch['mask'] is 0: its {difference}; sum "
-        return Check("loss", FAILED, f"{text}jnp.where(mask != 0, losses, 0) * mask")
+        return FAILED, f"{text}jnp.where(mask != 0, losses, 0) * mask"
     if couples:
         text = "it couples examples (scope: global): it is compared over full batches only"
-        return Check("loss", NOTE, text)
-    return Check("loss", OK, f"sums over parts of {size} examples add up")
+        return NOTE, text
+    return OK, f"sums over parts of {size} examples add up"
