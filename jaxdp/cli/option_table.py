@@ -164,11 +164,6 @@ VERBS = {
                 False,
                 "compare bits instead, with reduction: exact on 1, 2, 3 and all devices; under mpirun, on 1 and on all",
             ),
-            "tolerance": Option(
-                float,
-                None,
-                "largest relative error allowed; by default 1e-10 in float64, 1e-5 in float32",
-            ),
             "json": JSON,
         },
         featured=2,

@@ -44,7 +44,6 @@ def run(call: Call) -> None:
                 make_problem(config, context),
                 choose_devices(options["devices"], config.microbatches),
                 updates=options["updates"],
-                tolerance=options["tolerance"],
                 progress=show,
                 context=context,
             )

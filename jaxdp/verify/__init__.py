@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,9 @@ from optax import tree
 from jaxdp.checkpoint.leaves import host, params_sha256
 from jaxdp.config import Config
 from jaxdp.data.prefetch import read_batch
-from jaxdp.errors import UsageError
+from jaxdp.errors import UsageError, one_line
 from jaxdp.extras import door
+from jaxdp.metrics.numbers import table
 from jaxdp.parallel.strategy import Strategy
 from jaxdp.precision import is_key, is_narrow, policy
 from jaxdp.process.context import SLOW, Context
@@ -30,20 +31,21 @@ from jaxdp.run.components import Parts, jax_settings, make_parts, set_jax
 from jaxdp.run.preflight import check_optimizer
 from jaxdp.train.state import Batch, TrainState
 from jaxdp.train.step import Step
-from jaxdp.verify.compare import (
+from jaxdp.verify.oracle import (
     FAILED,
     NOTE,
     OK,
-    Check,
+    REFUSED,
     Curve,
-    Report,
-    describe,
+    Oracle,
+    Reference,
+    Result,
     find_difference,
     flatten,
     leaves,
-    no_progress,
+    make_oracle,
+    train,
 )
-from jaxdp.verify.oracle import Oracle, Reference, find_reference, make_oracle, train
 from jaxdp.verify.problem import (
     ALONE,
     FLOAT64,
@@ -67,20 +69,146 @@ UPDATES = 8  # at least, in the run's own precision
 DRAWN = 1e-6  # initial values are drawn in float32, which two programs may round differently
 
 
+def no_progress(text: str) -> None:
+    """Print nothing."""
+
+
+class Check(NamedTuple):
+    """What was compared.
+
+    name: of a part of the run, or the title of a configuration. verdict: OK, FAILED, NOTE, SKIPPED,
+    or REFUSED as a run would be; FAILED means that the problem is not verified. text: the result.
+    error: the largest relative error of a leaf."""
+
+    name: str
+    verdict: str
+    text: str
+    error: float = 0.0
+
+
+@dataclasses.dataclass
+class Report:
+    """What was compared, and the result.
+
+    Args:
+        setting: what was trained, and on what, in words.
+        own: the run's configuration.
+        goal: of the comparison, in a word.
+        reference: what all results are compared with, trained on one device; None: the first result.
+        agreement: what verified configurations share.
+        checks: of the parts of the run.
+        results: of the configurations.
+    """
+
+    setting: str
+    own: Configuration
+    goal: str = "verified"
+    reference: Any = None
+    agreement: str = ""
+    checks: list[Check] = dataclasses.field(default_factory=list)
+    results: dict[Configuration, Check] = dataclasses.field(default_factory=dict)
+
+    def of(self, *verdicts: str) -> list[Configuration]:
+        """Return the configurations with one of these verdicts."""
+        return [c for c, result in self.results.items() if result.verdict in verdicts]
+
+    @property
+    def causes(self) -> list[str]:
+        """Return why it is not verified, the most certain cause first, or nothing."""
+        causes = [check.text for check in self.checks if check.verdict == FAILED]
+        if self.own in self.of(REFUSED):
+            text = self.results[self.own].text
+            causes.append(f"the configuration that the config asks for is refused: {text}")
+        numbers = {c.devices for c in self.of(OK, FAILED)}
+        if self.reference:
+            numbers.add(1)
+        if self.results and len(numbers) == 1:
+            causes.append(
+                f"nothing was compared but on {numbers.pop()} device(s); use --devices 2 or more, and 2 "
+                "microbatches or more"
+            )
+        for c in self.of(FAILED)[:1]:
+            text = f"{c.title}: {self.results[c].text}; if one device agrees, the model may communicate "
+            causes.append(f"{text}over devices (BatchNorm with sync: true)")
+        return causes
+
+    @property
+    def verified(self) -> bool:
+        return not self.causes
+
+    @property
+    def largest(self) -> Check:
+        return max(self.results.values(), key=lambda result: result.error)
+
+    def run(
+        self,
+        train: Callable[[Configuration], tuple[Any, ...]],
+        configurations: Sequence[Configuration],
+        progress: Callable[[str], None] = no_progress,
+    ) -> None:
+        """Add the result of each configuration. train: returns (verdict, text, error), see `Check`;
+        progress: see `verify`."""
+        for configuration in configurations:
+            title = configuration.title
+            try:
+                result = train(configuration)
+            except UsageError as error:
+                result = REFUSED, one_line(error)
+            except NotImplementedError as error:  # of a callback that jax.vmap cannot map
+                result = REFUSED, f"{one_line(error)}; set parallel.accumulate to scan"
+            except Exception as error:
+                result = FAILED, f"{type(error).__name__}: {one_line(error)}"
+            check = self.results[configuration] = Check(title, *result)
+            progress(f"{len(self.results)}/{len(configurations)} {title}: {check.verdict}")
+
+    def as_text(self, title: str) -> str:
+        """Return the checks, the configurations, and the verdict as the last line."""
+        rows = [check[:3] for check in [*self.checks, *self.results.values()]]
+        lines = table([("check", "verdict", "result"), *rows])
+        return "\n".join([title, self.setting, "", *lines, "", self.verdict()])
+
+    def verdict(self) -> str:
+        passed, failed, refused = (len(self.of(x)) for x in (OK, FAILED, REFUSED))
+        more = f" ({refused} more refused)" if refused else ""
+        if self.verified:
+            return f"{self.goal}: {passed} configurations{more} {self.agreement}"
+        differ = f"{failed} of {passed + failed} configurations differ{more}: " if failed else ""
+        return f"not {self.goal}: {differ}{'; '.join(self.causes)}"
+
+    def as_json(self, title: str) -> dict[str, Any]:
+        """Return the report as plain values."""
+        return {
+            "title": title,
+            "setting": self.setting,
+            self.goal: self.verified,
+            "causes": self.causes,
+            "jax": jax.__version__,
+            "checks": [dict(zip(("name", "verdict", "text"), check)) for check in self.checks],
+            "configurations": [
+                {"configuration": c._asdict(), "verdict": result.verdict, "text": result.text}
+                for c, result in self.results.items()
+            ],
+        }
+
+
+def describe(devices: Sequence[jax.Device]) -> str:
+    processes = len({device.process_index for device in devices})
+    return (
+        f"{len(devices)} x {devices[0].device_kind}{f' in {processes} processes' * (processes > 1)}"
+    )
+
+
 def verify(
     problem: Problem,
     devices: Sequence[jax.Device],
     *,
     updates: int = 3,
-    tolerance: float | None = None,
     progress: Callable[[str], None] = no_progress,
     context: Context = ALONE,
 ) -> Report:
     """Compare a few updates in each configuration on these devices with the oracle's.
 
     Args:
-        tolerance: the largest relative error of a leaf (L2 norm); None: by the dtype that the model
-            computes in.
         progress: called with a line of text after each part.
         context: of a job of several processes; `devices` are those of all, and every process gets
             the same report.
@@ -89,10 +217,6 @@ def verify(
         UsageError: too little memory or data, a configuration that needs other devices, or raised
             by the user's code.
     """
-    if tolerance is not None and not 0 < tolerance < 1:
-        raise UsageError(
-            f"tolerance: {tolerance} is not between 0 and 1; to compare bits, use --exact"
-        )
     config, used = problem.config, problem.config.precision
     own = own_configuration(config, problem.parts, devices)
     if config.parallel.in_groups:
@@ -103,12 +227,20 @@ def verify(
         check_memory(problem, local)
         oracle = make_oracle(problem, trial)
         dtype, random = traits_of(oracle)
-        limit = tolerance or TOLERANCE[dtype]
-        report = Report(describe_setting(oracle, devices, limit), own)
-        # The programs and the data of all ranks are the same already.
-        checks = context.of_root(
-            "verify", lambda: check_parts(oracle, len(devices), random, limit), SLOW
+        limit, order = TOLERANCE[dtype], problem.parts.order
+        setting = (
+            f"{describe(devices)}; {updates} updates of {trial.order.batch_size} examples in "
+            f"{trial.order.microbatches} microbatches (a run has {order.batch_size} in {order.microbatches}); "
+            f"float64, no loss scaling, a constant learning rate; {tree.size(oracle.first.params):,} parameters; "
+            f"allowed error {limit:g}"
         )
+        report = Report(setting, own)
+
+        def check():
+            return check_parts(oracle, len(devices), random, limit)
+
+        # The programs and the data of all ranks are the same already.
+        checks = context.of_root("verify", check, SLOW)
         report.checks += [Check(*check) for check in checks]
         if report.checks[-1].name != "padding":  # a fault would be blamed on the configurations
             return report
@@ -116,15 +248,11 @@ def verify(
             text = f"the model or the loss computes in {dtype}, also from float64 arguments"
             report.checks.append(Check("precision", NOTE, text))
 
-        report.reference = reference = find_reference(
-            functools.partial(train, oracle),
-            oracle.problem.rule,
-            oracle.first.params,
-            float(jnp.finfo(dtype).eps),
-            limit,
-        )
+        epsilon, trainer = float(jnp.finfo(dtype).eps), functools.partial(train, oracle)
+        reference = Reference(trainer, oracle.problem.rule, oracle.first.params, epsilon, limit)
+        report.reference = reference
         context.barrier("verify", SLOW)  # root has compiled the oracle before the others
-        report.checks += reference.checks
+        report.checks += [Check("rounding", *note) for note in reference.notes]
         for check in report.checks:
             progress(f"{check.name}: {check.verdict}")
         most = config.verify.strategies
@@ -134,25 +262,15 @@ def verify(
         narrow = max(dtypes, key=TOLERANCE.__getitem__)
         if is_narrow(narrow) and not config.parallel.in_groups:
             with jax_settings(config):
-                check = check_own_precision(problem, own, devices, updates, narrow)
-            report.checks.append(check)
+                result = check_own_precision(problem, own, devices, updates, narrow)
+            report.checks.append(Check(f"in {narrow}", *result))
         compared, trained = reference.compared
         report.agreement = (
-            f"agree with the oracle{f' at {reference.rate:g} of the peak learning rate' * (reference.rate < 1)}; "
-            f"at most, {report.largest.text}; allowed {limit:g}; {compared} of {trained} trained leaves compared"
+            f"agree with the oracle; at most, {report.largest.text}; allowed {limit:g}; {compared} of {trained} "
+            "trained leaves compared"
             f"{'; the others have no gradient, but for rounding, or do not move' * (compared < trained)}"
         )
         return report
-
-
-def describe_setting(oracle: Oracle, devices: Sequence[jax.Device], limit: float) -> str:
-    used, order = oracle.trial.order, oracle.problem.parts.order
-    return (
-        f"{describe(devices)}; {len(oracle.trial.batches)} updates of {used.batch_size} examples in "
-        f"{used.microbatches} microbatches (a run has {order.batch_size} in {order.microbatches}); float64, no "
-        f"loss scaling, a constant learning rate; {tree.size(oracle.first.params):,} parameters; allowed error "
-        f"{limit:g}"
-    )
 
 
 Make = Callable[[Configuration], Any]
@@ -201,7 +319,7 @@ def with_oracle(
         precision=FLOAT64,
         parallel=dataclasses.replace(config.parallel, bucket_mb=bucket_mb, exact_group=1),
     )
-    parts = parts._replace(forward=forward, rule=reference.rule, order=trial.order)
+    parts = parts._replace(forward=forward, rule=oracle.problem.rule, order=trial.order)
     make = maker(config, parts, devices)
 
     def run(configuration):
@@ -209,10 +327,17 @@ def with_oracle(
         initial, first = strategy.export(strategy.init()), reference.trained.start
         # the oracle has no exponents of integer sums
         first = first.replace(extra=initial.extra | first.extra)
-        drawn, want = (flatten(state.replace(opt_state=None), []) for state in (initial, first))
+        drawn, want = (flatten(state, []) for state in (initial, first))
         if difference := find_difference(drawn, want, DRAWN):
             return FAILED, f"the initial {difference}: init is no function of its key"
-        placed = strategy.adopt(jax.tree.map(put, first, initial))
+
+        def copy(x, like):
+            if is_key(like):
+                return like
+            # a new array for each device: two that share memory cannot be donated
+            return jax.make_array_from_callback(x.shape, like.sharding, lambda i: np.array(x[i]))
+
+        placed = strategy.adopt(jax.tree.map(copy, first, initial))
         del initial
         state, curve = run_updates(strategy, step, placed, map(read, range(len(trial.batches))))
         if any(metrics.get("disagreeing_state") for metrics in curve):
@@ -225,14 +350,6 @@ def with_oracle(
         return verdict, f"{leaf} differs by {error:.1e}", error
 
     return run
-
-
-def put(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Return a copy of x on the devices of another array; a random key as it is there."""
-    if is_key(like):
-        return like
-    # a new array for each device: two that share memory cannot be donated
-    return jax.make_array_from_callback(x.shape, like.sharding, lambda part: np.array(x[part]))
 
 
 def with_first(
@@ -260,19 +377,17 @@ def with_first(
 
 def check_own_precision(
     problem: Problem, own: Configuration, devices: Sequence[jax.Device], updates: int, dtype: str
-) -> Check:
+) -> Result:
     """Check that skipped updates, loss scales and losses of a run do not depend on its devices.
     dtype: its least precise."""
-    name, tolerance, report = f"in {dtype}", TOLERANCE[dtype], Report("", own)
+    tolerance = TOLERANCE[dtype]
+    text = f"skip the same updates, with losses alike to {tolerance:g}"
+    report = Report("", own, "alike", agreement=text)
     both = itertools.product((ONE_DEVICE, own), ("scan", "vmap"))
     configurations = [one._replace(accumulate=accumulate) for one, accumulate in both]
     make, batches = maker(*problem, devices), range(max(updates, UPDATES))
     report.run(with_first(make, batches, decisions, tolerance), configurations)
-    for failed in report.of(FAILED):
-        return Check(name, FAILED, f"{failed.title}: {report.results[failed].text}")
-    same = report.of(OK)
-    text = f"{len(same)} configurations skip the same updates, with losses alike to {tolerance:g}"
-    return Check(name, OK if same else FAILED, text)
+    return OK if report.verified else FAILED, report.verdict()
 
 
 def decisions(state: TrainState, curve: Curve) -> Arrays:

@@ -1,5 +1,6 @@
 """An independent trainer in plain loops: real rows, sums of weighted losses, one division, the
-optimizer as it is. And how closely what it trains can be compared.
+optimizer as it is. And how closely what it trains can be compared: by the relative error of each
+leaf, in the L2 norm.
 
 It shares no code with the step but small helpers for trees, has no sharding and no padding, so that a
 fault of the step cannot hide in both."""
@@ -14,11 +15,13 @@ import numpy as np
 import optax
 from optax import tree
 
+from jaxdp.checkpoint.leaves import all_fields_of, host
 from jaxdp.data.example_order import RESET
 from jaxdp.losses import SUMS, apply_loss
 from jaxdp.models.base import CARRY
 from jaxdp.precision import cast_floats
 from jaxdp.process.hosts import listed
+from jaxdp.split import leaves_by_path
 from jaxdp.train.average import EMA, EMA_STATE
 from jaxdp.train.carry import split_carry
 from jaxdp.train.state import (
@@ -32,14 +35,17 @@ from jaxdp.train.state import (
     microbatch_key,
 )
 from jaxdp.train.step import UpdateRule
-from jaxdp.verify.compare import FAILED, NOTE, Check, Curve, Errors, difference, flatten, leaves
 from jaxdp.verify.problem import Arrays, Problem, Tree, Trial, in_float32
 
-RATES = (1.0, 0.1, 0.01, 0.001)  # of the peak learning rate
+OK, FAILED, NOTE, SKIPPED, REFUSED = "ok", "FAILED", "note", "skipped", "refused"
+COMPARED = ("params", "model_state", "opt_state", EMA, EMA_STATE, CARRY)
 ZERO = 1e3  # last digits of the whole gradient's norm: a gradient below is zero but for rounding
 # A leaf may differ by MARGIN x what rounding moves it, at most by MOST. It is not compared if
 # rounding moves it by more than COARSEST and 5 times the tolerance.
 MARGIN, MOST, COARSEST = 10, 0.5, 1e-2
+Errors = dict[str, float]  # by path: part/of/the/state
+Curve = list[dict[str, Any]]  # the metrics of each update
+Result = tuple[str, str]  # verdict, text
 
 
 class Trained(NamedTuple):
@@ -232,30 +238,133 @@ def means(metrics: dict[str, Any], weight: Any) -> dict[str, Any]:
     }
 
 
-class Reference(NamedTuple):
-    """What the oracle trained, with `rule` at `rate` of the peak learning rate, and how closely it
-    can be compared.
+def leaves(trees: dict[str, Tree]) -> Arrays:
+    """Return {name/path: array}, in the order of the names."""
+    return {
+        path: host(x)
+        for name, tree in trees.items()
+        for path, x in leaves_by_path({name: tree}).items()
+    }
+
+
+def flatten(state: TrainState, curve: Curve, start: Tree = None) -> Arrays:
+    """Return what is compared of a state and its curve, by path.
+
+    start: the first parameters; of parameters and their average, what changed since is compared: an
+    update may be small beside them.
+    """
+    fields = {name: tree for name, tree in all_fields_of(state).items() if name in COMPARED}
+    arrays = leaves({**fields, "curve": curve})
+    before = leaves({"params": start, EMA: start})
+    return {path: x - before[path] if path in before else x for path, x in arrays.items()}
+
+
+def difference(got: np.ndarray | None, want: np.ndarray | None) -> float:
+    """Return |got - want| / |want|; infinity where only one is finite, or anything but floats
+    differs.
+    """
+    if got is None or want is None or got.shape != want.shape:
+        return np.inf
+    inexact = all(jnp.issubdtype(x.dtype, jnp.inexact) for x in (got, want))
+    if not inexact or not np.array_equal(np.isfinite(got), np.isfinite(want)):
+        return 0.0 if np.array_equal(got, want) else np.inf
+    both = np.array([got, want], np.complex128)[:, np.isfinite(want)]
+    # divided by the largest element, or their squares may overflow
+    got, want = both / (np.abs(both).max(initial=0.0) or 1.0)
+    size, apart = np.linalg.norm(want), np.linalg.norm(got - want)
+    return float(apart / size) if size else np.inf if apart else 0.0
+
+
+def find_difference(got: Arrays, want: Arrays, tolerance: float) -> str:
+    """Return the first leaf that differs by more than the tolerance, and how, or ""."""
+    for path in {**want, **got}:
+        x: Any = got.get(path)
+        y: Any = want.get(path)
+        if (error := difference(x, y)) > tolerance:
+            if np.size(x) == np.size(y) == 1:
+                return f"{path} is {x}, not {y}"
+            return f"{path} differs by {error:.1e}"
+    return ""
+
+
+class Reference:
+    """What the oracle trained, and how closely it can be compared.
+
+    It is trained three times, twice from parameters that are changed in their last digit: what
+    differs is rounding.
 
     Args:
+        train: (params, rule) -> what the oracle trains.
+        epsilon: the last digit, relative.
         tolerance: the relative error that a leaf may have.
-        allowed: the same of each leaf that is compared, with a margin for rounding.
+
+    Attributes:
+        allowed: the tolerance of each leaf that is compared, with a margin for rounding.
         uncompared: the leaves that rounding moves too far.
         zero: {trained leaf: elements whose gradient is zero but for rounding}, of leaves that
             rounding moves too far: they are compared without these elements.
         compared: the number of trained leaves that are compared, and of all. A leaf that stands still
             does so in every configuration, so it does not count as compared.
-        checks: what is worth knowing, or wrong, about this.
+        notes: what is worth knowing, or wrong, about this: (verdict, text).
     """
 
-    trained: Trained
-    rule: UpdateRule
-    rate: float
-    tolerance: float
-    allowed: Errors
-    uncompared: set[str]
-    zero: Arrays
-    compared: tuple[int, int]
-    checks: list[Check]
+    def __init__(
+        self,
+        train: Callable[[Tree, UpdateRule], Trained],
+        rule: UpdateRule,
+        params: Tree,
+        epsilon: float,
+        tolerance: float,
+    ):
+        rng = np.random.default_rng(0)
+
+        def perturb(x):
+            return x * (1 + epsilon * rng.choice([-1.0, 1.0], x.shape))
+
+        starts = [params, *(jax.tree.map(perturb, params) for _ in range(2))]
+        runs = [train(start, rule) for start in starts]
+        self.trained, self.tolerance, limit = runs[0], tolerance, max(COARSEST, 5 * tolerance)
+        want, *others = (flatten(run.state, run.curve, run.start.params) for run in runs)
+        grads = [leaves({"params": gradient}) for gradient in self.trained.grads]
+        moved = moves(want, *others)
+        zero = {
+            path: x for path, x in zero_gradients(grads, epsilon).items() if moved[path] > limit
+        }
+        rest = moves(*(without(zero, x) for x in (want, *others)))
+        far = {path for path, error in rest.items() if error > limit}
+        uncompared = far | {path for path, elements in zero.items() if elements.all()}
+        # Other leaves, such as the optimizer's, move with parameters whose gradient is zero.
+        explained = any(rest[path] <= limit for path in zero)
+        unexplained = {path for path in far if path.startswith("params/") or not explained}
+        self.zero, self.uncompared = zero, uncompared
+        self.allowed = {
+            path: max(tolerance, min(MARGIN * error, MOST))
+            for path, error in rest.items()
+            if path not in uncompared
+        }
+        moving = {x for x in grads[0] if want[x].any() and any(g[x].any() for g in grads)}
+        self.compared = len(moving - uncompared), len(grads[0])
+        texts = {
+            "not compared, because rounding alone moves them too far": unexplained or uncompared,
+            "compared without the elements whose gradient is zero but for rounding": zero.keys()
+            - uncompared,
+            f"compared with a margin of {MARGIN} times what rounding moves them, at most {MOST}": {
+                path for path, most in self.allowed.items() if most > tolerance
+            },
+        }
+        self.notes = [
+            (FAILED if paths is unexplained else NOTE, f"{text}: {listed(sorted(paths), 5)}")
+            for text, paths in texts.items()
+            if paths
+        ]
+        if not moving - uncompared:
+            self.notes.append((FAILED, "no parameter was compared that training moves"))
+        losses = [float(metrics["loss"]) for metrics in self.trained.curve]
+        if not np.isfinite(losses).all():
+            text = (
+                f"the loss is not finite: {losses} in the first updates; try a smaller optimizer.lr"
+            )
+            self.notes.insert(0, (FAILED, f"{text}, or mend its sum or its weight"))
 
     def errors(self, state: TrainState, curve: Curve) -> Errors:
         """Return the error of each leaf that is compared, scaled so that the tolerance is what is
@@ -270,79 +379,6 @@ class Reference(NamedTuple):
         }
 
 
-def find_reference(
-    train: Callable[[Tree, UpdateRule], Trained],
-    make_rule: Callable[[float], UpdateRule],
-    params: Tree,
-    epsilon: float,
-    tolerance: float,
-) -> Reference:
-    """Train three times, twice with parameters changed in their last digit: what differs is
-    rounding.
-
-    Lower the learning rate where training amplifies rounding, update by update, beyond what is
-    compared.
-
-    Args:
-        train: (params, rule) -> what the oracle trains.
-        epsilon: the last digit, relative.
-    """
-    rng = np.random.default_rng(0)
-
-    def perturb(x):
-        return x * (1 + epsilon * rng.choice([-1.0, 1.0], x.shape))
-
-    starts = [params, *(jax.tree.map(perturb, params) for _ in range(2))]
-    for rate in RATES:
-        rule = make_rule(rate)
-        runs = [train(start, rule) for start in starts]
-        moved = moves(*(flatten(run.state, run.curve) for run in runs))
-        if np.median([*moved.values()]) <= max(tolerance / 100, 8 * epsilon):
-            break
-    trained, limit = runs[0], max(COARSEST, 5 * tolerance)
-    want, *others = (flatten(run.state, run.curve, run.start.params) for run in runs)
-    moved = moves(want, *others)
-    grads = [leaves({"params": gradient}) for gradient in trained.grads]
-    zero = {path: x for path, x in zero_gradients(grads, epsilon).items() if moved[path] > limit}
-    rest = moves(*(without(zero, x) for x in (want, *others)))
-    far = {path for path, error in rest.items() if error > limit}
-    uncompared = far | {path for path, elements in zero.items() if elements.all()}
-    # Other leaves, such as the optimizer's, move with parameters whose gradient is zero.
-    explained = any(rest[path] <= limit for path in zero)
-    unexplained = {path for path in far if path.startswith("params/") or not explained}
-    allowed = {
-        path: max(tolerance, min(MARGIN * error, MOST))
-        for path, error in rest.items()
-        if path not in uncompared
-    }
-    moving = {path for path in grads[0] if want[path].any() and any(x[path].any() for x in grads)}
-    compared = len(moving - uncompared)
-    texts = {
-        "not compared, because rounding alone moves them too far": unexplained or uncompared,
-        "compared without the elements whose gradient is zero but for rounding": zero.keys()
-        - uncompared,
-        f"compared with a margin of {MARGIN} times what rounding moves them, at most {MOST}": {
-            path for path, most in allowed.items() if most > tolerance
-        },
-    }
-    checks = [
-        Check("rounding", NOTE, f"{text}: {listed(sorted(paths), 5)}")
-        for text, paths in texts.items()
-        if paths
-    ]
-    if unexplained:
-        checks[0] = checks[0]._replace(verdict=FAILED)
-    if not compared:
-        checks.append(Check("rounding", FAILED, "no parameter was compared that training moves"))
-    losses = [float(metrics["loss"]) for metrics in trained.curve]
-    if not np.isfinite(losses).all():
-        text = f"the loss is not finite: {losses} in the first updates; try a smaller optimizer.lr"
-        checks.insert(0, Check("rounding", FAILED, text))
-    return Reference(
-        trained, rule, rate, tolerance, allowed, uncompared, zero, (compared, len(grads[0])), checks
-    )
-
-
 def moves(want: Arrays, *others: Arrays) -> Errors:
     """Return how far others are from each leaf, at most."""
     return {path: max(difference(x.get(path), want[path]) for x in others) for path in want}
@@ -350,15 +386,13 @@ def moves(want: Arrays, *others: Arrays) -> Errors:
 
 def without(elements: Arrays, arrays: Arrays) -> Arrays:
     """Return the arrays, with 0 in these elements."""
-    changed = {path: np.where(mask, 0, arrays[path]) for path, mask in elements.items()}
-    return {**arrays, **changed}
+    return arrays | {path: np.where(mask, 0, arrays[path]) for path, mask in elements.items()}
 
 
 def zero_gradients(grads: list[Arrays], epsilon: float) -> Arrays:
     """Return {path: the elements whose gradient is zero, but for rounding, in every update}."""
-    # nothing is small beside a gradient that overflows
-    bounds = [np.nan_to_num(ZERO * epsilon * tree.norm(x), posinf=0.0) for x in grads]
-    return {
-        path: np.all([np.abs(x[path]) <= bound for x, bound in zip(grads, bounds)], axis=0)
-        for path in grads[0]
-    }
+    sizes = [
+        {path: np.abs(x) / tree.norm(gradient) for path, x in gradient.items()}
+        for gradient in grads
+    ]
+    return {path: np.max([x[path] for x in sizes], axis=0) <= ZERO * epsilon for path in grads[0]}

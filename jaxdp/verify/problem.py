@@ -3,7 +3,6 @@ the configurations to compare: a small set in which every two values of two sett
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -149,11 +148,12 @@ class Problem(NamedTuple):
     def couples(self) -> bool:
         return attribute(self.parts.forward.loss, "scope", "example") == "global"
 
-    def rule(self, factor: float = 1.0) -> UpdateRule:
-        """Return how to update at a constant learning rate, `factor` times the peak one."""
+    @property
+    def rule(self) -> UpdateRule:
+        """Return how to update at a constant learning rate, the peak one."""
 
         def rate(step):
-            return factor * self.config.optimizer.lr
+            return self.config.optimizer.lr
 
         roles, blocks = self.parts.roles, self.parts.forward.model.blocks
         tx = make_tx(self.config, rate, blocks, roles=roles)
@@ -256,14 +256,13 @@ def in_float32(problem: Problem) -> Problem:
     """
     forward = problem.parts.forward
     model = forward.model
-    narrow = functools.partial(cast_floats, dtype=jnp.float32)
 
     def init(key, batch):
-        return model.init(key, narrow(batch))
+        return model.init(key, cast_floats(batch, jnp.float32))
 
     def apply(params, state, batch, key, train):
-        after = model.apply(*narrow((params, state, batch)), key, train)
-        return cast_floats(after, jnp.float64)
+        arguments = cast_floats((params, state, batch), jnp.float32)
+        return cast_floats(model.apply(*arguments, key, train), jnp.float64)
 
     forward = forward._replace(model=model._replace(init=init, apply=apply))
     return problem._replace(parts=problem.parts._replace(forward=forward))

@@ -21,17 +21,21 @@ from jaxdp.run.datasets import eval_key
 from jaxdp.run.elsewhere import elsewhere
 from jaxdp.run.programs import describe, needed
 from jaxdp.train.state import expand_to
-from jaxdp.verify.compare import (
+from jaxdp.verify.oracle import (
     FAILED,
     NOTE,
     OK,
     SKIPPED,
-    Check,
+    Oracle,
+    Result,
+    at,
     find_difference,
     flatten,
     leaves,
+    make_oracle,
+    train,
+    update,
 )
-from jaxdp.verify.oracle import Oracle, at, make_oracle, train, update
 from jaxdp.verify.problem import (
     TOLERANCE,
     Arrays,
@@ -45,11 +49,13 @@ from jaxdp.verify.problem import (
 COARSE = 1e-6
 EPOCHS, ORDERS = 4, 64  # of the order: epochs, and updates at most
 RATES = 2**16  # learning rates at most, over the whole run
-Result = tuple[str, str]  # verdict, text
 
 
-def check_parts(oracle: Oracle, devices: int, random: bool, tolerance: float) -> list[Check]:
-    """Check the parts alone, up to the first that failed, on which its fault would be blamed.
+def check_parts(
+    oracle: Oracle, devices: int, random: bool, tolerance: float
+) -> list[tuple[str, str, str]]:
+    """Check the parts alone, up to the first that failed, on which its fault would be blamed: return
+    (name, verdict, text) of each.
     devices: their number. random: see `traits_of`."""
     arguments = oracle.problem.config, devices, len(oracle.trial.batches)
     # Another parity, on the other side of usual limits.
@@ -61,10 +67,11 @@ def check_parts(oracle: Oracle, devices: int, random: bool, tolerance: float) ->
             facts = find_facts(oracle)
         same = check_same(facts, again(), min(COARSE, tolerance))
     results = {"data": check_data(oracle.problem), "repeat": same, "loss": loss, "padding": padding}
-    checks = [Check(name, *result) for name, result in results.items()]
-    for number, check in enumerate(checks, 1):
-        if check.verdict == FAILED:
-            return checks[:number]
+    checks = []
+    for name, (verdict, text) in results.items():
+        checks.append((name, verdict, text))
+        if verdict == FAILED:
+            break
     return checks
 
 
@@ -88,7 +95,7 @@ def find_facts(oracle: Oracle) -> Arrays:
     updates; all learning rates; the first state; the state after a few updates and one more at the
     end of the run, with their gradients; an evaluation. On JAX's default device."""
     problem, parts = oracle.problem, oracle.problem.parts
-    order, steps, rule = parts.order, parts.steps, problem.rule()
+    order, steps, rule = parts.order, parts.steps, problem.rule
     trained = train(oracle, oracle.first.params, rule)
 
     def at_the_end(x):
@@ -224,10 +231,9 @@ def check_padding(oracle: Oracle, random: bool, tolerance: float) -> Result:
         """sizes: of the sets that such batches are from."""
         difference = find_difference(got, want, max(tolerance, COARSE))
         if not difference:
-            left = "; leaving it out is not compared, because random numbers depend on the shape"
-            return OK, f"padded examples change nothing{left * random}"
+            return OK, "padded examples change nothing"
         text = (
-            f"the model counts padded examples: {where}, {difference}; a BatchNorm (or anything that looks across "
+            f"the model counts padded examples{where}: {difference}; a BatchNorm (or anything that looks across "
             "examples) needs the mask, an argument named mask"
         )
         uneven = order.batch_size % order.microbatches
@@ -235,13 +241,13 @@ def check_padding(oracle: Oracle, random: bool, tolerance: float) -> Result:
             return FAILED, text
         return NOTE, f"{text}; this run has no padding"
 
+    # Random numbers depend on the shape.
     other = padded(batch, 0) if random else at(slice(real), batch)
-    where = "with other examples there" if random else "with none there"
-    results = [compare(where, [order.size], sums(other), sums(padded(batch, real)))]
+    results = [compare("", [order.size], sums(other), sums(padded(batch, real)))]
     if evaluated := eval_batch(oracle):
         got, want = (evaluate(oracle, padded(evaluated, last)) for last in (0, real))
         sizes = [len(dataset) for dataset in oracle.problem.parts.eval_sets.values()]
-        results.append(compare("with other examples there, in evaluation", sizes, got, want))
+        results.append(compare(", in evaluation", sizes, got, want))
     return severest(results)
 
 
@@ -272,15 +278,10 @@ def check_sums(oracle: Oracle, batch: Arrays, tolerance: float) -> Result:
 
         return oracle.loss(*jax.tree.map(pick, (outputs, {**seen, "mask": mask})))
 
-    full = sums(rows)
-    for name, x in full.items():
-        if not np.isfinite(x).all() or (name == "weight" and x <= 0):
-            text = f"the loss has the {name} {x} of {size} examples; return finite sums, and batch['mask'] summed"
-            return FAILED, text
     if size < 2:
         return SKIPPED, "one example cannot be split"
     try:
-        each = [sums(row) for row in rows[:, None]]
+        full, each = sums(rows), [sums(row) for row in rows[:, None]]
         masked, alone = sums(rows, mask * expand_to(half, mask)), sums(rows[half])
     except Exception as error:
         text = f"it cannot be split: {type(error).__name__} where fewer examples are given: {one_line(error)}"

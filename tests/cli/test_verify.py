@@ -18,7 +18,6 @@ import launch
 import oracle as plain_oracle
 import toys
 import verify_cases
-from cli_runs import ended
 from covering import only
 from jaxdp.cli import load
 from jaxdp.config import Config, Optimizer, Parallel
@@ -33,8 +32,16 @@ from jaxdp.run.components import REDUCTIONS, STAGES, Parts, make_parts
 from jaxdp.train.state import TrainState
 from jaxdp.train.step import Forward, UpdateRule
 from jaxdp.verify import decisions, verify
-from jaxdp.verify.compare import COMPARED, difference, find_difference
-from jaxdp.verify.oracle import Oracle, Trained, find_reference, make_oracle, train
+from jaxdp.verify.oracle import (
+    COMPARED,
+    Oracle,
+    Reference,
+    Trained,
+    difference,
+    find_difference,
+    make_oracle,
+    train,
+)
 from jaxdp.verify.problem import (
     ONE_DEVICE,
     Configuration,
@@ -134,11 +141,6 @@ def test_a_fault_ends_with_code_1_and_the_cause_last(tmp_path):
     )
     done = command(*small, "--loss.target", "planted.scalar", cwd=tmp_path, code=2)
     assert done.stderr.startswith("jaxdp: loss: it returned float64[]; a loss returns (sum")
-    for tolerance in ("tiny", "inf"):
-        done = ended(
-            "verify", "--config", tmp_path / "config.yaml", "--tolerance", tolerance, code=2
-        )
-        assert "tolerance" in done.stderr and "Traceback" not in done.stderr
 
 
 REFUSING = """
@@ -355,7 +357,7 @@ def test_an_evaluation_that_counts_padding_is_found(tmp_path):
     report = verified(tmp_path, [*argv, "--batch_size", "20"])
     assert (
         len(report.causes) == 1
-        and "padded examples: with other examples there, in evaluation" in report.causes[0]
+        and "counts padded examples, in evaluation: " in report.causes[0]
     )
 
 
@@ -373,7 +375,7 @@ def test_padding_is_judged_where_it_is(tmp_path, size, verdict):
     ]
     report = verified(tmp_path, [*argv, "--batch_size", str(size), "--microbatches", "4"])
     [check] = [check for check in report.checks if check.name == "padding"]
-    assert check.verdict == verdict and "with none there, gradient" in check.text
+    assert check.verdict == verdict and "padded examples: gradient" in check.text
 
 
 @pytest.mark.slow
@@ -657,17 +659,6 @@ def state_of(params):
     return TrainState(np.zeros((), np.int32), params, {}, {})
 
 
-def test_training_that_amplifies_rounding_is_slowed():
-    """One update takes a difference 1e6 x rate times as far."""
-
-    def trained(params, rate):
-        value = {"a": 2.0 + (params["a"] - 1.0) * 1e6 * rate}
-        return Trained(state_of(params), state_of(value), [{"loss": np.ones(())}], [value])
-
-    found = find_reference(trained, lambda rate: rate, {"a": np.ones(3)}, 1e-15, 1e-10)
-    assert found.rate == 0.001 and found.rule == 0.001 and not found.uncompared
-
-
 TOO_FAR = "not compared, because rounding alone moves them too far: params/b"
 
 
@@ -687,11 +678,11 @@ def test_only_a_zero_gradient_may_go_unjudged(gradient):
 
     params = {"a": np.ones(3), "b": np.array([1.0, 2.0, 3.0])}
     while True:  # until the signs of two gradients differ
-        found = find_reference(trained, lambda rate: rate, params, 1e-16, 1e-10)
+        found = Reference(trained, None, params, 1e-16, 1e-10)
         if found.uncompared or found.zero:
             break
     assert set(found.uncompared) == (set() if gradient == "zero in part" else {"params/b"})
-    wrong = [check.text for check in found.checks if check.verdict == "FAILED"]
+    wrong = [text for verdict, text in found.notes if verdict == "FAILED"]
     assert [text[: len(TOO_FAR)] for text in wrong] == [TOO_FAR] * (gradient == "noise")
     if gradient == "zero in part":
         assert list(found.zero["params/b"]) == [True, True, False] and found.compared == (2, 2)
@@ -714,7 +705,7 @@ def test_parameters_are_compared_by_what_they_move():
         return Trained(state_of(params), moved, [{"loss": np.ones(())}], [params])
 
     params = {"a": np.linspace(1.0, 2.0, 50)}
-    found = find_reference(trained, lambda rate: rate, params, 2**-7, 0.05)
+    found = Reference(trained, None, params, 2**-7, 0.05)
     assert found.compared == (1, 1)
     assert found.errors(found.trained.state, [{"loss": np.ones(())}])["params/a"] == 0
     assert found.errors(trained(params, 1, 2.0).state, [{"loss": np.ones(())}])["params/a"] > 0.05
