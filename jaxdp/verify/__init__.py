@@ -33,7 +33,6 @@ from jaxdp.train.state import Batch, TrainState
 from jaxdp.train.step import Step
 from jaxdp.verify.oracle import (
     FAILED,
-    NOTE,
     OK,
     REFUSED,
     Curve,
@@ -231,8 +230,8 @@ def verify(
         setting = (
             f"{describe(devices)}; {updates} updates of {trial.order.batch_size} examples in "
             f"{trial.order.microbatches} microbatches (a run has {order.batch_size} in {order.microbatches}); "
-            f"float64, no loss scaling, a constant learning rate; {tree.size(oracle.first.params):,} parameters; "
-            f"allowed error {limit:g}"
+            "float64, no loss scaling, a constant learning rate; the model and the loss compute in "
+            f"{dtype}; {tree.size(oracle.first.params):,} parameters; allowed error {limit:g}"
         )
         report = Report(setting, own)
 
@@ -240,14 +239,10 @@ def verify(
             return check_parts(oracle, len(devices), random, limit)
 
         # The programs and the data of all ranks are the same already.
-        checks = context.of_root("verify", check, SLOW)
-        report.checks += [Check(*check) for check in checks]
-        if report.checks[-1].name != "padding":  # a fault would be blamed on the configurations
-            return report
-        if dtype != "float64":
-            text = f"the model or the loss computes in {dtype}, also from float64 arguments"
-            report.checks.append(Check("precision", NOTE, text))
-
+        for values in context.of_root("verify", check, SLOW):
+            report.checks.append(part := Check(*values))
+            if part.verdict == FAILED and part.name != "padding":
+                return report  # a fault would be blamed on what follows
         epsilon, trainer = float(jnp.finfo(dtype).eps), functools.partial(train, oracle)
         reference = Reference(trainer, oracle.problem.rule, oracle.first.params, epsilon, limit)
         report.reference = reference
@@ -310,7 +305,7 @@ def with_oracle(
     """Return a function that trains the updates of the trial in a configuration, and compares the
     result with the oracle's: see `Report.run`. It raises UsageError as a run would."""
     (config, parts), trial = oracle.problem, oracle.trial
-    casts = policy("float64", "float64", "float64")
+    casts = policy("float64", oracle.compute, "float64")
     forward = parts.forward._replace(policy=casts, loss_scaling=None)
     bucket_mb = 8 * tree.size(oracle.first.params) / BUCKETS / 1e6
     config = dataclasses.replace(

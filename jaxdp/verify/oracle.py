@@ -22,7 +22,7 @@ from jaxdp.models.base import CARRY
 from jaxdp.precision import cast_floats
 from jaxdp.process.hosts import listed
 from jaxdp.split import leaves_by_path
-from jaxdp.train.average import EMA, EMA_STATE
+from jaxdp.train.average import EMA, EMA_STATE, first_statistics
 from jaxdp.train.carry import split_carry
 from jaxdp.train.state import (
     WEIGHT,
@@ -30,12 +30,11 @@ from jaxdp.train.state import (
     check_result,
     expand_to,
     flat,
-    floats,
     merge,
     microbatch_key,
 )
 from jaxdp.train.step import UpdateRule
-from jaxdp.verify.problem import Arrays, Problem, Tree, Trial, in_float32
+from jaxdp.verify.problem import Arrays, Problem, Tree, Trial
 
 OK, FAILED, NOTE, SKIPPED, REFUSED = "ok", "FAILED", "note", "skipped", "refused"
 COMPARED = ("params", "model_state", "opt_state", EMA, EMA_STATE, CARRY)
@@ -61,6 +60,9 @@ class Trained(NamedTuple):
 class Oracle:
     """The model, the loss and the first arrays of a problem, as functions of microbatches.
 
+    Args:
+        compute: the dtype of the model's parameters and inputs.
+
     Attributes:
         first: the first state, without an optimizer.
         forward: (state, batch, number, train) -> (outputs, what the loss gets, model state, kept),
@@ -70,11 +72,12 @@ class Oracle:
             of the model state times the weight, the gradient, the metrics and the weight.
     """
 
-    def __init__(self, problem: Problem, trial: Trial):
+    def __init__(self, problem: Problem, trial: Trial, compute: str):
         self.problem, self.trial, self.forward_pass = problem, trial, problem.parts.forward
+        self.compute = compute
         self.forward = jax.jit(self._forward, static_argnums=3)
         self.sums = jax.jit(self._sums)
-        key, inputs = jax.random.key(self.forward_pass.seed), cast_floats(trial.example, float)
+        key, inputs = jax.random.key(self.forward_pass.seed), cast_floats(trial.example, compute)
         params, state = cast_floats(jax.jit(self.forward_pass.model.init)(key, inputs), float)
         state, kept = split(state)
         kept = at(np.zeros(trial.order.microbatches, int), kept)
@@ -87,10 +90,11 @@ class Oracle:
         transform = forward.transform if train else forward.eval_transform
         if transform is not None:
             batch = transform(batch, augment_key, train)
-        inputs = {**cast_floats(batch, float), "mask": mask != 0}
         before = {**state.model_state, **state.kept} if state.kept else state.model_state
-        outputs, after = forward.model.apply(state.params, before, inputs, key, train)
-        return cast_floats(outputs, float), {**batch, "mask": mask.astype(float)}, *split(after)
+        params, inputs = cast_floats((state.params, {**batch, "mask": mask != 0}), self.compute)
+        results = forward.model.apply(params, before, inputs, key, train)
+        outputs, after = cast_floats(results, float)
+        return outputs, {**batch, "mask": mask.astype(float)}, *split(after)
 
     def _sums(self, trainable, state, batch, numbers):
         def loss(trainable):
@@ -132,12 +136,13 @@ class Oracle:
 
 
 def make_oracle(problem: Problem, trial: Trial) -> Oracle:
-    """Return the oracle of a problem, in float32 if the model cannot be traced in float64."""
+    """Return the oracle of a problem, in float32 if the model cannot be traced in float64: some
+    models fix the dtype of a loop's state, such as an LSTM's carry."""
     try:
-        oracle = Oracle(problem, trial)
+        oracle = Oracle(problem, trial, "float64")
         jax.eval_shape(oracle.sums_of_one, at(0, trial.batches[0]))
     except TypeError:
-        return Oracle(in_float32(problem), trial)
+        return Oracle(problem, trial, "float32")
     return oracle
 
 
@@ -188,8 +193,8 @@ def averaged(rule: UpdateRule, params: Tree, model_state: Tree) -> dict[str, Tre
     state."""
     if rule.ema_decay is None:
         return {}
-    statistics = floats(model_state)
-    return {EMA: params} | ({EMA_STATE: statistics} if jax.tree.leaves(statistics) else {})
+    statistics = first_statistics(model_state)
+    return {EMA: params} | ({} if statistics is None else {EMA_STATE: statistics})
 
 
 @np.errstate(all="ignore")  # the report names what is not finite

@@ -4,12 +4,10 @@ the configurations to compare: a small set in which every two values of two sett
 import contextlib
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.config import Config, Precision
@@ -18,7 +16,6 @@ from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError
 from jaxdp.parallel.layout import ZERO
 from jaxdp.parallel.strategy import Strategy
-from jaxdp.precision import cast_floats
 from jaxdp.process import hosts
 from jaxdp.process.context import Context
 from jaxdp.run.build import prepare_on_all_ranks
@@ -66,11 +63,9 @@ class Configuration(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Return the settings that have an effect."""
-        values = self._asdict()
-        if not ZERO[self.zero].grads:
-            del values["gradient_buffer"]
-        return " ".join(f"{name} {value}" for name, value in values.items() if value is not None)
+        """Return the settings with their values."""
+        values = self._asdict().items()
+        return " ".join(f"{name} {value}" for name, value in values if value is not None)
 
 
 ONE_DEVICE = Configuration(1, "pjit")
@@ -99,17 +94,16 @@ def choose_configurations(
     reduction of `first` only."""
     number, others = len(devices), set() if exact else REDUCTIONS.keys() - EXACT.keys()
     fewer = [n for n in ((ODD, 2) if exact else (ODD,)) if n < number and jax.process_count() == 1]
-    settings: list[Sequence[Any]] = [
+    every = itertools.product(
         [number, *fewer],
         [(name, zero) for name, stages in STAGES.items() for zero in stages],
         sorted({first.reduction, *others}),
         ("vmap", "scan"),
         ("sharded", "replicated"),
         (None, number // 2),
-    ]
-    every = [Configuration(n, *stage, *rest) for n, stage, *rest in itertools.product(*settings)]
-    possible = [*filter(is_meaningful, every)]
-    chosen = list(dict.fromkeys([ONE_DEVICE._replace(reduction=first.reduction), first]))
+    )
+    possible = [c for n, stage, *x in every if is_meaningful(c := Configuration(n, *stage, *x))]
+    chosen = [ONE_DEVICE._replace(reduction=first.reduction), first]
     missing = set().union(*map(pairs, possible)).difference(*map(pairs, chosen))
     while missing:
         best = max(possible, key=lambda c: len(pairs(c) & missing))
@@ -180,12 +174,15 @@ def smaller(config: Config) -> Config:
     """Return the config with the smaller arguments of `verify`; with an outer step after each
     update, if any.
     """
-    model, data, verify = config.model, config.data, config.verify
+
+    def changed(section, args):
+        return dataclasses.replace(section, args={**section.args, **args})
+
     return dataclasses.replace(
         config,
         outer=dataclasses.replace(config.outer, every=1),
-        model=dataclasses.replace(model, args={**model.args, **verify.model_args}),
-        data=dataclasses.replace(data, args={**data.args, **verify.data_args}),
+        model=changed(config.model, config.verify.model_args),
+        data=changed(config.data, config.verify.data_args),
     )
 
 
@@ -249,37 +246,15 @@ def make_trial(problem: Problem, devices: int, updates: int) -> Trial:
     return Trial(batches, first_microbatch(first, examples, problem.parts.forward.transform), order)
 
 
-def in_float32(problem: Problem) -> Problem:
-    """Return the problem with a model that computes in float32.
-
-    Some models fix the dtype of a loop's state, such as an LSTM's carry, and have no other.
-    """
-    forward = problem.parts.forward
-    model = forward.model
-
-    def init(key, batch):
-        return model.init(key, cast_floats(batch, jnp.float32))
-
-    def apply(params, state, batch, key, train):
-        arguments = cast_floats((params, state, batch), jnp.float32)
-        return cast_floats(model.apply(*arguments, key, train), jnp.float64)
-
-    forward = forward._replace(model=model._replace(init=init, apply=apply))
-    return problem._replace(parts=problem.parts._replace(forward=forward))
-
-
 def check_memory(problem: Problem, devices: Sequence[jax.Device]) -> None:
-    """Raise UsageError if the states that exist at once do not fit into memory. devices: of this
-    process.
+    """Raise UsageError if the states that exist at once do not fit into the host's memory; an
+    accelerator reports that by itself. devices: of this process.
     """
     state = jax.eval_shape(state_maker(*problem))
-    number, limit = len(devices), hosts.free_memory()
-    if devices[0].platform != "cpu":
-        number, limit = 1, (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
-    # beside each state gradients and their sum; the oracle has four states
     parameters, size = (sum(x.size for x in jax.tree.leaves(x)) for x in (state.params, state))
-    needed = 8 * (number + 4) * (size + 2 * parameters)
-    if needed > limit:
+    # beside each state gradients and their sum; the oracle has four states
+    needed, limit = 8 * (len(devices) + 4) * (size + 2 * parameters), hosts.free_memory()
+    if devices[0].platform == "cpu" and needed > limit:
         raise UsageError(
             f"verify.model_args: {parameters:,} parameters need {needed / 1e9:.0f} GB in float64 on "
             f"{len(devices)} devices, and there are {limit / 1e9:.0f}; make the model smaller while it is verified, "

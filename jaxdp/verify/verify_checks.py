@@ -54,8 +54,8 @@ RATES = 2**16  # learning rates at most, over the whole run
 def check_parts(
     oracle: Oracle, devices: int, random: bool, tolerance: float
 ) -> list[tuple[str, str, str]]:
-    """Check the parts alone, up to the first that failed, on which its fault would be blamed: return
-    (name, verdict, text) of each.
+    """Check the parts alone: return (name, verdict, text) of each. One that failed may be the cause
+    of the following ones' failures.
     devices: their number. random: see `traits_of`."""
     arguments = oracle.problem.config, devices, len(oracle.trial.batches)
     # Another parity, on the other side of usual limits.
@@ -66,13 +66,8 @@ def check_parts(
         with jax.default_device(jax.local_devices(backend="cpu")[0]):  # as the other process
             facts = find_facts(oracle)
         same = check_same(facts, again(), min(COARSE, tolerance))
-    results = {"data": check_data(oracle.problem), "repeat": same, "loss": loss, "padding": padding}
-    checks = []
-    for name, (verdict, text) in results.items():
-        checks.append((name, verdict, text))
-        if verdict == FAILED:
-            break
-    return checks
+    data = check_data(oracle.problem)
+    return [("data", *data), ("repeat", *same), ("loss", *loss), ("padding", *padding)]
 
 
 def facts_of_config(config: Config, devices: int, updates: int) -> Arrays:
@@ -227,45 +222,33 @@ def check_padding(oracle: Oracle, random: bool, tolerance: float) -> Result:
             {"model_state": named["model_state"], "gradient": gradient, **named["metrics"]}
         )
 
-    def compare(where, sizes, got, want):
-        """sizes: of the sets that such batches are from."""
-        difference = find_difference(got, want, max(tolerance, COARSE))
-        if not difference:
-            return OK, "padded examples change nothing"
-        text = (
-            f"the model counts padded examples{where}: {difference}; a BatchNorm (or anything that looks across "
-            "examples) needs the mask, an argument named mask"
-        )
-        uneven = order.batch_size % order.microbatches
-        if uneven or any(size % order.batch_size for size in sizes):
-            return FAILED, text
-        return NOTE, f"{text}; this run has no padding"
-
     # Random numbers depend on the shape.
     other = padded(batch, 0) if random else at(slice(real), batch)
-    results = [compare("", [order.size], sums(other), sums(padded(batch, real)))]
+    cases: dict[str, Any] = {"": ([order.size], sums(other), sums(padded(batch, real)))}
     if evaluated := eval_batch(oracle):
-        got, want = (evaluate(oracle, padded(evaluated, last)) for last in (0, real))
         sizes = [len(dataset) for dataset in oracle.problem.parts.eval_sets.values()]
-        results.append(compare(", in evaluation", sizes, got, want))
-    return severest(results)
-
-
-def severest(results: list[Result]) -> Result:
-    return max(results, key=lambda result: (SKIPPED, OK, NOTE, FAILED).index(result[0]))
+        results = (evaluate(oracle, padded(evaluated, last)) for last in (0, real))
+        cases[", in evaluation"] = sizes, *results
+    result = OK, "padded examples change nothing"
+    for where, (sizes, got, want) in cases.items():
+        if difference := find_difference(got, want, max(tolerance, COARSE)):
+            text = (
+                f"the model counts padded examples{where}: {difference}; a BatchNorm (or anything that looks across "
+                "examples) needs the mask, an argument named mask"
+            )
+            uneven = order.batch_size % order.microbatches
+            if uneven or any(size % order.batch_size for size in sizes):
+                return FAILED, text
+            result = NOTE, f"{text}; this run has no padding"
+    return result
 
 
 def check_loss(oracle: Oracle, tolerance: float) -> Result:
-    """Check the loss on each microbatch of the first update that has unmasked examples."""
-    batches = [at(m, oracle.trial.batches[0]) for m in range(oracle.trial.order.microbatches)]
-    return severest([check_sums(oracle, x, tolerance) for x in batches if x["mask"].any()])
-
-
-def check_sums(oracle: Oracle, batch: Arrays, tolerance: float) -> Result:
-    """Check that the loss's sums over single examples of a microbatch add up, and that masked
-    examples do not count.
+    """Check that the loss's sums over single examples of a microbatch, the first one that has
+    unmasked examples, add up, and that masked examples do not count.
     """
-    outputs, seen = oracle.outputs(batch, True)
+    batches = (at(m, oracle.trial.batches[0]) for m in range(oracle.trial.order.microbatches))
+    outputs, seen = oracle.outputs(next(x for x in batches if x["mask"].any()), True)
     mask, size = seen["mask"], len(seen["mask"])
     rows, couples = np.arange(size), oracle.problem.couples
     half: Any = rows % 2 == 0
