@@ -63,6 +63,9 @@ from jaxdp.verify.problem import (
 )
 from jaxdp.verify.verify_checks import check_parts, traits_of
 
+Train = Callable[[Configuration], tuple[Any, ...]]
+"""(verdict, text, error) of a configuration, see `Check`."""
+
 BUCKETS = 3  # about this many, however small the model
 UPDATES = 8  # at least, in the run's own precision
 DRAWN = 1e-6  # initial values are drawn in float32, which two programs may round differently
@@ -70,6 +73,9 @@ DRAWN = 1e-6  # initial values are drawn in float32, which two programs may roun
 
 def no_progress(text: str) -> None:
     """Print nothing."""
+
+
+Progress = Callable[[str], None]
 
 
 class Check(NamedTuple):
@@ -141,12 +147,11 @@ class Report:
 
     def run(
         self,
-        train: Callable[[Configuration], tuple[Any, ...]],
+        train: Train,
         configurations: Sequence[Configuration],
-        progress: Callable[[str], None] = no_progress,
+        progress: Progress = no_progress,
     ) -> None:
-        """Add the result of each configuration. train: returns (verdict, text, error), see `Check`;
-        progress: see `verify`."""
+        """Add the result of each configuration; progress: see `verify`."""
         for configuration in configurations:
             title = configuration.title
             try:
@@ -202,7 +207,7 @@ def verify(
     devices: Sequence[jax.Device],
     *,
     updates: int = 3,
-    progress: Callable[[str], None] = no_progress,
+    progress: Progress = no_progress,
     context: Context = ALONE,
 ) -> Report:
     """Compare a few updates in each configuration on these devices with the oracle's.
@@ -216,7 +221,7 @@ def verify(
         UsageError: too little memory or data, a configuration that needs other devices, or raised
             by the user's code.
     """
-    config, used = problem.config, problem.config.precision
+    config = problem.config
     own = own_configuration(config, problem.parts, devices)
     if config.parallel.in_groups:
         own = own._replace(reduction="exact")
@@ -253,8 +258,8 @@ def verify(
         most = config.verify.strategies
         chosen = choose_configurations(own, devices)[: most and most + 1]
         report.run(with_oracle(oracle, reference, devices), chosen, progress)
-        dtypes = {dtype, used.params, used.compute or dtype, used.reduce or dtype}
-        narrow = max(dtypes, key=TOLERANCE.__getitem__)
+        casts = problem.parts.forward.policy
+        narrow = max(dtype, *map(str, casts), key=TOLERANCE.__getitem__)
         if is_narrow(narrow) and not config.parallel.in_groups:
             with jax_settings(config):
                 result = check_own_precision(problem, own, devices, updates, narrow)
@@ -299,9 +304,7 @@ def run_updates(
     return jax.tree.map(host, (strategy.export(state), curve))
 
 
-def with_oracle(
-    oracle: Oracle, reference: Reference, devices: Sequence[jax.Device]
-) -> Callable[[Configuration], tuple[Any, ...]]:
+def with_oracle(oracle: Oracle, reference: Reference, devices: Sequence[jax.Device]) -> Train:
     """Return a function that trains the updates of the trial in a configuration, and compares the
     result with the oracle's: see `Report.run`. It raises UsageError as a run would."""
     (config, parts), trial = oracle.problem, oracle.trial
@@ -352,7 +355,7 @@ def with_first(
     batches: Sequence[int],
     arrays: Callable[[TrainState, Curve], Arrays],
     tolerance: float = 0.0,
-) -> Callable[[Configuration], tuple[Any, ...]]:
+) -> Train:
     """Return a function that trains a configuration from its initial state, and compares it with the
     first one: see `Report.run`.
 
@@ -404,9 +407,7 @@ def exactly(config: Config) -> Config:
     return in_exact_mode(smaller(config))
 
 
-def verify_exactly(
-    config: Config, devices: int, updates: int, progress: Callable[[str], None]
-) -> Report:
+def verify_exactly(config: Config, devices: int, updates: int, progress: Progress) -> Report:
     """Compare the bits of a config in exact mode, on its first batches and the last of an epoch,
     maybe incomplete.
 
@@ -418,7 +419,7 @@ def verify_exactly(
     if jax.process_count() == 1:
         used = used[: min(devices, config.microbatches // config.parallel.exact_group)]
     last = parts.order.steps_per_epoch - 1
-    batches = [*(min(i, last) for i in range(updates - 1)), last]
+    batches = [*range(updates - 1), last]
     trained = f"{config.batch_size} examples in {config.microbatches} microbatches, the last one the last of an epoch"
     own = own_configuration(config, parts, used)
     return compare_bits(maker(config, parts, used), own, used, batches, trained, progress)
@@ -430,7 +431,7 @@ def compare_bits(
     devices: Sequence[jax.Device],
     batches: Sequence[int],
     trained: str,
-    progress: Callable[[str], None] = no_progress,
+    progress: Progress = no_progress,
 ) -> Report:
     """Train the same updates in every configuration on these devices, and compare them to the bit.
 

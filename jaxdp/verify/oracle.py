@@ -117,10 +117,12 @@ class Oracle:
         (_, (sums, kept)), gradient = jax.value_and_grad(loss, has_aux=True)(trainable)
         return {**sums, "gradient": gradient}, kept
 
-    def outputs(self, batch: Arrays, train: bool) -> tuple[Tree, Tree]:
-        """Return (outputs, what the loss gets) of a microbatch, in the first state."""
-        first = self.first
-        return self.forward(first.replace(kept=at(0, first.kept)), batch, 0, train)[:2]
+    def outputs(self, batch: Arrays, train: bool) -> tuple[Tree, Tree, Tree]:
+        """Return (outputs, what the loss gets, model state) of a microbatch, which may have fewer
+        examples, in the first state."""
+        rows = 0, slice(len(batch["mask"]))
+        first = self.first.replace(kept=at(rows, self.first.kept))
+        return self.forward(first, batch, 0, train)[:3]
 
     def loss(self, outputs: Tree, batch: Tree) -> Arrays:
         """Return the sums that the loss returns, by name."""
@@ -129,9 +131,8 @@ class Oracle:
         return leaves({"sum": total, "weight": weight, **named})
 
     def sums_of_one(self, batch: Arrays) -> Tree:
-        """Return the sums of a microbatch, which may have fewer examples, in the first state."""
-        rows = slice(1), slice(len(batch["mask"]))
-        first = self.first.replace(kept=at(rows, self.first.kept))
+        """Return the sums of a microbatch in the first state."""
+        first = self.first.replace(kept=at(slice(1), self.first.kept))
         return self.sums(first.params, first, at(None, batch), np.zeros(1, int))[0]
 
 
@@ -264,9 +265,9 @@ def flatten(state: TrainState, curve: Curve, start: Tree = None) -> Arrays:
     return {path: x - before[path] if path in before else x for path, x in arrays.items()}
 
 
-def difference(got: np.ndarray | None, want: np.ndarray | None) -> float:
-    """Return |got - want| / |want|; infinity where only one is finite, or anything but floats
-    differs.
+def difference(got: Any, want: Any) -> float:
+    """Return |got - want| / |want| of two arrays, or None for none; infinity where only one is
+    finite, or anything but floats differs.
     """
     if got is None or want is None or got.shape != want.shape:
         return np.inf
@@ -283,8 +284,7 @@ def difference(got: np.ndarray | None, want: np.ndarray | None) -> float:
 def find_difference(got: Arrays, want: Arrays, tolerance: float) -> str:
     """Return the first leaf that differs by more than the tolerance, and how, or ""."""
     for path in {**want, **got}:
-        x: Any = got.get(path)
-        y: Any = want.get(path)
+        x, y = got.get(path), want.get(path)
         if (error := difference(x, y)) > tolerance:
             if np.size(x) == np.size(y) == 1:
                 return f"{path} is {x}, not {y}"
@@ -332,8 +332,11 @@ class Reference:
         want, *others = (flatten(run.state, run.curve, run.start.params) for run in runs)
         grads = [leaves({"params": gradient}) for gradient in self.trained.grads]
         moved = moves(want, *others)
+        norms = [ZERO * epsilon * tree.norm(gradient) for gradient in grads]
         zero = {
-            path: x for path, x in zero_gradients(grads, epsilon).items() if moved[path] > limit
+            path: np.all([np.abs(x[path]) <= norm for x, norm in zip(grads, norms)], axis=0)
+            for path in grads[0]
+            if moved[path] > limit
         }
         rest = moves(*(without(zero, x) for x in (want, *others)))
         far = {path for path, error in rest.items() if error > limit}
@@ -392,12 +395,3 @@ def moves(want: Arrays, *others: Arrays) -> Errors:
 def without(elements: Arrays, arrays: Arrays) -> Arrays:
     """Return the arrays, with 0 in these elements."""
     return arrays | {path: np.where(mask, 0, arrays[path]) for path, mask in elements.items()}
-
-
-def zero_gradients(grads: list[Arrays], epsilon: float) -> Arrays:
-    """Return {path: the elements whose gradient is zero, but for rounding, in every update}."""
-    sizes = [
-        {path: np.abs(x) / tree.norm(gradient) for path, x in gradient.items()}
-        for gradient in grads
-    ]
-    return {path: np.max([x[path] for x in sizes], axis=0) <= ZERO * epsilon for path in grads[0]}

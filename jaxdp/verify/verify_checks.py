@@ -9,7 +9,6 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
-from jax.flatten_util import ravel_pytree
 from optax import tree
 
 from jaxdp.config import Config
@@ -107,12 +106,13 @@ def find_facts(oracle: Oracle) -> Arrays:
             facts[f"{key!r} of {name}"] = describe(np.asarray(values))
     for i in spread(min(steps, EPOCHS * order.steps_per_epoch) - 1, ORDERS).tolist():
         facts[f"the order of examples in update {i + 1}"] = describe(order.batch(i))
+    evaluated = eval_batch(oracle)
     facts |= {
         "learning rate": jax.lax.map(schedule_of(problem.config, steps), spread(steps, RATES)),
         "initial": oracle.first,
         "gradient": trained.grads,
         "last update": update(rule, parameters, counts, trained.grads[-1]),
-        "evaluation": evaluate(oracle, eval_batch(oracle)),
+        "evaluation": oracle.loss(*oracle.outputs(evaluated, False)[:2]) if evaluated else {},
     }
     return leaves(facts) | flatten(trained.state, trained.curve, trained.start.params)
 
@@ -124,7 +124,7 @@ def spread(last: int, most: int) -> np.ndarray:
 
 def named_sets(problem: Problem) -> dict[str, Dataset]:
     others = {eval_key(name): dataset for name, dataset in problem.parts.eval_sets.items()}
-    return {"data": problem.parts.dataset, **others}
+    return {"data": problem.parts.dataset} | others
 
 
 def eval_batch(oracle: Oracle) -> Arrays:
@@ -134,11 +134,6 @@ def eval_batch(oracle: Oracle) -> Arrays:
         examples = dataset.read(np.resize(probes(dataset), size))
         return {"mask": np.ones(size, np.float32), **examples}
     return {}
-
-
-def evaluate(oracle: Oracle, batch: Arrays) -> Arrays:
-    """Return the sums of the evaluation of a microbatch, or nothing of an empty one."""
-    return oracle.loss(*oracle.outputs(batch, False)) if batch else {}
 
 
 def check_same(facts: Arrays, again: Arrays | str, tolerance: float) -> Result:
@@ -200,37 +195,32 @@ def operations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
 
 
 def check_padding(oracle: Oracle, random: bool, tolerance: float) -> Result:
-    """Check that the gradient is the same without padded examples, or, if numbers are random, with
-    other contents of them; and that an evaluation is the same with other contents.
+    """Check that the model computes the same of the other examples without a padded one, or, if
+    numbers are random, with another one as padding; in training and in evaluation.
     """
-    order, batch = oracle.problem.parts.order, at(0, oracle.trial.batches[0])
-    # as many as possible: with few examples the gradients of a BatchNorm are ill-conditioned
-    real = len(batch["mask"]) - 1
+    parts, order = oracle.problem.parts, oracle.problem.parts.order
+    cases = [("", at(0, oracle.trial.batches[0]), [order.size])]
+    if evaluated := eval_batch(oracle):
+        cases.append((", in evaluation", evaluated, [len(x) for x in parts.eval_sets.values()]))
+    real = oracle.trial.order.examples_per_microbatch - 1
     if not real:
         return SKIPPED, "a microbatch of one example is never padded in part"
 
-    def padded(batch, last):
-        """Return the batch with another number for its last example, which is padding."""
+    def results(batch, train):
+        def pick(x):
+            return x[:real] if x.ndim else x
+
+        outputs, _, state = oracle.outputs(batch, train)
+        return leaves({"model_state": state, "outputs": jax.tree.map(pick, outputs)})
+
+    result = OK, "padded examples change nothing"
+    for where, batch, sizes in cases:
         mask = batch["mask"].copy()
         mask[real:] = 0
-        return {**at([*range(real), last], batch), "mask": mask}
-
-    def sums(batch):
-        named = oracle.sums_of_one(batch)
-        gradient, _ = ravel_pytree(named["gradient"])  # one: some leaves may be rounding noise
-        return leaves(
-            {"model_state": named["model_state"], "gradient": gradient, **named["metrics"]}
-        )
-
-    # Random numbers depend on the shape.
-    other = padded(batch, 0) if random else at(slice(real), batch)
-    cases: dict[str, Any] = {"": ([order.size], sums(other), sums(padded(batch, real)))}
-    if evaluated := eval_batch(oracle):
-        sizes = [len(dataset) for dataset in oracle.problem.parts.eval_sets.values()]
-        results = (evaluate(oracle, padded(evaluated, last)) for last in (0, real))
-        cases[", in evaluation"] = sizes, *results
-    result = OK, "padded examples change nothing"
-    for where, (sizes, got, want) in cases.items():
+        other = at(slice(real), batch)
+        if random:  # numbers depend on the shape
+            other = {**at([*range(real), 0], batch), "mask": mask}
+        got, want = (results(x, not where) for x in (other, {**batch, "mask": mask}))
         if difference := find_difference(got, want, max(tolerance, COARSE)):
             text = (
                 f"the model counts padded examples{where}: {difference}; a BatchNorm (or anything that looks across "
@@ -248,7 +238,7 @@ def check_loss(oracle: Oracle, tolerance: float) -> Result:
     unmasked examples, add up, and that masked examples do not count.
     """
     batches = (at(m, oracle.trial.batches[0]) for m in range(oracle.trial.order.microbatches))
-    outputs, seen = oracle.outputs(next(x for x in batches if x["mask"].any()), True)
+    outputs, seen, _ = oracle.outputs(next(x for x in batches if x["mask"].any()), True)
     mask, size = seen["mask"], len(seen["mask"])
     rows, couples = np.arange(size), oracle.problem.couples
     half: Any = rows % 2 == 0
