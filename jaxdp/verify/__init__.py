@@ -240,11 +240,11 @@ def verify(
         )
         report = Report(setting, own)
 
-        def check():
-            return check_parts(oracle, len(devices), random, limit)
-
         # The programs and the data of all ranks are the same already.
-        for values in context.of_root("verify", check, SLOW):
+        parts = context.of_root(
+            "verify", lambda: check_parts(oracle, len(devices), random, limit), SLOW
+        )
+        for values in parts:
             report.checks.append(part := Check(*values))
             if part.verdict == FAILED and part.name != "padding":
                 return report  # a fault would be blamed on what follows
@@ -339,8 +339,9 @@ def with_oracle(oracle: Oracle, reference: Reference, devices: Sequence[jax.Devi
         del initial
         state, curve = run_updates(strategy, step, placed, map(read, range(len(trial.batches))))
         if any(metrics.get("disagreeing_state") for metrics in curve):
-            text = "the microbatches disagree on integers of the model's state; all must change one alike"
-            return FAILED, text
+            return FAILED, (
+                "the microbatches disagree on integers of the model's state; all must change one alike"
+            )
         errors = reference.errors(state, curve)
         leaf = max(errors, key=errors.__getitem__)
         error = errors[leaf]
@@ -390,8 +391,8 @@ def check_own_precision(
 
 def decisions(state: TrainState, curve: Curve) -> Arrays:
     """Return what must be alike in the run's own precision."""
-    names = ("/skipped", "/loss_scale", "/loss")
-    return {path: x for path, x in by_update(curve).items() if path.endswith(names)}
+    ends = "/skipped", "/loss_scale", "/loss"
+    return {path: x for path, x in by_update(curve).items() if path.endswith(ends)}
 
 
 def by_update(curve: Curve) -> Arrays:

@@ -106,9 +106,9 @@ class Oracle:
             result = apply_loss(self.forward_pass.loss, join(outputs), join(targets))
             total, weight, metrics = check_result(result)
             rows = [x["mask"].sum() for x in targets]
-            states = [tree.scale(weight * n / sum(rows), x) for n, x in zip(rows, states)]
+            weighed = [tree.scale(weight * n / sum(rows), x) for n, x in zip(rows, states)]
             sums = {
-                "model_state": functools.reduce(tree.add, states),
+                "model_state": functools.reduce(tree.add, weighed),
                 "metrics": {"loss": total, **metrics},
                 "weight": weight,
             }
@@ -164,7 +164,7 @@ def join(trees: tuple[Tree, ...]) -> Tree:
 
 
 def add_up(
-    oracle: Oracle, trainable: Tree, state: TrainState, batch: Arrays
+    oracle: Oracle, trainable: Tree, state: TrainState, batch: Tree
 ) -> tuple[Tree, dict[str, Tree]]:
     """Return the sums over all microbatches that have examples, and what is kept after them."""
     kept = state.kept
@@ -284,7 +284,8 @@ def difference(got: Any, want: Any) -> float:
 def find_difference(got: Arrays, want: Arrays, tolerance: float) -> str:
     """Return the first leaf that differs by more than the tolerance, and how, or ""."""
     for path in {**want, **got}:
-        x, y = got.get(path), want.get(path)
+        x: Any = got.get(path)
+        y: Any = want.get(path)
         if (error := difference(x, y)) > tolerance:
             if np.size(x) == np.size(y) == 1:
                 return f"{path} is {x}, not {y}"
@@ -306,8 +307,6 @@ class Reference:
     Attributes:
         allowed: the tolerance of each leaf that is compared, with a margin for rounding.
         uncompared: the leaves that rounding moves too far.
-        zero: {trained leaf: elements whose gradient is zero but for rounding}, of leaves that
-            rounding moves too far: they are compared without these elements.
         compared: the number of trained leaves that are compared, and of all. A leaf that stands still
             does so in every configuration, so it does not count as compared.
         notes: what is worth knowing, or wrong, about this: (verdict, text).
@@ -331,31 +330,27 @@ class Reference:
         self.trained, self.tolerance, limit = runs[0], tolerance, max(COARSEST, 5 * tolerance)
         want, *others = (flatten(run.state, run.curve, run.start.params) for run in runs)
         grads = [leaves({"params": gradient}) for gradient in self.trained.grads]
-        moved = moves(want, *others)
-        norms = [ZERO * epsilon * tree.norm(gradient) for gradient in grads]
+        moved = {path: max(difference(x.get(path), want[path]) for x in others) for path in want}
+        far = {path for path, error in moved.items() if error > limit}
+        bounds = [ZERO * epsilon * tree.norm(gradient) for gradient in grads]
+        # leaves with an element whose gradient is zero, but for rounding, in every update
         zero = {
-            path: np.all([np.abs(x[path]) <= norm for x, norm in zip(grads, norms)], axis=0)
-            for path in grads[0]
-            if moved[path] > limit
+            path
+            for path in far & grads[0].keys()
+            if np.all([np.abs(x[path]) <= bound for x, bound in zip(grads, bounds)], axis=0).any()
         }
-        rest = moves(*(without(zero, x) for x in (want, *others)))
-        far = {path for path, error in rest.items() if error > limit}
-        uncompared = far | {path for path, elements in zero.items() if elements.all()}
         # Other leaves, such as the optimizer's, move with parameters whose gradient is zero.
-        explained = any(rest[path] <= limit for path in zero)
-        unexplained = {path for path in far if path.startswith("params/") or not explained}
-        self.zero, self.uncompared = zero, uncompared
+        unexplained = {path for path in far - zero if path.startswith("params/") or not zero}
+        self.uncompared = far
         self.allowed = {
             path: max(tolerance, min(MARGIN * error, MOST))
-            for path, error in rest.items()
-            if path not in uncompared
+            for path, error in moved.items()
+            if path not in far
         }
         moving = {x for x in grads[0] if want[x].any() and any(g[x].any() for g in grads)}
-        self.compared = len(moving - uncompared), len(grads[0])
+        self.compared = len(moving - far), len(grads[0])
         texts = {
-            "not compared, because rounding alone moves them too far": unexplained or uncompared,
-            "compared without the elements whose gradient is zero but for rounding": zero.keys()
-            - uncompared,
+            "not compared, because rounding alone moves them too far": unexplained or far,
             f"compared with a margin of {MARGIN} times what rounding moves them, at most {MOST}": {
                 path for path, most in self.allowed.items() if most > tolerance
             },
@@ -365,7 +360,7 @@ class Reference:
             for text, paths in texts.items()
             if paths
         ]
-        if not moving - uncompared:
+        if not moving - far:
             self.notes.append((FAILED, "no parameter was compared that training moves"))
         losses = [float(metrics["loss"]) for metrics in self.trained.curve]
         if not np.isfinite(losses).all():
@@ -379,19 +374,9 @@ class Reference:
         allowed.
         """
         start, trained, own_curve, _ = self.trained
-        runs = (trained, own_curve), (state, curve)
-        want, got = (without(self.zero, flatten(*run, start.params)) for run in runs)
+        want = flatten(trained, own_curve, start.params)
+        got = flatten(state, curve, start.params)
         return {
             path: difference(got.get(path), want[path]) * self.tolerance / allowed
             for path, allowed in self.allowed.items()
         }
-
-
-def moves(want: Arrays, *others: Arrays) -> Errors:
-    """Return how far others are from each leaf, at most."""
-    return {path: max(difference(x.get(path), want[path]) for x in others) for path in want}
-
-
-def without(elements: Arrays, arrays: Arrays) -> Arrays:
-    """Return the arrays, with 0 in these elements."""
-    return arrays | {path: np.where(mask, 0, arrays[path]) for path, mask in elements.items()}

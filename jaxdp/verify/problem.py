@@ -94,7 +94,7 @@ def choose_configurations(
     reduction of `first` only."""
     number, others = len(devices), set() if exact else REDUCTIONS.keys() - EXACT.keys()
     fewer = [n for n in ((ODD, 2) if exact else (ODD,)) if n < number and jax.process_count() == 1]
-    every = itertools.product(
+    every: Any = itertools.product(
         [number, *fewer],
         [(name, zero) for name, stages in STAGES.items() for zero in stages],
         sorted({first.reduction, *others}),

@@ -15,7 +15,7 @@ from jaxdp.config import Config
 from jaxdp.data.dataset import Dataset, probes
 from jaxdp.errors import one_line
 from jaxdp.optim.interpreter import inside
-from jaxdp.run.components import schedule_of, set_jax
+from jaxdp.run.components import Parts, schedule_of, set_jax
 from jaxdp.run.datasets import eval_key
 from jaxdp.run.elsewhere import elsewhere
 from jaxdp.run.programs import describe, needed
@@ -38,7 +38,6 @@ from jaxdp.verify.oracle import (
 from jaxdp.verify.problem import (
     TOLERANCE,
     Arrays,
-    Problem,
     make_problem,
     make_trial,
     settings,
@@ -65,7 +64,7 @@ def check_parts(
         with jax.default_device(jax.local_devices(backend="cpu")[0]):  # as the other process
             facts = find_facts(oracle)
         same = check_same(facts, again(), min(COARSE, tolerance))
-    data = check_data(oracle.problem)
+    data = check_data(oracle.problem.parts)
     return [("data", *data), ("repeat", *same), ("loss", *loss), ("padding", *padding)]
 
 
@@ -88,8 +87,8 @@ def find_facts(oracle: Oracle) -> Arrays:
     Of each set, the number of examples, and the dtype, shape and digest of some; the examples of some
     updates; all learning rates; the first state; the state after a few updates and one more at the
     end of the run, with their gradients; an evaluation. On JAX's default device."""
-    problem, parts = oracle.problem, oracle.problem.parts
-    order, steps, rule = parts.order, parts.steps, problem.rule
+    config, parts = oracle.problem
+    order, steps, rule = parts.order, parts.steps, oracle.problem.rule
     trained = train(oracle, oracle.first.params, rule)
 
     def at_the_end(x):
@@ -99,8 +98,8 @@ def find_facts(oracle: Oracle) -> Arrays:
     # An optimizer may have a schedule of its own.
     counts = jax.tree.map(at_the_end, trained.state.opt_state)
     parameters = rule.trainable(trained.state.params)
-    facts: dict[str, Any] = {"the number of updates": steps}
-    for name, dataset in named_sets(problem).items():
+    facts: dict[str, Any] = {}
+    for name, dataset in named_sets(parts).items():
         facts[f"the number of examples of {name}"] = len(dataset)
         for key, values in dataset.read(probes(dataset)).items():
             facts[f"{key!r} of {name}"] = describe(np.asarray(values))
@@ -108,7 +107,7 @@ def find_facts(oracle: Oracle) -> Arrays:
         facts[f"the order of examples in update {i + 1}"] = describe(order.batch(i))
     evaluated = eval_batch(oracle)
     facts |= {
-        "learning rate": jax.lax.map(schedule_of(problem.config, steps), spread(steps, RATES)),
+        "learning rate": jax.lax.map(schedule_of(config, steps), spread(steps, RATES)),
         "initial": oracle.first,
         "gradient": trained.grads,
         "last update": update(rule, parameters, counts, trained.grads[-1]),
@@ -122,9 +121,9 @@ def spread(last: int, most: int) -> np.ndarray:
     return np.unique(np.linspace(0, last, most, dtype=np.int32))
 
 
-def named_sets(problem: Problem) -> dict[str, Dataset]:
-    others = {eval_key(name): dataset for name, dataset in problem.parts.eval_sets.items()}
-    return {"data": problem.parts.dataset} | others
+def named_sets(parts: Parts) -> dict[str, Dataset]:
+    others = {eval_key(name): dataset for name, dataset in parts.eval_sets.items()}
+    return {"data": parts.dataset, **others}
 
 
 def eval_batch(oracle: Oracle) -> Arrays:
@@ -143,29 +142,27 @@ def check_same(facts: Arrays, again: Arrays | str, tolerance: float) -> Result:
     where = "in another process, with other devices and launcher variables,"
     difference = again if isinstance(again, str) else find_difference(again, facts, tolerance)
     if difference:
-        text = (
+        return FAILED, (
             f"{where} {difference}; model, data, loss, optimizer or schedule depend on the number of devices or "
             "processes, on a variable of a launcher (as RANK), or on a random generator of their own; use the "
             "config, and the key that is passed in"
         )
-        return FAILED, text
     return OK, f"{where} data, order, rates and updates are the same"
 
 
-def check_data(problem: Problem) -> Result:
+def check_data(parts: Parts) -> Result:
     """Check that all sets return the same example for the same index, in another order and among
     others.
     """
-    sets = named_sets(problem)
+    sets = named_sets(parts)
     for name, dataset in sets.items():
         index = probes(dataset)
         one, other = at(slice(None, None, -2), dataset.read(index)), dataset.read(index[::-2])
         if difference := find_difference(other, one, 0.0):
-            text = (
+            return FAILED, (
                 f"{name} is not a function of the index: read again, with others, {difference}; move what is random "
                 "into its transform(batch, key, train), and compute what depends on several examples before"
             )
-            return FAILED, text
     return OK, f"examples of {', '.join(sets)} are the same when they are read again"
 
 
@@ -266,12 +263,11 @@ def check_loss(oracle: Oracle, tolerance: float) -> Result:
         return find_difference(parts(got, *each), parts(want, *each), tolerance)
 
     if not couples and (difference := compare(functools.reduce(tree.add, each), full)):
-        text = (
+        return FAILED, (
             f"the loss does not add up over parts of a batch, as a mean does not: its {difference}; return sums "
             "of what belongs to the examples (of jnp.where(mask != 0, losses, 0) * mask) and batch['mask'] "
             "summed; a loss that couples examples (contrastive) needs an attribute scope = 'global'"
         )
-        return FAILED, text
     if difference := compare(masked, alone):
         text = f"the loss counts examples whose batch['mask'] is 0: its {difference}; sum "
         return FAILED, f"{text}jnp.where(mask != 0, losses, 0) * mask"

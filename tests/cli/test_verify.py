@@ -542,12 +542,8 @@ def test_a_gradient_of_rounding_noise_is_named_apart(judged):
     # half of this bias goes into the norm, and the other half does not
     report = judged("--model.args.fault", "part", *whole_steps)
     mean = "model_state/batch_stats/BatchNorm_0/mean"
-    assert (
-        report.verified
-        and set(report.reference.zero) == {NOISE}
-        and mean in report.reference.uncompared
-    )
-    assert report.reference.compared == (6, 6) and NOISE not in report.reference.uncompared
+    assert report.verified and {NOISE, mean} <= report.reference.uncompared
+    assert report.reference.compared == (5, 6)
 
 
 @pytest.mark.slow
@@ -679,19 +675,12 @@ def test_only_a_zero_gradient_may_go_unjudged(gradient):
     params = {"a": np.ones(3), "b": np.array([1.0, 2.0, 3.0])}
     while True:  # until the signs of two gradients differ
         found = Reference(trained, None, params, 1e-16, 1e-10)
-        if found.uncompared or found.zero:
+        if found.uncompared:
             break
-    assert set(found.uncompared) == (set() if gradient == "zero in part" else {"params/b"})
+    assert found.uncompared == {"params/b"}
     wrong = [text for verdict, text in found.notes if verdict == "FAILED"]
     assert [text[: len(TOO_FAR)] for text in wrong] == [TOO_FAR] * (gradient == "noise")
-    if gradient == "zero in part":
-        assert list(found.zero["params/b"]) == [True, True, False] and found.compared == (2, 2)
-        state = found.trained.state
-        other = state.replace(params={**state.params, "b": np.array([9.0, 9.0, 4.0])})
-        assert found.errors(state, [{"loss": np.ones(())}])["params/b"] == 0
-        assert found.errors(other, [{"loss": np.ones(())}])["params/b"] > 0.1
-    else:
-        assert found.compared == (1, 2)
+    assert found.compared == (1, 2) and "params/b" not in found.allowed
 
 
 def test_parameters_are_compared_by_what_they_move():
