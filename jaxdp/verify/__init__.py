@@ -52,6 +52,7 @@ from jaxdp.verify.problem import (
     TOLERANCE,
     Arrays,
     Configuration,
+    Devices,
     Problem,
     check_memory,
     choose_configurations,
@@ -195,7 +196,7 @@ class Report:
         }
 
 
-def describe(devices: Sequence[jax.Device]) -> str:
+def describe(devices: Devices) -> str:
     processes = len({device.process_index for device in devices})
     return (
         f"{len(devices)} x {devices[0].device_kind}{f' in {processes} processes' * (processes > 1)}"
@@ -204,7 +205,7 @@ def describe(devices: Sequence[jax.Device]) -> str:
 
 def verify(
     problem: Problem,
-    devices: Sequence[jax.Device],
+    devices: Devices,
     *,
     updates: int = 3,
     progress: Progress = no_progress,
@@ -276,7 +277,7 @@ def verify(
 Make = Callable[[Configuration], Any]
 
 
-def maker(config: Config, parts: Parts, devices: Sequence[jax.Device]) -> Make:
+def maker(config: Config, parts: Parts, devices: Devices) -> Make:
     """Return a function that builds the run in a configuration: its strategy, the step, and a
     function from the number of a batch to it, on the strategy's devices."""
 
@@ -304,7 +305,7 @@ def run_updates(
     return jax.tree.map(host, (strategy.export(state), curve))
 
 
-def with_oracle(oracle: Oracle, reference: Reference, devices: Sequence[jax.Device]) -> Train:
+def with_oracle(oracle: Oracle, reference: Reference, devices: Devices) -> Train:
     """Return a function that trains the updates of the trial in a configuration, and compares the
     result with the oracle's: see `Report.run`. It raises UsageError as a run would."""
     (config, parts), trial = oracle.problem, oracle.trial
@@ -365,17 +366,18 @@ def with_first(
 
     def run(configuration):
         strategy, step, read = make(configuration)
+        nonlocal first
         state, curve = run_updates(strategy, step, strategy.init(), map(read, batches))
         got = arrays(state, curve)
-        difference = find_difference(got, first or got, tolerance)
-        first.update({} if first else got)
+        first = first or got
+        difference = find_difference(got, first, tolerance)
         return FAILED if difference else OK, difference or params_sha256(state.params)
 
     return run
 
 
 def check_own_precision(
-    problem: Problem, own: Configuration, devices: Sequence[jax.Device], updates: int, dtype: str
+    problem: Problem, own: Configuration, devices: Devices, updates: int, dtype: str
 ) -> Result:
     """Check that skipped updates, loss scales and losses of a run do not depend on its devices.
     dtype: its least precise."""
@@ -429,7 +431,7 @@ def verify_exactly(config: Config, devices: int, updates: int, progress: Progres
 def compare_bits(
     make: Make,
     own: Configuration,
-    devices: Sequence[jax.Device],
+    devices: Devices,
     batches: Sequence[int],
     trained: str,
     progress: Progress = no_progress,

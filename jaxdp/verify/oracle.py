@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -124,16 +125,18 @@ class Oracle:
         first = self.first.replace(kept=at(rows, self.first.kept))
         return self.forward(first, batch, 0, train)[:3]
 
-    def loss(self, outputs: Tree, batch: Tree) -> Arrays:
+    def loss(self, outputs: Tree, batch: Tree) -> dict[str, jax.Array]:
         """Return the sums that the loss returns, by name."""
         total, weight, metrics = apply_loss(self.forward_pass.loss, outputs, batch)
         named = {f"metric {name!r}": x for name, x in flat(metrics).items()}
-        return leaves({"sum": total, "weight": weight, **named})
+        return {"sum": total, "weight": weight, **named}
 
-    def sums_of_one(self, batch: Arrays) -> Tree:
-        """Return the sums of a microbatch in the first state."""
-        first = self.first.replace(kept=at(slice(1), self.first.kept))
-        return self.sums(first.params, first, at(None, batch), np.zeros(1, int))[0]
+    def trace(self) -> jex.ClosedJaxpr:
+        """Return the program of `sums` of a microbatch in the first state."""
+        first, batch = self.first, self.trial.batches[0]
+        kept, one = at(slice(1), (first.kept, batch))
+        arguments = first.params, first.replace(kept=kept), one, np.zeros(1, int)
+        return jax.make_jaxpr(self.sums)(*arguments)
 
 
 def make_oracle(problem: Problem, trial: Trial) -> Oracle:
@@ -141,13 +144,13 @@ def make_oracle(problem: Problem, trial: Trial) -> Oracle:
     models fix the dtype of a loop's state, such as an LSTM's carry."""
     try:
         oracle = Oracle(problem, trial, "float64")
-        jax.eval_shape(oracle.sums_of_one, at(0, trial.batches[0]))
+        oracle.trace()
     except TypeError:
         return Oracle(problem, trial, "float32")
     return oracle
 
 
-def split(model_state: Tree) -> tuple[Tree, dict[str, Tree]]:
+def split(model_state: Tree) -> tuple[Tree, Tree]:
     """Return the model's own state, and what it keeps for the examples [1, example, ...]."""
     state, carry = split_carry(model_state)
     return state, {} if carry is None else {CARRY: at(None, carry)}
@@ -163,9 +166,7 @@ def join(trees: tuple[Tree, ...]) -> Tree:
     return jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
 
 
-def add_up(
-    oracle: Oracle, trainable: Tree, state: TrainState, batch: Tree
-) -> tuple[Tree, dict[str, Tree]]:
+def add_up(oracle: Oracle, trainable: Tree, state: TrainState, batch: Tree) -> tuple[Tree, Tree]:
     """Return the sums over all microbatches that have examples, and what is kept after them."""
     kept = state.kept
     if RESET in batch:
@@ -189,7 +190,7 @@ def update(rule: UpdateRule, trainable: Tree, opt_state: Tree, grads: Tree) -> t
     return optax.apply_updates(trainable, updates), opt_state
 
 
-def averaged(rule: UpdateRule, params: Tree, model_state: Tree) -> dict[str, Tree]:
+def averaged(rule: UpdateRule, params: Tree, model_state: Tree) -> Tree:
     """Return what is averaged over the updates, by name: parameters, and floats of the model
     state."""
     if rule.ema_decay is None:

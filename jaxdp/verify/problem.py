@@ -38,6 +38,7 @@ from jaxdp.train.step import Step, UpdateRule, first_microbatch
 
 Tree = Any
 Arrays = dict[str, np.ndarray]
+Devices = Sequence[jax.Device]
 ALONE = Context()
 QUICK_COMPILATION = "--xla_backend_optimization_level=1"
 FLOAT64 = Precision("float64", "float64", "float64", matmul="highest")
@@ -71,7 +72,7 @@ class Configuration(NamedTuple):
 ONE_DEVICE = Configuration(1, "pjit")
 
 
-def own_configuration(config: Config, parts: Parts, devices: Sequence[jax.Device]) -> Configuration:
+def own_configuration(config: Config, parts: Parts, devices: Devices) -> Configuration:
     """Return the run's configuration on at most these devices. Raises UsageError if it does not work
     on them."""
     parallel = config.parallel
@@ -86,7 +87,7 @@ def own_configuration(config: Config, parts: Parts, devices: Sequence[jax.Device
 
 
 def choose_configurations(
-    first: Configuration, devices: Sequence[jax.Device], exact: bool = False
+    first: Configuration, devices: Devices, exact: bool = False
 ) -> list[Configuration]:
     """Return one device, `first`, and what pairs of values remain, in a fixed order.
 
@@ -128,7 +129,7 @@ def is_meaningful(configuration: Configuration) -> bool:
         return False
     if c.shard_size is None:
         return True
-    splits = layout.opt_state and c.backend == ONE_DEVICE.backend
+    splits = layout.opt_state and c.backend == "pjit"
     return splits and 1 < c.shard_size < c.devices and c.devices % c.shard_size == 0
 
 
@@ -190,7 +191,7 @@ def make_variant(
     config: Config,
     parts: Parts,
     configuration: Configuration,
-    devices: Sequence[jax.Device],
+    devices: Devices,
 ) -> tuple[Strategy, Step]:
     """Build the run in another configuration; one device is one of this process. Raises UsageError."""
     parallel = dataclasses.replace(config.parallel, **configuration._asdict())
@@ -246,7 +247,7 @@ def make_trial(problem: Problem, devices: int, updates: int) -> Trial:
     return Trial(batches, first_microbatch(first, examples, problem.parts.forward.transform), order)
 
 
-def check_memory(problem: Problem, devices: Sequence[jax.Device]) -> None:
+def check_memory(problem: Problem, devices: Devices) -> None:
     """Raise UsageError if the states that exist at once do not fit into the host's memory; an
     accelerator reports that by itself. devices: of this process.
     """

@@ -173,13 +173,12 @@ def traits_of(oracle: Oracle) -> tuple[str, bool]:
     """Trace the gradient of a microbatch. Return the name of its least precise dtype of floats, and
     whether it draws random numbers. Raises UsageError if the loss returns something else than sums."""
     names, dtypes = set[str](), {"float64"}
-    program = jax.make_jaxpr(oracle.sums_of_one)(at(0, oracle.trial.batches[0]))
-    for eqn in operations(program.jaxpr):
+    for eqn in operations(oracle.trace().jaxpr):
         names.add(name := eqn.primitive.name)
         if name == "convert_element_type":
-            before, after = (jnp.dtype(v.aval.dtype) for v in (eqn.invars[0], eqn.outvars[0]))  # type: ignore[attr-defined]
-            if before == np.float64 and jnp.issubdtype(after, jnp.floating):
-                dtypes.add(after.name)
+            before, after = (str(v.aval.dtype) for v in (eqn.invars[0], eqn.outvars[0]))  # type: ignore[attr-defined]
+            if before == "float64" and after in TOLERANCE:
+                dtypes.add(after)
     return max(dtypes, key=TOLERANCE.__getitem__), bool(names & DRAWS)
 
 
