@@ -69,7 +69,8 @@ class Configuration(NamedTuple):
         return " ".join(f"{name} {value}" for name, value in values if value is not None)
 
 
-ONE_DEVICE = Configuration(1, "pjit")
+# with the backend that has most stages, the only one that splits a state within groups of devices
+ONE_DEVICE = Configuration(1, max(STAGES, key=STAGES.__getitem__))
 
 
 def own_configuration(config: Config, parts: Parts, devices: Devices) -> Configuration:
@@ -129,7 +130,7 @@ def is_meaningful(configuration: Configuration) -> bool:
         return False
     if c.shard_size is None:
         return True
-    splits = layout.opt_state and c.backend == "pjit"
+    splits = layout.opt_state and c.backend == ONE_DEVICE.backend
     return splits and 1 < c.shard_size < c.devices and c.devices % c.shard_size == 0
 
 
