@@ -355,10 +355,7 @@ def test_what_one_precision_alone_shows_is_reported():
 def test_an_evaluation_that_counts_padding_is_found(tmp_path):
     argv = [*verify_cases.named("model", "evaluated", plant="padding"), *verify_cases.EVALUATED]
     report = verified(tmp_path, [*argv, "--batch_size", "20"])
-    assert (
-        len(report.causes) == 1
-        and "counts padded examples, in evaluation: " in report.causes[0]
-    )
+    assert len(report.causes) == 1 and "counts padded examples, in evaluation: " in report.causes[0]
 
 
 @pytest.mark.slow
