@@ -18,25 +18,19 @@ from jax.tree_util import Partial
 import toys
 from cli_runs import ended, jaxdp, records, write
 from jaxdp.cli import load
+from jaxdp.config import Config, Outer
 from jaxdp.data.dataset import Arrays
 from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.optim.optimizers import master_copy, with_master
-from jaxdp.outer.replicas import (
-    LastStep,
-    OuterRule,
-    Replicas,
-    assign_replicas,
-    make_outer,
-    split_replicas,
-)
-from jaxdp.parallel.placement import assign_microbatches, ordered_devices
-from jaxdp.run.components import make_parts, make_reduction
+from jaxdp.outer import Door
+from jaxdp.outer.replicas import OuterRule, Replicas
+from jaxdp.parallel.placement import ordered_devices
+from jaxdp.run.components import make_parts, make_reduction, make_strategy, state_maker
 from jaxdp.train.step import Forward, UpdateRule, init_state, make_step
 from launch import mpirun
-from plain_runs import Given, fit, make_run
 
 MICROBATCHES, BATCH = 8, 20
 NESTEROV = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
@@ -45,18 +39,19 @@ NESTEROV = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
 def build(
     devices, every, inner, outer, examples,
     replicas=4, reduction="xla", dtype="float32", batch_size=BATCH, model="mlp", ema=None, between=None,
+    microbatches=MICROBATCHES,
 ):  # fmt: skip
     """(strategy, program, i -> batch i on its devices)"""
     model = toys.MODELS[model]()
     forward = Forward(model, SoftmaxCrossEntropy(), toys.uniform(dtype))
     rule = UpdateRule(inner, ema_decay=ema)
     step = make_step(forward, rule._replace(ema_decay=None))
-    order = EpochOrder(len(examples["labels"]), batch_size, MICROBATCHES, 0, shuffle=False)
+    order = EpochOrder(len(examples["labels"]), batch_size, microbatches, 0, shuffle=False)
     first = {k: v[: order.examples_per_microbatch] for k, v in examples.items()}
     example = {"mask": np.ones(order.examples_per_microbatch, bool), **first}
     strategy = Replicas(
-        Partial(lambda: init_state(forward, rule, MICROBATCHES, example)),
-        MICROBATCHES,
+        Partial(lambda: init_state(forward, rule, microbatches, example)),
+        microbatches,
         make_reduction(reduction),
         OuterRule(
             replicas,
@@ -65,7 +60,6 @@ def build(
             UpdateRule(outer, ema_decay=ema and ema**every),
             make_reduction(between or reduction),
         ),
-        None,
         jax.devices()[:devices],
     )
     dataset = Arrays(**examples)
@@ -330,16 +324,23 @@ def test_replicas_communicate_in_outer_steps_alone():
 
 
 def test_each_microbatch_is_computed_once():
-    for replicas, devices, per in itertools.product((1, 2, 4), (1, 2, 4, 8), (2, 3)):
-        parts, _ = split_replicas(replicas, devices)
-        if devices // parts > per:
-            continue
-        table = assign_replicas(assign_microbatches(per, devices // parts), replicas, parts)
-        assert sorted(table[table >= 0]) == list(range(replicas * per)) and len(table) == devices
+    """Also in uneven shares: of 12, on 2 or 8 devices with 4 replicas."""
+    optimizer, examples = optax.sgd(0.1), toys.data()
+    for replicas, devices in itertools.product((2, 4), (1, 2, 4, 8)):
+        strategy, *_ = build(
+            devices, 1, optimizer, optimizer, examples, replicas=replicas, microbatches=12
+        )
+        table = strategy.assignment
+        assert sorted(table[table >= 0]) == list(range(12)) and len(table) == devices
+
+
+def test_replicas_that_devices_cannot_share_are_refused():
+    door = Door(Config(outer=Outer(replicas=4)))
     with pytest.raises(
-        UsageError, match=r"outer\.replicas: 4 cannot be split over 3 devices; use 2 devices"
+        UsageError, match=r"outer\.replicas: 4 cannot be split over 3 devices; use a number"
     ):
-        split_replicas(4, 3)
+        door.strategy(None, None, None, jax.devices()[:3])
+    assert [n for n in range(1, 13) if not door.misfit(n)] == [1, 2, 4, 8, 12]
 
 
 @pytest.mark.parametrize("hosts", ["aabb", "abab", "abba"])
@@ -375,7 +376,7 @@ def test_the_bits_are_the_same_on_other_devices(tmp_path):
 
 @pytest.mark.parametrize("path, also", [
     ("outer.replicas: 3", "microbatches to a multiple of 3"),
-    ("outer.every: 5", "does not divide steps: 12"),
+    ("outer.every: 5", "does not divide the 12 updates"),
     ("outer.every: 20", "set steps to 20"),
     ("outer.reduction: bucket", "exact16"),
     ("parallel.zero: 1", "does not work with outer.replicas: 4"),
@@ -413,7 +414,8 @@ def made(*argv):
             *argv,
         ]
     )
-    return make_outer(config, make_parts(config), None)
+    parts = make_parts(config)
+    return make_strategy(config, parts, state_maker(config, parts), jax.devices()[:1]).rule
 
 
 def test_the_outer_optimizer_gets_the_models_blocks():
@@ -632,14 +634,3 @@ def test_spikes_of_two_replicas_roll_back_once(tmp_path):
     assert (
         "checkpoint 6 has a replica that halted at update 6; set aside as 6.halted" in done.stdout
     )
-
-
-@pytest.mark.parametrize(
-    "every, lost", [(4, "the last 2 updates came after the last outer step"), (3, ""), (1, "")]
-)
-def test_updates_without_an_outer_step_are_counted(tmp_path, every, lost):
-    """The data may end between two outer steps."""
-    run = make_run(tmp_path, toys.MODELS["mlp"]())
-    fit(run.replace(extras=[Given(lambda training: LastStep(every, run.log))]))
-    said = "\n".join(run.log.writer.said)
-    assert lost in said and ("outer step" in said) == bool(lost)
