@@ -5,20 +5,41 @@ state. It imports JAX only once a run is built.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxdp.config import Config
 from jaxdp.errors import UsageError
 from jaxdp.exact import flags
 from jaxdp.extras import Extra
 
-BITS = {"exact": 31, "exact16": 15, "exact8": 7}  # of the sums, without their sign
+
+class Format(NamedTuple):
+    """A fixed-point format. bits: of an element, in every sum; 32: as many as its float has.
+    headroom: added to the exponent that was needed. stochastic: round up or down at random, by the
+    microbatch's key; the mean is exact."""
+
+    bits: int
+    headroom: int
+    stochastic: bool
+
+    @property
+    def largest(self) -> int:
+        """Return the largest sum."""
+        return 2 ** (self.bits - 1) - 1
+
+
+FORMATS = {
+    "exact": Format(32, 3, False),
+    "exact16": Format(16, 2, True),
+    "exact8": Format(8, 1, True),
+}
 
 
 def most_summands(reduction: str) -> int:
     """Return how many summands leave 3 bits for each, which hold numbers up to 7."""
-    return (2 ** BITS[reduction] - 1) // 7
+    return FORMATS[reduction].largest // 7
 
 
 class Door(Extra):
@@ -45,11 +66,11 @@ class Door(Extra):
             raise UsageError(
                 f"parallel.exact_group: {group} does not divide microbatches: {config.microbatches}"
             )
-        summands, most, bits = config.microbatches // group, most_summands(name), BITS[name]
+        summands, most, form = config.microbatches // group, most_summands(name), FORMATS[name]
         if summands > most:
             raise UsageError(
                 f"microbatches: {config.microbatches} with reduction: {name} leave "
-                f"{((2**bits - 1) // summands).bit_length()} of {bits} bits for each, too few; use at most "
+                f"{(form.largest // summands).bit_length()} of {form.bits - 1} bits for each, too few; use at most "
                 f"{most * group}, or {-(-config.microbatches // most)} in each "
                 "parallel.exact_group, or reduction: exact"
             )
@@ -63,16 +84,7 @@ class Door(Extra):
     def initial_state(self, make: Callable[..., Any], parts: Any) -> Callable[..., Any]:
         from jaxdp.exact.integer_sums import with_exponents
 
-        return lambda *arguments: with_exponents(make(*arguments), parts.rule.trainable)
-
-    def change_parts(self, parts: Any) -> Any:
-        """Refuse a loss that couples the examples of a batch, before anything is compiled."""
-        from jaxdp.exact.integer_sums import COUPLED
-        from jaxdp.targets import attribute
-
-        if attribute(parts.forward.loss, "scope", "example") == "global":
-            raise UsageError(COUPLED.format(self.config.parallel.reduction))
-        return parts
+        return functools.partial(with_exponents, make, parts.rule.trainable)
 
 
 def in_exact_mode(config: Config) -> Config:

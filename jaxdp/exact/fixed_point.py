@@ -11,13 +11,14 @@ Nguyen (ACM TOMS 46(3), 2020)."""
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.errors import UsageError
+from jaxdp.exact import FORMATS, Format
 from jaxdp.exact.rounding import fusion_barrier, pin
 from jaxdp.precision import at_least_float32
 from jaxdp.split import WHOLE, fit, padded_shape
@@ -31,23 +32,6 @@ DIGITS, DIGIT = 3, 16  # digits of a float32's square, and their bits
 ROW = 2**16  # digits that a uint32 can sum
 # bytes of a lane -> the signs of all lanes of a word
 SIGNS = {1: np.uint32(0x80808080), 2: np.uint32(0x80008000)}
-
-
-class Format(NamedTuple):
-    """A fixed-point format. bits: of an element, in every sum; 32: as many as its float has.
-    headroom: added to the exponent that was needed. stochastic: round up or down at random, by the
-    microbatch's key; the mean is exact."""
-
-    bits: int
-    headroom: int
-    stochastic: bool
-
-
-FORMATS = {
-    "exact": Format(32, 3, False),
-    "exact16": Format(16, 2, True),
-    "exact8": Format(8, 1, True),
-}
 
 
 def quantized(
@@ -220,10 +204,10 @@ def squares_and_bad(tree: Tree, dims: Tree, axis: str, live: jax.Array) -> jax.A
     dtype = jnp.result_type(jnp.float32, *leaves)
     bad, values = jnp.int32(0), []
     for x, is_split in zip(leaves, split, strict=True):
-        x, is_counted = x.astype(dtype), first | is_split  # a full leaf is counted once
+        x = jnp.where(first | is_split, x.astype(dtype), 0)  # a full leaf is counted once
         is_finite = jnp.isfinite(x)
-        bad += jnp.sum(is_counted & ~is_finite, dtype=jnp.int32)
-        values.append(jnp.where(is_counted & is_finite, x, 0))
+        bad += jnp.sum(~is_finite, dtype=jnp.int32)
+        values.append(jnp.where(is_finite, x, 0))
     if parts * sum(x.size for x in leaves) > ROW**2:
         raise UsageError(
             f"parallel.reduction: exact sums squares of at most {ROW**2:,} parameters; use xla or bucket"
@@ -233,10 +217,7 @@ def squares_and_bad(tree: Tree, dims: Tree, axis: str, live: jax.Array) -> jax.A
     unit, size = power_of_two(-needed - ZERO, dtype), power_of_two(needed + ZERO, dtype)
     digits = sum((digits_of(x * unit, live) for x in values), jnp.uint32(0))
     digits, bad = jax.lax.psum((digits, bad), axes)
-    carry, *rest = carried(digits[1:])
-    terms = [
-        x.astype(dtype) * 2.0 ** (-DIGIT * i) for i, x in enumerate([digits[0] + carry, *rest])
-    ]
+    terms = [x.astype(dtype) * 2.0 ** (-DIGIT * i) for i, x in enumerate(carried(digits))]
     squares = jnp.where((bad > 0) | (needed == NOT_FINITE), jnp.nan, sum(terms) * size * size)
     return fusion_barrier(jnp.stack([squares, bad.astype(dtype)]), live)
 
@@ -249,21 +230,18 @@ def digits_of(x: jax.Array, live: jax.Array) -> jax.Array:
     row = min(x.size, ROW) or 1
     rest = pin(jnp.square(x), live).reshape(-1)
     rest = fit(rest, padded_shape(rest.shape, 0, row)).reshape(-1, row)
-    digits = []
+    digits = [jnp.uint32(0)]
     for _ in range(DIGITS * x.dtype.itemsize // 4):
-        rest = rest * 2.0**DIGIT
-        digit = rest.astype(jnp.int32)  # the integer part
-        rest = rest - digit.astype(rest.dtype)
-        digits.append(digit.sum(1, dtype=jnp.uint32))
+        rest, digit = jnp.modf(rest * 2.0**DIGIT)
+        digits.append(digit.astype(jnp.int32).sum(1, dtype=jnp.uint32))
     return jnp.stack(carried(digits)).sum(1, dtype=jnp.uint32)
 
 
 def carried(sums: Any) -> list[jax.Array]:
-    """Convert sums of digits, uint32 [digit, ...], to digits of DIGIT bits, and in front what is
-    carried over from the first.
-    """
-    carry, digits = jnp.uint32(0), []
-    for x in reversed(sums):
-        digits.append((x + carry) & (2**DIGIT - 1))
-        carry = (x + carry) >> DIGIT
-    return [carry, *reversed(digits)]
+    """Convert sums of digits, uint32 [1 + digit, ...], to digits of DIGIT bits; what is carried over
+    from them is added to the integer part in front."""
+    digits = [*sums]
+    for i in range(len(digits) - 1, 0, -1):
+        digits[i - 1] += digits[i] >> DIGIT
+        digits[i] &= 2**DIGIT - 1
+    return digits

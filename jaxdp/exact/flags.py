@@ -62,13 +62,9 @@ def check_flags() -> None:
 
 def _flags() -> str:
     """Return the XLA_FLAGS that `set_flags` sets."""
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    for name, value in (GPU if gpu_count() else CPU).items():
-        others = [flag for flag in flags if flag.partition("=")[0] != name]
-        values = [flag.partition("=")[2] for flag in flags if flag not in others]
-        # Repeated flags of this kind add up; for any other flag, the last one wins.
-        if name.endswith("passes"):
-            value = ",".join(dict.fromkeys(",".join([*values, value]).split(",")))
-        if values != [value]:
-            flags = [*others, f"{name}={value}"]
+    flags, own = os.environ.get("XLA_FLAGS", "").split(), GPU if gpu_count() else CPU
+    # The last of several flags of one name wins, and passes to disable add up.
+    effective = dict(flag.partition("=")[::2] for flag in flags)
+    if not own.items() <= effective.items():
+        flags += map("=".join, own.items())
     return " ".join(flags)

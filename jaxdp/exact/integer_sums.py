@@ -19,8 +19,8 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
 
 from jaxdp.errors import UsageError
+from jaxdp.exact import FORMATS
 from jaxdp.exact.fixed_point import (
-    FORMATS,
     LARGEST,
     NOT_FINITE,
     PER_BIT,
@@ -47,17 +47,13 @@ from jaxdp.exact.rounding import (
     zeros,
 )
 from jaxdp.parallel.reading import ShardedReplica
-from jaxdp.parallel.reduction import EVERY, Plan, Reduction, in_buckets, sum_to_slice
+from jaxdp.parallel.reduction import EVERY, NEVER, Plan, Reduction, in_buckets, sum_to_slice
 from jaxdp.parallel.sums import FLOATS, FloatSums, GradFunction
 from jaxdp.train.state import Batch, Sums, TrainState, microbatch_key, select
 from jaxdp.train.step import Replica
 
 Tree = Any
 EXPONENTS = "exponents"  # the entry of `TrainState.extra`
-COUPLED = (
-    "parallel.reduction: {} computes each microbatch separately, but this loss couples the examples of all; "
-    "use xla or bucket"
-)
 ELEMENTWISE = "with reduction: exact, ZeRO needs an elementwise one, such as sgd, adam, adamw or lion, or zero: 0"
 
 
@@ -96,7 +92,8 @@ class IntegerSums(FloatSums):
         self.name, self.form, self.group = name, FORMATS[name], group
 
     def replica(self, plan: Plan, numbers: jax.Array, step: jax.Array) -> Replica:
-        replica = UnfusedReplica(plan, numbers)
+        # No gradients are summed where they are computed: they are no integers yet.
+        replica = UnfusedReplica(dataclasses.replace(plan, when=NEVER), numbers)
         replica.live = opaque_true(step)
         return replica
 
@@ -113,14 +110,14 @@ class IntegerSums(FloatSums):
         pieces = jax.tree.map(by_group, (state.kept, batch, replica.numbers))
 
         @functools.partial(jax.jit, inline=True)  # traced once
-        def compute(state: TrainState, piece: Tree) -> Sums:
+        def compute(piece: Tree) -> Sums:
             kept, batch, numbers = piece
             part = self.replica(plan, numbers, state.step)
-            return fusion_barrier(f(state.replace(kept=kept), batch, part), opaque_true(state.step))
+            return fusion_barrier(f(state.replace(kept=kept), batch, part), live)
 
         def add(exponents: jax.Array, piece: Tree) -> tuple[Tree, Tree]:
             """Return the integers of one group, and what is not summed here."""
-            sums, number = compute(state, piece), piece[2][0]
+            sums, number = compute(piece), piece[2][0]
             key = microbatch_key(state.seed, state.step, number)
             needed, bad = needed_and_bad(sums.grads, live)
             ints = quantized(sums.grads, in_bits(exponents), form, summands, key, 2)
@@ -224,10 +221,6 @@ class IntegerSums(FloatSums):
 class UnfusedReplica(ShardedReplica):
     """A device's part in a step whose blocks, and what is gathered, are computed separately."""
 
-    def summed(self, last: bool) -> Tree:
-        """Return that no gradients are summed where they are computed: they are no integers yet."""
-        return jax.tree.map(lambda _: False, self.plan.param_dims)
-
     def settle(self, arrays: list[jax.Array], moved: bool, in_block: bool, live: Any) -> Any:
         """Put a barrier around what moves, and around a block in every layout, so that a block is
         the same program in all."""
@@ -235,7 +228,10 @@ class UnfusedReplica(ShardedReplica):
 
     def join(self, tree: Tree) -> Tree:
         """Refuse: a loss over all examples would see those of one microbatch only."""
-        raise UsageError(COUPLED.format(self.plan.reduction.arithmetic.name))
+        raise UsageError(
+            f"parallel.reduction: {self.plan.reduction.arithmetic.name} computes each microbatch separately, but this "
+            "loss couples the examples of all; use xla or bucket"
+        )
 
 
 def integers(name: str, bucket_mb: float = 25.0, safe: bool = False, group: int = 1) -> Reduction:
@@ -254,9 +250,12 @@ def integers(name: str, bucket_mb: float = 25.0, safe: bool = False, group: int 
     return reduction._replace(arithmetic=IntegerSums(name, group), group=group)
 
 
-def with_exponents(state: TrainState, trainable: Callable[[Tree], Tree]) -> TrainState:
-    """Add an exponent for each gradient to the initial state: too small, so the first update
-    determines it."""
+def with_exponents(
+    make: Callable[..., TrainState], trainable: Callable[[Tree], Tree], *arguments: Any
+) -> TrainState:
+    """Return the initial state make(*arguments) with an exponent for each gradient: too small, so
+    the first update determines it."""
+    state = make(*arguments)
     exponents = jnp.zeros(len(jax.tree.leaves(trainable(state.params))), jnp.int32)
     return state.replace(extra={**state.extra, EXPONENTS: exponents})
 
@@ -268,10 +267,8 @@ def needed_and_bad(grads: Tree, live: jax.Array) -> tuple[jax.Array, jax.Array]:
     needed = fusion_barrier(needed_exponents(grads), live)
 
     def count() -> jax.Array:
-        total = jnp.int32(0)
-        for x in jax.tree.leaves(grads):
-            total += jnp.sum(~(jnp.abs(x) < 2.0**LARGEST), dtype=jnp.int32)
-        return total
+        bad = (~(jnp.abs(x) < 2.0**LARGEST) for x in jax.tree.leaves(grads))
+        return sum((jnp.sum(x, dtype=jnp.int32) for x in bad), jnp.int32(0))
 
     return needed, jax.lax.cond(jnp.any(needed == NOT_FINITE), count, lambda: jnp.int32(0))
 
