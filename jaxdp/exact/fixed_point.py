@@ -183,12 +183,12 @@ def pack(x: jax.Array) -> jax.Array:
     return (words ^ signs) - signs
 
 
-def unpack(words: jax.Array, dtype: Any, size: int) -> jax.Array:
-    """Invert `pack`: return integers [..., size]."""
-    if words.dtype == dtype:
+def unpack(words: jax.Array, like: jax.Array) -> jax.Array:
+    """Invert `pack`: return integers [..., n] of the dtype and the n of `like`."""
+    if words.dtype == like.dtype:
         return words
-    signs = SIGNS[jnp.dtype(dtype).itemsize]
-    return ((words + signs) ^ signs).view(dtype)[..., :size]
+    signs = SIGNS[like.dtype.itemsize]
+    return ((words + signs) ^ signs).view(like.dtype)[..., : like.shape[-1]]
 
 
 def squares_and_bad(tree: Tree, dims: Tree, axis: str, live: jax.Array) -> jax.Array:

@@ -240,11 +240,10 @@ def integers(name: str, bucket_mb: float = 25.0, safe: bool = False, group: int 
     lower_on_cpu()
 
     def add_up(flat: jax.Array, axes: Any) -> jax.Array:
-        return unpack(jax.lax.psum(pack(flat), axes), flat.dtype, flat.size)
+        return unpack(jax.lax.psum(pack(flat), axes), flat)
 
     def row_of(rows: jax.Array, axes: Any) -> jax.Array:
-        row = sum_to_slice(pack(rows), 0, axes, safe)[0]
-        return unpack(row, rows.dtype, rows.shape[-1])
+        return unpack(sum_to_slice(pack(rows), 0, axes, safe)[0], rows)
 
     reduction = in_buckets(int(bucket_mb * 1e6), add_up, row_of)
     return reduction._replace(arithmetic=IntegerSums(name, group), group=group)

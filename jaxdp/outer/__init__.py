@@ -24,8 +24,7 @@ class Door(Extra):
                 f"outer.replicas: {replicas} cannot share microbatches: {config.microbatches} evenly; set "
                 f"microbatches to a multiple of {group} (outer.replicas x parallel.exact_group)"
             )
-        is_rollback = spike.factor is not None and spike.action == "rollback"
-        if is_rollback and spike.every % outer.every:
+        if spike.factor is not None and spike.action == "rollback" and spike.every % outer.every:
             raise UsageError(
                 f"spike.every: {spike.every} is no multiple of outer.every: {outer.every}, and a state between two "
                 "outer steps may have a replica that has halted; set it to "

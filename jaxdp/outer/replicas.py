@@ -190,8 +190,7 @@ class Replicas(PJit):
             weighted = weighted_state(statistics, new, one, jnp.bool_(True))
             return jax.random.fold_in(key, OUTER_KEY), weighted
 
-        first = jax.lax.axis_index(OUTER) * self.per_device
-        numbers = first + jnp.arange(self.per_device)
+        numbers = jax.lax.axis_index(OUTER) * self.per_device + jnp.arange(self.per_device)
         keys, states = key_and_state(numbers, floats(replicas.model_state))
         sum_over = functools.partial(
             arithmetic(rule.reduction).sum_rows, rule.reduction, axis=OUTER, rows=rule.replicas
@@ -252,7 +251,7 @@ def make_replicas(
 ) -> Replicas:
     """Build the strategy of local updates; reduction: that of gradients. Raises UsageError if the
     run does not work with local updates."""
-    outer, section = config.outer, config.outer.optimizer
+    outer, parallel, section = config.outer, config.parallel, config.outer.optimizer
     if evaluation_arrays(state_shapes(make_state).opt_state):
         raise UsageError(
             f"outer.replicas: {config.outer.replicas} with optimizer.target: {config.optimizer.target}, which "
@@ -287,9 +286,6 @@ def make_replicas(
         frozen=parts.rule.frozen,
         ema_decay=decay and decay**outer.every,
     )
-    between = reduction
-    if outer.reduction:
-        between = make_reduction(outer.reduction, config.parallel.bucket_mb)
     hosts = current().hosts  # replicas are split between hosts first
     if len(hosts) != jax.process_count():  # a script has connected the processes
         hosts = ()
@@ -297,7 +293,13 @@ def make_replicas(
         make_state,
         config.microbatches,
         reduction,
-        OuterRule(outer.replicas, outer.every, parts.forward, update, between),
+        OuterRule(
+            outer.replicas,
+            outer.every,
+            parts.forward,
+            update,
+            make_reduction(outer.reduction or parallel.reduction, parallel.bucket_mb),
+        ),
         ordered_devices(devices, hosts),
     )
 
