@@ -26,6 +26,7 @@ from jax.tree_util import Partial
 from jaxdp.config import Config
 from jaxdp.errors import UsageError
 from jaxdp.exact.rounding import opaque_true, scan_unfused
+from jaxdp.optim import OPTIMIZERS, checked, make_optimizer
 from jaxdp.optim.evaluation import evaluation_arrays
 from jaxdp.optim.optimizers import Master, master_copy
 from jaxdp.parallel.pjit import PJit
@@ -34,8 +35,9 @@ from jaxdp.parallel.reduction import Reduction
 from jaxdp.parallel.strategy import Program
 from jaxdp.parallel.sums import arithmetic
 from jaxdp.process.context import current
-from jaxdp.run.components import Parts, make_reduction, make_tx
+from jaxdp.run.components import Parts, in_state_dtype, make_reduction
 from jaxdp.split import DATA, FLAT, Axes
+from jaxdp.targets import bind, call, locate
 from jaxdp.train.average import EMA, EMA_STATE
 from jaxdp.train.observer import Observer
 from jaxdp.train.skip import Guard
@@ -251,7 +253,8 @@ def make_replicas(
 ) -> Replicas:
     """Build the strategy of local updates; reduction: that of gradients. Raises UsageError if the
     run does not work with local updates."""
-    outer, parallel, section = config.outer, config.parallel, config.outer.optimizer
+    outer, parallel = config.outer, config.parallel
+    key, section = "outer.optimizer", outer.optimizer
     if evaluation_arrays(state_shapes(make_state).opt_state):
         raise UsageError(
             f"outer.replicas: {config.outer.replicas} with optimizer.target: {config.optimizer.target}, which "
@@ -263,26 +266,26 @@ def make_replicas(
             f"outer.every: {outer.every} does not divide the {parts.steps} updates of the run, and those after the "
             f"last outer step would be lost; set steps to {-(-parts.steps // outer.every) * outer.every}"
         )
-    args = dict(section.args)
+    target = locate(key, section.target, OPTIMIZERS)
+    args = section.args
     if section.target != "sgd" and args == Config().outer.optimizer.args:
         args = {}  # the default is for sgd
-    optimizer = dataclasses.replace(
-        config.optimizer,
-        target=section.target,
-        lr=section.lr,
-        weight_decay=args.pop("weight_decay", 0.0),
-        lr_scale={},
-        args=args,
+    if "learning_rate" in args:
+        raise UsageError(f"{key}.args.learning_rate: it is set by {key}.lr; set that")
+    bound = bind(key, target, args)
+    make = functools.partial(
+        make_optimizer,
+        target,
+        lambda step: section.lr,
+        no_decay=config.optimizer.no_decay,
+        blocks=parts.forward.model.blocks,
+        roles=parts.roles,
+        **bound.keywords,
     )
+    tx = checked(section.target, call(key, bound, make), key)
     decay = parts.rule.ema_decay  # per update: an outer step moves an average as far as `every`
     update = UpdateRule(
-        tx=make_tx(
-            dataclasses.replace(config, optimizer=optimizer),
-            lambda step: section.lr,
-            parts.forward.model.blocks,
-            roles=parts.roles,
-            key="outer.optimizer",
-        ),
+        tx=in_state_dtype(config, tx),
         frozen=parts.rule.frozen,
         ema_decay=decay and decay**outer.every,
     )

@@ -402,21 +402,18 @@ def make_tx(
     blocks: Sequence[str] = (),
     table: Table = OPTIMIZERS,
     roles: Mapping[str, Role] = {},
-    key: str = "optimizer",
 ) -> Any:
-    """Build the optimizer; with a master copy, if its state is to be wider than the parameters.
-
-    blocks, roles: see `make_optimizer`. key: the section of the config, for messages."""
-    opt, dtypes = config.optimizer, config.precision
-    target = locate(key, opt.target, table)
-    bound = bind(key, target, opt.args)
-    for arg, name in {
+    """Build the optimizer. blocks, roles: see `make_optimizer`."""
+    opt = config.optimizer
+    target = locate("optimizer", opt.target, table)
+    bound = bind("optimizer", target, opt.args)
+    for arg, key in {
         "learning_rate": "lr",
         "weight_decay": "weight_decay",
         "mask": "no_decay",
     }.items():
         if arg in opt.args:
-            raise UsageError(f"{key}.args.{arg}: it is set by {key}.{name}; set that")
+            raise UsageError(f"optimizer.args.{arg}: it is set by optimizer.{key}; set that")
     args = dict(bound.keywords)
     if target is OPTIMIZERS["muon"] and (rate := args.get("adam_learning_rate")) is not None:
         args["adam_learning_rate"] = lambda step: rate * (schedule(step) / (opt.lr or 1))
@@ -433,7 +430,12 @@ def make_tx(
             **args,
         )
 
-    tx = checked(opt.target, call(key, bound, make), key)
+    return in_state_dtype(config, checked(opt.target, call("optimizer", bound, make)))
+
+
+def in_state_dtype(config: Config, tx: Any) -> Any:
+    """Return the optimizer; with a master copy, if its state is to be wider than the parameters."""
+    dtypes = config.precision
     return with_master(tx) if dtypes.params == "bfloat16" != dtypes.state else tx
 
 

@@ -382,6 +382,7 @@ def test_the_bits_are_the_same_on_other_devices(tmp_path):
     ("parallel.zero: 1", "does not work with outer.replicas: 4"),
     ("outer.optimizer.target: no", "is neither built in nor a dotted path"),
     ("outer.optimizer.args.momentum: high", "outer.optimizer"),
+    ("outer.optimizer.args.weight_decay: 0.1", "sgd takes no such argument"),
     ("outer.optimizer.args.learning_rate: 0.1", "it is set by outer.optimizer.lr; set that"),
 ])  # fmt: skip
 def test_bad_input_gets_one_line(tmp_path, path, also):
