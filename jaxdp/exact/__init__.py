@@ -7,39 +7,13 @@ state. It imports JAX only once a run is built.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxdp.config import Config
 from jaxdp.errors import UsageError
 from jaxdp.exact import flags
+from jaxdp.exact.formats import FORMATS, most_summands
 from jaxdp.extras import Extra
-
-
-class Format(NamedTuple):
-    """A fixed-point format. bits: of an element, in every sum; 32: as many as its float has.
-    headroom: added to the exponent that was needed. stochastic: round up or down at random, by the
-    microbatch's key; the mean is exact."""
-
-    bits: int
-    headroom: int
-    stochastic: bool
-
-    @property
-    def largest(self) -> int:
-        """Return the largest sum."""
-        return 2 ** (self.bits - 1) - 1
-
-
-FORMATS = {
-    "exact": Format(32, 3, False),
-    "exact16": Format(16, 2, True),
-    "exact8": Format(8, 1, True),
-}
-
-
-def most_summands(reduction: str) -> int:
-    """Return how many summands leave 3 bits for each, which hold numbers up to 7."""
-    return FORMATS[reduction].largest // 7
 
 
 class Door(Extra):

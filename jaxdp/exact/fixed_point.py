@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.errors import UsageError
-from jaxdp.exact import FORMATS, Format
+from jaxdp.exact.formats import FORMATS, Format
 from jaxdp.exact.rounding import fusion_barrier, pin
 from jaxdp.precision import at_least_float32
 from jaxdp.split import WHOLE, fit, padded_shape

@@ -19,7 +19,6 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
 
 from jaxdp.errors import UsageError
-from jaxdp.exact import FORMATS
 from jaxdp.exact.fixed_point import (
     LARGEST,
     NOT_FINITE,
@@ -37,6 +36,7 @@ from jaxdp.exact.fixed_point import (
     squares_and_bad,
     unpack,
 )
+from jaxdp.exact.formats import FORMATS
 from jaxdp.exact.products import lower_on_cpu
 from jaxdp.exact.rounding import (
     as_written,

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from jaxdp.errors import UsageError
-from jaxdp.exact import most_summands
+from jaxdp.exact.formats import most_summands
 from jaxdp.extras import Extra
 
 SILENCE = "120"  # seconds without a sign of life: the network between sites may be cut

@@ -21,7 +21,7 @@ from covering import cover, name, product
 from guarding import check_halt, check_no_trace, check_overflow, check_spike
 from jaxdp.cli import load
 from jaxdp.errors import UsageError
-from jaxdp.exact.fixed_point import FORMATS
+from jaxdp.exact.formats import FORMATS
 from jaxdp.losses import Contrastive
 from jaxdp.optim.optimizers import with_master
 from jaxdp.run.components import make_reduction
