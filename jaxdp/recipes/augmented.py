@@ -69,17 +69,17 @@ class Augmented:
     def transform(self, batch: Any, key: Any, train: bool) -> Any:
         import jax
 
-        of_set, *of_steps = jax.random.split(key, 1 + len(self.steps))
-        images = batch.get("inputs", np.zeros(0))
-        if images.dtype != np.uint8 or images.ndim != 4:
-            raise UsageError(
-                f"{DATA}: 'inputs' are {images.dtype}{[*images.shape[1:]]} an example, not uint8 [height, width, "
-                "channel]; steps are for images; use data.transform for others"
-            )
         if train:
+            images = batch.get("inputs", np.zeros(0))
+            if images.dtype != np.uint8 or images.ndim != 4:
+                raise UsageError(
+                    f"{DATA}: 'inputs' are {images.dtype}{[*images.shape[1:]]} an example, not uint8 [height, width, "
+                    "channel]; steps are for images; use data.transform for others"
+                )
+            key, *of_steps = jax.random.split(key, 1 + len(self.steps))
             changed = images.astype(np.int32)
             for step, of_step in zip(self.steps, of_steps):
                 changed = jax.vmap(step)(changed, jax.random.split(of_step, len(images)))
             batch = {**batch, "inputs": changed.clip(0, 255).astype(np.uint8)}
         own = getattr(self.dataset, "transform", None)
-        return own(batch, of_set, train) if own else batch
+        return own(batch, key, train) if own else batch

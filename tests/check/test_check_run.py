@@ -99,6 +99,7 @@ def test_each_part_is_tried_and_nothing_is_left(folder):
     assert (folder / "runs" / "run" / "notes.txt").read_text() == "of the user"
 
 
+@pytest.mark.slow
 def test_two_processes_print_each_part_once(folder):
     argv = ["launch", "--processes", "2", "train", "--config", "run.yaml", "--check"]
     done = subprocess.run(
@@ -138,6 +139,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("more", FAULTS, ids=" ".join)
+@pytest.mark.quick(3)
 def test_a_fault_is_named_with_its_part(folder, more):
     code, part, text = FAULTS[more]
     done = check(folder, *more, code=code)

@@ -213,6 +213,7 @@ def test_the_command_trains_and_evaluates_on_it(tmp_path):
     assert final["loss"] == final["plain/loss"] and final["accuracy"] == final["plain/accuracy"]
 
 
+@pytest.mark.slow
 def test_four_devices_and_workers_have_the_bits_of_one(tmp_path):
     (tmp_path / "c.yaml").write_text(CONFIG)
     words = ["--config", tmp_path / "c.yaml", "--parallel.reduction", "exact", "--run_dir"]

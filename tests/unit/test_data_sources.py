@@ -25,7 +25,7 @@ REAL = os.environ.get("JAXDP_DATA")
 OF_IMAGES = [
     name
     for name in jaxdp.data.SOURCES
-    if name != "Table" and hasattr(getattr(jaxdp.data, name), "transform")
+    if name not in ("Augmented", "Table") and hasattr(getattr(jaxdp.data, name), "transform")
 ]
 real_data = pytest.mark.skipif(
     not REAL, reason="JAXDP_DATA does not name a folder with the full data sets"
@@ -172,6 +172,7 @@ WRITE = {  # what a source is made of; those that are not here need nothing
 }
 ARGS = {
     "ImageTable": {"columns": {"split": "split"}},
+    "Augmented": {"data": "Digits", "steps": ["RandomFlip"]},
     "Balanced": {"data": "Digits"},
     "Table": {"label": "kind"},
     "Mixture": {"sets": {"a": "Digits", "b": "Digits"}, "weights": {"a": 1, "b": 2}},
