@@ -37,12 +37,12 @@ def test_exact_curves(script):
 
 @runs("isa")
 def test_isa(script):
-    words = ["--models", "mlp", "--devices", "1,2", "--steps", 2]
+    words = ["--models", "mlp", "--devices", 2, "--steps", 2]
     head, rule, *rows = script("isa", *words, "--processors", "default,AVX2")
     assert head == "| model | devices | default | AVX2 | one digest |"
     assert rule.count("|") == head.count("|")
     cells = [row.strip("| ").split(" | ") for row in rows]
-    assert [row[:2] for row in cells] == [["mlp", "1"], ["mlp", "2"]]
+    assert [row[:2] for row in cells] == [["mlp", "2"]]
     assert {row[4] for row in cells} == {"yes"}
     assert len({digest for row in cells for digest in row[2:4]}) == 1
 

@@ -98,6 +98,7 @@ def test_an_evaluation_has_the_sets_own_transform():
             np.testing.assert_array_equal(got[name], values)
 
 
+@pytest.mark.slow
 def test_an_image_depends_on_its_key_and_row_alone():
     """Not on how many rows there are, on the other images, or on their masks."""
     dataset = Augmented(Images(), STEPS)
