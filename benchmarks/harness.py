@@ -29,7 +29,7 @@ TURN = 2.0  # seconds; a contender that needs longer for `updates` updates makes
 LEAST_UPDATES = 2  # in a turn
 LEAST_REPEATS = 3  # also where the time is over
 # This many are enough where each one's quartiles are this close, relative.
-STEADY_REPEATS, STEADY = (5, 0.02)
+STEADY_REPEATS, STEADY = 5, 0.02
 
 T = TypeVar("T")
 

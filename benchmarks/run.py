@@ -31,7 +31,7 @@ from jaxdp.process.environment import tunables
 ROOT = job.ROOT
 TORCH = "JAXDP_BENCH_TORCH"
 # Seconds that a script takes, to share out the time; and when it is ended.
-SCRIPT_SECONDS, MOST_SECONDS = (40.0, 1200.0)
+SCRIPT_SECONDS, MOST_SECONDS = 40.0, 1200.0
 
 
 def main(argv: list[str], cases: tuple[Case | Script, ...] = (*CASES, *LONG)) -> int:

@@ -190,7 +190,7 @@ def explained(error: BaseException) -> ReportedError | None:
         return UsageError(
             f"{str(error.filename)[:300]!r} cannot be used: {error.strerror}; give another path"
         )
-    # Of other processes.
+    # Those on topologies are about other processes.
     of_jax = isinstance(error, RuntimeError | AssertionError) and "local topologies" not in text
     if of_jax and frames and frames[-1].filename.endswith("xla_bridge.py"):
         reason = re.sub(
@@ -214,7 +214,7 @@ FOLDER = pathlib.Path(__file__).parent  # of this package
 # Modules of this package that call a user's code -> the key of the config that names this code.
 CALLERS = {"losses": "loss", "models": "model", "data/transforms": "data.transform", "data": "data"}
 SHOWN = 3  # lines of the user's files in a message
-# JAX's note on a line of jaxdp.
+# What JAX adds about a line of jaxdp.
 TRACED = re.compile(r" The error occurred while tracing the function .+? for \w+\.")
 
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 DATA = "data"  # one entry per device: every replica's share of the batch
 # The devices in groups: state is split inside a group and replicated over groups.
-REPLICA, SHARD = ("replica", "shard")
+REPLICA, SHARD = "replica", "shard"
 
 
 class Axes(NamedTuple):

@@ -99,7 +99,7 @@ class LocalCheckpoints(Checkpoints):
             offers = [
                 json.loads(text) for text in context.exchange("offers", json.dumps(offer), TIMEOUT)
             ]
-            # Of equals, that of the lowest rank.
+            # Of equal offers, `max` takes the first one, of the lowest rank.
             newest, _, job, _ = max(offers, key=lambda offer: offer[:2])
             if not newest:
                 if context.is_root and any(count for *_, count in offers):

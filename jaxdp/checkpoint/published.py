@@ -29,7 +29,7 @@ from jaxdp.precision import kind
 from jaxdp.targets import OBJECT, Args, locate, parameters
 
 # The path of the blocks with scan: true, and with scan: false.
-STACK, MODULES = ("blocks/stack", "blocks/modules")
+STACK, MODULES = "blocks/stack", "blocks/modules"
 THIRDS = ("query", "key", "value")
 HEAD = "lm_head.weight"
 FREQUENCIES = "self_attn.rotary_emb.inv_freq"  # in older files: of the rotary embedding

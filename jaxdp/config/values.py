@@ -33,7 +33,7 @@ CORE = {
     ),
     "merge": (r"<<", ["<"]),  # of YAML 1.1, and in use
 }
-# That YAML's core schema stores.
+# The types that YAML's core schema stores.
 PLAIN_TYPES = (types.NoneType, bool, int, float, str, list, tuple, dict)
 # Types of the values that a config can have.
 YAML = str | numbers.Number | list | tuple | Mapping | None

@@ -84,7 +84,7 @@ def report_lost_updates(directory: pathlib.Path, start: int) -> None:
 
 FIRST, COPIES = 10, 6  # updates between the first copies, and their number
 # After these: the share of the time for copies; seconds, updates between two.
-COST, LEAST, MOST = (0.01, 0.4, 1000)
+COST, LEAST, MOST = 0.01, 0.4, 1000
 
 
 class Snapshot(NamedTuple):
@@ -321,7 +321,7 @@ def affordable(taken: Sequence[tuple[int, float, float]]) -> int:
     first compiles. The least time of an update is used, since processes pause during the first
     ones."""
     taken = taken[1:]
-    # Less: it was rolled back.
+    # After a rollback, the number of updates is smaller than before.
     between = ((b[1] - a[2]) / max(1, b[0] - a[0]) for a, b in itertools.pairwise(taken))
     update, copy = min(between), min(ended - began for _, began, ended in taken)
     return min(MOST, math.ceil(max(copy / COST, LEAST) / update))

@@ -25,7 +25,7 @@ SUMS = {
     "cumlogsumexp",
     "reduce_window_sum",
 }
-# Keep an array uniform.
+# The operations that keep an array uniform.
 SAME = {"convert_element_type", "copy", "reshape", "squeeze", "broadcast_in_dim"}
 
 

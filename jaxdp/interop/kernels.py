@@ -155,7 +155,7 @@ REDUCTIONS: dict[str, Transfer] = {
     "min": _extreme(lax.pmin),
     "max": _extreme(lax.pmax),
 }
-# Or, and, and, or: as NumPy adds and multiplies.
+# Of booleans: or, and, and, or, as NumPy adds and multiplies them.
 BOOLEAN = {"sum": "max", "prod": "min", "min": "min", "max": "max"}
 
 

@@ -118,7 +118,7 @@ class Console(Writer):
             for k in SHOWN
             if k in record
         ]
-        # Of named evaluation sets.
+        # The losses of named evaluation sets.
         parts += [f"{k} {number('loss', record[k])}" for k in record if k.endswith("/loss")]
         waits = record.get("input_wait", 0.0)
         if waits > TOO_LONG and not self.advised:

@@ -30,7 +30,7 @@ from jaxdp.split import DATA, REPLICA, SHARD, path_string
 
 PARAMS, STATE, CARRY = "params", "state", "carry"
 Batch = dict[str, jax.Array]  # of a microbatch: [example, ...]
-# Arguments that are true in training.
+# The names of arguments that are true in training.
 TRAINING = ("train", "training", "is_training", "is_train", "enable_dropout")
 EVALUATION = ("deterministic", "inference", "use_running_average", "eval_mode")
 UNBOUND, MESH = r"unbound axis name: (\w+)", (DATA, REPLICA, SHARD)

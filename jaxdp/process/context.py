@@ -35,7 +35,7 @@ from jaxdp.process.membership import Group
 # seconds that one process may take longer than another, such as to compile or to read its data
 SLOW = 600.0
 # Seconds that an ending process waits for the others, and for the one that prints for it.
-GRACE, LATE = (2.0, 8.0)
+GRACE, LATE = 2.0, 8.0
 
 
 @dataclasses.dataclass(frozen=True)

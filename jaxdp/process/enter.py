@@ -94,7 +94,7 @@ def join(world: World, timeout: float | None, group: Group) -> dict[str, Any]:
         "prepares": group.prepare is not None and not environment.gpu_count(),
         **group.facts(),
     }
-    # Of `jaxdp launch`.
+    # The second one is set by `jaxdp launch`.
     parent = os.getppid() if world.launcher in MPI or "JAXDP_RESTARTS" in os.environ else None
     _entry = Entry(world, timeout, group, parent)
     meet = group.meet or joining.meet

@@ -221,8 +221,8 @@ def start_coordinator(settings: Settings, host: str) -> int | None:
 
     Raises UsageError if it cannot serve its port.
     """
-    # JAX's service is there too.
-    most, needed = (resource.getrlimit(resource.RLIMIT_NOFILE)[1], 2 * settings.size + 100)
+    # JAX's service needs some of the open files, too.
+    most, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[1], 2 * settings.size + 100
     if 0 < most < needed:
         raise UsageError(
             f"rank 0's host {host} lets a process open {most} files, and the coordinator of {settings.size} processes "

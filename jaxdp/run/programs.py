@@ -23,7 +23,7 @@ from jaxdp.process.context import Context
 
 CALLERS = (FOLDER / "verify", FOLDER / "precision.py")  # call or cast the traced code
 LOGS = ("debug_callback", "debug_print")  # operations that change no number
-# Of operations that write for people.
+# The effects of operations that write for people.
 WRITES = ("DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect")
 Digest = tuple[str, Mapping[str, str]]  # of a program, and of each line of code in it
 PLAIN = (str, int, float, complex, type(None), np.dtype, enum.Enum, slice)
@@ -98,7 +98,7 @@ def describe(value: Any) -> str:
 
 def digest_of(array: Any) -> str:
     values = np.asarray(jax.random.key_data(array) if is_key(array) else array)
-    # Only a shape.
+    # Of objects, only the text, such as a shape, is compared.
     return (
         str(array) if values.dtype == object else hashlib.sha256(values.tobytes()).hexdigest()[:16]
     )
