@@ -221,6 +221,13 @@ def figures(plans: list[Plan], seconds: list[Any], examples: int) -> list[str]:
     def ms(s, key):
         return f"{1e3 * s[key]:.3g} ms" if s else "-"
 
+    times = {
+        "compute": "compute",
+        "communication": "communication",
+        "one after the other": "no_overlap",
+        "overlapped": "full_overlap",
+        "expected": "expected",
+    }
     rows = [
         ("per device", [f"zero {p.zero}" for p in plans]),
         (
@@ -235,11 +242,7 @@ def figures(plans: list[Plan], seconds: list[Any], examples: int) -> list[str]:
         ("an update moves", [""] * len(plans)),
         *((f"  {kind}", [collective(t, kind) for t in totals]) for kind in kinds),
         ("an update takes", [""] * len(plans)),
-        ("  compute", [ms(s, "compute") for s in seconds]),
-        ("  communication", [ms(s, "communication") for s in seconds]),
-        ("  one after the other", [ms(s, "no_overlap") for s in seconds]),
-        ("  overlapped", [ms(s, "full_overlap") for s in seconds]),
-        ("  expected", [ms(s, "expected") for s in seconds]),
+        *((f"  {name}", [ms(s, key) for s in seconds]) for name, key in times.items()),
         *([("  hidden", [hidden(p) for p in plans])] if any(p.schedule for p in plans) else []),
         ("  examples/s", [f"{examples / s['expected']:,.0f}" if s else "-" for s in seconds]),
         (
@@ -351,7 +354,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
 
 def read_stages(text: str, default: int) -> list[int]:
     """Parse --zero. default: the stage of the config."""
-    stages = {"config": [default], "all": [0, 1, 2, 3], "0": [0], "1": [1], "2": [2], "3": [3]}
+    stages = {"config": [default], "all": [*range(4)], **{str(z): [z] for z in range(4)}}
     if text not in stages:
         raise UsageError(f"--zero: {text!r} is not 0, 1, 2, 3, all or config")
     return stages[text]

@@ -113,13 +113,13 @@ class Console(Writer):
             self.panel.write(record)
             if split == "train":
                 return
+        # Of an evaluation, all metrics of the loss too, which may be many.
+        own = [k for k in record if k not in RESERVED and split != "train"]
         parts = [
             f"{NAMES.get(k, k)} {number(k, record[k]):>{WIDTHS.get(k, WIDTH)}}"
-            for k in SHOWN
+            for k in dict.fromkeys((*SHOWN, *own))
             if k in record
         ]
-        # The losses of named evaluation sets.
-        parts += [f"{k} {number('loss', record[k])}" for k in record if k.endswith("/loss")]
         waits = record.get("input_wait", 0.0)
         if waits > TOO_LONG and not self.advised:
             self.advised = True

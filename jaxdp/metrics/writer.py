@@ -11,7 +11,7 @@ RESERVED = frozenset(
         "step", "split", "time", "loss", "loss_of", "weight", "lr", "grad_norm", "nonfinite_grads", "skipped",
         "skipped_updates", "recomputed", "halted", "disagreeing_state", "loss_scale", "step_time_ms", "examples_per_s",
         "tokens_per_s", "model_flops_per_s", "mfu", "input_wait", "straggler", "straggler_ms", "goodput",
-        "params_sha256",
+        "params_sha256", "stopped",
     )
 )  # fmt: skip
 NOT_METRICS = ("step", "split", "time", "goodput", "params_sha256")  # entries of a final record

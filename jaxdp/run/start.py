@@ -448,57 +448,54 @@ def advice(
     """Yield warnings about settings that waste the devices, with better values. start: the update
     after which the run starts.
     """
-    strategy = run.strategy
+    strategy, data = run.strategy, run.data.train
     devices, per_device = strategy.assignment.shape
     batch = config.batch_size
     microbatches = config.microbatches
-    padded = microbatches * (per_microbatch := run.data.train.order.examples_per_microbatch)
+    padded = microbatches * (per_microbatch := data.order.examples_per_microbatch)
     if 1 - batch / padded > EMPTY:
         yield (
             f"batch_size: {batch} is padded to {padded} ({microbatches} microbatches of {per_microbatch}); use "
             f"{padded} to avoid the padding (this changes the numbers)"
         )
-    if batch > (size := run.data.train.order.size):
+    if batch > (size := data.order.size):
         yield (
             f"batch_size: {batch} is beyond the {size} examples of the data: every update takes all of them, and "
             f"the other {batch - size} are padding; make it {size} or smaller"
         )
     for extra in extras_of(config):
         yield from extra.advice(run)
-    data = run.data.train
-    if (
-        CARRY in strategy.shapes.kept
-        and not data.order.sequential
-        and RESET not in first_example(data.dataset)
-    ):
+    shapes, example = strategy.shapes, first_example(data.dataset)
+    if CARRY in shapes.kept and not data.order.sequential and RESET not in example:
         yield (
             "data.order: shuffled: the model carries state, and each example starts with that of an unrelated one; "
             "give the examples a true 'reset', or set order to sequential"
         )
-    if "segments" in first_example(data.dataset) and not reads(run, "segments"):
+    if "segments" in example and not reads(run, "segments"):
         yield (
             "data: the model ignores its segments and reads across documents; use one such as GPT instead"
         )
-    yield from data_warnings(config, prepared.parts, strategy.shapes, devices)
+    yield from data_warnings(config, prepared.parts, shapes, devices)
     opt = config.optimizer
     steps = run.options.steps
     horizon = min(steps, opt.schedule_steps or steps)
-    if not opt.target.startswith(f"{OF_SCRIPT} ") and opt.warmup_steps > horizon:
+    of_script = opt.target.startswith(f"{OF_SCRIPT} ")
+    if not of_script and opt.warmup_steps > horizon:
         end = "the run ends" if horizon == steps else "optimizer.schedule_steps ends the schedule"
         yield (
             f"optimizer.warmup_steps: {opt.warmup_steps}, but {end} after {horizon} updates: the warm-up is cut off "
             f"there, at {horizon / opt.warmup_steps:.0%} of lr; make it shorter"
         )
     if opt.final_lr and opt.schedule in ("constant", "one_cycle"):
-        yield (f"optimizer.final_lr: {opt.final_lr} has no effect with the schedule {opt.schedule}")
+        yield f"optimizer.final_lr: {opt.final_lr} has no effect with the schedule {opt.schedule}"
     if opt.warmup_steps and opt.schedule == "one_cycle":
         yield (
             "optimizer.warmup_steps: one_cycle begins with its own warm-up; set it to 0 to have only one"
         )
     # The built-in ones all use the rate, and the built-in schedules end with the run.
-    if opt.target not in OPTIMIZERS or opt.schedule not in [*SCHEDULES] or horizon < steps:
+    built_in = opt.target in OPTIMIZERS and opt.schedule in [*SCHEDULES] and horizon == steps
+    if not (of_script or built_in):
         yield from rate_advice(run, config, prepared, start)
-    shapes = strategy.shapes
     if evaluation_arrays(shapes.opt_state) and jax.tree.leaves(floats(shapes.model_state)):
         yield (
             f"optimizer.target: {opt.target} evaluates other parameters than it trains, but the model's statistics, as "
@@ -520,7 +517,7 @@ def advice(
         and environment.gpu_count()
         and "cpu" not in os.environ.get("JAX_PLATFORMS", "")
     ):
-        yield (f"there is a GPU, but JAX runs on the CPU; {install('cuda12')} or: jaxdp doctor")
+        yield f"there is a GPU, but JAX runs on the CPU; {install('cuda12')} or: jaxdp doctor"
 
 
 def rate_advice(run: Run, config: Config, prepared: Prepared, start: int) -> Iterator[str]:
@@ -529,8 +526,6 @@ def rate_advice(run: Run, config: Config, prepared: Prepared, start: int) -> Ite
     """
     opt = config.optimizer
     steps = run.options.steps
-    if opt.target.startswith(f"{OF_SCRIPT} "):
-        return
     shapes = state_shapes(prepared.make_state)
     rule = prepared.parts.rule
     params = rule.trainable(shapes.params)

@@ -239,7 +239,7 @@ def final_record(
             f"finished: {directory} is at its last step {step}; nothing to do (another --run_dir "
             "starts over)"
         )
-        safe_print.say(summary(final, directory))
+        safe_print.say(summary(final, run))
         if (directory / html.NAME).is_file():
             safe_print.say(html.location(directory))
     final.pop("time", None)
@@ -301,7 +301,7 @@ def supervised(
         open_collectives(context)
         with log_failure(log.events, context.size == 1, continuation):
             record, state = training.train()
-        log.writer.say(summary(record, directory))
+        log.writer.say(summary(record, run))
         return record, run.strategy.export(state) if keep else None
     finally:
         signals.unsubscribe(on_signal)
@@ -344,15 +344,18 @@ def log_failure(events: NoEvents, alone: bool, continuation: Continuation) -> It
             off_fault(log)
 
 
-def summary(final: Record, directory: pathlib.Path) -> str:
-    """Return the line that ends a run: its final metrics, a digest of the parameters, and the
-    directory.
+def summary(final: Record, run: Run) -> str:
+    """Return the line that ends a run: its final metrics, the best checkpoint if one is kept as
+    such, a digest of the parameters, and the directory.
     """
-    numbers = [
+    texts = [
         f"{name} {final[name]:.4f}" for name in ("loss", "accuracy", "perplexity") if name in final
     ]
     if "loss_of" in final:
-        numbers[0] += f" (of {final['loss_of']}: no evaluation data)"
-    return "  ".join(
-        [*numbers, f"params_sha256 {final['params_sha256'][:16]}", f"files in {directory}"]
-    )
+        texts[0] += f" (of {final['loss_of']}: no evaluation data)"
+    if step := run.checkpoints.best_step():
+        best = run.checkpoints.best
+        value = run.checkpoints.meta(step)["metrics"][best]
+        texts.append(f"best {best} {value:.4g} at step {step}")
+    texts += [f"params_sha256 {final['params_sha256'][:16]}", f"files in {run.log.directory}"]
+    return "  ".join(texts)

@@ -22,6 +22,7 @@ from faulty_runs import when
 from jaxdp import cli
 from jaxdp.config.validation import inner, known_keys
 from jaxdp.errors import UsageError
+from jaxdp.metrics.console import Console
 from jaxdp.process.signals import start_verb
 from jaxdp.run.components import check_paths
 from jaxdp.run.start import spared_by
@@ -411,7 +412,7 @@ def test_the_best_checkpoint_by_a_known_metric_is_kept(tmp_path):
         refused
         == "jaxdp: checkpoint.best: 'acuracy' is not among the numbers of an evaluation: accuracy, loss\n"
     )
-    jaxdp(*argv, "--checkpoint.best", "loss", "--checkpoint.keep", 1)
+    said = jaxdp(*argv, "--checkpoint.best", "loss", "--checkpoint.keep", 1).stdout
     losses = {
         r["step"]: r["loss"]
         for r in records(tmp_path / "run", "eval") + records(tmp_path / "run", "final")
@@ -420,6 +421,21 @@ def test_the_best_checkpoint_by_a_known_metric_is_kept(tmp_path):
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == sorted(
         {str(best), "30"}
     )
+    assert f"best loss so far: {losses[best]:.4g}, after update {best}" in said
+    ended_with = next(x for x in said.splitlines() if "params_sha256" in x)
+    assert f"best loss {losses[best]:.4g} at step {best}" in ended_with
+
+
+def test_an_evaluation_is_printed_with_all_its_metrics(capsys):
+    record = {"step": 2, "loss": 0.5, "f1": 0.25, "valid/f1": 0.75}
+    console = Console(2)
+    console.write({**record, "split": "eval"})
+    console.write({**record, "split": "final", "stopped": "a reason", "params_sha256": "0"})
+    console.write({**record, "split": "train", "lr": 0.1})
+    evaluated, last, trained = capsys.readouterr().out.splitlines()
+    for line, split in ((evaluated, "eval"), (last, "final")):
+        assert line.split() == [split, "2/2", "loss", "0.5000", "f1", "0.2500", "valid/f1", "0.7500"]
+    assert "f1" not in trained
 
 
 def test_epochs_are_that_many_updates(tmp_path):
