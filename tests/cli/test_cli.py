@@ -434,7 +434,16 @@ def test_an_evaluation_is_printed_with_all_its_metrics(capsys):
     console.write({**record, "split": "train", "lr": 0.1})
     evaluated, last, trained = capsys.readouterr().out.splitlines()
     for line, split in ((evaluated, "eval"), (last, "final")):
-        assert line.split() == [split, "2/2", "loss", "0.5000", "f1", "0.2500", "valid/f1", "0.7500"]
+        assert line.split() == [
+            split,
+            "2/2",
+            "loss",
+            "0.5000",
+            "f1",
+            "0.2500",
+            "valid/f1",
+            "0.7500",
+        ]
     assert "f1" not in trained
 
 
