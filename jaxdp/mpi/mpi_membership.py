@@ -11,7 +11,7 @@ from mpi4py import MPI
 from jaxdp.errors import UsageError
 from jaxdp.mpi import mpi_collectives
 from jaxdp.process.channel import Message
-from jaxdp.process.membership import GRACE, Membership
+from jaxdp.process.membership import ANSWER_MARGIN, Membership
 
 TOGETHER = 1.0  # seconds within which the ranks of a job end after an error that they share
 # Answers without a coordinator: a rank prints its fault itself, and MPI reports none that is silent.
@@ -51,7 +51,7 @@ class MpiMembership(Membership):
         deadline = time.monotonic() + fields["timeout"]
         if self.rank != first:
             requests = [self.world.isend(fields["text"], first, tag)]
-            answer = self._receive(first, tag, deadline + GRACE) or {"missing": [first]}
+            answer = self._receive(first, tag, deadline + ANSWER_MARGIN) or {"missing": [first]}
         else:
             texts = {rank: self._receive(rank, tag, deadline) for rank in others}
             answer = {"kinds": [fields["text"], *texts.values()], "of": [*range(len(texts) + 1)]}

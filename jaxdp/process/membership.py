@@ -32,7 +32,7 @@ from jaxdp.process.connection import Joined
 from jaxdp.process.protocol import GENERATION, TIMEOUT, Facts, beat_interval
 
 # Seconds beyond the timeout of a request, so that the coordinator's deadline comes first.
-GRACE = 5.0
+ANSWER_MARGIN = 5.0
 
 
 @dataclasses.dataclass(eq=False)
@@ -134,7 +134,7 @@ class Membership:
                 # the same on all ranks, so that the coordinator encodes its answer once
                 f"{name} {turn}"
             )
-        wait = float("inf") if await_responsive else timeout + GRACE
+        wait = float("inf") if await_responsive else timeout + ANSWER_MARGIN
         reply = self.request("exchange", wait, **fields, await_responsive=await_responsive)
         if kinds := checked(reply, {"kinds": [LONG_TEXT], "of": [range(len(members))]}):
             return [kinds["kinds"][i] for i in kinds["of"]]
