@@ -1,1 +1,1 @@
-"""Recipes: augmentations of images for training, on the device, and a data set that applies them."""
+"""Recipes: augmentations of images for training, on the device, and data sets that change another one."""

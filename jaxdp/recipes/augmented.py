@@ -1,16 +1,15 @@
 """A data set whose training images are augmented by a list of steps."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxdp.data.dataset import Batch, check_split
-from jaxdp.data.mixture import make_set, takes_split
 from jaxdp.errors import UsageError
+from jaxdp.recipes.wrapped import DATA, Wrapped
 from jaxdp.targets import bind, locate, parameters, require, targets_in
 
-DATA, KEY = "data.args.data", "data.args.steps"
+KEY = "data.args.steps"
 STEPS = {
     "RandAugment": "jaxdp.recipes.rand_augment.rand_augment",
     "RandomCrop": "jaxdp.recipes.crops.crop",
@@ -19,7 +18,7 @@ STEPS = {
 }
 
 
-class Augmented:
+class Augmented(Wrapped):
     """A data set whose training images, "inputs" uint8 [height, width, channel], are changed by `steps`
     on the device.
 
@@ -33,8 +32,7 @@ class Augmented:
     """
 
     def __init__(self, data: Any, steps: Sequence[Any], split: str = "train"):
-        check_split(split)
-        self.dataset = make_set(DATA, data, split)
+        super().__init__(data, split)
         self.steps = []
         for target, args in targets_in(KEY, steps, "step", "RandomFlip"):
             make = locate(KEY, target, STEPS)
@@ -46,25 +44,9 @@ class Augmented:
             require(KEY, step, *[*parameters(step)][:2])
             self.steps.append(step)
 
-    @staticmethod
-    def has_split(args: Mapping[str, Any]) -> bool:
-        return takes_split(DATA, args.get("data"))
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return what the set itself has: classes, an order, a tokenizer."""
-        if name == "dataset":  # not made yet
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
     def __getstate__(self) -> dict[str, Any]:
         """Return what a worker process needs: it reads examples, without JAX."""
         return {"dataset": self.dataset}
-
-    def read(self, indices: np.ndarray) -> Batch:
-        return self.dataset.read(indices)
 
     def transform(self, batch: Any, key: Any, train: bool) -> Any:
         import jax

@@ -6,16 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.dataset import Batch, Dataset, check_split, class_names
+from jaxdp.data.dataset import Dataset, class_names
 from jaxdp.data.example_order import ExampleOrder
-from jaxdp.data.mixture import MixedOrder, check_weights, make_set, split_by_weight, takes_split
+from jaxdp.data.mixture import MixedOrder, check_weights, split_by_weight
 from jaxdp.errors import UsageError, check_sizes
+from jaxdp.recipes.wrapped import Wrapped
 
 KEY = "data.args"
 READ = 1024  # examples that are read at once, to know their classes
 
 
-class Balanced:
+class Balanced(Wrapped):
     """A data set in which `weights` say how often an epoch has each class: by default all equally.
 
     data: {target, args}, a target, or data as in `as_dataset`. by: the entry of an example that is its
@@ -38,9 +39,8 @@ class Balanced:
         size: int | None = None,
         split: str = "train",
     ):
-        check_split(split)
         check_sizes(KEY, size=size)
-        self.dataset = make_set(f"{KEY}.data", data, split)
+        super().__init__(data, split)
         if split != "train":
             return
         labels = labels_of(self.dataset, by)
@@ -62,22 +62,6 @@ class Balanced:
                 f"{KEY}.weights: class {titles[self.counts.index(0)]} has less than one of the {sum(self.counts):,} "
                 "examples of an epoch; give it a larger weight, or set a larger data.args.size"
             )
-
-    @staticmethod
-    def has_split(args: Mapping[str, Any]) -> bool:
-        return takes_split(f"{KEY}.data", args.get("data"))
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return what the set itself has: classes, a transform, a tokenizer."""
-        if name in ("dataset", "example_order"):  # not made yet; the order of the set is not kept
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def read(self, indices: np.ndarray) -> Batch:
-        return self.dataset.read(indices)
 
     def example_order(self, batch_size: int, microbatches: int, seed: int) -> ExampleOrder:
         return BalancedOrder(
