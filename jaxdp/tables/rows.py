@@ -17,16 +17,17 @@ KEY = "data.args"
 class Table(Arrays):
     """Rows of a table as examples: "inputs" float32 [input], and "labels", of one column.
 
-    table: a CSV or Parquet file, or a DataFrame. label: the column to predict. Texts and whole numbers
-    are classes: labels are int32 [], the index in `class_names`, which are sorted. Fractions are labels
-    of a regression, float32 [1]. columns: the other columns to use, by default all. Numbers are one input;
-    a text is one for each value that the training rows have (one-hot, sorted; of another value, all are
-    0). fill: in the place of a missing number; None: it is refused. test_fraction: the share of the
-    rows, drawn with a fixed seed, that are the test split.
+    table: a CSV or Parquet file, or a DataFrame; or {train: TABLE, test: TABLE}. label: the column to
+    predict. Texts and whole numbers are classes: labels are int32 [], the index in `class_names`, which
+    are sorted. Fractions are labels of a regression, float32 [1]. columns: the other columns to use, by
+    default all. Numbers are one input; a text is one for each value that the training rows have (one-hot,
+    sorted; of another value, all are 0). fill: in the place of a missing number; None: it is refused.
+    test_fraction: of one table, the share of the rows, drawn with a fixed seed, that are the test split.
 
     `transform` standardizes numbers by the mean and the standard deviation of the training rows, so
     `predict` takes the inputs of `encode`, as they are. Raises UsageError for a column that is missing,
-    and for values that are missing or not finite, with column and row.
+    for values that are missing or not finite, with column and row, and for a class or a text of a test
+    table that train lacks.
     """
 
     def __init__(
@@ -40,7 +41,12 @@ class Table(Arrays):
     ):
         check_split(split)
         check_share(test_fraction)
-        frame = read_frame(table)
+        both = isinstance(table, Mapping)
+        if both and table.keys() != {"train", "test"}:
+            raise UsageError(
+                f"{KEY}.table: {[*table]} are not two splits; give {{train: TABLE, test: TABLE}}"
+            )
+        frame = read_frame(table["train"] if both else table)
         if columns is None:
             columns = [name for name in frame.columns if name != label]
         self.columns, self.fill = [*columns], fill
@@ -48,6 +54,8 @@ class Table(Arrays):
         require(frame, "columns", self.columns)
         if label in self.columns or not self.columns:
             raise UsageError(f"{KEY}.columns: {self.columns}; name inputs, without {label!r}")
+        if both:
+            test_fraction = 0
         train = rows_of_split(len(frame), test_fraction, "train")
         # The values of each text column, {} for numbers.
         self.values = {
@@ -55,8 +63,11 @@ class Table(Arrays):
             for name in self.columns
             if not is_number(frame[name])
         }
-        inputs, labels = self.encode(frame), self._labels(frame[label])
-        super().__init__(inputs=inputs, labels=labels)
+        column = label_column(frame[label])
+        if column.dtype.kind != "f":
+            self.class_names = [f"{name}" for name in np.unique(column)]
+            self.classes = len(self.class_names)
+        inputs = self.encode(frame)
         numeric = np.array([not self.values.get(name) for name in self.names])
         rows = inputs[np.ix_(train, numeric)]
         self.mean, self.deviation = np.zeros_like(inputs[0]), np.ones_like(inputs[0])
@@ -65,7 +76,14 @@ class Table(Arrays):
         self.deviation[self.deviation == 0] = 1
         # What an input means: `check_meaning` compares it with that of an evaluation set.
         self.encoding = self.columns, self.values, self.mean.tolist(), self.deviation.tolist()
-        self.rows = rows_of_split(len(frame), test_fraction, split)
+        self.rows = train if both else rows_of_split(len(frame), test_fraction, split)
+        if both and split == "test":
+            frame = read_frame(table["test"])
+            require(frame, "label", [label])
+            inputs, self.rows = self.encode(frame), np.arange(len(frame))
+            for name, values in self.values.items():
+                positions(frame[name].dropna(), values, f"{KEY}.table.test")
+        super().__init__(inputs=inputs, labels=self._labels(frame[label]))
         self.input_shape = inputs.shape[1:]
         texts = [f"{len(values):,} values of {name}" for name, values in self.values.items()]
         self.inventory = abbreviated(
@@ -74,7 +92,7 @@ class Table(Arrays):
 
     @staticmethod
     def has_split(args: Mapping[str, Any]) -> bool:
-        return args.get("test_fraction") != 0
+        return args.get("test_fraction") != 0 or isinstance(args.get("table"), Mapping)
 
     @property
     def names(self) -> list[str]:
@@ -88,9 +106,8 @@ class Table(Arrays):
         parts = []
         for name in self.columns:
             if name in self.values:
-                places = {value: place for place, value in enumerate(self.values[name])}
-                place_of = frame[name].astype(str).map(places).to_numpy()
-                parts.append(place_of[:, None] == np.arange(len(places)))
+                values = self.values[name]
+                parts.append(positions(frame[name], values)[:, None] == np.arange(len(values)))
             else:
                 parts.append(numbers(frame[name], self.fill)[:, None])
         return np.concatenate(parts, 1, dtype=np.float32)
@@ -100,20 +117,34 @@ class Table(Arrays):
         return {**batch, "inputs": (batch["inputs"] - self.mean) / self.deviation}
 
     def _labels(self, column: Any) -> np.ndarray:
-        missing = column.isna() | column.isin([math.inf, -math.inf])
-        if missing.any():
-            raise UsageError(
-                f"{KEY}.label: {column.name!r} has no value in row {int(missing.argmax())}; remove the row"
-            )
-        if not is_number(column):
-            column = column.astype(str)
-        elif column.dtype.kind == "f":
-            if (column % 1 != 0).any() or column.abs().max() > 2**62:
-                return numbers(column, None).astype(np.float32)[:, None]
-            column = column.astype(np.int64)
-        values, labels = np.unique(column, return_inverse=True)
-        self.classes, self.class_names = len(values), [f"{value}" for value in values]
-        return labels.astype(np.int32)
+        column = label_column(column)
+        if not hasattr(self, "class_names"):
+            return numbers(column, None).astype(np.float32)[:, None]
+        return positions(column, self.class_names, f"{KEY}.table.test").astype(np.int32)
+
+
+def label_column(column: Any) -> Any:
+    """Return texts, whole numbers as integers, or fractions. Raises UsageError for a missing label."""
+    missing = column.isna() | column.isin([math.inf, -math.inf])
+    if missing.any():
+        raise UsageError(
+            f"{KEY}.label: {column.name!r} has no value in row {int(missing.argmax())}; remove the row"
+        )
+    if column.dtype.kind == "f" and (column % 1 == 0).all() and column.abs().max() <= 2**62:
+        return column.astype(np.int64)
+    return column if is_number(column) else column.astype(str)
+
+
+def positions(column: Any, texts: Sequence[str], key: str = "") -> np.ndarray:
+    """Return the position of each value among the sorted texts, NaN for another. Raises UsageError that
+    names the key, if there is one, for another value."""
+    places = column.astype(str).map({text: place for place, text in enumerate(texts)})
+    if key and places.isna().any():
+        raise UsageError(
+            f"{key}: {column.name!r} has {str(column[places.isna()].iloc[0])!r}, which train lacks; add a row with it "
+            "to train, or remove it"
+        )
+    return places.to_numpy()
 
 
 def is_number(column: Any) -> bool:

@@ -77,6 +77,88 @@ def test_the_best_checkpoint_predicts_uneven_new_rows(tmp_path, monkeypatch):
     assert 2 * found.sum() / ((names == "yes").sum() + (new.churn == "yes").sum()) > 0.8
 
 
+def two_tables(tmp_path, train, test):
+    """A data set of two files. Returns a function of the split."""
+    train.to_csv(tmp_path / "train.csv", index=False)
+    test.to_parquet(tmp_path / "test.parquet")
+    files = {"train": tmp_path / "train.csv", "test": tmp_path / "test.parquet"}
+    return lambda split, **args: Table(files, **{"label": "churn", **args}, split=split)
+
+
+def test_two_tables_are_one_data_set(tmp_path):
+    """The test table is encoded and standardized as the training table, of which it may have a part."""
+    rows = frame()
+    later = frame(30).query("city != 'Lima' and churn == 'no'")
+    made = two_tables(tmp_path, rows, later)
+    train, test = made("train"), made("test", test_fraction=0.5)
+    assert (len(train), len(test)) == (200, len(later)) and test.class_names == ["no", "yes"]
+    assert train.encoding == test.encoding and train.inventory == test.inventory
+    np.testing.assert_array_equal(train.rows, np.arange(200))
+    examples = test.read(np.arange(len(test)))
+    np.testing.assert_array_equal(examples["inputs"], train.encode(later))
+    assert examples["labels"].dtype == np.int32 and not examples["labels"].any()
+    np.testing.assert_allclose(train.mean[[0, 4]], rows[["age", "income"]].mean(), rtol=1e-6)
+    assert Table.has_split({"table": {"train": 1, "test": 2}, "test_fraction": 0})
+
+
+def test_labels_of_two_tables_are_of_one_kind(tmp_path):
+    """Of the training table's kind, however the test table spells them."""
+    rows = frame().assign(grade=RNG.integers(9, 12, 200), price=RNG.normal(size=200))
+    later = rows.assign(grade=rows.grade * 1.0, price=np.arange(200) % 2)
+    made = two_tables(tmp_path, rows, later)
+    grades = made("test", label="grade", columns=["age"])
+    assert grades.class_names == ["9", "10", "11"]
+    np.testing.assert_array_equal(grades.arrays["labels"], rows.grade - 9)
+    prices = made("test", label="price", columns=["age"])
+    assert prices.arrays["labels"].dtype == np.float32
+    np.testing.assert_array_equal(prices.arrays["labels"][:, 0], np.arange(200) % 2)
+
+
+@pytest.mark.parametrize(
+    "change, args, said",
+    [
+        ({"churn": "maybe"}, {}, "data.args.table.test: 'churn' has 'maybe', which train lacks"),
+        ({"city": "Bern"}, {}, "data.args.table.test: 'city' has 'Bern', which train lacks; add"),
+        ({"grade": 0.5}, {"label": "grade"}, "table.test: 'grade' has '0.5', which train lacks"),
+        ({"age": "old"}, {}, "'age' has texts, such as 'old', but numbers in training"),
+        ({"age": np.nan}, {}, "data.args.columns: 'age' is nan in row 0"),
+        ({"churn": None}, {}, "data.args.label: 'churn' has no value in row 0"),
+    ],
+)  # fmt: skip
+def test_what_a_test_table_has_beyond_train_is_named(tmp_path, change, args, said):
+    rows = frame().assign(grade=RNG.integers(3, 6, 200))
+    made = two_tables(tmp_path, rows, rows.assign(**change))
+    assert len(made("train", **args)) == 200
+    with pytest.raises(UsageError, match=said):
+        made("test", **args)
+
+
+def test_a_text_that_is_missing_in_a_test_table_is_none_of_the_values(tmp_path):
+    test = two_tables(tmp_path, frame(), frame().assign(city=None))("test")
+    assert not test.read(np.arange(200))["inputs"][:, 1:4].any()
+
+
+@pytest.mark.parametrize("table", [{"train": "a.csv"}, {"test": "a.csv"}, {"train": 1, "tset": 2}])
+def test_two_tables_are_train_and_test(table):
+    with pytest.raises(UsageError, match=r"data.args.table: \[.*\] are not two splits; give {tr"):
+        Table(table, "churn")
+
+
+def test_a_run_of_two_tables_is_evaluated_on_the_second(tmp_path, monkeypatch):
+    two_tables(tmp_path, frame(), frame(31))
+    (tmp_path / "run.yaml").write_text(
+        "model: {target: MLP, args: {hidden: [8]}}\n"
+        "data:\n  target: Table\n"
+        "  args: {table: {train: train.csv, test: test.parquet}, label: churn}\n"
+        "eval: {every: 10}\nsteps: 10\nbatch_size: 32\nmicrobatches: 8\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    ended("train", "--config", "run.yaml", "--run_dir", "run", code=0)
+    run = jaxdp.load(tmp_path / "run")
+    assert run.data.rows.tolist() == [*range(200)] and 0 <= run.final["accuracy"] * 31 <= 31
+    assert run.final["accuracy"] * 31 == pytest.approx(round(run.final["accuracy"] * 31), abs=1e-4)
+
+
 def test_missing_numbers_are_refused_or_filled():
     table = frame()
     table.loc[7, "age"] = np.nan
