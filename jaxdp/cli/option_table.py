@@ -7,13 +7,13 @@ from typing import Any, Literal, NamedTuple
 
 
 class Option(NamedTuple):
-    """An option that is not a key of the config. least: the smallest value allowed. short: other
-    names, such as -n.
+    """An option that is not a key of the config; a bool is False by default. least: the smallest
+    value allowed. short: other names, such as -n.
     """
 
     kind: type
-    default: Any
     text: str
+    default: Any = None
     least: float | None = None
     short: tuple[str, ...] = ()
 
@@ -47,9 +47,9 @@ class Verb:
         return self.where != "host"
 
 
-STEP = Option(str, None, "use the checkpoint of this update, or the best one; by default the last")
-JSON = Option(bool, False, "print JSON")
-RUN_DIR = Option(str, None, "the directory of the run")
+STEP = Option(str, "use the checkpoint of this update, or the best one; by default the last")
+JSON = Option(bool, "print JSON")
+RUN_DIR = Option(str, "the directory of the run")
 DIGITS = "--config configs/digits.yaml"
 
 VERBS = {
@@ -65,7 +65,6 @@ VERBS = {
         {
             "check": Option(
                 bool,
-                False,
                 "before a run, try all that it does in a temporary directory: two updates, evaluation, "
                 "checkpoint, restore, and one batch, whose loss must fall",
             )
@@ -82,15 +81,14 @@ VERBS = {
         {
             "jobs": Option(
                 int,
-                None,
                 "runs at once; by default one for each GPU, without GPUs one for each core",
-                1,
+                least=1,
             ),
             "sample": Option(
-                int, None, "train a random sample of this size; by default all combinations", 1
+                int, "train a random sample of this size; by default all combinations", least=1
             ),
-            "sample_seed": Option(int, 0, "the seed of the sample"),
-            "metric": Option(str, "loss", "the metric that sorts the table"),
+            "sample_seed": Option(int, "the seed of the sample", 0),
+            "metric": Option(str, "the metric that sorts the table", "loss"),
         },
         module="jaxdp.sweep.sweep",
     ),
@@ -113,24 +111,23 @@ VERBS = {
             "jaxdp plan --config configs/gpt2_124m.yaml --target h100:8 --output plan.html",
         ),
         {
-            "devices": Option(int, None, "the number of devices to plan for (8)", 1),
+            "devices": Option(int, "the number of devices to plan for (8)", least=1),
             "target": Option(
                 str,
-                None,
                 "devices to compile for by their own compiler: h100:8, h100:8x8 (hosts x devices), v5e:16x16",
             ),
-            "zero": Option(str, "config", "the ZeRO stage: 0 to 3, all, or the one of the config"),
+            "zero": Option(str, "the ZeRO stage: 0 to 3, all, or the one of the config", "config"),
             "memory": Option(
-                str, None, "memory of one device, such as 80GB; by default that of the hardware"
+                str, "memory of one device, such as 80GB; by default that of the hardware"
             ),
             "hardware": Option(
-                str, None, "the name of a built-in hardware (h100-nvlink-ib400), or a YAML file"
+                str, "the name of a built-in hardware (h100-nvlink-ib400), or a YAML file"
             ),
             "network": Option(
-                str, None, "between the sites of local updates (outer), such as 100mbit:40ms"
+                str, "between the sites of local updates (outer), such as 100mbit:40ms"
             ),
             "output": Option(
-                str, None, "write a page with the schedule of the update, compiled for --target"
+                str, "write a page with the schedule of the update, compiled for --target"
             ),
             "json": JSON,
         },
@@ -154,14 +151,13 @@ VERBS = {
         {
             "devices": Option(
                 int,
-                8,
                 "simulate this many CPU devices if there are fewer real ones; under mpirun, use all",
+                8,
                 1,
             ),
-            "updates": Option(int, 3, "the number of updates to compare", 1),
+            "updates": Option(int, "the number of updates to compare", 3, 1),
             "exact": Option(
                 bool,
-                False,
                 "compare bits instead, with reduction: exact on 1, 2, 3 and all devices; under mpirun, on 1 and on all",
             ),
             "json": JSON,
@@ -174,12 +170,10 @@ VERBS = {
         ("jaxdp report runs/digits runs/other", "jaxdp report runs/digits_sweep --metric accuracy"),
         {
             "out": Option(
-                str,
-                None,
-                "the file to write; by default report.html in the run, or here for several",
+                str, "the file to write; by default report.html in the run, or here for several"
             ),
             "metric": Option(
-                str, None, "sort the runs by this metric and print a table; a sweep has its own"
+                str, "sort the runs by this metric and print a table; a sweep has its own"
             ),
         },
         {"run": "*"},
@@ -195,11 +189,11 @@ VERBS = {
         {
             "run_dir": RUN_DIR,
             "output": Option(
-                str, None, "by default export.safetensors, or huggingface, in the run directory"
+                str, "by default export.safetensors, or huggingface, in the run directory"
             ),
             "step": STEP,
-            "ema": Option(bool, False, "write the running average of the parameters instead"),
-            "layout": Option(str, "jaxdp", "jaxdp: a file; huggingface: a folder for transformers"),
+            "ema": Option(bool, "write the running average of the parameters instead"),
+            "layout": Option(str, "jaxdp: a file; huggingface: a folder for transformers", "jaxdp"),
         },
     ),
     "sample": Verb(
@@ -211,17 +205,17 @@ VERBS = {
         ),
         {
             "run_dir": RUN_DIR,
-            "prompt": Option(str, "\n", "the text to continue"),
-            "tokens": Option(int, 256, "the number of tokens to generate", 1),
+            "prompt": Option(str, "the text to continue", "\n"),
+            "tokens": Option(int, "the number of tokens to generate", 256, 1),
             "temperature": Option(
-                float, 0.8, "logits are divided by it; 0 takes the most probable token"
+                float, "logits are divided by it; 0 takes the most probable token", 0.8
             ),
             "top_k": Option(
-                int, None, "sample from the k most probable tokens; by default from all", 1
+                int, "sample from the k most probable tokens; by default from all", least=1
             ),
-            "seed": Option(int, 0, "seed of the sampling"),
+            "seed": Option(int, "seed of the sampling", 0),
             "step": STEP,
-            "ema": Option(bool, False, "use the running average of the parameters"),
+            "ema": Option(bool, "use the running average of the parameters"),
         },
     ),
     "data": Verb(
@@ -234,15 +228,15 @@ VERBS = {
             "jaxdp data check --config pets.yaml",
         ),
         {
-            "output": Option(str, None, "the folder to make"),
-            "config": Option(str, None, "check: the config whose data is read"),
+            "output": Option(str, "the folder to make"),
+            "config": Option(str, "check: the config whose data is read"),
             "tokenizer": Option(
-                str, "gpt2", "byte, char, the path of a tokenizer.json, or a name of tiktoken"
+                str, "byte, char, the path of a tokenizer.json, or a name of tiktoken", "gpt2"
             ),
             "split": Option(
-                float, 0.01, "the share at the end of each input that is for validation"
+                float, "the share at the end of each input that is for validation", 0.01
             ),
-            "shard_tokens": Option(int, 100_000_000, "tokens in a shard", 1),
+            "shard_tokens": Option(int, "tokens in a shard", 100_000_000, 1),
         },
         {"action": "?", "inputs": "*"},
     ),
@@ -255,9 +249,9 @@ VERBS = {
         ),
         {
             "run_dir": RUN_DIR,
-            "step": Option(int, None, "the update", 1),
+            "step": Option(int, "the update", least=1),
             "around": Option(
-                int, None, "those near this update whose loss stands out, or it and three before", 1
+                int, "those near this update whose loss stands out, or it and three before", least=1
             ),
         },
         module="jaxdp.rewind.rows_of_update",
@@ -269,17 +263,24 @@ VERBS = {
         {
             "run_dir": RUN_DIR,
             "step": STEP,
-            "data": Option(str, None, "the table: a CSV or Parquet file"),
-            "output": Option(str, "predicted.csv", "the file to write: CSV, or .parquet"),
+            "data": Option(str, "the table: a CSV or Parquet file"),
+            "output": Option(str, "the file to write: CSV, or .parquet", "predicted.csv"),
         },
         module="jaxdp.tables.predict",
+    ),
+    "confusion": Verb(
+        "count how often a run takes each class for each, for the report",
+        "host",
+        ("jaxdp confusion --run_dir runs/digits",),
+        {"run_dir": RUN_DIR, "step": STEP},
+        module="jaxdp.measures.confusion",
     ),
     "doctor": Verb(
         "check this machine, and under mpirun all of a job's, before a run",
         "host",
         ("jaxdp doctor", "mpirun -np 2 jaxdp doctor --run_dir runs/digits"),
         {
-            "run_dir": Option(str, "runs", "where the run is to go"),
+            "run_dir": Option(str, "where the run is to go", "runs"),
             "json": JSON,
         },
         featured=2,
@@ -293,11 +294,11 @@ VERBS = {
             "jaxdp launch --processes 2 python examples/allreduce.py",
         ),
         {
-            "processes": Option(int, 2, "the number of processes", 1, ("-n",)),
+            "processes": Option(int, "the number of processes", 2, 1, ("-n",)),
             "restart": Option(
                 int,
-                0,
                 "how many times a process that dies is started again, with a growing pause",
+                0,
                 0,
             ),
         },

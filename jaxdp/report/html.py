@@ -110,8 +110,7 @@ class Reports(Writer):
         """Write the report; return True if it was written."""
         began = time.monotonic()
         try:
-            page = render([read_run(self.directory, alive)], self.defaults)
-            write(self.directory / NAME, page)
+            write(self.directory / NAME, render([read_run(self.directory, alive)], self.defaults))
             return True
         except Exception as error:
             if not self.failed:

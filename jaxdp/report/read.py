@@ -68,8 +68,9 @@ def tables(
         raise ValueError("metrics.jsonl: a line needs a step")
     if not all(type(e.get("t")) in (int, float) and type(e.get("kind")) is str for e in events):
         raise ValueError("events.jsonl: a line needs t (seconds) and kind")
-    config, env, layout = (
-        mapping(directory / name) for name in ("config.yaml", "env.json", "layout.json")
+    config, env, layout, confusion = (
+        mapping(directory / name)
+        for name in ("config.yaml", "env.json", "layout.json", "confusion.json")
     )
     environment = flatten(env)
     environment.pop("topology.pids", None)
@@ -94,6 +95,7 @@ def tables(
         "spent": seconds(records, events),
         "sessions": periods,
         "layout": layout,
+        "confusion": confusion,
         "config": flatten(config),
         "environment": environment,
         "diff": media.start(directory / "git.diff", DIFF).decode("utf-8", "replace")

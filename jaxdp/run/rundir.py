@@ -44,6 +44,7 @@ WRITTEN = (
         "events.jsonl",
         "config.yaml",
         "layout.json",
+        "confusion.json",
         "report.html",
         "git.diff",
     ),

@@ -36,12 +36,12 @@ function controls() {
 }
 
 function everything() {
-  for (const id of ["media", "histograms", "spent", "events", "bytes", "collectives"]) {
+  for (const id of ["confusion", "media", "histograms", "spent", "events", "bytes", "collectives"]) {
     const section = at(id);
     while (section.children.length > 1) section.lastChild.remove();
   }
   document.querySelector(".pair").classList.toggle("single", runs.length > 4); // a table with a column for each needs the width
-  summary(); against(); controls(); media(); histograms(); spent(); events(); holds(); sends();
+  summary(); against(); controls(); confusion(); media(); histograms(); spent(); events(); holds(); sends();
 }
 
 function theme() {

@@ -64,6 +64,39 @@ function summary() {
   at("summary").replaceChildren(runsTable(facts));
 }
 
+function confusion() { // rows: the classes, columns: the predictions; each cell darker with its share of the row
+  const section = at("confusion");
+  section.hidden = !runs.some((run) => run.confusion.counts);
+  runs.forEach((run, i) => {
+    const { step, names, counts } = run.confusion;
+    if (counts) section.append(el("div", { class: "run" }, named(run, i), el("div", { class: "wide" }, matrix(names, counts)),
+      el("p", { class: "muted small" }, `Step ${step.toLocaleString("en-US")}. Rows: the class; columns: the prediction. Point at a cell for its number.`)));
+  });
+}
+
+function matrix(names, counts) {
+  const n = names.length, size = Math.max(11, Math.min(40, Math.floor(640 / n))), font = Math.min(12, size - 2);
+  const texts = names.map((name) => (name.length > 24 ? name.slice(0, 23) + "…" : name));
+  const edge = Math.ceil(Math.max(...texts.map((text) => text.length)) * 0.62 * font) + 12, whole = edge + n * size;
+  const svg = el("svg", { width: whole, height: whole, viewBox: `0 0 ${whole} ${whole}`, role: "img", "aria-label": "confusion matrix", style: { width: `${whole}px` } },
+    el("rect", { x: edge, y: edge, width: n * size, height: n * size, fill: "var(--faint)" }));
+  texts.forEach((text, i) => {
+    const middle = edge + (i + 0.5) * size;
+    svg.append(el("text", { x: edge - 6, y: middle + 0.35 * font, "text-anchor": "end", style: { fontSize: `${font}px` } }, text),
+      el("text", { transform: `translate(${middle + 0.35 * font} ${edge - 6}) rotate(-90)`, style: { fontSize: `${font}px` } }, text));
+  });
+  counts.forEach((row, i) => row.forEach((count, k) => {
+    if (!count) return;
+    const total = row.reduce((a, b) => a + b, 0), share = Math.sqrt(count / total), x = edge + k * size, y = edge + i * size;
+    const cell = el("g", {}, el("title", {}, `${names[i]} as ${names[k]}: ${count.toLocaleString("en-US")} of ${total.toLocaleString("en-US")}`),
+      el("rect", { x, y, width: size - 1, height: size - 1, fill: colour(i === k ? 0 : 1), opacity: 0.15 + 0.85 * share }));
+    const text = short(count), small = Math.min(12, (size - 4) / (0.62 * text.length));
+    if (small >= 8) cell.append(el("text", { x: x + size / 2, y: y + size / 2 + 0.35 * small, "text-anchor": "middle", style: { fontSize: `${small}px`, fill: share > 0.6 ? "var(--card)" : "var(--text)" } }, text));
+    svg.append(cell);
+  }));
+  return svg;
+}
+
 function media() { // images and texts of callbacks, by name, the steps from left to right
   const section = at("media"), all = runs.flatMap((run) => run.media.items), omitted = runs.reduce((sum, run) => sum + run.media.omitted, 0);
   section.hidden = !all.length && !omitted;
