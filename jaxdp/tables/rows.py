@@ -54,9 +54,7 @@ class Table(Arrays):
         require(frame, "columns", self.columns)
         if label in self.columns or not self.columns:
             raise UsageError(f"{KEY}.columns: {self.columns}; name inputs, without {label!r}")
-        if both:
-            test_fraction = 0
-        train = rows_of_split(len(frame), test_fraction, "train")
+        train = rows_of_split(len(frame), 0 if both else test_fraction, "train")
         # The values of each text column, {} for numbers.
         self.values = {
             name: sorted({*frame[name].iloc[train].dropna().astype(str)})
@@ -83,7 +81,13 @@ class Table(Arrays):
             inputs, self.rows = self.encode(frame), np.arange(len(frame))
             for name, values in self.values.items():
                 positions(frame[name].dropna(), values, f"{KEY}.table.test")
-        super().__init__(inputs=inputs, labels=self._labels(frame[label]))
+        column = label_column(frame[label])
+        super().__init__(
+            inputs=inputs,
+            labels=positions(column, self.class_names, f"{KEY}.table.test").astype(np.int32)
+            if hasattr(self, "class_names")
+            else numbers(column, None).astype(np.float32)[:, None],
+        )
         self.input_shape = inputs.shape[1:]
         texts = [f"{len(values):,} values of {name}" for name, values in self.values.items()]
         self.inventory = abbreviated(
@@ -115,12 +119,6 @@ class Table(Arrays):
     def transform(self, batch: Mapping[str, Any], key: Any, train: bool) -> dict[str, Any]:
         """Standardize the numbers."""
         return {**batch, "inputs": (batch["inputs"] - self.mean) / self.deviation}
-
-    def _labels(self, column: Any) -> np.ndarray:
-        column = label_column(column)
-        if not hasattr(self, "class_names"):
-            return numbers(column, None).astype(np.float32)[:, None]
-        return positions(column, self.class_names, f"{KEY}.table.test").astype(np.int32)
 
 
 def label_column(column: Any) -> Any:
