@@ -14,10 +14,14 @@ class CutMix(Mixup):
 
     The rectangle, one for a microbatch, has the share 1 - a of the area, with a ~ Beta(alpha, alpha),
     and its center anywhere; what is beyond the image is cut off. Labels and padding: as in `Mixup`.
+    mixup: the probability that a microbatch is blended as by `Mixup` instead, with the same alpha.
     """
 
-    def __init__(self, classes: int, alpha: float = 1.0):
+    def __init__(self, classes: int, alpha: float = 1.0, mixup: float = 0.0):
         super().__init__(classes, alpha)
+        if not 0 <= mixup <= 1:
+            raise UsageError(f"data.transform.args.mixup: {mixup} is not in [0, 1], such as 0.5")
+        self.mixup = mixup
 
     def shares(self, inputs: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         if inputs.ndim != 4:
@@ -33,4 +37,6 @@ class CutMix(Mixup):
         half = jnp.sqrt(1 - share) / 2
         inside = (abs(y - row) < half * height) & (abs(x - column) < half * width)
         kept = (~inside).astype(share.dtype)
+        blends = jax.random.bernoulli(jax.random.fold_in(key, 2), self.mixup)
+        kept = jnp.where(blends, share, kept)
         return kept[..., None], kept.mean()

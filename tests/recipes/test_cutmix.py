@@ -49,6 +49,30 @@ def test_a_real_example_is_mixed_with_the_one_before(mask, seed):
             assert (np.diff(np.flatnonzero(line)) == 1).all()
 
 
+def test_some_microbatches_are_blended_instead():
+    """Each as a whole: with a probability of 0.3, 300 of 1,000, but for 4 standard deviations."""
+    mixed = jax.vmap(lambda key, x: CutMix(10, mixup=0.3)(x, key, True), (0, None))
+    batch, keys = (
+        constant_images(np.float32([1, 1, 0, 1])),
+        jax.random.split(jax.random.key(0), 1000),
+    )
+    result = jax.jit(mixed)(keys, batch)
+    images, labels = np.asarray(result["inputs"])[..., 0], np.asarray(result["labels"])
+    # Image 3 has pixels of images 3 and 1, or is one of uniform values in between.
+    share = (images[:, 3] - 1) / 2
+    is_cut = np.isin(share, [0, 1]).all((1, 2))
+    np.testing.assert_allclose(labels[:, 3, 3], share.mean((1, 2)), atol=1e-6)
+    assert abs((~is_cut).sum() - 300) < 4 * np.sqrt(1000 * 0.3 * 0.7)
+    assert (np.ptp(share[~is_cut], (1, 2)) == 0).all() and share[~is_cut].std() > 0.2
+    assert (images[:, 2] == 2).all()
+
+
+@pytest.mark.parametrize("mixup", [-0.1, 1.5, float("nan")])
+def test_a_share_of_blends_is_a_probability(mixup):
+    with pytest.raises(UsageError, match=r"data.transform.args.mixup: .* is not in \[0, 1\]"):
+        CutMix(10, mixup=mixup)
+
+
 @pytest.mark.slow
 def test_the_area_follows_the_formula_of_the_paper():
     """Its mean and its quantiles, for two alphas."""
