@@ -16,7 +16,7 @@ from jaxdp.run import rundir
 from jaxdp.run.fitted import Fitted, load
 
 NAME = "sums:confusion"
-PRINTED = 20  # classes at most of a table on the console
+MOST, PRINTED = 1000, 20  # classes at most of a table, and of one on the console
 
 
 def run(call: Any) -> None:
@@ -29,7 +29,7 @@ def run(call: Any) -> None:
     names += map(str, range(len(names), len(counts)))
     found = {"step": fitted.final["step"], "names": names, "counts": counts.tolist()}
     rundir.write(directory / "confusion.json", json.dumps(found))
-    rows = [["", *names], *([name, *map(str, row)] for name, row in zip(names, counts))]
+    rows = [["", *names], *np.column_stack([names, counts]).tolist()]
     lines = table(rows, ">") if len(names) <= PRINTED else []
     print(*lines, f"{counts.trace():,} of {counts.sum():,} right", sep="\n")
 
@@ -40,7 +40,7 @@ def confusion(fitted: Fitted) -> np.ndarray:
     They are counted in the evaluation data of the run, without `eval.also`, as an evaluation counts them:
     each example once, or each token, on all devices; those that the mask excludes do not count. Several
     processes: every one calls it. Raises UsageError for a model whose outputs are no logits of classes,
-    or are not finite.
+    are not finite, or are for more than 1,000.
     """
     # An evaluation of the run, but for its loss.
     counts, config = Counts(), fitted.config
@@ -69,7 +69,10 @@ class Counts(OfClasses):
         return weight, weight, super().__call__(outputs, batch)
 
     def sums(self, logits: Any, labels: Any, mask: Any) -> Sums:
-        counts = jnp.zeros([logits.shape[-1]] * 2, mask.dtype)
+        classes = logits.shape[-1]
+        if classes > MOST:
+            raise UsageError(f"run_dir: {classes:,} classes; a table has at most {MOST:,}")
+        counts = jnp.zeros([classes, classes], mask.dtype)
         return {NAME: counts.at[labels, jnp.argmax(logits, -1)].add(mask)}
 
     def derive(self, means: Any) -> Sums:

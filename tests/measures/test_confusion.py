@@ -104,6 +104,13 @@ def test_outputs_that_are_not_finite_are_refused(tmp_path):
         confusion(dataclasses.replace(fitted, objects=objects))
 
 
+def test_a_vocabulary_is_refused():
+    """Its table would fill the memory."""
+    batch = {"labels": jnp.zeros(2, int), "mask": jnp.ones(2)}
+    with pytest.raises(UsageError, match="1,001 classes; a table has at most 1,000"):
+        Counts()(jnp.zeros((2, 1001)), batch)
+
+
 def test_a_run_without_evaluation_data_is_refused(tmp_path):
     rows = {"inputs": np.ones((32, 3), np.float32), "labels": np.ones(32, np.int32)}
     fitted = jaxdp.fit(model(2), rows, steps=1, batch_size=8, run_dir=tmp_path / "run")
