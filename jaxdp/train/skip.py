@@ -92,7 +92,7 @@ def decide(guard: Guard, facts: Facts, limit: int, spike: Spike | None) -> tuple
     """
     running, update = guard.halted == 0, facts.update
     spiked, level = jnp.zeros((), bool), guard.level
-    if spike is not None and level is not None:
+    if spike and level:
         spiked, level = _detect_spike(level, spike, facts.loss, facts.finite)
     good = facts.finite & ~spiked
 
@@ -101,7 +101,7 @@ def decide(guard: Guard, facts: Facts, limit: int, spike: Spike | None) -> tuple
     first = counted & (guard.in_a_row == 0)
     since = jnp.where(good, 0, jnp.where(first, update, guard.since))
     halted = jnp.where(in_a_row >= limit, NONFINITE, 0)
-    if spike is not None and spike.action == "rollback":
+    if spike and spike.action == "rollback":
         halted, since = jnp.where(spiked, SPIKE, halted), jnp.where(spiked, update, since)
     new = Guard(
         in_a_row=in_a_row,
@@ -140,6 +140,4 @@ def _detect_spike(
     mean = level.mean + jnp.where(spiked, above, loss - level.mean) * rate
     accepted = finite & jnp.isfinite(mean)
     new = Level(mean, weight, level.good + 1)
-    return spiked, jax.tree.map(
-        lambda after, before: jnp.where(accepted, after, before), new, level
-    )
+    return spiked, jax.tree.map(partial(jnp.where, accepted), new, level)

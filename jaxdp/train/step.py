@@ -364,14 +364,14 @@ class LocalStep(NamedTuple):
             metrics=jax.tree.map(lambda x: x.astype(loss.dtype), metrics),
             model_state=weighted_state(state.model_state, model_state, weight, real),
         )
-        sums, loss = jax.tree.map(lambda x: jnp.where(real, x, jnp.zeros_like(x)), (sums, loss))
+        sums, loss = jax.tree.map(lambda x: jnp.where(real, x, 0), (sums, loss))
 
         def keep_real(old, new):
             return jnp.where(expand_to(real_examples(mask), old), new.astype(old.dtype), old)
 
         # In float16 small gradients underflow, so the loss is scaled up here, and the sums of
         # gradients are divided by the scale in `apply`.
-        if forward.loss_scaling is not None and state.loss_scale is not None:
+        if forward.loss_scaling and state.loss_scale:
             loss = loss * forward.loss_scaling.factor(state.loss_scale.value).astype(loss.dtype)
         return loss, sums._replace(kept=jax.tree.map(keep_real, piece.kept, kept))
 
@@ -555,7 +555,7 @@ def plain_total(tree: Tree) -> jax.Array:
     leaves = [at_least_float32(x).reshape(-1) for x in jax.tree.leaves(tree)]
     small = [x for x in leaves if x.size <= SMALL]
     vectors = [x for x in leaves if x.size > SMALL] + ([jnp.concatenate(small)] if small else [])
-    squares = sum((jnp.dot(x, x) for x in vectors), jnp.zeros((), jnp.float32))
+    squares = sum((jnp.dot(x, x) for x in vectors), jnp.float32(0))
 
     def no_count(_):
         return jnp.stack([squares, jnp.zeros_like(squares)])
@@ -565,7 +565,7 @@ def plain_total(tree: Tree) -> jax.Array:
 
 def _squares_and_nonfinite(tree: Tree) -> jax.Array:
     leaves = [*map(at_least_float32, jax.tree.leaves(tree))]
-    zero = jnp.zeros((), jnp.float32)
+    zero = jnp.float32(0)
     squares = sum((jnp.sum(jnp.square(x)) for x in leaves), zero)
     return jnp.stack([squares, sum((jnp.sum(~jnp.isfinite(x)) for x in leaves), zero)])
 
@@ -597,11 +597,10 @@ def apply(
 
     # The one division. A batch of weight 0, without any example that counts, has no mean: its loss
     # is NaN, and so it is skipped like any other update that is not finite.
-    weight = jnp.where(sums.weight > 0, sums.weight, jnp.ones_like(sums.weight))
+    divisor = jnp.where(sums.weight > 0, sums.weight, 1)
     real_weight = jnp.where(sums.weight > 0, sums.weight, jnp.nan)
-    divisor = weight
-    if scaling is not None and state.loss_scale is not None:
-        divisor = weight * scaling.factor(state.loss_scale.value).astype(weight.dtype)
+    if scaling and state.loss_scale:
+        divisor *= scaling.factor(state.loss_scale.value).astype(divisor.dtype)
     like = master_copy(params, state.opt_state)
 
     def mean(total, like):
@@ -620,27 +619,45 @@ def apply(
     # While a loss scale falls, overflow is expected: it skips the update, and is no step to a halt.
     finite = (nonfinite == 0) & jnp.isfinite(loss)
     overflow: Any = False
-    if scaling is not None and state.loss_scale is not None:
+    if scaling and state.loss_scale:
         can_fall = (state.loss_scale.value > MIN_SCALE) & scaling.dynamic
         overflow = jnp.isfinite(loss) & can_fall
     facts = Facts(state.step + 1, loss, finite, overflow, disagreeing)
     applied, guard = decide(state.guard, facts, rule.max_nonfinite, rule.spike)
     running = state.guard.halted == 0
 
+    def optimize(applied, gradients, params, opt_state):
+        # With zeros where the update is skipped, so that the optimizer never sees a NaN.
+        gradients = jax.tree.map(lambda g: jnp.where(applied, g, 0), gradients)
+        updates, opt_state = rule.tx.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    def keep(_applied, _gradients, *before):
+        return before
+
     # An update is skipped by selecting the old state, which XLA does in the optimizer's own loops
-    # over the elements. The optimizer computes with zeros then, so that it never sees a NaN.
-    gradients = select(applied, gradients, jax.tree.map(jnp.zeros_like, gradients))
-    updates, opt_state = rule.tx.update(gradients, state.opt_state, params)
+    # over the elements. On CPU it would copy the old moments first: the loop for a parameter
+    # computes the new ones again, from them. A branch updates them in place. XLA does not know that
+    # nothing is skipped in the branch; without the zeros there, it would contract other products
+    # and sums, and so give other numbers.
+    choices = applied, gradients, params, state.opt_state
+    if on_cpu():
+        updated, opt_state = jax.lax.cond(applied, optimize, keep, *choices)
+    else:
+        updated, opt_state = select(applied, optimize(*choices), keep(*choices))
     new = state.replace(
         step=state.step + running.astype(state.step.dtype),
-        params=merge(select(applied, optax.apply_updates(params, updates), params), state.params),
+        params=merge(updated, state.params),
         model_state=select(applied, model_state, state.model_state),
-        opt_state=select(applied, opt_state, state.opt_state),
+        opt_state=opt_state,
         guard=guard,
     )
-    metrics = {"loss": loss, **divide(sums.metrics, real_weight)}
-    metrics |= {"grad_norm": norm, "nonfinite_grads": nonfinite, "weight": sums.weight}
-    metrics |= {
+    metrics = {
+        "loss": loss,
+        **divide(sums.metrics, real_weight),
+        "grad_norm": norm,
+        "nonfinite_grads": nonfinite,
+        "weight": sums.weight,
         "skipped": (~applied).astype(jnp.int32),
         "skipped_updates": guard.skipped,
         "halted": guard.halted,
@@ -652,7 +669,7 @@ def apply(
         rate = rule.schedule(state.step - state.guard.skipped)
     if rate is not None:
         metrics["lr"] = jnp.asarray(rate, float)
-    if scaling is not None and state.loss_scale is not None:
+    if scaling and state.loss_scale:
         adjusted = scaling.adjust(state.loss_scale, nonfinite == 0)
         new = new.replace(loss_scale=select(running, adjusted, state.loss_scale))
         metrics["loss_scale"] = state.loss_scale.value
