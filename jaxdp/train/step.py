@@ -610,8 +610,6 @@ def apply(
     gradients = jax.tree.map(mean, sums.grads, like)
     squares, nonfinite = total(gradients)
     norm = jnp.sqrt(squares)
-    if rule.clip_norm is not None:
-        gradients = clip(gradients, norm, rule.clip_norm)
     model_state, disagreeing = mean_state(state.model_state, sums.model_state, sums.weight)
     loss = sums.loss / real_weight
 
@@ -626,25 +624,27 @@ def apply(
     applied, guard = decide(state.guard, facts, rule.max_nonfinite, rule.spike)
     running = state.guard.halted == 0
 
-    def optimize(applied, gradients, params, opt_state):
+    def optimize():
+        clipped = gradients
+        if rule.clip_norm is not None:
+            clipped = clip(gradients, norm, rule.clip_norm)
         # With zeros where the update is skipped, so that the optimizer never sees a NaN.
-        gradients = jax.tree.map(lambda g: jnp.where(applied, g, 0), gradients)
-        updates, opt_state = rule.tx.update(gradients, opt_state, params)
+        safe = jax.tree.map(lambda g: jnp.where(applied, g, 0), clipped)
+        updates, opt_state = rule.tx.update(safe, state.opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    def keep(_applied, _gradients, *before):
-        return before
+    def keep():
+        return params, state.opt_state
 
     # An update is skipped by selecting the old state, which XLA does in the optimizer's own loops
     # over the elements. On CPU it would copy the old moments first: the loop for a parameter
     # computes the new ones again, from them. A branch updates them in place. XLA does not know that
     # nothing is skipped in the branch; without the zeros there, it would contract other products
     # and sums, and so give other numbers.
-    choices = applied, gradients, params, state.opt_state
     if on_cpu():
-        updated, opt_state = jax.lax.cond(applied, optimize, keep, *choices)
+        updated, opt_state = jax.lax.cond(applied, optimize, keep)
     else:
-        updated, opt_state = select(applied, optimize(*choices), keep(*choices))
+        updated, opt_state = select(applied, optimize(), keep())
     new = state.replace(
         step=state.step + running.astype(state.step.dtype),
         params=merge(updated, state.params),
