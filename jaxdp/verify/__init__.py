@@ -10,7 +10,7 @@ where bits are compared.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,13 +24,11 @@ from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError, one_line
 from jaxdp.extras import door
 from jaxdp.metrics.numbers import table
-from jaxdp.parallel.strategy import Strategy
-from jaxdp.precision import is_key, is_narrow, policy
+from jaxdp.precision import is_narrow, policy
 from jaxdp.process.context import SLOW, Context
 from jaxdp.run.components import Parts, jax_settings, make_parts, set_jax
 from jaxdp.run.preflight import check_optimizer
-from jaxdp.train.state import Batch, TrainState
-from jaxdp.train.step import Step
+from jaxdp.train.state import TrainState
 from jaxdp.verify.oracle import (
     FAILED,
     OK,
@@ -62,18 +60,14 @@ from jaxdp.verify.problem import (
     settings,
     smaller,
 )
-from jaxdp.verify.verify_checks import check_parts, traits_of
+from jaxdp.verify.verify_checks import check_parts, dtype_of
 
-Train = Callable[[Configuration], tuple[Any, ...]]
-"""(verdict, text, error) of a configuration, see `Check`."""
+Train = Callable[[Configuration], Result]
+"""(verdict, text) of a configuration, see `Check`."""
 
 BUCKETS = 3  # about this many, however small the model
 UPDATES = 8  # at least, in the run's own precision
 DRAWN = 1e-6  # initial values are drawn in float32, which two programs may round differently
-
-
-def no_progress(text: str) -> None:
-    """Print nothing."""
 
 
 Progress = Callable[[str], None]
@@ -83,13 +77,11 @@ class Check(NamedTuple):
     """What was compared.
 
     name: of a part of the run, or the title of a configuration. verdict: OK, FAILED, NOTE, SKIPPED,
-    or REFUSED as a run would be; FAILED means that the problem is not verified. text: the result.
-    error: the largest relative error of a leaf."""
+    or REFUSED as a run would be; FAILED means that the problem is not verified. text: the result."""
 
     name: str
     verdict: str
     text: str
-    error: float = 0.0
 
 
 @dataclasses.dataclass
@@ -123,8 +115,9 @@ class Report:
         """Return why it is not verified, the most certain cause first, or nothing."""
         causes = [check.text for check in self.checks if check.verdict == FAILED]
         if self.own in self.of(REFUSED):
-            text = self.results[self.own].text
-            causes.append(f"the configuration that the config asks for is refused: {text}")
+            causes.append(
+                f"the configuration that the config asks for is refused: {self.results[self.own].text}"
+            )
         numbers = {c.devices for c in self.of(OK, FAILED)}
         if self.reference:
             numbers.add(1)
@@ -134,23 +127,21 @@ class Report:
                 "microbatches or more"
             )
         for c in self.of(FAILED)[:1]:
-            text = f"{c.title}: {self.results[c].text}; if one device agrees, the model may communicate "
-            causes.append(f"{text}over devices (BatchNorm with sync: true)")
+            causes.append(
+                f"{c.title}: {self.results[c].text}; if one device agrees, the model may communicate "
+                "over devices (BatchNorm with sync: true)"
+            )
         return causes
 
     @property
     def verified(self) -> bool:
         return not self.causes
 
-    @property
-    def largest(self) -> Check:
-        return max(self.results.values(), key=lambda result: result.error)
-
     def run(
         self,
         train: Train,
         configurations: Sequence[Configuration],
-        progress: Progress = no_progress,
+        progress: Progress,
     ) -> None:
         """Add the result of each configuration; progress: see `verify`."""
         for configuration in configurations:
@@ -168,7 +159,7 @@ class Report:
 
     def as_text(self, title: str) -> str:
         """Return the checks, the configurations, and the verdict as the last line."""
-        rows = [check[:3] for check in [*self.checks, *self.results.values()]]
+        rows = [*self.checks, *self.results.values()]
         lines = table([("check", "verdict", "result"), *rows])
         return "\n".join([title, self.setting, "", *lines, "", self.verdict()])
 
@@ -188,9 +179,9 @@ class Report:
             self.goal: self.verified,
             "causes": self.causes,
             "jax": jax.__version__,
-            "checks": [dict(zip(("name", "verdict", "text"), check)) for check in self.checks],
+            "checks": [check._asdict() for check in self.checks],
             "configurations": [
-                {"configuration": c._asdict(), "verdict": result.verdict, "text": result.text}
+                {"configuration": c._asdict(), **result._asdict()}
                 for c, result in self.results.items()
             ],
         }
@@ -208,7 +199,7 @@ def verify(
     devices: Devices,
     *,
     updates: int = 3,
-    progress: Progress = no_progress,
+    progress: Progress = print,
     context: Context = ALONE,
 ) -> Report:
     """Compare a few updates in each configuration on these devices with the oracle's.
@@ -231,7 +222,7 @@ def verify(
         trial = make_trial(problem, len(devices), updates)
         check_memory(problem, local)
         oracle = make_oracle(problem, trial)
-        dtype, random = traits_of(oracle)
+        dtype = dtype_of(oracle)
         limit, order = TOLERANCE[dtype], problem.parts.order
         setting = (
             f"{describe(devices)}; {updates} updates of {trial.order.batch_size} examples in "
@@ -242,15 +233,13 @@ def verify(
         report = Report(setting, own)
 
         # The programs and the data of all ranks are the same already.
-        parts = context.of_root(
-            "verify", lambda: check_parts(oracle, len(devices), random, limit), SLOW
-        )
-        for values in parts:
-            report.checks.append(part := Check(*values))
+        parts = context.of_root("verify", lambda: check_parts(oracle, len(devices), limit), SLOW)
+        for name, result in parts.items():
+            report.checks.append(part := Check(name, *result))
             if part.verdict == FAILED and part.name != "padding":
                 return report  # a fault would be blamed on what follows
         epsilon, trainer = float(jnp.finfo(dtype).eps), functools.partial(train, oracle)
-        reference = Reference(trainer, oracle.problem.rule, oracle.first.params, epsilon, limit)
+        reference = Reference(trainer, oracle.first.params, epsilon, limit)
         report.reference = reference
         context.barrier("verify", SLOW)  # root has compiled the oracle before the others
         report.checks += [Check("rounding", *note) for note in reference.notes]
@@ -259,15 +248,15 @@ def verify(
         most = config.verify.strategies
         chosen = choose_configurations(own, devices)[: most and most + 1]
         report.run(with_oracle(oracle, reference, devices), chosen, progress)
-        casts = problem.parts.forward.policy
-        narrow = max(dtype, *map(str, casts), key=TOLERANCE.__getitem__)
+        dtypes = dtype, *map(str, problem.parts.forward.policy)
+        narrow = max(dtypes, key=TOLERANCE.__getitem__)
         if is_narrow(narrow) and not config.parallel.in_groups:
             with jax_settings(config):
-                result = check_own_precision(problem, own, devices, updates, narrow)
+                result = check_own_precision(problem, own, devices, updates, narrow, progress)
             report.checks.append(Check(f"in {narrow}", *result))
         compared, trained = reference.compared
         report.agreement = (
-            f"agree with the oracle; at most, {report.largest.text}; allowed {limit:g}; {compared} of {trained} "
+            f"agree with the oracle; at most, {reference.largest[1]}; allowed {limit:g}; {compared} of {trained} "
             "trained leaves compared"
             f"{'; the others have no gradient, but for rounding, or do not move' * (compared < trained)}"
         )
@@ -278,39 +267,34 @@ Make = Callable[[Configuration], Any]
 
 
 def maker(config: Config, parts: Parts, devices: Devices) -> Make:
-    """Return a function that builds the run in a configuration: its strategy, the step, and a
-    function from the number of a batch to it, on the strategy's devices."""
+    """Return a function that builds the run in a configuration. It returns the strategy and a
+    function (state, the number of the batch of each update) -> (the exported state after them, their
+    metrics), on the host."""
 
     def make(configuration):
         strategy, step = make_variant(config, parts, configuration, devices)
         check_optimizer(config, strategy, parts.rule.tx, step)
 
-        def read(number):
-            batch = read_batch(parts.dataset, parts.order, number, strategy.local_microbatches)
-            return strategy.shard_batch(batch)
+        def run_updates(state, numbers):
+            program, curve = strategy.compile(step), []
+            for number in numbers:
+                batch = read_batch(parts.dataset, parts.order, number, strategy.local_microbatches)
+                state, metrics = program.update(state, strategy.shard_batch(batch))
+                curve.append(metrics)
+            return jax.tree.map(host, (strategy.export(state), curve))
 
-        return strategy, step, read
+        return strategy, run_updates
 
     return make
-
-
-def run_updates(
-    strategy: Strategy, step: Step, state: TrainState, batches: Iterable[Batch]
-) -> tuple[TrainState, Curve]:
-    """Return (the exported state after an update on each batch, the metrics), on the host."""
-    program, curve = strategy.compile(step), []
-    for batch in batches:
-        state, metrics = program.update(state, batch)
-        curve.append(metrics)
-    return jax.tree.map(host, (strategy.export(state), curve))
 
 
 def with_oracle(oracle: Oracle, reference: Reference, devices: Devices) -> Train:
     """Return a function that trains the updates of the trial in a configuration, and compares the
     result with the oracle's: see `Report.run`. It raises UsageError as a run would."""
     (config, parts), trial = oracle.problem, oracle.trial
-    casts = policy("float64", oracle.compute, "float64")
-    forward = parts.forward._replace(policy=casts, loss_scaling=None)
+    forward = parts.forward._replace(
+        policy=policy("float64", oracle.compute, "float64"), loss_scaling=None
+    )
     bucket_mb = 8 * tree.size(oracle.first.params) / BUCKETS / 1e6
     config = dataclasses.replace(
         config,
@@ -318,11 +302,11 @@ def with_oracle(oracle: Oracle, reference: Reference, devices: Devices) -> Train
         precision=FLOAT64,
         parallel=dataclasses.replace(config.parallel, bucket_mb=bucket_mb, exact_group=1),
     )
-    parts = parts._replace(forward=forward, rule=oracle.problem.rule, order=trial.order)
+    parts = parts._replace(forward=forward, rule=oracle.rule, order=trial.order)
     make = maker(config, parts, devices)
 
     def run(configuration):
-        strategy, step, read = make(configuration)
+        strategy, run_updates = make(configuration)
         initial, first = strategy.export(strategy.init()), reference.trained.start
         # the oracle has no exponents of integer sums
         first = first.replace(extra=initial.extra | first.extra)
@@ -330,24 +314,16 @@ def with_oracle(oracle: Oracle, reference: Reference, devices: Devices) -> Train
         if difference := find_difference(drawn, want, DRAWN):
             return FAILED, f"the initial {difference}: init is no function of its key"
 
-        def copy(x, like):
-            if is_key(like):
-                return like
-            # a new array for each device: two that share memory cannot be donated
-            return jax.make_array_from_callback(x.shape, like.sharding, lambda i: np.array(x[i]))
-
-        placed = strategy.adopt(jax.tree.map(copy, first, initial))
+        # a new array for each device: two that share memory cannot be donated
+        shardings = jax.tree.map(lambda x: x.sharding, initial)
+        placed = jax.device_put(first, shardings, may_alias=False)
         del initial
-        state, curve = run_updates(strategy, step, placed, map(read, range(len(trial.batches))))
+        state, curve = run_updates(strategy.adopt(placed), range(len(trial.batches)))
         if any(metrics.get("disagreeing_state") for metrics in curve):
             return FAILED, (
                 "the microbatches disagree on integers of the model's state; all must change one alike"
             )
-        errors = reference.errors(state, curve)
-        leaf = max(errors, key=errors.__getitem__)
-        error = errors[leaf]
-        verdict = OK if error <= reference.tolerance else FAILED
-        return verdict, f"{leaf} differs by {error:.1e}", error
+        return reference.compare(state, curve)
 
     return run
 
@@ -365,9 +341,9 @@ def with_first(
     first: Arrays = {}
 
     def run(configuration):
-        strategy, step, read = make(configuration)
+        strategy, run_updates = make(configuration)
         nonlocal first
-        state, curve = run_updates(strategy, step, strategy.init(), map(read, batches))
+        state, curve = run_updates(strategy.init(), batches)
         got = arrays(state, curve)
         first = first or got
         difference = find_difference(got, first, tolerance)
@@ -377,7 +353,12 @@ def with_first(
 
 
 def check_own_precision(
-    problem: Problem, own: Configuration, devices: Devices, updates: int, dtype: str
+    problem: Problem,
+    own: Configuration,
+    devices: Devices,
+    updates: int,
+    dtype: str,
+    progress: Progress,
 ) -> Result:
     """Check that skipped updates, loss scales and losses of a run do not depend on its devices.
     dtype: its least precise."""
@@ -387,7 +368,7 @@ def check_own_precision(
     both = itertools.product((ONE_DEVICE, own), ("scan", "vmap"))
     configurations = [one._replace(accumulate=accumulate) for one, accumulate in both]
     make, batches = maker(*problem, devices), range(max(updates, UPDATES))
-    report.run(with_first(make, batches, decisions, tolerance), configurations)
+    report.run(with_first(make, batches, decisions, tolerance), configurations, progress)
     return OK if report.verified else FAILED, report.verdict()
 
 
@@ -434,7 +415,7 @@ def compare_bits(
     devices: Devices,
     batches: Sequence[int],
     trained: str,
-    progress: Progress = no_progress,
+    progress: Progress = print,
 ) -> Report:
     """Train the same updates in every configuration on these devices, and compare them to the bit.
 
@@ -454,8 +435,7 @@ def compare_bits(
     compared = report.of(OK, FAILED)
     if not compared:
         raise UsageError(report.results[configurations[0]].text)
-    digest = report.results[compared[0]].text
-    report.agreement = f"give the same bits; params_sha256 {digest}"
+    report.agreement = f"give the same bits; params_sha256 {report.results[compared[0]].text}"
     if not any(applied):
         text = (
             f"{len(batches)} updates trained nothing (none was applied, or every gradient is zero); verify with data "

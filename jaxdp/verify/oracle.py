@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -22,7 +21,9 @@ from jaxdp.losses import SUMS, apply_loss
 from jaxdp.models.base import CARRY
 from jaxdp.precision import cast_floats
 from jaxdp.process.hosts import listed
+from jaxdp.run.components import make_tx
 from jaxdp.split import leaves_by_path
+from jaxdp.targets import attribute
 from jaxdp.train.average import EMA, EMA_STATE, first_statistics
 from jaxdp.train.carry import split_carry
 from jaxdp.train.state import (
@@ -34,7 +35,7 @@ from jaxdp.train.state import (
     merge,
     microbatch_key,
 )
-from jaxdp.train.step import UpdateRule
+from jaxdp.train.step import UpdateRule, first_microbatch
 from jaxdp.verify.problem import Arrays, Problem, Tree, Trial
 
 OK, FAILED, NOTE, SKIPPED, REFUSED = "ok", "FAILED", "note", "skipped", "refused"
@@ -43,7 +44,6 @@ ZERO = 1e3  # last digits of the whole gradient's norm: a gradient below is zero
 # A leaf may differ by MARGIN x what rounding moves it, at most by MOST. It is not compared if
 # rounding moves it by more than COARSEST and 5 times the tolerance.
 MARGIN, MOST, COARSEST = 10, 0.5, 1e-2
-Errors = dict[str, float]  # by path: part/of/the/state
 Curve = list[dict[str, Any]]  # the metrics of each update
 Result = tuple[str, str]  # verdict, text
 
@@ -65,29 +65,41 @@ class Oracle:
         compute: the dtype of the model's parameters and inputs.
 
     Attributes:
+        rule: how it updates, at a constant learning rate, the peak one.
+        couples: the loss couples the examples of a batch.
         first: the first state, without an optimizer.
         forward: (state, batch, number, train) -> (outputs, what the loss gets, model state, kept),
             of one microbatch; `state.kept`: that of its examples.
         sums: (trainable, state, batch, numbers) -> (sums, kept), of one loss over microbatches:
             leaves [microbatch, ...] of batch, numbers and what the state keeps. The sums are those
             of the model state times the weight, the gradient, the metrics and the weight.
+        program: that of `sums` of a microbatch in the first state.
     """
 
     def __init__(self, problem: Problem, trial: Trial, compute: str):
-        self.problem, self.trial, self.forward_pass = problem, trial, problem.parts.forward
-        self.compute = compute
+        config, parts = problem
+        self.problem, self.trial, self.compute = problem, trial, compute
+        self.forward_pass = forward = parts.forward
+        self.couples = attribute(forward.loss, "scope", "example") == "global"
         self.forward = jax.jit(self._forward, static_argnums=3)
         self.sums = jax.jit(self._sums)
-        key, inputs = jax.random.key(self.forward_pass.seed), cast_floats(trial.example, compute)
-        params, state = cast_floats(jax.jit(self.forward_pass.model.init)(key, inputs), float)
+        rate = optax.constant_schedule(config.optimizer.lr)
+        tx = make_tx(config, rate, forward.model.blocks, roles=parts.roles)
+        self.rule = parts.rule._replace(tx=tx, spike=None, schedule=None)
+        size = trial.order.examples_per_microbatch
+        inputs = first_microbatch(parts.first[0], size, forward.transform)
+        arguments = jax.random.key(forward.seed), cast_floats(inputs, compute)
+        params, state = cast_floats(jax.jit(forward.model.init)(*arguments), float)
         state, kept = split(state)
         kept = at(np.zeros(trial.order.microbatches, int), kept)
         self.first = TrainState(jnp.zeros((), jnp.int32), params, state, None, kept=kept)
+        kept, one = at(slice(1), (kept, trial.batches[0]))
+        first = self.first.replace(kept=kept)
+        self.program = jax.make_jaxpr(self.sums)(params, first, one, np.zeros(1, int))
 
     def _forward(self, state, batch, number, train):
         forward, mask = self.forward_pass, batch["mask"]
-        key = microbatch_key(forward.seed, state.step, number)
-        key, augment_key = jax.random.split(key)
+        key, augment_key = jax.random.split(microbatch_key(forward.seed, state.step, number))
         transform = forward.transform if train else forward.eval_transform
         if transform is not None:
             batch = transform(batch, augment_key, train)
@@ -103,7 +115,7 @@ class Oracle:
             for m, number in enumerate(numbers):
                 kept, one = at(m, (state.kept, batch))
                 results.append(self._forward(full.replace(kept=kept), one, number, True))
-            outputs, targets, states, kept = zip(*results, strict=True)
+            outputs, targets, states, kept = zip(*results)
             result = apply_loss(self.forward_pass.loss, join(outputs), join(targets))
             total, weight, metrics = check_result(result)
             rows = [x["mask"].sum() for x in targets]
@@ -119,10 +131,8 @@ class Oracle:
         return {**sums, "gradient": gradient}, kept
 
     def outputs(self, batch: Arrays, train: bool) -> tuple[Tree, Tree, Tree]:
-        """Return (outputs, what the loss gets, model state) of a microbatch, which may have fewer
-        examples, in the first state."""
-        rows = 0, slice(len(batch["mask"]))
-        first = self.first.replace(kept=at(rows, self.first.kept))
+        """Return (outputs, what the loss gets, model state) of a microbatch in the first state."""
+        first = self.first.replace(kept=at(0, self.first.kept))
         return self.forward(first, batch, 0, train)[:3]
 
     def loss(self, outputs: Tree, batch: Tree) -> dict[str, jax.Array]:
@@ -131,23 +141,14 @@ class Oracle:
         named = {f"metric {name!r}": x for name, x in flat(metrics).items()}
         return {"sum": total, "weight": weight, **named}
 
-    def trace(self) -> jex.ClosedJaxpr:
-        """Return the program of `sums` of a microbatch in the first state."""
-        first, batch = self.first, self.trial.batches[0]
-        kept, one = at(slice(1), (first.kept, batch))
-        arguments = first.params, first.replace(kept=kept), one, np.zeros(1, int)
-        return jax.make_jaxpr(self.sums)(*arguments)
-
 
 def make_oracle(problem: Problem, trial: Trial) -> Oracle:
     """Return the oracle of a problem, in float32 if the model cannot be traced in float64: some
     models fix the dtype of a loop's state, such as an LSTM's carry."""
     try:
-        oracle = Oracle(problem, trial, "float64")
-        oracle.trace()
+        return Oracle(problem, trial, "float64")
     except TypeError:
         return Oracle(problem, trial, "float32")
-    return oracle
 
 
 def split(model_state: Tree) -> tuple[Tree, Tree]:
@@ -175,9 +176,9 @@ def add_up(oracle: Oracle, trainable: Tree, state: TrainState, batch: Tree) -> t
     real = np.flatnonzero([mask.any() for mask in batch["mask"]])
     results = [
         oracle.sums(trainable, state.replace(kept=at(group, kept)), at(group, batch), group)
-        for group in ([real] if oracle.problem.couples else real[:, None])
+        for group in ([real] if oracle.couples else real[:, None])
     ]
-    sums, after = zip(*results, strict=True)
+    sums, after = zip(*results)
     kept = jax.tree.map(lambda x, new: x.at[real].set(new), kept, join(after))
     return functools.reduce(tree.add, sums), kept
 
@@ -200,8 +201,9 @@ def averaged(rule: UpdateRule, params: Tree, model_state: Tree) -> Tree:
 
 
 @np.errstate(all="ignore")  # the report names what is not finite
-def train(oracle: Oracle, params: Tree, rule: UpdateRule) -> Trained:
+def train(oracle: Oracle, params: Tree) -> Trained:
     """Train one update for each batch of the trial, from these parameters."""
+    rule = oracle.rule
     start = state = oracle.first.replace(
         params=params,
         opt_state=rule.tx.init(rule.trainable(params)),
@@ -220,17 +222,18 @@ def train(oracle: Oracle, params: Tree, rule: UpdateRule) -> Trained:
         trainable, opt_state = update(rule, trainable, state.opt_state, gradient)
         params = merge(trainable, state.params)
         model_state = jax.tree.map(like, state.model_state, model_state)
-        change = tree.sub(averaged(rule, params, model_state), state.extra)
         state = state.replace(
             step=state.step + 1,
             params=params,
             model_state=model_state,
             opt_state=opt_state,
-            extra=tree.add_scale(state.extra, 1 - (rule.ema_decay or 0), change),
+            extra=optax.incremental_update(
+                averaged(rule, params, model_state), state.extra, 1 - (rule.ema_decay or 0)
+            ),
             kept=kept,
         )
-        metrics = means(sums["metrics"], weight)
-        curve.append({**metrics, "grad_norm": tree.norm(gradient), "weight": weight})
+        own = {"grad_norm": tree.norm(gradient), "weight": weight}
+        curve.append(means(sums["metrics"], weight) | own)
         grads.append(gradient)
     return Trained(start, state, curve, grads)
 
@@ -268,11 +271,9 @@ def flatten(state: TrainState, curve: Curve, start: Tree = None) -> Arrays:
 
 def difference(got: Any, want: Any) -> float:
     """Return |got - want| / |want| of two arrays, or None for none; infinity where only one is
-    finite, or anything but floats differs.
+    finite, or shapes or anything but floats differ.
     """
-    if got is None or want is None or got.shape != want.shape:
-        return np.inf
-    inexact = all(jnp.issubdtype(x.dtype, jnp.inexact) for x in (got, want))
+    inexact = all(jnp.issubdtype(np.asarray(x).dtype, jnp.inexact) for x in (got, want))
     if not inexact or not np.array_equal(np.isfinite(got), np.isfinite(want)):
         return 0.0 if np.array_equal(got, want) else np.inf
     both = np.array([got, want], np.complex128)[:, np.isfinite(want)]
@@ -301,7 +302,7 @@ class Reference:
     differs is rounding.
 
     Args:
-        train: (params, rule) -> what the oracle trains.
+        train: params -> what the oracle trains from them.
         epsilon: the last digit, relative.
         tolerance: the relative error that a leaf may have.
 
@@ -310,13 +311,13 @@ class Reference:
         uncompared: the leaves that rounding moves too far.
         compared: the number of trained leaves that are compared, and of all. A leaf that stands still
             does so in every configuration, so it does not count as compared.
+        largest: the largest error of a configuration so far, and the same in words.
         notes: what is worth knowing, or wrong, about this: (verdict, text).
     """
 
     def __init__(
         self,
-        train: Callable[[Tree, UpdateRule], Trained],
-        rule: UpdateRule,
+        train: Callable[[Tree], Trained],
         params: Tree,
         epsilon: float,
         tolerance: float,
@@ -327,12 +328,16 @@ class Reference:
             return x * (1 + epsilon * rng.choice([-1.0, 1.0], x.shape))
 
         starts = [params, *(jax.tree.map(perturb, params) for _ in range(2))]
-        runs = [train(start, rule) for start in starts]
+        runs = [*map(train, starts)]
         self.trained, self.tolerance, limit = runs[0], tolerance, max(COARSEST, 5 * tolerance)
-        want, *others = (flatten(run.state, run.curve, run.start.params) for run in runs)
+        self.largest = 0.0, ""
+        self.want, *others = (flatten(run.state, run.curve, run.start.params) for run in runs)
         grads = [leaves({"params": gradient}) for gradient in self.trained.grads]
-        moved = {path: max(difference(x.get(path), want[path]) for x in others) for path in want}
-        far = {path for path, error in moved.items() if error > limit}
+        moved = {
+            path: max(difference(other.get(path), x) for other in others)
+            for path, x in self.want.items()
+        }
+        self.uncompared = far = {path for path, error in moved.items() if error > limit}
         bounds = [ZERO * epsilon * tree.norm(gradient) for gradient in grads]
         # leaves with an element whose gradient is zero, but for rounding, in every update
         zero = {
@@ -342,13 +347,12 @@ class Reference:
         }
         # Other leaves, such as the optimizer's, move with parameters whose gradient is zero.
         unexplained = {path for path in far - zero if path.startswith("params/") or not zero}
-        self.uncompared = far
         self.allowed = {
             path: max(tolerance, min(MARGIN * error, MOST))
             for path, error in moved.items()
-            if path not in far
+            if error <= limit
         }
-        moving = {x for x in grads[0] if want[x].any() and any(g[x].any() for g in grads)}
+        moving = {x for x in grads[0] if self.want[x].any() and any(g[x].any() for g in grads)}
         self.compared = len(moving - far), len(grads[0])
         texts = {
             "not compared, because rounding alone moves them too far": unexplained or far,
@@ -365,19 +369,23 @@ class Reference:
             self.notes.append((FAILED, "no parameter was compared that training moves"))
         losses = [float(metrics["loss"]) for metrics in self.trained.curve]
         if not np.isfinite(losses).all():
-            text = (
-                f"the loss is not finite: {losses} in the first updates; try a smaller optimizer.lr"
-            )
+            text = f"the loss is not finite: {losses} in the first updates; lower optimizer.lr"
             self.notes.insert(0, (FAILED, f"{text}, or mend its sum or its weight"))
 
-    def errors(self, state: TrainState, curve: Curve) -> Errors:
+    def compare(self, state: TrainState, curve: Curve) -> Result:
+        """Return the verdict on what a configuration trained, and its largest error in words."""
+        errors = self.errors(state, curve)
+        leaf = max(errors, key=errors.__getitem__)
+        text = f"{leaf} differs by {errors[leaf]:.1e}"
+        self.largest = max(self.largest, (errors[leaf], text))
+        return OK if errors[leaf] <= self.tolerance else FAILED, text
+
+    def errors(self, state: TrainState, curve: Curve) -> dict[str, float]:
         """Return the error of each leaf that is compared, scaled so that the tolerance is what is
         allowed.
         """
-        start, trained, own_curve, _ = self.trained
-        want = flatten(trained, own_curve, start.params)
-        got = flatten(state, curve, start.params)
+        got = flatten(state, curve, self.trained.start.params)
         return {
-            path: difference(got.get(path), want[path]) * self.tolerance / allowed
+            path: difference(got.get(path), self.want[path]) * self.tolerance / allowed
             for path, allowed in self.allowed.items()
         }

@@ -30,11 +30,9 @@ from jaxdp.run.components import (
     make_parts,
     make_strategy,
     make_the_step,
-    make_tx,
     state_maker,
 )
-from jaxdp.targets import attribute
-from jaxdp.train.step import Step, UpdateRule, first_microbatch
+from jaxdp.train.step import Step
 
 Tree = Any
 Arrays = dict[str, np.ndarray]
@@ -65,12 +63,10 @@ class Configuration(NamedTuple):
     @property
     def title(self) -> str:
         """Return the settings with their values."""
-        values = self._asdict().items()
-        return " ".join(f"{name} {value}" for name, value in values if value is not None)
+        return " ".join(f"{k} {v}" for k, v in self._asdict().items() if v is not None)
 
 
-# with the backend that has most stages, the only one that splits a state within groups of devices
-ONE_DEVICE = Configuration(1, max(STAGES, key=STAGES.__getitem__))
+ONE_DEVICE = Configuration(1, "pjit")
 
 
 def own_configuration(config: Config, parts: Parts, devices: Devices) -> Configuration:
@@ -130,7 +126,7 @@ def is_meaningful(configuration: Configuration) -> bool:
         return False
     if c.shard_size is None:
         return True
-    splits = layout.opt_state and c.backend == ONE_DEVICE.backend
+    splits = layout.opt_state and c.backend == "pjit"
     return splits and 1 < c.shard_size < c.devices and c.devices % c.shard_size == 0
 
 
@@ -139,21 +135,6 @@ class Problem(NamedTuple):
 
     config: Config
     parts: Parts
-
-    @property
-    def couples(self) -> bool:
-        return attribute(self.parts.forward.loss, "scope", "example") == "global"
-
-    @property
-    def rule(self) -> UpdateRule:
-        """Return how to update at a constant learning rate, the peak one."""
-
-        def rate(step):
-            return self.config.optimizer.lr
-
-        roles, blocks = self.parts.roles, self.parts.forward.model.blocks
-        tx = make_tx(self.config, rate, blocks, roles=roles)
-        return self.parts.rule._replace(tx=tx, spike=None, schedule=None)
 
 
 def make_problem(config: Config, context: Context = ALONE) -> Problem:
@@ -214,13 +195,10 @@ def settings(device: jax.Device) -> Iterator[None]:
 
 
 class Trial(NamedTuple):
-    """batches: one per update, {name: [microbatch, example, ...]}, without padding.
-
-    example: {name: [example, ...]}, a microbatch as the model gets it, to initialize with. order:
-    of all microbatches."""
+    """batches: one per update, {name: [microbatch, example, ...]}, without padding. order: of all
+    microbatches."""
 
     batches: list[Arrays]
-    example: dict[str, jax.Array]
     order: ExampleOrder
 
 
@@ -244,21 +222,19 @@ def make_trial(problem: Problem, devices: int, updates: int) -> Trial:
         raise UsageError(
             "data: the mask is 0 in all examples of a batch; give verify data with other examples first"
         )
-    first, _ = problem.parts.first
-    return Trial(batches, first_microbatch(first, examples, problem.parts.forward.transform), order)
+    return Trial(batches, order)
 
 
 def check_memory(problem: Problem, devices: Devices) -> None:
     """Raise UsageError if the states that exist at once do not fit into the host's memory; an
     accelerator reports that by itself. devices: of this process.
     """
-    state = jax.eval_shape(state_maker(*problem))
-    parameters, size = (sum(x.size for x in jax.tree.leaves(x)) for x in (state.params, state))
-    # beside each state gradients and their sum; the oracle has four states
-    needed, limit = 8 * (len(devices) + 4) * (size + 2 * parameters), hosts.free_memory()
+    state = jax.tree.leaves(jax.eval_shape(state_maker(*problem)))
+    # The oracle has four states; beside each, gradients and their sum take about as much.
+    needed, limit = 16 * (len(devices) + 4) * sum(x.size for x in state), hosts.free_memory()
     if devices[0].platform == "cpu" and needed > limit:
         raise UsageError(
-            f"verify.model_args: {parameters:,} parameters need {needed / 1e9:.0f} GB in float64 on "
+            f"verify.model_args: the model and its optimizer need {needed / 1e9:.0f} GB in float64 on "
             f"{len(devices)} devices, and there are {limit / 1e9:.0f}; make the model smaller while it is verified, "
             "e.g. --verify.model_args.layers 2, or use fewer --devices"
         )

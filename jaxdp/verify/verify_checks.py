@@ -49,23 +49,21 @@ EPOCHS, ORDERS = 4, 64  # of the order: epochs, and updates at most
 RATES = 2**16  # learning rates at most, over the whole run
 
 
-def check_parts(
-    oracle: Oracle, devices: int, random: bool, tolerance: float
-) -> list[tuple[str, str, str]]:
-    """Check the parts alone: return (name, verdict, text) of each. One that failed may be the cause
+def check_parts(oracle: Oracle, devices: int, tolerance: float) -> dict[str, Result]:
+    """Check the parts alone: return the result of each by name. One that failed may be the cause
     of the following ones' failures.
-    devices: their number. random: see `traits_of`."""
+    devices: their number."""
     arguments = oracle.problem.config, devices, len(oracle.trial.batches)
     # Another parity, on the other side of usual limits.
     others = 1 if jax.device_count() > 1 else 8
     with elsewhere(facts_of_config, *arguments, devices=others) as again:
         loss = check_loss(oracle, tolerance)  # while the other process computes
-        padding = check_padding(oracle, random, tolerance)
+        padding = check_padding(oracle, tolerance)
         with jax.default_device(jax.local_devices(backend="cpu")[0]):  # as the other process
             facts = find_facts(oracle)
         same = check_same(facts, again(), min(COARSE, tolerance))
     data = check_data(oracle.problem.parts)
-    return [("data", *data), ("repeat", *same), ("loss", *loss), ("padding", *padding)]
+    return {"data": data, "repeat": same, "loss": loss, "padding": padding}
 
 
 def facts_of_config(config: Config, devices: int, updates: int) -> Arrays:
@@ -88,8 +86,8 @@ def find_facts(oracle: Oracle) -> Arrays:
     updates; all learning rates; the first state; the state after a few updates and one more at the
     end of the run, with their gradients; an evaluation. On JAX's default device."""
     config, parts = oracle.problem
-    order, steps, rule = parts.order, parts.steps, oracle.problem.rule
-    trained = train(oracle, oracle.first.params, rule)
+    order, steps, rule = parts.order, parts.steps, oracle.rule
+    trained = train(oracle, oracle.first.params)
 
     def at_the_end(x):
         is_count = x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.integer)
@@ -97,7 +95,6 @@ def find_facts(oracle: Oracle) -> Arrays:
 
     # An optimizer may have a schedule of its own.
     counts = jax.tree.map(at_the_end, trained.state.opt_state)
-    parameters = rule.trainable(trained.state.params)
     facts: dict[str, Any] = {}
     for name, dataset in named_sets(parts).items():
         facts[f"the number of examples of {name}"] = len(dataset)
@@ -110,7 +107,9 @@ def find_facts(oracle: Oracle) -> Arrays:
         "learning rate": jax.lax.map(schedule_of(config, steps), spread(steps, RATES)),
         "initial": oracle.first,
         "gradient": trained.grads,
-        "last update": update(rule, parameters, counts, trained.grads[-1]),
+        "last update": update(
+            rule, rule.trainable(trained.state.params), counts, trained.grads[-1]
+        ),
         "evaluation": oracle.loss(*oracle.outputs(evaluated, False)[:2]) if evaluated else {},
     }
     return leaves(facts) | flatten(trained.state, trained.curve, trained.start.params)
@@ -166,20 +165,15 @@ def check_data(parts: Parts) -> Result:
     return OK, f"examples of {', '.join(sets)} are the same when they are read again"
 
 
-DRAWS = {"random_bits", "threefry2x32", "rng_uniform", "rng_bit_generator"}
-
-
-def traits_of(oracle: Oracle) -> tuple[str, bool]:
-    """Trace the gradient of a microbatch. Return the name of its least precise dtype of floats, and
-    whether it draws random numbers. Raises UsageError if the loss returns something else than sums."""
-    names, dtypes = set[str](), {"float64"}
-    for eqn in operations(oracle.trace().jaxpr):
-        names.add(name := eqn.primitive.name)
-        if name == "convert_element_type":
-            before, after = (str(v.aval.dtype) for v in (eqn.invars[0], eqn.outvars[0]))  # type: ignore[attr-defined]
-            if before == "float64" and after in TOLERANCE:
-                dtypes.add(after)
-    return max(dtypes, key=TOLERANCE.__getitem__), bool(names & DRAWS)
+def dtype_of(oracle: Oracle) -> str:
+    """Return the name of the least precise dtype of floats in the gradient of a microbatch."""
+    dtypes = {"float64"}
+    for eqn in operations(oracle.program.jaxpr):
+        if eqn.primitive.name == "convert_element_type":
+            ends = {str(v.aval.dtype) for v in (*eqn.invars, *eqn.outvars)}  # type: ignore[attr-defined]
+            if ends <= TOLERANCE.keys():  # neither a mask nor labels
+                dtypes |= ends
+    return max(dtypes, key=TOLERANCE.__getitem__)
 
 
 def operations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
@@ -190,9 +184,9 @@ def operations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
             yield from operations(getattr(inner, "jaxpr", inner))
 
 
-def check_padding(oracle: Oracle, random: bool, tolerance: float) -> Result:
-    """Check that the model computes the same of the other examples without a padded one, or, if
-    numbers are random, with another one as padding; in training and in evaluation.
+def check_padding(oracle: Oracle, tolerance: float) -> Result:
+    """Check that the model computes the same of the other examples, whatever the padded one is; in
+    training and in evaluation.
     """
     parts, order = oracle.problem.parts, oracle.problem.parts.order
     cases = [("", at(0, oracle.trial.batches[0]), [order.size])]
@@ -203,20 +197,17 @@ def check_padding(oracle: Oracle, random: bool, tolerance: float) -> Result:
         return SKIPPED, "a microbatch of one example is never padded in part"
 
     def results(batch, train):
-        def pick(x):
-            return x[:real] if x.ndim else x
-
         outputs, _, state = oracle.outputs(batch, train)
-        return leaves({"model_state": state, "outputs": jax.tree.map(pick, outputs)})
+        outputs = jax.tree.map(lambda x: x[:real] if x.ndim else x, outputs)
+        return leaves({"model_state": state, "outputs": outputs})
 
     result = OK, "padded examples change nothing"
     for where, batch, sizes in cases:
         mask = batch["mask"].copy()
         mask[real:] = 0
-        other = at(slice(real), batch)
-        if random:  # numbers depend on the shape
-            other = {**at([*range(real), 0], batch), "mask": mask}
-        got, want = (results(x, not where) for x in (other, {**batch, "mask": mask}))
+        # With the first example as padding. Random numbers depend on the shape, so it stays.
+        other = at([*range(real), 0], batch)
+        got, want = (results({**x, "mask": mask}, not where) for x in (other, batch))
         if difference := find_difference(got, want, max(tolerance, COARSE)):
             text = (
                 f"the model counts padded examples{where}: {difference}; a BatchNorm (or anything that looks across "
@@ -233,9 +224,10 @@ def check_loss(oracle: Oracle, tolerance: float) -> Result:
     """Check the loss on each microbatch of the first update that has unmasked examples: in some, an
     accuracy may be 0 however it is counted.
     """
-    batches = [at(m, oracle.trial.batches[0]) for m in range(oracle.trial.order.microbatches)]
-    results = [check_sums(oracle, x, tolerance) for x in batches if x["mask"].any()]
-    return next((result for result in results if result[0] == FAILED), results[0])
+    batch = oracle.trial.batches[0]
+    real = [m for m, mask in enumerate(batch["mask"]) if mask.any()]
+    results = [check_sums(oracle, at(m, batch), tolerance) for m in real]
+    return max(results, key=lambda result: result[0] == FAILED)  # the first of equals
 
 
 def check_sums(oracle: Oracle, batch: Arrays, tolerance: float) -> Result:
@@ -244,16 +236,17 @@ def check_sums(oracle: Oracle, batch: Arrays, tolerance: float) -> Result:
     """
     outputs, seen, _ = oracle.outputs(batch, True)
     mask, size = seen["mask"], len(seen["mask"])
-    rows, couples = np.arange(size), oracle.problem.couples
+    rows, couples = np.arange(size), oracle.couples
     half: Any = rows % 2 == 0
 
     def sums(rows, mask=mask):
         """Return the sums of some rows by name."""
-
-        def pick(x):
-            return x[rows] if x.ndim and len(x) == size else x
-
-        return oracle.loss(*jax.tree.map(pick, (outputs, {**seen, "mask": mask})))
+        return oracle.loss(
+            *jax.tree.map(
+                lambda x: x[rows] if x.ndim and len(x) == size else x,
+                (outputs, {**seen, "mask": mask}),
+            )
+        )
 
     if size < 2:
         return SKIPPED, "one example cannot be split"
@@ -261,8 +254,8 @@ def check_sums(oracle: Oracle, batch: Arrays, tolerance: float) -> Result:
         full, each = sums(rows), [sums(row) for row in rows[:, None]]
         masked, alone = sums(rows, mask * expand_to(half, mask)), sums(rows[half])
     except Exception as error:
-        text = f"it cannot be split: {type(error).__name__} where fewer examples are given: {one_line(error)}"
-        return NOTE, text
+        text = f"{type(error).__name__} where fewer examples are given: {one_line(error)}"
+        return NOTE, f"it cannot be split: {text}"
 
     def compare(got, want):
         """An error is relative to the examples' own sums, too: terms may cancel."""
@@ -279,6 +272,5 @@ def check_sums(oracle: Oracle, batch: Arrays, tolerance: float) -> Result:
         text = f"the loss counts examples whose batch['mask'] is 0: its {difference}; sum "
         return FAILED, f"{text}jnp.where(mask != 0, losses, 0) * mask"
     if couples:
-        text = "it couples examples (scope: global): it is compared over full batches only"
-        return NOTE, text
+        return NOTE, "it couples examples (scope: global): it is compared over full batches only"
     return OK, f"sums over parts of {size} examples add up"

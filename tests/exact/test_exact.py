@@ -890,7 +890,18 @@ def report(updates=2, devices=(1, 2), scale=1.0):
         if row.zero or row.devices not in devices:
             raise UsageError("not here")
         settings = {"backend": row.backend, "devices": row.devices, "reduction": row.reduction}
-        return toys.build(model, toys.data(), **settings, optimizer=(optax.sgd(0.1), None))
+        strategy, step, batch = toys.build(
+            model, toys.data(), **settings, optimizer=(optax.sgd(0.1), None)
+        )
+
+        def train(state, numbers):
+            program, curve = strategy.compile(step), []
+            for number in numbers:
+                state, metrics = program.update(state, batch(number))
+                curve.append(metrics)
+            return jax.device_get((strategy.export(state), curve))
+
+        return strategy, train
 
     own = Configuration(2, "pmap", reduction="exact")
     return compare_bits(make, own, jax.devices()[:2], range(updates), "toys")
