@@ -239,8 +239,7 @@ def verify(
             if part.verdict == FAILED and part.name != "padding":
                 return report  # a fault would be blamed on what follows
         epsilon, trainer = float(jnp.finfo(dtype).eps), functools.partial(train, oracle)
-        reference = Reference(trainer, oracle.first.params, epsilon, limit)
-        report.reference = reference
+        report.reference = reference = Reference(trainer, oracle.first.params, epsilon, limit)
         context.barrier("verify", SLOW)  # root has compiled the oracle before the others
         report.checks += [Check("rounding", *note) for note in reference.notes]
         for check in report.checks:
@@ -310,13 +309,14 @@ def with_oracle(oracle: Oracle, reference: Reference, devices: Devices) -> Train
         initial, first = strategy.export(strategy.init()), reference.trained.start
         # the oracle has no exponents of integer sums
         first = first.replace(extra=initial.extra | first.extra)
-        drawn, want = (flatten(state, []) for state in (initial, first))
-        if difference := find_difference(drawn, want, DRAWN):
+        if difference := find_difference(flatten(initial, []), flatten(first, []), DRAWN):
             return FAILED, f"the initial {difference}: init is no function of its key"
 
-        # a new array for each device: two that share memory cannot be donated
-        shardings = jax.tree.map(lambda x: x.sharding, initial)
-        placed = jax.device_put(first, shardings, may_alias=False)
+        def copy(x, like):
+            # a new array for each device: two that share memory cannot be donated
+            return jax.make_array_from_callback(x.shape, like.sharding, lambda i: jnp.copy(x[i]))
+
+        placed = jax.tree.map(copy, first, initial)
         del initial
         state, curve = run_updates(strategy.adopt(placed), range(len(trial.batches)))
         if any(metrics.get("disagreeing_state") for metrics in curve):

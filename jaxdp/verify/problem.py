@@ -119,15 +119,15 @@ def pairs(configuration: Configuration) -> set[tuple[Any, ...]]:
 
 def is_meaningful(configuration: Configuration) -> bool:
     """Return whether every setting that differs from its default has an effect, and is possible."""
-    layout, c = ZERO[configuration.zero], configuration
-    if c.accumulate == "scan" and c.reduction in EXACT:
+    devices, backend, zero, reduction, accumulate, gradient_buffer, shard_size = configuration
+    if accumulate == "scan" and reduction in EXACT:
         return False
-    if c.gradient_buffer == "replicated" and not layout.grads:
+    if gradient_buffer == "replicated" and not ZERO[zero].grads:
         return False
-    if c.shard_size is None:
+    if shard_size is None:
         return True
-    splits = layout.opt_state and c.backend == "pjit"
-    return splits and 1 < c.shard_size < c.devices and c.devices % c.shard_size == 0
+    splits = ZERO[zero].opt_state and backend == "pjit"
+    return splits and 1 < shard_size < devices and devices % shard_size == 0
 
 
 class Problem(NamedTuple):

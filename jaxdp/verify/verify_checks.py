@@ -170,10 +170,10 @@ def dtype_of(oracle: Oracle) -> str:
     dtypes = {"float64"}
     for eqn in operations(oracle.program.jaxpr):
         if eqn.primitive.name == "convert_element_type":
-            ends = {str(v.aval.dtype) for v in (*eqn.invars, *eqn.outvars)}  # type: ignore[attr-defined]
-            if ends <= TOLERANCE.keys():  # neither a mask nor labels
-                dtypes |= ends
-    return max(dtypes, key=TOLERANCE.__getitem__)
+            before, after = (str(v.aval.dtype) for v in (*eqn.invars, *eqn.outvars))  # type: ignore[attr-defined]
+            if before in TOLERANCE:  # neither a mask nor labels
+                dtypes.add(after)
+    return max(dtypes & TOLERANCE.keys(), key=TOLERANCE.__getitem__)
 
 
 def operations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
