@@ -232,8 +232,8 @@ def train(oracle: Oracle, params: Tree) -> Trained:
             ),
             kept=kept,
         )
-        own = {"grad_norm": tree.norm(gradient), "weight": weight}
-        curve.append(means(sums["metrics"], weight) | own)
+        metrics = means(sums["metrics"], weight)
+        curve.append({**metrics, "grad_norm": tree.norm(gradient), "weight": weight})
         grads.append(gradient)
     return Trained(start, state, curve, grads)
 
@@ -307,6 +307,7 @@ class Reference:
         tolerance: the relative error that a leaf may have.
 
     Attributes:
+        want: all leaves by path; see `flatten`.
         allowed: the tolerance of each leaf that is compared, with a margin for rounding.
         uncompared: the leaves that rounding moves too far.
         compared: the number of trained leaves that are compared, and of all. A leaf that stands still
