@@ -222,14 +222,14 @@ def train(oracle: Oracle, params: Tree) -> Trained:
         trainable, opt_state = update(rule, trainable, state.opt_state, gradient)
         params = merge(trainable, state.params)
         model_state = jax.tree.map(like, state.model_state, model_state)
+        # not a weighted mean of both, which rounds where nothing moves
+        change = tree.sub(averaged(rule, params, model_state), state.extra)
         state = state.replace(
             step=state.step + 1,
             params=params,
             model_state=model_state,
             opt_state=opt_state,
-            extra=optax.incremental_update(
-                averaged(rule, params, model_state), state.extra, 1 - (rule.ema_decay or 0)
-            ),
+            extra=tree.add_scale(state.extra, 1 - (rule.ema_decay or 0), change),
             kept=kept,
         )
         metrics = means(sums["metrics"], weight)
