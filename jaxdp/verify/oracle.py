@@ -328,8 +328,7 @@ class Reference:
         def perturb(x):
             return x * (1 + epsilon * rng.choice([-1.0, 1.0], x.shape))
 
-        starts = [params, *(jax.tree.map(perturb, params) for _ in range(2))]
-        runs = [*map(train, starts)]
+        runs = [train(params), *(train(jax.tree.map(perturb, params)) for _ in range(2))]
         self.trained, self.tolerance, limit = runs[0], tolerance, max(COARSEST, 5 * tolerance)
         self.largest = 0.0, ""
         self.want, *others = (flatten(run.state, run.curve, run.start.params) for run in runs)

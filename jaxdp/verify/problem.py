@@ -215,8 +215,8 @@ def make_trial(problem: Problem, devices: int, updates: int) -> Trial:
             f"data: {size} examples cannot be split into {microbatches} microbatches; give it more"
         )
     batch_size = microbatches * examples
-    full = size - size % batch_size
-    order = dataclasses.replace(order, size=full, batch_size=batch_size, microbatches=microbatches)
+    size -= size % batch_size
+    order = dataclasses.replace(order, size=size, batch_size=batch_size, microbatches=microbatches)
     batches = [read_batch(dataset, order, i, np.arange(microbatches)) for i in range(updates)]
     if not all(batch["mask"].any() for batch in batches):
         raise UsageError(

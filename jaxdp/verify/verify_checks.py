@@ -121,8 +121,7 @@ def spread(last: int, most: int) -> np.ndarray:
 
 
 def named_sets(parts: Parts) -> dict[str, Dataset]:
-    others = {eval_key(name): dataset for name, dataset in parts.eval_sets.items()}
-    return {"data": parts.dataset, **others}
+    return {"data": parts.dataset} | {eval_key(name): x for name, x in parts.eval_sets.items()}
 
 
 def eval_batch(oracle: Oracle) -> Arrays:
@@ -205,9 +204,9 @@ def check_padding(oracle: Oracle, tolerance: float) -> Result:
     for where, batch, sizes in cases:
         mask = batch["mask"].copy()
         mask[real:] = 0
-        # With the first example as padding. Random numbers depend on the shape, so it stays.
-        other = at([*range(real), 0], batch)
-        got, want = (results({**x, "mask": mask}, not where) for x in (other, batch))
+        # The first example as padding, not none: random numbers depend on the shape.
+        batches = at([*range(real), 0], batch), batch
+        got, want = (results({**x, "mask": mask}, not where) for x in batches)
         if difference := find_difference(got, want, max(tolerance, COARSE)):
             text = (
                 f"the model counts padded examples{where}: {difference}; a BatchNorm (or anything that looks across "
