@@ -51,15 +51,10 @@ def fusion_barrier(tree: Tree, live: jax.Array) -> Tree:
     """Return the arrays behind a fusion barrier: XLA does not fuse their producers with their
     readers.
 
-    They pass through a loop that runs zero times, which the compiler cannot know.
+    They pass through a loop that runs zero times, which the compiler cannot know: it would replace
+    them by zeros.
     """
-
-    def change(x):
-        return ~x if x.dtype == bool else -x
-
-    return jax.lax.fori_loop(
-        0, jnp.where(live, 0, 1), lambda _, tree: jax.tree.map(change, tree), tree
-    )
+    return jax.lax.while_loop(lambda _: ~live, zeros, tree)
 
 
 def scan_unfused(
@@ -69,13 +64,11 @@ def scan_unfused(
     compiled separately.
 
     Nothing is fused into the loop or out of it: its length is known only at run time, and each
-    piece is indexed from at least two and passes a fusion barrier first. The name of its scope
-    tells `jaxdp.plan` the length.
+    piece passes a fusion barrier first. The name of its scope tells `jaxdp.plan` the length.
     """
     number = len(jax.tree.leaves(pieces)[0])
-    pieces = jax.tree.map(lambda x: x if len(x) > 1 else jnp.concatenate([x, x]), pieces)
     added, result = jax.eval_shape(f, jax.tree.map(lambda x: x[0], pieces))
-    rows = jax.tree.map(lambda x: jnp.zeros((max(2, number), *x.shape), x.dtype), result)
+    rows = jax.tree.map(lambda x: jnp.zeros((number, *x.shape), x.dtype), result)
 
     def body(i: jax.Array, state: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
         def store(rows, row):
@@ -88,8 +81,7 @@ def scan_unfused(
 
     with jax.named_scope(f"times_{number}"):
         times = jnp.where(live, number, 0)
-        total, rows = jax.lax.fori_loop(0, times, body, (zeros(added), rows))
-    return total, jax.tree.map(lambda x: x[:number], rows)
+        return jax.lax.fori_loop(0, times, body, (zeros(added), rows))
 
 
 def zeros(tree: Tree) -> Tree:
