@@ -111,14 +111,14 @@ def _convolution(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
     wide = jnp.promote_types(like.dtype, jnp.float32) if is_float(like) else like.dtype
 
     def product(patch: jax.Array, kernel: jax.Array) -> jax.Array:
-        """patch [batch, *, channel], kernel [k, channel, output channel] -> [group, ..., batch,
-        position, channel].
+        """patch [batch, *, channel], kernel [k, channel, output channel] -> [group of the batch,
+        group of channels, example, position, output channel].
         """
         patch = patch.reshape(batches, len(x) // batches, -1, len(kernel), groups, inputs)
         kernel = kernel.reshape(len(kernel), inputs, batches, groups, -1)
-        dimensions = (((3, 5), (0, 1)), ((0, 4), (2, 3)))
-        return lax.dot_general(
-            patch, kernel, dimensions, precision=params["precision"], preferred_element_type=wide
+        dimensions = "aepkgm,kmago->agepo"
+        return jnp.einsum(
+            dimensions, patch, kernel, precision=params["precision"], preferred_element_type=wide
         )
 
     if math.prod(window) <= math.prod(out):
