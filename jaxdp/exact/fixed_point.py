@@ -39,10 +39,10 @@ def quantized(
 ) -> Tree:
     """Quantize every leaf. exponents: [leaf]. first: the number of the first leaf's key."""
     leaves, treedef = jax.tree.flatten(tree)
-    ints = []
-    for number, (x, exponent) in enumerate(zip(leaves, exponents), first):
-        own = jax.random.fold_in(key, number) if form.stochastic else None
-        ints.append(quantize(x, exponent, form, summands, own))
+    ints = (
+        quantize(x, exponent, form, summands, jax.random.fold_in(key, number))
+        for number, (x, exponent) in enumerate(zip(leaves, exponents), first)
+    )
     return jax.tree.unflatten(treedef, ints)
 
 
@@ -57,14 +57,15 @@ def quantize(
     x: jax.Array, exponent: jax.Array, form: Format, summands: int, key: jax.Array | None = None
 ) -> jax.Array:
     """Quantize x [...] to integers [...] of the format's bits (float64 in 32 bits: int64), so that
-    `summands` of them sum without overflow. exponent: [], or one of each element [...].
+    `summands` of them sum without overflow. exponent: [], or one of each element [...]. key: of a
+    stochastic format.
     """
     x = at_least_float32(x)
     bits = 8 * x.dtype.itemsize if form.bits == 32 else form.bits
     limit, power = limit_of(bits, summands)
     low, high = halves(power - exponent - ZERO, x.dtype)
     scaled = x * low * (limit * high)
-    rounded = jnp.round(scaled) if key is None else jnp.floor(scaled + uniform(key, x.shape))
+    rounded = jnp.floor(scaled + uniform(key, x.shape)) if form.stochastic else jnp.round(scaled)
     return rounded.astype(f"int{bits}")
 
 
@@ -86,7 +87,7 @@ def quantize_values(x: jax.Array, exponent: jax.Array, summands: int) -> jax.Arr
     -inf, both for NaN."""
     counts = jnp.isposinf(x) + (summands + 1) * jnp.isneginf(x) + (summands + 2) * jnp.isnan(x)
     integers = quantize(x, exponent - ZERO, FORMATS["exact"], summands)
-    return jnp.where(exponent > jnp.finfo(x.dtype).maxexp, counts.astype(integers.dtype), integers)
+    return jnp.where(exponent > jnp.finfo(x.dtype).maxexp, counts, integers)
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -97,8 +98,7 @@ def restore_values(x: jax.Array, exponent: jax.Array, summands: int) -> jax.Arra
     finite = restore(x, exponent - ZERO, summands)
     positive = jnp.where(x % (summands + 1) > 0, jnp.inf, 0)
     negative = jnp.where(x > summands, jnp.inf, 0)
-    is_finite = exponent <= jnp.finfo(finite.dtype).maxexp
-    return jnp.where(is_finite, finite, (positive - negative).astype(finite.dtype))
+    return jnp.where(exponent > jnp.finfo(finite.dtype).maxexp, positive - negative, finite)
 
 
 def halves(exponent: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -200,15 +200,13 @@ def squares_and_bad(tree: Tree, dims: Tree, axis: str, live: jax.Array) -> jax.A
     leaves = jax.tree.leaves(tree)
     split = [dim != WHOLE for dim in jax.tree.leaves(dims)] or [False] * len(leaves)
     axes = axis if any(split) else ()  # full leaves need no other device
-    first, parts = jax.lax.axis_index(axes) == 0, jax.lax.axis_size(axes)
-    dtype = jnp.result_type(jnp.float32, *leaves)
-    bad, values = jnp.int32(0), []
-    for x, is_split in zip(leaves, split, strict=True):
-        x = jnp.where(first | is_split, x.astype(dtype), 0)  # a full leaf is counted once
-        is_finite = jnp.isfinite(x)
-        bad += jnp.sum(~is_finite, dtype=jnp.int32)
-        values.append(jnp.where(is_finite, x, 0))
-    if parts * sum(x.size for x in leaves) > ROW**2:
+    first, dtype = jax.lax.axis_index(axes) == 0, jnp.result_type(jnp.float32, *leaves)
+    values = [  # a full leaf is counted once
+        jnp.where(first | is_split, x.astype(dtype), 0)
+        for x, is_split in zip(leaves, split, strict=True)
+    ]
+    bad = jnp.int32(sum(jnp.sum(~jnp.isfinite(x)) for x in values))
+    if jax.lax.axis_size(axes) * sum(x.size for x in leaves) > ROW**2:
         raise UsageError(
             f"parallel.reduction: exact sums squares of at most {ROW**2:,} parameters; use xla or bucket"
         )
@@ -218,7 +216,7 @@ def squares_and_bad(tree: Tree, dims: Tree, axis: str, live: jax.Array) -> jax.A
     digits = sum((digits_of(x * unit, live) for x in values), jnp.uint32(0))
     digits, bad = jax.lax.psum((digits, bad), axes)
     terms = [x.astype(dtype) * 2.0 ** (-DIGIT * i) for i, x in enumerate(carried(digits))]
-    squares = jnp.where((bad > 0) | (needed == NOT_FINITE), jnp.nan, sum(terms) * size * size)
+    squares = jnp.where(needed == NOT_FINITE, jnp.nan, sum(terms) * size * size)
     return fusion_barrier(jnp.stack([squares, bad.astype(dtype)]), live)
 
 

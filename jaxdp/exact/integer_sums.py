@@ -81,15 +81,14 @@ class IntegerSums(FloatSums):
     """Sums that are exact, and the same rounding in every program.
 
     Args:
-        form: the integers.
-        group: the number of microbatches that are computed and rounded together.
+        name: of the format of the integers.
     """
 
     in_backward = False
     advice = ELEMENTWISE
 
-    def __init__(self, name: str, group: int = 1):
-        self.name, self.form, self.group = name, FORMATS[name], group
+    def __init__(self, name: str):
+        self.name, self.form = name, FORMATS[name]
 
     def replica(self, plan: Plan, numbers: jax.Array, step: jax.Array) -> Replica:
         # No gradients are summed where they are computed: they are no integers yet.
@@ -101,11 +100,11 @@ class IntegerSums(FloatSums):
         self, f: GradFunction, plan: Plan, state: TrainState, batch: Batch, replica: Replica
     ) -> Sums:
         """Sum f of each group of microbatches separately, as integers over all devices."""
-        form, live = self.form, opaque_true(state.step)
-        summands = (int(plan.assignment.max()) + 1) // self.group
+        form, group, live = self.form, plan.reduction.group, opaque_true(state.step)
+        summands = (int(plan.assignment.max()) + 1) // group
 
         def by_group(x: jax.Array) -> jax.Array:
-            return x.reshape(-1, self.group, *x.shape[1:])
+            return x.reshape(-1, group, *x.shape[1:])
 
         pieces = jax.tree.map(by_group, (state.kept, batch, replica.numbers))
 
@@ -153,7 +152,7 @@ class IntegerSums(FloatSums):
         plan = dataclasses.replace(plan, dtype=None)  # integers are sent as they are
         total = FLOATS.over_devices(plan, values._replace(grads=done.ints))
         bits = jnp.where(needed == NOT_FINITE, needed, in_bits(done.exponents))
-        sums = restored_sums(total._replace(grads=None), value_needed, done.values, summands)
+        sums = restored_sums(total._replace(grads=None), value_needed, summands)
         recomputed = jnp.any(done.exponents != exponents).astype(jnp.int32)
         info = remembered(done.exponents, needed, form.headroom), recomputed, sums.extra
         return sums._replace(
@@ -195,7 +194,7 @@ class IntegerSums(FloatSums):
         if keys is None:
             exponents = largest(value_exponents(tree), axis)
             sums = reduction.reduce(quantized_sums(tree, exponents, rows), axis)
-            return restored_sums(sums, exponents, tree, rows)
+            return restored_sums(sums, exponents, rows)
         needed = largest(needed_exponents(tree), axis)
         ints = jax.vmap(lambda x, key: quantized(x, needed, self.form, rows, key))(tree, keys)
         sums = jax.tree.map(lambda x: x.sum(0, dtype=x.dtype), ints)
@@ -246,7 +245,7 @@ def integers(name: str, bucket_mb: float = 25.0, safe: bool = False, group: int 
         return unpack(sum_to_slice(pack(rows), 0, axes, safe)[0], rows)
 
     reduction = in_buckets(int(bucket_mb * 1e6), add_up, row_of)
-    return reduction._replace(arithmetic=IntegerSums(name, group), group=group)
+    return reduction._replace(arithmetic=IntegerSums(name), group=group)
 
 
 def with_exponents(
@@ -266,8 +265,8 @@ def needed_and_bad(grads: Tree, live: jax.Array) -> tuple[jax.Array, jax.Array]:
     needed = fusion_barrier(needed_exponents(grads), live)
 
     def count() -> jax.Array:
-        bad = (~(jnp.abs(x) < 2.0**LARGEST) for x in jax.tree.leaves(grads))
-        return sum((jnp.sum(x, dtype=jnp.int32) for x in bad), jnp.int32(0))
+        bad = (jnp.sum(~(jnp.abs(x) < 2.0**LARGEST)) for x in jax.tree.leaves(grads))
+        return jnp.int32(sum(bad))
 
     return needed, jax.lax.cond(jnp.any(needed == NOT_FINITE), count, lambda: jnp.int32(0))
 
@@ -279,33 +278,30 @@ def largest(exponents: Tree, axes: Any) -> Tree:
 
 
 def value_exponents(values: Tree) -> Tree:
-    """Return the exponents [...] of the elements of each leaf [row, ...] of floats; none for
+    """Return the exponents [...] of the elements of each leaf [row, ...] of floats; None for
     integers, which are summed as they are."""
-    return jax.tree.map(
-        lambda x: largest_exponent(x, 0) if is_float(x) else jnp.zeros(0, jnp.int32), values
-    )
+    return jax.tree.map(lambda x: largest_exponent(x, 0) if is_float(x) else None, values)
 
 
 def quantized_sums(values: Tree, exponents: Tree, summands: int) -> Tree:
     """Sum leaves [row, ...] over their rows, floats as integers."""
 
-    def total(x: jax.Array, exponent: jax.Array) -> jax.Array:
-        ints = quantize_values(x, exponent, summands) if is_float(x) else x
+    def total(x: jax.Array, exponent: jax.Array | None) -> jax.Array:
+        ints = x if exponent is None else quantize_values(x, exponent, summands)
         return ints.sum(0, dtype=ints.dtype)
 
     return jax.tree.map(total, values, exponents)
 
 
-def restored_sums(totals: Tree, exponents: Tree, values: Tree, summands: int) -> Tree:
+def restored_sums(totals: Tree, exponents: Tree, summands: int) -> Tree:
     """Convert the sums of `quantized_sums` over all devices back to floats, where the values were
     floats.
     """
-    return jax.tree.map(
-        lambda total, e, x: restore_values(total, e, summands) if is_float(x) else total,
-        totals,
-        exponents,
-        values,
-    )
+
+    def restored(total: jax.Array, exponent: jax.Array | None) -> jax.Array:
+        return total if exponent is None else restore_values(total, exponent, summands)
+
+    return jax.tree.map(restored, totals, exponents)
 
 
 exact, exact16, exact8 = (functools.partial(integers, name) for name in FORMATS)
