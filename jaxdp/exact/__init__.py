@@ -12,7 +12,7 @@ from typing import Any
 from jaxdp.config import Config
 from jaxdp.errors import UsageError
 from jaxdp.exact import flags
-from jaxdp.exact.formats import FORMATS, most_summands
+from jaxdp.exact.formats import most_summands
 from jaxdp.extras import Extra
 
 
@@ -40,13 +40,12 @@ class Door(Extra):
             raise UsageError(
                 f"parallel.exact_group: {group} does not divide microbatches: {config.microbatches}"
             )
-        summands, most, form = config.microbatches // group, most_summands(name), FORMATS[name]
-        if summands > most:
+        most = most_summands(name)
+        if config.microbatches > most * group:
             raise UsageError(
-                f"microbatches: {config.microbatches} with reduction: {name} leave "
-                f"{(form.largest // summands).bit_length()} of {form.bits - 1} bits for each, too few; use at most "
-                f"{most * group}, or {-(-config.microbatches // most)} in each "
-                "parallel.exact_group, or reduction: exact"
+                f"microbatches: {config.microbatches} with reduction: {name} leave too few bits for each; use at "
+                f"most {most * group}, or {-(-config.microbatches // most)} in each parallel.exact_group, or "
+                "reduction: exact"
             )
 
     def set_environment(self) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxdp.errors import UsageError
 from jaxdp.exact.formats import FORMATS, Format
-from jaxdp.exact.rounding import fusion_barrier, pin
+from jaxdp.exact.rounding import fusion_barrier, is_float, pin
 from jaxdp.precision import at_least_float32
 from jaxdp.split import WHOLE, fit, padded_shape
 
@@ -54,7 +54,7 @@ def restored(tree: Tree, exponents: Any, summands: int) -> Tree:
 
 @functools.partial(jax.jit, static_argnums=(2, 3))  # traced once for each shape
 def quantize(
-    x: jax.Array, exponent: jax.Array, form: Format, summands: int, key: jax.Array | None = None
+    x: jax.Array, exponent: jax.Array, form: Format, summands: int, key: Any = None
 ) -> jax.Array:
     """Quantize x [...] to integers [...] of the format's bits (float64 in 32 bits: int64), so that
     `summands` of them sum without overflow. exponent: [], or one of each element [...]. key: of a
@@ -78,27 +78,44 @@ def restore(x: jax.Array, exponent: jax.Array, summands: int) -> jax.Array:
     return x.astype(dtype) * low * jnp.where(exponent == NOT_FINITE, jnp.nan, high / limit)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def quantize_values(x: jax.Array, exponent: jax.Array, summands: int) -> jax.Array:
-    """Quantize values [row, ...] with the exponent [...] of each element (`largest_exponent`) to
-    int32 or int64.
+def value_exponents(values: Tree) -> Tree:
+    """Return the exponents [...] of the elements of each leaf [row, ...] of floats; None for
+    integers, which are summed as they are."""
+    return jax.tree.map(lambda x: largest_exponent(x, 0) if is_float(x) else None, values)
+
+
+def sum_values(values: Tree, exponents: Tree, summands: int) -> Tree:
+    """Sum leaves [row, ...] over their rows, floats as integers with the exponents of
+    `value_exponents`.
 
     An element that is not finite in some row is a count instead: 1 for inf, `summands` + 1 for
     -inf, both for NaN."""
-    counts = jnp.isposinf(x) + (summands + 1) * jnp.isneginf(x) + (summands + 2) * jnp.isnan(x)
-    integers = quantize(x, exponent - ZERO, FORMATS["exact"], summands)
-    return jnp.where(exponent > jnp.finfo(x.dtype).maxexp, counts, integers)
+
+    def total(x: jax.Array, exponent: jax.Array | None) -> jax.Array:
+        if exponent is not None:
+            infinities = jnp.isposinf(x) + (summands + 1) * jnp.isneginf(x)
+            counts = infinities + (summands + 2) * jnp.isnan(x)
+            integers = quantize(x, exponent - ZERO, FORMATS["exact"], summands)
+            x = jnp.where(exponent > jnp.finfo(x.dtype).maxexp, counts, integers)
+        return x.sum(0, dtype=x.dtype)
+
+    return jax.tree.map(total, values, exponents)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def restore_values(x: jax.Array, exponent: jax.Array, summands: int) -> jax.Array:
-    """Convert sums [...] of `quantize_values` back to floats; inf, -inf and NaN are those of a sum
+def restore_values(totals: Tree, exponents: Tree, summands: int) -> Tree:
+    """Convert the sums [...] of `sum_values` back to floats; inf, -inf and NaN are those of a sum
     of floats.
     """
-    finite = restore(x, exponent - ZERO, summands)
-    positive = jnp.where(x % (summands + 1) > 0, jnp.inf, 0)
-    negative = jnp.where(x > summands, jnp.inf, 0)
-    return jnp.where(exponent > jnp.finfo(finite.dtype).maxexp, positive - negative, finite)
+
+    def value(x: jax.Array, exponent: jax.Array | None) -> jax.Array:
+        if exponent is None:
+            return x
+        finite = restore(x, exponent - ZERO, summands)
+        positive = jnp.where(x % (summands + 1) > 0, jnp.inf, 0)
+        negative = jnp.where(x > summands, jnp.inf, 0)
+        return jnp.where(exponent > jnp.finfo(finite.dtype).maxexp, positive - negative, finite)
+
+    return jax.tree.map(value, totals, exponents)
 
 
 def halves(exponent: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:

@@ -12,11 +12,6 @@ class Format(NamedTuple):
     headroom: int
     stochastic: bool
 
-    @property
-    def largest(self) -> int:
-        """Return the largest sum."""
-        return 2 ** (self.bits - 1) - 1
-
 
 FORMATS = {
     "exact": Format(32, 3, False),
@@ -27,4 +22,4 @@ FORMATS = {
 
 def most_summands(reduction: str) -> int:
     """Return how many summands leave 3 bits for each, which hold numbers up to 7."""
-    return FORMATS[reduction].largest // 7
+    return (2 ** (FORMATS[reduction].bits - 1) - 1) // 7

@@ -25,23 +25,22 @@ from jaxdp.exact.fixed_point import (
     PER_BIT,
     fits,
     in_bits,
-    largest_exponent,
     needed_exponents,
     pack,
-    quantize_values,
     quantized,
     remembered,
     restore_values,
     restored,
     squares_and_bad,
+    sum_values,
     unpack,
+    value_exponents,
 )
 from jaxdp.exact.formats import FORMATS
 from jaxdp.exact.products import lower_on_cpu
 from jaxdp.exact.rounding import (
     as_written,
     fusion_barrier,
-    is_float,
     opaque_true,
     scan_unfused,
     zeros,
@@ -148,11 +147,11 @@ class IntegerSums(FloatSums):
         done = jax.lax.while_loop(lambda a: ~a.fits, lambda a: attempt(a.exponents), first)
 
         needed, value_needed = done.needed
-        values = quantized_sums(done.values, value_needed, summands)
+        values = sum_values(done.values, value_needed, summands)
         plan = dataclasses.replace(plan, dtype=None)  # integers are sent as they are
         total = FLOATS.over_devices(plan, values._replace(grads=done.ints))
         bits = jnp.where(needed == NOT_FINITE, needed, in_bits(done.exponents))
-        sums = restored_sums(total._replace(grads=None), value_needed, summands)
+        sums = restore_values(total._replace(grads=None), value_needed, summands)
         recomputed = jnp.any(done.exponents != exponents).astype(jnp.int32)
         info = remembered(done.exponents, needed, form.headroom), recomputed, sums.extra
         return sums._replace(
@@ -193,8 +192,8 @@ class IntegerSums(FloatSums):
             return tree
         if keys is None:
             exponents = largest(value_exponents(tree), axis)
-            sums = reduction.reduce(quantized_sums(tree, exponents, rows), axis)
-            return restored_sums(sums, exponents, rows)
+            sums = reduction.reduce(sum_values(tree, exponents, rows), axis)
+            return restore_values(sums, exponents, rows)
         needed = largest(needed_exponents(tree), axis)
         ints = jax.vmap(lambda x, key: quantized(x, needed, self.form, rows, key))(tree, keys)
         sums = jax.tree.map(lambda x: x.sum(0, dtype=x.dtype), ints)
@@ -212,7 +211,7 @@ class IntegerSums(FloatSums):
             """Return the state leaf by leaf, so that not all full leaves are in memory at once."""
             state = make()
             live = opaque_true(state.step)
-            return jax.tree.map(lambda x: fusion_barrier(x, live) if is_float(x) else x, state)
+            return jax.tree.map(lambda x: fusion_barrier(x, live), state)
 
         return jax.shard_map(unfused, mesh=mesh, in_specs=(), out_specs=P(), check_vma=False)()
 
@@ -275,33 +274,6 @@ def largest(exponents: Tree, axes: Any) -> Tree:
     """Return the largest exponents of all devices."""
     flat, unravel = ravel_pytree(exponents)
     return unravel(jax.lax.pmax(flat, axes))
-
-
-def value_exponents(values: Tree) -> Tree:
-    """Return the exponents [...] of the elements of each leaf [row, ...] of floats; None for
-    integers, which are summed as they are."""
-    return jax.tree.map(lambda x: largest_exponent(x, 0) if is_float(x) else None, values)
-
-
-def quantized_sums(values: Tree, exponents: Tree, summands: int) -> Tree:
-    """Sum leaves [row, ...] over their rows, floats as integers."""
-
-    def total(x: jax.Array, exponent: jax.Array | None) -> jax.Array:
-        ints = x if exponent is None else quantize_values(x, exponent, summands)
-        return ints.sum(0, dtype=ints.dtype)
-
-    return jax.tree.map(total, values, exponents)
-
-
-def restored_sums(totals: Tree, exponents: Tree, summands: int) -> Tree:
-    """Convert the sums of `quantized_sums` over all devices back to floats, where the values were
-    floats.
-    """
-
-    def restored(total: jax.Array, exponent: jax.Array | None) -> jax.Array:
-        return total if exponent is None else restore_values(total, exponent, summands)
-
-    return jax.tree.map(restored, totals, exponents)
 
 
 exact, exact16, exact8 = (functools.partial(integers, name) for name in FORMATS)

@@ -60,7 +60,7 @@ def _transposed_dot(
     free = [d for d in range(lhs.ndim) if d not in (*contracted, *batch)]
     order = (*batch, *free, *contracted)
     if order != tuple(range(lhs.ndim)):
-        lhs = lax.optimization_barrier(lax.transpose(lhs, order))
+        lhs = lax.optimization_barrier(lhs.transpose(order))
     first, own = len(batch), len(batch) + len(free)
     contractions = tuple(range(own, lhs.ndim)), tuple(rhs_contracted)
     dimensions = contractions, (tuple(range(first)), tuple(rhs_batch))
@@ -99,9 +99,9 @@ def _convolution(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
     x_spec, w_spec, y_spec = params["dimension_numbers"]
     strides, dilation = params["window_strides"], params["rhs_dilation"]
     groups, batches = params["feature_group_count"], params["batch_group_count"]
-    x = lax.transpose(x, (x_spec[0], *x_spec[2:], x_spec[1]))  # [batch, *space, channel]
+    x = x.transpose(x_spec[0], *x_spec[2:], x_spec[1])  # [batch, *space, channel]
     # To [*window, channel of a group, output channel].
-    w = lax.transpose(w, (*w_spec[2:], w_spec[1], w_spec[0]))
+    w = w.transpose(*w_spec[2:], w_spec[1], w_spec[0])
     pads = [(low, high, d - 1) for (low, high), d in zip(params["padding"], params["lhs_dilation"])]
     if any(map(any, pads)):  # XLA would not remove an operation that pads nothing
         x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *pads, (0, 0, 0)])

@@ -75,8 +75,7 @@ def scan_unfused(
             return jax.lax.dynamic_update_index_in_dim(rows, row, i, 0)
 
         total, rows = state
-        piece = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), pieces)
-        added, result = f(fusion_barrier(piece, live))
+        added, result = f(fusion_barrier(jax.tree.map(lambda x: x[i], pieces), live))
         return jax.tree.map(jnp.add, total, added), jax.tree.map(store, rows, result)
 
     with jax.named_scope(f"times_{number}"):

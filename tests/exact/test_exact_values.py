@@ -5,16 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdp.exact.fixed_point import largest_exponent, quantize_values, restore_values
+from jaxdp.exact.fixed_point import restore_values, sum_values, value_exponents
 
 
 def added(x, summands=None):
     """The sum of x [row, ...] as of two devices: the first rows, and the last."""
     x = jnp.asarray(x)
     summands = summands or len(x)
-    exponent = largest_exponent(x, 0)
-    one, two = (quantize_values(part, exponent, summands).sum(0) for part in (x[:1], x[1:]))
-    total = two.astype(one.dtype) + one
+    exponent = value_exponents(x)
+    one, two = (sum_values(part, exponent, summands) for part in (x[:1], x[1:]))
+    total = two + one
     assert total.dtype == (jnp.int64 if x.dtype == jnp.float64 else jnp.int32)
     return np.asarray(restore_values(total, exponent, summands))
 
