@@ -5,7 +5,6 @@ state. It imports JAX only once a run is built.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -57,7 +56,7 @@ class Door(Extra):
     def initial_state(self, make: Callable[..., Any], parts: Any) -> Callable[..., Any]:
         from jaxdp.exact.integer_sums import with_exponents
 
-        return functools.partial(with_exponents, make, parts.rule.trainable)
+        return lambda *arguments: with_exponents(make(*arguments), parts.rule.trainable)
 
 
 def in_exact_mode(config: Config) -> Config:

@@ -247,12 +247,9 @@ def integers(name: str, bucket_mb: float = 25.0, safe: bool = False, group: int 
     return reduction._replace(arithmetic=IntegerSums(name), group=group)
 
 
-def with_exponents(
-    make: Callable[..., TrainState], trainable: Callable[[Tree], Tree], *arguments: Any
-) -> TrainState:
-    """Return the initial state make(*arguments) with an exponent for each gradient: too small, so
-    the first update determines it."""
-    state = make(*arguments)
+def with_exponents(state: TrainState, trainable: Callable[[Tree], Tree]) -> TrainState:
+    """Return the initial state with an exponent for each gradient: too small, so the first update
+    determines it."""
     exponents = jnp.zeros(len(jax.tree.leaves(trainable(state.params))), jnp.int32)
     return state.replace(extra={**state.extra, EXPONENTS: exponents})
 

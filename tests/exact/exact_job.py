@@ -22,6 +22,7 @@ flags.set_flags()
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
 import jaxdp
@@ -165,6 +166,22 @@ PRECISIONS = {
     "float16": precise("float32", "float16", scaling=LossScaling(2.0**17, interval=3)),
     "static_float16": precise("float32", "float16", scaling=LossScaling(1024.0, dynamic=False)),
 }
+OPTIMIZERS = {  # beside those of `toys`: (transformation, clip_norm)
+    "schedule_free": lambda: (optax.contrib.schedule_free_adamw(1e-2, warmup_steps=2), None),
+    "prodigy": lambda: (optax.contrib.prodigy(1.0), None),
+    "sam": lambda: (
+        optax.contrib.sam(optax.adam(1e-2), optax.chain(optax.contrib.normalize(), optax.sgd(0.1))),
+        None,
+    ),
+    "multi_steps": lambda: (
+        optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+        0.5,
+    ),
+    "injected": lambda: (
+        optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(1e-2, 1e-3, 5)),
+        0.5,
+    ),
+}
 MODELS = {  # (model, examples, more of `toys.build`)
     "dropout": lambda: (toys.MODELS["dropout"](), toys.data(EXAMPLES), {}),
     "resnet": lambda: (toys.MODELS["resnet"](), toys.data(EXAMPLES), {"transform": augment}),
@@ -216,6 +233,7 @@ def train(row):
     )
     reduction, _, group = how.partition("/")
     sums = {"reduction": "bucket", "accumulate": how} if how in FAULTS else {"reduction": reduction}
+    optimizer = OPTIMIZERS[optimizer]() if optimizer in OPTIMIZERS else optimizer
     options = (
         {"batch_size": BATCH, "group": int(group or 1)} | sums | options | PRECISIONS[precision]
     )

@@ -19,7 +19,7 @@ import pytest
 
 import toys
 from cli_runs import DIGITS, curve, jaxdp, records, write
-from covering import first
+from covering import cover, first
 from jaxdp.api import fit
 from jaxdp.config import Config, Optimizer
 from jaxdp.errors import UsageError
@@ -423,6 +423,59 @@ def test_every_optimizer_has_one_digest_in_its_stages(optimizer):
     whole = [way for way in everywhere(1, 2, 3, 7, 8) if "-0-" in way]
     got = run(rows_of(model, SAMPLE if optimizer in ("momentum", "lion") else whole, optimizer))
     assert not (wrong := differing(alone(model, optimizer) | got)), wrong
+
+
+# What `exact_job` has; the second row of names combines elements, so it needs full arrays.
+ELEMENTWISE = ("adamw", "momentum", "lion", "schedule_free", "injected", "multi_steps")
+COMBINING = ("lamb", "adafactor", "muon", "prodigy", "sam")
+
+
+def is_allowed(row):
+    return (
+        (row["optimizer"] in ELEMENTWISE or "-0-" in row["way"])
+        and (row["optimizer"] != "muon" or row["model"] == "blocks")
+        and (row["how"] != "exact/2" or row["devices"] <= 4)
+    )
+
+
+@functools.cache
+def matrix():
+    """{number of devices: rows} until any two values meet: of the layers, the optimizers, the
+    precisions, the reductions, the layouts and the numbers of devices."""
+    rows = cover(
+        is_allowed, model=LAYERS, optimizer=ELEMENTWISE + COMBINING, precision=PRECISIONS,
+        how=("exact", "exact16", "exact8", "exact/2"), way=WAYS, devices=(2, 3, 5, 8),
+    )  # fmt: skip
+    by_devices = {}
+    for row in rows:
+        name, way = f"{row['model']}.{row['precision']}", row["way"].format(row["devices"])
+        [text] = rows_of(name, [way], row["optimizer"], row["how"])
+        by_devices.setdefault(row["devices"], []).append(text)
+    return by_devices
+
+
+def on_one_device(row):
+    model, *_, optimizer, how = row.split("-")
+    [text] = rows_of(model, ["pjit-0-1-sharded"], optimizer, how)
+    return text
+
+
+# One command for all of them, about 40 minutes on two cores:
+# pytest tests/exact/test_exact.py -m exhaustive -k every_pair -n 2 --dist load
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("processes", "devices", "part"),
+    [(p, n, part) for p, n in ((2, 2), (3, 3), (1, 5), (1, 8)) for part in range(6)],
+)
+def test_every_pair_of_settings_has_one_digest(processes, devices, part):
+    """On two and three processes of a device each, and on five and eight devices of one process."""
+    rows = matrix()[devices][part::6]
+    base = run(dict.fromkeys(map(on_one_device, rows)), devices=1)
+    got = run(rows, devices // processes, processes)
+    assert len(got) == len(rows) > 0
+    assert not (wrong := differing(base | got)), wrong
 
 
 CONFIG = """
