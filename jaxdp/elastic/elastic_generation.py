@@ -6,13 +6,10 @@ next one.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxdp.elastic.states import FIRST, TRAINING, Machine
-from jaxdp.process import private_jax
 from jaxdp.process.channel import Message
 from jaxdp.process.generation import Generation, Member
 from jaxdp.process.protocol import COMMON, OPERATIONS, difference
@@ -140,21 +137,6 @@ class ElasticGeneration(Generation):
 
     def give_up(self) -> None:
         self.coordinator.done.set()
-
-    def register(self, lost: set[int]) -> None:
-        """Register lost ranks with JAX's service: others that are about to connect would wait for
-        them.
-        """
-        address = self.jax_address
-
-        def work(rank: int) -> None:
-            client = private_jax.make_client(address, rank, self.settings.secret, 10)
-            with contextlib.suppress(RuntimeError):
-                client.connect()
-            self.coordinator.services.append(client)
-
-        for rank in lost if address else ():  # none, if the coordinator of that service has gone
-            threading.Thread(target=work, args=(rank,), daemon=True).start()
 
     def begin(self, members: Sequence[Member], ended: Sequence[Member]) -> None:
         """Begin the next generation with these processes; close the connections of the ended one."""

@@ -71,8 +71,7 @@ def break_collectives() -> None:
                         connection.shutdown(socket.SHUT_RD)
 
 
-# Seconds, and 5 that JAX adds, until a rank looks whether the others are still there.
-ATTEMPT = 1.0
+T = TypeVar("T")
 
 
 class ElasticMembership(membership.Membership):
@@ -111,27 +110,36 @@ class ElasticMembership(membership.Membership):
         with self._changed:
             return self._changed.wait_for(lambda: self.ended is not None, seconds)
 
-    def compute(self, work: Callable[[], Any]) -> Any:
-        # On CPU in a thread that is left behind when the generation ends: JAX would not return
-        # before Gloo gives up to connect to a process that was killed, and `break_collectives` does
-        # not reach a connection that is not made yet.
-        if jax.default_backend() != "cpu":
-            return super().compute(work)
-        done: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    def interruptible(self, work: Callable[[], T]) -> T:
+        """Return work(), from a thread that is left behind if this generation ends before. Raises
+        GenerationEnded.
+        """
+        done: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def run() -> None:
             try:
-                done.set_result(jax.block_until_ready(work()))
+                done.set_result(work())
             except BaseException as error:
                 done.set_exception(error)
 
         threading.Thread(target=run, daemon=True).start()
         while not done.done():
             if self.ended is not None:
-                keep_devices()
+                _abandoned.append(work)
                 self.check_generation()
             concurrent.futures.wait([done], 0.02)
         return done.result()
+
+    def compute(self, work: Callable[[], Any]) -> Any:
+        # JAX would not return before Gloo gives up to connect to a process that was killed, and
+        # `break_collectives` does not reach a connection that is not made yet.
+        if jax.default_backend() != "cpu":
+            return super().compute(work)
+        try:
+            return self.interruptible(lambda: jax.block_until_ready(work()))
+        except GenerationEnded:
+            keep_devices()
+            raise
 
     def connect(self) -> Any:
         """Connect a client of JAX's service through a relay, and return it: this process may leave
@@ -139,21 +147,11 @@ class ElasticMembership(membership.Membership):
 
         Raises GenerationEnded if a rank or the service is lost meanwhile, and RuntimeError after
         `timeout` seconds."""
-        address, deadline = hosts.split(self.job.jax_address), time.monotonic() + self.timeout
-        while True:
-            self.check_generation()
-            relay = Relay(*address)
-            client = private_jax.make_client(relay.address, self.rank, self.job.secret, ATTEMPT)
-            try:
-                client.connect()
-            except RuntimeError:
-                relay.close()
-                _failed.append(client)
-                if time.monotonic() > deadline:
-                    raise
-            else:
-                _relays.append((client, relay))
-                return client
+        relay = Relay(*hosts.split(self.job.jax_address))
+        client = private_jax.make_client(relay.address, self.rank, self.job.secret, self.timeout)
+        self.interruptible(client.connect)
+        _relays.append((client, relay))
+        return client
 
     def rejoin(self) -> Joined:
         """Leave the generation that has ended, and join the next one. Raises DistributedError if too
@@ -287,7 +285,8 @@ def report_state() -> None:
             member.connection.send(op="opened")
 
 
-_failed: list[Any] = []  # clients that could not connect: one that is destroyed may wait for others
+# Among them are the calls of clients that wait for others, as one does that is destroyed.
+_abandoned: list[Callable[[], Any]] = []  # what has not returned when its generation ended
 _relays: list[tuple[Any, Relay]] = []  # the client and its relay, until this process leaves
 
 
@@ -307,7 +306,6 @@ def keep_devices() -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(jax.local_devices()[0].client))
 
 
-T = TypeVar("T")
 LOST = 5.0  # seconds until the devices of a program that does not return are left open, on CPU
 AGAIN = 600.0  # seconds in which a process may end 3 generations because a connection is broken
 STUCK = 60.0  # seconds until its process ends, on GPUs

@@ -146,10 +146,8 @@ class Machine:
         before."""
         self.state, self.seconds = ENDED, 0.0
         others = [x for rank, x in self.members.items() if rank != author]
-        survivors = [x for x in others if x.silent < self.silence]
-        self.survivors = identities(survivors)
+        self.survivors = identities(x for x in others if x.silent < self.silence)
         self.actor.send_to(others, {"ended": text})
-        self.actor.register(set(range(self.size)) - {x.rank for x in survivors})
 
     def closes(self, process: Process) -> None:
         """A connection has closed: its process has ended, or connects again."""
@@ -164,9 +162,7 @@ class Machine:
             self.survivors.discard(name)
             self.closed[name] = process
             process.silent = 0.0
-            if self.state != TRAINING:
-                self.actor.register({process.rank})
-                self.form()
+            self.form()
 
     def passes(self, seconds: float) -> None:
         """Time passes, in which this coordinator has run."""

@@ -438,9 +438,6 @@ class World:
     def report(self, line):
         assert "waits for rank" in line
 
-    def register(self, ranks):
-        assert None not in ranks
-
     def give_up(self):
         # Those that have not reported yet find the next coordinator.
         said = [x.link for x in self.processes if x.link and "error" in x.link.inbox]

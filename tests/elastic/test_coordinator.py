@@ -22,7 +22,6 @@ import pytest
 
 from benchmarks.clients import facts
 from jaxdp.elastic import regroup, states
-from jaxdp.elastic.elastic_generation import ElasticGeneration
 from jaxdp.errors import DistributedError, UsageError
 from jaxdp.process import (
     channel,
@@ -244,22 +243,12 @@ def test_strangers_do_not_push_out_a_connecting_rank(start):
         assert len(rank.recv(1000)) > channel.HEAD
 
 
-class Unregistered(ElasticGeneration):
-    """A generation whose ranks never connect to JAX's service, so that none waits there for those
-    that are lost. Their clients would be in this process, and abort it when their connections
-    break: `break_collectives` of a later test does that, as does the end of the service."""
-
-    def register(self, lost):
-        pass
-
-
 class Job:
     """An elastic job of `size` ranks whose coordinator runs in this process, in a thread."""
 
     def __init__(self, size, port=None):
         self.size, self.port, self.lines, self.ranks = size, port or hosts.free_port(), [], []
-        settings = elastic_settings(size, self.port, join_timeout=2.0)
-        self.settings = dataclasses.replace(settings, generation=f"{__name__}:Unregistered")
+        self.settings = elastic_settings(size, self.port, join_timeout=2.0)
         ready = threading.Event()
         self.thread = threading.Thread(target=lambda: asyncio.run(self._run(ready)), daemon=True)
         self.thread.start()
@@ -530,25 +519,30 @@ def test_a_coordinator_lost_early_is_no_usage_error(monkeypatch, start, number, 
 
 
 CONNECT = """
-import os, time, types
+import os, threading, types
 from jaxdp.elastic import regroup
 from jaxdp.process import hosts, private_jax
 from jaxdp.errors import GenerationEnded
 
-address, secret, turns = f"127.0.0.1:{hosts.free_port()}", "s" * 64, []
+
+class Member(regroup.ElasticMembership):
+    def __init__(self):
+        address = f"127.0.0.1:{hosts.free_port()}"
+        self.job = types.SimpleNamespace(jax_address=address, secret="s" * 64)
+        self.rank, self.timeout = 0, 1.0
+
+
+member = Member()
 if SERVED:
-    service = private_jax.start_service(address, 2, secret, 5)
-
-def proceed():
-    turns.append(1)
-    if len(turns) > 1:
-        raise GenerationEnded("lost")
-
+    service = private_jax.start_service(member.job.jax_address, 2, member.job.secret, 5)
+before = {*threading.enumerate()}
+threading.Timer(2.0, lambda: setattr(member, "ended", "lost")).start()
 try:
-    job = types.SimpleNamespace(jax_address=address, secret=secret)
-    member = types.SimpleNamespace(job=job, rank=0, timeout=60.0, check_generation=proceed)
-    regroup.ElasticMembership.connect(member)
+    member.connect()
 except GenerationEnded as error:
+    for thread in {*threading.enumerate()} - before:
+        if thread.name != "relay":
+            thread.join()
     print(error, flush=True)
 os._exit(0)
 """
@@ -559,8 +553,8 @@ os._exit(0)
     "served", [True, False], ids=["a rank is missing", "the service is missing"]
 )
 def test_a_process_none_connects_with_keeps_its_state(served):
-    """JAX would abort it after `JAXDP_TIMEOUT`, and it would not hear before that the generation
-    has ended.
+    """It hears at once that the generation has ended; JAX would abort it after `JAXDP_TIMEOUT`,
+    here a second, and the five that JAX adds.
     """
     code = CONNECT.replace("SERVED", str(served))
     env = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parents[2])}

@@ -659,6 +659,38 @@ def test_a_job_of_one_process_lets_others_join(tmp_path):
     assert final["params_sha256"] == alone(tmp_path)["params_sha256"]
 
 
+DIES_CONNECTING = """
+import os, signal
+from jaxdp.process import private_jax
+
+make_client = private_jax.make_client
+
+
+def make_or_die(*args):
+    if (os.environ["JAXDP_PROCESS_ID"], os.environ["JAXDP_RESTARTS"]) == ("1", "1"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return make_client(*args)
+
+
+private_jax.make_client = make_or_die
+from jaxdp.cli import main
+
+main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_a_process_killed_before_it_connects_holds_no_others(tmp_path):
+    """JAX's service waits for it; the others hear that the generation has ended."""
+    program = [sys.executable, "-c", DIES_CONNECTING]
+    job = Job(tmp_path, 3, 1, *SIMPLE, "--steps", "100", program=program)
+    job.until(lambda: job.generations()[-1:] == [3])
+    final, out = job.ends()
+    assert "generation 0 ends: rank 1" in out
+    assert final["params_sha256"] == alone(tmp_path, *SIMPLE, "--steps", "100")["params_sha256"]
+
+
 OVERWRITES = """
 import os, signal, sys
 import jaxdp
