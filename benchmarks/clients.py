@@ -63,7 +63,6 @@ def facts(rank: int, size: int) -> Facts:
         "jaxlib": "0.10.2",
         "python": "3.11",
         "tls": "no",
-        "config": "",
     }
     return {"rank": rank, "size": size, "gloo": False, **names, **places, **versions}
 

@@ -14,11 +14,8 @@ from jaxdp.process.channel import Message
 from jaxdp.process.generation import Generation, Member
 from jaxdp.process.protocol import COMMON, OPERATIONS, difference
 
-# What a process that joins must have as the others: not their number, but the config, which
-# otherwise is compared later, key by key.
-JOINING = {name: label for name, label in COMMON.items() if name != "size"} | {
-    "config": "config digest"
-}
+# What a process that joins must have as the others: not their number.
+JOINING = {name: label for name, label in COMMON.items() if name != "size"}
 
 
 class ElasticGeneration(Generation):

@@ -4,8 +4,6 @@ join.
 
 import contextlib
 import functools
-import hashlib
-import json
 import os
 import pathlib
 import re
@@ -15,7 +13,6 @@ from typing import Any
 import jax
 
 from jaxdp.config import Config
-from jaxdp.config.validation import decides, flatten
 from jaxdp.elastic.regroup import Options, run_generations
 from jaxdp.elastic.snapshots import Snapshots
 from jaxdp.errors import PREEMPTED, DistributedError, UsageError
@@ -68,13 +65,8 @@ def train_in_generations(
 
 def options_of(config: Config, objects: Objects) -> Options:
     """Return the argument `group` of `jaxdp.init`. objects: see `make_parts`."""
-    alike = {
-        k: v for k, v in flatten(config).items() if decides(k) == "numbers" or k.startswith("eval.")
-    }
-    text = json.dumps({**alike, "run_dir": config.run_dir}, sort_keys=True, default=str)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     options, build = config.elastic, functools.partial(prepare_in_advance, config, objects)
-    return Options(options.min_processes, options.join_timeout, options.join_after, digest, build)
+    return Options(options.min_processes, options.join_timeout, options.join_after, build)
 
 
 in_advance: list[Prepared] = []  # at most one, until this process trains

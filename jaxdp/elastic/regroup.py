@@ -221,13 +221,12 @@ class ElasticMembership(membership.Membership):
 class Options(Group):
     """Settings of a job whose processes may come and go; see `jaxdp.config.Elastic`.
 
-    config: a digest of what all processes must agree on. prepare: see `Group`.
+    prepare: see `Group`.
     """
 
     min_processes: int = 1
     join_timeout: float = 60.0
     join_after: float = 15.0
-    config: str = ""
     prepare: Callable[[], None] | None = dataclasses.field(default=None, compare=False, repr=False)
 
     kind = "elastic"
@@ -238,9 +237,6 @@ class Options(Group):
 
     def options(self) -> dict[str, Any]:
         return {x: getattr(self, x) for x in ("min_processes", "join_timeout", "join_after")}
-
-    def facts(self) -> Facts:
-        return super().facts() | {"config": self.config}
 
     def enter(self, enter: Callable[[Joined], Fields], job: Joined) -> Fields:
         """Enter the job; if a process is lost meanwhile, the next generation."""

@@ -28,7 +28,6 @@ TIMEOUT = 60.0  # seconds to wait for other ranks
 GENERATION = "jaxdp.process.generation:Generation"  # of a group of processes that is fixed
 FACTS: dict[str, Any] = {
     **dict.fromkeys(["host", "boot", "network", "jaxdp", "jax", "jaxlib", "python"], str),
-    "config?": str,
     "group?": str,  # the kind of the job's `Group`
     "problem?": str,  # why the process cannot take part; it joins to tell the others
     "prepares?": bool,  # whether it can build its run before it joins a running job

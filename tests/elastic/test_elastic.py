@@ -601,6 +601,7 @@ def test_a_second_kill_before_a_snapshot_is_recovered(tmp_path, zero):
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_a_process_with_another_config_does_not_join(tmp_path):
+    """It is named with the key, and the others continue in the next generation."""
     job = started(tmp_path, 2, 0, program=[sys.executable, "-m", "jaxdp"])
     environment = pathlib.Path(f"/proc/{job.pids()[1]}/environ").read_text().split("\0")
     env = dict(word.split("=", 1) for word in environment if "=" in word)
@@ -621,9 +622,11 @@ def test_a_process_with_another_config_does_not_join(tmp_path):
         capture_output=True,
         timeout=300,
     )
-    assert done.returncode == 2 and "config digest" in done.stdout + done.stderr
-    job.until(lambda: job.step() >= 60)
-    job.ends()
+    assert done.returncode == 2, done.stdout + done.stderr
+    job.until(lambda: len(job.generations()) > 1 and job.step() >= 60)
+    final, out = job.ends()
+    assert out.count("has seed=1, but rank 0") == 1 and set(job.generations()) == {2}, out
+    assert final["params_sha256"] == alone(tmp_path)["params_sha256"]
 
 
 @pytest.mark.slow
