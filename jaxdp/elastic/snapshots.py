@@ -51,20 +51,6 @@ class Newest(Writer):
         self.records = [x for x in self.records if x["step"] <= last.get(x["split"], 0)]
 
 
-def missing_records(texts: Sequence[str], file: pathlib.Path) -> list[Record]:
-    """Return the records that are not in root's file, of the process that has most.
-
-    An update that a lost process has interrupted may have succeeded in some processes, and failed
-    on root. texts: the records of each process, as JSON."""
-
-    def key(record: Record) -> tuple[Any, Any]:
-        return record.get("step"), record.get("split")
-
-    written = set(map(key, read(file, math.inf)))
-    missing = [[x for x in json.loads(text) if key(x) not in written] for text in texts]
-    return max(missing, key=len)
-
-
 def report_lost_updates(directory: pathlib.Path, start: int) -> None:
     """Print that updates are made again, from a checkpoint or from the first one, if no process has
     their state.
@@ -204,10 +190,18 @@ class Snapshots(Continuation):
         texts = self.context.exchange("records", json.dumps(records.records))
         if not self.context.is_root:
             return records
-        missing = missing_records(texts, run.log.directory / "metrics.jsonl")
         writer, records.records = open_writer(), ()
-        for record in missing:
-            writer.write(record)
+
+        def key(record: Record) -> tuple[Any, Any]:
+            return record.get("step"), record.get("split")
+
+        # An update that a lost process has interrupted may have succeeded in some processes, and
+        # failed on root. So take the records of the process that has most, and the newest.
+        written = set(map(key, read(run.log.directory / "metrics.jsonl", math.inf)))
+        most = max(map(json.loads, texts), key=lambda records: sum(x["step"] for x in records))
+        for record in most:
+            if key(record) not in written:
+                writer.write(record)
         return writer
 
     def goes_on(self, error: BaseException) -> bool:
