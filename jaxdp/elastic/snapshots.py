@@ -8,7 +8,6 @@ its split leaves on each device. A process copies the parts of its devices and t
 """
 
 import dataclasses
-import itertools
 import json
 import math
 import pathlib
@@ -140,7 +139,9 @@ class Snapshots(Continuation):
     def __init__(self, every: int | Literal["auto"], trusted: bool = False):
         self.trusted = trusted
         self.every = 0 if every == "auto" else every  # 0: not chosen yet
-        self._taken: list[tuple[int, float, float]] = []  # update, began, ended
+        # Seconds of an update since the copy before, and of the copy.
+        self._taken: list[tuple[float, float]] = []
+        self._ended = 0.0  # when the last of these copies ended
         # The newest first, and the one before if the state is split: another process may not have
         # read its newest parts.
         self.kept: list[Snapshot] = []
@@ -218,7 +219,10 @@ class Snapshots(Continuation):
         self.settle()
         self._begin()
         if not self.every:
-            self._taken.append((step, began, time.perf_counter()))
+            # After a rollback, the number of updates is smaller than before.
+            update = (began - self._ended) / max(1, step - since)
+            self._ended = time.perf_counter()
+            self._taken.append((update, self._ended - began))
             if len(self._taken) == COPIES:
                 self._choose(affordable(self._taken))
 
@@ -307,17 +311,14 @@ class Snapshots(Continuation):
         return step, json.loads(snapshot.meta), state
 
 
-def affordable(taken: Sequence[tuple[int, float, float]]) -> int:
+def affordable(taken: Sequence[tuple[float, float]]) -> int:
     """Return the updates between two copies: so many that copies take COST of the time, and at
     least LEAST seconds.
 
-    taken: (update, when the copy began, when it ended), in seconds, of COPIES copies, of which the
-    first compiles. The least time of an update is used, since processes pause during the first
+    taken: (seconds of an update before the copy, seconds of the copy) of COPIES copies, of which
+    the first compiles. The least time of an update is used, since processes pause during the first
     ones."""
-    taken = taken[1:]
-    # After a rollback, the number of updates is smaller than before.
-    between = ((b[1] - a[2]) / max(1, b[0] - a[0]) for a, b in itertools.pairwise(taken))
-    update, copy = min(between), min(ended - began for _, began, ended in taken)
+    update, copy = map(min, zip(*taken[1:]))
     return min(MOST, math.ceil(max(copy / COST, LEAST) / update))
 
 
