@@ -7,7 +7,6 @@ its split leaves on each device. A process copies the parts of its devices and t
 `Newest` keeps the newest records, which a lost rank 0 may not have written.
 """
 
-import dataclasses
 import json
 import math
 import pathlib
@@ -29,7 +28,6 @@ from jaxdp.process import hosts
 from jaxdp.process.context import Context
 from jaxdp.run.callbacks import Callbacks
 from jaxdp.run.driver import Continuation, Training
-from jaxdp.split import WHOLE
 from jaxdp.train.run import Run
 from jaxdp.train.state import TrainState
 
@@ -357,30 +355,29 @@ def find(context: Context, kept: Sequence[Snapshot], oldest: int) -> Found | Non
 
     kept: of this process. Prints what is missing.
     """
-    own: dict[tuple[int, ...], Snapshot] = {s.key: s.check() for s in kept if s.step >= oldest}
-    texts = context.exchange("snapshots", json.dumps([(key, [*s.parts]) for key, s in own.items()]))
-    ranks: dict[tuple[int, ...], dict[int, list[int]]] = {}  # {key: {part: ranks}}
-    for rank, text in enumerate(texts):
-        for key, parts in json.loads(text):
-            for part in parts:
-                ranks.setdefault(tuple(key), {}).setdefault(part, []).append(rank)
-    complete = [key for key, parts in ranks.items() if len(parts) > key[-1]]
-    if not complete:
-        if ranks and context.is_root:
-            step, _, count = newest = max(ranks)
-            missing = ", ".join(str(part) for part in range(count) if part not in ranks[newest])
-            safe_print.say(
-                f"jaxdp: elastic: no process that is left has part {missing} of the state after update {step}: the job "
-                "continues from its newest checkpoint",
-                error=True,
-            )
-        return None
-    step, offset, slices = newest = max(complete)
-    snapshot = own.get(newest, Snapshot(step, {}, "", (), slices, offset))
-    owner = ranks[newest][WHOLE][0]
-    of_owner = dataclasses.replace(context, root_rank=owner).of_root
-    meta, dims = of_owner("snapshot metadata", lambda: [snapshot.meta, snapshot.dims])
-    return Found(snapshot._replace(meta=meta, dims=dims), ranks[newest])
+    own = {x.key: x.check() for x in kept if x.step >= oldest}
+    described = [x._replace(parts=[*x.parts], checksums={}) for x in own.values()]
+    found: dict[tuple[int, ...], Found] = {}
+    for rank, text in enumerate(context.exchange("snapshots", json.dumps(described))):
+        for fields in json.loads(text):
+            one = Snapshot(*fields)
+            snapshot, ranks = found.setdefault(one.key, Found(one, {}))
+            for part in one.parts:
+                ranks.setdefault(part, []).append(rank)
+    complete = [key for key, x in found.items() if len(x.ranks) > x.snapshot.slices]
+    if complete:
+        snapshot, ranks = found[max(complete)]
+        mine = own.get(snapshot.key, snapshot._replace(parts={}))
+        return Found(mine._replace(meta=snapshot.meta), ranks)
+    if found and context.is_root:
+        snapshot, ranks = found[max(found)]
+        missing = ", ".join(str(part) for part in range(snapshot.slices) if part not in ranks)
+        safe_print.say(
+            f"jaxdp: elastic: no process that is left has part {missing} of the state after update "
+            f"{snapshot.step}: the job continues from its newest checkpoint",
+            error=True,
+        )
+    return None
 
 
 def receive(context: Context, found: Found) -> Iterable[tuple[int, Sequence[np.ndarray]]]:
