@@ -31,8 +31,11 @@ ALL_END = {  # launcher: what it does when one process ends, and the alternative
     "hydra": "this mpirun ends all processes when one is lost; use jaxdp launch, Open MPI or srun",
     "torchrun": "torchrun restarts all processes when one is lost; use jaxdp launch",
 }
-# Arguments of Open MPI's mpirun.
-RECOVERS = re.compile(r"^--?(enable-recovery|continuous)$|^ft_enable$|ulfm")
+# The command line of a parent that is no mpirun of Open MPI, or has an argument that lets the other
+# processes continue.
+RECOVERS = re.compile(
+    r"^(?![^\0]*(mpirun|mpiexec|prterun)\0)|\0(--?(enable-recovery|continuous)|ft_enable)\0|ulfm"
+)
 
 
 def train_in_generations(
@@ -108,13 +111,10 @@ def wait_for_devices(config: Config, context: Context) -> None:
 def launcher_problem(launcher: str) -> str | None:
     """Return why the launcher will not let the other processes continue, and what to do; None if it
     will, or if that is unknown: Slurm does unless its administrator has set KillOnBadExit."""
-    if launcher == "openmpi":
+    command = ""
+    with contextlib.suppress(OSError):
         file = pathlib.Path(f"/proc/{os.getppid()}/cmdline")
-        try:
-            name, *arguments = file.read_text(encoding="utf-8", errors="replace").split("\0")
-        except OSError:
-            return None
-        is_mpirun = name.endswith(("mpirun", "mpiexec", "prterun"))
-        if not is_mpirun or any(map(RECOVERS.search, arguments)):
-            return None
+        command = file.read_text(encoding="utf-8", errors="replace")
+    if launcher == "openmpi" and RECOVERS.search(command):
+        return None
     return ALL_END.get(launcher)
