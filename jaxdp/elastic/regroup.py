@@ -323,15 +323,13 @@ def run_generations(
                 context.agree(None)  # a process that joins tells here if its config is wrong
             return train(context)
         except Exception as error:
-            if isinstance(error, Stopped) and error.kind == "regroup":
+            if not has_ended(error):
+                raise
+            if isinstance(error, Stopped):
+                # Another process may have ended the generation already.
                 with contextlib.suppress(DistributedError):
                     context.barrier("regroup")
-                with contextlib.suppress(
-                    DistributedError
-                ):  # another process has ended the generation already
                     membership.joined().request("regroup", fault="")
-            elif not has_ended(error):
-                raise
             wait_for_programs()
         ended()
         gc.collect()
