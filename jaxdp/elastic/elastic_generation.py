@@ -118,10 +118,6 @@ class ElasticGeneration(Generation):
         self.disconnect(self.members.values())
         self.members = {}
 
-    def send_to(self, members: Iterable[Member], message: Message) -> None:
-        for member in members:
-            member.send(**message)
-
     def disconnect(self, members: Iterable[Member]) -> None:
         for member in members:
             member.writer.close()

@@ -44,7 +44,8 @@ QUIET = 5.0  # beyond a heartbeat, after which a process that waits is stopped o
 WINDOW = 10.0  # that the survivors of a generation have to report to the next one
 # that a survivor has if it sends heartbeats, or without them if it may have the only state
 LATE = 90.0
-Process = Any  # with rank, title, facts, and the seconds for which it is silent: a `Member`
+# With rank, title, facts, the seconds for which it is silent, and `send`: a `Member`.
+Process = Any
 Identity = tuple[str, str, int]  # what a process keeps from generation to generation
 
 
@@ -115,7 +116,7 @@ class Machine:
                 self.actor.disconnect([process])
         elif facts.get("prepares") and "last" not in facts and self.has_enough():
             self.preparing.append(process)
-            self.actor.send_to([process], {"prepare": True})
+            process.send(prepare=True)
         else:
             self.waiting.append(process)
             self.form()
@@ -147,7 +148,8 @@ class Machine:
         self.state, self.seconds = ENDED, 0.0
         others = [x for rank, x in self.members.items() if rank != author]
         self.survivors = identities(x for x in others if x.silent < self.silence)
-        self.actor.send_to(others, {"ended": text})
+        for process in others:
+            process.send(ended=text)
 
     def closes(self, process: Process) -> None:
         """A connection has closed: its process has ended, or connects again."""
@@ -186,7 +188,8 @@ class Machine:
     # Decisions
 
     def refuse(self, text: str, code: int) -> None:
-        self.actor.send_to([*self.waiting, *self.preparing], {"error": text, "code": code})
+        for process in [*self.waiting, *self.preparing]:
+            process.send(error=text, code=code)
         self.waiting, self.preparing = [], []
 
     def form(self) -> None:

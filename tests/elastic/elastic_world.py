@@ -24,6 +24,10 @@ class Link:
         self.slot, self.facts, self.rank = slot, facts, facts["rank"]
         self.silent, self.inbox, self.title = 0.0, [], f"rank {slot}"
 
+    def send(self, **message):
+        [text] = {"prepare", "ended", "error"} & message.keys()
+        self.inbox.append(text)
+
 
 class Process:
     """A process that the launcher has started.
@@ -422,11 +426,6 @@ class World:
         for newcomer in self.first.values():
             self.shut(newcomer)
         self.first = {}
-
-    def send_to(self, links, message):
-        [text] = {"prepare", "ended", "error"} & message.keys()
-        for link in links:
-            link.inbox.append(text)
 
     def disconnect(self, links):
         for link in links:
