@@ -43,23 +43,7 @@ def run(train: Callable[[State, Callable[[State], None]], T], state: State) -> T
         raise UsageError(
             "elastic: this job is not elastic; first call jaxdp.init(group=jaxdp.elastic.Options())"
         )
-    paths, structure = jax.tree_util.tree_flatten_with_path(state)
-    names, leaves = [path_string(path) or "state" for path, _ in paths], jax.tree.leaves(state)
-    for name, x in zip(names, leaves):
-        if is_key(x):
-            kind = "key (give its jax.random.key_data)"
-        elif (
-            not isinstance(x, NUMBERS)
-            or isinstance(x, np.ma.MaskedArray)
-            or np.asarray(x).dtype == object
-        ):
-            kind = type(x).__name__
-        else:
-            continue
-        raise UsageError(
-            f"elastic: {name!r} of the state is a {kind}; give arrays, and numbers of at most 64 bits"
-        )
-    arrays = [native(x) for x in leaves]
+    structure, (arrays, kinds) = jax.tree.structure(state), leaves_of(state)
     newest = first = snapshot_of(0, arrays)
 
     def train_generation(context: Context) -> T:
@@ -75,34 +59,48 @@ def run(train: Callable[[State, Callable[[State], None]], T], state: State) -> T
             raise UsageError(f"elastic: the state is {first.meta}, but the job has {newest.meta}")
         regroup.report_state()
         if not newest.step:
-            sums = zip(names, map(described, arrays), first.checksums[WHOLE])
+            sums = zip(kinds.items(), first.checksums[WHOLE])
             context.check_same(
-                "elastic: the state", {name: f"{kind}, checksum {n:x}" for name, kind, n in sums}
+                "elastic: the state", {name: f"{kind}, checksum {n:x}" for (name, kind), n in sums}
             )
 
         def commit(state: State) -> None:
             nonlocal newest
-            new: Any = jax.tree.structure(state)
-            if new != structure:
-                raise UsageError(
-                    f"commit: the state is {new}, but jaxdp.elastic.run got {structure}"
-                )
-            now = [native(x) for x in jax.tree.leaves(state)]
-            for name, x, like in zip(names, now, arrays):
-                if described(x) != described(like):
+            now, new = leaves_of(state)
+            for name in kinds | new:
+                if new.get(name) != kinds.get(name):
                     raise UsageError(
-                        f"commit: {name!r} is {described(x)}, but jaxdp.elastic.run got {described(like)}"
+                        f"commit: {name!r} is {new.get(name)}, but jaxdp.elastic.run got {kinds.get(name)}"
                     )
             newest = snapshot_of(newest.step + 1, now)
             if (request := agreement.point()) is not None:
                 raise Stopped(**request)
 
-        restored = list(map(restore, newest.parts[WHOLE], arrays, leaves))
+        restored = list(map(restore, newest.parts[WHOLE], arrays, jax.tree.leaves(state)))
         return train(jax.tree.unflatten(structure, restored), commit)
 
     context = joined()
     context.agree(None)  # as processes of later generations do
     return run_generations(train_generation, context, lambda: None)
+
+
+def leaves_of(state: State) -> tuple[list[np.ndarray], dict[str, str]]:
+    """Return the leaves of a state as NumPy arrays, and by their paths dtype and shape of each.
+
+    Raises UsageError if one is not an array or a number.
+    """
+    arrays, kinds = [], {}
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        name = path_string(path) or "state"
+        is_masked = isinstance(x, np.ma.MaskedArray)
+        if not isinstance(x, NUMBERS) or is_masked or is_key(x) or np.asarray(x).dtype == object:
+            raise UsageError(
+                f"elastic: {name!r} of the state is a {type(x).__name__}; give arrays (of a key "
+                "its jax.random.key_data), and numbers of at most 64 bits"
+            )
+        arrays.append(native(x))
+        kinds[name] = described(arrays[-1])
+    return arrays, kinds
 
 
 def snapshot_of(step: int, arrays: list[np.ndarray]) -> Snapshot:

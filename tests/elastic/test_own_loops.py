@@ -13,7 +13,7 @@ WRONG = {
     "elastic: 'layer/w' of the state is a complex": lambda: jaxdp.elastic.run(
         lambda *_: 0, {"layer": {"w": 1j}}
     ),
-    "elastic: 'key' of the state is a key .give its jax.random.key_data.; give arrays, and numbers of": lambda: (
+    "elastic: 'key' of the state is a .*; give arrays .of a key its jax.random.key_data., and": lambda: (
         jaxdp.elastic.run(lambda state, commit: state, {"key": jax.random.key(0)})
     ),
 }
@@ -35,7 +35,7 @@ def test_what_cannot_work_is_refused_in_a_line(words):
         ),
         (
             {"b": 1, "w": np.ones((2, 3))},
-            "commit: the state is PyTreeDef.*'b'.*, but jaxdp.elastic.run got PyTreeDef.*'best'",
+            r"commit: 'best' is None, but jaxdp.elastic.run got int64\[\]",
         ),
         (
             {"best": 1, "w": np.ones((3, 2))},
