@@ -4,20 +4,20 @@
 """
 
 import functools
-import importlib
+import pkgutil
 from typing import Any
 
 from jaxdp.errors import UsageError
 from jaxdp.extras import Extra, Train
 
 # They load on first use: the coordinator imports this folder, and needs no training.
-_HOME = {"run": "own_loop", "Options": "regroup"}
+_HOME = {"run": "jaxdp.elastic.own_loop.run", "Options": "jaxdp.elastic.regroup.Options"}
 __all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(importlib.import_module(f"jaxdp.elastic.{_HOME[name]}"), name)
+        return pkgutil.resolve_name(_HOME[name])
     raise AttributeError(f"module 'jaxdp.elastic' has no attribute {name!r}")
 
 

@@ -3,7 +3,6 @@ what it runs is called again in each generation, until it returns."""
 
 from __future__ import annotations
 
-import atexit
 import collections
 import concurrent.futures
 import contextlib
@@ -179,7 +178,6 @@ class ElasticMembership(membership.Membership):
             self.ending.set()
         self.connection.socket.close()
         self._listeners.clear()
-        atexit.unregister(self.leave)
 
     def _hear(self, message: Message) -> None:
         if isinstance(text := message.get("ended"), str):

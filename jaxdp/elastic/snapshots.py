@@ -56,13 +56,12 @@ def report_lost_updates(directory: pathlib.Path, start: int) -> None:
         (record.get("step", 0) for record in read(directory / "metrics.jsonl", math.inf)), default=0
     )
     if reached > start:
-        checkpoint = f"its checkpoint of update {start}"
-        origin = checkpoint if start else "the first update: it has no checkpoint"
-        text = (
-            f"jaxdp: elastic: no process has the state after update {reached} any more: the job "
-            f"continues from {origin}"
+        origin = f"its checkpoint of update {start}"
+        safe_print.say(
+            f"jaxdp: elastic: no process has the state after update {reached} any more: the job continues from "
+            f"{origin if start else 'the first update: it has no checkpoint'}",
+            error=True,
         )
-        safe_print.say(text, error=True)
 
 
 FIRST, COPIES = 10, 6  # updates between the first copies, and their number
