@@ -138,7 +138,8 @@ def assemble(
         for piece, (targets, dim) in zip(arrays, leaves, strict=True):
             start = [part * n if d == dim else 0 for d, n in enumerate(piece.shape)]
             for target_start, target in targets.items():
-                copy_overlap(target, target_start, piece, start)
+                offset = np.subtract(start, target_start)
+                overlap(target, offset, piece.shape)[...] = overlap(piece, -offset, target.shape)
 
     def place(x: Any, pieces: Shards) -> jax.Array:
         return jax.make_array_from_callback(
@@ -153,12 +154,7 @@ def first(index: Any) -> tuple[int, ...]:
     return tuple(x.start or 0 for x in index)
 
 
-def copy_overlap(
-    target: np.ndarray, target_start: Sequence[int], piece: np.ndarray, start: Sequence[int]
-) -> None:
-    """Copy what two pieces of one array have in common. Each starts at an element of it."""
-    low = np.maximum(target_start, start)
-    high = np.minimum(np.add(target_start, target.shape), np.add(start, piece.shape))
-    if np.all(low < high):
-        written = map(slice, low - target_start, high - target_start)
-        target[tuple(written)] = piece[tuple(map(slice, low - start, high - start))]
+def overlap(x: np.ndarray, offset: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return a view of what an array has in common with another one, which starts at an offset."""
+    index: Any = ..., *map(slice, np.maximum(offset, 0), np.maximum(offset + shape, 0))
+    return x[index]
