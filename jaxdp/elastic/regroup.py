@@ -48,11 +48,6 @@ from jaxdp.process.relay import Relay
 _services: set[int] = set()  # ports of the coordinator, and of JAX's service for each generation
 
 
-def spare(*ports: int) -> None:
-    """Never break connections to these ports."""
-    _services.update(ports)
-
-
 def break_collectives() -> None:
     """Shut down this process's TCP connections for reading, but those to the job's services.
 
@@ -84,7 +79,7 @@ class ElasticMembership(membership.Membership):
         job = self.job
         if hosts.is_own(job.address[0]):  # a cut network cannot be the cause
             self.silence = max(self.silence, self.timeout)
-        spare(job.address[1], hosts.split(job.jax_address)[1])
+        _services.update((job.address[1], hosts.split(job.jax_address)[1]))
         self._frozen = joining.Frozen(job.secret, job.address[1])
         self._breaking = threading.Lock()
 
@@ -151,24 +146,6 @@ class ElasticMembership(membership.Membership):
         self.interruptible(client.connect)
         _relays.append((client, relay))
         return client
-
-    def rejoin(self) -> Joined:
-        """Leave the generation that has ended, and join the next one. Raises DistributedError if too
-        few processes are left.
-        """
-        world, timeout, group, _ = enter.entered()
-        assert isinstance(group, Options)
-        address, secret = self.job.address, self.job.secret
-        membership.forget()
-        cancel_calls()
-        settings = joining.coordinator_settings(world, *address, secret, timeout, group)
-        place = joining.Place(settings, self.local_rank)
-        limit = LATE + group.join_timeout + timeout
-        job = connection.join(
-            *address, secret, self.last_facts, limit, place.absent, silent=place.silent
-        )
-        self.close()
-        return job
 
     def close(self) -> None:
         """Leave an ended generation: close the connection, stop the threads, and free what its
@@ -244,7 +221,27 @@ class Options(Group):
             try:
                 return enter(job)
             except GenerationEnded:
-                job = joined().rejoin()
+                job = rejoin()
+
+
+def rejoin() -> Joined:
+    """Leave the generation that has ended, and join the next one. Raises DistributedError if too
+    few processes are left.
+    """
+    member = current()
+    world, timeout, group, _ = enter.entered()
+    assert member is not None and isinstance(group, Options)
+    address, secret = member.job.address, member.job.secret
+    membership.forget()
+    cancel_calls()
+    settings = joining.coordinator_settings(world, *address, secret, timeout, group)
+    place = joining.Place(settings, member.local_rank)
+    limit = LATE + group.join_timeout + timeout
+    job = connection.join(
+        *address, secret, member.last_facts, limit, place.absent, silent=place.silent
+    )
+    member.close()
+    return job
 
 
 def regroup() -> context.Context:
@@ -253,20 +250,13 @@ def regroup() -> context.Context:
     All arrays and compiled programs of this process become invalid. Raises DistributedError if too
     few processes are left, or the coordinator has gone.
     """
-    return context.renew(**enter.entered().group.enter(enter.enter, joined().rejoin()))
+    return context.renew(**enter.entered().group.enter(enter.enter, rejoin()))
 
 
 def current() -> ElasticMembership | None:
     """Return the membership of this process; None if it is alone, or in a fixed group."""
     member = membership.current()
     return member if isinstance(member, ElasticMembership) else None
-
-
-def joined() -> ElasticMembership:
-    """Return the membership of a process of an elastic job."""
-    member = current()
-    assert member is not None
-    return member
 
 
 def report_state() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.clients import Client, facts
 from jaxdp.elastic import states
-from jaxdp.elastic.regroup import ElasticMembership, Options, spare
+from jaxdp.elastic.regroup import ElasticMembership, Options
 from jaxdp.errors import PREEMPTED, DistributedError, GenerationEnded
 from jaxdp.process import (
     connection,
@@ -46,7 +46,6 @@ def enter(request):
         )
 
     start()
-    spare(port)
 
     def enter(rank, prepare=None, **more):
         own = facts(rank, 3) | {"prepares": prepare is not None} | more
