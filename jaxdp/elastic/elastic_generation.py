@@ -6,6 +6,7 @@ next one.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -32,8 +33,7 @@ class ElasticGeneration(Generation):
 
     @property
     def has_ended(self) -> bool:
-        is_current = self.machine.actor is self
-        return not is_current or self.machine.state not in (FIRST, TRAINING)
+        return self.machine.actor is not self or self.machine.state not in (FIRST, TRAINING)
 
     # Events
 
@@ -60,11 +60,12 @@ class ElasticGeneration(Generation):
         else:
             super().handle(member, message)
 
-    def do_prepared(self, member: Member, id: Any) -> None:
-        self.machine.on("prepared", member)
+    def pass_on(self, event: str, member: Member, id: Any) -> None:
+        self.machine.on(event, member)
 
-    def do_opened(self, member: Member, id: Any) -> None:
-        self.machine.on("opened", member)
+    do_prepared = functools.partialmethod(pass_on, "prepared")
+    do_opened = functools.partialmethod(pass_on, "opened")
+    do_waits = functools.partialmethod(pass_on, "waits")
 
     def do_regroup(self, member: Member, id: Any, fault: str) -> Message:
         """A rank has reached the update at which all regroup, or its collective has failed."""
@@ -72,10 +73,6 @@ class ElasticGeneration(Generation):
             self.fail(fault)
         else:
             self.machine.on("fails", "processes wait to join")
-        return {}
-
-    def do_waits(self, member: Member, id: Any) -> Message:
-        self.machine.on("waits")
         return {}
 
     def do_leave(self, member: Member, id: Any, code: int) -> Message:

@@ -97,7 +97,7 @@ def wait_for_devices(config: Config, context: Context) -> None:
     if context.is_root:
         safe_print.say(f"jaxdp: elastic: {text}; waiting for another process", error=True)
     agreement, deadline = Agreement(context), time.monotonic() + timeout
-    membership.joined().request("waits")
+    membership.joined().connection.send(op="waits")
     while (request := agreement.point()) is None:
         if time.monotonic() > deadline:
             why = f"no process joined (elastic.join_timeout: {timeout:g}); the next start resumes from a checkpoint"

@@ -131,8 +131,8 @@ class Machine:
         """A rank has the state of its generation."""
         process.facts["state"] = self.number
 
-    def waits(self) -> None:
-        """The generation cannot train without others."""
+    def waits(self, process: Process) -> None:
+        """A rank cannot train without others."""
         self.needs_others = True
 
     def left(self, code: int) -> None:

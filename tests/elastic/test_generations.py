@@ -179,7 +179,7 @@ def test_no_stop_for_a_new_process_before_join_after(enter):
         assert [x[0].rank for x in second] == [0, 1, 2] and [x[1] for x in second] == [1] * 3
         asked, late = threading.Event(), pool.submit(enter, 0, pid=1 << 29)
         second[0][0].on("join", lambda rank, title: asked.set())
-        second[1][0].request("waits")
+        second[1][0].connection.send(op="waits")
         assert asked.wait(60) and not late.done()
         regroup(second[0][0])
         last = [
