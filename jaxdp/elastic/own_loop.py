@@ -59,10 +59,8 @@ def run(train: Callable[[State, Callable[[State], None]], T], state: State) -> T
             raise UsageError(f"elastic: the state is {first.meta}, but the job has {newest.meta}")
         regroup.report_state()
         if not newest.step:
-            sums = zip(kinds.items(), first.checksums[WHOLE])
-            context.check_same(
-                "elastic: the state", {name: f"{kind}, checksum {n:x}" for (name, kind), n in sums}
-            )
+            sums = zip(kinds, first.checksums[WHOLE])
+            context.check_same("elastic: the state", {name: f"checksum {n:x}" for name, n in sums})
 
         def commit(state: State) -> None:
             nonlocal newest
