@@ -249,25 +249,42 @@ def tables(record: Record) -> dict[str, str]:
 
 
 PAGES = ("benchmarks/RESULTS.md", "benchmarks/history.md", "docs/performance.md")
-MARK = re.compile(
-    r"(<!-- (\w+): written by benchmarks/record\.py -->\n\n).*?(<!-- end -->)", re.DOTALL
-)
+
+
+def mark(script: str) -> re.Pattern[str]:
+    """The places of the tables that a script writes: its groups are the first line, the name of the
+    table and the last line.
+    """
+    line = rf"(<!-- (\w+): written by benchmarks/{script}\.py -->\n\n)"
+    return re.compile(line + r".*?(<!-- end -->)", re.DOTALL)
+
+
+MARK = mark("record")
 
 
 def rendered(page: str, record: Record) -> str:
     """The text of a page with the tables of a record between its marks."""
-    made = tables(record)
-    return MARK.sub(lambda found: f"{found[1]}{made[found[2]]}\n\n{found[3]}", page)
+    return filled(page, "record", tables(record))
+
+
+def filled(page: str, script: str, made: dict[str, str]) -> str:
+    """The text of a page with the tables of a script between its marks."""
+    return mark(script).sub(lambda found: f"{found[1]}{made[found[2]]}\n\n{found[3]}", page)
 
 
 def write(record: Record) -> None:
-    """Write the tables into the pages, and say of each page whether it changed."""
+    """Write the tables into the pages."""
     for name in PAGES:
-        page: pathlib.Path = ROOT / name
-        before = page.read_text()
-        after = rendered(before, record)
-        print(f"{name}: {'as it was' if after == before else 'written'}")
-        page.write_text(after)
+        fill(ROOT / name, "record", tables(record))
+
+
+def fill(page: pathlib.Path, script: str, made: dict[str, str]) -> None:
+    """Write the tables of a script between its marks on a page, and say whether it changed."""
+    before = page.read_text()
+    after = filled(before, script, made)
+    name = page.relative_to(ROOT)
+    print(f"{name}: {'as it was' if after == before else 'written'}")
+    page.write_text(after)
 
 
 if __name__ == "__main__":

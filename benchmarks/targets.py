@@ -1,17 +1,23 @@
 """Compile the configs for GPUs and TPUs that are not here, and print what their compilers say, as
 tables. Compiled, not run.
 
-    python -m benchmarks.targets            # every config for 8 and 64 H100 and 16 v5e
-    python -m benchmarks.targets --scale    # GPT-2 124M and Llama 7B on 64 to 4,096 devices
+    python -m benchmarks.targets                       # every config for 8 and 64 H100 and 16 v5e
+    python -m benchmarks.targets --scale               # GPT-2 124M and Llama 7B on up to 4,096 devices
+    python -m benchmarks.targets --record [--scale]    # keeps results, writes the tables of RESULTS.md
 
 The compilers are those of `make .targets/.done`. Each program is compiled by a process of its own,
 whose peak memory is reported. Data sets that are not on this machine are files of noise: only their
-shapes count. With --out, results are appended to a file of JSON lines, and those that it has are not
-compiled again.
+shapes count. Models are cut in depth where a compile takes over a minute of a processor: see SHALLOW.
+
+With --out, results are appended to a file of JSON lines, and those that it has are not compiled
+again; --again compiles them. --record is --out benchmarks/targets.jsonl, and writes what that file has
+between the marks of RESULTS.md: a program that is not in it is "not compiled".
 """
 
 import argparse
+import datetime
 import gzip
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -26,13 +32,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.record import fill
 from jaxdp.metrics.numbers import size
 
 ROOT = pathlib.Path(__file__).parents[1]
+RECORD = ROOT / "benchmarks" / "targets.jsonl"
+PAGE = ROOT / "benchmarks" / "RESULTS.md"
 TARGETS = ("h100:8", "h100:8x8", "v5e:4x4")
+BACKENDS = ("pjit", "pmap")
 CONFIGS = tuple(sorted(file.stem for file in (ROOT / "configs").glob("*.yaml")))
 LIMIT = 480  # seconds of a program
 SHOWN = 200  # characters of the reason why a program is refused
+SHALLOW: dict[tuple[str, str], tuple[int, int]] = {}
+"""{(config, kind of device): (layers that are compiled, layers)} of the models that are cut in depth."""
 SIZES = ("h100:8x8", "h100:64x8", "h100:512x8", "v5p:16x16x16")
 SCALE = {
     "GPT-2 124M, stage 0": ("gpt2_124m", "--parallel.backend", "pjit"),
@@ -61,11 +73,20 @@ class Program(NamedTuple):
 def configs(names: tuple[str, ...], targets: tuple[str, ...]) -> list[Program]:
     """Return the programs of the table of configs."""
     return [
-        Program(name, target, backend, (name, "--parallel.backend", backend))
+        config_program(name, target, backend)
         for target in targets
-        for backend in ("pjit", "pmap")
+        for backend in BACKENDS
         for name in names
     ]
+
+
+def config_program(name: str, target: str, backend: str) -> Program:
+    """Return the program of a config, with fewer layers if SHALLOW says so."""
+    words, title = [name, "--parallel.backend", backend], name
+    if cut := SHALLOW.get((name, target.partition(":")[0])):
+        words += ["--model.args.layers", str(cut[0])]
+        title = f"{name}, {cut[0]} of {cut[1]} layers"
+    return Program(title, target, backend, tuple(words))
 
 
 def scales() -> list[Program]:
@@ -134,7 +155,8 @@ def compile_one(target_name: str, words: list[str]) -> dict[str, Any]:
 
 
 def compile_apart(program: Program, data: pathlib.Path) -> dict[str, Any]:
-    """Return what `compile_one` returns in another process, or how that ended."""
+    """Return what `compile_one` returns in another process, or how that ended; and the date."""
+    made = {"date": f"{datetime.date.today()}", "versions": versions()}
     name, *more = program.words
     words = ["--config", f"configs/{name}.yaml", *noise_for(name, data), *more]
     paths = [str(ROOT), str(ROOT / ".targets"), os.environ.get("PYTHONPATH", "")]
@@ -149,11 +171,17 @@ def compile_apart(program: Program, data: pathlib.Path) -> dict[str, Any]:
             timeout=LIMIT,
         )
     except subprocess.TimeoutExpired:
-        return {"refused": f"not compiled in {LIMIT} s"}
+        return {**made, "refused": f"not compiled in {LIMIT} s"}
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [""])[-1]
-        return {"refused": f"its process ended with {done.returncode}: {last}"}
-    return json.loads(done.stdout.splitlines()[-1])
+        return {**made, "refused": f"its process ended with {done.returncode}: {last}"}
+    return {**made, **json.loads(done.stdout.splitlines()[-1])}
+
+
+def versions() -> str:
+    """Return the versions of JAX and of the compilers in `.targets`."""
+    compilers = sorted(x.stem.replace("-", " ") for x in (ROOT / ".targets").glob("*.dist-info"))
+    return ", ".join([f"jax {importlib.metadata.version('jax')}", *compilers])
 
 
 # --- Data: noise in the formats of the data sets --------------------------------------
@@ -184,7 +212,8 @@ def noise_for(name: str, folder: pathlib.Path) -> list[str]:
             images, labels = np.zeros((512, 28, 28), np.uint8), np.arange(512) % 10
             write_idx(root / f"{split}-images-idx3-ubyte.gz", images)
             write_idx(root / f"{split}-labels-idx1-ubyte.gz", labels.astype(np.uint8))
-    return ["--data.args.root", str(root)]
+    inner = "data.args." * ("target: Augmented" in text)  # the data set of another one
+    return [f"--data.args.{inner}root", str(root)]
 
 
 def write_idx(file: pathlib.Path, array: np.ndarray) -> None:
@@ -211,26 +240,71 @@ def cells(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def table(programs: list[Program], results: dict[str, dict[str, Any]], scale: bool) -> str:
-    """Return the results of programs as a table, in markdown."""
-    times = ["compile", "processor time in all", "its memory"] if scale else ["compile"]
-    header = ["program", "target", *([] if scale else ["backend"]), *times]
-    header += ["peak of a device", "update", "hidden", "MFU"]
+FIGURES = ("peak of a device", "update", "hidden", "MFU")
+Results = dict[str, dict[str, Any]]
+
+
+def row_of(result: dict[str, Any] | None, times: list[str]) -> list[str]:
+    """Return times and figures of a result, or the reason why there are none."""
+    if result is None or "refused" in result:
+        reason = "not compiled" if result is None else f"no: {result['refused'][:SHOWN]}"
+        return [reason.replace("|", "/"), *[""] * (len(times) + len(FIGURES) - 1)]
+    return [*times, *cells(result)]
+
+
+def seconds_of(result: dict[str, Any] | None) -> str:
+    """Return the seconds of the compiler, and those of processors in all."""
+    if result is None or "refused" in result:
+        return "-"
+    return f"{result['compile_seconds']:.0f} s ({result['processor_seconds']:.0f})"
+
+
+def under_pmap(plain: dict[str, Any] | None, result: dict[str, Any] | None) -> str:
+    """Return what pmap makes of a program, beside pjit."""
+    first, *more = row_of(result, [])
+    if result is None or "refused" in result:
+        return first
+    if plain is None or "refused" in plain or cells(plain) != cells(result):
+        return "; ".join([first, *more])
+    return "the same"
+
+
+def table(programs: list[Program], results: Results, scale: bool) -> str:
+    """Return the results of programs as a table, in markdown. Those of configs have a row for both
+    backends.
+    """
+    times = ["compile (processor time)", *["its memory"] * scale]
+    dates = sorted(results[x.key]["date"] for x in programs if x.key in results)
+    made = " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]]))
+    header = [f"compiled {made}".strip(), "target", *times, *FIGURES]
+    header += [] if scale else ["compile under pmap", "its figures"]
     lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
     for program in programs:
-        result = results[program.key]
-        first = [program.name, program.target, *([] if scale else [program.backend])]
-        if "refused" in result:
-            shown = [f"no: {result['refused'][:SHOWN]}".replace("|", "/")]
-            shown += [""] * (len(header) - len(first) - 1)
-        else:
-            shown = [f"{result['compile_seconds']:.0f} s"]
-            if scale:
-                used = result["processor_seconds"]
-                shown += [f"{used:.0f} s", f"{result['rss'] / 1e9:.1f} GB"]
-            shown += cells(result)
-        lines.append(f"| {' | '.join(first + shown)} |")
+        if program.backend != BACKENDS[0]:
+            continue
+        result = results.get(program.key)
+        shown = [seconds_of(result)]
+        if scale:
+            shown.append(f"{result['rss'] / 1e9:.1f} GB" if result and "rss" in result else "-")
+        columns = [program.name, program.target, *row_of(result, shown)]
+        if not scale:
+            other = results.get(program.key.replace(*BACKENDS))
+            columns += [seconds_of(other), under_pmap(result, other)]
+        lines.append(f"| {' | '.join(columns)} |")
     return "\n".join(lines)
+
+
+def tables(results: Results) -> dict[str, str]:
+    """Return {name of the mark: what stands there}: the tables of configs and of scale."""
+    parts = [(configs(CONFIGS, TARGETS), False), (scales(), True)]
+    made = [table(programs, results, scale) for programs, scale in parts]
+    return {"compiled": "\n\n".join(made)}
+
+
+def read_results(file: pathlib.Path) -> Results:
+    """Return the newest result of each program in a file of JSON lines."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    return {row["key"]: row for row in map(json.loads, lines)}
 
 
 def main(argv: list[str]) -> None:
@@ -240,27 +314,30 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--scale", action="store_true", help="the table of scale")
     parser.add_argument("--only", help="programs whose arguments match a regular expression")
     parser.add_argument("--out", type=pathlib.Path, help="a file of JSON lines")
+    parser.add_argument("--again", action="store_true", help="compile those that --out has as well")
+    parser.add_argument(
+        "--record", action="store_true", help=f"--out {RECORD.name}; write the page"
+    )
     parser.add_argument("--one", metavar="TARGET", help="compile one config in this process")
     options, words = parser.parse_known_args(argv)
     if options.one:
         print(json.dumps(compile_one(options.one, words)))
         return
+    out = RECORD if options.record else options.out
     programs = scales() if options.scale else configs(CONFIGS, TARGETS)
     programs = [x for x in programs if re.search(options.only or "", x.key)]
-    results: dict[str, dict[str, Any]] = {}
-    if options.out and options.out.exists():
-        lines = options.out.read_text().splitlines()
-        results = {row["key"]: row for row in map(json.loads, lines)}
+    results = read_results(out) if out else {}
+    missing = [x for x in programs if options.again or x.key not in results]
     with tempfile.TemporaryDirectory() as folder:
-        for program in programs:
-            if program.key in results:
-                continue
+        for program in missing:
             results[program.key] = compile_apart(program, pathlib.Path(folder))
             print(program.key, results[program.key], file=sys.stderr, flush=True)
-            if options.out:
-                with options.out.open("a") as file:
+            if out:
+                with out.open("a") as file:
                     file.write(json.dumps({"key": program.key, **results[program.key]}) + "\n")
     print(table(programs, results, options.scale))
+    if options.record:
+        fill(PAGE, "targets", tables(results))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from jaxdp.plan.prediction import (
     recommend,
     summarize,
 )
-from jaxdp.plan.timeline import MEMORY, products_share, write_page
+from jaxdp.plan.timeline import MEMORY, write_page
 from jaxdp.run.build import changes_for
 from jaxdp.run.components import (
     Parts,
@@ -62,14 +62,14 @@ def run(call: Call) -> None:
 
 def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
     """Return the plan of every requested stage, as text or JSON."""
-    devices = options["devices"]
+    devices, outer = options["devices"], config.outer
     target = options["target"] and read_target(options["target"])
     hardware = target.hardware if target else load_hardware(options["hardware"] or DEFAULT)
     network = None if options["network"] is None else read_network(options["network"])
     limit = hardware.memory if options["memory"] is None else read_bytes(options["memory"])
     group_size(config.parallel.shard_size, devices)
     stages = read_stages(options["zero"], config.parallel.zero)
-    if config.outer.replicas > 1 and stages != [0]:
+    if outer.replicas > 1 and stages != [0]:
         raise UsageError(
             f"--zero: {options['zero']}, but a run with outer.replicas has stage 0 only; leave it out"
         )
@@ -92,7 +92,7 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
         for p in plans
     ]
     best = recommend(plans, limit)
-    tried_all = len(stages) > 1 or config.outer.replicas > 1
+    tried_all = len(stages) > 1 or outer.replicas > 1
     enough = devices <= config.microbatches
     uneven = 0 < config.microbatches % devices < config.microbatches
     examples = (
@@ -104,7 +104,6 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
         schedules = {p.zero: p.schedule for p in plans if p.schedule is not None}
         write_page(options["output"], schedules, f"{config.model.target} on {options['target']}")
     shapes = jax.eval_shape(make_state)
-    outer = config.outer
     if outer.replicas > 1 or network is not None:
         data = sent(
             parts.rule.trainable(shapes.params), outer.reduction or config.parallel.reduction
@@ -293,18 +292,20 @@ def remarks(
             "activations, peak and counts are XLA's for CPU: it keeps attention scores T x T that a fused kernel",
             "  does not, computes bfloat16 in float32, and does not merge collectives as on a GPU; collectives have",
             "  their own dtypes",
+        ]
+        times = [
             f"times: {hardware.efficiency:.1%} of {hardware.name}'s {dtype} peak, latency and bandwidth of its links;",
             f"  not measured. Expected: {NETWORK:.0%} of the bandwidth, {OVERLAP:.0%} of the shorter part hidden "
             "(docs/plan.md)",
         ]
+        none = [f"no times: {hardware.name} states no rate for {dtype}"]
+        notes += times if dtype in hardware.flops else none
     else:
         notes = [
             "compiled, not run: memory, kernels, collectives and their order are of the target's own compiler; each",
-            f"  operation takes its roofline time: {products_share(hardware):.1%} of the peak, "
+            f"  operation takes its roofline time: {hardware.products:.1%} of the peak, "
             f"{MEMORY:.0%} of the memory's bandwidth, all of a link's",
         ]
-    if dtype not in hardware.flops and plans[0].schedule is None:
-        notes[-2:] = [f"no times: {hardware.name} states no rate for {dtype}"]
     if devices > config.microbatches:
         notes.append(
             f"microbatches: {config.microbatches} cannot be split over {devices:,} devices; planned with microbatches "
@@ -315,6 +316,11 @@ def remarks(
             notes.append(
                 f"zero {p.zero}: only a run knows the iterations of {len(p.unknown_loops)} of its loops; each "
                 f"counts as one, such as {p.unknown_loops[0]}"
+            )
+        if p.unknown_groups:
+            notes.append(
+                f"zero {p.zero}: {len(p.unknown_groups)} collectives are between groups of devices in an unknown "
+                f"syntax, such as {p.unknown_groups[0]}; they count as collectives of all devices"
             )
         if p.gathered_whole:
             notes.append(

@@ -33,8 +33,8 @@ class Hardware(NamedTuple):
     "tensorfloat32" is what JAX's default matmul precision uses for float32 on GPUs that have it.
     memory: bytes per device; memory_bandwidth: bytes/s.
     intra: between the devices of a host; inter: between hosts, each device over its own share of
-    the network. efficiency: the share of the peak that a model's products reach.
-    source: the origin of the figures."""
+    the network. efficiency: the share of the peak that a model's products reach, for an estimate
+    without a schedule; products: with one, that of a target. source: the origin of the figures."""
 
     name: str
     flops: dict[str, PositiveFloat]
@@ -47,6 +47,7 @@ class Hardware(NamedTuple):
     inter_latency: NonNegativeFloat
     efficiency: Share  # type: ignore[valid-type]  # a type that jsonargparse has made
     source: str
+    products: Share = 0.55  # type: ignore[valid-type]
 
 
 # Fitted to half of the published runs in benchmarks/published.py, as the shares of the peak in

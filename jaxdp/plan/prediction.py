@@ -20,7 +20,7 @@ from jaxdp.parallel.layout import Share
 from jaxdp.parallel.strategy import Program, Strategy
 from jaxdp.plan.hardware import Hardware, compute_seconds, expected_seconds, seconds_sent
 from jaxdp.plan.hlo import Collective, collectives, summarize
-from jaxdp.plan.hlo.compiled_program import CompiledProgram
+from jaxdp.plan.hlo.compiled_program import UNKNOWN_GROUPS, CompiledProgram
 from jaxdp.plan.timeline import Schedule, play
 from jaxdp.run import rundir
 from jaxdp.run.model_summary import count_flops
@@ -164,6 +164,7 @@ class Memory(NamedTuple):
 class Plan(NamedTuple):
     """The figures of an update in one ZeRO stage. per_device: microbatches of a device; flops: of
     its products. unknown_loops: those whose iterations only a run knows; each counts as one.
+    unknown_groups: of collectives, in a syntax that is not known; each counts as one of all devices.
     schedule: of the program that the target's own compiler made; None: the program is that of
     simulated CPU devices.
     """
@@ -177,6 +178,7 @@ class Plan(NamedTuple):
     collectives: tuple[Collective, ...]
     flops: float
     unknown_loops: list[str]
+    unknown_groups: list[str]
     schedule: Schedule | None = None
 
     @property
@@ -210,6 +212,7 @@ def make_plan(case: Case, zero: int, hardware: Hardware | None = None) -> Plan:
         tuple(collectives(text, lowered.as_text())),
         count_flops(jax.make_jaxpr(program.update)(state, batch)),
         CompiledProgram(text).unknown_loops(),
+        UNKNOWN_GROUPS.findall(text),
         None if hardware is None else play(text, hardware),
     )
 

@@ -26,11 +26,9 @@ from jaxdp.plan.hardware import Hardware, seconds_sent
 from jaxdp.plan.hlo import WIRE, kind_of, read_collective
 from jaxdp.plan.hlo.compiled_program import CompiledProgram, Instruction, size
 
-# Fitted to half of the published runs in benchmarks/published.py: `python -m benchmarks.published
-# --fit`. PRODUCTS: share of the peak that large products reach (an H200 has the cores of an H100;
-# others count as one, which is not fitted). SLOWED: seconds that computation takes longer for each second of
-# communication beside it.
-PRODUCTS = {"a100": 0.775, "h100": 0.55, "h200": 0.55, "tpu": 0.825}
+# Seconds that computation takes longer for each second of communication beside it. Fitted to half of
+# the published runs in benchmarks/published.py, as are the shares of the peak that large products
+# reach (`products` in devices.toml): `python -m benchmarks.published --fit`.
 SLOWED = 0.25
 MEMORY = 0.85  # share of the memory's bandwidth; the published runs do not tell
 LAUNCH = 1e-6  # seconds between two kernels of a GPU
@@ -229,7 +227,7 @@ class Player:
         """Return the seconds of an operation that runs alone."""
         products = 0.0
         for dtype, flops in self.program.flops(where, x).items():
-            products += flops / (products_share(self.hardware) * self.rate(dtype))
+            products += flops / (self.hardware.products * self.rate(dtype))
         moved = self.program.traffic(where, x) / (MEMORY * self.hardware.memory_bandwidth)
         return max(products, moved)
 
@@ -249,11 +247,6 @@ class Player:
                     for shape in re.findall(r"\w+\[[\d,]*\]", x.shape):
                         found[shape, x.find("source") or x.name] = size(shape)
         return [(*name, count) for name, count in found.most_common(SHOWN)]
-
-
-def products_share(hardware: Hardware) -> float:
-    """Return the share of the peak that large products reach."""
-    return PRODUCTS.get(hardware.name.split("-")[0], PRODUCTS["h100"])
 
 
 def label(x: Instruction, kind: str) -> str:

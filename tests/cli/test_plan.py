@@ -14,7 +14,7 @@ from jax.tree_util import Partial
 import toys
 from covering import first
 from jaxdp.cli import load
-from jaxdp.cli.plan import read_bytes, read_stages
+from jaxdp.cli.plan import as_dict, read_bytes, read_stages, remarks
 from jaxdp.config import Parallel
 from jaxdp.errors import UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
@@ -282,6 +282,19 @@ def test_a_loop_that_only_a_run_knows_is_reported():
         assert bool(loops) != is_known
         note = f"zero 0: only a run knows the iterations of {len(loops)} of its loops; each"
         assert any(text.startswith(note) for text in plan["notes"]) != is_known, plan["notes"]
+
+
+def test_groups_in_an_unknown_syntax_are_reported():
+    """XLA may print groups of devices in a new way; the plan then counts all devices as one."""
+    plan = make_plan(case("pjit", 0, 2), 0)
+    config, *_ = load(["--config", "configs/digits.yaml"])
+    hardware = HARDWARE["h100-nvlink-ib400"]
+    for groups, is_known in (([], True), (["<0..1>", "<0..1>"], False)):
+        changed = plan._replace(unknown_groups=groups)
+        assert as_dict(changed)["unknown_groups"] == groups and plan.unknown_groups == []
+        notes = remarks(config, [changed], hardware, "float32", 4, 2, 64)
+        note = "zero 0: 2 collectives are between groups of devices in an unknown syntax, such as <0..1>; "
+        assert any(text.startswith(note) for text in notes) != is_known, notes
 
 
 def test_bad_options_are_one_line():

@@ -146,7 +146,7 @@ def test_plots(script, tmp_path):
 
 
 @runs("published")
-def test_published(script):
+def test_published(script, tmp_path):
     report = "\n".join(map(str, script("published")))
     assert report.startswith("Before: median error ") and report.count("| judged |") > 20
     efficiency, network, overlap, products, slowed, traffic, *table = script(
@@ -160,6 +160,14 @@ def test_published(script):
     assert products.startswith("PRODUCTS = {'a100'") and slowed == "SLOWED = 0.0"
     assert traffic == "traffic = 40"
     assert len([row for row in table if row.startswith("| ")]) == 1 + 9
+    file = tmp_path / "splits.json"
+    head, _, rule, seed, medians = script("published", "--splits", 1, "--coarse", 20, "--out", file)
+    assert rule.startswith("| by rule | 31 |") and seed.startswith("| seed 0 | 31 |")
+    assert medians.startswith("| median of 1 seeds | 31 |") and head.count("|") == 10
+    kept = json.loads(file.read_text())
+    assert all(
+        0 < x["after"]["median"] < x["after"]["second"] <= x["after"]["largest"] for x in kept
+    )
 
 
 @runs("record")
@@ -173,13 +181,13 @@ def test_targets(script, tmp_path):
     """A program is compiled, or refused since its compiler is missing or of another JAX."""
     words = ["--only", "h100:8 digits .*pjit", "--out", tmp_path / "results.jsonl"]
     header, rule, row = script("targets", *words)
-    assert header.startswith("| program | target |") and rule.count("|") == header.count("|") == 9
-    assert row.startswith("| digits | h100:8 | pjit | ") and row.count("|") == 9
-    assert re.search(r"\| \d+ s \| .*%|no: .* (is not installed|must be the same)", row)
+    assert header.startswith("| compiled 2") and rule.count("|") == header.count("|") == 10
+    assert row.startswith("| digits | h100:8 | ") and row.endswith(" | - | not compiled |")
+    assert re.search(r"\| \d+ s \(\d+\) \| .*%|no: .* (is not installed|must be the same)", row)
     assert script("targets", *words) == [header, rule, row]
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 1
     scale = script("targets", "--scale", "--only", "nothing of this kind")
-    assert len(scale) == 2 and scale[0].count("|") == 10
+    assert len(scale) == 2 and scale[0].count("|") == 9
 
 
 @runs(

@@ -6,11 +6,12 @@ import argparse
 import json
 import pathlib
 import re
+import statistics
 import sys
 
 import pytest
 
-from benchmarks import gpu, gpu_bench, harness, record, run
+from benchmarks import gpu, gpu_bench, harness, published, record, run, targets
 from benchmarks.cases import CASES, OURS, PLAIN, Case, Claim, Entry, Figure, Script
 from benchmarks.job import Contender, Failed
 
@@ -280,6 +281,82 @@ def test_tables_of_the_pages_are_those_of_the_record():
         assert record.rendered(page, record.load()) == page, f"python -m benchmarks.record: {name}"
         marked |= {mark for _, mark, _ in record.MARK.findall(page)}
     assert marked == record.tables({}).keys()
+
+
+def compiled(**figures):
+    """A result of `benchmarks.targets`, without a compiler."""
+    made = {"compile_seconds": 9.6, "processor_seconds": 3.0, "rss": 7e8, "date": "2026-01-02"}
+    speed = {"step_seconds": 2e-3, "hidden_share": 0.5, "mfu": 0.25, "peak_bytes": 3_000_000}
+    return {**made, **speed, "fits": True, **figures}
+
+
+def test_tables_of_what_was_compiled_are_those_of_the_record():
+    page = targets.PAGE.read_text()
+    tables = targets.tables(targets.read_results(targets.RECORD))
+    assert record.filled(page, "targets", tables) == page, "python -m benchmarks.targets --record"
+    assert {name for _, name, _ in record.mark("targets").findall(page)} == tables.keys()
+    assert all(f"| {name}" in tables["compiled"] for name in targets.CONFIGS)
+
+
+def test_the_table_of_splits_is_that_of_the_record():
+    page, tables = published.PAGE.read_text(), published.tables()
+    assert record.filled(page, "published", tables) == page, (
+        "python -m benchmarks.published --splits"
+    )
+    assert [name for _, name, _ in record.mark("published").findall(page)] == ["published"]
+    rule, *seeds = json.loads(published.RECORD.read_text())
+    _, judged = published.halves()
+    median = published.median_error(judged, published.off)
+    assert rule["split"] == "by rule" and rule["after"]["median"] == pytest.approx(median, abs=1e-4)
+    for seed, kept in enumerate(seeds):
+        fitted, judged = published.halves(seed)
+        assert kept["split"] == f"seed {seed}" and kept["judged"] == len(judged) == 31
+        assert {*fitted, *judged} == {*published.RUNS}
+    assert len(seeds) >= 10 and published.halves(0) != published.halves(1)
+    before, after = ([x[which]["median"] for x in seeds] for which in ("before", "after"))
+    low, middle, high, old = (
+        f"{100 * x:.1f}"
+        for x in (min(after), statistics.median(after), max(after), statistics.median(before))
+    )
+    said = f"is {middle} % ({low} to {high} %) after and {old} % before"
+    assert said in (ROOT / "docs/plan.md").read_text(), said
+    above = {x["after"]["run"] for x in seeds if x["after"]["largest"] > 0.25}
+    assert above <= {rule["after"]["run"]} and all(x["after"]["second"] < 0.25 for x in seeds)
+
+
+def test_a_compiled_program_has_a_row_for_both_backends():
+    programs = targets.configs(("digits", "gpt_3m"), ("h100:8",))
+    keys = [program.key for program in programs]
+    assert keys[0] == "h100:8 digits --parallel.backend pjit"
+    other = {"date": "2026-01-03", "refused": "a | b"}
+    found = [compiled(), compiled(fits=False), compiled(date="2026-01-03"), other]
+    header, _, *rows = targets.table(programs, dict(zip(keys, found)), scale=False).splitlines()
+    assert header.startswith("| compiled 2026-01-02 to 2026-01-03 | target |")
+    figures = "10 s (3) | {} | 2 ms | 50% | 25.0% |"
+    fits, too_large = figures.format("3 MB"), figures.format("3 MB: does not fit")
+    assert rows == [
+        f"| digits | h100:8 | {fits} 10 s (3) | the same |",
+        f"| gpt_3m | h100:8 | {too_large} - | no: a / b |",
+    ]
+    found[2] = compiled(step_seconds=0.25)
+    _, _, row, _ = targets.table(programs, dict(zip(keys, found)), scale=False).splitlines()
+    assert row.endswith("| 10 s (3) | 3 MB; 250 ms; 50%; 25.0% |")
+
+
+def test_a_model_that_is_cut_in_depth_says_so(monkeypatch):
+    monkeypatch.setattr(targets, "SHALLOW", {("gpt_3m", "v5e"): (2, 4)})
+    cut = targets.config_program("gpt_3m", "v5e:4x4", "pmap")
+    assert cut.name == "gpt_3m, 2 of 4 layers" and cut.words[-2:] == ("--model.args.layers", "2")
+    assert targets.config_program("gpt_3m", "h100:8", "pjit").name == "gpt_3m"
+
+
+def test_the_newest_result_of_a_program_counts(tmp_path):
+    file = tmp_path / "results.jsonl"
+    assert targets.read_results(file) == {}
+    lines = [{"key": "a", "date": "1"}, {"key": "b", "date": "1"}, {"key": "a", "date": "2"}]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    dates = {key: row["date"] for key, row in targets.read_results(file).items()}
+    assert dates == {"a": "2", "b": "1"}
 
 
 def of_speed(speed):

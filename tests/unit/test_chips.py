@@ -252,8 +252,7 @@ def test_full_precision_has_a_peak_of_its_own(name, peak):
     }"""
     hardware = chips.read_target(f"{name}:1x1").hardware
     schedule = timeline.play(text, hardware)
-    share = timeline.products_share(hardware)
-    assert schedule.longest[0][1] == pytest.approx(2 * 4096**3 / (share * peak))
+    assert schedule.longest[0][1] == pytest.approx(2 * 4096**3 / (hardware.products * peak))
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium")

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdp.plan.hlo import Collective, collectives, summarize
-from jaxdp.plan.hlo.compiled_program import replica_groups
+from jaxdp.plan.hlo.compiled_program import UNKNOWN_GROUPS, replica_groups
 
 MESH = Mesh(np.array(jax.devices()).reshape(2, 4), ("r", "d"), axis_types=(AxisType.Auto,) * 2)
 ALL = (tuple(range(8)),)
@@ -304,6 +304,16 @@ def test_a_loop_in_a_loop_of_unknown_length(count, exact):
 )
 def test_every_syntax_of_groups(text, groups):
     assert replica_groups(text, 8) == groups
+    assert UNKNOWN_GROUPS.findall(f"%r = f32[4] all-reduce(%p), {text}, to_apply=%add") == []
+
+
+@pytest.mark.parametrize("name", ["replica_groups", "source_target_pairs"])
+@pytest.mark.parametrize("groups", ["<0..7 step 2>", "[2,4]{0, 1}", "[]", "every(2)"])
+def test_an_unknown_syntax_of_groups_is_found(name, groups):
+    line = f"  %r = f32[4] all-reduce(%p), {name}={groups}"
+    for text in (f"{line}, to_apply=%add\n", f"{line}\n", line):
+        assert UNKNOWN_GROUPS.findall(text + "\n%known = f32[] all-reduce(%q)") == [groups]
+        assert replica_groups(text, 8) == ALL
 
 
 def test_the_smallest_share_of_uneven_groups():

@@ -11,15 +11,17 @@ import numpy as np
 
 Groups = tuple[tuple[int, ...], ...]
 
-_GROUPS = re.compile(
-    r"(replica_groups|source_target_pairs)="
-    r"(\{\{.*?\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|mesh\[.*?\](?:, ?device_ids=\(.*?\))? \{.*?\})"
+_SYNTAX = r"\{\{.*?\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|mesh\[.*?\](?:, ?device_ids=\(.*?\))? \{.*?\}"
+_GROUPS = re.compile(rf"(replica_groups|source_target_pairs)=({_SYNTAX})")
+UNKNOWN_GROUPS = re.compile(
+    rf"(?:replica_groups|source_target_pairs)=(?!\{{\}}|{_SYNTAX})(.*?)(?:, \w+=|$)", re.MULTILINE
 )
+"""Groups in a syntax that `replica_groups` does not know."""
 
 
 def replica_groups(attributes: str, devices: int) -> Groups:
-    """Return the groups of a collective in HLO text; without the attribute, or if that is empty, all
-    `devices` are one group.
+    """Return the groups of a collective in HLO text; without the attribute, or if that is empty or in
+    an unknown syntax, all `devices` are one group.
 
     {{0,1},{2,3}}; [2,4]<=[4,2]T(1,0), an iota reshaped and transposed; mesh['r'=2,'d'=4] {'d'}, the
     axes that a group runs along, perhaps with device_ids=(...); source_target_pairs={{0,1},{1,0}},
