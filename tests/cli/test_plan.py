@@ -20,10 +20,10 @@ from jaxdp.errors import UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models import as_model
 from jaxdp.models.gpt import GPT
-from jaxdp.parallel.layout import Sharding
+from jaxdp.parallel.layout import Sharding, Share
 from jaxdp.plan.hardware import HARDWARE
 from jaxdp.plan.hlo import summarize
-from jaxdp.plan.prediction import Case, make_plan, predict, recommend
+from jaxdp.plan.prediction import Case, Memory, Plan, make_plan, predict, recommend
 from jaxdp.run.build import changes_for
 from jaxdp.run.components import STRATEGIES, make_reduction
 from jaxdp.run.model_summary import count_flops
@@ -286,7 +286,7 @@ def test_a_loop_that_only_a_run_knows_is_reported():
 
 def test_groups_in_an_unknown_syntax_are_reported():
     """XLA may print groups of devices in a new way; the plan then counts all devices as one."""
-    plan = make_plan(case("pjit", 0, 2), 0)
+    plan = Plan(0, 2, 4, Memory(*[1.0] * 7), Share(0, 8, 0, 0), False, (), 1.0, [], [])
     config, *_ = load(["--config", "configs/digits.yaml"])
     hardware = HARDWARE["h100-nvlink-ib400"]
     for groups, is_known in (([], True), (["<0..1>", "<0..1>"], False)):
