@@ -185,7 +185,7 @@ def test_the_command_reports_the_schedule_and_draws_it(tmp_path):
     drawn = json.loads(page.read_text().split('id="data">')[1].split("</script>")[0])
     [schedule] = drawn["plans"]
     assert len(schedule["events"]) > 100 and schedule["kernels"]["all-reduce"] > 0
-    assert figures["unknown_loops"] == []
+    assert figures["unknown_loops"] == figures["unknown_groups"] == []
 
 
 @needs_compilers
