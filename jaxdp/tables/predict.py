@@ -28,6 +28,7 @@ def run(call: Call) -> None:
     outputs = np.asarray(fitted.predict(fitted.data.encode(frame)), np.float64)
     names = getattr(fitted.data, "class_names", None)
     if names is None:
+        outputs = outputs * fitted.data.scale + fitted.data.center  # type: ignore[attr-defined]
         frame["predicted"] = outputs.reshape(len(frame))
         found = f"mean {frame['predicted'].mean():.6g}"
     else:

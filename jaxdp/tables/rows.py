@@ -19,9 +19,10 @@ class Table(Arrays):
 
     table: a CSV or Parquet file, or a DataFrame; or {train: TABLE, test: TABLE}. label: the column to
     predict. Texts and whole numbers are classes: labels are int32 [], the index in `class_names`, which
-    are sorted. Fractions are labels of a regression, float32 [1]. columns: the other columns to use, by
-    default all. Numbers are one input; a text is one for each value that the training rows have (one-hot,
-    sorted; of another value, all are 0). fill: in the place of a missing number; None: it is refused.
+    are sorted. Fractions are labels of a regression, float32 [1]. regression: any numbers are, and they
+    are standardized by the training rows: a prediction times `scale`, plus `center`, has the unit of
+    the column. columns: the other columns to use, by default all. Numbers are one input; a text is one
+    for each value that the training rows have (one-hot, sorted; of another value, all are 0). fill: in the place of a missing number; None: it is refused.
     test_fraction: of one table, the share of the rows, drawn with a fixed seed, that are the test split.
 
     `transform` standardizes numbers by the mean and the standard deviation of the training rows, so
@@ -29,6 +30,8 @@ class Table(Arrays):
     for values that are missing or not finite, with column and row, and for a class or a text of a test
     table that train lacks.
     """
+
+    center, scale = 0.0, 1.0  # of the labels of a regression
 
     def __init__(
         self,
@@ -38,6 +41,7 @@ class Table(Arrays):
         fill: float | None = None,
         test_fraction: float = 0.1,
         split: str = "train",
+        regression: bool = False,
     ):
         check_split(split)
         check_share(test_fraction)
@@ -61,19 +65,23 @@ class Table(Arrays):
             for name in self.columns
             if not is_number(frame[name])
         }
-        column = label_column(frame[label])
-        if column.dtype.kind != "f":
+        column = label_column(frame[label], regression)
+        if regression:
+            values = numbers(column, None)[train]
+            self.center, self.scale = values.mean(), values.std() or 1.0
+        elif column.dtype.kind != "f":
             self.class_names = [f"{name}" for name in np.unique(column)]
             self.classes = len(self.class_names)
         inputs = self.encode(frame)
         numeric = np.array([not self.values.get(name) for name in self.names])
-        rows = inputs[np.ix_(train, numeric)]
-        self.mean, self.deviation = np.zeros_like(inputs[0]), np.ones_like(inputs[0])
+        rows = inputs[train]
         # In float64: squares of large numbers are beyond float32.
-        self.mean[numeric], self.deviation[numeric] = rows.mean(0, float), rows.std(0, float)
+        self.mean = np.where(numeric, rows.mean(0, float), 0).astype(np.float32)
+        self.deviation = np.where(numeric, rows.std(0, float), 1).astype(np.float32)
         self.deviation[self.deviation == 0] = 1
         # What an input means: `check_meaning` compares it with that of an evaluation set.
-        self.encoding = self.columns, self.values, self.mean.tolist(), self.deviation.tolist()
+        numeric_encoding = self.mean.tolist(), self.deviation.tolist(), self.center, self.scale
+        self.encoding = self.columns, self.values, *numeric_encoding
         self.rows = train if both else rows_of_split(len(frame), test_fraction, split)
         if both and split == "test":
             frame = read_frame(table["test"])
@@ -81,13 +89,12 @@ class Table(Arrays):
             inputs, self.rows = self.encode(frame), np.arange(len(frame))
             for name, values in self.values.items():
                 positions(frame[name].dropna(), values, f"{KEY}.table.test")
-        column = label_column(frame[label])
-        super().__init__(
-            inputs=inputs,
-            labels=positions(column, self.class_names, f"{KEY}.table.test").astype(np.int32)
-            if hasattr(self, "class_names")
-            else numbers(column, None).astype(np.float32)[:, None],
-        )
+        column = label_column(frame[label], regression)
+        if hasattr(self, "class_names"):
+            labels = positions(column, self.class_names, f"{KEY}.table.test").astype(np.int32)
+        else:
+            labels = ((numbers(column, None) - self.center) / self.scale).astype(np.float32)[:, None]
+        super().__init__(inputs=inputs, labels=labels)
         self.input_shape = inputs.shape[1:]
         texts = [f"{len(values):,} values of {name}" for name, values in self.values.items()]
         self.inventory = abbreviated(
@@ -121,13 +128,17 @@ class Table(Arrays):
         return {**batch, "inputs": (batch["inputs"] - self.mean) / self.deviation}
 
 
-def label_column(column: Any) -> Any:
-    """Return texts, whole numbers as integers, or fractions. Raises UsageError for a missing label."""
+def label_column(column: Any, regression: bool) -> Any:
+    """Return texts, whole numbers as integers, or fractions; for a regression the column itself.
+    Raises UsageError for a missing label.
+    """
     missing = column.isna() | column.isin([math.inf, -math.inf])
     if missing.any():
         raise UsageError(
             f"{KEY}.label: {column.name!r} has no value in row {int(missing.argmax())}; remove the row"
         )
+    if regression:
+        return column
     if column.dtype.kind == "f" and (column % 1 == 0).all() and column.abs().max() <= 2**62:
         return column.astype(np.int64)
     return column if is_number(column) else column.astype(str)
@@ -167,7 +178,10 @@ def read_frame(table: Any, key: str = f"{KEY}.table", **options: Any) -> Any:
             if path.suffix == ".parquet":
                 frame = pandas.read_parquet(path)
             else:  # in one piece: else a number in a column of texts has several spellings
-                frame = pandas.read_csv(path, low_memory=False, **options)
+                header = ",".join(pandas.read_csv(path, nrows=0))
+                # The first one, if a name has another, too.
+                separator = max(",;\t", key=header.count)
+                frame = pandas.read_csv(path, sep=separator, low_memory=False, **options)
         except Exception as error:
             raise UsageError(f"{key}: {str(table)!r} cannot be read: {one_line(error)}") from None
         if not len(frame):
