@@ -59,7 +59,7 @@ def main(folder: str, argv: list[str]) -> None:
     def advance(updates: int, **more: Any) -> None:
         options = dataclasses.replace(run.options, steps=at.step + updates, **more)
         training.run = dataclasses.replace(run, options=options)
-        training.observers = training.observe()  # with these options
+        vars(training).pop("observers", None)  # made again, with these options
         fit(training.run, training.program, at, training.observers, training)
         jax.block_until_ready(at.state)
 

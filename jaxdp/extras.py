@@ -43,6 +43,10 @@ class Extra:
         """Return whether it asks for the roles of the parameters."""
         return False
 
+    def order(self, order: Any) -> Any:
+        """Return the `ExampleOrder` of the training data. order: with the largest batch size."""
+        return order
+
     def initial_state(self, make: Callable[..., Any], parts: Any) -> Callable[..., Any]:
         """Return a function that makes the initial `TrainState`, with what the extra remembers in
         it. parts: the built `Parts`."""

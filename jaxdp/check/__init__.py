@@ -97,7 +97,7 @@ def try_parts(
     yield f"{config.model.target}, {config.data.target}, {config.optimizer.target}"
     with run.data.train.batches(0, UPDATES, run.strategy) as batches:
         count = len([*batches])
-    yield f"{count} batches of {config.batch_size:,} examples"
+    yield f"{count} batches of {config.batch_size} examples"
 
     config = with_two_updates(config)
     trained = Trained()

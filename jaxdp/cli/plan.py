@@ -96,7 +96,9 @@ def report(config: Config, parts: Parts, options: dict[str, Any]) -> str:
     enough = devices <= config.microbatches
     uneven = 0 < config.microbatches % devices < config.microbatches
     examples = (
-        config.batch_size if enough else per_device * devices * parts.order.examples_per_microbatch
+        config.largest_batch
+        if enough
+        else per_device * devices * parts.order.examples_per_microbatch
     )
     notes += [f"zero {p.zero} needs {needs[p.zero]}" for p in plans if needs[p.zero]]
     notes += remarks(config, plans, hardware, dtype, per_device, devices, examples)

@@ -42,7 +42,9 @@ class Config:
             there resumes the run
         steps: the number of updates (or give epochs)
         epochs: passes over the training data (or give steps)
-        batch_size: examples per update, over all devices
+        batch_size: examples per update, over all devices; or a schedule of them, such as
+            {0: 64, 1000: 128}: 64 in each of the first 1000 updates, and 128 in those after update
+            1000 (docs/numbers.md#batch-sizes-that-change)
         microbatches: the number of microbatches that a batch is split into; at least the number of
             devices
         compilation_cache: the folder that stores compiled programs for the next start, auto for one
@@ -61,7 +63,7 @@ class Config:
     run_dir: str | None = speed(None)
     steps: int | None = numbers(None, least=1, most=2**31 - 1)
     epochs: float | None = numbers(None, most=2**31 - 1, above=0)
-    batch_size: int = numbers(128, least=1, most=2**31 - 1)
+    batch_size: int | dict[int, int] = numbers(128, least=1, most=2**31 - 1)
     microbatches: int = numbers(8, least=1, most=2**20)
     compilation_cache: str | None = speed("auto")
     steps_per_call: int = speed(1, least=1, most=2**16)
@@ -88,10 +90,17 @@ class Config:
     verify: Verify = speed(Verify())
 
     @property
+    def largest_batch(self) -> int:
+        """Return the batch size, the largest of several."""
+        sizes = self.batch_size
+        return max(sizes.values()) if isinstance(sizes, dict) else sizes
+
+    @property
     def extras(self) -> dict[str, str]:
         """Return {folder of `jaxdp.extras`: the key and the value that ask for it}, in the order in
         which they see a run."""
         texts = {
+            "staged": f"batch_size: {self.batch_size}" * isinstance(self.batch_size, dict),
             "mirror": f"checkpoint.mirror: {self.checkpoint.mirror}" * bool(self.checkpoint.mirror),
             "exact": f"parallel.reduction: {self.parallel.reduction}" * self.parallel.in_groups,
             "outer": f"outer.replicas: {self.outer.replicas}" * (self.outer.replicas > 1),

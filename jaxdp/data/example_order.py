@@ -5,6 +5,7 @@ neither skips nor repeats an example, because the rows that a process reads depe
 microbatches assigned to it."""
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -121,14 +122,7 @@ class ExampleOrder:
 
     @property
     def steps_per_epoch(self) -> int:
-        return -(-self.size // self.batch_size)
-
-    @property
-    def examples_per_step(self) -> float:
-        """Return the average number of real rows per batch: the last batch of an epoch may have
-        fewer.
-        """
-        return self.size / self.steps_per_epoch
+        return self.updates(1)
 
     @property
     def examples_per_microbatch(self) -> int:
@@ -137,15 +131,21 @@ class ExampleOrder:
         """
         return -(-self.batch_size // self.microbatches)
 
-    def examples(self, step: int) -> int:
-        """Return the number of real rows in this step's batch: `batch_size`, or fewer in the last
-        batch of an epoch.
-        """
-        return min(self.batch_size, self.size - self._batch(step)[1])
+    def updates(self, epochs: float) -> int:
+        """Return the number of updates in so many epochs."""
+        return math.ceil(epochs * -(-self.size // self.batch_size))
 
-    def begins(self, step: int) -> bool:
-        """Return True if this step's batch is the first of an epoch."""
-        return not self._batch(step)[1]
+    def average(self, step: int) -> float:
+        """Return the average number of real rows in batches of the step's size: the last batch of an
+        epoch may have fewer.
+        """
+        size, *_ = self.place(step)
+        return self.size / -(-self.size // size)
+
+    def place(self, step: int) -> tuple[int, int, int]:
+        """Return (batch size, epoch, position of the batch's first row in the epoch's order)."""
+        epoch, batch = divmod(step, self.steps_per_epoch)
+        return self.batch_size, epoch, batch * self.batch_size
 
     def rows(self, step: int, numbers: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the examples of the local microbatches: (indices[local, E] int64, mask[local, E]
@@ -160,25 +160,23 @@ class ExampleOrder:
             raise ValueError(
                 f"microbatch numbers {numbers[:, 0].tolist()} are not all in [-1, {self.microbatches})"
             )
-        first = np.arange(self.examples_per_microbatch) * self.microbatches
-        mask = (numbers >= 0) & (first + numbers < self.examples(step))
-        row = first + np.where(mask[:, :1], numbers, 0)
-        return self._examples(step, np.where(row < self.examples(step), row, 0)), mask
-
-    def batch(self, step: int) -> np.ndarray:
-        """Return the examples of the step's batch, of all microbatches."""
-        return self._examples(step, np.arange(self.examples(step)))
-
-    def _examples(self, step: int, rows: np.ndarray) -> np.ndarray:
-        """Return the examples of some rows of the step's batch."""
-        raise NotImplementedError
-
-    def _batch(self, step: int) -> tuple[int, int]:
-        """Return (epoch, position of the batch's first row in the epoch's order)."""
         if step < 0:
             raise ValueError(f"step: {step} is negative")
-        epoch, batch = divmod(step, self.steps_per_epoch)
-        return epoch, batch * self.batch_size
+        size, epoch, start = self.place(step)
+        count = min(size, self.size - start)
+        first = np.arange(0, size, self.microbatches)
+        mask = (numbers >= 0) & (first + numbers < count)
+        row = first + np.where(mask[:, :1], numbers, 0)
+        return self._examples(epoch, start + np.where(row < count, row, 0)), mask
+
+    def batch(self, step: int) -> np.ndarray:
+        """Return the examples of the step's batch, of all microbatches, in the order of its rows."""
+        indices, mask = self.rows(step, range(self.microbatches))
+        return indices.T[mask.T]
+
+    def _examples(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        """Return the examples at some positions in the order of an epoch, those of one batch."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -190,17 +188,19 @@ class EpochOrder(ExampleOrder):
     seed: int = 0
     shuffle: bool = True
 
-    def _examples(self, step: int, rows: np.ndarray) -> np.ndarray:
-        epoch, first = self._batch(step)
-        position = first + rows
+    def _examples(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         if not self.shuffle:
-            return position
+            return positions
         # Large batches gain nothing from spans, which cover other processes' rows too.
         if self.batch_size > _SPAN // 4:
-            return permute(position, self.size, self.seed, epoch)
-        start, end = first // _SPAN, (first + self.examples(step) - 1) // _SPAN
-        spans = [_span(number, self.size, self.seed, epoch) for number in range(start, end + 1)]
-        return np.concatenate(spans)[position - start * _SPAN]
+            return permute(positions, self.size, self.seed, epoch)
+        numbers = positions // _SPAN
+        indices = np.empty_like(positions)
+        for number in np.unique(numbers).tolist():
+            chosen = numbers == number
+            span = _span(number, self.size, self.seed, epoch)
+            indices[chosen] = span[positions[chosen] % _SPAN]
+        return indices
 
 
 @dataclass(frozen=True)
@@ -214,9 +214,10 @@ class Streams(ExampleOrder):
 
     sequential: ClassVar[bool] = True
 
-    def _examples(self, step: int, rows: np.ndarray) -> np.ndarray:
+    def _examples(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         length, longer = divmod(self.size, self.batch_size)
-        return rows * length + np.minimum(rows, longer) + self._batch(step)[1] // self.batch_size
+        batches, rows = np.divmod(positions, self.batch_size)
+        return rows * length + np.minimum(rows, longer) + batches
 
 
 def order_of(

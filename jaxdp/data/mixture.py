@@ -195,8 +195,8 @@ class MixedOrder(EpochOrder):
     sizes: tuple[int, ...] = ()
     counts: tuple[int, ...] = ()
 
-    def _examples(self, step: int, rows: np.ndarray) -> np.ndarray:
-        places, (epoch, _) = super()._examples(step, rows), self._batch(step)
+    def _examples(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        places = super()._examples(epoch, positions)
         sizes, counts = np.array(self.sizes), np.array(self.counts)
         starts, ends = np.cumsum(sizes) - sizes, np.cumsum(counts)
         owners = np.searchsorted(ends, places, side="right")

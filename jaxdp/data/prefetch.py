@@ -101,7 +101,7 @@ def read_batches(
         key: value[inverse].reshape(*rows.shape, *value.shape[1:]) for key, value in values.items()
     }
     if order.sequential or (RESET in batch and batch[RESET].size == rows.size):
-        begins = [order.begins(step) if order.sequential else step == 0 for step in steps]
+        begins = [not (order.place(step)[2] if order.sequential else step) for step in steps]
         resets = batch.get(RESET, np.zeros(rows.shape)).reshape(rows.shape) != 0
         batch[RESET] = resets | np.reshape(begins, (-1, 1, 1))
     batch["mask"] = mask_padding(batch.get("mask"), rows)

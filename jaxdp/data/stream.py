@@ -167,9 +167,7 @@ class StreamOrder(EpochOrder):
 
     block: int = 1
 
-    def _examples(self, step: int, rows: np.ndarray) -> np.ndarray:
-        epoch, first = self._batch(step)
-        positions = first + rows
+    def _examples(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         if not self.shuffle:
             return positions
         blocks = positions // self.block

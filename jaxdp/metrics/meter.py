@@ -26,13 +26,11 @@ class Mark(NamedTuple):
     """The start of a log interval: an update, when the device had finished it, and totals of the
     loop up to then.
 
-    waited: seconds for data. first: updates in the first call of each program. excluded: the
-    seconds of these calls, including compilation, and of pauses."""
+    waited: seconds for data. excluded: the seconds of pauses."""
 
     step: int
     time: float
     waited: float
-    first: int
     excluded: float
 
 
@@ -40,29 +38,29 @@ class Mark(NamedTuple):
 class Meter(Observer):
     """Write a train record every `every` updates and at update `last`.
 
-    examples: per update on average, for the throughput. more(milliseconds per update) and
-    derive(means) return additional entries. The time per update is measured from one record's
-    completion on the device to the next. It excludes the first call of each program, which
-    compiles, and the time between a pause and the wait for the next update's data. `input_wait` is
-    an upper bound of the fraction of it in which the device idled, waiting for data."""
+    per_example: entries of a record by example, which are multiplied by the examples per second.
+    more(milliseconds per update) and derive(means) return additional entries. The time per update
+    is measured from one record's completion on the device to the next. It excludes what precedes
+    the end of the first call of each program, which compiles, and the time between a pause and the
+    wait for the next update's data. `input_wait` is an upper bound of the fraction of it in which
+    the device idled, waiting for data."""
 
     writer: Writer
     every: int
     last: int
-    examples: float
+    per_example: Mapping[str, float]
     more: Callable[[float], Record] = lambda milliseconds: {}
     derive: Callable[[Record], Mapping[str, float]] = lambda means: {}
 
     def start(self, run: Any, progress: Any) -> None:
-        self.since: Mark | None = None  # the start of the current interval
+        self.order, self.offset = run.data.train.order, progress.offset
+        self.since: Any = None  # a `Mark`, the start of the current interval
         self.sent: Any = None  # a result of the last call
         self.step = 0  # the last update of that call
         self.paused: float | None = None  # the start of a pause
         self.waits = 0.0  # the start of a wait for data
-        self.lengths: set[int] = set()  # numbers of updates per call; each is a separate program
-        self.called = 0.0  # the start of a program's first call
+        self.shapes: set[tuple[int, ...]] = set()  # of masks; each has a program of its own
         self.waited = 0.0
-        self.first = 0
         self.excluded = 0.0
         self.fault: BaseException | None = None
         self.destination = self.writer
@@ -71,7 +69,7 @@ class Meter(Observer):
 
     def mark(self, time: float) -> Mark:
         """Return the totals after the last call, whose results are ready at `time`."""
-        return Mark(self.step, time, self.waited, self.first, self.excluded)
+        return Mark(self.step, time, self.waited, self.excluded)
 
     def end(self, step: int) -> None:
         """Write the records that are ready. There are none after a run that has ended well, whose
@@ -96,30 +94,25 @@ class Meter(Observer):
         """Add the wait for data to the totals, unless the device was busy until the data arrived."""
         if self.sent is None or self.sent.is_ready():
             self.waited += time.perf_counter() - self.waits
-        if len(updates) not in self.lengths:
-            # Otherwise the rest of earlier calls would count as compilation.
+        self.shape = batch["mask"].shape
+        if self.shape not in self.shapes:
+            # The records of earlier calls are complete before a new interval starts.
             jax.block_until_ready(self.sent)
             self.flush()
-            self.called = time.perf_counter()
-            if self.since is not None:  # everything before is complete: start a new interval
-                self.since = self.mark(self.called)
 
     def after(self, steps: range, state: Any, metrics: Mapping[str, jax.Array]) -> None:
         """Take the metrics of one device call for updates `steps`: [] for one update, [step] for
         several.
         """
-        if len(steps) not in self.lengths:
-            # Compilation and first run: excluded from the time per update.
-            jax.block_until_ready(metrics)
-            self.lengths.add(len(steps))
-            self.first += len(steps)
-            self.excluded += time.perf_counter() - self.called
         self.sent = metrics["loss"]
         self.step = steps[-1]
-        mark = self.mark(time.perf_counter())
-        self.since = self.since or mark
+        if self.shape not in self.shapes:
+            # Compilation and first run: excluded from the time per update.
+            jax.block_until_ready(metrics)
+            self.shapes.add(self.shape)
+            self.since = self.mark(time.perf_counter())
         if self.step % self.every < len(steps) or self.step == self.last:
-            self.queue.put((steps, metrics, mark))
+            self.queue.put((steps, metrics, self.mark(time.perf_counter())))
         if self.fault is not None:
             raise self.fault
 
@@ -152,15 +145,21 @@ class Meter(Observer):
         """Write the records that are due among the updates of one call; they share the call's
         timing, up to `mark`.
         """
-        since: Any = self.since
+        since = self.since
         timing: Record = {}
         elapsed = mark.time - since.time - (mark.excluded - since.excluded)
-        updates = mark.step - since.step - (mark.first - since.first)
+        updates = mark.step - since.step
         if updates:
             seconds = elapsed / updates
-            timing = {"step_time_ms": 1e3 * seconds, "examples_per_s": self.examples / seconds}
+            rate = self.order.average(mark.step - 1 + self.offset) / seconds
             waited = (mark.waited - since.waited) / elapsed
-            timing |= {"input_wait": min(1.0, waited), **self.more(1e3 * seconds)}
+            timing = {
+                "step_time_ms": 1e3 * seconds,
+                "examples_per_s": rate,
+                "input_wait": min(1.0, waited),
+                **{name: x * rate for name, x in self.per_example.items()},
+                **self.more(1e3 * seconds),
+            }
             self.since = mark
         for i, step in enumerate(steps):
             if step % self.every and step != self.last:
@@ -172,14 +171,11 @@ class Meter(Observer):
             self.destination.write(record)
 
 
-def throughput(
-    examples: float, tokens: int | None, flops: float | None, peak: float | None
-) -> Callable[[float], Record]:
-    """Return a function from the milliseconds per update to the throughput entries of a record.
+def throughput(tokens: int | None, flops: float | None, peak: float | None) -> dict[str, float]:
+    """Return the throughput entries of a record for one example per second.
 
-    examples: per update, on average. tokens: per example, or None. flops: the model's forward and
-    backward FLOPs per example (`jaxdp.run.model_summary.model_flops`), or None. peak: total FLOP/s of
-    all devices, or None.
+    tokens: per example, or None. flops: the model's forward and backward FLOPs per example
+    (`jaxdp.run.model_summary.model_flops`), or None. peak: total FLOP/s of all devices, or None.
 
         tokens_per_s        tokens x examples per second
         model_flops_per_s   flops x examples per second
@@ -187,15 +183,9 @@ def throughput(
 
     An entry is omitted if one of its inputs is None.
     """
-
     share = flops / peak if flops is not None and peak is not None else None
     of_example = {"tokens_per_s": tokens, "model_flops_per_s": flops, "mfu": share}
-
-    def record(milliseconds):
-        rate = examples / (1e-3 * milliseconds)
-        return {name: x * rate for name, x in of_example.items() if x is not None}
-
-    return record
+    return {name: x for name, x in of_example.items() if x is not None}
 
 
 def goodput(metrics: pathlib.Path, began: float) -> Record:

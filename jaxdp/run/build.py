@@ -25,7 +25,7 @@ from jaxdp.errors import UsageError, user_code
 from jaxdp.losses import derive_of
 from jaxdp.metrics.jsonl import NoEvents
 from jaxdp.metrics.meter import throughput
-from jaxdp.metrics.writer import Record, Writer
+from jaxdp.metrics.writer import Writer
 from jaxdp.parallel.placement import assign_microbatches
 from jaxdp.parallel.strategy import Strategy
 from jaxdp.plan.hardware import peak_flops
@@ -291,19 +291,15 @@ def make_case(
     )
 
 
-def speed(
+def per_example(
     config: Config, parts: Parts, flops: float, devices: Sequence[jax.Device]
-) -> Callable[[float], Record]:
-    """Return a function from an update's milliseconds to throughput and device utilization. flops:
-    per example.
-    """
+) -> dict[str, float]:
+    """Return throughput and device utilization for one example per second. flops: per example."""
     shape, dtype = shapes_of(parts.dataset).get("inputs", ((), np.dtype(float)))
     tokens = shape[1] if len(shape) == 2 and np.issubdtype(dtype, np.integer) else None
     dtypes = config.precision
     peak = peak_flops(devices[0].device_kind, dtypes.compute or dtypes.params, dtypes.matmul)
-    return throughput(
-        parts.order.examples_per_step, tokens, flops or None, peak and peak * len(devices)
-    )
+    return throughput(tokens, flops or None, peak and peak * len(devices))
 
 
 def make_profile(config: Config, directory: pathlib.Path, start: int, steps: int) -> Profile:
@@ -333,7 +329,8 @@ def is_padded(config: Config, parts: Parts, assignment: np.ndarray, offset: int 
     """Return True if a batch of this run may have padding or a mask.
 
     A reduction in groups always has masks, so that its operations do not depend on the run's
-    length; a run that may be rolled back reads batches that are not known beforehand.
+    length; a run that may be rolled back reads batches that are not known beforehand, and one whose
+    batch size changes reads some that another size has begun.
     """
     order = parts.order
     full_batches = (
@@ -341,6 +338,7 @@ def is_padded(config: Config, parts: Parts, assignment: np.ndarray, offset: int 
     )
     even_split = order.batch_size % order.microbatches == 0 and (assignment >= 0).all()
     always = config.parallel.in_groups or config.spike.action == "rollback"
+    always |= isinstance(config.batch_size, dict)
     return not full_batches or not even_split or always or "mask" in shapes_of(parts.dataset)
 
 

@@ -3,7 +3,6 @@ separately. And the names by which a config can contain the objects of a script.
 
 import contextlib
 import functools
-import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -208,7 +207,9 @@ def make_parts(config: Config, objects: Objects = NOTHING) -> Parts:
         rows = make_order(config, dataset, sequential=False).examples_per_microbatch
         sequential = split_carry(shapes_of_model(forward, dataset, rows)[1])[1] is not None
     order = make_order(config, dataset, sequential)
-    steps = config.steps or math.ceil((config.epochs or 0) * order.steps_per_epoch)
+    for extra in extras_of(config):
+        order = extra.order(order)
+    steps = config.steps or order.updates(config.epochs or 0)
     schedule = schedule_of(config, steps)
     opt, spike = config.optimizer, config.spike
     factor = spike.factor
@@ -446,7 +447,7 @@ def make_scaling(config: Config, dataset: Dataset) -> LossScaling:
     scale = config.precision.loss_scale
     assert scale is not None
     labels = np.asarray(first_example(dataset).get("labels", 0)).size
-    weight = float(config.batch_size * max(labels, 1))
+    weight = float(config.largest_batch * max(labels, 1))
     if scale == "dynamic":
         return LossScaling(interval=config.precision.loss_scale_interval, weight=weight)
     return LossScaling(float(scale), dynamic=False, weight=weight)

@@ -179,20 +179,20 @@ def make_order(
             f"epochs: {config.epochs}, but the stream's length is unknown; set steps, or data.args.size"
         )
     if not sequential:
-        return order_of(dataset, config.batch_size, config.microbatches, config.seed, shuffle)
+        return order_of(dataset, config.largest_batch, config.microbatches, config.seed, shuffle)
     return sequential_order(config, dataset, shuffle)
 
 
 def in_updates(key: str, every: int | Epochs | None, order: ExampleOrder) -> int | None:
     """Return the value of a key, such as `eval.every`, in updates. order: of the training data.
 
-    Raises UsageError for epochs of a stream of unknown length."""
+    Raises UsageError for epochs of a stream of unknown length, or of batches whose size changes."""
     if not isinstance(every, str):
         return every
-    if order.size >= UNKNOWN:
+    if order.size >= UNKNOWN or hasattr(order, "batch_sizes"):
         raise UsageError(
-            f"{key}: {every}, but the stream's length is unknown; give a number of updates, such as 1000, or set "
-            "data.args.size",
+            f"{key}: {every}, but an epoch has no known number of updates, as the stream's length is unknown "
+            "(data.args.size sets it) or batch_size changes; give a number of updates, such as 1000",
             rank=0,
         )
     return int(every.split()[0]) * order.steps_per_epoch
@@ -211,7 +211,7 @@ def sequential_order(config: Config, dataset: Dataset, shuffle: bool) -> Streams
         raise UsageError(
             f"data.args.stride: {dataset.stride}: windows do not follow one another in the text; {fix}"
         )
-    return Streams(len(dataset), config.batch_size, config.microbatches)
+    return Streams(len(dataset), config.largest_batch, config.microbatches)
 
 
 def shapes_of(dataset: Dataset) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
@@ -305,17 +305,17 @@ class Source:
 
         groups: the same steps in order, in ranges, by default of one each; one of several gives
         batches[step, ...]."""
-        groups = single_steps(range(start, stop)) if groups is None else groups
+        steps = range(start, stop)
 
         def then(steps, batch):
             return steps, strategy.shard_batch(batch, len(steps) > 1)
 
         if self.resident is not None:
-            reader = self.resident.batches(self.order, groups)
+            reader = self.resident.batches(self.order, groups or single_steps(steps))
         else:
-            numbers, local = range(start, stop), strategy.local_microbatches
+            local = strategy.local_microbatches
             reader = prefetch_in_workers(
-                self.dataset, self.order, local, numbers, self.workers, then, groups
+                self.dataset, self.order, local, steps, self.workers, then, groups
             )
         with reader as items:
             yield Batches(items, self.context)

@@ -96,8 +96,8 @@ class Training(Host):
 
     progress: where it starts or resumes; with a state if it was recovered from memory. watch,
     profile, callbacks, continuation: observers. extras: of the config; each may have observers.
-    layout: the content of layout.json before the first update; None: write no file. speed: returns
-    the entries of a record that follow from the milliseconds of an update.
+    layout: the content of layout.json before the first update; None: write no file. per_example: the
+    entries of a record that follow from the examples per second, by example.
     """
 
     run: Run
@@ -108,10 +108,11 @@ class Training(Host):
     profile: Profile = dataclasses.field(default_factory=Profile)
     extras: Sequence[Extra] = ()
     layout: Mapping[str, Any] | None = None
-    speed: Callable[[float], Record] = lambda milliseconds: {}
+    per_example: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     program: Any = dataclasses.field(init=False)
-    called: set[int] = dataclasses.field(init=False, default_factory=set)  # compiled programs
+    # The programs that are compiled, each for a shape of the batch.
+    called: set[Any] = dataclasses.field(init=False, default_factory=set)
 
     def begin(self) -> TrainState:
         """Return the state of a new run."""
@@ -126,10 +127,8 @@ class Training(Host):
         """Return entries of the final record, about the full run."""
         return {}
 
-    def speed_and_straggler(self, milliseconds: float) -> Record:
-        return {**self.speed(milliseconds), **self.watch.straggler(milliseconds)}
-
-    def observe(self) -> Observers:
+    @functools.cached_property
+    def observers(self) -> Observers:
         """Return the observers in their order: those of extras come after the callbacks, and before
         anything copies the state."""
         run = self.run
@@ -138,8 +137,8 @@ class Training(Host):
             run.log.writer,
             run.options.log_every,
             run.options.steps,
-            run.data.train.order.examples_per_step,
-            self.speed if run.checkpoints.context.size == 1 else self.speed_and_straggler,
+            self.per_example,
+            self.watch.straggler,
             run.derive,
         )
         observers = [
@@ -153,8 +152,6 @@ class Training(Host):
         for extra in self.extras:
             observers += extra.observers(self)
         return Observers([*observers, self.continuation])
-
-    observers = functools.cached_property(observe)
 
     def train(self) -> tuple[Record, TrainState]:
         """Return the final record and the state after the last update, as the strategy stores it.
@@ -204,11 +201,12 @@ class Training(Host):
                     raise
 
     def call(self, name: str, program: Callable[..., Any], *args: Any) -> Any:
-        if id(program) in self.called:
+        key = id(program), args[-1]["mask"].shape
+        if key in self.called:
             return self.watch.run_step(name, program, *args)
         with self.compiling():
             result = self.watch.run_step(name, program, *args)
-        self.called.add(id(program))
+        self.called.add(key)
         return result
 
     def stop(self, kind: str) -> None:

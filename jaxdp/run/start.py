@@ -413,7 +413,7 @@ def summary(
         "model": model,
         "data": f"{config.data.target}, {length}{evaluates}",
         **inventories,
-        "batch": f"{config.batch_size:,} examples in {config.microbatches} microbatches of "
+        "batch": f"{config.batch_size} examples in {config.microbatches} microbatches of "
         f"{data.order.examples_per_microbatch:,}",
         "optimizer": f"{rate}, {run.options.steps:,} updates{calls}",
         "groups": groups,
@@ -450,7 +450,7 @@ def advice(
     """
     strategy, data = run.strategy, run.data.train
     devices, per_device = strategy.assignment.shape
-    batch = config.batch_size
+    batch = config.largest_batch
     microbatches = config.microbatches
     padded = microbatches * (per_microbatch := data.order.examples_per_microbatch)
     if 1 - batch / padded > EMPTY:

@@ -39,8 +39,8 @@ from jaxdp.run.build import (
     make_profile,
     make_run,
     on_all_ranks,
+    per_example,
     prepare_on_all_ranks,
-    speed,
     step_of,
 )
 from jaxdp.run.callbacks import Callbacks, make_callbacks
@@ -157,7 +157,7 @@ def train_in(
             continuation,
             extras=extras_of(config),
             profile=make_profile(config, directory, start, steps),
-            speed=speed(config, prepared.parts, prepared.flops, run.strategy.devices),
+            per_example=per_example(config, prepared.parts, prepared.flops, run.strategy.devices),
             config=config,
             prepared=prepared,
         )

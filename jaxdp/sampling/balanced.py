@@ -81,8 +81,8 @@ class BalancedOrder(MixedOrder):
 
     members: Any = dataclasses.field(default=None, compare=False, repr=False)
 
-    def _examples(self, step: int, rows: np.ndarray) -> np.ndarray:
-        return self.members[super()._examples(step, rows)]
+    def _examples(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        return self.members[super()._examples(epoch, positions)]
 
 
 def labels_of(dataset: Dataset, by: str) -> np.ndarray:

@@ -163,6 +163,7 @@ def smaller(config: Config) -> Config:
 
     return dataclasses.replace(
         config,
+        batch_size=config.largest_batch,
         outer=dataclasses.replace(config.outer, every=1),
         model=changed(config.model, config.verify.model_args),
         data=changed(config.data, config.verify.data_args),

@@ -328,7 +328,8 @@ def test_records_have_counts_the_console_has_the_total(capsys):
         Lines(),
         {"loss": 1.0, "skipped": 0, "skipped_updates": 3, "halted": 0, "nonfinite_grads": 0},
     )
-    with metering(Meter(records, 1, 1, 1.0)) as meter:
+    with metering(Meter(records, 1, 1, {})) as meter:
+        meter.before(range(1, 2), {"mask": np.ones((8, 2))})
         meter.after(range(1, 2), None, {name: jnp.asarray(x) for name, x in metrics.items()})
         meter.flush()
     (record,) = records

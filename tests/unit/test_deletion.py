@@ -21,6 +21,7 @@ NEEDS = {
     "mpi": (),
     "check": (),
     "guess": (),
+    "staged": (),
 }
 """The extras with a door, and which others each of them imports; it goes with those."""
 REFUSED = {  # what asks for a deleted extra: what the refusal begins with
@@ -32,6 +33,10 @@ REFUSED = {  # what asks for a deleted extra: what the refusal begins with
     ("--audit.every", "2", "--parallel.reduction", "exact"): (
         "parallel.reduction: exact needs the folder jaxdp/exact"
     ),
+    (
+        "--batch_size",
+        "{0: 64, 9: 128}",
+    ): "batch_size: {0: 64, 9: 128} needs the folder jaxdp/staged",
     ("--check",): "--check needs the folder jaxdp/check",
     ("--audit.every", "2"): "audit.every: 2 needs the folder jaxdp/audit",
 }

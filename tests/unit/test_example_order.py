@@ -24,7 +24,7 @@ def batch_in_order(cursor, step, shares):
             row = place * cursor.microbatches + slots[slot]
             assert row not in rows
             rows[row] = int(indices[slot, place])
-    assert sorted(rows) == list(range(cursor.examples(step)))
+    assert sorted(rows) == list(range(len(cursor.batch(step))))
     return [rows[row] for row in sorted(rows)]
 
 
@@ -75,7 +75,7 @@ def test_padding_repeats_the_first_example_of_a_batch(size, batch_size, microbat
         indices[empty] == indices[0]
     ).all()
     assert mask[0, 0] and empty[-1]
-    assert mask.sum() == cursor.examples(step)
+    assert mask.sum() == len(cursor.batch(step))
 
 
 def test_rows_are_dealt_round_robin():
@@ -87,7 +87,7 @@ def test_rows_are_dealt_round_robin():
     indices, mask = cursor.rows(1, [2, -1, 0])  # the ragged last batch: examples 7, 8, 9
     assert indices.tolist() == [[9, 7, 7], [7, 7, 7], [7, 7, 7]]
     assert mask.tolist() == [[True, False, False], [False] * 3, [True, False, False]]
-    assert (cursor.examples(0), cursor.examples(1), cursor.examples(2)) == (7, 3, 7)
+    assert (len(cursor.batch(0)), len(cursor.batch(1)), len(cursor.batch(2))) == (7, 3, 7)
     assert cursor.rows(2, [1])[0].tolist() == cursor.rows(0, [1])[0].tolist()
     assert cursor.rows(0, [])[0].shape == (0, 3)
 
@@ -156,7 +156,7 @@ def test_twenty_billion_examples():
     last = cursor.steps_per_epoch - 1
     indices, mask = cursor.rows(last + 1000 * cursor.steps_per_epoch, [7, 0])
     assert indices.min() >= 0 and indices.max() < cursor.size
-    assert cursor.examples(last) == 20_000_000_000 - last * 4096 == mask.sum() * 4
+    assert len(cursor.batch(last)) == 20_000_000_000 - last * 4096 == mask.sum() * 4
     assert len(np.unique(cursor.rows(0, range(8))[0])) == 4096
 
 

@@ -17,7 +17,8 @@ ROOT = pathlib.Path(jaxdp.__file__).parent
 WINGS = {
     "what trains": "train parallel models optim data losses precision logits split axes cpu targets errors",
     "the program": "api extras training run config cli checkpoint metrics process __init__ __main__",
-    "extras": "exact elastic outer audit verify plan doctor sweep report interop mpi recipes check guess",
+    "extras": "exact elastic outer audit verify plan doctor sweep report interop mpi recipes check guess "
+    "staged",
     "the first week": "sampling tables observers rewind mirror folders archives measures",
 }
 """The folders and modules of each wing. A wing imports nothing from a lower one."""

@@ -23,14 +23,14 @@ def test_every_row_reads_its_own_part_in_order(size, batch_size, microbatches):
     for epoch in range(2):
         for t in range(order.steps_per_epoch):
             step = epoch * order.steps_per_epoch + t
-            assert order.begins(step) == (t == 0)
+            assert (order.place(step)[1:] == (epoch, 0)) == (t == 0)
             indices, mask = order.rows(step, np.arange(microbatches))
             for r, part in enumerate(parts):
                 place = (r % microbatches, r // microbatches)
                 assert mask[place] == (t < len(part))
                 if mask[place]:
                     assert indices[place] == part[t]
-            assert mask.sum() == order.examples(step) and (indices[~mask] < size).all()
+            assert mask.sum() == len(order.batch(step)) and (indices[~mask] < size).all()
 
 
 def test_a_batch_says_where_its_rows_begin_anew():

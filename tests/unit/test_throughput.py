@@ -136,12 +136,12 @@ def test_peaks_by_kind_of_device(kind, compute, matmul, peak):
 
 
 def test_a_record_of_an_interval():
-    speed = throughput(examples=64, tokens=128, flops=3e9, peak=4e12)
-    assert speed(100.0) == pytest.approx(
+    per_example = throughput(tokens=128, flops=3e9, peak=4e12)
+    assert {name: 640 * x for name, x in per_example.items()} == pytest.approx(
         {"tokens_per_s": 81_920, "model_flops_per_s": 1.92e12, "mfu": 0.48}
     )
-    assert throughput(64, None, None, 4e12)(100.0) == {}
-    assert throughput(64, None, 3e9, None)(100.0) == {"model_flops_per_s": pytest.approx(1.92e12)}
+    assert throughput(None, None, 4e12) == {}
+    assert throughput(None, 3e9, None) == {"model_flops_per_s": 3e9}
 
 
 def test_goodput_is_of_the_time_since_the_first_start(tmp_path):
@@ -201,10 +201,10 @@ def timed(records, groups, every, paused=()):
         seen.add(len(updates))
         return {"loss": jnp.zeros(len(updates) if len(updates) > 1 else ())}
 
-    with metering(Meter(records, every, groups[-1][-1], 10.0)) as meter:
+    with metering(Meter(records, every, groups[-1][-1], {})) as meter:
         for updates in groups:
             meter.reading(updates[0] - 1)
-            meter.before(updates, None)
+            meter.before(updates, {"mask": np.ones((len(updates), 10))})
             meter.after(updates, None, call(updates))
             if updates[-1] in paused:
                 meter.pause(updates[-1], False)
@@ -230,10 +230,10 @@ def test_updates_before_and_after_a_pause_are_counted():
     of all three.
     """
     records = Lines()
-    with metering(Meter(records, 3, 6, 10.0)) as meter:
+    with metering(Meter(records, 3, 6, {})) as meter:
         for updates in (range(i, i + 1) for i in range(1, 7)):
             meter.reading(updates[0] - 1)
-            meter.before(updates, None)
+            meter.before(updates, {"mask": np.ones((len(updates), 10))})
             time.sleep(0.3 if updates[0] % 3 == 0 else 0.0)
             meter.after(updates, None, {"loss": jnp.zeros(())})
             if updates[0] == 5:
@@ -265,10 +265,10 @@ def test_a_record_after_the_end_is_not_written(monkeypatch):
     """Of a generation of an elastic job that has ended: another process has written it meanwhile."""
     monkeypatch.setattr("jaxdp.metrics.meter.LAST_WORDS", 0.1)
     records, loss = Lines(), Hanging()
-    with metering(Meter(records, 1, 4, 10.0)) as meter:
+    with metering(Meter(records, 1, 4, {})) as meter:
         for update, metric in ((1, jnp.zeros(())), (2, loss)):
             meter.reading(update - 1)
-            meter.before(range(update, update + 1), None)
+            meter.before(range(update, update + 1), {"mask": np.ones(10)})
             meter.after(range(update, update + 1), None, {"loss": metric})
     loss.goes_on.set()
     assert loss.read.wait(20.0)
