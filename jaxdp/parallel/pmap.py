@@ -91,10 +91,9 @@ class PMap(Strategy):
 class Mapped:
     """`pmap` of f(state, batch) on global arrays.
 
-    Each leaf is an argument of its own, which `pmap` passes on fastest. Over several processes
-    `pmap` takes and returns the arrays of one process, and converts them in every call, which takes
-    longer than the rest of the Python code. The program that it compiles takes and returns global
-    arrays, so only that is called there.
+    Each leaf is an argument of its own, and only the program that `pmap` compiles is called: around
+    it, `pmap` prepares every call in Python, and over several processes it takes and returns the
+    arrays of one process, and converts them, which takes longer than the rest of the Python code.
 
     Args:
         in_specs, out_specs: of the arguments and results, PartitionSpecs of the mesh; what is split
@@ -105,48 +104,35 @@ class Mapped:
     def __init__(self, f: Callable, in_specs: Any, out_specs: Any, mesh: Mesh, donate: bool):
         self.f, self.mesh, self.donate = f, mesh, donate
         self.in_specs, self.out_axes = in_specs, jax.tree.map(axis_of, out_specs)
-        self.mapped: dict[Any, Callable] = {}  # for each structure of the arguments
-        self.compiled: dict[Any, Any] = {}  # for each shape of the batch
+        self.compiled: dict[Any, Any] = {}  # for each form of the batch
 
     def __call__(self, state: TrainState, batch: Batch) -> Any:
-        if jax.process_count() == 1:
-            leaves, mapped = self._map(state, batch)
-            return mapped(*leaves)
-        shapes = tuple(x.shape for x in jax.tree.leaves(batch))
-        if shapes not in self.compiled:
-            self.compiled[shapes] = self.lower(state, batch).compile()
-        return self.compiled[shapes](*jax.tree.leaves((state, batch)))
+        form = tuple((name, x.shape, x.dtype) for name, x in batch.items())
+        if form not in self.compiled:
+            self.compiled[form] = self.lower(state, batch).compile()
+        return self.compiled[form](*jax.tree.leaves((state, batch)))
 
     def lower(self, state: TrainState, batch: Batch) -> Any:
-        leaves, mapped = self._map(state, batch)
-        if jax.process_count() > 1:
-            specs = self._specs((state, batch))
-            leaves = global_array_to_host_local_array(leaves, self.mesh, specs)
-        return mapped.lower(*leaves)  # type: ignore[attr-defined]
-
-    def _specs(self, arguments: Any) -> list[P]:
-        return jax.tree.leaves(jax.tree.broadcast(self.in_specs, arguments))
-
-    def _map(self, state: TrainState, batch: Batch) -> tuple[list[jax.Array], Callable]:
-        """Return the leaves of the arguments, and the function of them."""
         leaves, treedef = jax.tree.flatten((state, batch))
-        if treedef not in self.mapped:
+        specs = jax.tree.leaves(jax.tree.broadcast(self.in_specs, (state, batch)))
 
-            @functools.wraps(self.f)
-            def f(*leaves: jax.Array) -> Any:
-                return self.f(*jax.tree.unflatten(treedef, leaves))
+        @functools.wraps(self.f)
+        def f(*leaves: jax.Array) -> Any:
+            return self.f(*jax.tree.unflatten(treedef, leaves))
 
-            donated = len(jax.tree.leaves(state)) if self.donate else 0
-            self.mapped[treedef] = jax.pmap(
-                f,
-                axis_name=DATA,
-                in_axes=tuple(axis_of(spec) for spec in self._specs((state, batch))),
-                out_axes=self.out_axes,
-                donate_argnums=range(donated),
-                devices=list(self.mesh.devices.flat),
-                axis_size=self.mesh.size,
-            )
-        return leaves, self.mapped[treedef]
+        donated = len(jax.tree.leaves(state)) if self.donate else 0
+        mapped = jax.pmap(
+            f,
+            axis_name=DATA,
+            in_axes=tuple(map(axis_of, specs)),
+            out_axes=self.out_axes,
+            donate_argnums=range(donated),
+            devices=list(self.mesh.devices.flat),
+            axis_size=self.mesh.size,
+        )
+        if jax.process_count() > 1:
+            leaves = global_array_to_host_local_array(leaves, self.mesh, specs)
+        return mapped.lower(*leaves)
 
 
 def axis_of(spec: P) -> int | None:

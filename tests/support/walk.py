@@ -40,15 +40,21 @@ class Watch:
 
 
 class Program:
-    """A compiled function that tells the watch when it is called."""
+    """A compiled function that tells the watch when it is called or lowered."""
 
     def __init__(self, inner, watch):
         self.inner, self.watch = inner, watch
 
     def __call__(self, *args, **kwargs):
+        return self.watched(self.inner, *args, **kwargs)
+
+    def lower(self, *args, **kwargs):
+        return self.watched(self.inner.lower, *args, **kwargs)
+
+    def watched(self, f, *args, **kwargs):
         self.watch.updating = True
         try:
-            return self.inner(*args, **kwargs)
+            return f(*args, **kwargs)
         finally:
             self.watch.updating = False
 
