@@ -1,6 +1,7 @@
 """The step by itself: padding, kinds of model state, carry, clipping, non-finite gradients."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -362,6 +363,20 @@ def test_clipping_is_by_the_mean_gradients_global_norm():
         np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
     np.testing.assert_allclose(updates[1e-3], 1e-3, rtol=1e-4)
     np.testing.assert_allclose(updates[1e3], updates[None], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "tx", [optax.sgd(0.1, momentum=0.9), optax.adamw(0.1)], ids=["sgd", "adamw"]
+)
+def test_an_update_that_may_be_skipped_copies_no_moments(tx):
+    examples, forward = toys.data(16), Forward(toys.MODELS["mlp"](), SoftmaxCrossEntropy())
+    state = init_state(forward, UpdateRule(tx), 8, examples)
+    batch = read_batch(Arrays(**examples), EpochOrder(16, 16, 8, 0), 0, np.arange(8))
+    step = make_step(forward, UpdateRule(tx))
+    sums = jax.eval_shape(toys.alone(step.grads, np.arange(8)), state, batch)
+    program = jax.jit(step.apply, donate_argnums=0).lower(state, sums).compile()
+    assert program.memory_analysis().alias_size_in_bytes > 0
+    assert not re.findall(r"f32\[\d+,\d+\]\S* copy\(", program.as_text())
 
 
 @pytest.mark.slow
