@@ -22,8 +22,9 @@ class Table(Arrays):
     are sorted. Fractions are labels of a regression, float32 [1]. regression: any numbers are, and they
     are standardized by the training rows: a prediction times `scale`, plus `center`, has the unit of
     the column. columns: the other columns to use, by default all. Numbers are one input; a text is one
-    for each value that the training rows have (one-hot, sorted; of another value, all are 0). fill: in the place of a missing number; None: it is refused.
-    test_fraction: of one table, the share of the rows, drawn with a fixed seed, that are the test split.
+    for each value that the training rows have (one-hot, sorted; of another value, all are 0). fill: in
+    the place of a missing number; None: it is refused. test_fraction: of one table, the share of the
+    rows, drawn with a fixed seed, that are the test split.
 
     `transform` standardizes numbers by the mean and the standard deviation of the training rows, so
     `predict` takes the inputs of `encode`, as they are. Raises UsageError for a column that is missing,
@@ -91,10 +92,11 @@ class Table(Arrays):
                 positions(frame[name].dropna(), values, f"{KEY}.table.test")
         column = label_column(frame[label], regression)
         if hasattr(self, "class_names"):
-            labels = positions(column, self.class_names, f"{KEY}.table.test").astype(np.int32)
+            labels, kind = positions(column, self.class_names, f"{KEY}.table.test"), "int32"
         else:
-            labels = ((numbers(column, None) - self.center) / self.scale).astype(np.float32)[:, None]
-        super().__init__(inputs=inputs, labels=labels)
+            labels = (numbers(column, None)[:, None] - self.center) / self.scale
+            kind = "float32"
+        super().__init__(inputs=inputs, labels=labels.astype(kind))
         self.input_shape = inputs.shape[1:]
         texts = [f"{len(values):,} values of {name}" for name, values in self.values.items()]
         self.inventory = abbreviated(
