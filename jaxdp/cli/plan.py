@@ -231,10 +231,7 @@ def figures(plans: list[Plan], seconds: list[Any], examples: int) -> list[str]:
     }
     rows = [
         ("per device", [f"zero {p.zero}" for p in plans]),
-        (
-            "  split",
-            [f"{100 * p.share.split_bytes / max(p.share.total_bytes, 1):.1f} %" for p in plans],
-        ),
+        ("  split", [f"{100 * p.share.split:.1f} %" for p in plans]),
         *(
             (f"  {name}", [size(getattr(p.memory, name)) for p in plans])
             for name in plans[0].memory._fields[:-1]
@@ -344,10 +341,7 @@ def remarks(
 
 def as_dict(plan: Plan) -> dict[str, Any]:
     total = {kind: t._asdict() for kind, t in summarize(plan.collectives).items()}
-    share = {
-        **plan.share._asdict(),
-        "split": plan.share.split_bytes / max(plan.share.total_bytes, 1),
-    }
+    share = {**plan.share._asdict(), "split": plan.share.split}
     simple = {
         k: v
         for k, v in plan._asdict().items()

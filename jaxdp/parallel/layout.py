@@ -141,6 +141,11 @@ class Share(NamedTuple):
     replicated: int
     replicated_bytes: int
 
+    @property
+    def split(self) -> float:
+        """Return the share of the bytes that is split, from 0 to 1."""
+        return self.split_bytes / max(self.total_bytes, 1)
+
 
 def state_dims(state: TrainState, layout: Layout, dims: Any, others: Any) -> Any:
     """Return a TrainState of the dim along which each leaf is sharded, or WHOLE. What is kept for

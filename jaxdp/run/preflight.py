@@ -52,14 +52,17 @@ def rehearse(
     check_leaves(state)
     trained = step.trainable(state.params)
 
-    def shapes(tree):
-        return jax.tree.map(lambda x: x.shape, tree)
+    def shapes(updates, opt_state):
+        # Updates are added in the dtype of the parameters.
+        return jax.tree.map(lambda x: x.shape, updates), jax.tree.map(
+            lambda x: (x.shape, x.dtype), opt_state
+        )
 
-    updated = shapes(jax.eval_shape(parts.rule.tx.update, trained, state.opt_state, trained))
-    if updated != (shapes(trained), shapes(state.opt_state)):
+    updated = jax.eval_shape(parts.rule.tx.update, trained, state.opt_state, trained)
+    if shapes(*updated) != shapes(trained, state.opt_state):
         raise UsageError(
             f"optimizer.target: {config.optimizer.target!r} cannot be used: its update must return updates like the "
-            "parameters, and a state like the one that it got"
+            "parameters, and a state like the one that it got, in shapes and dtypes"
         )
     batch = read_batch(parts.dataset, parts.order, 0, np.zeros(1, np.int32))
     with user_code(lambda key: called_with(key, parts, state)):

@@ -436,7 +436,7 @@ def sharding(run: Run, config: Config) -> str:
     if run.strategy.parts < 2 or not config.parallel.zero:
         return ""
     share = run.strategy.share()
-    text = f": {share.split_bytes / max(share.total_bytes, 1):.1%} of the state in {run.strategy.parts} shards"
+    text = f": {share.split:.1%} of the state in {run.strategy.parts} shards"
     if share.replicated:
         text += f", {share.replicated} leaves that do not divide stay replicated"
     return text

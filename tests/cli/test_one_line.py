@@ -333,8 +333,16 @@ def other_state(learning_rate):
     )
 
 
+def other_dtype(learning_rate):
+    return optax.GradientTransformation(
+        lambda params: np.zeros((), np.int32),
+        lambda grads, state, params=None: (grads, state + 0.5),
+    )
+
+
 @pytest.mark.parametrize(
-    "make", [lookahead, plateau, no_transformation, other_updates, other_state, optax.lbfgs]
+    "make",
+    [lookahead, plateau, no_transformation, other_updates, other_state, other_dtype, optax.lbfgs],
 )
 def test_an_optimizer_that_cannot_be_called_is_named(tmp_path, make):
     name = f"{make.__module__}.{make.__name__}" if make is not optax.lbfgs else "optax.lbfgs"
