@@ -71,6 +71,7 @@ def make_run(directory, lines=200, seed=0, last="finished"):
     (directory / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
     (directory / "config.yaml").write_text(
         f"seed: {seed}\nsteps: 99\nmodel: {{target: MLP, args: {{hidden: [8, 8]}}}}\noptimizer: {{lr: 1.0e-3}}\n"
+        "checkpoint: {best: accuracy}\n"
     )
     (directory / "env.json").write_text(
         '{"versions": {"jax": "0.10.2"}, "devices": {"count": 4, "kind": "cpu"}}'
@@ -432,6 +433,7 @@ def test_the_page_has_the_points_in_a_browser(tmp_path):
         for shown in (
             "finished",
             "0.8750",
+            "best accuracy, step 500",
             "2,000",
             "3 min 31 s",
             "said <so> & </script> so",

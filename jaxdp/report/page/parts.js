@@ -30,6 +30,15 @@ function changes(section) { // not committed when the run started
     el("pre", {}, runs[0].diff.split("\n").map((line) => el("span", { class: kind(line) }, line + "\n")))));
 }
 
+function best(run) { // of the metric by which checkpoints are kept: the tile with its best value and step, the earliest of equals
+  const metric = run.config["checkpoint.best"], mode = run.config["checkpoint.mode"];
+  if (!metric) return [];
+  const sign = mode ? (mode === "min" ? 1 : -1) : direction(metric);
+  const { step, y } = sign ? points(run, "eval", metric) : { y: [] };
+  const i = y.reduce((found, value, k) => (found < 0 || sign * value < sign * y[found] ? k : found), -1);
+  return i < 0 ? [] : [[`best ${metric}, step ${step[i].toLocaleString("en-US")}`, number(y[i])]];
+}
+
 function summary() {
   const facts = runs.map((run) => {
     const found = run.numbers, spent = run.spent, layout = run.layout || {};
@@ -57,7 +66,7 @@ function summary() {
     at("subtitle").textContent = facts[0].about;
     at("summary").replaceChildren(
       el("p", { style: { margin: "-10px 0 16px" } }, facts[0].state, " ", el("span", { class: "muted small" }, live ? `as of ${clockTime}; this page reloads itself` : runs[0].state.reason)),
-      el("div", { class: "card tiles" }, [...facts[0].numbers, ...facts[0].rest].map(([name, value]) => el("div", {}, el("span", {}, name), el("b", {}, value)))));
+      el("div", { class: "card tiles" }, [...facts[0].numbers, ...best(runs[0]), ...facts[0].rest].map(([name, value]) => el("div", {}, el("span", {}, name), el("b", {}, value)))));
     return;
   }
   at("subtitle").textContent = runs.map((r) => r.name).join(", ") + (live ? ` · as of ${clockTime}; this page reloads itself until all runs have ended` : "");
