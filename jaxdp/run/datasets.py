@@ -189,10 +189,10 @@ def in_updates(key: str, every: int | Epochs | None, order: ExampleOrder) -> int
     Raises UsageError for epochs of a stream of unknown length, or of batches whose size changes."""
     if not isinstance(every, str):
         return every
-    if order.size >= UNKNOWN or hasattr(order, "batch_sizes"):
+    unknown = "the stream's length is unknown" * (order.size >= UNKNOWN)
+    if cause := unknown or "batch_size changes" * hasattr(order, "batch_sizes"):
         raise UsageError(
-            f"{key}: {every}, but an epoch has no known number of updates, as the stream's length is unknown "
-            "(data.args.size sets it) or batch_size changes; give a number of updates, such as 1000",
+            f"{key}: {every}, but {cause}; give a number of updates, such as 1000, or set data.args.size",
             rank=0,
         )
     return int(every.split()[0]) * order.steps_per_epoch

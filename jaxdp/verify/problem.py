@@ -66,7 +66,8 @@ class Configuration(NamedTuple):
         return " ".join(f"{k} {v}" for k, v in self._asdict().items() if v is not None)
 
 
-ONE_DEVICE = Configuration(1, "pjit")
+# With the backend that has most stages, the only one that splits a state within groups of devices.
+ONE_DEVICE = Configuration(1, max(STAGES, key=STAGES.__getitem__))
 
 
 def own_configuration(config: Config, parts: Parts, devices: Devices) -> Configuration:
@@ -126,7 +127,7 @@ def is_meaningful(configuration: Configuration) -> bool:
         return False
     if shard_size is None:
         return True
-    splits = ZERO[zero].opt_state and backend == "pjit"
+    splits = ZERO[zero].opt_state and backend == ONE_DEVICE.backend
     return splits and 1 < shard_size < devices and devices % shard_size == 0
 
 

@@ -280,7 +280,10 @@ def test_a_long_value_is_shortened():
         ("batch_size: [1, 2", ["not YAML"]),
         ("{" * 3000, ["not YAML"]),
         ("- a\n- b", ["mapping", "list"]),
-        ("batch_size: {a: 1}", ["batch_size: {'a': 1} is not a schedule"]),
+        (
+            "model: {target: MLP}\ndata: {target: Digits}\nsteps: 3\nbatch_size: {a: 1}",
+            ["batch_size: {'a': 1} is not a schedule"],
+        ),
         ("eval: null", ["eval: None is not a mapping"]),
         ("parallel: [pmap]", ["parallel: ['pmap'] is not a mapping"]),
         ("checkpoint: 5", ["checkpoint: 5 is not a mapping"]),
