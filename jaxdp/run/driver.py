@@ -328,7 +328,7 @@ class Training(Host):
         self.observers.evaluated(step, metrics)
         if split or "evaluate" in run.due(step):
             self.finish_early()
-        if run.checkpoints.is_best(metrics):
+        if best is not None and run.checkpoints.is_best(metrics):
             log.writer.say(f"best {best} so far: {metrics[best]:.4g}, after update {step}")
             self.save()
         facts = run.checkpoints.facts

@@ -353,8 +353,7 @@ def summary(final: Record, run: Run) -> str:
     ]
     if "loss_of" in final:
         texts[0] += f" (of {final['loss_of']}: no evaluation data)"
-    if step := run.checkpoints.best_step():
-        best = run.checkpoints.best
+    if (best := run.checkpoints.best) and (step := run.checkpoints.best_step()):
         value = run.checkpoints.meta(step)["metrics"][best]
         texts.append(f"best {best} {value:.4g} at step {step}")
     texts += [f"params_sha256 {final['params_sha256'][:16]}", f"files in {run.log.directory}"]
