@@ -39,7 +39,8 @@ class Audit(Observer):
 
     def __init__(self, training: Training, every: int | None, action: str):
         self.training, self.every, self.action = training, every or 0, action
-        self.continuation, run = training.continuation, training.run
+        self.continuation, self.progress = training.continuation, training.progress
+        self.run = run = training.run
         first = first_example(run.data.train.dataset)
         dims = {name: np.ndim(x) for name, x in first.items()}
         self.probe = Probe(run.strategy, run.step, dims)
@@ -52,10 +53,9 @@ class Audit(Observer):
         self._groups: list[Groups] = []
 
     def start(self, run: Run, progress: Progress) -> None:
-        self.run, self.progress = run, progress
         if self.last < 0:
             self.last = progress.start
-            run.checkpoints.trusted = self._passed_before(run, progress)
+            run.checkpoints.trusted = self._passed_before()
 
     def before(self, updates: range, batch: Batch) -> None:
         self.batch = batch
@@ -68,13 +68,13 @@ class Audit(Observer):
         if last and self.batch is not None and self.every > 0 and step != self.last:
             self.check()
 
-    def _passed_before(self, run: Run, progress: Progress) -> int:
+    def _passed_before(self) -> int:
         """Return the last update that an audit had passed before this run, as its checkpoints
         store, or 0.
         """
-        if progress.recovered and self.continuation.trusted:  # only such states were copied
-            return progress.start
-        checkpoints = run.checkpoints
+        if self.progress.recovered and self.continuation.trusted:  # only such states were copied
+            return self.progress.start
+        checkpoints = self.run.checkpoints
 
         def passed() -> int:
             return max((m.get("trusted", 0) for m in checkpoints.metas().values()), default=0)
@@ -85,15 +85,14 @@ class Audit(Observer):
         """Audit the devices after an update; its time is none of an update. Raises RunFailed if the
         action is to end this process or all.
         """
-        run, progress, batch = self.run, self.progress, self.batch
-        step = self.last = progress.step
+        step = self.last = self.progress.step
         self.training.meter.pause(step, False)
         if not self._titles:
-            self._describe(run)
+            self._describe()
         name = f"the audit after update {step}"
 
         def compute() -> np.ndarray:
-            return self.training.watch.run_step(name, self.measure, run, progress.state, batch)
+            return self.training.watch.run_step(name, self.measure, self.progress.state, self.batch)
 
         state, runs = len(self._groups), [compute()]
         if len(self._titles) == 1:  # which is compared in time
@@ -109,33 +108,33 @@ class Audit(Observer):
                 "repeat a microbatch: an operation of the model, loss or transform is not deterministic; there are no "
                 "further audits"
             )
-            self._warn(run, step, "software", text)
+            self._warn("software", text)
         if verdict.devices:
             self.failed = True
-            self._act(run, step, verdict)
+            self._act(verdict)
         elif not self.failed:
-            run.checkpoints.trusted = step
+            self.run.checkpoints.trusted = step
 
-    def _measure(self, run: Run, state: TrainState, batch: Batch) -> np.ndarray:
+    def _measure(self, state: TrainState, batch: Batch) -> np.ndarray:
         """Return the fingerprints [device, leaf] of all processes."""
-        prints = self.probe.fingerprints(*self.probe.inputs(state), batch)
+        prints = self.probe.fingerprints(state, batch)
         shards = sorted(prints.addressable_shards, key=lambda s: s.index[0].start or 0)
         local = np.concatenate([np.asarray(s.data) for s in shards])
         damaged = self.continuation.drop_damaged()
         text = json.dumps([damaged, base64.b64encode(local.tobytes()).decode()])
-        context, rows = run.checkpoints.context, []
+        context, rows = self.run.checkpoints.context, []
         for rank, answer in enumerate(context.exchange("audit", text, SLOW)):
             damaged, row = json.loads(answer)
             rows.append(base64.b64decode(row))
             if damaged:
                 owner = context.title(rank)
                 text = f"audit: a snapshot in the memory of {owner} is damaged; it is not used"
-                self._warn(run, self.last, ("snapshot", rank), text)
+                self._warn(("snapshot", rank), text)
         return np.frombuffer(b"".join(rows), np.uint32).reshape(-1, local.shape[1])
 
-    def _describe(self, run: Run) -> None:
+    def _describe(self) -> None:
         """Exchange the names and kinds of all devices; warn of leaves that have one copy only."""
-        context, devices = run.checkpoints.context, self.probe.strategy.devices
+        context, devices = self.run.checkpoints.context, self.probe.strategy.devices
         local = [devices[i] for i in of_this_process(devices)]
         # What other processes do not know.
         own = [[kind_of(d), d.local_hardware_id, getattr(d, "uuid", None)] for d in local]
@@ -155,22 +154,22 @@ class Audit(Observer):
             self._groups.append(grouped(str(indices[device]) for device in devices))
         single = sum(max(map(len, groups)) == 1 for groups in self._groups)
         if single and len(devices) > 1:
-            run.log.writer.say(
+            self.run.log.writer.say(
                 f"warning: audit: {single} of the state's {len(self._groups)} leaves have one copy only, a shard of "
                 "parallel.zero or a replica of outer: the audit cannot compare them"
             )
 
-    def _act(self, run: Run, step: int, verdict: Verdict) -> None:
-        context = run.checkpoints.context
+    def _act(self, verdict: Verdict) -> None:
+        context, step = self.run.checkpoints.context, self.last
         text = f"audit after update {step}: {self._text(verdict)}"
         devices = self.probe.strategy.devices
         faulty = {devices[i].process_index for i in verdict.devices}
         for i, leaf in verdict.devices.items():
             where = {"device": i, "rank": devices[i].process_index, "leaf": self.probe.names[leaf]}
-            run.log.events.note("audit_failed", step, reason=text, **where)
+            self.run.log.events.note("audit_failed", step, reason=text, **where)
         if self.action == "warn":
-            return self._warn(run, step, frozenset(verdict.devices), text, log=False)
-        self._set_aside(run)
+            return self._warn(frozenset(verdict.devices), text, log=False)
+        self._set_aside()
         survives = self.continuation.survives
         if self.action == "expel" and verdict.certain and survives and len(faulty) < context.size:
             if context.rank in faulty:
@@ -180,17 +179,18 @@ class Audit(Observer):
                 member.check_generation()
         raise RunFailed(f"{text}; audit.action: {self.action} ends the job", rank=0)
 
-    def _set_aside(self, run: Run) -> None:
+    def _set_aside(self) -> None:
         """Let no state that was copied since the last audit that passed be used again."""
-        passed = run.checkpoints.trusted or 0
-        run.checkpoints.wait()
+        checkpoints = self.run.checkpoints
+        passed = checkpoints.trusted or 0
+        checkpoints.wait()
         self.continuation.drop_after(passed)
-        if run.checkpoints.writes:
-            for step in run.checkpoints.steps():
+        if checkpoints.writes:
+            for step in checkpoints.steps():
                 if step > passed:
                     why = f"checkpoint {step} may be wrong: made after the last audit that passed, of {passed}"
-                    run.checkpoints.set_aside(step, "suspect", why, run.log.writer.say)
-        run.checkpoints.context.barrier("suspects", SLOW)
+                    checkpoints.set_aside(step, "suspect", why, self.run.log.writer.say)
+        checkpoints.context.barrier("suspects", SLOW)
 
     def _text(self, verdict: Verdict) -> str:
         names = " and ".join(self._titles[i] for i in verdict.devices)
@@ -210,12 +210,12 @@ class Audit(Observer):
             return f"{names} has a wrong copy of the state: {path} {verb} from that {others}"
         return f"{names} computes wrongly: {path} {verb} from that {others}, in each of {AGAIN + 1} repetitions"
 
-    def _warn(self, run: Run, step: int | None, what: Any, text: str, log: bool = True) -> None:
+    def _warn(self, what: Any, text: str, log: bool = True) -> None:
         if what not in self.named:
             self.named.add(what)
-            run.log.writer.say(f"warning: {text}")
+            self.run.log.writer.say(f"warning: {text}")
             if log:
-                run.log.events.note("audit", step, reason=text)
+                self.run.log.events.note("audit", self.last, reason=text)
 
 
 def grouped(keys: Iterable[Any]) -> list[list[int]]:

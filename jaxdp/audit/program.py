@@ -108,13 +108,12 @@ def vote(prints: np.ndarray, groups: Sequence[Groups]) -> Verdict:
     undecided: dict[int, int] = {}
     for leaf in np.flatnonzero((prints != prints[0]).any(0)).tolist():
         for group in groups[leaf]:
-            (value, most), *others = collections.Counter(
-                prints[list(group), leaf].tolist()
-            ).most_common()
-            if others:
-                outvoted = [d for d in group if 2 * most <= len(group) or prints[d, leaf] != value]
-                for device in outvoted:
-                    (minority if 2 * most > len(group) else undecided).setdefault(device, leaf)
+            counts = collections.Counter(prints[list(group), leaf].tolist())
+            [(value, most)] = counts.most_common(1)
+            decided = 2 * most > len(group)
+            for device in group:
+                if not decided or prints[device, leaf] != value:
+                    (minority if decided else undecided).setdefault(device, leaf)
     return Verdict(minority or undecided, bool(minority) or not undecided)
 
 
@@ -131,13 +130,10 @@ def judge(runs: Sequence[np.ndarray], groups: Sequence[Groups], state_leaves: in
     unstable = np.flatnonzero(changed.any(1)).tolist()
     one_device = len(runs[0]) == 1 and len({run.tobytes() for run in runs}) == len(runs) > 2
     software = len(unstable) > 1 or one_device
-    if unstable:
-        first = {device: int(np.argmax(changed[device])) for device in unstable}
-        return (
-            state
-            if state.devices and software
-            else Verdict({} if software else first, True, unstable, software)
-        )
+    if software:
+        return state if state.devices else Verdict({}, True, unstable, True)
+    for device in unstable:
+        return Verdict({device: int(np.argmax(changed[device]))}, True, unstable)
     results = vote(runs[0], [*[()] * state_leaves, *groups[state_leaves:]])
     return state if state.devices and not (results.devices and results.certain) else results
 
@@ -153,10 +149,14 @@ class Probe:
         self.axes = strategy.mesh.axis_names
         stored = strategy.abstract(padded=True).replace(kept={})
         self.specs = jax.tree.map(lambda x: x.sharding.spec, stored).replace(kept=P())
-        self._compute = jax.jit(self._fingerprints, static_argnums=(0, 1, 2))
+        self._compute = jax.jit(self._fingerprints, static_argnums=0)
 
-    def inputs(self, state: TrainState) -> tuple[TrainState, Any]:
-        """Return the exported state, and its parameters in full."""
+    def fingerprints(self, state: TrainState, batch: Batch) -> jax.Array:
+        """Return uint32[device, leaf], each row on its device: of the device's own state, and of
+        its gradients.
+
+        All devices compute one microbatch, another one after each update.
+        """
         exported = self.strategy.export(state, padded=True)
 
         def full(x: jax.Array, like: Any) -> jax.Array:
@@ -164,59 +164,40 @@ class Probe:
                 return x
             return converter(fit, self.strategy.replicated, like.shape)(x)
 
-        return exported, jax.tree.map(full, exported.params, self.strategy.shapes.params)
-
-    def fingerprints(
-        self, state: TrainState, full: Any, batch: Batch, alone: bool = False
-    ) -> jax.Array:
-        """Return uint32[device, leaf], each row on its device: of the device's own state, and of
-        its gradients.
-
-        All devices compute one microbatch, another one after each update. alone: each computes the
-        first of its own instead, and no device waits for another.
-        """
-        key = next(key for key in self.ndim if key in batch)
-        # Before those of an example: device, update, local microbatch.
-        dims = np.ndim(batch[key]) - self.ndim[key]
-
         def spec(x):
             return getattr(getattr(x, "sharding", None), "spec", P())
 
+        params = jax.tree.map(full, exported.params, self.strategy.shapes.params)
         specs = tuple((name, spec(x)) for name, x in sorted(batch.items()))
-        return self._compute(dims, specs, alone, state, full, batch)
+        return self._compute(specs, exported, params, batch)
 
     def _fingerprints(
-        self, dims: int, specs: tuple, alone: bool, state: TrainState, full: Any, batch: Batch
+        self, specs: tuple, state: TrainState, params: Any, batch: Batch
     ) -> jax.Array:
         seed = jnp.asarray(self.strategy.seed)
+        key = next(key for key in self.ndim if key in batch)
+        # Before those of an example: device, update, local microbatch.
+        dims = batch[key].ndim - self.ndim[key]
         order, local = order_of(self.strategy.assignment), self.strategy.assignment.shape[1]
 
-        def compute(state: TrainState, full: Any, batch: Batch) -> jax.Array:
-            number = jnp.int32(0)
-            if not alone:
-                number = (fingerprint(state.step) % len(order)).astype(jnp.int32)
+        def compute(state: TrainState, params: Any, batch: Batch) -> jax.Array:
+            number = (fingerprint(state.step) % len(order)).astype(jnp.int32)
             device, position = jnp.divmod(jnp.asarray(order, jnp.int32)[number], local)
 
             def select(x: jax.Array) -> jax.Array:
                 x = jax.lax.dynamic_slice_in_dim(x.reshape(-1, *x.shape[dims:]), position, 1)
-                return x if alone else of_device(x, self.axes, device)
+                return of_device(x, self.axes, device)
 
             kept = jax.tree.map(lambda x: x[number][None], state.kept)
-            own = state.replace(params=full, kept=kept, opt_state=None, seed=seed)
+            own = state.replace(params=params, kept=kept, opt_state=None, seed=seed)
 
             def grads(state: TrainState, batch: Batch, number: jax.Array) -> Any:
                 return self.step.grads(state, batch, Replica(number))
 
             visit = visit_products(grads, lambda _, x: (x, fingerprint(x)))
             sums, products = visit(own, jax.tree.map(select, batch), number[None])
-            results = {
-                "grads": sums.grads,
-                "loss": sums.loss,
-                "metrics": sums.metrics,
-                "state": sums.model_state,
-            }
             own_leaves = tree_leaves_with_path(state.replace(kept={}))
-            flat = [*own_leaves, *tree_leaves_with_path(results)]
+            flat = [*own_leaves, *tree_leaves_with_path(sums)]
             self.names = [path_string(path) for path, _ in flat]
             self.names += [f"product {i}" for i in range(len(products))]
             prints = [fingerprint(x) for _, x in flat]
@@ -226,7 +207,7 @@ class Probe:
         mapped = jax.shard_map(
             compute, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
-        return mapped(state, full, batch)
+        return mapped(state, params, batch)
 
 
 @jax.jit  # traced once for each shape

@@ -119,7 +119,7 @@ def try_parts(
     yield f"{step} updates"
     yield f"loss {record['loss']:.4g} of {record.get('loss_of', 'the evaluation data')}"
     yield f"after updates {run.checkpoints.steps()}"
-    for writer in getattr(trained.writer, "writers", ()):
+    for writer in getattr(trained.run.log.writer, "writers", ()):
         if getattr(writer, "failed", False):
             raise RunFailed(f"log.writers: {writer.name} failed; the warning says why")
     yield f"{len(config.log.writers)} besides the console and metrics.jsonl"
@@ -136,8 +136,7 @@ def try_parts(
             rank=0,
         )
     yield f"update {step} has the same bits after it"
-    run = make_run(config, folder, context, NOTHING, trained.prepared)
-    yield overfit(run, step, context)
+    yield overfit(trained.run, step, context)
 
 
 def with_two_updates(config: Config) -> Config:
@@ -157,10 +156,10 @@ def with_two_updates(config: Config) -> Config:
 
 
 class Trained(Continuation):
-    """The runs of a check, which share what they build. writer: of the last one."""
+    """The runs of a check, which share what they build. run: the last one."""
 
     def start(self, run: Run, progress: Progress) -> None:
-        self.writer = run.log.writer
+        self.run = run
 
 
 def overfit(run: Run, step: int, context: Context) -> str:

@@ -35,8 +35,8 @@ LLAMA_KEYS = {
 }
 MISTRAL_KEYS = {
     **LLAMA_KEYS,
+    **published.MISTRAL_KEYS,
     "hidden": Key("intermediate_size", 14336),
-    "kv_heads": Key("num_key_value_heads", 8),
 }
 QWEN2_KEYS = {
     **LLAMA_KEYS,

@@ -141,21 +141,22 @@ def rewind_all(
                 "--step, --around: the loss couples the examples of a batch; they have none alone"
             )
         made = make_run(config, directory, current(), objects, prepared)
-        strategy, saved, logged = made.strategy, made.checkpoints, losses_of(directory)
+        strategy, logged = made.strategy, losses_of(directory)
         for update in updates:
             if not 1 <= update <= (last := made.options.steps):
                 raise UsageError(
                     f"--step, --around: {update} is none of the updates 1 to {last} of this run"
                 )
-        began = max((step for step in saved.steps() if step < min(updates)), default=0)
-        offset = saved.meta(began).get("offset", 0) if began else 0
+        metas: dict[int, dict[str, Any]] = {0: {}, **made.checkpoints.metas()}
+        began = max(step for step in metas if step < min(updates))
+        offset = metas[began].get("offset", 0)
         if not began and config.init_from:
             raise UsageError(
                 f"--step, --around: {min(updates)} is before the first checkpoint of a run with init_from; choose a "
                 "later one"
             )
-        after = min((step for step in saved.steps() if step >= max(updates)), default=began)
-        if after and saved.meta(after).get("offset", 0) != offset:
+        after = min((step for step in metas if step >= max(updates)), default=began)
+        if metas[after].get("offset", 0) != offset:
             raise UsageError(
                 f"--step, --around: it was rolled back, and left data out, between updates {began} and {after}; choose "
                 "another"
@@ -165,12 +166,10 @@ def rewind_all(
         sums = jax.jit(functools.partial(sums_of, make_the_step(config, parts)))
         with made.data.train.batches(began + offset, max(updates) + offset, strategy) as batches:
             for update, ([number], batch) in enumerate(batches, began + 1):
-                rows = list[Row]()
-                if update in updates:
-                    rows = rows_of(parts, sums, number, jax.device_get(strategy.export(state)))
+                before = jax.device_get(strategy.export(state)) if update in updates else None
                 state, metrics = program.update(state, batch)
-                if rows:
-                    loss = float(metrics["loss"])
+                if before:
+                    rows, loss = rows_of(parts, sums, number, before), float(metrics["loss"])
                     yield Rewound(update, loss, logged.get(update), began, rows, parts, number)
 
 
