@@ -3,9 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from jaxdp.data.dataset import Batch, check_split
+from jaxdp.data.dataset import check_split
 from jaxdp.data.mixture import make_set, takes_split
 
 DATA = "data.args.data"
@@ -34,6 +32,3 @@ class Wrapped:
         if name == "dataset":  # not made yet
             raise AttributeError(name)
         return getattr(self.dataset, name)
-
-    def read(self, indices: np.ndarray) -> Batch:
-        return self.dataset.read(indices)
