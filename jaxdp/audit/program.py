@@ -106,8 +106,8 @@ def vote(prints: np.ndarray, groups: Sequence[Groups]) -> Verdict:
     """Compare the fingerprints [device, leaf] of each leaf inside each of its groups."""
     minority: dict[int, int] = {}
     undecided: dict[int, int] = {}
-    for leaf in np.flatnonzero((prints != prints[0]).any(0)).tolist():
-        for group in groups[leaf]:
+    for leaf, alike in enumerate(groups):
+        for group in alike:
             counts = collections.Counter(prints[list(group), leaf].tolist())
             [(value, most)] = counts.most_common(1)
             decided = 2 * most > len(group)
