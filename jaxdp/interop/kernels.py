@@ -58,36 +58,27 @@ def pack(arrays: Sequence[Part], rows: int, stays: bool, as_bytes: bool) -> list
 
 
 def unpack(
-    buffers: Sequence[Array],
-    arrays: Sequence[Part],
-    rows: int,
-    stays: bool,
-    as_bytes: bool,
-    finish: Callable[[Part, tuple[int, ...]], Part],
+    buffers: Sequence[Array], arrays: Sequence[Part], rows: int, stays: bool, as_bytes: bool
 ) -> list[Part]:
-    """Return `finish(part[rows', element], shape)` for each of the `arrays` that were packed in
-    `rows` rows.
-    """
+    """Return part[rows', element] for each of the `arrays` that were packed in `rows` rows."""
     if stays:
-        return [finish(b, x.shape) for b, x in zip(buffers, arrays)]
+        return list(buffers)
     out: list[Part] = [None] * len(arrays)
     groups = [range(len(arrays))] if as_bytes else _of_one_type(arrays)
     for buffer, indices in zip(buffers, groups):
-        source, start = np.asarray(buffer), 0
+        source = np.asarray(buffer)
         source = source.view(np.uint8) if as_bytes else source
-        for i in indices:
-            x = arrays[i]
-            stop = start + x.size // rows * (x.itemsize if as_bytes else 1)
-            part, start = source[:, start:stop], stop
-            out[i] = finish(np.ascontiguousarray(part).view(x.dtype) if as_bytes else part, x.shape)
+        widths = [(arrays[i].nbytes if as_bytes else arrays[i].size) // rows for i in indices]
+        for i, part in zip(indices, np.split(source, np.cumsum(widths), 1)):
+            out[i] = np.ascontiguousarray(part).view(arrays[i].dtype)
     return out
 
 
 def to_bits(x: Array) -> Array:
     """Return the bits of x[...] as unsigned integers of its width, those of float32 for numbers of
-    less than 8 bits; a complex x gets a leading dim of size 2."""
+    less than 8 bits; of a complex x, those of the imaginary part follow in the last dim."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return jnp.stack([to_bits(x.real), to_bits(x.imag)])
+        return jnp.concatenate([to_bits(x.real), to_bits(x.imag)], -1)
     x = x.astype(jnp.float32) if _is_narrow(x.dtype) else x
     return x.view(f"uint{8 * x.dtype.itemsize}")
 
@@ -95,7 +86,7 @@ def to_bits(x: Array) -> Array:
 def from_bits(bits: Array, dtype: Any) -> Array:
     """Invert `to_bits`."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        return lax.complex(*bits.view(jnp.finfo(dtype).dtype))
+        return lax.complex(*jnp.split(bits.view(jnp.finfo(dtype).dtype), 2, -1))
     return bits.view(jnp.float32).astype(dtype) if _is_narrow(dtype) else bits.view(dtype)
 
 
@@ -134,26 +125,13 @@ def _product(x: Array) -> Array:
     return jnp.prod(lax.all_gather(x, AXIS), 0, promote_integers=False)
 
 
-def _extreme(native: Callable[[Array, str], Array]) -> Transfer:
-    """Return a min or max that propagates NaN from any member: Gloo's drops it."""
-
-    def reduce(x: Array) -> Array:
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return native(x, AXIS)
-        is_nan = jnp.isnan(x)
-        best = native(jnp.where(is_nan, 0, x), AXIS)
-        return jnp.where(lax.pmax(is_nan.astype(jnp.int32), AXIS) > 0, jnp.nan, best)
-
-    return reduce
-
-
 # op -> accumulator -> result; bool is reduced as 0 and 1.
 REDUCTIONS: dict[str, Transfer] = {
     "sum": lambda x: lax.psum(x, AXIS),
     "avg": lambda x: _divided(lax.psum(x, AXIS)),
     "prod": _product,
-    "min": _extreme(lax.pmin),
-    "max": _extreme(lax.pmax),
+    "min": lambda x: lax.pmin(x, AXIS),
+    "max": lambda x: lax.pmax(x, AXIS),
 }
 # Of booleans: or, and, and, or, as NumPy adds and multiplies them.
 BOOLEAN = {"sum": "max", "prod": "min", "min": "min", "max": "max"}
@@ -184,11 +162,20 @@ def check_op(op: str, dtypes: Iterable[Any]) -> None:
             raise UsageError(f"{dtype} has no order: op={op!r} is for real numbers")
 
 
-def reduced(op: str, x: Array, transfer: Callable[[str, Array], Array]) -> Array:
-    """Run `transfer(op, x)` in the accumulator's dtype and cast the result back."""
+def reduced(op: str, x: Part, transfer: Callable[[str, Part], Part]) -> Part:
+    """Run `transfer(op, x)` in the accumulator's dtype and cast the result back; a min or max is NaN
+    if a member's number is, which Gloo drops, and of which MPI says nothing.
+    """
     if x.dtype == jnp.bool_:
         return transfer(BOOLEAN[op], x.astype(jnp.uint8)).astype(jnp.bool_)
-    return transfer(op, x.astype(accumulator(x.dtype))).astype(x.dtype)
+    wide = x.astype(accumulator(x.dtype))
+    if op not in ("min", "max") or not jnp.issubdtype(wide.dtype, jnp.inexact):
+        return transfer(op, wide).astype(x.dtype)
+    library = wide.__array_namespace__()
+    is_nan = library.isnan(wide)
+    best = transfer(op, library.where(is_nan, 0, wide))
+    any_nan = transfer("max", is_nan.astype(jnp.int32)) > 0
+    return library.where(any_nan, jnp.nan, best).astype(x.dtype)
 
 
 def scattered(op: str, x: Array) -> Array:
@@ -202,12 +189,8 @@ def scattered(op: str, x: Array) -> Array:
 
 
 def moved(buffer: Array, transfer: Transfer) -> Array:
-    """Apply `transfer` to the bits of the buffer; if it is complex, to those of real and imaginary
-    part.
-    """
-    bits = to_bits(buffer)
-    moved = transfer(bits) if bits.ndim == 2 else jnp.stack([transfer(part) for part in bits])
-    return from_bits(moved, buffer.dtype)
+    """Apply `transfer` to the bits of the buffer."""
+    return from_bits(transfer(to_bits(buffer)), buffer.dtype)
 
 
 def _masked_sum(bits: Array, root: int) -> Array:
@@ -318,8 +301,10 @@ def run(
         else:
             results = program(local)
 
-    def finish(part: Part, shape: tuple[int, ...]) -> Part:
-        shape = shape[1:] if chunked else shape
-        return _join(part, n, shape, join) if name in JOINED else part.reshape(shape)
-
-    return jax.device_put(unpack(results, arrays, rows, stays, as_bytes, finish), device)
+    parts = unpack(results, arrays, rows, stays, as_bytes)
+    shapes = [x.shape[1:] if chunked else x.shape for x in arrays]
+    if name in JOINED:
+        parts = [_join(part, n, shape, join) for part, shape in zip(parts, shapes)]
+    else:
+        parts = [part.reshape(shape) for part, shape in zip(parts, shapes)]
+    return jax.device_put(parts, device)

@@ -48,19 +48,9 @@ def _reduce(comm: Any, name: str, op: str, x: Buffer) -> Buffer:
     """Return the reduction of x[rows, element]: all of it, or this rank's row."""
     call = comm.Allreduce if name == "allreduce" else comm.Reduce_scatter_block
 
-    def native(op: str, x: Buffer) -> Buffer:
-        out = x[:1].copy()
-        call(_memory(x), _memory(out), getattr(MPI, op.upper()))
-        return out
-
-    if op == "avg":
-        return native("sum", x) / comm.size
-    if op in ("sum", "prod") or x.dtype.kind != "f":
-        return native(op, x)
-    # MPI does not say what its min and max make of NaN.
-    is_nan = np.isnan(x)
-    best = native(op, np.where(is_nan, 0, x))
-    return np.where(native("max", is_nan.astype(np.int32)) > 0, np.nan, best)
+    out = x[:1].copy()
+    call(_memory(x), _memory(out), MPI.SUM if op == "avg" else getattr(MPI, op.upper()))
+    return out / comm.size if op == "avg" else out
 
 
 def _move(comm: Any, name: str, root: int, x: Buffer) -> Buffer:
