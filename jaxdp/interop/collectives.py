@@ -60,7 +60,7 @@ def _call(
     root: Root | None = None,
     *,
     kernel: str = "",
-    op: str | None = None,
+    op: str = "",
     axes: Mapping[str, int] | None = None,
     stack: bool = False,
     pair: tuple[int, int] | None = None,
@@ -73,29 +73,28 @@ def _call(
     None if all ranks take part.
     """
     context, kernel = joined(), kernel or name
-    words = [f"{key}={axis}" for key, axis in (axes or {}).items()] + ["per_rank"] * stack
     dims = list((axes or {"axis": 0}).items())
     (split_name, split), (join_name, join) = dims[0], dims[-1]
     members = tuple(range(context.size)) if pair is None else pair
     parts: Partition = (members,)
-    roots, arrays, error, reduces = None, None, None, kernel in kernels.REDUCING
-    words = [str(op), *words] if reduces else words
+    roots: tuple[int, ...] = ()
+    arrays, error, reduces = None, None, kernel in kernels.REDUCING
+    words = [str(op)] * reduces + [f"{key}={axis}" for key, axis in (axes or {}).items()]
+    words += ["per_rank"] * stack
     is_list, from_root = isinstance(x, list | tuple) and not stack, kernel in kernels.FROM_ROOT
     try:
-        parts = (pair,) if pair else partition(groups, context.size)
+        if pair is None:
+            parts = partition(groups, context.size)
         group = group_of(context.rank, parts)
-        if root is not None:
+        if root is not None or from_root:
             roots = roots_of(root, parts, context.size)
             named = [r for r, members in zip(roots, parts) if members[1:]]
-            words = words if pair else [*words, f"root={named[0] if len(named) == 1 else named}"]
-        if x is None and from_root:
-            if roots and context.rank in roots:
-                raise UsageError(f"rank {context.rank} is the root, but passed None; pass an array")
-        else:
+            words.append(f"root={named[0] if len(named) == 1 else named}")
+        if x is not None or not from_root or context.rank in roots:
             arrays = [as_array(a) for a in (x if isinstance(x, list | tuple) else [x])]
             arrays = [_stacked(arrays, len(group))] if stack else arrays
             if reduces:
-                kernels.check_op(str(op), [a.dtype for a in arrays])
+                kernels.check_op(op, [a.dtype for a in arrays])
             if kernel in kernels.CHUNKED:
                 _check_axis(arrays, split, split_name, len(group))
             if kernel in kernels.JOINED:
@@ -105,11 +104,11 @@ def _call(
     ) as problem:  # any exception: the other ranks must receive it, or they would wait
         error = one_line(problem)
     types = None if arrays is None else [described(a) for a in arrays]
-    call = f"{name}({', '.join(words)})" if words else name
+    call = name if pair else f"{name}({', '.join(words)})"
     signature = Signature(call, types, is_list, error, "" if pair else shown(parts))
     agreed = compare(context.rank, members, signature, parts, roots if from_root else None)
     arrays = [zeros(text) for text in agreed.arrays or []] if arrays is None else arrays
-    argument = group.index(next(r for r in roots if r in group)) if from_root and roots else op
+    argument = group.index(roots[parts.index(group)]) if from_root else op
     out = kernels.run(kernel, argument, arrays, context.rank, group, split, join)
     if roots and not from_root and context.rank not in roots:
         return [None] * len(out) if is_list else None
@@ -224,10 +223,7 @@ def recv(src: int) -> Arrays:
 
 def _pair(x: Arrays, name: str, value: int) -> Arrays:
     context, sends = joined(), name == "dst"
-    try:
-        peer = as_rank(value, context.size)
-    except UsageError as error:
-        raise UsageError(f"{name}={error}") from None
+    peer = as_rank(value, context.size, f"{name}=")
     if peer == context.rank:
         raise UsageError(f"rank {peer} cannot {'send to' if sends else 'receive from'} itself")
     sender, receiver = (context.rank, peer) if sends else (peer, context.rank)

@@ -64,15 +64,14 @@ def distributed_optimizer(
     def update(
         grads: Tree, state: Tree, params: Tree = None, *, weight: Any = None, **extra: Any
     ) -> tuple[Tree, Tree]:
-        own = kernels.own_collectives()
+        own, step = kernels.own_collectives(), inner.update
         if axis_name is not None:
             if own is not None:
                 raise UsageError(
                     f"axis_name: over MPI, {axis_name!r} has the devices of this process alone; leave axis_name out"
                 )
-            _check_weight(weight)
-            return inner.update(mean_over_axis(grads, weight, axis_name), state, params, **extra)
-        if any(
+            mean = mean_over_axis(grads, weight, axis_name)
+        elif any(
             isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((grads, state, params, weight))
         ):
             if own is None:
@@ -80,17 +79,19 @@ def distributed_optimizer(
                     "distributed_optimizer: update is called inside jit, where processes cannot meet; call it "
                     "outside, around the whole optimizer, or give axis_name and call it inside pmap or shard_map"
                 )
-            _check_weight(weight)
-            return inner.update(_mean(grads, weight, own.sums_in_jit), state, params, **extra)
-        if (line_search := any(map(callable, jax.tree.leaves(extra)))) and joined().size > 1:
-            raise UsageError(
-                "distributed_optimizer: a loss function, as of a line search, sees the data of its own rank alone, so "
-                "that the ranks' parameters would differ; use an optimizer without one"
-            )
-        plain = line_search or any(map(callable, jax.tree.leaves(params)))  # a module's activation
-        return (inner.update if plain else compiled)(
-            mean_over_ranks(grads, weight), state, params, **extra
-        )
+            mean = _mean(grads, weight, own.sums_in_jit)
+        else:
+            line_search = any(map(callable, jax.tree.leaves(extra)))
+            if line_search and joined().size > 1:
+                raise UsageError(
+                    "distributed_optimizer: a loss function, as of a line search, sees the data of its own rank alone, "
+                    "so that the ranks' parameters would differ; use an optimizer without one"
+                )
+            # A module's activation is a function, too.
+            if not (line_search or any(map(callable, jax.tree.leaves(params)))):
+                step = compiled
+            mean = mean_over_ranks(grads, weight)
+        return step(mean, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
@@ -115,6 +116,7 @@ def _mean(
     """Return the weighted mean of each float leaf. reduce: returns the sums of arrays over the
     ranks or devices.
     """
+    _check_weight(weight)
     leaves, structure, floats = _flatten(grads)
     local = [leaves[i] for i in floats]
     weighted = _weighted(local, jnp.asarray(1.0 if weight is None else weight, float))

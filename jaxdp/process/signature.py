@@ -40,16 +40,16 @@ class Signature:
         return f"{self.call} of {'nothing' if self.arrays is None else 'a list of ' * self.is_list + arrays}"
 
 
-def as_rank(value: Any, size: int) -> int:
+def as_rank(value: Any, size: int, title: str) -> int:
     """Return `value` as a rank. Raises UsageError if it is not an integer from 0 to size - 1, or is
-    a bool.
+    a bool. title: the beginning of the message, such as "root=".
     """
     try:
         rank = -1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         rank = -1
     if not 0 <= rank < size:
-        raise UsageError(f"{value!r} is not a rank; ranks run from 0 to {size - 1}")
+        raise UsageError(f"{title}{value!r} is not a rank; ranks run from 0 to {size - 1}")
     return rank
 
 
@@ -65,15 +65,13 @@ def partition(groups: Groups, size: int) -> Partition:
         raise UsageError(
             f"groups={groups!r}: give lists of ranks, such as [[0, 1], [2, 3]]"
         ) from None
-    try:
-        parts = [tuple(as_rank(r, size) for r in group) for group in listed if group]
-    except UsageError as error:
-        raise UsageError(f"groups={listed}: {error}") from None
+    title = f"groups={listed}: "
+    parts = [tuple(as_rank(r, size, title) for r in group) for group in listed if group]
     seen: set[int] = set()
     for rank in (r for group in parts for r in group):
         if rank in seen:
             raise UsageError(
-                f"groups={listed}: rank {rank} appears twice; a rank belongs to one group at most"
+                f"{title}rank {rank} appears twice; a rank belongs to one group at most"
             )
         seen.add(rank)
     return tuple(sorted([*parts, *((r,) for r in range(size) if r not in seen)]))
@@ -89,12 +87,9 @@ def roots_of(root: Any, parts: Partition, size: int) -> tuple[int, ...]:
 
     Raises UsageError if one is not a rank, or if a group contains none of them or several.
     """
-    try:
-        candidates = {
-            as_rank(r, size) for r in (root if isinstance(root, list | tuple) else [root])
-        }
-    except UsageError as error:
-        raise UsageError(f"root={error}") from None
+    candidates = {
+        as_rank(r, size, "root=") for r in (root if isinstance(root, list | tuple) else [root])
+    }
     by_group = [candidates.intersection(group) if len(group) > 1 else set(group) for group in parts]
     for group, roots in zip(parts, by_group):
         if len(roots) != 1:
