@@ -109,7 +109,7 @@ def accumulator(dtype: jnp.dtype) -> jnp.dtype:
     if is_narrow(dtype):
         return jnp.dtype(jnp.float32)
     if jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize < 4:
-        return jnp.dtype(jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32)
+        return jnp.dtype(jnp.int32)
     return dtype
 
 
@@ -135,18 +135,6 @@ REDUCTIONS: dict[str, Transfer] = {
 }
 # Of booleans: or, and, and, or, as NumPy adds and multiplies them.
 BOOLEAN = {"sum": "max", "prod": "min", "min": "min", "max": "max"}
-
-
-def axis_size(axis_name: Any) -> int:
-    """Return the number of devices along a mapped axis, or several. Raises UsageError if it is not
-    mapped here.
-    """
-    try:
-        return lax.axis_size(axis_name)
-    except NameError:
-        raise UsageError(
-            f"no axis {axis_name!r} is mapped here; call this inside the function that pmap or shard_map maps over it"
-        ) from None
 
 
 def check_op(op: str, dtypes: Iterable[Any]) -> None:
@@ -232,10 +220,7 @@ def compiled(replica: Replica, members: tuple[int, ...]) -> Replica:
     """Return a function of this rank's arrays[rows, ...] on its first device, all of whose members
     call it together: it runs `replica` on each, and returns this rank's results.
     """
-    first = [
-        min((d for d in jax.devices() if d.process_index == r), key=lambda d: d.id) for r in members
-    ]
-    mesh = Mesh(np.array(first), (AXIS,))
+    mesh = Mesh(np.array([jax.local_devices(rank)[0] for rank in members]), (AXIS,))
     sharding = NamedSharding(mesh, PartitionSpec(AXIS))
     # Results differ between members, but only the local shard is read, so the output needs no dim
     # for the axis.

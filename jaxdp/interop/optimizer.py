@@ -100,8 +100,12 @@ def mean_over_axis(grads: Tree, weight: Any, axis_name: Any) -> Tree:
     """Return the weighted mean of each float leaf over a mapped axis, with one operand per bucket
     of 25 MB.
     """
-    kernels.axis_size(axis_name)  # raises UsageError if there is no such axis
-    index = lax.axis_index(axis_name)
+    try:
+        index = lax.axis_index(axis_name)
+    except NameError:
+        raise UsageError(
+            f"no axis {axis_name!r} is mapped here; call this inside the function that pmap or shard_map maps over it"
+        ) from None
     if any(_varies(index) and _is_float(x) and not _varies(x) for x in _flatten(grads)[0]):
         raise UsageError(
             f"distributed_optimizer: shard_map has summed the gradients over {axis_name!r} already; give it "

@@ -72,11 +72,14 @@ def _bits(name: str, x: Any) -> Any:
 
 def _from_bits(x: Any, bits: jax.Array) -> Any:
     """Convert received `bits` back to the type and devices of x."""
-    if is_key(x):
-        data = jnp.asarray(np.asarray(bits))
-        return placed(x, jax.random.wrap_key_data(data, impl=jax.random.key_impl(x)))
     if isinstance(x, jax.Array):
-        return placed(x, np.asarray(bits))
+        value = np.asarray(bits)
+        return placed(
+            x,
+            jax.random.wrap_key_data(jnp.asarray(value), impl=jax.random.key_impl(x))
+            if is_key(x)
+            else value,
+        )
     like = np.asarray(x)
     numbers = np.array(bits).view(like.dtype.newbyteorder("="))
     array = numbers.astype(like.dtype).reshape(like.shape)

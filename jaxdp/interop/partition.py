@@ -101,14 +101,13 @@ def partition_dataset(
     or 64 examples of arrays in memory, or the shapes and dtypes of other examples; or if a number
     is not positive. The partitioning of Horovod's and PyTorch's samplers, without repeated
     examples."""
-    check_integers(
-        {"batch_size": batch_size, "seed": seed, "devices": 1 if devices is None else devices}
-    )
-    if devices is not None and devices < 1:
+    local = 1 if devices is None else devices
+    check_integers({"batch_size": batch_size, "seed": seed, "devices": local})
+    if local < 1:
         raise UsageError(f"devices: {devices} is not positive; set it to jax.local_device_count()")
     if devices is not None and sizes is not None:
         raise UsageError("sizes: the devices of a rank have equal shares; give sizes or devices")
-    context, local, share = joined(), devices or 1, None
+    context, share = joined(), None
     source = as_dataset(dataset)
     if hasattr(source, "widen"):
         source.widen()
@@ -168,7 +167,7 @@ def check_sizes(sizes: Sequence[float], ranks: int, batch_size: int) -> np.ndarr
             f"sizes: {sizes} has {len(sizes)} entries for {ranks} ranks; give one for each rank"
         )
     for rank, size in enumerate(sizes):
-        if not 0 < size <= 1:
+        if not size > 0:
             raise UsageError(
                 f"sizes[{rank}]: {size:g} is not a part of a batch; give a number above 0, at most 1"
             )
