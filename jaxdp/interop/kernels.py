@@ -41,14 +41,12 @@ def own_collectives() -> Any:
     return member and member.collectives
 
 
-def pack(arrays: Sequence[Part], rows: int, stays: bool, as_bytes: bool) -> list[Part]:
-    """Return buffers[rows, element]; dim 0 of each array is split over the rows. stays: see `run`.
-    as_bytes: one buffer, of uint32.
+def pack(arrays: Sequence[Part], rows: int, as_bytes: bool) -> list[Part]:
+    """Return buffers[rows, element]; dim 0 of each array is split over the rows. as_bytes: one
+    buffer, of uint32.
 
     The buffers are copies, since JAX may read the memory while the caller writes to the arrays.
     """
-    if stays:
-        return [jnp.reshape(x, (rows, x.size // rows)) for x in arrays]
     flat = [np.ascontiguousarray(x).reshape(rows, x.size // rows) for x in arrays]
     if flat and as_bytes:
         flat = [x.view(np.uint8) for x in flat]
@@ -58,11 +56,9 @@ def pack(arrays: Sequence[Part], rows: int, stays: bool, as_bytes: bool) -> list
 
 
 def unpack(
-    buffers: Sequence[Array], arrays: Sequence[Part], rows: int, stays: bool, as_bytes: bool
+    buffers: Sequence[Array], arrays: Sequence[Part], rows: int, as_bytes: bool
 ) -> list[Part]:
     """Return part[rows', element] for each of the `arrays` that were packed in `rows` rows."""
-    if stays:
-        return list(buffers)
     out: list[Part] = [None] * len(arrays)
     groups = [range(len(arrays))] if as_bytes else _of_one_type(arrays)
     for buffer, indices in zip(buffers, groups):
@@ -276,7 +272,10 @@ def run(
     if chunked:
         arrays = [_split(x, n, split) for x in arrays]
     rows = n if chunked else 1
-    buffers = pack(arrays, rows, stays, as_bytes)
+    if stays:
+        buffers = [jnp.reshape(x, (rows, x.size // rows)) for x in arrays]
+    else:
+        buffers = pack(arrays, rows, as_bytes)
     if own:
         results = own.run(name, argument, buffers, members)
     else:
@@ -285,8 +284,7 @@ def run(
             results = current().compute(lambda: program(local))
         else:
             results = program(local)
-
-    parts = unpack(results, arrays, rows, stays, as_bytes)
+    parts = results if stays else unpack(results, arrays, rows, as_bytes)
     shapes = [x.shape[1:] if chunked else x.shape for x in arrays]
     if name in JOINED:
         parts = [_join(part, n, shape, join) for part, shape in zip(parts, shapes)]

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -29,15 +30,16 @@ def allreduce_metrics(metrics: Any, weight: Any = 1.0) -> Any:
     a rank does not call it within JAXDP_TIMEOUT seconds (60).
     """
     context = joined()
-    paths: Any = []
     message: dict[str, Any] = {"names": []}
     try:
         paths, structure = jax.tree_util.tree_flatten_with_path(metrics)
         message["names"] = [path_string(path) or "metrics" for path, _ in paths]
-        message["values"] = [
-            _scalar(name, value) for name, (_, value) in zip(message["names"], paths)
+        message["terms"] = [
+            (_weight(number), _scalar(name, value))
+            for number, name, (_, value) in zip(
+                _weights(weight, structure), message["names"], paths
+            )
         ]
-        message["weights"] = [_weight(value) for value in _weights(weight, structure)]
     except (UsageError, ValueError) as error:  # names that cannot be sorted
         message["error"] = one_line(error)
     texts = context.exchange("allreduce_metrics", json.dumps(message), protocol.default_timeout())
@@ -53,11 +55,11 @@ def allreduce_metrics(metrics: Any, weight: Any = 1.0) -> Any:
                 f"{context.title(0)} has {', '.join(ranks[0]['names']) or 'none'}: they must be the same",
                 rank=0,
             )
-    means = [_mean([(r["weights"][i], r["values"][i]) for r in ranks]) for i in range(len(paths))]
+    means = map(_mean, zip(*(received["terms"] for received in ranks)))
     return jax.tree.unflatten(structure, means)
 
 
-def _mean(terms: list[tuple[float, float]]) -> float:
+def _mean(terms: Sequence[tuple[float, float]]) -> float:
     """Return the mean of (weight, value) pairs with one rounding, ignoring weight 0; NaN if nothing
     is left.
     """
@@ -106,4 +108,4 @@ def _scalar(name: str, value: Any) -> float:
         raise UsageError(
             f"{name!r} has shape {array.shape}, not one number; take its mean first ([0] of pmap's)"
         )
-    return float(array.reshape(()))
+    return array.item()

@@ -106,7 +106,7 @@ def mean_over_axis(grads: Tree, weight: Any, axis_name: Any) -> Tree:
         raise UsageError(
             f"no axis {axis_name!r} is mapped here; call this inside the function that pmap or shard_map maps over it"
         ) from None
-    if any(_varies(index) and _is_float(x) and not _varies(x) for x in _flatten(grads)[0]):
+    if any(_varies(index) and _is_float(x) and not _varies(x) for x in jax.tree.leaves(grads)):
         raise UsageError(
             f"distributed_optimizer: shard_map has summed the gradients over {axis_name!r} already; give it "
             "check_vma=False"
@@ -167,12 +167,9 @@ def mean_over_ranks(grads: Tree, weight: Any) -> Tree:
         return jax.tree.unflatten(
             structure, [jnp.zeros_like(x) if number == 0 and _is_float(x) else x for x in leaves]
         )
-    label = "distributed_optimizer" if weight is None else "distributed_optimizer with weights"
     members = tuple(range(context.size))
-    signature = Signature(
-        f"{label} on {_names(structure)}", [described(x) for x in arrays], True, error
-    )
-    compare(context.rank, members, signature)
+    call = f"distributed_optimizer{' with weights' * (weight is not None)} on {_names(structure)}"
+    compare(context.rank, members, Signature(call, [*map(described, arrays)], True, error))
     device = jax.local_devices()[0]
     *local, scale = jax.device_put([*arrays, jnp.asarray(number, float)], device)
     if kernels.own_collectives() is None:

@@ -6,7 +6,6 @@ The buffers[rows, element] are arrays of NumPy; of JAX on a GPU whose memory MPI
 
 import ctypes
 import functools
-import importlib
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -79,7 +78,7 @@ def _memory(x: Buffer) -> Any:
 def sums_in_jit(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Return the sums of traced arrays over all ranks. Raises UsageError without mpi4jax."""
     try:
-        allreduce = importlib.import_module("mpi4jax").allreduce
+        from mpi4jax import allreduce
     except (ImportError, RuntimeError) as error:
         raise UsageError(
             "distributed_optimizer: inside jit, MPI needs mpi4jax, built by the mpicc of this "
