@@ -61,8 +61,8 @@ def _bits(name: str, x: Any) -> Any:
         return x
     array = native(x)
     is_number = jnp.issubdtype(array.dtype, jnp.number) or array.dtype == bool
-    is_long = array.dtype.char in "gG"  # a long double
-    if isinstance(x, np.ma.MaskedArray) or is_long or not is_number:
+    # JAX has no long double.
+    if isinstance(x, np.ma.MaskedArray) or array.dtype.char in "gG" or not is_number:
         kind = f"{type(x).__name__} of {array.dtype}"
         raise UsageError(
             f"broadcast_parameters: {name!r} is a {kind}; give arrays of the numbers that JAX has"
