@@ -41,7 +41,7 @@ def main() -> None:
     rngs = nnx.Rngs(context.rank)  # different weights on each rank, until 3
     model = nnx.Sequential(nnx.Linear(64, 64, rngs=rngs), nnx.relu, nnx.Linear(64, 10, rngs=rngs))
     nnx.update(model, jaxdp.broadcast_parameters(nnx.state(model)))  # 3
-    # 4.
+    # 4
     optimizer = nnx.Optimizer(model, jaxdp.distributed_optimizer(optax.adam(3e-3)), wrt=nnx.Param)
     update = 0
     for _ in range(EPOCHS):
@@ -49,7 +49,7 @@ def main() -> None:
             (loss, accuracy), grads = backward(model, x, y)
             optimizer.update(model, grads, weight=len(y))  # 4
             if update % 25 == 0:
-                # 5.
+                # 5
                 mean = jaxdp.allreduce_metrics({"loss": loss, "accuracy": accuracy}, weight=len(y))
                 if context.is_root:  # 1
                     print(
