@@ -69,9 +69,11 @@ class Door(Extra):
                 )
             args.setdefault("columns", [x for x in usable if x != label])
             args.setdefault("regression", bool(counts[label] > MANY))
+            others_of = [x for x in frame if x not in usable]
             notes += (
                 f"\n# The label is {label!r}; --data.args.label NAME sets another. Constants, and texts of more than "
-                f"{MANY} values, are no inputs. regression: true predicts a number, false one of the values."
+                f"{MANY} values, are no inputs: {others_of}. regression: true predicts a number, false one of the "
+                "values."
             )
         elif name == "Npz":
             stored = stored_arrays(path)
@@ -85,37 +87,31 @@ class Door(Extra):
                 )
             else:
                 args.setdefault("arrays", {"inputs": names[-1], "labels": names[0]})
-        elif name == "TextFile" and Path(path).is_dir():
-            raise UsageError(
-                f"DATA: {path!r} is a folder of texts; make tokens of them, and train on those: jaxdp data tokenize "
-                f"{path}/*.txt --output tokens --tokenizer byte"
-            )
         source = getattr(data, name)
         args[next(iter(parameters(source)))] = path
+        parts = ["language"]
         if name in ("TextFile", "Documents", "TokenFile"):
-            parts = ["language"]
             args.setdefault("length", 128)
         else:
+            if name.startswith("Image"):
+                args.setdefault("size", 64)
             dataset = bind("data", source, args)()
             labels = getattr(dataset, "arrays", vars(dataset))["labels"]
             _, counts = np.unique(labels, return_counts=True)
-            parts = ["rows", "classes"]
+            parts = ["images" if len(dataset.input_shape) == 3 else "rows"]
+            if name.startswith("Image"):
+                parts = ["large_images"]
             if labels.dtype.kind == "f":
                 parts = ["quantity"]
             elif 10 * min(counts) * len(counts) < len(labels):
-                parts = ["rows", "uneven"]
+                parts.append("uneven")
                 notes += (
                     f"\n# Classes are uneven: the rarest has {min(counts):,} of {len(labels):,} examples. macro_f1 "
                     "counts all equally, and the data set Balanced draws all equally (docs/data.md#uneven-classes)."
                 )
-            if name.startswith("Image"):
-                parts[0] = "large_images"
-                args.setdefault("size", 64)
-            elif len(dataset.input_shape) == 3:
-                parts[0] = "images"
         files = [Path(__file__).with_name(f"{part}.yaml") for part in parts]
         if not options["print_config"] and not discover().rank:
-            content = "".join(file.read_text("utf-8") for file in files)
+            content = "".join(file.read_text(encoding="utf-8") for file in files)
             safe_print.say(f"{notes}\n{content}{dump({'data': {'target': name, 'args': args}})}")
         return [
             f"--run_dir=runs/{Path(path).absolute().stem}",

@@ -50,6 +50,8 @@ def confusion(fitted: Fitted) -> np.ndarray:
             config,
             loss=replace(config.loss, target=NAME, args={}),
             eval=replace(config.eval, also={}),
+            checkpoint=replace(config.checkpoint, best=None),
+            callbacks=[],
         ),
         objects={**fitted.objects, "loss": {NAME: counts}},
     ).evaluate()

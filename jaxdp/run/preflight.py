@@ -189,7 +189,10 @@ def called_with(key: str, parts: Parts, state: TrainState) -> str:
         return f"; the batch is {in_words(batch)}"
     if key == "loss":
         outputs = in_words(output_shapes(parts, state))
-        return f"; a loss is called as (outputs, batch), here with {outputs} and {in_words(batch)}"
+        return (
+            f"; a loss is called as (outputs, batch), here with {outputs} and {in_words(batch)}, and a function "
+            "(outputs, labels), such as those of Optax, is named so: {target: PerExample, args: {function: FUNCTION}}"
+        )
     return ""
 
 

@@ -64,11 +64,9 @@ class Trial(NamedTuple):
         old, new = map(flatten, as_saved(saved, self.config))
         keys = [key for key in {**old, **new} if re.match(r"(steps|epochs)$|(data|eval)\.", key)]
         same = not changed and all(old.get(key) == new.get(key) for key in keys)
-        return same and bool(self.final_records())
-
-    def final_records(self) -> list[dict[str, Any]]:
-        """Return the records of the last evaluations, of which a complete run has one."""
-        return [r for r in read(self.directory / "metrics.jsonl") if r.get("split") == "final"]
+        return same and any(
+            record.get("split") == "final" for record in read(self.directory / "metrics.jsonl")
+        )
 
 
 def run(call: Call) -> None:
@@ -97,11 +95,13 @@ def run(call: Call) -> None:
     begun = [trial.directory for trial in trials if (trial.directory / "metrics.jsonl").is_file()]
     if begun:
         try:
-            results = read_runs(begun)
-            for path, result in results.items():
-                if path in failed and result["state"]["word"] == "finished":  # before this sweep
-                    result["state"]["word"] = "failed"
-            runs = table.ranked([*results.values()], options["metric"])
+            runs = [*read_runs(begun).values()]
+            for run in runs:
+                if (
+                    pathlib.Path(run["path"]) in failed and run["state"]["word"] == "finished"
+                ):  # before this sweep
+                    run["state"]["word"] = "failed"
+            runs = table.ranked(runs, options["metric"])
             print(table.table(runs, options["metric"]))
             table.write_csv(directory / CSV, runs, options["metric"])
             print(f"the table in {directory / CSV}")
@@ -236,7 +236,7 @@ def make_slots(jobs: int | None, devices: int | None, count: int) -> list[dict[s
     jobs: runs at once; None: one for each GPU, or for `devices` of them, and without GPUs one for
     each core. devices: GPUs of a run (`parallel.devices`). Raises UsageError if there are too few
     GPUs."""
-    cores = int(min(len(os.sched_getaffinity(0)), hosts.core_quota()))
+    cores = max(1, int(min(len(os.sched_getaffinity(0)), hosts.core_quota())))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(i) for i in range(environment.gpu_count())]
     if names and visible:
@@ -265,7 +265,7 @@ def run_all(
     process trains waits for it. Returns the exit code (0, 1 if a run failed, 75 or 130 after a
     signal), and the directories that failed.
     """
-    waiting, running, failed = list(trials), dict[int, Running](), list[pathlib.Path]()
+    waiting, running, failed, done = list(trials), dict[int, Running](), list[pathlib.Path](), 0
     received: list[int] = []
 
     def stop(number, frame):
@@ -282,8 +282,8 @@ def run_all(
         while running or (waiting and not received):
             for i, slot in enumerate(slots):
                 if i in running and running[i].child.poll() is not None:
+                    done += 1
                     ended = running.pop(i)
-                    done = len(trials) - len(waiting) - len(running)
                     if not report(ended, f"{done}/{len(trials)}"):
                         failed.append(ended.trial.directory)
                 if i in running or received:
@@ -291,7 +291,9 @@ def run_all(
                 trial = next((t for t in waiting if not is_held(t.directory)), None)
                 if trial is not None:
                     waiting.remove(trial)
-                    if not trial.is_finished():  # meanwhile, by another process
+                    if trial.is_finished():  # meanwhile, by another process
+                        done += 1
+                    else:
                         running[i] = start(trial, slot)
             time.sleep(0.05)
     finally:
@@ -313,11 +315,15 @@ def report(ended: Running, count: str) -> bool:
     """Print the result of a run; return True if it finished."""
     directory, code = ended.trial.directory, ended.child.poll()
     took = f"{time.monotonic() - ended.since:.1f} s"
-    final = ended.trial.final_records()
+    final = [r for r in read(directory / "metrics.jsonl") if r.get("split") == "final"]
     if code or not final:
-        text = (directory / OUTPUT).read_text(encoding="utf-8", errors="replace")
-        last = "".join(text.strip().splitlines()[-1:])
-        print(f"[{count}] {directory.name}  exit code {code} after {took}: {last}", flush=True)
+        lines = (
+            (directory / OUTPUT).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        )
+        print(
+            f"[{count}] {directory.name}  exit code {code} after {took}: {(lines or [''])[-1]}",
+            flush=True,
+        )
         return False
     numbers = [
         f"{name} {final[-1][name]:.4f}"
