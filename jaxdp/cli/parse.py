@@ -29,7 +29,6 @@ from jaxdp.config.validation import (
     program,
 )
 from jaxdp.errors import UsageError, suggest
-from jaxdp.extras import door
 from jaxdp.metrics import safe_print
 from jaxdp.run import rundir
 
@@ -51,9 +50,6 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
     """Return (the checked config, the path of the config file, the options of the verb). Raises
     UsageError.
     """
-    if verb == "train" and argv[:1] and not argv[0].startswith("-"):
-        guess: Any = door("guess", f"DATA: {argv[0]}")
-        argv = guess(Config()).arguments(*argv)
     options, pairs = parse(argv, verb)
     files, print_config = options.pop("config"), options.pop("print_config")
     names = dict(pairs)
@@ -71,7 +67,6 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
     if not files and values.get("steps") is values.get("epochs") is None:
         raise UsageError(
             f"--config: no file given; e.g. {program(verb)} --config configs/digits.yaml"
-            f"{', or data: jaxdp train churn.csv' * (verb == 'train')}"
         )
     parallel = values.get("parallel", {})
     if options.get("zero", "0") not in ("0", "config") and (

@@ -189,8 +189,10 @@ def in_updates(key: str, every: int | Epochs | None, order: ExampleOrder) -> int
     Raises UsageError for epochs of a stream of unknown length, or of batches whose size changes."""
     if not isinstance(every, str):
         return every
-    unknown = "the stream's length is unknown" * (order.size >= UNKNOWN)
-    if cause := unknown or "batch_size changes" * hasattr(order, "batch_sizes"):
+    if cause := (
+        "the stream's length is unknown" * (order.size >= UNKNOWN)
+        or "batch_size changes" * hasattr(order, "batch_sizes")
+    ):
         raise UsageError(
             f"{key}: {every}, but {cause}; give a number of updates, such as 1000, or set data.args.size",
             rank=0,

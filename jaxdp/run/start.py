@@ -472,9 +472,7 @@ def advice(
             "give the examples a true 'reset', or set order to sequential"
         )
     if "segments" in example and not reads(run, "segments"):
-        yield (
-            "data: the model ignores its segments and reads across documents; use one such as GPT instead"
-        )
+        yield "data: the model ignores its segments and reads across documents; use one such as GPT instead"
     yield from data_warnings(config, prepared.parts, shapes, devices)
     opt = config.optimizer
     steps = run.options.steps
@@ -489,9 +487,7 @@ def advice(
     if opt.final_lr and opt.schedule in ("constant", "one_cycle"):
         yield f"optimizer.final_lr: {opt.final_lr} has no effect with the schedule {opt.schedule}"
     if opt.warmup_steps and opt.schedule == "one_cycle":
-        yield (
-            "optimizer.warmup_steps: one_cycle begins with its own warm-up; set it to 0 to have only one"
-        )
+        yield "optimizer.warmup_steps: one_cycle begins with its own warm-up; set it to 0 to have only one"
     # The built-in ones all use the rate, and the built-in schedules end with the run.
     built_in = opt.target in OPTIMIZERS and opt.schedule in [*SCHEDULES] and horizon == steps
     if not (of_script or built_in):

@@ -356,5 +356,6 @@ def summary(final: Record, run: Run) -> str:
     if (best := run.checkpoints.best) and (step := run.checkpoints.best_step()):
         value = run.checkpoints.meta(step)["metrics"][best]
         texts.append(f"best {best} {value:.4g} at step {step}")
-    texts += [f"params_sha256 {final['params_sha256'][:16]}", f"files in {run.log.directory}"]
-    return "  ".join(texts)
+    return "  ".join(
+        [*texts, f"params_sha256 {final['params_sha256'][:16]}", f"files in {run.log.directory}"]
+    )

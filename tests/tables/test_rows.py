@@ -285,3 +285,29 @@ def test_an_evaluation_table_of_other_values_is_refused(tmp_path, change):
     with pytest.raises(UsageError, match=r"eval\.data: it encodes .*put all rows into one table"):
         jaxdp.fit("MLP", data, "SoftmaxCrossEntropy", eval_data=other, **settings)
     jaxdp.fit("MLP", data, "SoftmaxCrossEntropy", eval_data=data, **settings)
+
+
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_a_regression_is_standardized_and_predicted_in_its_unit(tmp_path, separator):
+    rng = np.random.default_rng(0)
+    sizes = rng.uniform(50, 200, 300)
+    prices = np.round(3000 * sizes + 1000)  # whole numbers of any size
+    rows = [f"{size:.2f}{separator}{price:.0f}" for size, price in zip(sizes, prices)]
+    table = tmp_path / "houses.csv"
+    table.write_text("\n".join([f"size{separator}price", *rows]))
+    data = Table(table, "price", regression=True)
+    labels = data.read(np.arange(len(data)))["labels"]
+    assert data.columns == ["size"] and labels.dtype == np.float32
+    assert abs(labels.mean()) < 1e-5 and abs(labels.std() - 1) < 1e-5
+    everyone = Table(table, "price", regression=True, test_fraction=0)
+    labels = everyone.read(np.arange(len(everyone)))["labels"]
+    np.testing.assert_allclose(
+        labels[:, 0] * everyone.scale + everyone.center, prices, rtol=1e-5, atol=1
+    )
+
+
+def test_texts_are_no_labels_of_a_regression(tmp_path):
+    table = tmp_path / "kinds.csv"
+    table.write_text("size,kind\n1,a\n2,b\n")
+    with pytest.raises(UsageError, match=r"'kind' has texts, such as 'a'"):
+        Table(table, "kind", regression=True)

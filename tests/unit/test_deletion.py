@@ -20,7 +20,6 @@ NEEDS = {
     "mirror": (),
     "mpi": (),
     "check": (),
-    "guess": (),
     "staged": (),
 }
 """The extras with a door, and which others each of them imports; it goes with those."""
@@ -152,12 +151,6 @@ def test_a_deleted_backend_is_refused_in_a_line(copy):
     done = run(copy, "-c", "import jaxdp; jaxdp.init(backend='mpi')")
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stdout + done.stderr
     assert done.stderr.startswith("jaxdp: backend: mpi needs the folder jaxdp/mpi"), done.stderr
-
-
-def test_data_without_a_config_are_refused_in_a_line(copy):
-    done = run(copy, "train.py", "rows.csv")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stdout + done.stderr
-    assert done.stderr.startswith("jaxdp: DATA: rows.csv needs the folder jaxdp/guess"), done.stderr
 
 
 @pytest.mark.slow
