@@ -289,11 +289,11 @@ def test_a_model_with_a_carry_refuses_them(tmp_path):
     [
         (
             ["--eval.every", "1 epoch"],
-            r"eval.every: 1 epoch, but an epoch has no known number of updates",
+            r"eval.every: 1 epoch, but batch_size changes",
         ),
         (
             ["--checkpoint.every", "2 epochs"],
-            r"checkpoint.every: 2 epochs, but an epoch has no known number of updates",
+            r"checkpoint.every: 2 epochs, but batch_size changes",
         ),
         (
             ["--data.order", "sequential"],
