@@ -132,7 +132,8 @@ def judge(runs: Sequence[np.ndarray], groups: Sequence[Groups], state_leaves: in
     software = len(unstable) > 1 or one_device
     if software:
         return state if state.devices else Verdict({}, True, unstable, True)
-    for device in unstable:
+    if unstable:
+        [device] = unstable
         return Verdict({device: int(np.argmax(changed[device]))}, True, unstable)
     results = vote(runs[0], [*[()] * state_leaves, *groups[state_leaves:]])
     return state if state.devices and not (results.devices and results.certain) else results

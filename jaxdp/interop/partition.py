@@ -167,7 +167,7 @@ def check_sizes(sizes: Sequence[float], ranks: int, batch_size: int) -> np.ndarr
             f"sizes: {sizes} has {len(sizes)} entries for {ranks} ranks; give one for each rank"
         )
     for rank, size in enumerate(sizes):
-        if not size > 0:
+        if not 0 < size <= 1:
             raise UsageError(
                 f"sizes[{rank}]: {size:g} is not a part of a batch; give a number above 0, at most 1"
             )

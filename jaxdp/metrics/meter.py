@@ -38,7 +38,7 @@ class Mark(NamedTuple):
 class Meter(Observer):
     """Write a train record every `every` updates and at update `last`.
 
-    per_example: entries of a record by example, which are multiplied by the examples per second.
+    per_example: entries of a record for one example per second; multiplied by the examples per second.
     more(milliseconds per update) and derive(means) return additional entries. The time per update
     is measured from one record's completion on the device to the next. It excludes what precedes
     the end of the first call of each program, which compiles, and the time between a pause and the

@@ -37,6 +37,7 @@ class CutMix(Mixup):
         half = jnp.sqrt(1 - share) / 2
         inside = (abs(y - row) < half * height) & (abs(x - column) < half * width)
         kept = (~inside).astype(share.dtype)
-        blends = jax.random.bernoulli(jax.random.fold_in(key, 2), self.mixup)
-        kept = jnp.where(blends, share, kept)
+        if self.mixup:
+            blends = jax.random.bernoulli(jax.random.fold_in(key, 2), self.mixup)
+            kept = jnp.where(blends, share, kept)
         return kept[..., None], kept.mean()

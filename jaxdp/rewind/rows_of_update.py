@@ -147,7 +147,7 @@ def rewind_all(
                 raise UsageError(
                     f"--step, --around: {update} is none of the updates 1 to {last} of this run"
                 )
-        metas: dict[int, dict[str, Any]] = {0: {}, **made.checkpoints.metas()}
+        metas = {0: {}, **made.checkpoints.metas()}
         began = max(step for step in metas if step < min(updates))
         offset = metas[began].get("offset", 0)
         if not began and config.init_from:

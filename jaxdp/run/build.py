@@ -329,8 +329,8 @@ def is_padded(config: Config, parts: Parts, assignment: np.ndarray, offset: int 
     """Return True if a batch of this run may have padding or a mask.
 
     A reduction in groups always has masks, so that its operations do not depend on the run's
-    length; a run that may be rolled back reads batches that are not known beforehand, and one whose
-    batch size changes reads some that another size has begun.
+    length; a run that may be rolled back reads batches that are not known beforehand. Where the batch
+    size changes, the size of an epoch's last batch depends on where the change is.
     """
     order = parts.order
     full_batches = (

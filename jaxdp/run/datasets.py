@@ -190,11 +190,13 @@ def in_updates(key: str, every: int | Epochs | None, order: ExampleOrder) -> int
     if not isinstance(every, str):
         return every
     if cause := (
-        "the stream's length is unknown" * (order.size >= UNKNOWN)
-        or "batch_size changes" * hasattr(order, "batch_sizes")
+        "the stream's length is unknown; give a number of updates, such as 1000, or set data.args.size"
+        * (order.size >= UNKNOWN)
+        or "batch_size changes; give a number of updates, such as 1000"
+        * hasattr(order, "batch_sizes")
     ):
         raise UsageError(
-            f"{key}: {every}, but {cause}; give a number of updates, such as 1000, or set data.args.size",
+            f"{key}: {every}, but {cause}",
             rank=0,
         )
     return int(every.split()[0]) * order.steps_per_epoch

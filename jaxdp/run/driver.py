@@ -97,7 +97,7 @@ class Training(Host):
     progress: where it starts or resumes; with a state if it was recovered from memory. watch,
     profile, callbacks, continuation: observers. extras: of the config; each may have observers.
     layout: the content of layout.json before the first update; None: write no file. per_example: the
-    entries of a record that follow from the examples per second, by example.
+    entries of a record for one example per second (`throughput`).
     """
 
     run: Run

@@ -90,7 +90,7 @@ class Table(Arrays):
             inputs, self.rows = self.encode(frame), np.arange(len(frame))
             for name, values in self.values.items():
                 positions(frame[name].dropna(), values, f"{KEY}.table.test")
-        column = label_column(frame[label], regression)
+            column = label_column(frame[label], regression)
         if hasattr(self, "class_names"):
             labels, kind = positions(column, self.class_names, f"{KEY}.table.test"), "int32"
         else:
