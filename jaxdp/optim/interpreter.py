@@ -66,18 +66,14 @@ def inside(eqn: JaxprEqn) -> Iterator[Any]:
                 yield item
 
 
-def has_narrow_floats(f: Callable, *args: Any) -> bool:
-    """Return whether f(*args) has a float of less than 32 bits anywhere, from its arguments or of
+def has_narrow_floats(program: Any) -> bool:
+    """Return whether a jaxpr has a float of less than 32 bits anywhere, from its arguments or of
     its own accord."""
-
-    def anywhere(jaxpr: Any) -> bool:
-        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-        values = [*jaxpr.invars, *(x for eqn in jaxpr.eqns for x in eqn.outvars)]
-        return any(is_narrow(getattr(x.aval, "dtype", bool)) for x in values) or any(
-            anywhere(program) for eqn in jaxpr.eqns for program in inside(eqn)
-        )
-
-    return anywhere(jax.make_jaxpr(f)(*args))
+    jaxpr = getattr(program, "jaxpr", program)
+    values = [*jaxpr.invars, *(x for eqn in jaxpr.eqns for x in eqn.outvars)]
+    return any(is_narrow(getattr(x.aval, "dtype", bool)) for x in values) or any(
+        has_narrow_floats(part) for eqn in jaxpr.eqns for part in inside(eqn)
+    )
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:

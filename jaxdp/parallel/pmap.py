@@ -107,37 +107,37 @@ class Mapped:
         self.compiled: dict[Any, Any] = {}  # for each form of the batch
 
     def __call__(self, state: TrainState, batch: Batch) -> Any:
-        leaves = jax.tree.leaves((state, batch))
+        leaves, treedef = jax.tree.flatten((state, batch))
         if isinstance(leaves[0], jax.core.Tracer):  # a compiled program cannot be traced
-            return self.mapped(state, batch)(*leaves)
+            return self.mapped(treedef)(*leaves)
         form = tuple((name, x.shape, x.dtype) for name, x in batch.items())
         if form not in self.compiled:
             self.compiled[form] = self.lower(state, batch).compile()
         return self.compiled[form](*leaves)
 
     def lower(self, state: TrainState, batch: Batch) -> Any:
-        leaves = jax.tree.leaves((state, batch))
+        leaves, treedef = jax.tree.flatten((state, batch))
         if jax.process_count() > 1:
-            specs = self._specs((state, batch))
-            leaves = global_array_to_host_local_array(leaves, self.mesh, specs)
-        return self.mapped(state, batch).lower(*leaves)
+            leaves = global_array_to_host_local_array(leaves, self.mesh, self._specs(treedef))
+        return self.mapped(treedef).lower(*leaves)
 
-    def _specs(self, arguments: Any) -> list[P]:
+    def _specs(self, treedef: Any) -> list[P]:
+        arguments = jax.tree.unflatten(treedef, range(treedef.num_leaves))
         return jax.tree.leaves(jax.tree.broadcast(self.in_specs, arguments))
 
-    def mapped(self, state: TrainState, batch: Batch) -> Any:
-        """Return the `pmap` of a function of the leaves of these arguments."""
-        treedef = jax.tree.structure((state, batch))
+    @functools.cache  # noqa: B019 - JAX finds what it has traced by the function
+    def mapped(self, treedef: Any) -> Any:
+        """Return the `pmap` of a function of the leaves of (state, batch), which has this treedef."""
 
         @functools.wraps(self.f)
         def f(*leaves: jax.Array) -> Any:
             return self.f(*jax.tree.unflatten(treedef, leaves))
 
-        donated = len(jax.tree.leaves(state)) if self.donate else 0
+        donated = treedef.children()[0].num_leaves if self.donate else 0
         return jax.pmap(
             f,
             axis_name=DATA,
-            in_axes=tuple(map(axis_of, self._specs((state, batch)))),
+            in_axes=tuple(map(axis_of, self._specs(treedef))),
             out_axes=self.out_axes,
             donate_argnums=range(donated),
             devices=list(self.mesh.devices.flat),

@@ -389,10 +389,11 @@ class LocalStep(NamedTuple):
 
     def map(self, f: Callable[[Piece], Tree], pieces: Piece) -> Tree:
         """Return f of all microbatches [local, ...], at once where `grads` would compute them so."""
+        all_of_them = jax.jit(functools.partial(at_once, f), inline=True)  # traced once
         one_by_one = self.recipe.accumulate == "scan" or (
-            len(pieces.number) > 1 and has_narrow_floats(f, first_of(pieces))
+            len(pieces.number) > 1 and has_narrow_floats(all_of_them.trace(pieces).jaxpr)
         )
-        return jax.lax.map(f, pieces) if one_by_one else at_once(f, pieces)
+        return jax.lax.map(f, pieces) if one_by_one else all_of_them(pieces)
 
     def one_pass(self, pieces: Piece, last: bool, earlier: Tree = None) -> Sums:
         """Return the sums over microbatches [count, ...] that are computed at once, with gradients.
@@ -509,8 +510,9 @@ def grads(recipe: Recipe, state: TrainState, batch: Batch, replica: Replica) -> 
     pieces = local.pieces(batch)
     has_narrow_params = any(is_narrow(x.dtype) for x in jax.tree.leaves(state.params))
     one_by_one = recipe.accumulate == "scan" or has_narrow_params
-    if not one_by_one and not has_narrow_floats(local.sums, first_of(pieces)):
-        sums = local.one_pass(pieces, last=True)
+    only_pass = jax.jit(functools.partial(local.one_pass, last=True), inline=True)  # traced once
+    if not one_by_one and not has_narrow_floats(only_pass.trace(pieces).jaxpr):
+        sums = only_pass(pieces)
     elif replica.reduces_last:
         sums = local.passes_and_last(pieces)
     else:

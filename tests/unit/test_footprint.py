@@ -15,8 +15,15 @@ from jaxdp.data.prefetch import read_batch
 from jaxdp.plan import prediction
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("backend", "devices"), [("pmap", 4), ("pjit", 4), ("pmap", 1)])
+@pytest.mark.parametrize(
+    ("backend", "devices"),
+    [
+        ("pmap", 2),
+        pytest.param("pmap", 4, marks=pytest.mark.slow),
+        pytest.param("pjit", 4, marks=pytest.mark.slow),
+        pytest.param("pmap", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_a_program_that_has_run_tells_what_it_sends(backend, devices):
     model, examples = toys.MODELS["mlp"](), toys.data(40)
     strategy, step, _ = toys.build(model, examples, devices=devices, backend=backend)
