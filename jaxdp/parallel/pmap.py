@@ -105,6 +105,7 @@ class Mapped:
         self.f, self.mesh, self.donate = f, mesh, donate
         self.in_specs, self.out_axes = in_specs, jax.tree.map(axis_of, out_specs)
         self.compiled: dict[Any, Any] = {}  # for each form of the batch
+        self.mapped = functools.cache(self.map_leaves)  # JAX finds what it traced by the function
 
     def __call__(self, state: TrainState, batch: Batch) -> Any:
         leaves, treedef = jax.tree.flatten((state, batch))
@@ -125,8 +126,7 @@ class Mapped:
         arguments = jax.tree.unflatten(treedef, range(treedef.num_leaves))
         return jax.tree.leaves(jax.tree.broadcast(self.in_specs, arguments))
 
-    @functools.cache  # noqa: B019 - JAX finds what it has traced by the function
-    def mapped(self, treedef: Any) -> Any:
+    def map_leaves(self, treedef: Any) -> Any:
         """Return the `pmap` of a function of the leaves of (state, batch), which has this treedef."""
 
         @functools.wraps(self.f)
