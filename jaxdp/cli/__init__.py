@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 from jaxdp import __version__
 from jaxdp.api import end_start, join, set_environment
 from jaxdp.cli.option_table import REMOVED, VERBS
-from jaxdp.cli.parse import help_of, load, load_options
+from jaxdp.cli.parse import help_of, load, parse
 from jaxdp.config import Config
 from jaxdp.errors import (
     INTERRUPTED,
@@ -36,7 +36,6 @@ __all__ = [
     "Call",
     "help_of",
     "load",
-    "load_options",
     "main",
     "set_environment",
 ]
@@ -122,7 +121,7 @@ def usage() -> str:
 def run(name: str, argv: list[str]) -> None:
     where = VERBS[name].where
     if where == "host":
-        options = load_options(argv, name)
+        options, _ = parse(argv, name)
         if name not in ("doctor", "launch"):
             environment.use_cpu()  # a training job may use all memory of the GPU
         _module(name).run(Call(options=options))

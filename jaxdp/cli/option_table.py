@@ -54,7 +54,7 @@ DIGITS = "--config configs/digits.yaml"
 
 VERBS = {
     "train": Verb(
-        "train a model, resuming from the run directory if it exists",
+        "train a model by a config, or on data (jaxdp train DATA), resuming from the run directory if it exists",
         "job",
         (
             f"jaxdp train {DIGITS}",

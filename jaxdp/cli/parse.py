@@ -29,6 +29,7 @@ from jaxdp.config.validation import (
     program,
 )
 from jaxdp.errors import UsageError, suggest
+from jaxdp.extras import door
 from jaxdp.metrics import safe_print
 from jaxdp.run import rundir
 
@@ -51,6 +52,7 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
     UsageError.
     """
     options, pairs = parse(argv, verb)
+    data = options.pop("data", None)
     files, print_config = options.pop("config"), options.pop("print_config")
     names = dict(pairs)
     if verb == "eval" and not files:
@@ -64,9 +66,13 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
     for key, other in (("steps", "epochs"), ("epochs", "steps")):
         if key in names and other not in names:  # the command line overrides the file
             values[other] = None
+    if data:
+        starter: Any = door("starter", f"DATA: {data}")
+        values = starter.complete(data, values, print_config)
     if not files and values.get("steps") is values.get("epochs") is None:
         raise UsageError(
-            f"--config: no file given; e.g. {program(verb)} --config configs/digits.yaml"
+            f"--config: no file given; e.g. {program(verb)} --config configs/digits.yaml, or data: "
+            "jaxdp train churn.csv"
         )
     parallel = values.get("parallel", {})
     if options.get("zero", "0") not in ("0", "config") and (
@@ -78,12 +84,7 @@ def load(argv: list[str], verb: str = "train") -> tuple[Config, str | None, dict
     if print_config:
         safe_print.say(texts.dump(dataclasses.asdict(config)).rstrip())
         sys.exit(0)
-    return config, (files[-1] if files else None), options
-
-
-def load_options(argv: list[str], verb: str) -> dict[str, Any]:
-    """Return the options and arguments of a verb without a config. Raises UsageError."""
-    return parse(argv, verb)[0]
+    return config, (files[-1] if files else data), options
 
 
 def parse(argv: Sequence[str], verb: str) -> tuple[dict[str, Any], Pairs]:
@@ -108,9 +109,12 @@ def parse(argv: Sequence[str], verb: str) -> tuple[dict[str, Any], Pairs]:
     for word in remaining:
         name, equals, text = word.removeprefix("--").partition("=")
         if not word.startswith("--"):
-            is_file = word.endswith((".yaml", ".yml"))
-            meant = "config" if is_file else "run_dir" if os.path.isdir(word) else "KEY"
-            raise UsageError(f"command line: {word!r} belongs to no option; write --{meant} {word}")
+            if verb == "train" and "data" not in options:
+                options["data"] = word
+                continue
+            raise UsageError(
+                f"command line: {word!r} belongs to no option; write --config {word}, --run_dir {word} or --KEY {word}"
+            )
         if not row.has_config:
             hint = suggest(name, row.options, otherwise=f"known: {', '.join(row.options)}")
             raise UsageError(f"command line: unknown option {name!r}; {hint}")

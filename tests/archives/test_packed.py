@@ -15,8 +15,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cli_runs import jaxdp
-from jaxdp.cli import Call, load_options
+from jaxdp.cli import Call
 from jaxdp.cli.data import run as data_command
+from jaxdp.cli.parse import parse
 from jaxdp.data import ImageFolder, ImageZip
 from jaxdp.data.contents import contents
 from jaxdp.data.example_order import order_of
@@ -230,7 +231,7 @@ def test_a_damaged_member_is_refused_or_listed(tmp_path, capsys):
         f"model: {{target: CNN}}\ndata: {{target: ImageZip, args: {{root: {path}, size: 8}}}}\nsteps: 1\n"
     )
     with pytest.raises(UsageError, match="data check: 3 problems, listed above"):
-        data_command(Call(options=load_options(["check", str(tmp_path / "run.yaml")], "data")))
+        data_command(Call(options=parse(["check", str(tmp_path / "run.yaml")], "data")[0]))
 
 
 def test_a_bomb_takes_bounded_memory(tmp_path):

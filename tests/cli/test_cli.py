@@ -882,13 +882,13 @@ def refused_once(done, words):
     ],
 )
 def test_launch_leaves_the_command_as_it_is(argv, processes, restart, command):
-    options = cli.load_options(argv, "launch")
+    options = cli.parse(argv, "launch")[0]
     assert options == {"processes": processes, "restart": restart, "command": command}
 
 
 def test_an_option_before_a_command_that_is_not_known():
     with pytest.raises(UsageError, match="unknown option 'restarts'; did you mean 'restart'"):
-        cli.load_options(["--restarts", "2", "train", "--config", "x"], "launch")
+        cli.parse(["--restarts", "2", "train", "--config", "x"], "launch")[0]
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)

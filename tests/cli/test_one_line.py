@@ -139,7 +139,7 @@ def test_a_directory_that_is_no_run_is_named(tmp_path, verb):
     [
         ([], "--run_dir: none given; e.g. jaxdp eval --run_dir runs/digits"),
         (["--eval.ema", "true"], "--run_dir: none given"),
-        (["configs"], "command line: 'configs' belongs to no option; write --run_dir configs"),
+        (["configs"], "command line: 'configs' belongs to no option; write --config configs"),
         (
             ["--rundir", "runs/digits"],
             "command line: unknown key 'rundir'; did you mean 'run_dir'?",

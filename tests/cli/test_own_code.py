@@ -297,7 +297,7 @@ BAD = {
     ),
     "an argument without a name": (
         ["other.yaml"],
-        "'other.yaml' belongs to no option; write --config other.yaml",
+        "DATA: 'other.yaml' is not data of a known kind; .*; a config needs --config",
     ),
     "a section that is a word": (
         ["--config", "word.yaml"],

@@ -580,7 +580,7 @@ def test_export_refuses_in_one_line(argv, message, tmp_path, small, monkeypatch)
     (tmp_path / "run").symlink_to(small[0])
     (tmp_path / "d.safetensors").mkdir()
     with pytest.raises(UsageError) as error:
-        export(cli.load_options(argv, "export"))
+        export(cli.parse(argv, "export")[0])
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
     assert not list(tmp_path.glob("*.tmp"))
 

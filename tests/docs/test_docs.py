@@ -139,7 +139,7 @@ def test_loading_an_export_loads_batch_norm_averages(tmp_path, monkeypatch):
         {"target": "spiral.Net", "args": {"width": 64}}, {"target": "spiral.Spiral"}, steps=3, batch_size=60,
         microbatches=1, parallel={"devices": 1}, run_dir="runs/spiral", optimizer={"target": "sgd", "lr": 0.1},
     )  # fmt: skip
-    export(cli.load_options(["--run_dir", "runs/spiral"], "export"))
+    export(cli.parse(["--run_dir", "runs/spiral"], "export")[0])
     loaded = runpy.run_path("load_spiral.py")
     inputs = np.stack([example["inputs"] for example in loaded["examples"]])
     np.testing.assert_allclose(

@@ -11,8 +11,9 @@ import unicodedata
 import numpy as np
 import pytest
 
-from jaxdp.cli import Call, load, load_options
+from jaxdp.cli import Call, load
 from jaxdp.cli.data import run as data_command
+from jaxdp.cli.parse import parse
 from jaxdp.data import HuggingFace, ImageFolder, Mixture
 from jaxdp.data.contents import contents
 from jaxdp.data.dataset import as_dataset, check_dtypes
@@ -473,7 +474,7 @@ def test_an_image_that_is_skipped_moves_no_other(partly_damaged, capsys):
 
 
 def check(*argv):
-    data_command(Call(options=load_options(["check", *map(str, argv)], "data")))
+    data_command(Call(options=parse(["check", *map(str, argv)], "data")[0]))
 
 
 def test_the_check_lists_all_that_cannot_be_read(partly_damaged, tmp_path, save, capsys):

@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxdp.cli import Call, load_options
+from jaxdp.cli import Call
 from jaxdp.cli.data import run as data
+from jaxdp.cli.parse import parse
 from jaxdp.data import TextFile, TokenFile
 from jaxdp.data import documents as module
 from jaxdp.data.dataset import check_dtypes, fingerprint
@@ -442,7 +443,7 @@ def test_a_bad_command_is_refused_in_one_line(tmp_path, argv, words):
     (tmp_path / "poem.txt").write_text(POEM)
     places = {"poem": tmp_path / "poem.txt", "new": tmp_path / "new"}
     with pytest.raises(UsageError) as caught:
-        data(Call(options=load_options([arg.format(**places) for arg in argv], "data")))
+        data(Call(options=parse([arg.format(**places) for arg in argv], "data")[0]))
     assert "\n" not in str(caught.value) and str(caught.value).startswith(words)
     assert sorted(os.listdir(tmp_path)) == ["poem.txt"]
 
@@ -452,8 +453,8 @@ def test_a_refusal_ends_with_code_2_without_jax(tmp_path):
     assert said == "jaxdp: INPUT: no file 'none.txt'; give .txt or .jsonl files\n"
     (tmp_path / "poem.txt").write_text(POEM)
     code = (
-        "import sys; from jaxdp.cli import Call, load_options; from jaxdp.cli.data import run as data\n"
-        "data(Call(options=load_options(sys.argv[1:], 'data'))); assert 'jax' not in sys.modules"
+        "import sys; from jaxdp.cli import Call, parse; from jaxdp.cli.data import run as data\n"
+        "data(Call(options=parse(sys.argv[1:], 'data')[0])); assert 'jax' not in sys.modules"
     )
     argv = [
         "tokenize",
@@ -518,9 +519,9 @@ def test_files_named_for_validation_are_not_trained_on(tmp_path, capsys):
     for name, text in parts.items():
         (tmp_path / name).write_text(text)
     files = [str(tmp_path / name) for name in parts]
-    options = load_options(
+    options = parse(
         ["tokenize", *files, "--output", str(tmp_path / "out"), "--tokenizer", "byte"], "data"
-    )
+    )[0]
     data(Call(options=options))
     for split, text in zip(("train", "test"), parts.values()):
         assert (
@@ -593,7 +594,7 @@ def test_bad_lines_and_texts_are_named_by_position(tmp_path, capsys):
         with pytest.raises(UsageError, match=f"INPUT: '.*a.JSONL': {words}"):
             tokenize([tmp_path / "a.JSONL"], tmp_path / "out", "byte", split, 1000)
     with pytest.raises(UsageError, match="data check: 3 problems, listed above"):
-        data(Call(options=load_options(["check", str(tmp_path / "a.JSONL")], "data")))
+        data(Call(options=parse(["check", str(tmp_path / "a.JSONL")], "data")[0]))
     said = capsys.readouterr().out
     assert (
         "line 2 at byte 16" in said

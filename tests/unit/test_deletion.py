@@ -21,6 +21,7 @@ NEEDS = {
     "mpi": (),
     "check": (),
     "staged": (),
+    "starter": (),
 }
 """The extras with a door, and which others each of them imports; it goes with those."""
 REFUSED = {  # what asks for a deleted extra: what the refusal begins with
@@ -151,6 +152,13 @@ def test_a_deleted_backend_is_refused_in_a_line(copy):
     done = run(copy, "-c", "import jaxdp; jaxdp.init(backend='mpi')")
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stdout + done.stderr
     assert done.stderr.startswith("jaxdp: backend: mpi needs the folder jaxdp/mpi"), done.stderr
+
+
+def test_data_without_a_config_are_refused_in_a_line(copy):
+    done = run(copy, "train.py", "rows.csv")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stdout + done.stderr
+    said = "jaxdp: DATA: rows.csv needs the folder jaxdp/starter"
+    assert done.stderr.startswith(said), done.stderr
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ ROOT = pathlib.Path(jaxdp.__file__).parent
 WINGS = {
     "what trains": "train parallel models optim data losses precision logits split axes cpu targets errors",
     "the program": "api extras training run config cli checkpoint metrics process __init__ __main__",
-    "extras": "exact elastic outer audit verify plan doctor sweep report interop mpi recipes check rewind",
+    "extras": "exact elastic outer audit verify plan doctor sweep report interop mpi recipes check rewind starter",
     "the first week": "sampling tables observers mirror folders archives measures staged",
 }
 """The folders and modules of each wing. A wing imports nothing from a lower one."""
@@ -28,6 +28,7 @@ NEED_CONFIG = {"run", "cli", "config", "api", "extras", "targets", "sweep", "pla
     "outer",
     "elastic",
     "check",
+    "starter",
 }
 LIMITS = json.loads(pathlib.Path(__file__).with_name("house.json").read_text())
 """Code tokens of each wing, imports from lower wings, and what a run of digits passes through. A

@@ -19,8 +19,8 @@ from jaxdp.checkpoint.initialize_from import begin_with, describe, match
 from jaxdp.checkpoint.published import GPT2, arrays_of, to_published
 from jaxdp.checkpoint.safetensors import Array, Part
 from jaxdp.checkpoint.weights import as_published, named, open_weights
-from jaxdp.cli import load_options
 from jaxdp.cli.export import export
+from jaxdp.cli.parse import parse
 from jaxdp.errors import UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models import as_model
@@ -298,7 +298,7 @@ def test_published_weights_are_trained_and_exported(tmp_path):
         losses[0], nats(oracle(published(), TEXT[:, :-1]), TEXT[:, 1:]), rtol=1e-5
     )
     assert losses[1] < losses[0]
-    export(load_options(["--run_dir", str(tmp_path / "run"), "--layout", "huggingface"], "export"))
+    export(parse(["--run_dir", str(tmp_path / "run"), "--layout", "huggingface"], "export")[0])
     trained = load_file(tmp_path / "run" / "huggingface" / "model.safetensors")
     trained = {name.removeprefix("transformer."): x for name, x in trained.items()}
     final = records(tmp_path / "run", "train")[-1]
@@ -372,7 +372,7 @@ def test_transformers_loads_an_export_with_its_logits(tmp_path, dtype):
         "--output",
         str(tmp_path / "folder"),
     ]
-    export(load_options(argv, "export"))
+    export(parse(argv, "export")[0])
     with_transformers(TRANSFORMERS, tmp_path / "folder", "load", dtype)
     made, loaded = (np.load(tmp_path / name) for name in ("make.npz", "folder/load.npz"))
     assert made.files == loaded.files
