@@ -22,12 +22,13 @@ from jaxdp.errors import UsageError, check_one_of
 
 
 class TextFile(Windows):
-    """A UTF-8 text: "inputs" and "labels" int32 [length], one token apart; see `Windows`.
+    """A UTF-8 text: "inputs" and "labels" int32 [length], one token apart; see `Windows`. path: of a
+    file, or of a folder, whose .txt files are joined in the order of their paths.
 
     The last `test_fraction` of its characters is the test split, as in nanoGPT's
     `shakespeare_char`. tokenizer: byte, char (the characters of this file), words, the path of a
     tokenizer.json, a tiktoken name, or a spec; see `jaxdp.data.tokenizers`. max_mb: read only the
-    first max_mb MB (10^6 bytes). Attributes: `tokenizer`, and `classes`, the size of its
+    first max_mb MB (10^6 bytes) of each file. Attributes: `tokenizer`, and `classes`, the size of its
     vocabulary. Raises UsageError for a file that is missing, empty, not UTF-8 (with the position of
     the byte), or shorter than one example."""
 
@@ -82,19 +83,21 @@ class PennTreebank(Windows):
 
 
 def read_text(path: str | Path, max_mb: float | None = None) -> str:
-    """Read a UTF-8 file, at most `max_mb` MB (10^6 bytes), dropping a character cut off there.
-    Raises UsageError.
+    """Read a UTF-8 file, at most `max_mb` MB (10^6 bytes), dropping a character cut off there; of a
+    folder all .txt files at any depth, each with a newline after it. Raises UsageError.
     """
-    limit = byte_limit(max_mb)
+    limit, location = byte_limit(max_mb), Path(path).expanduser()
+    if location.is_dir():
+        return "\n".join(read_text(file, max_mb) for file in sorted(location.rglob("*.txt")))
     try:
         # All at once: a pipe has no size, and can be read once.
-        with Path(path).expanduser().open("rb") as file:
-            is_longer = limit is not None and limit < os.fstat(file.fileno()).st_size
-            content = file.read(limit + 1 if limit is not None and is_longer else -1)
+        with location.open("rb") as file:
+            content = file.read(
+                limit + 1 if limit and limit < os.fstat(file.fileno()).st_size else -1
+            )
         check_format(content)
-        size = len(content) if limit is None else min(len(content), limit)
-        text = io.BytesIO(content)
-        return "".join(decoded(text, size, final=size == len(content)))
+        used = content[:limit]
+        return "".join(decoded(io.BytesIO(used), len(used), final=used == content))
     except OSError as error:
         raise UsageError(
             f"data.args.path: cannot read {str(path)!r}: {error.strerror}; give a text file"
@@ -105,15 +108,16 @@ def read_text(path: str | Path, max_mb: float | None = None) -> str:
 
 def byte_limit(max_mb: float | None) -> int | None:
     """Return the number of bytes of the argument `max_mb`. Raises UsageError."""
-    if max_mb is not None and not max_mb > 0:
+    if max_mb is None:
+        return None
+    if not max_mb > 0:
         raise UsageError(f"data.args.max_mb: {max_mb} must be greater than 0, or null for all")
-    return None if max_mb is None else int(min(max_mb * 1e6, 1e18))  # infinity is no int
+    return int(min(max_mb * 1e6, 1e18))  # infinity is no int
 
 
 def _ptb(root: str, split: str) -> Path:
-    name, folders = f"ptb.{split}.txt", ("", "data", "simple-examples/data")
-    origin = "the files of the Penn Treebank for language models"
-    return find_file(root, folders, [name], repr(name), origin)
+    name, origin = f"ptb.{split}.txt", "the files of the Penn Treebank for language models"
+    return find_file(root, ("", "data", "simple-examples/data"), [name], repr(name), origin)
 
 
 # Skipped: tests, installed packages, and files written by the build of this particular Python.
@@ -135,11 +139,11 @@ class PythonSource(Windows):
         check_split(split)
         limit = byte_limit(max_mb)
         root = Path(sysconfig.get_paths()["stdlib"])
-        files = []
-        for path in _files(root):
-            name = path.relative_to(root).as_posix()
-            if (zlib.crc32(name.encode()) % 20 == 0) == (split == "test"):
-                files.append(path)
+
+        def is_test(path):
+            return zlib.crc32(path.relative_to(root).as_posix().encode()) % 20 == 0
+
+        files = [path for path in _files(root) if is_test(path) == (split == "test")]
         if not files:
             raise UsageError(
                 f"data: no Python source in {str(root)!r}; use a Python whose library is not packed"

@@ -13,6 +13,7 @@ from PIL import Image
 
 from cli_runs import ended, records
 from jaxdp.cli import load
+from jaxdp.data import TextFile
 from jaxdp.errors import UsageError
 from launch import environment
 
@@ -76,6 +77,12 @@ def write_medmnist(file, labels):
     np.savez(file, **arrays, **{f"{split}_labels": labels for split in SPLITS})
 
 
+def write_texts(folder):
+    for name in ("b.txt", "a/x.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"The quick brown fox {name}. " * 50)
+
+
 SEVERAL = RNG.integers(0, 2, (40, 14))
 PerExample = {
     "target": "PerExample",
@@ -112,6 +119,7 @@ KINDS = {  # the name of data: (how they are written, the data set, the model, t
     "pets ü": (write_images, "ImageFolder", "ResNet9", "SoftmaxCrossEntropy"),
     "pets.zip": (write_zip, "ImageZip", "ResNet9", "SoftmaxCrossEntropy"),
     "text.txt": (lambda file: file.write_text("The quick brown fox. " * 200), "TextFile", "GPT", "CausalLM"),
+    "texts": (write_texts, "TextFile", "GPT", "CausalLM"),
     "lines.jsonl": (
         lambda file: file.write_text('{"text": "The quick brown fox."}\n' * 200),
         "Documents",
@@ -257,3 +265,17 @@ def test_what_is_no_data_is_one_line(folder):
         done = ended("train", *argv, code=2)
         assert done.stderr.startswith(f"jaxdp: {text}"), done.stderr
         assert done.stderr.count("\n") == 1 and not (folder / "runs").exists()
+
+
+def test_the_texts_of_a_folder_are_joined_in_order(folder):
+    write_texts(folder / "texts")
+    (folder / "texts" / "notes.md").write_text("not read")
+    whole = "The quick brown fox a/x.txt. " * 50 + "\n" + "The quick brown fox b.txt. " * 50
+    (folder / "joined.txt").write_text(whole)
+    one, two = (TextFile(path, length=16) for path in ("texts", "joined.txt"))
+    assert len(one) == len(two)
+    for name, values in one.read(np.arange(len(one))).items():
+        np.testing.assert_array_equal(values, two.read(np.arange(len(two)))[name])
+    with pytest.raises(UsageError, match=r"data.args.length: 16, but there are 0 tokens"):
+        (folder / "empty").mkdir()
+        TextFile("empty", length=16)

@@ -391,8 +391,9 @@ def test_a_bad_text_is_named(tmp_path, content, args, words):
         TextFile(write(tmp_path / "a.txt", content), **{"length": 4, **args})
     with pytest.raises(UsageError, match=r"data.args.path: cannot read 'none.txt': No such file"):
         TextFile("none.txt")
-    with pytest.raises(UsageError, match=r"data.args.path: cannot read '.*': Is a directory"):
-        TextFile(str(tmp_path))
+    with pytest.raises(UsageError, match=r"data.args.length: 256, but there are 0 tokens"):
+        (tmp_path / "empty").mkdir()
+        TextFile(str(tmp_path / "empty"))
 
 
 @real_data
