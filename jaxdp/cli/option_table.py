@@ -241,7 +241,7 @@ VERBS = {
         {"action": "?", "inputs": "*"},
     ),
     "rewind": Verb(
-        "list the rows of an update, with the loss of each and its share of the gradient",
+        "list the rows of an update, counted from 0, with the loss of each and its share of the gradient",
         "host",
         (
             "jaxdp rewind --run_dir runs/digits --step 700",

@@ -21,5 +21,5 @@ def describe(dataset: Any, example: int) -> str:
         names = class_names(dataset)
         words = f"label {names[int(label.item())] if names else label.item()}"
     if hasattr(dataset, "encode"):  # a `Table`
-        words += f"; row {dataset.rows[example]} of the table"
+        words += f"; row {dataset.rows[example]} of the table, counted from 0"
     return words

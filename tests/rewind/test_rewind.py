@@ -87,7 +87,7 @@ def test_the_command_prints_them(tmp_path, monkeypatch):
     said = ended("rewind", "--run_dir", tmp_path / "run", "--step", "4").stdout
     first, *table = said.splitlines()
     found = re.match(
-        r"update 4: 20 rows, again from update 0; its loss is (\S+), and was logged as (\S+)$",
+        r"update 4: 20 rows, counted from 0, again from update 0; its loss is (\S+), and was logged as (\S+)$",
         first,
     )
     assert float(found[1]) == pytest.approx(float(found[2]), rel=1e-4)
@@ -227,7 +227,9 @@ def test_the_rows_around_a_spike_are_shown_and_counted(tmp_path):
     tables = re.split(r"(?m)^update (?=\d+: )", said)[1:]
     firsts = {int(text.split(":")[0]): text.splitlines()[2] for text in tables}
     update = next(update for update, line in firsts.items() if line.split()[0] == "5")
-    assert firsts[update].endswith(f" {(update - 1) // 8} times  label down; row 5 of the table")
+    assert firsts[update].endswith(
+        f" {(update - 1) // 8} times  label down; row 5 of the table, counted from 0"
+    )
 
 
 class Named(jaxdp.data.Digits):
