@@ -132,7 +132,7 @@ class Console(Writer):
         if record.get("nonfinite_grads"):
             parts.append(f"non-finite gradients {record['nonfinite_grads']:.0f}")
         if record.get("skipped_updates"):
-            parts.append(f"skipped {record['skipped_updates']:.0f} updates")
+            parts.append(f"skipped {record['skipped_updates']:.0f}")
         if split == "train" and step < self.steps:
             parts.append(f"left {duration(self.clock.left())}")
         self.say(f"{split:5} {step:>{len(str(self.steps))}}/{self.steps}  " + "  ".join(parts))

@@ -72,8 +72,8 @@ def run(call: Call) -> None:
     for found in rewind_all(directory, updates):
         said = "was not logged" if found.logged is None else f"was logged as {found.logged!r}"
         print(
-            f"update {found.update}: {len(found.rows)} rows, counted from 0, again from update {found.began}; its loss is "
-            f"{found.loss!r}, and {said}"
+            f"update {found.update}: {len(found.rows)} rows, counted from 0, again from update {found.began}; its loss "
+            f"is {found.loss!r}, and {said}"
         )
         # How often each row was read before, and what it is.
         times = collections.Counter[int]()

@@ -82,8 +82,8 @@ def check_meaning(key: str, dataset: Dataset, other: Dataset) -> None:
     if getattr(dataset, "encoding", None) != getattr(other, "encoding", None):
         raise UsageError(
             f"{key}: it encodes or standardizes its inputs by values of its own, not by those of the training data, so "
-            "the model would read something else; leave it out, and set data.args.table: {train: TABLE, test: TABLE}, or "
-            "put all rows into one table"
+            "the model would read something else; leave it out, and set data.args.table: {train: TABLE, test: TABLE}, "
+            "or put all rows into one table"
         )
     one, two = ({**(tokenizer_spec(x) or {}), "path": None} for x in (dataset, other))
     if one != two and len(one) > 1 < len(two):
