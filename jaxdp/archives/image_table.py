@@ -3,7 +3,7 @@ archive."""
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,11 +30,13 @@ class Listed(ImageFolder):
     """Images that a subclass lists.
 
     list_images(root, splits, passed) -> list[Row]: those of all splits; the arguments are those of `find`.
-    numbers: whether classes are sorted as numbers, if all of them are.
+    numbers: whether classes are sorted as numbers, if all of them are. known: the names of classes
+    that come first, in this order, with or without images.
     """
 
     list_images: Any
     numbers = True
+    known: Sequence[str] = ()
 
     def find(
         self, root: str, split: str, splits: Mapping[str, str] | None, passed: Counter[str]
@@ -49,7 +51,7 @@ class Listed(ImageFolder):
         if splits and rows:
             chosen: Any = named_splits(splits, names, root)
         else:
-            chosen = {x: choose_split(names, x, ROOT, FIX) for x in ("train", "test")}
+            chosen = {x: choose_split(names, x, self.key, FIX) for x in ("train", "test")}
         roles = {name: role for role, name in chosen.items()}
         images: dict[str, Images] = {}
         for row in sorted(rows, key=order):
@@ -60,9 +62,10 @@ class Listed(ImageFolder):
                 passed[f"image of {row.split!r}"] += 1
         if not {split, "train"} & images.keys():
             raise UsageError(
-                f"{ROOT}: {root!r} has no image for {split}, but {counted(passed) or 'nothing'}; {FIX}"
+                f"{self.key}: {root!r} has no image for {split}, but {counted(passed) or 'nothing'}; {FIX}"
             )
         training = images.get("train") or images["test"]
+        training = {name: [] for name in self.known} | training
         return training, images.get(split, training), split if "test" in images else ""
 
     def parts(self) -> dict[str, Part]:

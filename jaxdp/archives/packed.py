@@ -28,26 +28,33 @@ class Zip(zipfile.ZipFile):
 
 
 class Member(NamedTuple):
-    """A file in a zip file. parts: the path of the zip file, then the names of the folders and of the
-    file; that of a folder is ""."""
+    """A file in an archive, which has open(info) -> a file that begins with the member's content.
+
+    parts: the path of the archive, then the names of the folders and of the file; that of a folder
+    is "".
+    """
 
     parts: tuple[str, ...]
-    archive: Zip
+    archive: Any
     info: zipfile.ZipInfo
 
     def __str__(self) -> str:
         return "/".join(self.parts)
 
+    def read(self) -> bytes:
+        """Return the content. Raises ValueError if it is no image, since it is too large."""
+        size = self.info.file_size
+        if size > MOST:
+            raise ValueError(f"it has {size:,} bytes; an image has at most {MOST:,}")
+        if self.info.compress_type > zipfile.ZIP_DEFLATED:
+            raise ValueError("it is neither stored nor deflated")  # which takes bounded memory
+        with self.archive.open(self.info) as file:
+            return file.read(size)  # not more, whatever is in it
+
 
 @open_image.register
 def open_member(member: Member) -> Any:
-    size, pillow = member.info.file_size, import_pillow("Image")
-    if size > MOST:
-        raise ValueError(f"it has {size:,} bytes; an image has at most {MOST:,}")
-    if member.info.compress_type > zipfile.ZIP_DEFLATED:
-        raise ValueError("it is neither stored nor deflated")  # which takes bounded memory
-    with member.archive.open(member.info) as file:
-        content = io.BytesIO(file.read(size))  # not more, whatever is in it
+    pillow, content = import_pillow("Image"), io.BytesIO(member.read())
     try:
         return pillow.open(content)
     except pillow.UnidentifiedImageError:  # its text has the address of the bytes

@@ -27,6 +27,7 @@ SOURCES = {
         "jaxdp.tables.rows.Table",
         "jaxdp.data.text.TextFile",
         "jaxdp.data.token_file.TokenFile",
+        "jaxdp.archives.web_dataset.WebDataset",
     )
 }
 __all__ = ["SOURCES", *SOURCES]

@@ -43,6 +43,8 @@ class ImageFolder(StandardizedImages):
     and, when it is read, for an image that cannot be decoded, with its path.
     """
 
+    key = "data.args.root"  # in error messages
+
     def __init__(
         self,
         root: str,
@@ -65,9 +67,7 @@ class ImageFolder(StandardizedImages):
         training, by_class, place = self.find(root, split, splits, passed)
         self.class_names = [*training]
         if unknown := sorted(by_class.keys() - self.class_names):
-            raise UsageError(
-                f"data.args.root: {place!r} has class {unknown[0]!r}, which train lacks"
-            )
+            raise UsageError(f"{self.key}: {place!r} has class {unknown[0]!r}, which train lacks")
         self.files, labels = list[Path](), list[int]()
         for label, name in enumerate(self.class_names):
             for path in by_class.get(name, []):
@@ -77,7 +77,7 @@ class ImageFolder(StandardizedImages):
         if not labels:
             what = f"no image for {split} in its classes" if by_class else "no folder of images"
             raise UsageError(
-                f"data.args.root: {what} in {root!r}; images are in {root}/CLASS or {root}/{split}/CLASS"
+                f"{self.key}: {what} in {root!r}; images are in {root}/CLASS or {root}/{split}/CLASS"
             )
         self.labels = np.array(labels, np.int32)
         self.classes, self.input_shape = len(self.class_names), (size, size, 3)

@@ -21,29 +21,41 @@ def from_functions(init: Callable, apply: Callable) -> Model:
     entry's name; further arguments get by name an entry of the batch (such as mask), `key`, `train`
     (see `call_arguments`) or `state`. If apply takes `state`, init must return (params, state), and
     apply (outputs, state), with a dict as in `jaxdp.models.base`, whose entry "carry" is [example,
-    ...]. Raises UsageError for other return values."""
-    stateful = "state" in inspect.signature(apply).parameters
+    ...]. Raises UsageError for other return values.
+
+    The pairs of Haiku, `hk.transform` and `hk.transform_with_state`, are such functions: their
+    signatures name the arguments of the function that was transformed."""
+    names = [*inspect.signature(apply).parameters, ""]
+    stateful, second = "state" in names, names[1]
 
     def as_pair(name: str, result: Any, what: str) -> Any:
         if not stateful:
             return result, {}
-        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
-            raise UsageError(
-                f"model: apply takes 'state', so {name} must return ({what}, state), with a dict as state, not "
-                f"{type(result).__name__}"
-            )
-        return result
+        match result:
+            case tuple((_, dict())):
+                return result
+        raise UsageError(
+            f"model: apply takes 'state', so {name} must return ({what}, state), with a dict as state, not "
+            f"{type(result).__name__}"
+        )
 
     def init_(key, batch):
-        args, kwargs = call_arguments(functools.partial(init, key), batch, False, key)
+        # In training for Haiku, whose BatchNorm makes its averages there.
+        train = second in ("rng", "state")
+        args, kwargs = call_arguments(functools.partial(init, key), batch, train, key)
         params, state = as_pair("init", init(key, *args, **kwargs), "params")
         rehearse(apply_, params, state, batch, key)
         return params, state
 
+    def bound(params, state):
+        if second == "state":
+            return functools.partial(apply, params, state)
+        return functools.partial(apply, params, **({"state": state} if stateful else {}))
+
     def apply_(params, model_state, batch, key, train):
-        entries = batch | {"state": model_state} if stateful else batch
-        args, kwargs = call_arguments(functools.partial(apply, params), entries, train, key)
-        outputs, state = as_pair("apply", apply(params, *args, **kwargs), "outputs")
+        remaining, entries = bound(params, model_state), {**batch, "state": model_state}
+        args, kwargs = call_arguments(remaining, entries, train, key)
+        outputs, state = as_pair("apply", remaining(*args, **kwargs), "outputs")
         structure: Any = jax.tree.structure(model_state)
         if jax.tree.structure(state) != structure:
             raise UsageError(
@@ -51,7 +63,4 @@ def from_functions(init: Callable, apply: Callable) -> Model:
             )
         return outputs, keep_dtypes(model_state, state)
 
-    def trained(params, state):
-        return functools.partial(apply, params, **({"state": state} if stateful else {}))
-
-    return Model(init_, apply_, module=trained)
+    return Model(init_, apply_, module=bound)

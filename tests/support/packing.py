@@ -1,6 +1,7 @@
 """Small images, and the archives that people pack them in."""
 
 import io
+import tarfile
 import zipfile
 
 import numpy as np
@@ -22,6 +23,19 @@ def write_zip(path, members, **more):
     with zipfile.ZipFile(path, "w", **more) as file:
         for name, content in members.items():
             file.writestr(name, content)
+    return str(path)
+
+
+def write_tar(path, members, mode="w", mtime=0):
+    """Write {name: content}, or pairs of them; a name that ends in / is a folder."""
+    pairs = members.items() if isinstance(members, dict) else members
+    with tarfile.open(path, mode) as file:
+        for name, content in pairs:
+            info = tarfile.TarInfo(name)
+            info.size, info.mtime = len(content), mtime
+            if name.endswith("/"):
+                info.type = tarfile.DIRTYPE
+            file.addfile(info, io.BytesIO(content))
     return str(path)
 
 

@@ -1,0 +1,138 @@
+"""Images in the tar files of WebDataset, which are read where they are."""
+
+import glob
+import json
+import os
+import re
+import tarfile
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxdp.archives.image_table import Row
+from jaxdp.archives.packed import ImageZip, Member
+from jaxdp.data.image_files import ENDINGS
+from jaxdp.errors import UsageError, one_line
+
+# The name of a member up to the first dot after its folders, and its ending.
+MEMBER = re.compile(r"(?:\./)*((?:.*/)?[^/.]+)\.([^/]+)")
+RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+HEAD = 4096  # bytes of a member whose checksum is compared on resume
+
+
+class WebDataset(ImageZip):
+    """Images by class in the tar files of WebDataset: "inputs" uint8 [size, size, 3], "labels" int32,
+    the index in `class_names`.
+
+    shards: a pattern such as data/*.tar or data/train-{000..003}.tar; or {train: PATTERN, test: PATTERN}.
+    The members of a tar file that have one name up to the first dot are a sample: an image, 0001.jpg, and
+    its class, a whole number in 0001.cls, or the entry `label` of 0001.json, a number or a name. classes:
+    the name of each number; without them, the classes are those of the samples, sorted, as numbers if
+    all are. The split of a file is that in its name, as in val-000.tar; without any, about a
+    `test_fraction` of the images, selected by a hash of the class and the name, is the test split.
+    args: the other arguments of `ImageFolder`.
+
+    Each file is read from header to header at the start; an image is read when it is needed, from its
+    place in the file, and nothing is unpacked. `inventory` counts the members that are neither. Raises
+    UsageError for a file that is missing, compressed, cut off or damaged, for a sample without an image
+    or a class, or with two images, and for two members of one name.
+    """
+
+    key, numbers = "data.args.shards", True
+
+    def __init__(
+        self,
+        shards: Any,
+        split: str = "train",
+        classes: Sequence[str] = (),
+        label: str = "label",
+        **args: Any,
+    ):
+        self.shards = shards if isinstance(shards, Mapping) else {"train": shards}
+        self.label, self.known = label, classes
+        # By its number and by its name.
+        self.names: dict[Any, str] = {**dict(enumerate(classes)), **dict(zip(classes, classes))}
+        if len(self.names) < 2 * len(classes):
+            raise UsageError("data.args.classes: two have one name; give each another")
+        super().__init__(f"{shards}", split, **args)
+
+    def list_images(self, root: str, splits: Any, passed: Counter[str]) -> list[Row]:
+        rows = []
+        for split, pattern in self.shards.items():
+            for path in expanded(pattern):
+                for name, sample in samples_of(path, passed).items():
+                    label = None
+                    try:
+                        [image] = [ending for ending in sample if f".{ending}" in ENDINGS]
+                        label = json.loads(sample["cls" if "cls" in sample else "json"].read())
+                        if "cls" not in sample:
+                            label = label[self.label]
+                        if self.names:
+                            label = self.names[label]
+                        elif type(label) not in (int, str) or f"{label}"[:1] in ("", "-"):
+                            raise ValueError
+                    except (LookupError, TypeError, ValueError):
+                        raise UsageError(
+                            f"{self.key}: {name!r} of {path!r} has {', '.join(sample)} and the label {label!r}; a "
+                            "sample has one image and a class: a whole number in .cls, or a number or a name in "
+                            f"{self.label!r} of .json, one of data.args.classes if they are set"
+                        ) from None
+                    rows.append(Row(sample[image], f"{label}", split))
+                    passed.update(sample.keys() - {image, "cls", "json"})
+        return rows
+
+
+def expanded(pattern: str) -> list[str]:
+    """Return the paths of a pattern or of a range; the pattern itself if no file is like it."""
+    start, *numbers = RANGE.split(pattern)
+    if not numbers:
+        return sorted(glob.glob(pattern)) or [pattern]
+    first, last, end = numbers
+    return [f"{start}{x:0{len(first)}}{end}" for x in range(int(first), int(last) + 1)]
+
+
+class Shard(NamedTuple):
+    """A tar file that is read at any place."""
+
+    path: str
+
+    def open(self, info: zipfile.ZipInfo) -> Any:
+        file = open(self.path, "rb")  # noqa: SIM115  # `Member` closes it
+        file.seek(info.header_offset)
+        return file
+
+
+def samples_of(path: str, passed: Counter[str]) -> dict[str, Any]:
+    """Return {name: {ending: a member}} of the samples in a tar file; count what is in none. Raises
+    UsageError.
+    """
+    samples: dict[str, Any] = {}
+    try:
+        with tarfile.open(path, "r:") as archive:
+            for member in archive:
+                found = MEMBER.fullmatch(member.name)
+                if not found or not member.isfile():
+                    passed["hidden, folder or link"] += 1
+                    continue
+                sample, ending = samples.setdefault(found[1], {}), found[2].lower()
+                if ending in sample:
+                    raise ValueError(f"two members are called {member.name!r}")
+                # A tar file stores its members as a zip file may.
+                info = zipfile.ZipInfo(member.name)
+                info.file_size, info.header_offset = member.size, member.offset_data
+                content: Any = archive.extractfile(member)
+                info.CRC = zlib.crc32(content.read(HEAD), member.size)
+                parts = os.path.basename(path), member.name
+                sample[ending] = Member(parts, Shard(path), info)
+            # Zeros end a tar file; tarfile stops at anything else that is no header, too.
+            end = archive.fileobj.read(HEAD)
+            if not end or end.strip(b"\0"):
+                raise ValueError(f"it is cut off, or damaged, at byte {archive.offset:,}")
+    except (OSError, ValueError, tarfile.TarError) as error:
+        raise UsageError(
+            f"data.args.shards: cannot read {path!r} ({one_line(error)}); give a tar file that is complete and not "
+            "compressed (gunzip unpacks a .tar.gz)"
+        ) from None
+    return samples
