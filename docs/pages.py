@@ -70,6 +70,7 @@ SECTIONS: dict[str, tuple[str, list[str]]] = {
             "jaxdp.tables.rows.Table",
             "jaxdp.archives.image_table.ImageTable",
             "jaxdp.archives.packed.ImageZip",
+            "jaxdp.archives.web_dataset.WebDataset",
             "jaxdp.archives.medmnist.MedMNIST",
             "jaxdp.data.stream.Stream",
             "jaxdp.recipes.augmented.Augmented",

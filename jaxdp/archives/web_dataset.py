@@ -26,13 +26,13 @@ class WebDataset(ImageZip):
     """Images by class in the tar files of WebDataset: "inputs" uint8 [size, size, 3], "labels" int32,
     the index in `class_names`.
 
-    shards: a pattern such as data/*.tar or data/train-{000..003}.tar; or {train: PATTERN, test: PATTERN}.
-    The members of a tar file that have one name up to the first dot are a sample: an image, 0001.jpg, and
-    its class, a whole number in 0001.cls, or the entry `label` of 0001.json, a number or a name. classes:
-    the name of each number; without them, the classes are those of the samples, sorted, as numbers if
-    all are. The split of a file is that in its name, as in val-000.tar; without any, about a
-    `test_fraction` of the images, selected by a hash of the class and the name, is the test split.
-    args: the other arguments of `ImageFolder`.
+    shards: a path, a pattern such as data/*.tar, or a range such as data/train-{000..003}.tar; or
+    {train: PATTERN, test: PATTERN}. The members of a tar file that have one name up to the first dot are
+    a sample: one image, 0001.jpg, and its class, a whole number in 0001.cls, or the entry `label` of
+    0001.json, a number or a name. classes: the name of each number; without them, the classes are those
+    of the samples, sorted, as numbers if all are. Of one pattern, about a `test_fraction` of the images,
+    selected by a hash of the names of file and member, is the test split. args: the other arguments of
+    `ImageFolder`.
 
     Each file is read from header to header at the start; an image is read when it is needed, from its
     place in the file, and nothing is unpacked. `inventory` counts the members that are neither. Raises

@@ -19,6 +19,7 @@ import jaxdp.data
 from jaxdp.data import CIFAR10, MNIST, Digits, FashionMNIST
 from jaxdp.data.dataset import check_dtypes
 from jaxdp.errors import UsageError
+from packing import write_tar
 
 RNG = np.random.default_rng(0)
 REAL = os.environ.get("JAXDP_DATA")
@@ -144,6 +145,14 @@ def write_image_table(folder):
     pandas.DataFrame(table).to_csv(folder / "table.csv", index=False)
 
 
+def write_web_dataset(folder):
+    write_images(folder / "images")
+    members = {}
+    for number, path in enumerate(2 * sorted(folder.glob("images/*/*/*.png"))):
+        members |= {f"{number}.cls": b"%d" % (number % 2), f"{number}.png": path.read_bytes()}
+    write_tar(folder / "all-0.tar", members)
+
+
 def write_medmnist(folder):
     folder.mkdir()
     parts = {}
@@ -169,6 +178,7 @@ WRITE = {  # what a source is made of; those that are not here need nothing
     "ImageZip": ("images.zip", write_image_zip),
     "ImageTable": ("table.csv", write_image_table),
     "MedMNIST": ("mnist.npz", write_medmnist),
+    "WebDataset": ("all-{0..0}.tar", write_web_dataset),
 }
 ARGS = {
     "ImageTable": {"columns": {"split": "split"}},
@@ -177,6 +187,7 @@ ARGS = {
     "Table": {"label": "kind"},
     "Mixture": {"sets": {"a": "Digits", "b": "Digits"}, "weights": {"a": 1, "b": 2}},
     "PackedTokens": {"end_of_text": 5},
+    "WebDataset": {"test_fraction": 0.5},
 }
 RANDOM_ACCESS = [name for name in jaxdp.data.SOURCES if name != "Stream"]
 
