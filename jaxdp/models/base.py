@@ -249,15 +249,16 @@ def keep_dtypes(old: Any, new: Any) -> Any:
     Raises UsageError if the cast would drop a fraction or an imaginary part, or if a shape changes.
     """
 
+    def kind(x: Any) -> int:
+        """Return 0 for an integer, 1 for a float, 2 for a complex number."""
+        return jnp.issubdtype(x.dtype, jnp.inexact) + jnp.iscomplexobj(x)
+
     def cast(path: Any, old: Any, new: Any) -> Any:
         if old.shape != new.shape:
             raise UsageError(
                 f"model: its state {path_string(path)!r} changes from shape {old.shape} to {new.shape}; keep its shape"
             )
-        fraction = jnp.issubdtype(new.dtype, jnp.inexact) and not jnp.issubdtype(
-            old.dtype, jnp.inexact
-        )
-        if fraction or jnp.iscomplexobj(new) > jnp.iscomplexobj(old):
+        if kind(new) > kind(old):
             raise UsageError(
                 f"model: its state {path_string(path)!r} changes from {old.dtype} to {new.dtype}; initialize it with "
                 "the dtype that it gets"

@@ -80,11 +80,15 @@ def from_equinox(make: Callable[..., Any]) -> Model:
             entries = {**example, "state": state} if takes_state else example
             example_key = jax.random.fold_in(key, row)
             args, kwargs = call_arguments(called.__call__, entries, train, example_key)
-            result = called(*args, **kwargs)
-            is_pair = isinstance(result, tuple) and len(result) == 2
-            if takes_state and not (is_pair and isinstance(result[1], eqx.nn.State)):
-                raise UsageError(f"model: {name} takes state, so it must return (outputs, state)")
-            outputs, state = result if takes_state else (result, state)
+            outputs = called(*args, **kwargs)
+            if takes_state:
+                match outputs:
+                    case tuple((outputs, eqx.nn.State() as state)):
+                        pass
+                    case _:
+                        raise UsageError(
+                            f"model: {name} takes state, so it must return (outputs, state)"
+                        )
             return outputs, jax.tree.leaves((eqx.filter(called, is_array), state))
 
         rows = jnp.arange(len(next(iter(batch.values()))))

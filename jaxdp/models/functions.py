@@ -26,10 +26,9 @@ def from_functions(init: Callable, apply: Callable) -> Model:
     The pairs of Haiku, `hk.transform` and `hk.transform_with_state`, are such functions: their
     signatures name the arguments of the function that was transformed."""
     names = [*inspect.signature(apply).parameters, ""]
-    stateful, second = "state" in names, names[1]
 
     def as_pair(name: str, result: Any, what: str) -> Any:
-        if not stateful:
+        if "state" not in names:
             return result, {}
         match result:
             case tuple((_, dict())):
@@ -41,16 +40,16 @@ def from_functions(init: Callable, apply: Callable) -> Model:
 
     def init_(key, batch):
         # In training for Haiku, whose BatchNorm makes its averages there.
-        train = second in ("rng", "state")
+        train = names[1] in ("rng", "state")
         args, kwargs = call_arguments(functools.partial(init, key), batch, train, key)
         params, state = as_pair("init", init(key, *args, **kwargs), "params")
         rehearse(apply_, params, state, batch, key)
         return params, state
 
     def bound(params, state):
-        if second == "state":
+        if names[1] == "state":
             return functools.partial(apply, params, state)
-        return functools.partial(apply, params, **({"state": state} if stateful else {}))
+        return functools.partial(apply, params, **({"state": state} if "state" in names else {}))
 
     def apply_(params, model_state, batch, key, train):
         remaining, entries = bound(params, model_state), {**batch, "state": model_state}

@@ -36,7 +36,9 @@ def from_linen(module: linen.Module) -> Model:
     def keys(key: jax.Array, names: set[str]) -> dict[str, jax.Array]:
         numbers = {name: zlib.crc32(name.encode()) for name in names} | {"dropout": 1}
         folded = {name: jax.random.fold_in(key, numbers[name]) for name in sorted(names)}
-        return folded | ({"params": key} if "params" in names else {})
+        if "params" in names:
+            folded["params"] = key
+        return folded
 
     def run(params, model_state, batch, key, train, names):
         """Return (outputs, collections that changed), with keys for the RNG streams `names`."""
@@ -72,7 +74,9 @@ def from_linen(module: linen.Module) -> Model:
                 streams.add(name)
 
     def apply(params, model_state, batch, key, train):
-        names = {"params", *streams} - (set() if train else {"dropout"})
+        names = {"params", *streams}
+        if not train:
+            names.discard("dropout")
         outputs, changed = run(params, model_state, batch, key, train, names)
         return outputs, keep_dtypes(model_state, model_state | changed)
 
