@@ -3,7 +3,7 @@ archive."""
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,13 +30,13 @@ class Listed(ImageFolder):
     """Images that a subclass lists.
 
     list_images(root, splits, passed) -> list[Row]: those of all splits; the arguments are those of `find`.
-    numbers: whether classes are sorted as numbers, if all of them are. known: the names of classes
-    that come first, in this order, with or without images.
+    numbers: whether classes are sorted as numbers, if all of them are. names: {label: class}, of
+    the classes that come first, in this order, with or without images.
     """
 
     list_images: Any
     numbers = True
-    known: Sequence[str] = ()
+    names: Any = {}
 
     def find(
         self, root: str, split: str, splits: Mapping[str, str] | None, passed: Counter[str]
@@ -65,7 +65,7 @@ class Listed(ImageFolder):
                 f"{self.key}: {root!r} has no image for {split}, but {counted(passed) or 'nothing'}; {FIX}"
             )
         training = images.get("train") or images["test"]
-        training = {name: [] for name in self.known} | training
+        training = {name: [] for name in self.names.values()} | training
         return training, images.get(split, training), split if "test" in images else ""
 
     def parts(self) -> dict[str, Part]:

@@ -51,9 +51,8 @@ class WebDataset(ImageZip):
         **args: Any,
     ):
         self.shards = shards if isinstance(shards, Mapping) else {"train": shards}
-        self.label, self.known = label, classes
-        # By its number and by its name.
-        self.names: dict[Any, str] = {**dict(enumerate(classes)), **dict(zip(classes, classes))}
+        self.label = label
+        self.names = dict(enumerate(classes)) | dict(zip(classes, classes))
         if len(self.names) < 2 * len(classes):
             raise UsageError("data.args.classes: two have one name; give each another")
         super().__init__(f"{shards}", split, **args)
@@ -110,7 +109,7 @@ def samples_of(path: str, passed: Counter[str]) -> dict[str, Any]:
     """
     samples: dict[str, Any] = {}
     try:
-        with tarfile.open(path, "r:") as archive:
+        with tarfile.TarFile(path) as archive:
             for member in archive:
                 found = MEMBER.fullmatch(member.name)
                 if not found or not member.isfile():
