@@ -14,7 +14,6 @@ from jaxdp.data.split_names import choose_split, listed, named_splits, normalize
 from jaxdp.errors import UsageError, check_one_of
 from jaxdp.tables.rows import KEY, read_frame, require
 
-ROOT = "data.args.root"
 FIX = "set data.args.splits: {train: NAME, test: NAME}, or {} if there are none"
 
 
@@ -30,13 +29,11 @@ class Listed(ImageFolder):
     """Images that a subclass lists.
 
     list_images(root, splits, passed) -> list[Row]: those of all splits; the arguments are those of `find`.
-    numbers: whether classes are sorted as numbers, if all of them are. names: {label: class}, of
-    the classes that come first, in this order, with or without images.
+    numbers: whether classes are sorted as numbers, if all of them are.
     """
 
     list_images: Any
     numbers = True
-    names: Any = {}
 
     def find(
         self, root: str, split: str, splits: Mapping[str, str] | None, passed: Counter[str]
@@ -65,7 +62,6 @@ class Listed(ImageFolder):
                 f"{self.key}: {root!r} has no image for {split}, but {counted(passed) or 'nothing'}; {FIX}"
             )
         training = images.get("train") or images["test"]
-        training = {name: [] for name in self.names.values()} | training
         return training, images.get(split, training), split if "test" in images else ""
 
     def parts(self) -> dict[str, Part]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxdp.archives.image_table import ROOT, Listed, Row
+from jaxdp.archives.image_table import Listed, Row
 from jaxdp.data.dataset import Part, array_part
 from jaxdp.data.image_files import kind_of_name
 from jaxdp.data.image_folder import import_pillow, open_image
@@ -67,7 +67,7 @@ def members_of(path: Path, passed: Counter[str]) -> list[Member]:
         archive = Zip(path)
     except Exception as error:  # a damaged file raises many types of errors
         raise UsageError(
-            f"{ROOT}: cannot read {str(path)!r} ({one_line(error)}); give a zip file"
+            f"data.args.root: cannot read {str(path)!r} ({one_line(error)}); give a zip file"
         ) from None
     members = []
     for info in archive.infolist():
@@ -104,7 +104,7 @@ class ImageZip(Listed):
         images = [x for x in members if kind_of_name(x.parts[-1]) == "image"]
         for name, count in Counter(map(str, images)).most_common(1):
             if count > 1:
-                raise UsageError(f"{ROOT}: {count} images are called {name!r}; keep one")
+                raise UsageError(f"data.args.root: {count} images are called {name!r}; keep one")
         # All may be in one folder, that of the file's name.
         prefix = os.path.commonprefix([x.parts[:-1] for x in images])  # noqa: RUF071  # by parts
         top = max(1, min([len(prefix), *(len(x.parts) - 2 for x in images)]))
@@ -122,7 +122,7 @@ class ImageZip(Listed):
                 passed["image outside of the classes" if kind == "image" else kind] += 1
         if empty := sorted(folders - {row.label for row in rows}):
             raise UsageError(
-                f"{ROOT}: no image in {listed(empty)} of the classes in {root!r}; add some"
+                f"data.args.root: no image in {listed(empty)} of the classes in {root!r}; add some"
             )
         return rows
 

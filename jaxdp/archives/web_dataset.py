@@ -1,25 +1,25 @@
 """Images in the tar files of WebDataset, which are read where they are."""
 
 import glob
-import json
+import math
 import os
 import re
 import tarfile
 import zipfile
-import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxdp.archives.image_table import Row
 from jaxdp.archives.packed import ImageZip, Member
+from jaxdp.data.dataset import Part, array_part
 from jaxdp.data.image_files import ENDINGS
+from jaxdp.data.image_folder import READ
 from jaxdp.errors import UsageError, one_line
 
 # The name of a member up to the first dot after its folders, and its ending.
 MEMBER = re.compile(r"(?:\./)*((?:.*/)?[^/.]+)\.([^/]+)")
 RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
-HEAD = 4096  # bytes of a member whose checksum is compared on resume
 
 
 class WebDataset(ImageZip):
@@ -28,11 +28,9 @@ class WebDataset(ImageZip):
 
     shards: a path, a pattern such as data/*.tar, or a range such as data/train-{000..003}.tar; or
     {train: PATTERN, test: PATTERN}. The members of a tar file that have one name up to the first dot are
-    a sample: one image, 0001.jpg, and its class, a whole number in 0001.cls, or the entry `label` of
-    0001.json, a number or a name. classes: the name of each number; without them, the classes are those
-    of the samples, sorted, as numbers if all are. Of one pattern, about a `test_fraction` of the images,
-    selected by a hash of the names of file and member, is the test split. args: the other arguments of
-    `ImageFolder`.
+    a sample: one image, 0001.jpg, and its class, a whole number, in 0001.cls. Of one pattern, about a
+    `test_fraction` of the images, selected by a hash of the names of file and member, is the test split.
+    args: the other arguments of `ImageFolder`.
 
     Each file is read from header to header at the start; an image is read when it is needed, from its
     place in the file, and nothing is unpacked. `inventory` counts the members that are neither. Raises
@@ -42,54 +40,46 @@ class WebDataset(ImageZip):
 
     key, numbers = "data.args.shards", True
 
-    def __init__(
-        self,
-        shards: Any,
-        split: str = "train",
-        classes: Sequence[str] = (),
-        label: str = "label",
-        **args: Any,
-    ):
+    def __init__(self, shards: Any, split: str = "train", **args: Any):
         self.shards = shards if isinstance(shards, Mapping) else {"train": shards}
-        self.label = label
-        self.names = dict(enumerate(classes)) | dict(zip(classes, classes))
-        if len(self.names) < 2 * len(classes):
-            raise UsageError("data.args.classes: two have one name; give each another")
         super().__init__(f"{shards}", split, **args)
 
     def list_images(self, root: str, splits: Any, passed: Counter[str]) -> list[Row]:
         rows = []
         for split, pattern in self.shards.items():
-            for path in expanded(pattern):
+            for path in expanded(os.path.expanduser(pattern)):
                 for name, sample in samples_of(path, passed).items():
-                    label = None
                     try:
                         [image] = [ending for ending in sample if f".{ending}" in ENDINGS]
-                        label = json.loads(sample["cls" if "cls" in sample else "json"].read())
-                        if "cls" not in sample:
-                            label = label[self.label]
-                        if self.names:
-                            label = self.names[label]
-                        elif type(label) not in (int, str) or f"{label}"[:1] in ("", "-"):
+                        label = int(sample["cls"].read())
+                        if label < 0:
                             raise ValueError
-                    except (LookupError, TypeError, ValueError):
+                    except (LookupError, ValueError):
                         raise UsageError(
-                            f"{self.key}: {name!r} of {path!r} has {', '.join(sample)} and the label {label!r}; a "
-                            "sample has one image and a class: a whole number in .cls, or a number or a name in "
-                            f"{self.label!r} of .json, one of data.args.classes if they are set"
+                            f"{self.key}: {name!r} of {path!r} has {', '.join(sample)}; a sample has one image, and "
+                            "its class, a whole number, in .cls"
                         ) from None
                     rows.append(Row(sample[image], f"{label}", split))
-                    passed.update(sample.keys() - {image, "cls", "json"})
+                    passed.update(sample.keys() - {image, "cls"})
         return rows
+
+    def parts(self) -> dict[str, Part]:
+        read = len(self.files) <= READ
+        parts = {
+            str(x): Part(x.info.file_size if read else math.inf, lambda x=x: iter([x.read()]))  # type: ignore
+            for x in self.files
+        }
+        return {**parts, "labels": array_part(self.labels)}
 
 
 def expanded(pattern: str) -> list[str]:
-    """Return the paths of a pattern or of a range; the pattern itself if no file is like it."""
-    start, *numbers = RANGE.split(pattern)
-    if not numbers:
+    """Return the paths of a pattern with ranges; the pattern itself if no file is like it."""
+    found = RANGE.search(pattern)
+    if not found:
         return sorted(glob.glob(pattern)) or [pattern]
-    first, last, end = numbers
-    return [f"{start}{x:0{len(first)}}{end}" for x in range(int(first), int(last) + 1)]
+    numbers = range(int(found[1]), int(found[2]) + 1)
+    texts = [pattern.replace(found[0], f"{x:0{len(found[1])}}", 1) for x in numbers]
+    return [path for text in texts for path in expanded(text)]
 
 
 class Shard(NamedTuple):
@@ -121,12 +111,10 @@ def samples_of(path: str, passed: Counter[str]) -> dict[str, Any]:
                 # A tar file stores its members as a zip file may.
                 info = zipfile.ZipInfo(member.name)
                 info.file_size, info.header_offset = member.size, member.offset_data
-                content: Any = archive.extractfile(member)
-                info.CRC = zlib.crc32(content.read(HEAD), member.size)
                 parts = os.path.basename(path), member.name
                 sample[ending] = Member(parts, Shard(path), info)
             # Zeros end a tar file; tarfile stops at anything else that is no header, too.
-            end = archive.fileobj.read(HEAD)
+            end = archive.fileobj.read(4096)
             if not end or end.strip(b"\0"):
                 raise ValueError(f"it is cut off, or damaged, at byte {archive.offset:,}")
     except (OSError, ValueError, tarfile.TarError) as error:

@@ -17,8 +17,9 @@ ROOT = pathlib.Path(jaxdp.__file__).parent
 WINGS = {
     "what trains": "train parallel models optim data losses precision logits split axes cpu targets errors",
     "the program": "api extras training run config cli checkpoint metrics process __init__ __main__",
-    "extras": "exact elastic outer audit verify plan doctor sweep report interop mpi recipes check rewind starter",
-    "the first week": "sampling tables observers mirror folders archives measures staged",
+    "extras": "exact elastic outer audit verify plan doctor sweep report interop mpi recipes check rewind "
+    "starter staged observers",
+    "the first week": "sampling tables mirror folders archives measures",
 }
 """The folders and modules of each wing. A wing imports nothing from a lower one."""
 
