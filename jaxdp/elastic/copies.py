@@ -2,8 +2,7 @@
 process.
 
 The parts are the replicated leaves, number WHOLE, and the slices of the split leaves on one device,
-numbers 0 to `count` - 1. Neighbours exchange their slices in one `ppermute` for each 256 MB and
-dtype."""
+numbers 0 to `count` - 1. Neighbours exchange their slices in one `ppermute` for each leaf."""
 
 import math
 from collections import Counter
@@ -15,12 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.parallel.placement import of_this_process
-from jaxdp.parallel.reduction import in_buckets
 from jaxdp.parallel.strategy import Strategy
 from jaxdp.split import WHOLE
 from jaxdp.train.state import TrainState
 
-BUCKET = 1 << 28  # bytes
 Shards = dict[tuple[int, ...], np.ndarray]  # by the first element of each
 Copied = tuple[list[jax.Array], list[jax.Array]]  # all leaves, and the split ones of neighbours
 
@@ -55,13 +52,8 @@ class Copies:
         n, specs = len(self.devices), [x.sharding.spec for x in split]
         pairs = [((i + self.shift) % n, i) for i in range(n)]
 
-        def from_neighbour(x: jax.Array, axes: Any) -> jax.Array:
-            return jax.lax.ppermute(x, axes, pairs)
-
-        send = in_buckets(BUCKET, from_neighbour, from_neighbour).reduce  # instead of a sum
-
         def exchange(slices: list[jax.Array]) -> list[jax.Array]:
-            return send(slices, mesh.axis_names)
+            return jax.lax.ppermute(slices, mesh.axis_names, pairs)
 
         exchanged = jax.shard_map(
             exchange, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False

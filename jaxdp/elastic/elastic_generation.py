@@ -6,7 +6,6 @@ next one.
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ class ElasticGeneration(Generation):
 
     machine: of the job; None for the first generation."""
 
-    operations = OPERATIONS | {"prepared": {}, "opened": {}, "waits": {}, "regroup": {"fault": str}}
+    operations = OPERATIONS | {"regroup": {"fault": str}}
 
     def __init__(self, coordinator: Any, machine: Machine | None = None):
         super().__init__(coordinator)
@@ -49,34 +48,26 @@ class ElasticGeneration(Generation):
         return member
 
     def admit(self) -> None:
-        if self.machine.state == FIRST:
-            self.machine.on("formed", [self.members[rank] for rank in range(self.size)])
+        self.machine.on("formed", [self.members[rank] for rank in range(self.size)])
         self.number, self.reference = self.machine.number, self.members[0].facts
         super().admit()
 
     def handle(self, member: Member, message: Message) -> None:
-        if self.has_ended and message.get("op") not in ("beat", "prepared"):
+        name: Any = message.get("op")
+        if self.has_ended and name not in ("beat", "prepared"):
             member.send(id=message.get("id"), ended="")  # of an old generation: it can do nothing
+        elif name in ("prepared", "opened", "waits"):  # events without fields or a reply
+            self.machine.on(name, member)
         else:
             super().handle(member, message)
 
-    def pass_on(self, event: str, member: Member, id: Any) -> None:
-        self.machine.on(event, member)
-
-    do_prepared = functools.partialmethod(pass_on, "prepared")
-    do_opened = functools.partialmethod(pass_on, "opened")
-    do_waits = functools.partialmethod(pass_on, "waits")
-
     def do_regroup(self, member: Member, id: Any, fault: str) -> Message:
         """A rank has reached the update at which all regroup, or its collective has failed."""
-        if fault:
-            self.fail(fault)
-        else:
-            self.machine.on("fails", "processes wait to join")
+        self.fail(fault or "processes wait to join")
         return {}
 
     def do_leave(self, member: Member, id: Any, code: int) -> Message:
-        self.machine.on("left", code)
+        self.machine.code = self.machine.code or code
         return super().do_leave(member, id, code)
 
     def fail(self, text: str, code: int = 1, author: int | None = None) -> bool:

@@ -68,8 +68,10 @@ def train_in_generations(
 
 def options_of(config: Config, objects: Objects) -> Options:
     """Return the argument `group` of `jaxdp.init`. objects: see `make_parts`."""
-    options, build = config.elastic, functools.partial(prepare_in_advance, config, objects)
-    return Options(options.min_processes, options.join_timeout, options.join_after, build)
+    options = config.elastic
+    group = Options(options.min_processes, options.join_timeout, options.join_after)
+    group.prepare = functools.partial(prepare_in_advance, config, objects)
+    return group
 
 
 in_advance: list[Prepared] = []  # at most one, until this process trains

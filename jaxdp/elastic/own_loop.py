@@ -49,14 +49,13 @@ def run(train: Callable[[State, Callable[[State], None]], T], state: State) -> T
     def train_generation(context: Context) -> T:
         nonlocal newest
         agreement = Agreement(context)
+        context.check_same("elastic: the state", kinds)
         found = find(context, [newest], 0)
         if found is None:
             raise RunFailed(
                 "the copies of the state in all processes are damaged: faulty memory, or a bug in `train`"
             )
-        newest = found.snapshot.with_parts(dict(receive(context, found)))
-        if newest.meta != first.meta:
-            raise UsageError(f"elastic: the state is {first.meta}, but the job has {newest.meta}")
+        newest = found.with_parts(dict(receive(context, found)))
         regroup.report_state()
         if not newest.step:
             sums = zip(kinds, first.checksums[WHOLE])
@@ -106,8 +105,7 @@ def snapshot_of(step: int, arrays: list[np.ndarray]) -> Snapshot:
     dtype.
     """
     leaves = [np.frombuffer(x.tobytes(), np.uint8) for x in arrays]
-    meta = ", ".join(map(described, arrays))
-    return Snapshot(step, {}, meta, [WHOLE] * len(leaves)).with_parts({WHOLE: leaves})
+    return Snapshot(step, {}, "", [WHOLE] * len(leaves)).with_parts({WHOLE: leaves})
 
 
 def restore(data: np.ndarray, like: np.ndarray, leaf: Any) -> Any:

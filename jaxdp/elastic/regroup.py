@@ -29,7 +29,6 @@ from jaxdp.errors import (
 )
 from jaxdp.process import (
     connection,
-    context,
     enter,
     hosts,
     joining,
@@ -38,7 +37,7 @@ from jaxdp.process import (
 )
 from jaxdp.process.channel import Message, printable
 from jaxdp.process.connection import SILENT, Connection, Joined
-from jaxdp.process.context import Context
+from jaxdp.process.context import Context, renew
 from jaxdp.process.enter import VERDICT
 from jaxdp.process.membership import Fields, Group
 from jaxdp.process.monitor import Stopped
@@ -192,17 +191,13 @@ class ElasticMembership(membership.Membership):
                         self.connection.receive()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Options(Group):
-    """Settings of a job whose processes may come and go; see `jaxdp.config.Elastic`.
-
-    prepare: see `Group`.
-    """
+    """Settings of a job whose processes may come and go; see `jaxdp.config.Elastic`."""
 
     min_processes: int = 1
     join_timeout: float = 60.0
     join_after: float = 15.0
-    prepare: Callable[[], None] | None = dataclasses.field(default=None, compare=False, repr=False)
 
     kind = "elastic"
     membership = ElasticMembership
@@ -211,7 +206,7 @@ class Options(Group):
     moves = True
 
     def options(self) -> dict[str, Any]:
-        return {x: getattr(self, x) for x in ("min_processes", "join_timeout", "join_after")}
+        return dataclasses.asdict(self)
 
     def enter(self, enter: Callable[[Joined], Fields], job: Joined) -> Fields:
         """Enter the job; if a process is lost meanwhile, the next generation."""
@@ -242,15 +237,6 @@ def rejoin() -> Joined:
     )
     member.close()
     return job
-
-
-def regroup() -> context.Context:
-    """Join the next generation, and return the context of this process in it.
-
-    All arrays and compiled programs of this process become invalid. Raises DistributedError if too
-    few processes are left, or the coordinator has gone.
-    """
-    return context.renew(**enter.entered().group.enter(enter.enter, rejoin()))
 
 
 def current() -> ElasticMembership | None:
@@ -302,7 +288,9 @@ def run_generations(
 ) -> T:
     """Call `train` with the processes of each generation of the job, until it returns.
 
-    ended: called after each generation, before the devices are closed.
+    All arrays and compiled programs of the one before become invalid. ended: called after each
+    generation, before the devices are closed. Raises DistributedError if too few processes are
+    left, or the coordinator has gone.
     """
     regrouped = False
     while True:
@@ -321,7 +309,8 @@ def run_generations(
             wait_for_programs()
         ended()
         gc.collect()
-        context, regrouped = regroup(), True
+        fields = enter.entered().group.enter(enter.enter, rejoin())
+        context, regrouped = renew(**fields), True
 
 
 def wait_for_programs() -> None:

@@ -48,13 +48,14 @@ class Newest(Writer):
         self.records = [x for x in self.records if x["step"] <= last.get(x["split"], 0)]
 
 
-def report_lost_updates(directory: pathlib.Path, start: int) -> None:
+def report_lost_updates(directory: pathlib.Path, start: int, reached: int) -> None:
     """Print that updates are made again, from a checkpoint or from the first one, if no process has
     their state.
+
+    reached: the last update of this process, which may have joined after them.
     """
-    reached = max(
-        (record.get("step", 0) for record in read(directory / "metrics.jsonl", math.inf)), default=0
-    )
+    records = read(directory / "metrics.jsonl", math.inf)
+    reached = max([reached, *(x.get("step", 0) for x in records)])
     if reached > start:
         origin = f"its checkpoint of update {start}"
         safe_print.say(
@@ -74,7 +75,8 @@ class Snapshot(NamedTuple):
 
     parts: the arrays of each part. meta: what a checkpoint stores beside the state, as JSON. dims:
     the dim along which each leaf is split into `slices`, or WHOLE. offset: the number of batches
-    skipped before, without which an update has another state. checksums: of the arrays."""
+    skipped before, without which an update has another state. checksums: of the arrays. ranks: the
+    processes that have each part, see `find`."""
 
     step: int
     parts: Any  # dict[int, Sequence[np.ndarray]]; arrays of `Copies` while these are on the device
@@ -83,6 +85,7 @@ class Snapshot(NamedTuple):
     slices: int = 0
     offset: int = 0
     checksums: dict[int, list[int]] = {}
+    ranks: dict[int, list[int]] = {}
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -107,14 +110,6 @@ class Snapshot(NamedTuple):
                     error=True,
                 )
         return self._replace(parts=sound)
-
-
-class Found(NamedTuple):
-    """A snapshot that the processes have all parts of, as far as this one has it. ranks: those that
-    have each part."""
-
-    snapshot: Snapshot
-    ranks: dict[int, list[int]]
 
 
 class Snapshots(Continuation):
@@ -157,7 +152,7 @@ class Snapshots(Continuation):
         self.context = context = run.checkpoints.context
         progress = training.progress
         if not progress.recovered and context.is_root:
-            report_lost_updates(run.log.directory, progress.start)
+            report_lost_updates(run.log.directory, progress.start, self.reached)
         self._choose(self.every)  # a process that has just joined has not measured
         self._taken.clear()
         copies = Copies(run.strategy, context.hosts)
@@ -202,8 +197,7 @@ class Snapshots(Continuation):
                 writer.write(record)
         return writer
 
-    def goes_on(self, error: BaseException) -> bool:
-        return has_ended(error)
+    goes_on = staticmethod(has_ended)
 
     def after(self, updates: range, state: TrainState, metrics: Any) -> None:
         """Copy the state, if `every` updates have passed, or the run was rolled back."""
@@ -286,15 +280,14 @@ class Snapshots(Continuation):
 
         Every process calls it; those that lack a part receive it.
         """
-        found = find(context, self.kept, 1)
-        self.kept = []
-        if found is None:
+        snapshot, self.kept = find(context, self.kept, 1), []
+        if snapshot is None:
             return None
-        snapshot, saved = found.snapshot, context.of_root("checkpoints", run.checkpoints.steps)
+        saved = context.of_root("checkpoints", run.checkpoints.steps)
         step, every = snapshot.step, run.options.rollback_every
         if every and step >= every and step - step % every not in saved:
             return None  # a rollback could not return to that state: make it again
-        parts = receive(context, found)
+        parts = receive(context, snapshot)
         if not snapshot.slices:  # one part, which this process keeps
             snapshot = snapshot.with_parts(dict(parts))
             parts = snapshot.parts.items()
@@ -336,57 +329,42 @@ def enough_memory(run: Run, need: int) -> bool:
     if not any(lacking := context.exchange("memory of snapshots", lacks)):
         return True
     if context.is_root:
-        every = run.options.save_every
-        often = (
-            f"of every {every} updates" if every else "(set checkpoint.every; now there are none)"
-        )
         safe_print.say(
             f"jaxdp: elastic: the copies of the state in memory need {next(filter(None, lacking))}: none are made, and "
-            f"the job continues from its checkpoints {often}",
+            f"the job continues from its checkpoints (checkpoint.every: {run.options.save_every or 'null, set it'})",
             error=True,
         )
     return False
 
 
-def find(context: Context, kept: Sequence[Snapshot], oldest: int) -> Found | None:
-    """Return the newest snapshot that the processes have all parts of; None if there is none since
-    step `oldest`.
-
-    kept: of this process. Prints what is missing.
-    """
+def find(context: Context, kept: Sequence[Snapshot], oldest: int) -> Snapshot | None:
+    """Return the newest snapshot that the processes have all parts of, as far as this one has it;
+    None if there is none since step `oldest`. kept: of this process."""
     own = {x.key: x.check() for x in kept if x.step >= oldest}
     described = [x._replace(parts=[*x.parts], checksums={}) for x in own.values()]
-    found: dict[tuple[int, ...], Found] = {}
+    found: dict[tuple[int, ...], Snapshot] = {}
     for rank, text in enumerate(context.exchange("snapshots", json.dumps(described))):
         for fields in json.loads(text):
-            one = Snapshot(*fields)
-            snapshot, ranks = found.setdefault(one.key, Found(one, {}))
+            one = Snapshot(*fields)._replace(ranks={})
+            ranks = found.setdefault(one.key, one).ranks
             for part in one.parts:
                 ranks.setdefault(part, []).append(rank)
-    complete = [key for key, x in found.items() if len(x.ranks) > x.snapshot.slices]
-    if complete:
-        snapshot, ranks = found[max(complete)]
-        mine = own.get(snapshot.key, snapshot._replace(parts={}))
-        return Found(mine._replace(meta=snapshot.meta), ranks)
-    if found and context.is_root:
-        snapshot, ranks = found[max(found)]
-        missing = ", ".join(str(part) for part in range(snapshot.slices) if part not in ranks)
-        safe_print.say(
-            f"jaxdp: elastic: no process that is left has part {missing} of the state after update "
-            f"{snapshot.step}: the job continues from its newest checkpoint",
-            error=True,
-        )
-    return None
+    complete = [key for key, x in found.items() if len(x.ranks) > x.slices]
+    if not complete:
+        return None
+    newest = found[max(complete)]
+    mine = own.get(newest.key, newest._replace(parts={}))
+    return mine._replace(meta=newest.meta, ranks=newest.ranks)
 
 
-def receive(context: Context, found: Found) -> Iterable[tuple[int, Sequence[np.ndarray]]]:
+def receive(context: Context, snapshot: Snapshot) -> Iterable[tuple[int, Sequence[np.ndarray]]]:
     """Yield (number, arrays) of each part of a snapshot, in one order on all processes; send it to
     those that lack it.
     """
     from jaxdp.interop.collectives import broadcast  # which a run that loses no process never needs
 
-    for part, ranks in found.ranks.items():
-        arrays = found.snapshot.parts.get(part)
+    for part, ranks in snapshot.ranks.items():
+        arrays = snapshot.parts.get(part)
         if lacking := [rank for rank in range(context.size) if rank not in ranks]:
             arrays = broadcast(arrays, ranks[0], groups=[[ranks[0], *lacking]])
         yield part, [np.asarray(x) for x in arrays]

@@ -1,8 +1,7 @@
 """The coordinator of an elastic job as a state machine: which processes train together.
 
-It knows no connections and no clock: `on` is told what happens, and an actor what to do. Each state
-lists its events below, and the states after them; a method has the name of each event. All other
-events change nothing.
+It knows no connections and no clock: `on` is told what happens, and an actor what to do. EVENTS
+has the events of each state; a method has the name of each event. All other events change nothing.
 
 - FIRST: the processes that the launcher started gather, as in every job.
 - TRAINING: a generation of processes trains. New ones wait; each builds its run first, if the
@@ -28,17 +27,14 @@ from jaxdp.process import hosts
 from jaxdp.process.protocol import beat_interval
 
 FIRST, TRAINING, ENDED, LOST, OVER = "first", "training", "ended", "lost", "over"
-TABLE: dict[str, dict[str, tuple[str, ...]]] = {
-    FIRST: {"formed": (TRAINING,), "comes": (LOST,)},
-    TRAINING: dict.fromkeys(
-        ("comes", "prepared", "opened", "waits", "left", "closes", "passes"), (TRAINING,)
-    ),
-    OVER: {},
+ALWAYS = {"comes", "prepared", "closes", "passes"}
+EVENTS = {
+    FIRST: {"formed", "comes"},
+    TRAINING: ALWAYS | {"opened", "waits", "fails"},
+    ENDED: ALWAYS,
+    LOST: ALWAYS,
+    OVER: set(),
 }
-TABLE[TRAINING]["fails"] = (ENDED,)
-for state in (ENDED, LOST):
-    TABLE[state] = dict.fromkeys(("comes", "closes", "passes"), (state, TRAINING, OVER))
-    TABLE[state]["prepared"] = (state,)
 # Seconds.
 QUIET = 5.0  # beyond a heartbeat, after which a process that waits is stopped or cut off
 WINDOW = 10.0  # that the survivors of a generation have to report to the next one
@@ -68,7 +64,7 @@ class Machine:
     number, size = -1, 0  # of the newest generation
     seconds = 0.0  # for which it has trained, or since its end
     needs_others = False  # whether it waits for processes that join
-    code = 0  # the exit code of those that have left
+    code = 0  # of the first rank that has left with another one; only rank 0 may have the job's
 
     def __post_init__(self) -> None:
         self.members: dict[int, Process] = {}  # ranks of the newest generation that are connected
@@ -80,7 +76,7 @@ class Machine:
         self.waits_for: Process | None = None  # see `has_newest_state`
 
     def on(self, event: str, *details: Any) -> None:
-        if event in TABLE[self.state]:
+        if event in EVENTS[self.state]:
             getattr(self, event)(*details)
 
     # Events
@@ -134,10 +130,6 @@ class Machine:
     def waits(self, process: Process) -> None:
         """A rank cannot train without others."""
         self.needs_others = True
-
-    def left(self, code: int) -> None:
-        """A rank ends with an exit code; only rank 0 may have the job's."""
-        self.code = self.code or code
 
     def fails(self, text: str, author: int | None = None) -> None:
         """The generation ends: its ranks may report to the next one, but not those that are silent,

@@ -15,6 +15,11 @@ LIMITS = {"QUIET": 0.0, "WINDOW": 2.0, "LATE": 5.0}
 OPTIONS = {"silence": 2.0, "join_timeout": 1.0, "join_after": 1.0}
 MOST = 6.0  # ticks that make no difference any more
 FAULTS = "kill", "cut", "reset", "hang", "kill coordinator"
+AFTER = {
+    (FIRST, "formed"): (TRAINING,),
+    (FIRST, "comes"): (states.LOST,),
+    (TRAINING, "fails"): (states.ENDED,),
+}
 
 
 class Link:
@@ -420,7 +425,12 @@ class World:
         assert machine.state in self.allowed(before, event), (before, event)
 
     def allowed(self, state, event):
-        return states.TABLE[state].get(event, (state,))
+        """The states that may follow."""
+        if (state, event) in AFTER:
+            return AFTER[state, event]
+        if state in (states.ENDED, states.LOST) and event in ("comes", "closes", "passes"):
+            return state, TRAINING, states.OVER
+        return (state,)
 
     def stand_for_last(self, link):
         for newcomer in self.first.values():
