@@ -52,14 +52,14 @@ class Copies:
         n, specs = len(self.devices), [x.sharding.spec for x in split]
         pairs = [((i + self.shift) % n, i) for i in range(n)]
 
-        def exchange(slices: list[jax.Array]) -> list[jax.Array]:
+        def exchange(slices):
             return jax.lax.ppermute(slices, mesh.axis_names, pairs)
 
         exchanged = jax.shard_map(
             exchange, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False
         )
 
-        def copy(state: TrainState) -> Copied:
+        def copy(state):
             leaves = jax.tree.leaves(state)
             moved = exchanged(of_part(0, leaves, self.dims)) if self.shift else []
             return [jnp.copy(x) for x in leaves], moved
@@ -104,7 +104,7 @@ def shift(processes: Sequence[int], hosts: Sequence[str]) -> int:
     processes: of the devices. hosts[process].
     """
 
-    def leave(k: int) -> tuple[int, int]:
+    def leave(k):
         pairs = list(zip(processes, np.roll(processes, -k)))
         return sum(hosts[a] != hosts[b] for a, b in pairs), sum(a != b for a, b in pairs)
 
@@ -133,7 +133,7 @@ def assemble(
                 offset = np.subtract(start, target_start)
                 overlap(target, offset, piece.shape)[...] = overlap(piece, -offset, target.shape)
 
-    def place(x: Any, pieces: Shards) -> jax.Array:
+    def place(x, pieces):
         return jax.make_array_from_callback(
             x.shape, x.sharding, lambda index: pieces[first(index)].copy()
         )

@@ -6,7 +6,7 @@ next one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from jaxdp.elastic.states import FIRST, TRAINING, Machine
@@ -119,15 +119,15 @@ class ElasticGeneration(Generation):
     def give_up(self) -> None:
         self.coordinator.done.set()
 
-    def begin(self, members: Sequence[Member], ended: Sequence[Member]) -> None:
-        """Begin the next generation with these processes; close the connections of the ended one."""
-        following = self.machine.actor = type(self)(self.coordinator, self.machine)
-        following.log, following.size = self.log, len(members)
-        for member in [*members, *self.machine.preparing]:
+    def begin(self, ended: Iterable[Member]) -> None:
+        """Begin the next generation of the machine; close the connections of the ended one."""
+        machine, members = self.machine, self.machine.members
+        following = machine.actor = type(self)(self.coordinator, machine)
+        following.log, following.size, following.members = self.log, len(members), dict(members)
+        for member in [*members.values(), *machine.preparing]:
             member.generation = following
-        for rank, member in enumerate(members):
+        for rank, member in members.items():
             member.facts = {**member.facts, "rank": rank, "size": len(members)}
-            following.members[rank] = member
         self.coordinator.generation = following
         following.admit()
         self.disconnect(ended)

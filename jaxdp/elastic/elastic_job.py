@@ -57,7 +57,7 @@ def train_in_generations(
     if in_advance:
         snapshots.prepared = in_advance.pop()
 
-    def train_generation(context: Context) -> Any:
+    def train_generation(context):
         snapshots.runs = membership.joined().job.generation
         if snapshots.runs:
             wait_for_devices(config, context)

@@ -12,7 +12,7 @@ from jaxdp.elastic.snapshots import Snapshot, find, receive
 from jaxdp.errors import RunFailed, UsageError
 from jaxdp.precision import is_key
 from jaxdp.process import membership
-from jaxdp.process.context import Context, joined
+from jaxdp.process.context import joined
 from jaxdp.process.monitor import Agreement, Stopped
 from jaxdp.process.signature import described, native
 from jaxdp.split import WHOLE, path_string
@@ -46,7 +46,7 @@ def run(train: Callable[[State, Callable[[State], None]], T], state: State) -> T
     structure, (arrays, kinds) = jax.tree.structure(state), leaves_of(state)
     newest = first = snapshot_of(0, arrays)
 
-    def train_generation(context: Context) -> T:
+    def train_generation(context):
         nonlocal newest
         agreement = Agreement(context)
         context.check_same("elastic: the state", kinds)
@@ -61,7 +61,7 @@ def run(train: Callable[[State, Callable[[State], None]], T], state: State) -> T
             sums = zip(kinds, first.checksums[WHOLE])
             context.check_same("elastic: the state", {name: f"checksum {n:x}" for name, n in sums})
 
-        def commit(state: State) -> None:
+        def commit(state):
             nonlocal newest
             now, new = leaves_of(state)
             for name in kinds | new:

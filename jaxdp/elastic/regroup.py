@@ -109,7 +109,7 @@ class ElasticMembership(membership.Membership):
         """
         done: concurrent.futures.Future[T] = concurrent.futures.Future()
 
-        def run() -> None:
+        def run():
             try:
                 done.set_result(work())
             except BaseException as error:

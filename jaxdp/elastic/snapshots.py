@@ -9,7 +9,6 @@ its split leaves on each device. A process copies the parts of its devices and t
 
 import json
 import math
-import pathlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -48,21 +47,14 @@ class Newest(Writer):
         self.records = [x for x in self.records if x["step"] <= last.get(x["split"], 0)]
 
 
-def report_lost_updates(directory: pathlib.Path, start: int, reached: int) -> None:
-    """Print that updates are made again, from a checkpoint or from the first one, if no process has
-    their state.
-
-    reached: the last update of this process, which may have joined after them.
-    """
-    records = read(directory / "metrics.jsonl", math.inf)
-    reached = max([reached, *(x.get("step", 0) for x in records)])
-    if reached > start:
-        origin = f"its checkpoint of update {start}"
-        safe_print.say(
-            f"jaxdp: elastic: no process has the state after update {reached} any more: the job continues from "
-            f"{origin if start else 'the first update: it has no checkpoint'}",
-            error=True,
-        )
+def report_lost_updates(reached: int, start: int) -> None:
+    """Print that the updates after `start` are made again: no process has their state."""
+    origin = f"its checkpoint of update {start}"
+    safe_print.say(
+        f"jaxdp: elastic: no process has the state after update {reached} any more: the job continues from "
+        f"{origin if start else 'the first update: it has no checkpoint'}",
+        error=True,
+    )
 
 
 FIRST, COPIES = 10, 6  # updates between the first copies, and their number
@@ -149,18 +141,15 @@ class Snapshots(Continuation):
         in another way.
         """
         run, self.training = training.run, training
-        self.context = context = run.checkpoints.context
-        progress = training.progress
-        if not progress.recovered and context.is_root:
-            report_lost_updates(run.log.directory, progress.start, self.reached)
+        self.context = run.checkpoints.context
         self._choose(self.every)  # a process that has just joined has not measured
         self._taken.clear()
-        copies = Copies(run.strategy, context.hosts)
+        copies = Copies(run.strategy, self.context.hosts)
         number = (3 if copies.count else 2) - bool(self.kept)
         self._pending = self._copies = None
         if enough_memory(run, number * copies.size):
             self._copies = copies
-            if progress.recovered and (copies.count or any(x.slices for x in self.kept)):
+            if training.progress.recovered and (copies.count or any(x.slices for x in self.kept)):
                 self._begin()
         regroup.report_state()
 
@@ -183,17 +172,19 @@ class Snapshots(Continuation):
         texts = self.context.exchange("records", json.dumps(records.records))
         if not self.context.is_root:
             return records
+        written = {
+            (x.get("step", 0), x.get("split"))
+            for x in read(run.log.directory / "metrics.jsonl", math.inf)
+        }
+        reached = max([self.reached, *(step for step, _ in written)])
+        if not progress.recovered and reached > progress.start:
+            report_lost_updates(reached, progress.start)
         writer, records.records = open_writer(), ()
-
-        def key(record: Record) -> tuple[Any, Any]:
-            return record.get("step"), record.get("split")
-
         # An update that a lost process has interrupted may have succeeded in some processes, and
         # failed on root. So take the records of the process that has most, and the newest.
-        written = set(map(key, read(run.log.directory / "metrics.jsonl", math.inf)))
         most = max(map(json.loads, texts), key=lambda records: sum(x["step"] for x in records))
         for record in most:
-            if key(record) not in written:
+            if (record["step"], record["split"]) not in written:
                 writer.write(record)
         return writer
 
@@ -371,7 +362,5 @@ def receive(context: Context, snapshot: Snapshot) -> Iterable[tuple[int, Sequenc
 
 
 def checksum(x: np.ndarray) -> int:
-    """Return the sum of an array's bytes in words of 8: each flipped bit changes it."""
-    data = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-    words, rest = np.split(data, [data.size // 8 * 8])
-    return int(words.view(np.uint64).sum()) + int(rest.sum())  # as 64 bits
+    """Return the sum of an array's elements as unsigned integers: each flipped bit changes it."""
+    return int(x.view(f"u{min(8, x.dtype.itemsize)}").sum())  # as 64 bits

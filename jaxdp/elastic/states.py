@@ -197,7 +197,7 @@ class Machine:
             ended, self.waiting = list(self.members.values()), []
             self.formed(sorted(survivors, key=lambda x: x.rank) + joiners)
             # A survivor has a new connection; whoever has none is expelled.
-            self.actor.begin(list(self.members.values()), ended)
+            self.actor.begin(ended)
         elif not self.preparing and self.seconds > WINDOW + self.join_timeout:
             text = (
                 f"too few processes to continue: {len(self.waiting)}, with {len(survivors)} of the {self.size} before "

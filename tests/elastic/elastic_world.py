@@ -276,7 +276,7 @@ class World:
             links = [self.first[rank] for rank in sorted(self.first)]
             self.first = {}
             self.tell("formed", links)
-            self.begin(links, [])
+            self.begin([])
 
     def last(self, process):
         if process.generation is None:
@@ -455,7 +455,8 @@ class World:
                 self.shut(x.link)
         self.machine = None
 
-    def begin(self, links, ended):
+    def begin(self, ended):
+        links = self.machine.members.values()
         newest, number = newest_state(links), self.machine.number
         pids = tuple(x.facts["pid"] for x in links)
         self.formed = number, pids, newest
