@@ -5,7 +5,6 @@ The parts are the replicated leaves, number WHOLE, and the slices of the split l
 numbers 0 to `count` - 1. Neighbours exchange their slices in one `ppermute` for each leaf."""
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,9 +16,6 @@ from jaxdp.parallel.placement import of_this_process
 from jaxdp.parallel.strategy import Strategy
 from jaxdp.split import WHOLE
 from jaxdp.train.state import TrainState
-
-Shards = dict[tuple[int, ...], np.ndarray]  # by the first element of each
-Copied = tuple[list[jax.Array], list[jax.Array]]  # all leaves, and the split ones of neighbours
 
 
 class Copies:
@@ -39,9 +35,7 @@ class Copies:
         axis = mesh.axis_names.index(strategy.axes.shard)
         self.numbers = np.indices(mesh.devices.shape)[axis].ravel().tolist()  # of their slices
         processes = [d.process_index for d in self.devices]
-        copies = Counter(number for number, _ in {*zip(self.numbers, processes)})
-        is_alone = self.count > 0 and min(copies.values()) == 1
-        self.shift = shift(processes, hosts) if is_alone else 0
+        self.shift = shift(processes, hosts) if self.count == len(self.devices) else 0
 
         slices = min(len(of_this_process(self.devices)), self.count) * (2 if self.shift else 1)
         self.size = 0
@@ -52,31 +46,32 @@ class Copies:
         n, specs = len(self.devices), [x.sharding.spec for x in split]
         pairs = [((i + self.shift) % n, i) for i in range(n)]
 
-        def exchange(slices):
-            return jax.lax.ppermute(slices, mesh.axis_names, pairs)
-
-        exchanged = jax.shard_map(
-            exchange, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False
+        exchange = jax.shard_map(
+            lambda slices: jax.lax.ppermute(slices, mesh.axis_names, pairs),
+            mesh=mesh,
+            in_specs=(specs,),
+            out_specs=specs,
+            check_vma=False,
         )
 
         def copy(state):
             leaves = jax.tree.leaves(state)
-            moved = exchanged(of_part(0, leaves, self.dims)) if self.shift else []
+            moved = exchange(of_part(0, leaves, self.dims)) if self.shift else []
             return [jnp.copy(x) for x in leaves], moved
 
         copied = shapes, split if self.shift else []
         self._copy = jax.jit(copy, out_shardings=jax.tree.map(lambda x: x.sharding, copied))
 
-    def start(self, state: TrainState) -> Copied:
+    def start(self, state: TrainState) -> Any:
         """Start to copy an exported, padded state to host memory; return the arrays that `read`
-        waits for.
+        waits for: all leaves, and the split ones of neighbours.
         """
         copied = self._copy(state)
         for x in jax.tree.leaves(copied):
             x.copy_to_host_async()
         return copied
 
-    def read(self, copied: Copied) -> dict[int, list[np.ndarray]]:
+    def read(self, copied: Any) -> dict[int, list[np.ndarray]]:
         """Return the arrays of each part that was copied. Raises JAX's errors if another process
         was lost meanwhile.
         """
@@ -119,7 +114,7 @@ def assemble(
 
     dims: along which it was split. parts: (number, arrays) of all parts; padding at the end of a
     dim is dropped."""
-    shards: list[Shards] = []  # of each leaf
+    shards = []  # of each leaf, by the first element of each shard
     for x in shapes:
         indices = x.sharding.addressable_devices_indices_map(x.shape).values()
         size = x.sharding.shard_shape(x.shape)

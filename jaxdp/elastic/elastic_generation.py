@@ -3,13 +3,11 @@ next one.
 
 `states` decides; this module tells it what happens to the connections, and does what it says."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable
 from typing import Any
 
-from jaxdp.elastic.states import FIRST, TRAINING, Machine
+from jaxdp.elastic.states import FIRST, OVER, TRAINING, Machine
 from jaxdp.process.channel import Message
 from jaxdp.process.generation import Generation, Member
 from jaxdp.process.protocol import COMMON, OPERATIONS, difference
@@ -27,8 +25,8 @@ class ElasticGeneration(Generation):
 
     def __init__(self, coordinator: Any, machine: Machine | None = None):
         super().__init__(coordinator)
-        size, silence = self.settings.size, self.settings.silence
-        self.machine = machine or Machine(self, size, silence, **self.settings.options)
+        settings = self.settings
+        self.machine = machine or Machine(self, settings.size, settings.silence, **settings.options)
 
     @property
     def has_ended(self) -> bool:
@@ -53,7 +51,7 @@ class ElasticGeneration(Generation):
         super().admit()
 
     def handle(self, member: Member, message: Message) -> None:
-        name: Any = message.get("op")
+        name = message.get("op")
         if self.has_ended and name not in ("beat", "prepared"):
             member.send(id=message.get("id"), ended="")  # of an old generation: it can do nothing
         elif name in ("prepared", "opened", "waits"):  # events without fields or a reply
@@ -91,7 +89,8 @@ class ElasticGeneration(Generation):
 
     def is_empty(self) -> bool:
         machine = self.machine
-        return super().is_empty() and not (machine.members or machine.waiting or machine.preparing)
+        remain = machine.members or machine.waiting or machine.preparing
+        return machine.state == OVER or (super().is_empty() and not remain)
 
     def tick(self, elapsed: float) -> None:
         if not self.has_ended:
@@ -116,9 +115,6 @@ class ElasticGeneration(Generation):
     def report(self, line: str) -> None:
         self.coordinator.report(line)
 
-    def give_up(self) -> None:
-        self.coordinator.done.set()
-
     def begin(self, ended: Iterable[Member]) -> None:
         """Begin the next generation of the machine; close the connections of the ended one."""
         machine, members = self.machine, self.machine.members
@@ -127,7 +123,7 @@ class ElasticGeneration(Generation):
         for member in [*members.values(), *machine.preparing]:
             member.generation = following
         for rank, member in members.items():
-            member.facts = {**member.facts, "rank": rank, "size": len(members)}
+            member.facts |= {"rank": rank, "size": len(members)}
         self.coordinator.generation = following
         following.admit()
         self.disconnect(ended)

@@ -50,7 +50,7 @@ def train_in_generations(
         )
     if membership.current() is None:
         return train(context, continuation)
-    if context.is_root and (problem := launcher_problem(context.launcher)) is not None:
+    if context.is_root and (problem := launcher_problem(context.launcher)):
         safe_print.say(f"jaxdp: elastic.enabled: {problem}", error=True)
     expels = config.audit.every if config.audit.action == "expel" else None
     snapshots = Snapshots(expels or options.snapshot_every, expels is not None)
@@ -115,8 +115,9 @@ def launcher_problem(launcher: str) -> str | None:
     will, or if that is unknown: Slurm does unless its administrator has set KillOnBadExit."""
     command = ""
     with contextlib.suppress(OSError):
-        file = pathlib.Path(f"/proc/{os.getppid()}/cmdline")
-        command = file.read_text(encoding="utf-8", errors="replace")
+        command = pathlib.Path(f"/proc/{os.getppid()}/cmdline").read_text(
+            encoding="utf-8", errors="replace"
+        )
     if launcher == "openmpi" and RECOVERS.search(command):
         return None
     return ALL_END.get(launcher)

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 
 from jaxdp.elastic import regroup
-from jaxdp.elastic.regroup import run_generations
 from jaxdp.elastic.snapshots import Snapshot, find, receive
 from jaxdp.errors import RunFailed, UsageError
 from jaxdp.precision import is_key
@@ -78,7 +77,7 @@ def run(train: Callable[[State, Callable[[State], None]], T], state: State) -> T
 
     context = joined()
     context.agree(None)  # as processes of later generations do
-    return run_generations(train_generation, context, lambda: None)
+    return regroup.run_generations(train_generation, context, lambda: None)
 
 
 def leaves_of(state: State) -> tuple[list[np.ndarray], dict[str, str]]:
@@ -89,8 +88,8 @@ def leaves_of(state: State) -> tuple[list[np.ndarray], dict[str, str]]:
     arrays, kinds = [], {}
     for path, x in jax.tree_util.tree_leaves_with_path(state):
         name = path_string(path) or "state"
-        is_masked = isinstance(x, np.ma.MaskedArray)
-        if not isinstance(x, NUMBERS) or is_masked or is_key(x) or np.asarray(x).dtype == object:
+        is_number = isinstance(x, NUMBERS) and not isinstance(x, np.ma.MaskedArray)
+        if not is_number or is_key(x) or np.asarray(x).dtype == object:
             raise UsageError(
                 f"elastic: {name!r} of the state is a {type(x).__name__}; give arrays (of a key "
                 "its jax.random.key_data), and numbers of at most 64 bits"
@@ -105,7 +104,7 @@ def snapshot_of(step: int, arrays: list[np.ndarray]) -> Snapshot:
     dtype.
     """
     leaves = [np.frombuffer(x.tobytes(), np.uint8) for x in arrays]
-    return Snapshot(step, {}, "", [WHOLE] * len(leaves)).with_parts({WHOLE: leaves})
+    return Snapshot(step, {}, "", []).with_parts({WHOLE: leaves})
 
 
 def restore(data: np.ndarray, like: np.ndarray, leaf: Any) -> Any:

@@ -1,10 +1,7 @@
 """The processes of an elastic job: each leaves a generation that has ended, and joins the next one;
 what it runs is called again in each generation, until it returns."""
 
-from __future__ import annotations
-
 import collections
-import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
@@ -15,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 import jax
@@ -27,14 +25,7 @@ from jaxdp.errors import (
     UsageError,
     is_consequence,
 )
-from jaxdp.process import (
-    connection,
-    enter,
-    hosts,
-    joining,
-    membership,
-    private_jax,
-)
+from jaxdp.process import connection, enter, hosts, joining, membership, private_jax
 from jaxdp.process.channel import Message, printable
 from jaxdp.process.connection import SILENT, Connection, Joined
 from jaxdp.process.context import Context, renew
@@ -75,11 +66,11 @@ class ElasticMembership(membership.Membership):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        job = self.job
-        if hosts.is_own(job.address[0]):  # a cut network cannot be the cause
+        job, (host, port) = self.job, self.job.address
+        if hosts.is_own(host):  # a cut network cannot be the cause
             self.silence = max(self.silence, self.timeout)
-        _services.update((job.address[1], hosts.split(job.jax_address)[1]))
-        self._frozen = joining.Frozen(job.secret, job.address[1])
+        _services.update((port, hosts.split(job.jax_address)[1]))
+        self._frozen = joining.Frozen(job.secret, port)
         self._breaking = threading.Lock()
 
     @property
@@ -107,7 +98,7 @@ class ElasticMembership(membership.Membership):
         """Return work(), from a thread that is left behind if this generation ends before. Raises
         GenerationEnded.
         """
-        done: concurrent.futures.Future[T] = concurrent.futures.Future()
+        done: Future[T] = Future()
 
         def run():
             try:
@@ -116,11 +107,10 @@ class ElasticMembership(membership.Membership):
                 done.set_exception(error)
 
         threading.Thread(target=run, daemon=True).start()
-        while not done.done():
+        while not wait([done], 0.02).done:
             if self.ended is not None:
                 _abandoned.append(work)
                 self.check_generation()
-            concurrent.futures.wait([done], 0.02)
         return done.result()
 
     def compute(self, work: Callable[[], Any]) -> Any:
@@ -178,12 +168,12 @@ class ElasticMembership(membership.Membership):
             self._break_off()  # what this process has begun since
 
     def _lost_coordinator(self) -> None:
-        if not self.ending.is_set() and self.ended is None:
+        if not self.ending.is_set():
             self._hear({"ended": "its coordinator has gone"})
         # This process may be compiling, and report to the next coordinator later.
         while not self.ending.wait(0.5):
             with contextlib.suppress(OSError):
-                facts = {**self.last_facts, "busy": True}
+                facts = self.last_facts | {"busy": True}
                 self.connection = Connection(*self.job.address, self.job.secret, 5.0, facts=facts)
                 self.connection.socket.settimeout(None)
                 with self.connection.socket:
@@ -256,8 +246,8 @@ def report_state() -> None:
 
 
 # Among them are the calls of clients that wait for others, as one does that is destroyed.
-_abandoned: list[Callable[[], Any]] = []  # what has not returned when its generation ended
-_relays: list[tuple[Any, Relay]] = []  # the client and its relay, until this process leaves
+_abandoned: list[Any] = []  # what has not returned when its generation ended
+_relays: list[Any] = []  # the client and its relay, until this process leaves
 
 
 def cancel_calls() -> None:

@@ -18,7 +18,6 @@ import numpy as np
 
 from jaxdp.elastic import regroup
 from jaxdp.elastic.copies import Copies, assemble
-from jaxdp.elastic.regroup import has_ended
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.jsonl import read
 from jaxdp.metrics.numbers import size as shown
@@ -58,8 +57,7 @@ def report_lost_updates(reached: int, start: int) -> None:
 
 
 FIRST, COPIES = 10, 6  # updates between the first copies, and their number
-# After these: the share of the time for copies; seconds, updates between two.
-COST, LEAST, MOST = 0.01, 0.4, 1000
+COST, LEAST = 0.01, 0.4  # after these: the share of the time for copies; seconds between two
 
 
 class Snapshot(NamedTuple):
@@ -129,7 +127,7 @@ class Snapshots(Continuation):
         # The newest first, and the one before if the state is split: another process may not have
         # read its newest parts.
         self.kept: list[Snapshot] = []
-        self.callbacks: dict[str, Any] = {}  # the states of callbacks before the first update
+        self.callbacks: Record = {}  # the states of callbacks before the first update
         self.records = Newest()
 
     @property
@@ -147,7 +145,7 @@ class Snapshots(Continuation):
         copies = Copies(run.strategy, self.context.hosts)
         number = (3 if copies.count else 2) - bool(self.kept)
         self._pending = self._copies = None
-        if enough_memory(run, number * copies.size):
+        if enough_memory(self.context, number * copies.size):
             self._copies = copies
             if training.progress.recovered and (copies.count or any(x.slices for x in self.kept)):
                 self._begin()
@@ -165,17 +163,15 @@ class Snapshots(Continuation):
     def begin(self, training: Training, open_writer: Callable[[], Writer]) -> Writer:
         """Keep the records of this rank; root writes those that a lost one has not."""
         self.prepare(training)
-        run, progress = training.run, training.progress
+        progress = training.progress
         self.again = max(0, self.reached - progress.start)
         records = self.records
         records.rewind(progress.step, progress.evaluated == progress.step)
         texts = self.context.exchange("records", json.dumps(records.records))
         if not self.context.is_root:
             return records
-        written = {
-            (x.get("step", 0), x.get("split"))
-            for x in read(run.log.directory / "metrics.jsonl", math.inf)
-        }
+        file = training.run.log.directory / "metrics.jsonl"
+        written = {(x.get("step", 0), x.get("split")) for x in read(file, math.inf)}
         reached = max([self.reached, *(step for step, _ in written)])
         if not progress.recovered and reached > progress.start:
             report_lost_updates(reached, progress.start)
@@ -188,7 +184,7 @@ class Snapshots(Continuation):
                 writer.write(record)
         return writer
 
-    goes_on = staticmethod(has_ended)
+    goes_on = staticmethod(regroup.has_ended)
 
     def after(self, updates: range, state: TrainState, metrics: Any) -> None:
         """Copy the state, if `every` updates have passed, or the run was rolled back."""
@@ -249,23 +245,22 @@ class Snapshots(Continuation):
         """Drop the parts of the newest snapshot that have changed in memory; return whether there
         were any.
         """
-        if self.newest is None:
+        newest = self.newest
+        if newest is None:
             return False
-        count = len(self.newest.parts)
-        self.kept[0] = self.newest.check()
-        return len(self.kept[0].parts) < count
+        self.kept[0] = newest.check()
+        return len(self.kept[0].parts) < len(newest.parts)
 
     def end_generation(self) -> None:
         """Keep the newest copy, unless its program does not return; the devices are about to be
         closed.
         """
-        if self._pending is not None and all(
-            x.is_ready() for x in jax.tree.leaves(self._pending.parts)
-        ):
+        arrays = jax.tree.leaves(self._pending and self._pending.parts)
+        if all(x.is_ready() for x in arrays):
             self.settle()
         self._pending = None
 
-    def recover(self, run: Run, context: Context) -> tuple[int, dict[str, Any], TrainState] | None:
+    def recover(self, run: Run, context: Context) -> tuple[int, Record, TrainState] | None:
         """Return (step, metadata, state) of the newest snapshot that the processes have all parts
         of; None without one.
 
@@ -300,17 +295,16 @@ def affordable(taken: Sequence[tuple[float, float]]) -> int:
     the first compiles. The least time of an update is used, since processes pause during the first
     ones."""
     update, copy = map(min, zip(*taken[1:]))
-    return min(MOST, math.ceil(max(copy / COST, LEAST) / update))
+    return math.ceil(max(copy / COST, LEAST) / update)
 
 
-def enough_memory(run: Run, need: int) -> bool:
+def enough_memory(context: Context, need: int) -> bool:
     """Return whether every host has the memory for the copies of its processes: the newest one, and
     the next while it is read from the device; the one before too, if the state is split. Print what
     is missing.
 
     need: bytes of this process.
     """
-    context = run.checkpoints.context
     need, free = need * context.local_size, hosts.free_memory()
     lacks = (
         f"{shown(need)} on host {hosts.hostname()}, and {shown(free)} are free"
@@ -322,7 +316,7 @@ def enough_memory(run: Run, need: int) -> bool:
     if context.is_root:
         safe_print.say(
             f"jaxdp: elastic: the copies of the state in memory need {next(filter(None, lacking))}: none are made, and "
-            f"the job continues from its checkpoints (checkpoint.every: {run.options.save_every or 'null, set it'})",
+            "the job continues from its checkpoints (see checkpoint.every)",
             error=True,
         )
     return False

@@ -16,8 +16,6 @@ has the events of each state; a method has the name of each event. All other eve
 There is one coordinator, so a cut network cannot form two generations: it needs `min_processes`,
 and more than half of the ranks before that may be alive."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -56,9 +54,9 @@ class Machine:
     actor: Any
     launched: int
     silence: float
-    min_processes: int = 1
-    join_timeout: float = 60.0
-    join_after: float = 0.0
+    min_processes: int
+    join_timeout: float
+    join_after: float
 
     state = FIRST
     number, size = -1, 0  # of the newest generation
@@ -206,7 +204,6 @@ class Machine:
             # 1: a launcher starts it again.
             self.refuse(text, 1 if self.state == LOST else PREEMPTED)
             self.state = OVER
-            self.actor.give_up()
 
     def has_enough(self) -> bool:
         """Return whether the ranks that are left can train without another process."""
@@ -246,7 +243,7 @@ class Machine:
             self.waits_for = ahead[0]
             process = f"{ahead[0].title}, process {ahead[0].facts['pid']}"
             self.actor.report(
-                f"generation {self.number + 1} waits for {process}: it alone may have the newest state",
+                f"generation {self.number + 1} waits for {process}: it alone may have the newest state"
             )
         return not ahead
 

@@ -12,7 +12,7 @@ from jaxdp.elastic import states
 from jaxdp.elastic.states import FIRST, TRAINING, newest_state
 
 LIMITS = {"QUIET": 0.0, "WINDOW": 2.0, "LATE": 5.0}
-OPTIONS = {"silence": 2.0, "join_timeout": 1.0, "join_after": 1.0}
+OPTIONS = {"silence": 2.0, "min_processes": 1, "join_timeout": 1.0, "join_after": 1.0}
 MOST = 6.0  # ticks that make no difference any more
 FAULTS = "kill", "cut", "reset", "hang", "kill coordinator"
 AFTER = {
@@ -423,6 +423,8 @@ class World:
         machine, before = self.machine, self.machine.state
         machine.on(event, *details)
         assert machine.state in self.allowed(before, event), (before, event)
+        if machine.state == states.OVER:
+            self.give_up()
 
     def allowed(self, state, event):
         """The states that may follow."""
@@ -448,6 +450,7 @@ class World:
         assert "waits for rank" in line
 
     def give_up(self):
+        """The coordinator ends."""
         # Those that have not reported yet find the next coordinator.
         said = [x.link for x in self.processes if x.link and "error" in x.link.inbox]
         for x in self.processes:
