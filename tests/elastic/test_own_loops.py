@@ -63,15 +63,21 @@ def test_the_bytes_of_a_state_ignore_its_byte_order():
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_first_states_that_differ_are_refused():
-    script = """
+@pytest.mark.parametrize(
+    ("w", "words"),
+    [
+        ("numpy.full(2, rank == 1, 'float32')", "has w=checksum 17e"),
+        ("numpy.zeros(2 + (rank == 1))", "has w=float64[3]"),
+    ],
+    ids=["values", "shapes"],
+)
+def test_first_states_that_differ_are_refused(w, words):
+    script = f"""
 import numpy, jaxdp
 rank = jaxdp.init(group=jaxdp.elastic.Options()).rank
-jaxdp.elastic.run(lambda state, commit: None, {"step": 0, "w": numpy.full(2, rank == 1, "float32")})
+jaxdp.elastic.run(lambda state, commit: None, {{"step": 0, "w": {w}}})
 """
     jobs = processes(["-c", script], ranks(3, f"127.0.0.1:{port()}"))
     errors = "".join(job.stderr for job in jobs)
     assert [job.returncode for job in jobs] == [2, 2, 2], errors
-    assert errors.count("elastic: the state: rank 1 ") == 1 and "has w=checksum 17e" in errors, (
-        errors
-    )
+    assert errors.count("elastic: the state: rank 1 ") == 1 and words in errors, errors
