@@ -47,11 +47,8 @@ class Door(Extra):
                 "reduction: exact"
             )
 
-    def set_environment(self) -> None:
-        flags.set_flags()
-
-    def check_environment(self) -> None:
-        flags.check_flags()
+    set_environment = staticmethod(flags.set_flags)
+    check_environment = staticmethod(flags.check_flags)
 
     def initial_state(self, make: Callable[..., Any], parts: Any) -> Callable[..., Any]:
         from jaxdp.exact.integer_sums import with_exponents

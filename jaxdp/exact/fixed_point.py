@@ -9,13 +9,11 @@ exponents; we store one exponent per leaf of gradients. Values (losses, metrics,
 small: each element has an exponent of its own. Norms are summed in digits, after Ahrens, Demmel &
 Nguyen (ACM TOMS 46(3), 2020)."""
 
-import functools
-import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxdp.errors import UsageError
 from jaxdp.exact.formats import FORMATS, Format
@@ -30,8 +28,6 @@ PER_BIT = 16  # updates until a stored exponent falls by one
 NEAR = 4  # bits above the needed exponent and its headroom, from which a stored one falls faster
 DIGITS, DIGIT = 3, 16  # digits of a float32's square, and their bits
 ROW = 2**16  # digits that a uint32 can sum
-# bytes of a lane -> the signs of all lanes of a word
-SIGNS = {1: np.uint32(0x80808080), 2: np.uint32(0x80008000)}
 
 
 def quantized(
@@ -52,7 +48,6 @@ def restored(tree: Tree, exponents: Any, summands: int) -> Tree:
     return jax.tree.map(lambda x, exponent: restore(x, exponent, summands), tree, by_leaf)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))  # traced once for each shape
 def quantize(
     x: jax.Array, exponent: jax.Array, form: Format, summands: int, key: Any = None
 ) -> jax.Array:
@@ -65,11 +60,10 @@ def quantize(
     limit, power = limit_of(bits, summands)
     low, high = halves(power - exponent - ZERO, x.dtype)
     scaled = x * low * (limit * high)
-    rounded = jnp.floor(scaled + uniform(key, x.shape)) if form.stochastic else jnp.round(scaled)
+    rounded = jnp.floor(scaled + uniform(key, x)) if form.stochastic else jnp.round(scaled)
     return rounded.astype(f"int{bits}")
 
 
-@functools.partial(jax.jit, static_argnums=2)
 def restore(x: jax.Array, exponent: jax.Array, summands: int) -> jax.Array:
     """Convert a sum of quantized numbers back to floats: NaN where the exponent is NOT_FINITE."""
     dtype = jnp.float64 if x.dtype == jnp.int64 else jnp.float32
@@ -91,10 +85,9 @@ def sum_values(values: Tree, exponents: Tree, summands: int) -> Tree:
     An element that is not finite in some row is a count instead: 1 for inf, `summands` + 1 for
     -inf, both for NaN."""
 
-    def total(x: jax.Array, exponent: jax.Array | None) -> jax.Array:
+    def total(x, exponent):
         if exponent is not None:
-            infinities = jnp.isposinf(x) + (summands + 1) * jnp.isneginf(x)
-            counts = infinities + (summands + 2) * jnp.isnan(x)
+            counts = ~(x < jnp.inf) + (summands + 1) * ~(x > -jnp.inf)
             integers = quantize(x, exponent - ZERO, FORMATS["exact"], summands)
             x = jnp.where(exponent > jnp.finfo(x.dtype).maxexp, counts, integers)
         return x.sum(0, dtype=x.dtype)
@@ -107,7 +100,7 @@ def restore_values(totals: Tree, exponents: Tree, summands: int) -> Tree:
     of floats.
     """
 
-    def value(x: jax.Array, exponent: jax.Array | None) -> jax.Array:
+    def value(x, exponent):
         if exponent is None:
             return x
         finite = restore(x, exponent - ZERO, summands)
@@ -138,7 +131,11 @@ def needed_exponents(tree: Tree) -> jax.Array:
     return jnp.where(exponents <= LARGEST, jnp.maximum(exponents - ZERO, 0), NOT_FINITE)
 
 
-@functools.partial(jax.jit, static_argnums=1)
+def too_large(grads: Tree) -> jax.Array:
+    """Return the number of elements that are not finite, or not below 2^LARGEST."""
+    return jnp.int32(sum(jnp.sum(~(jnp.abs(x) < 2.0**LARGEST)) for x in jax.tree.leaves(grads)))
+
+
 def largest_exponent(x: jax.Array, axis: int | None = None) -> jax.Array:
     """Return the least exponent whose power of two exceeds all elements along the axis; above the
     `maxexp` of the dtype if one is not finite."""
@@ -178,72 +175,62 @@ def power_of_two(exponent: jax.Array, dtype: Any) -> jax.Array:
     return (biased << info.nmant).view(info.dtype)
 
 
-def uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def uniform(key: jax.Array, like: jax.Array) -> jax.Array:
     """Return random numbers [...] in (0, 1) of 8 bits each: four from each random word."""
-    size = math.prod(shape)
-    words = jax.random.bits(key, (-(-size // 4),), jnp.uint32)
-    numbers = words.view(jnp.uint8)[:size].astype(jnp.float32)
-    return ((numbers + 0.5) / 256).reshape(shape)
+    words = jax.random.bits(key, (-(-like.size // 4),), jnp.uint32)
+    numbers = words.view(jnp.uint8)[: like.size].astype(jnp.float32)
+    return ((numbers + 0.5) / 256).reshape(like.shape)
 
 
-def pack(x: jax.Array) -> jax.Array:
-    """Pack integers [..., n] of less than 32 bits into words [..., ceil(n / lanes)] whose sums are
-    the sums in each lane; return others unchanged.
+def in_words(add: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Return add(x), for integers [..., n] and an `add` that sums over devices. It gets integers of
+    less than 32 bits as words [..., ceil(n / lanes)] whose sums are the sums in each lane.
 
     A word is the sum of its lanes, with their signs, so a negative lane borrows from the lane above.
     """
-    size = x.dtype.itemsize
-    if size >= 4:
-        return x
-    signs = SIGNS[size]
-    words = fit(x, padded_shape(x.shape, x.ndim - 1, 4 // size)).view(jnp.uint32)
-    return (words ^ signs) - signs
+    lanes = 4 // x.dtype.itemsize
+    if lanes < 2:
+        return add(x)
+    signs = jnp.full(lanes, jnp.iinfo(x.dtype).min, x.dtype).view(jnp.uint32)
+    words = fit(x, padded_shape(x.shape, x.ndim - 1, lanes)).view(jnp.uint32)
+    total = add((words ^ signs) - signs)
+    return ((total + signs) ^ signs).view(x.dtype)[..., : x.shape[-1]]
 
 
-def unpack(words: jax.Array, like: jax.Array) -> jax.Array:
-    """Invert `pack`: return integers [..., n] of the dtype and the n of `like`."""
-    if words.dtype == like.dtype:
-        return words
-    signs = SIGNS[like.dtype.itemsize]
-    return ((words + signs) ^ signs).view(like.dtype)[..., : like.shape[-1]]
-
-
-def squares_and_bad(tree: Tree, dims: Tree, axis: str, live: jax.Array) -> jax.Array:
-    """Return [2]: the sum of squares and the number of non-finite elements; leaves are replicated
-    or slices along dims.
+def squares_and_bad(grads: Tree, dims: Tree, axis: str, step: jax.Array) -> jax.Array:
+    """Return [2]: the sum of squares and the number of elements that are `too_large`; leaves are
+    replicated or slices along dims.
 
     Relative to the largest element, a square is a few digits; digits are summed as integers, at
     most 2^32 of them."""
-    leaves = jax.tree.leaves(tree)
+    leaves = jax.tree.leaves(grads)
     split = [dim != WHOLE for dim in jax.tree.leaves(dims)] or [False] * len(leaves)
     axes = axis if any(split) else ()  # full leaves need no other device
     first, dtype = jax.lax.axis_index(axes) == 0, jnp.result_type(jnp.float32, *leaves)
     values = [  # a full leaf is counted once
-        jnp.where(first | is_split, x.astype(dtype), 0)
-        for x, is_split in zip(leaves, split, strict=True)
+        jnp.where(first | is_split, x.astype(dtype), 0) for x, is_split in zip(leaves, split)
     ]
-    bad = jnp.int32(sum(jnp.sum(~jnp.isfinite(x)) for x in values))
     if jax.lax.axis_size(axes) * sum(x.size for x in leaves) > ROW**2:
         raise UsageError(
             f"parallel.reduction: exact sums squares of at most {ROW**2:,} parameters; use xla or bucket"
         )
     needed = jnp.max(needed_exponents(values), initial=0)
-    needed = fusion_barrier(jax.lax.pmax(needed, axes), live)
-    unit, size = power_of_two(-needed - ZERO, dtype), power_of_two(needed + ZERO, dtype)
-    digits = sum((digits_of(x * unit, live) for x in values), jnp.uint32(0))
-    digits, bad = jax.lax.psum((digits, bad), axes)
+    needed = fusion_barrier(jax.lax.pmax(needed, axes), step)
+    size = power_of_two(needed + ZERO, dtype)
+    digits = sum((digits_of(x / size, step) for x in values), jnp.uint32(0))
+    digits, bad = jax.lax.psum((digits, too_large(values)), axes)
     terms = [x.astype(dtype) * 2.0 ** (-DIGIT * i) for i, x in enumerate(carried(digits))]
     squares = jnp.where(needed == NOT_FINITE, jnp.nan, sum(terms) * size * size)
-    return fusion_barrier(jnp.stack([squares, bad.astype(dtype)]), live)
+    return fusion_barrier(jnp.stack([squares, bad.astype(dtype)]), step)
 
 
 @jax.jit
-def digits_of(x: jax.Array, live: jax.Array) -> jax.Array:
+def digits_of(x: jax.Array, step: jax.Array) -> jax.Array:
     """Sum the squares of numbers below 1, as uint32 [1 + digit]: the integer part of the sum, and
     sums of digits of DIGIT bits.
     """
     row = min(x.size, ROW) or 1
-    rest = pin(jnp.square(x), live).reshape(-1)
+    rest = pin(jnp.square(x), step).reshape(-1)
     rest = fit(rest, padded_shape(rest.shape, 0, row)).reshape(-1, row)
     digits = [jnp.uint32(0)]
     for _ in range(DIGITS * x.dtype.itemsize // 4):

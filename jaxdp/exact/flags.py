@@ -8,14 +8,14 @@ from pathlib import Path
 from jaxdp.errors import UsageError
 from jaxdp.process.environment import gpu_count
 
-GPU = {"--xla_gpu_deterministic_ops": "true", "--xla_allow_excess_precision": "false"}
-CPU = {
-    "--xla_disable_hlo_passes": "algsimp,reshape-mover,cpu-parallel-task-assigner",
-    "--xla_cpu_experimental_ynn_fusion_type": "individual_dot",
-    "--xla_cpu_max_isa": "AVX",
-    "--xla_cpu_enable_platform_dependent_math": "false",
-    "--xla_allow_excess_precision": "false",
-}
+GPU = ["--xla_gpu_deterministic_ops=true", "--xla_allow_excess_precision=false"]
+CPU = [
+    "--xla_disable_hlo_passes=algsimp,reshape-mover,cpu-parallel-task-assigner",
+    "--xla_cpu_experimental_ynn_fusion_type=individual_dot",
+    "--xla_cpu_max_isa=AVX",
+    "--xla_cpu_enable_platform_dependent_math=false",
+    "--xla_allow_excess_precision=false",
+]
 
 
 def set_flags() -> None:
@@ -64,7 +64,7 @@ def _flags() -> str:
     """Return the XLA_FLAGS that `set_flags` sets."""
     flags, own = os.environ.get("XLA_FLAGS", "").split(), GPU if gpu_count() else CPU
     # The last of several flags of one name wins, and passes to disable add up.
-    effective = dict(flag.partition("=")[::2] for flag in flags)
-    if not own.items() <= effective.items():
-        flags += map("=".join, own.items())
+    effective = {flag.partition("=")[0]: flag for flag in flags}
+    if not {*own} <= {*effective.values()}:
+        flags += own
     return " ".join(flags)

@@ -20,31 +20,24 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdp.errors import UsageError
 from jaxdp.exact.fixed_point import (
-    LARGEST,
     NOT_FINITE,
     PER_BIT,
     fits,
     in_bits,
+    in_words,
     needed_exponents,
-    pack,
     quantized,
     remembered,
     restore_values,
     restored,
     squares_and_bad,
     sum_values,
-    unpack,
+    too_large,
     value_exponents,
 )
 from jaxdp.exact.formats import FORMATS
 from jaxdp.exact.products import lower_on_cpu
-from jaxdp.exact.rounding import (
-    as_written,
-    fusion_barrier,
-    opaque_true,
-    scan_unfused,
-    zeros,
-)
+from jaxdp.exact.rounding import as_written, fusion_barrier, scan_unfused, zeros
 from jaxdp.parallel.reading import ShardedReplica
 from jaxdp.parallel.reduction import EVERY, NEVER, Plan, Reduction, in_buckets, sum_to_slice
 from jaxdp.parallel.sums import FLOATS, FloatSums, GradFunction
@@ -53,7 +46,6 @@ from jaxdp.train.step import Replica
 
 Tree = Any
 EXPONENTS = "exponents"  # the entry of `TrainState.extra`
-ELEMENTWISE = "with reduction: exact, ZeRO needs an elementwise one, such as sgd, adam, adamw or lion, or zero: 0"
 
 
 class Attempt(NamedTuple):
@@ -84,7 +76,7 @@ class IntegerSums(FloatSums):
     """
 
     in_backward = False
-    advice = ELEMENTWISE
+    advice = "with reduction: exact, ZeRO needs an elementwise one, such as sgd, adam, adamw or lion, or zero: 0"
 
     def __init__(self, name: str):
         self.name, self.form = name, FORMATS[name]
@@ -92,55 +84,46 @@ class IntegerSums(FloatSums):
     def replica(self, plan: Plan, numbers: jax.Array, step: jax.Array) -> Replica:
         # No gradients are summed where they are computed: they are no integers yet.
         replica = UnfusedReplica(dataclasses.replace(plan, when=NEVER), numbers)
-        replica.live = opaque_true(step)
+        replica.live = step
         return replica
 
     def over_microbatches(
         self, f: GradFunction, plan: Plan, state: TrainState, batch: Batch, replica: Replica
     ) -> Sums:
         """Sum f of each group of microbatches separately, as integers over all devices."""
-        form, group, live = self.form, plan.reduction.group, opaque_true(state.step)
+        form, group, step = self.form, plan.reduction.group, state.step
         summands = (int(plan.assignment.max()) + 1) // group
-
-        def by_group(x: jax.Array) -> jax.Array:
-            return x.reshape(-1, group, *x.shape[1:])
-
-        pieces = jax.tree.map(by_group, (state.kept, batch, replica.numbers))
+        local = state.kept, batch, replica.numbers
+        pieces = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), local)
 
         @functools.partial(jax.jit, inline=True)  # traced once
-        def compute(piece: Tree) -> Sums:
-            kept, batch, numbers = piece
-            part = self.replica(plan, numbers, state.step)
-            return fusion_barrier(f(state.replace(kept=kept), batch, part), live)
-
-        def add(exponents: jax.Array, piece: Tree) -> tuple[Tree, Tree]:
+        def add(exponents, piece):
             """Return the integers of one group, and what is not summed here."""
-            sums, number = compute(piece), piece[2][0]
-            key = microbatch_key(state.seed, state.step, number)
-            needed, bad = needed_and_bad(sums.grads, live)
+            kept, batch, numbers = piece
+            of_group = self.replica(plan, numbers, step)
+            sums = fusion_barrier(f(state.replace(kept=kept), batch, of_group), step)
+            key = microbatch_key(state.seed, step, numbers[0])
+            # without the fusion barrier, every reader of one exponent would compute all of them
+            needed = fusion_barrier(needed_exponents(sums.grads), step)
+            is_bad = jnp.any(needed == NOT_FINITE)
+            bad = jax.lax.cond(is_bad, too_large, lambda _: jnp.int32(0), sums.grads)
             ints = quantized(sums.grads, in_bits(exponents), form, summands, key, 2)
             part = ints, needed, sums._replace(grads=None, kept=None, extra=bad)
-            ints, *rest = select(number >= 0, part, zeros(part))
+            ints, *rest = select(numbers[0] >= 0, part, zeros(part))
             if plan.when == EVERY:
                 dims = plan.trainable(plan.param_dims)
                 ints = plan.reduction.scatter(ints, dims, plan.axes)
             return ints, (*rest, sums.kept)
 
-        def attempt(exponents: jax.Array) -> Attempt:
-            one = functools.partial(add, exponents)
-            ints, (needed, values, kept) = scan_unfused(one, pieces, live)
-            local = jnp.max(needed, 0, initial=0), value_exponents(values)
-            needed = largest(local, plan.axes.all)
+        def attempt(exponents):
+            ints, (needed, values, kept) = scan_unfused(
+                functools.partial(add, exponents), pieces, step
+            )
+            here = jnp.max(needed, 0, initial=0), value_exponents(values)
+            needed = largest(here, plan.axes.all)
             good = fits(exponents, needed[0], form, summands)
             exponents = jnp.where(good, exponents, (needed[0] + form.headroom) * PER_BIT)
-            return Attempt(
-                exponents=exponents,
-                needed=needed,
-                ints=ints,
-                values=values,
-                kept=kept,
-                fits=jnp.all(good),
-            )
+            return Attempt(exponents, needed, ints, values, kept, jnp.all(good))
 
         exponents = state.extra[EXPONENTS] if plan.is_update else jnp.zeros(0, jnp.int32)
         first = zeros(jax.eval_shape(attempt, exponents))._replace(exponents=exponents)
@@ -148,9 +131,9 @@ class IntegerSums(FloatSums):
 
         needed, value_needed = done.needed
         values = sum_values(done.values, value_needed, summands)
-        plan = dataclasses.replace(plan, dtype=None)  # integers are sent as they are
-        total = FLOATS.over_devices(plan, values._replace(grads=done.ints))
-        bits = jnp.where(needed == NOT_FINITE, needed, in_bits(done.exponents))
+        as_integers = dataclasses.replace(plan, dtype=None)  # sent as they are
+        total = FLOATS.over_devices(as_integers, values._replace(grads=done.ints))
+        bits = jnp.maximum(needed, in_bits(done.exponents))  # more only if NOT_FINITE
         sums = restore_values(total._replace(grads=None), value_needed, summands)
         recomputed = jnp.any(done.exponents != exponents).astype(jnp.int32)
         info = remembered(done.exponents, needed, form.headroom), recomputed, sums.extra
@@ -171,17 +154,15 @@ class IntegerSums(FloatSums):
     def update(self, apply: Callable[..., Any], state: TrainState, sums: Sums) -> Any:
         """Apply the update: every operation is rounded as written, and the sums pass a fusion
         barrier first."""
-        live = opaque_true(state.step)
         exponents, recomputed, nonfinite = sums.extra
-        new, metrics = as_written(apply, live)(
-            state, fusion_barrier(sums._replace(extra=None), live)
-        )
-        bad = jnp.where(nonfinite > 0, nonfinite.astype(jnp.float32), metrics["nonfinite_grads"])
+        sums = fusion_barrier(sums._replace(extra=None), state.step)
+        new, metrics = as_written(apply, state.step)(state, sums)
+        bad = jnp.where(nonfinite > 0, nonfinite, metrics["nonfinite_grads"])
         metrics |= {"nonfinite_grads": bad, "recomputed": recomputed}
         return new.replace(extra={**new.extra, EXPONENTS: exponents}), metrics
 
-    def total(self, grads: Tree, dims: Tree, axis: str, step: jax.Array) -> jax.Array:
-        return squares_and_bad(grads, dims, axis, opaque_true(step))
+    total = staticmethod(squares_and_bad)
+    rounded = staticmethod(as_written)
 
     def sum_rows(
         self, reduction: Reduction, tree: Tree, axis: str, rows: int, keys: jax.Array | None
@@ -199,19 +180,15 @@ class IntegerSums(FloatSums):
         sums = jax.tree.map(lambda x: x.sum(0, dtype=x.dtype), ints)
         return restored(reduction.reduce(sums, axis), needed, rows)
 
-    def rounded(self, f: Callable[..., Any], step: jax.Array) -> Callable[..., Any]:
-        return as_written(f, opaque_true(step))
-
     def make_state(self, make: Callable[[], TrainState], mesh: Any) -> TrainState:
         """Compute full leaves on every device before it keeps its slices: the partitioner would
         divide sums, such as the norm that scales a matrix, over devices. The barriers are inside:
         it would move its slicing in front of a barrier outside."""
 
-        def unfused() -> TrainState:
+        def unfused():
             """Return the state leaf by leaf, so that not all full leaves are in memory at once."""
             state = make()
-            live = opaque_true(state.step)
-            return jax.tree.map(lambda x: fusion_barrier(x, live), state)
+            return jax.tree.map(lambda x: fusion_barrier(x, state.step), state)
 
         return jax.shard_map(unfused, mesh=mesh, in_specs=(), out_specs=P(), check_vma=False)()
 
@@ -237,11 +214,11 @@ def integers(name: str, bucket_mb: float = 25.0, safe: bool = False, group: int 
     rounded together."""
     lower_on_cpu()
 
-    def add_up(flat: jax.Array, axes: Any) -> jax.Array:
-        return unpack(jax.lax.psum(pack(flat), axes), flat)
+    def add_up(flat, axes):
+        return in_words(lambda words: jax.lax.psum(words, axes), flat)
 
-    def row_of(rows: jax.Array, axes: Any) -> jax.Array:
-        return unpack(sum_to_slice(pack(rows), 0, axes, safe)[0], rows)
+    def row_of(rows, axes):
+        return in_words(lambda words: sum_to_slice(words, 0, axes, safe)[0], rows)
 
     reduction = in_buckets(int(bucket_mb * 1e6), add_up, row_of)
     return reduction._replace(arithmetic=IntegerSums(name), group=group)
@@ -252,19 +229,6 @@ def with_exponents(state: TrainState, trainable: Callable[[Tree], Tree]) -> Trai
     determines it."""
     exponents = jnp.zeros(len(jax.tree.leaves(trainable(state.params))), jnp.int32)
     return state.replace(extra={**state.extra, EXPONENTS: exponents})
-
-
-def needed_and_bad(grads: Tree, live: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the exponent that each leaf needs [leaf], and the number of elements that are not
-    finite."""
-    # without the fusion barrier, every reader of one exponent would compute all of them
-    needed = fusion_barrier(needed_exponents(grads), live)
-
-    def count() -> jax.Array:
-        bad = (jnp.sum(~(jnp.abs(x) < 2.0**LARGEST)) for x in jax.tree.leaves(grads))
-        return jnp.int32(sum(bad))
-
-    return needed, jax.lax.cond(jnp.any(needed == NOT_FINITE), count, lambda: jnp.int32(0))
 
 
 def largest(exponents: Tree, axes: Any) -> Tree:

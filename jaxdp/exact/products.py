@@ -19,6 +19,7 @@ from jax import lax
 from jax.interpreters import mlir
 
 from jaxdp.exact.rounding import is_float
+from jaxdp.losses import wide_einsum
 from jaxdp.process import private_jax
 from jaxdp.split import fit, padded_shape
 
@@ -51,20 +52,18 @@ def _transposed_dot(
     """Compute `lax.dot_general` after transposing the smaller operand in memory to [batch...,
     free..., contracted...].
 
-    If that is rhs, the operands change places, and so do the dimensions of the result.
+    If that is rhs, the operands change places, and so do the dimensions of the result. The choice
+    also decides how a product with few columns is rounded.
     """
     (contracted, rhs_contracted), (batch, rhs_batch) = dimension_numbers
     if swap := rhs.size <= lhs.size:
         lhs, rhs = rhs, lhs
         contracted, rhs_contracted, batch, rhs_batch = rhs_contracted, contracted, rhs_batch, batch
     free = [d for d in range(lhs.ndim) if d not in (*contracted, *batch)]
-    order = (*batch, *free, *contracted)
-    if order != tuple(range(lhs.ndim)):
-        lhs = lax.optimization_barrier(lhs.transpose(order))
+    lhs = lax.optimization_barrier(lhs.transpose(*batch, *free, *contracted))
     first, own = len(batch), len(batch) + len(free)
-    contractions = tuple(range(own, lhs.ndim)), tuple(rhs_contracted)
-    dimensions = contractions, (tuple(range(first)), tuple(rhs_batch))
-    y = lax.dot_general_p.bind(lhs, rhs, dimension_numbers=dimensions, **params)
+    dimensions = (range(own, lhs.ndim), rhs_contracted), (range(first), rhs_batch)
+    y = lax.dot_general(lhs, rhs, dimensions, **params)
     return jnp.moveaxis(y, range(first, own), range(first - own, 0)) if swap else y
 
 
@@ -78,13 +77,13 @@ def _sum(x: jax.Array, *, axes: Any, **params: Any) -> jax.Array:
     if not (is_float(x) and adjacent and rows > WINDOW and columns >= WINDOW):
         # `lax.add` itself would recurse.
         return lax.reduce(x, jnp.zeros((), x.dtype), lambda a, b: lax.add(a, b), axes)
-    y, wide = x, jnp.promote_types(x.dtype, jnp.float32)
+    y = x
     while rows > 1:
         block = min(rows, ROWS)
         y = y.reshape(-1, rows, columns)
         y = fit(y, padded_shape(y.shape, 1, block)).reshape(-1, block, columns)
         ones = jnp.ones(y.shape[:2], y.dtype)
-        y = jnp.einsum("br,brc->bc", ones, y, preferred_element_type=wide)
+        y = wide_einsum("br,brc->bc", ones, y)
         rows = -(-rows // block)
     return y.reshape(*x.shape[:first], *x.shape[after:]).astype(x.dtype)
 
@@ -99,7 +98,8 @@ def _convolution(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
     x_spec, w_spec, y_spec = params["dimension_numbers"]
     strides, dilation = params["window_strides"], params["rhs_dilation"]
     groups, batches = params["feature_group_count"], params["batch_group_count"]
-    x = x.transpose(x_spec[0], *x_spec[2:], x_spec[1])  # [batch, *space, channel]
+    order = (0, -1, *range(1, x.ndim - 1))
+    x = jnp.moveaxis(x, x_spec, order)  # to [batch, *space, channel]
     # To [*window, channel of a group, output channel].
     w = w.transpose(*w_spec[2:], w_spec[1], w_spec[0])
     pads = [(low, high, d - 1) for (low, high), d in zip(params["padding"], params["lhs_dilation"])]
@@ -110,7 +110,7 @@ def _convolution(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
     kernel = w.reshape(-1, inputs, outputs)
     wide = jnp.promote_types(like.dtype, jnp.float32) if is_float(like) else like.dtype
 
-    def product(patch: jax.Array, kernel: jax.Array) -> jax.Array:
+    def product(patch, kernel):
         """patch [batch, *, channel], kernel [k, channel, output channel] -> [group of the batch,
         group of channels, example, position, output channel].
         """
@@ -136,7 +136,7 @@ def _convolution(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
 
         y = jnp.moveaxis(lax.map(one, _starts(out, strides)), 0, 3)
     y = y.transpose(2, 3, 0, 1, 4).reshape(-1, *out, outputs).astype(like.dtype)
-    return y.transpose(np.argsort((y_spec[0], *y_spec[2:], y_spec[1])))
+    return jnp.moveaxis(y, order, y_spec)
 
 
 def _starts(counts: list[int], steps: Any) -> jax.Array:
@@ -146,7 +146,7 @@ def _starts(counts: list[int], steps: Any) -> jax.Array:
 
 def _strided(x: jax.Array, start: jax.Array, counts: list[int], strides: Any) -> jax.Array:
     """Return the elements [batch, *counts, channel] of x that begin at start [dimension]."""
-    spans = [(count - 1) * stride + 1 for count, stride in zip(counts, strides)]
-    zero = jnp.int32(0)
-    box = lax.dynamic_slice(x, (zero, *start, zero), (len(x), *spans, x.shape[-1]))
-    return lax.slice(box, [0] * x.ndim, box.shape, (1, *strides, 1))
+    for dim, (first, count, stride) in enumerate(zip(start, counts, strides), 1):
+        x = lax.dynamic_slice_in_dim(x, first, (count - 1) * stride + 1, dim)
+        x = lax.slice_in_dim(x, 0, None, stride, dim)
+    return x

@@ -3,10 +3,11 @@ as written.
 
 A compiler may keep a product unrounded for the addition that follows, and may replace a division by
 a scalar by a product with its reciprocal; its choice depends on the rest of the program. This
-module prevents both."""
+module prevents both. `step` is a value that the compiler cannot know, `TrainState.step`: it is never
+negative."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,32 +34,27 @@ def is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def opaque_true(step: jax.Array) -> jax.Array:
-    """Return True as a value that the compiler cannot know."""
-    return step >= 0
-
-
 @jax.jit
-def pin(x: jax.Array, live: jax.Array) -> jax.Array:
-    """Return the floats, rounded to their dtype before any later operation; live: from
-    `opaque_true`.
-    """
+def pin(x: jax.Array, step: jax.Array) -> jax.Array:
+    """Return the floats, rounded to their dtype before any later operation."""
     bits = x.view(f"uint{8 * x.dtype.itemsize}")
-    return (bits ^ (~live).astype(bits.dtype)).view(x.dtype)
+    return (bits ^ (step < 0).astype(bits.dtype)).view(x.dtype)
 
 
-def fusion_barrier(tree: Tree, live: jax.Array) -> Tree:
+def fusion_barrier(tree: Tree, step: jax.Array) -> Tree:
     """Return the arrays behind a fusion barrier: XLA does not fuse their producers with their
     readers.
 
     They pass through a loop that runs zero times, which the compiler cannot know: it would replace
     them by zeros.
     """
-    return jax.lax.while_loop(lambda _: ~live, zeros, tree)
+    # The comparison is outside: inside, XLA compiles an initial state, whose step is 0, for minutes.
+    is_negative = step < 0
+    return jax.lax.while_loop(lambda _: is_negative, zeros, tree)
 
 
 def scan_unfused(
-    f: Callable[[Tree], tuple[Tree, Tree]], pieces: Tree, live: jax.Array
+    f: Callable[[Tree], tuple[Tree, Tree]], pieces: Tree, step: jax.Array
 ) -> tuple[Tree, Tree]:
     """Return (the sum of all first results, the second results stacked) of f(piece) for each piece,
     compiled separately.
@@ -70,16 +66,14 @@ def scan_unfused(
     added, result = jax.eval_shape(f, jax.tree.map(lambda x: x[0], pieces))
     rows = jax.tree.map(lambda x: jnp.zeros((number, *x.shape), x.dtype), result)
 
-    def body(i: jax.Array, state: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
-        def store(rows, row):
-            return jax.lax.dynamic_update_index_in_dim(rows, row, i, 0)
-
+    def body(i, state):
         total, rows = state
-        added, result = f(fusion_barrier(jax.tree.map(lambda x: x[i], pieces), live))
+        added, result = f(fusion_barrier(jax.tree.map(lambda x: x[i], pieces), step))
+        store = functools.partial(jax.lax.dynamic_update_index_in_dim, index=i, axis=0)
         return jax.tree.map(jnp.add, total, added), jax.tree.map(store, rows, result)
 
     with jax.named_scope(f"times_{number}"):
-        times = jnp.where(live, number, 0)
+        times = jnp.where(step < 0, 0, number)
         return jax.lax.fori_loop(0, times, body, (zeros(added), rows))
 
 
@@ -88,7 +82,7 @@ def zeros(tree: Tree) -> Tree:
     return jax.tree.map(jnp.zeros_like, tree)
 
 
-def as_written(f: Callable, live: jax.Array) -> Callable:
+def as_written(f: Callable[..., Any], step: jax.Array) -> Callable[..., Any]:
     """Wrap f: pin products, replace division by a scalar by a product with its pinned reciprocal,
     do not fuse sums.
 
@@ -97,27 +91,25 @@ def as_written(f: Callable, live: jax.Array) -> Callable:
 
     uniform = set[Any]()  # variables whose entries are all equal
 
-    def is_uniform(variable: Any) -> bool:
+    def is_uniform(variable):
         return not variable.aval.shape or variable in uniform
 
-    def rule(equation: Any, inputs: list[Any]) -> Sequence[Any] | None:
+    def rule(equation, inputs):
         name, operands, outvars = equation.primitive.name, equation.invars, equation.outvars
         if name in SAME and is_uniform(operands[0]):
             uniform.add(outvars[0])
         if name == "cond":
-            branches = [functools.partial(branch, x) for x in equation.params["branches"]]
-            return jax.lax.switch(inputs[0], branches, *inputs[1:])
+            jaxprs = equation.params["branches"]
+            branches = [functools.partial(evaluate, jaxpr, rule=rule) for jaxpr in jaxprs]
+            return jax.lax.switch(inputs[0], branches, inputs[1:])
         if not (outvars and is_float(outvars[0].aval)):
             return None
         if name in SUMS:
-            return fusion_barrier(bind(equation, fusion_barrier(inputs, live)), live)
+            return fusion_barrier(bind(equation, fusion_barrier(inputs, step)), step)
         if name in PRODUCTS:
-            return [pin(bind(equation, inputs)[0], live)]
+            return [pin(bind(equation, inputs)[0], step)]
         if name == "div" and outvars[0].aval.shape and is_uniform(operands[1]):
-            return [pin(inputs[0] * pin(1 / inputs[1], live), live)]
+            return [pin(inputs[0] * pin(1 / inputs[1], step), step)]
         return None
-
-    def branch(jaxpr: Any, *args: Any) -> list[Any]:
-        return evaluate(jaxpr, args, rule)
 
     return lambda *args: interpret(f, args, rule)

@@ -25,7 +25,7 @@ from jax.tree_util import Partial
 
 from jaxdp.config import Config
 from jaxdp.errors import UsageError
-from jaxdp.exact.rounding import opaque_true, scan_unfused
+from jaxdp.exact.rounding import scan_unfused
 from jaxdp.optim import OPTIMIZERS, checked, make_optimizer
 from jaxdp.optim.evaluation import evaluation_arrays
 from jaxdp.optim.optimizers import Master, master_copy
@@ -42,7 +42,6 @@ from jaxdp.train.average import EMA, EMA_STATE
 from jaxdp.train.observer import Observer
 from jaxdp.train.skip import Guard
 from jaxdp.train.state import (
-    Batch,
     Sums,
     TrainState,
     floats,
@@ -117,7 +116,7 @@ class Replicas(PJit):
         own, first = self.of_replica[:, None], each * np.arange(rule.replicas)
         numbers = np.where(own < 0, -1, own + first.reshape(self.parts, 1, -1, 1))
         self.distribute(Mesh(grid, (OUTER, DATA)), numbers.reshape(len(devices), -1))
-        self.axes = Axes(shard=OUTER, replica=DATA)
+        self.axes = Axes(OUTER, DATA)
         local = self.state_dims.opt_state  # all are replicated
         by_replica = local._replace(replicas=jax.tree.map(lambda _: 0, local.replicas))
         self.state_dims = self.state_dims.replace(opt_state=by_replica)
@@ -135,17 +134,13 @@ class Replicas(PJit):
         """Return the programs. Metrics of an update are those of this process's first replica, but
         `halted` is that of all replicas at the last outer step: all processes halt at the same
         update."""
-        of_all = self.plan(step, is_update=False)  # of an evaluation
-        of_all = dataclasses.replace(of_all, axes=Axes(shard=DATA, replica=OUTER))
-        of_one = self.plan(step, is_update=True)
-        of_one = dataclasses.replace(of_one, axes=FLAT, assignment=self.of_replica)
+        evaluation, training = self.plan(step, is_update=False), self.plan(step, is_update=True)
+        of_all = dataclasses.replace(evaluation, axes=Axes(DATA, OUTER))
+        of_one = dataclasses.replace(training, axes=FLAT, assignment=self.of_replica)
         grads = self.device_sums(of_one, step.grads)
         apply = functools.partial(self.arithmetic.update, self.apply_to_slices(step))
 
-        def by_replica(x: jax.Array) -> jax.Array:
-            return x.reshape(self.per_device, -1, *x.shape[1:])
-
-        def update(state: TrainState, batch: Batch) -> Any:
+        def update(state, batch):
             @functools.partial(jax.jit, inline=True)  # traced once
             def one_replica(piece):
                 replica, batch, numbers = piece
@@ -158,21 +153,22 @@ class Replicas(PJit):
                 guard = select(metrics["weight"] == 0, skipped, new.guard)
                 return None, (new.replace(guard=guard, seed=None), metrics)
 
-            microbatches = jax.tree.map(by_replica, (batch, of_all.numbers()))
+            microbatches = jax.tree.map(
+                lambda x: x.reshape(self.per_device, -1, *x.shape[1:]), (batch, of_all.numbers())
+            )
             pieces = state.opt_state.replicas, *microbatches
-            _, (replicas, metrics) = scan_unfused(one_replica, pieces, opaque_true(state.step))
+            _, (replicas, metrics) = scan_unfused(one_replica, pieces, state.step)
             opt_state = state.opt_state._replace(replicas=replicas)
             new = state.replace(step=state.step + 1, opt_state=opt_state)
             is_due = new.step % self.rule.every == 0
             new = jax.lax.cond(is_due, self._outer_step, lambda state: state, new)
             return new, {**jax.tree.map(lambda x: x[0], metrics), "halted": new.guard.halted}
 
-        evaluate = self.device_sums(of_all, step.evaluate)
         specs = self.specs()
-        arguments, everywhere = (specs, self.by_device.spec), P()
+        arguments = specs, self.by_device.spec
         return self.program(
-            self.on_each_device(update, arguments, (specs, everywhere)),
-            self.on_each_device(evaluate, arguments, everywhere),
+            self.on_each_device(update, arguments, (specs, P())),
+            self.on_each_device(self.device_sums(of_all, step.evaluate), arguments, P()),
         )
 
     def _outer_step(self, state: TrainState) -> TrainState:
@@ -186,11 +182,11 @@ class Replicas(PJit):
         statistics, one = floats(state.model_state), jnp.ones(())
 
         @jax.vmap
-        def key_and_state(number: jax.Array, new: Tree) -> tuple[jax.Array, Tree]:
+        def key_and_state(number, new):
             """Return a replica's key, and what it adds to the model state."""
             key = microbatch_key(state.seed, state.step, number)
-            weighted = weighted_state(statistics, new, one, jnp.bool_(True))
-            return jax.random.fold_in(key, OUTER_KEY), weighted
+            key = jax.random.fold_in(key, OUTER_KEY)
+            return key, weighted_state(statistics, new, one, jnp.bool_(True))
 
         numbers = jax.lax.axis_index(OUTER) * self.per_device + jnp.arange(self.per_device)
         keys, states = key_and_state(numbers, floats(replicas.model_state))
@@ -206,7 +202,7 @@ class Replicas(PJit):
         )
         step = make_step(rule.forward, rule.update)
 
-        def move(state: TrainState, sums: Sums) -> TrainState:
+        def move(state, sums):
             return step.apply(state, sums, lambda _: jnp.zeros(2))[0]  # the norm is not needed
 
         before = state.replace(
@@ -253,7 +249,7 @@ def make_replicas(
 ) -> Replicas:
     """Build the strategy of local updates; reduction: that of gradients. Raises UsageError if the
     run does not work with local updates."""
-    outer, parallel = config.outer, config.parallel
+    outer = config.outer
     key, section = "outer.optimizer", outer.optimizer
     if evaluation_arrays(state_shapes(make_state).opt_state):
         raise UsageError(
@@ -289,6 +285,8 @@ def make_replicas(
         frozen=parts.rule.frozen,
         ema_decay=decay and decay**outer.every,
     )
+    kind = outer.reduction
+    between = make_reduction(kind, config.parallel.bucket_mb) if kind else reduction
     hosts = current().hosts  # replicas are split between hosts first
     if len(hosts) != jax.process_count():  # a script has connected the processes
         hosts = ()
@@ -296,13 +294,7 @@ def make_replicas(
         make_state,
         config.microbatches,
         reduction,
-        OuterRule(
-            outer.replicas,
-            outer.every,
-            parts.forward,
-            update,
-            make_reduction(outer.reduction or parallel.reduction, parallel.bucket_mb),
-        ),
+        OuterRule(outer.replicas, outer.every, parts.forward, update, between),
         ordered_devices(devices, hosts),
     )
 

@@ -34,7 +34,7 @@ import numpy as np
 from jaxdp.audit.program import mark_replaced, visit_products
 from jaxdp.elastic.snapshots import Snapshots
 from jaxdp.errors import UsageError
-from jaxdp.exact.rounding import fusion_barrier, opaque_true
+from jaxdp.exact.rounding import fusion_barrier
 from jaxdp.split import DATA, data_axes
 from jaxdp.train.observer import Observer
 from jaxdp.train.run import Progress, Run
@@ -205,7 +205,7 @@ def with_flips(step: Step, faults: Sequence[Fault]) -> Step:
 
         if outputs := [fault for fault in faults if fault.target == "output"]:
             f = flip_products(f, outputs)
-        sums = fusion_barrier(f(view, batch), opaque_true(view.step))
+        sums = fusion_barrier(f(view, batch), view.step)
         leaves, treedef = jax.tree.flatten(sums.grads)
         for fault in faults:
             if fault.target == "grads":
@@ -260,9 +260,7 @@ def flip_products(f: Callable, faults: Sequence[Fault]) -> Callable:
         def visit(number: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
             for fault in faults:
                 if fault.leaf % count == number:
-                    x = mark_replaced(
-                        flip(fusion_barrier(x, opaque_true(view.step)), fault, view.step)
-                    )
+                    x = mark_replaced(flip(fusion_barrier(x, view.step), fault, view.step))
             return x, jnp.uint32(0)
 
         return visit_products(f, visit)(view, *args)[0]

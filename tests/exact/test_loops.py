@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxdp.exact.rounding import opaque_true, scan_unfused
+from jaxdp.exact.rounding import scan_unfused
 from jaxdp.plan.hlo import collectives
 
 MESH = Mesh(np.array(jax.devices()).reshape(2, 4), ("r", "d"), axis_types=(AxisType.Auto,) * 2)
@@ -26,17 +26,17 @@ def test_a_loop_that_names_its_length_is_counted(over):
     """Also around another, and inside a loop of unknown length."""
 
     def f(x):
-        live = opaque_true(x[0, 0].astype(jnp.int32))
+        step = x[0, 0].astype(jnp.int32)
 
         def add(y):
             return jax.lax.psum(y, "d"), y
 
         def outer(y):
-            total, _ = scan_unfused(add, y + x[:3], live)
+            total, _ = scan_unfused(add, y + x[:3], step)
             return total + jax.lax.pmin(total, "d"), y
 
         def scan(c):
-            return c + scan_unfused(outer, c + x[:5], live)[0]
+            return c + scan_unfused(outer, c + x[:5], step)[0]
 
         return jax.lax.while_loop(lambda c: c.sum() < 9, scan, x[0])
 
