@@ -34,9 +34,14 @@ def cast_floats(tree: Any, dtype: Any) -> Any:
     def cast(x: Any) -> Any:
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
             return x.astype(jnp.promote_types(dtype, jnp.complex64))
-        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        return x.astype(dtype) if is_float(x) else x
 
     return jax.tree.map(cast, tree)
+
+
+def is_float(x: Any) -> bool:
+    """Return whether an array, or a shape, is of real floats."""
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def is_narrow(dtype: Any) -> bool:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxdp.data.example_order import RESET
 from jaxdp.errors import UsageError
 from jaxdp.losses import Batch, fit_mask, wide
+from jaxdp.precision import is_float
 from jaxdp.targets import attribute, parameters, require
 
 Transform = Callable[[Batch, jax.Array, bool], Batch]  # (batch, key, train) -> batch
@@ -45,7 +46,7 @@ class Mixup:
         if not train:
             return batch
         inputs = batch["inputs"]
-        if not jnp.issubdtype(inputs.dtype, jnp.floating):
+        if not is_float(inputs):
             raise UsageError(
                 f"data.transform: {type(self).__name__} mixes floats, not {inputs.dtype}; scale the inputs before"
             )

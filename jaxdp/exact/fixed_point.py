@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from jaxdp.errors import UsageError
 from jaxdp.exact.formats import FORMATS, Format
-from jaxdp.exact.rounding import fusion_barrier, is_float, pin
-from jaxdp.precision import at_least_float32
+from jaxdp.exact.rounding import fusion_barrier, pin
+from jaxdp.precision import at_least_float32, is_float
 from jaxdp.split import WHOLE, fit, padded_shape
 
 Tree = Any

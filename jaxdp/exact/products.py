@@ -18,8 +18,8 @@ import numpy as np
 from jax import lax
 from jax.interpreters import mlir
 
-from jaxdp.exact.rounding import is_float
 from jaxdp.losses import wide_einsum
+from jaxdp.precision import is_float
 from jaxdp.process import private_jax
 from jaxdp.split import fit, padded_shape
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdp.optim.interpreter import bind, evaluate, interpret
+from jaxdp.precision import is_float
 
 Tree = Any
 PRODUCTS = {"mul", "square", "integer_pow"}
@@ -28,10 +29,6 @@ SUMS = {
 }
 # The operations that keep an array uniform.
 SAME = {"convert_element_type", "copy", "reshape", "squeeze", "broadcast_in_dim"}
-
-
-def is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 @jax.jit

@@ -17,7 +17,8 @@ class Door(Extra):
     """Several logical replicas."""
 
     def check(self) -> None:
-        config, outer, spike = self.config, self.config.outer, self.config.spike
+        config = self.config
+        outer, spike = config.outer, config.spike
         replicas = outer.replicas
         if config.microbatches % (group := replicas * config.parallel.exact_group):
             raise UsageError(

@@ -104,8 +104,7 @@ class Replicas(PJit):
         super().__init__(make, microbatches, reduction, rule.forward.policy.reduce, devices)
         if self.shapes.kept:
             raise UsageError(
-                "outer.replicas: the model carries state from batch to batch; use ordinary training",
-                rank=0,
+                "outer.replicas: the model carries state from batch to batch; set it to 1", rank=0
             )
         self.parts = min(rule.replicas, len(devices))  # parts of the devices with other replicas
         self.per_device = rule.replicas // self.parts
@@ -114,7 +113,7 @@ class Replicas(PJit):
         self.of_replica = assign_microbatches(each, grid.shape[1], reduction.group)
         # [part, device that shares its replicas, replica, local]
         own, first = self.of_replica[:, None], each * np.arange(rule.replicas)
-        numbers = np.where(own < 0, -1, own + first.reshape(self.parts, 1, -1, 1))
+        numbers = np.where(own < 0, own, own + first.reshape(self.parts, 1, -1, 1))
         self.distribute(Mesh(grid, (OUTER, DATA)), numbers.reshape(len(devices), -1))
         self.axes = Axes(OUTER, DATA)
         local = self.state_dims.opt_state  # all are replicated
@@ -264,7 +263,7 @@ def make_replicas(
         )
     target = locate(key, section.target, OPTIMIZERS)
     args = section.args
-    if section.target != "sgd" and args == Config().outer.optimizer.args:
+    if section.target != "sgd" and args == type(section)().args:
         args = {}  # the default is for sgd
     if "learning_rate" in args:
         raise UsageError(f"{key}.args.learning_rate: it is set by {key}.lr; set that")
@@ -278,24 +277,20 @@ def make_replicas(
         roles=parts.roles,
         **bound.keywords,
     )
-    tx = checked(section.target, call(key, bound, make), key)
     decay = parts.rule.ema_decay  # per update: an outer step moves an average as far as `every`
     update = UpdateRule(
-        tx=in_state_dtype(config, tx),
+        tx=in_state_dtype(config, checked(section.target, call(key, bound, make), key)),
         frozen=parts.rule.frozen,
         ema_decay=decay and decay**outer.every,
     )
     kind = outer.reduction
-    between = make_reduction(kind, config.parallel.bucket_mb) if kind else reduction
-    hosts = current().hosts  # replicas are split between hosts first
-    if len(hosts) != jax.process_count():  # a script has connected the processes
-        hosts = ()
+    between = kind and make_reduction(kind, config.parallel.bucket_mb)
     return Replicas(
         make_state,
         config.microbatches,
         reduction,
-        OuterRule(outer.replicas, outer.every, parts.forward, update, between),
-        ordered_devices(devices, hosts),
+        OuterRule(outer.replicas, outer.every, parts.forward, update, between or reduction),
+        ordered_devices(devices, current().hosts),  # replicas are split between hosts first
     )
 
 

@@ -20,7 +20,7 @@ from jax.tree_util import Partial
 from jaxdp.errors import TooManyDevices, UsageError
 from jaxdp.optim import check_elementwise
 from jaxdp.parallel.layout import Sharding, opt_state_dims, param_dims
-from jaxdp.precision import is_key
+from jaxdp.precision import is_float, is_key
 from jaxdp.process.context import SLOW, Context
 from jaxdp.process.enter import cached
 from jaxdp.split import DATA, FLAT, REPLICA, SHARD, WHOLE, Axes, fit, padded_shape, spec
@@ -162,12 +162,12 @@ def ordered_devices(
     devices: Sequence[jax.Device] | None, hosts: Sequence[str] = ()
 ) -> list[jax.Device]:
     """Return all devices (or `devices`), ordered by process. hosts[process]: those of a host become
-    neighbours.
+    neighbours; the hosts of some processes may be unknown, if a script has connected them.
     """
-    first = [hosts.index(host) for host in hosts]
+    first = dict(enumerate(map(hosts.index, hosts)))
 
     def key(d):
-        return (first[d.process_index] if first else 0, d.process_index, d.id)
+        return first.get(d.process_index, 0), d.process_index, d.id
 
     return sorted(devices or jax.devices(), key=key)
 
@@ -225,7 +225,7 @@ def of_device(x: jax.Array, axes: Any, index: Any) -> jax.Array:
     if is_key(x):
         data = of_device(jax.random.key_data(x), axes, index)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    if jnp.issubdtype(x.dtype, jnp.floating):  # as bits, since -0.0 + 0.0 is 0.0
+    if is_float(x):  # as bits, since -0.0 + 0.0 is 0.0
         bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
         return jax.lax.bitcast_convert_type(of_device(bits, axes, index), x.dtype)
     # Not all backends sum integers of less than 32 bits.

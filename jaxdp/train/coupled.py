@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdp.losses import LossFn, apply_loss
+from jaxdp.precision import is_float
 from jaxdp.train.state import Batch, Sums, TrainState, check_result
 
 Tree = Any
@@ -86,4 +87,4 @@ def coupled_result(outputs: Tree, share: Tree) -> tuple[jax.Array, jax.Array, di
 
 def floats_of(tree: Tree) -> list[jax.Array]:
     """Return the leaves that are floats."""
-    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return [x for x in jax.tree.leaves(tree) if is_float(x)]

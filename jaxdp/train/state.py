@@ -23,7 +23,7 @@ from flax import struct
 from jaxdp.errors import ReportedError, UsageError, cause
 from jaxdp.losses import SUMS
 from jaxdp.metrics.writer import RESERVED
-from jaxdp.precision import LossScale, at_least_float32
+from jaxdp.precision import LossScale, at_least_float32, is_float
 from jaxdp.train.skip import Guard, start_guard
 
 Tree = Any
@@ -133,7 +133,7 @@ def check_result(result: Any) -> tuple[jax.Array, jax.Array, Scalars]:
             "e.g. jnp.sum(jnp.where(mask != 0, losses, 0) * mask) and jnp.sum(mask), with mask = batch['mask']"
         )
     loss, weight, _ = result
-    if not jnp.issubdtype(loss.dtype, jnp.floating):
+    if not is_float(loss):
         raise UsageError(
             f"loss: its sum is {loss.dtype}, which has no gradient; return a sum of real numbers"
         )

@@ -38,6 +38,7 @@ from jaxdp.precision import (
     Policy,
     at_least_float32,
     cast_floats,
+    is_float,
     is_narrow,
 )
 from jaxdp.split import path_string
@@ -253,7 +254,7 @@ def init(recipe: Recipe, seed: Any, microbatches: int, example: Batch) -> TrainS
     params, model_state = forward.model.init(jax.random.key(seed), policy.inputs(example))
     params = cast_floats(jax.tree.map(jnp.asarray, params), policy.params)
     for path, x in jax.tree_util.tree_leaves_with_path(params):
-        if not jnp.issubdtype(x.dtype, jnp.floating):
+        if not is_float(x):
             fix = "make it part of the model's state, or a constant"
             if jnp.issubdtype(x.dtype, jnp.complexfloating):
                 fix = "store its real and imaginary parts as two arrays"
@@ -458,8 +459,8 @@ def replace_masked(batch: Batch) -> Batch:
     def replace(x: jax.Array) -> jax.Array:
         if x.shape[:1] != real.shape:
             return x
-        is_float = jnp.issubdtype(x.dtype, jnp.inexact)
-        finite = jnp.where(jnp.isfinite(x), x, 0) if is_float else x
+        is_inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+        finite = jnp.where(jnp.isfinite(x), x, 0) if is_inexact else x
         if mask.ndim > 1 and x.shape[: mask.ndim] == mask.shape:
             x = jnp.where(expand_to(mask, x) != 0, x, finite)
         example = jnp.where(jnp.any(real), x[jnp.argmax(real)], finite)
