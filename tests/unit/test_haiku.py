@@ -8,8 +8,9 @@ from safetensors.numpy import load_file
 
 import jaxdp
 import toys
-from jaxdp.cli import Call, load_options
+from jaxdp.cli import Call
 from jaxdp.cli.export import run as export
+from jaxdp.cli.parse import parse
 from jaxdp.errors import UsageError
 from jaxdp.models import as_model
 from jaxdp.models.base import Model
@@ -129,7 +130,7 @@ def test_a_run_is_resumed_loaded_and_exported(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, loaded.params, fitted.params)
     outputs, _ = loaded.model(None, toys.data(4)["inputs"], is_training=False)
     np.testing.assert_allclose(loaded.predict(toys.data(4)["inputs"]), outputs, atol=1e-5)
-    export(Call(options=load_options(["--run_dir", args["run_dir"]], "export")))
+    export(Call(options=parse(["--run_dir", args["run_dir"]], "export")[0]))
     weights = load_file(tmp_path / "run" / "export.safetensors")
     hidden = weights["body/~/linear_0/w"]
     np.testing.assert_array_equal(hidden, fitted.params["body/~/linear_0"]["w"])
