@@ -70,7 +70,7 @@ def has_narrow_floats(program: Any) -> bool:
     """Return whether a jaxpr has a float of less than 32 bits anywhere, from its arguments or of
     its own accord."""
     jaxpr = getattr(program, "jaxpr", program)
-    values = [*jaxpr.constvars, *jaxpr.invars, *(x for eqn in jaxpr.eqns for x in eqn.outvars)]
+    values = [*jaxpr.invars, *(x for eqn in jaxpr.eqns for x in eqn.outvars)]
     return any(is_narrow(getattr(x.aval, "dtype", bool)) for x in values) or any(
         has_narrow_floats(part) for eqn in jaxpr.eqns for part in inside(eqn)
     )

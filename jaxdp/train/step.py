@@ -509,10 +509,11 @@ def grads(recipe: Recipe, state: TrainState, batch: Batch, replica: Replica) -> 
     if not recipe.padded:
         batch = {**batch, "mask": jnp.ones_like(mask)}  # a constant that the compiler can fold
     pieces = local.pieces(batch)
-    one_by_one = recipe.accumulate == "scan" or is_narrow(recipe.forward.policy.compute)
-    only_pass = jax.jit(functools.partial(local.one_pass, last=True), inline=True)  # traced once
-    if not one_by_one and not has_narrow_floats(only_pass.trace(pieces).jaxpr):
-        sums = only_pass(pieces)
+    has_narrow_params = any(is_narrow(x.dtype) for x in jax.tree.leaves(state.params))
+    one_by_one = recipe.accumulate == "scan" or has_narrow_params
+    # A trace of its own: in that of the pass, gradients may be sent in 16 bits.
+    if not one_by_one and not has_narrow_floats(jax.make_jaxpr(local.sums)(first_of(pieces))):
+        sums = local.one_pass(pieces, last=True)
     elif replica.reduces_last:
         sums = local.passes_and_last(pieces)
     else:
