@@ -1,7 +1,6 @@
 """Zip files of images: what an `ImageFolder` reads in their folder, and nothing that harms."""
 
 import os
-import pickle
 import shutil
 import subprocess
 import tracemalloc
@@ -20,13 +19,11 @@ from jaxdp.cli.data import run as data_command
 from jaxdp.cli.parse import parse
 from jaxdp.data import ImageFolder, ImageZip
 from jaxdp.data.contents import contents
-from jaxdp.data.example_order import order_of
 from jaxdp.data.image_files import kind_of_name
-from jaxdp.data.prefetch import read_batch
 from jaxdp.errors import UsageError
 from launch import ROOT
 from odd_names import FOLDERS
-from packing import grays, png, write_files, write_zip
+from packing import check_readers, grays, png, write_files, write_zip
 
 ONE = {"size": 8, "test_fraction": 1e-9}
 TWO = {f"{name}/{i}.png": png(10 * i + len(name)) for name in ("ant", "bée") for i in range(20)}
@@ -87,13 +84,7 @@ def test_four_devices_and_workers_have_the_bits_of_one(tmp_path):
 
 def test_the_order_does_not_depend_on_who_reads(tmp_path):
     source = ImageZip(write_zip(tmp_path / "x.zip", TWO), **ONE)
-    order = order_of(source, 8, 4, 0, True)
-    for step in range(3):
-        whole = read_batch(source, order, step, range(4))
-        for part in (range(1), range(1, 4)):
-            batch = read_batch(pickle.loads(pickle.dumps(source)), order, step, part)
-            for name, x in batch.items():
-                np.testing.assert_array_equal(x, whole[name][part.start : part.stop])
+    check_readers(source)
 
 
 def test_hidden_or_escaping_names_are_counted_not_read(tmp_path):
