@@ -103,7 +103,7 @@ class IntegerSums(FloatSums):
             of_group = self.replica(plan, numbers, step)
             sums = fusion_barrier(f(state.replace(kept=kept), batch, of_group), step)
             key = microbatch_key(state.seed, step, numbers[0])
-            # without the fusion barrier, every reader of one exponent would compute all of them
+            # Without the fusion barrier, every reader of one exponent would compute all of them
             needed = fusion_barrier(needed_exponents(sums.grads), step)
             is_bad = jnp.any(needed == NOT_FINITE)
             bad = jax.lax.cond(is_bad, too_large, lambda _: jnp.int32(0), sums.grads)
