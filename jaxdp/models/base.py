@@ -34,7 +34,8 @@ Batch = dict[str, jax.Array]  # of a microbatch: [example, ...]
 TRAINING = ("train", "training", "is_training", "is_train", "enable_dropout")
 EVALUATION = ("deterministic", "inference", "use_running_average", "eval_mode")
 UNBOUND, MESH = r"unbound axis name: (\w+)", (DATA, REPLICA, SHARD)
-RANDOM = re.compile(r"(\w+_)?(rngs?|key)")
+# What asks for a source of randomness: an argument's name, or its annotation.
+RANDOM, RANDOM_TYPE = re.compile(r"(\w+_)?(rngs?|key)"), re.compile(r"\bRng(s|Stream)\b|PRNGKey")
 
 
 class Model(NamedTuple):
@@ -86,12 +87,12 @@ def call_arguments(
             if i == 0 and "inputs" in batch:  # a Sequential's __call__(*args)
                 positional.append(batch["inputs"])
             continue
-        optional = p.default is not p.empty
+        optional, annotation = p.default is not p.empty, str(p.annotation)
         if p.name in batch:
             value, first = batch[p.name], False
         elif p.name in mode:
             value = mode[p.name]
-        elif is_random(p):
+        elif RANDOM_TYPE.search(annotation) or RANDOM.fullmatch(p.name):
             if optional and not train:
                 continue
             value = randomness(p, key)
@@ -104,7 +105,7 @@ def call_arguments(
             )
         elif optional:
             continue
-        elif re.search(r"\b(None|Optional)\b", str(p.annotation)):
+        elif re.search(r"\b(None|Optional)\b", annotation):
             value = None
         else:
             raise UsageError(
@@ -116,13 +117,6 @@ def call_arguments(
         else:
             keywords[p.name] = value
     return tuple(positional), keywords
-
-
-def is_random(p: inspect.Parameter) -> bool:
-    """Return True if an argument's annotation or name asks for a source of randomness."""
-    return bool(
-        re.search(r"\bRng(s|Stream)\b|PRNGKey", str(p.annotation)) or RANDOM.fullmatch(p.name)
-    )
 
 
 def randomness(p: inspect.Parameter, key: jax.Array) -> Any:

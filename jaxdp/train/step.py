@@ -509,10 +509,13 @@ def grads(recipe: Recipe, state: TrainState, batch: Batch, replica: Replica) -> 
     if not recipe.padded:
         batch = {**batch, "mask": jnp.ones_like(mask)}  # a constant that the compiler can fold
     pieces = local.pieces(batch)
-    has_narrow_params = any(is_narrow(x.dtype) for x in jax.tree.leaves(state.params))
-    one_by_one = recipe.accumulate == "scan" or has_narrow_params
     # A trace of its own: in that of the pass, gradients may be sent in 16 bits.
-    if not one_by_one and not has_narrow_floats(jax.make_jaxpr(local.sums)(first_of(pieces))):
+    one_by_one = (
+        recipe.accumulate == "scan"
+        or any(is_narrow(x.dtype) for x in jax.tree.leaves(state.params))
+        or has_narrow_floats(jax.make_jaxpr(local.sums)(first_of(pieces)))
+    )
+    if not one_by_one:
         sums = local.one_pass(pieces, last=True)
     elif replica.reduces_last:
         sums = local.passes_and_last(pieces)
