@@ -14,9 +14,8 @@ import numpy as np
 
 from jaxdp.errors import UsageError
 
-RESET = (
-    "reset"  # batch entry [example] bool: True where the model's carried state is reset to zeros
-)
+# Entry [example] bool of a batch: True where the model's carried state is reset to zeros.
+RESET = "reset"
 _WORD = (1 << 64) - 1
 # A Feistel network is a permutation with any number of rounds; ten, as in NIST SP 800-38G (FF1),
 # make small and odd domains look uniform too.
@@ -156,12 +155,6 @@ class ExampleOrder:
         example. A microbatch of padding alone repeats microbatch 0: the gradient of a deviation
         between equal examples would be NaN."""
         numbers = np.asarray(numbers, np.int64).reshape(-1, 1)
-        if ((numbers < -1) | (numbers >= self.microbatches)).any():
-            raise ValueError(
-                f"microbatch numbers {numbers[:, 0].tolist()} are not all in [-1, {self.microbatches})"
-            )
-        if step < 0:
-            raise ValueError(f"step: {step} is negative")
         size, epoch, start = self.place(step)
         count = min(size, self.size - start)
         first = np.arange(0, size, self.microbatches)

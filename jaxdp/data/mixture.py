@@ -3,6 +3,7 @@ order.
 """
 
 import math
+import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -155,12 +156,9 @@ class Mixture:
         for name, dataset in zip(self.names, self.sets):
             for fact, value in self._facts(dataset).items():
                 if value != first[fact]:
-                    shown = [
-                        str(v) if len(str(v)) < 200 else f"{str(v)[:200]}..."
-                        for v in (value, first[fact])
-                    ]
                     raise UsageError(
-                        f"{KEY}.{name}: {fact} {shown[0]}, unlike {shown[1]} of {self.names[0]}; make them alike"
+                        f"{KEY}.{name}: {fact} {reprlib.repr(value)}, unlike {reprlib.repr(first[fact])} of "
+                        f"{self.names[0]}; make them alike"
                     )
         tokenizer = "tokenizer_spec" if hasattr(one, "tokenizer_spec") else "tokenizer"
         for attribute in ("classes", "input_shape", tokenizer):

@@ -1,5 +1,5 @@
-"""Prefetching: a thread reads batches while the device computes, and re-raises read errors in the
-training loop.
+"""Reading ahead: batches are read while the device computes, by the training loop itself if that is
+short, else in a thread, whose errors are raised in the loop.
 
 Threads do not inherit JAX's thread-local settings (`with jax.enable_x64(): ...`); set those that
 `make` needs globally, with `jax.config.update`.
@@ -7,8 +7,8 @@ Threads do not inherit JAX's thread-local settings (`with jax.enable_x64(): ...`
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,25 +18,39 @@ from jaxdp.data.example_order import RESET, ExampleOrder
 
 S = TypeVar("S")
 T = TypeVar("T")
+SHORT_S, FEW = 5e-4, 5  # after so many reads in a row that took longer, a thread takes over
 GRACE_S = 10.0  # a read that hangs on a lost file system must not block the end of a run
 
 
-@contextmanager
-def prefetch(make: Callable[[S], T], steps: Iterable[S], depth: int = 2) -> Iterator[Iterator[T]]:
-    """Iterate over `make(step)` for each step in order, computing at most `depth` items ahead in a
-    thread.
+def read_ahead(make: Callable[[S], T], steps: Iterable[S]) -> Generator[T, None, None]:
+    """Yield `make(step)` for each step in order.
 
-        with prefetch(make, range(start, stop)) as batches:
-            for batch in batches: ...
+    The loop that iterates makes the items as long as that is short: the device has updates to
+    compute meanwhile, and a thread would take the interpreter from the loop for each item. From the
+    first few long ones on, `prefetch` makes them."""
+    rest, long = iter(steps), 0
+    for step in rest:
+        began = time.perf_counter()
+        item = make(step)
+        long = long + 1 if time.perf_counter() - began > SHORT_S else 0
+        yield item
+        if long == FEW:
+            yield from prefetch(make, rest)
 
-    The iterator raises the exception of `make` (the same object, with its traceback) after the
-    items before it. Leaving the context ends the thread; it waits at most `GRACE_S` seconds for a
-    running `make`."""
+
+def prefetch(
+    make: Callable[[S], T], steps: Iterable[S], depth: int = 2
+) -> Generator[T, None, None]:
+    """Yield `make(step)` for each step in order, computing at most `depth` items ahead in a thread.
+
+    It raises the exception of `make` (the same object, with its traceback) after the items before
+    it. Closing it ends the thread, and waits at most `GRACE_S` seconds for a running `make`.
+    """
     # (item,) for each step, then an exception or None.
     ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
     room, closed = threading.Semaphore(depth), threading.Event()
 
-    def read_ahead() -> None:
+    def work() -> None:
         try:
             for step in steps:
                 room.acquire()
@@ -47,18 +61,15 @@ def prefetch(make: Callable[[S], T], steps: Iterable[S], depth: int = 2) -> Iter
         except BaseException as error:
             ready.put(error)
 
-    def consume() -> Iterator[T]:
-        while not closed.is_set() and (entry := ready.get()) is not None:
+    thread = threading.Thread(target=work, name="jaxdp-prefetch", daemon=True)
+    thread.start()
+    try:
+        while (entry := ready.get()) is not None:
             if isinstance(entry, BaseException):
                 raise entry
             room.release()
             yield entry[0]
             del entry  # otherwise this frame would keep one more batch than `depth` alive
-
-    thread = threading.Thread(target=read_ahead, name="jaxdp-prefetch", daemon=True)
-    thread.start()
-    try:
-        yield consume()
     finally:
         closed.set()
         room.release()

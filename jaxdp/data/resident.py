@@ -4,8 +4,8 @@ batches there.
 
 import functools
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, closing
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxdp.data.dataset import Arrays, Dataset, first_example, read_examples
 from jaxdp.data.example_order import RESET, ExampleOrder
-from jaxdp.data.prefetch import mask_padding, prefetch, read_batches
+from jaxdp.data.prefetch import mask_padding, read_ahead, read_batches
 from jaxdp.errors import UsageError
 
 # the largest fraction of a device's free memory, or of the host's, that the data set may take
@@ -54,8 +54,7 @@ class Resident:
             lambda to: jax.jit(gather, out_shardings=to) if to else jax.jit(gather)
         )
 
-    @contextmanager
-    def batches(self, order: ExampleOrder, groups: Iterable[range]) -> Iterator[Iterator[Any]]:
+    def batches(self, order: ExampleOrder, groups: Iterable[range]) -> AbstractContextManager[Any]:
         """Iterate over (steps, their batch, or batches[step, ...] if they are several), gathered
         ahead of use.
         """
@@ -65,8 +64,7 @@ class Resident:
             at = self.strategy.shard_batch(selection, len(steps) > 1)
             return steps, self.gather(getattr(at[INDEX], "sharding", None))(self.arrays, at)
 
-        with prefetch(make, groups) as batches:
-            yield batches
+        return closing(read_ahead(make, groups))
 
 
 def gather(arrays: dict[str, jax.Array], at: dict[str, jax.Array]) -> dict[str, jax.Array]:

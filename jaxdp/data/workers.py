@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxdp.data.dataset import Batch, Dataset
 from jaxdp.data.example_order import ExampleOrder
-from jaxdp.data.prefetch import prefetch, read_batch, read_batches, stack
+from jaxdp.data.prefetch import read_ahead, read_batch, read_batches, stack
 from jaxdp.errors import RunFailed, UsageError, one_line
 from jaxdp.process import imports
 from jaxdp.process.signals import NUMBERS
@@ -64,12 +64,14 @@ def prefetch_in_workers(
     reader: contextlib.AbstractContextManager[Reader] = contextlib.nullcontext(in_thread)
     if workers > 0:
         reader = _pool(_pickled(dataset), order, numbers, steps, workers)
-    items = single_steps(steps) if groups is None else groups
-    with reader as (read, end), prefetch(lambda steps: then(steps, read(steps)), items) as batches:
+    items = groups or single_steps(steps)
+    with reader as (read, end):
+        batches = read_ahead(lambda steps: then(steps, read(steps)), items)
         try:
             yield batches
         finally:
             end()  # kill the workers first: prefetch waits for its thread, which waits for a worker
+            batches.close()
 
 
 def single_steps(steps: range) -> Iterator[range]:

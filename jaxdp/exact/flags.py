@@ -62,9 +62,7 @@ def check_flags() -> None:
 
 def _flags() -> str:
     """Return the XLA_FLAGS that `set_flags` sets."""
-    flags, own = os.environ.get("XLA_FLAGS", "").split(), GPU if gpu_count() else CPU
     # The last of several flags of one name wins, and passes to disable add up.
-    effective = {flag.partition("=")[0]: flag for flag in flags}
-    if not {*own} <= {*effective.values()}:
-        flags += own
-    return " ".join(flags)
+    own = GPU if gpu_count() else CPU
+    others = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag not in own]
+    return " ".join(others + own)

@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdp.errors import UsageError
 from jaxdp.exact.fixed_point import (
-    NOT_FINITE,
     PER_BIT,
     fits,
     in_bits,
@@ -32,7 +31,6 @@ from jaxdp.exact.fixed_point import (
     restored,
     squares_and_bad,
     sum_values,
-    too_large,
     value_exponents,
 )
 from jaxdp.exact.formats import FORMATS
@@ -55,7 +53,7 @@ class Attempt(NamedTuple):
         exponents: [leaf], for the next attempt; unchanged where a leaf fits.
         needed: the exponents of gradients [leaf] and of all values that were needed.
         ints: the sums of gradients; wrong unless all fit.
-        values: the other sums [group, ...]; extra: the number of gradients that are not finite.
+        values: the other sums [group, ...].
         kept: the new `TrainState.kept` [group, ...].
         fits: all gradients have fit, as they do in a second attempt.
     """
@@ -105,10 +103,8 @@ class IntegerSums(FloatSums):
             key = microbatch_key(state.seed, step, numbers[0])
             # Without the fusion barrier, every reader of one exponent would compute all of them
             needed = fusion_barrier(needed_exponents(sums.grads), step)
-            is_bad = jnp.any(needed == NOT_FINITE)
-            bad = jax.lax.cond(is_bad, too_large, lambda _: jnp.int32(0), sums.grads)
             ints = quantized(sums.grads, in_bits(exponents), form, summands, key, 2)
-            part = ints, needed, sums._replace(grads=None, kept=None, extra=bad)
+            part = ints, needed, sums._replace(grads=None, kept=None)
             ints, *rest = select(numbers[0] >= 0, part, zeros(part))
             if plan.when == EVERY:
                 dims = plan.trainable(plan.param_dims)
@@ -136,7 +132,7 @@ class IntegerSums(FloatSums):
         bits = jnp.maximum(needed, in_bits(done.exponents))  # more only if NOT_FINITE
         sums = restore_values(total._replace(grads=None), value_needed, summands)
         recomputed = jnp.any(done.exponents != exponents).astype(jnp.int32)
-        info = remembered(done.exponents, needed, form.headroom), recomputed, sums.extra
+        info = remembered(done.exponents, needed, form.headroom), recomputed
         return sums._replace(
             grads=restored(total.grads, bits, summands),
             kept=jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), done.kept),
@@ -154,12 +150,11 @@ class IntegerSums(FloatSums):
     def update(self, apply: Callable[..., Any], state: TrainState, sums: Sums) -> Any:
         """Apply the update: every operation is rounded as written, and the sums pass a fusion
         barrier first."""
-        exponents, recomputed, nonfinite = sums.extra
-        sums = fusion_barrier(sums._replace(extra=None), state.step)
+        exponents, recomputed = sums.extra
+        sums = fusion_barrier(sums, state.step)
         new, metrics = as_written(apply, state.step)(state, sums)
-        bad = jnp.where(nonfinite > 0, nonfinite, metrics["nonfinite_grads"])
-        metrics |= {"nonfinite_grads": bad, "recomputed": recomputed}
-        return new.replace(extra={**new.extra, EXPONENTS: exponents}), metrics
+        new = new.replace(extra={**new.extra, EXPONENTS: exponents})
+        return new, {**metrics, "recomputed": recomputed}
 
     total = staticmethod(squares_and_bad)
     rounded = staticmethod(as_written)

@@ -187,8 +187,8 @@ class PlantedFaults(Observer):
             flipped = flip_copy(getattr(progress.state, fault.target), fault, device)
             progress.state = progress.state.replace(**{fault.target: flipped})
         elif fault.target == "snapshot":
-            # A run gives its snapshots to no callback.
-            snapshots: Any = next((x for x in gc.get_objects() if isinstance(x, Snapshots)), None)
+            # A run gives its snapshots to no callback; other objects may pretend to be any class.
+            snapshots: Any = next((x for x in gc.get_objects() if type(x) is Snapshots), None)
             fault.done = snapshots is not None and snapshots.newest is not None
             if fault.done:
                 arrays = next(iter(snapshots.newest.parts.values()))

@@ -165,3 +165,20 @@ def test_bfloat16_reduction_is_float32_to_its_rounding(stage):
     """
     got = narrow("scan", *stage, reduce_dtype=jnp.bfloat16)
     assert 2**-12 < toys.relative_error(got, narrow_alone("scan", None))[0] < 2**-6
+
+
+@pytest.mark.parametrize("backend", ["pmap", "pjit"])
+def test_gradients_sent_in_bfloat16_are_computed_at_once(backend):
+    """What is only sent in 16 bits, here inside the derivative of each block, is no computation in
+    16 bits: microbatches do not wait for each other, on any number of devices."""
+
+    def loops(accumulate="vmap", **settings):
+        strategy, step, batch = toys.build(
+            toys.MODELS["blocks"](), toys.data(), backend=backend, devices=2, accumulate=accumulate, **settings
+        )  # fmt: skip
+        update = strategy.compile(step).update
+        return str(jax.make_jaxpr(update)(strategy.init(), batch(0))).count("scan[")
+
+    at_once = loops()
+    assert at_once < loops("scan")
+    assert loops(reduce_dtype=jnp.bfloat16) == at_once < loops(policy=BF16)

@@ -167,7 +167,3 @@ def test_bad_numbers_are_refused():
         EpochOrder(5, 0, 2, 0)
     with pytest.raises(UsageError, match="microbatches: -1 is not positive"):
         EpochOrder(5, 8, -1, 0)
-    with pytest.raises(ValueError, match=r"microbatch numbers \[0, 2\] are not all in \[-1, 2\)"):
-        EpochOrder(5, 8, 2, 0).rows(0, [0, 2])
-    with pytest.raises(ValueError, match="step: -1"):
-        EpochOrder(5, 8, 2, 0).rows(-1, [0])

@@ -5,6 +5,7 @@ shapes, masks.
 import threading
 import time
 import traceback
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from jaxdp.data import prefetch as module
 from jaxdp.data.dataset import Arrays, Examples
 from jaxdp.data.example_order import EpochOrder
-from jaxdp.data.prefetch import prefetch, read_batch
+from jaxdp.data.prefetch import prefetch, read_ahead, read_batch
 from jaxdp.errors import UsageError
 
 
@@ -36,22 +37,21 @@ def wait_until(condition):
 
 @pytest.mark.parametrize("depth", [1, 2, 7])
 def test_every_item_in_order(depth):
-    with prefetch(lambda step: step * step, range(3, 20), depth) as items:
-        assert list(items) == [step * step for step in range(3, 20)]
-        assert next(items, None) is None
-    with prefetch(lambda step: step, range(5, 5), depth) as items:
-        assert list(items) == []
+    items = prefetch(lambda step: step * step, range(3, 20), depth)
+    assert list(items) == [step * step for step in range(3, 20)]
+    assert next(items, None) is None
+    assert list(prefetch(lambda step: step, range(5, 5), depth)) == []
 
 
 @pytest.mark.parametrize("depth", [1, 3])
 def test_at_most_depth_items_are_made_ahead(depth):
     made = []
-    with prefetch(lambda step: made.append(step) or step, range(100), depth) as items:
+    with closing(prefetch(lambda step: made.append(step) or step, range(100), depth)) as items:
         for taken in range(1, 6):
-            wait_until(lambda taken=taken: len(made) == taken - 1 + depth)
-            time.sleep(0.02)
-            assert len(made) == taken - 1 + depth
             assert next(items) == taken - 1
+            wait_until(lambda taken=taken: len(made) == taken + depth)
+            time.sleep(0.02)
+            assert len(made) == taken + depth
     assert len(made) <= 5 + depth
 
 
@@ -66,8 +66,8 @@ def test_a_fault_arrives_in_order_as_the_same_object(depth, kind):
         return step
 
     got = []
-    with pytest.raises(kind) as caught, prefetch(broken_reader, range(9), depth) as items:
-        for item in items:
+    with pytest.raises(kind) as caught:
+        for item in prefetch(broken_reader, range(9), depth):
             got.append(item)
     assert got == [0, 1] and caught.value is fault
     assert "broken_reader" in [frame.name for frame in traceback.extract_tb(fault.__traceback__)]
@@ -78,15 +78,12 @@ def test_a_stray_stop_iteration_is_an_error(depth):
     def make(step):
         return next(iter([]))
 
-    with (
-        pytest.raises(RuntimeError, match="StopIteration"),
-        prefetch(make, range(9), depth) as items,
-    ):
-        list(items)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(prefetch(make, range(9), depth))
 
 
 def test_leaving_early_frees_a_blocked_reader():
-    with prefetch(lambda step: step, range(10**9), depth=1) as items:
+    with closing(prefetch(lambda step: step, range(10**9), depth=1)) as items:
         assert next(items) == 0
         (thread,) = readers()
         time.sleep(0.05)
@@ -96,7 +93,8 @@ def test_leaving_early_frees_a_blocked_reader():
 
 
 def test_a_consumers_fault_ends_the_reader_too():
-    with pytest.raises(ZeroDivisionError), prefetch(lambda step: step, range(10**9)) as items:
+    items = prefetch(lambda step: step, range(10**9))
+    with pytest.raises(ZeroDivisionError), closing(items):
         1 / next(items)
 
 
@@ -104,10 +102,12 @@ def test_a_fault_not_read_is_not_raised_on_leaving():
     raised = threading.Event()
 
     def make(step):
-        raised.set()
-        raise OSError
+        if step:
+            raised.set()
+            raise OSError
 
-    with prefetch(make, range(9)):
+    with closing(prefetch(make, range(9))) as items:
+        next(items)
         assert raised.wait(5)
 
 
@@ -116,16 +116,73 @@ def test_a_read_that_hangs_does_not_hold_up_the_end(monkeypatch):
     hung, freed = threading.Event(), threading.Event()
 
     def make(step):
-        hung.set()
-        freed.wait(30)
+        if step:
+            hung.set()
+            freed.wait(30)
 
     start = time.monotonic()
-    with prefetch(make, range(9)):
+    with closing(prefetch(make, range(9))) as items:
+        next(items)
         assert hung.wait(5)
         (thread,) = readers()
     assert time.monotonic() - start < 2 and thread.daemon
     freed.set()
     thread.join(5)
+
+
+# --- read_ahead
+
+
+class Clock:
+    """A clock that each read of an item moves by so many seconds."""
+
+    def __init__(self, seconds):
+        self.now, self.seconds, self.threads = 0.0, dict(enumerate(seconds)), []
+
+    def perf_counter(self):
+        return self.now
+
+    def make(self, step):
+        self.threads.append(threading.current_thread().name)
+        self.now += self.seconds.get(step, 0.0)
+        return step
+
+
+@pytest.mark.parametrize(
+    ("seconds", "first"),
+    [
+        ([], None),  # short ones
+        ([1.0, 1.0, 1.0, 1.0, 0.0] * 4, None),  # one short one among them
+        ([0.0, *[0.1] * 5], 6),
+        ([0.1] * 20, 5),
+    ],
+)
+def test_a_thread_reads_once_reads_are_long(monkeypatch, seconds, first):
+    clock = Clock(seconds)
+    monkeypatch.setattr(module, "time", clock)
+    assert list(read_ahead(clock.make, range(20))) == [*range(20)]
+    ahead = [i for i, name in enumerate(clock.threads) if name == "jaxdp-prefetch"]
+    assert ahead == ([] if first is None else [*range(first, 20)])
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_faults_and_an_early_end_of_either_way(monkeypatch, seconds):
+    clock, fault = Clock([seconds] * 20), OSError("disk on fire")
+    monkeypatch.setattr(module, "time", clock)
+
+    def broken_reader(step):
+        if step == 9:
+            raise fault
+        return clock.make(step)
+
+    got = []
+    with pytest.raises(OSError) as caught:
+        for item in read_ahead(broken_reader, range(20)):
+            got.append(item)
+    assert got == [*range(9)] and caught.value is fault
+    with closing(read_ahead(clock.make, range(10**9))) as items:
+        assert [next(items) for _ in range(8)] == [*range(8)]
+    assert next(items, "over") == "over"
 
 
 # --- read_batch
