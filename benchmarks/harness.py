@@ -23,7 +23,9 @@ from typing import Any, TypeVar
 
 from benchmarks.job import Contender, Failed, Job, first_line, read
 
-IDLE = 0.10  # of a core, that all contenders together may use while they wait
+# Of a core, that all contenders together may use while they wait. On a virtual machine, a thread that
+# wakes up takes milliseconds.
+IDLE = 0.20
 HELLO_SECONDS = 5.0  # for the first line of a connection
 TURN = 2.0  # seconds; a contender that needs longer for `updates` updates makes fewer in a turn
 LEAST_UPDATES = 2  # in a turn
