@@ -18,7 +18,7 @@ from jaxdp.data.example_order import RESET, ExampleOrder
 
 S = TypeVar("S")
 T = TypeVar("T")
-SHORT_S, FEW = 5e-4, 5  # after so many reads in a row that took longer, a thread takes over
+SHORT_S, FEW = 2e-3, 2  # after so many reads in a row that took longer, a thread takes over
 GRACE_S = 10.0  # a read that hangs on a lost file system must not block the end of a run
 
 
@@ -26,8 +26,8 @@ def read_ahead(make: Callable[[S], T], steps: Iterable[S]) -> Generator[T, None,
     """Yield `make(step)` for each step in order.
 
     The loop that iterates makes the items as long as that is short: the device has updates to
-    compute meanwhile, and a thread would take the interpreter from the loop for each item. From the
-    first few long ones on, `prefetch` makes them."""
+    compute meanwhile, and a thread would take the interpreter from the loop for each item. From two
+    long ones in a row on, `prefetch` makes them."""
     rest, long = iter(steps), 0
     for step in rest:
         began = time.perf_counter()
@@ -50,7 +50,7 @@ def prefetch(
     ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
     room, closed = threading.Semaphore(depth), threading.Event()
 
-    def work() -> None:
+    def work():
         try:
             for step in steps:
                 room.acquire()

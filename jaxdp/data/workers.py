@@ -64,9 +64,8 @@ def prefetch_in_workers(
     reader: contextlib.AbstractContextManager[Reader] = contextlib.nullcontext(in_thread)
     if workers > 0:
         reader = _pool(_pickled(dataset), order, numbers, steps, workers)
-    items = groups or single_steps(steps)
     with reader as (read, end):
-        batches = read_ahead(lambda steps: then(steps, read(steps)), items)
+        batches = read_ahead(lambda steps: then(steps, read(steps)), groups or single_steps(steps))
         try:
             yield batches
         finally:

@@ -152,9 +152,10 @@ class Clock:
     ("seconds", "first"),
     [
         ([], None),  # short ones
-        ([1.0, 1.0, 1.0, 1.0, 0.0] * 4, None),  # one short one among them
-        ([0.0, *[0.1] * 5], 6),
-        ([0.1] * 20, 5),
+        ([0.1, 0.0] * 10, None),  # no two long ones in a row
+        ([0.001] * 20, None),
+        ([0.0, 0.1, 0.1], 3),
+        ([0.003] * 20, 2),
     ],
 )
 def test_a_thread_reads_once_reads_are_long(monkeypatch, seconds, first):
