@@ -68,7 +68,7 @@ class DataTarget(Target):
             sequential for such models, else shuffled
         transform: runs on the device: Mixup, or the dotted path of a function (example, key) ->
             example for training examples, or (example, key, train) -> example for all
-        workers: the number of processes that read the data; 0 reads it in a thread
+        workers: the number of processes that read the data; 0 reads it in this one
         on_device: store the full data set on every device, and gather batches there; for small data
             sets
     """

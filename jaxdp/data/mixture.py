@@ -3,7 +3,6 @@ order.
 """
 
 import math
-import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -157,7 +156,7 @@ class Mixture:
             for fact, value in self._facts(dataset).items():
                 if value != first[fact]:
                     raise UsageError(
-                        f"{KEY}.{name}: {fact} {reprlib.repr(value)}, unlike {reprlib.repr(first[fact])} of "
+                        f"{KEY}.{name}: {fact} {value!s:.200}, unlike {first[fact]!s:.200} of "
                         f"{self.names[0]}; make them alike"
                     )
         tokenizer = "tokenizer_spec" if hasattr(one, "tokenizer_spec") else "tokenizer"

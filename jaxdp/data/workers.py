@@ -44,12 +44,12 @@ def prefetch_in_workers(
     then: Callable[[range, Batch], Any] = lambda steps, batch: batch,
     groups: Iterable[range] | None = None,
 ) -> Iterator[Iterator[Any]]:
-    """Prefetch `read_batch(dataset, order, step, numbers)` in `workers` processes; 0 prefetches in
-    a thread.
+    """Read `read_batch(dataset, order, step, numbers)` ahead in `workers` processes; 0: in this one
+    (`read_ahead`).
 
     Each worker is a new interpreter (spawn) with a pickled copy of the dataset; pickling is cheap
     if the dataset reopens its files when it is unpickled. A worker keeps one batch ready; more are
-    received ahead (`prefetch`). The iterator raises a worker's exception after the batches before
+    received ahead (`read_ahead`). The iterator raises a worker's exception after the batches before
     it, with the worker's traceback as a note, and RunFailed for a killed worker. Workers ignore the
     signals that ask a run to end, are killed when the context is left, exit when this process dies,
     and never use an accelerator.
@@ -60,8 +60,8 @@ def prefetch_in_workers(
 
     Raises UsageError if the dataset cannot be pickled.
     """
-    in_thread = (functools.partial(_read, dataset, order, numbers), lambda: None)
-    reader: contextlib.AbstractContextManager[Reader] = contextlib.nullcontext(in_thread)
+    in_process = (functools.partial(_read, dataset, order, numbers), lambda: None)
+    reader: contextlib.AbstractContextManager[Reader] = contextlib.nullcontext(in_process)
     if workers > 0:
         reader = _pool(_pickled(dataset), order, numbers, steps, workers)
     with reader as (read, end):

@@ -233,8 +233,8 @@ OVERFLOW = (
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A dataset and its order, read by a thread, by `workers` processes, or from device memory
-    (`resident`).
+    """A dataset and its order, read by this process, by `workers` processes, or from device
+    memory (`resident`).
 
     check(examples): raise UsageError if the loss does not accept them; None: no check. program():
     the programs that evaluate it, if its transform is not that of the run's first evaluation set.

@@ -142,7 +142,8 @@ def test_a_run_is_resumed_loaded_and_exported(tmp_path):
 
 def test_a_config_names_a_pair_or_a_function_that_returns_one(tmp_path):
     args = {"data": toys.data(48), "batch_size": 16, "epochs": 1}
-    assert jaxdp.fit(model=f"{__name__}.NET", **args).final["step"] == 3
+    for target in ("NET", "PLAIN"):
+        assert jaxdp.fit(model=f"{__name__}.{target}", **args).final["step"] == 3
     fitted = jaxdp.fit(model={"target": f"{__name__}.make", "args": {"width": 3}}, **args)
     assert fitted.params["mlp/~/linear_0"]["w"].shape == (32, 3)
     with pytest.raises(UsageError, match=r"NET' is an object and takes no args"):
