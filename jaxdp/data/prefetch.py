@@ -26,8 +26,8 @@ def read_ahead(make: Callable[[S], T], steps: Iterable[S]) -> Generator[T, None,
     """Yield `make(step)` for each step in order.
 
     The loop that iterates makes the items as long as that is short: the device has updates to
-    compute meanwhile, and a thread would take the interpreter from the loop for each item. From two
-    long ones in a row on, `prefetch` makes them."""
+    compute meanwhile, and a thread would take the interpreter from the loop for each item. After two
+    long ones in a row, `prefetch` makes them."""
     rest, long = iter(steps), 0
     for step in rest:
         began = time.perf_counter()
