@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import dataclasses
-import os
+import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -160,7 +160,7 @@ class Console(Writer):
 
 def memory() -> str:
     """Return the use of the fullest device, such as "12.3 of 141.0 GB (most 14.0)", else of the
-    process, else "".
+    process.
     """
     import jax
 
@@ -171,11 +171,8 @@ def memory() -> str:
         most = fullest.get("peak_bytes_in_use", 0)
         limit = f" of {fullest['bytes_limit'] / 1e9:.1f}" if "bytes_limit" in fullest else ""
         return f"{now / 1e9:.1f}{limit} GB (most {most / 1e9:.1f})"
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        with open("/proc/self/statm", encoding="utf-8") as file:
-            resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        return f"{resident / 1e9:.1f} GB of the host, by this process"
-    return ""
+    most = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return f"at most {most / 1e9:.1f} GB of the host, by this process"
 
 
 class Panel:

@@ -407,7 +407,7 @@ def describe(examples: Mapping[str, Any]) -> str:
             words.append(f"{name} from {values.min()} to {values.max()}")
         elif np.issubdtype(values.dtype, np.floating):
             bad = int((~np.isfinite(values)).reshape(len(values), -1).any(1).sum())
-            words.append(f"{name} {f'not finite in {bad} examples' if bad else 'finite'}")
+            words.append(f"{name} {f'not finite in {bad} of {len(values)} examples' if bad else 'finite'}")
     return ", ".join(words)
 
 

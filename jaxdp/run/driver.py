@@ -365,12 +365,20 @@ class Training(Host):
         run, progress = self.run, self.progress
         final: Record = {"step": progress.step, "split": "final"}
         self.save_last()
-        if run.data.eval and progress.evaluated != progress.step:
-            final |= self.evaluate_and_record()
-        elif run.data.eval:
+        if not run.data.eval:
+            final |= progress.last_batch()
+        elif progress.evaluated == progress.step:
             final |= progress.evaluation
         else:
-            final |= progress.last_batch()
+            final |= self.evaluate_and_record()
+        # With a loss scale, in float16, a few are normal.
+        skipped = int(progress.state.guard.skipped)
+        if skipped and not progress.state.loss_scale:
+            run.log.writer.say(
+                f"warning: skipped updates: {skipped} of {progress.step}: their gradients were not finite, or their loss "
+                "was a spike; --nonfinite.max_consecutive 1 ends a run at the first that is not finite, and names "
+                "its examples"
+            )
         if progress.stopped is not None:
             final["stopped"] = progress.stopped
         self.wait_for_checkpoint()

@@ -74,6 +74,16 @@ def test_nonfinite_updates_end_a_run_and_name_examples(tmp_path):
     )
 
 
+@pytest.mark.parametrize("at", [[5], []])
+def test_a_run_ends_with_the_number_of_skipped_updates(tmp_path, at):
+    run = guarded_run(tmp_path, at, "nan", steps=8)
+    fit(run)
+    run.more["watch"].stop()
+    said = [text for text in run.log.writer.said if "skipped" in text]
+    assert len(said) == len(at)
+    assert all(text.startswith("warning: skipped updates: 1 of 8: ") for text in said)
+
+
 @pytest.mark.slow
 def test_a_spike_rolls_back_and_its_data_is_left_out(tmp_path):
     spike = Spike(factor=3.0, after=2, action="rollback")
