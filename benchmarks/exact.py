@@ -53,7 +53,7 @@ def work(way: str, argv: list[str]) -> None:
     import jax
 
     import jaxdp
-    from jaxdp.data.prefetch import read_batch
+    from jaxdp.data.prefetch import read_batches
     from jaxdp.plan.hlo import collectives
     from jaxdp.run.components import (
         make_parts,
@@ -69,7 +69,7 @@ def work(way: str, argv: list[str]) -> None:
     strategy = make_strategy(config, parts, state_maker(config, parts), jax.devices())
     program, state = strategy.compile(make_the_step(config, parts)), strategy.init()
     batch = strategy.shard_batch(
-        read_batch(parts.dataset, parts.order, 0, strategy.local_microbatches)
+        read_batches(parts.dataset, parts.order, [0], strategy.local_microbatches)
     )
     sent = 0.0
     if context.size == 1:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.cli import load
-from jaxdp.data.prefetch import read_batch
+from jaxdp.data.prefetch import read_batches
 from jaxdp.run.components import make_parts, make_the_step, set_jax, state_maker
 from jaxdp.run.model_summary import count_flops
 from jaxdp.train.step import Replica
@@ -23,7 +23,7 @@ def main(argv: list[str]) -> None:
     parts = make_parts(config)
     step, state = make_the_step(config, parts), jax.eval_shape(state_maker(config, parts))
     microbatches = np.arange(config.microbatches)
-    batch = read_batch(parts.dataset, parts.order, 0, microbatches)
+    batch = read_batches(parts.dataset, parts.order, [0], microbatches)
 
     def grads(s, b):
         return step.grads(s, b, Replica(jnp.asarray(microbatches)))

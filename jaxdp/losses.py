@@ -22,6 +22,7 @@ Lazy logits are the largest array of a language model, computed by its loss one 
 """
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -480,9 +481,13 @@ LOSSES: dict[str, Any] = {
 def make_loss(
     target: str, args: Mapping[str, Any], key: str = "loss", table: Mapping[str, Any] = LOSSES
 ) -> LossFn:
-    """Return the loss named by `target`: an instance of a class, or a function with `args` bound.
-    Raises UsageError.
+    """Return the loss named by `target`: an instance of a class, or a function with `args` bound. A
+    function (outputs, labels), such as those of Optax, becomes a `PerExample`. Raises UsageError.
     """
     factory = locate(key, target, table)
-    bound = bind(key, factory, args)
-    return call(key, bound) if isinstance(factory, type) else bound
+    loss = bind(key, factory, args)
+    if isinstance(factory, type):
+        return call(key, loss)
+    if [*inspect.signature(loss).parameters][1:2] in (["labels"], ["targets"]):
+        return locate(key, "PerExample", LOSSES)(loss if args else factory)
+    return loss

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from jaxdp.checkpoint.leaves import params_sha256
 from jaxdp.config import Config
 from jaxdp.config.parsing import from_mapping
-from jaxdp.errors import RunFailed, on_fault
+from jaxdp.errors import RunFailed, UsageError, on_fault
 from jaxdp.extras import Extra, Train
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.jsonl import read
@@ -97,6 +97,8 @@ def try_parts(
     yield f"{config.model.target}, {config.data.target}, {config.optimizer.target}"
     with run.data.train.batches(0, UPDATES, run.strategy) as batches:
         count = len([*batches])
+    if cause := run.data.train.find_not_finite(range(count)):
+        raise UsageError(f"data: {cause}", rank=0)
     yield f"{count} batches of {config.batch_size} examples"
 
     config = with_two_updates(config)

@@ -38,17 +38,15 @@ def read_ahead(make: Callable[[S], T], steps: Iterable[S]) -> Generator[T, None,
             yield from prefetch(make, rest)
 
 
-def prefetch(
-    make: Callable[[S], T], steps: Iterable[S], depth: int = 2
-) -> Generator[T, None, None]:
-    """Yield `make(step)` for each step in order, computing at most `depth` items ahead in a thread.
+def prefetch(make: Callable[[S], T], steps: Iterable[S]) -> Generator[T, None, None]:
+    """Yield `make(step)` for each step in order, computing at most two items ahead in a thread.
 
     It raises the exception of `make` (the same object, with its traceback) after the items before
     it. Closing it ends the thread, and waits at most `GRACE_S` seconds for a running `make`.
     """
     # (item,) for each step, then an exception or None.
     ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    room, closed = threading.Semaphore(depth), threading.Event()
+    room, closed = threading.Semaphore(2), threading.Event()
 
     def work():
         try:
@@ -69,20 +67,11 @@ def prefetch(
                 raise entry
             room.release()
             yield entry[0]
-            del entry  # otherwise this frame would keep one more batch than `depth` alive
+            del entry  # otherwise this frame would keep one more batch alive
     finally:
         closed.set()
         room.release()
         thread.join(GRACE_S)
-
-
-def read_batch(
-    dataset: Dataset, order: ExampleOrder, step: int, numbers: Sequence[int] | np.ndarray
-) -> Batch:
-    """Return one step's local microbatches, {name: [local, E, ...]}, with the mask; see
-    `read_batches`.
-    """
-    return read_batches(dataset, order, [step], numbers)
 
 
 def read_batches(
@@ -100,7 +89,7 @@ def read_batches(
     if hasattr(dataset, "require"):
         # The window of a stream would grow to an epoch in one read over the end of it.
         if len(steps) > 1:
-            return stack([read_batch(dataset, order, step, numbers) for step in steps])
+            return stack([read_batches(dataset, order, [step], numbers) for step in steps])
         dataset.require(order.batch(steps[0]))
     indices, rows = (np.stack(part) for part in zip(*(order.rows(step, numbers) for step in steps)))
     distinct = indices.reshape(-1)
@@ -131,6 +120,5 @@ def mask_padding(mask: Any, real: Any) -> Any:
 
 def stack(batches: Sequence[Batch]) -> Batch:
     """Return the batches of several steps as one, {name: [step, ...]}; a single one as it is."""
-    if len(batches) == 1:
-        return batches[0]
-    return {key: np.stack([batch[key] for batch in batches]) for key in batches[0]}
+    first = batches[0]
+    return {key: np.stack([x[key] for x in batches]) for key in first} if batches[1:] else first

@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxdp.data.dataset import Batch, Dataset
 from jaxdp.data.example_order import ExampleOrder
-from jaxdp.data.prefetch import read_ahead, read_batch, read_batches, stack
+from jaxdp.data.prefetch import read_ahead, read_batches, stack
 from jaxdp.errors import RunFailed, UsageError, one_line
 from jaxdp.process import imports
 from jaxdp.process.signals import NUMBERS
@@ -44,7 +44,7 @@ def prefetch_in_workers(
     then: Callable[[range, Batch], Any] = lambda steps, batch: batch,
     groups: Iterable[range] | None = None,
 ) -> Iterator[Iterator[Any]]:
-    """Read `read_batch(dataset, order, step, numbers)` ahead in `workers` processes; 0: in this one
+    """Read `read_batches(dataset, order, [step], numbers)` ahead in `workers` processes; 0: in this one
     (`read_ahead`).
 
     Each worker is a new interpreter (spawn) with a pickled copy of the dataset; pickling is cheap
@@ -81,7 +81,7 @@ def _read(dataset: Dataset, order: ExampleOrder, numbers: Any, steps: range) -> 
     try:
         return read_batches(dataset, order, steps, numbers)
     except Exception as error:
-        until = f" to {steps[-1]}" if len(steps) > 1 else ""
+        until = f" to {steps[-1]}" * (len(steps) > 1)
         error.add_note(f"as the batch of step {steps[0]}{until} was read, counted from 0")
         raise
 
@@ -176,7 +176,7 @@ def _work(
     try:
         dataset = imports.for_user(pickle.loads, pickled)
         for step in steps:
-            pipe.send(read_batch(dataset, order, step, numbers))
+            pipe.send(read_batches(dataset, order, [step], numbers))
     except BrokenPipeError:
         pass
     except BaseException as error:

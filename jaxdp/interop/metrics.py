@@ -21,7 +21,8 @@ def allreduce_metrics(metrics: Any, weight: Any = 1.0) -> Any:
 
     metrics: a dict, or any pytree, of scalars (JAX, NumPy or Python), with the same names on all
     ranks. weight: the weight of this rank, usually its number of examples; or a tree like
-    `metrics`, with a weight for each metric (for the accuracy of a class, its examples). A rank of
+    `metrics`, or a prefix of it, with a weight for each metric (for the accuracy of a class, its
+    examples). A rank of
     weight 0 is ignored, even with NaN; if all weights are 0, the mean is NaN. The values are
     exchanged as text in double precision, and the call blocks: call it on all ranks together, where
     metrics are printed.
@@ -37,7 +38,9 @@ def allreduce_metrics(metrics: Any, weight: Any = 1.0) -> Any:
         message["terms"] = [
             (_weight(number), _scalar(name, value))
             for number, name, (_, value) in zip(
-                _weights(weight, structure), message["names"], paths
+                jax.tree.leaves(jax.tree.broadcast({"weight": weight}, {"weight": metrics})),
+                message["names"],
+                paths,
             )
         ]
     except (UsageError, ValueError) as error:  # names that cannot be sorted
@@ -70,20 +73,6 @@ def _mean(terms: Sequence[tuple[float, float]]) -> float:
         return sum(infinite)
     total = sum(weight * Fraction(value) for weight, value in counted)
     return float(total / sum(weight for weight, _ in counted))
-
-
-def _weights(weight: Any, structure: Any) -> list[Any]:
-    """Return the weight of each metric. Raises UsageError unless there is one weight for all, or
-    one for each.
-    """
-    leaves, treedef = jax.tree.flatten(weight)
-    if treedef == structure:
-        return leaves
-    if len(leaves) != 1 or not jax.tree_util.treedef_is_leaf(treedef):
-        raise UsageError(
-            f"weight: {treedef} is not a tree like the metrics, {structure}; give one number, or one for each"
-        )
-    return leaves * structure.num_leaves
 
 
 def _weight(value: Any) -> float:

@@ -11,7 +11,7 @@ CHARACTERS = 60  # of a text
 
 def describe(dataset: Any, example: int) -> str:
     """Return what an example is: the text of its tokens; or its label, if that is one number, and its
-    row of a table.
+    row of the file, if a part of the file is a split.
     """
     row = dataset.read(np.array([example]))
     if hasattr(dataset, "tokenizer"):
@@ -20,6 +20,6 @@ def describe(dataset: Any, example: int) -> str:
     if label.size == 1:
         names = class_names(dataset)
         words = f"label {names[int(label.item())] if names else label.item()}"
-    if hasattr(dataset, "encode"):  # a `Table`
-        words += f"; row {dataset.rows[example]} of the table, counted from 0"
+    if getattr(dataset, "rows", None) is not None:
+        words += f"; row {dataset.rows[example]} of the file, counted from 0"
     return words

@@ -18,7 +18,7 @@ from jax.flatten_util import ravel_pytree
 from jaxdp.cli import Call
 from jaxdp.cli.export import run_directory
 from jaxdp.cli.parse import read_config, saved_config
-from jaxdp.data.prefetch import read_batch
+from jaxdp.data.prefetch import read_batches
 from jaxdp.errors import UsageError, user_code
 from jaxdp.metrics.jsonl import read
 from jaxdp.metrics.numbers import table
@@ -80,7 +80,7 @@ def run(call: Call) -> None:
         for number in range(found.batch):
             times.update(found.parts.order.batch(number).tolist())
         lines = [["example", "microbatch", "loss", "share of the gradient", "read before"]]
-        texts = [""]
+        texts = ["what it is"]
         for row in found.rows[:SHOWN]:
             lines.append(
                 [
@@ -93,7 +93,7 @@ def run(call: Call) -> None:
             )
             texts.append(describe(found.parts.dataset, row.example))
         for line, text in zip(table(lines, ">"), texts):
-            print(f"{line}  {text}".rstrip())
+            print(f"{line}  {text}")
 
 
 def losses_of(directory: pathlib.Path) -> dict[int, float]:
@@ -111,7 +111,7 @@ def standing_out(directory: pathlib.Path, around: int) -> list[int]:
     near = {k: x for k, x in losses_of(directory).items() if abs(k - around) <= NEAR}
     values = np.array([*near.values()] or [0.0])
     middle = np.nanmedian(values)
-    limit = middle + DEVIATIONS * np.nanmedian(np.abs(values - middle))
+    limit = middle + DEVIATIONS * np.nanmedian(abs(values - middle))
     found = [update for update, loss in near.items() if not loss <= limit]
     print(
         f"{len(near)} of the losses of updates {max(1, around - NEAR)} to {around + NEAR} were logged "
@@ -121,7 +121,7 @@ def standing_out(directory: pathlib.Path, around: int) -> list[int]:
 
 
 def rewind_all(
-    directory: pathlib.Path, updates: Collection[int], objects: Objects = NOTHING
+    directory: str | pathlib.Path, updates: Collection[int], objects: Objects = NOTHING
 ) -> Iterator[Rewound]:
     """Make some updates of a run again, in their order, and each of their rows alone. An update
     after the last checkpoint is made from there, even if the run has not come so far.
@@ -130,7 +130,7 @@ def rewind_all(
     run does not have, or that no checkpoint leads to, and for a loss that couples the examples of a
     batch.
     """
-    directory = directory.absolute()  # the working directory changes
+    directory = pathlib.Path(directory).absolute()  # the working directory changes
     file = saved_config(f"{directory}")
     config = config_here(read_config(file), file)
     with settings(config), rundir.inside(rundir.folder(directory)), user_code():
@@ -191,14 +191,19 @@ def rows_of(parts: Parts, sums_of_rows: Any, number: int, before: TrainState) ->
     """
     microbatches = np.arange(parts.order.microbatches)
     indices, real = parts.order.rows(number, microbatches)
-    rows = read_batch(parts.dataset, parts.order, number, microbatches)
-    seed = jnp.uint32(parts.forward.seed)
+    rows = read_batches(parts.dataset, parts.order, [number], microbatches)
 
     def sums(m, keep):
         kept, batch = jax.tree.map(lambda x: x[m : m + 1], (before.kept, rows))
-        return sums_of_rows(before.replace(kept=kept, seed=seed), batch, jnp.int32(m), keep)
+        return sums_of_rows(
+            before.replace(kept=kept, seed=jnp.uint32(parts.forward.seed)),
+            batch,
+            jnp.int32(m),
+            keep,
+        )
 
-    gradient = sum(sums(m, real[m])[2] for m in microbatches)
+    # Without what is not finite: a row whose own share is NaN then is one that has brought it in.
+    gradient = jnp.nan_to_num(sum(sums(m, real[m])[2] for m in microbatches))
     square = float(jnp.vdot(gradient, gradient)) or 1.0
     found = []
     for m, e in np.argwhere(real).tolist():

@@ -19,6 +19,7 @@ from jaxdp.config.values import Epochs
 from jaxdp.data import SOURCES
 from jaxdp.data.check import Finding, check_dataset
 from jaxdp.data.dataset import (
+    PROBES,
     UNKNOWN,
     Dataset,
     as_dataset,
@@ -276,20 +277,23 @@ class Source:
             problem = f"{error} (in {name})"
         self.context.agree(problem)
 
-    def find_not_finite(self) -> str:
-        """Return in words which examples have values that are not finite, or that the mask excludes
-        all; else "".
+    def find_not_finite(self, numbers: Iterable[int] | None = None) -> str:
+        """Return in words which examples of these batches, by default of all, have values that are not
+        finite, or that the mask excludes all; else "".
         """
         first = first_example(self.dataset)
         if "mask" not in first and not any(
             jnp.issubdtype(x.dtype, jnp.inexact) for x in first.values()
         ):
             return ""  # integers
+        stored = getattr(self.dataset, "rows", None)  # of a file
         rows = dict[str, list[int]]()
         counted = False
-        for number in range(self.order.steps_per_epoch):
+        for number in numbers or range(self.order.steps_per_epoch):
             examples = {name: np.asarray(x) for name, x in self.read(number).items()}
             indices = self.order.batch(number)
+            if stored is not None:
+                indices = stored[indices]
             mask = examples.get("mask", np.ones(len(indices))).reshape(len(indices), -1).any(1)
             counted |= bool(mask.any())
             for name, values in examples.items():
@@ -298,8 +302,15 @@ class Source:
                     rows[name] = rows.get(name, []) + indices[wrong].tolist()
         if not counted:
             return "its mask is 0 in all examples, so none counts; give it some with a mask of 1"
-        texts = [f"{name} not finite in {numbered(sorted(x))}" for name, x in rows.items() if x]
-        return f"{', '.join(texts)}; correct them, or set their mask to 0" if texts else ""
+        word = "example" if stored is None else "row"
+        texts = [
+            f"{name} not finite in {numbered(sorted({*x}), word)}" for name, x in rows.items() if x
+        ]
+        return (
+            f"{', '.join(texts)} (counted from 0); correct them, or set their mask to 0"
+            if texts
+            else ""
+        )
 
     @contextlib.contextmanager
     def batches(
@@ -388,27 +399,10 @@ def not_finite(run: Run, record: Record) -> tuple[str, bool] | None:
     return next((text for text in texts if text[1]), texts[0])
 
 
-def numbered(indices: list[int]) -> str:
-    """Return "examples 3, 5, ..." with the first indices and the number of the others."""
+def numbered(indices: list[int], word: str) -> str:
+    """Return "rows 3, 5, ..." with the first indices and the number of the others."""
     more = f" and {len(indices) - SHOWN} more" if indices[SHOWN:] else ""
-    return f"example{'s' * (len(indices) > 1)} {', '.join(map(str, indices[:SHOWN]))}{more}"
-
-
-def describe(examples: Mapping[str, Any]) -> str:
-    """Describe a batch whose loss is not finite: the range of its integers, and examples with
-    non-finite floats.
-    """
-    words = []
-    for name, values in examples.items():
-        values = np.asarray(values)
-        if name == "mask" and not values.any():
-            words.append("mask 0 in all examples")
-        elif np.issubdtype(values.dtype, np.integer) and values.size:
-            words.append(f"{name} from {values.min()} to {values.max()}")
-        elif np.issubdtype(values.dtype, np.floating):
-            bad = int((~np.isfinite(values)).reshape(len(values), -1).any(1).sum())
-            words.append(f"{name} {f'not finite in {bad} of {len(values)} examples' if bad else 'finite'}")
-    return ", ".join(words)
+    return f"{word}{'s' * (len(indices) > 1)} {', '.join(map(str, indices[:SHOWN]))}{more}"
 
 
 def check_config(config: Config) -> Iterator[Finding]:
@@ -433,7 +427,13 @@ def check_target(key: str, target: Target, split: str) -> Iterator[Finding]:
                 if callable(source)
                 else source
             )
-            yield from check_dataset(as_dataset(examples), key)
+            dataset = as_dataset(examples)
+            findings = [*check_dataset(dataset, key)]
+            yield from findings
+            if not any(finding.problem for finding in findings) and len(dataset) < UNKNOWN:
+                order = order_of(dataset, PROBES, 1, 0, False)
+                if text := Source(dataset, order).find_not_finite():
+                    yield Finding(f"{key}: {text}")
             return
         for name, entry in sets.items():
             if not is_target(entry):

@@ -25,7 +25,7 @@ from jaxdp.process.monitor import Monitor, Stopped
 from jaxdp.run import rundir
 from jaxdp.run.build import Prepared, restore
 from jaxdp.run.callbacks import Callbacks, Profile
-from jaxdp.run.datasets import describe, loss_of, not_finite
+from jaxdp.run.datasets import OVERFLOW, loss_of, not_finite
 from jaxdp.train.evaluate import evaluate
 from jaxdp.train.loop import EXAMINED, Halted, Lookback, NotFinite, fit
 from jaxdp.train.observer import Observer, Observers
@@ -375,8 +375,8 @@ class Training(Host):
         skipped = int(progress.state.guard.skipped)
         if skipped and not progress.state.loss_scale:
             run.log.writer.say(
-                f"warning: skipped updates: {skipped} of {progress.step}: their gradients were not finite, or their loss "
-                "was a spike; --nonfinite.max_consecutive 1 ends a run at the first that is not finite, and names "
+                f"warning: skipped updates: {skipped} of {progress.step}: their gradients were not finite, or their "
+                "loss was a spike; --nonfinite.max_consecutive 1 ends a run at the first that is not finite, and names "
                 "its examples"
             )
         if progress.stopped is not None:
@@ -481,11 +481,11 @@ def roll_back(training: Training, initial: Record) -> None:
         checkpoint = (
             f"checkpoint {last_saved} is the last" if last_saved else "there is no checkpoint"
         )
-        batch = describe(run.data.train.read(first - 1 + progress.offset))
+        cause = run.data.train.find_not_finite([first - 1 + progress.offset]) or OVERFLOW
         raise RunFailed(
             f"updates {first} to {last} were not finite, {int(guard.in_a_row)} in a row (nonfinite.max_consecutive); "
-            f"none of them was applied, {checkpoint}; the "
-            f"batch of update {first} has {batch}; the indices of all their examples are in {file}",
+            f"none of them was applied, {checkpoint}; in the batch of update {first}: {cause}; the indices of all "
+            f"their examples are in {file}",
             rank=0,
         )
     if progress.rollbacks >= run.options.max_rollbacks:

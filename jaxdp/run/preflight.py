@@ -16,7 +16,7 @@ from jax.tree_util import Partial
 from jaxdp.config import Config
 from jaxdp.data.dataset import Dataset, probes, read_examples, tokenizer_spec
 from jaxdp.data.example_order import RESET
-from jaxdp.data.prefetch import read_batch
+from jaxdp.data.prefetch import read_batches
 from jaxdp.errors import UsageError, one_line, user_code, user_lines
 from jaxdp.losses import check, derive_of
 from jaxdp.metrics.numbers import known_sign
@@ -64,7 +64,7 @@ def rehearse(
             f"optimizer.target: {config.optimizer.target!r} cannot be used: its update must return updates like the "
             "parameters, and a state like the one that it got, in shapes and dtypes"
         )
-    batch = read_batch(parts.dataset, parts.order, 0, np.zeros(1, np.int32))
+    batch = read_batches(parts.dataset, parts.order, [0], np.zeros(1, np.int32))
     with user_code(lambda key: called_with(key, parts, state)):
         grads, sums = jax.make_jaxpr(sums_of_one(step.grads), return_shape=True)(
             state_of_one(state), batch
@@ -190,8 +190,8 @@ def called_with(key: str, parts: Parts, state: TrainState) -> str:
     if key == "loss":
         outputs = in_words(output_shapes(parts, state))
         return (
-            f"; a loss is called as (outputs, batch), here with {outputs} and {in_words(batch)}, and a function "
-            "(outputs, labels), such as those of Optax, is named so: {target: PerExample, args: {function: FUNCTION}}"
+            f"; a loss is called as (outputs, batch), here with {outputs} and {in_words(batch)}, or, if "
+            "its second argument is called labels or targets, as those of Optax, as (outputs, labels)"
         )
     return ""
 
@@ -212,7 +212,9 @@ def rehearse_evaluation(
     try:
         number = np.zeros(1, np.int32)
         jax.eval_shape(
-            sums_of_one(step.evaluate), state_of_one(state), read_batch(dataset, order, 0, number)
+            sums_of_one(step.evaluate),
+            state_of_one(state),
+            read_batches(dataset, order, [0], number),
         )
     except Exception as error:
         is_explained = isinstance(error, UsageError) or user_lines(error)

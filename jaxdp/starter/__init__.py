@@ -45,7 +45,7 @@ class Door:
             note += choose_columns(path, args)
         elif data["target"] == "Npz" and "arrays" not in args:
             choose_arrays(path, data)
-        args[config.pop("path")] = path
+        args.setdefault(config.pop("path"), path)
         if "model" not in kind:
             dataset: Any = make_set("data", data, "train")
             labels = dataset.arrays.get("labels", np.array(None))

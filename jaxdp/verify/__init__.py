@@ -20,7 +20,7 @@ from optax import tree
 
 from jaxdp.checkpoint.leaves import host, params_sha256
 from jaxdp.config import Config
-from jaxdp.data.prefetch import read_batch
+from jaxdp.data.prefetch import read_batches
 from jaxdp.errors import UsageError, one_line
 from jaxdp.extras import door
 from jaxdp.metrics.numbers import table
@@ -277,7 +277,9 @@ def maker(config: Config, parts: Parts, devices: Devices) -> Make:
         def run_updates(state, numbers):
             program, curve = strategy.compile(step), []
             for number in numbers:
-                batch = read_batch(parts.dataset, parts.order, number, strategy.local_microbatches)
+                batch = read_batches(
+                    parts.dataset, parts.order, [number], strategy.local_microbatches
+                )
                 state, metrics = program.update(state, strategy.shard_batch(batch))
                 curve.append(metrics)
             return jax.tree.map(host, (strategy.export(state), curve))

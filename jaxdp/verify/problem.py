@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxdp.config import Config, Precision
 from jaxdp.data.example_order import ExampleOrder
-from jaxdp.data.prefetch import read_batch
+from jaxdp.data.prefetch import read_batches
 from jaxdp.errors import UsageError
 from jaxdp.parallel.layout import ZERO
 from jaxdp.parallel.strategy import Strategy
@@ -219,7 +219,7 @@ def make_trial(problem: Problem, devices: int, updates: int) -> Trial:
     batch_size = microbatches * examples
     size -= size % batch_size
     order = dataclasses.replace(order, size=size, batch_size=batch_size, microbatches=microbatches)
-    batches = [read_batch(dataset, order, i, np.arange(microbatches)) for i in range(updates)]
+    batches = [read_batches(dataset, order, [i], np.arange(microbatches)) for i in range(updates)]
     if not all(batch["mask"].any() for batch in batches):
         raise UsageError(
             "data: the mask is 0 in all examples of a batch; give verify data with other examples first"

@@ -9,7 +9,7 @@ import pytest
 from jaxdp.data import ImageTable
 from jaxdp.data.contents import contents
 from jaxdp.data.example_order import order_of
-from jaxdp.data.prefetch import read_batch
+from jaxdp.data.prefetch import read_batches
 from jaxdp.errors import UsageError
 from packing import grays, png, write_files
 
@@ -175,9 +175,9 @@ def test_damaged_images_and_processes_change_no_order(tmp_path, table):
     source = ImageTable(path, on_error="skip", **ONE)
     assert source.read(np.arange(8))["mask"].tolist() == [1, 0, 1, 1, 1, 1, 1, 1]
     order = order_of(source, 8, 4, 0, True)
-    whole = read_batch(source, order, 1, range(4))
+    whole = read_batches(source, order, [1], range(4))
     for part in (range(1), range(1, 4)):
-        batch = read_batch(pickle.loads(pickle.dumps(source)), order, 1, part)
+        batch = read_batches(pickle.loads(pickle.dumps(source)), order, [1], part)
         real = batch["mask"] == 1  # what stands for a damaged image is never counted
         for name, x in batch.items():
             np.testing.assert_array_equal(x[real], whole[name][part.start : part.stop][real])

@@ -23,7 +23,7 @@ from jaxdp.cli import load
 from jaxdp.config import Config, Optimizer, Parallel
 from jaxdp.data.dataset import Arrays
 from jaxdp.data.example_order import EpochOrder
-from jaxdp.data.prefetch import read_batch
+from jaxdp.data.prefetch import read_batches
 from jaxdp.errors import UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models.base import Model
@@ -615,7 +615,7 @@ def test_the_oracle_agrees_with_an_independent_one(model):
     with settings(jax.devices()[0]):
         made, tx = toys.MODELS[model](), optax.adamw(1e-2, weight_decay=0.1)
         cursor = EpochOrder(48, 16, 8, 0, shuffle=False)
-        batches = [read_batch(Arrays(**data), cursor, i, np.arange(8)) for i in range(3)]
+        batches = [read_batches(Arrays(**data), cursor, [i], np.arange(8)) for i in range(3)]
         trial = Trial(batches, cursor)
         oracle = Oracle(problem(made, Arrays(**data)), trial, "float64")
         params, state = oracle.first.params, oracle.first.model_state

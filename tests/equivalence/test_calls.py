@@ -17,7 +17,7 @@ from jaxdp.cli import load
 from jaxdp.config import validation
 from jaxdp.data.dataset import Arrays
 from jaxdp.data.example_order import EpochOrder, Streams
-from jaxdp.data.prefetch import read_batch, read_batches
+from jaxdp.data.prefetch import read_batches
 from jaxdp.data.resident import Resident, gather
 from jaxdp.errors import UsageError
 from jaxdp.parallel.placement import assign_microbatches
@@ -169,7 +169,7 @@ def test_rows_gathered_on_the_device_equal_those_read(backend, devices):
         with resident.batches(order, [range(1), range(1, 3), range(3, 4), range(5, 6)]) as batches:
             for steps, got in batches:
                 several = len(steps) > 1
-                read, at = (read_batches, steps) if several else (read_batch, steps[0])
+                read, at = (read_batches, steps) if several else (read_batches, steps[0])
                 want = strategy.shard_batch(
                     read(dataset, order, at, strategy.local_microbatches), several
                 )

@@ -14,7 +14,7 @@ import toys
 from covering import cover, first, name, product
 from jaxdp.data.dataset import Arrays
 from jaxdp.data.example_order import EpochOrder
-from jaxdp.data.prefetch import read_batch
+from jaxdp.data.prefetch import read_batches
 from jaxdp.losses import MeanSquaredError, SoftmaxCrossEntropy
 from jaxdp.models import as_model
 from jaxdp.split import DATA
@@ -72,7 +72,7 @@ def test_every_strategy_agrees_with_a_plain_jit(row):
             lambda state, batch: step.apply(state, toys.alone(step.grads, slots)(state, batch))
         )
         for i in range(10):
-            state, _ = update(state, read_batch(dataset, cursor, i, np.arange(8)))
+            state, _ = update(state, read_batches(dataset, cursor, [i], np.arange(8)))
         error, where = toys.relative_error(
             (got.params, got.model_state, got.opt_state),
             (state.params, state.model_state, state.opt_state),
@@ -176,7 +176,7 @@ def test_gradients_need_no_implicit_promotion(model):
             make_step(forward, rule),
             init_state(forward, rule, 8, {k: v[:3] for k, v in examples.items()}),
         )
-        batch = read_batch(Arrays(**examples), EpochOrder(53, 20, 8, 0), 0, np.arange(8))
+        batch = read_batches(Arrays(**examples), EpochOrder(53, 20, 8, 0), [0], np.arange(8))
         with jax.numpy_dtype_promotion("strict"):
             sums = jax.eval_shape(toys.alone(step.grads, np.arange(8)), state, batch)
         assert {x.dtype.name for x in jax.tree.leaves(sums)} == {"float32"}

@@ -38,7 +38,7 @@ from guarding import (
 )
 from jaxdp.cli import load
 from jaxdp.config import validation
-from jaxdp.data.prefetch import read_batch
+from jaxdp.data.prefetch import read_batches
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.metrics.console import Console
 from jaxdp.metrics.meter import Meter
@@ -357,7 +357,7 @@ def test_the_config_makes_the_guard():
     apply = jax.jit(step.apply)
     state = jax.jit(make)()
     assert state.guard.level is not None
-    batch = read_batch(parts.dataset, parts.order, 0, np.arange(8))
+    batch = read_batches(parts.dataset, parts.order, [0], np.arange(8))
     sums = jax.eval_shape(toys.alone(step.grads, np.arange(8)), state, batch)
     broken = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), sums)
     for halted in (0, NONFINITE, NONFINITE):

@@ -13,7 +13,7 @@ import toys
 from covering import first
 from jaxdp.data.dataset import Arrays
 from jaxdp.data.example_order import EpochOrder
-from jaxdp.data.prefetch import read_batch
+from jaxdp.data.prefetch import read_batches
 from jaxdp.errors import UsageError
 from jaxdp.parallel.placement import assign_microbatches, data_mesh, from_first
 from jaxdp.parallel.reduction import pack
@@ -148,7 +148,9 @@ def test_a_bucketed_step_all_reduces_one_operand(backend):
         steps=0,
     )
     state = strategy.adopt(jax.device_put(state, strategy.abstract().step.sharding))
-    batch = read_batch(Arrays(**examples), EpochOrder(20, 20, 8, 0), 0, strategy.local_microbatches)
+    batch = read_batches(
+        Arrays(**examples), EpochOrder(20, 20, 8, 0), [0], strategy.local_microbatches
+    )
     text = program.lowered(state, strategy.shard_batch(batch)).compile().as_text()
     calls = [m.group(1) for m in re.finditer(r" all-reduce(?:-start)?\(([^)]*)\)", text)]
     assert len(calls) == 1 and "," not in calls[0]

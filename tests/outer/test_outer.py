@@ -21,7 +21,7 @@ from jaxdp.cli import load
 from jaxdp.config import Config, Outer
 from jaxdp.data.dataset import Arrays
 from jaxdp.data.example_order import EpochOrder
-from jaxdp.data.prefetch import read_batch
+from jaxdp.data.prefetch import read_batches
 from jaxdp.errors import UsageError
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.optim.optimizers import master_copy, with_master
@@ -65,7 +65,7 @@ def build(
     dataset = Arrays(**examples)
 
     def batch(i):
-        return strategy.shard_batch(read_batch(dataset, order, i, strategy.local_microbatches))
+        return strategy.shard_batch(read_batches(dataset, order, [i], strategy.local_microbatches))
 
     return strategy, strategy.compile(step), batch
 

@@ -228,7 +228,7 @@ def test_the_rows_around_a_spike_are_shown_and_counted(tmp_path):
     firsts = {int(text.split(":")[0]): text.splitlines()[2] for text in tables}
     update = next(update for update, line in firsts.items() if line.split()[0] == "5")
     assert firsts[update].endswith(
-        f" {(update - 1) // 8} times  label down; row 5 of the table, counted from 0"
+        f" {(update - 1) // 8} times  label down; row 5 of the file, counted from 0"
     )
 
 

@@ -15,7 +15,7 @@ from jaxdp.config.parsing import from_mapping
 from jaxdp.data.dataset import Arrays
 from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.mixture import Mixture
-from jaxdp.data.prefetch import read_batch
+from jaxdp.data.prefetch import read_batches
 from jaxdp.data.stream import Stream
 from jaxdp.errors import UsageError
 from jaxdp.sampling.balanced import Balanced
@@ -99,7 +99,7 @@ def test_other_orders_are_cut_at_the_same_positions(dataset, size):
 def test_a_stream_of_unknown_length_is_read_on():
     dataset = Stream(lambda: iter([{"inputs": np.float64(i)} for i in range(100)]))
     order = staged(dataset.example_order(1, 2, 0), {0: 4, 2: 10})
-    batches = [read_batch(dataset, order, step, range(2)) for step in range(4)]
+    batches = [read_batches(dataset, order, [step], range(2)) for step in range(4)]
     assert [x["inputs"].T.reshape(-1).tolist() for x in batches] == [
         [0, 1, 2, 3], [4, 5, 6, 7], [*range(8, 18)], [*range(18, 28)]
     ]  # fmt: skip

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxdp.data.example_order import order_of
-from jaxdp.data.prefetch import read_batch
+from jaxdp.data.prefetch import read_batches
 
 RNG = np.random.default_rng(0)
 
@@ -62,8 +62,8 @@ def check_readers(source):
     """Whoever reads a part of a batch of 8 examples, a copy in another process too, reads the same."""
     order = order_of(source, 8, 4, 0, True)
     for step in range(3):
-        whole = read_batch(source, order, step, range(4))
+        whole = read_batches(source, order, [step], range(4))
         for part in (range(1), range(1, 4)):
-            batch = read_batch(pickle.loads(pickle.dumps(source)), order, step, part)
+            batch = read_batches(pickle.loads(pickle.dumps(source)), order, [step], part)
             for name, x in batch.items():
                 np.testing.assert_array_equal(x, whole[name][part.start : part.stop])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from jaxdp.data.prefetch import read_batch
+from jaxdp.data.prefetch import read_batches
 from jaxdp.run.components import Parts
 from jaxdp.train.state import Batch, TrainState, expand_to
 from jaxdp.train.step import Replica, Step
@@ -23,7 +23,7 @@ def error_of_sum(parts: Parts, step: Step, state: TrainState) -> float:
     zero. So it does not matter how the model rounds. NaN if a microbatch's own gradient is not
     finite."""
     numbers = np.arange(min(parts.order.microbatches, SUMMED))
-    batch = read_batch(parts.dataset, parts.order, 0, numbers)
+    batch = read_batches(parts.dataset, parts.order, [0], numbers)
     mask: Any = batch["mask"]
     alone: Any = np.eye(len(numbers), dtype=mask.dtype)
     kept = jax.tree.map(lambda x: x[: len(numbers)], state.kept)

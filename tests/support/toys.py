@@ -12,7 +12,7 @@ from jax.tree_util import Partial
 from jaxdp.config import Config, Parallel
 from jaxdp.data.dataset import Arrays
 from jaxdp.data.example_order import EpochOrder, Streams
-from jaxdp.data.prefetch import read_batch
+from jaxdp.data.prefetch import read_batches
 from jaxdp.extras import extras_of
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models import as_model
@@ -347,7 +347,9 @@ def build(
     return (
         strategy,
         step,
-        lambda i: strategy.shard_batch(read_batch(dataset, cursor, i, strategy.local_microbatches)),
+        lambda i: strategy.shard_batch(
+            read_batches(dataset, cursor, [i], strategy.local_microbatches)
+        ),
     )
 
 

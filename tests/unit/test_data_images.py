@@ -19,7 +19,7 @@ from jaxdp.data.contents import contents
 from jaxdp.data.dataset import as_dataset, check_dtypes
 from jaxdp.data.example_order import order_of
 from jaxdp.data.image_folder import decode
-from jaxdp.data.prefetch import read_batch
+from jaxdp.data.prefetch import read_batches
 from jaxdp.errors import UsageError
 from jaxdp.run.datasets import make_data
 
@@ -452,10 +452,10 @@ def test_an_image_that_is_skipped_moves_no_other(partly_damaged, capsys):
     source.read(np.arange(12))
     assert capsys.readouterr().err == ""
     order = order_of(source, 4, 4, 0, True)
-    whole = [read_batch(source, order, step, range(4)) for step in range(3)]
+    whole = [read_batches(source, order, [step], range(4)) for step in range(3)]
     for part in (range(2), range(2, 4)):  # of two processes
         for step in range(3):
-            batch = read_batch(source, order, step, part)
+            batch = read_batches(source, order, [step], part)
             for name in ("labels", "mask"):
                 np.testing.assert_array_equal(
                     batch[name], whole[step][name][part.start : part.stop]

@@ -11,7 +11,7 @@ from jaxdp.data import Mixture, Npz, Stream, TokenFile
 from jaxdp.data.contents import contents, difference
 from jaxdp.data.dataset import Arrays, Examples, as_dataset, check_dtypes, fingerprint, probes
 from jaxdp.data.example_order import EpochOrder
-from jaxdp.data.prefetch import read_batch
+from jaxdp.data.prefetch import read_batches
 from jaxdp.data.windows import Windows
 from jaxdp.errors import RunFailed, UsageError
 
@@ -103,8 +103,8 @@ def test_a_negative_or_nonfinite_mask_is_refused(value, dtype, shape, tmp_path):
     order = EpochOrder(6, 6, 2, 0, shuffle=False)
     for dataset, name in ((mapped, "Arrays"), (listed, "MapStyle")):
         with pytest.raises(UsageError, match=f"^data: {name} {WRONG.format('.*')}$"):
-            read_batch(dataset, order, 0, [0, 1])
-        assert read_batch(dataset, order, 0, [1])["mask"].all()  # without example 4
+            read_batches(dataset, order, [0], [0, 1])
+        assert read_batches(dataset, order, [0], [1])["mask"].all()  # without example 4
 
 
 def test_masks_of_floats_booleans_and_ints_are_read():

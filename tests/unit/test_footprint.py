@@ -11,7 +11,7 @@ import toys
 from jaxdp import errors
 from jaxdp.data.dataset import Arrays
 from jaxdp.data.example_order import EpochOrder
-from jaxdp.data.prefetch import read_batch
+from jaxdp.data.prefetch import read_batches
 from jaxdp.plan import prediction
 
 
@@ -28,7 +28,9 @@ def test_a_program_that_has_run_tells_what_it_sends(backend, devices):
     model, examples = toys.MODELS["mlp"](), toys.data(40)
     strategy, step, _ = toys.build(model, examples, devices=devices, backend=backend)
     program, state = strategy.compile(step), strategy.init()
-    read = read_batch(Arrays(**examples), EpochOrder(40, 20, 8, 0), 0, strategy.local_microbatches)
+    read = read_batches(
+        Arrays(**examples), EpochOrder(40, 20, 8, 0), [0], strategy.local_microbatches
+    )
     batch = strategy.shard_batch(read)
     assert (
         prediction.of_compiled(program.lowered(state, batch), devices) is None

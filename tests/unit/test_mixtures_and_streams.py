@@ -13,7 +13,7 @@ from jaxdp.data import Mixture, Stream
 from jaxdp.data.dataset import UNKNOWN, Arrays, as_dataset, check_dtypes, fingerprint
 from jaxdp.data.example_order import order_of
 from jaxdp.data.mixture import split_by_weight
-from jaxdp.data.prefetch import read_batch, read_batches
+from jaxdp.data.prefetch import read_batches
 from jaxdp.data.stream import StreamEnded
 from jaxdp.data.workers import prefetch_in_workers
 from jaxdp.errors import UsageError
@@ -31,7 +31,7 @@ def read(dataset, order, step, shares):
     """
     rows = {}
     for share in shares:
-        batch = read_batch(dataset, order, step, share)
+        batch = read_batches(dataset, order, [step], share)
         for local, place in zip(*np.nonzero(batch["mask"])):
             rows[place * order.microbatches + share[local]] = int(batch["inputs"][local, place])
     return [rows[row] for row in sorted(rows)]
@@ -253,7 +253,7 @@ def test_a_stream_is_read_by_position_on_any_devices(data):
             own = pickle.loads(pickle.dumps(make()))
             for step in range(start, len(alone)):
                 rows = [row for row in range(len(alone[step])) if row % microbatches in process]
-                batch = read_batch(own, order, step, process)
+                batch = read_batches(own, order, [step], process)
                 assert sorted(batch["inputs"][batch["mask"] > 0]) == sorted(
                     alone[step][row] for row in rows
                 )
@@ -273,14 +273,14 @@ def test_a_process_decodes_only_its_rows_of_a_stream():
     stream = Stream(source, decode=note)
     order = order_of(stream, 8, 4, 0)
     decoded.clear()
-    read_batch(stream, order, 500, [1, 3])
-    read_batch(stream, order, 501, [1, 3])
+    read_batches(stream, order, [500], [1, 3])
+    read_batches(stream, order, [501], [1, 3])
     assert sorted(decoded) == [4001, 4003, 4005, 4007, 4009, 4011, 4013, 4015] and opened == [
         0,
         4000,
     ]
     stream = pickle.loads(pickle.dumps(Stream(count_to, {"count": 10_000}, decode=decode)))
-    assert stream.records.iterator is None and read_batch(stream, order, 500, [0])[
+    assert stream.records.iterator is None and read_batches(stream, order, [500], [0])[
         "inputs"
     ].tolist() == [[4000, 4004]]
     assert stream.records.first == 4000
@@ -292,10 +292,10 @@ def test_workers_read_a_stream():
     with prefetch_in_workers(stream, order, np.arange(3), range(9), 0) as batches:
         with pytest.raises(StreamEnded):
             plain = [*batches]
-        plain = [read_batch(stream, order, step, np.arange(3)) for step in range(3)]
+        plain = [read_batches(stream, order, [step], np.arange(3)) for step in range(3)]
     for share in ([0], [1], [2]):  # the last batch has rows for the first of them, but is not full
         with pytest.raises(StreamEnded, match="the stream ends after 100 examples"):
-            read_batch(stream, order, 3, share)
+            read_batches(stream, order, [3], share)
     assert [x["inputs"].T.reshape(-1).tolist() for x in plain] == [
         [*range(i, i + 30)] for i in (0, 30, 60)
     ]

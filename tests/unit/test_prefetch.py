@@ -1,4 +1,4 @@
-"""Prefetch: in order, bounded, its faults handed over, and gone when it is left. read_batch: rows,
+"""Prefetch: in order, bounded, its faults handed over, and gone when it is left. read_batches: rows,
 shapes, masks.
 """
 
@@ -13,7 +13,7 @@ import pytest
 from jaxdp.data import prefetch as module
 from jaxdp.data.dataset import Arrays, Examples
 from jaxdp.data.example_order import EpochOrder
-from jaxdp.data.prefetch import prefetch, read_ahead, read_batch
+from jaxdp.data.prefetch import prefetch, read_ahead, read_batches
 from jaxdp.errors import UsageError
 
 
@@ -35,18 +35,16 @@ def wait_until(condition):
         time.sleep(0.002)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 7])
-def test_every_item_in_order(depth):
-    items = prefetch(lambda step: step * step, range(3, 20), depth)
+def test_every_item_in_order():
+    items = prefetch(lambda step: step * step, range(3, 20))
     assert list(items) == [step * step for step in range(3, 20)]
     assert next(items, None) is None
-    assert list(prefetch(lambda step: step, range(5, 5), depth)) == []
+    assert list(prefetch(lambda step: step, range(5, 5))) == []
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-def test_at_most_depth_items_are_made_ahead(depth):
-    made = []
-    with closing(prefetch(lambda step: made.append(step) or step, range(100), depth)) as items:
+def test_at_most_two_items_are_made_ahead():
+    made, depth = [], 2
+    with closing(prefetch(lambda step: made.append(step) or step, range(100))) as items:
         for taken in range(1, 6):
             assert next(items) == taken - 1
             wait_until(lambda taken=taken: len(made) == taken + depth)
@@ -55,9 +53,8 @@ def test_at_most_depth_items_are_made_ahead(depth):
     assert len(made) <= 5 + depth
 
 
-@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt, SystemExit])
-def test_a_fault_arrives_in_order_as_the_same_object(depth, kind):
+def test_a_fault_arrives_in_order_as_the_same_object(kind):
     fault = kind("disk on fire")
 
     def broken_reader(step):
@@ -67,23 +64,22 @@ def test_a_fault_arrives_in_order_as_the_same_object(depth, kind):
 
     got = []
     with pytest.raises(kind) as caught:
-        for item in prefetch(broken_reader, range(9), depth):
+        for item in prefetch(broken_reader, range(9)):
             got.append(item)
     assert got == [0, 1] and caught.value is fault
     assert "broken_reader" in [frame.name for frame in traceback.extract_tb(fault.__traceback__)]
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_stray_stop_iteration_is_an_error(depth):
+def test_a_stray_stop_iteration_is_an_error():
     def make(step):
         return next(iter([]))
 
     with pytest.raises(RuntimeError, match="StopIteration"):
-        list(prefetch(make, range(9), depth))
+        list(prefetch(make, range(9)))
 
 
 def test_leaving_early_frees_a_blocked_reader():
-    with closing(prefetch(lambda step: step, range(10**9), depth=1)) as items:
+    with closing(prefetch(lambda step: step, range(10**9))) as items:
         assert next(items) == 0
         (thread,) = readers()
         time.sleep(0.05)
@@ -186,7 +182,7 @@ def test_faults_and_an_early_end_of_either_way(monkeypatch, seconds):
     assert next(items, "over") == "over"
 
 
-# --- read_batch
+# --- read_batches
 # ------------------------------------------------------------------------------------------------------
 
 X = np.arange(40, dtype=np.float32).reshape(10, 2, 2)
@@ -203,15 +199,15 @@ def test_a_batch_is_the_cursors_rows_and_their_mask():
     dataset, cursor = Recorder(inputs=X, labels=Y), EpochOrder(10, 6, 2, seed=1)
     for step in range(4):
         indices, mask = cursor.rows(step, [1, -1, 0])
-        batch = read_batch(dataset, cursor, step, [1, -1, 0])
+        batch = read_batches(dataset, cursor, [step], [1, -1, 0])
         assert batch.keys() == {"inputs", "labels", "mask"}
         assert batch["inputs"].dtype == np.float32 and batch["labels"].dtype == np.int32
         np.testing.assert_array_equal(batch["inputs"], X[indices])
         np.testing.assert_array_equal(batch["labels"], indices)
         np.testing.assert_array_equal(batch["mask"], mask.astype(np.float32), strict=True)
         assert len(dataset.asked) == len(set(dataset.asked.tolist())), "padding is read once"
-    assert read_batch(dataset, cursor, 0, [])["inputs"].shape == (0, 3, 2, 2)
-    assert read_batch(Examples(list(X)), cursor, 0, [])["inputs"].shape == (0, 3, 2, 2)
+    assert read_batches(dataset, cursor, [0], [])["inputs"].shape == (0, 3, 2, 2)
+    assert read_batches(Examples(list(X)), cursor, [0], [])["inputs"].shape == (0, 3, 2, 2)
 
 
 @pytest.mark.parametrize("kind", ["bool", "int32", "float32", "float64", "uint8"])
@@ -219,10 +215,10 @@ def test_the_data_sets_own_mask_is_kept_in_its_shape(kind):
     tokens = (np.arange(50).reshape(10, 5) % 3 > 0).astype(kind)
     cursor = EpochOrder(10, 6, 2, seed=1)
     indices, mask = cursor.rows(1, [0, 1])
-    got = read_batch(Arrays(inputs=X, mask=tokens), cursor, 1, [0, 1])["mask"]
+    got = read_batches(Arrays(inputs=X, mask=tokens), cursor, [1], [0, 1])["mask"]
     assert got.shape == (2, 3, 5) and got.dtype == ("float64" if kind == "float64" else "float32")
     np.testing.assert_array_equal(got, tokens[indices] * mask[..., None])
-    by_row = read_batch(Arrays(inputs=X, mask=tokens[:, 1]), cursor, 1, [0, 1])["mask"]
+    by_row = read_batches(Arrays(inputs=X, mask=tokens[:, 1]), cursor, [1], [0, 1])["mask"]
     np.testing.assert_array_equal(by_row, tokens[:, 1][indices] * mask)
 
 
@@ -243,4 +239,4 @@ def test_a_read_that_breaks_the_contract_is_named(given, said):
             return given
 
     with pytest.raises(UsageError, match=said):
-        read_batch(Broken(inputs=X), EpochOrder(10, 6, 2, seed=1), 0, [0, 1])
+        read_batches(Broken(inputs=X), EpochOrder(10, 6, 2, seed=1), [0], [0, 1])

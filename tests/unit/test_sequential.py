@@ -10,7 +10,7 @@ import toys
 from covering import first
 from jaxdp.data.dataset import Arrays
 from jaxdp.data.example_order import EpochOrder, Streams
-from jaxdp.data.prefetch import read_batch
+from jaxdp.data.prefetch import read_batches
 from sequences import check_evaluation, check_skipped, check_training_in_order, evaluated
 
 
@@ -36,22 +36,22 @@ def test_every_row_reads_its_own_part_in_order(size, batch_size, microbatches):
 def test_a_batch_says_where_its_rows_begin_anew():
     order = Streams(10, 4, 2)
     data = Arrays(inputs=np.arange(10.0), reset=np.arange(10) % 5 == 4)
-    assert read_batch(data, order, 0, [0, 1])["reset"].all()
-    later = read_batch(data, order, 1, [0, 1, -1])
+    assert read_batches(data, order, [0], [0, 1])["reset"].all()
+    later = read_batches(data, order, [1], [0, 1, -1])
     np.testing.assert_array_equal(later["inputs"][:2], [[1, 7], [4, 9]])
     np.testing.assert_array_equal(later["reset"][:2], [[False, False], [True, True]])
     any_order = EpochOrder(
         10, 4, 2, shuffle=False
     )  # says nothing of it by itself, but that there is nothing before it
-    assert read_batch(data, any_order, 0, [0, 1])["reset"].all()
+    assert read_batches(data, any_order, [0], [0, 1])["reset"].all()
     np.testing.assert_array_equal(
-        read_batch(data, any_order, 1, [0, 1])["reset"], [[True, False], [False, False]]
+        read_batches(data, any_order, [1], [0, 1])["reset"], [[True, False], [False, False]]
     )
-    assert "reset" not in read_batch(Arrays(inputs=np.arange(10.0)), any_order, 0, [0, 1])
+    assert "reset" not in read_batches(Arrays(inputs=np.arange(10.0)), any_order, [0], [0, 1])
     of_tokens = Arrays(
         inputs=np.arange(10.0), reset=np.ones((10, 3))
     )  # something else of the same name
-    assert read_batch(of_tokens, any_order, 0, [0, 1])["reset"].shape == (2, 2, 3)
+    assert read_batches(of_tokens, any_order, [0], [0, 1])["reset"].shape == (2, 2, 3)
 
 
 def unrolled(examples, batch_size, steps):

@@ -15,7 +15,7 @@ from checks import check_shared_programs
 from covering import first
 from jaxdp.data.dataset import Arrays
 from jaxdp.data.example_order import EpochOrder
-from jaxdp.data.prefetch import read_batch
+from jaxdp.data.prefetch import read_batches
 from jaxdp.losses import SoftmaxCrossEntropy
 from jaxdp.models import as_model
 from jaxdp.models.base import Model
@@ -100,8 +100,11 @@ def test_a_microbatch_of_padding_changes_nothing(model, accumulate):
         make_step(forward, rule, accumulate),
         init_state(forward, rule, 8, {k: v[:2] for k, v in examples.items()}),
     )
-    batch = read_batch(
-        Arrays(**examples), EpochOrder(6, 6, 4, 0, shuffle=False), 0, np.array([0, 1, 2, 3, -1, -1])
+    batch = read_batches(
+        Arrays(**examples),
+        EpochOrder(6, 6, 4, 0, shuffle=False),
+        [0],
+        np.array([0, 1, 2, 3, -1, -1]),
     )
 
     def grads(state, batch, numbers):
@@ -130,7 +133,9 @@ def test_a_model_without_vmap_scans_its_microbatches():
 
     forward, rule = Forward(Model(init, apply), SoftmaxCrossEntropy()), UpdateRule(optax.sgd(0.1))
     state = init_state(forward, rule, 4, {k: v[:2] for k, v in examples.items()})
-    batch = read_batch(Arrays(**examples), EpochOrder(8, 8, 4, 0, shuffle=False), 0, np.arange(4))
+    batch = read_batches(
+        Arrays(**examples), EpochOrder(8, 8, 4, 0, shuffle=False), [0], np.arange(4)
+    )
     for accumulate, number in (("vmap", 1), ("scan", 4)):
         step, some = make_step(forward, rule, accumulate), {k: v[:number] for k, v in batch.items()}
         for f in (step.grads, step.evaluate):
@@ -352,7 +357,7 @@ def test_clipping_is_by_the_mean_gradients_global_norm():
     examples, model = toys.data(16), toys.MODELS["mlp"]()
     forward = Forward(model, SoftmaxCrossEntropy())
     state = init_state(forward, UpdateRule(optax.sgd(1.0)), 8, examples)
-    batch = read_batch(Arrays(**examples), EpochOrder(16, 16, 8, 0), 0, np.arange(8))
+    batch = read_batches(Arrays(**examples), EpochOrder(16, 16, 8, 0), [0], np.arange(8))
     updates = {}
     for clip in (None, 1e-3, 1e3):
         step = make_step(forward, UpdateRule(optax.sgd(1.0), clip))
@@ -371,7 +376,7 @@ def test_clipping_is_by_the_mean_gradients_global_norm():
 def test_an_update_that_may_be_skipped_copies_no_moments(tx):
     examples, forward = toys.data(16), Forward(toys.MODELS["mlp"](), SoftmaxCrossEntropy())
     state = init_state(forward, UpdateRule(tx), 8, examples)
-    batch = read_batch(Arrays(**examples), EpochOrder(16, 16, 8, 0), 0, np.arange(8))
+    batch = read_batches(Arrays(**examples), EpochOrder(16, 16, 8, 0), [0], np.arange(8))
     step = make_step(forward, UpdateRule(tx))
     sums = jax.eval_shape(toys.alone(step.grads, np.arange(8)), state, batch)
     program = jax.jit(step.apply, donate_argnums=0).lower(state, sums).compile()
@@ -462,7 +467,9 @@ def test_the_seed_decides_what_dropout_drops():
     state = init_state(
         forward, UpdateRule(optax.sgd(0.1)), 8, {k: v[:1] for k, v in examples.items()}
     )
-    batch = read_batch(Arrays(**examples), EpochOrder(8, 8, 8, 0, shuffle=False), 0, np.arange(8))
+    batch = read_batches(
+        Arrays(**examples), EpochOrder(8, 8, 8, 0, shuffle=False), [0], np.arange(8)
+    )
     grads = jax.jit(toys.alone(step.grads, np.arange(8)))
     losses = [
         float(grads(state.replace(seed=np.uint32(seed)), batch).loss)

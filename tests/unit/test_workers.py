@@ -14,7 +14,7 @@ import pytest
 
 from jaxdp.data.dataset import Arrays, Examples
 from jaxdp.data.example_order import EpochOrder
-from jaxdp.data.prefetch import read_batch
+from jaxdp.data.prefetch import read_batches
 from jaxdp.data.workers import prefetch_in_workers
 from jaxdp.errors import RunFailed, UsageError
 
@@ -65,7 +65,7 @@ def test_workers_read_what_a_thread_reads_in_its_order():
     assert len(found) == 17 and pids[0] != pids[1] and os.getpid() not in pids[0] | pids[1]
     assert all(pid == pids[i % 2] and len(pid) == 1 for i, pid in enumerate(pids))
     for step, batch in enumerate(found, 3):
-        wanted = read_batch(dataset, CURSOR, step, [2, 0])
+        wanted = read_batches(dataset, CURSOR, [step], [2, 0])
         wanted.pop("pid")
         assert batch.keys() == wanted.keys()
         for key, value in wanted.items():
