@@ -23,7 +23,10 @@ RENAMED = {  # former key -> key
     "parallel.accumulator": "parallel.gradient_buffer",
     "watchdog.slow_factor": "watchdog.straggler_factor",
 }
-GONE = {"parallel.xla_preset": "set XLA_FLAGS (docs/performance.md)"}  # key -> what to do instead
+GONE = {  # key, also of other trainers -> what to do instead
+    "parallel.xla_preset": "set XLA_FLAGS (docs/performance.md)",
+    "max_time": "callbacks: [{target: TimeLimit, args: {minutes: 60}}] saves and ends with 75",
+}
 FORMER_VALUES = {
     "parallel.accumulate": "loop is now scan",
     "parallel.gradient_buffer": "split is now sharded, whole is now replicated",
@@ -93,7 +96,7 @@ def check_key(key: str, where: str) -> None:
         now = RENAMED[key]
         raise UsageError(f"{where}: {key} is now called {now}, and is {expected(now)}")
     if key in GONE:
-        raise UsageError(f"{where}: there is no {key} any more; {GONE[key]}")
+        raise UsageError(f"{where}: there is no {key}; {GONE[key]}")
     raise UsageError(f"{where}: unknown key {key!r}; {_meant(key, known)}")
 
 

@@ -121,7 +121,7 @@ def standing_out(directory: pathlib.Path, around: int) -> list[int]:
 
 
 def rewind_all(
-    directory: str | pathlib.Path, updates: Collection[int], objects: Objects = NOTHING
+    directory: Any, updates: Collection[int], objects: Objects = NOTHING
 ) -> Iterator[Rewound]:
     """Make some updates of a run again, in their order, and each of their rows alone. An update
     after the last checkpoint is made from there, even if the run has not come so far.
@@ -210,4 +210,4 @@ def rows_of(parts: Parts, sums_of_rows: Any, number: int, before: TrainState) ->
         loss, weight, own = sums(m, np.arange(real.shape[1]) == e)
         loss = float(loss) / (float(weight) or 1.0)
         found.append(Row(int(indices[m, e]), m, loss, float(jnp.vdot(own, gradient)) / square))
-    return sorted(found, key=lambda row: -abs(row.share) if np.isfinite(row.share) else -np.inf)
+    return sorted(found, key=lambda row: np.nan_to_num(-abs(row.share), nan=-np.inf))

@@ -1,7 +1,7 @@
 """More losses: a function of outputs and labels, and a cross-entropy for uneven classes."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -21,18 +21,14 @@ class PerExample:
     """The mean of what a function (outputs, labels) returns for each example, over all of an update.
 
     function: such as those of `optax.losses`, or its dotted path; it returns [example, ...], of several
-    numbers an example their mean. Masked examples do not count. Raises UsageError for a function that
-    returns one number, such as a mean over a part of the batch: the mean of an update is over all
-    devices.
+    numbers an example their mean. A loss whose second argument is called labels or targets becomes one
+    of these. Masked examples do not count. Raises UsageError for a function that returns one number,
+    such as a mean over a part of the batch: the mean of an update is over all devices.
     """
 
-    def __init__(self, function: str | Callable[[Any, Any], Any]):
+    def __init__(self, function: Any):
         key = "loss.args.function"
-        self.function: Any = function
-        if isinstance(function, str):
-            self.function = locate(key, function, {}, key)
-        if not callable(self.function):
-            raise UsageError(f"{key}: {function!r} is no function of outputs and labels")
+        self.function = locate(key, function, {}) if isinstance(function, str) else function
 
     def __call__(self, outputs: jax.Array, batch: Batch):
         losses = jnp.asarray(self.function(outputs, labels_of(batch)))

@@ -82,7 +82,7 @@ def choose_columns(path: str, args: Any) -> str:
     """Add the arguments of a `Table` that are not there; return a line about the other columns."""
     frame = read_frame(path)
     label = args.setdefault("label", "label")  # if there is none, `Table` lists the columns
-    counts = frame.nunique()
+    counts = frame.astype(str).nunique()
 
     def is_input(name):
         # Texts of few values, and whole numbers unless all differ, as those of an id.

@@ -1,12 +1,14 @@
 """The verb `predict`: predict the rows of a table with a run whose data was a `Table`."""
 
 import pathlib
+from collections import Counter
 
 import numpy as np
 from scipy.special import softmax
 
 from jaxdp.cli import Call
 from jaxdp.cli.export import run_directory
+from jaxdp.data.image_files import counted
 from jaxdp.errors import UsageError, one_line
 from jaxdp.run.fitted import load
 from jaxdp.tables.rows import read_frame
@@ -25,18 +27,21 @@ def run(call: Call) -> None:
             ".predict takes arrays"
         )
     frame = read_frame(options["data"], "--data")
-    outputs = np.asarray(fitted.predict(fitted.data.encode(frame)), np.float64)
+    inputs = fitted.data.encode(frame, "--data")
+    outputs = np.asarray(fitted.predict(inputs), np.float64)
     names = getattr(fitted.data, "class_names", None)
     if names is None:
         outputs = outputs * fitted.data.scale + fitted.data.center  # type: ignore[attr-defined]
-        frame["predicted"] = outputs.reshape(len(frame))
-        found = f"mean {frame['predicted'].mean():.6g}"
+        columns = {"predicted": outputs.reshape(len(frame))}
+        found = f"mean {outputs.mean():.6g}"
     else:
-        frame["predicted"] = np.array(names)[outputs.argmax(-1)]
-        for name, share in zip(names, softmax(outputs, -1).T):
-            frame[f"p_{name}"] = share
-        counts = frame["predicted"].value_counts()
-        found = ", ".join(f"{counts[name]:,} {name}" for name in counts.index)
+        shares = zip(names, softmax(outputs, -1).T)
+        columns = {"predicted": np.array(names)[outputs.argmax(-1)]}
+        columns |= {f"p_{name}": share for name, share in shares}
+        found = counted(Counter(columns["predicted"]))
+    for name in frame.columns.intersection([*columns]):
+        raise UsageError(f"--data: it has a column {name!r}, as the output will; rename it")
+    frame = frame.assign(**columns)
     output = pathlib.Path(options["output"]).expanduser()
     write = frame.to_parquet if output.suffix == ".parquet" else frame.to_csv
     try:

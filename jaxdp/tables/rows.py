@@ -2,12 +2,14 @@
 
 import math
 import pathlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxdp.data.dataset import Arrays, check_share, check_split, rows_of_split
+from jaxdp.data.image_files import counted
 from jaxdp.data.split_names import abbreviated
 from jaxdp.errors import UsageError, import_optional, one_line
 
@@ -66,14 +68,17 @@ class Table(Arrays):
             for name in self.columns
             if not is_number(frame[name])
         }
-        column = label_column(frame[label], regression)
+        # The column that each input is of.
+        self.names = [name for name in self.columns for _ in self.values.get(name, [name])]
+        column, kinds = label_column(frame[label], regression), ""
         if regression:
             values = numbers(column, None)[train]
             self.center, self.scale = values.mean(), values.std() or 1.0
         elif column.dtype.kind != "f":
             self.class_names = [f"{name}" for name in np.unique(column)]
             self.classes = len(self.class_names)
-        inputs = self.encode(frame)
+            kinds = f": {counted(Counter(column.map('of {}'.format)))}"
+        inputs = self.encode(frame, "")
         numeric = np.array([not self.values.get(name) for name in self.names])
         rows = inputs[train]
         # In float64: squares of large numbers are beyond float32.
@@ -81,46 +86,41 @@ class Table(Arrays):
         self.deviation = np.where(numeric, rows.std(0, float), 1).astype(np.float32)
         self.deviation[self.deviation == 0] = 1
         # What an input means: `check_meaning` compares it with that of an evaluation set.
-        numeric_encoding = self.mean.tolist(), self.deviation.tolist(), self.center, self.scale
-        self.encoding = self.columns, self.values, *numeric_encoding
+        standardized = self.mean.tolist(), self.deviation.tolist(), self.center, self.scale
+        self.encoding = self.columns, self.values, *standardized
         self.rows = train if both else rows_of_split(len(frame), test_fraction, split)
         if both and split == "test":
             frame = read_frame(table["test"])
             require(frame, "label", [label])
-            inputs, self.rows = self.encode(frame), np.arange(len(frame))
-            for name, values in self.values.items():
-                positions(frame[name].dropna(), values, f"{KEY}.table.test")
+            inputs = self.encode(frame, f"{KEY}.table.test")
+            self.rows = np.arange(len(frame))
             column = label_column(frame[label], regression)
-        if hasattr(self, "class_names"):
-            labels, kind = positions(column, self.class_names, f"{KEY}.table.test"), "int32"
-        else:
-            labels = (numbers(column, None)[:, None] - self.center) / self.scale
-            kind = "float32"
-        super().__init__(inputs=inputs, labels=labels.astype(kind))
+        labels = (
+            np.int32(positions(column, self.class_names, f"{KEY}.table.test"))
+            if hasattr(self, "class_names")
+            else np.float32((numbers(column, None)[:, None] - self.center) / self.scale)
+        )
+        super().__init__(inputs=inputs, labels=labels)
         self.input_shape = inputs.shape[1:]
         texts = [f"{len(values):,} values of {name}" for name, values in self.values.items()]
         self.inventory = abbreviated(
-            [f"{len(self.columns)} columns, {len(numeric)} inputs; label {label}", *texts]
+            [f"{len(self.columns)} columns, {len(numeric)} inputs; label {label}{kinds}", *texts]
         )
 
     @staticmethod
     def has_split(args: Mapping[str, Any]) -> bool:
         return args.get("test_fraction") != 0 or isinstance(args.get("table"), Mapping)
 
-    @property
-    def names(self) -> list[str]:
-        """Return the column that each input is of."""
-        return [name for name in self.columns for _ in self.values.get(name, [name])]
-
-    def encode(self, table: Any) -> np.ndarray:
-        """Return the inputs [row, input] of a table with these columns: for `predict`."""
+    def encode(self, table: Any, key: str = "encode") -> np.ndarray:
+        """Return the inputs [row, input] of a table with these columns: for `predict`. Raises UsageError
+        that names the key, if there is one, for a text that the training rows lack."""
         frame = read_frame(table)
         require(frame, "columns", self.columns)
         parts = []
         for name in self.columns:
             if name in self.values:
                 values = self.values[name]
-                parts.append(positions(frame[name], values)[:, None] == np.arange(len(values)))
+                parts.append(positions(frame[name], values, key)[:, None] == np.arange(len(values)))
             else:
                 parts.append(numbers(frame[name], self.fill)[:, None])
         return np.concatenate(parts, 1, dtype=np.float32)
@@ -146,14 +146,15 @@ def label_column(column: Any, regression: bool) -> Any:
     return column if is_number(column) else column.astype(str)
 
 
-def positions(column: Any, texts: Sequence[str], key: str = "") -> np.ndarray:
+def positions(column: Any, texts: Sequence[str], key: str) -> np.ndarray:
     """Return the position of each value among the sorted texts, NaN for another. Raises UsageError that
-    names the key, if there is one, for another value."""
+    names the key, if there is one, for another value that is not missing."""
     places = column.astype(str).map({text: place for place, text in enumerate(texts)})
-    if key and places.isna().any():
+    others = column[places.isna() & column.notna()]
+    if key and len(others):
         raise UsageError(
-            f"{key}: {column.name!r} has {str(column[places.isna()].iloc[0])!r}, which train lacks; add a row with it "
-            "to train, or remove it"
+            f"{key}: {column.name!r} has {str(others.iloc[0])!r}, which train lacks; add a row with it to train, or "
+            "remove it"
         )
     return places.to_numpy()
 
@@ -161,7 +162,7 @@ def positions(column: Any, texts: Sequence[str], key: str = "") -> np.ndarray:
 def is_number(column: Any) -> bool:
     """Return whether a column has numbers, not texts. Raises UsageError for dates, which are neither."""
     kind = getattr(column.dtype, "kind", "O")
-    if kind in "mMc":
+    if kind in "mMc" or np.ndim(column.iloc[0]):
         raise UsageError(
             f"{KEY}.columns: {column.name!r} is {column.dtype}; make numbers of it, or leave the column out"
         )
@@ -183,7 +184,16 @@ def read_frame(table: Any, key: str = f"{KEY}.table", **options: Any) -> Any:
                 header = ",".join(pandas.read_csv(path, nrows=0))
                 # The first one, if a name has another, too.
                 separator = max(",;\t", key=header.count)
-                frame = pandas.read_csv(path, sep=separator, low_memory=False, **options)
+                # As they are written: pandas would number the second one of a name.
+                names = pandas.read_csv(path, sep=separator, nrows=1, header=None, dtype=str)
+                frame = pandas.read_csv(
+                    path,
+                    sep=separator,
+                    header=0,
+                    names=names.iloc[0].fillna(""),
+                    low_memory=False,
+                    **options,
+                )
         except Exception as error:
             raise UsageError(f"{key}: {str(table)!r} cannot be read: {one_line(error)}") from None
         if not len(frame):

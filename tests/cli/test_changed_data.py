@@ -99,7 +99,7 @@ def test_an_older_versions_checkpoint_compares_in_part(files, tmp_path, monkeypa
     assert "data fingerprint: " in ended("train", *arguments, code=2).stderr
 
 
-WRONG = "inputs not finite in examples 17, 150; correct them, or set their mask to 0"
+WRONG = "inputs not finite in examples 17, 150 (counted from 0); correct them, or set their mask to 0"
 
 
 @pytest.mark.slow

@@ -232,6 +232,38 @@ def test_the_rows_around_a_spike_are_shown_and_counted(tmp_path):
     )
 
 
+def test_a_row_that_is_not_finite_comes_first(tmp_path):
+    """By its number in the data, and its row of the file. The other rows have finite shares."""
+    x, y = np.concatenate([X] * 4), np.concatenate([Y] * 4)
+    x[200, 1] = np.nan
+    np.savez(tmp_path / "rows.npz", inputs=x, labels=y)
+    (tmp_path / "run.yaml").write_text(
+        "model: {target: MLP, args: {hidden: []}}\nsteps: 20\nbatch_size: 16\n"
+        f"data: {{target: Npz, args: {{path: {tmp_path}/rows.npz}}}}\n"
+    )
+    said = ended("train", "--config", tmp_path / "run.yaml", "--run_dir", tmp_path / "run").stdout
+    skipped = re.search(r"warning: skipped updates: (\d) of 20: their gradients were not fin", said)
+    one = ["--nonfinite.max_consecutive", "1", "--run_dir", tmp_path / "one"]
+    halted = ended("train", "--config", tmp_path / "run.yaml", *one, code=1).stderr
+    assert "inputs not finite in row 200 (counted from 0); correct them, or set" in halted
+    update = int(re.search(r"in the batch of update (\d+):", halted)[1])
+    found = rewind(f"{tmp_path}/run", update)
+    assert (
+        skipped
+        and np.isnan(found.rows[0].share)
+        and found.parts.dataset.rows[found.rows[0].example] == 200
+    )
+    assert np.isfinite([row.share for row in found.rows[1:]]).all()
+    assert "row 200 of the file, counted from 0" in describe(
+        found.parts.dataset, found.rows[0].example
+    )
+    checked = ended("data", "check", "--config", tmp_path / "run.yaml", code=2).stdout
+    assert "data: inputs not finite in row 200 (counted from 0); correct them" in checked
+    more = ["--check", "--batch_size", "128", "--run_dir", tmp_path / "check"]
+    checked = ended("train", "--config", tmp_path / "run.yaml", *more, code=2)
+    assert "data: inputs not finite in row 200 (counted" in checked.stderr
+
+
 class Named(jaxdp.data.Digits):
     """Digits whose classes have names."""
 

@@ -193,6 +193,12 @@ def test_ids_and_names_are_left_out_by_name(folder, capsys):
     assert config.data.args["columns"] == ["number"]
 
 
+def test_a_table_that_is_given_is_not_replaced(folder):
+    table().to_csv("rows.csv", index=False)
+    config, *_ = load(["rows.csv", "--data.args.table", "{train: rows.csv, test: rows.csv}"])
+    assert config.data.args["table"] == {"train": "rows.csv", "test": "rows.csv"}
+
+
 def test_a_label_of_many_numbers_is_a_regression(folder):
     table().to_csv("rows.csv", index=False)
     config, *_ = load(["rows.csv", "--data.args.label", "price"])

@@ -54,6 +54,25 @@ def test_classes_and_their_probabilities(folder):
         assert said in ended(*words, "o.csv", *more, code=2).stderr
 
 
+def test_rows_that_would_be_wrong_are_refused(folder):
+    """A text that training lacks, and columns that the output would replace."""
+    table = pandas.read_csv("train.csv")
+    (folder / "run.yaml").write_text(CONFIG.replace("LABEL", "city, columns: [kind, a]"))
+    table.assign(city=np.where(table.b > 0, "Oslo", "Rome")).to_csv("train.csv", index=False)
+    ended("train", "--config", "run.yaml", "--run_dir", "run")
+    for change, said in {
+        (
+            "kind",
+            "side",
+        ): "--data: 'kind' has 'side', which train lacks; add a row with it to train",
+        ("predicted", 1): "--data: it has a column 'predicted', as the output will; rename it",
+        ("p_Rome", 1): "--data: it has a column 'p_Rome', as the output will; rename it",
+    }.items():
+        table.assign(**dict([change])).to_csv("new.csv", index=False)
+        words = ["predict", "--run_dir", "run", "--data", "new.csv", "--output", "out.csv"]
+        assert said in ended(*words, code=2).stderr and not (folder / "out.csv").exists()
+
+
 def test_a_regression(folder):
     text = CONFIG.replace("LABEL", "price, columns: [a, b]").replace("[8]}", "[8], num_classes: 1}")
     (folder / "run.yaml").write_text(text + "loss: {target: MeanSquaredError}\n")

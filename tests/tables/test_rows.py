@@ -215,6 +215,37 @@ def test_two_columns_of_a_name_are_refused():
             Table(pandas.concat([table, table[[name]]], axis=1), "churn")
 
 
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_two_columns_of_a_name_in_a_file_are_refused(tmp_path, separator):
+    """The second would be called age.1, as an input: that of a label gives the label away."""
+    (tmp_path / "two.csv").write_text(
+        "age,churn,churn\n1,no,no\n2,yes,yes\n".replace(",", separator)
+    )
+    with pytest.raises(
+        UsageError, match=r"data.args.table: .*two.csv' cannot be read: Duplicate na"
+    ):
+        Table(tmp_path / "two.csv", "churn")
+
+
+def test_a_column_of_lists_is_refused():
+    table = frame().assign(several=[[1, 2]] * 200)
+    with pytest.raises(UsageError, match=r"columns: 'several' is object; make numbers of it, or"):
+        Table(table, "churn")
+    assert len(Table(table, "churn", ["age"])) == 180
+
+
+def test_the_classes_are_counted(tmp_path):
+    table = frame()
+    table.loc[:1, "churn"] = "Yes"
+    assert "label churn: " in (text := Table(table, "churn").inventory) and "2 of Yes" in text
+
+
+def test_a_text_that_training_lacks_is_not_encoded():
+    made = Table(frame(), "churn")
+    with pytest.raises(UsageError, match="encode: 'city' has 'Bern', which train lacks; add a row"):
+        made.encode(frame().assign(city="Bern"))
+
+
 @pytest.mark.parametrize("values", [pandas.date_range("2020", periods=200), np.arange(200) * 1j])
 def test_dates_and_complex_numbers_are_no_texts(values):
     with pytest.raises(
@@ -233,7 +264,7 @@ def test_a_word_among_numbers_is_seen(tmp_path):
     assert [*made.values["x"]][:2] == ["0.50", "1.50"] and 7 <= len(made.values["x"]) <= 8
     assert (
         made.inventory
-        == f"1 columns, {len(made.names)} inputs; label y, {len(made.names)} values of x"
+        == f"1 columns, {len(made.names)} inputs; label y: 150,001 of 1, 150,000 of 0, {len(made.names)} values of x"
     )
 
 
