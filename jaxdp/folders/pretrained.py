@@ -265,8 +265,11 @@ def read_folder(path: str, length: int, ignore: Sequence[str]) -> Folder:
         args["kv_heads"] = args["kv_heads"] or args["heads"]
     for divisor, name in (("heads", "dim"), ("kv_heads", "heads")):
         if args[name] % args.get(divisor, 1):
-            problem = f"which does not divide {keys[name].name}: {args[name]}"
-            raise refusal(keys[divisor].name, args[divisor], problem)
+            raise refusal(
+                keys[divisor].name,
+                args[divisor],
+                f"which does not divide {keys[name].name}: {args[name]}",
+            )
 
     # {key: the values that a `GPT` computes, its default first}.
     computed = {
@@ -297,8 +300,11 @@ def read_folder(path: str, length: int, ignore: Sequence[str]) -> Folder:
         if name in known or name not in config:
             raise UsageError(f"model.args.ignore: {name!r} is no unknown key of {str(file)!r}")
     for name in sorted(config.keys() - known - {*ignore}):
-        problem = "which is not known; if it does not matter, add the key to model.args.ignore"
-        raise refusal(name, config[name], problem)
+        raise refusal(
+            name,
+            config[name],
+            "which is not known; if it does not matter, add the key to model.args.ignore",
+        )
 
     def has_bias(part):
         module, name = part.split("/")
@@ -306,11 +312,12 @@ def read_folder(path: str, length: int, ignore: Sequence[str]) -> Folder:
             return bool(config.get(f"{module}_bias"))
         return model_type == "gpt2" or (model_type == "qwen2" and name in published.THIRDS)
 
-    biased = [part for part in published.LINEAR if has_bias(part)]
-    norm, mlp, positions = next(form for form, x in published.FORMS.items() if x is layout)
-    args |= {"norm": norm, "mlp": mlp, "positions": positions}
+    form = next(form for form, x in published.FORMS.items() if x is layout)
+    args |= zip(("norm", "mlp", "positions"), form)
     present = {*config, *(config.get("rope_parameters") or ())}  # of transformers 5
-    left_out = (key for key in keys.values() if key.name not in present)
-    defaults = ", ".join(f"{key.name} {json.dumps(key.default)}" for key in left_out)
+    defaults = ", ".join(
+        f"{key.name} {json.dumps(key.default)}" for key in keys.values() if key.name not in present
+    )
     unused = ", ".join(sorted(config.keys() & HARMLESS | {*ignore})) or "no key"
+    biased = [*filter(has_bias, published.LINEAR)]
     return Folder(file.parent, config, layout, args, biased, unused, defaults or "no key")

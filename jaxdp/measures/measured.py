@@ -100,8 +100,7 @@ class Precision(OfClasses):
         """Return the mean of all classes."""
         if self.positive is not None:
             return {}
-        one = rf"{self.name}_\d+"
-        each = [value for name, value in means.items() if re.fullmatch(one, name)]
+        each = [x for name, x in means.items() if re.fullmatch(rf"{self.name}_\d+", name)]
         return {f"macro_{self.name}": sum(each) / len(each) if each else math.nan}
 
 

@@ -19,6 +19,7 @@ from jaxdp.process.context import Context
 from jaxdp.process.monitor import Stopped
 from jaxdp.run import rundir
 from jaxdp.run.driver import LONGEST, Continuation
+from jaxdp.run.start import changed_numbers
 
 ANSWER_S = 60.0  # for the mirror's first answer
 LAST_S = 600.0  # for the copies that are missing at the end
@@ -35,12 +36,12 @@ def train_mirrored(
     url = f"{config.checkpoint.mirror}"
     # Later, an elastic job does not depend on the storage.
     starts = context.is_root and not continuation.runs
-    context.agree(problem_at_start(url, directory) if starts else None, LONGEST)
+    context.agree(problem_at_start(url, directory, config) if starts else None, LONGEST)
     with copying(url, directory) if context.is_root else contextlib.nullcontext():
         return train(context, continuation)
 
 
-def problem_at_start(url: str, directory: pathlib.Path) -> str | None:
+def problem_at_start(url: str, directory: pathlib.Path, config: Any) -> str | None:
     """Fill an empty directory from the mirror. Return why the run cannot be mirrored, or None."""
     answer: Future[list[int]] = Future()
 
@@ -63,6 +64,13 @@ def problem_at_start(url: str, directory: pathlib.Path) -> str | None:
                 "two runs; remove the directory to continue from the mirror, or set another --run_dir"
             )
         if there and not here and rundir.not_ours(directory, False) is None:
+            saved = storage.manifest(there[-1])["meta"]["config"]
+            changed = changed_numbers(saved, config, ["optimizer.no_decay"])
+            if changed and not config.resume.force:
+                return (
+                    f"{KEY}: the run in {storage.url} has other values: {'; '.join(changed)}; put them back, choose "
+                    "another --run_dir, or continue it anyway with --resume.force true"
+                )
             storage.download()
             if not (here := complete(storage.local)):
                 return (

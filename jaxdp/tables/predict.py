@@ -32,14 +32,13 @@ def run(call: Call) -> None:
     names = getattr(fitted.data, "class_names", None)
     if names is None:
         outputs = outputs * fitted.data.scale + fitted.data.center  # type: ignore[attr-defined]
-        columns = {"predicted": outputs.reshape(len(frame))}
+        columns = {"predicted": outputs.ravel()}
         found = f"mean {outputs.mean():.6g}"
     else:
-        shares = zip(names, softmax(outputs, -1).T)
         columns = {"predicted": np.array(names)[outputs.argmax(-1)]}
-        columns |= {f"p_{name}": share for name, share in shares}
+        columns |= {f"p_{name}": share for name, share in zip(names, softmax(outputs, -1).T)}
         found = counted(Counter(columns["predicted"]))
-    for name in frame.columns.intersection([*columns]):
+    for name in {*frame} & {*columns}:
         raise UsageError(f"--data: it has a column {name!r}, as the output will; rename it")
     frame = frame.assign(**columns)
     output = pathlib.Path(options["output"]).expanduser()

@@ -1,6 +1,5 @@
 """Rows of a table: a CSV or Parquet file, or a DataFrame, read by pandas."""
 
-import math
 import pathlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,9 +54,8 @@ class Table(Arrays):
             )
         frame = read_frame(table["train"] if both else table)
         if columns is None:
-            columns = [name for name in frame.columns if name != label]
+            columns = [name for name in frame if name != label]
         self.columns, self.fill = [*columns], fill
-        require(frame, "label", [label])
         require(frame, "columns", self.columns)
         if label in self.columns or not self.columns:
             raise UsageError(f"{KEY}.columns: {self.columns}; name inputs, without {label!r}")
@@ -70,7 +68,7 @@ class Table(Arrays):
         }
         # The column that each input is of.
         self.names = [name for name in self.columns for _ in self.values.get(name, [name])]
-        column, kinds = label_column(frame[label], regression), ""
+        column, kinds = label_column(frame, label, regression), ""
         if regression:
             values = numbers(column, None)[train]
             self.center, self.scale = values.mean(), values.std() or 1.0
@@ -79,10 +77,10 @@ class Table(Arrays):
             self.classes = len(self.class_names)
             kinds = f": {counted(Counter(column.map('of {}'.format)))}"
         inputs = self.encode(frame, "")
-        numeric = np.array([not self.values.get(name) for name in self.names])
+        numeric = np.array([name not in self.values for name in self.names])
         rows = inputs[train]
         # In float64: squares of large numbers are beyond float32.
-        self.mean = np.where(numeric, rows.mean(0, float), 0).astype(np.float32)
+        self.mean = np.float32(np.where(numeric, rows.mean(0, float), 0))
         self.deviation = np.where(numeric, rows.std(0, float), 1).astype(np.float32)
         self.deviation[self.deviation == 0] = 1
         # What an input means: `check_meaning` compares it with that of an evaluation set.
@@ -91,10 +89,9 @@ class Table(Arrays):
         self.rows = train if both else rows_of_split(len(frame), test_fraction, split)
         if both and split == "test":
             frame = read_frame(table["test"])
-            require(frame, "label", [label])
             inputs = self.encode(frame, f"{KEY}.table.test")
             self.rows = np.arange(len(frame))
-            column = label_column(frame[label], regression)
+            column = label_column(frame, label, regression)
         labels = (
             np.int32(positions(column, self.class_names, f"{KEY}.table.test"))
             if hasattr(self, "class_names")
@@ -130,14 +127,16 @@ class Table(Arrays):
         return {**batch, "inputs": (batch["inputs"] - self.mean) / self.deviation}
 
 
-def label_column(column: Any, regression: bool) -> Any:
+def label_column(frame: Any, label: str, regression: bool) -> Any:
     """Return texts, whole numbers as integers, or fractions; for a regression the column itself.
-    Raises UsageError for a missing label.
+    Raises UsageError for a missing label, or without the column.
     """
-    missing = column.isna() | column.isin([math.inf, -math.inf])
+    require(frame, "label", [label])
+    column = frame[label]
+    missing = column.isna() | column.isin([np.inf, -np.inf])
     if missing.any():
         raise UsageError(
-            f"{KEY}.label: {column.name!r} has no value in row {int(missing.argmax())}; remove the row"
+            f"{KEY}.label: {column.name!r} has no value in row {missing.argmax()}; remove the row"
         )
     if regression:
         return column
@@ -161,7 +160,7 @@ def positions(column: Any, texts: Sequence[str], key: str) -> np.ndarray:
 
 def is_number(column: Any) -> bool:
     """Return whether a column has numbers, not texts. Raises UsageError for dates, which are neither."""
-    kind = getattr(column.dtype, "kind", "O")
+    kind = column.dtype.kind
     if kind in "mMc" or np.ndim(column.iloc[0]):
         raise UsageError(
             f"{KEY}.columns: {column.name!r} is {column.dtype}; make numbers of it, or leave the column out"
@@ -206,8 +205,8 @@ def read_frame(table: Any, key: str = f"{KEY}.table", **options: Any) -> Any:
 def require(frame: Any, key: str, names: Iterable[str]) -> None:
     """Raise UsageError that names the argument `key` if the table lacks one of these columns."""
     for name in names:
-        if name not in frame.columns:
-            known = abbreviated([f"{column}" for column in frame.columns])
+        if name not in frame:
+            known = abbreviated([*map(str, frame)])
             raise UsageError(f"{KEY}.{key}: the table has no column {name!r}, only {known}")
 
 
@@ -220,9 +219,9 @@ def numbers(column: Any, fill: float | None) -> np.ndarray:
     if fill is not None:
         column = column.fillna(fill)
     values = column.to_numpy(float)
-    fits = np.abs(values) <= np.finfo(np.float32).max
+    fits = abs(values) <= np.finfo(np.float32).max
     if not fits.all():
-        row = int(np.argmin(fits))
+        row = np.argmin(fits)
         raise UsageError(
             f"{KEY}.columns: {column.name!r} is {values[row]} in row {row}; set {KEY}.fill, or leave the column out"
         )

@@ -99,7 +99,7 @@ def test_an_older_versions_checkpoint_compares_in_part(files, tmp_path, monkeypa
     assert "data fingerprint: " in ended("train", *arguments, code=2).stderr
 
 
-WRONG = "inputs not finite in examples 17, 150 (counted from 0); correct them, or set their mask to 0"
+WRONG = "inputs not finite in rows 17, 150 (counted from 0); correct them, or set their mask to 0"
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_an_overflowing_evaluation_fails_at_the_end(tmp_path, capsys, best):
     def run():
         return jaxdp.fit(
             model, train, eval_data=held_out, loss=overflowing, callbacks=[EarlyStopping(patience=2)], run_dir=tmp_path,
-            checkpoint={"best": best}, compilation_cache=None, **settings,
+            checkpoint={"best": best, "mode": best and "min"}, compilation_cache=None, **settings,
         )  # fmt: skip
 
     reason = "loss was never finite (it is inf at step 4)"
