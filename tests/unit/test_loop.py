@@ -97,7 +97,9 @@ def test_a_run_that_is_halted_ends_a_few_updates_later(tmp_path, steps_per_call,
     )  # fmt: skip
     words = "updates 1 to 10 were not finite, 10 in a row .* there is no checkpoint; "
     words += "in the batch of update 1: inputs not "
-    with pytest.raises(RunFailed, match=words + "finite in examples .* and 12 more .counted from 0.;"):
+    with pytest.raises(
+        RunFailed, match=words + "finite in examples .* and 12 more .counted from 0.;"
+    ):
         fit(run)
     assert watch.made <= 10 + BEHIND + 2 * steps_per_call and not run.checkpoints.steps()
 
