@@ -184,14 +184,11 @@ def read_frame(table: Any, key: str = f"{KEY}.table", **options: Any) -> Any:
                 # The first one, if a name has another, too.
                 separator = max(",;\t", key=header.count)
                 # As they are written: pandas would number the second one of a name.
-                names = pandas.read_csv(path, sep=separator, nrows=1, header=None, dtype=str)
+                names = pandas.read_csv(
+                    path, sep=separator, nrows=1, header=None, dtype=str, keep_default_na=False
+                ).iloc[0]
                 frame = pandas.read_csv(
-                    path,
-                    sep=separator,
-                    header=0,
-                    names=names.iloc[0].fillna(""),
-                    low_memory=False,
-                    **options,
+                    path, sep=separator, header=0, names=names, low_memory=False, **options
                 )
         except Exception as error:
             raise UsageError(f"{key}: {str(table)!r} cannot be read: {one_line(error)}") from None

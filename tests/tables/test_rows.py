@@ -227,6 +227,11 @@ def test_two_columns_of_a_name_in_a_file_are_refused(tmp_path, separator):
         Table(tmp_path / "two.csv", "churn")
 
 
+def test_names_are_read_as_they_are_written(tmp_path):
+    (tmp_path / "odd.csv").write_text('NA,"a\nb",,1,y\n1,2,3,4,no\n2,3,4,5,yes\n')
+    assert Table(tmp_path / "odd.csv", "y", test_fraction=0).columns == ["NA", "a\nb", "", "1"]
+
+
 def test_a_column_of_lists_is_refused():
     table = frame().assign(several=[[1, 2]] * 200)
     with pytest.raises(UsageError, match=r"columns: 'several' is object; make numbers of it, or"):
