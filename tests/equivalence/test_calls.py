@@ -168,11 +168,8 @@ def test_rows_gathered_on_the_device_equal_those_read(backend, devices):
     for order in (EpochOrder(53, 20, 8, 3), Streams(53, 20, 8)):
         with resident.batches(order, [range(1), range(1, 3), range(3, 4), range(5, 6)]) as batches:
             for steps, got in batches:
-                several = len(steps) > 1
-                read, at = (read_batches, steps) if several else (read_batches, steps[0])
-                want = strategy.shard_batch(
-                    read(dataset, order, at, strategy.local_microbatches), several
-                )
+                read = read_batches(dataset, order, steps, strategy.local_microbatches)
+                want = strategy.shard_batch(read, len(steps) > 1)
                 assert got.keys() == want.keys()
                 for name, x in want.items():
                     np.testing.assert_array_equal(got[name], x, err_msg=name)
