@@ -191,7 +191,8 @@ def called_with(key: str, parts: Parts, state: TrainState) -> str:
         outputs = in_words(output_shapes(parts, state))
         return (
             f"; a loss is called as (outputs, batch), here with {outputs} and {in_words(batch)}, or, if "
-            "its second argument is called labels or targets, as those of Optax, as (outputs, labels)"
+            "its second argument is called labels or targets, as those of Optax, as (outputs, labels), and then it "
+            "returns a loss of each example"
         )
     return ""
 
