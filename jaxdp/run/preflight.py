@@ -190,9 +190,8 @@ def called_with(key: str, parts: Parts, state: TrainState) -> str:
     if key == "loss":
         outputs = in_words(output_shapes(parts, state))
         return (
-            f"; a loss is called as (outputs, batch), here with {outputs} and {in_words(batch)}, or, if "
-            "its second argument is called labels or targets, as those of Optax, as (outputs, labels), and then it "
-            "returns a loss of each example"
+            f"; a loss is called as (outputs, batch), here with {outputs} and {in_words(batch)}; one whose second "
+            "argument is called labels or targets, as Optax's, as (outputs, labels), and returns a loss of each example"
         )
     return ""
 

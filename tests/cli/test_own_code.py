@@ -238,7 +238,7 @@ BAD = {
     ),
     "a loss of labels": (
         ["--loss.target", "mine.of_labels"],
-        r"loss: .*TypeError: .* as \(outputs, labels\), and then it returns a loss of each example",
+        r"loss: .*TypeError: .* as \(outputs, labels\), and returns a loss of each example",
     ),
     "a weight that is a length": (
         ["--loss.target", "mine.forgets_the_mask"],
