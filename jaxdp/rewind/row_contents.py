@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.dataset import class_names
+from jaxdp.data.dataset import Arrays, class_names
 
 CHARACTERS = 60  # of a text
 
@@ -20,6 +20,6 @@ def describe(dataset: Any, example: int) -> str:
     if label.size == 1:
         names = class_names(dataset)
         words = f"label {names[int(label.item())] if names else label.item()}"
-    if getattr(dataset, "rows", None) is not None:
+    if isinstance(dataset, Arrays) and dataset.rows is not None:
         words += f"; row {dataset.rows[example]} of the file, counted from 0"
     return words

@@ -143,9 +143,9 @@ def rewind_all(
         made = make_run(config, directory, current(), objects, prepared)
         strategy, logged = made.strategy, losses_of(directory)
         for update in updates:
-            if not 1 <= update <= (last := made.options.steps):
+            if not 1 <= update <= made.options.steps:
                 raise UsageError(
-                    f"--step, --around: {update} is none of the updates 1 to {last} of this run"
+                    f"--step, --around: {update} is none of the updates 1 to {made.options.steps} of this run"
                 )
         metas = {0: {}, **made.checkpoints.metas()}
         began = max(step for step in metas if step < min(updates))
@@ -204,7 +204,7 @@ def rows_of(parts: Parts, sums_of_rows: Any, number: int, before: TrainState) ->
 
     # Without what is not finite: a row whose own share is NaN then is one that has brought it in.
     gradient = jnp.nan_to_num(sum(sums(m, real[m])[2] for m in microbatches))
-    square = float(jnp.vdot(gradient, gradient)) or 1.0
+    square = float(gradient @ gradient) or 1.0
     found = []
     for m, e in np.argwhere(real).tolist():
         loss, weight, own = sums(m, np.arange(real.shape[1]) == e)

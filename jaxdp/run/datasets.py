@@ -21,6 +21,7 @@ from jaxdp.data.check import Finding, check_dataset
 from jaxdp.data.dataset import (
     PROBES,
     UNKNOWN,
+    Arrays,
     Dataset,
     as_dataset,
     check_dtypes,
@@ -286,7 +287,8 @@ class Source:
             jnp.issubdtype(x.dtype, jnp.inexact) for x in first.values()
         ):
             return ""  # integers
-        stored = getattr(self.dataset, "rows", None)  # of a file
+        # Of a file. Other data sets may call anything `rows`.
+        stored = self.dataset.rows if isinstance(self.dataset, Arrays) else None
         rows = dict[str, list[int]]()
         counted = False
         for number in numbers or range(self.order.steps_per_epoch):
@@ -302,14 +304,13 @@ class Source:
                     rows[name] = rows.get(name, []) + indices[wrong].tolist()
         if not counted:
             return "its mask is 0 in all examples, so none counts; give it some with a mask of 1"
-        word = "example" if stored is None else "row"
         texts = [
-            f"{name} not finite in {numbered(sorted({*x}), word)}" for name, x in rows.items() if x
+            f"{name} not finite in {numbered(sorted({*x}), 'example' if stored is None else 'row')}"
+            for name, x in rows.items()
+            if x
         ]
-        return (
-            f"{', '.join(texts)} (counted from 0); correct them, or set their mask to 0"
-            if texts
-            else ""
+        return f"{', '.join(texts)} (counted from 0); correct them, or set their mask to 0" * bool(
+            texts
         )
 
     @contextlib.contextmanager
@@ -431,8 +432,8 @@ def check_target(key: str, target: Target, split: str) -> Iterator[Finding]:
             findings = [*check_dataset(dataset, key)]
             yield from findings
             if not any(finding.problem for finding in findings) and len(dataset) < UNKNOWN:
-                order = order_of(dataset, PROBES, 1, 0, False)
-                if text := Source(dataset, order).find_not_finite():
+                read = Source(dataset, order_of(dataset, PROBES, 1, 0, False))
+                if text := read.find_not_finite():
                     yield Finding(f"{key}: {text}")
             return
         for name, entry in sets.items():

@@ -15,11 +15,13 @@ from cli_runs import ended, records
 from cli_runs import jaxdp as train
 from jaxdp.checkpoint import manifest
 from jaxdp.data.dataset import Arrays
+from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.text import TextFile
 from jaxdp.errors import UsageError
 from jaxdp.rewind.row_contents import describe
 from jaxdp.rewind.rows_of_update import rewind_all, standing_out
 from jaxdp.run.components import NOTHING
+from jaxdp.run.datasets import Source
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(64, 4)).astype(np.float32)
@@ -262,6 +264,26 @@ def test_a_row_that_is_not_finite_comes_first(tmp_path):
     more = ["--check", "--batch_size", "128", "--run_dir", tmp_path / "check"]
     checked = ended("train", "--config", tmp_path / "run.yaml", *more, code=2)
     assert "data: inputs not finite in row 200 (counted" in checked.stderr
+
+
+class Own:
+    """A data set of the user's, which calls what it has read its rows."""
+
+    def __init__(self):
+        self.rows = [*zip(X, Y)]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def read(self, indices):
+        x = np.where(indices[:, None] == 5, np.nan, X[indices])
+        return {"inputs": x.astype(np.float32), "labels": Y[indices]}
+
+
+def test_rows_of_a_data_set_of_ones_own_are_not_those_of_a_file():
+    found = Source(Own(), EpochOrder(64, 16, 1, 0)).find_not_finite()
+    assert found.startswith("inputs not finite in example 5 (counted from 0); correct")
+    assert describe(Own(), 5) == f"label {Y[5]}"
 
 
 class Named(jaxdp.data.Digits):
