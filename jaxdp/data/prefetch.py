@@ -108,6 +108,18 @@ def read_batches(
     return batch if len(steps) > 1 else {key: value[0] for key, value in batch.items()}
 
 
+def read_noted(
+    dataset: Dataset, order: ExampleOrder, numbers: Sequence[int] | np.ndarray, steps: range
+) -> Batch:
+    """Return `read_batches`; an error says which batch was read."""
+    try:
+        return read_batches(dataset, order, steps, numbers)
+    except Exception as error:
+        until = f" to {steps[-1]}" * (len(steps) > 1)
+        error.add_note(f"as the batch of step {steps[0]}{until} was read, counted from 0")
+        raise
+
+
 def mask_padding(mask: Any, real: Any) -> Any:
     """Return the mask of examples, float32 or of its own floats: that of the data, if it has one, and
     0 where an example is not `real`[...]. Both are of NumPy or of JAX."""

@@ -7,7 +7,6 @@ need absl's flags parsed in the parent."""
 
 import atexit
 import contextlib
-import functools
 import multiprocessing
 import os
 import pickle
@@ -44,8 +43,7 @@ def prefetch_in_workers(
     then: Callable[[range, Batch], Any] = lambda steps, batch: batch,
     groups: Iterable[range] | None = None,
 ) -> Iterator[Iterator[Any]]:
-    """Read `read_batches(dataset, order, [step], numbers)` ahead in `workers` processes; 0: in this one
-    (`read_ahead`).
+    """Read `read_batches(dataset, order, [step], numbers)` ahead in `workers` processes.
 
     Each worker is a new interpreter (spawn) with a pickled copy of the dataset; pickling is cheap
     if the dataset reopens its files when it is unpickled. A worker keeps one batch ready; more are
@@ -60,11 +58,7 @@ def prefetch_in_workers(
 
     Raises UsageError if the dataset cannot be pickled.
     """
-    in_process = (functools.partial(_read, dataset, order, numbers), lambda: None)
-    reader: contextlib.AbstractContextManager[Reader] = contextlib.nullcontext(in_process)
-    if workers > 0:
-        reader = _pool(_pickled(dataset), order, numbers, steps, workers)
-    with reader as (read, end):
+    with _pool(_pickled(dataset), order, numbers, steps, workers) as (read, end):
         batches = read_ahead(lambda steps: then(steps, read(steps)), groups or single_steps(steps))
         try:
             yield batches
@@ -75,15 +69,6 @@ def prefetch_in_workers(
 
 def single_steps(steps: range) -> Iterator[range]:
     return (range(step, step + 1) for step in steps)
-
-
-def _read(dataset: Dataset, order: ExampleOrder, numbers: Any, steps: range) -> Batch:
-    try:
-        return read_batches(dataset, order, steps, numbers)
-    except Exception as error:
-        until = f" to {steps[-1]}" * (len(steps) > 1)
-        error.add_note(f"as the batch of step {steps[0]}{until} was read, counted from 0")
-        raise
 
 
 @contextmanager

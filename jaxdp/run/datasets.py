@@ -32,6 +32,7 @@ from jaxdp.data.dataset import (
 )
 from jaxdp.data.example_order import ExampleOrder, Streams, order_of
 from jaxdp.data.mixture import Mixture, has_test_split, is_target
+from jaxdp.data.prefetch import read_ahead, read_noted
 from jaxdp.data.resident import Resident
 from jaxdp.data.stream import Stream, StreamEnded
 from jaxdp.data.windows import Windows
@@ -327,13 +328,20 @@ class Source:
         def then(steps, batch):
             return steps, strategy.shard_batch(batch, len(steps) > 1)
 
+        groups = groups or single_steps(steps)
+        local = strategy.local_microbatches
         if self.resident is not None:
-            reader = self.resident.batches(self.order, groups or single_steps(steps))
-        else:
-            local = strategy.local_microbatches
+            reader = self.resident.batches(self.order, groups)
+        elif self.workers:
             reader = prefetch_in_workers(
                 self.dataset, self.order, local, steps, self.workers, then, groups
             )
+        else:
+
+            def read(steps):
+                return then(steps, read_noted(self.dataset, self.order, local, steps))
+
+            reader = contextlib.closing(read_ahead(read, groups))
         with reader as items:
             yield Batches(items, self.context)
 

@@ -25,7 +25,7 @@ from jaxdp.config.validation import as_saved, changed_numbers, flatten
 from jaxdp.data.contents import EARLIER, difference, partly
 from jaxdp.data.dataset import UNKNOWN, first_example
 from jaxdp.data.example_order import RESET
-from jaxdp.errors import UsageError, install
+from jaxdp.errors import UsageError
 from jaxdp.extras import extras_of
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.console import Console
@@ -40,7 +40,6 @@ from jaxdp.optim.optimizers import moving_share
 from jaxdp.optim.schedule import rate_of
 from jaxdp.parallel.placement import state_shapes
 from jaxdp.plan import prediction
-from jaxdp.process import environment
 from jaxdp.process.context import Context
 from jaxdp.report.html import Reports
 from jaxdp.run import model_summary, rundir
@@ -58,7 +57,7 @@ from jaxdp.train.step import first_microbatch
 
 DIFF = "git.diff"
 LONGEST_DIFF = 200_000  # bytes of the diff
-GIT_TIMEOUT = 1.0  # seconds, for all commands together
+GIT_TIMEOUT = 1.0  # seconds, for a command
 SAFE = ("git", "-c", "core.fsmonitor=false", "-c", "core.quotePath=false")  # start no other program
 
 
@@ -66,59 +65,44 @@ def git_facts(directory: pathlib.Path) -> dict[str, Any]:
     """Write the uncommitted changes of tracked files to `directory`/git.diff and return {"git":
     {"commit", "changed"}}.
 
-    Of the repository of the current directory. Empty if it is none, git is missing, or it takes
-    longer than GIT_TIMEOUT."""
-    answers: list[bytes] = []
-    processes: list[subprocess.Popen[bytes]] = []
+    Of the repository of the current directory. Empty if it is none, git is missing, or a command
+    takes longer than GIT_TIMEOUT."""
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
 
     def ask(*command):
-        """Append the first LONGEST_DIFF bytes, and one more if there are any, of what git prints; return
-        False if it fails.
-        """
-        arguments = [*SAFE, *command]
+        """Return the first LONGEST_DIFF bytes, and one more if there are any, of what git prints;
+        None if it fails or is killed."""
         with subprocess.Popen(
-            arguments,
+            [*SAFE, *command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=environment,
         ) as process:
-            processes.append(process)
+            killing = threading.Timer(GIT_TIMEOUT, process.kill)
+            killing.start()
             assert process.stdout is not None
-            answers.append(process.stdout.read(LONGEST_DIFF + 1))
-            if is_cut := len(answers[-1]) > LONGEST_DIFF:
+            answer = process.stdout.read(LONGEST_DIFF + 1)
+            if is_cut := len(answer) > LONGEST_DIFF:
                 process.kill()
-        return is_cut or process.returncode == 0
+        killing.cancel()
+        return answer if is_cut or process.returncode == 0 else None
 
-    def work():
-        with contextlib.suppress(OSError):
-            if not (
-                ask("rev-parse", "HEAD")
-                and ask("diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD")
-            ):
-                answers.clear()
-
-    # A file system may not answer at all.
-    thread = threading.Thread(target=work, name="git", daemon=True)
-    thread.start()
-    thread.join(GIT_TIMEOUT)
-    commit, diff = answers if len(answers) == 2 else (b"", b"")
-    for process in processes:
-        process.kill()  # if it has not ended
+    commit = diff = None
+    with contextlib.suppress(OSError):  # there is no git
+        commit = ask("rev-parse", "HEAD")
+        diff = ask("diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD")
     with contextlib.suppress(OSError):  # a full disk
-        if not diff:
+        if not (commit and diff):
             (directory / DIFF).unlink(missing_ok=True)
         else:
-            with rundir.replaced(
-                directory / DIFF, private=True
-            ) as new:  # a diff may contain passwords
-                new.write_bytes(
-                    diff
-                    if len(diff) <= LONGEST_DIFF
-                    else diff[: diff.rfind(b"\n", 0, LONGEST_DIFF) + 1] + b"[cut]\n"
-                )
-    return {"git": {"commit": commit.decode().strip(), "changed": bool(diff)}} if commit else {}
+            if len(diff) > LONGEST_DIFF:
+                diff = diff[: diff.rfind(b"\n", 0, LONGEST_DIFF) + 1] + b"[cut]\n"
+            with rundir.replaced(directory / DIFF, private=True) as new:  # it may have passwords
+                new.write_bytes(diff)
+    if commit is None or diff is None:
+        return {}
+    return {"git": {"commit": commit.decode().strip(), "changed": bool(diff)}}
 
 
 FIX = (
@@ -508,12 +492,6 @@ def advice(
             f"microbatches: {microbatches} do not divide evenly over {devices} devices, which are idle {idle:.0%} of "
             f"the time on average; use {devices * per_device} (this changes the numbers)"
         )
-    if (
-        strategy.devices[0].platform == "cpu"
-        and environment.gpu_count()
-        and "cpu" not in os.environ.get("JAX_PLATFORMS", "")
-    ):
-        yield f"there is a GPU, but JAX runs on the CPU; {install('cuda12')} or: jaxdp doctor"
 
 
 def rate_advice(run: Run, config: Config, prepared: Prepared, start: int) -> Iterator[str]:

@@ -289,10 +289,12 @@ def test_a_process_decodes_only_its_rows_of_a_stream():
 def test_workers_read_a_stream():
     stream = Stream(count_to, {"count": 100}, decode=decode)
     order = order_of(stream, 30, 3, 0)
-    with prefetch_in_workers(stream, order, np.arange(3), range(9), 0) as batches:
-        with pytest.raises(StreamEnded):
-            plain = [*batches]
-        plain = [read_batches(stream, order, [step], np.arange(3)) for step in range(3)]
+    with (
+        prefetch_in_workers(stream, order, np.arange(3), range(9), 1) as batches,
+        pytest.raises(StreamEnded),
+    ):
+        list(batches)
+    plain = [read_batches(stream, order, [step], np.arange(3)) for step in range(3)]
     for share in ([0], [1], [2]):  # the last batch has rows for the first of them, but is not full
         with pytest.raises(StreamEnded, match="the stream ends after 100 examples"):
             read_batches(stream, order, [3], share)

@@ -11,7 +11,7 @@ import numpy as np
 
 Groups = tuple[tuple[int, ...], ...]
 
-_SYNTAX = r"\{\{.*?\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|mesh\[.*?\](?:, ?device_ids=\(.*?\))? \{.*?\}"
+_SYNTAX = r"\{\{.*?\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|mesh\[.*?\](?:, ?device_ids=\(.*?\))? \{[^:}]*\}"
 _GROUPS = re.compile(rf"(replica_groups|source_target_pairs)=({_SYNTAX})")
 UNKNOWN_GROUPS = re.compile(
     rf"(?:replica_groups|source_target_pairs)=(?!\{{\}}|{_SYNTAX})(.*?)(?:, \w+=|$)", re.MULTILINE
@@ -24,8 +24,9 @@ def replica_groups(attributes: str, devices: int) -> Groups:
     an unknown syntax, all `devices` are one group.
 
     {{0,1},{2,3}}; [2,4]<=[4,2]T(1,0), an iota reshaped and transposed; mesh['r'=2,'d'=4] {'d'}, the
-    axes that a group runs along, perhaps with device_ids=(...); source_target_pairs={{0,1},{1,0}},
-    the devices that the pairs connect (XLA: hlo/ir/replica_group.cc, hlo/ir/mesh_and_axis.cc).
+    axes that a group runs along, perhaps with device_ids=(...), but no parts of axes, as 'd':(2)2;
+    source_target_pairs={{0,1},{1,0}}, the devices that the pairs connect (XLA:
+    hlo/ir/replica_group.cc, hlo/ir/mesh_and_axis.cc).
     """
     found = _GROUPS.search(attributes)
     return _parsed(*found.groups()) if found else (tuple(range(devices)),)
@@ -50,27 +51,15 @@ def _parsed(attribute: str, text: str) -> Groups:
 
 
 def _along(mesh: str, axes: str) -> np.ndarray:
-    """Return the groups of devices along some axes of a mesh, one in a row.
-
-    A sub-axis 'd':(pre)size is the dim of that size in d reshaped to [pre, size, rest]. A position
-    in the mesh has a digit for each of the axes. `others` is the position without these digits,
-    which is the same in all of a group; `rank`, in the group, is the number that they make.
-    """
+    """Return the groups of devices along some axes of a mesh, one in a row."""
     sizes = {name: int(n) for name, n in re.findall(r"'?([^',\[\]=]+)'?=(\d+)", mesh.split("]")[0])}
-    positions = np.arange(math.prod(sizes.values()))
-    devices = positions
+    devices = np.arange(math.prod(sizes.values()))
     if ids := re.search(r"device_ids=\((.*)\)", mesh):
         devices = np.ravel(_iota(ids[1]) if ids[1].startswith("[") else _ints(ids[1]))
-    others, rank = positions, 0 * positions
-    for name, pre, size in re.findall(r"'?([^',{}:()]+)'?(?::\((\d+)\)(\d+))?'?(?=[,}])", axes):
-        length = int(size or sizes[name])
-        names = [*sizes]
-        minor = math.prod(sizes[other] for other in names[names.index(name) :])
-        stride = minor // (int(pre or 1) * length)
-        digit = positions // stride % length
-        others = others - digit * stride
-        rank = rank * length + digit
-    return devices[np.lexsort((rank, others))].reshape(-1, rank.max() + 1)
+    along = [[*sizes].index(name) for name in re.findall("[^', }]+", axes)]
+    others = [axis for axis in range(len(sizes)) if axis not in along]
+    grid = devices.reshape(*sizes.values()).transpose(*others, *along)
+    return grid.reshape(math.prod(grid.shape[: len(others)]), -1)
 
 
 def _iota(text: str) -> np.ndarray:
