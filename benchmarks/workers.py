@@ -8,12 +8,14 @@ second of ready batches that one worker sends.
 """
 
 import argparse
+import contextlib
 import json
 import pathlib
 import statistics
 import sys
 import tempfile
 import time
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -21,6 +23,7 @@ from PIL import Image
 from jaxdp.data.dataset import Arrays
 from jaxdp.data.example_order import EpochOrder
 from jaxdp.data.image_folder import ImageFolder
+from jaxdp.data.prefetch import prefetch, read_batches
 from jaxdp.data.workers import prefetch_in_workers
 
 SKIPPED = 4  # batches that are not timed: the first of each worker, with its start
@@ -68,7 +71,14 @@ def write(folder: pathlib.Path, count: int) -> None:
 def batches_per_s(dataset, batch: int, workers: int) -> float:
     cursor = EpochOrder(len(dataset), batch, 1, seed=0)
     stop = 16 + SKIPPED
-    with prefetch_in_workers(dataset, cursor, [0], range(stop), workers) as batches:
+
+    def read(step):
+        return read_batches(dataset, cursor, [step], [0])
+
+    reader: Any = contextlib.closing(prefetch(read, range(stop)))
+    if workers:
+        reader = prefetch_in_workers(dataset, cursor, [0], range(stop), workers)
+    with reader as batches:
         for _ in range(SKIPPED):
             next(batches)
         began = time.perf_counter()

@@ -64,7 +64,7 @@ class Counts(OfClasses):
     """A loss whose metrics are the sums of a confusion matrix. last: of the last evaluation, float
     [class, prediction]."""
 
-    positive = None
+    number = None
 
     def __call__(self, outputs: Any, batch: Any) -> Any:
         weight = jnp.sum(batch["mask"])

@@ -40,14 +40,15 @@ class OfClasses:
     """A measure of logits [..., class] and integer labels [...]. Raises UsageError for others, such as
     those of a regression.
 
-    name: of the metric. positive: the class that it is about; None: it is about all. A subclass has
-    sums(logits [row, class], labels [row], mask [row]) -> the metrics of a loss, where a row is an
-    example or a token. All of them are NaN where a logit is: no class is predicted there.
+    name: of the metric. positive: the class that it is about, by its name in the data or its number;
+    None: it is about all. number: that of `positive`, which a run sets if the data names its classes. A
+    subclass has sums(logits [row, class], labels [row], mask [row]) -> the metrics of a loss, where a
+    row is an example or a token. All of them are NaN where a logit is: no class is predicted there.
     """
 
-    key = f"{KEY}.args"  # of its arguments
     name: str
     positive: Any
+    number: Any
     sums: Any
 
     def __call__(self, outputs: Any, batch: Batch) -> Sums:
@@ -58,9 +59,9 @@ class OfClasses:
                 f"{KEY}: {type(self).__name__} is of classes, of logits [..., class] and integers [...]; outputs are "
                 f"{shape} and labels {labels.dtype.name}{labels.shape}, as of a regression; leave it out"
             )
-        if (self.positive or 0) not in range(classes):
+        if (self.number or 0) not in range(classes):
             raise UsageError(
-                f"{self.key}.positive: {self.positive} is none of {classes} classes, 0 to {classes - 1}"
+                f"loss: positive: {self.positive!r} is none of {classes} classes; give its name, or 0 to {classes - 1}"
             )
         # A sum in 16 bits would count to 256 or 2,048.
         logits = outputs.reshape(-1, classes).astype(wide(outputs.dtype))
@@ -80,8 +81,8 @@ class Precision(OfClasses):
     name = "precision"
     factors = 1, 1, 0
 
-    def __init__(self, positive: int | None = 1):
-        self.positive = positive
+    def __init__(self, positive: int | str | None = 1):
+        self.positive = self.number = positive
 
     def sums(self, logits: jax.Array, labels: jax.Array, mask: jax.Array) -> Sums:
         predicted = jnp.argmax(logits, -1)
@@ -93,7 +94,7 @@ class Precision(OfClasses):
             return a * right, b * jnp.sum(is_predicted) + c * jnp.sum(is_label)
 
         if self.positive is not None:
-            return {self.name: of_one(self.positive)}
+            return {self.name: of_one(self.number)}
         return {f"{self.name}_{number}": of_one(number) for number in range(logits.shape[-1])}
 
     def derive(self, means: Mapping[str, Any]) -> dict[str, float]:
@@ -101,7 +102,7 @@ class Precision(OfClasses):
         if self.positive is not None:
             return {}
         each = [x for name, x in means.items() if re.fullmatch(rf"{self.name}_\d+", name)]
-        return {f"macro_{self.name}": sum(each) / len(each) if each else math.nan}
+        return {f"macro_{self.name}": np.mean(each) if each else math.nan}
 
 
 class Recall(Precision):
@@ -130,14 +131,14 @@ class AUC(OfClasses):
 
     name = "auc"
 
-    def __init__(self, positive: int = 1):
-        self.positive = positive
+    def __init__(self, positive: int | str = 1):
+        self.positive = self.number = positive
 
     def sums(self, logits: jax.Array, labels: jax.Array, mask: jax.Array) -> Sums:
-        others = jax.nn.logsumexp(jnp.delete(logits, self.positive, -1), -1)
-        scale = jnp.arcsinh(SHARPNESS * (logits[:, self.positive] - others)) / WIDEST
+        others = jax.nn.logsumexp(jnp.delete(logits, self.number, -1), -1)
+        scale = jnp.arcsinh(SHARPNESS * (logits[:, self.number] - others)) / WIDEST
         place = jnp.clip((scale + 1) / 2 * BINS, 0, BINS - 1).astype(int)
-        is_label = (labels == self.positive).astype(int)
+        is_label = (labels == self.number).astype(int)
         counts = jnp.zeros((2, BINS), mask.dtype)
         return {f"{SUMS}{self.name}": counts.at[is_label, place].add(mask)}
 

@@ -17,7 +17,7 @@ from jaxdp.config import Config
 from jaxdp.config.training import EXACT
 from jaxdp.cpu import on_cpu
 from jaxdp.data import SOURCES
-from jaxdp.data.dataset import Dataset, first_example
+from jaxdp.data.dataset import Dataset, class_names, first_example
 from jaxdp.data.example_order import ExampleOrder
 from jaxdp.data.transforms import TRANSFORMS, as_transform, both
 from jaxdp.errors import UsageError, nearest, user_code
@@ -43,7 +43,7 @@ from jaxdp.run.datasets import (
     shapes_of_model,
 )
 from jaxdp.split import leaves_by_path, path_string
-from jaxdp.targets import Table, bind, call, locate, parameters, require
+from jaxdp.targets import Table, attribute, bind, call, locate, parameters, require
 from jaxdp.train.carry import split_carry
 from jaxdp.train.skip import Spike
 from jaxdp.train.state import Batch, TrainState
@@ -185,14 +185,19 @@ def make_parts(config: Config, objects: Objects = NOTHING) -> Parts:
         bind("model", target, config.model.args)
     loss = make_loss(config.loss.target, config.loss.args, table=table("loss", LOSSES))
     named_transform = None
-    if config.data.transform is not None:
-        key, section = "data.transform", config.data.transform
+    if (section := config.data.transform) is not None:
+        key = "data.transform"
         made = locate(key, section.target, table(key, TRANSFORMS))
         bound = bind(key, made, section.args)
         named_transform = as_transform(call(key, bound) if isinstance(made, type) else bound)
     optimizers = table("optimizer", OPTIMIZERS)
     make_tx(config, lambda step: 0.0, table=optimizers)
     dataset, eval_sets = make_data(config, table("data", SOURCES), table("eval.data", SOURCES))
+    names = class_names(dataset)
+    for metric in attribute(loss, "metrics", ()):
+        if hasattr(metric, "number"):
+            name = str(metric.positive)
+            metric.number = names.index(name) if name in names else metric.positive
     model = make_model(config, target, facts_of(dataset))
     model = model._replace(init=jax.jit(model.init))  # traced only once
     transform = both(getattr(dataset, "transform", None), named_transform)
@@ -212,7 +217,6 @@ def make_parts(config: Config, objects: Objects = NOTHING) -> Parts:
     steps = config.steps or order.updates(config.epochs or 0)
     schedule = schedule_of(config, steps)
     opt, spike = config.optimizer, config.spike
-    factor = spike.factor
     roles = roles_of(forward, dataset, order) if needs_roles(config) else {}
     rule = UpdateRule(
         make_tx(config, schedule, model.blocks, optimizers, roles),
@@ -220,7 +224,9 @@ def make_parts(config: Config, objects: Objects = NOTHING) -> Parts:
         opt.frozen,
         opt.ema,
         max_nonfinite=config.nonfinite.max_consecutive,
-        spike=None if factor is None else Spike(factor, spike.decay, spike.after, spike.action),
+        spike=None
+        if spike.factor is None
+        else Spike(spike.factor, spike.decay, spike.after, spike.action),
     )
     parts = Parts(
         forward, rule, dataset, eval_sets, order, steps, sequential, named_transform, roles

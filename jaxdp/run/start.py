@@ -100,9 +100,9 @@ def git_facts(directory: pathlib.Path) -> dict[str, Any]:
                 diff = diff[: diff.rfind(b"\n", 0, LONGEST_DIFF) + 1] + b"[cut]\n"
             with rundir.replaced(directory / DIFF, private=True) as new:  # it may have passwords
                 new.write_bytes(diff)
-    if commit is None or diff is None:
-        return {}
-    return {"git": {"commit": commit.decode().strip(), "changed": bool(diff)}}
+    if commit and diff is not None:
+        return {"git": {"commit": commit.decode().strip(), "changed": bool(diff)}}
+    return {}
 
 
 FIX = (

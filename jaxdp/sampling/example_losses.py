@@ -46,9 +46,9 @@ class WeightedCrossEntropy(SoftmaxCrossEntropy):
 
     class_weights: a positive number for each class. The loss is the weighted mean over all examples of
     an update, as in PyTorch's `CrossEntropyLoss(weight)`; accuracy stays unweighted. positive: the
-    class whose `precision`, `recall` and `f1` are metrics; None: `f1_0`, `f1_1`, ... of all, and their
-    mean `macro_f1`. Each is one quotient of sums over all examples, on any number of devices, and not a
-    mean over batches. It is NaN without examples to divide by.
+    class, by name or number, whose `precision`, `recall` and `f1` are metrics; None: `f1_0`, `f1_1`,
+    ... of all, and their mean `macro_f1`. Each is one quotient of sums over all examples, on any number
+    of devices, and not a mean over batches. It is NaN without examples to divide by.
 
     outputs: logits [..., classes]; batch["labels"]: integers [...]. Raises UsageError for other shapes,
     and weights that are not positive or not one for each class.
@@ -59,14 +59,12 @@ class WeightedCrossEntropy(SoftmaxCrossEntropy):
     def __init__(
         self,
         class_weights: Sequence[float] | None = None,
-        positive: int | None = 1,
+        positive: int | str | None = 1,
         label_smoothing: float = 0.0,
     ):
         super().__init__(label_smoothing)
         kinds = [F1] if positive is None else [Precision, Recall, F1]
         self.metrics = [kind(positive) for kind in kinds]
-        for each in self.metrics:
-            each.key = KEY
         self.class_weights = [*np.atleast_1d(() if class_weights is None else class_weights)]
         if not all(isinstance(w, Real) and 0 < w < math.inf for w in self.class_weights):  # type: ignore[operator]
             raise UsageError(

@@ -10,6 +10,7 @@ from scipy import stats
 import jaxdp
 from cli_runs import jaxdp as train
 from cli_runs import records
+from jaxdp.data.dataset import Arrays
 from jaxdp.errors import UsageError
 from jaxdp.losses import (
     CausalLM,
@@ -217,8 +218,9 @@ def test_a_metric_of_another_task_is_refused_in_a_line(name, loss, width):
             [F1(2), F1(2)],
             "loss.args.metrics: 'f1_2' is there twice; leave one",
         ),
-        ("SoftmaxCrossEntropy", [F1(4)], "loss.args.metrics.args.positive: 4 is none of 4 classes"),
-        ("SoftmaxCrossEntropy", [AUC(-1)], "loss.args.metrics.args.positive: -1 is none of 4"),
+        ("SoftmaxCrossEntropy", [F1(4)], "loss: positive: 4 is none of 4 classes; give its name"),
+        ("SoftmaxCrossEntropy", [AUC(-1)], "loss: positive: -1 is none of 4"),
+        ("SoftmaxCrossEntropy", [F1("fraud")], "loss: positive: 'fraud' is none of 4 classes"),
         (
             "SoftmaxCrossEntropy",
             [{"target": f"{__name__}.confident", "args": {"k": 1}}],
@@ -229,6 +231,36 @@ def test_a_metric_of_another_task_is_refused_in_a_line(name, loss, width):
 def test_what_is_wrong_is_named(loss, metrics, said):
     with pytest.raises(UsageError, match=said):
         Measured(loss, metrics)(LOGITS, BATCH)
+
+
+def test_a_class_is_known_by_its_name(tmp_path):
+    """Before its number, and anew for other data with the same loss."""
+    loss = Measured(metrics=[Recall("b"), Recall(1), AUC("b")])
+    inputs = RNG.normal(size=(90, 4)).astype(np.float32)
+    labels = (inputs[:, 0] > 0).astype(np.int32) + (inputs[:, 1] > 1)
+
+    for names, b, one in (("abc", 1, 1), ("c1b", 2, 1), ("1b0", 1, 0)):
+        data = Arrays(inputs=inputs, labels=labels)
+        data.class_names = [*names]
+        fitted = jaxdp.fit(
+            {"target": "MLP", "args": {"hidden": [], "num_classes": 3}},
+            data,
+            loss,
+            {"target": "sgd", "lr": 1e-3},
+            steps=1,
+            batch_size=30,
+            microbatches=8,
+            eval_data=data,
+            run_dir=tmp_path / names,
+        )
+        outputs = fitted.predict(inputs)
+        right = outputs.argmax(-1) == labels
+        each = [right[labels == number].mean() for number in range(3)]
+        assert len({*each}) == 3, "or this test tells no class from another"
+        assert fitted.final["recall_b"] == pytest.approx(each[b])
+        assert fitted.final["recall_1"] == pytest.approx(each[one])
+        area = auc_of(odds_of(outputs, b), labels == b)
+        assert fitted.final["auc"] == pytest.approx(area, abs=fitted.final["auc_error"] + 1e-6)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -64,7 +64,7 @@ def test_the_best_checkpoint_predicts_uneven_new_rows(tmp_path, monkeypatch):
         "data:\n  target: Balanced\n"
         "  args: {data: {target: Table, args: {table: train.csv, label: churn}}}\n"
         "eval: {every: 50, data: {target: Table, args: {table: train.csv, label: churn, split: test}}}\n"
-        "loss: {target: WeightedCrossEntropy}\nsteps: 300\nbatch_size: 96\nmicrobatches: 8\n"
+        "loss: {target: WeightedCrossEntropy, args: {positive: 'yes'}}\nsteps: 300\nbatch_size: 96\nmicrobatches: 8\n"
         "optimizer: {target: adam, lr: 1.0e-2}\ncheckpoint: {every: 50, best: f1}\n"
     )
     monkeypatch.chdir(tmp_path)
