@@ -110,8 +110,7 @@ class ImageTable(Listed):
         stored = {normalized(os.path.normpath(x)): x for x in walk(Path(root), Counter())}
         for split, table in self.tables.items():
             # 007 is no number, and None may be a class.
-            frame = read_frame(table, dtype=str, keep_default_na=False)
-            frame = frame.fillna("").astype(str)
+            frame = read_frame(table, dtype=str, keep_default_na=False).fillna("").astype(str)
             require(frame, "columns", self.columns.values())
             text: dict[str, Any] = {key: frame[name] for key, name in self.columns.items()}
             named = text.get("split", [split] * len(frame))

@@ -207,16 +207,18 @@ def changed_numbers(
         or opt.target.startswith("optax ")
     ):
         ignored |= {"steps", "epochs"}
+    if new["optimizer.schedule_steps"] == (old["optimizer.schedule_steps"] or old["steps"]):
+        ignored.add("optimizer.schedule_steps")  # the length that the schedule had
     if "data.order" not in flatten(before) and new["data.order"] != "sequential":
         # A run older than this key was shuffled; `resume_step` refuses a recurrent model.
         ignored.add("data.order")
     keys = [
         k
-        for k in {**old, **new}
+        for k in old | new
         if k not in ignored and decides(k) == "numbers" and old.get(k) != new.get(k)
     ]
-    reductions = [values.get("parallel.reduction") for values in (old, new)]
-    if len(set(reductions)) > 1 and set(reductions) & {"exact16", "exact8"}:
+    reductions = {values.get("parallel.reduction") for values in (old, new)}
+    if len(reductions) > 1 and reductions & {"exact16", "exact8"}:
         keys.append("parallel.reduction")
     return [f"{k}: {old.get(k)!r} -> {new.get(k)!r}" for k in keys]
 
@@ -227,8 +229,8 @@ def as_saved(before: dict[str, Any], after: Config) -> tuple[dict[str, Any], dic
     """
     now = json.loads(json.dumps(dataclasses.asdict(after), default=str))
     old = filled(before, dataclasses.asdict(Config()))
-    # A run older than this key.
-    old["precision"]["state"] = old["precision"]["state"] or old["precision"]["params"]
+    precision = old["precision"]
+    precision["state"] = precision["state"] or precision["params"]  # a run older than this key
     return old, now
 
 

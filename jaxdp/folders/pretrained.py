@@ -174,7 +174,10 @@ class HuggingFace(GPT):
         self.folder = str(folder.path)
         defaults = f"left out there, so as in transformers: {folder.defaults}"
         self.hint = f", or correct its config.json ({defaults})"
-        self.note = f"  without effect, of its config.json: {folder.unused}\n  {defaults}"
+        self.note = (
+            f"  without effect, of its config.json: {folder.unused}\n  {defaults}\n  not checked: whether the "
+            f"{num_classes:,} tokens of the data are those of the folder, {folder.args['num_classes']:,}"
+        )
 
     @staticmethod
     def description(config: Mapping[str, Any]) -> pathlib.Path:
@@ -199,7 +202,7 @@ class HuggingFace(GPT):
             )
         tensors = published.to_published(folder.layout, arrays, folder.args["num_classes"])
         dtype = str(next(iter(tensors.values())).dtype)
-        content = {**folder.config, "dtype": dtype, "torch_dtype": dtype}
+        content = dict(folder.config, dtype=dtype, torch_dtype=dtype)
         output.mkdir(exist_ok=True)
         safetensors.write(output / safetensors.SINGLE, tensors, {"format": "pt"})
         (output / "config.json").write_text(json.dumps(content, indent=2), encoding="utf-8")

@@ -89,9 +89,8 @@ class Precision(OfClasses):
         a, b, c = self.factors
 
         def of_one(number):
-            is_label, is_predicted = mask * (labels == number), mask * (predicted == number)
-            right = jnp.sum(is_label * (predicted == number))
-            return a * right, b * jnp.sum(is_predicted) + c * jnp.sum(is_label)
+            real, guessed = labels == number, predicted == number
+            return a * jnp.sum(mask * real * guessed), jnp.sum(mask * (b * guessed + c * real))
 
         if self.positive is not None:
             return {self.name: of_one(self.number)}

@@ -28,7 +28,7 @@ from typing import Any
 
 import jax
 
-from jaxdp.errors import RunFailed, UsageError, check_sizes, one_line, suggest
+from jaxdp.errors import RunFailed, UsageError, cause, check_sizes, one_line, suggest
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.numbers import known_sign
 from jaxdp.process.context import Context
@@ -246,7 +246,7 @@ class Callback(Observer):
                     self.reasons.append(str(error) or "a callback")
                     return {"finish"}  # of `wants`
                 raise RunFailed(
-                    f"{KEY}: {type(callback).__module__}.{name} raised {type(error).__name__}: {error}"
+                    f"{KEY}: {type(callback).__module__}.{name} failed{cause(error)}"
                 ) from error
 
         return call

@@ -436,11 +436,11 @@ def advice(
     devices, per_device = strategy.assignment.shape
     batch = config.largest_batch
     microbatches = config.microbatches
-    padded = microbatches * (per_microbatch := data.order.examples_per_microbatch)
+    padded = microbatches * data.order.examples_per_microbatch
     if 1 - batch / padded > EMPTY:
         yield (
-            f"batch_size: {batch} is padded to {padded} ({microbatches} microbatches of {per_microbatch}); use "
-            f"{padded} to avoid the padding (this changes the numbers)"
+            f"batch_size: {batch} is padded to {padded} ({microbatches} microbatches of "
+            f"{data.order.examples_per_microbatch}); use {padded} to avoid the padding (this changes the numbers)"
         )
     if batch > (size := data.order.size):
         yield (
@@ -482,10 +482,10 @@ def advice(
             "of BatchNorm, belong to the latter; use a norm without statistics"
         )
     waiting = [type(x).__name__ for x in callbacks if isinstance(x, EarlyStopping)]
-    waiting += ["checkpoint.best"] * (config.checkpoint.best is not None)
-    if steps > 1 and ((every := run.options.eval_every) or steps) >= steps:
-        unused = f"eval.every: {every or 'null'} gives {{}} only the last evaluation; set it below {steps}"
-        yield from map(unused.format, waiting)
+    waiting += ["checkpoint.best"] * bool(config.checkpoint.best)
+    if steps > 1 and (run.options.eval_every or steps) >= steps:
+        for name in waiting:
+            yield f"eval.every: {config.eval.every or 'null'} gives {name} only one evaluation; set it below {steps}"
     idle = 1 - microbatches / (devices * per_device)
     if idle > IDLE:
         yield (

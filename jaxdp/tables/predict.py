@@ -44,9 +44,11 @@ def run(call: Call) -> None:
     output = pathlib.Path(options["output"]).expanduser()
     write = frame.to_parquet if output.suffix == ".parquet" else frame.to_csv
     try:
+        if output.exists() and output.samefile(options["data"]):
+            raise ValueError("it is the table of --data")
         write(output, index=False)
     except (OSError, ValueError) as error:
         raise UsageError(
             f"--output: {str(output)!r} cannot be written ({one_line(error)}); choose another"
-        ) from None
+        ) from error
     print(f"{len(frame):,} rows of update {fitted.final['step']}: {found}; written to {output}")

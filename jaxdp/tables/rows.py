@@ -84,8 +84,8 @@ class Table(Arrays):
         self.deviation = np.where(numeric, rows.std(0, float), 1).astype(np.float32)
         self.deviation[self.deviation == 0] = 1
         # What an input means: `check_meaning` compares it with that of an evaluation set.
-        standardized = self.mean.tolist(), self.deviation.tolist(), self.center, self.scale
-        self.encoding = self.columns, self.values, *standardized
+        standardized = self.mean.tolist(), self.deviation.tolist()
+        self.encoding = self.columns, self.values, standardized, self.center, self.scale
         self.rows = train if both else rows_of_split(len(frame), test_fraction, split)
         if both and split == "test":
             frame = read_frame(table["test"])
@@ -99,9 +99,11 @@ class Table(Arrays):
         )
         super().__init__(inputs=inputs, labels=labels)
         self.input_shape = inputs.shape[1:]
-        texts = [f"{len(values):,} values of {name}" for name, values in self.values.items()]
         self.inventory = abbreviated(
-            [f"{len(self.columns)} columns, {len(numeric)} inputs; label {label}{kinds}", *texts]
+            [
+                f"{len(self.columns)} columns, {len(numeric)} inputs; label {label}{kinds}",
+                *(f"{len(values):,} values of {name}" for name, values in self.values.items()),
+            ]
         )
 
     @staticmethod

@@ -122,7 +122,7 @@ FAULTS = {
     ("--callbacks", "[own.Callback]"): (
         1,
         "evaluation",
-        "callbacks: own.Callback.evaluated raised ValueError: no such plot",
+        "callbacks: own.Callback.evaluated failed at own.py:",
     ),
     ("--log.writers", "[own.Full]"): (1, "writers", "log.writers: own.Full failed; the warning"),
     ("--data.target", "own.Noise"): (

@@ -373,6 +373,21 @@ def test_more_steps_are_no_change_if_rates_ignore_them(optimizer):
     assert validation.changed_numbers(dataclasses.asdict(before), after) == []
 
 
+def test_a_schedule_of_the_steps_that_it_had_is_no_change():
+    """A longer run that keeps the schedule of the run before; another length is named."""
+    base = {"model": {"target": "MLP"}, "data": {"target": "Digits"}}
+    before = dataclasses.asdict(from_mapping({**base, "steps": 4}, "fit"))
+
+    def changed(length):
+        more = {"steps": 8, "optimizer": {"schedule_steps": length}}
+        return validation.changed_numbers(before, from_mapping({**base, **more}, "fit"))
+
+    assert changed(4) == [] and changed(None) == ["steps: 4 -> 8"]
+    assert changed(6) == ["optimizer.schedule_steps: None -> 6"]
+    before["optimizer"]["schedule_steps"] = 3
+    assert changed(4) == ["optimizer.schedule_steps: 3 -> 4"] and changed(3) == []
+
+
 def test_a_tuple_is_the_list_that_a_checkpoint_has():
     args = {"hidden": (8,), "names": {1: (2, (3,))}}
     config = from_mapping(
