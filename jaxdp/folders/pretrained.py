@@ -202,10 +202,11 @@ class HuggingFace(GPT):
             )
         tensors = published.to_published(folder.layout, arrays, folder.args["num_classes"])
         dtype = str(next(iter(tensors.values())).dtype)
-        content = dict(folder.config, dtype=dtype, torch_dtype=dtype)
         output.mkdir(exist_ok=True)
         safetensors.write(output / safetensors.SINGLE, tensors, {"format": "pt"})
-        (output / "config.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
+        (output / "config.json").write_text(
+            json.dumps(dict(folder.config, dtype=dtype, torch_dtype=dtype), indent=2), "utf-8"
+        )
         files = [*folder.path.glob("generation_config.json")]
         tokenizer = folder.path / "tokenizer.json"
         if spec and not (
