@@ -66,8 +66,9 @@ class Listed(ImageFolder):
 
     def parts(self) -> dict[str, Part]:
         read = len(self.files) <= READ
-        parts = {f"{i} {path.name}": file_part(path, read) for i, path in enumerate(self.files)}
-        return {**parts, "labels": array_part(self.labels)}
+        return {f"{i} {path.name}": file_part(path, read) for i, path in enumerate(self.files)} | {
+            "labels": array_part(self.labels)
+        }
 
 
 class ImageTable(Listed):

@@ -65,11 +65,10 @@ class WebDataset(ImageZip):
 
     def parts(self) -> dict[str, Part]:
         read = len(self.files) <= READ
-        parts = {
+        return {
             str(x): Part(x.info.file_size if read else math.inf, lambda x=x: iter([x.read()]))  # type: ignore
             for x in self.files
-        }
-        return {**parts, "labels": array_part(self.labels)}
+        } | {"labels": array_part(self.labels)}
 
 
 def expanded(pattern: str) -> list[str]:
@@ -114,7 +113,7 @@ def samples_of(path: str, passed: Counter[str]) -> dict[str, Any]:
                 parts = os.path.basename(path), member.name
                 sample[ending] = Member(parts, Shard(path), info)
             # Zeros end a tar file; tarfile stops at anything else that is no header, too.
-            end = archive.fileobj.read(4096)
+            end = archive.fileobj.read(1 << 20)
             if not end or end.strip(b"\0"):
                 raise ValueError(f"it is cut off, or damaged, at byte {archive.offset:,}")
     except (OSError, ValueError, tarfile.TarError) as error:

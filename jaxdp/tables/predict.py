@@ -26,8 +26,9 @@ def run(call: Call) -> None:
             f"--run_dir: {str(directory)!r} was not trained on a Table; in Python, jaxdp.load({str(directory)!r})"
             ".predict takes arrays"
         )
-    frame = read_frame(options["data"], "--data")
-    inputs = fitted.data.encode(frame, "--data")
+    inputs = fitted.data.encode(options["data"], "--data")
+    # As it is written: 00042 stays so.
+    frame = read_frame(options["data"], "--data", dtype=str, keep_default_na=False)
     outputs = np.asarray(fitted.predict(inputs), np.float64)
     names = getattr(fitted.data, "class_names", None)
     if names is None:
@@ -44,8 +45,8 @@ def run(call: Call) -> None:
     output = pathlib.Path(options["output"]).expanduser()
     write = frame.to_parquet if output.suffix == ".parquet" else frame.to_csv
     try:
-        if output.exists() and output.samefile(options["data"]):
-            raise ValueError("it is the table of --data")
+        if output.exists():
+            raise ValueError("it exists")
         write(output, index=False)
     except (OSError, ValueError) as error:
         raise UsageError(

@@ -1,6 +1,7 @@
 """Rows of a table: a CSV or Parquet file, or a DataFrame, read by pandas."""
 
 import pathlib
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ KEY = "data.args"
 
 
 class Table(Arrays):
-    """Rows of a table as examples: "inputs" float32 [input], and "labels", of one column.
+    """Rows of a table as examples: "inputs" float32 [input], standardized, and "labels", of one column.
 
     table: a CSV or Parquet file, or a DataFrame; or {train: TABLE, test: TABLE}. label: the column to
     predict. Texts and whole numbers are classes: labels are int32 [], the index in `class_names`, which
@@ -27,12 +28,14 @@ class Table(Arrays):
     the place of a missing number; None: it is refused. test_fraction: of one table, the share of the
     rows, drawn with a fixed seed, that are the test split.
 
-    `transform` standardizes numbers by the mean and the standard deviation of the training rows, so
-    `predict` takes the inputs of `encode`, as they are. Raises UsageError for a column that is missing,
+    Numbers are standardized by the mean and the standard deviation of the training rows, in float64.
+    `predict` takes the inputs of `encode`, as they are. A column that is a text in training is read as
+    one from any other file: 007 is not 7. Raises UsageError for a column that is missing,
     for values that are missing or not finite, with column and row, and for a class or a text of a test
     table that train lacks.
     """
 
+    mean, deviation = 0.0, 1.0  # of the inputs
     center, scale = 0.0, 1.0  # of the labels of a regression
 
     def __init__(
@@ -53,9 +56,8 @@ class Table(Arrays):
                 f"{KEY}.table: {[*table]} are not two splits; give {{train: TABLE, test: TABLE}}"
             )
         frame = read_frame(table["train"] if both else table)
-        if columns is None:
-            columns = [name for name in frame if name != label]
-        self.columns, self.fill = [*columns], fill
+        self.fill = fill
+        self.columns = [x for x in frame if x != label] if columns is None else [*columns]
         require(frame, "columns", self.columns)
         if label in self.columns or not self.columns:
             raise UsageError(f"{KEY}.columns: {self.columns}; name inputs, without {label!r}")
@@ -76,28 +78,26 @@ class Table(Arrays):
             self.class_names = [f"{name}" for name in np.unique(column)]
             self.classes = len(self.class_names)
             kinds = f": {counted(Counter(column.map('of {}'.format)))}"
-        inputs = self.encode(frame, "")
         numeric = np.array([name not in self.values for name in self.names])
-        rows = inputs[train]
-        # In float64: squares of large numbers are beyond float32.
-        self.mean = np.float32(np.where(numeric, rows.mean(0, float), 0))
-        self.deviation = np.where(numeric, rows.std(0, float), 1).astype(np.float32)
-        self.deviation[self.deviation == 0] = 1
+        rows = self.encode(frame, "")[train]  # not standardized yet
+        spread = rows.std(0)
+        self.mean = np.where(numeric, rows.mean(0), 0)
+        self.deviation = np.where(numeric & (spread > 0), spread, 1)
+        inputs = self.encode(frame, "")
         # What an input means: `check_meaning` compares it with that of an evaluation set.
         standardized = self.mean.tolist(), self.deviation.tolist()
         self.encoding = self.columns, self.values, standardized, self.center, self.scale
         self.rows = train if both else rows_of_split(len(frame), test_fraction, split)
         if both and split == "test":
-            frame = read_frame(table["test"])
-            inputs = self.encode(frame, f"{KEY}.table.test")
-            self.rows = np.arange(len(frame))
-            column = label_column(frame, label, regression)
+            inputs = self.encode(table["test"], f"{KEY}.table.test")
+            self.rows = np.arange(len(inputs))
+            column = label_column(read_frame(table["test"]), label, regression)
         labels = (
             np.int32(positions(column, self.class_names, f"{KEY}.table.test"))
             if hasattr(self, "class_names")
             else np.float32((numbers(column, None)[:, None] - self.center) / self.scale)
         )
-        super().__init__(inputs=inputs, labels=labels)
+        super().__init__(inputs=np.float32(inputs), labels=labels)
         self.input_shape = inputs.shape[1:]
         self.inventory = abbreviated(
             [
@@ -111,9 +111,11 @@ class Table(Arrays):
         return args.get("test_fraction") != 0 or isinstance(args.get("table"), Mapping)
 
     def encode(self, table: Any, key: str = "encode") -> np.ndarray:
-        """Return the inputs [row, input] of a table with these columns: for `predict`. Raises UsageError
-        that names the key, if there is one, for a text that the training rows lack."""
-        frame = read_frame(table)
+        """Return the inputs [row, input] of a table with these columns, float64, standardized: for
+        `predict`. Raises UsageError that names the key, if there is one, for a text that the training
+        rows lack."""
+        # 007 stays so, whatever is in the other rows of that file.
+        frame = read_frame(table, key, dtype=dict.fromkeys(self.values, str))
         require(frame, "columns", self.columns)
         parts = []
         for name in self.columns:
@@ -122,11 +124,7 @@ class Table(Arrays):
                 parts.append(positions(frame[name], values, key)[:, None] == np.arange(len(values)))
             else:
                 parts.append(numbers(frame[name], self.fill)[:, None])
-        return np.concatenate(parts, 1, dtype=np.float32)
-
-    def transform(self, batch: Mapping[str, Any], key: Any, train: bool) -> dict[str, Any]:
-        """Standardize the numbers."""
-        return {**batch, "inputs": (batch["inputs"] - self.mean) / self.deviation}
+        return (np.concatenate(parts, 1) - self.mean) / self.deviation
 
 
 def label_column(frame: Any, label: str, regression: bool) -> Any:
@@ -163,7 +161,8 @@ def positions(column: Any, texts: Sequence[str], key: str) -> np.ndarray:
 def is_number(column: Any) -> bool:
     """Return whether a column has numbers, not texts. Raises UsageError for dates, which are neither."""
     kind = column.dtype.kind
-    if kind in "mMc" or np.ndim(column.iloc[0]):
+    others = kind == "O" and {*column.dropna().map(type)} - {str, bool, int, float}
+    if kind in "mMc" or others:
         raise UsageError(
             f"{KEY}.columns: {column.name!r} is {column.dtype}; make numbers of it, or leave the column out"
         )
@@ -189,9 +188,17 @@ def read_frame(table: Any, key: str = f"{KEY}.table", **options: Any) -> Any:
                 names = pandas.read_csv(
                     path, sep=separator, nrows=1, header=None, dtype=str, keep_default_na=False
                 ).iloc[0]
-                frame = pandas.read_csv(
-                    path, sep=separator, header=0, names=names, low_memory=False, **options
-                )
+                # A row of more fields than the header is an error, not a column that has no name.
+                with warnings.catch_warnings(action="error", category=pandas.errors.ParserWarning):
+                    frame = pandas.read_csv(
+                        path,
+                        sep=separator,
+                        header=0,
+                        names=names,
+                        index_col=False,
+                        low_memory=False,
+                        **options,
+                    )
         except Exception as error:
             raise UsageError(f"{key}: {str(table)!r} cannot be read: {one_line(error)}") from None
         if not len(frame):

@@ -47,7 +47,7 @@ def test_classes_and_their_probabilities(folder):
     assert len(pandas.read_parquet(folder / "out.parquet")) == 30
     for more, said in {
         ("--output", "none/out.csv"): "--output: 'none/out.csv' cannot be written",
-        ("--output", "run/../new.csv"): "cannot be written (it is the table of --data); choose",
+        ("--output", "train.csv"): "--output: 'train.csv' cannot be written (it exists); choose",
         ("--data", "none.csv"): "--data: 'none.csv' cannot be read",
         ("--step", "7"): "step: 7 is not in",
         ("--run_dir", ""): "--run_dir: missing",

@@ -1,5 +1,7 @@
 """Tables as data: columns by name, classes by name, and new rows for `predict`."""
 
+import decimal
+
 import numpy as np
 import pytest
 
@@ -37,12 +39,12 @@ def test_columns_and_classes_go_by_name(tmp_path, kind):
     batch = made.read(np.arange(len(made)))
     rows = table.iloc[made.rows]
     np.testing.assert_array_equal(batch["labels"], (rows.churn == "yes").to_numpy())
-    np.testing.assert_array_equal(batch["inputs"][:, 3], rows.city == "Rome")
-    scaled = made.transform(batch, None, True)["inputs"]
-    np.testing.assert_allclose(scaled[:, [0, 4]].mean(0), 0, atol=1e-5)
-    np.testing.assert_allclose(scaled[:, [0, 4]].std(0), 1, rtol=1e-5)
-    np.testing.assert_array_equal(scaled[:, 1:4], batch["inputs"][:, 1:4])
-    np.testing.assert_array_equal(made.encode(rows), batch["inputs"])
+    inputs = batch["inputs"]
+    np.testing.assert_array_equal(inputs[:, 3], rows.city == "Rome")
+    np.testing.assert_allclose(inputs[:, [0, 4]].mean(0), 0, atol=1e-5)
+    np.testing.assert_allclose(inputs[:, [0, 4]].std(0), 1, rtol=1e-5)
+    assert inputs.dtype == np.float32 and {*np.unique(inputs[:, 1:4])} == {0, 1}
+    np.testing.assert_array_equal(np.float32(made.encode(rows)), inputs)
 
 
 def test_kinds_of_labels():
@@ -95,7 +97,7 @@ def test_two_tables_are_one_data_set(tmp_path):
     assert train.encoding == test.encoding and train.inventory == test.inventory
     np.testing.assert_array_equal(train.rows, np.arange(200))
     examples = test.read(np.arange(len(test)))
-    np.testing.assert_array_equal(examples["inputs"], train.encode(later))
+    np.testing.assert_array_equal(examples["inputs"], np.float32(train.encode(later)))
     assert examples["labels"].dtype == np.int32 and not examples["labels"].any()
     np.testing.assert_allclose(train.mean[[0, 4]], rows[["age", "income"]].mean(), rtol=1e-6)
     assert Table.has_split({"table": {"train": 1, "test": 2}, "test_fraction": 0})
@@ -166,7 +168,8 @@ def test_missing_numbers_are_refused_or_filled():
         UsageError, match=r"data.args.columns: 'age' is nan in row 7; set data.args.fill"
     ):
         Table(table, "churn")
-    assert Table(table, "churn", fill=-1.0).arrays["inputs"][7, 0] == -1
+    made = Table(table, "churn", fill=-1.0)
+    assert made.arrays["inputs"][7, 0] == np.float32((-1 - made.mean[0]) / made.deviation[0])
 
 
 @pytest.mark.parametrize(
@@ -233,9 +236,11 @@ def test_names_are_read_as_they_are_written(tmp_path):
 
 
 def test_a_column_of_lists_is_refused():
-    table = frame().assign(several=[[1, 2]] * 200)
-    with pytest.raises(UsageError, match=r"columns: 'several' is object; make numbers of it, or"):
-        Table(table, "churn")
+    for values in ([[1, 2]] * 200, [None, [1]] * 100):
+        table = frame().assign(several=values)
+        said = r"columns: 'several' is object; make numbers of it, or"
+        with pytest.raises(UsageError, match=said):
+            Table(table, "churn")
     assert len(Table(table, "churn", ["age"])) == 180
 
 
@@ -251,7 +256,13 @@ def test_a_text_that_training_lacks_is_not_encoded():
         made.encode(frame().assign(city="Bern"))
 
 
-@pytest.mark.parametrize("values", [pandas.date_range("2020", periods=200), np.arange(200) * 1j])
+DATES = pandas.date_range("2020", periods=200)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [DATES, DATES.date, np.arange(200) * 1j, [decimal.Decimal(1)] * 200],
+)
 def test_dates_and_complex_numbers_are_no_texts(values):
     with pytest.raises(
         UsageError, match=r"data.args.columns: 'when' is .*; make numbers of it, or"
@@ -276,9 +287,45 @@ def test_a_word_among_numbers_is_seen(tmp_path):
 def test_large_numbers_are_standardized():
     table = frame().assign(income=1e30 * RNG.normal(size=200))
     made = Table(table, "churn", ["income"])
-    scaled = made.transform(made.read(np.arange(180)), None, True)["inputs"]
+    scaled = made.read(np.arange(180))["inputs"]
     assert scaled.dtype == np.float32
     np.testing.assert_allclose([scaled.mean(), scaled.std()], [0, 1], atol=1e-5)
+
+
+def test_numbers_that_differ_by_less_than_float32_are_told_apart():
+    """Times of a minute, in seconds since 1970."""
+    seconds = 1.7e9 + RNG.uniform(0, 60, 200)
+    made = Table(frame().assign(time=seconds), "churn", ["time"], test_fraction=0)
+    expected = (seconds - seconds.mean()) / seconds.std()
+    np.testing.assert_allclose(made.arrays["inputs"][:, 0], expected, atol=1e-5)
+
+
+def test_a_text_stays_a_text_in_any_other_file(tmp_path):
+    """However few rows the file has: alone, 007 would be the number 7."""
+    train = pandas.DataFrame({"code": ["007", "7", "A1"] * 9, "y": ["a", "b", "c"] * 9})
+    train.to_csv(tmp_path / "train.csv", index=False)
+    (tmp_path / "test.csv").write_text("code,y\n007,a\n")
+    files = {"train": tmp_path / "train.csv", "test": tmp_path / "test.csv"}
+    made = Table(files, "y", split="test")
+    assert made.values == {"code": ["007", "7", "A1"]}
+    assert made.arrays["inputs"].tolist() == [[1, 0, 0]]
+    assert made.encode(tmp_path / "test.csv").tolist() == [[1, 0, 0]]
+    (tmp_path / "odd.csv").write_text("code\n07\n")
+    with pytest.raises(UsageError, match="encode: 'code' has '07', which train lacks"):
+        made.encode(tmp_path / "odd.csv")
+
+
+def test_rows_of_more_fields_than_the_header_are_refused(tmp_path):
+    """Their first field would be no column, and each other one that of its neighbour."""
+    (tmp_path / "long.csv").write_text("a,y\n1,2,no\n3,4,yes\n")
+    with pytest.raises(UsageError, match="cannot be read: Length of header .* does not match"):
+        Table(tmp_path / "long.csv", "y")
+    (tmp_path / "one.csv").write_text("a,y\n1,no\n3,yes,4\n")
+    with pytest.raises(UsageError, match="cannot be read: .*Expected 2 fields in line 3, saw 3"):
+        Table(tmp_path / "one.csv", "y")
+    (tmp_path / "comma.csv").write_text("a,y\n1,no,\n3,yes,\n")  # nothing is behind it
+    made = Table(tmp_path / "comma.csv", "y", test_fraction=0)
+    assert made.columns == ["a"] and made.class_names == ["no", "yes"]
 
 
 def test_a_whole_number_beyond_an_integer_is_no_class():
