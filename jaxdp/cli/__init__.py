@@ -84,7 +84,6 @@ def main(argv: list[str] | None = None) -> NoReturn:
     if name not in VERBS:
         near = suggest(name, VERBS, otherwise=f"known: {', '.join(VERBS)}")
         _refuse(UsageError(f"unknown verb {name!r}; {REMOVED.get(name, near)}"))
-    verb = VERBS[name]
     try:
         if name in ("launch", "sweep"):  # until they send signals on to what they start
             signals.end_at_once(PREEMPTED)
@@ -98,8 +97,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         _refuse(DistributedError("interrupted by Ctrl-C (SIGINT)"), INTERRUPTED)
     except BaseException as error:
-        if isinstance(error, BrokenPipeError) and not verb.has_config:
-            sys.exit(0)  # the reader has closed the pipe, as `head` does
+        # The reader has closed the pipe, as `head` does. Those that train have others, of a job.
+        if isinstance(error, BrokenPipeError) and name not in ("train", "eval"):
+            sys.exit(0)
         if (known := explained(error)) is not None:
             _refuse(known)
         # With this rank, and the job ends: the other ranks would wait for this one.

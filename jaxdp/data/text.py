@@ -88,7 +88,8 @@ def read_text(path: str | Path, max_mb: float | None = None) -> str:
     """
     limit, location = byte_limit(max_mb), Path(path).expanduser()
     if location.is_dir():
-        return "\n".join(read_text(file, max_mb) for file in sorted(location.rglob("*.txt")))
+        files = [x for x in sorted(location.rglob("*")) if x.suffix.lower() == ".txt"]
+        return "\n".join(read_text(file, max_mb) for file in files)
     try:
         # All at once: a pipe has no size, and can be read once.
         with location.open("rb") as file:

@@ -205,7 +205,8 @@ class HuggingFace(GPT):
         output.mkdir(exist_ok=True)
         safetensors.write(output / safetensors.SINGLE, tensors, {"format": "pt"})
         (output / "config.json").write_text(
-            json.dumps(dict(folder.config, dtype=dtype, torch_dtype=dtype), indent=2), "utf-8"
+            json.dumps(dict(folder.config, dtype=dtype, torch_dtype=dtype), indent=2),
+            encoding="utf-8",
         )
         files = [*folder.path.glob("generation_config.json")]
         tokenizer = folder.path / "tokenizer.json"

@@ -91,7 +91,9 @@ def prepare(config: Config, objects: Objects = NOTHING, several: bool = False) -
         }
     same = facts(config, parts, own, others) if several else {}
     make_state = state_maker(config, parts)
-    flops, programs = rehearse(config, parts, make_the_step(config, parts), make_state)
+    # How many updates that are not finite end a run may differ from start to start.
+    same_end = parts._replace(rule=parts.rule._replace(max_nonfinite=10))
+    flops, programs = rehearse(config, parts, make_the_step(config, same_end), make_state)
     named = [v for k, v in flatten(config).items() if k.endswith(("target", "schedule"))]
     digests = dict[str, Digest]()
     if several or objects or any("." in str(name) for name in named):  # code of the user's

@@ -119,11 +119,10 @@ def read_set(key: str, target: Target, split: str, x64: bool, sources: Table) ->
             "returns them"
         )
     make = bind(key, source, target.args, {"split": split}) if callable(source) else None
-    args = make.keywords if make is not None else {}
-    asked = str(args.get("split", split))
+    args = getattr(make, "keywords", {})
     stored = args.get("path", args.get("root"))
     path = f" in {stored!r}" if isinstance(stored, str) else ""
-    name = f"the {asked} split of {target.target}{path}"
+    name = f"the {args.get('split', split)} split of {target.target}{path}"
     try:
         made = source if make is None else call(key, make)
         if made is None:
@@ -135,8 +134,7 @@ def read_set(key: str, target: Target, split: str, x64: bool, sources: Table) ->
             )
     except UsageError as error:  # sources name the key of the training data
         text = re.sub(r"^data\b", key, str(error))
-        is_named = asked in text and path.removeprefix(" in ").strip("'") in text
-        raise UsageError(text if is_named else f"{text} ({name})") from error.__cause__
+        raise UsageError(f"{text} ({name})") from error.__cause__
     if split == "test" and len(dataset) >= UNKNOWN:
         raise UsageError(
             f"{key}.args.size: a stream needs it to be evaluated; set it to a number of examples"
@@ -151,7 +149,7 @@ def facts_of(dataset: Dataset) -> dict[str, Any]:
     first = first_example(dataset)
     shape = first.get("inputs", next(iter(first.values()))).shape[1:]
     spec = tokenizer_spec(dataset)
-    if spec is not None and "path" in spec:
+    if spec and "path" in spec:
         spec = {**spec, "path": os.path.abspath(spec["path"])}
     return {
         "input_shape": list(getattr(dataset, "input_shape", shape)),

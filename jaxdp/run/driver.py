@@ -333,10 +333,11 @@ class Training(Host):
             self.save()
         facts = run.checkpoints.facts
         more = {
+            **self.metadata(),
             "evaluated_with": {k: facts.get("config", {}).get(k) for k in ("eval", "callbacks")},
             "eval_contents": facts.get("eval_contents"),
         }
-        run.checkpoints.annotate(step, {**self.metadata(), **more})
+        run.checkpoints.annotate(step, more)
         return metrics
 
     def finish_early(self) -> None:
@@ -374,11 +375,14 @@ class Training(Host):
         # With a loss scale, in float16, a few are normal.
         skipped = int(progress.state.guard.skipped)
         if skipped and not progress.state.loss_scale:
-            run.log.writer.say(
-                f"warning: skipped updates: {skipped} of {progress.step}: their gradients were not finite, or their "
-                "loss was a spike; --nonfinite.max_consecutive 1 ends a run at the first that is not finite, and names "
-                "its examples"
+            text = (
+                f"skipped updates: {skipped} of {progress.step}: their gradients were not finite, their examples all "
+                "masked, or their loss a spike; --nonfinite.max_consecutive 1 ends a run at the first that is not "
+                "finite, and names its examples"
             )
+            if skipped == progress.step:
+                raise RunFailed(text, rank=0)
+            run.log.writer.say(f"warning: {text}")
         if progress.stopped is not None:
             final["stopped"] = progress.stopped
         self.wait_for_checkpoint()

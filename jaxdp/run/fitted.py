@@ -143,7 +143,7 @@ class Fitted:
         this process, without the other processes. ema: use the running average of the parameters;
         None: if `eval.ema` is set. Raises UsageError for arrays that do not fit the training data.
         """
-        if not isinstance(batch_size, int | np.integer) or batch_size < 1:
+        if batch_size not in range(1, 2**31):
             raise UsageError(f"predict: batch_size {batch_size!r} is not an integer of at least 1")
         with settings(self.config), user_code():
             rows = fitting(
@@ -374,8 +374,8 @@ def fitting(
         wraps = fits and np.dtype(dtype).kind in "iu" and np.any(value.astype(dtype) != value)
         if value.ndim != len(shape) or not fits or wraps:
             raise UsageError(
-                f"predict: {name!r} is {value.dtype}{list(value.shape)}, but the model was trained on {dtype}"
-                f"{['rows', *shape[1:]]}; give it rows like those".replace("'rows'", "rows")
+                f"predict: {name!r} is {value.dtype}{list(value.shape)}, but the model was trained on rows of {dtype}"
+                f"{list(shape[1:])}; give it rows like those"
             )
         rows[name] = value.astype(dtype)
     return rows

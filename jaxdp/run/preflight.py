@@ -17,7 +17,7 @@ from jaxdp.config import Config
 from jaxdp.data.dataset import Dataset, probes, read_examples, tokenizer_spec
 from jaxdp.data.example_order import RESET
 from jaxdp.data.prefetch import read_batches
-from jaxdp.errors import UsageError, one_line, user_code, user_lines
+from jaxdp.errors import UsageError, one_line, user_code
 from jaxdp.losses import check, derive_of
 from jaxdp.metrics.numbers import known_sign
 from jaxdp.metrics.writer import RESERVED
@@ -100,9 +100,8 @@ def check_leaves(state: TrainState) -> None:
                 f"{owner} {name!r} has shape {leaf.shape}; it is empty and cannot be saved; leave it out"
             )
         if paths[path] > 1:
-            several = "parameters" if field == "params" else f"arrays of {field}"
             raise UsageError(
-                f"model: {paths[path]} {several} have the path {name!r}; rename all but one"
+                f"model: {paths[path]} arrays of {field} have the path {name!r}; rename all but one"
             )
         if re.search("[\ud800-\udfff]", name):
             raise UsageError(
@@ -209,23 +208,21 @@ def rehearse_evaluation(
     """
     step = make_the_step(config, parts)
     order = make_order(config, dataset, parts.sequential, shuffle=False)
+    own, trained = shapes_of(dataset), shapes_of(parts.dataset)
     try:
-        number = np.zeros(1, np.int32)
-        jax.eval_shape(
-            sums_of_one(step.evaluate),
-            state_of_one(state),
-            read_batches(dataset, order, [0], number),
-        )
+        for name in own.keys() & trained.keys() - {"labels", "mask"}:
+            if len({shapes[name][1].kind in "iub" for shapes in (own, trained)}) > 1:
+                raise UsageError(f"{name!r} has integers in one of them")
+        batch = read_batches(dataset, order, [0], np.zeros(1, np.int32))
+        jax.eval_shape(sums_of_one(step.evaluate), state_of_one(state), batch)
     except Exception as error:
-        is_explained = isinstance(error, UsageError) or user_lines(error)
-        reason = f": {one_line(error)}" if is_explained else "; make them alike"
 
         def listed(shapes):
             return ", ".join(f"{k} {v.name}{list(s[1:])}" for k, (s, v) in shapes.items())
 
         raise UsageError(
-            f"{key}: its examples ({listed(shapes_of(dataset))}) do not match the training examples "
-            f"({listed(shapes_of(parts.dataset))}){reason}"
+            f"{key}: its examples ({listed(own)}) do not match the training examples ({listed(trained)}): "
+            f"{one_line(error)}; make them alike"
         ) from None
 
 

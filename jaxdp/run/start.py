@@ -136,16 +136,12 @@ def check_same_run(
     if digests := difference(saved_contents(saved), now["data_contents"]):
         changed += [f"data fingerprint: {digests}", *moved(config, saved.get("folder"))]
     if changed:
-        more = f" (and {len(changed) - 8} more)" if changed[8:] else ""
         growing = ""
         if any(line.startswith(("steps: ", "epochs: ")) for line in changed):
-            growing = (
-                ", as the schedule ends there unless optimizer.schedule_steps is set from the start"
-            )
-        fix = FIX if objects else FIX_OF_COMMAND
+            growing = ", as the schedule ends there unless optimizer.schedule_steps is set at first"
         raise UsageError(
-            f"{'; '.join(changed[:8])}{more}: this run was trained to step {step} with the old value, which changes "
-            f"the numbers{growing}; put it back, {fix}"
+            f"{'; '.join(changed)}: this run was trained to step {step} with the old value, which changes "
+            f"the numbers{growing}; put it back, {FIX if objects else FIX_OF_COMMAND}"
         )
     if any(saved.get(key) != now[key] for key in ("versions", "traced")):
         if objects:
@@ -263,9 +259,9 @@ def compared(
     saved = context.of_root("meta", lambda: checkpoints.meta(start))
     if not config.resume.force:
         if run.data.train.order.sequential and "order" not in saved["config"].get("data", {}):
-            text = "shuffled, as before this key existed -> sequential, because the model carries state"
             raise UsageError(
-                f"data.order: {text}; set data.order to shuffled, or choose another --run_dir",
+                "data.order: shuffled, as before this key existed -> sequential, because the model carries state; set "
+                "data.order to shuffled, or choose another --run_dir",
                 rank=0,
             )
 

@@ -43,15 +43,16 @@ class Balanced(Wrapped):
         if split != "train":
             return
         labels = labels_of(self.dataset, by)
-        classes, numbers, sizes = np.unique(labels, return_inverse=True, return_counts=True)
+        found, numbers, sizes = np.unique(labels, return_inverse=True, return_counts=True)
+        classes = found.tolist()
         self.members = np.argsort(numbers, kind="stable")
         self.sizes = tuple(sizes.tolist())
         names = class_names(self.dataset)
-        titles = [names[c] if c < len(names) else f"{c}" for c in classes.tolist()]
+        titles = [names[c] if c < len(names) else f"{c}" for c in classes]
         shares = dict.fromkeys(titles, 1.0)
         if weights is not None:
             shares = {f"{name}": weight for name, weight in weights.items()}
-        for number, title in zip(classes.tolist(), titles):
+        for number, title in zip(classes, titles):
             if title not in shares and f"{number}" in shares:
                 shares[title] = shares.pop(f"{number}")
         check_weights(titles, shares, "class")

@@ -35,7 +35,7 @@ class Table(Arrays):
     table that train lacks.
     """
 
-    mean, deviation = 0.0, 1.0  # of the inputs
+    mean, deviation = 0.0, 1.0  # type: Any, Any  # of the inputs, until the training rows are read
     center, scale = 0.0, 1.0  # of the labels of a regression
 
     def __init__(

@@ -141,6 +141,7 @@ def test_a_file_that_is_no_whole_tar_file_is_refused_in_a_line(tmp_path, shards)
         "boundary.tar": whole[:end],
         "damaged.tar": bytes(damaged),
         "two.tar": whole[: end + 1024] + whole,
+        "joined.tar": whole + whole,  # tar pads each with zeros to 10,240 bytes
         "text.tar": b"hello",
         "empty.tar": b"",
     }

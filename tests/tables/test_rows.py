@@ -318,10 +318,10 @@ def test_a_text_stays_a_text_in_any_other_file(tmp_path):
 def test_rows_of_more_fields_than_the_header_are_refused(tmp_path):
     """Their first field would be no column, and each other one that of its neighbour."""
     (tmp_path / "long.csv").write_text("a,y\n1,2,no\n3,4,yes\n")
-    with pytest.raises(UsageError, match="cannot be read: Length of header .* does not match"):
+    with pytest.raises(UsageError, match=r"cannot be read: Length of header .* does not match"):
         Table(tmp_path / "long.csv", "y")
     (tmp_path / "one.csv").write_text("a,y\n1,no\n3,yes,4\n")
-    with pytest.raises(UsageError, match="cannot be read: .*Expected 2 fields in line 3, saw 3"):
+    with pytest.raises(UsageError, match=r"cannot be read: .*Expected 2 fields in line 3, saw 3"):
         Table(tmp_path / "one.csv", "y")
     (tmp_path / "comma.csv").write_text("a,y\n1,no,\n3,yes,\n")  # nothing is behind it
     made = Table(tmp_path / "comma.csv", "y", test_fraction=0)

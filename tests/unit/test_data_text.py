@@ -20,6 +20,7 @@ from jaxdp.data import SOURCES, Documents, PennTreebank, TextFile
 from jaxdp.data import windows as module
 from jaxdp.data.dataset import check_dtypes, fingerprint
 from jaxdp.data.packing import pack, read_documents
+from jaxdp.data.text import read_text
 from jaxdp.data.tokenizers import Byte, Char, File, Named, Words, from_spec, make_tokenizer
 from jaxdp.data.windows import Windows, cut
 from jaxdp.errors import UsageError
@@ -404,6 +405,12 @@ def test_shakespeare_is_cut_as_nanogpt_cuts_it():
     assert train.tokenizer.decode(train.read(np.array([0]))["inputs"][0]).startswith(
         "First Citizen:\nBefore we proceed"
     )
+
+
+def test_a_folder_has_the_texts_of_any_case_of_their_ending(tmp_path):
+    for name in ("a.txt", "b.TXT", "c.md"):
+        write(tmp_path / name, name)
+    assert read_text(tmp_path) == "a.txt\nb.TXT"
 
 
 def test_penn_treebank_has_its_train_files_vocabulary(tmp_path):

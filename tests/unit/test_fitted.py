@@ -11,7 +11,7 @@ from flax import linen, nnx
 
 import jaxdp
 from jaxdp.data import Stream
-from jaxdp.errors import UsageError
+from jaxdp.errors import RunFailed, UsageError
 from jaxdp.models.nnx import Carry
 from jaxdp.run.fitted import fitting
 from jaxdp.run.objects import name_it
@@ -79,7 +79,7 @@ EMPTY = (
             "parameter 'phase' is complex64.*; store its real and imaginary parts as two arrays",
         ),
         (ORDER, "parameter 'order' is int32.*; make it part of the model's state, or a constant"),
-        (CLASH, "2 parameters have the path 'a/b'"),
+        (CLASH, "2 arrays of params have the path 'a/b'"),
         (GROWING, "'seen' changes from"),
     ],
 )
@@ -186,8 +186,12 @@ def test_it_evaluates_no_other_runs_checkpoint(tmp_path):
 @pytest.mark.slow
 def test_a_finished_run_of_loss_nan_is_returned_again(tmp_path):
     """Its metrics.jsonl has the text "nan"."""
-    base = {"steps": 1, "batch_size": 30, "parallel": {"devices": 1}, "run_dir": tmp_path}
-    losses = [jaxdp.fit(Net, (X * np.float32("nan"), Y), **base).final["loss"] for _ in range(2)]
+    base = {"steps": 3, "batch_size": 30, "parallel": {"devices": 1}, "run_dir": tmp_path}
+    x = np.where(
+        np.arange(90)[:, None] < 89, X, np.float32("nan")
+    )  # the last update has the last row
+    data = {"target": (x, Y), "order": "sequential"}
+    losses = [jaxdp.fit(Net, data, **base).final["loss"] for _ in range(2)]
     assert all(isinstance(loss, float) and np.isnan(loss) for loss in losses)
 
 
@@ -222,6 +226,45 @@ def test_the_history_omits_a_shorter_runs_final_eval(tmp_path):
     more = {"optimizer": {"schedule": "constant"}, "eval": {"every": 3}, "run_dir": tmp_path}
     fit(**more, steps=4)
     assert fit(**more, steps=8).history["eval"]["step"] == [3, 6, 8]
+
+
+@pytest.mark.parametrize("train, other", [(np.uint8, np.float32), (np.float32, np.int32)])
+def test_evaluation_data_of_another_kind_of_numbers_is_refused(fitted, train, other):
+    """A model of pixels from 0 to 255 would be evaluated on those from 0 to 1, or the other way round."""
+    pixels = RNG.integers(0, 255, (60, 4))
+
+    def data(dtype):
+        return pixels.astype(dtype), Y[:60]
+
+    net = (
+        lambda key, inputs: {"w": np.ones((4, 2), np.float32)},
+        lambda params, inputs: inputs.astype(np.float32) @ params["w"],
+    )
+    more = {"steps": 1, "batch_size": 30, "microbatches": 2, "parallel": {"devices": 1}}
+    said = r"'inputs' has integers in one of them; make them alike"
+    with pytest.raises(
+        UsageError, match=rf"^eval\.data: its examples \(.*\) do not match .*{said}"
+    ):
+        jaxdp.fit(net, data(train), eval_data=data(other), **more)
+    trained = jaxdp.fit(net, data(train), eval_data=data(train), **more)
+    with pytest.raises(UsageError, match=said):
+        trained.evaluate(data(other))
+    labels = Y[:60].astype(np.int8)  # those of another width are read as before
+    assert trained.evaluate((pixels.astype(train), labels)) == trained.evaluate(data(train))
+
+
+def test_the_number_of_skipped_updates_that_end_a_run_may_change(tmp_path):
+    """It decides no number: also with objects, which are compared by what they compute."""
+    more = {"optimizer": optax.sgd(0.1), "run_dir": tmp_path / "run", "eval": {}, "log": {}}
+    fit(steps=2, **more)
+    longer = fit(steps=4, nonfinite={"max_consecutive": 3}, **more)
+    assert longer.final["step"] == 4
+
+
+def test_a_run_that_made_no_update_fails():
+    data = {"inputs": X, "labels": Y, "mask": np.zeros(90, np.float32)}
+    with pytest.raises(RunFailed, match=r"skipped updates: 4 of 4: .*their examples all masked"):
+        jaxdp.fit(Net, data, steps=4, batch_size=30, parallel={"devices": 1})
 
 
 @pytest.mark.slow
@@ -289,7 +332,7 @@ def test_without_evaluation_data_a_loss_says_its_batch(capsys):
     [
         (
             X[0],
-            r"predict: 'inputs' is float32\[4\], but the model was trained on float32\[rows, 4\]",
+            r"predict: 'inputs' is float32\[4\], but the model was trained on rows of float32\[4\]",
         ),
         (X.astype(complex), "predict: 'inputs' is complex128"),
         ({"x": X}, r"predict: the training data has no 'x', only \['inputs', 'labels'\]"),

@@ -160,7 +160,7 @@ def test_each_odd_key(key):
     [
         (
             {"a/b": ONE, "a": {"b": ONE}},
-            "model: 2 parameters have the path 'a/b'; rename all but one",
+            "model: 2 arrays of params have the path 'a/b'; rename all but one",
         ),
         (
             {"model_state": ONE},
