@@ -108,7 +108,8 @@ def check_text(path: Path) -> Iterator[Finding]:
     """
     lines = list[str]()
     try:
-        for _ in pieces(path, key="text", problems=lines):
+        # U+0000 ends a document for the tokenizers `byte` and `char`.
+        for _ in pieces(path, key="text", reserved="\0", problems=lines):
             pass
         problems = [f"{str(path)!r}{line}" for line in lines]
         if not path.stat().st_size:

@@ -593,12 +593,13 @@ def test_bad_lines_and_texts_are_named_by_position(tmp_path, capsys):
     for split, words in ((0, "line 2 at byte 16 is no JSON object"), (0.5, "line 2 at byte 16")):
         with pytest.raises(UsageError, match=f"INPUT: '.*a.JSONL': {words}"):
             tokenize([tmp_path / "a.JSONL"], tmp_path / "out", "byte", split, 1000)
-    with pytest.raises(UsageError, match="data check: 3 problems, listed above"):
+    with pytest.raises(UsageError, match="data check: 4 problems, listed above"):
         data(Call(options=parse(["check", str(tmp_path / "a.JSONL")], "data")[0]))
     said = capsys.readouterr().out
     assert (
         "line 2 at byte 16" in said
         and "line 4 at byte 43 has half a character" in said
+        and "line 5 at byte 62 has '\\x00' in its text" in said
         and "line 6 at byte" in said
     )
     for tokenizer in ("byte", "char"):
