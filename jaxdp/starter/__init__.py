@@ -59,6 +59,8 @@ class Door:
                 )
             model = kinds[f"inputs{len(dataset.input_shape)}"]
             config = filled(filled(config, kinds[task]), model)
+            if is_several:
+                config["model"]["args"].setdefault("num_classes", labels.shape[1])
         if not is_quiet and not discover().rank:
             safe_print.say(f"{note}\n{dump(config)}")
         return config
@@ -90,7 +92,8 @@ def choose_columns(path: str, args: Any) -> str:
         return frame[name].dtype.kind in kinds and not re.fullmatch(ID, f"{name}")
 
     columns = args.setdefault("columns", [x for x in frame if x != label and is_input(x)])
-    args.setdefault("regression", bool(counts.get(label, 0) > MANY))
+    is_quantity = counts.get(label, 0) > MANY and frame[label].dtype.kind in "iuf"
+    args.setdefault("regression", bool(is_quantity))
     return f"\n# Left out, as an id or a text of more than {MANY} values: {sorted({*frame} - {label, *columns})}"
 
 

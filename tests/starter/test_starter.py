@@ -230,6 +230,23 @@ def test_several_labels_as_floats_have_a_sigmoid(folder):
     write_medmnist("chest.npz", SEVERAL.astype(np.float32))
     config, *_ = load(["chest.npz"])
     assert (config.data.target, config.loss.target) == ("Npz", "PerExample")
+    assert config.model.args["num_classes"] == SEVERAL.shape[1]
+
+
+def test_one_label_of_0_or_1_is_one_output(folder):
+    """Two outputs would each learn the same label."""
+    x = RNG.normal(size=(40, 5)).astype(np.float32)
+    np.savez("one.npz", x=x, y=(x[:, :1] > 0).astype(np.int64))
+    config, *_ = load(["one.npz"])
+    assert config.loss.target == "PerExample" and config.model.args == {"num_classes": 1}
+
+
+def test_a_label_of_many_texts_is_a_class(folder):
+    """And no quantity, as one of many numbers is."""
+    table().assign(label=[f"c{i % 100}" for i in range(ROWS)]).to_csv("many.csv", index=False)
+    config, *_ = load(["many.csv"])
+    assert config.data.args["regression"] is False
+    assert config.loss.target == "SoftmaxCrossEntropy"
 
 
 def test_a_config_that_is_printed_in_full_is_alone(folder):
