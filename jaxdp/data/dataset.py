@@ -279,8 +279,8 @@ def as_dataset(source: Any) -> Dataset:
 
     A dict of arrays, a pair (inputs, labels) of arrays, or one array (inputs) becomes `Arrays`; the
     first dim is the example. Any other sized sequence becomes `Examples`. Raises UsageError for
-    anything else, for an empty source, and for an ambiguous list of two arrays (a pair, or two
-    examples)."""
+    anything else, for an empty source, for an ambiguous list of two arrays (a pair, or two examples),
+    and for a tuple of one array, or of 3 to 8."""
     try:
         size = len(source)
     except (TypeError, ValueError):  # no length, or a negative one
@@ -299,16 +299,14 @@ def as_dataset(source: Any) -> Dataset:
             )
         check_one_split(source)
         return Arrays(**source)
-    shapes = []
+    shapes, is_tuple = [], isinstance(source, tuple)
     if isinstance(source, tuple | list) and size < 9:
         shapes = [getattr(part, "shape", ()) for part in source]
-    if size == len(shapes) == 2 and (
-        all(shapes) or (isinstance(source, tuple) and all(map(_is_array, source)))
-    ):
+    if size == len(shapes) == 2 and (all(shapes) or (is_tuple and all(map(_is_array, source)))):
         pair = Arrays(inputs=source[0], labels=source[1])
         inputs, labels = pair.arrays.values()
         alike = inputs.shape == labels.shape and inputs.dtype == labels.dtype
-        if alike and isinstance(source, list):
+        if alike and not is_tuple:
             raise UsageError(
                 f"data: a list of two arrays {inputs.dtype}{list(inputs.shape)} may be a pair or two examples; give a "
                 "tuple (inputs, labels), or np.stack(...) of two examples"
@@ -316,10 +314,10 @@ def as_dataset(source: Any) -> Dataset:
         return pair
     if hasattr(source, "__dlpack__"):  # in memory; arrays backed by a file become `Examples`
         return Arrays(inputs=source)
-    if all(shapes) and len({*shapes}) > 1:
+    if shapes and all(shapes) and (is_tuple or len({*shapes}) > 1):
         raise UsageError(
-            f"data: a {type(source).__name__} of {size} arrays of different shapes; give a pair (inputs, labels), or a "
-            "dict of arrays, such as {'inputs': x, 'labels': y}"
+            f"data: a {type(source).__name__} of {size} arrays{' of different shapes' * (len({*shapes}) > 1)}; give a "
+            "pair (inputs, labels), a dict of arrays, such as {'inputs': x, 'labels': y}, or a list of examples"
         )
     if hasattr(source, "__getitem__"):
         return Examples(source)

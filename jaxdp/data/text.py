@@ -88,8 +88,8 @@ def read_text(path: str | Path, max_mb: float | None = None) -> str:
     """
     limit, location = byte_limit(max_mb), Path(path).expanduser()
     if location.is_dir():
-        files = [x for x in sorted(location.rglob("*")) if x.suffix.lower() == ".txt"]
-        return "\n".join(read_text(file, max_mb) for file in files)
+        files = sorted(location.rglob("*"))
+        return "\n".join(read_text(x, max_mb) for x in files if x.suffix.lower() == ".txt")
     try:
         # All at once: a pipe has no size, and can be read once.
         with location.open("rb") as file:

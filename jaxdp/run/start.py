@@ -438,10 +438,10 @@ def advice(
             f"batch_size: {batch} is padded to {padded} ({microbatches} microbatches of "
             f"{data.order.examples_per_microbatch}); use {padded} to avoid the padding (this changes the numbers)"
         )
-    if batch > (size := data.order.size):
+    if batch > data.order.size:
         yield (
-            f"batch_size: {batch} is beyond the {size} examples of the data: every update takes all of them, and "
-            f"the other {batch - size} are padding; make it {size} or smaller"
+            f"batch_size: {batch} is beyond the {data.order.size} examples of the data: each update takes all of them; "
+            f"the other {batch - data.order.size} are padding; make it {data.order.size} or smaller"
         )
     for extra in extras_of(config):
         yield from extra.advice(run)
@@ -512,8 +512,10 @@ def rate_advice(run: Run, config: Config, prepared: Prepared, start: int) -> Ite
     known = opt.schedule in [*SCHEDULES] and (not ended or opt.schedule == "constant")
     if not opt.lr or several or known:
         return
+    # The rate of the first update of a warm-up may be that of the last one, 0.
+    start = max(start, opt.warmup_steps)
     first, last = constant_from(jax.jit(schedule_of(config, steps)), start, steps)
-    last = last if abs(last) > 1e-6 * opt.lr else 0.0  # a line may end at a rounding error
+    last *= abs(last) > 1e-6 * opt.lr  # a line may end at a rounding error
     if steps - first < 2 or (last and (first == start or not ended)):
         return
     if ended:
@@ -521,18 +523,18 @@ def rate_advice(run: Run, config: Config, prepared: Prepared, start: int) -> Ite
         fix = f"set schedule_steps to {steps}, or final_lr to what the rest needs"
     else:
         cause, fix = f"schedule: {name_of_schedule(config)}", "let it end with the run"
-    nothing = "" if last else ", which changes no parameter"
-    constant = f"the learning rate {last:.3g} ({last / opt.lr:.0%} of lr){nothing}"
-    yield f"optimizer.{cause}: updates {first + 1} to {steps} have {constant}; {fix}"
+    yield (
+        f"optimizer.{cause}: updates {first + 1} to {steps} have the learning rate {last:.3g} ({last / opt.lr:.0%} of "
+        f"lr){'' if last else ', which changes no parameter'}; {fix}"
+    )
 
 
 def constant_from(schedule: Callable[[int], Any], start: int, steps: int) -> tuple[int, float]:
     """Return (the count, at least `start`, from which a schedule stays at its last value, that
     value).
     """
-    last = float(schedule(steps - 1))
-    count = steps - 1
-    back = 1
+    count, back = steps - 1, 1
+    last = float(schedule(count))
     while count > start:
         earlier = max(start, count - back)
         if float(schedule(earlier)) == last:

@@ -391,6 +391,17 @@ def test_too_long_a_warm_up_or_batch_is_a_warning(tmp_path, more, words):
 
 
 @pytest.mark.parametrize(
+    ("steps", "warmup", "first"), [(300, 3, 61), (70, 3, 61), (300, 0, 61), (60, 3, None)]
+)
+def test_updates_behind_the_schedule_are_counted(tmp_path, steps, warmup, first):
+    """Also where the first rate of the warm-up is that of the end, 0."""
+    more = ["--optimizer.schedule_steps", 60, "--optimizer.warmup_steps", warmup, "--steps", steps]
+    found = [x for x in advice(*made(tmp_path, *more)) if "the learning rate" in x]
+    said = f"updates {first} to {steps} have the learning rate 0 (0% of lr), which changes no param"
+    assert len(found) == (first is not None) and all(said in text for text in found), found
+
+
+@pytest.mark.parametrize(
     ("shape", "keys"),
     [("constant", ["final_lr"]), ("cosine", []), ("one_cycle", ["final_lr", "warmup_steps"])],
 )

@@ -82,6 +82,12 @@ def test_a_pair_or_list_of_arrays_is_inputs_and_labels():
         match=r"a list of two arrays float32\[.*\] may be a pair or two examples; give a tuple",
     ):
         as_dataset([X, X.copy()])
+    for several in ((X,), (X, X, X), (X, X, X, X)):  # an input, a mask and labels, say
+        with pytest.raises(
+            UsageError, match=rf"a tuple of {len(several)} arrays; give a pair .*, a dict of arrays"
+        ):
+            as_dataset(several)
+    assert len(as_dataset([X, X, X])) == 3 and len(as_dataset((0.5, 1.5, 2.5))) == 3
 
 
 WRONG = "has 'mask' {} in example 4; set it to 0 where nothing counts, and to 1 or another positive weight elsewhere"
