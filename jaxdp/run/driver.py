@@ -372,6 +372,7 @@ class Training(Host):
             final |= progress.evaluation
         else:
             final |= self.evaluate_and_record()
+        self.wait_for_checkpoint()
         # With a loss scale, in float16, a few are normal.
         skipped = int(progress.state.guard.skipped)
         if skipped and not progress.state.loss_scale:
@@ -385,7 +386,6 @@ class Training(Host):
             run.log.writer.say(f"warning: {text}")
         if progress.stopped is not None:
             final["stopped"] = progress.stopped
-        self.wait_for_checkpoint()
         if wrong := [
             name
             for name in map(loss_of, run.data.eval)
