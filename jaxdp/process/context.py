@@ -28,7 +28,7 @@ from jaxdp.errors import (
 )
 from jaxdp.extras import backend_group
 from jaxdp.metrics.safe_print import drain
-from jaxdp.process import enter, hosts, membership, private_jax, protocol
+from jaxdp.process import enter, hosts, membership, private_jax
 from jaxdp.process.launchers import World, discover
 from jaxdp.process.membership import Group
 
@@ -81,11 +81,11 @@ class Context:
             self.exchange(name, json.dumps(make()) if self.is_root else "", timeout)[self.root_rank]
         )
 
-    def barrier(self, name: str = "", timeout: float | None = None) -> None:
+    def barrier(self, name: str = "", timeout: float = 60.0) -> None:
         """Wait for every rank. Raises DistributedError, with the missing ranks, after `timeout`
-        seconds, by default JAXDP_TIMEOUT, or 60.
+        seconds, whatever JAXDP_TIMEOUT says.
         """
-        self.exchange(f"barrier{name and f' {name}'}", "", protocol.default_timeout(timeout))
+        self.exchange(f"barrier {name}".strip(), "", timeout)
 
     def compute(self, work: Callable[[], Any]) -> Any:
         """Return what the processes compute together; see `Membership.compute`."""
