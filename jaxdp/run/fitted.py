@@ -143,7 +143,7 @@ class Fitted:
         this process, without the other processes. ema: use the running average of the parameters;
         None: if `eval.ema` is set. Raises UsageError for arrays that do not fit the training data.
         """
-        if batch_size not in range(1, 2**31):
+        if not isinstance(batch_size, int | np.integer) or batch_size < 1:
             raise UsageError(f"predict: batch_size {batch_size!r} is not an integer of at least 1")
         with settings(self.config), user_code():
             rows = fitting(
