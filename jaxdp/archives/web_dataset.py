@@ -112,7 +112,8 @@ def samples_of(path: str, passed: Counter[str]) -> dict[str, Any]:
                 info.file_size, info.header_offset = member.size, member.offset_data
                 parts = os.path.basename(path), member.name
                 sample[ending] = Member(parts, Shard(path), info)
-            # Zeros end a tar file; tarfile stops at anything else that is no header, too.
+            # Zeros end a tar file, 10,240 bytes as a rule; tarfile stops at anything else that is no
+            # header, too. Behind them another one may have been joined.
             end = archive.fileobj.read(1 << 20)
             if not end or end.strip(b"\0"):
                 raise ValueError(f"it is cut off, or damaged, at byte {archive.offset:,}")

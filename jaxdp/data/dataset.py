@@ -314,9 +314,10 @@ def as_dataset(source: Any) -> Dataset:
         return pair
     if hasattr(source, "__dlpack__"):  # in memory; arrays backed by a file become `Examples`
         return Arrays(inputs=source)
-    if shapes and all(shapes) and (is_tuple or len({*shapes}) > 1):
+    differ = len({*shapes}) > 1
+    if shapes and all(shapes) and (is_tuple or differ):
         raise UsageError(
-            f"data: a {type(source).__name__} of {size} arrays{' of different shapes' * (len({*shapes}) > 1)}; give a "
+            f"data: a {type(source).__name__} of {size} arrays{' of different shapes' * differ}; give a "
             "pair (inputs, labels), a dict of arrays, such as {'inputs': x, 'labels': y}, or a list of examples"
         )
     if hasattr(source, "__getitem__"):

@@ -84,12 +84,13 @@ class PennTreebank(Windows):
 
 def read_text(path: str | Path, max_mb: float | None = None) -> str:
     """Read a UTF-8 file, at most `max_mb` MB (10^6 bytes), dropping a character cut off there; of a
-    folder all .txt files at any depth, each with a newline after it. Raises UsageError.
+    folder all .txt files, or .TXT, at any depth, each with a newline after it. Raises UsageError.
     """
     limit, location = byte_limit(max_mb), Path(path).expanduser()
     if location.is_dir():
-        files = sorted(location.rglob("*"))
-        return "\n".join(read_text(x, max_mb) for x in files if x.suffix.lower() == ".txt")
+        return "\n".join(
+            read_text(x, max_mb) for x in sorted(location.rglob("*")) if x.suffix.lower() == ".txt"
+        )
     try:
         # All at once: a pipe has no size, and can be read once.
         with location.open("rb") as file:

@@ -46,6 +46,7 @@ class OfClasses:
     row is an example or a token. All of them are NaN where a logit is: no class is predicted there.
     """
 
+    key = f"{KEY}.args"  # of its arguments
     name: str
     positive: Any
     number: Any
@@ -61,7 +62,8 @@ class OfClasses:
             )
         if (self.number or 0) not in range(classes):
             raise UsageError(
-                f"loss: positive: {self.positive!r} is none of {classes} classes; give its name, or 0 to {classes - 1}"
+                f"{self.key}.positive: {self.positive!r} is none of {classes} classes; give its name, or 0 to "
+                f"{classes - 1}"
             )
         # A sum in 16 bits would count to 256 or 2,048.
         logits = outputs.reshape(-1, classes).astype(wide(outputs.dtype))

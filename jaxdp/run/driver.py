@@ -159,7 +159,7 @@ class Training(Host):
         Raises:
             Stopped: the run is preempted; its state is saved.
             RunFailed: the last state cannot be saved, too many consecutive updates are not finite,
-                or a callback failed.
+                all updates were skipped, or a callback failed.
         """
         run, progress = self.run, self.progress
         self.program = run.strategy.compile(run.step)

@@ -203,8 +203,9 @@ def in_words(tree: Any) -> str:
 def rehearse_evaluation(
     config: Config, parts: Parts, state: TrainState, dataset: Dataset, key: str
 ) -> None:
-    """Trace the evaluation of a microbatch whose examples have other shapes than those for
-    training.
+    """Trace the evaluation of a microbatch whose examples have other shapes or dtypes than those for
+    training. Raises UsageError, also if an entry has integers in one of the two sets alone: a model
+    of pixels from 0 to 255 takes those from 0 to 1 for black.
     """
     step = make_the_step(config, parts)
     order = make_order(config, dataset, parts.sequential, shuffle=False)

@@ -13,6 +13,7 @@ from jaxdp.errors import UsageError, check_sizes
 from jaxdp.recipes.wrapped import Wrapped
 
 KEY = "data.args"
+READ = 1024  # examples that are read at once, to know their classes
 
 
 class Balanced(Wrapped):
@@ -92,7 +93,7 @@ def labels_of(dataset: Dataset, by: str) -> np.ndarray:
     stored: Any = getattr(dataset, "arrays", {}).get(by, getattr(dataset, by, None))
     if stored is None or len(stored) != len(dataset):
         parts = []
-        for rows in np.array_split(np.arange(len(dataset)), len(dataset) // 1024 + 1):
+        for rows in np.array_split(np.arange(len(dataset)), len(dataset) // READ + 1):
             examples = dataset.read(rows)
             if by not in examples:
                 raise UsageError(f"{KEY}.by: the examples have no {by!r}, only {sorted(examples)}")

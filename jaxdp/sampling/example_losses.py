@@ -65,6 +65,8 @@ class WeightedCrossEntropy(SoftmaxCrossEntropy):
         super().__init__(label_smoothing)
         kinds = [F1] if positive is None else [Precision, Recall, F1]
         self.metrics = [kind(positive) for kind in kinds]
+        for each in self.metrics:
+            each.key = KEY
         self.class_weights = [*np.atleast_1d(() if class_weights is None else class_weights)]
         if not all(isinstance(w, Real) and 0 < w < math.inf for w in self.class_weights):  # type: ignore[operator]
             raise UsageError(

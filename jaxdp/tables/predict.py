@@ -51,5 +51,5 @@ def run(call: Call) -> None:
     except (OSError, ValueError) as error:
         raise UsageError(
             f"--output: {str(output)!r} cannot be written ({one_line(error)}); choose another"
-        ) from error
+        ) from None
     print(f"{len(frame):,} rows of update {fitted.final['step']}: {found}; written to {output}")

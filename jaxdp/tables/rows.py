@@ -35,7 +35,6 @@ class Table(Arrays):
     table that train lacks.
     """
 
-    mean, deviation = 0.0, 1.0  # type: Any, Any  # of the inputs, until the training rows are read
     center, scale = 0.0, 1.0  # of the labels of a regression
 
     def __init__(
@@ -62,31 +61,26 @@ class Table(Arrays):
         if label in self.columns or not self.columns:
             raise UsageError(f"{KEY}.columns: {self.columns}; name inputs, without {label!r}")
         train = rows_of_split(len(frame), 0 if both else test_fraction, "train")
-        # The values of each text column, {} for numbers.
-        self.values = {
-            name: sorted({*frame[name].iloc[train].dropna().astype(str)})
-            for name in self.columns
-            if not is_number(frame[name])
-        }
+        # The values of each text column; the mean and the deviation of each column of numbers.
+        self.values = dict[str, list[str]]()
+        self.moments = dict[str, tuple[float, float]]()
+        for name in self.columns:
+            if is_number(frame[name]):
+                self.moments[name] = moments(numbers(frame[name], fill)[train])
+            else:
+                self.values[name] = sorted({*frame[name].iloc[train].dropna().astype(str)})
         # The column that each input is of.
         self.names = [name for name in self.columns for _ in self.values.get(name, [name])]
         column, kinds = label_column(frame, label, regression), ""
         if regression:
-            values = numbers(column, None)[train]
-            self.center, self.scale = values.mean(), values.std() or 1.0
+            self.center, self.scale = moments(numbers(column, None)[train])
         elif column.dtype.kind != "f":
             self.class_names = [f"{name}" for name in np.unique(column)]
             self.classes = len(self.class_names)
             kinds = f": {counted(Counter(column.map('of {}'.format)))}"
-        numeric = np.array([name not in self.values for name in self.names])
-        rows = self.encode(frame, "")[train]  # not standardized yet
-        spread = rows.std(0)
-        self.mean = np.where(numeric, rows.mean(0), 0)
-        self.deviation = np.where(numeric & (spread > 0), spread, 1)
         inputs = self.encode(frame, "")
         # What an input means: `check_meaning` compares it with that of an evaluation set.
-        standardized = self.mean.tolist(), self.deviation.tolist()
-        self.encoding = self.columns, self.values, standardized, self.center, self.scale
+        self.encoding = self.columns, self.values, self.moments, self.center, self.scale
         self.rows = train if both else rows_of_split(len(frame), test_fraction, split)
         if both and split == "test":
             inputs = self.encode(table["test"], f"{KEY}.table.test")
@@ -97,11 +91,11 @@ class Table(Arrays):
             if hasattr(self, "class_names")
             else np.float32((numbers(column, None)[:, None] - self.center) / self.scale)
         )
-        super().__init__(inputs=np.float32(inputs), labels=labels)
+        super().__init__(inputs=inputs, labels=labels)
         self.input_shape = inputs.shape[1:]
         self.inventory = abbreviated(
             [
-                f"{len(self.columns)} columns, {len(numeric)} inputs; label {label}{kinds}",
+                f"{len(self.columns)} columns, {len(self.names)} inputs; label {label}{kinds}",
                 *(f"{len(values):,} values of {name}" for name, values in self.values.items()),
             ]
         )
@@ -111,7 +105,7 @@ class Table(Arrays):
         return args.get("test_fraction") != 0 or isinstance(args.get("table"), Mapping)
 
     def encode(self, table: Any, key: str = "encode") -> np.ndarray:
-        """Return the inputs [row, input] of a table with these columns, float64, standardized: for
+        """Return the inputs [row, input] of a table with these columns, float32, standardized: for
         `predict`. Raises UsageError that names the key, if there is one, for a text that the training
         rows lack."""
         # 007 stays so, whatever is in the other rows of that file.
@@ -123,8 +117,9 @@ class Table(Arrays):
                 values = self.values[name]
                 parts.append(positions(frame[name], values, key)[:, None] == np.arange(len(values)))
             else:
-                parts.append(numbers(frame[name], self.fill)[:, None])
-        return (np.concatenate(parts, 1) - self.mean) / self.deviation
+                mean, deviation = self.moments[name]
+                parts.append((numbers(frame[name], self.fill)[:, None] - mean) / deviation)
+        return np.concatenate(parts, 1, dtype=np.float32)
 
 
 def label_column(frame: Any, label: str, regression: bool) -> Any:
@@ -206,6 +201,11 @@ def read_frame(table: Any, key: str = f"{KEY}.table", **options: Any) -> Any:
     for name in frame.columns[frame.columns.duplicated()]:
         raise UsageError(f"{key}: two columns are called {name!r}; rename one")
     return frame
+
+
+def moments(values: np.ndarray) -> tuple[float, float]:
+    """Return the mean and the standard deviation, or 1 if all are equal."""
+    return values.mean(), values.std() or 1.0
 
 
 def require(frame: Any, key: str, names: Iterable[str]) -> None:

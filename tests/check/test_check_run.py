@@ -122,7 +122,8 @@ FAULTS = {
     ("--callbacks", "[own.Callback]"): (
         1,
         "evaluation",
-        "callbacks: own.Callback.evaluated failed at own.py:",
+        'callbacks: own.Callback.evaluated failed at own.py:29 (in evaluated: raise ValueError("no such plot")): '
+        "ValueError: no such plot",
     ),
     ("--log.writers", "[own.Full]"): (1, "writers", "log.writers: own.Full failed; the warning"),
     ("--data.target", "own.Noise"): (

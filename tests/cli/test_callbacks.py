@@ -207,6 +207,7 @@ def test_an_error_in_on_end_of_one_rank_ends_all_ranks(tmp_path):
     assert (
         "ends: rank 1" in done.stderr
         and "ending.Failing.on_end failed at ending.py:" in done.stderr
+        and "AssertionError: no room" in done.stderr
     )
 
 

@@ -218,9 +218,17 @@ def test_a_metric_of_another_task_is_refused_in_a_line(name, loss, width):
             [F1(2), F1(2)],
             "loss.args.metrics: 'f1_2' is there twice; leave one",
         ),
-        ("SoftmaxCrossEntropy", [F1(4)], "loss: positive: 4 is none of 4 classes; give its name"),
-        ("SoftmaxCrossEntropy", [AUC(-1)], "loss: positive: -1 is none of 4"),
-        ("SoftmaxCrossEntropy", [F1("fraud")], "loss: positive: 'fraud' is none of 4 classes"),
+        (
+            "SoftmaxCrossEntropy",
+            [F1(4)],
+            "loss.args.metrics.args.positive: 4 is none of 4 classes; give",
+        ),
+        ("SoftmaxCrossEntropy", [AUC(-1)], "loss.args.metrics.args.positive: -1 is none of 4"),
+        (
+            "SoftmaxCrossEntropy",
+            [F1("fraud")],
+            "metrics.args.positive: 'fraud' is none of 4 classes",
+        ),
         (
             "SoftmaxCrossEntropy",
             [{"target": f"{__name__}.confident", "args": {"k": 1}}],

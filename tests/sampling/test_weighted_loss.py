@@ -130,7 +130,7 @@ def test_the_mean_over_all_classes():
             "loss.args.class_weights: array.* is not a list of",
         ),
         ({"class_weights": {0: 1}}, "loss.args.class_weights: .0: 1. is not a list of positive"),
-        ({"positive": 3}, "loss: positive: 3 is none of 3 classes; give its name, or 0 to 2"),
+        ({"positive": 3}, "loss.args.positive: 3 is none of 3 classes; give its name, or 0 to 2"),
     ],
 )
 def test_what_is_wrong_is_named(args, said):
