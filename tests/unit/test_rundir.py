@@ -70,10 +70,12 @@ def test_a_holder_that_is_ending_is_waited_for(tmp_path, capsys, monkeypatch, wh
             process.stdin.flush()
             assert process.stdout.readline() == "ending\n"
         monkeypatch.setattr(rundir, "WAIT", 0.3)
-        held, problem = rundir.lock(tmp_path)
-        assert held is None and "is in use by process" in problem
+        text = ""
+        while not text:  # the time may be over at the first look: then nothing is waited for
+            held, problem = rundir.lock(tmp_path)
+            assert held is None and "is in use by process" in problem
+            text = capsys.readouterr().err
         monkeypatch.setattr(rundir, "WAIT", 60.0)
-        text = capsys.readouterr().err
         with futures.ThreadPoolExecutor(1) as pool:
             locked = pool.submit(rundir.lock, tmp_path)
             while text.count("\n") < 2:  # until it is waited for
