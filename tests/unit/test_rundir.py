@@ -3,6 +3,7 @@ waited for.
 """
 
 import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -63,29 +64,29 @@ def test_a_live_holder_is_respected_at_once(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("why", ["it says so", "its mpirun has ended"])
-def test_a_holder_that_is_ending_is_waited_for(tmp_path, capsys, monkeypatch, why):
+def test_a_holder_that_is_ending_is_waited_for(tmp_path, monkeypatch, why):
+    # Not `capsys`, which loses what a thread writes while it is read.
+    said = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", said)
     with holder(tmp_path, *([dead_process()] if "mpirun" in why else [])) as process:
         if "says" in why:
             process.stdin.write("end\n")
             process.stdin.flush()
             assert process.stdout.readline() == "ending\n"
         monkeypatch.setattr(rundir, "WAIT", 0.3)
-        text = ""
-        while not text:  # the time may be over at the first look: then nothing is waited for
+        while not said.getvalue():  # the time may be over at the first look: nothing is waited for
             held, problem = rundir.lock(tmp_path)
             assert held is None and "is in use by process" in problem
-            text = capsys.readouterr().err
         monkeypatch.setattr(rundir, "WAIT", 60.0)
         with futures.ThreadPoolExecutor(1) as pool:
             locked = pool.submit(rundir.lock, tmp_path)
-            while text.count("\n") < 2:  # until it is waited for
+            while said.getvalue().count("\n") < 2:  # until it is waited for
                 assert not locked.done()
-                text += capsys.readouterr().err
             process.kill()
             held, problem = locked.result()
         assert held is not None and problem is None
         held.close()
-    lines = (text + capsys.readouterr().err).splitlines()
+    lines = said.getvalue().splitlines()
     assert len(lines) == 2 and all("which is ending: waiting for it" in line for line in lines)
 
 
