@@ -6,7 +6,6 @@ folder can be deleted: a config that asks for it is refused in one line.
 """
 
 import importlib
-import importlib.util
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -98,23 +97,30 @@ def backend_group(backend: str) -> Any:
     return door(backend, "backend: mpi")(Config()).group({})
 
 
-def is_there(name: str) -> bool:
-    """Return whether a folder of the package is there, with its code."""
-    spec = importlib.util.find_spec(f"jaxdp.{name}")
-    return spec is not None and spec.origin is not None
-
-
 def door(name: str, key: str) -> type[Extra]:
     """Return the door of an extra. key: the key and the value that ask for it. Raises UsageError."""
-    missing = name
-    if is_there(name):
-        try:
-            return importlib.import_module(f"jaxdp.{name}").Door
-        except ModuleNotFoundError as error:  # one extra may need another
-            if error.name is None or not error.name.startswith("jaxdp."):
-                raise
-            missing = error.name.split(".")[1]
-    raise UsageError(
-        f"{key} needs the folder jaxdp/{missing}, which was deleted from this installation; restore "
-        "it, or leave the key out"
-    )
+    return load_extra(name, key).Door
+
+
+def load_extra(name: str, key: str | None = None) -> Any:
+    """Return a module of an extra, by its name in the package.
+
+    key: what asks for it; None: every run uses it, if it is there. Raises UsageError if its folder
+    was deleted, or that of another extra which it needs; without a key, returns None.
+    """
+    try:
+        module = importlib.import_module(f"jaxdp.{name}")
+        if module.__file__ is None:  # a folder whose code was deleted
+            raise ModuleNotFoundError(name=module.__name__)
+    except ModuleNotFoundError as error:
+        package, _, missing = str(error.name).partition(".")
+        if package != "jaxdp":
+            raise
+        if key is None:
+            return None
+        folder = missing.partition(".")[0]
+        raise UsageError(
+            f"{key} needs the folder jaxdp/{folder}, which was deleted from this installation; "
+            "restore it, or do without"
+        ) from None
+    return module

@@ -23,6 +23,7 @@ from jaxdp.checkpoint.leaves import host
 from jaxdp.checkpoint.orbax import TIMEOUT, prepare, save_alone
 from jaxdp.checkpoint.store import Checkpoints, Say
 from jaxdp.errors import UsageError
+from jaxdp.extras import load_extra
 from jaxdp.run import rundir
 
 CHUNK = 1 << 22  # bytes of a file in one broadcast
@@ -131,8 +132,7 @@ class LocalCheckpoints(Checkpoints):
 
     def _copy(self, step: int, source: int, targets: Sequence[int]) -> None:
         """Copy a checkpoint from the directory of one writer to those of others."""
-        from jaxdp.interop.collectives import broadcast
-
+        broadcast = load_extra("interop.collectives", "checkpoint.local: true").broadcast
         rank = self.context.rank
         folder = self.directory / str(step)
         text = json.dumps(manifest.read(folder)) if rank == source else ""

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import faulthandler
 import gc
-import importlib
 import os
 import re
 import sys
@@ -27,6 +26,7 @@ from jaxdp.errors import (
     explained,
     suggest,
 )
+from jaxdp.extras import load_extra
 from jaxdp.metrics import safe_print
 from jaxdp.process import environment, launchers, signals
 
@@ -188,7 +188,7 @@ def run_in_job(name: str, argv: list[str]) -> None:
 
 
 def _module(name: str) -> Any:
-    return importlib.import_module(VERBS[name].module or f"jaxdp.cli.{name}")
+    return load_extra(VERBS[name].module or f"cli.{name}", f"jaxdp {name}")
 
 
 def _context() -> Any:

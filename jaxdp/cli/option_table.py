@@ -30,7 +30,7 @@ class Verb:
         arguments: name -> argparse's nargs, of positional arguments.
         command: what follows the options is a command with options of its own.
         featured: the number of examples that `jaxdp --help` shows.
-        module: by its dotted name; "": that of the verb in `jaxdp.cli`.
+        module: by its name in the package; "": that of the verb in `jaxdp.cli`.
     """
 
     does: str
@@ -90,7 +90,7 @@ VERBS = {
             "sample_seed": Option(int, "the seed of the sample", 0),
             "metric": Option(str, "the metric that sorts the table", "loss"),
         },
-        module="jaxdp.sweep.sweep",
+        module="sweep.sweep",
     ),
     "eval": Verb(
         "evaluate a checkpoint of a run directory, by default the last",
@@ -254,7 +254,7 @@ VERBS = {
                 int, "those near this update whose loss stands out, or it and three before", least=1
             ),
         },
-        module="jaxdp.rewind.rows_of_update",
+        module="rewind.rows_of_update",
     ),
     "predict": Verb(
         "predict the rows of a table with a run that was trained on one",
@@ -266,14 +266,14 @@ VERBS = {
             "data": Option(str, "the table: a CSV or Parquet file"),
             "output": Option(str, "the file to write: CSV, or .parquet", "predicted.csv"),
         },
-        module="jaxdp.tables.predict",
+        module="tables.predict",
     ),
     "confusion": Verb(
         "count how often a run takes each class for each, for the report",
         "host",
         ("jaxdp confusion --run_dir runs/digits",),
         {"run_dir": RUN_DIR, "step": STEP},
-        module="jaxdp.measures.confusion",
+        module="measures.confusion",
     ),
     "doctor": Verb(
         "check this machine, and under mpirun all of a job's, before a run",

@@ -4,11 +4,8 @@ import pathlib
 import sys
 
 from jaxdp.cli import Call
-from jaxdp.config import Config
-from jaxdp.config.validation import flatten
 from jaxdp.errors import UsageError
 from jaxdp.report import html
-from jaxdp.report.html import NAME
 from jaxdp.report.read import Json, read_run
 from jaxdp.report.table import SWEEP, ranked, table, write_csv
 from jaxdp.run import rundir
@@ -24,7 +21,7 @@ def run(call: Call) -> None:
         raise UsageError(
             "report: no run given; name run directories, e.g. jaxdp report runs/digits"
         )
-    default = (paths[0] if len(paths) == 1 else pathlib.Path()) / NAME
+    default = (paths[0] if len(paths) == 1 else pathlib.Path()) / rundir.REPORT
     # Of the directory of a sweep; "" for another directory.
     metrics = [rundir.entry(path / SWEEP, "metric", str, "") for path in paths]
     metric = options["metric"] or (metrics[0] if len({*metrics}) == 1 else "")
@@ -39,10 +36,10 @@ def run(call: Call) -> None:
     output = pathlib.Path(options["out"] or default).expanduser()
     if output.is_dir():
         raise UsageError(
-            f"--out: {str(output)!r} is a directory; give the path of a file, such as {str(output / NAME)!r}"
+            f"--out: {str(output)!r} is a directory; give the path of a file, such as {str(output / rundir.REPORT)!r}"
         )
     try:
-        html.write(output, html.render(runs, flatten(Config())))
+        html.write(output, html.render(runs))
     except OSError as error:
         raise UsageError(
             f"--out: {str(output)!r} cannot be written ({error.strerror}); choose another file"

@@ -5,21 +5,29 @@ Reading is one function with one derivative, for all stages of ZeRO:
     forward    slices are gathered to full parameters (stage 3), in the dtype of the computation
     backward   gradients are summed over the devices, to slices (stages 1 to 3) or in full (stage 0)
 
+What is differentiated is not the parameter but its `slot`, an array that nothing reads, in the
+shape in which the gradient is wanted. JAX demands that a gradient has the shape of what it belongs
+to: a slice, in stage 3 and where gradients are reduced to slices, although the model computes with
+the full parameter. The value is beside it, without a derivative.
+
 Whether a gradient is summed here or after the backward pass says `Plan.when` (`reduction`). A model
 without scanned blocks needs `slots`, `params`, `read`, `gather_parameters` and `sum_gradients` of
-`ShardedReplica`, and nothing else of this file: the other fields of its `Stored` are None.
+`ShardedReplica`, and nothing else of this file but what passes its arrays on.
 
 The model reads most parameters before it starts. Those of scanned blocks stay `Stored`, and each
-block reads its own inside the scan (`jaxdp.models.scan`). So one full block is in memory at a time.
-While the backward pass goes on with the block below, the devices exchange the gradients of this
+block reads its own inside the scan (`jaxdp.models.scan`). So one full block is in memory at a time,
+if the backward pass gathers it again (`remat`). While the backward pass goes on with the block
+below, the devices exchange the gradients of this
 one; a sum over all blocks after the loop could overlap with nothing.
 
 The bottommost block has none below it. Its gradients are sent last, after those of an embedding,
 which need not wait for the products that give the block's own: `open_first` makes them wait.
 
-If gradients are summed in the last pass over microbatches alone (LAST in `reduction`), those of the
-passes before it are summed with it. What is read once adds its own to them in its backward rule,
-and sends the sum. Whatever nobody has taken so is sent by itself (`inject`).
+If gradients are summed in the last pass over microbatches alone (LAST in `reduction`; not in stages
+2 and 3 by default), those of the passes before it are summed with it. What is read once adds its
+own to them in its backward rule, and sends the sum. Whatever nobody has taken so is sent by itself
+(`inject`). Which is which is known only after the model was traced, and JAX traces the backward
+rules after that: a `Ticket` carries it from the one to the other.
 """
 
 from collections.abc import Callable
@@ -137,7 +145,7 @@ class ShardedReplica(DeviceReplica):
         def slot(x: jax.Array | None, full: Any, dim: int, summed: bool) -> jax.Array | None:
             if x is None:
                 return None
-            wants_slice = summed and plan.grads_sharded
+            wants_slice = summed and plan.update_in_slices
             if dim == WHOLE or wants_slice == plan.params_sharded:
                 return at_least_float32(x)
             if wants_slice:
@@ -155,7 +163,7 @@ class ShardedReplica(DeviceReplica):
             slot: Any, value: Any, spare: Any, full: Any, dim: int, summed: bool, in_block: bool
         ) -> Stored:
             from_end, size = (0, 0) if dim == WHOLE else (dim - len(full.shape), full.shape[dim])
-            ticket, wanted = Ticket(), dim if plan.grads_sharded else WHOLE
+            ticket, wanted = Ticket(), dim if plan.update_in_slices else WHOLE
             if slot is not None and spare is not None:
                 spare = jax.lax.stop_gradient(spare)
                 slot = inject(slot, spare, ticket, plan if summed else None, wanted)
@@ -243,7 +251,9 @@ class ShardedReplica(DeviceReplica):
         by_slot = [g if x.earlier is None else x.earlier + g for x, g in zip(leaves, by_slot)]
         sent = [i for i, x in enumerate(leaves) if x.summed and x.slot is not None]
         dims = [
-            by_slot[i].ndim + leaves[i].dim if leaves[i].dim and self.plan.grads_sharded else WHOLE
+            by_slot[i].ndim + leaves[i].dim
+            if leaves[i].dim and self.plan.update_in_slices
+            else WHOLE
             for i in sent
         ]
         for i, x in zip(sent, self.plan.send([by_slot[i] for i in sent], dims)):
@@ -262,7 +272,7 @@ class ShardedReplica(DeviceReplica):
         return arrays
 
     live: Any = None
-    """What `settle` needs on the device."""
+    """A value that `settle` needs on the device: exact mode's barrier must not look constant to XLA."""
 
     # --- Scanned blocks whose gradients travel while others are computed (`Plan.later`) ----
 

@@ -18,8 +18,9 @@ devices by a reduction, and so what a pass over microbatches returns:
     LAST    Stages 0 and 1, or a replicated gradient buffer, of a model with scanned blocks. The
             backward pass of the last pass sums all gradients, with those of earlier passes: those
             of a block where it is differentiated.
-    NEVER   Otherwise: other models in stages 0 and 1, buckets, one device. The backward pass returns
-            this device's full gradients; all are summed after it (`FloatSums.over_devices`).
+    NEVER   Otherwise: other models and buckets where all gradients are summed once; one device. The
+            backward pass returns this device's full gradients; all are summed after it
+            (`FloatSums.over_devices`).
 """
 
 import dataclasses
@@ -201,7 +202,7 @@ class Plan:
         shapes: of the full parameters, without padding.
         trainable: see `Step`.
         params_sharded: parameters are stored as slices along `param_dims`.
-        grads_sharded: the update wants slices of gradients along `param_dims`.
+        update_in_slices: the update wants slices of gradients along `param_dims`.
         when: gradients are summed over the devices inside the backward pass of EVERY pass over
             microbatches, those that are sharded; inside the LAST pass; or NEVER.
         later: a block's gradients are summed while those of the block below are computed.
@@ -217,7 +218,7 @@ class Plan:
     shapes: Tree
     trainable: Callable[[Tree], Tree]
     params_sharded: bool = False
-    grads_sharded: bool = False
+    update_in_slices: bool = False
     when: str = NEVER
     later: bool = False
     in_blocks: Tree = None

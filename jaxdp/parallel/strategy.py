@@ -67,6 +67,7 @@ class Strategy:
         shapes: of the exported state; stored: with padding.
         state_dims: the dim along which each leaf of the state is sharded, or WHOLE.
         param_dims: the same for gradients and updates, if any state is sharded.
+        every: every pass over microbatches sums its gradients over the devices.
     """
 
     shares_loss = True  # the loss of an update is that of all devices
@@ -193,9 +194,10 @@ class Strategy:
     def plan(self, step: Step, is_update: bool) -> Plan:
         """Return how a program of the step stores parameters and sums gradients.
 
-        In stages 2 and 3 the backward pass sums them, since no device has room for all full ones.
-        In stages 0 and 1 it sums those of scanned blocks where that hides their way: not in
-        buckets, which pack the gradients of all layers, and not on one device.
+        In stages 2 and 3 the backward pass sums them, since no device has room for all full ones,
+        unless `gradient_buffer` is replicated. Otherwise it sums those of scanned blocks where that
+        hides their way: not in buckets, which pack the gradients of all layers, and not on one
+        device.
         """
         overlaps = bool(step.blocks) and self.reduction.overlaps and self.arithmetic.in_backward
         later = is_update and overlaps and len(self.devices) > 1
@@ -211,7 +213,7 @@ class Strategy:
             self.shapes.params,
             step.trainable,
             params_sharded=self.layout.params,
-            grads_sharded=self.layout.opt_state,
+            update_in_slices=self.layout.opt_state,
             when=when,
             later=later,
             in_blocks=in_blocks(self.shapes.params, step.blocks),

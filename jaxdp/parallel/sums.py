@@ -57,7 +57,7 @@ class FloatSums:
         remaining = [i for i in range(len(leaves)) if not done[i]]
         grads, total = plan.send_with(
             [leaves[i] for i in remaining],
-            [dims[i] if plan.grads_sharded else WHOLE for i in remaining],
+            [dims[i] if plan.update_in_slices else WHOLE for i in remaining],
             sums._replace(grads=None, kept=None),
         )
         for i, x in zip(remaining, grads):

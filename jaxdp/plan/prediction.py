@@ -23,6 +23,7 @@ from jaxdp.plan.hlo import Collective, collectives, summarize
 from jaxdp.plan.hlo.compiled_program import UNKNOWN_GROUPS, CompiledProgram
 from jaxdp.plan.timeline import Schedule, play
 from jaxdp.run import rundir
+from jaxdp.run.build import Case
 from jaxdp.run.model_summary import count_flops
 from jaxdp.split import WHOLE, padded_shape
 from jaxdp.train.average import EMA, EMA_STATE
@@ -30,14 +31,9 @@ from jaxdp.train.state import Batch, TrainState
 from jaxdp.train.step import Step
 
 
-def bytes_by_tree(
-    strategy: Strategy, step: Step, batch: Mapping[str, Any], split_grads: bool
-) -> dict[str, float]:
+def bytes_by_tree(strategy: Strategy, step: Step, batch: Mapping[str, Any]) -> dict[str, float]:
     """Return the bytes of each tree on one device; batch: shapes of a full batch {name:
-    [microbatch, example, ...]}.
-
-    split_grads: gradients are sharded while they accumulate.
-    """
+    [microbatch, example, ...]}."""
     dims, shapes, n = strategy.state_dims, strategy.shapes, strategy.parts
     devices = strategy.assignment.shape[0]
 
@@ -48,7 +44,7 @@ def bytes_by_tree(
     return {
         "params": local_bytes(shapes.params, dims.params, n),
         "grads": local_bytes(
-            grads, step.trainable(strategy.param_dims) if split_grads else None, n
+            grads, step.trainable(strategy.param_dims) if strategy.every else None, n
         ),
         "opt_state": local_bytes(
             (shapes.opt_state, shapes.extra.get(EMA)), (dims.opt_state, dims.extra.get(EMA)), n
@@ -136,17 +132,6 @@ def is_compiled(lowered: Any) -> bool:
     return getattr(getattr(lowered, "_lowering", None), "_executable", None) is not None
 
 
-class Case(NamedTuple):
-    """A strategy over simulated devices and its step; example: the shapes of a microbatch {name:
-    [example, ...]}.
-    """
-
-    strategy: Strategy
-    step: Step
-    example: Batch
-    accumulate_split: bool  # gradients are sharded while they accumulate
-
-
 class Memory(NamedTuple):
     """Bytes per device. activations: the compiler's temporaries without the gradients; peak: the
     total.
@@ -197,7 +182,7 @@ def make_plan(case: Case, zero: int, hardware: Hardware | None = None) -> Plan:
     lowered = program.lowered(state, batch)
     compiled = lowered.compile()
     used, text = compiled.memory_analysis(), compiled.as_text()
-    sizes = bytes_by_tree(strategy, case.step, batch, case.accumulate_split)
+    sizes = bytes_by_tree(strategy, case.step, batch)
     return Plan(
         zero,
         len(strategy.devices),

@@ -11,9 +11,11 @@ import pathlib
 import re
 import stat
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from jaxdp.config import Config
+from jaxdp.config.validation import flatten
 from jaxdp.errors import one_line
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.jsonl import NoEvents
@@ -21,20 +23,18 @@ from jaxdp.metrics.numbers import sign
 from jaxdp.metrics.writer import Record, Writer
 from jaxdp.report.read import read_run
 from jaxdp.run import rundir
+from jaxdp.run.rundir import REPORT
 
 FOLDER = pathlib.Path(__file__).parent / "page"
 SCRIPTS = ("data.js", "chart.js", "parts.js", "runs.js", "live.js", "main.js")
 
 
-def render(runs: Sequence[dict[str, Any]], defaults: Mapping[str, Any] | None = None) -> str:
-    """Return the HTML page for several runs, each as returned by `read_run`.
-
-    defaults: the default of each key of the config, by its dotted name; None: do not tell which
-    keys were set."""
+def render(runs: Sequence[dict[str, Any]]) -> str:
+    """Return the HTML page for several runs, each as returned by `read_run`."""
     page = {
         "written": round(time.time(), 3),
         "directions": {name: sign(name) for run in runs for name in run["numbers"]},
-        "defaults": defaults,
+        "defaults": flatten(Config()),
         "runs": list(runs),
     }
     data = json.dumps(page, separators=(",", ":"), default=str, allow_nan=False)
@@ -69,7 +69,6 @@ def write(file: pathlib.Path, text: str) -> None:
         new.write_bytes(content)
 
 
-NAME = "report.html"
 SHARE = 0.01  # the largest fraction of the time that writing may take during the run
 PAUSE = {
     "eval": 1.0,
@@ -77,18 +76,12 @@ PAUSE = {
 }  # seconds from one report to the next, at least, by the split of the record
 
 
-def location(directory: pathlib.Path) -> str:
-    """Return a line with the path of a run's report."""
-    return f"report in {directory / NAME}"
-
-
 @dataclasses.dataclass
 class Reports(Writer):
     """A writer of `directory`/report.html that prints its path at the end; if writing fails, it
-    warns once and training continues. defaults: as for `html.render`."""
+    warns once and training continues."""
 
     directory: pathlib.Path
-    defaults: Mapping[str, Any] | None = None
     events: NoEvents = NoEvents()
 
     def __post_init__(self) -> None:
@@ -104,18 +97,20 @@ class Reports(Writer):
     def close(self) -> None:
         # after a `regroup`, other processes wait for this one
         if self.events.ended != "regroup" and self.refresh(alive=False):
-            safe_print.say(location(self.directory))
+            safe_print.say(f"report in {self.directory / REPORT}")
 
     def refresh(self, alive: bool) -> bool:
         """Write the report; return True if it was written."""
         began = time.monotonic()
         try:
-            write(self.directory / NAME, render([read_run(self.directory, alive)], self.defaults))
+            write(self.directory / REPORT, render([read_run(self.directory, alive)]))
             return True
         except Exception as error:
             if not self.failed:
                 self.failed = True
-                safe_print.say(f"jaxdp: {NAME} could not be written: {one_line(error)}", error=True)
+                safe_print.say(
+                    f"jaxdp: {REPORT} could not be written: {one_line(error)}", error=True
+                )
             return False
         finally:
             self.since = time.monotonic()

@@ -22,14 +22,13 @@ from jaxdp.data.contents import contents, has_parts
 from jaxdp.data.dataset import UNKNOWN
 from jaxdp.data.resident import Resident
 from jaxdp.errors import UsageError, user_code
+from jaxdp.extras import load_extra
 from jaxdp.losses import derive_of
 from jaxdp.metrics.jsonl import NoEvents
 from jaxdp.metrics.meter import throughput
 from jaxdp.metrics.writer import Writer
 from jaxdp.parallel.placement import assign_microbatches
 from jaxdp.parallel.strategy import Strategy
-from jaxdp.plan.hardware import peak_flops
-from jaxdp.plan.prediction import Case
 from jaxdp.process import environment, membership
 from jaxdp.process.context import SLOW, Context
 from jaxdp.run.callbacks import Profile, folder
@@ -53,7 +52,7 @@ from jaxdp.run.programs import Digest, check_same, digest, lines
 from jaxdp.run.rundir import versions
 from jaxdp.targets import attribute
 from jaxdp.train.run import Data, LoopOptions, Run
-from jaxdp.train.state import TrainState
+from jaxdp.train.state import Batch, TrainState
 from jaxdp.train.step import Step
 
 T = TypeVar("T")
@@ -272,6 +271,16 @@ def changes_for(parallel: Parallel, zero: int) -> dict[str, Any]:
     return changes | {key: value for key, value in unused.items() if getattr(parallel, key)}
 
 
+class Case(NamedTuple):
+    """A strategy over simulated devices and its step; example: the shapes of a microbatch {name:
+    [example, ...]}.
+    """
+
+    strategy: Strategy
+    step: Step
+    example: Batch
+
+
 def make_case(
     config: Config, parts: Parts, zero: int, per_device: int, devices: Sequence[jax.Device]
 ) -> Case:
@@ -286,11 +295,11 @@ def make_case(
     step = make_the_step(config, parts)
     check_optimizer(config, strategy, parts.rule.tx, step)
     first, size = parts.first
-    example = {k: jax.ShapeDtypeStruct((size, *v.shape[1:]), v.dtype) for k, v in first.items()}
+    example: Any = {
+        k: jax.ShapeDtypeStruct((size, *v.shape[1:]), v.dtype) for k, v in first.items()
+    }
     example.setdefault("mask", jax.ShapeDtypeStruct((size,), np.dtype(np.float32)))
-    return Case(
-        strategy, step, cast(Any, example), zero > 1 and parallel.gradient_buffer == "sharded"
-    )
+    return Case(strategy, step, example)
 
 
 def per_example(
@@ -300,7 +309,10 @@ def per_example(
     shape, dtype = shapes_of(parts.dataset).get("inputs", ((), np.dtype(float)))
     tokens = shape[1] if len(shape) == 2 and np.issubdtype(dtype, np.integer) else None
     dtypes = config.precision
-    peak = peak_flops(devices[0].device_kind, dtypes.compute or dtypes.params, dtypes.matmul)
+    hardware = load_extra("plan.hardware")
+    peak = hardware and hardware.peak_flops(
+        devices[0].device_kind, dtypes.compute or dtypes.params, dtypes.matmul
+    )
     return throughput(tokens, flops or None, peak and peak * len(devices))
 
 

@@ -474,7 +474,7 @@ def choose_remat(config: Config, model: Model) -> str:
     if parallel.remat != "auto":
         return parallel.remat
     gathers = parallel.zero == 3 or parallel.in_groups
-    return "dots_no_batch" if gathers and model.blocks else "none"
+    return "dots_no_batch" if gathers and model.read_by_block else "none"
 
 
 def check_paths(config: Config, params: Any) -> None:

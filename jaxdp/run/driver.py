@@ -16,10 +16,9 @@ import numpy as np
 
 from jaxdp.checkpoint.leaves import params_sha256
 from jaxdp.errors import RunFailed, UsageError
-from jaxdp.extras import Extra
+from jaxdp.extras import Extra, load_extra
 from jaxdp.metrics.meter import Meter
 from jaxdp.metrics.writer import Record, Writer
-from jaxdp.plan import prediction
 from jaxdp.process.context import SLOW, Context
 from jaxdp.process.monitor import Monitor, Stopped
 from jaxdp.run import rundir
@@ -434,7 +433,7 @@ class FirstUpdate(Observer):
         training.callbacks.state()
         run = training.run
         run.log.events.note("first_update", updates[-1])
-        if training.layout is not None:
+        if training.layout is not None and (prediction := load_extra("plan.prediction")):
             prediction.record(
                 run.log.directory,
                 training.layout,

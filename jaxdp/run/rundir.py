@@ -36,6 +36,7 @@ DEPTH = 200  # bytes of the longest path in `checkpoints`
 WAIT = 50.0
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "mpi4py")
 
+REPORT = "report.html"
 # Patterns of the files that a run writes; last env.json, which identifies the directory of a run.
 WRITTEN = (
     *(
@@ -45,7 +46,7 @@ WRITTEN = (
         "config.yaml",
         "layout.json",
         "confusion.json",
-        "report.html",
+        REPORT,
         "git.diff",
     ),
     *(

@@ -26,7 +26,7 @@ from jaxdp.data.contents import EARLIER, difference, partly
 from jaxdp.data.dataset import UNKNOWN, first_example
 from jaxdp.data.example_order import RESET
 from jaxdp.errors import UsageError
-from jaxdp.extras import extras_of
+from jaxdp.extras import extras_of, load_extra
 from jaxdp.metrics import safe_print
 from jaxdp.metrics.console import Console
 from jaxdp.metrics.jsonl import JsonLines
@@ -39,9 +39,7 @@ from jaxdp.optim.evaluation import evaluation_arrays
 from jaxdp.optim.optimizers import moving_share
 from jaxdp.optim.schedule import rate_of
 from jaxdp.parallel.placement import state_shapes
-from jaxdp.plan import prediction
 from jaxdp.process.context import Context
-from jaxdp.report.html import Reports
 from jaxdp.run import model_summary, rundir
 from jaxdp.run.build import Prepared, on_all_ranks
 from jaxdp.run.callbacks import EarlyStopping
@@ -342,7 +340,9 @@ def start_writer(
     lines = JsonLines(
         directory / "metrics.jsonl", start, was_evaluated, "evaluate" in run.due(start)
     )
-    writers: list[Writer] = [lines, console, Reports(directory, flatten(Config()), events)]
+    writers: list[Writer] = [lines, console]
+    if report := load_extra("report.html"):
+        writers.append(report.Reports(directory, events))
     if config.log.writers:
         writers += make_writers(config.log.writers, directory, start, dataclasses.asdict(config))
     writer = Many(writers)
@@ -401,7 +401,8 @@ def summary(
         f"process{'es' * (context.size > 1)}{hosts} ({context.launcher})",
         "layout": f"{parallel.backend}, zero {parallel.zero}{sharding(run, config)}; reduction {parallel.reduction}",
         # of each tree; layout.json has activations, once the program is compiled
-        "memory": f"{size(sum(counts.values()))} a device, without activations: {each}",
+        "memory": f"{size(sum(counts.values()))} a device, without activations: {each}"
+        * bool(each),
     }
     return {name: text for name, text in lines.items() if text}
 
@@ -578,8 +579,8 @@ def layout_of(run: Run, config: Config) -> dict[str, Any]:
         name: jax.ShapeDtypeStruct((*rows, *x.shape[1:]), x.dtype) for name, x in first.items()
     }
     batch.setdefault("mask", jax.ShapeDtypeStruct(rows, np.dtype(bool)))
-    shard_gradients = config.parallel.zero > 1 and config.parallel.gradient_buffer == "sharded"
-    sizes = prediction.bytes_by_tree(strategy, run.step, batch, shard_gradients)
+    prediction = load_extra("plan.prediction")
+    sizes = prediction.bytes_by_tree(strategy, run.step, batch) if prediction else {}
     devices, per_device = strategy.assignment.shape
     return {
         "parameters": sum(x.size for x in jax.tree.leaves(strategy.shapes.params)),

@@ -32,7 +32,6 @@ from jaxdp.parallel.placement import open_collectives
 from jaxdp.process import compilation_cache, private_jax, signals
 from jaxdp.process.context import SLOW, Context
 from jaxdp.process.monitor import RunMonitor, Stopped
-from jaxdp.report import html
 from jaxdp.run import rundir
 from jaxdp.run.build import (
     Prepared,
@@ -240,8 +239,8 @@ def final_record(
             "starts over)"
         )
         safe_print.say(summary(final, run))
-        if (directory / html.NAME).is_file():
-            safe_print.say(html.location(directory))
+        if (directory / rundir.REPORT).is_file():
+            safe_print.say(f"report in {directory / rundir.REPORT}")
     final.pop("time", None)
     return final
 

@@ -25,7 +25,7 @@ import pytest
 
 from benchmarks.job import AS_ROOT
 from jaxdp import cli
-from jaxdp.extras import is_there
+from jaxdp.extras import load_extra
 from jaxdp.process import signals
 from jaxdp.run import rundir
 from jaxdp.run.components import SETTINGS
@@ -56,7 +56,7 @@ LAUNCHER_NAMES = (
 )
 # What connects the processes of a loop: the mpirun, and the argument `backend` for tests/support/mpi.
 BACKENDS = {"gloo": ("openmpi5", {"BACKEND": None})}
-if is_there("mpi"):
+if load_extra("mpi"):
     BACKENDS |= {which: (which, {"BACKEND": "mpi"}) for which in ("openmpi5", "openmpi4", "mpich")}
 
 

@@ -1,4 +1,4 @@
-"""Each extra that has a door can be deleted: all that does not ask for it works without."""
+"""Each extra can be deleted: all that does not ask for it works without."""
 
 import ast
 import os
@@ -23,7 +23,50 @@ NEEDS = {
     "staged": (),
     "starter": (),
 }
-"""The extras with a door, and which others each of them imports; it goes with those."""
+"""The extras with a door, and which others with one each of them imports; it goes with those."""
+ASKED = {  # the other extras, and those of the first week: what asks for it -> how the refusal begins
+    "verify": ("verify --config configs/digits.yaml", "jaxdp verify needs the folder jaxdp/verify"),
+    "plan": ("plan --config configs/digits.yaml", "jaxdp plan needs the folder jaxdp/plan"),
+    "doctor": ("doctor", "jaxdp doctor needs the folder jaxdp/doctor"),
+    "sweep": (
+        "sweep --config configs/digits.yaml --seed 0,1",
+        "jaxdp sweep needs the folder jaxdp/sweep",
+    ),
+    "report": ("report runs/digits", "jaxdp report needs the folder jaxdp/report"),
+    "rewind": (
+        "rewind --run_dir runs/digits --step 1",
+        "jaxdp rewind needs the folder jaxdp/rewind",
+    ),
+    "tables": (
+        "predict --run_dir runs/digits --data rows.csv",
+        "jaxdp predict needs the folder jaxdp/tables",
+    ),
+    "measures": (
+        "confusion --run_dir runs/digits",
+        "jaxdp confusion needs the folder jaxdp/measures",
+    ),
+    "recipes": (
+        "train --config configs/digits.yaml --data.target Augmented",
+        "data.target: 'Augmented' cannot be imported",
+    ),
+    "sampling": (
+        "train --config configs/digits.yaml --data.target Balanced",
+        "data.target: 'Balanced' cannot be imported",
+    ),
+    "archives": (
+        "train --config configs/digits.yaml --data.target ImageZip",
+        "data.target: 'ImageZip' cannot be imported",
+    ),
+    "folders": (
+        "train --config configs/digits.yaml --model.target HuggingFace",
+        "model.target: 'HuggingFace' cannot be imported",
+    ),
+    "observers": (
+        "train --config configs/digits.yaml --callbacks [{target:\xa0TimeLimit,args:\xa0{minutes:\xa01}}]",
+        "callbacks.target: 'TimeLimit' cannot be imported",
+    ),
+    "interop": None,  # asked for in Python
+}
 REFUSED = {  # what asks for a deleted extra: what the refusal begins with
     ("--parallel.reduction", "exact"): "parallel.reduction: exact needs the folder jaxdp/exact",
     ("--parallel.reduction", "exact8"): "parallel.reduction: exact8 needs the folder jaxdp/exact",
@@ -67,6 +110,7 @@ def imported(folder):
 def copy_without(folder, *deleted):
     """Copy the tree without these extras, and those that need them, into an empty folder."""
     gone = {x for x in NEEDS if x in deleted or {*NEEDS[x]} & {*deleted}}
+    gone |= ASKED.keys() & deleted
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in listed.split("\0"):
@@ -100,7 +144,8 @@ for name in sys.argv[1:]:
     assert importlib.util.find_spec(f"jaxdp.{name}") is None, name
 files = sorted(pathlib.Path("jaxdp").rglob("*.py"))
 for file in files:
-    if file.stem != "__main__":
+    is_verb = file.parent.name == "cli" and file.stem in sys.argv
+    if file.stem != "__main__" and not is_verb:  # a verb without its extra is refused
         parts = file.with_suffix("").parts
         importlib.import_module(".".join(parts[: -1 if file.stem == "__init__" else None]))
 import jaxdp
@@ -112,7 +157,7 @@ print(len(files))
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
     """The tree without any of these extras."""
-    return copy_without(tmp_path_factory.mktemp("copy"), *NEEDS)
+    return copy_without(tmp_path_factory.mktemp("copy"), *NEEDS, *ASKED)
 
 
 def test_an_extra_needs_no_others_than_it_says():
@@ -121,7 +166,7 @@ def test_an_extra_needs_no_others_than_it_says():
 
 
 def test_every_other_module_is_imported(copy):
-    done = run(copy, "-c", IMPORTS, *NEEDS)
+    done = run(copy, "-c", IMPORTS, *NEEDS, *ASKED)
     assert done.returncode == 0 and int(done.stdout) > 100, done.stdout + done.stderr
 
 
@@ -145,6 +190,16 @@ def test_asking_for_a_deleted_extra_is_one_line(copy, asked, tmp_path):
     done = run(copy, *map(str, argv))
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stdout + done.stderr
     assert done.stderr.startswith(f"jaxdp: {REFUSED[asked]}"), done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("extra", [name for name, line in ASKED.items() if line])
+def test_asking_for_another_deleted_extra_is_one_line(copy, extra, tmp_path):
+    line, said = ASKED[extra]
+    where = ["--run_dir", str(tmp_path / "run")] * line.startswith("train")
+    done = run(copy, "-m", "jaxdp", *[x.replace("\xa0", " ") for x in line.split(" ")], *where)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stdout + done.stderr
+    assert done.stderr.startswith(f"jaxdp: {said}"), done.stderr
     assert not (tmp_path / "run").exists()
 
 

@@ -37,7 +37,7 @@ def test_a_program_that_has_run_tells_what_it_sends(backend, devices):
     )  # it would have to compile
     state, _ = program.update(state, batch)
     found = prediction.of_compiled(program.lowered(state, batch), devices)
-    sizes = prediction.bytes_by_tree(strategy, step, read, split_grads=False)
+    sizes = prediction.bytes_by_tree(strategy, step, read)
     params = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(strategy.export(state).params))
     assert sizes["params"] == sizes["grads"] == params
     assert sizes["batch"] == sum(x.nbytes for x in read.values()) / devices

@@ -2,7 +2,7 @@
 
 const page = JSON.parse(document.getElementById("data").textContent), runs = page.runs;
 
-if (page.defaults) Object.setPrototypeOf(page.defaults, null);
+Object.setPrototypeOf(page.defaults, null);
 
 const count = (table) => (table.step ? table.step.length : 0); // the number of its records
 

@@ -254,7 +254,7 @@ const show = (value) => (value === null || value === undefined ? "–" : Array.i
 function settings(section, title, key, folded) {
   const keys = [...new Set(runs.flatMap((r) => Object.keys(r[key])))];
   const differ = keys.filter((k) => new Set(runs.map((r) => JSON.stringify(r[key][k]))).size > 1);
-  const isSet = (k) => key === "config" && page.defaults && JSON.stringify(runs[0].config[k]) !== JSON.stringify(page.defaults[k]);
+  const isSet = (k) => key === "config" && JSON.stringify(runs[0].config[k]) !== JSON.stringify(page.defaults[k]);
   const pairs = (names) => el("dl", { class: "pairs" }, names.map((k) => el("div", { class: isSet(k) ? "set" : null }, el("dt", {}, k), el("dd", {}, show(runs[0][key][k])))));
   section.hidden = !keys.length;
   section.append(el("h2", {}, title));
