@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxdp.config import Config
 from jaxdp.config.parsing import from_mapping
-from jaxdp.errors import PREEMPTED, DistributedError, UsageError
+from jaxdp.errors import PREEMPTED, DistributedError, UsageError, check_one_of
 from jaxdp.extras import extras_of
 from jaxdp.process import environment, launchers, signals
 from jaxdp.run.objects import name_it
@@ -91,6 +91,7 @@ def fit(
             name: c for name, c in zip(values["callbacks"], callbacks) if name is not c
         }
     values["run_dir"] = run_dir
+    check_one_of("overwrite", overwrite, (True, False))
     return run(from_mapping(values, "fit"), objects, overwrite)
 
 

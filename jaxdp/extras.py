@@ -118,9 +118,8 @@ def load_extra(name: str, key: str | None = None) -> Any:
             raise
         if key is None:
             return None
-        folder = missing.partition(".")[0]
         raise UsageError(
-            f"{key} needs the folder jaxdp/{folder}, which was deleted from this installation; "
-            "restore it, or do without"
+            f"{key} needs the folder jaxdp/{missing.partition('.')[0]}, which was deleted from this "
+            "installation; restore it, or do without"
         ) from None
     return module

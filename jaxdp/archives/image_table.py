@@ -10,7 +10,13 @@ from typing import Any, NamedTuple
 from jaxdp.data.dataset import Part, array_part, file_part
 from jaxdp.data.image_files import Images, counted, path_key, walk
 from jaxdp.data.image_folder import READ, ImageFolder
-from jaxdp.data.split_names import choose_split, listed, named_splits, normalized, split_names
+from jaxdp.data.split_names import (
+    choose_split,
+    listed,
+    named_splits,
+    normalized,
+    split_names,
+)
 from jaxdp.errors import UsageError, check_one_of
 from jaxdp.tables.rows import KEY, read_frame, require
 
@@ -113,7 +119,7 @@ class ImageTable(Listed):
             # 007 is no number, and None may be a class.
             frame = read_frame(table, dtype=str, keep_default_na=False).fillna("").astype(str)
             require(frame, "columns", self.columns.values())
-            text: dict[str, Any] = {key: frame[name] for key, name in self.columns.items()}
+            text = {key: frame[name] for key, name in self.columns.items()}
             named = text.get("split", [split] * len(frame))
             for name, label, part in zip(text["path"], text["label"], named):
                 path = normalized(os.path.normpath(os.path.join(root, name + self.ending)))

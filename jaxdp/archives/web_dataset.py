@@ -15,7 +15,7 @@ from jaxdp.archives.packed import ImageZip, Member
 from jaxdp.data.dataset import Part, array_part
 from jaxdp.data.image_files import ENDINGS
 from jaxdp.data.image_folder import READ
-from jaxdp.errors import UsageError, one_line
+from jaxdp.errors import UsageError, check_one_of, one_line
 
 # The name of a member up to the first dot after its folders, and its ending.
 MEMBER = re.compile(r"(?:\./)*((?:.*/)?[^/.]+)\.([^/]+)")
@@ -27,9 +27,10 @@ class WebDataset(ImageZip):
     the index in `class_names`.
 
     shards: a path, a pattern such as data/*.tar, or a range such as data/train-{000..003}.tar; or
-    {train: PATTERN, test: PATTERN}. The members of a tar file that have one name up to the first dot are
-    a sample: one image, 0001.jpg, and its class, a whole number, in 0001.cls. Of one pattern, about a
-    `test_fraction` of the images, selected by a hash of the names of file and member, is the test split.
+    {train: PATTERN, test: PATTERN}, of other names with `splits`. The members of a tar file that have one
+    name up to the first dot are a sample: one image, 0001.jpg, and its class, a whole number, in
+    0001.cls. Of one pattern, about a `test_fraction` of the images, selected by a hash of the names of
+    file and member, is the test split.
     args: the other arguments of `ImageFolder`.
 
     Each file is read from header to header at the start; an image is read when it is needed, from its
@@ -40,13 +41,15 @@ class WebDataset(ImageZip):
 
     key, numbers = "data.args.shards", True
 
-    def __init__(self, shards: Any, split: str = "train", **args: Any):
+    def __init__(self, shards: str | Mapping[str, str], split: str = "train", **args: Any):
         self.shards = shards if isinstance(shards, Mapping) else {"train": shards}
         super().__init__(f"{shards}", split, **args)
 
     def list_images(self, root: str, splits: Any, passed: Counter[str]) -> list[Row]:
         rows = []
         for split, pattern in self.shards.items():
+            if not splits:
+                check_one_of(self.key, split, ("train", "test"))
             for path in expanded(os.path.expanduser(pattern)):
                 for name, sample in samples_of(path, passed).items():
                     try:
@@ -76,9 +79,12 @@ def expanded(pattern: str) -> list[str]:
     found = RANGE.search(pattern)
     if not found:
         return sorted(glob.glob(pattern)) or [pattern]
-    numbers = range(int(found[1]), int(found[2]) + 1)
-    texts = [pattern.replace(found[0], f"{x:0{len(found[1])}}", 1) for x in numbers]
-    return [path for text in texts for path in expanded(text)]
+    first, last = sorted(map(int, found.groups()))
+    return [
+        path
+        for x in range(first, last + 1)
+        for path in expanded(pattern.replace(found[0], f"{x:0{len(found[1])}}", 1))
+    ]
 
 
 class Shard(NamedTuple):
@@ -110,8 +116,7 @@ def samples_of(path: str, passed: Counter[str]) -> dict[str, Any]:
                 # A tar file stores its members as a zip file may.
                 info = zipfile.ZipInfo(member.name)
                 info.file_size, info.header_offset = member.size, member.offset_data
-                parts = os.path.basename(path), member.name
-                sample[ending] = Member(parts, Shard(path), info)
+                sample[ending] = Member((os.path.basename(path), member.name), Shard(path), info)
             # Zeros end a tar file, 10,240 bytes as a rule; tarfile stops at anything else that is no
             # header, too. Behind them another one may have been joined.
             end = archive.fileobj.read(1 << 20)

@@ -12,6 +12,7 @@ import numbers
 import os
 import pathlib
 import re
+import sys
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NewType, Union, get_args, get_origin
@@ -67,20 +68,26 @@ class Float(float):
 
 
 class Loader(yaml.SafeLoader):
-    """Read YAML by `CORE`; refuse duplicate keys, of which the last one would silently win."""
+    """Read YAML by `CORE`; refuse duplicate keys, of which the last one would silently win.
+
+    Of the keys that several merges give (`<<`), a mapping's own comes first, and then that of the
+    earliest. PyYAML tells keys apart by the addresses of their texts, and a mapping is merged as often
+    as others refer to it; so texts are made unique, and each key stays once.
+    """
 
     yaml_implicit_resolvers: dict[str, Any] = {}
     yaml_constructors: dict[Any, Any] = {}
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+    def flatten_mapping(self, node: Any) -> None:
         names = set[str]()
         for key, _ in node.value:
-            name = key.value if isinstance(key.value, str) else repr(key.value)
+            name = key.value = sys.intern(f"{key.value}")  # a list is refused as a key later
             if name in names:
                 line = key.start_mark.line + 1
                 raise UsageError(f"line {line}: the key {name!r} appears twice; remove one")
             names.add(name)
-        return super().construct_mapping(node, deep)
+        super().flatten_mapping(node)
+        node.value = [*{key.value: (key, x) for key, x in node.value}.values()]
 
     def construct_number(self, node: Any) -> int | float:
         text = self.construct_scalar(node)

@@ -266,12 +266,10 @@ def check_weights(
             )
         weight = weights.get(name)
         if isinstance(weight, bool) or not isinstance(weight, Real) or not 0 < weight < math.inf:
-            hint = (
-                "give it one"
-                if weight is None
-                else f"give a positive number, or leave the {kind} out"
+            raise UsageError(
+                f"data.args.weights.{name}: {weight!r} is no weight; give this {kind} a positive number, or take it "
+                "out of the data"
             )
-            raise UsageError(f"data.args.weights.{name}: {weight!r} is no weight; {hint}")
     if math.isinf(sum(weights.values())):
         raise UsageError(
             f"data.args.weights: the sum of {[*weights.values()]} is not finite; make them smaller"

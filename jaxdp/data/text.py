@@ -84,12 +84,16 @@ class PennTreebank(Windows):
 
 def read_text(path: str | Path, max_mb: float | None = None) -> str:
     """Read a UTF-8 file, at most `max_mb` MB (10^6 bytes), dropping a character cut off there; of a
-    folder all .txt files, or .TXT, at any depth, each with a newline after it. Raises UsageError.
+    folder all .txt files, or .TXT, at any depth, but hidden ones, each with a newline after it. Raises
+    UsageError.
     """
     limit, location = byte_limit(max_mb), Path(path).expanduser()
     if location.is_dir():
+        # As those of images, hidden files are never read: macOS writes some beside others.
         return "\n".join(
-            read_text(x, max_mb) for x in sorted(location.rglob("*")) if x.suffix.lower() == ".txt"
+            read_text(x, max_mb)
+            for x in sorted(location.rglob("*.[tT][xX][tT]"))
+            if x.is_file() and "/." not in f"/{x.relative_to(location)}"
         )
     try:
         # All at once: a pipe has no size, and can be read once.

@@ -50,8 +50,8 @@ class TokenFile(Windows):
     follow; or 20240801, 7 and uint32; `dev/data/data_common.py`). No window crosses a file
     boundary, and no file is read in full.
 
-    split: if there are files of both kinds, named train... and val... (or test...), the files of
-    that split; if all are val files, all of them; otherwise the last `test_fraction` of the tokens
+    split: if there are files of both kinds, named train... and test... (or else val...), the files of
+    that split; if all are val or test files, all of them; otherwise the last `test_fraction` of the tokens
     is the test split. None: all tokens. vocabulary: its size; defaults to that of tokens.json or of
     the format, else GPT-2's 50,257. documents: `separate` adds "segments" and "mask", so that
     nothing is learned across the end of a document. end_of_text: the token that ends a document, by
@@ -85,8 +85,8 @@ class TokenFile(Windows):
             )
         chosen, self.part = choose(files, split, test_fraction)
         others = [file.name for file in files if file not in chosen]
-        self.inventory = f"files {listed(file.name for file in chosen)}"
-        self.inventory += f"; others: {listed(others)}" * bool(others)
+        rest = f"; others: {listed(others)}" * bool(others)
+        self.inventory = f"files {listed(file.name for file in chosen)}{rest}"
         dtype = dtype or meta.get("dtype", "uint16")
         check_one_of("data.args.dtype", dtype, ("uint16", "uint32"))
         stored = np.dtype(dtype).newbyteorder("<")
@@ -98,13 +98,13 @@ class TokenFile(Windows):
             )
         self.tokenizer_spec = meta.get("tokenizer")
         check_sizes("data.args", vocabulary=vocabulary)
-        stated = vocabulary or meta.get("vocabulary")
-        classes = stated or max(shard.vocabulary for shard in self.files) or GPT2
+        known = max(shard.vocabulary for shard in self.files)
+        classes = vocabulary or meta.get("vocabulary") or known or GPT2
         if ends is not None and not 0 <= ends < classes:
             raise UsageError(
                 f"data.args.end_of_text: {ends} is not in the vocabulary of {classes:,}; change either"
             )
-        names = [str(file) for file in chosen]
+        names = [*map(str, chosen)]
         stride = None if split == "test" else stride
         ends = ends if documents == "separate" else None
         super().__init__(self._map(), length, stride, classes, names, ends)
@@ -172,7 +172,7 @@ def choose(
         return files, None
     fix = "rename it, or give a pattern of the files to train on, and eval.data"
     groups = files_by_split(files, "data.args.path", fix)
-    held_out = sorted(groups["test"] + groups["valid"])
+    held_out = groups["test"] or groups["valid"]
     if groups["train"] and held_out:
         return (held_out if split == "test" else groups["train"]), None
     return files, None if held_out == files else (fraction, split == "test")

@@ -262,7 +262,8 @@ def length(source: Any) -> int:
     has none.
     """
     # Such as (images, labels).
-    arrays = isinstance(source, tuple) and all(hasattr(x, "shape") for x in source)
+    few = isinstance(source, tuple | list) and len(source) < 9
+    arrays = few and all(hasattr(x, "shape") for x in source)
     try:
         if arrays or isinstance(source, str | bytes | Mapping):
             raise TypeError

@@ -27,8 +27,10 @@ def run(call: Any) -> None:
         counts = confusion(fitted)
     names = class_names(fitted.data)
     names += map(str, range(len(names), len(counts)))
-    found = {"step": fitted.final["step"], "names": names, "counts": counts.tolist()}
-    rundir.write(directory / "confusion.json", json.dumps(found))
+    rundir.write(
+        directory / "confusion.json",
+        json.dumps({"step": fitted.final["step"], "names": names, "counts": counts.tolist()}),
+    )
     rows = [["", *names], *np.column_stack([names, counts]).tolist()]
     lines = table(rows, ">") if len(names) <= PRINTED else []
     print(*lines, f"{counts.trace():,} of {counts.sum():,} right", sep="\n")

@@ -43,8 +43,8 @@ class Storage:
     def check(self) -> None:
         """Write a file, to know before the first update that this is possible. It is empty: `upload`
         may write it."""
-        bucket = self.root.partition("/")[0]
-        self.files.info(bucket or "/")  # else it would be made, whatever it is
+        # The bucket: else it would be made, whatever it is.
+        self.files.info(self.root.partition("/")[0] or "/")
         self.files.makedirs(self.root, exist_ok=True)
         self.files.pipe_file(self.owner, b"")
 
@@ -70,8 +70,7 @@ class Storage:
 
     def has(self, step: int) -> bool:
         """Return whether a local checkpoint is there too, with the same files: it is of this run."""
-        here = manifest.read(self.local / f"{step}")["files"]
-        return self.manifest(step).get("files") == here
+        return self.manifest(step).get("files") == manifest.read(self.local / f"{step}")["files"]
 
     def upload(self, last: bool) -> None:
         """Copy what is missing there, and remove the checkpoints there that are not here any more.
@@ -133,8 +132,9 @@ class Storage:
                     self.files.get_file(top + name, f"{target}")
             if problem := manifest.problem(folder):
                 shutil.rmtree(folder)
-                text = f"{KEY}: checkpoint {step} of {self.url} is damaged: {problem}"
-                safe_print.say(text, error=True)
+                safe_print.say(
+                    f"{KEY}: checkpoint {step} of {self.url} is damaged: {problem}", error=True
+                )
         for name in FILES:
             if self.files.exists(f"{self.root}/{name}"):
                 self.files.get_file(f"{self.root}/{name}", str(self.directory / name))

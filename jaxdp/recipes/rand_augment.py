@@ -22,7 +22,8 @@ def rand_augment(
     """Apply `number` operations to the image, each drawn from 14 with equal probability.
 
     E. D. Cubuk et al., "RandAugment", arXiv 1909.13719, with the operations and ranges of torchvision
-    and the rounding of Pillow: shears and shifts in both dims, rotation, identity, brightness, color,
+    and the rounding of Pillow (single pixels of shears, rotations, brightness and autocontrast may
+    differ by one): shears and shifts in both dims, rotation, identity, brightness, color,
     contrast, sharpness, posterize, solarize, autocontrast, equalize. magnitude: from 0 to 30, of all
     of them; its sign is random where there is one. Pixels from outside are 0. For values from 0 to 255;
     one channel is gray.

@@ -370,12 +370,14 @@ def fitting(
                 f"predict: the training data has no {name!r}, only {sorted(shapes)}; rename the array"
             )
         shape, dtype = shapes[name]
-        fits = np.can_cast(value.dtype, dtype, "same_kind")
-        wraps = fits and np.dtype(dtype).kind in "iu" and np.any(value.astype(dtype) != value)
-        if value.ndim != len(shape) or not fits or wraps:
+        # Integers may wrap, and floats become infinite.
+        fits = np.can_cast(value.dtype, dtype, "same_kind") and np.allclose(
+            cast := value.astype(dtype), value, 0.1, equal_nan=True
+        )
+        if value.ndim != len(shape) or not fits:
             raise UsageError(
                 f"predict: {name!r} is {value.dtype}{list(value.shape)}, but the model was trained on rows of {dtype}"
                 f"{list(shape[1:])}; give it rows like those"
             )
-        rows[name] = value.astype(dtype)
+        rows[name] = cast
     return rows

@@ -54,8 +54,11 @@ def rehearse(
 
     def shapes(updates, opt_state):
         # Updates are added in the dtype of the parameters.
-        return jax.tree.map(lambda x: x.shape, updates), jax.tree.map(
-            lambda x: (x.shape, x.dtype), opt_state
+        return jax.tree.flatten(
+            (
+                jax.tree.map(lambda x: x.shape, updates),
+                jax.tree.map(lambda x: (x.shape, x.dtype), opt_state),
+            )
         )
 
     updated = jax.eval_shape(parts.rule.tx.update, trained, state.opt_state, trained)

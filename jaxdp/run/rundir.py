@@ -330,8 +330,8 @@ def write_env(directory: pathlib.Path, facts: dict[str, Any]) -> None:
         "versions": versions(),
         "platform": platform.platform(),
         "argv": sys.argv,
+        "folder": os.getcwd(),
     }
-    here["folder"] = os.getcwd()
     write(directory / "env.json", json.dumps(here | facts, indent=2) + "\n")
 
 

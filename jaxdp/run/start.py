@@ -255,20 +255,26 @@ def compared(
     """Return the metadata of the checkpoint to resume from; see `resume_step`."""
     checkpoints = run.checkpoints
     saved = context.of_root("meta", lambda: checkpoints.meta(start))
-    if not config.resume.force:
-        if run.data.train.order.sequential and "order" not in saved["config"].get("data", {}):
-            raise UsageError(
-                "data.order: shuffled, as before this key existed -> sequential, because the model carries state; set "
-                "data.order to shuffled, or choose another --run_dir",
-                rank=0,
-            )
+    force = config.resume.force
+    ordered = "order" in saved["config"].get("data", {})
+    if not force and run.data.train.order.sequential and not ordered:
+        raise UsageError(
+            "data.order: shuffled, as before this key existed -> sequential, because the model carries state; set "
+            "data.order to shuffled, or choose another --run_dir",
+            rank=0,
+        )
 
-        def check():
+    def check():
+        try:
             if context.is_root:
                 check_unchanged(saved)
                 check_same_run(saved, checkpoints.facts, config, start, objects)
+        except UsageError as error:
+            if not force:
+                raise
+            safe_print.say(f"warning: resume.force: {error}")
 
-        on_all_ranks(context, check)
+    on_all_ranks(context, check)
     changed = context.of_root("contents", lambda: compare_contents(saved, checkpoints.facts, start))
     old, new = as_saved(saved["config"] | saved.get("evaluated_with", {}), config)
     for tree in (old, new):
@@ -457,20 +463,22 @@ def advice(
     yield from data_warnings(config, prepared.parts, shapes, devices)
     opt = config.optimizer
     steps = run.options.steps
-    horizon = min(steps, opt.schedule_steps or steps)
     of_script = opt.target.startswith(f"{OF_SCRIPT} ")
-    if not of_script and opt.warmup_steps > horizon:
-        end = "the run ends" if horizon == steps else "optimizer.schedule_steps ends the schedule"
+    if not of_script and opt.warmup_steps > steps:
         yield (
-            f"optimizer.warmup_steps: {opt.warmup_steps}, but {end} after {horizon} updates: the warm-up is cut off "
-            f"there, at {horizon / opt.warmup_steps:.0%} of lr; make it shorter"
+            f"optimizer.warmup_steps: {opt.warmup_steps}, but the run ends after {steps} updates: the warm-up is cut "
+            f"off there, at {steps / opt.warmup_steps:.0%} of lr; make it shorter"
         )
     if opt.final_lr and opt.schedule in ("constant", "one_cycle"):
         yield f"optimizer.final_lr: {opt.final_lr} has no effect with the schedule {opt.schedule}"
     if opt.warmup_steps and opt.schedule == "one_cycle":
         yield "optimizer.warmup_steps: one_cycle begins with its own warm-up; set it to 0 to have only one"
     # The built-in ones all use the rate, and the built-in schedules end with the run.
-    built_in = opt.target in OPTIMIZERS and opt.schedule in [*SCHEDULES] and horizon == steps
+    built_in = (
+        opt.target in OPTIMIZERS
+        and opt.schedule in [*SCHEDULES]
+        and steps <= (opt.schedule_steps or steps)
+    )
     if not (of_script or built_in):
         yield from rate_advice(run, config, prepared, start)
     if evaluation_arrays(shapes.opt_state) and jax.tree.leaves(floats(shapes.model_state)):

@@ -128,9 +128,10 @@ def train_in(
                 f"steps: {steps}, but {str(directory)!r} is at step {start}; give more", rank=0
             )
         if start and recovered is None:
+            # Before anything in the directory is written again.
+            checkpoints.check_fits(start, abstract := run.strategy.abstract())
             record = final_record(run, directory, context, start, saved)
             if record is not None:
-                abstract = run.strategy.abstract()
                 return record, checkpoints.restore(start, abstract) if keep else None
         progress = Progress(
             state=state,
@@ -231,7 +232,6 @@ def final_record(
     )
     if reason is None:
         return None
-    run.checkpoints.check_fits(start, run.strategy.abstract())
     if context.is_root:
         step = f"{start} ({reason})" if reason else start
         safe_print.say(

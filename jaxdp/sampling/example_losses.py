@@ -27,8 +27,9 @@ class PerExample:
     """
 
     def __init__(self, function: Any):
-        key = "loss.args.function"
-        self.function = locate(key, function, {}) if isinstance(function, str) else function
+        self.function = (
+            locate(f"{KEY}.function", function, {}) if isinstance(function, str) else function
+        )
 
     def __call__(self, outputs: jax.Array, batch: Batch):
         losses = jnp.asarray(self.function(outputs, labels_of(batch)))
@@ -45,7 +46,9 @@ class WeightedCrossEntropy(SoftmaxCrossEntropy):
     """Cross-entropy with `class_weights`, and precision, recall and F1 of a class or of all.
 
     class_weights: a positive number for each class. The loss is the weighted mean over all examples of
-    an update, as in PyTorch's `CrossEntropyLoss(weight)`; accuracy stays unweighted. positive: the
+    an update, as in PyTorch's `CrossEntropyLoss(weight)`; accuracy stays unweighted. With label_smoothing
+    the whole loss of an example has the weight of its label, where PyTorch gives each class's share of
+    the label its own. positive: the
     class, by name or number, whose `precision`, `recall` and `f1` are metrics; None: `f1_0`, `f1_1`,
     ... of all, and their mean `macro_f1`. Each is one quotient of sums over all examples, on any number
     of devices, and not a mean over batches. It is NaN without examples to divide by.
@@ -75,7 +78,7 @@ class WeightedCrossEntropy(SoftmaxCrossEntropy):
 
     def __call__(self, outputs: Any, batch: Batch):
         labels = labels_of(batch)
-        if not jnp.issubdtype(labels.dtype, jnp.integer):
+        if labels.dtype.kind not in "iu":
             raise UsageError(
                 f"loss: WeightedCrossEntropy is for integer labels, not {labels.dtype}; use SoftmaxCrossEntropy"
             )

@@ -41,7 +41,7 @@ def test_the_example_trains_as_the_reduction_it_wraps(tmp_path):
         devices=4,
     )
     jaxdp(*argv, "xla", "--run_dir", tmp_path / "xla", devices=4)
-    found = {record["reduced_bytes"] for record in records(tmp_path / "own", "train")}
+    found = {record["gradient_bytes"] for record in records(tmp_path / "own", "train")}
     assert found == {4 * 1210}  # the gradients of the MLP, of 4 bytes each
     finals = [records(tmp_path / name, "final")[0]["params_sha256"] for name in ("own", "xla")]
     assert finals[0] == finals[1]

@@ -458,6 +458,9 @@ WRONG = {
     "the examples of a tuple cannot be counted; give their number": lambda g: (
         jaxdp.DistributedSampler((g, g))
     ),
+    "the examples of a list cannot be counted; give their number": lambda g: (
+        jaxdp.DistributedSampler([g, g])
+    ),
     "the examples of a dict cannot be counted": lambda g: jaxdp.DistributedSampler({"x": g}),
     "the examples of a float cannot be counted": lambda g: jaxdp.DistributedSampler(10.7),
     "rank: 0.5 is not an integer; give one": lambda g: jaxdp.DistributedSampler(

@@ -19,6 +19,7 @@ from jaxdp.parallel.placement import assign_microbatches, data_mesh, from_first
 from jaxdp.parallel.reduction import pack
 from jaxdp.run.components import REDUCTIONS, make_reduction
 from jaxdp.split import DATA
+from judging import FLOAT_REDUCTIONS
 
 MESH = data_mesh(jax.devices()[:4])
 
@@ -34,7 +35,7 @@ def reduced(name, tree, bucket_mb=25.0):
     ), tree
 
 
-@pytest.mark.parametrize("name", ["xla", "bucket"])
+@pytest.mark.parametrize("name", FLOAT_REDUCTIONS)
 @pytest.mark.parametrize("bucket_mb", [25.0, 1e-4, 1e-6])
 def test_a_reduction_is_the_sum_over_devices(name, bucket_mb):
     rng = np.random.default_rng(0)
@@ -104,7 +105,7 @@ def test_auto_is_xla_in_one_process():
 
     assert program("auto", MESH) == program("xla", MESH) != program("bucket", MESH)
     alone = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
-    assert all("psum" not in program(name, alone) for name in ("xla", "bucket"))
+    assert all("psum" not in program(name, alone) for name in FLOAT_REDUCTIONS)
 
 
 def test_the_initial_sync_keeps_types_and_bits():

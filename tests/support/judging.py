@@ -7,6 +7,7 @@ import optax
 
 import oracle
 import toys
+from jaxdp.run.components import REDUCTIONS
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
 STEPS = 10
@@ -39,6 +40,8 @@ def smallest(row):
     return row["model"] != "mlp", place not in ("2", "3", "4")
 
 
+# The extras have other arithmetics, and are named by their dotted paths.
+FLOAT_REDUCTIONS = tuple(name for name, made in REDUCTIONS.items() if callable(made))
 STRATEGIES = {
     "backend": ("pmap", "pjit"),
     "devices": (1, 2, 3, 4, 8),
@@ -46,7 +49,7 @@ STRATEGIES = {
     "accumulate": ("vmap", "scan"),
     "model": ("mlp", "resnet", "dropout"),
     "optimizer": ("adamw", "momentum"),
-    "reduction": ("xla", "bucket"),
+    "reduction": FLOAT_REDUCTIONS,
     "dtype": ("float32", "float64"),
 }
 
@@ -79,7 +82,7 @@ STAGES = {
     "place": PLACES,
     "gradient_buffer": ("sharded", "replicated"),
     "accumulate": ("vmap", "scan"),
-    "reduction": ("xla", "bucket"),
+    "reduction": FLOAT_REDUCTIONS,
     "model": ("mlp", "resnet", "dropout", "blocks"),
     "microbatches": (8, 16),
     "optimizer": ("adamw", "momentum"),

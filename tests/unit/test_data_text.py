@@ -658,3 +658,17 @@ def test_an_error_of_a_set_names_its_split_and_path(tmp_path, key):
         match=rf"^{key}.args.lenght: TextFile takes no such argument; did you mean 'length'\?$",
     ):
         read_set(key, Target("TextFile", {"path": path, "lenght": 1}), "test", False, SOURCES)
+
+
+def test_a_folder_is_read_once_and_without_what_is_hidden(tmp_path):
+    """A folder may be called x.txt, too; macOS writes ._a.txt beside a.txt."""
+    for name, text in {
+        "b.txt": "BB",
+        "._b.txt": "no",
+        ".git/c.txt": "no",
+        "x.txt/in.TXT": "XX",
+        "x.txt/.hidden.txt": "no",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert read_text(tmp_path) == "BB\nXX"

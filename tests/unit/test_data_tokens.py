@@ -122,6 +122,14 @@ def test_a_split_is_its_own_files(tmp_path, train, test):
     )
 
 
+def test_an_evaluation_is_on_the_test_files_or_else_on_those_for_validation(tmp_path):
+    for place, name in enumerate(("train", "val", "test")):
+        raw(tmp_path / f"{name}.bin", TOKENS[100 * place : 100 * (place + 1)])
+    source = TokenFile(str(tmp_path), "test", 4)
+    assert all_tokens(source) == TOKENS[200:296].tolist()
+    assert source.inventory == "files 'test.bin'; others: 'train.bin', 'val.bin'"
+
+
 def test_without_a_file_the_test_split_is_the_end(tmp_path):
     raw(tmp_path / "a.bin", TOKENS[:300])
     raw(tmp_path / "b.bin", TOKENS[300:])

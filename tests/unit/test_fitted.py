@@ -261,6 +261,56 @@ def test_the_number_of_skipped_updates_that_end_a_run_may_change(tmp_path):
     assert longer.final["step"] == 4
 
 
+def test_a_forced_resume_says_what_differs_and_a_refused_one_writes_nothing(tmp_path, capsys):
+    more = {"run_dir": tmp_path / "run", "eval": {}, "resume": {"force": True}}
+    fit(steps=2, optimizer={"target": "adamw"}, **more)
+    written = (tmp_path / "run" / "config.yaml").read_bytes()
+    with pytest.raises(UsageError, match=r"checkpoint 2 "):
+        fit(steps=4, optimizer={"target": "sgd"}, **more)
+    assert (tmp_path / "run" / "config.yaml").read_bytes() == written
+    said = capsys.readouterr().out
+    assert "warning: resume.force: " in said and "'adamw' -> 'sgd'" in said, said
+    assert fit(steps=4, optimizer={"target": "adamw"}, **more).final["step"] == 4
+
+
+@pytest.mark.parametrize("overwrite", ["no", None, 2])
+def test_overwrite_is_true_or_false(overwrite, tmp_path):
+    with pytest.raises(UsageError, match=r"overwrite: .* is not one of True, False"):
+        fit(run_dir=tmp_path, overwrite=overwrite)
+
+
+@jax.tree_util.register_pytree_node_class
+class Pair:
+    """A tree of a user's own, without `__eq__`."""
+
+    def __init__(self, kernel, bias):
+        self.kernel, self.bias = kernel, bias
+
+    def tree_flatten(self):
+        return (self.kernel, self.bias), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def test_parameters_may_be_a_tree_of_a_users_own():
+    trees = (
+        (lambda kernel, bias: {"bias": bias, "kernel": kernel}, lambda p: (p["kernel"], p["bias"])),
+        (Pair, lambda p: (p.kernel, p.bias)),
+    )
+
+    def loss_of(make, parts):
+        def apply(params, inputs):
+            kernel, bias = parts(params)
+            return inputs @ kernel + bias
+
+        init = make(np.zeros((4, 2), np.float32), np.zeros(2, np.float32))
+        return fit((lambda key, inputs: init, apply), eval={}).final["loss"]
+
+    assert loss_of(*trees[0]) == loss_of(*trees[1])
+
+
 def test_a_run_that_made_no_update_fails():
     data = {"inputs": X, "labels": Y, "mask": np.zeros(90, np.float32)}
     with pytest.raises(RunFailed, match=r"skipped updates: 4 of 4: .*their examples all masked"):
@@ -356,6 +406,13 @@ def test_integers_that_would_wrap_around_do_not_fit(values, dtype):
     )
     with pytest.raises(UsageError, match="but the model was trained on"):
         fitting({"inputs": values}, {"inputs": ((1, 1), dtype)})
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_floats_beyond_those_of_training_do_not_fit(fitted):
+    with pytest.raises(UsageError, match=r"predict: 'inputs' is float64"):
+        fitted.predict(X.astype(np.float64) * 1e300)
+    np.testing.assert_array_equal(fitted.predict(X.astype(np.float64)), fitted.predict(X))
 
 
 @pytest.mark.parametrize("batch_size", [0, 2.5, None, "8"])

@@ -298,3 +298,27 @@ def test_a_config_is_utf_8_with_or_without_a_mark(tmp_path):
             ]
         )[0]
         assert config.run_dir == "é"
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("{a: &a {n: 5}, b: &b {<<: *a, n: 7}, c: {<<: *b}}", {"n": 7}),
+        ("{a: &a {every: 5}, b: &b {<<: *a, every: 7}, c: {<<: *b}}", {"every": 7}),
+        ("{c: {<<: [{every: 3}, {every: 4, more: 1}]}}", {"every": 3, "more": 1}),
+        (
+            "{a: &a {every: 1}, b: {x: &b {<<: *a, every: 2}}, c: {<<: *b, own: 1}}",
+            {"every": 2, "own": 1},
+        ),
+        ("{a: &a {<<: *a, n: 1}, c: {<<: *a}}", {"n": 1}),
+    ],
+)
+def test_of_merged_keys_the_own_then_the_earliest_counts(text, want):
+    """PyYAML 6.0.4 takes another one where two keys' texts are, or are not, one object."""
+    assert values.load(text, "x")["c"] == want
+
+
+@pytest.mark.parametrize("text", ["{a: &a {n: 1, n: 2}, c: {<<: *a}}", "{c: {<<: {n: 1, n: 2}}}"])
+def test_a_key_is_not_twice_in_what_is_merged(text):
+    with pytest.raises(UsageError, match=r"the key 'n' appears twice"):
+        values.load(text, "x")
