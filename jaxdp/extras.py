@@ -99,27 +99,26 @@ def backend_group(backend: str) -> Any:
 
 def door(name: str, key: str) -> type[Extra]:
     """Return the door of an extra. key: the key and the value that ask for it. Raises UsageError."""
-    return load_extra(name, key).Door
+    module = load_extra(name, key)
+    if module.__file__ is None:  # only the folder is left, and no module of it is found
+        load_extra(f"{name}.code", key)
+    return module.Door
 
 
-def load_extra(name: str, key: str | None = None) -> Any:
+def load_extra(name: str, key: str = "") -> Any:
     """Return a module of an extra, by its name in the package.
 
-    key: what asks for it; None: every run uses it, if it is there. Raises UsageError if its folder
+    key: what asks for it; "": every run uses it, if it is there. Raises UsageError if its folder
     was deleted, or that of another extra which it needs; without a key, returns None.
     """
     try:
-        module = importlib.import_module(f"jaxdp.{name}")
-        if module.__file__ is None:  # a folder whose code was deleted
-            raise ModuleNotFoundError(name=module.__name__)
+        return importlib.import_module(f"jaxdp.{name}")
     except ModuleNotFoundError as error:
-        package, _, missing = str(error.name).partition(".")
-        if package != "jaxdp":
+        if not f"{error.name}".startswith("jaxdp."):
             raise
-        if key is None:
+        if not key:
             return None
         raise UsageError(
-            f"{key} needs the folder jaxdp/{missing.partition('.')[0]}, which was deleted from this "
+            f"{key} needs the folder jaxdp/{str(error.name).split('.')[1]}, which was deleted from this "
             "installation; restore it, or do without"
         ) from None
-    return module

@@ -81,11 +81,12 @@ class Loader(yaml.SafeLoader):
     def flatten_mapping(self, node: Any) -> None:
         names = set[str]()
         for key, _ in node.value:
-            name = key.value = sys.intern(f"{key.value}")  # a list is refused as a key later
-            if name in names:
-                line = key.start_mark.line + 1
-                raise UsageError(f"line {line}: the key {name!r} appears twice; remove one")
-            names.add(name)
+            key.value = sys.intern(f"{key.value}")  # a list is refused as a key later
+            if key.value in names:
+                raise UsageError(
+                    f"line {key.start_mark.line + 1}: the key {key.value!r} appears twice; remove one"
+                )
+            names.add(key.value)
         super().flatten_mapping(node)
         node.value = [*{key.value: (key, x) for key, x in node.value}.values()]
 

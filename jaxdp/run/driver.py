@@ -433,7 +433,7 @@ class FirstUpdate(Observer):
         training.callbacks.state()
         run = training.run
         run.log.events.note("first_update", updates[-1])
-        if training.layout is not None and (prediction := load_extra("plan.prediction")):
+        if training.layout and (prediction := load_extra("plan.prediction")):
             prediction.record(
                 run.log.directory,
                 training.layout,

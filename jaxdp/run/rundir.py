@@ -325,14 +325,15 @@ def write_config(directory: pathlib.Path, config: dict[str, Any]) -> None:
 
 def write_env(directory: pathlib.Path, facts: dict[str, Any]) -> None:
     """Write env.json: time of the first start, versions, and `facts` (devices, topology, launcher)."""
-    here = {
+    facts = {
         "began": began(directory),
         "versions": versions(),
         "platform": platform.platform(),
         "argv": sys.argv,
         "folder": os.getcwd(),
+        **facts,
     }
-    write(directory / "env.json", json.dumps(here | facts, indent=2) + "\n")
+    write(directory / "env.json", json.dumps(facts, indent=2) + "\n")
 
 
 def entry(file: pathlib.Path, name: str, kind: Callable[[Any], T], default: U) -> T | U:

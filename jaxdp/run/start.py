@@ -407,8 +407,7 @@ def summary(
         f"process{'es' * (context.size > 1)}{hosts} ({context.launcher})",
         "layout": f"{parallel.backend}, zero {parallel.zero}{sharding(run, config)}; reduction {parallel.reduction}",
         # of each tree; layout.json has activations, once the program is compiled
-        "memory": f"{size(sum(counts.values()))} a device, without activations: {each}"
-        * bool(each),
+        "memory": each and f"{size(sum(counts.values()))} a device, without activations: {each}",
     }
     return {name: text for name, text in lines.items() if text}
 
@@ -580,9 +579,9 @@ def reads(run: Run, name: str) -> bool:
 def layout_of(run: Run, config: Config) -> dict[str, Any]:
     """Return the memory and the sharding of the run on each device, for layout.json."""
     strategy = run.strategy
-    order = run.data.train.order
-    first = first_example(run.data.train.dataset)
-    rows = (config.microbatches, order.examples_per_microbatch)
+    data = run.data.train
+    first = first_example(data.dataset)
+    rows = (config.microbatches, data.order.examples_per_microbatch)
     batch = {
         name: jax.ShapeDtypeStruct((*rows, *x.shape[1:]), x.dtype) for name, x in first.items()
     }

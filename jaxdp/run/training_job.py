@@ -128,10 +128,9 @@ def train_in(
                 f"steps: {steps}, but {str(directory)!r} is at step {start}; give more", rank=0
             )
         if start and recovered is None:
-            # Before anything in the directory is written again.
-            checkpoints.check_fits(start, abstract := run.strategy.abstract())
             record = final_record(run, directory, context, start, saved)
             if record is not None:
+                abstract = run.strategy.abstract()
                 return record, checkpoints.restore(start, abstract) if keep else None
         progress = Progress(
             state=state,
@@ -206,8 +205,9 @@ def final_record(
     run: Run, directory: pathlib.Path, context: Context, start: int, saved: Record
 ) -> Record | None:
     """Return the final record of a run that has finished already, and report this on root; None for
-    any other run.
+    any other run. Raises UsageError if the checkpoint does not fit, before anything is written.
     """
+    run.checkpoints.check_fits(start, run.strategy.abstract())
 
     def last():
         records = read(directory / "metrics.jsonl")
