@@ -360,8 +360,10 @@ def check_mask(arrays: Mapping[str, np.ndarray], indices: np.ndarray, source: st
     """Raise UsageError if the mask of an example is negative or not finite: a sum would subtract
     the example.
     """
-    mask = arrays.get("mask", np.zeros(0, bool))
-    if mask.dtype.kind in "bu" or not mask.size or (mask.min() >= 0 and mask.max() < np.inf):
+    mask = arrays.get("mask")
+    if mask is None or mask.dtype.kind in "bu" or not mask.size:
+        return
+    if mask.min() >= 0 and mask.max() < np.inf:
         return
     row, *place = np.argwhere(~((mask >= 0) & (mask < np.inf)))[0]
     raise UsageError(
@@ -390,7 +392,8 @@ def replace_masked(arrays: Batch) -> Batch:
     """Return arrays [row, ...] with the first real example in the place of each whose mask is 0:
     its contents may be anything, and a microbatch of nothing else is still computed, with weight 0.
     """
-    mask = arrays.get("mask", np.ones(1))
+    if (mask := arrays.get("mask")) is None:
+        return arrays
     real = (mask != 0).reshape(len(mask), -1).any(1)
     if real.all() or not real.any():
         return arrays

@@ -67,10 +67,15 @@ def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarr
     less than two passes on average (Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains",
     https://eprint.iacr.org/2001/012)."""
     bits = (int(size) - 1).bit_length()
-    keys = _round_keys(seed, epoch)
-    values = _feistel(positions.astype(np.uint64), bits, keys)
+    network: Any = functools.partial(_feistel, bits=bits, keys=_round_keys(seed, epoch))
+
+    # Most of the time goes into starting NumPy's operations. So where many positions are asked
+    # for, the network is computed once for all values, and looked up from then on.
+    if 1 << bits <= 2 * positions.size:
+        network = network(np.arange(1 << bits, dtype=np.uint64)).take
+    values = network(positions.astype(np.uint64))
     while (outside := values >= size).any():
-        values[outside] = _feistel(values[outside], bits, keys)
+        values[outside] = network(values[outside])
     return values.astype(np.int64)
 
 
@@ -154,12 +159,12 @@ class ExampleOrder:
         example of the batch's first row with mask False, so padding is always a real, finite
         example. A microbatch of padding alone repeats microbatch 0: the gradient of a deviation
         between equal examples would be NaN."""
-        numbers = np.asarray(numbers, np.int64).reshape(-1, 1)
         size, epoch, start = self.place(step)
         count = min(size, self.size - start)
+        number = np.asarray(numbers, np.int64)[:, None]
         first = np.arange(0, size, self.microbatches)
-        mask = (numbers >= 0) & (first + numbers < count)
-        row = first + np.where(mask[:, :1], numbers, 0)
+        mask = (number >= 0) & (first + number < count)
+        row = first + np.where(mask[:, :1], number, 0)
         return self._examples(epoch, start + np.where(row < count, row, 0)), mask
 
     def batch(self, step: int) -> np.ndarray:
@@ -182,18 +187,14 @@ class EpochOrder(ExampleOrder):
     shuffle: bool = True
 
     def _examples(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        if not self.shuffle:
+        if not self.shuffle or not positions.size:
             return positions
         # Large batches gain nothing from spans, which cover other processes' rows too.
         if self.batch_size > _SPAN // 4:
             return permute(positions, self.size, self.seed, epoch)
-        numbers = positions // _SPAN
-        indices = np.empty_like(positions)
-        for number in np.unique(numbers).tolist():
-            chosen = numbers == number
-            span = _span(number, self.size, self.seed, epoch)
-            indices[chosen] = span[positions[chosen] % _SPAN]
-        return indices
+        first, last = positions.min() // _SPAN, positions.max() // _SPAN
+        spans = [_span(k, self.size, self.seed, epoch) for k in range(first, last + 1)]
+        return np.concatenate(spans)[positions - first * _SPAN]
 
 
 @dataclass(frozen=True)

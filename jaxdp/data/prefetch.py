@@ -91,7 +91,7 @@ def read_batches(
         if len(steps) > 1:
             return stack([read_batches(dataset, order, [step], numbers) for step in steps])
         dataset.require(order.batch(steps[0]))
-    indices, rows = (np.stack(part) for part in zip(*(order.rows(step, numbers) for step in steps)))
+    indices, rows = map(np.array, zip(*(order.rows(step, numbers) for step in steps)))
     distinct = indices.reshape(-1)
     inverse: np.ndarray | slice = slice(None)
     if not rows.all():  # read the example that padding repeats only once

@@ -128,12 +128,14 @@ def assemble(
                 offset = np.subtract(start, target_start)
                 overlap(target, offset, piece.shape)[...] = overlap(piece, -offset, target.shape)
 
-    def place(x, pieces):
-        return jax.make_array_from_callback(
-            x.shape, x.sharding, lambda index: pieces[first(index)].copy()
+    return [
+        jax.make_array_from_callback(
+            x.shape,
+            x.sharding,
+            lambda index, pieces=pieces: pieces[first(index)].copy(),  # type: ignore[misc]
         )
-
-    return [place(x, pieces) for x, pieces in zip(shapes, shards)]
+        for x, pieces in zip(shapes, shards)
+    ]
 
 
 def first(index: Any) -> tuple[int, ...]:

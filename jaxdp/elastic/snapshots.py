@@ -42,16 +42,15 @@ class Newest(Writer):
         """Discard the records after update `step`; its evaluation too if it is made again: not
         `evaluated`.
         """
-        last = {"train": step, "eval": step if evaluated else step - 1}
+        last = {"train": step, "eval": step - (not evaluated)}
         self.records = [x for x in self.records if x["step"] <= last.get(x["split"], 0)]
 
 
 def report_lost_updates(reached: int, start: int) -> None:
     """Print that the updates after `start` are made again: no process has their state."""
-    origin = f"its checkpoint of update {start}"
     safe_print.say(
         f"jaxdp: elastic: no process has the state after update {reached} any more: the job continues from "
-        f"{origin if start else 'the first update: it has no checkpoint'}",
+        f"{f'its checkpoint of update {start}' if start else 'the first update: it has no checkpoint'}",
         error=True,
     )
 
@@ -172,15 +171,19 @@ class Snapshots(Continuation):
             return records
         file = training.run.log.directory / "metrics.jsonl"
         written = {(x.get("step", 0), x.get("split")) for x in read(file, math.inf)}
-        reached = max([self.reached, *(step for step, _ in written)])
+        newest = max((step for step, _ in written), default=0)
+        reached = max(self.reached, newest)
         if not progress.recovered and reached > progress.start:
             report_lost_updates(reached, progress.start)
         writer, records.records = open_writer(), ()
         # An update that a lost process has interrupted may have succeeded in some processes, and
-        # failed on root. So take the records of the process that has most, and the newest.
+        # failed on root. So take the records of the process that has most, and the newest. Only
+        # those at the end of the file can be missing there; a process that was left out for some
+        # time has old ones.
         most = max(map(json.loads, texts), key=lambda records: sum(x["step"] for x in records))
         for record in most:
-            if (record["step"], record["split"]) not in written:
+            key = record["step"], record["split"]
+            if key[0] >= newest and key not in written:
                 writer.write(record)
         return writer
 

@@ -257,10 +257,9 @@ class Strategy:
             number, before = state.step, state.params
             params = self.slice_params(before) if is_sliced else before
 
-            def total_of(grads: Tree) -> jax.Array:
-                return total(grads, number)
-
-            new, metrics = step.apply(state.replace(params=params), sums, total_of)
+            new, metrics = step.apply(
+                state.replace(params=params), sums, lambda grads: total(grads, number)
+            )
             if is_sliced and are_gathered:  # frozen ones are as before
                 new = new.replace(params=merge(gather(step.trainable(new.params)), before))
             return new, metrics

@@ -120,7 +120,7 @@ class RunMonitor(Watchdog, Monitor):
     def after(self, updates: range, state: TrainState, metrics: Mapping[str, jax.Array]) -> None:
         self._dispatched = True
         signals.has_started()
-        self.sent(metrics)
+        self.sent(metrics["loss"])
 
     def wants(self, step: int) -> Collection[str]:
         return ("save",) if self.is_asked("save") else ()

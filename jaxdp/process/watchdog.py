@@ -15,7 +15,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from jaxdp.errors import DistributedError, GenerationEnded, record_fault
@@ -48,7 +48,7 @@ class Watchdog:
         self.own_ms = 0.0  # running mean of this process's own work between two updates
         self._progress = time.monotonic()
         self._suspended = 0  # nesting depth of `suspend_timeout`
-        self._sent: collections.deque[Mapping[str, Any]] = collections.deque()
+        self._sent: collections.deque[Any] = collections.deque()
         self._member = membership.current()
         if self._member is not None:
             self._member.on(
@@ -70,12 +70,12 @@ class Watchdog:
         self.passed += 1
         self._progress = time.monotonic()
 
-    def sent(self, metrics: Mapping[str, Any]) -> None:
-        """Record the metrics of a dispatched call; when the device has them, that counts as
-        progress.
+    def sent(self, loss: Any) -> None:
+        """Record the loss [] or [update] of a dispatched call; when the device has it, that counts
+        as progress.
         """
-        self.updates = max(1, metrics["loss"].size)
-        self._sent.append(metrics)
+        self.updates = max(1, loss.size)
+        self._sent.append(loss)
 
     @contextlib.contextmanager
     def suspend_timeout(self, where: str) -> Iterator[None]:
@@ -125,7 +125,7 @@ class Watchdog:
                 self._progress = now
             checked_at = now
             self._note()
-            while self._sent and self._sent[0]["loss"].is_ready():
+            while self._sent and self._sent[0].is_ready():
                 self._sent.popleft()
                 self._progress = time.monotonic()
             self.each_check()
@@ -140,7 +140,7 @@ class Watchdog:
 
     def _updates(self) -> int:
         """Return the number of updates in the call that is running (or was dispatched last)."""
-        sizes = [metrics["loss"].size for metrics in [*self._sent][:1]]
+        sizes = [loss.size for loss in [*self._sent][:1]]
         return max(1, self.updates, *sizes)
 
     def _stuck(self, idle: float) -> None:

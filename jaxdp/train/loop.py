@@ -59,14 +59,13 @@ class Lookback(Observer):
     def look(self, last: int) -> None:
         """Wait for the calls up to update `last`, and check their updates."""
         while self.sent and self.sent[0][0][-1] <= last:
-            updates, *arrays = self.sent.popleft()
-            losses, halted = (np.asarray(x).reshape(-1) for x in arrays)
-            for update, finite in zip(updates, np.isfinite(losses), strict=True):
+            updates, loss, halted = self.sent.popleft()
+            for update, finite in zip(updates, np.ravel(np.isfinite(loss))):
                 before, self.finite = self.finite, bool(finite)
                 if before and not finite and self.examine:
                     self.examine -= 1
                     raise NotFinite(update)
-            if halted.any():
+            if np.asarray(halted).any():
                 raise Halted
 
 

@@ -540,11 +540,11 @@ def first_pass(
 ) -> tuple[Tree, Batch]:
     """Return (outputs, the batch for the loss) of all devices' microbatches [microbatch, ...]."""
     local = LocalStep(recipe, state, replica, train)
-
-    def outputs_and_batch(piece):
-        return local.compute_outputs(local.params(state.params), piece)[:2]
-
-    return replica.join(local.map(outputs_and_batch, local.pieces(batch)))
+    outputs = local.map(
+        lambda piece: local.compute_outputs(local.params(state.params), piece)[:2],
+        local.pieces(batch),
+    )
+    return replica.join(outputs)
 
 
 # --- The update ---------------------------------------------------------------------
@@ -562,11 +562,12 @@ def plain_total(tree: Tree) -> jax.Array:
     small = [x for x in leaves if x.size <= SMALL]
     vectors = [x for x in leaves if x.size > SMALL] + ([jnp.concatenate(small)] if small else [])
     squares = sum((jnp.dot(x, x) for x in vectors), jnp.float32(0))
-
-    def no_count(_):
-        return jnp.stack([squares, jnp.zeros_like(squares)])
-
-    return jax.lax.cond(jnp.isfinite(squares), no_count, _squares_and_nonfinite, leaves)
+    return jax.lax.cond(
+        jnp.isfinite(squares),
+        lambda _: jnp.stack([squares, jnp.zeros_like(squares)]),
+        _squares_and_nonfinite,
+        leaves,
+    )
 
 
 def _squares_and_nonfinite(tree: Tree) -> jax.Array:

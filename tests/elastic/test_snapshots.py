@@ -12,7 +12,10 @@ import pytest
 
 from jaxdp.elastic import regroup
 from jaxdp.elastic.snapshots import Snapshot, Snapshots, affordable
+from jaxdp.metrics.jsonl import JsonLines, dump
+from jaxdp.process.context import Context
 from jaxdp.split import WHOLE
+from jaxdp.train.run import Progress
 from jaxdp.train.skip import Spike
 from spiked_runs import guarded_run
 
@@ -95,3 +98,32 @@ def test_devices_stay_open_while_an_old_program_runs(monkeypatch):
     regroup.wait_for_programs()
     assert not product.is_ready() and sys.getrefcount(client) > references
     del product
+
+
+def test_old_records_of_a_process_that_was_left_out_are_not_written_again(tmp_path):
+    class Recovered(Snapshots):
+        def prepare(self, training):
+            self.context = training.run.checkpoints.context
+
+    def record(step, split="train"):
+        return {"step": step, "split": split, "loss": 1.0}
+
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(dump(record(step)) for step in range(10, 3010, 10)))
+    snapshots = Recovered(10)
+    # It was stopped after update 640, and has since been told of the newest evaluation alone.
+    for step in range(10, 650, 10):
+        snapshots.records.write(record(step))
+    for newest in (record(3000), record(3000, "eval"), record(3010)):
+        snapshots.records.write(newest)
+
+    run = types.SimpleNamespace(
+        checkpoints=types.SimpleNamespace(context=Context()),
+        log=types.SimpleNamespace(directory=tmp_path),
+    )
+    progress = Progress(step=3012, start=3012, recovered=True)
+    training = types.SimpleNamespace(run=run, progress=progress)
+    snapshots.begin(training, lambda: JsonLines(file, 3012)).close()
+    written = [(x["step"], x["split"]) for x in map(json.loads, file.read_text().splitlines())]
+    every = [(step, "train") for step in range(10, 3010, 10)]
+    assert written == [*every, (3000, "eval"), (3010, "train")]

@@ -280,7 +280,7 @@ def test_each_update_of_a_call_has_its_time(tmp_path, updates, ends):
         "    call(1).block_until_ready()\n"
         "    began = time.monotonic(); call(3000).block_until_ready(); took = time.monotonic() - began\n"
         "loss = call(int(9000 / took))\n"
-        "dog.sent({'loss': loss})\n"
+        "dog.sent(loss)\n"
         "loss.block_until_ready()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
