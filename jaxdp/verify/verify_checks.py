@@ -35,13 +35,7 @@ from jaxdp.verify.oracle import (
     train,
     update,
 )
-from jaxdp.verify.problem import (
-    TOLERANCE,
-    Arrays,
-    make_problem,
-    make_trial,
-    settings,
-)
+from jaxdp.verify.problem import TOLERANCE, Arrays, make_problem, make_trial, settings
 
 # what padding or another process may change: here a fault is never as small as rounding
 COARSE = 1e-6
