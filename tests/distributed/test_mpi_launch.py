@@ -3,6 +3,7 @@ seconds, in one line.
 """
 
 import json
+import os
 import pathlib
 import re
 import socket
@@ -130,7 +131,8 @@ def test_mpi4py_is_missing(tmp_path, late):
     package = tmp_path / "mpi4py" / "__init__.py"
     package.parent.mkdir()
     package.write_text("raise ModuleNotFoundError(\"No module named 'mpi4py'\", name='mpi4py')\n")
-    job = mpirun(2, [SCRIPT], env={"PYTHONPATH": str(tmp_path)}, timeout=60)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    job = mpirun(2, [SCRIPT], env={"PYTHONPATH": path}, timeout=60)
     want = f"jaxdp: mpirun started 2 processes but mpi4py is not installed: pip install -e '{ROOT}[mpi]'"
     assert job.returncode == 2 and errors(job) == [want], job.output
 
