@@ -111,7 +111,7 @@ def test_old_records_of_a_process_that_was_left_out_are_not_written_again(tmp_pa
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(dump(record(step)) for step in range(10, 3010, 10)))
     snapshots = Recovered(10)
-    # It was stopped after update 640, and has since been told of the newest evaluation alone.
+    # It was stopped after update 640, and has joined again shortly before update 3000.
     for step in range(10, 650, 10):
         snapshots.records.write(record(step))
     for newest in (record(3000), record(3000, "eval"), record(3010)):
